@@ -31,9 +31,7 @@ _LIVE = frozenset(
 )
 
 LEGAL_TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
-    SequenceState.WAITING: frozenset(
-        {SequenceState.PREFILL, SequenceState.CANCELLED, SequenceState.FAILED}
-    ),
+    SequenceState.WAITING: frozenset({SequenceState.PREFILL, SequenceState.CANCELLED, SequenceState.FAILED}),
     SequenceState.PREFILL: frozenset(
         {
             SequenceState.DECODE,

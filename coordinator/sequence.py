@@ -1,6 +1,6 @@
 """One sequence as the scheduler sees it: tokens, progress, blocks. Pure."""
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum, auto
 
 from coordinator.lifecycle import SequenceState, check_transition
@@ -16,11 +16,22 @@ class FinishReason(Enum):
     LENGTH = auto()
 
 
+@dataclass(frozen=True, slots=True)
+class Release:
+    """What a sequence gives up: the end record owed to the stages, if any, and the signals for its blocks."""
+
+    key: SequenceKey
+    end: EndRecord | None
+    active: ActiveSequence | None
+    signals: list[Signal]
+
+
 class Sequence:
     """A prompt and what was generated after it.
 
-    `tokens` are all tokens so far; `num_computed_tokens` of them are in steps that were handed out, so their KV is, or
-    will be when those steps have run, in the cache. Between two decode steps exactly the last token is not computed.
+    `tokens` are all tokens so far; `num_computed_tokens` of them are in steps that were handed out, so their
+    KV is, or will be when those steps have run, in the cache. Between two decode steps exactly the last token
+    is not computed.
     """
 
     def __init__(
@@ -33,7 +44,9 @@ class Sequence:
         stop_token_ids: frozenset[int],
         arrival: int,
     ) -> None:
-        """`arrival` orders sequences: the smaller came first. Raises ValueError for an empty prompt or no tokens to make."""
+        """`arrival` orders sequences: the smaller came first. Raises ValueError for an empty prompt or no
+        tokens to make.
+        """
         if not prompt:
             raise ValueError("a prompt needs at least one token")
         if max_tokens < 1:
@@ -84,6 +97,14 @@ class Sequence:
         return self._num_prefill_tokens - self._num_computed
 
     @property
+    def num_tokens_to_generate(self) -> int:
+        return self.max_tokens - self.num_generated_tokens
+
+    @property
+    def all_tokens(self) -> tuple[int, ...]:
+        return tuple(self._tokens)
+
+    @property
     def generated_tokens(self) -> tuple[int, ...]:
         return tuple(self._tokens[self.num_prompt_tokens :])
 
@@ -102,17 +123,6 @@ class Sequence:
     def can_decode(self) -> bool:
         """Its newest token is here and not handed out yet."""
         return self._state is SequenceState.DECODE and not self._is_token_due
-
-    def plan_kv(self, *, block_size: int, salt: int, new_id: Callable[[], int]) -> ActiveSequence:
-        """The accounting that a start would use, covering all tokens so far. Commits to nothing."""
-        return ActiveSequence(
-            self._tokens,
-            block_size=block_size,
-            # The last token that is sampled is never computed.
-            max_output_tokens=self.max_tokens - self.num_generated_tokens,
-            salt=salt,
-            new_id=new_id,
-        )
 
     def begin_prefill(self, kv: ActiveSequence, *, num_cached_tokens: int) -> None:
         """Starts, or starts again: computes all tokens so far but the leading cached ones."""
@@ -171,28 +181,29 @@ class Sequence:
         """Goes to CANCELLED or FAILED."""
         self._move_to(state)
 
-    def release(self, *, keep_content: bool = True) -> tuple[EndRecord | None, list[Signal]]:
-        """Gives up blocks and stage state: the end record owed, if any, and the signals to apply.
+    def release(self, *, keep_content: bool = True) -> Release:
+        """Gives up blocks and stage state.
 
         `keep_content` False destroys full blocks too, for content that must not be shared.
         """
         end = EndRecord(self._key, self.generation) if self._is_started else None
-        self._is_started = False
-        signals: list[Signal] = []
-        if self._kv is not None:
-            signals = self._kv.free_signals() if keep_content else self._kv.destroy_signals()
-            self._kv = None
-        return end, signals
+        active, self._kv, self._is_started = self._kv, None, False
+        if active is None:
+            return Release(self._key, end, None, [])
+        signals = active.free_signals() if keep_content else active.destroy_signals()
+        return Release(self._key, end, active, signals)
 
-    def preempt(self) -> tuple[EndRecord | None, list[Signal]]:
-        """Back to the queue with all its tokens; whatever is in flight becomes a result of an older generation."""
+    def preempt(self) -> Release:
+        """Back to the queue with all its tokens; whatever is in flight becomes a result of an older
+        generation.
+        """
         self._move_to(SequenceState.PREEMPTED)
-        released = self.release()
+        release = self.release()
         self.generation += 1
         self._num_computed = 0
         self._num_prefill_tokens = 0
         self._is_token_due = False
-        return released
+        return release
 
     def _move_to(self, state: SequenceState) -> None:
         check_transition(self._key, self._state, state)
