@@ -172,7 +172,7 @@ def _default_head_dim(raw: RawConfig, family: ModelFamily, heads: int) -> int:
     hidden_size = positive_int(raw, "hidden_size")
     if hidden_size % heads:
         raise BadConfig(
-            f"hidden_size {hidden_size} is not a multiple of the {heads} attention heads, and head_dim is missing"
+            f"hidden_size {hidden_size} is no multiple of {heads} attention heads, and head_dim is missing"
         )
     return hidden_size // heads
 
