@@ -6,8 +6,6 @@ import signal
 import sys
 
 import uvloop
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1._async import HealthServicer
 
 from checkpoint import CheckpointError
 from coordinator.cluster_service import ClusterService, StepResultsService
@@ -36,7 +34,9 @@ STOP_GRACE_S = 2.0
 class CoordinatorServer:
     """All parts of a coordinator, bound and started together. `address` is where it listens."""
 
-    def __init__(self, config: CoordinatorConfig, model: ServedModel, timing: ClusterTiming | None = None) -> None:
+    def __init__(
+        self, config: CoordinatorConfig, model: ServedModel, timing: ClusterTiming | None = None
+    ) -> None:
         self._config = config
         self.engine = Engine(queue_size=config.queue_size)
         state = new_cluster_state(config, model)
@@ -50,12 +50,8 @@ class CoordinatorServer:
         inference_pb2_grpc.add_InferenceServicer_to_server(
             InferenceService(sessions, self.engine, status), self._server
         )
-        cluster_pb2_grpc.add_ClusterServicer_to_server(
-            ClusterService(self.controller, status), self._server
-        )
-        stage_pb2_grpc.add_StepResultsServicer_to_server(
-            StepResultsService(self.controller), self._server
-        )
+        cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterService(self.controller, status), self._server)
+        stage_pb2_grpc.add_StepResultsServicer_to_server(StepResultsService(self.controller), self._server)
         self.address = config.listen
 
     async def start(self) -> None:
@@ -116,7 +112,9 @@ async def _serve(config: CoordinatorConfig, model: ServedModel) -> None:
     server = CoordinatorServer(config, model)
     await server.start()
     print(f"stageline coordinator listening on {server.address}", flush=True)
-    log.info("serving model %s (%s), waiting for %d workers", model.name, model.dtype.value, config.num_stages)
+    log.info(
+        "serving model %s (%s), waiting for %d workers", model.name, model.dtype.value, config.num_stages
+    )
     await stopping.wait()
     log.info("stopping")
     await server.stop()

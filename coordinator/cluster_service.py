@@ -11,6 +11,7 @@ from coordinator.messages import decode_hello
 from coordinator.status import StatusReporter
 from coordinator.worker_connection import WorkerConnection
 from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc, stage_pb2, stage_pb2_grpc
+from wire.calls import when_call_ends
 from wire.errors import InvalidRequest, StaleStream
 from wire.step_codec import decode_fault, decode_result
 
@@ -32,7 +33,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         async with asyncio.timeout(HELLO_TIMEOUT_S):
             hello = await anext(aiter(request_iterator), cluster_pb2.WorkerMessage())
         connection = self._controller.join(decode_hello(hello))
-        context.add_done_callback(lambda _: self._controller.leave(connection, "its stream broke"))
+        when_call_ends(context, lambda: self._controller.leave(connection, "its stream broke"))
         reader = asyncio.create_task(self._read(request_iterator, connection))
         try:
             async for message in connection.messages():
@@ -78,8 +79,8 @@ class StepResultsService(stage_pb2_grpc.StepResultsServicer):
         if first.WhichOneof("message") != "hello":
             raise InvalidRequest("the first message of Deliver must be hello")
         epoch = self._controller.open_results(first.hello)
-        context.add_done_callback(
-            lambda _: self._controller.fail_epoch(epoch, "the stream of results from LAST broke")
+        when_call_ends(
+            context, lambda: self._controller.fail_epoch(epoch, "the stream of results from LAST broke")
         )
         yield stage_pb2.DeliverResponse(accepted=stage_pb2.HopAccepted())
         async for message in request_iterator:

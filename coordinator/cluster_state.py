@@ -155,7 +155,7 @@ class ClusterState:
         return actions + self._advance()
 
     def lose(self, name: str, incarnation: Incarnation, reason: str) -> list[Action]:
-        """The stream of a worker is broken, or its lease has expired. An older incarnation changes nothing."""
+        """A worker's stream is broken, or its lease has expired. An older incarnation changes nothing."""
         record = self.workers.get(name)
         if record is None or record.identity.incarnation != incarnation or not record.is_live:
             return []
@@ -205,7 +205,7 @@ class ClusterState:
         self._num_fruitless_epochs = 0
 
     def epoch_failed(self, epoch: int, reason: str) -> list[Action]:
-        """A step was faulty, a stream broke, or the epoch did not get ready in time. Old epochs change nothing."""
+        """A step was faulty, a stream broke, or the epoch was not ready in time. Old ones change nothing."""
         if epoch != self.epoch or self.phase not in (ClusterPhase.STARTING_EPOCH, ClusterPhase.SERVING):
             return []
         return [StopServing(epoch, reason), *self._begin_epoch(reason)]
@@ -224,9 +224,13 @@ class ClusterState:
         chosen = self._choose_workers()
         prefix = f"{reason}; " if reason else ""
         if len(chosen) < self.num_stages:
-            return self._wait(f"{prefix}{len(chosen)} of {self.num_stages} workers are here{self._failures()}")
+            return self._wait(
+                f"{prefix}{len(chosen)} of {self.num_stages} workers are here{self._failures()}"
+            )
         try:
-            plan = self._make_plan([WorkerCapacity(name=each.name, memory_bytes=each.memory_bytes) for each in chosen])
+            plan = self._make_plan(
+                [WorkerCapacity(name=each.name, memory_bytes=each.memory_bytes) for each in chosen]
+            )
         except PlanImpossible as error:
             self.phase, self.detail = ClusterPhase.BLOCKED, f"{prefix}{error}"
             self._unassign()
@@ -239,7 +243,8 @@ class ClusterState:
         """
         previous = self._previous
         usable = {name: each.identity for name, each in self.workers.items() if each.is_usable}
-        places = [stage.worker if stage.worker in usable else None for stage in previous.stages] if previous else []
+        stages = previous.stages if previous else ()
+        places = [stage.worker if stage.worker in usable else None for stage in stages]
         newcomers = iter(sorted((name for name in usable if name not in places), key=_natural_order))
         places += [None] * (self.num_stages - len(places))
         chosen = [place or next(newcomers, None) for place in places]
@@ -253,7 +258,9 @@ class ClusterState:
         return []
 
     def _failures(self) -> str:
-        failed = [(name, each.detail) for name, each in self.workers.items() if each.state is WorkerState.FAILED]
+        failed = [
+            (name, each.detail) for name, each in self.workers.items() if each.state is WorkerState.FAILED
+        ]
         return "".join(f"; {name} failed: {detail}" for name, detail in failed)
 
     def _unassign(self) -> None:

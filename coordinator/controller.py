@@ -1,6 +1,7 @@
 """Carries out what `ClusterState` decides: talks to workers, opens and closes the pipeline, feeds the engine.
 
-All of it runs on the event loop; every public method but `close` is synchronous, so events are handled one by one.
+All of it runs on the event loop; every public method but `close` is synchronous, so events are handled one by
+one.
 """
 
 import asyncio
@@ -123,7 +124,9 @@ class Controller:
             case "heartbeat":
                 connection.heartbeat = message.heartbeat
             case "loaded":
-                log.info("worker %s is ready (%d ms)", name, message.loaded.load_ms + message.loaded.warmup_ms)
+                log.info(
+                    "worker %s is ready (%d ms)", name, message.loaded.load_ms + message.loaded.warmup_ms
+                )
                 self._carry_out(self.state.loaded(name, message.loaded.plan_id))
             case "load_failed":
                 failed = message.load_failed
@@ -197,9 +200,7 @@ class Controller:
         message = encode_begin(action, incarnation=self.incarnation, results_address=self._results_address)
         for worker in action.workers:
             self.connections[worker.name].send(message)
-        hello = encode_hop_hello(
-            action, incarnation=self.incarnation, fingerprint=self._model.fingerprint
-        )
+        hello = encode_hop_hello(action, incarnation=self.incarnation, fingerprint=self._model.fingerprint)
         link = PipelineLink(
             action.workers[0].address, hello, lambda reason: self.fail_epoch(action.epoch, reason)
         )

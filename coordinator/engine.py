@@ -1,7 +1,7 @@
 """Binds scheduler, pipeline and clients together: events in, steps and tokens out.
 
-Everything here runs on the event loop without awaiting, so there is one owner and no lock. After each event the engine
-hands out steps for as long as the scheduler has any.
+Everything here runs on the event loop without awaiting, so there is one owner and no lock. After each event
+the engine hands out steps for as long as the scheduler has any.
 """
 
 import logging
@@ -77,7 +77,7 @@ class Engine:
             raise RequestExists(f"request {id_text(request_id)} is live already")
 
     def cancel(self, request_id: RequestId) -> None:
-        """Ends a live request as cancelled; its pages are freed with the next step. Raises RequestNotFound."""
+        """Ends a live request; its pages are freed with the next step. Raises RequestNotFound."""
         if request_id not in self._live:
             raise RequestNotFound(f"no live request {id_text(request_id)}")
         self.totals.cancelled += 1

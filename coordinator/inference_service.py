@@ -11,6 +11,7 @@ from coordinator.sequence import FinishReason, Sequence
 from coordinator.session import Output, Sessions
 from coordinator.status import StatusReporter
 from stageline_rpc.v1 import inference_pb2, inference_pb2_grpc
+from wire.calls import when_call_ends
 from wire.errors import InvalidRequest
 from wire.ids import id_text, parse_request_id
 
@@ -34,8 +35,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         session = await self._sessions.accept(request)
-        # Runs however the call ends: completed, cancelled, deadline, connection lost.
-        context.add_done_callback(lambda _: session.close())
+        when_call_ends(context, session.close)
         async for output in session.outputs():
             yield encode_output(session.sequence, output)
 

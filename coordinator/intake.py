@@ -2,6 +2,7 @@
 
 import math
 import secrets
+from typing import Any
 
 from google.protobuf import unknown_fields
 from google.protobuf.message import Message
@@ -32,7 +33,8 @@ def request_id_of(request: inference_pb2.GenerateRequest) -> RequestId:
 
 def refuse_unknown_fields(message: Message) -> None:
     """Raises InvalidRequest for a field that this version would ignore."""
-    if numbers := sorted({field.field_number for field in unknown_fields.UnknownFieldSet(message)}):
+    unknown: Any = unknown_fields.UnknownFieldSet(message)  # iterable, which its stub does not say
+    if numbers := sorted({field.field_number for field in unknown}):
         fields = ", ".join(map(str, numbers))
         raise InvalidRequest(f"{type(message).__name__} has fields that this version does not know: {fields}")
 
@@ -118,7 +120,7 @@ def _max_tokens(
         raise InvalidRequest(f"max_tokens is {wanted}, must be at least 1")
     if wanted > room:
         raise InvalidRequest(
-            f"prompt of {num_prompt_tokens} tokens + max_tokens {wanted} = {num_prompt_tokens + wanted} tokens, "
+            f"prompt of {num_prompt_tokens} + max_tokens {wanted} = {num_prompt_tokens + wanted} tokens, "
             f"more than the {plan.max_sequence_tokens} that fit ({_limit_reason(model, plan)})"
         )
     return wanted

@@ -18,7 +18,7 @@ ROLE_TO_MESSAGE: dict[StageRole, cluster_pb2.StageRole.ValueType] = {
 
 
 def decode_hello(message: cluster_pb2.WorkerMessage) -> WorkerIdentity:
-    """Raises HandshakeMismatch for another protocol version, InvalidRequest for a missing or malformed field."""
+    """Raises HandshakeMismatch for another protocol version, InvalidRequest for a bad field."""
     if message.WhichOneof("message") != "hello":
         raise InvalidRequest("the first message of Join must be hello")
     hello = message.hello
@@ -81,9 +81,7 @@ def encode_begin(
     return cluster_pb2.CoordinatorMessage(begin_epoch=begin)
 
 
-def encode_hop_hello(
-    action: BeginEpoch, *, incarnation: Incarnation, fingerprint: str
-) -> stage_pb2.HopHello:
+def encode_hop_hello(action: BeginEpoch, *, incarnation: Incarnation, fingerprint: str) -> stage_pb2.HopHello:
     """What the coordinator says to FIRST."""
     return stage_pb2.HopHello(
         protocol_version=PROTOCOL_VERSION,
@@ -102,7 +100,7 @@ def encode_hop_hello(
 def check_results_hello(
     hello: stage_pb2.HopHello, action: BeginEpoch, *, incarnation: Incarnation, fingerprint: str
 ) -> None:
-    """Checks what LAST says when it opens its stream of results. Raises HandshakeMismatch with both values."""
+    """Checks what LAST says when it opens its results. Raises HandshakeMismatch with both values."""
     plan, last = action.plan, action.workers[-1]
     for what, expected, got in (
         ("protocol version", PROTOCOL_VERSION, hello.protocol_version),

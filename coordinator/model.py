@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from builtin_model import MODEL_DIRECTORY, MODEL_NAME
+
 from checkpoint import Checkpoint, DType, ModelConfig
 from coordinator.config import CoordinatorConfig
 from coordinator.tokenizer import TextCodec
@@ -36,7 +37,9 @@ class ServedModel:
 
 
 def open_model(config: CoordinatorConfig) -> ServedModel:
-    """Reads config and headers, never weights. Raises CheckpointError, ValueError for a dtype that does not exist."""
+    """Reads config and headers, never weights. Raises CheckpointError, ValueError for a dtype that does not
+    exist.
+    """
     checkpoint = Checkpoint.open(config.model_directory or MODEL_DIRECTORY)
     dtype = DType.from_name(config.dtype) if config.dtype else checkpoint.config.dtype
     return ServedModel(checkpoint, dtype, is_builtin=config.model_directory is None)

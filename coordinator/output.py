@@ -36,7 +36,9 @@ class OutputChannel:
         self._changed.set()
 
     async def read(self) -> OutputBatch:
-        """Waits for news; the caller's deadline bounds it. Raises the error once everything before it is read."""
+        """Waits for news; the caller's deadline bounds it. Raises the error once everything before it is
+        read.
+        """
         await self._changed.wait()
         self._changed.clear()
         if self._error is not None and not self._tokens:

@@ -16,13 +16,15 @@ log = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_S = 10.0
 
+ForwardCall = grpc.aio.StreamStreamCall[stage_pb2.ForwardRequest, stage_pb2.ForwardResponse]
+
 
 class LinkBroken(Exception):
     """FIRST does not accept the stream, or the stream has ended."""
 
 
 class PipelineLink:
-    """One `Stage.Forward` stream. Steps are sent in the order of `send`; the scheduler bounds how many there are."""
+    """One `Stage.Forward` stream. Steps go out in the order of `send`; the scheduler bounds their number."""
 
     def __init__(self, address: str, hello: stage_pb2.HopHello, on_broken: Callable[[str], None]) -> None:
         """`on_broken` is called at most once, with the reason, when an open stream ends by itself."""
@@ -31,7 +33,7 @@ class PipelineLink:
         self._hello = hello
         self._on_broken = on_broken
         self._steps: asyncio.Queue[Step] = asyncio.Queue()
-        self._call: grpc.aio.StreamStreamCall[stage_pb2.ForwardRequest, stage_pb2.ForwardResponse] | None = None
+        self._call: ForwardCall | None = None
         self._watcher: asyncio.Task[None] | None = None
 
     def send(self, step: Step) -> None:
@@ -40,8 +42,7 @@ class PipelineLink:
 
     async def open(self) -> None:
         """Dials FIRST and waits until it accepts. Raises LinkBroken with the reason."""
-        stub: stage_pb2_grpc.StageAsyncStub = stage_pb2_grpc.StageStub(self._channel)  # type: ignore[assignment]
-        self._call = stub.Forward(self._requests(), wait_for_ready=True)
+        self._call = stage_pb2_grpc.StageStub(self._channel).Forward(self._requests(), wait_for_ready=True)
         try:
             async with asyncio.timeout(OPEN_TIMEOUT_S):
                 response = await self._call.read()
@@ -49,7 +50,7 @@ class PipelineLink:
             raise LinkBroken(f"FIRST at {self._address} did not accept within {OPEN_TIMEOUT_S:g} s") from None
         except grpc.aio.AioRpcError as error:
             raise LinkBroken(f"FIRST at {self._address} refused: {error.details()}") from error
-        if not isinstance(response, stage_pb2.ForwardResponse) or response.WhichOneof("message") != "accepted":
+        if not isinstance(response, stage_pb2.ForwardResponse):
             raise LinkBroken(f"FIRST at {self._address} ended the stream instead of accepting it")
         self._watcher = asyncio.create_task(self._watch(self._call))
 
@@ -70,9 +71,7 @@ class PipelineLink:
             for message in encode_frame(encode_step(step), step.step_id, None):
                 yield message
 
-    async def _watch(
-        self, call: grpc.aio.StreamStreamCall[stage_pb2.ForwardRequest, stage_pb2.ForwardResponse]
-    ) -> None:
+    async def _watch(self, call: ForwardCall) -> None:
         try:
             await call.read()
             reason = f"FIRST at {self._address} ended the stream"

@@ -43,7 +43,7 @@ class Session:
         self._cancel = cancel
 
     async def outputs(self) -> AsyncIterator[Output]:
-        """One output per batch of tokens, until the request ends. Raises the error that ended it otherwise."""
+        """One output per batch of tokens, until the request ends. Raises the error that ended it."""
         num_tokens = num_characters = 0
         reason = None
         while reason is None:
@@ -78,7 +78,8 @@ class Sessions:
     async def accept(self, request: inference_pb2.GenerateRequest) -> Session:
         """Validates and queues a request.
 
-        Raises InvalidRequest, RequestExists, Overloaded, or ClusterUnavailable when there is no pipeline in time.
+        Raises InvalidRequest, RequestExists, Overloaded, or ClusterUnavailable when there is no pipeline in
+        time.
         """
         refuse_unknown_fields(request)
         refuse_unknown_fields(request.sampling)

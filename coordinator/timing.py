@@ -7,8 +7,9 @@ from dataclasses import dataclass, fields
 class ClusterTiming:
     """All in seconds.
 
-    A worker's heartbeats come every `heartbeat_interval_s`; after `lease_s` of silence it is lost. An epoch that is not
-    connected after `epoch_timeout_s` is started again. Requests wait `recovery_timeout_s` for a pipeline, then fail.
+    A worker's heartbeats come every `heartbeat_interval_s`; after `lease_s` of silence it is lost. An epoch
+    that is not connected after `epoch_timeout_s` is started again. Requests wait `recovery_timeout_s` for a
+    pipeline, then fail.
     """
 
     heartbeat_interval_s: float = 0.5
