@@ -52,7 +52,8 @@ def make_checkpoint(
 def load_reference(directory: Path) -> PreTrainedModel:
     """The checkpoint as a transformers model in its own dtype, for comparison."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="sdpa")
-    return model.requires_grad_(False).train(mode=False)
+    model.train(mode=False)
+    return model
 
 
 def edit_config(directory: Path, **changes: Any) -> Path:
