@@ -8,13 +8,13 @@ pieces cannot be decoded one by one. Two kinds of tokenizers need two ways:
 * All others (SentencePiece with its leading spaces and byte fallback): the two-offset algorithm of Hugging
   Face's text-generation-inference (`Model.decode_token`) and vLLM (`detokenize_incrementally`): decode a few
   tokens of context with and without the new ones; the difference in length is the new text, held back while
-  it ends in U+FFFD. Unlike there, it is held back for at most four tokens (a character has at most four bytes,
-  and the fallback one token per byte), so that bytes that are no UTF-8 delay nothing for ever and the window
-  stays short.
+  it ends in U+FFFD. Unlike there, it is held back for at most four tokens (a character has at most four
+  bytes, and the fallback one token per byte), so that bytes that are no UTF-8 delay nothing for ever and the
+  window stays short.
 
 `tokenizers.decoders.DecodeStream` is that second algorithm in Rust. It is not used: it holds invalid bytes
-back without bound, and raises "Invalid prefix encountered" in the middle of a stream when decoding context and
-new tokens changes the context's text, as an invalid byte after valid ones does with byte fallback.
+back without bound, and raises "Invalid prefix encountered" in the middle of a stream when new tokens
+change the text of the context before them, as an invalid byte after valid ones does with byte fallback.
 
 Special tokens are skipped before anything else, as transformers' decode does with skip_special_tokens=True.
 """
