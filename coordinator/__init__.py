@@ -1,1 +1,1 @@
-"""Plans, schedules and follows requests over the stages. Never loads torch, never touches a weight."""
+"""The coordinator: plans, admits, schedules, keeps the ledger, and speaks with clients and workers."""

@@ -8,7 +8,7 @@ from checkpoint import DType
 from wire.roles import StageRole
 
 
-class PlanImpossible(ValueError):  # noqa: N818 - says what is wrong, as in checkpoint.errors
+class PlanImpossible(ValueError):
     """No plan meets what was asked; the message has the numbers that make it impossible."""
 
 

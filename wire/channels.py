@@ -1,0 +1,62 @@
+"""Channels and servers with the options that long, sometimes silent streams need."""
+
+from collections.abc import Sequence
+
+import grpc
+
+from wire.interceptors import ErrorInterceptor
+
+PROTOCOL_VERSION = 1
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+
+# A stream may be silent for minutes while a model loads, and both ends ping meanwhile: without
+# `max_ping_strikes` and `min_ping_interval` the server answers pings on a silent stream with GOAWAY
+# too_many_pings.
+_SHARED_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    *_SHARED_OPTIONS,
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Every channel has its own connection: a stalled hop must not stall another through a shared one.
+    ("grpc.use_local_subchannel_pool", 1),
+    # Addresses are explicit; an http_proxy in the environment is for other traffic.
+    ("grpc.enable_http_proxy", 0),
+)
+SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    *_SHARED_OPTIONS,
+    ("grpc.max_ping_strikes", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+    # A second process on the same port must fail to bind, not share its connections.
+    ("grpc.so_reuseport", 0),
+)
+
+
+def client_channel(address: str) -> grpc.aio.Channel:
+    """An insecure channel to `address` ("HOST:PORT"); it connects on first use."""
+    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+
+def new_server(*, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> grpc.aio.Server:
+    """A server whose servicers may raise our exceptions. The caller adds services, binds and starts it."""
+    return grpc.aio.server(interceptors=(ErrorInterceptor(), *interceptors), options=SERVER_OPTIONS)
+
+
+def bind(server: grpc.aio.Server, address: str) -> int:
+    """Binds `address` and returns the port. Raises OSError with one clear line when it cannot be had."""
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError:
+        port = 0
+    if port == 0:
+        raise OSError(
+            f"cannot listen on {address}: the port is in use, or the address is not of this machine"
+        )
+    return port

@@ -1,0 +1,153 @@
+"""The exception tree of the product and the one table that maps it to gRPC status codes.
+
+```
+StagelineError
+|- InvalidRequest            INVALID_ARGUMENT     a parameter or a prompt that cannot be served
+|- RequestNotFound           NOT_FOUND
+|- RequestExists             ALREADY_EXISTS
+|- NameInUse                 ALREADY_EXISTS       a live worker elsewhere has this name
+|- Overloaded                RESOURCE_EXHAUSTED   a bounded queue is full
+|- HandshakeMismatch         FAILED_PRECONDITION  two ends disagree; carries both values
+|- StaleStream               ABORTED              a stream of an epoch that is over
+|- StepFailed                ABORTED              the step that carried the request was faulty
+|- SliceFailed               INTERNAL             this sequence alone failed on a stage
+|- RequestCancelled          CANCELLED
+|- ClusterUnavailable        UNAVAILABLE          no stages in time
+`- StepFault                 ABORTED              a stage refuses a step, and with it the epoch
+```
+"""
+
+from enum import Enum
+
+import grpc
+
+from stageline_rpc.v1 import stage_pb2
+from wire.ids import RequestId, id_text
+
+
+class StagelineError(Exception):
+    """Base of every error that the product raises on purpose. Its text is safe to send to a client."""
+
+
+class InvalidRequest(StagelineError):
+    """A parameter or a prompt that cannot be served; the text has the numbers."""
+
+
+class RequestNotFound(StagelineError):
+    """No such request is live."""
+
+
+class RequestExists(StagelineError):
+    """A live request has this id."""
+
+
+class NameInUse(StagelineError):
+    """A live worker elsewhere has this name."""
+
+
+class Overloaded(StagelineError):
+    """A bounded queue is full."""
+
+
+class HandshakeMismatch(StagelineError):
+    """Two ends disagree about something that must be equal."""
+
+    def __init__(self, what: str, *, expected: object, got: object) -> None:
+        super().__init__(f"{what} mismatch: expected {expected}, got {got}")
+        self.what = what
+
+
+class StaleStream(StagelineError):
+    """The stream belongs to an epoch, a process or a predecessor that is not the present one."""
+
+
+class StepFailed(StagelineError):
+    """The step that carried this request was faulty; the request was not retried."""
+
+
+class SliceFailed(StagelineError):
+    """This sequence failed on a stage; its batch mates did not."""
+
+
+class RequestCancelled(StagelineError):
+    """The request was cancelled."""
+
+
+class ClusterUnavailable(StagelineError):
+    """There are no stages to serve with, and none came in time."""
+
+
+class StepFaultKind(Enum):
+    """Why a stage refused a step. Values are those of the wire enum."""
+
+    HIDDEN_STATES_MISSING = stage_pb2.STEP_FAULT_KIND_HIDDEN_STATES_MISSING
+    HIDDEN_STATES_UNEXPECTED = stage_pb2.STEP_FAULT_KIND_HIDDEN_STATES_UNEXPECTED
+    SHAPE = stage_pb2.STEP_FAULT_KIND_SHAPE
+    DTYPE = stage_pb2.STEP_FAULT_KIND_DTYPE
+    EPOCH = stage_pb2.STEP_FAULT_KIND_EPOCH
+    STEP_ID = stage_pb2.STEP_FAULT_KIND_STEP_ID
+    SLICE_SET = stage_pb2.STEP_FAULT_KIND_SLICE_SET
+    POSITION = stage_pb2.STEP_FAULT_KIND_POSITION
+    CHECKSUM = stage_pb2.STEP_FAULT_KIND_CHECKSUM
+    UNDECODABLE = stage_pb2.STEP_FAULT_KIND_UNDECODABLE
+    RECORD = stage_pb2.STEP_FAULT_KIND_RECORD
+    KV_SIGNAL = stage_pb2.STEP_FAULT_KIND_KV_SIGNAL
+    KV_DIVERGENCE = stage_pb2.STEP_FAULT_KIND_KV_DIVERGENCE
+    DEVICE = stage_pb2.STEP_FAULT_KIND_DEVICE
+    NON_FINITE = stage_pb2.STEP_FAULT_KIND_NON_FINITE
+    NEIGHBOUR = stage_pb2.STEP_FAULT_KIND_NEIGHBOUR
+
+
+class StepFault(StagelineError):
+    """A stage computes nothing for this step and refuses every later frame of the epoch.
+
+    `step_id` is None where the frame was too broken to tell; the stage that reports it fills in the step that
+    it expected, and its own index.
+    """
+
+    def __init__(
+        self,
+        kind: StepFaultKind,
+        message: str,
+        *,
+        step_id: int | None = None,
+        request_ids: tuple[RequestId, ...] = (),
+    ) -> None:
+        super().__init__(f"{kind.name}: {message}")
+        self.kind = kind
+        self.message = message
+        self.step_id = step_id
+        self.request_ids = request_ids
+
+    def describe(self, *, stage: int) -> str:
+        """One line that names stage, step and requests."""
+        step = "unknown step" if self.step_id is None else f"step {self.step_id}"
+        requests = ", ".join(id_text(request_id) for request_id in self.request_ids) or "none known"
+        return f"stage {stage}, {step}, requests {requests}: {self}"
+
+
+STATUS_OF_ERROR: dict[type[StagelineError], grpc.StatusCode] = {
+    InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    RequestNotFound: grpc.StatusCode.NOT_FOUND,
+    RequestExists: grpc.StatusCode.ALREADY_EXISTS,
+    NameInUse: grpc.StatusCode.ALREADY_EXISTS,
+    Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    HandshakeMismatch: grpc.StatusCode.FAILED_PRECONDITION,
+    StaleStream: grpc.StatusCode.ABORTED,
+    StepFailed: grpc.StatusCode.ABORTED,
+    SliceFailed: grpc.StatusCode.INTERNAL,
+    RequestCancelled: grpc.StatusCode.CANCELLED,
+    ClusterUnavailable: grpc.StatusCode.UNAVAILABLE,
+    StepFault: grpc.StatusCode.ABORTED,
+}
+
+INTERNAL_ERROR_TEXT = "internal error; the coordinator's or worker's log has the detail"
+
+
+def status_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
+    """Status code and text to send for `error`. What is not ours becomes INTERNAL with a fixed text."""
+    for kind in type(error).__mro__:
+        code = STATUS_OF_ERROR.get(kind)
+        if code is not None:
+            return code, str(error)
+    return grpc.StatusCode.INTERNAL, INTERNAL_ERROR_TEXT

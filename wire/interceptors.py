@@ -1,0 +1,68 @@
+"""The one place where exceptions of a servicer become gRPC statuses."""
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+
+from wire.errors import StagelineError, status_of
+
+log = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Maps our exception tree to status codes; anything else becomes INTERNAL with a fixed text and is
+    logged.
+
+    Without it grpc.aio sends the text of an unknown exception to the client.
+    """
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler: Any = await continuation(handler_call_details)
+        if handler is None:
+            return handler
+        name = str(handler_call_details.method)
+        if handler.unary_unary is not None:
+            return handler._replace(unary_unary=_guard_unary(handler.unary_unary, name))
+        if handler.stream_unary is not None:
+            return handler._replace(stream_unary=_guard_unary(handler.stream_unary, name))
+        if handler.unary_stream is not None:
+            return handler._replace(unary_stream=_guard_stream(handler.unary_stream, name))
+        return handler._replace(stream_stream=_guard_stream(handler.stream_stream, name))
+
+
+def _guard_unary(behaviour: Callable[[Any, Context], Awaitable[Any]], name: str) -> Callable[..., Any]:
+    async def guarded(request: Any, context: Context) -> Any:
+        try:
+            return await behaviour(request, context)
+        except Exception as error:
+            await _abort(context, error, name)
+
+    return guarded
+
+
+def _guard_stream(behaviour: Callable[[Any, Context], AsyncIterator[Any]], name: str) -> Callable[..., Any]:
+    async def guarded(request: Any, context: Context) -> AsyncIterator[Any]:
+        try:
+            async for response in behaviour(request, context):
+                yield response
+        except Exception as error:
+            await _abort(context, error, name)
+
+    return guarded
+
+
+async def _abort(context: Context, error: Exception, name: str) -> None:
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if not isinstance(error, StagelineError):
+        log.exception("unexpected error in %s", name, exc_info=error)
+    code, text = status_of(error)
+    await context.abort(code, text)

@@ -1,0 +1,199 @@
+"""Steps and results <-> protobuf messages. Decoding checks what a message can get wrong by itself."""
+
+from google.protobuf.message import DecodeError
+
+from stageline_rpc.v1 import cluster_pb2, stage_pb2
+from wire.errors import StepFault, StepFaultKind
+from wire.ids import RequestId, SequenceKey
+from wire.signal_codec import decode_signal, encode_signal
+from wire.steps import (
+    Decode,
+    EndRecord,
+    FaultReport,
+    Prefill,
+    SequenceSignal,
+    Slice,
+    SliceError,
+    SliceResult,
+    StartRecord,
+    Step,
+    StepResult,
+    StepSampling,
+)
+
+
+def encode_step(step: Step) -> bytes:
+    """The serialised form that travels unchanged through all stages."""
+    message = stage_pb2.Step(epoch=step.epoch, step_id=step.step_id, digest=step.digest)
+    for part in step.slices:
+        _add_slice(message, part)
+    for start in step.starts:
+        _add_start(message, start)
+    for end in step.ends:
+        message.ends.add(sequence=_encode_key(end.sequence), generation=end.generation)
+    for entry in step.signals:
+        signal = message.signals.add(sequence=_encode_key(entry.sequence))
+        encode_signal(entry.signal, signal)
+    if step.traceparent:
+        message.trace.traceparent = step.traceparent
+        message.trace.tracestate = step.tracestate
+    return message.SerializeToString()
+
+
+def decode_step(data: bytes) -> Step:
+    """The step behind `data`. Raises StepFault UNDECODABLE or SLICE_SET."""
+    try:
+        message = stage_pb2.Step.FromString(data)
+    except DecodeError as error:
+        raise StepFault(StepFaultKind.UNDECODABLE, f"step of {len(data)} bytes: {error}") from error
+    return Step(
+        epoch=message.epoch,
+        step_id=message.step_id,
+        slices=tuple(_decode_slice(part, message.step_id) for part in message.slices),
+        starts=tuple(_decode_start(start) for start in message.starts),
+        ends=tuple(EndRecord(_decode_key(end.sequence), end.generation) for end in message.ends),
+        signals=tuple(
+            SequenceSignal(_decode_key(entry.sequence), decode_signal(entry)) for entry in message.signals
+        ),
+        digest=message.digest,
+        traceparent=message.trace.traceparent,
+        tracestate=message.trace.tracestate,
+    )
+
+
+def encode_result(result: StepResult) -> stage_pb2.StepResult:
+    message = stage_pb2.StepResult(epoch=result.epoch, step_id=result.step_id)
+    for entry in result.results:
+        encoded = message.results.add(sequence=_encode_key(entry.sequence), generation=entry.generation)
+        if isinstance(entry.outcome, SliceError):
+            encoded.error.kind = stage_pb2.SliceError.Kind.ValueType(entry.outcome.kind)
+            encoded.error.stage = entry.outcome.stage
+            encoded.error.message = entry.outcome.message
+        else:
+            encoded.token = entry.outcome
+    return message
+
+
+def decode_result(message: stage_pb2.StepResult) -> StepResult:
+    """Raises StepFault UNDECODABLE for a slice result without token and error."""
+    return StepResult(
+        message.epoch, message.step_id, tuple(_decode_slice_result(entry) for entry in message.results)
+    )
+
+
+def encode_fault(report: FaultReport) -> cluster_pb2.StepFault:
+    return cluster_pb2.StepFault(
+        epoch=report.epoch,
+        step_id=report.step_id,
+        stage=report.stage,
+        kind=report.kind.value,
+        message=report.message,
+        request_ids=report.request_ids,
+    )
+
+
+def decode_fault(message: cluster_pb2.StepFault) -> FaultReport:
+    """Raises ValueError for a kind that this version does not know."""
+    return FaultReport(
+        epoch=message.epoch,
+        step_id=message.step_id,
+        stage=message.stage,
+        kind=StepFaultKind(message.kind),
+        message=message.message,
+        request_ids=tuple(RequestId(request_id) for request_id in message.request_ids),
+    )
+
+
+def _encode_key(key: SequenceKey) -> stage_pb2.SequenceKey:
+    return stage_pb2.SequenceKey(request_id=key.request_id, choice=key.choice)
+
+
+def _decode_key(message: stage_pb2.SequenceKey) -> SequenceKey:
+    if len(message.request_id) != 16:
+        raise StepFault(
+            StepFaultKind.UNDECODABLE, f"request id of {len(message.request_id)} bytes, expected 16"
+        )
+    return SequenceKey(RequestId(message.request_id), message.choice)
+
+
+def _add_slice(message: stage_pb2.Step, part: Slice) -> None:
+    encoded = message.slices.add(
+        sequence=_encode_key(part.sequence), generation=part.generation, tokens=part.tokens
+    )
+    step = part.inference_step
+    if isinstance(step, Prefill):
+        encoded.prefill.start = step.start
+        encoded.prefill.num_tokens = step.num_tokens
+        encoded.prefill.num_prefill_tokens = step.num_prefill_tokens
+    else:
+        encoded.decode.position = step.position
+
+
+def _decode_slice(message: stage_pb2.Slice, step_id: int) -> Slice:
+    key = _decode_key(message.sequence)
+    part = Slice(key, message.generation, tuple(message.tokens), _decode_inference_step(message))
+    step = part.inference_step
+    expected = step.num_tokens if isinstance(step, Prefill) else 1
+    if len(part.tokens) != expected or expected == 0:
+        raise StepFault(
+            StepFaultKind.SLICE_SET,
+            f"slice of {key} has {len(part.tokens)} tokens, its inference step says {expected}",
+            step_id=step_id,
+            request_ids=(key.request_id,),
+        )
+    if isinstance(step, Prefill) and step.start + step.num_tokens > step.num_prefill_tokens:
+        raise StepFault(
+            StepFaultKind.SLICE_SET,
+            f"chunk [{step.start}, {step.start + step.num_tokens}) of {key} passes the end of its "
+            f"{step.num_prefill_tokens} prefill tokens",
+            step_id=step_id,
+            request_ids=(key.request_id,),
+        )
+    return part
+
+
+def _decode_inference_step(message: stage_pb2.Slice) -> Prefill | Decode:
+    match message.WhichOneof("inference_step"):
+        case "prefill":
+            prefill = message.prefill
+            return Prefill(prefill.start, prefill.num_tokens, prefill.num_prefill_tokens)
+        case "decode":
+            return Decode(message.decode.position)
+        case _:
+            raise StepFault(StepFaultKind.SLICE_SET, "a slice without an inference step")
+
+
+def _add_start(message: stage_pb2.Step, start: StartRecord) -> None:
+    sampling = start.sampling
+    message.starts.add(
+        sequence=_encode_key(start.sequence),
+        generation=start.generation,
+        num_prompt_tokens=start.num_prompt_tokens,
+        tokens=start.tokens,
+        sampling=stage_pb2.StepSampling(
+            temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p, seed=sampling.seed
+        ),
+    )
+
+
+def _decode_start(message: stage_pb2.StartRecord) -> StartRecord:
+    sampling = message.sampling
+    return StartRecord(
+        _decode_key(message.sequence),
+        message.generation,
+        message.num_prompt_tokens,
+        tuple(message.tokens),
+        StepSampling(sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed),
+    )
+
+
+def _decode_slice_result(message: stage_pb2.SliceResult) -> SliceResult:
+    key = _decode_key(message.sequence)
+    match message.WhichOneof("outcome"):
+        case "token":
+            return SliceResult(key, message.generation, message.token)
+        case "error":
+            error = message.error
+            return SliceResult(key, message.generation, SliceError(error.kind, error.stage, error.message))
+        case _:
+            raise StepFault(StepFaultKind.UNDECODABLE, f"result of {key} without token and error")
