@@ -3,20 +3,24 @@
 Activations, with s bytes per element, T tokens and S sequences in the largest step, K tokens of KV, and a
 longest sequence of C tokens (never more than the cache holds, so C = min(max_sequence_tokens, K)):
 
-* T * `_token_bytes`: the residual stream with its normed copy (2 * hidden * s); the float32 copies that the norm
-  makes of it (2 * hidden * 4); q, k, v before and after rotation (2 * (q + 2 * kv) * s) and the attention output
-  (q * s); gate, up and their product (3 * intermediate * s); one frame received and one being sent
-  (2 * hidden * s). Layers run one after the other and reuse this memory, so it does not grow with them.
-* min(S * C, K) tokens of K and V gathered from the pages of one layer (2 * kv * s each): as much as one more
-  layer of KV. A step is gathered padded to its longest sequence, and a shared prefix once per sequence; what
-  that adds is not counted.
-* T * C * `_mask_bytes` for prefill: for every distinct window of the layers, the mask as bool and while it is
-  made (2), in the run dtype and once more where a kernel wants it aligned (2 * s). The scores are not counted:
-  the fused kernels of scaled_dot_product_attention take additive masks and never hold them in memory.
-* with the head, min(S, T) rows of logits: in the run dtype (s), and to sample from them in float32 with a copy
-  of the filtered ones (8), sorted with ids (12), and in float64 scaled, as probabilities, summed and cut (48).
+* T * `_token_bytes`: the residual stream with its normed copy (2 * hidden * s); the float32 copies that the
+  norm makes of it (2 * hidden * 4); q, k, v before and after rotation (2 * (q + 2 * kv) * s) and the
+  attention output (q * s); gate, up and their product (3 * intermediate * s); one frame received and one
+  being sent (2 * hidden * s). Layers run one after the other and reuse this memory, so it does not grow
+  with them.
+* min(S * C, K) tokens of K and V gathered from the pages of one layer (2 * kv * s each): as much as one
+  more layer of KV. A step is gathered padded to its longest sequence, and a shared prefix once per
+  sequence; what that adds is not counted.
+* T * C * `_mask_bytes` for prefill: for every distinct window of the layers, the mask as bool and while it
+  is made (2), in the run dtype and once more where a kernel wants it aligned (2 * s). The scores are not
+  counted: the fused kernels of scaled_dot_product_attention take additive masks and never hold them in
+  memory.
+* with the head, min(S, T) rows of logits: in the run dtype (s), and to sample from them in float32 with a
+  copy of the filtered ones (8), sorted with ids (12), and in float64 scaled, as probabilities, summed and
+  cut (48).
 
-Nothing is added for the process itself: the budget is for weights, KV and activations (see `WorkerCapacity`).
+Nothing is added for the process itself: the budget is for weights, KV and activations (see
+`WorkerCapacity`).
 """
 
 from __future__ import annotations

@@ -28,19 +28,19 @@ class TokenizerError(ValueError):
     """Base of everything this module raises."""
 
 
-class UnreadableTokenizer(TokenizerError):  # noqa: N818 - says what is wrong, as in checkpoint.errors
+class UnreadableTokenizer(TokenizerError):
     """The checkpoint has tokenizer files that cannot be loaded."""
 
 
-class NoChatTemplate(TokenizerError):  # noqa: N818
+class NoChatTemplate(TokenizerError):
     """A conversation was sent to a checkpoint without a chat template."""
 
 
-class BadConversation(TokenizerError):  # noqa: N818
+class BadConversation(TokenizerError):
     """The chat template refuses this conversation, or there is nothing in it."""
 
 
-class UnknownToken(TokenizerError):  # noqa: N818
+class UnknownToken(TokenizerError):
     """A token id outside the vocabulary."""
 
 
