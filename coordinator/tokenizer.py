@@ -44,7 +44,7 @@ class UnknownToken(TokenizerError):
     """A token id outside the vocabulary."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ChatMessage:
     """One message. `role` is "system", "user", "assistant" or what else the template knows."""
 
