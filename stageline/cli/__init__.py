@@ -1,5 +1,6 @@
 """The `stageline` command: one file per subcommand, registered here."""
 
+import sys
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -22,7 +23,6 @@ app = typer.Typer(
     name="stageline",
     help="Serve one language model from several machines, as a pipeline of stages.",
     add_completion=False,
-    no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
@@ -61,7 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0: done. 1: failed, with one line. 2: wrong usage, with one line. 130: ended by Ctrl-C.
     """
     try:
-        return app(arguments, prog_name="stageline", standalone_mode=False) or 0
+        words = sys.argv[1:] if arguments is None else list(arguments)
+        return app(words or ["--help"], prog_name="stageline", standalone_mode=False) or 0
     except typer.TyperException as error:
         report(_one_line(error))
         return error.exit_code
@@ -73,4 +74,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _one_line(error: typer.TyperException) -> str:
-    return " ".join(error.format_message().split())
+    message = " ".join(error.format_message().split()).removesuffix(".")
+    context = getattr(error, "ctx", None)  # only errors of usage have one
+    return message if context is None else f"{message} (see {context.command_path} --help)"

@@ -10,7 +10,7 @@ from stageline.cli import options
 
 def coordinator(
     stages: Annotated[
-        int, typer.Option(metavar="N", help="Stages to cut the model into; as many workers must join.")
+        int, typer.Option(metavar="N", min=1, help="Stages to cut the model into; as many workers must join.")
     ],
     listen: options.Listen = options.DEFAULT_ADDRESS,
     model: options.Model = None,
@@ -29,7 +29,7 @@ def coordinator(
             model_directory=model,
             listen=listen,
             num_stages=stages,
-            layers=layers,
+            layers=options.parse_layers(layers),
             dtype=dtype,
             block_size=block_size,
             max_step_tokens=max_step_tokens,
@@ -39,9 +39,9 @@ def coordinator(
             queue_size=queue_size,
         )
     )
-    from coordinator import app  # imported late: the other commands need none of it
+    from coordinator.app import run  # imported late: the other commands need none of it
 
-    return app.run(config)
+    return run(config)
 
 
 def flags_of(config: CoordinatorConfig) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from wire.addresses import parse_address, parse_peer_address
 DEFAULT_ADDRESS = "127.0.0.1:7480"
 
 _Config = TypeVar("_Config")
+_Value = TypeVar("_Value")
 
 
 def build_config(make: Callable[[], _Config]) -> _Config:
@@ -22,12 +23,25 @@ def build_config(make: Callable[[], _Config]) -> _Config:
         raise typer.BadParameter(str(error)) from error
 
 
-def parse_layers(text: str) -> tuple[int, ...]:
+def parse_layers(text: str | None) -> tuple[int, ...] | None:
     """Layers of each stage, as in 10,12,10. Raises ValueError."""
+    if text is None:
+        return None
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise ValueError(f"{text!r} is not a list of numbers such as 10,12,10") from None
+        raise ValueError(f"--layers {text!r} is not a list of numbers such as 10,12,10") from None
+
+
+def _parser(parse: Callable[[str], _Value]) -> Callable[[str], _Value]:
+    # typer passes on the text of BadParameter, but puts words of its own before that of ValueError.
+    def parse_option(text: str) -> _Value:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+
+    return parse_option
 
 
 def _listen(text: str) -> str:
@@ -41,7 +55,7 @@ def _peer(text: str) -> str:
 Coordinator: TypeAlias = Annotated[
     str,
     typer.Option(
-        parser=_peer,
+        parser=_parser(_peer),
         metavar="HOST:PORT",
         envvar="STAGELINE_COORDINATOR",
         help="Where the coordinator listens.",
@@ -57,63 +71,83 @@ Model: TypeAlias = Annotated[
         help="Hugging Face checkpoint with safetensors; the built-in model unless given.",
     ),
 ]
+WorkerModel: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        exists=True,
+        file_okay=False,
+        resolve_path=True,
+        metavar="DIR",
+        help="Where this host has the checkpoint; the coordinator's path unless given.",
+    ),
+]
 Listen: TypeAlias = Annotated[
-    str, typer.Option(parser=_listen, metavar="HOST:PORT", help="Where to listen; port 0 takes a free one.")
+    str,
+    typer.Option(
+        parser=_parser(_listen), metavar="HOST:PORT", help="Where to listen; port 0 takes a free one."
+    ),
 ]
 WorkerListen: TypeAlias = Annotated[
     str | None,
-    typer.Option(parser=_listen, metavar="ADDR:PORT", help="Where to listen; any free port unless given."),
+    typer.Option(
+        parser=_parser(_listen), metavar="ADDR:PORT", help="Where to listen; any free port unless given."
+    ),
 ]
 Advertise: TypeAlias = Annotated[
     str | None,
     typer.Option(
-        parser=_peer,
+        parser=_parser(_peer),
         metavar="HOST:PORT",
         help="Where others reach this worker, if that is not where it listens.",
     ),
 ]
 Layers: TypeAlias = Annotated[
-    tuple[int, ...] | None,
-    typer.Option(parser=parse_layers, metavar="N,N,...", help="Layers of each stage; balanced unless given."),
+    str | None, typer.Option(metavar="N,N,...", help="Layers of each stage; balanced unless given.")
 ]
 Dtype: TypeAlias = Annotated[
     str | None,
     typer.Option(metavar="bf16|f16|f32", help="What to compute in; the checkpoint's own unless given."),
 ]
-BlockSize: TypeAlias = Annotated[int, typer.Option(metavar="N", help="Tokens of a KV block.")]
+BlockSize: TypeAlias = Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of a KV block.")]
 MaxStepTokens: TypeAlias = Annotated[
-    int, typer.Option(metavar="N", help="Most tokens of a step; longer prompts go in chunks.")
+    int, typer.Option(metavar="N", min=1, help="Most tokens of a step; longer prompts go in chunks.")
 ]
-MaxStepSequences: TypeAlias = Annotated[int, typer.Option(metavar="N", help="Most sequences of a step.")]
+MaxStepSequences: TypeAlias = Annotated[
+    int, typer.Option(metavar="N", min=1, help="Most sequences of a step.")
+]
 MaxModelLen: TypeAlias = Annotated[
     int | None,
-    typer.Option(metavar="N", help="Longest sequence to accept; the model's limit unless given."),
+    typer.Option(metavar="N", min=1, help="Longest sequence to accept; the model's limit unless given."),
 ]
 KvTokens: TypeAlias = Annotated[
-    int | None, typer.Option(metavar="N", help="Most KV tokens to hold; what fits in memory unless given.")
+    int | None,
+    typer.Option(metavar="N", min=1, help="Most KV tokens to hold; what fits in memory unless given."),
 ]
 QueueSize: TypeAlias = Annotated[
-    int, typer.Option(metavar="N", help="Requests that may wait; more are refused as overload.")
+    int, typer.Option(metavar="N", min=1, help="Requests that may wait; more are refused as overload.")
 ]
 Memory: TypeAlias = Annotated[
     int | None,
     typer.Option(
-        parser=parse_size,
+        parser=_parser(parse_size),
         metavar="SIZE",
         help="What a worker may use for weights, KV and activations together, e.g. 20GiB.",
     ),
 ]
-Threads: TypeAlias = Annotated[int | None, typer.Option(metavar="N", help="Compute threads of a worker.")]
-MaxTokens: TypeAlias = Annotated[int | None, typer.Option(metavar="N", help="Most new tokens.")]
+Threads: TypeAlias = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Compute threads of a worker.")
+]
+MaxTokens: TypeAlias = Annotated[int | None, typer.Option(metavar="N", min=1, help="Most new tokens.")]
 Temperature: TypeAlias = Annotated[
-    float | None, typer.Option(metavar="T", help="0 always takes the likeliest token; 1 samples as trained.")
+    float | None,
+    typer.Option(metavar="T", min=0, help="0 always takes the likeliest token; 1 samples as trained."),
 ]
 TopK: TypeAlias = Annotated[
-    int | None, typer.Option(metavar="K", help="Sample among the K likeliest tokens; 0 is all.")
+    int | None, typer.Option(metavar="K", min=0, help="Sample among the K likeliest tokens; 0 is all.")
 ]
 TopP: TypeAlias = Annotated[
     float | None, typer.Option(metavar="P", help="Sample among the likeliest tokens that make up share P.")
 ]
 Seed: TypeAlias = Annotated[
-    int | None, typer.Option(metavar="N", help="The same seed samples the same tokens.")
+    int | None, typer.Option(metavar="N", min=0, help="The same seed samples the same tokens.")
 ]

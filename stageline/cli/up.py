@@ -21,7 +21,9 @@ _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def up(
-    workers: Annotated[int, typer.Option(metavar="N", help="Stage workers to start, one stage each.")] = 3,
+    workers: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Stage workers to start, one stage each.")
+    ] = 3,
     model: options.Model = None,
     listen: options.Listen = options.DEFAULT_ADDRESS,
     device: Annotated[
@@ -45,7 +47,7 @@ def up(
             model_directory=model,
             listen=listen,
             num_stages=workers,
-            layers=layers,
+            layers=options.parse_layers(layers),
             dtype=dtype,
             block_size=block_size,
             max_step_tokens=max_step_tokens,
@@ -64,10 +66,10 @@ def up(
             coordinator_arguments=flags_of(coordinator),
         )
 
-    return asyncio.run(_up(options.build_config(make_config)))
+    return asyncio.run(run_up(options.build_config(make_config)))
 
 
-async def _up(config: LocalClusterConfig) -> int:
+async def run_up(config: LocalClusterConfig) -> int:
     """Returns 0 once a signal has ended the cluster; raises ClusterFailed when the coordinator ends."""
     console = Console()
     cluster = LocalCluster(config)

@@ -17,9 +17,7 @@ def worker(
     ] = None,
     listen: options.WorkerListen = None,
     advertise: options.Advertise = None,
-    model: Annotated[
-        options.Model, typer.Option(help="The same checkpoint, where this host has it elsewhere.")
-    ] = None,
+    model: options.WorkerModel = None,
     threads: options.Threads = None,
 ) -> int:
     """Join a coordinator, and run the stage that it assigns until it is ended."""
@@ -35,6 +33,6 @@ def worker(
             num_threads=threads,
         )
     )
-    from stage_worker import app  # imported late: it loads torch
+    from stage_worker.app import run  # imported late: it loads torch
 
-    return app.run(config)
+    return run(config)
