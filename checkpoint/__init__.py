@@ -1,0 +1,56 @@
+"""Reads Hugging Face safetensors checkpoints: config, headers, identity, sizes. Never loads a weight."""
+
+from checkpoint.config import ModelConfig, ModelFamily, parse_config
+from checkpoint.directory import Checkpoint
+from checkpoint.dtypes import DType
+from checkpoint.errors import (
+    BadConfig,
+    BadHeader,
+    CheckpointError,
+    CheckpointNotFound,
+    MissingTensor,
+    UnexpectedTensor,
+    UnknownDType,
+    UnsupportedFormat,
+    UnsupportedModel,
+    WrongShape,
+)
+from checkpoint.headers import TensorEntry
+from checkpoint.rope_config import RopeConfig, RopeKind
+from checkpoint.sizes import (
+    embedding_bytes,
+    head_bytes,
+    kv_bytes_per_token_per_layer,
+    layer_weight_bytes,
+    stage_weight_bytes,
+)
+from checkpoint.tensors import stage_tensor_names, stage_tensor_shapes, verify_tensors
+
+__all__ = [
+    "BadConfig",
+    "BadHeader",
+    "Checkpoint",
+    "CheckpointError",
+    "CheckpointNotFound",
+    "DType",
+    "MissingTensor",
+    "ModelConfig",
+    "ModelFamily",
+    "RopeConfig",
+    "RopeKind",
+    "TensorEntry",
+    "UnexpectedTensor",
+    "UnknownDType",
+    "UnsupportedFormat",
+    "UnsupportedModel",
+    "WrongShape",
+    "embedding_bytes",
+    "head_bytes",
+    "kv_bytes_per_token_per_layer",
+    "layer_weight_bytes",
+    "parse_config",
+    "stage_tensor_names",
+    "stage_tensor_shapes",
+    "stage_weight_bytes",
+    "verify_tensors",
+]

@@ -1,0 +1,75 @@
+"""Which keys of config.json are understood, which are harmless, and which are refused.
+
+A key is *computed* when the decoder acts on it, *inert* when it cannot change a logit (metadata, training,
+initialisation, generation defaults, output options). Every other key is refused by name unless its value is
+neutral: null, false, empty, or the value listed in `_NEUTRAL`. Refusing is the default, because a field that
+nobody looked at (say, a logit soft cap) would silently give wrong tokens.
+"""
+
+from __future__ import annotations
+
+from checkpoint.errors import UnsupportedModel
+from checkpoint.fields import RawConfig
+
+# Keys that every family reads.
+_COMPUTED_WORDS = """
+    architectures model_type hidden_size intermediate_size num_hidden_layers num_attention_heads
+    num_key_value_heads head_dim vocab_size max_position_embeddings rms_norm_eps rope_theta rope_scaling
+    rope_parameters tie_word_embeddings torch_dtype dtype layer_types hidden_act
+"""
+_COMPUTED = frozenset(_COMPUTED_WORDS.split())
+# `pretraining_tp` only slices the same products; dropouts act in training; `max_length` and its like are
+# generation defaults of transformers 4.
+_INERT_WORDS = """
+    _name_or_path _commit_hash _from_model_config _attn_implementation _attn_implementation_autoset
+    _attn_implementation_internal attn_implementation transformers_version tokenizer_class model_max_length
+    max_sequence_length unsloth_fixed unsloth_version use_cache use_return_dict return_dict
+    return_dict_in_generate output_attentions output_hidden_states output_scores torchscript use_bfloat16
+    id2label label2id num_labels problem_type finetuning_task task_specific_params name_or_path
+    initializer_range attention_dropout hidden_dropout embd_pdrop resid_pdrop attn_pdrop dropout
+    hidden_dropout_prob attention_probs_dropout_prob pretraining_tp gradient_checkpointing
+    bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id decoder_start_token_id prefix
+    max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups
+    diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty
+    no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
+    chunk_size_feed_forward remove_invalid_values exponential_decay_length_penalty suppress_tokens
+    begin_suppress_tokens forced_bos_token_id forced_eos_token_id
+"""
+_INERT = frozenset(_INERT_WORDS.split())
+
+_NEUTRAL: dict[str, tuple[float, ...]] = {
+    "partial_rotary_factor": (1.0,),
+    "attn_logit_softcapping": (0.0,),
+    "final_logit_softcapping": (0.0,),
+    "num_experts": (0,),
+    "num_local_experts": (0,),
+    "num_nextn_predict_layers": (0,),
+    "embedding_multiplier": (1.0,),
+    "residual_multiplier": (1.0,),
+    "logits_scaling": (1.0,),
+    "logit_scale": (1.0,),
+}
+
+
+def refuse_unknown_keys(raw: RawConfig, family_keys: frozenset[str]) -> None:
+    """Raise UnsupportedModel for the first key that is not understood and not neutral.
+
+    `family_keys` are the computed keys of this family beyond the common ones.
+    """
+    for key, value in raw.items():
+        if key in _COMPUTED or key in _INERT or key in family_keys or is_neutral(key, value):
+            continue
+        family = raw.get("model_type")
+        raise UnsupportedModel(f"config field {key!r} = {_shortened(value)} is not supported for {family!r}")
+
+
+def is_neutral(key: str, value: object) -> bool:
+    """Whether `value` means "this feature is off" for the key."""
+    if value is None or value is False or value in ({}, [], ""):
+        return True
+    return not isinstance(value, bool) and value in _NEUTRAL.get(key, ())
+
+
+def _shortened(value: object) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 120 else f"{shown[:117]}..."

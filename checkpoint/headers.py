@@ -1,0 +1,107 @@
+"""Headers of safetensors files: which tensor lies where. Weights are never read here.
+
+Format: 8 bytes little-endian header length, that many bytes of JSON (name -> dtype, shape, data_offsets
+relative to the end of the header), then the data without gaps.
+Source: https://github.com/huggingface/safetensors#format, whose reference reader makes the same checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import BinaryIO
+
+import xxhash
+
+from checkpoint.dtypes import DType
+from checkpoint.errors import BadHeader, CheckpointNotFound, UnsupportedModel
+from checkpoint.json_files import parse_json_object
+
+MAX_HEADER_BYTES = 100_000_000
+"""The reference implementation's bound."""
+
+_DTYPES = {"BF16": DType.BF16, "F16": DType.F16, "F32": DType.F32}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where a tensor lies: bytes [begin, end) of `file`, counted from the start of the file."""
+
+    file: str
+    dtype: DType
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardHeader:
+    """One file's header: its tensors by name, and a hash of the header's bytes."""
+
+    file: str
+    tensors: Mapping[str, TensorEntry]
+    digest: bytes
+
+
+def read_shard_header(directory: Path, file: str) -> ShardHeader:
+    """The header of `directory / file`.
+
+    Raises CheckpointNotFound when it cannot be opened, BadHeader when anything in it disagrees with the
+    format or the file's size, UnsupportedModel for an element type that is not computed.
+    """
+    path = directory / file
+    try:
+        with path.open("rb") as stream:
+            size_bytes = path.stat().st_size
+            header = _read_header_bytes(stream, path, size_bytes)
+    except OSError as error:
+        raise CheckpointNotFound(f"{path} cannot be read: {error.strerror}") from error
+    parsed = parse_json_object(header, f"the header of {path}", BadHeader)
+    parsed.pop("__metadata__", None)
+    data_begin = 8 + len(header)
+    tensors = {name: _parse_entry(path, file, name, info, data_begin) for name, info in parsed.items()}
+    _check_no_gaps(path, tensors, data_begin, size_bytes)
+    return ShardHeader(file=file, tensors=tensors, digest=xxhash.xxh3_128_digest(header))
+
+
+def _read_header_bytes(stream: BinaryIO, path: Path, size_bytes: int) -> bytes:
+    if size_bytes < 8:
+        raise BadHeader(f"{path} has {size_bytes} bytes, too few for a safetensors header")
+    length = int.from_bytes(stream.read(8), "little")
+    if length > min(MAX_HEADER_BYTES, size_bytes - 8):
+        raise BadHeader(f"{path} states a header of {length} bytes in a file of {size_bytes} bytes")
+    header = stream.read(length)
+    if len(header) != length:
+        raise BadHeader(f"{path} ended after {len(header)} of {length} header bytes")
+    return header
+
+
+def _parse_entry(path: Path, file: str, name: str, info: object, data_begin: int) -> TensorEntry:
+    if not isinstance(info, dict) or set(info) != {"dtype", "shape", "data_offsets"}:
+        raise BadHeader(f"{path}: tensor {name} is described by {info!r}")
+    shape = _naturals(path, name, "shape", info["shape"])
+    offsets = _naturals(path, name, "data_offsets", info["data_offsets"])
+    dtype = _DTYPES.get(info["dtype"]) if isinstance(info["dtype"], str) else None
+    if dtype is None:
+        raise UnsupportedModel(f"{path}: tensor {name} has dtype {info['dtype']!r}, which is not supported")
+    if len(offsets) != 2 or offsets[1] - offsets[0] != prod(shape) * dtype.size_bytes:
+        raise BadHeader(f"{path}: tensor {name} of {dtype.value} {shape} has data_offsets {offsets}")
+    return TensorEntry(file, dtype, shape, data_begin + offsets[0], data_begin + offsets[1])
+
+
+def _naturals(path: Path, name: str, field: str, value: object) -> tuple[int, ...]:
+    if isinstance(value, list) and all(type(item) is int and item >= 0 for item in value):
+        return tuple(value)
+    raise BadHeader(f"{path}: tensor {name} has {field} {value!r}")
+
+
+def _check_no_gaps(path: Path, tensors: Mapping[str, TensorEntry], data_begin: int, size_bytes: int) -> None:
+    position = data_begin
+    for name, entry in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if entry.begin != position:
+            raise BadHeader(f"{path}: tensor {name} begins at byte {entry.begin}, expected {position}")
+        position = entry.end
+    if position != size_bytes:
+        raise BadHeader(f"{path} has {size_bytes} bytes, its header accounts for {position}")

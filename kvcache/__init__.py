@@ -1,0 +1,72 @@
+"""KV cache accounting: blocks, sequences, signals, and the pools that apply them.
+
+Everything here is pure Python and deterministic. Only `kvcache.pages`, which this file does not import, knows
+torch.
+"""
+
+from kvcache.block_table import BlockTables
+from kvcache.blocks import (
+    Block,
+    Deref,
+    Destroy,
+    Event,
+    FullBlock,
+    PartialBlock,
+    Promote,
+    Removed,
+    Signal,
+    Stored,
+    Use,
+)
+from kvcache.errors import (
+    BlockNotActive,
+    BlockNotHeld,
+    BlockShared,
+    HashCollision,
+    IntegrityBroken,
+    InvalidSignal,
+    KvCacheError,
+    NothingToPop,
+    OutOfBlocks,
+    OutputLimitExceeded,
+    SequenceHoldsBlocks,
+    UnknownSequence,
+)
+from kvcache.hashing import DEFAULT_SALT, block_hash, salt_of, sequence_hash
+from kvcache.ledger import Ledger
+from kvcache.pool import BlockPool
+from kvcache.sequence import ActiveSequence
+
+__all__ = [
+    "DEFAULT_SALT",
+    "ActiveSequence",
+    "Block",
+    "BlockNotActive",
+    "BlockNotHeld",
+    "BlockPool",
+    "BlockShared",
+    "BlockTables",
+    "Deref",
+    "Destroy",
+    "Event",
+    "FullBlock",
+    "HashCollision",
+    "IntegrityBroken",
+    "InvalidSignal",
+    "KvCacheError",
+    "Ledger",
+    "NothingToPop",
+    "OutOfBlocks",
+    "OutputLimitExceeded",
+    "PartialBlock",
+    "Promote",
+    "Removed",
+    "SequenceHoldsBlocks",
+    "Signal",
+    "Stored",
+    "UnknownSequence",
+    "Use",
+    "block_hash",
+    "salt_of",
+    "sequence_hash",
+]

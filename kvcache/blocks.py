@@ -1,0 +1,85 @@
+"""The vocabulary of the accounting: blocks, the signals that move them, the events that tell of it.
+
+Everything is frozen and hashable. All hashes and ids are unsigned 64-bit integers; a `parent` is the sequence
+hash of the block before, or None where there is none.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class FullBlock:
+    """A block whose tokens are all known, named by its content and everything before it."""
+
+    sequence_hash: int
+
+
+@dataclass(frozen=True, slots=True)
+class PartialBlock:
+    """A block that is still being filled; its id is unique within an epoch and never shared."""
+
+    id: int
+
+
+Block = FullBlock | PartialBlock
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One more owner for each of `blocks`, in order; `block_hashes` has one entry for each full one among
+    them.
+    """
+
+    blocks: tuple[Block, ...]
+    block_hashes: tuple[int, ...] = ()
+    parent: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Promote:
+    """`partial` has become full and is from now on known by its content."""
+
+    partial: PartialBlock
+    sequence_hash: int
+    parent: int | None
+    block_hash: int
+
+
+@dataclass(frozen=True, slots=True)
+class Deref:
+    """One owner less; without owners the block stays cached until it is evicted."""
+
+    block: Block
+
+
+@dataclass(frozen=True, slots=True)
+class Destroy:
+    """One owner less; without owners the page is free at once and the content is forgotten."""
+
+    block: Block
+
+
+Signal = Use | Promote | Deref | Destroy
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A run of full blocks that has entered the pool, following the block `parent`."""
+
+    parent: int | None
+    sequence_hashes: tuple[int, ...]
+    block_hashes: tuple[int, ...]
+    event_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """Full blocks that have left the pool. Despite the name, which the router dialect fixes, these are
+    sequence hashes.
+    """
+
+    block_hashes: tuple[int, ...]
+    event_id: int
+
+
+Event = Stored | Removed

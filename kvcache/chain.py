@@ -1,0 +1,62 @@
+"""The names of a sequence's complete blocks: each follows from its tokens and the name before it, or is
+private.
+"""
+
+from collections.abc import Callable
+
+from kvcache.blocks import FullBlock
+from kvcache.hashing import packed_block_hash, sequence_hash
+
+Content = tuple[int | None, int, bytes]
+"""What a full block's name stands for: the name of the block before, the salt, the tokens as little-endian
+u32.
+"""
+
+
+class BlockChain:
+    """Three parallel lists over the complete blocks: `blocks`, their `block_hashes`, and their `contents`.
+
+    From block `private_from` on (None: nowhere) names and block hashes are fresh ids, which match nobody's
+    content.
+    """
+
+    __slots__ = ("_new_id", "_salt", "block_hashes", "blocks", "contents", "private_from")
+
+    def __init__(self, salt: int, *, private_from: int | None, new_id: Callable[[], int]) -> None:
+        self.blocks: list[FullBlock] = []
+        self.block_hashes: list[int] = []
+        self.contents: list[Content] = []
+        self.private_from = private_from
+        self._salt = salt
+        self._new_id = new_id
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def name_before(self, block_index: int) -> int | None:
+        """Sequence hash of the block before `block_index`, None before the first."""
+        return self.blocks[block_index - 1].sequence_hash if block_index else None
+
+    def append(self, packed_tokens: bytes) -> None:
+        """Names the next complete block, given its tokens as little-endian u32."""
+        parent = self.name_before(len(self.blocks))
+        if self.private_from is not None and len(self.blocks) >= self.private_from:
+            name = block_hash = self._new_id()
+        else:
+            block_hash = packed_block_hash(packed_tokens, self._salt)
+            name = sequence_hash(parent, block_hash)
+        self.blocks.append(FullBlock(name))
+        self.block_hashes.append(block_hash)
+        self.contents.append((parent, self._salt, packed_tokens))
+
+    def forget(self, first_block: int) -> None:
+        """Drops the blocks from `first_block` on."""
+        del self.blocks[first_block:], self.block_hashes[first_block:], self.contents[first_block:]
+
+    def make_private(self, first_block: int) -> None:
+        """Renames the blocks from `first_block` on; later ones will be private as well."""
+        packed = [content[2] for content in self.contents[first_block:]]
+        self.forget(first_block)
+        self.private_from = first_block
+        for packed_tokens in packed:
+            self.append(packed_tokens)

@@ -1,0 +1,274 @@
+"""The block pool: which blocks exist, who owns them, and on which page each one lies."""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import assert_never
+
+from kvcache.blocks import (
+    Block,
+    Deref,
+    Destroy,
+    Event,
+    FullBlock,
+    PartialBlock,
+    Promote,
+    Removed,
+    Signal,
+    Stored,
+    Use,
+)
+from kvcache.digest import StreamDigest, outcome_word
+from kvcache.errors import BlockNotActive, BlockShared, IntegrityBroken, InvalidSignal, OutOfBlocks
+from kvcache.integrity import check_owners, check_pages
+from kvcache.runs import stored_runs
+from kvcache.sequence import ActiveSequence
+
+
+class _Page:
+    """One physical page: its number, and how many sequences own the block that lies on it."""
+
+    __slots__ = ("num_owners", "number")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.num_owners = 0
+
+
+class BlockPool:
+    """`num_blocks` pages and the blocks on them.
+
+    A block is *active* (it has owners), *inactive* (cached, without owners, in the order of last use) or
+    absent. Pools that apply the same signals in the same order stay equal, pages included; `digest` proves
+    it. An `apply` that raises has changed nothing.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        """Raises ValueError for a negative capacity."""
+        if num_blocks < 0:
+            raise ValueError(f"num_blocks must not be negative, got {num_blocks}")
+        self.num_blocks = num_blocks
+        # Pages come off the end: first 0, 1, 2, ..., later the one freed last, which is most likely still in
+        # a cache.
+        self._free = [_Page(number) for number in reversed(range(num_blocks))]
+        self._full: dict[int, _Page] = {}
+        self._partial: dict[int, _Page] = {}
+        self._inactive: OrderedDict[int, _Page] = OrderedDict()
+        self._digest = StreamDigest()
+        self._next_event_id = 0
+
+    @property
+    def num_active(self) -> int:
+        """Blocks with at least one owner."""
+        return len(self._full) + len(self._partial)
+
+    @property
+    def num_inactive(self) -> int:
+        """Cached blocks without an owner; each can be evicted."""
+        return len(self._inactive)
+
+    @property
+    def num_free(self) -> int:
+        """Pages with no block on them."""
+        return len(self._free)
+
+    @property
+    def inactive(self) -> tuple[int, ...]:
+        """Sequence hashes of the inactive blocks, least recently used first."""
+        return tuple(self._inactive)
+
+    @property
+    def full_blocks(self) -> frozenset[int]:
+        """Sequence hashes of all full blocks, active and inactive."""
+        return frozenset(self._full) | frozenset(self._inactive)
+
+    @property
+    def digest(self) -> int:
+        """Unsigned 64-bit digest of all signals applied so far and what they did (see `kvcache.digest`)."""
+        return self._digest.value
+
+    def __contains__(self, block: Block) -> bool:
+        return self._find(block) is not None
+
+    def refcount(self, block: Block) -> int:
+        """Number of owners; 0 for an inactive or absent block."""
+        page = self._find(block)
+        return 0 if page is None else page.num_owners
+
+    def page_of(self, block: Block) -> int:
+        """Number of the page, 0..num_blocks-1, on which a present block lies. Raises BlockNotActive if it is
+        absent.
+        """
+        page = self._find(block)
+        if page is None:
+            raise BlockNotActive(f"{block} is not in the pool")
+        return page.number
+
+    def num_cached_blocks(self, sequence: ActiveSequence) -> int:
+        """Length of the leading run of the sequence's full blocks that the pool has, active or inactive."""
+        count = 0
+        for block in sequence.blocks:
+            if not isinstance(block, FullBlock) or block not in self:
+                break
+            count += 1
+        return count
+
+    def apply(self, signal: Signal) -> tuple[Event, ...]:
+        """Does what the signal says and returns the events it caused.
+
+        Raises OutOfBlocks (Use), BlockNotActive (the other three), BlockShared (Promote) or InvalidSignal.
+        """
+        match signal:
+            case Use():
+                return self._use(signal)
+            case Promote():
+                return self._promote(signal)
+            case Deref():
+                return self._deref(signal)
+            case Destroy():
+                return self._destroy(signal)
+        assert_never(signal)
+
+    def check_integrity(self, owned: Iterable[Block] | None = None) -> None:
+        """Proves that every page is in exactly one state, and that the owners agree with it.
+
+        `owned`: every block of every sequence, repeated as often as it is owned; without it refcounts are
+        only checked for being positive. Raises IntegrityBroken.
+        """
+        check_pages(
+            self.num_blocks,
+            free=[page.number for page in self._free],
+            active=[page.number for page in self._active().values()],
+            inactive=[page.number for page in self._inactive.values()],
+        )
+        if both := self._full.keys() & self._inactive.keys():
+            raise IntegrityBroken(f"{len(both)} blocks are active and inactive at once")
+        if any(page.num_owners for page in (*self._free, *self._inactive.values())):
+            raise IntegrityBroken("a page that is free or inactive has owners")
+        check_owners({block: page.num_owners for block, page in self._active().items()}, owned)
+
+    def _active(self) -> dict[Block, _Page]:
+        full: dict[Block, _Page] = {FullBlock(key): page for key, page in self._full.items()}
+        return full | {PartialBlock(key): page for key, page in self._partial.items()}
+
+    def _find(self, block: Block) -> _Page | None:
+        if isinstance(block, FullBlock):
+            return self._full.get(block.sequence_hash) or self._inactive.get(block.sequence_hash)
+        return self._partial.get(block.id)
+
+    def _use(self, use: Use) -> tuple[Event, ...]:
+        keys = [block.sequence_hash if isinstance(block, FullBlock) else block.id for block in use.blocks]
+        words = self._digest.begin_use(use, keys)
+        revived = self._admit(use)
+        # Taken out of the queue first, so that none of them is evicted for a block named before it.
+        for key in revived:
+            self._full[key] = self._inactive.pop(key)
+        outcome: list[int] = []
+        entered: list[bool] = []
+        evicted: list[int] = []
+        for block, key in zip(use.blocks, keys, strict=True):
+            active = self._full if isinstance(block, FullBlock) else self._partial
+            page = active.get(key)
+            is_new = page is None
+            if page is None:
+                page = active[key] = self._take_page(evicted)
+            page.num_owners += 1
+            entered.append(is_new)
+            outcome.append(outcome_word(block, page.num_owners, entered=is_new))
+        self._digest.finish(words, outcome + evicted)
+        return self._use_events(use, entered, evicted) if any(entered) else ()
+
+    def _admit(self, use: Use) -> set[int]:
+        """Raises if the pages do not suffice; else returns the inactive blocks that the signal names."""
+        revived, absent_full, absent_partial, num_full = set(), set(), set(), 0
+        for block in use.blocks:
+            if isinstance(block, PartialBlock):
+                if block.id not in self._partial:
+                    absent_partial.add(block.id)
+                continue
+            num_full += 1
+            key = block.sequence_hash
+            if key in self._inactive:
+                revived.add(key)
+            elif key not in self._full:
+                absent_full.add(key)
+        if num_full != len(use.block_hashes):
+            raise InvalidSignal(f"{len(use.block_hashes)} block hashes for {num_full} full blocks")
+        needed = len(absent_full) + len(absent_partial)
+        available = len(self._free) + len(self._inactive) - len(revived)
+        if needed > available:
+            raise OutOfBlocks(needed, available)
+        return revived
+
+    def _take_page(self, evicted: list[int]) -> _Page:
+        if self._free:
+            return self._free.pop()
+        sequence_hash, page = self._inactive.popitem(last=False)
+        evicted.append(sequence_hash)
+        return page
+
+    def _use_events(self, use: Use, entered: list[bool], evicted: list[int]) -> tuple[Event, ...]:
+        events: list[Event] = [Removed(tuple(evicted), self._new_event_id())] if evicted else []
+        for parent, names, block_hashes in stored_runs(use, entered):
+            events.append(Stored(parent, tuple(names), tuple(block_hashes), self._new_event_id()))
+        return tuple(events)
+
+    def _promote(self, promote: Promote) -> tuple[Event, ...]:
+        page = self._partial.get(promote.partial.id)
+        if page is None:
+            raise BlockNotActive(f"{promote} of a block without owner")
+        if page.num_owners != 1:
+            raise BlockShared(f"{promote} of a block with {page.num_owners} owners")
+        words = self._digest.begin_promote(promote)
+        key = promote.sequence_hash
+        twin = self._full.get(key) or self._inactive.pop(key, None)
+        del self._partial[promote.partial.id]
+        if twin is not None:
+            self._release_page(page)
+            self._full[key] = twin
+            twin.num_owners += 1
+            self._digest.finish(words, [twin.num_owners << 1])
+            return ()
+        self._full[key] = page
+        self._digest.finish(words, [1 << 1 | 1])
+        return (Stored(promote.parent, (key,), (promote.block_hash,), self._new_event_id()),)
+
+    def _deref(self, deref: Deref) -> tuple[Event, ...]:
+        block = deref.block
+        if isinstance(block, PartialBlock):
+            raise InvalidSignal(f"{deref}: a partial block cannot be cached, only destroyed")
+        key = block.sequence_hash
+        page = self._full.get(key)
+        if page is None:
+            raise BlockNotActive(f"{deref} of a block without owner")
+        words = self._digest.begin_release(deref, key)
+        page.num_owners -= 1
+        if page.num_owners == 0:
+            self._inactive[key] = self._full.pop(key)
+        self._digest.finish(words, [page.num_owners])
+        return ()
+
+    def _destroy(self, destroy: Destroy) -> tuple[Event, ...]:
+        block = destroy.block
+        if isinstance(block, FullBlock):
+            active, key = self._full, block.sequence_hash
+        else:
+            active, key = self._partial, block.id
+        page = active.get(key)
+        if page is None:
+            raise BlockNotActive(f"{destroy} of a block without owner")
+        words = self._digest.begin_release(destroy, key)
+        page.num_owners -= 1
+        self._digest.finish(words, [page.num_owners])
+        if page.num_owners:
+            return ()
+        self._free.append(active.pop(key))
+        return (Removed((key,), self._new_event_id()),) if isinstance(block, FullBlock) else ()
+
+    def _release_page(self, page: _Page) -> None:
+        page.num_owners = 0
+        self._free.append(page)
+
+    def _new_event_id(self) -> int:
+        event_id = self._next_event_id
+        self._next_event_id += 1
+        return event_id

@@ -1,0 +1,281 @@
+"""One sequence's view of its blocks: turns tokens into the signals that a pool applies."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from kvcache.blocks import Block, Deref, Destroy, FullBlock, PartialBlock, Promote, Signal, Use
+from kvcache.chain import BlockChain, Content
+from kvcache.errors import InvalidSignal, NothingToPop, OutputLimitExceeded
+from kvcache.hashing import DEFAULT_SALT, MAX_TOKEN, pack_tokens
+
+
+class ActiveSequence:
+    """The tokens of one sequence and the blocks that hold them.
+
+    A sequence is either *up to date* (everything up to its last token is allocated, and `push` keeps it so)
+    or *catching up* (its prompt, or after a preemption all its tokens, are allocated chunk by chunk with
+    `prepare` and `commit`). Nothing here is random or touches a pool; whoever applies the signals says with
+    `commit`, or by not calling `pop`, that they succeeded.
+    """
+
+    def __init__(
+        self,
+        tokens: Iterable[int],
+        *,
+        block_size: int = 64,
+        max_output_tokens: int,
+        salt: int = DEFAULT_SALT,
+        prefix_caching: bool = True,
+        new_id: Callable[[], int],
+    ) -> None:
+        """`new_id` supplies ids that are unique in the pool: for partial blocks, and for all blocks without
+        prefix caching.
+
+        Raises ValueError for a block size below 1, a negative output limit or a token beyond unsigned 32
+        bits.
+        """
+        if block_size < 1:
+            raise ValueError(f"block_size must be at least 1, got {block_size}")
+        if max_output_tokens < 0:
+            raise ValueError(f"max_output_tokens must not be negative, got {max_output_tokens}")
+        self._tokens = list(tokens)
+        self.block_size = block_size
+        self.num_prompt_tokens = len(self._tokens)
+        self.max_output_tokens = max_output_tokens
+        self._max_len = self.num_prompt_tokens + max_output_tokens
+        self._new_id = new_id
+        self._always_private_from = None if prefix_caching else 0
+        self._chain = BlockChain(salt, private_from=self._always_private_from, new_id=new_id)
+        # The block behind the chain: allocated if the sequence is up to date, planned if it is catching up.
+        self._partial: PartialBlock | None = None
+        self._num_allocated = 0
+        self._num_released = 0
+        self._num_committed = 0
+        self._up_to_date = not self._tokens
+        # Free slots in the open block of an up-to-date sequence: what makes most pushes cheap.
+        self._room = 0
+        self._just_promoted = False
+        self._pop_floor = len(self._tokens)
+        if not self._up_to_date:
+            self._plan()
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """Prompt and generated tokens; a live view, not to be modified."""
+        return self._tokens
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Tokens pushed so far (less those popped)."""
+        return len(self._tokens) - self.num_prompt_tokens
+
+    @property
+    def num_committed_tokens(self) -> int:
+        """Leading tokens whose blocks are allocated."""
+        return len(self._tokens) if self._up_to_date else self._num_committed
+
+    @property
+    def num_allocated_blocks(self) -> int:
+        """Leading blocks that are allocated, counting those that `release_before` has let go since."""
+        return self._num_allocated
+
+    @property
+    def num_released_blocks(self) -> int:
+        """Leading blocks that `release_before` has let go."""
+        return self._num_released
+
+    @property
+    def held_blocks(self) -> tuple[Block, ...]:
+        """The blocks that a pool counts this sequence as an owner of."""
+        return self.blocks[self._num_released : self._num_allocated]
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """All blocks from the first token on, allocated or planned; released ones keep their place.
+
+        A block that is complete but still allocated as a partial stays partial until the push that promotes
+        it.
+        """
+        if not self._up_to_date:
+            self._plan()
+        return (*self._chain.blocks, self._partial) if self._partial else tuple(self._chain.blocks)
+
+    def prepare(self, num_tokens: int) -> Use | None:
+        """The blocks that the first `num_tokens` tokens need and that are not committed yet; None if there
+        are none.
+
+        Changes nothing and repeats itself exactly. Raises ValueError for more tokens than there are, and for
+        a chunk that ends neither on a block boundary nor with the last token.
+        """
+        self._check_chunk(num_tokens)
+        if num_tokens <= self.num_committed_tokens:
+            return None
+        start, end = self._num_allocated, -(-num_tokens // self.block_size)
+        blocks = self.blocks[start:end]
+        hashes = tuple(self._chain.block_hashes[start:end])
+        return Use(blocks=blocks, block_hashes=hashes, parent=self._chain.name_before(start))
+
+    def commit(self, num_tokens: int) -> None:
+        """Records that the `Use` of `prepare(num_tokens)` has succeeded. Raises ValueError where `prepare`
+        would.
+        """
+        self._check_chunk(num_tokens)
+        if num_tokens <= self.num_committed_tokens:
+            return
+        self._plan()
+        self._num_allocated = -(-num_tokens // self.block_size)
+        self._num_committed = num_tokens
+        self._pop_floor = len(self._tokens)
+        if num_tokens == len(self._tokens):
+            self._up_to_date = True
+            self._room = self._num_allocated * self.block_size - num_tokens
+
+    def push(self, token: int) -> list[Signal]:
+        """Appends a token that is about to be computed; the signals are to be applied in order.
+
+        Signals appear only where an up-to-date sequence opens a new block: `Promote` of the partial just
+        completed, if there is one, then `Use` of a fresh partial. Raises OutputLimitExceeded, or ValueError
+        for a token beyond u32.
+        """
+        tokens = self._tokens
+        if len(tokens) >= self._max_len:
+            raise OutputLimitExceeded(self.max_output_tokens)
+        if not 0 <= token <= MAX_TOKEN:
+            raise ValueError(f"token ids must lie in 0..{MAX_TOKEN}, got {token}")
+        if self._room:
+            self._room -= 1
+            tokens.append(token)
+            return []
+        if not self._up_to_date:
+            tokens.append(token)
+            return []
+        signals = self._open_block()
+        tokens.append(token)
+        return signals
+
+    def pop(self) -> None:
+        """Undoes the last push, whose `Use` has failed; a `Promote` that it caused stands. Raises
+        NothingToPop.
+        """
+        if len(self._tokens) <= self._pop_floor:
+            raise NothingToPop(f"the sequence of {len(self._tokens)} tokens has no push to undo")
+        self._tokens.pop()
+        self._pop_floor = len(self._tokens)
+        if not self._up_to_date:
+            self._chain.forget(len(self._tokens) // self.block_size)
+        elif len(self._tokens) % self.block_size == 0:
+            self._partial = None
+            self._num_allocated -= 1
+            self._room = 0
+        else:
+            self._room += 1
+
+    def free_signals(self) -> list[Signal]:
+        """One signal per block held, tail first: `Destroy` a partial, `Deref` a full one.
+
+        Tail first makes the cache lose the ends of prefixes before their beginnings. Changes nothing.
+        """
+        held = reversed(self.held_blocks)
+        return [Deref(block) if isinstance(block, FullBlock) else Destroy(block) for block in held]
+
+    def destroy_signals(self) -> list[Signal]:
+        """Like `free_signals`, but nothing stays cached: for content that must not, or need not, be shared.
+
+        A failed request ends this way, and so does a sequence with private ids, whose blocks nobody can hit.
+        """
+        return [Destroy(block) for block in reversed(self.held_blocks)]
+
+    def preempt(self) -> list[Signal]:
+        """Gives back all blocks (`free_signals`), keeps all tokens; allocation starts over with fresh ids."""
+        signals = self.free_signals()
+        self._up_to_date = not self._tokens
+        self._num_allocated = self._num_released = self._num_committed = self._room = 0
+        self._partial = None
+        self._pop_floor = len(self._tokens)
+        # Names that are private, for want of prefix caching or after a collision, are used once.
+        if self._chain.private_from is not None:
+            self._chain.forget(self._chain.private_from)
+        self._chain.private_from = self._always_private_from
+        return signals
+
+    def release_before(self, num_tokens: int) -> list[Signal]:
+        """Gives back the allocated blocks that lie wholly before token `num_tokens`, one `Deref` each, head
+        first.
+
+        The last allocated block always stays: the newest token still sees it. Raises ValueError for more
+        tokens than there are.
+        """
+        if not 0 <= num_tokens <= len(self._tokens):
+            raise ValueError(f"cannot release before token {num_tokens} of {len(self._tokens)}")
+        end = min(num_tokens // self.block_size, self._num_allocated - 1)
+        released = self._chain.blocks[self._num_released : max(end, self._num_released)]
+        self._num_released += len(released)
+        return [Deref(block) for block in released]
+
+    def make_private(self, first_block: int) -> None:
+        """Renames the full blocks from `first_block` on, and all later ones, with ids that nobody else can
+        have.
+
+        For the case that a sequence hash is known with other content. Blocks that a pool has already been
+        told of cannot be renamed: raises ValueError unless `first_block` is not allocated or its `Promote` is
+        still to be applied. Ends with the next preemption.
+        """
+        num_told = min(self._num_allocated, len(self._chain))
+        if self._just_promoted and self._up_to_date and self._room == self.block_size - 1:
+            num_told -= 1
+        if not num_told <= first_block <= len(self._chain):
+            raise ValueError(f"block {first_block} cannot be renamed: blocks before {num_told} are in use")
+        self._chain.make_private(first_block)
+
+    def contents_of(self, signal: Use | Promote) -> tuple[int, list[int], list[Content]]:
+        """The full blocks of this sequence's next signal: index of the first, their sequence hashes, what
+        they hold.
+
+        For a `Use` from `prepare` that is not committed yet, and for the signals of the last push. Raises
+        InvalidSignal for any other.
+        """
+        if isinstance(signal, Promote):
+            names, first = [signal.sequence_hash], len(self._chain) - 1
+        else:
+            names = [block.sequence_hash for block in signal.blocks if isinstance(block, FullBlock)]
+            first = self._num_allocated
+        end = first + len(names)
+        if names != [block.sequence_hash for block in self._chain.blocks[first:end]]:
+            raise InvalidSignal(f"{signal} is not the next signal of this sequence")
+        return first, names, self._chain.contents[first:end]
+
+    def _open_block(self) -> list[Signal]:
+        signals: list[Signal] = []
+        chain = self._chain
+        if self._partial is not None:
+            chain.append(pack_tokens(self._tokens[-self.block_size :]))
+            name, parent = chain.blocks[-1].sequence_hash, chain.contents[-1][0]
+            signals.append(Promote(self._partial, name, parent, chain.block_hashes[-1]))
+        self._just_promoted = bool(signals)
+        self._partial = PartialBlock(self._new_id())
+        signals.append(Use((self._partial,), (), chain.name_before(len(chain))))
+        self._num_allocated += 1
+        self._room = self.block_size - 1
+        return signals
+
+    def _check_chunk(self, num_tokens: int) -> None:
+        if not 0 <= num_tokens <= len(self._tokens):
+            raise ValueError(f"cannot allocate {num_tokens} of {len(self._tokens)} tokens")
+        if num_tokens % self.block_size and num_tokens != len(self._tokens):
+            raise ValueError(
+                f"a chunk that ends at token {num_tokens} of {len(self._tokens)} must end on a boundary of "
+                f"{self.block_size}-token blocks"
+            )
+
+    def _plan(self) -> None:
+        """Names the complete blocks of a sequence that is catching up, and the partial one behind them."""
+        packed = pack_tokens(self._tokens[len(self._chain) * self.block_size :])
+        width = 4 * self.block_size
+        for offset in range(0, len(packed) - width + 1, width):
+            self._chain.append(packed[offset : offset + width])
+        if len(self._tokens) % self.block_size == 0:
+            self._partial = None
+        elif self._partial is None:
+            self._partial = PartialBlock(self._new_id())
