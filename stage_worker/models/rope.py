@@ -1,0 +1,112 @@
+"""Rotary position embedding with the scalings linear, llama3 and yarn.
+
+Angles are computed in float32 from absolute positions, cos and sin are rounded to the run dtype last, as in
+transformers (modeling_rope_utils.py and LlamaRotaryEmbedding.forward), so that float32 tokens agree. Element
+i of a head is paired with element i + head_dim / 2 ("rotate half"), which is how Hugging Face checkpoints
+store their query and key projections.
+Source: Su et al. 2021, arXiv:2104.09864.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from checkpoint import ModelConfig, RopeConfig, RopeKind
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rope:
+    """Frequencies of one model, float32 [head_dim / 2]; `attention_factor` scales cos and sin."""
+
+    inv_freq: Tensor
+    attention_factor: float
+
+    @classmethod
+    def of(cls, config: ModelConfig, device: torch.device) -> Rope:
+        """The frequencies of `config`, computed on the CPU (so that every stage has the same bits)."""
+        inv_freq = _inverse_frequencies(config.rope, config.head_dim).to(device)
+        return cls(inv_freq, _attention_factor(config.rope))
+
+    def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin, [n, 1, head_dim] in `dtype`, of the absolute `positions` int64 [n]."""
+        angles = positions[:, None].to(torch.float32) * self.inv_freq
+        doubled = torch.cat((angles, angles), dim=-1)[:, None, :]
+        cos, sin = doubled.cos() * self.attention_factor, doubled.sin() * self.attention_factor
+        return cos.to(dtype), sin.to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`x` [n, heads, head_dim] turned by the angles whose cos and sin [n, 1, head_dim] are given."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
+    wavelength_base: Tensor = rope.theta**exponents
+    plain = 1.0 / wavelength_base
+    match rope.kind:
+        case RopeKind.DEFAULT:
+            return plain
+        case RopeKind.LINEAR:
+            return plain / rope.factor
+        case RopeKind.LLAMA3:
+            return _llama3(rope, plain)
+        case RopeKind.YARN:
+            return _yarn(rope, wavelength_base, head_dim)
+
+
+def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
+    """Low frequencies divided by the factor, high ones kept, those between interpolated.
+
+    Source: llama-models, models/llama3/model.py, apply_scaling; transformers _compute_llama3_parameters.
+    """
+    original = rope.original_max_position_embeddings
+    wavelength = 2 * math.pi / plain
+    is_low = wavelength > original / rope.low_freq_factor
+    is_high = wavelength < original / rope.high_freq_factor
+    smooth = (original / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    between = (1 - smooth) * plain / rope.factor + smooth * plain
+    return torch.where(is_low, plain / rope.factor, torch.where(is_high, plain, between))
+
+
+def _yarn(rope: RopeConfig, wavelength_base: Tensor, head_dim: int) -> Tensor:
+    """Interpolation of slow dimensions, extrapolation of fast ones, a linear ramp between.
+
+    Source: Peng et al. 2023, arXiv:2309.00071, section 3.2; transformers _compute_yarn_parameters.
+    """
+    low = _yarn_dimension(rope, rope.beta_fast, head_dim)
+    high = _yarn_dimension(rope, rope.beta_slow, head_dim)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)
+    extrapolated = 1 - ramp.clamp(0, 1)
+    return 1.0 / (rope.factor * wavelength_base) * (1 - extrapolated) + 1.0 / wavelength_base * extrapolated
+
+
+def _yarn_dimension(rope: RopeConfig, num_rotations: float, head_dim: int) -> float:
+    """The dimension that turns `num_rotations` times within the original context length."""
+    turns = rope.original_max_position_embeddings / (num_rotations * 2 * math.pi)
+    return head_dim * math.log(turns) / (2 * math.log(rope.theta))
+
+
+def _attention_factor(rope: RopeConfig) -> float:
+    """Scale of cos and sin; other than 1 only for yarn, whose attention temperature it folds in."""
+    if rope.kind is not RopeKind.YARN:
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale is not None and rope.mscale_all_dim is not None:
+        return _mscale(rope.factor, rope.mscale) / _mscale(rope.factor, rope.mscale_all_dim)
+    return _mscale(rope.factor, 1.0)
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

@@ -1,0 +1,146 @@
+"""Everything about a step that all layers share, computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stage_worker.models.attention_views import DecodeView, PrefillView, decode_view, prefill_view
+from stage_worker.models.rope import Rope
+from stage_worker.models.slice_layout import SliceLayout
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class KvWrites:
+    """Which rows of the step's keys and values go to which slots (page * block_size + offset).
+
+    `rows` int64 [w], or None for all rows in order; `slots` int64 [w]. `cleared` int64 [c] are the slots
+    behind the written ones in pages begun by this step. They are zeroed first, because a reused page may
+    hold the NaN of a failed sequence, which no mask can hide (0 * NaN is NaN).
+    """
+
+    rows: Tensor | None
+    slots: Tensor
+    cleared: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class AttentionViews:
+    """What the step's queries see through one window: `decode` for the one-token slices, None without any;
+    `prefills` for the others, in the order of `StepLayout.prefill_rows`."""
+
+    decode: DecodeView | None
+    prefills: tuple[PrefillView, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class StepLayout:
+    """A step of `num_tokens` rows, the slices' tokens one after another.
+
+    `cos` and `sin` are [num_tokens, 1, head_dim]. `decode_rows` int64 [b] are the rows of one-token slices
+    (whatever their phase: one query is computed alike in both), `prefill_rows` the row ranges of the others.
+    `views` has an entry for each distinct window of the stage's layers.
+    """
+
+    num_tokens: int
+    cos: Tensor
+    sin: Tensor
+    writes: KvWrites
+    decode_rows: Tensor
+    prefill_rows: tuple[tuple[int, int], ...]
+    views: Mapping[int | None, AttentionViews]
+
+    @classmethod
+    def build(
+        cls,
+        slices: Sequence[SliceLayout],
+        *,
+        block_size: int,
+        windows: Collection[int | None],
+        rope: Rope,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> StepLayout:
+        """The layout of `slices`, whose rows follow each other in this order.
+
+        `windows` are the stage's distinct windows. Raises ValueError when a slice's pages do not hold the
+        positions it writes or sees, or when there is no slice.
+        """
+        if not slices:
+            raise ValueError("a step layout needs at least one slice")
+        for item in slices:
+            for window in windows:
+                item.check(block_size, window)
+        ranges = _row_ranges(slices)
+        positions = torch.cat([torch.arange(item.first_position, item.end_position) for item in slices])
+        cos, sin = rope.cos_sin(positions.to(device), dtype)
+        singles = [item for item in slices if item.num_tokens == 1]
+        longer = [item for item in slices if item.num_tokens > 1]
+
+        def view(window: int | None) -> AttentionViews:
+            decode = decode_view(singles, block_size, window, dtype) if singles else None
+            prefills = [prefill_view(item, block_size, window, dtype) for item in longer]
+            return _moved(decode, prefills, device)
+
+        return cls(
+            num_tokens=len(positions),
+            cos=cos,
+            sin=sin,
+            writes=_kv_writes(slices, ranges, block_size, device),
+            decode_rows=torch.tensor([begin for begin, end in ranges if end - begin == 1], device=device),
+            prefill_rows=tuple((begin, end) for begin, end in ranges if end - begin > 1),
+            views={window: view(window) for window in windows},
+        )
+
+
+def _row_ranges(slices: Sequence[SliceLayout]) -> list[tuple[int, int]]:
+    ranges, begin = [], 0
+    for item in slices:
+        ranges.append((begin, begin + item.num_tokens))
+        begin += item.num_tokens
+    return ranges
+
+
+def _kv_writes(
+    slices: Sequence[SliceLayout], ranges: Sequence[tuple[int, int]], block_size: int, device: torch.device
+) -> KvWrites:
+    rows: list[int] = []
+    slots: list[int] = []
+    cleared: list[int] = []
+    for item, (row_begin, row_end) in zip(slices, ranges, strict=True):
+        num_skipped = max(0, item.num_valid - item.first_position)
+        rows.extend(range(row_begin + num_skipped, row_end))
+        for page, begin, end in item.written_blocks(block_size):
+            base = page * block_size
+            slots.extend(range(base + begin, base + end))
+            if begin == 0:
+                cleared.extend(range(base + end, base + block_size))
+    writes_all = len(rows) == ranges[-1][1]
+    return KvWrites(
+        rows=None if writes_all else _indices(rows, device),
+        slots=_indices(slots, device),
+        cleared=_indices(cleared, device),
+    )
+
+
+def _indices(values: list[int], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=device)
+
+
+def _moved(
+    decode: DecodeView | None, prefills: Sequence[PrefillView], device: torch.device
+) -> AttentionViews:
+    return AttentionViews(
+        decode=DecodeView(decode.pages.to(device), decode.mask.to(device)) if decode else None,
+        prefills=tuple(
+            PrefillView(
+                None if view.pages is None else view.pages.to(device),
+                view.num_keys,
+                None if view.mask is None else view.mask.to(device),
+            )
+            for view in prefills
+        ),
+    )

@@ -1,0 +1,94 @@
+"""Copies a stage's tensors from safetensors files into memory that is already allocated.
+
+Each tensor is copied window by window: map a few MiB of the file, copy (and convert) them into the
+destination, unmap. So beside the destination at most one window is ever resident, and a mapped file page is
+counted to the process only while its window is open.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from checkpoint import BadHeader, Checkpoint, CheckpointNotFound, TensorEntry
+from stage_worker.models.torch_dtypes import TORCH_DTYPES
+
+WINDOW_BYTES = 32 * 1024 * 1024
+
+
+@torch.inference_mode()
+def load_tensors(
+    checkpoint: Checkpoint, destinations: Mapping[str, Tensor], *, window_bytes: int = WINDOW_BYTES
+) -> None:
+    """Fill each destination: contiguous, shaped as the checkpoint's tensor of that name, any dtype or device.
+
+    Files are read in order of position. Raises CheckpointNotFound when a file cannot be opened, BadHeader
+    when it has become shorter since its header was read, ValueError when a weight does not fit into the
+    run dtype (float16 ends at 65504).
+    """
+    by_file: dict[str, list[tuple[TensorEntry, str]]] = {}
+    for name in destinations:
+        entry = checkpoint.tensors[name]
+        by_file.setdefault(entry.file, []).append((entry, name))
+    for file, entries in sorted(by_file.items()):
+        path = checkpoint.directory / file
+        with _open(path, max(entry.end for entry, _ in entries)) as stream:
+            for entry, name in sorted(entries, key=lambda item: item[0].begin):
+                _load_tensor(stream, entry, destinations[name], name, window_bytes)
+
+
+def _open(path: Path, end: int) -> BinaryIO:
+    try:
+        stream = path.open("rb")
+    except OSError as error:
+        raise CheckpointNotFound(f"{path} cannot be read: {error.strerror}") from error
+    size_bytes = path.stat().st_size
+    if size_bytes < end:
+        stream.close()
+        raise BadHeader(f"{path} has {size_bytes} bytes, its header accounted for {end}")
+    return stream
+
+
+def _load_tensor(
+    stream: BinaryIO, entry: TensorEntry, destination: Tensor, name: str, window_bytes: int
+) -> None:
+    assert tuple(destination.shape) == entry.shape, f"{name}: {tuple(destination.shape)} for {entry.shape}"
+    flat = destination.view(-1)
+    item_bytes = entry.dtype.size_bytes
+    for begin in range(entry.begin, entry.end, window_bytes // item_bytes * item_bytes):
+        end = min(begin + window_bytes // item_bytes * item_bytes, entry.end)
+        window = flat[(begin - entry.begin) // item_bytes : (end - entry.begin) // item_bytes]
+        _copy_window(stream, begin, TORCH_DTYPES[entry.dtype], window)
+        _check_range(window, entry, name)
+
+
+def _copy_window(stream: BinaryIO, begin: int, dtype: torch.dtype, destination: Tensor) -> None:
+    """Copy the file's elements from byte `begin` on into the whole of `destination`.
+
+    The mapping is copy-on-write only because torch wants a writable buffer; it is never written.
+    """
+    page_begin = begin - begin % mmap.ALLOCATIONGRANULARITY
+    length = begin - page_begin + destination.numel() * dtype.itemsize
+    mapped = mmap.mmap(stream.fileno(), length, offset=page_begin, access=mmap.ACCESS_COPY)
+    if hasattr(mmap, "MADV_WILLNEED"):
+        mapped.madvise(mmap.MADV_WILLNEED)
+    destination.copy_(_elements(mapped, begin - page_begin, dtype))
+    mapped.close()
+
+
+def _elements(mapped: mmap.mmap, offset: int, dtype: torch.dtype) -> Tensor:
+    """The mapped bytes from `offset` on as elements; the format does not promise that they are aligned."""
+    if offset % dtype.itemsize == 0:
+        return torch.frombuffer(mapped, dtype=dtype, offset=offset)
+    return torch.frombuffer(mapped, dtype=torch.uint8, offset=offset).clone().view(dtype)
+
+
+def _check_range(window: Tensor, entry: TensorEntry, name: str) -> None:
+    narrows = window.dtype is torch.float16 and TORCH_DTYPES[entry.dtype] is not torch.float16
+    if narrows and not bool(torch.isfinite(window).all()):
+        raise ValueError(f"tensor {name} of {entry.dtype.value} has values that float16 cannot hold")

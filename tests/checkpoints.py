@@ -1,0 +1,71 @@
+"""Makes small random-weight checkpoints with transformers, for parity tests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+_SHAPE: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 128,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "initializer_range": 0.1,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def make_checkpoint(
+    directory: Path,
+    family: str,
+    *,
+    num_layers: int = 8,
+    seed: int = 0,
+    max_shard_size: str | None = None,
+    dtype: str = "float32",
+    **config_overrides: Any,
+) -> Path:
+    """Write a `family` ("llama", "mistral", "qwen2", "qwen3") checkpoint to `directory` and return that.
+
+    The weights are wide enough (std 0.1) and the norm weights and biases perturbed, so that the model does
+    not repeat one token for ever and a forgotten norm or bias changes its output. There is no EOS id unless
+    `config_overrides` (keys of config.json) gives one. `max_shard_size` ("100KB") makes a sharded one.
+    """
+    config = AutoConfig.for_model(family, num_hidden_layers=num_layers, **(_SHAPE | config_overrides))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config)
+        _perturb(model)
+    model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=max_shard_size or "50GB")
+    return directory
+
+
+def load_reference(directory: Path) -> PreTrainedModel:
+    """The checkpoint as a transformers model in its own dtype, for comparison."""
+    return AutoModelForCausalLM.from_pretrained(directory, attn_implementation="sdpa").eval()
+
+
+def edit_config(directory: Path, **changes: Any) -> Path:
+    """Set keys of `directory`/config.json; a value of `...` removes the key."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
+    return directory
+
+
+@torch.no_grad()
+def _perturb(model: PreTrainedModel) -> None:
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.copy_(torch.empty_like(parameter).uniform_(0.6, 1.4))
+        elif name.endswith("bias"):
+            parameter.copy_(torch.empty_like(parameter).normal_(std=0.3))

@@ -1,0 +1,116 @@
+"""Runs a checkpoint through DecoderStages in one process, with paged KV and a simple page table."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain, pairwise
+
+import torch
+from torch import Tensor
+
+from checkpoint import Checkpoint
+from stage_worker.models import DecoderStage, SliceLayout
+
+
+class NanPages:
+    """Paged KV whose slots are NaN until written: anything that reads a slot too early poisons its output."""
+
+    def __init__(
+        self, num_layers: int, num_blocks: int, block_size: int, kv_heads: int, head_dim: int
+    ) -> None:
+        shape = (2, num_layers, num_blocks * block_size, kv_heads, head_dim)
+        self.slots = torch.full(shape, float("nan"))
+        self.block_size = block_size
+        self.num_written: list[list[int]] = [[] for _ in range(num_layers)]
+
+    def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        self.slots[0, layer, slots], self.slots[1, layer, slots] = keys, values
+        self.num_written[layer].append(len(slots))
+
+    def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
+        slots = pages[..., None] * self.block_size + torch.arange(self.block_size)
+        keys, values = self.slots[:, layer, slots.flatten(-2)].transpose(-3, -2)
+        return keys, values
+
+
+@dataclass
+class Running:
+    """A sequence under way: its pages and how many of its tokens have been computed."""
+
+    tokens: list[int]
+    pages: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    first_block: int = 0
+
+
+class Pipeline:
+    """The stages of `checkpoint` cut at `cuts` (layer numbers), each with its own pages."""
+
+    def __init__(self, checkpoint: Checkpoint, cuts: Sequence[int] = (), *, block_size: int = 8) -> None:
+        config = checkpoint.config
+        self.stages: list[DecoderStage] = []
+        self.pages: list[NanPages] = []
+        for begin, end in pairwise([0, *cuts, config.num_layers]):
+            stage = DecoderStage(
+                config,
+                layer_begin=begin,
+                layer_end=end,
+                has_embeddings=begin == 0,
+                has_head=end == config.num_layers,
+                dtype=config.dtype,
+            )
+            stage.load(checkpoint)
+            self.stages.append(stage)
+            self.pages.append(NanPages(end - begin, 96, block_size, config.num_kv_heads, config.head_dim))
+        self.block_size = block_size
+        self.free = list(range(96))
+        random.Random(7).shuffle(self.free)
+        self.window = max((w for w in config.layer_windows if w), default=0)
+        self.releases = all(config.layer_windows)
+
+    def step(self, work: Sequence[tuple[Running, int]], *, shift: int = 0) -> list[Tensor]:
+        """Compute the next `n` tokens of each sequence; logits [n, vocab] of each. `shift` falsifies the
+        positions of all but the first stage."""
+        inputs = [s.tokens[s.num_computed : s.num_computed + n] for s, n in work]
+        slices = [self._slice(s, n) for s, n in work]
+        hidden = self.stages[0].embed(torch.tensor(list(chain.from_iterable(inputs))))
+        for index, (stage, pages) in enumerate(zip(self.stages, self.pages, strict=True)):
+            shifted = [_shifted(item, shift if index else 0) for item in slices]
+            layout = stage.layout(shifted, block_size=self.block_size)
+            hidden = stage.forward(hidden, layout, pages)
+        for s, n in work:
+            s.num_computed += n
+            self._release(s)
+        return list(self.stages[-1].logits(hidden).split([n for _, n in work]))
+
+    def _slice(self, sequence: Running, num_tokens: int) -> SliceLayout:
+        end = sequence.num_computed + num_tokens + 1  # one to spare, for positions that a test shifts
+        while (sequence.first_block + len(sequence.pages)) * self.block_size < end:
+            sequence.pages.append(self.free.pop())
+        return SliceLayout(
+            first_position=sequence.num_computed,
+            num_tokens=num_tokens,
+            pages=tuple(sequence.pages),
+            first_block=sequence.first_block,
+            num_valid=sequence.num_computed,
+        )
+
+    def _release(self, sequence: Running) -> None:
+        """Free the blocks that no later query sees, where every layer has a window."""
+        if not self.releases:
+            return
+        while (sequence.first_block + 1) * self.block_size <= sequence.num_computed - self.window + 1:
+            self.free.append(sequence.pages.pop(0))
+            sequence.first_block += 1
+
+
+def _shifted(item: SliceLayout, shift: int) -> SliceLayout:
+    return SliceLayout(
+        first_position=item.first_position + shift,
+        num_tokens=item.num_tokens,
+        pages=item.pages,
+        first_block=item.first_block,
+        num_valid=0,
+    )
