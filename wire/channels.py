@@ -9,8 +9,9 @@ from wire.interceptors import ErrorInterceptor
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 
-# A stream may be silent for minutes while a model loads, and both ends ping meanwhile: without `max_ping_strikes` and
-# `min_ping_interval` the server answers pings on a silent stream with GOAWAY too_many_pings.
+# A stream may be silent for minutes while a model loads, and both ends ping meanwhile: without
+# `max_ping_strikes` and `min_ping_interval` the server answers pings on a silent stream with GOAWAY
+# too_many_pings.
 _SHARED_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -55,5 +56,7 @@ def bind(server: grpc.aio.Server, address: str) -> int:
     except RuntimeError:
         port = 0
     if port == 0:
-        raise OSError(f"cannot listen on {address}: the port is in use, or the address is not of this machine")
+        raise OSError(
+            f"cannot listen on {address}: the port is in use, or the address is not of this machine"
+        )
     return port

@@ -96,8 +96,8 @@ class StepFaultKind(Enum):
 class StepFault(StagelineError):
     """A stage computes nothing for this step and refuses every later frame of the epoch.
 
-    `step_id` is None where the frame was too broken to tell; the stage that reports it fills in the step that it
-    expected, and its own index.
+    `step_id` is None where the frame was too broken to tell; the stage that reports it fills in the step that
+    it expected, and its own index.
     """
 
     def __init__(

@@ -74,7 +74,9 @@ class FrameAssembler:
         self._size = 0
 
     def add(self, chunk: stage_pb2.FrameChunk) -> Frame | None:
-        """The frame that `chunk` completes, or None. Raises StepFault when the frame is corrupt or out of bounds."""
+        """The frame that `chunk` completes, or None. Raises StepFault when the frame is corrupt or out of
+        bounds.
+        """
         if self._first is None:
             self._first = chunk
         elif chunk.step or chunk.hidden:

@@ -14,7 +14,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Maps our exception tree to status codes; anything else becomes INTERNAL with a fixed text and is logged.
+    """Maps our exception tree to status codes; anything else becomes INTERNAL with a fixed text and is
+    logged.
 
     Without it grpc.aio sends the text of an unknown exception to the client.
     """

@@ -1,4 +1,5 @@
-"""Steps and results <-> protobuf messages. Decoding checks everything that a message can get wrong by itself."""
+"""Steps and results <-> protobuf messages. Decoding checks everything that a message can get wrong by itself.
+"""
 
 from google.protobuf.message import DecodeError
 

@@ -57,7 +57,9 @@ def decode_tensor(header: stage_pb2.TensorHeader, payload: bytes | bytearray | m
     if dtype is None:
         raise StepFault(StepFaultKind.DTYPE, f"hidden states of unknown dtype number {header.dtype}")
     if header.byte_order != stage_pb2.BYTE_ORDER_LITTLE_ENDIAN:
-        raise StepFault(StepFaultKind.DTYPE, f"hidden states of unknown byte order number {header.byte_order}")
+        raise StepFault(
+            StepFaultKind.DTYPE, f"hidden states of unknown byte order number {header.byte_order}"
+        )
     shape = tuple(header.shape)
     expected = math.prod(shape) * dtype.size_bytes
     if not expected == header.size_bytes == len(payload):

@@ -1,0 +1,1 @@
+"""The coordinator: plans, admits, schedules, keeps the ledger, and speaks with clients and workers."""

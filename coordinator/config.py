@@ -1,0 +1,64 @@
+"""What a coordinator is started with."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from wire.addresses import parse_address
+
+DTYPES = ("bf16", "f16", "f32")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CoordinatorConfig:
+    """Validated when it is made; raises ValueError with the numbers.
+
+    `None` stands for: the built-in model (`model_directory`), a split that balances the stages (`layers`),
+    the checkpoint's dtype, the model's own limit (`max_sequence_tokens`), and as many KV tokens as the memory
+    of the workers holds (`max_kv_tokens`).
+    """
+
+    model_directory: Path | None
+    listen: str
+    num_stages: int
+    layers: tuple[int, ...] | None
+    dtype: str | None
+    block_size: int
+    max_step_tokens: int
+    max_step_sequences: int
+    max_sequence_tokens: int | None
+    max_kv_tokens: int | None
+    queue_size: int
+
+    def __post_init__(self) -> None:
+        parse_address(self.listen)
+        for name in ("num_stages", "block_size", "max_step_tokens", "max_step_sequences", "queue_size"):
+            _check_at_least_one(name, getattr(self, name))
+        for name in ("max_sequence_tokens", "max_kv_tokens"):
+            _check_at_least_one(name, getattr(self, name))
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise ValueError(f"dtype {self.dtype!r} is none of {', '.join(DTYPES)}")
+        self._check_layers()
+        self._check_step_tokens()
+
+    def _check_layers(self) -> None:
+        if self.layers is None:
+            return
+        split = ",".join(map(str, self.layers))
+        if len(self.layers) != self.num_stages:
+            raise ValueError(
+                f"layers {split} are for {len(self.layers)} stages, but there are {self.num_stages}"
+            )
+        if min(self.layers) < 1:
+            raise ValueError(f"layers {split} leave a stage without layers")
+
+    def _check_step_tokens(self) -> None:
+        if self.max_step_tokens < self.block_size:
+            # A prefill chunk that is not the last one ends on a block boundary.
+            raise ValueError(
+                f"max_step_tokens {self.max_step_tokens} is less than one block of {self.block_size} tokens"
+            )
+
+
+def _check_at_least_one(name: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise ValueError(f"{name} is {value}, but must be at least 1")

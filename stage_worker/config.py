@@ -1,0 +1,44 @@
+"""What a stage worker is started with."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from wire.addresses import parse_address, parse_peer_address
+
+_DEVICE = re.compile(r"cpu|cuda(:\d+)?", re.ASCII)
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerConfig:
+    """Validated when it is made; raises ValueError with the numbers.
+
+    `None` stands for: what the device has to spare (`memory_bytes`), a name of host and device (`name`),
+    any free port (`listen`), the address that the coordinator is reached from (`advertise`), the path that
+    the coordinator names (`model_directory`), and torch's own choice (`num_threads`).
+    """
+
+    coordinator: str
+    device: str
+    memory_bytes: int | None
+    name: str | None
+    listen: str | None
+    advertise: str | None
+    model_directory: Path | None
+    num_threads: int | None
+
+    def __post_init__(self) -> None:
+        parse_peer_address(self.coordinator)
+        if not _DEVICE.fullmatch(self.device):
+            raise ValueError(f"device {self.device!r} is none of cpu, cuda, cuda:0, cuda:1, ...")
+        if self.memory_bytes is not None and self.memory_bytes < 1:
+            raise ValueError(f"memory_bytes is {self.memory_bytes}, but must be at least 1")
+        if self.name is not None and not _NAME.fullmatch(self.name):
+            raise ValueError(f"name {self.name!r} is not 1 to 63 letters, digits, '.', '_' or '-'")
+        if self.listen is not None:
+            parse_address(self.listen)
+        if self.advertise is not None:
+            parse_peer_address(self.advertise)
+        if self.num_threads is not None and self.num_threads < 1:
+            raise ValueError(f"num_threads is {self.num_threads}, but must be at least 1")

@@ -1,0 +1,104 @@
+"""What can go wrong for a client, one class per kind of gRPC status.
+
+StagelineError
+    InvalidRequest      INVALID_ARGUMENT, or refused before it was sent
+    RequestExists       ALREADY_EXISTS
+    RequestNotFound     NOT_FOUND
+    Overloaded          RESOURCE_EXHAUSTED
+    Unavailable         UNAVAILABLE, or nobody answers at the address
+    DeadlineExceeded    DEADLINE_EXCEEDED
+    Cancelled           CANCELLED
+    StepFailed          ABORTED
+    ServerError         every other status, and answers that break the contract
+"""
+
+import grpc.aio
+
+
+class StagelineError(Exception):
+    """Base of all errors that a client raises: `code` is the name of the gRPC status, `message` says more."""
+
+    code = "UNKNOWN"
+
+    def __init__(self, message: str, *, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        if code is not None:
+            self.code = code
+
+
+class InvalidRequest(StagelineError, ValueError):
+    """A parameter is out of range, or the sequence is longer than the model or the cache can hold."""
+
+    code = "INVALID_ARGUMENT"
+
+
+class RequestExists(StagelineError):
+    """A live request has this request_id."""
+
+    code = "ALREADY_EXISTS"
+
+
+class RequestNotFound(StagelineError):
+    """No live request has this request_id."""
+
+    code = "NOT_FOUND"
+
+
+class Overloaded(StagelineError):
+    """The waiting queue is full."""
+
+    code = "RESOURCE_EXHAUSTED"
+
+
+class Unavailable(StagelineError):
+    """No coordinator at the address, or no stage workers in time."""
+
+    code = "UNAVAILABLE"
+
+
+class DeadlineExceeded(StagelineError):
+    """The request took longer than its timeout."""
+
+    code = "DEADLINE_EXCEEDED"
+
+
+class Cancelled(StagelineError):
+    """The server ended the call as cancelled."""
+
+    code = "CANCELLED"
+
+
+class StepFailed(StagelineError):
+    """The step that carried this request was faulty; sending the request again is safe."""
+
+    code = "ABORTED"
+
+
+class ServerError(StagelineError):
+    """Something went wrong on the server that is not the request's fault."""
+
+    code = "INTERNAL"
+
+
+_KINDS: dict[str, type[StagelineError]] = {
+    kind.code: kind
+    for kind in (
+        InvalidRequest,
+        RequestExists,
+        RequestNotFound,
+        Overloaded,
+        Unavailable,
+        DeadlineExceeded,
+        Cancelled,
+        StepFailed,
+        ServerError,
+    )
+}
+
+
+def from_rpc_error(error: grpc.aio.AioRpcError) -> StagelineError:
+    """The typed error for a gRPC status, with the server's text."""
+    code = error.code().name
+    kind = _KINDS.get(code, ServerError)
+    return kind(error.details() or f"the call ended with {code}", code=code)

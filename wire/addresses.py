@@ -1,0 +1,39 @@
+"""HOST:PORT, read and written in one place; IPv6 hosts stand in brackets."""
+
+import re
+from dataclasses import dataclass
+
+_ADDRESS = re.compile(
+    r"(?:\[(?P<ipv6>[0-9A-Fa-f:.%\w]+)\]|(?P<host>[^\s:\[\]/]+)):(?P<port>\d{1,5})", re.ASCII
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A host name or IP address (IPv6 without brackets) and a TCP port; port 0 asks for a free one."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+
+def parse_address(text: str) -> Address:
+    """Reads HOST:PORT, for example `10.0.0.7:7480`, `gpu-a:7480` or `[::1]:0`. Raises ValueError."""
+    match = _ADDRESS.fullmatch(text)
+    if match is None:
+        raise ValueError(f"address {text!r} is not HOST:PORT (an IPv6 host goes in brackets: [::1]:7480)")
+    port = int(match["port"])
+    if port > 65535:
+        raise ValueError(f"address {text!r} has port {port}, above 65535")
+    return Address(match["ipv6"] or match["host"], port)
+
+
+def parse_peer_address(text: str) -> Address:
+    """Reads the HOST:PORT of somebody to dial, so port 0 is refused too. Raises ValueError."""
+    address = parse_address(text)
+    if address.port == 0:
+        raise ValueError(f"address {text!r} has port 0, which nobody can be reached at")
+    return address
