@@ -1,0 +1,18 @@
+"""The training text: an endless, seeded stream of stories and conversations."""
+
+from collections.abc import Iterator
+from random import Random
+
+from builtin_model.chat_format import END_OF_TEXT, render
+from builtin_model.chats import make_conversation
+from builtin_model.stories import tell_story
+
+STORY_SHARE = 0.5
+
+
+def documents(seed: int) -> Iterator[str]:
+    """Documents, each ending with the end-of-text token; the same ones in the same order for the same seed."""
+    rng = Random(seed)
+    while True:
+        text = tell_story(rng).text if rng.random() < STORY_SHARE else render(make_conversation(rng))
+        yield text + END_OF_TEXT

@@ -1,0 +1,125 @@
+"""Trains the built-in model from nothing: `python -m builtin_model.train [--output DIR] [--steps N] [--seed S]`."""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from builtin_model import MODEL_DIRECTORY
+from builtin_model.batches import Batches
+from builtin_model.chat_format import END_OF_TEXT, END_OF_TURN
+from builtin_model.corpus import documents
+from builtin_model.model_card import model_card
+from builtin_model.network import learning_rate_factor, llama_config, make_network, make_optimizer
+from builtin_model.settings import ModelShape, TrainingSettings
+from builtin_model.tokenizer import train_tokenizer, write_tokenizer
+
+STEPS_PER_REPORT = 50
+
+
+@contextmanager
+def _reproducible_torch(settings: TrainingSettings) -> Iterator[None]:
+    """Fixed seed and thread count and deterministic kernels; sums depend on how threads share the work."""
+    before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    torch.set_num_threads(settings.num_threads)
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(settings.seed)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before[0])
+        torch.use_deterministic_algorithms(before[1])
+
+
+def _loss(model: LlamaForCausalLM, tokens: Tensor) -> Tensor:
+    """Mean next-token cross-entropy in nats over `tokens` (rows, row_tokens); bf16 products, float32 weights."""
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    assert isinstance(loss, Tensor)
+    return loss
+
+
+def _fit(model: LlamaForCausalLM, batches: Batches, settings: TrainingSettings) -> None:
+    optimizer = make_optimizer(model, settings)
+    started = time.monotonic()
+    for step in range(settings.num_steps):
+        for group in optimizer.param_groups:
+            group["lr"] = settings.peak_learning_rate * learning_rate_factor(step, settings)
+        row_tokens = settings.row_length(step)
+        loss = _loss(model, batches.take(settings.batch_tokens // row_tokens, row_tokens))
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if (step + 1) % STEPS_PER_REPORT == 0:
+            print(f"step {step + 1}  loss {loss.item():.4f}  {time.monotonic() - started:.0f} s", flush=True)
+
+
+def _held_out_loss(model: LlamaForCausalLM, batches: Batches, settings: TrainingSettings) -> float:
+    with torch.no_grad():
+        return _loss(model, batches.take(32, settings.long_row_tokens)).item()
+
+
+def _write_json(path: Path, content: dict[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+def _write_model(model: LlamaForCausalLM, tokenizer: Tokenizer, directory: Path) -> None:
+    """Write weights (bfloat16) and both configurations, without the versions of the libraries that wrote them."""
+    model.to(torch.bfloat16).save_pretrained(directory)  # type: ignore[arg-type]
+    config = json.loads((directory / "config.json").read_text())
+    config.pop("transformers_version", None)
+    _write_json(directory / "config.json", {**config, "torch_dtype": "bfloat16"})
+    ends = [tokenizer.token_to_id(END_OF_TEXT), tokenizer.token_to_id(END_OF_TURN)]
+    _write_json(
+        directory / "generation_config.json",
+        {"bos_token_id": ends[0], "eos_token_id": ends, "pad_token_id": ends[0]},
+    )
+
+
+def train(shape: ModelShape, settings: TrainingSettings, output: Path) -> float:
+    """Train and write a Hugging Face directory to `output`; returns the loss on unseen text, in nats per token.
+
+    On one machine the same arguments give the same bytes.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    with _reproducible_torch(settings):
+        texts = islice(documents(settings.seed), settings.tokenizer_documents)
+        tokenizer = train_tokenizer(texts, vocab_size=shape.vocab_size)
+        model = make_network(
+            llama_config(shape, end_of_text=tokenizer.token_to_id(END_OF_TEXT)),
+        )
+        _fit(model, Batches(tokenizer, seed=settings.seed + 1), settings)
+        loss = _held_out_loss(model, Batches(tokenizer, seed=settings.seed + 2), settings)
+        _write_model(model, tokenizer, output)
+    write_tokenizer(tokenizer, output, max_length=shape.max_positions)
+    (output / "README.md").write_text(model_card(shape, settings, model.num_parameters(), loss))
+    return loss
+
+
+def main() -> None:
+    """Read the command line and train."""
+    defaults = TrainingSettings()
+    parser = argparse.ArgumentParser(prog="python -m builtin_model.train", description=__doc__)
+    parser.add_argument("--output", type=Path, default=MODEL_DIRECTORY)
+    parser.add_argument("--steps", type=int, default=defaults.num_steps)
+    parser.add_argument("--seed", type=int, default=defaults.seed)
+    arguments = parser.parse_args()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    settings = replace(defaults, num_steps=arguments.steps, seed=arguments.seed)
+    loss = train(ModelShape(), settings, arguments.output)
+    print(f"loss on unseen text: {loss:.4f}; written to {arguments.output}")
+
+
+if __name__ == "__main__":
+    main()
