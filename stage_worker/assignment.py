@@ -17,7 +17,7 @@ _ROLES: dict[int, StageRole] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """One stage of a plan: layers [layer_begin, layer_end), the KV capacity, and the upper bounds of a step."""
+    """One stage of a plan: layers [layer_begin, layer_end), KV capacity, and the upper bounds of a step."""
 
     plan_id: int
     stage: int
@@ -57,7 +57,7 @@ class Assignment:
         return self._without_place() == other._without_place()
 
     def _without_place(self) -> "Assignment":
-        """Place in the plan and path of the model left out: neither changes what is loaded (the fingerprint does)."""
+        """Without place in the plan and path of the model, neither of which changes what is loaded."""
         num_stages = 1 if self.role is StageRole.ONLY else 3
         stage = {StageRole.FIRST: 0, StageRole.ONLY: 0, StageRole.MIDDLE: 1, StageRole.LAST: 2}[self.role]
         return replace(self, plan_id=0, stage=stage, num_stages=num_stages, model_directory="")

@@ -1,4 +1,4 @@
-"""The one thread that computes: loading, warm-up, resets and steps run here, one after another, in order of arrival."""
+"""The one thread that computes: loading, warm-up, resets and steps run here in order of arrival."""
 
 import asyncio
 import logging
@@ -37,8 +37,10 @@ class ComputeThread:
         self._thread.start()
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What `function` returns or raises, after everything submitted before. Cancelled before its turn, it is
-        left out; once begun, it runs to its end."""
+        """What `function` returns or raises, after everything submitted before.
+
+        Cancelled before its turn, it is left out; once begun, it runs to its end.
+        """
         loop = asyncio.get_running_loop()
         job = _Job(lambda: function(*args, **kwargs), loop, loop.create_future())
         self._jobs.put(job)
@@ -61,7 +63,7 @@ class ComputeThread:
                 _hand_back(job, job.work(), None)
             except BaseException as error:
                 _hand_back(job, None, error)
-            # The next job may not come for minutes; what this one refers to (a whole model) must not wait for it.
+            # The next job may be minutes away; what this one refers to (a whole model) must not wait for it.
             del job
 
 

@@ -44,7 +44,8 @@ class _Left:
 class Membership:
     """Keeps this worker joined until the coordinator lets it go.
 
-    Between two connections the loaded stage stays; the epoch does not, since whoever answers next begins a new one.
+    Between two connections the loaded stage stays; the epoch does not, since whoever answers next begins a
+    new one.
     """
 
     def __init__(
@@ -112,6 +113,8 @@ class Membership:
             raise JoinRefused(
                 f"{self._coordinator} answered {message.WhichOneof('message')!r} where 'welcome' was due"
             )
+        if message.welcome.heartbeat_interval_ms == 0:
+            raise JoinRefused(f"the coordinator at {self._coordinator} wants heartbeats every 0 ms")
         return message.welcome
 
     async def _read(self, call: Call, connection: "_Connection") -> _Left:
@@ -143,7 +146,7 @@ class Membership:
 
 
 class _Connection:
-    """What goes to the coordinator over one Join stream. Answers to a connection that has ended go nowhere."""
+    """What goes to the coordinator over one Join stream; nothing does once it has ended."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
@@ -189,7 +192,7 @@ async def _read(call: Call) -> cluster_pb2.CoordinatorMessage:
 
 
 async def _raise_ended(call: Call) -> None:
-    """Raises the status of a call that has ended; one that ended well is told as such, for there is no reason to."""
+    """Raises the status of a call that has ended, also where it ended well: there is no reason to."""
     code, details = await call.code(), await call.details()
     raise grpc.aio.AioRpcError(
         code,

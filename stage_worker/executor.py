@@ -83,8 +83,8 @@ class StepExecutor:
             raise self._refuse(fault, frame.step) from fault.__cause__
         except Exception as error:
             log.exception("step %d failed", frame.step.step_id)
-            fault = StepFault(StepFaultKind.DEVICE, f"{type(error).__name__}: {error}")
-            raise self._refuse(fault, frame.step) from error
+            device_fault = StepFault(StepFaultKind.DEVICE, f"{type(error).__name__}: {error}")
+            raise self._refuse(device_fault, frame.step) from error
         self._next_step_id += 1
         self._busy_s += time.perf_counter() - started
         self._publish()
@@ -137,7 +137,8 @@ class StepExecutor:
         if self._tables.digest != step.digest:
             raise StepFault(
                 StepFaultKind.KV_DIVERGENCE,
-                f"KV digest after step {step.step_id}: expected {step.digest:016x}, got {self._tables.digest:016x}",
+                f"KV digest after step {step.step_id}: expected {step.digest:016x}, "
+                f"got {self._tables.digest:016x}",
             )
         self._drop_tables(step)
 

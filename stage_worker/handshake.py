@@ -65,19 +65,20 @@ def hop_hello(epoch: Epoch, assignment: Assignment, incarnation: Incarnation) ->
 
 
 def check_protocol(hello: stage_pb2.HopHello) -> None:
-    """Raises HandshakeMismatch for another protocol version; nothing else in the message counts before this."""
+    """Raises HandshakeMismatch for another protocol version; until then nothing else in `hello` counts."""
     if hello.protocol_version != PROTOCOL_VERSION:
         raise HandshakeMismatch("protocol version", expected=PROTOCOL_VERSION, got=hello.protocol_version)
 
 
 def check_hop(hello: stage_pb2.HopHello, epoch: Epoch, assignment: Assignment) -> None:
-    """Raises StaleStream unless `hello` comes from the present predecessor in `epoch`, HandshakeMismatch unless it
-    agrees with this stage field by field."""
+    """Compares field by field.
+
+    Raises StaleStream unless `hello` comes from the present predecessor in `epoch`, then HandshakeMismatch
+    unless it agrees with this stage.
+    """
     if hello.epoch != epoch.number:
         raise StaleStream(f"stream of epoch {hello.epoch}, the present epoch is {epoch.number}")
-    _check_identity(
-        "coordinator incarnation", epoch.coordinator_incarnation, hello.coordinator_incarnation
-    )
+    _check_identity("coordinator incarnation", epoch.coordinator_incarnation, hello.coordinator_incarnation)
     if hello.sender_stage != assignment.stage - 1:
         raise StaleStream(
             f"stream from stage {hello.sender_stage}, the predecessor of stage {assignment.stage} "

@@ -20,12 +20,14 @@ Call = grpc.aio.StreamStreamCall[Any, Any]
 
 
 class Hop:
-    """A stream that starts with hello and accepted and then carries outputs. Every failure is a StepFault NEIGHBOUR.
+    """A stream that starts with hello and accepted and then carries outputs.
 
-    Used by one session only; `close` ends the call and its connection.
+    Every failure is a StepFault NEIGHBOUR. Used by one session only; `close` ends call and connection.
     """
 
-    def __init__(self, peer: str, address: str, hello: Request, open_call: Callable[[grpc.aio.Channel], Call]) -> None:
+    def __init__(
+        self, peer: str, address: str, hello: Request, open_call: Callable[[grpc.aio.Channel], Call]
+    ) -> None:
         """`peer` names the other end in messages."""
         self._peer = f"{peer} at {address}"
         self._address = address

@@ -124,8 +124,8 @@ def _check_memory(
 ) -> None:
     if weight_bytes + kv_bytes > resources.memory_bytes:
         raise StageLoadError(
-            f"layers [{assignment.layer_begin}, {assignment.layer_end}) need {weight_bytes} bytes of weights and "
-            f"{kv_bytes} of KV ({assignment.num_blocks} blocks of {assignment.block_size} tokens), "
+            f"layers [{assignment.layer_begin}, {assignment.layer_end}) need {weight_bytes} bytes of weights "
+            f"and {kv_bytes} of KV ({assignment.num_blocks} blocks of {assignment.block_size} tokens), "
             f"{weight_bytes + kv_bytes} in all; this worker has {resources.memory_bytes}"
         )
 
@@ -137,7 +137,7 @@ def _kv_bytes(assignment: Assignment, config: ModelConfig) -> int:
 
 
 def _activation_bytes(assignment: Assignment, config: ModelConfig) -> int:
-    """The widest moment of the largest step: residual, its normed copy, gate, up and product; logits with sampling."""
+    """The widest moment of the largest step: residual, gate, up and product; logits and their sampling."""
     row = 4 * config.hidden_size + 3 * config.intermediate_size
     size = assignment.max_step_tokens * row * assignment.dtype.size_bytes
     if assignment.role.has_head:
@@ -160,5 +160,5 @@ def _new_pages(assignment: Assignment, config: ModelConfig, device: torch.device
 
 
 def _warmup_budget_s(device: torch.device) -> float:
-    """A GPU compiles kernels for every shape, which must not happen later; a CPU only needs its caches filled."""
+    """A GPU compiles kernels for the shapes, which must not happen later; a CPU only fills its caches."""
     return 1.0 if device.type == "cpu" else 60.0

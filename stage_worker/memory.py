@@ -19,7 +19,9 @@ def parse_device(text: str) -> torch.device:
         raise ValueError(f"device {text!r} is neither cpu nor cuda")
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if (device.index or 0) >= available:
-        raise ValueError(f"device {text!r} is not here: this machine offers {available} CUDA devices to torch")
+        raise ValueError(
+            f"device {text!r} is not here: this machine offers {available} CUDA devices to torch"
+        )
     return torch.device("cuda", device.index or 0)
 
 

@@ -1,8 +1,8 @@
-"""Randomness as a pure function of (seed, choice, position): no generator state, so nothing depends on batch mates.
+"""Randomness as a pure function of (seed, choice, position).
 
-The three words are folded one after another through the finaliser of SplitMix64, a bijection of 64-bit words in which
-every input bit reaches every output bit (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014;
-constants of Stafford's variant 13).
+There is no generator state, so nothing depends on batch mates. The three words are folded one after another
+through the finaliser of SplitMix64, a bijection of 64-bit words in which every input bit reaches every output
+bit (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014; Stafford's variant 13).
 """
 
 import numpy as np

@@ -1,13 +1,13 @@
 """Chooses tokens from logits on LAST.
 
-The filters apply in this order, each to what the one before has left, as the logits warpers of transformers do:
+The filters apply in this order, each to what the one before has left, as transformers' logits warpers do:
 
 1. temperature: logits / temperature (0 is greedy: the most likely token, the lowest id among equals);
 2. top_k: tokens at least as likely as the k-th most likely one (equals of the k-th stay);
-3. top_p: the smallest set of the most likely tokens whose renormalised probability reaches top_p, never empty.
+3. top_p: the smallest set of the most likely tokens whose renormalised probability reaches top_p.
 
-A token is drawn by inverting the cumulative distribution in float64 at one uniform number per row. Every row is
-computed by itself along the vocabulary, so its token does not depend on what else is in the batch.
+A token is drawn by inverting the cumulative distribution in float64 at one uniform number per row. Every row
+is computed by itself along the vocabulary, so its token does not depend on what else is in the batch.
 """
 
 import math
@@ -46,7 +46,8 @@ def check_sampling(sampling: StepSampling) -> None:
 def non_finite_rows(logits: Tensor) -> list[int]:
     """Rows of `logits` [n, vocab_size] with a NaN or an infinity in them.
 
-    The sum of a row is finite only if all of it is, which costs one pass; an overflowing sum is looked at again.
+    The sum of a row is finite only if all of it is, which costs one pass; a sum that overflows is looked at
+    again.
     """
     suspects = torch.nonzero(~torch.isfinite(logits.sum(dim=-1))).flatten().tolist()
     return [row for row in suspects if not bool(torch.isfinite(logits[row]).all())]
@@ -83,7 +84,7 @@ def _drawn_filtered(logits: Tensor, draws: list[Draw]) -> Tensor:
     probabilities = scores.softmax(dim=-1)
     before = probabilities.cumsum(dim=-1) - probabilities
     top_p = _column([draw.sampling.top_p for draw in draws], values)
-    # A difference of sums can be off by a rounding; the most likely token and top_p = 1 must not suffer from it.
+    # A difference of sums is off by a rounding; the most likely token and top_p = 1 must not suffer.
     dropped = (before >= top_p) & (top_p < 1.0)
     dropped[:, 0] = False
     return ids.gather(-1, _drawn(probabilities.masked_fill_(dropped, 0.0), draws)[:, None])[:, 0]
@@ -95,12 +96,10 @@ def _scaled(logits: Tensor, draws: list[Draw]) -> Tensor:
 
 
 def _drawn(probabilities: Tensor, draws: list[Draw]) -> Tensor:
-    """Column indices [n]: where the cumulative sum of each row first passes its uniform share of the row's total."""
+    """Column indices [n]: where a row's cumulative sum first passes its uniform share of the total."""
     seeds, choices, positions = (
         np.array(column, dtype=np.uint64)
-        for column in zip(
-            *((draw.sampling.seed, draw.choice, draw.position) for draw in draws), strict=True
-        )
+        for column in zip(*((draw.sampling.seed, draw.choice, draw.position) for draw in draws), strict=True)
     )
     shares = torch.from_numpy(uniforms(seeds, choices, positions)).to(probabilities.device)
     cumulative = probabilities.cumsum(dim=-1)

@@ -26,8 +26,8 @@ class SequenceState:
     def check(self, part: Slice, *, valid_until: int) -> None:
         """Raises StepFault unless `part` is what comes next in this sequence.
 
-        A fresh sequence may begin anywhere inside its `valid_until` cached tokens; from then on, positions are
-        strictly consecutive.
+        A fresh sequence may begin anywhere inside its `valid_until` cached tokens; from then on, positions
+        are strictly consecutive.
         """
         if part.generation != self.generation:
             raise StepFault(
@@ -38,7 +38,7 @@ class SequenceState:
         self._check_phase(part)
 
     def advance(self, part: Slice) -> None:
-        """Counts the tokens of a checked slice as computed, and lets go of prompt tokens that are not needed again."""
+        """Counts the tokens of a checked slice as computed; a prefill that is done needs no tokens."""
         self.num_computed = part.first_position + len(part.tokens)
         if self.num_computed >= self.num_prefill_tokens:
             self.prefill_tokens = ()
@@ -54,7 +54,8 @@ class SequenceState:
         elif position != self.num_computed:
             raise StepFault(
                 StepFaultKind.POSITION,
-                f"slice of {self.key} at position {position}, this stage has computed {self.num_computed} tokens",
+                f"slice of {self.key} at position {position}, "
+                f"this stage has computed {self.num_computed} tokens",
             )
 
     def _check_phase(self, part: Slice) -> None:
@@ -63,7 +64,8 @@ class SequenceState:
             if (self.num_computed or 0) < self.num_prefill_tokens:
                 raise StepFault(
                     StepFaultKind.SLICE_SET,
-                    f"decode of {self.key} at {step.position} before its {self.num_prefill_tokens} tokens are prefilled",
+                    f"decode of {self.key} at {step.position}, "
+                    f"before its {self.num_prefill_tokens} tokens are prefilled",
                 )
             return
         if step.num_prefill_tokens != self.num_prefill_tokens:
@@ -108,7 +110,7 @@ class SequenceStates:
         if not 0 < record.num_prompt_tokens <= len(record.tokens):
             raise _bad_record(
                 key,
-                f"start of {key} with {record.num_prompt_tokens} prompt tokens and {len(record.tokens)} tokens",
+                f"start of {key} with {record.num_prompt_tokens} prompt tokens of {len(record.tokens)}",
             )
         self._live[key] = SequenceState(key, generation, record.tokens, len(record.tokens), record.sampling)
 

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 from stage_worker.assignment import Assignment
 from stage_worker.compute import ComputeThread
@@ -11,7 +12,7 @@ from stage_worker.handshake import Epoch, check_hop
 from stage_worker.hop import Hop
 from stage_worker.outputs import StageOutput
 from stageline_rpc.v1 import stage_pb2
-from wire.errors import StagelineError, StaleStream, StepFault, StepFaultKind
+from wire.errors import StaleStream, StepFault, StepFaultKind
 from wire.frames import Frame, FrameAssembler
 from wire.steps import FaultReport
 
@@ -24,8 +25,8 @@ QUEUED_FRAMES = 4
 class EpochSession:
     """Lives from BeginEpoch to the next BeginEpoch, EndEpoch or disconnection.
 
-    The first fault ends it: it is reported once, the streams end, and every later frame and stream of the epoch is
-    refused. A fault that comes of being ended from outside is not reported.
+    The first fault ends it: it is reported once, the streams end, and every later frame and stream of the
+    epoch is refused. A fault that comes of being ended from outside is not reported.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class EpochSession:
         self._outbox: asyncio.Queue[StageOutput] = asyncio.Queue(QUEUED_FRAMES)
         self._next_step_id = 0
         self._has_stream = False
-        self._over: asyncio.Future[StagelineError] = asyncio.get_running_loop().create_future()
+        self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -61,15 +62,18 @@ class EpochSession:
     async def close(self) -> None:
         """Ends the epoch here, without a report. Returns when no task, call or connection of it is left."""
         assert self._task is not None, "close before start"
-        self._end(StaleStream(f"epoch {self.epoch.number} is over"))
+        self._end(f"epoch {self.epoch.number} is over")
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
     def accept(self, hello: stage_pb2.HopHello) -> None:
-        """Takes the one stream of the predecessor. Raises StaleStream or HandshakeMismatch; then nothing has changed."""
+        """Takes the one stream of the predecessor.
+
+        Raises StaleStream or HandshakeMismatch; then nothing has changed.
+        """
         check_hop(hello, self.epoch, self._assignment)
         if self._over.done():
-            raise self._over.result()
+            raise StaleStream(self._over.result())
         if self._has_stream:
             raise StaleStream(
                 f"stage {self._assignment.stage} has its stream of epoch {self.epoch.number} already"
@@ -77,15 +81,19 @@ class EpochSession:
         self._has_stream = True
 
     async def receive(self, chunks: AsyncIterator[stage_pb2.FrameChunk]) -> None:
-        """Feeds the accepted stream into the stage until it ends. Raises what ended the epoch, if that comes first."""
+        """Feeds the accepted stream into the stage until it ends.
+
+        Raises what ended the epoch, if that comes first.
+        """
         reader = asyncio.create_task(self._read(chunks))
+        ends: set[asyncio.Future[Any]] = {reader, self._over}
         try:
-            await asyncio.wait({reader, self._over}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         finally:
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
         if self._over.done():
-            raise self._over.result()
+            raise StaleStream(self._over.result())
 
     async def _read(self, chunks: AsyncIterator[stage_pb2.FrameChunk]) -> None:
         """Faults go the way of the frames, so that every frame before a broken one is computed first."""
@@ -152,9 +160,9 @@ class EpochSession:
                 request_ids=fault.request_ids,
             )
         )
-        self._end(StaleStream(f"epoch {self.epoch.number} is refused after a fault: {description}"))
+        self._end(f"epoch {self.epoch.number} is refused after a fault: {description}")
 
-    def _end(self, reason: StagelineError) -> None:
+    def _end(self, reason: str) -> None:
         if not self._over.done():
             self._over.set_result(reason)
 

@@ -34,8 +34,8 @@ class _Disconnected:
 class StageHost:
     """Owner of the loaded stage and of the epoch's session.
 
-    Orders are carried out one after another by a task of its own; answers go to the connection that gave the order.
-    An order ends what the one before has begun, except for a load, which runs to its end.
+    Orders are carried out one after another by a task of its own; answers go to the connection that gave the
+    order. An order ends what the one before has begun, except for a load, which runs to its end.
     """
 
     def __init__(
@@ -81,7 +81,10 @@ class StageHost:
             await self._end_session()
 
     async def accept(self, hello: stage_pb2.HopHello) -> EpochSession:
-        """The session that takes the stream, once its epoch has begun here. Raises StaleStream or HandshakeMismatch."""
+        """The session that takes the stream, once its epoch has begun here.
+
+        Raises StaleStream or HandshakeMismatch; then nothing has changed.
+        """
         check_protocol(hello)
         try:
             async with asyncio.timeout(EPOCH_WAIT_S):

@@ -1,4 +1,4 @@
-"""What must hold of a frame before anything is computed from it. Every check raises a StepFault with the numbers."""
+"""What must hold of a frame before anything is computed from it; else a StepFault with the numbers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,9 +44,7 @@ class StepRules:
     @property
     def max_hidden_bytes(self) -> int:
         """The largest payload that a frame into this stage can have."""
-        return (
-            self.max_step_tokens * self.hidden_size * self.dtype.size_bytes if self.takes_hidden else 0
-        )
+        return self.max_step_tokens * self.hidden_size * self.dtype.size_bytes if self.takes_hidden else 0
 
 
 def check_hidden_states(frame: Frame, rules: StepRules) -> None:
@@ -93,7 +91,7 @@ def check_limits(step: Step, rules: StepRules) -> None:
 def slice_layouts(
     slices: Sequence[Slice], sequences: SequenceStates, tables: BlockTables, rules: StepRules
 ) -> list[SliceLayout]:
-    """Checks every slice against what the stage knows of its sequence, and finds its pages. Changes nothing."""
+    """Checks every slice against what the stage knows of its sequence, and finds its pages."""
     return [_slice_layout(part, sequences, tables, rules) for part in slices]
 
 
@@ -139,7 +137,8 @@ def _check_tokens(part: Slice, rules: StepRules) -> None:
         )
     if isinstance(step, Prefill) and not step.is_final and end % rules.block_size:
         raise _slice_set(
-            f"chunk of {part.sequence} ends at {end}, neither at the prompt's end nor on a block of {rules.block_size}"
+            f"chunk of {part.sequence} ends at {end}, neither the prompt's end nor a boundary of blocks of "
+            f"{rules.block_size} tokens"
         )
 
 

@@ -1,4 +1,4 @@
-"""Turns the logits of a step into one result per sampled slice: a token, or the error of that sequence alone."""
+"""Turns the logits of a step into one result per sampled slice: a token, or that sequence's error."""
 
 from collections.abc import Sequence
 

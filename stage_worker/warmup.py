@@ -30,11 +30,12 @@ _SAMPLING = (StepSampling(0.0, 0, 1.0, 0), StepSampling(1.0, 0, 1.0, 0), StepSam
 _FIRST_CHUNK = 16
 
 
-def warm_up(
-    executor: StepExecutor, assignment: Assignment, config: ModelConfig, *, budget_s: float
-) -> None:
-    """Prefill chunks and decode batches of growing size, the largest that were agreed unless `budget_s` is spent
-    before; then an empty stage again. Raises StepFault when a step fails."""
+def warm_up(executor: StepExecutor, assignment: Assignment, config: ModelConfig, *, budget_s: float) -> None:
+    """Prefill chunks and decode batches of growing size; then an empty stage again.
+
+    Ends with the largest that were agreed, unless `budget_s` is spent before. Raises StepFault when a step
+    fails.
+    """
     started = time.perf_counter()
     steps = _WarmupSteps(executor, assignment, config)
     for sizes, run in (
@@ -44,7 +45,7 @@ def warm_up(
         spent_before = time.perf_counter() - started
         last_s = 0.0
         for size in sizes:
-            # Each size costs about twice the one before; half of the budget is for prefill, the rest for decode.
+            # Each size costs about twice the one before; half of the budget is for prefill.
             if last_s and time.perf_counter() - started + 2 * last_s > (budget_s + spent_before) / 2:
                 break
             began = time.perf_counter()
@@ -87,7 +88,7 @@ class _WarmupSteps:
         self._run_batch(num_sequences=1, num_tokens=num_tokens, decodes=False)
 
     def decode(self, num_sequences: int) -> None:
-        """That many one-token prompts, and a decode step of all where the limits leave room for a second token."""
+        """That many one-token prompts, and a decode step where the limits leave room for a second token."""
         decodes = self._assignment.block_size > 1 and self._assignment.max_sequence_tokens > 1
         self._run_batch(num_sequences=num_sequences, num_tokens=1, decodes=decodes)
 
