@@ -67,8 +67,7 @@ class _Draft:
 
 
 class Scheduler:
-    """Owns the queue, the running sequences, the ledger and the steps in flight of one epoch after another.
-    """
+    """Owns the queue, the running sequences, the ledger and the steps in flight, epoch after epoch."""
 
     def __init__(self) -> None:
         self._queue: deque[Sequence] = deque()
@@ -108,8 +107,7 @@ class Scheduler:
         self._next_step_id = 0
 
     def end_epoch(self) -> None:
-        """Voids all steps in flight; running sequences go back to the queue with their tokens, oldest first.
-        """
+        """Voids all steps in flight; running sequences go back to the queue with their tokens."""
         for sequence in self._running.values():
             sequence.preempt()
         self._queue = deque(sorted((*self._running.values(), *self._queue), key=lambda each: each.arrival))
@@ -184,7 +182,7 @@ class Scheduler:
         got = [(entry.sequence, entry.generation) for entry in result.results]
         if got != expected_slices:
             raise ResultMismatch(
-                f"step {step.step_id} asks for {len(expected_slices)} results, got {len(got)}, or of other sequences"
+                f"step {step.step_id} asks for {len(expected_slices)} results; got {len(got)} or others"
             )
         self._in_flight.popleft()
         progress = []

@@ -5,6 +5,7 @@ StagelineError
 |- InvalidRequest            INVALID_ARGUMENT     a parameter or a prompt that cannot be served
 |- RequestNotFound           NOT_FOUND
 |- RequestExists             ALREADY_EXISTS
+|- NameInUse                 ALREADY_EXISTS       a live worker elsewhere has this name
 |- Overloaded                RESOURCE_EXHAUSTED   a bounded queue is full
 |- HandshakeMismatch         FAILED_PRECONDITION  two ends disagree; carries both values
 |- StaleStream               ABORTED              a stream of an epoch that is over
@@ -38,6 +39,10 @@ class RequestNotFound(StagelineError):
 
 class RequestExists(StagelineError):
     """A live request has this id."""
+
+
+class NameInUse(StagelineError):
+    """A live worker elsewhere has this name."""
 
 
 class Overloaded(StagelineError):
@@ -125,6 +130,7 @@ STATUS_OF_ERROR: dict[type[StagelineError], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     RequestNotFound: grpc.StatusCode.NOT_FOUND,
     RequestExists: grpc.StatusCode.ALREADY_EXISTS,
+    NameInUse: grpc.StatusCode.ALREADY_EXISTS,
     Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     HandshakeMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     StaleStream: grpc.StatusCode.ABORTED,

@@ -85,7 +85,7 @@ class FrameAssembler:
         if self._size > self._max_payload_bytes:
             raise StepFault(
                 StepFaultKind.SHAPE,
-                f"frame payload of {self._size} bytes or more; at most {self._max_payload_bytes} are expected",
+                f"frame payload of {self._size} bytes or more, expected at most {self._max_payload_bytes}",
             )
         self._pieces.append(chunk.payload)
         if not chunk.is_last:

@@ -1,5 +1,4 @@
-"""Steps and results <-> protobuf messages. Decoding checks everything that a message can get wrong by itself.
-"""
+"""Steps and results <-> protobuf messages. Decoding checks what a message can get wrong by itself."""
 
 from google.protobuf.message import DecodeError
 

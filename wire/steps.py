@@ -9,8 +9,7 @@ from wire.ids import RequestId, SequenceKey
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Tokens [start, start + num_tokens) of the `num_prefill_tokens` that the sequence has to compute in all.
-    """
+    """Tokens [start, start + num_tokens) of the `num_prefill_tokens` that are to be computed in all."""
 
     start: int
     num_tokens: int
@@ -90,8 +89,7 @@ class SequenceSignal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One micro-batch on its way through all stages once. Applied in the order ends, starts, signals, slices.
-    """
+    """One micro-batch on its way through all stages once: ends, starts, signals, then slices apply."""
 
     epoch: int
     step_id: int

@@ -1,0 +1,120 @@
+"""The coordinator process."""
+
+import asyncio
+import logging
+import signal
+import sys
+
+import uvloop
+
+from checkpoint import CheckpointError
+from coordinator.cluster_service import ClusterService, StepResultsService
+from coordinator.cluster_state import ClusterState
+from coordinator.config import CoordinatorConfig
+from coordinator.controller import Controller
+from coordinator.engine import Engine
+from coordinator.inference_service import InferenceService
+from coordinator.model import ServedModel, open_model
+from coordinator.plan import StepLimits
+from coordinator.planner import make_plan
+from coordinator.session import Sessions
+from coordinator.status import StatusReporter
+from coordinator.timing import ClusterTiming
+from coordinator.tokenizer import TokenizerError, load_text_codec
+from stageline_rpc.v1 import cluster_pb2_grpc, inference_pb2_grpc, stage_pb2_grpc
+from wire.addresses import parse_address
+from wire.channels import bind, new_server
+from wire.ids import new_incarnation
+
+log = logging.getLogger(__name__)
+
+STOP_GRACE_S = 2.0
+
+
+class CoordinatorServer:
+    """All parts of a coordinator, bound and started together. `address` is where it listens."""
+
+    def __init__(
+        self, config: CoordinatorConfig, model: ServedModel, timing: ClusterTiming | None = None
+    ) -> None:
+        self._config = config
+        self.engine = Engine(queue_size=config.queue_size)
+        state = new_cluster_state(config, model)
+        incarnation = new_incarnation()
+        self.controller = Controller(
+            state, self.engine, model, incarnation=incarnation, timing=timing or ClusterTiming()
+        )
+        status = StatusReporter(self.controller, self.engine, model)
+        sessions = Sessions(self.engine, self.controller, model)
+        self._server = new_server()
+        inference_pb2_grpc.add_InferenceServicer_to_server(
+            InferenceService(sessions, self.engine, status), self._server
+        )
+        cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterService(self.controller, status), self._server)
+        stage_pb2_grpc.add_StepResultsServicer_to_server(StepResultsService(self.controller), self._server)
+        self.address = config.listen
+
+    async def start(self) -> None:
+        """Raises OSError when the address cannot be had."""
+        wanted = parse_address(self._config.listen)
+        port = bind(self._server, str(wanted))
+        self.address = f"{self._config.listen.rpartition(':')[0]}:{port}"
+        await self._server.start()
+        self.controller.start(results_address=self.address)
+
+    async def stop(self) -> None:
+        """Fails what is live, closes every stream."""
+        await self.controller.close()
+        await self._server.stop(STOP_GRACE_S)
+
+
+def new_cluster_state(config: CoordinatorConfig, model: ServedModel) -> ClusterState:
+    """The empty cluster, with the planner bound to this model and configuration."""
+    limits = StepLimits(
+        max_step_tokens=config.max_step_tokens,
+        max_step_sequences=config.max_step_sequences,
+        max_sequence_tokens=config.max_sequence_tokens or model.config.max_position_embeddings,
+    )
+    return ClusterState(
+        num_stages=config.num_stages,
+        make_plan=lambda workers: make_plan(
+            model.config,
+            model.dtype,
+            workers,
+            limits=limits,
+            block_size=config.block_size,
+            layers=config.layers,
+            max_kv_tokens=config.max_kv_tokens,
+        ),
+    )
+
+
+def run(config: CoordinatorConfig) -> int:
+    """Serves until SIGTERM or SIGINT. Returns the exit code; what goes wrong is one line on stderr."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+    try:
+        model = open_model(config)
+        model.text = load_text_codec(model.checkpoint.directory, model_vocab_size=model.config.vocab_size)
+        uvloop.run(_serve(config, model))
+    except (CheckpointError, TokenizerError, ValueError, OSError) as error:
+        print(f"stageline: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _serve(config: CoordinatorConfig, model: ServedModel) -> None:
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    server = CoordinatorServer(config, model)
+    await server.start()
+    print(f"stageline coordinator listening on {server.address}", flush=True)
+    log.info(
+        "serving model %s (%s), waiting for %d workers", model.name, model.dtype.value, config.num_stages
+    )
+    await stopping.wait()
+    log.info("stopping")
+    await server.stop()

@@ -1,0 +1,80 @@
+"""The coordinator's end of the pipeline for one epoch: steps to FIRST."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+
+from stageline_rpc.v1 import stage_pb2, stage_pb2_grpc
+from wire.channels import client_channel
+from wire.frames import encode_frame
+from wire.step_codec import encode_step
+from wire.steps import Step
+
+log = logging.getLogger(__name__)
+
+OPEN_TIMEOUT_S = 10.0
+
+ForwardCall = grpc.aio.StreamStreamCall[stage_pb2.ForwardRequest, stage_pb2.ForwardResponse]
+
+
+class LinkBroken(Exception):
+    """FIRST does not accept the stream, or the stream has ended."""
+
+
+class PipelineLink:
+    """One `Stage.Forward` stream. Steps go out in the order of `send`; the scheduler bounds their number."""
+
+    def __init__(self, address: str, hello: stage_pb2.HopHello, on_broken: Callable[[str], None]) -> None:
+        """`on_broken` is called at most once, with the reason, when an open stream ends by itself."""
+        self._channel = client_channel(address)
+        self._address = address
+        self._hello = hello
+        self._on_broken = on_broken
+        self._steps: asyncio.Queue[Step] = asyncio.Queue()
+        self._call: ForwardCall | None = None
+        self._watcher: asyncio.Task[None] | None = None
+
+    def send(self, step: Step) -> None:
+        """Queues a step; never blocks."""
+        self._steps.put_nowait(step)
+
+    async def open(self) -> None:
+        """Dials FIRST and waits until it accepts. Raises LinkBroken with the reason."""
+        self._call = stage_pb2_grpc.StageStub(self._channel).Forward(self._requests(), wait_for_ready=True)
+        try:
+            async with asyncio.timeout(OPEN_TIMEOUT_S):
+                response = await self._call.read()
+        except TimeoutError:
+            raise LinkBroken(f"FIRST at {self._address} did not accept within {OPEN_TIMEOUT_S:g} s") from None
+        except grpc.aio.AioRpcError as error:
+            raise LinkBroken(f"FIRST at {self._address} refused: {error.details()}") from error
+        if not isinstance(response, stage_pb2.ForwardResponse):
+            raise LinkBroken(f"FIRST at {self._address} ended the stream instead of accepting it")
+        self._watcher = asyncio.create_task(self._watch(self._call))
+
+    async def close(self) -> None:
+        """Ends the stream; safe in every state and more than once."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.gather(self._watcher, return_exceptions=True)
+            self._watcher = None
+        if self._call is not None:
+            self._call.cancel()
+        await self._channel.close()
+
+    async def _requests(self) -> AsyncIterator[stage_pb2.ForwardRequest]:
+        yield stage_pb2.ForwardRequest(hello=self._hello)
+        while True:
+            step = await self._steps.get()
+            for message in encode_frame(encode_step(step), step.step_id, None):
+                yield message
+
+    async def _watch(self, call: ForwardCall) -> None:
+        try:
+            await call.read()
+            reason = f"FIRST at {self._address} ended the stream"
+        except grpc.aio.AioRpcError as error:
+            reason = f"the stream to FIRST at {self._address} broke: {error.code().name} {error.details()}"
+        self._on_broken(reason)
