@@ -103,7 +103,7 @@ def _drawn(probabilities: Tensor, draws: list[Draw]) -> Tensor:
     )
     shares = torch.from_numpy(uniforms(seeds, choices, positions)).to(probabilities.device)
     cumulative = probabilities.cumsum(dim=-1)
-    totals = cumulative[:, -1:]
+    totals = cumulative[:, -1:].contiguous()
     index = torch.searchsorted(cumulative, shares[:, None] * totals, right=True)
     last = torch.searchsorted(cumulative, totals, right=False)
     return torch.minimum(index, last)[:, 0]

@@ -1,5 +1,7 @@
 """The one place where exceptions of a servicer become gRPC statuses."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
