@@ -57,10 +57,17 @@ def reference_tokens(directory: Path, prompt: list[int]) -> list[int]:
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
+def family(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[list[int]]]:
     name = request.param
     directory = make_checkpoint(
-        tmp_path_factory.mktemp(name) / "model", name, num_layers=NUM_LAYERS, seed=3, initializer_range=0.3, **FAMILIES[name]
+        tmp_path_factory.mktemp(name) / "model",
+        name,
+        num_layers=NUM_LAYERS,
+        seed=3,
+        initializer_range=0.3,
+        **FAMILIES[name],
     )
     expected = [reference_tokens(directory, prompt) for prompt in prompts()]
     assert all(len(set(tokens)) > 8 for tokens in expected), "a degenerate model proves nothing"
