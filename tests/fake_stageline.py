@@ -27,8 +27,8 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 class FakeInference(inference_pb2_grpc.InferenceServicer):
     """Answers " 0", " 1", ... one token each.
 
-    A prompt "!after:CODE" fails with that status after one token, "!endless" never ends, "!gap" leaves a token
-    out, "!unfinished" ends without a finish reason.
+    A prompt "!after:CODE" fails with that status after one token, "!endless" never ends, "!gap" leaves a
+    token out, "!unfinished" ends without a finish reason.
     """
 
     def __init__(self) -> None:
