@@ -234,3 +234,12 @@ def test_impossible_sizes_are_refused() -> None:
         sequence(3, block_size=0)
     with pytest.raises(ValueError, match="max_output_tokens"):
         sequence(3, max_output_tokens=-1)
+
+
+def test_a_push_stands_once_a_block_before_it_was_released() -> None:
+    made = allocated(8)
+    made.push(8)
+    assert made.release_before(3) == []
+    assert len(made.release_before(8)) == 2
+    with pytest.raises(NothingToPop):
+        made.pop()
