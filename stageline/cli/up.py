@@ -73,7 +73,7 @@ async def run_up(config: LocalClusterConfig) -> int:
     """Returns 0 once a signal has ended the cluster; raises ClusterFailed when the coordinator ends."""
     console = Console()
     cluster = LocalCluster(config)
-    _end_on_signals(cluster)
+    _end_on_signals(cluster, console)
     try:
         async with cluster:
             await _serve(cluster, console)
@@ -82,7 +82,7 @@ async def run_up(config: LocalClusterConfig) -> int:
     return 0
 
 
-def _end_on_signals(cluster: LocalCluster) -> None:
+def _end_on_signals(cluster: LocalCluster, console: Console) -> None:
     """The first signal ends the cluster in order; a second one does not wait for that."""
     task = asyncio.current_task()
     assert task is not None
@@ -91,6 +91,7 @@ def _end_on_signals(cluster: LocalCluster) -> None:
         if task.cancelling():
             cluster.kill_all()
         else:
+            console.print("Ending all processes. Ctrl-C again does not wait for them.")
             task.cancel()
 
     loop = asyncio.get_running_loop()
