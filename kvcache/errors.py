@@ -3,7 +3,6 @@ happen in health.
 """
 
 # The conformance vectors fix the name OutOfBlocks; the others follow it and drop the suffix "Error" too.
-# ruff: noqa: N818
 
 
 class KvCacheError(Exception):

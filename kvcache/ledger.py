@@ -47,6 +47,8 @@ class Ledger:
         """`sequence.push(token)`, free of collisions."""
         signals = sequence.push(token)
         while signals and isinstance(promote := signals[0], Promote):
+            if promote.sequence_hash not in self._contents:
+                break
             collision = self.collision(sequence, promote)
             if collision is None:
                 break
@@ -70,7 +72,9 @@ class Ledger:
         Raises what `BlockPool.apply` raises, HashCollision, or InvalidSignal for a signal that is not the
         sequence's next; then nothing has changed.
         """
-        entering = self._new_contents(sequence, signal) if isinstance(signal, Use | Promote) else {}
+        entering: dict[int, Content] = {}
+        if isinstance(signal, Promote) or (isinstance(signal, Use) and signal.block_hashes):
+            entering = self._new_contents(sequence, signal)
         events = self.pool.apply(signal)
         for event in events:
             if isinstance(event, Removed):

@@ -17,7 +17,7 @@ from kvcache.blocks import (
     Stored,
     Use,
 )
-from kvcache.digest import StreamDigest, outcome_word
+from kvcache.digest import ENTERED, FULL, StreamDigest
 from kvcache.errors import BlockNotActive, BlockShared, IntegrityBroken, InvalidSignal, OutOfBlocks
 from kvcache.integrity import check_owners, check_pages
 from kvcache.runs import stored_runs
@@ -163,40 +163,31 @@ class BlockPool:
         for key in revived:
             self._full[key] = self._inactive.pop(key)
         outcome: list[int] = []
-        entered: list[bool] = []
         evicted: list[int] = []
         for block, key in zip(use.blocks, keys, strict=True):
-            active = self._full if isinstance(block, FullBlock) else self._partial
+            is_full = isinstance(block, FullBlock)
+            active = self._full if is_full else self._partial
             page = active.get(key)
-            is_new = page is None
+            entered = 0
             if page is None:
-                page = active[key] = self._take_page(evicted)
+                page, entered = self._take_page(evicted), ENTERED
+                active[key] = page
             page.num_owners += 1
-            entered.append(is_new)
-            outcome.append(outcome_word(block, page.num_owners, entered=is_new))
+            outcome.append(page.num_owners << 2 | entered | (FULL if is_full else 0))
         self._digest.finish(words, outcome + evicted)
-        return self._use_events(use, entered, evicted) if any(entered) else ()
+        return self._use_events(use, outcome, evicted) if use.block_hashes or evicted else ()
 
     def _admit(self, use: Use) -> set[int]:
         """Raises if the pages do not suffice; else returns the inactive blocks that the signal names."""
-        revived, absent_full, absent_partial, num_full = set(), set(), set(), 0
-        for block in use.blocks:
-            if isinstance(block, PartialBlock):
-                if block.id not in self._partial:
-                    absent_partial.add(block.id)
-                continue
-            num_full += 1
-            key = block.sequence_hash
-            if key in self._inactive:
-                revived.add(key)
-            elif key not in self._full:
-                absent_full.add(key)
-        if num_full != len(use.block_hashes):
-            raise InvalidSignal(f"{len(use.block_hashes)} block hashes for {num_full} full blocks")
-        needed = len(absent_full) + len(absent_partial)
-        available = len(self._free) + len(self._inactive) - len(revived)
-        if needed > available:
-            raise OutOfBlocks(needed, available)
+        full = [block.sequence_hash for block in use.blocks if isinstance(block, FullBlock)]
+        if len(full) != len(use.block_hashes):
+            raise InvalidSignal(f"{len(use.block_hashes)} block hashes for {len(full)} full blocks")
+        revived = {key for key in full if key in self._inactive}
+        if len(use.blocks) > len(self._free):
+            needed = len({block for block in use.blocks if block not in self})
+            available = len(self._free) + len(self._inactive) - len(revived)
+            if needed > available:
+                raise OutOfBlocks(needed, available)
         return revived
 
     def _take_page(self, evicted: list[int]) -> _Page:
@@ -206,8 +197,9 @@ class BlockPool:
         evicted.append(sequence_hash)
         return page
 
-    def _use_events(self, use: Use, entered: list[bool], evicted: list[int]) -> tuple[Event, ...]:
+    def _use_events(self, use: Use, outcome: list[int], evicted: list[int]) -> tuple[Event, ...]:
         events: list[Event] = [Removed(tuple(evicted), self._new_event_id())] if evicted else []
+        entered = [word & ENTERED != 0 for word in outcome]
         for parent, names, block_hashes in stored_runs(use, entered):
             events.append(Stored(parent, tuple(names), tuple(block_hashes), self._new_event_id()))
         return tuple(events)
@@ -223,13 +215,14 @@ class BlockPool:
         twin = self._full.get(key) or self._inactive.pop(key, None)
         del self._partial[promote.partial.id]
         if twin is not None:
-            self._release_page(page)
+            page.num_owners = 0
+            self._free.append(page)
             self._full[key] = twin
             twin.num_owners += 1
-            self._digest.finish(words, [twin.num_owners << 1])
+            self._digest.finish(words, [twin.num_owners << 2 | FULL])
             return ()
         self._full[key] = page
-        self._digest.finish(words, [1 << 1 | 1])
+        self._digest.finish(words, [page.num_owners << 2 | ENTERED | FULL])
         return (Stored(promote.parent, (key,), (promote.block_hash,), self._new_event_id()),)
 
     def _deref(self, deref: Deref) -> tuple[Event, ...]:
@@ -263,10 +256,6 @@ class BlockPool:
             return ()
         self._free.append(active.pop(key))
         return (Removed((key,), self._new_event_id()),) if isinstance(block, FullBlock) else ()
-
-    def _release_page(self, page: _Page) -> None:
-        page.num_owners = 0
-        self._free.append(page)
 
     def _new_event_id(self) -> int:
         event_id = self._next_event_id

@@ -240,7 +240,7 @@ class ActiveSequence:
             names, first = [signal.sequence_hash], len(self._chain) - 1
         else:
             names = [block.sequence_hash for block in signal.blocks if isinstance(block, FullBlock)]
-            first = self._num_allocated
+            first = self._num_allocated if names else len(self._chain)
         end = first + len(names)
         if names != [block.sequence_hash for block in self._chain.blocks[first:end]]:
             raise InvalidSignal(f"{signal} is not the next signal of this sequence")

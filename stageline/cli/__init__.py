@@ -12,6 +12,7 @@ from stageline.cli.coordinator import coordinator
 from stageline.cli.demo import demo
 from stageline.cli.failures import FAILURE, INTERRUPTED, CommandFailed, report
 from stageline.cli.generate import generate
+from stageline.cli.plan import plan
 from stageline.cli.status import status
 from stageline.cli.up import up
 from stageline.cli.worker import worker
@@ -33,6 +34,7 @@ app.command("demo", rich_help_panel=_SERVE)(demo)
 app.command("up", rich_help_panel=_SERVE)(up)
 app.command("coordinator", rich_help_panel=_SERVE)(coordinator)
 app.command("worker", rich_help_panel=_SERVE)(worker)
+app.command("plan", rich_help_panel=_SERVE)(plan)
 app.command("generate", rich_help_panel=_USE)(generate)
 app.command("chat", rich_help_panel=_USE)(chat)
 app.command("status", rich_help_panel=_USE)(status)
