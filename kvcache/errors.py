@@ -1,7 +1,6 @@
 """What can go wrong in the accounting: in health `OutOfBlocks` and `HashCollision`, the rest by a defect."""
 
 # The conformance vectors fix the name OutOfBlocks; the others follow it and drop the suffix "Error" too.
-# ruff: noqa: N818
 
 
 class KvCacheError(Exception):

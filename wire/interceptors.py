@@ -1,6 +1,6 @@
 """The one place where exceptions of a servicer become gRPC statuses."""
 
-from __future__ import annotations
+from __future__ import annotations  # grpc's handler types are generic in its stubs only
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable

@@ -17,7 +17,7 @@ from kvcache import (
 )
 
 
-class Refused(Exception):  # noqa: N818 - an outcome, not a failure
+class Refused(Exception):
     """The signal does not apply, or does not fit."""
 
 

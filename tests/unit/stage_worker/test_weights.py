@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -162,10 +164,11 @@ print(stage.weight_bytes, re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/sta
 
 
 @pytest.fixture(scope="module")
-def large_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def large_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     directory = tmp_path_factory.mktemp("large")
     assert write_zero_checkpoint(directory, LARGE, num_shards=4) > 1_400_000_000
-    return directory
+    yield directory
+    shutil.rmtree(directory)
 
 
 def measure(directory: Path, dtype: str, mode: str = "") -> tuple[int, int]:

@@ -1,0 +1,50 @@
+import pytest
+
+from wire.addresses import Address, parse_address, parse_peer_address
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("127.0.0.1:7480", Address("127.0.0.1", 7480)),
+        ("gpu-a.example:65535", Address("gpu-a.example", 65535)),
+        ("[::1]:0", Address("::1", 0)),
+        ("[fe80::1%eth0]:9", Address("fe80::1%eth0", 9)),
+    ],
+)
+def test_an_address_reads_and_writes_the_same(text: str, address: Address) -> None:
+    assert parse_address(text) == address
+    assert str(address) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "host",
+        "host:",
+        ":7480",
+        "host:port",
+        "host:-1",
+        "::1:7480",
+        "[::1]",
+        "[host]:1",
+        "a b:1",
+        "a/b:1",
+        "host:1\n",
+    ],
+)
+def test_what_is_no_address_is_refused_with_the_text(text: str) -> None:
+    with pytest.raises(ValueError, match="is not HOST:PORT"):
+        parse_address(text)
+
+
+def test_a_port_above_65535_is_refused_with_the_number() -> None:
+    with pytest.raises(ValueError, match="port 65536, above 65535"):
+        parse_address("host:65536")
+
+
+def test_port_0_is_for_listening_only() -> None:
+    assert parse_address("host:0").port == 0
+    with pytest.raises(ValueError, match="port 0"):
+        parse_peer_address("host:0")
