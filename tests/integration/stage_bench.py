@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -150,6 +150,24 @@ class Log:
         self.scheduler.complete(result)
 
 
+def hop_hello(
+    assignment: Assignment, epoch: int, *, coordinator: Incarnation, sender: Incarnation
+) -> stage_pb2.HopHello:
+    """What the predecessor of the assigned stage says."""
+    return stage_pb2.HopHello(
+        protocol_version=PROTOCOL_VERSION,
+        coordinator_incarnation=coordinator,
+        epoch=epoch,
+        sender_stage=assignment.stage - 1,
+        sender_incarnation=sender,
+        fingerprint=assignment.fingerprint,
+        dtype=DTYPE_TO_MESSAGE[assignment.dtype],
+        layer_end=assignment.layer_begin,
+        block_size=assignment.block_size,
+        num_blocks=assignment.num_blocks,
+    )
+
+
 def hidden_for(
     step: Step, hidden_size: int, *, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> TensorView:
@@ -201,20 +219,11 @@ class StageBench:
 
     def hello(self) -> stage_pb2.HopHello:
         """What the present predecessor says."""
-        assignment = self.assignment
-        return stage_pb2.HopHello(
-            protocol_version=PROTOCOL_VERSION,
-            coordinator_incarnation=self.coordinator.incarnation,
-            epoch=self.epoch,
-            sender_stage=assignment.stage - 1,
-            sender_incarnation=self.predecessor_incarnation
-            if assignment.stage
-            else self.coordinator.incarnation,
-            fingerprint=assignment.fingerprint,
-            dtype=DTYPE_TO_MESSAGE[assignment.dtype],
-            layer_end=assignment.layer_begin,
-            block_size=assignment.block_size,
-            num_blocks=assignment.num_blocks,
+        return hop_hello(
+            self.assignment,
+            self.epoch,
+            coordinator=self.coordinator.incarnation,
+            sender=self.predecessor_incarnation if self.assignment.stage else self.coordinator.incarnation,
         )
 
     async def predecessor(self) -> PredecessorDouble:
@@ -249,8 +258,3 @@ async def stage_bench(assignment: Assignment) -> AsyncIterator[StageBench]:
     finally:
         await next_stage.stop()
         await coordinator.stop()
-
-
-def renumbered(step: Step, *, epoch: int) -> Step:
-    """The same step in another epoch."""
-    return replace(step, epoch=epoch)
