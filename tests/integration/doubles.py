@@ -141,7 +141,7 @@ class NextStageDouble(stage_pb2_grpc.StageServicer):
         self.hellos: asyncio.Queue[stage_pb2.HopHello] = asyncio.Queue()
         self.frames: asyncio.Queue[Frame] = asyncio.Queue()
         self.stream_ended = asyncio.Event()
-        self.breaks_after_frame = False
+        self.breaks_with: grpc.StatusCode | None = None
         self._max_payload_bytes = max_payload_bytes
         self._server = new_server()
         self.address = ""
@@ -171,8 +171,8 @@ class NextStageDouble(stage_pb2_grpc.StageServicer):
                 frame = assembler.add(request.chunk)
                 if frame is not None:
                     self.frames.put_nowait(frame)
-                    if self.breaks_after_frame:
-                        await context.abort(grpc.StatusCode.ABORTED, "broken by the test")
+                    if self.breaks_with is not None:
+                        await context.abort(self.breaks_with, "broken by the test")
         finally:
             self.stream_ended.set()
 
