@@ -78,8 +78,10 @@ def test_any_bytes_at_all_are_streamed_as_they_decode_at_once(
     prompt, generated = ids[:cut], ids[cut:] or ids
     streamed = "".join(stream(codec, prompt, generated, seed))
     before, whole = codec.decode(prompt), codec.decode(prompt + generated)
-    # U+FFFD at the end of the prompt is its own or the beginning of a character
-    assert whole in (before + streamed, before.removesuffix("\ufffd") + streamed)
+    # What the prompt leaves incomplete comes with the answer: one U+FFFD, or two for half a surrogate
+    # (ED A0), which Python's decoder waits for although no third byte makes it valid.
+    held = len(before) - len(before.rstrip("\ufffd"))
+    assert whole in [before[: len(before) - count] + streamed for count in range(min(held, 2) + 1)]
 
 
 @settings(max_examples=300, deadline=None)
