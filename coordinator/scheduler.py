@@ -22,8 +22,11 @@ from wire.ids import SequenceKey
 from wire.steps import Decode, EndRecord, Prefill, Slice, SliceError, StartRecord, Step, StepResult
 
 
-class ResultMismatch(StagelineError):
-    """LAST answered something else than the oldest step in flight asks for: the epoch cannot go on."""
+class ResultMismatch(Exception):
+    """LAST answered something else than the oldest step in flight asks for: the epoch cannot go on.
+
+    No client sees it: the epoch ends and its sequences start again.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
