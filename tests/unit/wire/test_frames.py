@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 
@@ -184,8 +185,10 @@ def test_lost_repeated_and_swapped_chunks_never_give_a_wrong_frame(data: st.Data
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_a_frame_that_begins_inside_another_is_undecodable() -> None:
-    first, second = (chunks_of(example_step(step_id=n), hidden_states(3, 9)) for n in (1, 2))
+@pytest.mark.parametrize("hidden", [None, hidden_states(3, 9)], ids=["records only", "with hidden states"])
+def test_a_frame_that_begins_inside_another_is_undecodable(hidden: TensorView | None) -> None:
+    first = chunks_of(example_step(step_id=1), hidden_states(3, 9))
+    second = chunks_of(example_step(step_id=2), hidden)
     fault = refusal([*first[:-1], *second])
     assert fault.kind is StepFaultKind.UNDECODABLE
     assert "before the one before it was complete" in fault.message
@@ -276,6 +279,9 @@ def test_the_checksum_covers_where_one_part_ends_and_the_next_begins() -> None:
         frame_checksum(parts[:i], parts[i:j], memoryview(parts[j:])) for i in range(7) for j in range(i, 7)
     ]
     assert all(one != other for one, other in pairwise(sorted(checksums)))
+    zero, eight = struct.pack("<Q", 0), struct.pack("<Q", 8)
+    payload = memoryview(parts)
+    assert frame_checksum(b"", zero, payload) != frame_checksum(eight, b"", payload)
 
 
 def test_a_tensor_counts_its_bytes() -> None:

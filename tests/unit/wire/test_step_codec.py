@@ -7,12 +7,13 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 
+from kvcache import FullBlock, PartialBlock, Promote, Use
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
 from tests.unit.wire.wire_strategies import example_step, fault_reports, step_results, steps
 from wire.errors import StepFault, StepFaultKind
 from wire.ids import RequestId, SequenceKey, id_text
 from wire.step_codec import decode_fault, decode_result, decode_step, encode_fault, encode_result, encode_step
-from wire.steps import Decode, FaultReport, Prefill, Slice, Step, StepResult
+from wire.steps import Decode, FaultReport, Prefill, SequenceSignal, Slice, Step, StepResult
 
 KEY = SequenceKey(RequestId(bytes(range(16))), 1)
 
@@ -52,11 +53,11 @@ def test_a_one_token_prompt_is_a_prefill_and_not_a_decode() -> None:
     assert isinstance(decoded.slices[0].inference_step, Prefill)
 
 
-def test_a_parent_of_zero_is_not_the_same_as_no_parent() -> None:
-    example = example_step()
-    use, promote = decode_step(encode_step(example)).signals[:2]
-    assert use.signal.parent is None  # type: ignore[union-attr]
-    assert promote.signal.parent == 0  # type: ignore[union-attr]
+@pytest.mark.parametrize("parent", [None, 0])
+def test_a_parent_of_zero_is_not_the_same_as_no_parent(parent: int | None) -> None:
+    sent = (Use((FullBlock(1),), (1,), parent), Promote(PartialBlock(1), 2, parent, 3))
+    step = Step(epoch=1, step_id=0, signals=tuple(SequenceSignal(KEY, signal) for signal in sent))
+    assert tuple(entry.signal for entry in decode_step(encode_step(step)).signals) == sent
 
 
 @pytest.mark.parametrize("cut", [1, 5, 20])
