@@ -37,6 +37,11 @@ class KvLog:
         self._pending: list[SequenceSignal] = []
 
     @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self._block_size
+
+    @property
     def digest(self) -> int:
         """The digest after everything applied so far."""
         return self._ledger.digest

@@ -102,7 +102,8 @@ def test_a_large_payload_travels_in_messages_of_a_mebibyte() -> None:
 
 def test_frames_of_one_stream_follow_each_other() -> None:
     sent = [(example_step(step_id=n), hidden_states(3, n) if n % 2 else None) for n in range(4)]
-    received = assemble(chunk for step, hidden in sent for chunk in chunks_of(step, hidden))
+    chunks = [chunk for step, hidden in sent for chunk in chunks_of(step, hidden)]
+    received = assemble(chunks, max_payload_bytes=3 * 3 * 4)
     assert [(frame.step, frame.hidden) for frame in received] == sent
 
 
