@@ -82,6 +82,8 @@ class KvLog:
             prefix_caching=self._prefix_caching,
             new_id=lambda: next(self._ids),
         )
+        # A block whose hash is known with other content gets a name of its own before hits are counted.
+        self._ledger.prepare(active, len(active))
         pool = self._ledger.pool
         blocks = active.blocks
         # A cached block without owner is no longer evictable once it is used, so only owned ones are free of

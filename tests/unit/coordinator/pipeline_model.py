@@ -1,8 +1,9 @@
 """A pipeline in a few lines: stages that hold what a step says they hold, and check what they are sent.
 
 The KV entry of a position is a hash of all tokens up to there. A stage writes the entries of a slice to the
-pages of its block table and then reads the whole sequence back, so a wrong page, a hit that is none, or a page
-that was given away too early shows as a wrong entry. The last stage "samples" a function of the newest entry.
+pages of its block table and then reads the whole sequence back, so a wrong page, a hit that is none, or a
+page that was given away too early shows as a wrong entry. The last stage "samples" a function of the newest
+entry.
 """
 
 from __future__ import annotations
@@ -364,7 +365,9 @@ class PipelineModel:
             stage.tables.check_integrity()
 
     def _outcome(self, part: Slice, tokens: dict[SequenceKey, int]) -> int | SliceError:
-        return SliceError(1, len(self.stages) - 1, "made up") if self.error_at(part) else tokens[part.sequence]
+        if self.error_at(part):
+            return SliceError(1, len(self.stages) - 1, "made up")
+        return tokens[part.sequence]
 
     def _clear(self) -> None:
         """Whatever was on its way is void."""
@@ -385,6 +388,7 @@ class PipelineModel:
         assert len(decodes) <= -(-num_decoding // self.limits.max_steps_in_flight)
         num_before = self.scheduler.num_steps_in_flight - 1
         before = self.sent[len(self.sent) - num_before :]
-        owed = {(part.sequence, part.generation) for each in before for part in each.slices if part.is_sampled}
+        sampled = [part for each in before for part in each.slices if part.is_sampled]
+        owed = {(part.sequence, part.generation) for part in sampled}
         for part in step.slices:
             assert (part.sequence, part.generation) not in owed, "two tokens of one sequence in flight"

@@ -228,9 +228,7 @@ def test_the_result_of_an_older_generation_is_discarded() -> None:
     while second.generation == 0:
         assert model.run_step()
     generated = second.generated_tokens
-    in_flight = [
-        part for step in model.queues[0] for part in step.slices if part.sequence == second.key
-    ]
+    in_flight = [part for step in model.queues[0] for part in step.slices if part.sequence == second.key]
     assert [part.generation for part in in_flight if part.is_sampled][:1] in ([0], [])
     model.drain(max_steps=60)
     assert second.generated_tokens[: len(generated)] == generated
