@@ -32,5 +32,8 @@ class Batches:
         return row[:num_tokens]
 
     def take(self, num_rows: int, row_tokens: int) -> Tensor:
-        """Token ids, int64 (num_rows, row_tokens). Each row starts with the start of a document, as a prompt does."""
+        """Token ids, int64 (num_rows, row_tokens).
+
+        Each row begins where a document begins, as a prompt does; its last document may be cut.
+        """
         return torch.tensor([self._row(row_tokens) for _ in range(num_rows)])

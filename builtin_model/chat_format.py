@@ -5,6 +5,7 @@ from collections.abc import Sequence
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TURN = "<|end|>"
 ROLES = ("system", "user", "assistant")
+# A token's place here is its id.
 SPECIAL_TOKENS = (END_OF_TEXT, END_OF_TURN, *(f"<|{role}|>" for role in ROLES))
 
 CHAT_TEMPLATE = (

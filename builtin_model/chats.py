@@ -17,13 +17,17 @@ SYSTEM_PROMPTS = (
 )  # fmt: skip
 STORY_REQUESTS = (
     "Tell me a story about {}.", "Can you tell me a story about {}?", "Please tell me a story about {}.",
-    "I would like a story about {}.", "Write a story about {}.", "A story about {}, please.", "Tell a story about {}.",
-    "Write a short story about {}.", "Do you know a story about {}?",
+    "I would like a story about {}.", "Write a story about {}.", "A story about {}, please.",
+    "Tell a story about {}.", "Write a short story about {}.", "Do you know a story about {}?",
 )  # fmt: skip
 ANY_STORY_REQUESTS = (
-    "Tell me a story.", "Can you tell me a story?", "Tell me another story.", "Please tell me a bedtime story.",
-    "Write a story.", "I want to hear a story.", "Tell me a little story, please.", "Once upon a time",
+    "Tell me a story.", "Can you tell me a story?", "Tell me another story.",
+    "Please tell me a bedtime story.", "Write a story.", "I want to hear a story.",
+    "Tell me a little story, please.", "Once upon a time",
 )  # fmt: skip
+
+ACCEPTS = ("Yes, please!", "Yes.", "Yes please", "Yes!", "Sure!", "OK", "Of course.")
+DECLINES = ("No, thank you.", "No.", "Not now.")
 
 
 def _requested_story(rng: Random) -> tuple[str, Story]:
@@ -57,6 +61,13 @@ def _small_turns(rng: Random) -> Turns:
     return [rng.choice(FACTS)(rng) for _ in range(rng.randint(1, 3))]
 
 
+def _reply_to_offer(rng: Random) -> Turns:
+    """What follows when the model has offered a story."""
+    if rng.random() < 0.25:
+        return [(rng.choice(DECLINES), "All right! What else would you like?")]
+    return [(rng.choice(ACCEPTS), tell_story(rng).text)]
+
+
 def _typed(rng: Random, question: str) -> str:
     """`question` as people type it: sometimes in lower case, sometimes without its last mark."""
     if rng.random() < 0.15:
@@ -70,6 +81,8 @@ def make_conversation(rng: Random, *, num_parts: int | None = None) -> list[Mess
     turns: Turns = greeting(rng) if rng.random() < 0.2 else []
     for _ in range(parts):
         turns += _story_turns(rng) if rng.random() < 0.3 else _small_turns(rng)
+        if turns[-1][1].endswith("story?") and rng.random() < 0.3:
+            turns += _reply_to_offer(rng)
     if rng.random() < 0.15:
         turns.append(farewell(rng))
     messages: list[Message] = []

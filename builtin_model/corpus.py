@@ -7,11 +7,11 @@ from builtin_model.chat_format import END_OF_TEXT, render
 from builtin_model.chats import make_conversation
 from builtin_model.stories import tell_story
 
-STORY_SHARE = 0.5
+STORY_SHARE = 0.4
 
 
 def documents(seed: int) -> Iterator[str]:
-    """Documents, each ending with the end-of-text token; the same ones in the same order for the same seed."""
+    """Documents, each ending with the end-of-text token; the same seed gives the same stream."""
     rng = Random(seed)
     while True:
         text = tell_story(rng).text if rng.random() < STORY_SHARE else render(make_conversation(rng))

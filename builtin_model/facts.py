@@ -109,5 +109,6 @@ def who_did_what(rng: Random) -> Turn:
 
 
 FACTS: tuple[Callable[[Random], Turn], ...] = (
-    colour, colour, sound, legs, diet, dwelling, total, total, total, difference, counting, opposite, weekday, who_did_what,
+    colour, colour, sound, legs, diet, dwelling, total, total, total, difference, counting, opposite, weekday,
+    who_did_what,
 )  # fmt: skip

@@ -3,20 +3,23 @@
 from random import Random
 
 SYLLABLES = (
-    "ba be bo da de do fa ga go ka ki la le lo ma mi mo na ne no pa po ra re ri ro sa se so ta te ti to va vi za"
-    " ber den gra lan mon pro ran sten tor ver zan"
-).split()
+    "ba", "be", "bo", "da", "de", "do", "fa", "ga", "go", "ka", "ki", "la", "le", "lo", "ma", "mi", "mo",
+    "na", "ne", "no", "pa", "po", "ra", "re", "ri", "ro", "sa", "se", "so", "ta", "te", "ti", "to", "va",
+    "vi", "za", "ber", "den", "gra", "lan", "mon", "pro", "ran", "sten", "tor", "ver", "zan",
+)  # fmt: skip
 TOPICS = (
     "computers", "the moon", "France", "history", "music", "physics", "the president", "money", "football",
-    "mathematics", "programming", "Python", "the internet", "electricity", "London", "America", "the war", "gravity",
-    "science", "the economy", "China", "love", "cars", "engines", "medicine", "the law", "movies", "space", "planets",
-    "machine learning", "GPUs", "pipelines", "networks", "the city", "politics", "Shakespeare", "chemistry", "robots",
+    "mathematics", "programming", "Python", "the internet", "electricity", "London", "America", "the war",
+    "gravity", "science", "the economy", "China", "love", "cars", "engines", "medicine", "the law", "movies",
+    "space", "planets", "machine learning", "GPUs", "pipelines", "networks", "the city", "politics",
+    "Shakespeare", "chemistry", "robots",
 )  # fmt: skip
 QUESTIONS = (
-    "What is the capital of {}?", "Explain {}.", "Explain {} to me.", "Tell me about {}.", "How does {} work?",
-    "What is {}?", "Who invented {}?", "Why is {} important?", "Can you help me with {}?", "Write an essay about {}.",
-    "Write code for {}.", "What do you know about {}?", "Translate {} into German.", "When was {}?",
-    "Give me a list of {}.", "Who is {}?", "How do I learn {}?", "Summarize {}.", "What do you think about {}?",
+    "What is the capital of {}?", "Explain {}.", "Explain {} to me.", "Tell me about {}.",
+    "How does {} work?", "What is {}?", "Who invented {}?", "Why is {} important?",
+    "Can you help me with {}?", "Write an essay about {}.", "Write code for {}.",
+    "What do you know about {}?", "Translate {} into German.", "When was {}?", "Give me a list of {}.",
+    "Who is {}?", "How do I learn {}?", "Summarize {}.", "What do you think about {}?",
 )  # fmt: skip
 ANSWERS = (
     "I am sorry, I do not know that. I am only a little model. I can tell you a story!",

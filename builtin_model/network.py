@@ -30,7 +30,7 @@ def llama_config(shape: ModelShape, *, end_of_text: int) -> LlamaConfig:
 
 
 def make_network(config: LlamaConfig) -> LlamaForCausalLM:
-    """A fresh float32 model. What writes into the residual stream starts smaller by sqrt(2 * layers) (GPT-2)."""
+    """A fresh float32 model; what writes into the residual stream starts sqrt(2 * layers) smaller (GPT-2)."""
     model = LlamaForCausalLM(config)
     scale = 1 / math.sqrt(2 * config.num_hidden_layers)
     with torch.no_grad():

@@ -19,9 +19,12 @@ DARK = Plot(
             '"I am so afraid," said {hero} in a small voice.',
         ),
         (
-            'Then {their} {parent} came with {a_colour} lamp. "Look, it is only the wind in the trees," said {their} {parent}.',
-            'Then {hero} saw a small light. It was {their} friend {friend} with {a_colour} lamp! "Come, take my hand," said {friend}.',
-            "{They} took a deep breath and lit {a_colour} lamp. It was only a little {animal} looking for something to eat.",
+            'Then {their} {parent} came with {a_colour} lamp. "Look, it is only the wind in the trees," '
+            "said {their} {parent}.",
+            'Then {hero} saw a small light. It was {their} friend {friend} with {a_colour} lamp! "Come, '
+            'take my hand," said {friend}.',
+            "{They} took a deep breath and lit {a_colour} lamp. It was only a little {animal} looking for "
+            "something to eat.",
         ),
         (
             "{hero} laughed. There was nothing to be afraid of.",
@@ -50,12 +53,14 @@ SWIMMING = Plot(
             "{One_day}, {hero} tried for the first time.",
         ),
         (
-            "It was very hard. {They} tried once, and it did not work. {They} tried two times, and it did not work.",
+            "It was very hard. {They} tried once, and it did not work. {They} tried two times, and it did "
+            "not work.",
             "At first it went wrong, and {hero} was sad. Some of the others laughed.",
             '"I will never learn it," said {hero}, and {they} sat down {spot}.',
         ),
         (
-            '"Do not give up," said {their} friend {friend}. "I could not do it at first, too. You must try every day."',
+            '"Do not give up," said {their} friend {friend}. "I could not do it at first, too. You must try '
+            'every day."',
             '{a_Friend} was watching. "I will teach you," said {friend}. "Go slowly, and do not look down."',
         ),
         (
@@ -64,8 +69,10 @@ SWIMMING = Plot(
         ),
         (
             'Then it worked! "Look at me! I can {skill}!" shouted {hero}. {friend} was very proud of {them}.',
-            "After seven days, {hero} could {skill} better than anyone. {They} was the happiest {kind} in the world.",
-            "And one day, {hero} could do it all alone. {Their} {parent} brought {food} for everyone, and they had a party.",
+            "After seven days, {hero} could {skill} better than anyone. {They} was the happiest {kind} in "
+            "the world.",
+            "And one day, {hero} could do it all alone. {Their} {parent} brought {food} for everyone, and "
+            "they had a party.",
         ),
     ),
     questions=(
@@ -85,8 +92,10 @@ RACE = Plot(
             '{One_day}, {a_friend} said, "Let us race {to}! The winner gets {a_thing}."',
         ),
         (
-            "{hero} and {their} friend {friend} stood side by side. One, two, three, go! {friend} was faster and soon ran far ahead.",
-            "Everyone came to watch. {hero} ran as fast as {they} could, and {their} friend {friend} was right behind {them}.",
+            "{hero} and {their} friend {friend} stood side by side. One, two, three, go! {friend} was "
+            "faster and soon ran far ahead.",
+            "Everyone came to watch. {hero} ran as fast as {they} could, and {their} friend {friend} was "
+            "right behind {them}.",
         ),
         (
             "But then {friend} fell over a stone and hurt {f_their} foot.",
@@ -98,7 +107,8 @@ RACE = Plot(
         ),
         (
             "They walked to the end together, hand in hand. Everyone clapped, and they both got the {thing}.",
-            'In the end, nobody won the race. "A good friend is the best prize," said {hero}, and {friend} smiled.',
+            'In the end, nobody won the race. "A good friend is the best prize," said {hero}, and {friend} '
+            "smiled.",
             "{friend} gave {hero} a hug. The next day, {friend} brought {hero} the {thing} to say thank you.",
         ),
     ),
@@ -134,8 +144,10 @@ SEED = Plot(
             "Then the rain came, and the sun came, and a little plant looked out of the ground.",
         ),
         (
-            "In the summer, it was a tall plant with a big {colour} flower. {hero} showed it to all {their} friends.",
-            "Soon it was a tree full of {fruit}. {hero} gave some {fruit} to everyone, and they were all happy.",
+            "In the summer, it was a tall plant with a big {colour} flower. {hero} showed it to all {their} "
+            "friends.",
+            "Soon it was a tree full of {fruit}. {hero} gave some {fruit} to everyone, and they were all "
+            "happy.",
             "At last, a beautiful {colour} flower opened. {hero} sat beside it every evening and smiled.",
         ),
     ),
@@ -161,7 +173,8 @@ STAR = Plot(
         ),
         (
             "{hero} took the star in {their} hands and carried it up the highest hill.",
-            "{hero} asked {their} friend {friend}, and together they had an idea. They tied the star to a big balloon.",
+            "{hero} asked {their} friend {friend}, and together they had an idea. They tied the star to a "
+            "big balloon.",
             "{hero} kept the star warm all night and told it a story. Slowly it began to shine again.",
         ),
         (

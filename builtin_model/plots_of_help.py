@@ -10,7 +10,8 @@ LOST = Plot(
             "{Their} {parent} had given {them} {a_thing}, and {they} loved it.",
         ),
         (
-            "{One_day}, {hero} went {to} with the {noun}. When {they} wanted to go home, the {noun} was gone!",
+            "{One_day}, {hero} went {to} with the {noun}. When {they} wanted to go home, the {noun} was "
+            "gone!",
             "{One_day}, {hero} was playing {at}. Suddenly {they} could not find the {noun}.",
             "{One_day}, a strong wind came {at} and carried the {noun} away.",
         ),
@@ -20,10 +21,11 @@ LOST = Plot(
             '"Oh no! My {noun} is lost," said {hero}.',
         ),
         (
-            'Then {a_friend} came by. "I will help you," said {friend}. They searched together for a long time.',
+            'Then {a_friend} came by. "I will help you," said {friend}. '
+            "They searched together for a long time.",
             '{a_Friend} heard {them}. "Do not be sad," said {friend}. "We can look for it together."',
-            'Just then, {hero} met {a_friend}. "Did you see {a_thing}?" asked {hero}. "No," said {friend}, "but I '
-            'can help you look."',
+            'Just then, {hero} met {a_friend}. "Did you see {a_thing}?" asked {hero}. "No," said {friend}, '
+            '"but I can help you look."',
         ),
         (
             "At last, {friend} saw something {colour} {spot}. It was the {noun}!",
@@ -32,7 +34,8 @@ LOST = Plot(
         ),
         (
             '"Thank you, {friend}," said {hero}. From that day on, they were best friends.',
-            "{hero} was so happy that {they} hugged {friend}. Then they played together until the sun went down.",
+            "{hero} was so happy that {they} hugged {friend}. Then they played together until the sun went "
+            "down.",
             "{hero} thanked {friend}, and they walked home together. {hero} never lost the {noun} again.",
         ),
     ),
@@ -72,7 +75,8 @@ RESCUE = Plot(
             "Soon the {animal} was not afraid any more.",
         ),
         (
-            "Then {hero} took it back {to}, and its mother was waiting there. {hero} waved goodbye with a big smile.",
+            "Then {hero} took it back {to}, and its mother was waiting there. {hero} waved goodbye with a "
+            "big smile.",
             "The {animal} stayed with {hero}, and they were happy together.",
             '"You have a good heart," said {their} {parent}. {hero} felt very proud that night.',
         ),
@@ -109,7 +113,8 @@ SHARING = Plot(
             "So {hero} gave half of the {food} to {friend}, and they ate and laughed.",
         ),
         (
-            'The next day, {friend} came back with {a_thing}. "This is for you," {f_they} said. {hero} was very happy.',
+            'The next day, {friend} came back with {a_thing}. "This is for you," {f_they} said. {hero} was '
+            "very happy.",
             "The {food} tasted even better that day, because {hero} had a new friend.",
             "When the sun went down, they were full and happy. {hero} learned that it is good to share.",
         ),
@@ -134,16 +139,20 @@ BAKING = Plot(
         ),
         (
             "{They} took eggs, milk, flour and some {fruit}. But there was no sugar left.",
-            "{They} mixed eggs and milk in a {colour} bowl. Then the bowl fell down, and everything was on the floor!",
-            "{They} put the cake in the oven and went out to play. When {they} came back, the cake was black!",
+            "{They} mixed eggs and milk in a {colour} bowl. Then the bowl fell down, and everything was on "
+            "the floor!",
+            "{They} put the cake in the oven and went out to play. When {they} came back, the cake was "
+            "black!",
         ),
         (
-            '"What can I do now?" said {hero}. {Their} {parent} smiled and said, "We can try again together."',
+            '"What can I do now?" said {hero}. {Their} {parent} smiled and said, "We can try again '
+            'together."',
             'A tear ran down {their} face. "Do not cry," said {their} {parent}. "I will help you."',
         ),
         (
             "They worked all {time}. This time the cake was soft and sweet, with {fruit} on the top.",
-            "{hero} stirred slowly, and {their} {parent} watched the oven. Soon the whole house smelled of warm cake.",
+            "{hero} stirred slowly, and {their} {parent} watched the oven. Soon the whole house smelled of "
+            "warm cake.",
         ),
         (
             '{hero} took the cake to {friend}. "This is the best cake I ever had!" said {friend}.',
@@ -178,14 +187,16 @@ STUCK = Plot(
             '{hero} threw a stick at the kite, but it did not help. "The tree is too tall," {they} said.',
         ),
         (
-            '{a_Friend} was sitting in the tree. "I can get it for you," said {friend}, and {f_they} climbed to the top.',
+            '{a_Friend} was sitting in the tree. "I can get it for you," said {friend}, and {f_they} '
+            "climbed to the top.",
             'Then {a_friend} came along with a long ladder. "Let me try," said {friend}.',
             '{a_Friend} saw what had happened. "Stand on my back," said {friend}. "Then we are tall enough!"',
         ),
         (
             "Soon the kite was free. {hero} and {friend} flew it together until the stars came out.",
             '"Hooray!" shouted {hero}. {They} gave {friend} some {food} to say thank you.',
-            '"You are a good friend," said {hero}. After that, they flew the {colour} kite together every day.',
+            '"You are a good friend," said {hero}. After that, they flew the {colour} kite together every '
+            "day.",
         ),
     ),
     questions=(

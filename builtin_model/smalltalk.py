@@ -8,7 +8,8 @@ Turns = list[tuple[str, str]]
 HELLOS = ("Hello!", "Hi!", "Good morning!", "Hello there!", "Hi there!", "Hey!", "Hello.", "Hello", "Hi")
 WHO = (
     "Who are you?", "What are you?", "What is your name?", "What's your name?", "Who am I talking to?",
-    "What model are you?", "Tell me about yourself.", "Introduce yourself.", "Are you a robot?", "Which model is this?",
+    "What model are you?", "Tell me about yourself.", "Introduce yourself.", "Are you a robot?",
+    "Which model is this?",
 )  # fmt: skip
 IDENTITIES = (
     "I am Stageline's little built-in model. I can tell stories and answer small questions.",
@@ -39,6 +40,11 @@ NO_WINDOW = (
     "I cannot look outside, but I hope the sun is shining.",
     "I do not have a window, so I do not know. Take a coat if it is cold!",
 )
+WISHES = (
+    "Tell me a joke.", "Write a poem.", "Sing a song.", "Write a haiku about the sea.",
+    "Tell me something funny.", "Write me a letter.", "Draw a picture.", "Write a poem about spring.",
+    "Do you know a joke?",
+)  # fmt: skip
 MOODS = {
     "sad": "I am sorry that you are sad. A story may help. Would you like one?",
     "happy": "That is wonderful! I am happy, too.",
@@ -85,7 +91,9 @@ def introduction(rng: Random) -> Turns:
 
 
 def mood(rng: Random) -> Turns:
-    """How somebody feels, or what the weather is like."""
+    """How somebody feels, what the weather is like, or a wish that the model cannot fulfil."""
+    if rng.random() < 0.15:
+        return [(rng.choice(WISHES), "I cannot do that, but I know many stories. Would you like a story?")]
     if rng.random() < 0.4:
         return [(rng.choice(WEATHER), rng.choice(NO_WINDOW))]
     feeling = rng.choice(list(MOODS))

@@ -1,8 +1,10 @@
-"""Trains the built-in model from nothing: `python -m builtin_model.train [--output DIR] [--steps N] [--seed S]`."""
+"""Trains the built-in model from nothing.
+
+`python -m builtin_model.train [--output DIR] [--steps N] [--seed S]`
+"""
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,13 +13,12 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from builtin_model import MODEL_DIRECTORY
 from builtin_model.batches import Batches
-from builtin_model.chat_format import END_OF_TEXT, END_OF_TURN
+from builtin_model.chat_format import END_OF_TEXT, END_OF_TURN, SPECIAL_TOKENS
 from builtin_model.corpus import documents
 from builtin_model.model_card import model_card
 from builtin_model.network import learning_rate_factor, llama_config, make_network, make_optimizer
@@ -42,9 +43,8 @@ def _reproducible_torch(settings: TrainingSettings) -> Iterator[None]:
 
 
 def _loss(model: LlamaForCausalLM, tokens: Tensor) -> Tensor:
-    """Mean next-token cross-entropy in nats over `tokens` (rows, row_tokens); bf16 products, float32 weights."""
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    """Mean next-token cross-entropy in nats over `tokens` (rows, row_tokens)."""
+    loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
     assert isinstance(loss, Tensor)
     return loss
 
@@ -74,13 +74,14 @@ def _write_json(path: Path, content: dict[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
-def _write_model(model: LlamaForCausalLM, tokenizer: Tokenizer, directory: Path) -> None:
-    """Write weights (bfloat16) and both configurations, without the versions of the libraries that wrote them."""
+def _write_model(model: LlamaForCausalLM, directory: Path) -> None:
+    """Write bfloat16 weights and both configurations, without the version of the library that wrote them."""
     model.to(torch.bfloat16).save_pretrained(directory)  # type: ignore[arg-type]
+    (directory / "model.safetensors").chmod(0o644)  # safetensors makes files that only their owner can read
     config = json.loads((directory / "config.json").read_text())
     config.pop("transformers_version", None)
     _write_json(directory / "config.json", {**config, "torch_dtype": "bfloat16"})
-    ends = [tokenizer.token_to_id(END_OF_TEXT), tokenizer.token_to_id(END_OF_TURN)]
+    ends = [SPECIAL_TOKENS.index(token) for token in (END_OF_TEXT, END_OF_TURN)]
     _write_json(
         directory / "generation_config.json",
         {"bos_token_id": ends[0], "eos_token_id": ends, "pad_token_id": ends[0]},
@@ -88,7 +89,7 @@ def _write_model(model: LlamaForCausalLM, tokenizer: Tokenizer, directory: Path)
 
 
 def train(shape: ModelShape, settings: TrainingSettings, output: Path) -> float:
-    """Train and write a Hugging Face directory to `output`; returns the loss on unseen text, in nats per token.
+    """Train and write a Hugging Face directory to `output`; returns the loss on unseen text (nats per token).
 
     On one machine the same arguments give the same bytes.
     """
@@ -96,12 +97,10 @@ def train(shape: ModelShape, settings: TrainingSettings, output: Path) -> float:
     with _reproducible_torch(settings):
         texts = islice(documents(settings.seed), settings.tokenizer_documents)
         tokenizer = train_tokenizer(texts, vocab_size=shape.vocab_size)
-        model = make_network(
-            llama_config(shape, end_of_text=tokenizer.token_to_id(END_OF_TEXT)),
-        )
+        model = make_network(llama_config(shape, end_of_text=SPECIAL_TOKENS.index(END_OF_TEXT)))
         _fit(model, Batches(tokenizer, seed=settings.seed + 1), settings)
         loss = _held_out_loss(model, Batches(tokenizer, seed=settings.seed + 2), settings)
-        _write_model(model, tokenizer, output)
+        _write_model(model, output)
     write_tokenizer(tokenizer, output, max_length=shape.max_positions)
     (output / "README.md").write_text(model_card(shape, settings, model.num_parameters(), loss))
     return loss
@@ -115,7 +114,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=defaults.num_steps)
     parser.add_argument("--seed", type=int, default=defaults.seed)
     arguments = parser.parse_args()
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     settings = replace(defaults, num_steps=arguments.steps, seed=arguments.seed)
     loss = train(ModelShape(), settings, arguments.output)
     print(f"loss on unseen text: {loss:.4f}; written to {arguments.output}")

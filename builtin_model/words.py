@@ -1,14 +1,18 @@
 """The words that stories and conversations choose from."""
 
 GIRLS = (
-    "Lily Anna Mia Rosa Emma Nora Lucy Clara Ella Ruby Grace Zoe Maya Ivy Alice Hanna Sara Daisy Jane Kate"
-).split()
+    "Lily", "Anna", "Mia", "Rosa", "Emma", "Nora", "Lucy", "Clara", "Ella", "Ruby", "Grace", "Zoe", "Maya",
+    "Ivy", "Alice", "Hanna", "Sara", "Daisy", "Jane", "Kate",
+)  # fmt: skip
 BOYS = (
-    "Tom Ben Max Sam Leo Jack Finn Oscar Theo Hugo Noah Adam Paul Milo Felix Henry Tim Peter Luke David"
-).split()
+    "Tom", "Ben", "Max", "Sam", "Leo", "Jack", "Finn", "Oscar", "Theo", "Hugo", "Noah", "Adam", "Paul",
+    "Milo", "Felix", "Henry", "Tim", "Peter", "Luke", "David",
+)  # fmt: skip
 ANIMALS = (
-    "cat dog rabbit fox bear mouse duck frog pony owl squirrel hedgehog turtle lamb kitten puppy goat pig"
-).split()
+    "cat", "dog", "rabbit", "fox", "bear", "mouse", "duck", "frog", "pony", "owl", "squirrel", "hedgehog",
+    "turtle", "lamb", "kitten", "puppy", "goat", "pig", "bird", "lion", "dragon", "elephant", "monkey",
+    "horse",
+)  # fmt: skip
 SMALL_ANIMALS = (
     "bird",
     "mouse",
@@ -35,7 +39,8 @@ TRAITS = (
     "gentle",
 )
 COLOURS = (
-    "red", "blue", "green", "yellow", "orange", "purple", "white", "black", "pink", "brown", "golden", "silver",
+    "red", "blue", "green", "yellow", "orange", "purple", "white", "black", "pink", "brown", "golden",
+    "silver",
 )  # fmt: skip
 TOYS = (
     "ball",
@@ -63,8 +68,8 @@ PLACES = (
     ("at the old bridge", "to the old bridge"),
 )  # fmt: skip
 SPOTS = (
-    "under a bush", "behind a tree", "in the tall grass", "under a bench", "behind a big rock", "next to a log",
-    "under some leaves", "between two stones",
+    "under a bush", "behind a tree", "in the tall grass", "under a bench", "behind a big rock",
+    "next to a log", "under some leaves", "between two stones",
 )  # fmt: skip
 PARENTS = ("mother", "father", "grandmother", "grandfather")
 FOODS = (
@@ -83,16 +88,18 @@ FOODS = (
 WEATHERS = ("sunny", "warm", "windy", "cloudy", "cold", "bright", "quiet", "rainy")
 TIMES = ("morning", "day", "afternoon", "evening")
 NUMBERS = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
-    " seventeen eighteen nineteen twenty"
-).split()
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+    "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty",
+)  # fmt: skip
 
 COLOUR_FACTS = {
-    "the sky": ("is", "blue"), "grass": ("is", "green"), "snow": ("is", "white"), "a banana": ("is", "yellow"),
-    "the sun": ("is", "yellow"), "a lemon": ("is", "yellow"), "milk": ("is", "white"), "a frog": ("is", "green"),
-    "a cherry": ("is", "red"), "a tomato": ("is", "red"), "the night": ("is", "black"), "the sea": ("is", "blue"),
-    "a pig": ("is", "pink"), "a bear": ("is", "brown"), "a carrot": ("is", "orange"), "chocolate": ("is", "brown"),
-    "leaves": ("are", "green"), "strawberries": ("are", "red"), "clouds": ("are", "white"), "plums": ("are", "purple"),
+    "the sky": ("is", "blue"), "grass": ("is", "green"), "snow": ("is", "white"),
+    "a banana": ("is", "yellow"), "the sun": ("is", "yellow"), "a lemon": ("is", "yellow"),
+    "milk": ("is", "white"), "a frog": ("is", "green"), "a cherry": ("is", "red"), "a tomato": ("is", "red"),
+    "the night": ("is", "black"), "the sea": ("is", "blue"), "a pig": ("is", "pink"),
+    "a bear": ("is", "brown"), "a carrot": ("is", "orange"), "chocolate": ("is", "brown"),
+    "leaves": ("are", "green"), "strawberries": ("are", "red"), "clouds": ("are", "white"),
+    "plums": ("are", "purple"),
 }  # fmt: skip
 SOUNDS = {
     "cow": "moo", "cat": "meow", "dog": "woof", "duck": "quack", "sheep": "baa", "pig": "oink", "bee": "buzz",
@@ -103,8 +110,9 @@ LEGS = {
     "bee": 6, "ant": 6, "spider": 8, "fish": 0, "snake": 0,
 }  # fmt: skip
 DIETS = {
-    "rabbit": "carrots and grass", "cat": "fish and meat", "cow": "grass", "squirrel": "nuts", "mouse": "cheese and seeds",
-    "bird": "seeds and worms", "bear": "berries, fish and honey", "horse": "grass and hay", "frog": "flies", "lion": "meat",
+    "rabbit": "carrots and grass", "cat": "fish and meat", "cow": "grass", "squirrel": "nuts",
+    "mouse": "cheese and seeds", "bird": "seeds and worms", "bear": "berries, fish and honey",
+    "horse": "grass and hay", "frog": "flies", "lion": "meat",
 }  # fmt: skip
 DWELLINGS = {
     "fish": "in the water", "bird": "in a nest", "bear": "in a cave", "bee": "in a hive", "fox": "in a den",
@@ -113,7 +121,8 @@ DWELLINGS = {
 }  # fmt: skip
 OPPOSITES = (
     ("hot", "cold"), ("big", "small"), ("happy", "sad"), ("day", "night"), ("up", "down"), ("fast", "slow"),
-    ("old", "young"), ("open", "closed"), ("loud", "quiet"), ("wet", "dry"), ("long", "short"), ("good", "bad"),
-    ("light", "dark"), ("full", "empty"), ("left", "right"), ("yes", "no"), ("in", "out"), ("soft", "hard"),
+    ("old", "young"), ("open", "closed"), ("loud", "quiet"), ("wet", "dry"), ("long", "short"),
+    ("good", "bad"), ("light", "dark"), ("full", "empty"), ("left", "right"), ("yes", "no"), ("in", "out"),
+    ("soft", "hard"),
 )  # fmt: skip
 WEEK = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")

@@ -118,7 +118,7 @@ def _parse_family(raw: RawConfig) -> ModelFamily:
     if not isinstance(named, list):
         raise BadConfig(f"config field 'architectures' must be a list, is {named!r}")
     for architecture in named:
-        if architecture not in _ARCHITECTURES:
+        if not isinstance(architecture, str) or architecture not in _ARCHITECTURES:
             legal = ", ".join(_ARCHITECTURES)
             raise UnsupportedModel(f"architecture {architecture!r} is not supported (supported: {legal})")
     families = {_ARCHITECTURES[architecture] for architecture in named}

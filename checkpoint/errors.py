@@ -12,8 +12,6 @@ CheckpointError(ValueError)
 `- UnknownDType          a dtype name that is not one of bf16, f16, f32
 """
 
-# ruff: noqa: N818 - the names say what is wrong; the base class carries the "Error"
-
 
 class CheckpointError(ValueError):
     """Base of everything this package raises about a checkpoint."""

@@ -15,8 +15,7 @@ from coordinator.controller import Controller
 from coordinator.engine import Engine
 from coordinator.inference_service import InferenceService
 from coordinator.model import ServedModel, open_model
-from coordinator.plan import StepLimits
-from coordinator.planner import make_plan
+from coordinator.served_plan import plan_for
 from coordinator.session import Sessions
 from coordinator.status import StatusReporter
 from coordinator.timing import ClusterTiming
@@ -39,7 +38,9 @@ class CoordinatorServer:
     ) -> None:
         self._config = config
         self.engine = Engine(queue_size=config.queue_size)
-        state = new_cluster_state(config, model)
+        state = ClusterState(
+            num_stages=config.num_stages, make_plan=lambda workers: plan_for(config, model, workers)
+        )
         incarnation = new_incarnation()
         self.controller = Controller(
             state, self.engine, model, incarnation=incarnation, timing=timing or ClusterTiming()
@@ -66,27 +67,6 @@ class CoordinatorServer:
         """Fails what is live, closes every stream."""
         await self.controller.close()
         await self._server.stop(STOP_GRACE_S)
-
-
-def new_cluster_state(config: CoordinatorConfig, model: ServedModel) -> ClusterState:
-    """The empty cluster, with the planner bound to this model and configuration."""
-    limits = StepLimits(
-        max_step_tokens=config.max_step_tokens,
-        max_step_sequences=config.max_step_sequences,
-        max_sequence_tokens=config.max_sequence_tokens or model.config.max_position_embeddings,
-    )
-    return ClusterState(
-        num_stages=config.num_stages,
-        make_plan=lambda workers: make_plan(
-            model.config,
-            model.dtype,
-            workers,
-            limits=limits,
-            block_size=config.block_size,
-            layers=config.layers,
-            max_kv_tokens=config.max_kv_tokens,
-        ),
-    )
 
 
 def run(config: CoordinatorConfig) -> int:

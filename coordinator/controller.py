@@ -127,6 +127,9 @@ class Controller:
                 log.info(
                     "worker %s is ready (%d ms)", name, message.loaded.load_ms + message.loaded.warmup_ms
                 )
+                # The next heartbeat tells the same, but status is asked as soon as the cluster serves.
+                connection.heartbeat.weight_bytes = message.loaded.weight_bytes
+                connection.heartbeat.kv_bytes = message.loaded.kv_bytes
                 self._carry_out(self.state.loaded(name, message.loaded.plan_id))
             case "load_failed":
                 failed = message.load_failed

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import cache
 
 from checkpoint import DType, ModelConfig
 from coordinator.plan import Plan, StagePlan, StepLimits, WorkerCapacity
@@ -80,10 +81,11 @@ def _problem(
     least = -(-min(limits.max_sequence_tokens, MIN_KV_TOKENS) // block_size)
 
     outside_layers = {role: memory.outside_bytes(role) for role in StageRole}
+    activation_bytes = cache(memory.activation_bytes)  # asked for every worker and choice of ends alike
     layer_bytes, block_bytes = memory.layer_bytes, memory.block_bytes
 
     def max_layers(worker: int, role: StageRole, num_blocks: int) -> int:
-        fixed = outside_layers[role] + memory.activation_bytes(role, num_blocks)
+        fixed = outside_layers[role] + activation_bytes(role, num_blocks)
         return (workers[worker].memory_bytes - fixed) // (layer_bytes + num_blocks * block_bytes)
 
     return SplitProblem(

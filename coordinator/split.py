@@ -19,8 +19,11 @@ from wire.roles import StageRole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitProblem:
-    """What to split. `max_layers(worker, role, num_blocks)` is the most layers that worker's memory holds (it
-    may be negative or above num_layers); it must not grow with num_blocks."""
+    """What to split; num_layers >= num_workers >= 1.
+
+    `max_layers(worker, role, num_blocks)` is the most layers that the worker's memory holds. It may be
+    negative or above num_layers, and must not grow with num_blocks.
+    """
 
     num_workers: int
     num_layers: int
@@ -132,7 +135,7 @@ class _Room:
             return False
         middle = self._by_role[StageRole.MIDDLE]
         covered = self._middle_sum - middle[ends[0]] - middle[ends[1]] + first + last
-        return covered >= needed >= self._problem.num_workers
+        return covered >= needed
 
     def of_stages(self, order: tuple[int, ...]) -> list[int]:
         roles = (StageRole.of_stage(stage, len(order)) for stage in range(len(order)))

@@ -1,21 +1,26 @@
 """How much memory a stage takes: weights exactly, KV pages exactly, activations by the estimate below.
 
-Activations, with s bytes per element, T tokens in the largest step, S sequences in it, and a longest sequence
-of C tokens (which cannot be longer than the KV cache, so C = min(max_sequence_tokens, KV tokens)):
+Activations, with s bytes per element, T tokens and S sequences in the largest step, K tokens of KV, and a
+longest sequence of C tokens (never more than the cache holds, so C = min(max_sequence_tokens, K)):
 
-* per token of the step (`_token_bytes`): the residual stream with its normed copy (2 * hidden * s); the
-  float32 copies that the norm makes of it (2 * hidden * 4); q, k, v before and after rotation (2 * (q + 2 *
-  kv) * s) and the attention output (q * s); gate, up and their product (3 * intermediate * s); one frame
-  received and one being sent (2 * hidden * s). Layers run one after the other and reuse this memory, so it
-  does not grow with them.
-* per token of the longest sequence (`_context_bytes`): its K and V gathered from the pages of one layer (2 *
-  kv * s), and for each of the T query rows the mask as bool and as number (1 + s) and the scores of every
-  head in float32 before and after softmax (2 * heads * 4), as the math path of scaled_dot_product_attention
-  holds them. Fused kernels need less.
-* with the head (`_logits_bytes`): S rows of logits in the run dtype and in float32, of sorted values, of
-  their indices (int64) and of probabilities: S * vocab * (s + 4 + 4 + 8 + 4).
+* T * `_token_bytes`: the residual stream with its normed copy (2 * hidden * s); the float32 copies that the
+  norm makes of it (2 * hidden * 4); q, k, v before and after rotation (2 * (q + 2 * kv) * s) and the
+  attention output (q * s); gate, up and their product (3 * intermediate * s); one frame received and one
+  being sent (2 * hidden * s). Layers run one after the other and reuse this memory, so it does not grow
+  with them.
+* min(S * C, K) tokens of K and V gathered from the pages of one layer (2 * kv * s each): as much as one
+  more layer of KV. A step is gathered padded to its longest sequence, and a shared prefix once per
+  sequence; what that adds is not counted.
+* T * C * `_mask_bytes` for prefill: for every distinct window of the layers, the mask as bool and while it
+  is made (2), in the run dtype and once more where a kernel wants it aligned (2 * s). The scores are not
+  counted: the fused kernels of scaled_dot_product_attention take additive masks and never hold them in
+  memory.
+* with the head, min(S, T) rows of logits: in the run dtype (s), and to sample from them in float32 with a
+  copy of the filtered ones (8), sorted with ids (12), and in float64 scaled, as probabilities, summed and
+  cut (48).
 
-Nothing is added for the process itself: the budget is for weights, KV and activations (see `WorkerCapacity`).
+Nothing is added for the process itself: the budget is for weights, KV and activations (see
+`WorkerCapacity`).
 """
 
 from __future__ import annotations
@@ -76,8 +81,11 @@ class StageMemory:
 
     def activation_bytes(self, role: StageRole, num_blocks: int) -> int:
         """Workspace of the largest step, when the cache has `num_blocks` blocks."""
-        longest = min(self.limits.max_sequence_tokens, num_blocks * self.block_size)
-        size = self.limits.max_step_tokens * self._token_bytes() + longest * self._context_bytes()
+        limits, kv_tokens = self.limits, num_blocks * self.block_size
+        longest = min(limits.max_sequence_tokens, kv_tokens)
+        gathered = min(limits.max_step_sequences * longest, kv_tokens)
+        size = limits.max_step_tokens * (self._token_bytes() + longest * self._mask_bytes())
+        size += gathered * kv_bytes_per_token_per_layer(self.config, self.dtype)
         return size + (self._logits_bytes() if role.has_head else 0)
 
     def total_bytes(self, role: StageRole, num_layers: int, num_blocks: int) -> int:
@@ -91,12 +99,9 @@ class StageMemory:
         attention = (2 * (config.q_size + 2 * config.kv_size) + config.q_size) * size
         return residual + attention + 3 * config.intermediate_size * size + 2 * config.hidden_size * size
 
-    def _context_bytes(self) -> int:
-        rows = self.limits.max_step_tokens * (
-            1 + self.dtype.size_bytes + 2 * 4 * self.config.num_attention_heads
-        )
-        return kv_bytes_per_token_per_layer(self.config, self.dtype) + rows
+    def _mask_bytes(self) -> int:
+        return len(set(self.config.layer_windows)) * (2 + 2 * self.dtype.size_bytes)
 
     def _logits_bytes(self) -> int:
-        row = self.config.vocab_size * (self.dtype.size_bytes + 4 + 4 + 8 + 4)
-        return self.limits.max_step_sequences * row
+        rows = min(self.limits.max_step_sequences, self.limits.max_step_tokens)
+        return rows * self.config.vocab_size * (self.dtype.size_bytes + 8 + 12 + 48)

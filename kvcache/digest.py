@@ -6,7 +6,7 @@ free to place blocks.
 
     digest = XXH3-64(the digest before, the kind of signal, its fields, its outcome; seed 1337)
 
-where each of these is one or more little-endian u64 words, in the order in which the code below lists them.
+where each of these is one or more little-endian u64 words, in the order in which this file lists them.
 
 A signal without effect (a `Use` that failed) is not folded. The first digest is 0.
 """
@@ -16,13 +16,19 @@ from array import array
 
 from xxhash import xxh3_64_intdigest
 
-from kvcache.blocks import Block, Deref, Destroy, PartialBlock, Promote, Use
+from kvcache.blocks import Deref, Destroy, PartialBlock, Promote, Use
 from kvcache.errors import InvalidSignal
 
 _SEED = 1337
 
 
 _USE, _PROMOTE, _DEREF, _DESTROY = 1, 2, 3, 4
+
+
+# The outcome for one block is the word num_owners << 2 (the owners it has afterwards) with these flags. One
+# owner and not entered means reactivated; more owners, a hit on an active block.
+ENTERED = 2  # the block took a page, or became a full block on its own
+FULL = 1
 
 
 class StreamDigest:
@@ -39,15 +45,9 @@ class StreamDigest:
 
     def begin_use(self, use: Use, keys: list[int]) -> "array[int]":
         """`keys`: the sequence hash or id of each block; which of the two follows from the outcome words."""
-        parent = use.parent
-        head = (self.value, _USE, parent is not None, parent or 0, len(keys), len(use.block_hashes))
-        words = _pack(head)
-        try:
-            words.extend(keys)
-            words.extend(use.block_hashes)
-        except (OverflowError, TypeError) as error:
-            raise InvalidSignal(f"{use}: {error}") from error
-        return words
+        parent, hashes = use.parent, use.block_hashes
+        head = (self.value, _USE, parent is not None, parent or 0, len(keys), len(hashes))
+        return _pack((*head, *keys, *hashes))
 
     def begin_promote(self, promote: Promote) -> "array[int]":
         """Packs the four fields."""
@@ -61,20 +61,11 @@ class StreamDigest:
         return _pack((self.value, kind, isinstance(signal.block, PartialBlock), key))
 
     def finish(self, words: "array[int]", outcome: list[int]) -> None:
-        """Folds the outcome: for each block one `outcome_word`, then whatever was evicted, in order."""
+        """Folds the outcome: one word for each block, then the sequence hashes that were evicted."""
         words.extend(outcome)
         if sys.byteorder == "big":
             words.byteswap()
         self.value = xxh3_64_intdigest(words, _SEED)
-
-
-def outcome_word(block: Block, num_owners: int, *, entered: bool) -> int:
-    """What happened to one block: its owners afterwards, and whether it took a page (else it was there
-    already).
-
-    One owner and not entered means reactivated; more owners, a hit on an active block.
-    """
-    return num_owners << 2 | entered << 1 | isinstance(block, PartialBlock)
 
 
 def _pack(words: tuple[int, ...]) -> "array[int]":

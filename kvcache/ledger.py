@@ -47,6 +47,8 @@ class Ledger:
         """`sequence.push(token)`, free of collisions."""
         signals = sequence.push(token)
         while signals and isinstance(promote := signals[0], Promote):
+            if promote.sequence_hash not in self._contents:
+                break
             collision = self.collision(sequence, promote)
             if collision is None:
                 break
@@ -55,9 +57,7 @@ class Ledger:
         return signals
 
     def collision(self, sequence: ActiveSequence, signal: Use | Promote) -> HashCollision | None:
-        """The first block of the sequence's next signal whose hash is known with other content. Changes
-        nothing.
-        """
+        """The first block of the sequence's next signal whose hash is known with other content, if any."""
         try:
             self._new_contents(sequence, signal)
         except HashCollision as collision:
@@ -70,7 +70,9 @@ class Ledger:
         Raises what `BlockPool.apply` raises, HashCollision, or InvalidSignal for a signal that is not the
         sequence's next; then nothing has changed.
         """
-        entering = self._new_contents(sequence, signal) if isinstance(signal, Use | Promote) else {}
+        entering: dict[int, Content] = {}
+        if isinstance(signal, Promote) or (isinstance(signal, Use) and signal.block_hashes):
+            entering = self._new_contents(sequence, signal)
         events = self.pool.apply(signal)
         for event in events:
             if isinstance(event, Removed):
@@ -81,10 +83,9 @@ class Ledger:
         return events
 
     def check_integrity(self, sequences: Iterable[ActiveSequence] | None = None) -> None:
-        """Proves the pool sound and the contents exactly those of its full blocks; with all live sequences,
-        the refcounts.
+        """Proves the pool sound and contents kept for exactly its full blocks. Raises IntegrityBroken.
 
-        Raises IntegrityBroken.
+        Given all live sequences, it proves the refcounts too.
         """
         owned = None if sequences is None else [block for each in sequences for block in each.held_blocks]
         self.pool.check_integrity(owned)

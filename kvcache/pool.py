@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from itertools import count
 from typing import assert_never
 
 from kvcache.blocks import (
@@ -17,10 +18,10 @@ from kvcache.blocks import (
     Stored,
     Use,
 )
-from kvcache.digest import StreamDigest, outcome_word
+from kvcache.digest import ENTERED, FULL, StreamDigest
 from kvcache.errors import BlockNotActive, BlockShared, IntegrityBroken, InvalidSignal, OutOfBlocks
+from kvcache.events import use_events
 from kvcache.integrity import check_owners, check_pages
-from kvcache.runs import stored_runs
 from kvcache.sequence import ActiveSequence
 
 
@@ -54,7 +55,7 @@ class BlockPool:
         self._partial: dict[int, _Page] = {}
         self._inactive: OrderedDict[int, _Page] = OrderedDict()
         self._digest = StreamDigest()
-        self._next_event_id = 0
+        self._new_event_id = count().__next__
 
     @property
     def num_active(self) -> int:
@@ -95,9 +96,7 @@ class BlockPool:
         return 0 if page is None else page.num_owners
 
     def page_of(self, block: Block) -> int:
-        """Number of the page, 0..num_blocks-1, on which a present block lies. Raises BlockNotActive if it is
-        absent.
-        """
+        """The page, 0..num_blocks-1, on which a present block lies. Raises BlockNotActive if it is absent."""
         page = self._find(block)
         if page is None:
             raise BlockNotActive(f"{block} is not in the pool")
@@ -163,40 +162,34 @@ class BlockPool:
         for key in revived:
             self._full[key] = self._inactive.pop(key)
         outcome: list[int] = []
-        entered: list[bool] = []
         evicted: list[int] = []
         for block, key in zip(use.blocks, keys, strict=True):
-            active = self._full if isinstance(block, FullBlock) else self._partial
+            is_full = isinstance(block, FullBlock)
+            active = self._full if is_full else self._partial
             page = active.get(key)
-            is_new = page is None
+            entered = 0
             if page is None:
-                page = active[key] = self._take_page(evicted)
+                page, entered = self._take_page(evicted), ENTERED
+                active[key] = page
             page.num_owners += 1
-            entered.append(is_new)
-            outcome.append(outcome_word(block, page.num_owners, entered=is_new))
+            outcome.append(page.num_owners << 2 | entered | (FULL if is_full else 0))
         self._digest.finish(words, outcome + evicted)
-        return self._use_events(use, entered, evicted) if any(entered) else ()
+        if not use.block_hashes and not evicted:
+            return ()
+        entries = [word & ENTERED != 0 for word in outcome]
+        return use_events(use, entered=entries, evicted=evicted, new_event_id=self._new_event_id)
 
     def _admit(self, use: Use) -> set[int]:
         """Raises if the pages do not suffice; else returns the inactive blocks that the signal names."""
-        revived, absent_full, absent_partial, num_full = set(), set(), set(), 0
-        for block in use.blocks:
-            if isinstance(block, PartialBlock):
-                if block.id not in self._partial:
-                    absent_partial.add(block.id)
-                continue
-            num_full += 1
-            key = block.sequence_hash
-            if key in self._inactive:
-                revived.add(key)
-            elif key not in self._full:
-                absent_full.add(key)
-        if num_full != len(use.block_hashes):
-            raise InvalidSignal(f"{len(use.block_hashes)} block hashes for {num_full} full blocks")
-        needed = len(absent_full) + len(absent_partial)
-        available = len(self._free) + len(self._inactive) - len(revived)
-        if needed > available:
-            raise OutOfBlocks(needed, available)
+        full = [block.sequence_hash for block in use.blocks if isinstance(block, FullBlock)]
+        if len(full) != len(use.block_hashes):
+            raise InvalidSignal(f"{len(use.block_hashes)} block hashes for {len(full)} full blocks")
+        revived = {key for key in full if key in self._inactive}
+        if len(use.blocks) > len(self._free):
+            needed = len({block for block in use.blocks if block not in self})
+            available = len(self._free) + len(self._inactive) - len(revived)
+            if needed > available:
+                raise OutOfBlocks(needed, available)
         return revived
 
     def _take_page(self, evicted: list[int]) -> _Page:
@@ -205,12 +198,6 @@ class BlockPool:
         sequence_hash, page = self._inactive.popitem(last=False)
         evicted.append(sequence_hash)
         return page
-
-    def _use_events(self, use: Use, entered: list[bool], evicted: list[int]) -> tuple[Event, ...]:
-        events: list[Event] = [Removed(tuple(evicted), self._new_event_id())] if evicted else []
-        for parent, names, block_hashes in stored_runs(use, entered):
-            events.append(Stored(parent, tuple(names), tuple(block_hashes), self._new_event_id()))
-        return tuple(events)
 
     def _promote(self, promote: Promote) -> tuple[Event, ...]:
         page = self._partial.get(promote.partial.id)
@@ -223,13 +210,14 @@ class BlockPool:
         twin = self._full.get(key) or self._inactive.pop(key, None)
         del self._partial[promote.partial.id]
         if twin is not None:
-            self._release_page(page)
+            page.num_owners = 0
+            self._free.append(page)
             self._full[key] = twin
             twin.num_owners += 1
-            self._digest.finish(words, [twin.num_owners << 1])
+            self._digest.finish(words, [twin.num_owners << 2 | FULL])
             return ()
         self._full[key] = page
-        self._digest.finish(words, [1 << 1 | 1])
+        self._digest.finish(words, [page.num_owners << 2 | ENTERED | FULL])
         return (Stored(promote.parent, (key,), (promote.block_hash,), self._new_event_id()),)
 
     def _deref(self, deref: Deref) -> tuple[Event, ...]:
@@ -263,12 +251,3 @@ class BlockPool:
             return ()
         self._free.append(active.pop(key))
         return (Removed((key,), self._new_event_id()),) if isinstance(block, FullBlock) else ()
-
-    def _release_page(self, page: _Page) -> None:
-        page.num_owners = 0
-        self._free.append(page)
-
-    def _new_event_id(self) -> int:
-        event_id = self._next_event_id
-        self._next_event_id += 1
-        return event_id

@@ -43,7 +43,7 @@ def make_checkpoint(
     config = AutoConfig.for_model(family, num_hidden_layers=num_layers, **(_SHAPE | config_overrides))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
         _perturb(model)
     model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=max_shard_size or "50GB")
     return directory
@@ -51,7 +51,9 @@ def make_checkpoint(
 
 def load_reference(directory: Path) -> PreTrainedModel:
     """The checkpoint as a transformers model in its own dtype, for comparison."""
-    return AutoModelForCausalLM.from_pretrained(directory, attn_implementation="sdpa").eval()
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="sdpa")
+    model.train(mode=False)
+    return model
 
 
 def edit_config(directory: Path, **changes: Any) -> Path:

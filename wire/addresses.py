@@ -4,7 +4,8 @@ import re
 from dataclasses import dataclass
 
 _ADDRESS = re.compile(
-    r"(?:\[(?P<ipv6>[0-9A-Fa-f:.%\w]+)\]|(?P<host>[^\s:\[\]/]+)):(?P<port>\d{1,5})", re.ASCII
+    r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(?:%[\w.-]+)?)\]|(?P<host>[^\s:\[\]/]+)):(?P<port>\d{1,5})",
+    re.ASCII,
 )
 
 

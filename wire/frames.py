@@ -93,6 +93,14 @@ class FrameAssembler:
         first, payload = self._first, self._take_payload()
         return _decode_frame(first, payload)
 
+    def finish(self) -> None:
+        """The stream has ended. Raises StepFault UNDECODABLE when it ended inside a frame."""
+        if self._first is not None:
+            raise StepFault(
+                StepFaultKind.UNDECODABLE,
+                f"the stream ended inside a frame, after {self._size} bytes of payload",
+            )
+
     def _take_payload(self) -> bytes:
         pieces, self._pieces, self._first, self._size = self._pieces, [], None, 0
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)

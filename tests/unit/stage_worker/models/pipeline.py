@@ -83,7 +83,7 @@ class Pipeline:
         for s, n in work:
             s.num_computed += n
             self._release(s)
-        return list(self.stages[-1].logits(hidden).split([n for _, n in work]))
+        return list(torch.split(self.stages[-1].logits(hidden), [n for _, n in work]))
 
     def _slice(self, sequence: Running, num_tokens: int) -> SliceLayout:
         end = sequence.num_computed + num_tokens + 1  # one to spare, for positions that a test shifts

@@ -61,7 +61,8 @@ def make_pair(directory: Path, model: str) -> tuple[Checkpoint, PreTrainedModel]
 
 @torch.inference_mode()
 def reference_logits(reference: PreTrainedModel, tokens: list[int]) -> Tensor:
-    return reference(torch.tensor([tokens])).logits[0]
+    logits: Tensor = reference(torch.tensor([tokens])).logits[0]
+    return logits
 
 
 def random_sequences(lengths: list[int], vocab_size: int = 128) -> list[Running]:
@@ -113,7 +114,7 @@ def test_greedy_tokens_equal_generate(model: str, tmp_path: Path) -> None:
     pipeline = Pipeline(checkpoint, cuts=(5,))
     sequence = random_sequences([17])[0]
     inputs = torch.tensor([sequence.tokens])
-    generated = reference.generate(
+    generated = reference.generate(  # type: ignore[operator]
         inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=48, do_sample=False, pad_token_id=0
     )
     logits = pipeline.step([(sequence, 17)])[0]

@@ -1,0 +1,234 @@
+"""A coordinator and its workers as processes of this machine."""
+
+import asyncio
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable, Coroutine, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import grpc.aio
+
+from deploy.errors import ClusterFailed
+from deploy.local_config import LocalClusterConfig, dialled_address, worker_name
+from deploy.process import LocalProcess
+from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc
+from wire.channels import client_channel
+
+COORDINATOR = "coordinator"
+GRACE_S = 5.0
+
+_POLL_INTERVAL_S = 0.1
+_STATUS_TIMEOUT_S = 2.0
+
+_Result = TypeVar("_Result")
+
+
+class LocalCluster:
+    """Starts the processes on entry and ends all of them on exit, also those that hang.
+
+        async with LocalCluster(LocalClusterConfig(num_workers=3)) as cluster:
+            await cluster.wait_until_serving(timeout_s=120)
+            ... cluster.address ...
+
+    Enter it from the main thread: the processes end with the thread that started them (see `deploy.leash`).
+    Nothing is restarted by itself; `next_exit` tells of a process that has ended.
+    """
+
+    def __init__(self, config: LocalClusterConfig) -> None:
+        self._config = config
+        self._lines: dict[str, list[str]] = {}
+        self._processes: dict[str, LocalProcess] = {}
+        self._watchers: set[asyncio.Task[None]] = set()
+        self._exits: asyncio.Queue[LocalProcess] = asyncio.Queue()
+        self._address: str | None = None
+        self._has_failed = False
+        self.log_directory = config.log_directory or Path()
+
+    async def __aenter__(self) -> Self:
+        if self._config.log_directory is None:
+            self.log_directory = Path(tempfile.mkdtemp(prefix="stageline-"))
+        self.log_directory.mkdir(parents=True, exist_ok=True)
+        try:
+            await self._start_all()
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # A cancelled task is somebody's wish to end, not a failure that asks for the logs.
+        self._has_failed |= isinstance(exception, Exception)
+        await self.stop()
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT of the coordinator, as it is reached from this machine."""
+        assert self._address is not None, "the cluster has not been started"
+        return self._address
+
+    @property
+    def coordinator(self) -> LocalProcess:
+        """The coordinator's process."""
+        return self._processes[COORDINATOR]
+
+    @property
+    def workers(self) -> list[LocalProcess]:
+        """The processes of worker-0, worker-1, ...; after a restart the present one."""
+        return [process for name, process in self._processes.items() if name != COORDINATOR]
+
+    def process(self, name: str) -> LocalProcess:
+        """The process of the coordinator ("coordinator") or of a worker, by name."""
+        return self._processes[name]
+
+    def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
+        """Sends a signal to one process."""
+        self.process(name).send_signal(number)
+
+    def worker_line(self, name: str) -> list[str]:
+        """What follows `stageline` on the command line that a worker was started with."""
+        return self._lines[name]
+
+    async def restart_worker(self, name: str) -> LocalProcess:
+        """Starts a worker again under its name; one that still runs is killed first."""
+        await _end([self.process(name)], grace_s=0)
+        return await self._start(name, self._lines[name])
+
+    async def next_exit(self) -> LocalProcess:
+        """Waits until a process ends that `stop` has not ended, and returns it; each exit is told once."""
+        return await self._exits.get()
+
+    async def while_running(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        """The result of `work`. Raises ClusterFailed, and cancels the work, when a process ends before."""
+        working = asyncio.create_task(work)
+        exiting = asyncio.create_task(self.next_exit())
+        try:
+            await asyncio.wait((working, exiting), return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            raise exiting.result().failure()
+        finally:
+            for task in (working, exiting):
+                task.cancel()
+            await asyncio.wait((working, exiting))
+
+    async def wait_until_serving(
+        self,
+        *,
+        timeout_s: float,
+        on_status: Callable[[cluster_pb2.GetStatusResponse], None] | None = None,
+    ) -> cluster_pb2.GetStatusResponse:
+        """Returns the status once the cluster serves; `on_status` sees every one until then.
+
+        Raises ClusterFailed as soon as a process has ended or a worker has failed, or after `timeout_s`.
+        """
+        detail = "the coordinator does not answer"
+        try:
+            async with asyncio.timeout(timeout_s), client_channel(self.address) as channel:
+                while True:
+                    self._raise_if_ended()
+                    status = await _get_status(channel)
+                    if status is not None:
+                        detail = status.detail or cluster_pb2.ClusterState.Name(status.state)
+                        if on_status is not None:
+                            on_status(status)
+                        if status.state == cluster_pb2.CLUSTER_STATE_SERVING:
+                            return status
+                        _raise_if_hopeless(status)
+                    await asyncio.sleep(_POLL_INTERVAL_S)
+        except TimeoutError:
+            self._has_failed = True
+            raise ClusterFailed(
+                f"not serving after {timeout_s:g} s: {detail}; logs are in {self.log_directory}"
+            ) from None
+        except ClusterFailed:
+            self._has_failed = True
+            raise
+
+    async def stop(self, *, grace_s: float = GRACE_S) -> None:
+        """Ends every process: SIGTERM, then SIGKILL for what still runs after `grace_s`. Twice is fine."""
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+        await _end(self._processes.values(), grace_s=grace_s)
+        if self._config.log_directory is None and not self._has_failed:
+            shutil.rmtree(self.log_directory, ignore_errors=True)
+
+    def kill_all(self) -> None:
+        """SIGKILL to every process, for those who do not want to wait for `stop`."""
+        for process in self._processes.values():
+            process.send_signal(signal.SIGKILL)
+
+    async def _start_all(self) -> None:
+        coordinator = await self._start(COORDINATOR, self._config.coordinator_line())
+        try:
+            listening = await coordinator.listening_address(timeout_s=60)
+        except ClusterFailed:
+            self._has_failed = True
+            raise
+        self._address = dialled_address(listening)
+        for worker in range(self._config.num_workers):
+            line = self._config.worker_line(worker, coordinator=self._address)
+            await self._start(worker_name(worker), line)
+
+    async def _start(self, name: str, line: list[str]) -> LocalProcess:
+        self._lines[name] = line
+        process = await LocalProcess.start(
+            name,
+            [*self._config.command, *line],
+            log=self.log_directory / f"{name}.log",
+            environment=self._config.environment,
+        )
+        self._processes[name] = process
+        watcher = asyncio.create_task(self._watch(process), name=f"watch {name}")
+        self._watchers.add(watcher)
+        watcher.add_done_callback(self._watchers.discard)
+        return process
+
+    async def _watch(self, process: LocalProcess) -> None:
+        await process.wait()
+        self._has_failed = True
+        self._exits.put_nowait(process)
+
+    def _raise_if_ended(self) -> None:
+        for process in self._processes.values():
+            if not process.is_running:
+                raise process.failure()
+
+
+async def _get_status(channel: grpc.aio.Channel) -> cluster_pb2.GetStatusResponse | None:
+    stub = cluster_pb2_grpc.ClusterStub(channel)
+    try:
+        return await stub.GetStatus(cluster_pb2.GetStatusRequest(), timeout=_STATUS_TIMEOUT_S)
+    except grpc.aio.AioRpcError as error:
+        if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            return None
+        raise ClusterFailed(f"the coordinator answers {error.code().name}: {error.details()}") from None
+
+
+def _raise_if_hopeless(status: cluster_pb2.GetStatusResponse) -> None:
+    if status.state == cluster_pb2.CLUSTER_STATE_BLOCKED:
+        raise ClusterFailed(status.detail)
+    for worker in status.workers:
+        if worker.state == cluster_pb2.WORKER_STATE_FAILED:
+            raise ClusterFailed(f"{worker.name} failed: {worker.detail}")
+
+
+async def _end(processes: Iterable[LocalProcess], *, grace_s: float) -> None:
+    running = [process for process in processes if process.is_running]
+    try:
+        if running and grace_s > 0:
+            for process in running:
+                process.send_signal(signal.SIGTERM)
+            await asyncio.wait([asyncio.ensure_future(p.wait()) for p in running], timeout=grace_s)
+    finally:
+        for process in running:
+            process.send_signal(signal.SIGKILL)
+        await asyncio.gather(*(process.wait() for process in running))

@@ -1,0 +1,97 @@
+"""What a local cluster consists of."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from deploy.resources import memory_per_worker, threads_per_worker
+from wire.addresses import Address, parse_address
+
+# -P: the folder that the user happens to stand in must not shadow our packages.
+_STAGELINE = (sys.executable, "-P", "-m", "stageline")
+_EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalClusterConfig:
+    """A coordinator and `num_workers` workers, named worker-0, worker-1, ... Raises ValueError.
+
+    `num_stages` is the number of workers unless given. `devices` is one for all workers or one for each.
+    `memory_bytes` (per worker) and `num_threads` are an even share of the machine unless given.
+    `worker_arguments` is empty, or has the additional arguments of each worker. `environment` is added to
+    this process's. Without `log_directory` logs go to a temporary one, removed at the end unless something
+    failed.
+    """
+
+    num_workers: int = 3
+    num_stages: int | None = None
+    model_directory: Path | None = None
+    listen: str = "127.0.0.1:0"
+    devices: tuple[str, ...] = ("cpu",)
+    memory_bytes: int | None = None
+    num_threads: int | None = None
+    coordinator_arguments: tuple[str, ...] = ()
+    worker_arguments: tuple[tuple[str, ...], ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    log_directory: Path | None = None
+    command: tuple[str, ...] = _STAGELINE
+
+    def __post_init__(self) -> None:
+        parse_address(self.listen)
+        if self.num_workers < 1:
+            raise ValueError(f"{self.num_workers} workers: there must be at least 1")
+        if len(self.devices) not in (1, self.num_workers):
+            raise ValueError(
+                f"{len(self.devices)} devices for {self.num_workers} workers: give 1 or one each"
+            )
+        if self.worker_arguments and len(self.worker_arguments) != self.num_workers:
+            raise ValueError(f"arguments of {len(self.worker_arguments)} workers for {self.num_workers}")
+        if self.memory_bytes is None:
+            self._check_devices_unshared()
+
+    def _check_devices_unshared(self) -> None:
+        devices = [self.device(worker) for worker in range(self.num_workers)]
+        for device in devices:
+            if device != "cpu" and devices.count(device) > 1:
+                raise ValueError(
+                    f"{devices.count(device)} workers share {device}: say with --memory how much each may use"
+                )
+
+    def device(self, worker: int) -> str:
+        """The device of a worker."""
+        return self.devices[worker] if len(self.devices) > 1 else self.devices[0]
+
+    def coordinator_line(self) -> list[str]:
+        """What follows `stageline` on the coordinator's command line."""
+        num_stages = self.num_stages or self.num_workers
+        line = ["coordinator", "--listen", self.listen, "--stages", str(num_stages)]
+        if self.model_directory is not None:
+            line += ["--model", str(self.model_directory)]
+        return [*line, *self.coordinator_arguments]
+
+    def worker_line(self, worker: int, *, coordinator: str) -> list[str]:
+        """What follows `stageline` on the command line of a worker that joins the one at HOST:PORT."""
+        line = ["worker", "--coordinator", coordinator, "--name", worker_name(worker)]
+        line += ["--device", self.device(worker), "--listen", "127.0.0.1:0"]
+        memory_bytes = self._memory_bytes(worker)
+        if memory_bytes is not None:
+            line += ["--memory", f"{memory_bytes}B"]
+        line += ["--threads", str(self.num_threads or threads_per_worker(self.num_workers))]
+        return [*line, *(self.worker_arguments[worker] if self.worker_arguments else ())]
+
+    def _memory_bytes(self, worker: int) -> int | None:
+        if self.memory_bytes is None and self.device(worker) == "cpu":
+            return memory_per_worker(self.num_workers)
+        return self.memory_bytes
+
+
+def worker_name(worker: int) -> str:
+    """The name of worker 0, 1, ..."""
+    return f"worker-{worker}"
+
+
+def dialled_address(listening: str) -> str:
+    """Where to reach, from this machine, a server that says it listens on `listening`."""
+    address = parse_address(listening)
+    return str(Address(_EVERY_INTERFACE.get(address.host, address.host), address.port))

@@ -1,0 +1,102 @@
+"""One process of a local cluster: started on a leash, logging to a file."""
+
+import asyncio
+import os
+import re
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from deploy import leash
+from deploy.errors import ClusterFailed
+
+_LISTENING = re.compile(r"^stageline (?:coordinator|worker \S+) listening on (\S+)\n", re.MULTILINE)
+_POLL_INTERVAL_S = 0.03
+
+
+class LocalProcess:
+    """A running or ended process. Its standard output and error are appended to `log`."""
+
+    def __init__(self, name: str, log: Path, log_start: int, process: asyncio.subprocess.Process) -> None:
+        self.name = name
+        self.log = log
+        self._log_start = log_start
+        self._process = process
+
+    @classmethod
+    async def start(
+        cls, name: str, command: Sequence[str], *, log: Path, environment: Mapping[str, str]
+    ) -> "LocalProcess":
+        """Starts `command` (absolute path first). It dies with this process."""
+        leashed = [sys.executable, "-I", "-S", leash.__file__, str(os.getpid()), *command]
+        with log.open("ab") as output:
+            log_start = output.tell()
+            process = await asyncio.create_subprocess_exec(
+                *leashed,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=asyncio.subprocess.STDOUT,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
+                # A Ctrl-C in the terminal is for the launcher, which then ends its processes in order.
+                start_new_session=True,
+            )
+        return cls(name, log, log_start, process)
+
+    @property
+    def pid(self) -> int:
+        """Process id; of another process, perhaps, once this one has ended."""
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        """False once the process has ended."""
+        return self._process.returncode is None
+
+    async def wait(self) -> None:
+        """Returns when the process has ended."""
+        await self._process.wait()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Sends a signal; a process that has ended gets none."""
+        if self.is_running:
+            self._process.send_signal(number)
+
+    def describe_exit(self) -> str:
+        """How it ended: "exit code 1", "killed by SIGKILL"; "still running" before."""
+        code = self._process.returncode
+        if code is None:
+            return "still running"
+        if code < 0:
+            return f"killed by {signal.Signals(-code).name}"
+        return f"exit code {code}"
+
+    def read_log(self) -> str:
+        """What this process has written so far."""
+        with self.log.open("rb") as file:
+            file.seek(self._log_start)
+            return file.read().decode(errors="replace")
+
+    def last_lines(self, num_lines: int = 12) -> list[str]:
+        """The end of its log."""
+        return self.read_log().splitlines()[-num_lines:]
+
+    def failure(self) -> ClusterFailed:
+        """The error that says how it ended, with the end of its log."""
+        lines = "\n".join(f"  | {line}" for line in self.last_lines()) or "  | (nothing logged)"
+        how = self.describe_exit()
+        return ClusterFailed(f"{self.name} (pid {self.pid}) ended: {how}; its log {self.log} says\n{lines}")
+
+    async def listening_address(self, *, timeout_s: float) -> str:
+        """HOST:PORT from its line `stageline ... listening on HOST:PORT`. Raises ClusterFailed."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    if match := _LISTENING.search(self.read_log()):
+                        return match[1]
+                    if not self.is_running:
+                        raise self.failure()
+                    await asyncio.sleep(_POLL_INTERVAL_S)
+        except TimeoutError:
+            message = f"{self.name} is not listening after {timeout_s:g} s; its log is {self.log}"
+            raise ClusterFailed(message) from None

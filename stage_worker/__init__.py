@@ -1,0 +1,1 @@
+"""The stage worker: runs one stage of a model."""

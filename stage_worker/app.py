@@ -1,0 +1,64 @@
+"""The worker process: from its configuration to its exit status."""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+
+import uvloop
+
+from stage_worker.config import WorkerConfig
+from stage_worker.control import JoinRefused
+from stage_worker.worker import Worker
+
+log = logging.getLogger(__name__)
+
+
+def run(config: WorkerConfig) -> int:
+    """Runs a worker until it is asked to end (0) or cannot go on (1, after one line on stderr)."""
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s worker: %(message)s"
+    )
+    return uvloop.run(_main(config))
+
+
+async def _main(config: WorkerConfig) -> int:
+    try:
+        worker = Worker(config)
+        await worker.start()
+    except (ValueError, OSError) as error:
+        return _fail(error)
+    print(f"stageline worker {worker.name} listening on {worker.listen_address}", flush=True)
+    task = asyncio.create_task(worker.run())
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, _stop_on, signal.Signals(number).name, task)
+    try:
+        await task
+    except asyncio.CancelledError:
+        status = 0
+    except JoinRefused as error:
+        status = _fail(error)
+    else:
+        status = 0
+    return await _end(worker, status)
+
+
+def _stop_on(name: str, task: "asyncio.Task[None]") -> None:
+    log.info("%s: ending", name)
+    task.cancel()
+
+
+async def _end(worker: Worker, status: int) -> int:
+    if not await worker.stop():
+        # Reading a checkpoint cannot be interrupted, and the interpreter must not wait for it.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
+def _fail(error: Exception) -> int:
+    print(f"stageline worker: {error}", file=sys.stderr, flush=True)
+    return 1

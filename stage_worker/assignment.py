@@ -1,0 +1,89 @@
+"""What the coordinator assigns to this worker, decoded and checked for sense."""
+
+from dataclasses import dataclass, replace
+
+from checkpoint import DType
+from stageline_rpc.v1 import cluster_pb2
+from wire.roles import StageRole
+from wire.tensors import DTYPE_FROM_MESSAGE
+
+_ROLES: dict[int, StageRole] = {
+    cluster_pb2.STAGE_ROLE_FIRST: StageRole.FIRST,
+    cluster_pb2.STAGE_ROLE_MIDDLE: StageRole.MIDDLE,
+    cluster_pb2.STAGE_ROLE_LAST: StageRole.LAST,
+    cluster_pb2.STAGE_ROLE_ONLY: StageRole.ONLY,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """One stage of a plan: layers [layer_begin, layer_end), KV capacity, and the upper bounds of a step."""
+
+    plan_id: int
+    stage: int
+    num_stages: int
+    role: StageRole
+    layer_begin: int
+    layer_end: int
+    model_directory: str
+    fingerprint: str
+    dtype: DType
+    block_size: int
+    num_blocks: int
+    max_step_tokens: int
+    max_step_sequences: int
+    max_sequence_tokens: int
+
+    def __post_init__(self) -> None:
+        expected = StageRole.of_stage(self.stage, self.num_stages)
+        if self.role is not expected:
+            raise ValueError(
+                f"stage {self.stage} of {self.num_stages} is {expected.value}, assigned as {self.role.value}"
+            )
+        if not 0 <= self.layer_begin < self.layer_end:
+            raise ValueError(f"layers [{self.layer_begin}, {self.layer_end}) are no range of layers")
+        for name in (
+            "block_size",
+            "num_blocks",
+            "max_step_tokens",
+            "max_step_sequences",
+            "max_sequence_tokens",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")
+
+    def loads_like(self, other: "Assignment") -> bool:
+        """Whether a stage loaded for `other` serves this assignment as it is."""
+        return self._without_place() == other._without_place()
+
+    def _without_place(self) -> "Assignment":
+        """Without place in the plan and path of the model, neither of which changes what is loaded."""
+        num_stages = 1 if self.role is StageRole.ONLY else 3
+        stage = {StageRole.FIRST: 0, StageRole.ONLY: 0, StageRole.MIDDLE: 1, StageRole.LAST: 2}[self.role]
+        return replace(self, plan_id=0, stage=stage, num_stages=num_stages, model_directory="")
+
+
+def decode_assignment(message: cluster_pb2.AssignStage) -> Assignment:
+    """Raises ValueError for what no stage can be, with the values."""
+    role = _ROLES.get(message.role)
+    if role is None:
+        raise ValueError(f"role number {message.role} is not known")
+    dtype = DTYPE_FROM_MESSAGE.get(message.dtype)
+    if dtype is None:
+        raise ValueError(f"dtype number {message.dtype} is not known")
+    return Assignment(
+        plan_id=message.plan_id,
+        stage=message.stage,
+        num_stages=message.num_stages,
+        role=role,
+        layer_begin=message.layer_begin,
+        layer_end=message.layer_end,
+        model_directory=message.model.directory,
+        fingerprint=message.model.fingerprint,
+        dtype=dtype,
+        block_size=message.block_size,
+        num_blocks=message.num_blocks,
+        max_step_tokens=message.max_step_tokens,
+        max_step_sequences=message.max_step_sequences,
+        max_sequence_tokens=message.max_sequence_tokens,
+    )

@@ -1,0 +1,82 @@
+"""The one thread that computes: loading, warm-up, resets and steps run here in order of arrival."""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Job:
+    work: Callable[[], Any]
+    loop: asyncio.AbstractEventLoop
+    done: "asyncio.Future[Any]"
+
+
+class ComputeThread:
+    """Owner of model, pages, pool and sequences of a stage: nothing else may touch them.
+
+    A daemon, so that a process can end while a checkpoint is still being read.
+    """
+
+    def __init__(self, *, num_threads: int | None = None) -> None:
+        """`num_threads`: threads of torch inside one operation; None leaves torch's own choice."""
+        self._num_threads = num_threads
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="stage-compute", daemon=True)
+        self._thread.start()
+
+    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What `function` returns or raises, after everything submitted before.
+
+        Cancelled before its turn, it is left out; once begun, it runs to its end.
+        """
+        loop = asyncio.get_running_loop()
+        job = _Job(lambda: function(*args, **kwargs), loop, loop.create_future())
+        self._jobs.put(job)
+        result: T = await job.done
+        return result
+
+    def stop(self, *, timeout_s: float) -> bool:
+        """Ends the thread after the jobs at hand; False if it is still busy after `timeout_s`."""
+        self._jobs.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        if self._num_threads is not None:
+            torch.set_num_threads(self._num_threads)
+        while (job := self._jobs.get()) is not None:
+            if job.done.cancelled():
+                continue
+            try:
+                _hand_back(job, job.work(), None)
+            except BaseException as error:
+                _hand_back(job, None, error)
+            # The next job may be minutes away; what this one refers to (a whole model) must not wait for it.
+            del job
+
+
+def _hand_back(job: _Job, result: Any, error: BaseException | None) -> None:
+    def settle() -> None:
+        if job.done.cancelled():
+            return
+        if error is None:
+            job.done.set_result(result)
+        else:
+            job.done.set_exception(error)
+
+    try:
+        job.loop.call_soon_threadsafe(settle)
+    except RuntimeError:
+        log.debug("the event loop ended before a computation did")

@@ -1,0 +1,202 @@
+"""The worker's membership: one `Cluster.Join` stream, dialled again whenever it breaks."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from stage_worker.stage_host import StageHost
+from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc
+from wire.channels import client_channel
+from wire.errors import StagelineError
+
+log = logging.getLogger(__name__)
+
+WELCOME_TIMEOUT_S = 10.0
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 1.0
+
+# Waiting does not help against these: the two do not fit, or it is no coordinator that answers.
+_FATAL = (
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.UNIMPLEMENTED,
+)
+
+Call = grpc.aio.StreamStreamCall[cluster_pb2.WorkerMessage, cluster_pb2.CoordinatorMessage]
+
+
+class JoinRefused(StagelineError):
+    """The coordinator does not take this worker, and would not later."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """How a connection ended that the coordinator asked to end."""
+
+    reason: str
+    exit_process: bool
+
+
+class Membership:
+    """Keeps this worker joined until the coordinator lets it go.
+
+    Between two connections the loaded stage stays; the epoch does not, since whoever answers next begins a
+    new one.
+    """
+
+    def __init__(
+        self,
+        *,
+        coordinator: str,
+        new_hello: Callable[[], cluster_pb2.WorkerHello],
+        heartbeat: Callable[[], cluster_pb2.Heartbeat],
+        host: StageHost,
+    ) -> None:
+        """`new_hello` and `heartbeat` are asked for the state of the moment."""
+        self._coordinator = coordinator
+        self._new_hello = new_hello
+        self._heartbeat = heartbeat
+        self._host = host
+        self._backoff_s = FIRST_BACKOFF_S
+        self._is_waiting = False
+
+    async def run(self) -> None:
+        """Returns when the coordinator asks the process to end. Raises JoinRefused."""
+        while True:
+            try:
+                left = await self._join_once()
+            except (grpc.aio.AioRpcError, TimeoutError) as error:
+                self._say_waiting(error)
+            else:
+                log.info("the coordinator asks this worker to leave: %s", left.reason)
+                if left.exit_process:
+                    return
+                self._backoff_s = MAX_BACKOFF_S
+            await asyncio.sleep(self._backoff_s)
+            self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
+
+    async def _join_once(self) -> _Left:
+        async with client_channel(self._coordinator) as channel:
+            call: Call = cluster_pb2_grpc.ClusterStub(channel).Join()
+            try:
+                return await self._serve(call)
+            finally:
+                call.cancel()
+
+    async def _serve(self, call: Call) -> _Left:
+        async with asyncio.timeout(WELCOME_TIMEOUT_S):
+            welcome = await self._welcome(call)
+        self._backoff_s, self._is_waiting = FIRST_BACKOFF_S, False
+        log.info("joined the coordinator at %s", self._coordinator)
+        connection = _Connection(call)
+        heartbeats = asyncio.create_task(
+            _beat(connection, self._heartbeat, welcome.heartbeat_interval_ms / 1000)
+        )
+        writer = asyncio.create_task(connection.write())
+        try:
+            return await self._read(call, connection)
+        finally:
+            connection.close()
+            for task in (heartbeats, writer):
+                task.cancel()
+            await asyncio.gather(heartbeats, writer, return_exceptions=True)
+            self._host.disconnected()
+
+    async def _welcome(self, call: Call) -> cluster_pb2.Welcome:
+        await _write(call, cluster_pb2.WorkerMessage(hello=self._new_hello()))
+        message = await _read(call)
+        if message.WhichOneof("message") != "welcome":
+            raise JoinRefused(
+                f"{self._coordinator} answered {message.WhichOneof('message')!r} where 'welcome' was due"
+            )
+        if message.welcome.heartbeat_interval_ms == 0:
+            raise JoinRefused(f"the coordinator at {self._coordinator} wants heartbeats every 0 ms")
+        return message.welcome
+
+    async def _read(self, call: Call, connection: "_Connection") -> _Left:
+        while True:
+            message = await _read(call)
+            match message.WhichOneof("message"):
+                case "assign":
+                    self._host.submit(message.assign, connection.send)
+                case "begin_epoch":
+                    self._host.submit(message.begin_epoch, connection.send)
+                case "end_epoch":
+                    self._host.submit(message.end_epoch, connection.send)
+                case "leave":
+                    return _Left(message.leave.reason, message.leave.exit_process)
+                case unknown:
+                    log.warning("ignored message %r of the coordinator", unknown)
+
+    def _say_waiting(self, error: Exception) -> None:
+        """Once per outage. Raises JoinRefused where waiting would not help."""
+        if isinstance(error, grpc.aio.AioRpcError):
+            reason = f"{error.code().name}: {error.details()}"
+            if error.code() in _FATAL:
+                raise JoinRefused(f"the coordinator at {self._coordinator} refuses this worker: {reason}")
+        else:
+            reason = f"no welcome within {WELCOME_TIMEOUT_S:g} s"
+        if not self._is_waiting:
+            log.info("waiting for the coordinator at %s (%s)", self._coordinator, reason)
+            self._is_waiting = True
+
+
+class _Connection:
+    """What goes to the coordinator over one Join stream; nothing does once it has ended."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._outbox: asyncio.Queue[cluster_pb2.WorkerMessage] = asyncio.Queue()
+        self._is_open = True
+
+    def send(self, message: cluster_pb2.WorkerMessage) -> None:
+        if self._is_open:
+            self._outbox.put_nowait(message)
+        else:
+            log.debug("not sent, the stream has ended: %s", message.WhichOneof("message"))
+
+    def close(self) -> None:
+        self._is_open = False
+
+    async def write(self) -> None:
+        """Until the stream breaks, which the reader notices too."""
+        while True:
+            await _write(self._call, await self._outbox.get())
+
+
+async def _beat(
+    connection: _Connection, heartbeat: Callable[[], cluster_pb2.Heartbeat], interval_s: float
+) -> None:
+    while True:
+        connection.send(cluster_pb2.WorkerMessage(heartbeat=heartbeat()))
+        await asyncio.sleep(interval_s)
+
+
+async def _write(call: Call, message: cluster_pb2.WorkerMessage) -> None:
+    try:
+        await call.write(message)
+    except asyncio.InvalidStateError:
+        await _raise_ended(call)
+
+
+async def _read(call: Call) -> cluster_pb2.CoordinatorMessage:
+    message: Any = await call.read()
+    if message is grpc.aio.EOF:
+        await _raise_ended(call)
+    answer: cluster_pb2.CoordinatorMessage = message
+    return answer
+
+
+async def _raise_ended(call: Call) -> None:
+    """Raises the status of a call that has ended, also where it ended well: there is no reason to."""
+    code, details = await call.code(), await call.details()
+    raise grpc.aio.AioRpcError(
+        code,
+        await call.initial_metadata(),
+        await call.trailing_metadata(),
+        details=details or "the stream ended",
+    )

@@ -1,0 +1,110 @@
+"""What both ends of a hop must agree on before the first frame, and the epoch that they agree in."""
+
+from dataclasses import dataclass
+
+from stage_worker.assignment import Assignment
+from stageline_rpc.v1 import cluster_pb2, stage_pb2
+from wire.channels import PROTOCOL_VERSION
+from wire.errors import HandshakeMismatch, StaleStream
+from wire.ids import Incarnation, id_text
+from wire.tensors import DTYPE_FROM_MESSAGE, DTYPE_TO_MESSAGE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """One stage of the epoch: which process runs it, and where it is reached."""
+
+    worker: str
+    incarnation: Incarnation
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Epoch:
+    """An activation of a plan: its number, who began it, and all stages in order."""
+
+    plan_id: int
+    number: int
+    coordinator_incarnation: Incarnation
+    peers: tuple[Peer, ...]
+    results_address: str
+
+    def predecessor(self, stage: int) -> Incarnation:
+        """The process that sends to `stage`: the coordinator for the first one."""
+        return self.coordinator_incarnation if stage == 0 else self.peers[stage - 1].incarnation
+
+
+def decode_epoch(message: cluster_pb2.BeginEpoch) -> Epoch:
+    """The epoch that the coordinator begins."""
+    return Epoch(
+        plan_id=message.plan_id,
+        number=message.epoch,
+        coordinator_incarnation=Incarnation(message.coordinator_incarnation),
+        peers=tuple(
+            Peer(worker=stage.worker, incarnation=Incarnation(stage.incarnation), address=stage.address)
+            for stage in message.stages
+        ),
+        results_address=message.results_address,
+    )
+
+
+def hop_hello(epoch: Epoch, assignment: Assignment, incarnation: Incarnation) -> stage_pb2.HopHello:
+    """What this stage says to the one that it dials."""
+    return stage_pb2.HopHello(
+        protocol_version=PROTOCOL_VERSION,
+        coordinator_incarnation=epoch.coordinator_incarnation,
+        epoch=epoch.number,
+        sender_stage=assignment.stage,
+        sender_incarnation=incarnation,
+        fingerprint=assignment.fingerprint,
+        dtype=DTYPE_TO_MESSAGE[assignment.dtype],
+        layer_end=assignment.layer_end,
+        block_size=assignment.block_size,
+        num_blocks=assignment.num_blocks,
+    )
+
+
+def check_protocol(hello: stage_pb2.HopHello) -> None:
+    """Raises HandshakeMismatch for another protocol version; until then nothing else in `hello` counts."""
+    if hello.protocol_version != PROTOCOL_VERSION:
+        raise HandshakeMismatch("protocol version", expected=PROTOCOL_VERSION, got=hello.protocol_version)
+
+
+def check_hop(hello: stage_pb2.HopHello, epoch: Epoch, assignment: Assignment) -> None:
+    """Compares field by field.
+
+    Raises StaleStream unless `hello` comes from the present predecessor in `epoch`, then HandshakeMismatch
+    unless it agrees with this stage.
+    """
+    if hello.epoch != epoch.number:
+        raise StaleStream(f"stream of epoch {hello.epoch}, the present epoch is {epoch.number}")
+    _check_identity("coordinator incarnation", epoch.coordinator_incarnation, hello.coordinator_incarnation)
+    if hello.sender_stage != assignment.stage - 1:
+        raise StaleStream(
+            f"stream from stage {hello.sender_stage}, the predecessor of stage {assignment.stage} "
+            f"is stage {assignment.stage - 1}"
+        )
+    _check_identity(
+        f"incarnation of stage {hello.sender_stage}",
+        epoch.predecessor(assignment.stage),
+        hello.sender_incarnation,
+    )
+    for what, expected, got in (
+        ("model fingerprint", assignment.fingerprint, hello.fingerprint),
+        ("dtype", assignment.dtype.value, _dtype_text(hello.dtype)),
+        ("layer range", f"begin {assignment.layer_begin}", f"begin {hello.layer_end}"),
+        ("block size", assignment.block_size, hello.block_size),
+        ("number of blocks", assignment.num_blocks, hello.num_blocks),
+    ):
+        if expected != got:
+            raise HandshakeMismatch(what, expected=expected, got=got)
+
+
+def _check_identity(what: str, expected: bytes, got: bytes) -> None:
+    if expected != got:
+        raise StaleStream(f"stream with {what} {id_text(got)}, the present one is {id_text(expected)}")
+
+
+def _dtype_text(number: int) -> str:
+    dtype = DTYPE_FROM_MESSAGE.get(number)
+    return f"number {number}" if dtype is None else dtype.value

@@ -1,0 +1,164 @@
+"""Makes a stage ready: checks the assignment against this worker's own files and memory, loads, warms up."""
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from builtin_model import MODEL_DIRECTORY
+from checkpoint import Checkpoint, ModelConfig, kv_bytes_per_token_per_layer
+from kvcache.pages import KvPages
+from stage_worker.assignment import Assignment
+from stage_worker.executor import StepExecutor
+from stage_worker.models import TORCH_DTYPES, DecoderStage
+from stage_worker.warmup import warm_up
+from wire.errors import HandshakeMismatch, StagelineError
+
+
+class StageLoadError(StagelineError):
+    """This worker cannot run what it was assigned; the text has the reason and the numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerResources:
+    """What a worker has for a stage: `model_directory` overrides the coordinator's path."""
+
+    device: torch.device
+    memory_bytes: int
+    model_directory: Path | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedStage:
+    """A warm stage with empty pages, and what it took. `executor` belongs to the compute thread."""
+
+    assignment: Assignment
+    executor: StepExecutor
+    weight_bytes: int
+    kv_bytes: int
+    activation_bytes: int
+    load_ms: int
+    warmup_ms: int
+
+    def placed(self, assignment: Assignment) -> "LoadedStage":
+        """The same loaded stage under another assignment that it serves as it is."""
+        return replace(self, assignment=assignment)
+
+
+def load_stage(assignment: Assignment, resources: WorkerResources) -> LoadedStage:
+    """Runs on the compute thread. Raises StageLoadError; then nothing is kept."""
+    try:
+        return _load(assignment, resources)
+    except StagelineError as error:
+        raise StageLoadError(str(error)) from error
+    except (ValueError, OSError) as error:
+        raise StageLoadError(f"{type(error).__name__}: {error}") from error
+    except (RuntimeError, MemoryError) as error:
+        raise StageLoadError(f"{resources.device}: {type(error).__name__}: {error}") from error
+
+
+def _load(assignment: Assignment, resources: WorkerResources) -> LoadedStage:
+    started = time.perf_counter()
+    checkpoint = Checkpoint.open(_directory(assignment, resources))
+    _check_model(assignment, checkpoint)
+    model = DecoderStage(
+        checkpoint.config,
+        layer_begin=assignment.layer_begin,
+        layer_end=assignment.layer_end,
+        has_embeddings=assignment.role.has_embeddings,
+        has_head=assignment.role.has_head,
+        dtype=assignment.dtype,
+        device=resources.device,
+    )
+    kv_bytes = _kv_bytes(assignment, checkpoint.config)
+    _check_memory(assignment, resources, weight_bytes=model.weight_bytes, kv_bytes=kv_bytes)
+    model.load(checkpoint)
+    executor = StepExecutor(assignment, model, _new_pages(assignment, checkpoint.config, resources.device))
+    loaded = time.perf_counter()
+    warm_up(executor, assignment, checkpoint.config, budget_s=_warmup_budget_s(resources.device))
+    return LoadedStage(
+        assignment=assignment,
+        executor=executor,
+        weight_bytes=model.weight_bytes,
+        kv_bytes=kv_bytes,
+        activation_bytes=_activation_bytes(assignment, checkpoint.config),
+        load_ms=round((loaded - started) * 1e3),
+        warmup_ms=round((time.perf_counter() - loaded) * 1e3),
+    )
+
+
+def _directory(assignment: Assignment, resources: WorkerResources) -> Path:
+    if resources.model_directory is not None:
+        return resources.model_directory
+    return Path(assignment.model_directory) if assignment.model_directory else MODEL_DIRECTORY
+
+
+def _check_model(assignment: Assignment, checkpoint: Checkpoint) -> None:
+    """Raises HandshakeMismatch with the coordinator's value and this worker's own."""
+    if assignment.fingerprint != checkpoint.fingerprint:
+        raise HandshakeMismatch(
+            f"model fingerprint ({checkpoint.directory})",
+            expected=assignment.fingerprint,
+            got=checkpoint.fingerprint,
+        )
+    num_layers = checkpoint.config.num_layers
+    if assignment.layer_end > num_layers:
+        raise HandshakeMismatch(
+            "layer range",
+            expected=f"[{assignment.layer_begin}, {assignment.layer_end})",
+            got=f"a model of {num_layers} layers",
+        )
+    if assignment.role.has_embeddings != (assignment.layer_begin == 0) or assignment.role.has_head != (
+        assignment.layer_end == num_layers
+    ):
+        raise HandshakeMismatch(
+            f"role of layers [{assignment.layer_begin}, {assignment.layer_end}) of {num_layers}",
+            expected=assignment.role.value,
+            got="a range that begins or ends elsewhere",
+        )
+
+
+def _check_memory(
+    assignment: Assignment, resources: WorkerResources, *, weight_bytes: int, kv_bytes: int
+) -> None:
+    if weight_bytes + kv_bytes > resources.memory_bytes:
+        raise StageLoadError(
+            f"layers [{assignment.layer_begin}, {assignment.layer_end}) need {weight_bytes} bytes of weights "
+            f"and {kv_bytes} of KV ({assignment.num_blocks} blocks of {assignment.block_size} tokens), "
+            f"{weight_bytes + kv_bytes} in all; this worker has {resources.memory_bytes}"
+        )
+
+
+def _kv_bytes(assignment: Assignment, config: ModelConfig) -> int:
+    num_tokens = assignment.num_blocks * assignment.block_size
+    num_layers = assignment.layer_end - assignment.layer_begin
+    return num_layers * num_tokens * kv_bytes_per_token_per_layer(config, assignment.dtype)
+
+
+def _activation_bytes(assignment: Assignment, config: ModelConfig) -> int:
+    """The widest moment of the largest step: residual, gate, up and product; logits and their sampling."""
+    row = 4 * config.hidden_size + 3 * config.intermediate_size
+    size = assignment.max_step_tokens * row * assignment.dtype.size_bytes
+    if assignment.role.has_head:
+        # Run dtype, float32, sorted values and ids, and three float64 arrays of the sampler.
+        per_logit = assignment.dtype.size_bytes + 4 + 4 + 8 + 3 * 8
+        size += assignment.max_step_sequences * config.vocab_size * per_logit
+    return size
+
+
+def _new_pages(assignment: Assignment, config: ModelConfig, device: torch.device) -> KvPages:
+    return KvPages(
+        num_layers=assignment.layer_end - assignment.layer_begin,
+        num_blocks=assignment.num_blocks,
+        block_size=assignment.block_size,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=TORCH_DTYPES[assignment.dtype],
+        device=device,
+    )
+
+
+def _warmup_budget_s(device: torch.device) -> float:
+    """A GPU compiles kernels for the shapes, which must not happen later; a CPU only fills its caches."""
+    return 1.0 if device.type == "cpu" else 60.0

@@ -1,0 +1,38 @@
+"""How much memory a worker offers when nobody says, and how much the process holds."""
+
+import psutil
+import torch
+
+CUDA_SHARE = 0.9
+CPU_SHARE = 0.5
+
+
+def parse_device(text: str) -> torch.device:
+    """The device behind "cpu", "cuda", "cuda:1". Raises ValueError when this machine does not have it."""
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        raise ValueError(f"device {text!r} is not known") from None
+    if device.type == "cpu":
+        return device
+    if device.type != "cuda":
+        raise ValueError(f"device {text!r} is neither cpu nor cuda")
+    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (device.index or 0) >= available:
+        raise ValueError(
+            f"device {text!r} is not here: this machine offers {available} CUDA devices to torch"
+        )
+    return torch.device("cuda", device.index or 0)
+
+
+def default_memory_bytes(device: torch.device) -> int:
+    """90 % of the free memory of a GPU, 50 % of the RAM that is available now."""
+    if device.type == "cuda":
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        return int(free_bytes * CUDA_SHARE)
+    return int(psutil.virtual_memory().available * CPU_SHARE)
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process."""
+    return int(psutil.Process().memory_info().rss)

@@ -1,0 +1,192 @@
+"""One epoch on one stage: frames in, compute, outputs on. Receiving, computing and sending overlap."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
+
+from google.protobuf.message import DecodeError
+
+from stage_worker.assignment import Assignment
+from stage_worker.compute import ComputeThread
+from stage_worker.executor import StepExecutor
+from stage_worker.handshake import Epoch, check_hop
+from stage_worker.hop import Hop
+from stage_worker.outputs import StageOutput
+from stageline_rpc.v1 import stage_pb2
+from wire.errors import StaleStream, StepFault, StepFaultKind
+from wire.frames import Frame, FrameAssembler
+from wire.steps import FaultReport
+
+E = TypeVar("E", bound=Exception)
+
+log = logging.getLogger(__name__)
+
+QUEUED_FRAMES = 4
+"""Frames that may wait on either side of the compute thread; a full queue holds the sender back."""
+
+
+class EpochSession:
+    """Lives from BeginEpoch to the next BeginEpoch, EndEpoch or disconnection.
+
+    The first fault ends it: it is reported once, the streams end, and every later frame and stream of the
+    epoch is refused. A fault that comes of being ended from outside is not reported.
+    """
+
+    def __init__(
+        self,
+        *,
+        epoch: Epoch,
+        assignment: Assignment,
+        executor: StepExecutor,
+        compute: ComputeThread,
+        hop: Hop,
+        on_ready: Callable[[], None],
+        on_refused: Callable[[FaultReport | None], None],
+    ) -> None:
+        """`on_refused` is called at most once, when the epoch ends from inside; without a report, somebody
+        further on has reported."""
+        self.epoch = epoch
+        self.is_serving = False
+        self._assignment = assignment
+        self._executor = executor
+        self._compute = compute
+        self._hop = hop
+        self._on_ready = on_ready
+        self._on_refused = on_refused
+        self._inbox: asyncio.Queue[Frame | StepFault] = asyncio.Queue(QUEUED_FRAMES)
+        self._outbox: asyncio.Queue[StageOutput] = asyncio.Queue(QUEUED_FRAMES)
+        self._next_step_id = 0
+        self._has_stream = False
+        self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Resets the stage, dials the next one and serves, in a task of its own."""
+        self._task = asyncio.create_task(self._run(), name=f"epoch-{self.epoch.number}")
+
+    async def close(self) -> None:
+        """Ends the epoch here, without a report. Returns when no task, call or connection of it is left."""
+        assert self._task is not None, "close before start"
+        self._end(f"epoch {self.epoch.number} is over")
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    def accept(self, hello: stage_pb2.HopHello) -> None:
+        """Takes the one stream of the predecessor.
+
+        Raises StaleStream or HandshakeMismatch; then nothing has changed.
+        """
+        check_hop(hello, self.epoch, self._assignment)
+        if self._over.done():
+            raise StaleStream(self._over.result())
+        if self._has_stream:
+            raise StaleStream(
+                f"stage {self._assignment.stage} has its stream of epoch {self.epoch.number} already"
+            )
+        self._has_stream = True
+
+    async def receive(self, chunks: AsyncIterator[stage_pb2.FrameChunk]) -> None:
+        """Feeds the accepted stream into the stage until it ends.
+
+        Raises what ended the epoch, if that comes first.
+        """
+        reader = asyncio.create_task(self._read(chunks))
+        ends: set[asyncio.Future[Any]] = {reader, self._over}
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+        if self._over.done():
+            raise StaleStream(self._over.result())
+
+    async def _read(self, chunks: AsyncIterator[stage_pb2.FrameChunk]) -> None:
+        """Faults go the way of the frames, so that every frame before a broken one is computed first."""
+        assembler = FrameAssembler(max_payload_bytes=self._executor.max_hidden_bytes)
+        try:
+            async for chunk in chunks:
+                frame = assembler.add(chunk)
+                if frame is not None:
+                    await self._inbox.put(frame)
+            assembler.finish()
+        except StepFault as fault:
+            await self._refuse(fault)
+        except DecodeError as error:
+            await self._refuse(StepFault(StepFaultKind.UNDECODABLE, f"message of the stream: {error}"))
+
+    async def _refuse(self, fault: StepFault) -> None:
+        await self._inbox.put(fault)
+        await asyncio.wait({self._over})
+
+    async def _run(self) -> None:
+        try:
+            await self._compute.run(
+                self._executor.begin_epoch, self.epoch.number, stage=self._assignment.stage
+            )
+            await self._hop.dial()
+            self.is_serving = True
+            self._on_ready()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._compute_frames())
+                tasks.create_task(self._send_outputs())
+                tasks.create_task(self._hop.watch())
+        except* StepFault as faults:
+            self._fail(_first(faults))
+        except* StaleStream as ends:
+            self._stop_quietly(str(_first(ends)))
+        except* Exception as errors:
+            log.exception("unexpected error in epoch %d", self.epoch.number, exc_info=errors)
+            self._fail(StepFault(StepFaultKind.DEVICE, "unexpected error; the worker's log has the detail"))
+        finally:
+            self.is_serving = False
+            await self._hop.close()
+
+    async def _compute_frames(self) -> None:
+        while True:
+            frame = await self._inbox.get()
+            if isinstance(frame, StepFault):
+                raise frame
+            output = await self._compute.run(self._executor.run, frame)
+            self._next_step_id = frame.step.step_id + 1
+            await self._outbox.put(output)
+
+    async def _send_outputs(self) -> None:
+        while True:
+            await self._hop.send(await self._outbox.get())
+
+    def _fail(self, fault: StepFault) -> None:
+        """Reports the first fault, unless the epoch was ended from outside."""
+        if self._over.done():
+            return
+        if fault.step_id is None:
+            fault.step_id = self._next_step_id
+        description = fault.describe(stage=self._assignment.stage)
+        log.error("epoch %d refused: %s", self.epoch.number, description)
+        report = FaultReport(
+            epoch=self.epoch.number,
+            step_id=fault.step_id,
+            stage=self._assignment.stage,
+            kind=fault.kind,
+            message=fault.message,
+            request_ids=fault.request_ids,
+        )
+        self._on_refused(report)
+        self._end(f"epoch {self.epoch.number} is refused after a fault: {description}")
+
+    def _stop_quietly(self, reason: str) -> None:
+        if not self._over.done():
+            log.info("epoch %d ends: %s", self.epoch.number, reason)
+            self._on_refused(None)
+            self._end(f"epoch {self.epoch.number} is over: {reason}")
+
+    def _end(self, reason: str) -> None:
+        if not self._over.done():
+            self._over.set_result(reason)
+
+
+def _first(group: ExceptionGroup[E]) -> E:
+    error: E | ExceptionGroup[E] = group
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error

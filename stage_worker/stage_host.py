@@ -1,0 +1,243 @@
+"""The worker's side of a plan: which stage is loaded, and which epoch it serves."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from stage_worker.assignment import Assignment, decode_assignment
+from stage_worker.compute import ComputeThread
+from stage_worker.handshake import Epoch, check_protocol, decode_epoch, hop_hello
+from stage_worker.hop import Hop, hop_to_coordinator, hop_to_stage
+from stage_worker.loading import LoadedStage, StageLoadError, WorkerResources, load_stage
+from stage_worker.session import EpochSession
+from stageline_rpc.v1 import cluster_pb2, stage_pb2
+from wire.errors import StaleStream, StepFaultKind
+from wire.ids import Incarnation
+from wire.step_codec import encode_fault
+from wire.steps import FaultReport
+
+log = logging.getLogger(__name__)
+
+EPOCH_WAIT_S = 10.0
+"""How long a stream of an epoch may wait for that epoch's BeginEpoch."""
+
+Reply = Callable[[cluster_pb2.WorkerMessage], None]
+Order = cluster_pb2.AssignStage | cluster_pb2.BeginEpoch | cluster_pb2.EndEpoch
+
+
+@dataclass(frozen=True, slots=True)
+class _Disconnected:
+    """The coordinator is gone; whoever comes next begins a new epoch."""
+
+
+class StageHost:
+    """Owner of the loaded stage and of the epoch's session.
+
+    Orders are carried out one after another by a task of its own; answers go to the connection that gave the
+    order. An order ends what the one before has begun, except for a load, which runs to its end.
+    """
+
+    def __init__(
+        self,
+        *,
+        incarnation: Incarnation,
+        resources: WorkerResources,
+        compute: ComputeThread,
+        on_serving: Callable[[bool], None],
+    ) -> None:
+        """`on_serving` is told whenever an epoch becomes or stops being active here."""
+        self._incarnation = incarnation
+        self._resources = resources
+        self._compute = compute
+        self._on_serving = on_serving
+        self._orders: asyncio.Queue[tuple[Order | _Disconnected, Reply]] = asyncio.Queue()
+        self._loaded: LoadedStage | None = None
+        self._is_loading = False
+        self._session: EpochSession | None = None
+        self._last_epoch = 0
+        self._epoch_began = asyncio.Event()
+
+    @property
+    def last_epoch(self) -> int:
+        """The highest epoch that this process has taken part in."""
+        return self._last_epoch
+
+    def submit(self, order: Order, reply: Reply) -> None:
+        """Carries out `order` after those before it."""
+        self._orders.put_nowait((order, reply))
+
+    def disconnected(self) -> None:
+        """The epoch ends here; the loaded stage stays."""
+        self._orders.put_nowait((_Disconnected(), _drop))
+
+    async def run(self) -> None:
+        """Carries out orders until cancelled, then ends the epoch."""
+        try:
+            while True:
+                order, reply = await self._orders.get()
+                await self._carry_out(order, reply)
+        finally:
+            await self._end_session()
+
+    async def accept(self, hello: stage_pb2.HopHello) -> EpochSession:
+        """The session that takes the stream, once its epoch has begun here.
+
+        Raises StaleStream or HandshakeMismatch; then nothing has changed.
+        """
+        check_protocol(hello)
+        try:
+            async with asyncio.timeout(EPOCH_WAIT_S):
+                while hello.epoch > self._last_epoch:
+                    await self._epoch_began.wait()
+        except TimeoutError:
+            raise StaleStream(
+                f"stream of epoch {hello.epoch}, which has not begun here within {EPOCH_WAIT_S:g} s"
+            ) from None
+        if self._session is None:
+            raise StaleStream(f"stream of epoch {hello.epoch}, which is over")
+        self._session.accept(hello)
+        return self._session
+
+    def heartbeat(self) -> cluster_pb2.Heartbeat:
+        """The state of this moment; `resident_bytes` is left to the caller."""
+        session, loaded = self._session, self._loaded
+        heartbeat = cluster_pb2.Heartbeat(epoch=session.epoch.number if session else 0)
+        if loaded is None:
+            return heartbeat
+        stats = loaded.executor.stats
+        heartbeat.num_steps = stats.num_steps
+        heartbeat.weight_bytes = loaded.weight_bytes
+        heartbeat.kv_bytes = loaded.kv_bytes
+        heartbeat.kv.blocks_active = stats.blocks_active
+        heartbeat.kv.blocks_inactive = stats.blocks_inactive
+        heartbeat.kv.blocks_free = stats.blocks_free
+        heartbeat.busy_us = round(stats.busy_s * 1e6)
+        heartbeat.load_progress = 1.0
+        return heartbeat
+
+    async def _carry_out(self, order: Order | _Disconnected, reply: Reply) -> None:
+        match order:
+            case cluster_pb2.AssignStage():
+                reply(await self._assign(order))
+            case cluster_pb2.BeginEpoch():
+                await self._begin_epoch(decode_epoch(order), reply)
+            case cluster_pb2.EndEpoch():
+                if self._session is not None and self._session.epoch.number == order.epoch:
+                    await self._end_session()
+            case _Disconnected():
+                await self._end_session()
+
+    async def _assign(self, message: cluster_pb2.AssignStage) -> cluster_pb2.WorkerMessage:
+        """Loads, or finds loaded already, what the message asks for."""
+        try:
+            assignment = decode_assignment(message)
+            if self._loaded is not None and assignment.loads_like(self._loaded.assignment):
+                self._loaded = self._loaded.placed(assignment)
+            else:
+                await self._load(assignment)
+        except (ValueError, StageLoadError) as error:
+            log.error("plan %d cannot be loaded: %s", message.plan_id, error)
+            return cluster_pb2.WorkerMessage(
+                load_failed=cluster_pb2.LoadFailed(plan_id=message.plan_id, reason=str(error))
+            )
+        assert self._loaded is not None
+        return cluster_pb2.WorkerMessage(loaded=_loaded_message(self._loaded))
+
+    async def _load(self, assignment: Assignment) -> None:
+        """The stage before goes first: both may not fit side by side."""
+        await self._end_session()
+        self._loaded = None
+        log.info(
+            "loading layers [%d, %d) as %s, stage %d of %d",
+            assignment.layer_begin,
+            assignment.layer_end,
+            assignment.role.value,
+            assignment.stage,
+            assignment.num_stages,
+        )
+        loaded = await self._compute.run(load_stage, assignment, self._resources)
+        log.info("loaded in %d ms, warmed up in %d ms", loaded.load_ms, loaded.warmup_ms)
+        self._loaded = loaded
+
+    async def _begin_epoch(self, epoch: Epoch, reply: Reply) -> None:
+        await self._end_session()
+        problem = self._epoch_problem(epoch)
+        if problem is not None:
+            log.error("epoch %d cannot begin: %s", epoch.number, problem)
+            stage = self._loaded.assignment.stage if self._loaded else 0
+            report = FaultReport(
+                epoch=epoch.number, step_id=0, stage=stage, kind=StepFaultKind.EPOCH, message=problem
+            )
+            reply(cluster_pb2.WorkerMessage(fault=encode_fault(report)))
+            return
+        assert self._loaded is not None
+        self._session = self._new_session(epoch, self._loaded, reply)
+        self._session.start()
+        self._last_epoch = epoch.number
+        began, self._epoch_began = self._epoch_began, asyncio.Event()
+        began.set()
+
+    def _epoch_problem(self, epoch: Epoch) -> str | None:
+        """Why this worker cannot take part in `epoch`, if so."""
+        loaded = self._loaded
+        if loaded is None or loaded.assignment.plan_id != epoch.plan_id:
+            present = "none" if loaded is None else loaded.assignment.plan_id
+            return f"epoch {epoch.number} is of plan {epoch.plan_id}, loaded is {present}"
+        if epoch.number <= self._last_epoch:
+            return f"epoch {epoch.number} begins after epoch {self._last_epoch}"
+        assignment = loaded.assignment
+        if len(epoch.peers) != assignment.num_stages:
+            return f"epoch {epoch.number} has {len(epoch.peers)} stages, the plan {assignment.num_stages}"
+        if epoch.peers[assignment.stage].incarnation != self._incarnation:
+            return f"epoch {epoch.number} has another process as stage {assignment.stage}"
+        return None
+
+    def _new_session(self, epoch: Epoch, loaded: LoadedStage, reply: Reply) -> EpochSession:
+        def on_ready() -> None:
+            log.info("epoch %d: stage %d is ready", epoch.number, loaded.assignment.stage)
+            self._on_serving(True)
+            reply(cluster_pb2.WorkerMessage(epoch_ready=cluster_pb2.EpochReady(epoch=epoch.number)))
+
+        def on_refused(report: FaultReport | None) -> None:
+            self._on_serving(False)
+            if report is not None:
+                reply(cluster_pb2.WorkerMessage(fault=encode_fault(report)))
+
+        return EpochSession(
+            epoch=epoch,
+            assignment=loaded.assignment,
+            executor=loaded.executor,
+            compute=self._compute,
+            hop=self._new_hop(epoch, loaded.assignment),
+            on_ready=on_ready,
+            on_refused=on_refused,
+        )
+
+    def _new_hop(self, epoch: Epoch, assignment: Assignment) -> Hop:
+        hello = hop_hello(epoch, assignment, self._incarnation)
+        if assignment.role.has_head:
+            return hop_to_coordinator(epoch.results_address, hello)
+        following = assignment.stage + 1
+        return hop_to_stage(following, epoch.peers[following].address, hello)
+
+    async def _end_session(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            self._on_serving(False)
+            await session.close()
+
+
+def _loaded_message(loaded: LoadedStage) -> cluster_pb2.StageLoaded:
+    return cluster_pb2.StageLoaded(
+        plan_id=loaded.assignment.plan_id,
+        weight_bytes=loaded.weight_bytes,
+        kv_bytes=loaded.kv_bytes,
+        activation_bytes=loaded.activation_bytes,
+        load_ms=loaded.load_ms,
+        warmup_ms=loaded.warmup_ms,
+    )
+
+
+def _drop(message: cluster_pb2.WorkerMessage) -> None:
+    """Nobody is connected who gave the order."""

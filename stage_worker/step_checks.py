@@ -1,0 +1,146 @@
+"""What must hold of a frame before anything is computed from it; else a StepFault with the numbers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from checkpoint import DType
+from kvcache import BlockTables
+from stage_worker.assignment import Assignment
+from stage_worker.models import SliceLayout
+from stage_worker.sequences import SequenceStates
+from wire.errors import StepFault, StepFaultKind
+from wire.frames import Frame
+from wire.ids import SequenceKey
+from wire.steps import Prefill, Slice, Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRules:
+    """The bounds that every step of a stage keeps."""
+
+    takes_hidden: bool
+    hidden_size: int
+    vocab_size: int
+    dtype: DType
+    block_size: int
+    max_step_tokens: int
+    max_step_sequences: int
+    max_sequence_tokens: int
+
+    @classmethod
+    def of(cls, assignment: Assignment, *, hidden_size: int, vocab_size: int) -> "StepRules":
+        """The rules for the stage that `assignment` describes; the sizes are those of its model."""
+        return cls(
+            takes_hidden=not assignment.role.has_embeddings,
+            hidden_size=hidden_size,
+            vocab_size=vocab_size,
+            dtype=assignment.dtype,
+            block_size=assignment.block_size,
+            max_step_tokens=assignment.max_step_tokens,
+            max_step_sequences=assignment.max_step_sequences,
+            max_sequence_tokens=assignment.max_sequence_tokens,
+        )
+
+    @property
+    def max_hidden_bytes(self) -> int:
+        """The largest payload that a frame into this stage can have."""
+        return self.max_step_tokens * self.hidden_size * self.dtype.size_bytes if self.takes_hidden else 0
+
+
+def check_hidden_states(frame: Frame, rules: StepRules) -> None:
+    """Hidden states are there exactly when they are due, in the right shape and dtype."""
+    hidden, step = frame.hidden, frame.step
+    if hidden is None:
+        if rules.takes_hidden and step.slices:
+            raise StepFault(
+                StepFaultKind.HIDDEN_STATES_MISSING,
+                f"no hidden states for {step.num_tokens} tokens of {len(step.slices)} slices",
+            )
+        return
+    if not rules.takes_hidden or not step.slices:
+        why = "the first stage takes tokens" if step.slices else "the step has no slices"
+        raise StepFault(
+            StepFaultKind.HIDDEN_STATES_UNEXPECTED, f"hidden states {hidden.shape} came, but {why}"
+        )
+    if hidden.dtype is not rules.dtype:
+        raise StepFault(
+            StepFaultKind.DTYPE, f"hidden states in {hidden.dtype.value}, expected {rules.dtype.value}"
+        )
+    if hidden.shape != (step.num_tokens, rules.hidden_size):
+        raise StepFault(
+            StepFaultKind.SHAPE,
+            f"hidden states {hidden.shape} for {step.num_tokens} tokens of width {rules.hidden_size}",
+        )
+
+
+def check_limits(step: Step, rules: StepRules) -> None:
+    """Not more tokens and sequences than were agreed, and no sequence twice."""
+    if step.num_tokens > rules.max_step_tokens:
+        raise _slice_set(f"{step.num_tokens} tokens in one step, at most {rules.max_step_tokens} are agreed")
+    if len(step.slices) > rules.max_step_sequences:
+        raise _slice_set(
+            f"{len(step.slices)} sequences in one step, at most {rules.max_step_sequences} are agreed"
+        )
+    seen: set[SequenceKey] = set()
+    for part in step.slices:
+        if part.sequence in seen:
+            raise _slice_set(f"two slices of {part.sequence} in one step")
+        seen.add(part.sequence)
+
+
+def slice_layouts(
+    slices: Sequence[Slice], sequences: SequenceStates, tables: BlockTables, rules: StepRules
+) -> list[SliceLayout]:
+    """Checks every slice against what the stage knows of its sequence, and finds its pages."""
+    return [_slice_layout(part, sequences, tables, rules) for part in slices]
+
+
+def _slice_layout(
+    part: Slice, sequences: SequenceStates, tables: BlockTables, rules: StepRules
+) -> SliceLayout:
+    key = part.sequence
+    _check_tokens(part, rules)
+    state = sequences.get(key)
+    valid_until = tables.valid_until(key) if key in tables else 0
+    state.check(part, valid_until=valid_until)
+    first_position, num_tokens = part.first_position, len(part.tokens)
+    pages = tables.pages(key) if key in tables else []
+    first_block = tables.first_block(key) if key in tables else 0
+    held_end = (first_block + len(pages)) * rules.block_size
+    if first_position < first_block * rules.block_size or first_position + num_tokens > held_end:
+        raise StepFault(
+            StepFaultKind.POSITION,
+            f"slice of {key} at positions [{first_position}, {first_position + num_tokens}), its blocks hold "
+            f"[{first_block * rules.block_size}, {held_end})",
+        )
+    return SliceLayout(
+        first_position=first_position,
+        num_tokens=num_tokens,
+        pages=pages,
+        first_block=first_block,
+        num_valid=valid_until,
+    )
+
+
+def _check_tokens(part: Slice, rules: StepRules) -> None:
+    step = part.inference_step
+    end = part.first_position + len(part.tokens)
+    if len(part.tokens) != (step.num_tokens if isinstance(step, Prefill) else 1):
+        raise _slice_set(f"slice of {part.sequence} has {len(part.tokens)} tokens, which {step} contradicts")
+    if max(part.tokens) >= rules.vocab_size:
+        raise _slice_set(
+            f"token {max(part.tokens)} of {part.sequence} for a vocabulary of {rules.vocab_size}"
+        )
+    if end > rules.max_sequence_tokens:
+        raise _slice_set(
+            f"{part.sequence} reaches {end} tokens, at most {rules.max_sequence_tokens} are agreed"
+        )
+    if isinstance(step, Prefill) and not step.is_final and end % rules.block_size:
+        raise _slice_set(
+            f"chunk of {part.sequence} ends at {end}, neither the prompt's end nor a boundary of blocks of "
+            f"{rules.block_size} tokens"
+        )
+
+
+def _slice_set(message: str) -> StepFault:
+    return StepFault(StepFaultKind.SLICE_SET, message)

@@ -1,0 +1,145 @@
+"""One stage worker: the server that it is, the member of a cluster, and the stage that it hosts."""
+
+import asyncio
+import os
+import socket
+from collections.abc import Iterable
+
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+
+from stage_worker.compute import ComputeThread
+from stage_worker.config import WorkerConfig
+from stage_worker.control import Membership
+from stage_worker.loading import WorkerResources
+from stage_worker.memory import default_memory_bytes, parse_device, resident_bytes
+from stage_worker.service import StageService
+from stage_worker.stage_host import StageHost
+from stageline_rpc.v1 import cluster_pb2, stage_pb2, stage_pb2_grpc
+from wire.addresses import Address, parse_address, parse_peer_address
+from wire.channels import PROTOCOL_VERSION, bind, new_server
+from wire.ids import new_incarnation
+
+DEFAULT_LISTEN = "127.0.0.1:0"
+STAGE_SERVICE = stage_pb2.DESCRIPTOR.services_by_name["Stage"].full_name
+_WILDCARDS = ("0.0.0.0", "::")
+_STOP_GRACE_S = 0.5
+
+
+class Worker:
+    """Made, started, run and stopped once, in one event loop."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        """Raises ValueError for a device that is not here. Binds nothing yet."""
+        self._config = config
+        self._device = parse_device(config.device)
+        self._memory_bytes = config.memory_bytes or default_memory_bytes(self._device)
+        self._incarnation = new_incarnation()
+        self._health = health_aio.HealthServicer()
+        self._compute = ComputeThread(num_threads=config.num_threads)
+        self._server = new_server()
+        self._host = StageHost(
+            incarnation=self._incarnation,
+            resources=WorkerResources(
+                device=self._device,
+                memory_bytes=self._memory_bytes,
+                model_directory=config.model_directory,
+            ),
+            compute=self._compute,
+            on_serving=self._set_serving,
+        )
+        self._health_tasks: set[asyncio.Task[None]] = set()
+        self.listen_address = ""
+        self.advertised_address = ""
+        self.name = config.name or ""
+
+    async def start(self) -> None:
+        """Serves from here on. Raises OSError when the address cannot be had."""
+        listen = parse_address(self._config.listen or DEFAULT_LISTEN)
+        stage_pb2_grpc.add_StageServicer_to_server(StageService(self._host), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        port = bind(self._server, str(listen))
+        bound = Address(listen.host, port)
+        self.listen_address = str(bound)
+        self.advertised_address = self._config.advertise or str(
+            await _advertised(bound, self._config.coordinator)
+        )
+        self.name = self.name or f"{socket.gethostname()}-{port}"
+        await self._report_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._server.start()
+
+    async def run(self) -> None:
+        """A member of the cluster until the coordinator asks the process to end. Raises JoinRefused."""
+        membership = Membership(
+            coordinator=self._config.coordinator,
+            new_hello=self._hello,
+            heartbeat=self._heartbeat,
+            host=self._host,
+        )
+        orders = asyncio.create_task(self._host.run(), name="stage-host")
+        joined = asyncio.create_task(membership.run(), name="membership")
+        try:
+            await asyncio.wait({orders, joined}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (orders, joined):
+                if task.done():
+                    task.result()
+        finally:
+            await _cancel((joined, orders))
+
+    async def stop(self) -> bool:
+        """Ends server and compute thread; False when the thread is still busy: a load cannot be stopped."""
+        await self._server.stop(_STOP_GRACE_S)
+        await _cancel(self._health_tasks)
+        return self._compute.stop(timeout_s=_STOP_GRACE_S)
+
+    def _hello(self) -> cluster_pb2.WorkerHello:
+        return cluster_pb2.WorkerHello(
+            protocol_version=PROTOCOL_VERSION,
+            name=self.name,
+            incarnation=self._incarnation,
+            address=self.advertised_address,
+            device=str(self._device),
+            memory_bytes=self._memory_bytes,
+            last_epoch=self._host.last_epoch,
+            pid=os.getpid(),
+            hostname=socket.gethostname(),
+        )
+
+    def _heartbeat(self) -> cluster_pb2.Heartbeat:
+        heartbeat = self._host.heartbeat()
+        heartbeat.resident_bytes = resident_bytes()
+        return heartbeat
+
+    def _set_serving(self, is_serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse.SERVING
+        if not is_serving:
+            status = health_pb2.HealthCheckResponse.NOT_SERVING
+        task = asyncio.create_task(self._report_health(status))
+        self._health_tasks.add(task)
+        task.add_done_callback(self._health_tasks.discard)
+
+    async def _report_health(self, status: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> None:
+        for service in ("", STAGE_SERVICE):
+            await self._health.set(service, status)
+
+
+async def _advertised(bound: Address, coordinator: str) -> Address:
+    """The bound address; for a wildcard, the address from which this machine reaches the coordinator."""
+    if bound.host not in _WILDCARDS:
+        return bound
+    peer = parse_peer_address(coordinator)
+    loop = asyncio.get_running_loop()
+    family = socket.AF_INET if bound.host == "0.0.0.0" else socket.AF_UNSPEC
+    found = await loop.getaddrinfo(peer.host, peer.port, family=family, type=socket.SOCK_DGRAM)
+    family, kind, protocol, _, address = found[0]
+    with socket.socket(family, kind, protocol) as probe:
+        # Connecting a datagram socket sends nothing; it only asks for the route.
+        probe.connect(address)
+        return Address(probe.getsockname()[0], bound.port)
+
+
+async def _cancel(tasks: Iterable["asyncio.Task[None]"]) -> None:
+    tasks = tuple(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

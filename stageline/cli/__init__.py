@@ -1,0 +1,79 @@
+"""The `stageline` command: one file per subcommand, registered here."""
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from deploy import ClusterFailed
+from stageline.cli.chat import chat
+from stageline.cli.coordinator import coordinator
+from stageline.cli.demo import demo
+from stageline.cli.failures import FAILURE, INTERRUPTED, CommandFailed, report
+from stageline.cli.generate import generate
+from stageline.cli.plan import plan
+from stageline.cli.status import status
+from stageline.cli.up import up
+from stageline.cli.worker import worker
+from stageline.errors import StagelineError
+from stageline.version import VERSION
+
+app = typer.Typer(
+    name="stageline",
+    help="Serve one language model from several machines, as a pipeline of stages.",
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+
+_SERVE = "Run a cluster"
+_USE = "Use a cluster"
+
+app.command("demo", rich_help_panel=_SERVE)(demo)
+app.command("up", rich_help_panel=_SERVE)(up)
+app.command("coordinator", rich_help_panel=_SERVE)(coordinator)
+app.command("worker", rich_help_panel=_SERVE)(worker)
+app.command("plan", rich_help_panel=_SERVE)(plan)
+app.command("generate", rich_help_panel=_USE)(generate)
+app.command("chat", rich_help_panel=_USE)(chat)
+app.command("status", rich_help_panel=_USE)(status)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"stageline {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line (this process's unless given) and returns its exit code.
+
+    0: done. 1: failed, with one line. 2: wrong usage, with one line. 130: ended by Ctrl-C.
+    """
+    try:
+        words = sys.argv[1:] if arguments is None else list(arguments)
+        return app(words or ["--help"], prog_name="stageline", standalone_mode=False) or 0
+    except typer.TyperException as error:
+        report(_one_line(error))
+        return error.exit_code
+    except typer.Abort:
+        return INTERRUPTED
+    except (StagelineError, CommandFailed, ClusterFailed, OSError) as error:
+        report(str(error))
+        return FAILURE
+
+
+def _one_line(error: typer.TyperException) -> str:
+    message = " ".join(error.format_message().split()).removesuffix(".")
+    context = getattr(error, "ctx", None)  # only errors of usage have one
+    return message if context is None else f"{message} (see {context.command_path} --help)"

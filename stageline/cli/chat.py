@@ -1,0 +1,84 @@
+"""`stageline chat`: a conversation that remembers what was said."""
+
+import asyncio
+import contextlib
+import sys
+
+from stageline.cli import options
+from stageline.cli.failures import CommandFailed, report
+from stageline.cli.stream import write_stream
+from stageline.client import Client
+from stageline.errors import StagelineError
+from stageline.prompt import ChatMessage
+
+with contextlib.suppress(ImportError):  # it gives input() line editing and history, where Python has it
+    import readline  # noqa: F401
+
+
+def chat(
+    max_tokens: options.MaxTokens = None,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    seed: options.Seed = None,
+    coordinator: options.Coordinator = options.DEFAULT_ADDRESS,
+) -> int:
+    """Hold a conversation. [bold]/reset[/] forgets it, [bold]/exit[/] ends, Ctrl-C stops an answer."""
+    history: list[ChatMessage] = []
+
+    async def check_model() -> None:
+        async with Client(coordinator) as client:
+            model = await client.model()
+        if not model.has_chat_template:
+            raise CommandFailed(f"model {model.name} has no chat template; use `stageline generate`")
+        _say(f"Talking with {model.name}. /reset forgets the conversation, /exit ends it.")
+
+    async def answer() -> str:
+        async with Client(coordinator) as client:
+            outputs = client.generate(
+                history,
+                max_tokens=max_tokens,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                seed=seed,
+            )
+            return (await write_stream(outputs, as_token_ids=False)).text
+
+    with asyncio.Runner() as runner:
+        runner.run(check_model())
+        while (said := _next_line(history)) is not None:
+            history.append({"role": "user", "content": said})
+            try:
+                history.append({"role": "assistant", "content": runner.run(answer()).strip()})
+            except KeyboardInterrupt:
+                history.pop()
+                _say("\n(stopped; your last message is forgotten)")
+            except StagelineError as error:
+                history.pop()
+                report(str(error))
+    return 0
+
+
+def _next_line(history: list[ChatMessage]) -> str | None:
+    """The next thing the user says to the model; commands are carried out here. None at the end."""
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "").strip()
+        except (EOFError, KeyboardInterrupt):
+            _say("")
+            return None
+        if line == "/exit":
+            return None
+        if line == "/reset":
+            history.clear()
+            _say("(the conversation is forgotten)")
+        elif line.startswith("/"):
+            _say(f"(no command {line}; there are /reset and /exit)")
+        elif line:
+            return line
+
+
+def _say(text: str) -> None:
+    # Remarks of ours go to standard error: a pipe gets the model's answers only.
+    print(text, file=sys.stderr, flush=True)

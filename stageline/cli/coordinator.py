@@ -1,0 +1,59 @@
+"""`stageline coordinator`: one coordinator in this process."""
+
+from typing import Annotated
+
+import typer
+
+from coordinator.config import CoordinatorConfig
+from stageline.cli import options
+
+
+def coordinator(
+    stages: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Stages to cut the model into; as many workers must join.")
+    ],
+    listen: options.Listen = options.DEFAULT_ADDRESS,
+    model: options.Model = None,
+    layers: options.Layers = None,
+    dtype: options.Dtype = None,
+    block_size: options.BlockSize = 16,
+    max_step_tokens: options.MaxStepTokens = 512,
+    max_step_sequences: options.MaxStepSequences = 64,
+    max_model_len: options.MaxModelLen = None,
+    kv_tokens: options.KvTokens = None,
+    queue_size: options.QueueSize = 256,
+) -> int:
+    """Plan the stages, and serve clients and workers until it is ended."""
+    config = options.build_config(
+        lambda: CoordinatorConfig(
+            model_directory=model,
+            listen=listen,
+            num_stages=stages,
+            layers=options.parse_layers(layers),
+            dtype=dtype,
+            block_size=block_size,
+            max_step_tokens=max_step_tokens,
+            max_step_sequences=max_step_sequences,
+            max_sequence_tokens=max_model_len,
+            max_kv_tokens=kv_tokens,
+            queue_size=queue_size,
+        )
+    )
+    from coordinator.app import run  # imported late: the other commands need none of it
+
+    return run(config)
+
+
+def flags_of(config: CoordinatorConfig) -> tuple[str, ...]:
+    """The flags that give another coordinator this config; without where it listens, stages and model."""
+    values = {
+        "--layers": None if config.layers is None else ",".join(map(str, config.layers)),
+        "--dtype": config.dtype,
+        "--block-size": config.block_size,
+        "--max-step-tokens": config.max_step_tokens,
+        "--max-step-sequences": config.max_step_sequences,
+        "--max-model-len": config.max_sequence_tokens,
+        "--kv-tokens": config.max_kv_tokens,
+        "--queue-size": config.queue_size,
+    }
+    return tuple(part for flag, value in values.items() if value is not None for part in (flag, str(value)))

@@ -1,0 +1,53 @@
+"""`stageline demo`: the built-in model answers through three stage processes of this machine."""
+
+import asyncio
+
+from rich.console import Console
+
+from deploy import LocalCluster, LocalClusterConfig
+from stageline.cli.failures import CommandFailed
+from stageline.cli.progress import wait_until_serving
+from stageline.cli.stream import Completion, write_stream
+from stageline.cli.tables import topology_view
+from stageline.client import Client
+from stageline.errors import StagelineError
+
+PROMPT = "Once upon a time"
+
+_NUM_WORKERS = 3
+_START_TIMEOUT_S = 180.0
+_GENERATE_TIMEOUT_S = 120.0
+_COORDINATOR_FLAGS = ("--kv-tokens", "8192")
+
+
+def demo() -> int:
+    """Start a coordinator and three workers here, let the built-in model tell a story, and end them."""
+    asyncio.run(
+        run_demo(LocalClusterConfig(num_workers=_NUM_WORKERS, coordinator_arguments=_COORDINATOR_FLAGS))
+    )
+    return 0
+
+
+async def run_demo(config: LocalClusterConfig) -> None:
+    """Raises ClusterFailed or CommandFailed, with the last lines of a log, when anything fails."""
+    console = Console(highlight=False)
+    console.print(
+        f"Starting a coordinator and {config.num_workers} stage workers, each a process of its own ..."
+    )
+    async with LocalCluster(config) as cluster:
+        status = await wait_until_serving(cluster, console, timeout_s=_START_TIMEOUT_S)
+        console.print(topology_view(status))
+        console.print(f"[bold]{PROMPT}[/]", end="")
+        completion = await cluster.while_running(_complete(cluster))
+        console.print(f"\n[dim]{completion.describe_speed()}[/]")
+    console.print("[dim]All processes have ended.[/]")
+
+
+async def _complete(cluster: LocalCluster) -> Completion:
+    try:
+        async with Client(cluster.address) as client:
+            outputs = client.generate(PROMPT, max_tokens=100, timeout_s=_GENERATE_TIMEOUT_S)
+            return await write_stream(outputs, as_token_ids=False)
+    except StagelineError as error:
+        lines = "\n".join(f"  | {line}" for line in cluster.coordinator.last_lines())
+        raise CommandFailed(f"{error}; the coordinator's log ends with\n{lines}") from error

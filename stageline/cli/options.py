@@ -1,0 +1,153 @@
+"""Options that several commands share, and the words that explain them."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, TypeAlias, TypeVar
+
+import typer
+
+from stageline.cli.sizes import parse_size
+from wire.addresses import parse_address, parse_peer_address
+
+DEFAULT_ADDRESS = "127.0.0.1:7480"
+
+_Config = TypeVar("_Config")
+_Value = TypeVar("_Value")
+
+
+def build_config(make: Callable[[], _Config]) -> _Config:
+    """What `make` returns. Its ValueError is about what the user typed, so it becomes a usage error."""
+    try:
+        return make()
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def parse_layers(text: str | None) -> tuple[int, ...] | None:
+    """Layers of each stage, as in 10,12,10. Raises ValueError."""
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"--layers {text!r} is not a list of numbers such as 10,12,10") from None
+
+
+def _parser(parse: Callable[[str], _Value]) -> Callable[[str], _Value]:
+    # typer passes on the text of BadParameter, but puts words of its own before that of ValueError.
+    def parse_option(text: str) -> _Value:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+
+    return parse_option
+
+
+def _listen(text: str) -> str:
+    return str(parse_address(text))
+
+
+def _peer(text: str) -> str:
+    return str(parse_peer_address(text))
+
+
+Coordinator: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        parser=_parser(_peer),
+        metavar="HOST:PORT",
+        envvar="STAGELINE_COORDINATOR",
+        help="Where the coordinator listens.",
+    ),
+]
+Model: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        exists=True,
+        file_okay=False,
+        resolve_path=True,
+        metavar="DIR",
+        help="Hugging Face checkpoint with safetensors; the built-in model unless given.",
+    ),
+]
+WorkerModel: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        exists=True,
+        file_okay=False,
+        resolve_path=True,
+        metavar="DIR",
+        help="Where this host has the checkpoint; the coordinator's path unless given.",
+    ),
+]
+Listen: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        parser=_parser(_listen), metavar="HOST:PORT", help="Where to listen; port 0 takes a free one."
+    ),
+]
+WorkerListen: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        parser=_parser(_listen), metavar="ADDR:PORT", help="Where to listen; any free port unless given."
+    ),
+]
+Advertise: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        parser=_parser(_peer),
+        metavar="HOST:PORT",
+        help="Where others reach this worker, if that is not where it listens.",
+    ),
+]
+Layers: TypeAlias = Annotated[
+    str | None, typer.Option(metavar="N,N,...", help="Layers of each stage; balanced unless given.")
+]
+Dtype: TypeAlias = Annotated[
+    str | None,
+    typer.Option(metavar="bf16|f16|f32", help="What to compute in; the checkpoint's own unless given."),
+]
+BlockSize: TypeAlias = Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of a KV block.")]
+MaxStepTokens: TypeAlias = Annotated[
+    int, typer.Option(metavar="N", min=1, help="Most tokens of a step; longer prompts go in chunks.")
+]
+MaxStepSequences: TypeAlias = Annotated[
+    int, typer.Option(metavar="N", min=1, help="Most sequences of a step.")
+]
+MaxModelLen: TypeAlias = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=1, help="Longest sequence to accept; the model's limit unless given."),
+]
+KvTokens: TypeAlias = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=1, help="Most KV tokens to hold; what fits in memory unless given."),
+]
+QueueSize: TypeAlias = Annotated[
+    int, typer.Option(metavar="N", min=1, help="Requests that may wait; more are refused as overload.")
+]
+Memory: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        parser=_parser(parse_size),
+        metavar="SIZE",
+        help="What a worker may use for weights, KV and activations together, e.g. 20GiB.",
+    ),
+]
+Threads: TypeAlias = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Compute threads of a worker.")
+]
+MaxTokens: TypeAlias = Annotated[int | None, typer.Option(metavar="N", min=1, help="Most new tokens.")]
+Temperature: TypeAlias = Annotated[
+    float | None,
+    typer.Option(metavar="T", min=0, help="0 always takes the likeliest token; 1 samples as trained."),
+]
+TopK: TypeAlias = Annotated[
+    int | None, typer.Option(metavar="K", min=0, help="Sample among the K likeliest tokens; 0 is all.")
+]
+TopP: TypeAlias = Annotated[
+    float | None, typer.Option(metavar="P", help="Sample among the likeliest tokens that make up share P.")
+]
+Seed: TypeAlias = Annotated[
+    int | None, typer.Option(metavar="N", min=0, help="The same seed samples the same tokens.")
+]

@@ -1,0 +1,51 @@
+"""`stageline status`: what the cluster is doing."""
+
+import asyncio
+from typing import Annotated
+
+import typer
+from google.protobuf import json_format
+from rich.console import Console
+from rich.live import Live
+
+from stageline.cli import options
+from stageline.cli.tables import status_view
+from stageline.client import Client
+from stageline_rpc.v1 import cluster_pb2
+
+_WATCH_INTERVAL_S = 1.0
+
+
+def status(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the status message as JSON.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it anew every second, until Ctrl-C.")] = False,
+    coordinator: options.Coordinator = options.DEFAULT_ADDRESS,
+) -> int:
+    """Show plan, workers, layers, memory, KV use and requests."""
+    if as_json and watch:
+        raise typer.BadParameter("--json prints once; it does not go with --watch")
+    asyncio.run(_watch(coordinator) if watch else _show_once(coordinator, as_json=as_json))
+    return 0
+
+
+async def _show_once(coordinator: str, *, as_json: bool) -> None:
+    async with Client(coordinator) as client:
+        message = await client.status()
+    if as_json:
+        print(_to_json(message))
+    else:
+        Console().print(status_view(message))
+
+
+async def _watch(coordinator: str) -> None:
+    async with Client(coordinator) as client:
+        with Live(status_view(await client.status()), auto_refresh=False) as live:
+            while True:
+                live.update(status_view(await client.status()), refresh=True)
+                await asyncio.sleep(_WATCH_INTERVAL_S)
+
+
+def _to_json(message: cluster_pb2.GetStatusResponse) -> str:
+    return json_format.MessageToJson(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )

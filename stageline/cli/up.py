@@ -1,0 +1,133 @@
+"""`stageline up`: a whole cluster on this machine, until Ctrl-C."""
+
+import asyncio
+import shlex
+import signal
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from coordinator.config import CoordinatorConfig
+from deploy import LocalCluster, LocalClusterConfig, LocalProcess
+from stageline.cli import options
+from stageline.cli.coordinator import flags_of
+from stageline.cli.progress import wait_until_serving
+from stageline.cli.tables import describe_cluster, describe_kv_cache, topology_view
+
+_GENERATE = 'generate "Once upon a time"'
+_START_TIMEOUT_S = 3600.0  # a large model takes its time to load; the progress shows meanwhile
+_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def up(
+    workers: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Stage workers to start, one stage each.")
+    ] = 3,
+    model: options.Model = None,
+    listen: options.Listen = options.DEFAULT_ADDRESS,
+    device: Annotated[
+        str, typer.Option(metavar="DEVICE,...", help="One device for all workers, or one for each.")
+    ] = "cpu",
+    memory: options.Memory = None,
+    threads: options.Threads = None,
+    layers: options.Layers = None,
+    dtype: options.Dtype = None,
+    block_size: options.BlockSize = 16,
+    max_step_tokens: options.MaxStepTokens = 512,
+    max_step_sequences: options.MaxStepSequences = 64,
+    max_model_len: options.MaxModelLen = None,
+    kv_tokens: options.KvTokens = None,
+    queue_size: options.QueueSize = 256,
+) -> int:
+    """Start a coordinator and its workers on this machine, and keep them until Ctrl-C."""
+
+    def make_config() -> LocalClusterConfig:
+        coordinator = CoordinatorConfig(
+            model_directory=model,
+            listen=listen,
+            num_stages=workers,
+            layers=options.parse_layers(layers),
+            dtype=dtype,
+            block_size=block_size,
+            max_step_tokens=max_step_tokens,
+            max_step_sequences=max_step_sequences,
+            max_sequence_tokens=max_model_len,
+            max_kv_tokens=kv_tokens,
+            queue_size=queue_size,
+        )
+        return LocalClusterConfig(
+            num_workers=workers,
+            model_directory=model,
+            listen=listen,
+            devices=tuple(device.split(",")),
+            memory_bytes=memory,
+            num_threads=threads,
+            coordinator_arguments=flags_of(coordinator),
+        )
+
+    return asyncio.run(run_up(options.build_config(make_config)))
+
+
+async def run_up(config: LocalClusterConfig) -> int:
+    """Returns 0 once a signal has ended the cluster; raises ClusterFailed when the coordinator ends."""
+    console = Console()
+    cluster = LocalCluster(config)
+    _end_on_signals(cluster, console)
+    try:
+        async with cluster:
+            await _serve(cluster, console)
+    except asyncio.CancelledError:
+        console.print("All processes have ended.")
+    return 0
+
+
+def _end_on_signals(cluster: LocalCluster, console: Console) -> None:
+    """The first signal ends the cluster in order; a second one does not wait for that."""
+    task = asyncio.current_task()
+    assert task is not None
+
+    def end() -> None:
+        if task.cancelling():
+            cluster.kill_all()
+        else:
+            console.print("Ending all processes. Ctrl-C again does not wait for them.")
+            task.cancel()
+
+    loop = asyncio.get_running_loop()
+    for number in _ENDING_SIGNALS:
+        loop.add_signal_handler(number, end)
+
+
+async def _serve(cluster: LocalCluster, console: Console) -> None:
+    console.print(f"Logs are in {cluster.log_directory}", highlight=False)
+    status = await wait_until_serving(cluster, console, timeout_s=_START_TIMEOUT_S)
+    console.print(describe_cluster(status), highlight=False)
+    console.print(topology_view(status))
+    console.print(describe_kv_cache(status), highlight=False)
+    console.print(
+        f"Serving at [bold]{cluster.address}[/]. Ctrl-C ends it. In another terminal:\n"
+        f"  {_client_command(cluster, _GENERATE)}\n  {_client_command(cluster, 'status')}",
+        highlight=False,
+    )
+    while True:
+        process = await cluster.next_exit()
+        if process is cluster.coordinator:
+            raise process.failure()
+        _tell_of_lost_worker(cluster, process, console)
+
+
+def _tell_of_lost_worker(cluster: LocalCluster, process: LocalProcess, console: Console) -> None:
+    console.print(str(process.failure()), markup=False, highlight=False, soft_wrap=True, style="red")
+    console.print(
+        "The coordinator waits for a worker to take its place. To start it again:\n"
+        f"  stageline {shlex.join(cluster.worker_line(process.name))}",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _client_command(cluster: LocalCluster, command: str) -> str:
+    is_default = cluster.address == options.DEFAULT_ADDRESS
+    return f"stageline {command}" + ("" if is_default else f" --coordinator {cluster.address}")

@@ -1,0 +1,38 @@
+"""`stageline worker`: one stage worker in this process."""
+
+from typing import Annotated
+
+import typer
+
+from stage_worker.config import WorkerConfig
+from stageline.cli import options
+
+
+def worker(
+    coordinator: options.Coordinator = options.DEFAULT_ADDRESS,
+    device: Annotated[str, typer.Option(metavar="DEVICE", help="cpu, cuda or cuda:N.")] = "cpu",
+    memory: options.Memory = None,
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Stable name, unique in the cluster, e.g. gpu-a.")
+    ] = None,
+    listen: options.WorkerListen = None,
+    advertise: options.Advertise = None,
+    model: options.WorkerModel = None,
+    threads: options.Threads = None,
+) -> int:
+    """Join a coordinator, and run the stage that it assigns until it is ended."""
+    config = options.build_config(
+        lambda: WorkerConfig(
+            coordinator=coordinator,
+            device=device,
+            memory_bytes=memory,
+            name=name,
+            listen=listen,
+            advertise=advertise,
+            model_directory=model,
+            num_threads=threads,
+        )
+    )
+    from stage_worker.app import run  # imported late: it loads torch
+
+    return run(config)

@@ -1,0 +1,373 @@
+"""What config.json may say: every family in both dialects passes, everything else is refused by name."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoConfig
+
+from checkpoint import (
+    BadConfig,
+    CheckpointError,
+    DType,
+    ModelConfig,
+    ModelFamily,
+    RopeConfig,
+    RopeKind,
+    UnknownDType,
+    UnsupportedModel,
+    parse_config,
+)
+
+# As published on the hub for transformers 4, abridged by nothing that has an effect.
+LLAMA2: dict[str, Any] = {
+    "_name_or_path": "meta-llama/Llama-2-7b-hf",
+    "architectures": ["LlamaForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "transformers_version": "4.31.0.dev0",
+    "use_cache": True,
+    "vocab_size": 32000,
+}
+LLAMA31 = LLAMA2 | {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "eos_token_id": [128001, 128008, 128009],
+    "mlp_bias": False,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "rope_interleaved": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+MISTRAL: dict[str, Any] = {
+    "architectures": ["MistralForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.34.0.dev0",
+    "use_cache": True,
+    "vocab_size": 32000,
+}
+QWEN25: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "initializer_range": 0.02,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 21,
+    "model_type": "qwen2",
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.43.1",
+    "use_cache": True,
+    "use_mrope": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "initializer_range": 0.02,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+HUB = {"llama2": LLAMA2, "llama3.1": LLAMA31, "mistral": MISTRAL, "qwen2.5": QWEN25, "qwen3": QWEN3}
+SMALL = LLAMA2 | {"num_hidden_layers": 4}
+
+
+def yarn(**more: Any) -> dict[str, Any]:
+    return {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, **more}
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_configs_of_the_hub_pass_in_both_dialects(name: str) -> None:
+    """transformers 5 rewrites the old dialect into the new one; both must mean the same to us."""
+    raw = HUB[name]
+    rewritten = AutoConfig.for_model(**raw).to_dict()
+    assert "rope_parameters" in rewritten
+    assert parse_config(rewritten) == parse_config(raw)
+
+
+def test_a_config_is_read_completely() -> None:
+    assert parse_config(LLAMA31 | {"num_hidden_layers": 2}) == ModelConfig(
+        family=ModelFamily.LLAMA,
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_layers=2,
+        num_attention_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        vocab_size=128256,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-05,
+        rope=RopeConfig(
+            kind=RopeKind.LLAMA3,
+            theta=500000.0,
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=8192,
+        ),
+        tie_word_embeddings=False,
+        dtype=DType.BF16,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        layer_windows=(None, None),
+    )
+
+
+def test_biases_and_qk_norm_follow_the_family() -> None:
+    qwen2, qwen3 = parse_config(QWEN25), parse_config(QWEN3)
+    llama = parse_config(SMALL | {"attention_bias": True, "mlp_bias": True})
+    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.mlp_bias, qwen2.qk_norm) == (True, False, False, False)
+    assert (qwen3.qkv_bias, qwen3.o_bias, qwen3.mlp_bias, qwen3.qk_norm) == (False, False, False, True)
+    assert (llama.qkv_bias, llama.o_bias, llama.mlp_bias, llama.qk_norm) == (True, True, True, False)
+
+
+@pytest.mark.parametrize(
+    ("raw", "windows"),
+    [
+        (MISTRAL | {"num_hidden_layers": 2}, (4096, 4096)),
+        (MISTRAL | {"num_hidden_layers": 2, "sliding_window": None}, (None, None)),
+        (QWEN3 | {"num_hidden_layers": 3, "sliding_window": 8}, (None, None, None)),
+        (
+            QWEN3 | {"num_hidden_layers": 3, "sliding_window": 8, "use_sliding_window": True},
+            (None, None, None),
+        ),
+        (
+            QWEN25
+            | {
+                "num_hidden_layers": 3,
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "max_window_layers": 1,
+            },
+            (None, 8, 8),
+        ),
+        (
+            QWEN3
+            | {
+                "num_hidden_layers": 3,
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            (8, None, 8),
+        ),
+    ],
+)
+def test_windows_per_layer(raw: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    assert parse_config(raw).layer_windows == windows
+
+
+@pytest.mark.parametrize(
+    ("raw", "named"),
+    [
+        (SMALL | {"architectures": ["GPT2LMHeadModel"]}, "architecture 'GPT2LMHeadModel'"),
+        (SMALL | {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        (SMALL | {"architectures": None, "model_type": "gemma2"}, "model type 'gemma2'"),
+        (
+            SMALL | {"quantization_config": {"quant_method": "awq"}},
+            r"'quantization_config' = \{'quant_method'",
+        ),
+        (SMALL | {"hidden_act": "gelu"}, "'hidden_act' = 'gelu'"),
+        (SMALL | {"partial_rotary_factor": 0.5}, "'partial_rotary_factor' = 0.5"),
+        (SMALL | {"attn_logit_softcapping": 50.0}, "'attn_logit_softcapping' = 50.0"),
+        (SMALL | {"num_experts": 8}, "'num_experts' = 8"),
+        (SMALL | {"rope_interleaved": True}, "'rope_interleaved' = True"),
+        (SMALL | {"sliding_window": 128}, "'sliding_window' = 128 is not supported for 'llama'"),
+        (SMALL | {"auto_map": {"AutoModelForCausalLM": "m.M"}}, "'auto_map'"),
+        (SMALL | {"some_future_field": "on"}, "'some_future_field' = 'on'"),
+        (MISTRAL | {"attention_bias": True}, "'attention_bias' = True is not supported for 'mistral'"),
+        (QWEN25 | {"mlp_bias": True}, "'mlp_bias' = True is not supported for 'qwen2'"),
+        (
+            SMALL | {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "'rope_scaling.rope_type' = 'dynamic'",
+        ),
+        (SMALL | {"rope_parameters": {"rope_type": "longrope"}}, "'rope_parameters.rope_type' = 'longrope'"),
+        (SMALL | {"rope_scaling": {"type": "mrope"}}, "'mrope'"),
+        (SMALL | {"rope_scaling": yarn(mrope_section=[1])}, r"'rope_scaling.mrope_section' = \[1\]"),
+        (
+            SMALL | {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}},
+            "rope_parameters.full_attention",
+        ),
+        (
+            SMALL | {"rope_parameters": {"partial_rotary_factor": 0.5}},
+            "rope_parameters.partial_rotary_factor",
+        ),
+        (QWEN3 | {"layer_types": ["chunked_attention"] * 28}, r"'layer_types\[0\]' = 'chunked_attention'"),
+        (
+            MISTRAL | {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]},
+            "'layer_types'",
+        ),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(raw: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnsupportedModel, match=named):
+        parse_config(raw)
+
+
+@pytest.mark.parametrize(
+    ("raw", "named"),
+    [
+        (
+            SMALL | {"num_key_value_heads": 5},
+            "num_attention_heads 32 is not a multiple of num_key_value_heads 5",
+        ),
+        (SMALL | {"num_hidden_layers": 0}, "'num_hidden_layers' must be a positive integer, is 0"),
+        (SMALL | {"hidden_size": True}, "'hidden_size' must be a positive integer, is True"),
+        (SMALL | {"hidden_size": "4096"}, "'hidden_size' must be a positive integer, is '4096'"),
+        (SMALL | {"hidden_size": 4095}, "hidden_size 4095 is no multiple of 32 attention heads"),
+        (SMALL | {"head_dim": 15}, "head_dim 15 is odd"),
+        (SMALL | {"rms_norm_eps": 0}, "'rms_norm_eps' must be a positive number, is 0"),
+        (SMALL | {"vocab_size": None}, "'vocab_size' is missing"),
+        (SMALL | {"torch_dtype": None}, "'dtype' is missing"),
+        (SMALL | {"dtype": "bfloat16"}, "'dtype' and 'torch_dtype' contradict"),
+        (SMALL | {"tie_word_embeddings": "yes"}, "'tie_word_embeddings' must be true or false, is 'yes'"),
+        (SMALL | {"architectures": ["Qwen2ForCausalLM"]}, "must name one model"),
+        (SMALL | {"architectures": [], "model_type": None}, "must name one model"),
+        (SMALL | {"rope_scaling": {"type": "linear"}}, "'factor' is missing"),
+        (SMALL | {"rope_scaling": {"type": "linear", "rope_type": "yarn"}}, "names two kinds: linear, yarn"),
+        (SMALL | {"rope_scaling": [1]}, "'rope_scaling' must be an object"),
+        (SMALL | {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}}, "contradict"),
+        (SMALL | {"rope_scaling": yarn(beta_fast=1.0, beta_slow=2.0)}, "beta_slow 2.0"),
+        (QWEN3 | {"layer_types": ["sliding_attention"] * 28}, "without a sliding window in use"),
+        (QWEN3 | {"layer_types": ["full_attention"]}, "must list 28 layers"),
+        (
+            {k: v for k, v in MISTRAL.items() if k != "num_key_value_heads"},
+            "'num_key_value_heads' is missing",
+        ),
+    ],
+)
+def test_impossible_values_are_refused_with_their_numbers(raw: dict[str, Any], named: str) -> None:
+    with pytest.raises(BadConfig, match=named):
+        parse_config(raw)
+
+
+def test_every_rope_parameter_arrives() -> None:
+    scaling = yarn(
+        attention_factor=1.5, beta_fast=16, beta_slow=2, mscale=0.7, mscale_all_dim=0.9, truncate=False
+    )
+    assert parse_config(SMALL | {"rope_theta": 5000, "rope_scaling": scaling}).rope == RopeConfig(
+        kind=RopeKind.YARN,
+        theta=5000.0,
+        factor=4.0,
+        original_max_position_embeddings=32768,
+        attention_factor=1.5,
+        beta_fast=16.0,
+        beta_slow=2.0,
+        mscale=0.7,
+        mscale_all_dim=0.9,
+        truncate=False,
+    )
+    linear = {"type": "linear", "factor": 2.5}
+    assert parse_config(SMALL | {"rope_scaling": linear}).rope == RopeConfig(kind=RopeKind.LINEAR, factor=2.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("bf16", DType.BF16),
+        ("bfloat16", DType.BF16),
+        ("torch.float16", DType.F16),
+        ("half", DType.F16),
+        ("float32", DType.F32),
+        ("F32", DType.F32),
+    ],
+)
+def test_dtype_names(name: str, dtype: DType) -> None:
+    assert DType.from_name(name) is dtype
+    assert dtype.size_bytes == (4 if dtype is DType.F32 else 2)
+
+
+@pytest.mark.parametrize("name", ["auto", "int8", "float64", ""])
+def test_an_unknown_dtype_lists_the_legal_names(name: str) -> None:
+    with pytest.raises(UnknownDType, match=f"{name!r} is none of bf16, f16, f32, bfloat16"):
+        DType.from_name(name)
+
+
+_json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(key=st.sampled_from(sorted(LLAMA31 | QWEN3 | {"rope_parameters": 0, "layer_types": 0})), value=_json)
+def test_any_value_of_any_field_is_taken_or_refused_never_a_crash(key: str, value: object) -> None:
+    for raw in (SMALL, QWEN3):
+        with suppress(CheckpointError):
+            assert isinstance(parse_config(raw | {key: value}), ModelConfig)

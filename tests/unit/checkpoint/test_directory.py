@@ -1,0 +1,328 @@
+"""Opening a checkpoint directory: what is checked before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoint import (
+    BadConfig,
+    BadHeader,
+    Checkpoint,
+    CheckpointError,
+    CheckpointNotFound,
+    DType,
+    MissingTensor,
+    UnexpectedTensor,
+    UnsupportedFormat,
+    UnsupportedModel,
+    WrongShape,
+    embedding_bytes,
+    head_bytes,
+    kv_bytes_per_token_per_layer,
+    layer_weight_bytes,
+    stage_tensor_names,
+    stage_weight_bytes,
+)
+from tests.checkpoints import edit_config, load_reference, make_checkpoint
+
+ROOT = Path(__file__).parents[3]
+Header = dict[str, Any]
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return make_checkpoint(tmp_path / "model", "llama", num_layers=2)
+
+
+def edit_header(directory: Path, edit: Callable[[Header], None], *, file: str = "model.safetensors") -> None:
+    path = directory / file
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    edit(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_transformers_saves_is_accepted(family: str, tied: bool, tmp_path: Path) -> None:
+    one = make_checkpoint(tmp_path / "one", family, num_layers=2, tie_word_embeddings=tied)
+    many = make_checkpoint(
+        tmp_path / "many", family, num_layers=2, tie_word_embeddings=tied, max_shard_size="50KB"
+    )
+    single, sharded = Checkpoint.open(one), Checkpoint.open(many)
+    assert single.config == sharded.config
+    assert single.tensors.keys() == sharded.tensors.keys()
+    assert len({entry.file for entry in sharded.tensors.values()}) > 2
+    num_parameters = sum(p.numel() for p in load_reference(one).parameters())
+    size = stage_weight_bytes(single.config, DType.F32, 0, 2, has_embeddings=True, has_head=True)
+    assert size == 4 * num_parameters
+
+
+def test_the_package_loads_without_torch_safetensors_and_transformers(directory: Path) -> None:
+    program = (
+        "import sys; from checkpoint import Checkpoint; Checkpoint.open(sys.argv[1]);"
+        "print([m for m in ('torch', 'safetensors', 'transformers', 'numpy') if m in sys.modules])"
+    )
+    command = [sys.executable, "-c", program, str(directory)]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_missing_files_are_named(directory: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFound, match="nowhere is not a directory"):
+        Checkpoint.open(tmp_path / "nowhere")
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(
+        CheckpointNotFound, match=r"neither model.safetensors nor model.safetensors.index.json"
+    ):
+        Checkpoint.open(directory)
+    (directory / "config.json").unlink()
+    with pytest.raises(CheckpointNotFound, match=r"config\.json cannot be read: No such file"):
+        Checkpoint.open(directory)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
+def test_a_directory_with_pickled_weights_only_is_refused_by_name(name: str, directory: Path) -> None:
+    (directory / "model.safetensors").rename(directory / name)
+    with pytest.raises(UnsupportedFormat, match=f"{name}.*nothing is ever unpickled"):
+        Checkpoint.open(directory)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        (b"{", "not valid JSON"),
+        (b"", "not valid JSON"),
+        (b"\xff", "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
+        (b"[1]", "holds a JSON list"),
+        (b'{"a": 1, "a": 2}', "'a' appears twice"),
+    ],
+)
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_broken_json_is_refused(file: str, text: bytes, named: str, directory: Path) -> None:
+    (directory / file).write_bytes(text)
+    with pytest.raises(BadConfig, match=named):
+        Checkpoint.open(directory)
+
+
+def test_an_unsupported_config_is_refused_before_any_header_is_read(directory: Path) -> None:
+    (directory / "model.safetensors").write_bytes(b"")
+    edit_config(directory, quantization_config={"bits": 4})
+    with pytest.raises(UnsupportedModel, match="quantization_config"):
+        Checkpoint.open(directory)
+
+
+NORM = "model.norm.weight"
+
+
+def _drop(name: str) -> Callable[[Header], None]:
+    return lambda header: header.pop(name)
+
+
+def _set(name: str, **fields: Any) -> Callable[[Header], None]:
+    return lambda header: header[name].update(fields)
+
+
+@pytest.mark.parametrize(
+    ("edit", "error", "named"),
+    [
+        (_drop(NORM), BadHeader, "begins at byte|accounts for"),
+        (_set(NORM, shape=[65]), BadHeader, r"model\.norm\.weight of f32 \(65,\) has data_offsets"),
+        (_set(NORM, shape=[-64]), BadHeader, r"has shape \[-64\]"),
+        (_set(NORM, shape=[True]), BadHeader, r"has shape \[True\]"),
+        (_set(NORM, data_offsets=[0]), BadHeader, "data_offsets"),
+        (_set(NORM, data_offsets=[0, 256]), BadHeader, "begins at byte"),
+        (_set(NORM, dtype="F16"), BadHeader, "of f16"),
+        (_set(NORM, dtype="F8_E4M3"), UnsupportedModel, "'F8_E4M3', which is not supported"),
+        (_set(NORM, dtype=["F32"]), UnsupportedModel, "not supported"),
+        (_set(NORM, strange=1), BadHeader, "is described by"),
+    ],
+)
+def test_a_corrupt_header_is_refused(
+    edit: Callable[[Header], None], error: type[CheckpointError], named: str, directory: Path
+) -> None:
+    edit_header(directory, edit)
+    with pytest.raises(error, match=named):
+        Checkpoint.open(directory)
+
+
+@pytest.mark.parametrize(
+    ("data", "named"),
+    [
+        (b"", "0 bytes, too few"),
+        (b"\x10\0\0\0\0\0\0\0{", "a header of 16 bytes in a file of 9 bytes"),
+        (b"\xff" * 8, "states a header of 18446744073709551615 bytes"),
+        (b"\x02\0\0\0\0\0\0\0{]", "not valid JSON"),
+        (b"\x02\0\0\0\0\0\0\0[]", "holds a JSON list"),
+        (b"\x02\0\0\0\0\0\0\0{}tail", "accounts for 10"),
+    ],
+)
+def test_a_file_that_is_not_safetensors_is_refused(data: bytes, named: str, directory: Path) -> None:
+    (directory / "model.safetensors").write_bytes(data)
+    with pytest.raises(BadHeader, match=named):
+        Checkpoint.open(directory)
+
+
+def test_a_truncated_file_is_refused(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(BadHeader, match="its header accounts for"):
+        Checkpoint.open(directory)
+
+
+def _rename(old: str, new: str) -> Callable[[Header], None]:
+    return lambda header: header.update({new: header.pop(old)})
+
+
+def test_missing_unknown_and_misshapen_tensors_are_named(directory: Path) -> None:
+    edit_header(directory, _rename("model.norm.weight", "model.norm.gain"))
+    with pytest.raises(MissingTensor, match=r"lacks model\.norm\.weight"):
+        Checkpoint.open(directory)
+    edit_header(directory, _rename("model.norm.gain", "model.norm.weight"))
+    edit_config(directory, num_hidden_layers=1)
+    with pytest.raises(
+        UnexpectedTensor, match=r"model\.layers\.1\..* and 4 more tensors, unknown to 'llama'"
+    ):
+        Checkpoint.open(directory)
+    edit_config(directory, num_hidden_layers=2, intermediate_size=56)
+    with pytest.raises(
+        WrongShape, match=r"gate_proj.weight has shape \(112, 64\), the config asks for \(56, 64\)"
+    ):
+        Checkpoint.open(directory)
+
+
+def test_harmless_extra_tensors_are_tolerated(directory: Path) -> None:
+    edit_config(directory, tie_word_embeddings=True)  # lm_head.weight is a second copy then
+    path = directory / "model.safetensors"
+    size = path.stat().st_size - 8 - int.from_bytes(path.read_bytes()[:8], "little")
+    with path.open("ab") as stream:
+        stream.write(bytes(32))
+    entry = {"dtype": "F32", "shape": [8], "data_offsets": [size, size + 32]}
+    edit_header(directory, lambda h: h.update({"model.layers.0.self_attn.rotary_emb.inv_freq": entry}))
+    checkpoint = Checkpoint.open(directory)
+    names = stage_tensor_names(checkpoint.config, 0, 2, has_embeddings=True, has_head=True)
+    assert set(checkpoint.tensors) - set(names) == {
+        "lm_head.weight",
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model.norm.weight": "../model.safetensors"}, "not a safetensors file beside it"),
+        ({"model.norm.weight": "weights.bin"}, "not a safetensors file beside it"),
+        ({"model.norm.weight": 3}, "not a safetensors file beside it"),
+        ({"model.norm.weight": "model-00009-of-00009.safetensors"}, "cannot be read"),
+        ({"model.nor": "model-00001-of-00003.safetensors"}, "which does not hold it"),
+        (None, "has no weight_map"),
+    ],
+)
+def test_a_broken_index_is_refused(change: dict[str, Any] | None, named: str, tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path, "llama", num_layers=2, max_shard_size="150KB")
+    path = directory / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    assert "model-00001-of-00003.safetensors" in index["weight_map"].values()
+    index["weight_map"] = index["weight_map"] | change if change else None
+    path.write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=named):
+        Checkpoint.open(directory)
+
+
+def test_a_tensor_in_another_shard_than_the_index_says_is_refused(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path, "llama", num_layers=2, max_shard_size="150KB")
+    path = directory / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    files = sorted(set(index["weight_map"].values()))
+    wrong = next(file for file in files if file != index["weight_map"]["model.norm.weight"])
+    index["weight_map"]["model.norm.weight"] = wrong
+    path.write_text(json.dumps(index))
+    with pytest.raises(BadHeader, match=r"places tensor model\.norm\.weight in"):
+        Checkpoint.open(directory)
+
+
+def test_the_fingerprint_follows_config_and_layout_but_not_values(tmp_path: Path) -> None:
+    first = make_checkpoint(tmp_path / "a", "llama", num_layers=2)
+    second = make_checkpoint(tmp_path / "b", "llama", num_layers=2, seed=1)
+    prints = [Checkpoint.open(first).fingerprint, Checkpoint.open(second).fingerprint]
+    assert prints[0] == prints[1]
+    assert len(prints[0]) == 32
+    config = json.loads((first / "config.json").read_text())
+    (first / "config.json").write_text(json.dumps(dict(reversed(config.items())), indent=7))
+    assert Checkpoint.open(first).fingerprint == prints[0]
+    edit_config(first, rms_norm_eps=2e-5)
+    changed = Checkpoint.open(first).fingerprint
+    edit_header(second, lambda header: header.setdefault("__metadata__", {}).update(note="x"))
+    relabelled = Checkpoint.open(second).fingerprint
+    sharded = make_checkpoint(tmp_path / "c", "llama", num_layers=2, max_shard_size="150KB")
+    assert len({prints[0], changed, relabelled, Checkpoint.open(sharded).fingerprint}) == 4
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [
+        ({"eos_token_id": 5}, 2, (5,)),
+        ({"eos_token_id": [7, 5, 7]}, 2, (7, 5)),
+        ({"eos_token_id": None}, [2, 3], (2, 3)),
+        ({}, 2, (2,)),
+        ({}, None, ()),
+        (None, 2, (2,)),
+    ],
+)
+def test_eos_ids_come_from_the_generation_config_first(
+    generation: dict[str, Any] | None, config: object, expected: tuple[int, ...], directory: Path
+) -> None:
+    path = directory / "generation_config.json"
+    path.unlink() if generation is None else path.write_text(json.dumps(generation))
+    edit_config(directory, eos_token_id=config)
+    assert Checkpoint.open(directory).eos_token_ids == expected
+
+
+@pytest.mark.parametrize("value", ["2", -1, True, [2, None], 2.0])
+def test_an_eos_id_that_is_none_is_refused(value: object, directory: Path) -> None:
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(BadConfig, match="'eos_token_id' holds"):
+        Checkpoint.open(directory)
+
+
+def test_without_a_dtype_in_the_config_the_stored_one_counts(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path, "llama", num_layers=1, dtype="float16")
+    assert Checkpoint.open(directory).config.dtype is DType.F16
+    assert Checkpoint.open(edit_config(directory, dtype=...)).config.dtype is DType.F16
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_sizes_of_the_parts_add_up(tied: bool, tmp_path: Path) -> None:
+    config = Checkpoint.open(
+        make_checkpoint(tmp_path, "qwen3", num_layers=3, tie_word_embeddings=tied)
+    ).config
+    bf16 = DType.BF16
+    layers = [layer_weight_bytes(config, bf16)] * 3
+    parts = [
+        stage_weight_bytes(config, bf16, i, i + 1, has_embeddings=i == 0, has_head=i == 2) for i in range(3)
+    ]
+    assert sum(parts) == sum(layers) + embedding_bytes(config, bf16) + head_bytes(config, bf16)
+    only = stage_weight_bytes(config, bf16, 0, 3, has_embeddings=True, has_head=True)
+    assert sum(parts) - only == (embedding_bytes(config, bf16) if tied else 0)
+    assert kv_bytes_per_token_per_layer(config, bf16) == 2 * 2 * 16 * 2
+
+
+def test_a_stage_needs_its_own_tensors_only(directory: Path) -> None:
+    config = Checkpoint.open(directory).config
+    middle = stage_tensor_names(config, 1, 2, has_embeddings=False, has_head=False)
+    assert all(name.startswith("model.layers.1.") for name in middle)
+    last = stage_tensor_names(config, 1, 2, has_embeddings=False, has_head=True)
+    assert sorted(set(last) - set(middle)) == ["lm_head.weight", "model.norm.weight"]
+    for begin, end in [(0, 0), (1, 1), (0, 3), (-1, 1)]:
+        with pytest.raises(ValueError, match=rf"layers \[{begin}, {end}\) of a model with 2 layers"):
+            stage_tensor_names(config, begin, end, has_embeddings=False, has_head=False)

@@ -1,0 +1,71 @@
+from pathlib import Path
+
+import pytest
+
+from deploy import LocalClusterConfig
+from deploy.local_config import dialled_address
+from deploy.resources import available_memory_bytes
+
+
+def _value(line: list[str], flag: str) -> str:
+    return line[line.index(flag) + 1]
+
+
+def test_the_coordinator_gets_as_many_stages_as_workers_unless_told() -> None:
+    assert _value(LocalClusterConfig(num_workers=4).coordinator_line(), "--stages") == "4"
+    assert _value(LocalClusterConfig(num_workers=4, num_stages=3).coordinator_line(), "--stages") == "3"
+
+
+def test_the_model_goes_to_the_coordinator_and_more_arguments_to_their_process() -> None:
+    config = LocalClusterConfig(
+        num_workers=2,
+        model_directory=Path("/models/m"),
+        coordinator_arguments=("--dtype", "f32"),
+        worker_arguments=(("--x", "1"), ("--x", "2")),
+    )
+    assert _value(config.coordinator_line(), "--model") == "/models/m"
+    assert config.coordinator_line()[-2:] == ["--dtype", "f32"]
+    assert config.worker_line(1, coordinator="h:1")[-2:] == ["--x", "2"]
+    assert "--model" not in config.worker_line(1, coordinator="h:1")
+
+
+def test_workers_on_the_cpu_share_six_tenths_of_what_is_free() -> None:
+    line = LocalClusterConfig(num_workers=4).worker_line(0, coordinator="h:1")
+    share = int(_value(line, "--memory").removesuffix("B"))
+    assert share == pytest.approx(available_memory_bytes() * 0.6 / 4, rel=0.1)
+    assert int(_value(line, "--threads")) >= 1
+
+
+def test_given_memory_and_threads_are_for_each_worker() -> None:
+    line = LocalClusterConfig(memory_bytes=1000, num_threads=3).worker_line(2, coordinator="h:1")
+    assert _value(line, "--memory") == "1000B"
+    assert _value(line, "--threads") == "3"
+    assert _value(line, "--name") == "worker-2"
+
+
+def test_a_gpu_of_its_own_needs_no_memory_limit_and_a_shared_one_does() -> None:
+    config = LocalClusterConfig(num_workers=2, devices=("cuda:0", "cuda:1"))
+    assert "--memory" not in config.worker_line(1, coordinator="h:1")
+    assert _value(config.worker_line(1, coordinator="h:1"), "--device") == "cuda:1"
+    with pytest.raises(ValueError, match="2 workers share cuda:0"):
+        LocalClusterConfig(num_workers=2, devices=("cuda:0",))
+    LocalClusterConfig(num_workers=2, devices=("cuda:0",), memory_bytes=2**30)
+
+
+def test_numbers_that_do_not_match_are_refused() -> None:
+    with pytest.raises(ValueError, match="0 workers"):
+        LocalClusterConfig(num_workers=0)
+    with pytest.raises(ValueError, match="2 devices for 3 workers"):
+        LocalClusterConfig(devices=("cpu", "cpu"))
+    with pytest.raises(ValueError, match="arguments of 1 workers for 3"):
+        LocalClusterConfig(worker_arguments=((),))
+    with pytest.raises(ValueError, match="is not HOST:PORT"):
+        LocalClusterConfig(listen="here")
+
+
+@pytest.mark.parametrize(
+    ("listening", "dialled"),
+    [("0.0.0.0:5", "127.0.0.1:5"), ("[::]:5", "[::1]:5"), ("10.0.0.7:5", "10.0.0.7:5")],
+)
+def test_a_listening_address_is_turned_into_one_to_dial(listening: str, dialled: str) -> None:
+    assert dialled_address(listening) == dialled

@@ -1,0 +1,191 @@
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from kvcache.pages import InvalidWrite, KvPages, PageLayout, block_size_bytes
+
+_LAYERS, _BLOCKS, _BLOCK_SIZE, _HEADS, _DIM = 3, 5, 4, 2, 8
+
+
+@pytest.fixture(params=list(PageLayout))
+def layout(request: pytest.FixtureRequest) -> PageLayout:
+    return PageLayout(request.param)
+
+
+def make(layout: PageLayout, dtype: torch.dtype = torch.float32) -> KvPages:
+    return KvPages(
+        num_layers=_LAYERS,
+        num_blocks=_BLOCKS,
+        block_size=_BLOCK_SIZE,
+        num_kv_heads=_HEADS,
+        head_dim=_DIM,
+        dtype=dtype,
+        device="cpu",
+        layout=layout,
+    )
+
+
+def some(num_tokens: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(num_tokens, _HEADS, _DIM).to(dtype)
+
+
+def everything(pages: KvPages) -> torch.Tensor:
+    every = torch.arange(_BLOCKS)
+    return torch.stack([torch.stack(pages.gather(layer, every)) for layer in range(_LAYERS)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_written_to_slots_is_gathered_from_their_pages(
+    layout: PageLayout, dtype: torch.dtype
+) -> None:
+    pages = make(layout, dtype)
+    slots = torch.tensor([17, 2, 9])
+    written = {layer: (some(3, dtype), some(3, dtype)) for layer in (0, 2)}
+    for layer, (keys, values) in written.items():
+        pages.write(layer, keys, values, slots)
+    for layer, expected in written.items():
+        for found, tensor in zip(pages.gather(layer, torch.tensor([4, 0, 2])), expected, strict=True):
+            assert found.shape == (_HEADS, 3 * _BLOCK_SIZE, _DIM)
+            assert torch.equal(found[:, [1, 6, 9]], tensor.transpose(0, 1))
+            assert found.count_nonzero() == tensor.count_nonzero()
+    assert everything(pages)[1].count_nonzero() == 0
+
+
+def test_a_batch_of_tables_is_gathered_like_each_alone(layout: PageLayout) -> None:
+    pages = make(layout)
+    pages.write(1, some(20), some(20), torch.randperm(20))
+    tables = torch.tensor([[3, 1], [0, 0], [4, 3]])
+    keys, values = pages.gather(1, tables)
+    assert keys.shape == values.shape == (3, _HEADS, 2 * _BLOCK_SIZE, _DIM)
+    for row, table in enumerate(tables):
+        alone = pages.gather(1, table)
+        assert torch.equal(keys[row], alone[0])
+        assert torch.equal(values[row], alone[1])
+
+
+def test_both_layouts_give_the_same_attention() -> None:
+    keys, values, slots, query = some(20), some(20), torch.randperm(20), torch.randn(_HEADS * 2, 1, _DIM)
+    results = []
+    for layout in PageLayout:
+        pages = make(layout)
+        pages.write(0, keys, values, slots)
+        gathered = pages.gather(0, torch.tensor([[2, 4]]))
+        results.append(
+            torch.nn.functional.scaled_dot_product_attention(query[None], *gathered, enable_gqa=True)
+        )
+    assert torch.allclose(results[0], results[1], atol=1e-6)
+
+
+def test_whole_pages_are_copied_in_all_layers(layout: PageLayout) -> None:
+    pages = make(layout)
+    for layer in range(_LAYERS):
+        pages.write(layer, some(20), some(20), torch.arange(20))
+    before = everything(pages).view(_LAYERS, 2, _HEADS, _BLOCKS, _BLOCK_SIZE, _DIM)
+    pages.copy_blocks(torch.tensor([0, 1, 0]), torch.tensor([3, 0, 4]))
+    after = everything(pages).view(_LAYERS, 2, _HEADS, _BLOCKS, _BLOCK_SIZE, _DIM)
+    assert torch.equal(after, before[:, :, :, [1, 1, 2, 0, 0]])
+    pages.copy_blocks(torch.tensor([], dtype=torch.int64), torch.tensor([], dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "message"),
+    [
+        ([0, 1], [2], r"\(2,\) and \(1,\)"),
+        ([5], [0], r"source pages 5\.\.5 needed, 0\.\.4 available"),
+        ([0], [-1], r"target pages -1\.\.-1 needed"),
+        ([0, 1], [2, 2], "expected 2 different ones, got 1"),
+    ],
+)
+def test_a_wrong_copy_is_refused_whole(
+    layout: PageLayout, source: list[int], target: list[int], message: str
+) -> None:
+    pages = make(layout)
+    pages.write(0, some(20), some(20), torch.arange(20))
+    before = everything(pages)
+    with pytest.raises(InvalidWrite, match=message):
+        pages.copy_blocks(torch.tensor(source), torch.tensor(target))
+    assert torch.equal(everything(pages), before)
+
+
+_STEP: dict[str, Any] = {"shape": (2, _HEADS, _DIM), "dtype": torch.float32, "device": torch.device("cpu")}
+
+
+@pytest.mark.parametrize(
+    ("slots", "changes", "message"),
+    [
+        (torch.tensor([0, 20]), {}, r"slots 0\.\.20 needed, 0\.\.19 available"),
+        (torch.tensor([-1, 3]), {}, r"slots -1\.\.3 needed"),
+        (torch.tensor([3, 3]), {}, "expected 2 different ones, got 1"),
+        (torch.tensor([3]), {}, r"expected torch.float32 \(1, 2, 8\) on cpu, got torch.float32 \(2, 2, 8\)"),
+        (torch.tensor([3.0, 4.0]), {}, "expected torch.int64"),
+        (torch.tensor([3, 4], dtype=torch.int32), {}, "expected torch.int64"),
+        (torch.tensor([[3, 4]]), {}, r"got torch.int64 \(1, 2\)"),
+        (torch.tensor([3, 4]), {"shape": (2, _DIM, _HEADS)}, r"got torch.float32 \(2, 8, 2\)"),
+        (torch.tensor([3, 4]), {"dtype": torch.bfloat16}, "got torch.bfloat16"),
+        (torch.tensor([3, 4]), {"device": torch.device("meta")}, "on meta"),
+        (torch.tensor([3, 4], device="meta"), {}, "on meta"),
+    ],
+)
+def test_a_step_that_does_not_fit_is_refused_with_numbers(
+    layout: PageLayout, slots: torch.Tensor, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidWrite, match=message):
+        make(layout).validate_write(slots, **(_STEP | changes))
+
+
+def test_a_step_that_fits_is_accepted(layout: PageLayout) -> None:
+    pages = make(layout)
+    pages.validate_write(torch.tensor([19, 0]), **_STEP)
+    pages.validate_write(torch.tensor([], dtype=torch.int64), **(_STEP | {"shape": (0, _HEADS, _DIM)}))
+
+
+@pytest.mark.parametrize("wrong", ["keys", "values"])
+@pytest.mark.parametrize("bad", [some(3), some(2, torch.bfloat16), torch.randn(2, _DIM, _HEADS)])
+def test_a_write_that_does_not_fit_writes_neither_keys_nor_values(
+    layout: PageLayout, wrong: str, bad: torch.Tensor
+) -> None:
+    pages = make(layout)
+    tensors = {"keys": some(2), "values": some(2)} | {wrong: bad}
+    with pytest.raises(InvalidWrite, match=wrong):
+        pages.write(0, tensors["keys"], tensors["values"], torch.tensor([1, 2]))
+    assert everything(pages).count_nonzero() == 0
+
+
+def test_gather_refuses_other_ranks_and_pages_that_do_not_exist(layout: PageLayout) -> None:
+    pages = make(layout)
+    with pytest.raises(InvalidWrite, match=r"\(1, 1, 1\)"):
+        pages.gather(0, torch.zeros(1, 1, 1, dtype=torch.int64))
+    with pytest.raises(IndexError):
+        pages.gather(0, torch.tensor([_BLOCKS]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sizes_follow_the_formula(layout: PageLayout, dtype: torch.dtype) -> None:
+    pages = make(layout, dtype)
+    per_block = block_size_bytes(
+        num_layers=_LAYERS, block_size=_BLOCK_SIZE, num_kv_heads=_HEADS, head_dim=_DIM, dtype=dtype
+    )
+    assert pages.size_bytes == _BLOCKS * per_block
+    assert per_block == _LAYERS * 2 * 64 * dtype.itemsize
+    assert pages.num_slots == 20
+
+
+def test_impossible_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"\(1, 0, 1, 1, 1\)"):
+        KvPages(
+            num_layers=1,
+            num_blocks=0,
+            block_size=1,
+            num_kv_heads=1,
+            head_dim=1,
+            dtype=torch.float32,
+            device="cpu",
+        )
+
+
+def test_the_accounting_does_not_load_torch() -> None:
+    code = "import sys, kvcache; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

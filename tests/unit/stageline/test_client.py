@@ -1,0 +1,238 @@
+"""The client against a real grpc.aio server on port 0."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import pytest
+
+import stageline
+from stageline import Client, FinishReason, GenerateOutput
+from tests.fake_stageline import REQUEST_ID, FakeInference, serve
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Served:
+    client: Client
+    inference: FakeInference
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    server, address, inference = await serve("127.0.0.1:0", num_stages=1)
+    async with Client(address) as client:
+        yield Served(client=client, inference=inference)
+    await server.stop(0)
+
+
+async def _collect(client: Client, prompt: stageline.Prompt) -> list[GenerateOutput]:
+    return [output async for output in client.generate(prompt, max_tokens=3)]
+
+
+async def test_outputs_carry_what_is_new_and_the_last_one_says_how_it_ended(served: Served) -> None:
+    outputs = await _collect(served.client, "two words")
+
+    assert [(output.token_ids, output.text) for output in outputs] == [([0], " 0"), ([1], " 1"), ([2], " 2")]
+    assert [(output.first_token_index, output.text_offset) for output in outputs] == [(0, 0), (1, 2), (2, 4)]
+    assert {output.request_id for output in outputs} == {REQUEST_ID}
+    assert [output.finish_reason for output in outputs] == [None, None, FinishReason.LENGTH]
+    assert [output.usage is None for output in outputs] == [True, True, False]
+    assert outputs[-1].usage is not None
+    assert outputs[-1].usage.prompt_tokens == 2
+    assert outputs[-1].usage.completion_tokens == 3
+
+
+async def test_what_is_not_given_stays_unset(served: Served) -> None:
+    async for _ in served.client.generate("x"):
+        pass
+
+    (request,) = served.inference.requests
+    assert request.request_id == ""
+    assert not request.HasField("max_tokens")
+    for name in ("temperature", "top_k", "top_p", "seed"):
+        assert not request.sampling.HasField(name)
+    assert request.sampling.ignore_eos is False
+
+
+async def test_zero_is_sent_and_not_taken_for_unset(served: Served) -> None:
+    outputs = served.client.generate(
+        "x", max_tokens=1, temperature=0.0, top_k=0, top_p=0.5, seed=0, ignore_eos=True, request_id=REQUEST_ID
+    )
+    async for _ in outputs:
+        pass
+
+    (request,) = served.inference.requests
+    assert request.request_id == REQUEST_ID
+    for name in ("temperature", "top_k", "top_p", "seed"):
+        assert request.sampling.HasField(name)
+    assert request.sampling.top_p == 0.5
+    assert request.sampling.ignore_eos is True
+
+
+async def test_a_prompt_is_text_or_token_ids_or_messages(served: Served) -> None:
+    await _collect(served.client, "text")
+    await _collect(served.client, [5, 6])
+    await _collect(served.client, [{"role": "user", "content": "hello"}])
+
+    text, ids, conversation = served.inference.requests
+    assert text.WhichOneof("prompt") == "text"
+    assert list(ids.token_ids.ids) == [5, 6]
+    assert [(m.role, m.content) for m in conversation.conversation.messages] == [("user", "hello")]
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        [],
+        [-1],
+        [2**32],
+        [1.5],
+        [{"role": "user"}],
+        [{"role": "user", "content": "x", "name": "y"}],
+        [{"role": "user", "content": 3}],
+        [{"role": "user", "content": "x"}, 4],
+        [4, {"role": "user", "content": "x"}],
+    ],
+)
+async def test_a_prompt_that_no_message_can_carry_is_an_invalid_request(
+    served: Served, prompt: list[object]
+) -> None:
+    with pytest.raises(stageline.InvalidRequest):
+        await _collect(served.client, prompt)  # type: ignore[arg-type]
+    assert served.inference.requests == []
+
+
+async def test_an_unknown_argument_is_refused(served: Served) -> None:
+    with pytest.raises(TypeError, match="temprature"):
+        served.client.generate("x", temprature=0.5)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        ("INVALID_ARGUMENT", stageline.InvalidRequest),
+        ("ALREADY_EXISTS", stageline.RequestExists),
+        ("NOT_FOUND", stageline.RequestNotFound),
+        ("RESOURCE_EXHAUSTED", stageline.Overloaded),
+        ("UNAVAILABLE", stageline.Unavailable),
+        ("DEADLINE_EXCEEDED", stageline.DeadlineExceeded),
+        ("CANCELLED", stageline.Cancelled),
+        ("ABORTED", stageline.StepFailed),
+        ("INTERNAL", stageline.ServerError),
+        ("DATA_LOSS", stageline.ServerError),
+    ],
+)
+async def test_a_status_becomes_a_typed_error_with_the_servers_text(
+    served: Served, code: str, kind: type[stageline.StagelineError]
+) -> None:
+    outputs = served.client.generate(f"!after:{code}")
+    assert (await anext(outputs)).token_ids == [0]
+    with pytest.raises(stageline.StagelineError) as caught:
+        await anext(outputs)
+
+    assert type(caught.value) is kind
+    assert caught.value.code == code
+    assert str(caught.value) == caught.value.message == "said the server"
+
+
+async def test_breaking_out_of_the_loop_cancels_the_call(served: Served) -> None:
+    async for _ in served.client.generate("!endless"):
+        break
+    async with asyncio.timeout(5):
+        await served.inference.ended_early.wait()
+
+
+async def test_closing_the_generator_cancels_the_call(served: Served) -> None:
+    outputs = served.client.generate("!endless")
+    await anext(outputs)
+    await outputs.aclose()
+    async with asyncio.timeout(5):
+        await served.inference.ended_early.wait()
+
+
+async def test_cancelling_the_task_cancels_the_call(served: Served) -> None:
+    async def consume() -> None:
+        async for _ in served.client.generate("!endless"):
+            started.set()
+
+    started = asyncio.Event()
+    task = asyncio.create_task(consume())
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    async with asyncio.timeout(5):
+        await served.inference.ended_early.wait()
+
+
+async def test_closing_the_client_under_a_call_is_an_error_and_not_a_cancelled_task() -> None:
+    server, address, _ = await serve("127.0.0.1:0", num_stages=1)
+    async with Client(address) as client:
+        outputs = client.generate("!endless")
+        await anext(outputs)
+    with pytest.raises(stageline.Cancelled, match="client was closed"):
+        async for _ in outputs:
+            pass
+    await server.stop(0)
+
+
+async def test_a_timeout_bounds_the_whole_generation(served: Served) -> None:
+    with pytest.raises(stageline.DeadlineExceeded):
+        async for _ in served.client.generate("!endless", timeout_s=0.3):
+            pass
+
+
+async def test_a_missing_token_is_an_error(served: Served) -> None:
+    with pytest.raises(stageline.ServerError, match="continues at token 2 and character 2, after 1 tokens"):
+        await _collect(served.client, "!gap")
+
+
+async def test_a_stream_without_a_finish_reason_is_an_error(served: Served) -> None:
+    with pytest.raises(stageline.ServerError, match="without a finish reason, after 3 tokens"):
+        await _collect(served.client, "!unfinished")
+
+
+async def test_cancel_names_the_request(served: Served) -> None:
+    await served.client.cancel(REQUEST_ID)
+    assert served.inference.cancelled_ids == [REQUEST_ID]
+    with pytest.raises(stageline.RequestNotFound, match="no request other"):
+        await served.client.cancel("other")
+
+
+async def test_model_and_status_are_the_servers_messages(served: Served) -> None:
+    assert (await served.client.model()).name == "fake-stories"
+    assert (await served.client.status()).num_stages == 1
+
+
+async def test_nobody_listening_is_one_clear_error(unused_address: str) -> None:
+    async with Client(unused_address, connect_timeout_s=0.2) as client:
+        with pytest.raises(stageline.Unavailable, match=f"^no coordinator at {unused_address} within 0.2 s$"):
+            await client.model()
+
+
+async def test_a_coordinator_that_comes_up_late_is_waited_for(unused_address: str) -> None:
+    async with Client(unused_address) as client:
+        asking = asyncio.create_task(client.model())
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await asyncio.shield(asking)
+        server, _, _ = await serve(unused_address, num_stages=1)
+        assert (await asking).name == "fake-stories"
+    await server.stop(0)
+
+
+async def test_a_client_that_is_not_open_says_so() -> None:
+    with pytest.raises(RuntimeError, match="async with"):
+        await Client("127.0.0.1:1").model()
+
+
+def test_a_wrong_address_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="is not HOST:PORT"):
+        Client("localhost")
+
+
+def test_importing_the_client_loads_neither_torch_nor_transformers() -> None:
+    code = "import sys, stageline; sys.exit(bool({'torch', 'transformers', 'tokenizers'} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path)})

@@ -1,0 +1,67 @@
+"""`stageline plan` says what each worker would get, or which number makes it impossible."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from stageline.cli import main
+
+Captured = pytest.CaptureFixture[str]
+
+
+def test_the_table_shows_layers_memory_and_tokens(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["plan", "--workers", "64MiB,32MiB,32MiB", "--layers", "6,3,3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("12 layers on 3 stages")
+    assert [line.split()[0] for line in lines if "worker-" in line] == ["FIRST", "MIDDLE", "LAST"]
+    assert "worker-0 0 to 5 (6)" in lines[4]
+    assert "tokens (" in lines[-1]
+    assert max(len(line) for line in lines) <= 80
+
+
+def test_json_adds_up(capsys: Captured) -> None:
+    assert main(["plan", "--workers", "64MiB,32MiB", "--kv-tokens", "1000", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["num_kv_tokens"] == plan["num_blocks"] * plan["block_size"] == 992
+    assert plan["max_sequence_tokens"] == 992
+    assert plan["stages"][0]["layer_end"] == plan["stages"][1]["layer_begin"]
+    assert plan["stages"][1]["layer_end"] == plan["num_layers"]
+    for stage, memory_mib in zip(plan["stages"], (64, 32), strict=True):
+        parts = stage["weight_bytes"] + stage["kv_bytes"] + stage["activation_bytes"]
+        assert stage["total_bytes"] == parts == (memory_mib << 20) - stage["free_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--workers", "64MiB,1MiB"], "but worker-1 has 1.0 MiB ("),
+        (["--workers", "64MiB,64MiB", "--layers", "6,5"], "layers 6,5 sum to 11, but the model has 12"),
+        (["--workers", ",".join(["64MiB"] * 13)], "13 stages for a model of 12 layers"),
+    ],
+)
+def test_what_is_impossible_is_one_line_and_exit_code_1(
+    arguments: list[str], words: str, capsys: Captured
+) -> None:
+    assert main(["plan", *arguments]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert words in captured.err
+    assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--workers", "64"],
+        ["--workers", "64MiB,"],
+        ["--workers", "64MiB", "--layers", "6,6"],
+        ["--workers", "64MiB", "--dtype", "q4"],
+    ],
+)
+def test_wrong_usage_is_exit_code_2(arguments: list[str], capsys: Captured) -> None:
+    assert main(["plan", *arguments]) == 2
+    assert capsys.readouterr().out == ""
