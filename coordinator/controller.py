@@ -55,16 +55,14 @@ class Controller:
         self._engine = engine
         self._model = model
         self._prefix_caching = prefix_caching
-        self._results_address = ""
         self._begun: BeginEpoch | None = None
         self._link: PipelineLink | None = None
         self._is_serving = asyncio.Event()
         self._unavailable_timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def start(self, *, results_address: str) -> None:
-        """Begins to watch leases. `results_address` is where workers reach this coordinator."""
-        self._results_address = results_address
+    def start(self) -> None:
+        """Begins to watch leases."""
         self._spawn(self._watch_leases())
 
     async def close(self) -> None:
@@ -207,7 +205,7 @@ class Controller:
         await asyncio.sleep(action.delay_s)
         if action.epoch != self.state.epoch or self.state.phase is not ClusterPhase.STARTING_EPOCH:
             return
-        message = encode_begin(action, incarnation=self.incarnation, results_address=self._results_address)
+        message = encode_begin(action, incarnation=self.incarnation)
         for worker in action.workers:
             self.connections[worker.name].send(message)
         hello = encode_hop_hello(action, incarnation=self.incarnation, fingerprint=self._model.fingerprint)
