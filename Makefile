@@ -1,9 +1,44 @@
-PROTOS := $(wildcard proto/stageline_rpc/v1/*.proto)
+# `make demo` and `make test` need nothing but Python 3.11 to 3.13: they make .venv and install into it first.
+# Another Python: make demo PYTHON=python3.12
+
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+TORCH := $(shell grep '^torch==' constraints.txt)
+PROTOS := $(wildcard proto/stageline_rpc/v1/*.proto)
 
-.PHONY: proto
+.PHONY: demo test test-all lint proto venv clean
 
-proto:
-	$(BIN)/python -m tests.proto_codegen proto
+demo: venv
+	@$(BIN)/stageline demo
+
+test: lint
+	@$(BIN)/python -m pytest -q -m "not slow"
+
+test-all: lint
+	@$(BIN)/python -m pytest -q
+
+lint: venv
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/lint-imports > $(VENV)/lint-imports.log || { cat $(VENV)/lint-imports.log; exit 1; }
+	@$(BIN)/mypy
+
+proto: venv $(PROTOS)
+	@$(BIN)/python -m tests.proto_codegen proto
+
+venv: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v <= (3, 13) else "Stageline needs Python 3.11 to 3.13, and $(PYTHON) is %d.%d; choose another with PYTHON=python3.12" % v)'
+	@echo "Installing into $(VENV); the first time takes a few minutes ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP_INSTALL) $(TORCH)
+	@$(PIP_INSTALL) -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -162,8 +162,9 @@ class ClusterState:
         had_stage = record.stage is not None
         record.state, record.detail = WorkerState.LOST, reason
         if not had_stage:
+            # Those who are left may be fewer than was said, or have a plan without it.
             del self.workers[name]
-            return []
+            return self._advance()
         return self._give_up_plan(f"worker {name} is lost: {reason}")
 
     def loaded(self, name: str, plan_id: int) -> list[Action]:
@@ -293,7 +294,8 @@ class ClusterState:
         self.detail = f"starting epoch {self.epoch}" + (f": {reason}" if reason else "")
         delay_s = 0.0
         if self._num_fruitless_epochs:
-            delay_s = min(MAX_EPOCH_DELAY_S, 0.05 * 2**self._num_fruitless_epochs)
+            # The exponent is bounded: 2**1024 is no float.
+            delay_s = min(MAX_EPOCH_DELAY_S, 0.05 * 2 ** min(self._num_fruitless_epochs, 10))
         self._num_fruitless_epochs += 1
         return [BeginEpoch(self.epoch, self._plan_id, self.plan, workers, delay_s)]
 

@@ -143,7 +143,10 @@ class Controller:
         if report.epoch != self.state.epoch:
             return
         log.error("step fault: %s", report)
-        if self.state.phase is ClusterPhase.SERVING and report.kind is not StepFaultKind.NEIGHBOUR:
+        if report.kind is StepFaultKind.NEIGHBOUR:
+            self.stream_broke(report.epoch, str(report))
+            return
+        if self.state.phase is ClusterPhase.SERVING:
             self._engine.fail_step(report)
         self._carry_out(self.state.epoch_failed(report.epoch, str(report)))
 
@@ -167,8 +170,12 @@ class Controller:
         except ResultMismatch as error:
             self.fail_epoch(epoch, str(error))
 
+    def stream_broke(self, epoch: int, reason: str) -> None:
+        """A stream of this epoch has ended. Whoever knows why has a moment to say it first."""
+        asyncio.get_running_loop().call_later(self.timing.report_grace_s, self.fail_epoch, epoch, reason)
+
     def fail_epoch(self, epoch: int, reason: str) -> None:
-        """A stream of this epoch has broken, or its peer does not follow the protocol."""
+        """This epoch cannot go on. An older one changes nothing."""
         self._carry_out(self.state.epoch_failed(epoch, reason))
 
     def _carry_out(self, actions: list[Action]) -> None:
@@ -203,7 +210,7 @@ class Controller:
             self.connections[worker.name].send(message)
         hello = encode_hop_hello(action, incarnation=self.incarnation, fingerprint=self._model.fingerprint)
         link = PipelineLink(
-            action.workers[0].address, hello, lambda reason: self.fail_epoch(action.epoch, reason)
+            action.workers[0].address, hello, lambda reason: self.stream_broke(action.epoch, reason)
         )
         self._replace_link(link)
         asyncio.get_running_loop().call_later(self.timing.epoch_timeout_s, self._check_started, action.epoch)

@@ -8,9 +8,7 @@ from kvcache.pool import BlockPool
 
 
 class _Table:
-    """Blocks and pages of one sequence, from absolute block index `first_block` on, and which of them were
-    hits.
-    """
+    """Blocks and pages of one sequence, from absolute block index `first_block` on, and which were hits."""
 
     __slots__ = ("blocks", "first_block", "later_hits", "num_leading_hits", "pages")
 
@@ -31,9 +29,7 @@ class _Table:
             self.later_hits.add(index)
 
     def remove(self, position: int) -> None:
-        """`position` is 0 or the last. A table that becomes empty starts over: nobody releases the newest
-        block alone.
-        """
+        """`position` is 0 or the last. Empty, the table starts over: no window releases the newest block."""
         del self.blocks[position], self.pages[position]
         if not self.blocks:
             self.first_block = self.num_leading_hits = 0
@@ -98,9 +94,7 @@ class BlockTables:
         return self._table(key).first_block
 
     def valid_until(self, key: Hashable) -> int:
-        """Number of leading tokens of the sequence that were in the cache when it came: their slots are not
-        written.
-        """
+        """Number of leading tokens that the sequence found in the cache: their slots are not written."""
         return self._table(key).num_leading_hits * self.block_size
 
     def writable_runs(self, key: Hashable, start: int, end: int) -> list[tuple[int, int]]:
@@ -133,18 +127,14 @@ class BlockTables:
         return runs
 
     def drop(self, key: Hashable) -> None:
-        """Forgets a sequence that has ended. Raises UnknownSequence, or SequenceHoldsBlocks if any were not
-        freed.
-        """
+        """Forgets a sequence that has ended. Raises UnknownSequence, or SequenceHoldsBlocks if it does."""
         table = self._table(key)
         if table.blocks:
             raise SequenceHoldsBlocks(key, len(table.blocks))
         del self._tables[key]
 
     def check_integrity(self) -> None:
-        """Proves pool and tables sound: every refcount has its owners, every entry its page. Raises
-        IntegrityBroken.
-        """
+        """Proves that every refcount has its owners and every entry its page. Raises IntegrityBroken."""
         self.pool.check_integrity(block for table in self._tables.values() for block in table.blocks)
         for key, table in self._tables.items():
             pages = [self.pool.page_of(block) for block in table.blocks]

@@ -26,9 +26,7 @@ Block = FullBlock | PartialBlock
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One more owner for each of `blocks`, in order; `block_hashes` has one entry for each full one among
-    them.
-    """
+    """One more owner for each of `blocks`, in order; `block_hashes` are those of the full ones among them."""
 
     blocks: tuple[Block, ...]
     block_hashes: tuple[int, ...] = ()
@@ -74,9 +72,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """Full blocks that have left the pool. Despite the name, which the router dialect fixes, these are
-    sequence hashes.
-    """
+    """Full blocks that have left the pool. The router dialect fixes the name: these are sequence hashes."""
 
     block_hashes: tuple[int, ...]
     event_id: int

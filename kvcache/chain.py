@@ -1,16 +1,13 @@
-"""The names of a sequence's complete blocks: each follows from its tokens and the name before it, or is
-private.
-"""
+"""The names of a sequence's complete blocks: each follows from its tokens and the name before it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvcache.blocks import FullBlock
-from kvcache.hashing import packed_block_hash, sequence_hash
+from kvcache.errors import InvalidSignal
+from kvcache.hashing import pack_tokens, packed_block_hash, sequence_hash
 
 Content = tuple[int | None, int, bytes]
-"""What a full block's name stands for: the name of the block before, the salt, the tokens as little-endian
-u32.
-"""
+"""What a full block's name stands for: the name before it, the salt, its tokens as little-endian u32."""
 
 
 class BlockChain:
@@ -20,13 +17,16 @@ class BlockChain:
     content.
     """
 
-    __slots__ = ("_new_id", "_salt", "block_hashes", "blocks", "contents", "private_from")
+    __slots__ = ("_block_size", "_new_id", "_salt", "block_hashes", "blocks", "contents", "private_from")
 
-    def __init__(self, salt: int, *, private_from: int | None, new_id: Callable[[], int]) -> None:
+    def __init__(
+        self, *, block_size: int, salt: int, private_from: int | None, new_id: Callable[[], int]
+    ) -> None:
         self.blocks: list[FullBlock] = []
         self.block_hashes: list[int] = []
         self.contents: list[Content] = []
         self.private_from = private_from
+        self._block_size = block_size
         self._salt = salt
         self._new_id = new_id
 
@@ -36,6 +36,13 @@ class BlockChain:
     def name_before(self, block_index: int) -> int | None:
         """Sequence hash of the block before `block_index`, None before the first."""
         return self.blocks[block_index - 1].sequence_hash if block_index else None
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Names the blocks that the sequence's tokens complete beyond those named already."""
+        packed = pack_tokens(tokens[len(self.blocks) * self._block_size :])
+        width = 4 * self._block_size
+        for offset in range(0, len(packed) - width + 1, width):
+            self.append(packed[offset : offset + width])
 
     def append(self, packed_tokens: bytes) -> None:
         """Names the next complete block, given its tokens as little-endian u32."""
@@ -52,6 +59,15 @@ class BlockChain:
     def forget(self, first_block: int) -> None:
         """Drops the blocks from `first_block` on."""
         del self.blocks[first_block:], self.block_hashes[first_block:], self.contents[first_block:]
+
+    def contents_of(self, first_block: int, names: list[int]) -> list[Content]:
+        """Contents of the blocks from `first_block` on. Raises InvalidSignal if they have other names."""
+        end = first_block + len(names)
+        if names != [block.sequence_hash for block in self.blocks[first_block:end]]:
+            raise InvalidSignal(
+                f"blocks {first_block}..{end - 1} of the sequence are not those of the signal"
+            )
+        return self.contents[first_block:end]
 
     def make_private(self, first_block: int) -> None:
         """Renames the blocks from `first_block` on; later ones will be private as well."""

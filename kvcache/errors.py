@@ -1,6 +1,4 @@
-"""What can go wrong in the accounting. Most name a defect of the caller; `OutOfBlocks`, `HashCollision`
-happen in health.
-"""
+"""What can go wrong in the accounting: in health `OutOfBlocks` and `HashCollision`, the rest by a defect."""
 
 # The conformance vectors fix the name OutOfBlocks; the others follow it and drop the suffix "Error" too.
 

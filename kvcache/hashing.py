@@ -12,8 +12,7 @@ from struct import Struct
 from xxhash import xxh3_64_intdigest
 
 DEFAULT_SALT = 1337
-"""Salt of a request that names none; also the seed that chains sequence hashes, whatever the request's salt.
-"""
+"""Salt of a request that names none, and the seed that chains sequence hashes, whatever the salt."""
 
 MAX_TOKEN = 0xFFFF_FFFF
 """Token ids are hashed as unsigned 32-bit integers."""
@@ -43,16 +42,12 @@ def block_hash(tokens: Iterable[int], salt: int = DEFAULT_SALT) -> int:
 
 
 def sequence_hash(parent: int | None, block_hash: int) -> int:
-    """Hash of a block and everything before it: `parent` is the sequence hash of the block before, None for
-    the first.
-    """
+    """Hash of a block and all before it; `parent`: sequence hash of the block before, None for the first."""
     if parent is None:
         return block_hash
     return xxh3_64_intdigest(_pack_pair(parent, block_hash), DEFAULT_SALT)
 
 
 def salt_of(cache_salt: str) -> int:
-    """The salt of a request that carries the text `cache_salt`: such requests share blocks only with each
-    other.
-    """
+    """The salt of requests that carry the text `cache_salt`: they share blocks only with each other."""
     return xxh3_64_intdigest(cache_salt.encode(), 0)

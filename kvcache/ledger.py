@@ -57,9 +57,7 @@ class Ledger:
         return signals
 
     def collision(self, sequence: ActiveSequence, signal: Use | Promote) -> HashCollision | None:
-        """The first block of the sequence's next signal whose hash is known with other content. Changes
-        nothing.
-        """
+        """The first block of the sequence's next signal whose hash is known with other content, if any."""
         try:
             self._new_contents(sequence, signal)
         except HashCollision as collision:
@@ -85,10 +83,9 @@ class Ledger:
         return events
 
     def check_integrity(self, sequences: Iterable[ActiveSequence] | None = None) -> None:
-        """Proves the pool sound and the contents exactly those of its full blocks; with all live sequences,
-        the refcounts.
+        """Proves the pool sound and contents kept for exactly its full blocks. Raises IntegrityBroken.
 
-        Raises IntegrityBroken.
+        Given all live sequences, it proves the refcounts too.
         """
         owned = None if sequences is None else [block for each in sequences for block in each.held_blocks]
         self.pool.check_integrity(owned)

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from itertools import count
 from typing import assert_never
 
 from kvcache.blocks import (
@@ -19,8 +20,8 @@ from kvcache.blocks import (
 )
 from kvcache.digest import ENTERED, FULL, StreamDigest
 from kvcache.errors import BlockNotActive, BlockShared, IntegrityBroken, InvalidSignal, OutOfBlocks
+from kvcache.events import use_events
 from kvcache.integrity import check_owners, check_pages
-from kvcache.runs import stored_runs
 from kvcache.sequence import ActiveSequence
 
 
@@ -54,7 +55,7 @@ class BlockPool:
         self._partial: dict[int, _Page] = {}
         self._inactive: OrderedDict[int, _Page] = OrderedDict()
         self._digest = StreamDigest()
-        self._next_event_id = 0
+        self._new_event_id = count().__next__
 
     @property
     def num_active(self) -> int:
@@ -95,9 +96,7 @@ class BlockPool:
         return 0 if page is None else page.num_owners
 
     def page_of(self, block: Block) -> int:
-        """Number of the page, 0..num_blocks-1, on which a present block lies. Raises BlockNotActive if it is
-        absent.
-        """
+        """The page, 0..num_blocks-1, on which a present block lies. Raises BlockNotActive if it is absent."""
         page = self._find(block)
         if page is None:
             raise BlockNotActive(f"{block} is not in the pool")
@@ -175,7 +174,10 @@ class BlockPool:
             page.num_owners += 1
             outcome.append(page.num_owners << 2 | entered | (FULL if is_full else 0))
         self._digest.finish(words, outcome + evicted)
-        return self._use_events(use, outcome, evicted) if use.block_hashes or evicted else ()
+        if not use.block_hashes and not evicted:
+            return ()
+        entries = [word & ENTERED != 0 for word in outcome]
+        return use_events(use, entered=entries, evicted=evicted, new_event_id=self._new_event_id)
 
     def _admit(self, use: Use) -> set[int]:
         """Raises if the pages do not suffice; else returns the inactive blocks that the signal names."""
@@ -196,13 +198,6 @@ class BlockPool:
         sequence_hash, page = self._inactive.popitem(last=False)
         evicted.append(sequence_hash)
         return page
-
-    def _use_events(self, use: Use, outcome: list[int], evicted: list[int]) -> tuple[Event, ...]:
-        events: list[Event] = [Removed(tuple(evicted), self._new_event_id())] if evicted else []
-        entered = [word & ENTERED != 0 for word in outcome]
-        for parent, names, block_hashes in stored_runs(use, entered):
-            events.append(Stored(parent, tuple(names), tuple(block_hashes), self._new_event_id()))
-        return tuple(events)
 
     def _promote(self, promote: Promote) -> tuple[Event, ...]:
         page = self._partial.get(promote.partial.id)
@@ -256,8 +251,3 @@ class BlockPool:
             return ()
         self._free.append(active.pop(key))
         return (Removed((key,), self._new_event_id()),) if isinstance(block, FullBlock) else ()
-
-    def _new_event_id(self) -> int:
-        event_id = self._next_event_id
-        self._next_event_id += 1
-        return event_id

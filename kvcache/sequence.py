@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvcache.blocks import Block, Deref, Destroy, FullBlock, PartialBlock, Promote, Signal, Use
 from kvcache.chain import BlockChain, Content
-from kvcache.errors import InvalidSignal, NothingToPop, OutputLimitExceeded
+from kvcache.errors import NothingToPop, OutputLimitExceeded
 from kvcache.hashing import DEFAULT_SALT, MAX_TOKEN, pack_tokens
 
 
@@ -27,11 +27,9 @@ class ActiveSequence:
         prefix_caching: bool = True,
         new_id: Callable[[], int],
     ) -> None:
-        """`new_id` supplies ids that are unique in the pool: for partial blocks, and for all blocks without
-        prefix caching.
+        """`new_id` supplies ids unique in the pool: for partial blocks, without prefix caching for all.
 
-        Raises ValueError for a block size below 1, a negative output limit or a token beyond unsigned 32
-        bits.
+        Raises ValueError for a block size below 1, a negative output limit or a token beyond u32.
         """
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, got {block_size}")
@@ -44,7 +42,9 @@ class ActiveSequence:
         self._max_len = self.num_prompt_tokens + max_output_tokens
         self._new_id = new_id
         self._always_private_from = None if prefix_caching else 0
-        self._chain = BlockChain(salt, private_from=self._always_private_from, new_id=new_id)
+        self._chain = BlockChain(
+            block_size=block_size, salt=salt, private_from=self._always_private_from, new_id=new_id
+        )
         # The block behind the chain: allocated if the sequence is up to date, planned if it is catching up.
         self._partial: PartialBlock | None = None
         self._num_allocated = 0
@@ -95,16 +95,14 @@ class ActiveSequence:
     def blocks(self) -> tuple[Block, ...]:
         """All blocks from the first token on, allocated or planned; released ones keep their place.
 
-        A block that is complete but still allocated as a partial stays partial until the push that promotes
-        it.
+        A block that is complete but allocated as a partial stays partial until the push that promotes it.
         """
         if not self._up_to_date:
             self._plan()
         return (*self._chain.blocks, self._partial) if self._partial else tuple(self._chain.blocks)
 
     def prepare(self, num_tokens: int) -> Use | None:
-        """The blocks that the first `num_tokens` tokens need and that are not committed yet; None if there
-        are none.
+        """The blocks that the first `num_tokens` tokens need beyond those committed, None if there are none.
 
         Changes nothing and repeats itself exactly. Raises ValueError for more tokens than there are, and for
         a chunk that ends neither on a block boundary nor with the last token.
@@ -118,9 +116,7 @@ class ActiveSequence:
         return Use(blocks=blocks, block_hashes=hashes, parent=self._chain.name_before(start))
 
     def commit(self, num_tokens: int) -> None:
-        """Records that the `Use` of `prepare(num_tokens)` has succeeded. Raises ValueError where `prepare`
-        would.
-        """
+        """Records that the `Use` of `prepare(num_tokens)` has succeeded. Raises like `prepare`."""
         self._check_chunk(num_tokens)
         if num_tokens <= self.num_committed_tokens:
             return
@@ -156,8 +152,9 @@ class ActiveSequence:
         return signals
 
     def pop(self) -> None:
-        """Undoes the last push, whose `Use` has failed; a `Promote` that it caused stands. Raises
-        NothingToPop.
+        """Undoes the last push, whose `Use` has failed; a `Promote` that it caused stands.
+
+        Raises NothingToPop for a second pop in a row, and after `commit`, `preempt` or a release.
         """
         if len(self._tokens) <= self._pop_floor:
             raise NothingToPop(f"the sequence of {len(self._tokens)} tokens has no push to undo")
@@ -201,8 +198,7 @@ class ActiveSequence:
         return signals
 
     def release_before(self, num_tokens: int) -> list[Signal]:
-        """Gives back the allocated blocks that lie wholly before token `num_tokens`, one `Deref` each, head
-        first.
+        """Gives back the allocated blocks wholly before token `num_tokens`, one `Deref` each, head first.
 
         The last allocated block always stays: the newest token still sees it. Raises ValueError for more
         tokens than there are.
@@ -211,12 +207,13 @@ class ActiveSequence:
             raise ValueError(f"cannot release before token {num_tokens} of {len(self._tokens)}")
         end = min(num_tokens // self.block_size, self._num_allocated - 1)
         released = self._chain.blocks[self._num_released : max(end, self._num_released)]
-        self._num_released += len(released)
+        if released:
+            self._num_released += len(released)
+            self._pop_floor = len(self._tokens)
         return [Deref(block) for block in released]
 
     def make_private(self, first_block: int) -> None:
-        """Renames the full blocks from `first_block` on, and all later ones, with ids that nobody else can
-        have.
+        """Renames the full blocks from `first_block` on, and all later ones, with ids nobody else can have.
 
         For the case that a sequence hash is known with other content. Blocks that a pool has already been
         told of cannot be renamed: raises ValueError unless `first_block` is not allocated or its `Promote` is
@@ -230,8 +227,7 @@ class ActiveSequence:
         self._chain.make_private(first_block)
 
     def contents_of(self, signal: Use | Promote) -> tuple[int, list[int], list[Content]]:
-        """The full blocks of this sequence's next signal: index of the first, their sequence hashes, what
-        they hold.
+        """The full blocks of this sequence's next signal: index of the first, sequence hashes, contents.
 
         For a `Use` from `prepare` that is not committed yet, and for the signals of the last push. Raises
         InvalidSignal for any other.
@@ -241,10 +237,7 @@ class ActiveSequence:
         else:
             names = [block.sequence_hash for block in signal.blocks if isinstance(block, FullBlock)]
             first = self._num_allocated if names else len(self._chain)
-        end = first + len(names)
-        if names != [block.sequence_hash for block in self._chain.blocks[first:end]]:
-            raise InvalidSignal(f"{signal} is not the next signal of this sequence")
-        return first, names, self._chain.contents[first:end]
+        return first, names, self._chain.contents_of(first, names)
 
     def _open_block(self) -> list[Signal]:
         signals: list[Signal] = []
@@ -271,10 +264,7 @@ class ActiveSequence:
 
     def _plan(self) -> None:
         """Names the complete blocks of a sequence that is catching up, and the partial one behind them."""
-        packed = pack_tokens(self._tokens[len(self._chain) * self.block_size :])
-        width = 4 * self.block_size
-        for offset in range(0, len(packed) - width + 1, width):
-            self._chain.append(packed[offset : offset + width])
+        self._chain.extend(self._tokens)
         if len(self._tokens) % self.block_size == 0:
             self._partial = None
         elif self._partial is None:

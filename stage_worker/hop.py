@@ -9,7 +9,7 @@ import grpc
 from stage_worker.outputs import HandedOn, StageOutput
 from stageline_rpc.v1 import stage_pb2, stage_pb2_grpc
 from wire.channels import client_channel
-from wire.errors import StepFault, StepFaultKind
+from wire.errors import StaleStream, StepFault, StepFaultKind
 from wire.frames import encode_frame
 from wire.step_codec import encode_result
 
@@ -22,7 +22,9 @@ Call = grpc.aio.StreamStreamCall[Any, Any]
 class Hop:
     """A stream that starts with hello and accepted and then carries outputs.
 
-    Every failure is a StepFault NEIGHBOUR. Used by one session only; `close` ends call and connection.
+    A failure is a StepFault NEIGHBOUR. An accepted stream that the other end ends as ABORTED is a StaleStream
+    instead: there the epoch is over, or refused after a fault which that stage itself reports; a second
+    report would only race with the first. Used by one session; `close` ends call and connection.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class Hop:
         self._open_call = open_call
         self._channel: grpc.aio.Channel | None = None
         self._call: Call | None = None
+        self._is_accepted = False
 
     async def dial(self) -> None:
         """Connects, says hello, and waits until it is accepted."""
@@ -48,6 +51,7 @@ class Hop:
             raise self._fault(f"did not accept the stream within {DIAL_TIMEOUT_S:g} s") from None
         if answer.WhichOneof("message") != "accepted":
             raise self._fault(f"answered {answer.WhichOneof('message')!r} where 'accepted' was due")
+        self._is_accepted = True
 
     async def send(self, output: StageOutput) -> None:
         """Writes one output; returns when the transport has taken all of it."""
@@ -83,9 +87,12 @@ class Hop:
             raise await self._ended(call)
         return answer
 
-    async def _ended(self, call: Call) -> StepFault:
+    async def _ended(self, call: Call) -> StepFault | StaleStream:
         code, details = await call.code(), await call.details()
-        return self._fault(f"ended the stream: {code.name}{f': {details}' if details else ''}")
+        fault = self._fault(f"ended the stream: {code.name}{f': {details}' if details else ''}")
+        if self._is_accepted and code is grpc.StatusCode.ABORTED:
+            return StaleStream(fault.message)
+        return fault
 
     def _fault(self, text: str) -> StepFault:
         return StepFault(StepFaultKind.NEIGHBOUR, f"{self._peer} {text}")

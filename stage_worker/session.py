@@ -3,7 +3,9 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, TypeVar
+
+from google.protobuf.message import DecodeError
 
 from stage_worker.assignment import Assignment
 from stage_worker.compute import ComputeThread
@@ -15,6 +17,8 @@ from stageline_rpc.v1 import stage_pb2
 from wire.errors import StaleStream, StepFault, StepFaultKind
 from wire.frames import Frame, FrameAssembler
 from wire.steps import FaultReport
+
+E = TypeVar("E", bound=Exception)
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +42,10 @@ class EpochSession:
         compute: ComputeThread,
         hop: Hop,
         on_ready: Callable[[], None],
-        on_fault: Callable[[FaultReport], None],
+        on_refused: Callable[[FaultReport | None], None],
     ) -> None:
+        """`on_refused` is called at most once, when the epoch ends from inside; without a report, somebody
+        further on has reported."""
         self.epoch = epoch
         self.is_serving = False
         self._assignment = assignment
@@ -47,7 +53,7 @@ class EpochSession:
         self._compute = compute
         self._hop = hop
         self._on_ready = on_ready
-        self._on_fault = on_fault
+        self._on_refused = on_refused
         self._inbox: asyncio.Queue[Frame | StepFault] = asyncio.Queue(QUEUED_FRAMES)
         self._outbox: asyncio.Queue[StageOutput] = asyncio.Queue(QUEUED_FRAMES)
         self._next_step_id = 0
@@ -105,8 +111,13 @@ class EpochSession:
                     await self._inbox.put(frame)
             assembler.finish()
         except StepFault as fault:
-            await self._inbox.put(fault)
-            await asyncio.wait({self._over})
+            await self._refuse(fault)
+        except DecodeError as error:
+            await self._refuse(StepFault(StepFaultKind.UNDECODABLE, f"message of the stream: {error}"))
+
+    async def _refuse(self, fault: StepFault) -> None:
+        await self._inbox.put(fault)
+        await asyncio.wait({self._over})
 
     async def _run(self) -> None:
         try:
@@ -122,6 +133,8 @@ class EpochSession:
                 tasks.create_task(self._hop.watch())
         except* StepFault as faults:
             self._fail(_first(faults))
+        except* StaleStream as ends:
+            self._stop_quietly(str(_first(ends)))
         except* Exception as errors:
             log.exception("unexpected error in epoch %d", self.epoch.number, exc_info=errors)
             self._fail(StepFault(StepFaultKind.DEVICE, "unexpected error; the worker's log has the detail"))
@@ -150,26 +163,30 @@ class EpochSession:
             fault.step_id = self._next_step_id
         description = fault.describe(stage=self._assignment.stage)
         log.error("epoch %d refused: %s", self.epoch.number, description)
-        self._on_fault(
-            FaultReport(
-                epoch=self.epoch.number,
-                step_id=fault.step_id,
-                stage=self._assignment.stage,
-                kind=fault.kind,
-                message=fault.message,
-                request_ids=fault.request_ids,
-            )
+        report = FaultReport(
+            epoch=self.epoch.number,
+            step_id=fault.step_id,
+            stage=self._assignment.stage,
+            kind=fault.kind,
+            message=fault.message,
+            request_ids=fault.request_ids,
         )
+        self._on_refused(report)
         self._end(f"epoch {self.epoch.number} is refused after a fault: {description}")
+
+    def _stop_quietly(self, reason: str) -> None:
+        if not self._over.done():
+            log.info("epoch %d ends: %s", self.epoch.number, reason)
+            self._on_refused(None)
+            self._end(f"epoch {self.epoch.number} is over: {reason}")
 
     def _end(self, reason: str) -> None:
         if not self._over.done():
             self._over.set_result(reason)
 
 
-def _first(group: BaseExceptionGroup[StepFault]) -> StepFault:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
+def _first(group: ExceptionGroup[E]) -> E:
+    error: E | ExceptionGroup[E] = group
+    while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
-    assert isinstance(error, StepFault)
     return error

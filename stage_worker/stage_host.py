@@ -204,9 +204,10 @@ class StageHost:
             self._on_serving(True)
             reply(cluster_pb2.WorkerMessage(epoch_ready=cluster_pb2.EpochReady(epoch=epoch.number)))
 
-        def on_fault(report: FaultReport) -> None:
+        def on_refused(report: FaultReport | None) -> None:
             self._on_serving(False)
-            reply(cluster_pb2.WorkerMessage(fault=encode_fault(report)))
+            if report is not None:
+                reply(cluster_pb2.WorkerMessage(fault=encode_fault(report)))
 
         return EpochSession(
             epoch=epoch,
@@ -215,7 +216,7 @@ class StageHost:
             compute=self._compute,
             hop=self._new_hop(epoch, loaded.assignment),
             on_ready=on_ready,
-            on_fault=on_fault,
+            on_refused=on_refused,
         )
 
     def _new_hop(self, epoch: Epoch, assignment: Assignment) -> Hop:

@@ -28,7 +28,7 @@ class FakeInference(inference_pb2_grpc.InferenceServicer):
     """Answers " 0", " 1", ... one token each.
 
     A prompt "!after:CODE" fails with that status after one token, "!endless" never ends, "!gap" leaves a
-    token out, "!unfinished" ends without a finish reason.
+    token out, "!unfinished" ends without a finish reason. A conversation is answered with its length.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,8 @@ class FakeInference(inference_pb2_grpc.InferenceServicer):
                 if prompt.startswith("!after:"):
                     await context.abort(grpc.StatusCode[prompt.removeprefix("!after:")], "said the server")
                 await asyncio.sleep(0.01 if prompt == "!endless" else 0)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):
+            # gRPC cancels the wait inside, or closes this generator where it stands at `yield`.
             self.ended_early.set()
             self.num_ended_early += 1
             raise
@@ -61,7 +62,7 @@ class FakeInference(inference_pb2_grpc.InferenceServicer):
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         offset = 0
         for index in range(num_tokens):
-            text = f" {index}" if self.has_tokenizer else ""
+            text = self._text(index, request) if self.has_tokenizer else ""
             response = inference_pb2.GenerateResponse(
                 request_id=request.request_id or REQUEST_ID,
                 first_token_index=index + (1 if request.text == "!gap" and index else 0),
@@ -74,6 +75,10 @@ class FakeInference(inference_pb2_grpc.InferenceServicer):
                 response.usage.CopyFrom(_usage(request, num_tokens))
             offset += len(text)
             yield response
+
+    def _text(self, index: int, request: inference_pb2.GenerateRequest) -> str:
+        num_messages = len(request.conversation.messages)
+        return f" {num_messages} messages" if num_messages else f" {index}"
 
     async def Cancel(
         self, request: inference_pb2.CancelRequest, context: _Context

@@ -1,8 +1,8 @@
 """Channels and servers with the options that long, sometimes silent streams need."""
 
-import errno
 import socket
 from collections.abc import Sequence
+from typing import Any
 
 import grpc
 
@@ -11,11 +11,6 @@ from wire.interceptors import ErrorInterceptor
 
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
-
-_BIND_REASONS = {
-    errno.EADDRINUSE: "the port is in use",
-    errno.EADDRNOTAVAIL: "the address is not of this machine",
-}
 
 # A stream may be silent for minutes while a model loads, and both ends ping meanwhile: without
 # `max_ping_strikes` and `min_ping_interval` the server answers pings on a silent stream with GOAWAY
@@ -59,24 +54,37 @@ def new_server(*, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> gr
 
 def bind(server: grpc.aio.Server, address: str) -> int:
     """Binds `address` and returns the port. Raises OSError with one clear line when it cannot be had."""
+    _check_free(parse_address(address))
     try:
-        _try_to_bind(parse_address(address))
+        port = server.add_insecure_port(address)
+    except RuntimeError:
+        port = 0
+    if port == 0:
+        raise OSError(
+            f"cannot listen on {address}: the port is in use, or the address is not of this machine"
+        )
+    return port
+
+
+def _check_free(address: Address) -> None:
+    """gRPC would write lines of its own to stderr, and not tell the caller why."""
+    try:
+        found = socket.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
     except OSError as error:
-        reason = _BIND_REASONS.get(error.errno or 0, error.strerror)
-        raise OSError(f"cannot listen on {address}: {reason}") from None
+        raise OSError(f"cannot listen on {address}: {error.strerror}") from None
+    problems = [_bind_problem(family, sockaddr) for family, _, _, _, sockaddr in found]
+    # A name with several addresses is served on those that can be had.
+    if all(problems):
+        raise OSError(f"cannot listen on {address}: {problems[0]}")
+
+
+def _bind_problem(family: socket.AddressFamily, sockaddr: tuple[Any, ...]) -> str | None:
     try:
-        return server.add_insecure_port(address)
-    except RuntimeError as error:
-        raise OSError(f"cannot listen on {address}: {error}") from None
-
-
-def _try_to_bind(address: Address) -> None:
-    """gRPC says neither why it cannot bind nor says it quietly, so a socket of our own goes first."""
-    flags = socket.AI_PASSIVE
-    found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=flags)
-    for family, kind, protocol, _, where in found:
-        with socket.socket(family, kind, protocol) as probe:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(where)
-            # Of two sockets that may reuse an address, the second fails to listen only.
-            probe.listen()
+            probe.bind(sockaddr)
+    except OSError as error:
+        return error.strerror
+    return None

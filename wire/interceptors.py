@@ -2,6 +2,7 @@
 
 from __future__ import annotations  # grpc's handler types are generic in its stubs only
 
+import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -36,8 +37,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         if handler.stream_unary is not None:
             return handler._replace(stream_unary=_guard_unary(handler.stream_unary, name))
         if handler.unary_stream is not None:
-            return handler._replace(unary_stream=_guard_stream(handler.unary_stream, name))
-        return handler._replace(stream_stream=_guard_stream(handler.stream_stream, name))
+            return handler._replace(unary_stream=_guard_responses(handler.unary_stream, name))
+        return handler._replace(stream_stream=_guard_responses(handler.stream_stream, name))
 
 
 def _guard_unary(behaviour: Callable[[Any, Context], Awaitable[Any]], name: str) -> Callable[..., Any]:
@@ -48,6 +49,13 @@ def _guard_unary(behaviour: Callable[[Any, Context], Awaitable[Any]], name: str)
             await _abort(context, error, name)
 
     return guarded
+
+
+def _guard_responses(behaviour: Callable[[Any, Context], Any], name: str) -> Callable[..., Any]:
+    """A streaming servicer either yields its responses or, like grpc's health service, writes them itself."""
+    if inspect.isasyncgenfunction(behaviour):
+        return _guard_stream(behaviour, name)
+    return _guard_unary(behaviour, name)
 
 
 def _guard_stream(behaviour: Callable[[Any, Context], AsyncIterator[Any]], name: str) -> Callable[..., Any]:

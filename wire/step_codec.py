@@ -46,10 +46,20 @@ def decode_step(data: bytes) -> Step:
         message = stage_pb2.Step.FromString(data)
     except DecodeError as error:
         raise StepFault(StepFaultKind.UNDECODABLE, f"step of {len(data)} bytes: {error}") from error
+    try:
+        return _decode_step(message)
+    except StepFault as fault:
+        fault.step_id = message.step_id
+        ids = (RequestId(part.sequence.request_id) for part in message.slices)
+        fault.request_ids = tuple(dict.fromkeys(each for each in ids if len(each) == 16))
+        raise
+
+
+def _decode_step(message: stage_pb2.Step) -> Step:
     return Step(
         epoch=message.epoch,
         step_id=message.step_id,
-        slices=tuple(_decode_slice(part, message.step_id) for part in message.slices),
+        slices=tuple(_decode_slice(part) for part in message.slices),
         starts=tuple(_decode_start(start) for start in message.starts),
         ends=tuple(EndRecord(_decode_key(end.sequence), end.generation) for end in message.ends),
         signals=tuple(
@@ -129,7 +139,7 @@ def _add_slice(message: stage_pb2.Step, part: Slice) -> None:
         encoded.decode.position = step.position
 
 
-def _decode_slice(message: stage_pb2.Slice, step_id: int) -> Slice:
+def _decode_slice(message: stage_pb2.Slice) -> Slice:
     key = _decode_key(message.sequence)
     part = Slice(key, message.generation, tuple(message.tokens), _decode_inference_step(message))
     step = part.inference_step
@@ -138,16 +148,12 @@ def _decode_slice(message: stage_pb2.Slice, step_id: int) -> Slice:
         raise StepFault(
             StepFaultKind.SLICE_SET,
             f"slice of {key} has {len(part.tokens)} tokens, its inference step says {expected}",
-            step_id=step_id,
-            request_ids=(key.request_id,),
         )
     if isinstance(step, Prefill) and step.start + step.num_tokens > step.num_prefill_tokens:
         raise StepFault(
             StepFaultKind.SLICE_SET,
             f"chunk [{step.start}, {step.start + step.num_tokens}) of {key} passes the end of its "
             f"{step.num_prefill_tokens} prefill tokens",
-            step_id=step_id,
-            request_ids=(key.request_id,),
         )
     return part
 

@@ -8,7 +8,7 @@ from deploy import LocalCluster, LocalClusterConfig
 from stageline.cli.failures import CommandFailed
 from stageline.cli.progress import wait_until_serving
 from stageline.cli.stream import Completion, write_stream
-from stageline.cli.tables import topology_table
+from stageline.cli.tables import topology_view
 from stageline.client import Client
 from stageline.errors import StagelineError
 
@@ -36,7 +36,7 @@ async def run_demo(config: LocalClusterConfig) -> None:
     )
     async with LocalCluster(config) as cluster:
         status = await wait_until_serving(cluster, console, timeout_s=_START_TIMEOUT_S)
-        console.print(topology_table(status))
+        console.print(topology_view(status))
         console.print(f"[bold]{PROMPT}[/]", end="")
         completion = await cluster.while_running(_complete(cluster))
         console.print(f"\n[dim]{completion.describe_speed()}[/]")

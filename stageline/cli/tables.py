@@ -1,4 +1,4 @@
-"""The state of a cluster as tables."""
+"""The state of a cluster as tables that fit into 80 columns."""
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -11,64 +11,58 @@ from stageline_rpc.v1 import cluster_pb2, stage_pb2
 _NOTHING = "-"
 
 
-def topology_table(status: cluster_pb2.GetStatusResponse) -> Table:
+def topology_view(status: cluster_pb2.GetStatusResponse) -> RenderableType:
     """Which worker runs which layers, and what that takes."""
-    table = _table("Stage", "Role", "Worker", "Layers", "Device", "Weights", "KV cache", right={"Weights"})
+    table = _table("Stage", "Worker", "Layers", "Device", "Weights", "KV cache")
     for worker in _in_stage_order(status):
         if worker.HasField("stage"):
-            table.add_row(*_place(worker), worker.device, *_sizes(worker, status))
-    return table
+            heartbeat = worker.heartbeat
+            table.add_row(
+                *_place(worker), worker.device, _size(heartbeat.weight_bytes), _size(heartbeat.kv_bytes)
+            )
+    return Group("", table, "")
 
 
 def status_view(status: cluster_pb2.GetStatusResponse) -> RenderableType:
     """Everything that `stageline status` shows."""
-    return Group(Text(describe_cluster(status)), _workers_table(status), Text(_describe_requests(status)))
+    lines = [describe_kv_cache(status), _describe_requests(status), *_remarks(status)]
+    return Group(Text(describe_cluster(status)), "", _workers_table(status), "", Text("\n".join(lines)))
 
 
 def describe_cluster(status: cluster_pb2.GetStatusResponse) -> str:
-    """Model and state, in one or two lines."""
+    """Model and state, in two lines."""
     dtype = _name(stage_pb2.DType.Name(status.dtype), "DTYPE_")
-    state = _name(cluster_pb2.ClusterState.Name(status.state), "CLUSTER_STATE_")
     reason = f": {status.detail}" if status.detail else ""
     epoch = f", epoch {status.epoch}" if status.epoch else ""
-    return f"{status.model or 'no model'} in {dtype}, {status.num_stages} stages{epoch}\n{state}{reason}"
+    return f"{status.model} in {dtype}, {status.num_stages} stages{epoch}\n{_state(status)}{reason}"
+
+
+def describe_kv_cache(status: cluster_pb2.GetStatusResponse) -> str:
+    """How many tokens fit, in one line."""
+    if status.num_blocks == 0:
+        return "KV cache: none yet"
+    num_tokens = status.num_blocks * status.block_size
+    return f"KV cache: {num_tokens} tokens on each stage ({status.num_blocks} blocks of {status.block_size})"
 
 
 def describe_start(status: cluster_pb2.GetStatusResponse) -> str:
     """How far a cluster is on its way to serving, in one line."""
-    state = _name(cluster_pb2.ClusterState.Name(status.state), "CLUSTER_STATE_")
     loading = [
         f"{worker.name} {worker.heartbeat.load_progress:.0%}"
         for worker in status.workers
         if worker.state == cluster_pb2.WORKER_STATE_LOADING
     ]
-    return ", ".join([status.detail or state, *loading])
+    return ", ".join([status.detail or _state(status), *loading])
 
 
 def _workers_table(status: cluster_pb2.GetStatusResponse) -> Table:
-    table = _table(
-        "Stage",
-        "Role",
-        "Worker",
-        "Layers",
-        "Device",
-        "Address",
-        "State",
-        "Weights",
-        "KV cache",
-        "KV in use",
-        "Resident",
-        "Memory",
-        right={"Weights", "Resident", "Memory"},
-    )
+    table = _table("Stage", "Worker", "Layers", "Device", "State", "Weights", "KV use", "Memory", "of")
     for worker in _in_stage_order(status):
-        state = _name(cluster_pb2.WorkerState.Name(worker.state), "WORKER_STATE_")
         table.add_row(
             *_place(worker),
             worker.device,
-            worker.address,
-            f"{state}: {worker.detail}" if worker.detail else state,
-            *_sizes(worker, status),
+            _name(cluster_pb2.WorkerState.Name(worker.state), "WORKER_STATE_"),
+            _size(worker.heartbeat.weight_bytes),
             _kv_use(worker.heartbeat.kv),
             _size(worker.heartbeat.resident_bytes),
             _size(worker.memory_bytes),
@@ -79,16 +73,21 @@ def _workers_table(status: cluster_pb2.GetStatusResponse) -> Table:
 def _describe_requests(status: cluster_pb2.GetStatusResponse) -> str:
     counts = status.requests
     return (
-        f"requests: {counts.waiting} waiting, {counts.prefill} in prefill, {counts.decode} in decode; "
-        f"{counts.finished} finished, {counts.cancelled} cancelled, {counts.failed} failed; "
-        f"{counts.steps_in_flight} steps in flight"
+        f"Requests: {counts.waiting} waiting, {counts.prefill} in prefill, {counts.decode} in decode, "
+        f"{counts.steps_in_flight} steps in flight\n"
+        f"Ended: {counts.finished} finished, {counts.cancelled} cancelled, {counts.failed} failed"
     )
 
 
-def _table(*columns: str, right: set[str]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+def _remarks(status: cluster_pb2.GetStatusResponse) -> list[str]:
+    return [f"{worker.name}: {worker.detail}" for worker in status.workers if worker.detail]
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", show_edge=False, padding=0)
     for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+        is_number = column in ("Weights", "KV cache", "KV use", "Memory", "of")
+        table.add_column(column, justify="right" if is_number else "left", overflow="fold")
     return table
 
 
@@ -98,11 +97,11 @@ def _in_stage_order(status: cluster_pb2.GetStatusResponse) -> list[cluster_pb2.W
     )
 
 
-def _place(worker: cluster_pb2.WorkerStatus) -> tuple[str, str, str, str]:
+def _place(worker: cluster_pb2.WorkerStatus) -> tuple[str, str, str]:
     if not worker.HasField("stage"):
-        return _NOTHING, _NOTHING, worker.name, _NOTHING
+        return _NOTHING, worker.name, _NOTHING
     role = cluster_pb2.StageRole.Name(worker.role).removeprefix("STAGE_ROLE_")
-    return str(worker.stage), role, worker.name, _layers(worker)
+    return f"{worker.stage} {role}", worker.name, _layers(worker)
 
 
 def _layers(worker: cluster_pb2.WorkerStatus) -> str:
@@ -112,22 +111,17 @@ def _layers(worker: cluster_pb2.WorkerStatus) -> str:
     return f"{worker.layer_begin} to {worker.layer_end - 1} ({num_layers})"
 
 
-def _sizes(worker: cluster_pb2.WorkerStatus, status: cluster_pb2.GetStatusResponse) -> tuple[str, str]:
-    kv = _size(worker.heartbeat.kv_bytes)
-    if kv != _NOTHING:
-        kv += f" ({status.num_blocks * status.block_size} tokens)"
-    return _size(worker.heartbeat.weight_bytes), kv
-
-
 def _kv_use(kv: cluster_pb2.KvUsage) -> str:
     num_blocks = kv.blocks_active + kv.blocks_inactive + kv.blocks_free
-    if num_blocks == 0:
-        return _NOTHING
-    return f"{kv.blocks_active} of {num_blocks} blocks, {kv.blocks_inactive} cached"
+    return f"{kv.blocks_active / num_blocks:.1%}" if num_blocks else _NOTHING
 
 
 def _size(size_bytes: int) -> str:
     return format_size(size_bytes) if size_bytes else _NOTHING
+
+
+def _state(status: cluster_pb2.GetStatusResponse) -> str:
+    return _name(cluster_pb2.ClusterState.Name(status.state), "CLUSTER_STATE_")
 
 
 def _name(value: str, prefix: str) -> str:

@@ -13,7 +13,7 @@ from deploy import LocalCluster, LocalClusterConfig, LocalProcess
 from stageline.cli import options
 from stageline.cli.coordinator import flags_of
 from stageline.cli.progress import wait_until_serving
-from stageline.cli.tables import describe_cluster, topology_table
+from stageline.cli.tables import describe_cluster, describe_kv_cache, topology_view
 
 _GENERATE = 'generate "Once upon a time"'
 _START_TIMEOUT_S = 3600.0  # a large model takes its time to load; the progress shows meanwhile
@@ -73,7 +73,7 @@ async def run_up(config: LocalClusterConfig) -> int:
     """Returns 0 once a signal has ended the cluster; raises ClusterFailed when the coordinator ends."""
     console = Console()
     cluster = LocalCluster(config)
-    _end_on_signals(cluster)
+    _end_on_signals(cluster, console)
     try:
         async with cluster:
             await _serve(cluster, console)
@@ -82,7 +82,7 @@ async def run_up(config: LocalClusterConfig) -> int:
     return 0
 
 
-def _end_on_signals(cluster: LocalCluster) -> None:
+def _end_on_signals(cluster: LocalCluster, console: Console) -> None:
     """The first signal ends the cluster in order; a second one does not wait for that."""
     task = asyncio.current_task()
     assert task is not None
@@ -91,6 +91,7 @@ def _end_on_signals(cluster: LocalCluster) -> None:
         if task.cancelling():
             cluster.kill_all()
         else:
+            console.print("Ending all processes. Ctrl-C again does not wait for them.")
             task.cancel()
 
     loop = asyncio.get_running_loop()
@@ -102,7 +103,8 @@ async def _serve(cluster: LocalCluster, console: Console) -> None:
     console.print(f"Logs are in {cluster.log_directory}", highlight=False)
     status = await wait_until_serving(cluster, console, timeout_s=_START_TIMEOUT_S)
     console.print(describe_cluster(status), highlight=False)
-    console.print(topology_table(status))
+    console.print(topology_view(status))
+    console.print(describe_kv_cache(status), highlight=False)
     console.print(
         f"Serving at [bold]{cluster.address}[/]. Ctrl-C ends it. In another terminal:\n"
         f"  {_client_command(cluster, _GENERATE)}\n  {_client_command(cluster, 'status')}",
@@ -116,7 +118,7 @@ async def _serve(cluster: LocalCluster, console: Console) -> None:
 
 
 def _tell_of_lost_worker(cluster: LocalCluster, process: LocalProcess, console: Console) -> None:
-    console.print(str(process.failure()), markup=False, highlight=False, style="red")
+    console.print(str(process.failure()), markup=False, highlight=False, soft_wrap=True, style="red")
     console.print(
         "The coordinator waits for a worker to take its place. To start it again:\n"
         f"  stageline {shlex.join(cluster.worker_line(process.name))}",

@@ -122,7 +122,9 @@ def test_only_the_last_push_can_be_undone() -> None:
         made.pop()
     made.push(3)
     made.push(4)
+    assert made.num_allocated_blocks == 2
     made.pop()
+    assert (made.num_allocated_blocks, len(made.blocks)) == (1, 1)
     with pytest.raises(NothingToPop):
         made.pop()
     made.push(4)
@@ -234,3 +236,12 @@ def test_impossible_sizes_are_refused() -> None:
         sequence(3, block_size=0)
     with pytest.raises(ValueError, match="max_output_tokens"):
         sequence(3, max_output_tokens=-1)
+
+
+def test_a_push_stands_once_a_block_before_it_was_released() -> None:
+    made = allocated(8)
+    made.push(8)
+    assert made.release_before(3) == []
+    assert len(made.release_before(8)) == 2
+    with pytest.raises(NothingToPop):
+        made.pop()

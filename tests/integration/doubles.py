@@ -1,0 +1,236 @@
+"""Everybody whom a stage worker talks to, played by the test over real gRPC on port 0.
+
+`CoordinatorDouble` serves Cluster.Join and StepResults.Deliver, `NextStageDouble` serves Stage.Forward, and
+`PredecessorDouble` dials a worker's Stage.Forward. Every wait has a deadline.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import suppress
+from typing import Any
+
+import grpc
+
+from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc, stage_pb2, stage_pb2_grpc
+from wire.channels import bind, client_channel, new_server
+from wire.frames import Frame, FrameAssembler
+from wire.ids import Incarnation, new_incarnation
+from wire.step_codec import decode_fault, decode_result
+from wire.steps import FaultReport, StepResult
+
+DEADLINE_S = 20.0
+HEARTBEAT_MS = 20
+
+
+class WorkerLink:
+    """The coordinator's end of one worker's Join stream."""
+
+    def __init__(self, hello: cluster_pb2.WorkerHello) -> None:
+        self.hello = hello
+        self.orders: asyncio.Queue[cluster_pb2.CoordinatorMessage | None] = asyncio.Queue()
+        self.answers: asyncio.Queue[cluster_pb2.WorkerMessage] = asyncio.Queue()
+        self.heartbeats: list[cluster_pb2.Heartbeat] = []
+        self.heartbeat_came = asyncio.Event()
+        self.has_ended = asyncio.Event()
+
+    def send(self, **message: Any) -> None:
+        self.orders.put_nowait(cluster_pb2.CoordinatorMessage(**message))
+
+    def hang_up(self) -> None:
+        """Ends the stream as a coordinator that dies would."""
+        self.orders.put_nowait(None)
+
+    async def answer(self, kind: str) -> Any:
+        """The next answer, heartbeats left out, which must be of this kind."""
+        async with asyncio.timeout(DEADLINE_S):
+            message = await self.answers.get()
+        assert message.WhichOneof("message") == kind, message
+        return getattr(message, kind)
+
+    async def fault(self) -> FaultReport:
+        return decode_fault(await self.answer("fault"))
+
+    async def next_heartbeat(self) -> cluster_pb2.Heartbeat:
+        """One that was sent after this call."""
+        self.heartbeat_came.clear()
+        async with asyncio.timeout(DEADLINE_S):
+            # The first one after the call may have been on its way before it.
+            await self.heartbeat_came.wait()
+            self.heartbeat_came.clear()
+            await self.heartbeat_came.wait()
+        return self.heartbeats[-1]
+
+
+class CoordinatorDouble(cluster_pb2_grpc.ClusterServicer, stage_pb2_grpc.StepResultsServicer):
+    """Welcomes every worker unless `refusal` is set; keeps what LAST delivers."""
+
+    def __init__(self) -> None:
+        self.incarnation: Incarnation = new_incarnation()
+        self.refusal: tuple[grpc.StatusCode, str] | None = None
+        self.links: asyncio.Queue[WorkerLink] = asyncio.Queue()
+        self.hop_hellos: asyncio.Queue[stage_pb2.HopHello] = asyncio.Queue()
+        self.results: asyncio.Queue[StepResult] = asyncio.Queue()
+        self._server = new_server()
+        self.address = ""
+
+    async def start(self, address: str = "127.0.0.1:0") -> None:
+        cluster_pb2_grpc.add_ClusterServicer_to_server(self, self._server)
+        stage_pb2_grpc.add_StepResultsServicer_to_server(self, self._server)
+        self.address = f"127.0.0.1:{bind(self._server, address)}"
+        await self._server.start()
+
+    async def stop(self) -> None:
+        await self._server.stop(None)
+
+    async def link(self) -> WorkerLink:
+        """The next worker that joins."""
+        async with asyncio.timeout(DEADLINE_S):
+            return await self.links.get()
+
+    async def result(self) -> StepResult:
+        async with asyncio.timeout(DEADLINE_S):
+            return await self.results.get()
+
+    async def Join(  # noqa: N802
+        self, request_iterator: AsyncIterator[cluster_pb2.WorkerMessage], context: Any
+    ) -> AsyncIterator[cluster_pb2.CoordinatorMessage]:
+        if self.refusal is not None:
+            await context.abort(*self.refusal)
+        link = WorkerLink((await anext(request_iterator)).hello)
+        self.links.put_nowait(link)
+        welcome = cluster_pb2.Welcome(
+            coordinator_incarnation=self.incarnation, heartbeat_interval_ms=HEARTBEAT_MS, lease_ms=5000
+        )
+        yield cluster_pb2.CoordinatorMessage(welcome=welcome)
+        reader = asyncio.create_task(_collect_answers(request_iterator, link))
+        try:
+            while (order := await link.orders.get()) is not None:
+                yield order
+        finally:
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+            link.has_ended.set()
+
+    async def GetStatus(self, request: Any, context: Any) -> Any:  # noqa: N802
+        raise NotImplementedError
+
+    async def Deliver(  # noqa: N802
+        self, request_iterator: AsyncIterator[stage_pb2.DeliverRequest], context: Any
+    ) -> AsyncIterator[stage_pb2.DeliverResponse]:
+        self.hop_hellos.put_nowait((await anext(request_iterator)).hello)
+        yield stage_pb2.DeliverResponse(accepted=stage_pb2.HopAccepted())
+        async for request in request_iterator:
+            self.results.put_nowait(decode_result(request.result))
+
+
+async def _collect_answers(requests: AsyncIterator[cluster_pb2.WorkerMessage], link: WorkerLink) -> None:
+    async for message in requests:
+        if message.WhichOneof("message") == "heartbeat":
+            link.heartbeats.append(message.heartbeat)
+            link.heartbeat_came.set()
+        else:
+            link.answers.put_nowait(message)
+
+
+class NextStageDouble(stage_pb2_grpc.StageServicer):
+    """Accepts every stream, unless `refusal` is set, and keeps its frames."""
+
+    def __init__(self, *, max_payload_bytes: int = 1 << 24) -> None:
+        self.incarnation: Incarnation = new_incarnation()
+        self.refusal: tuple[grpc.StatusCode, str] | None = None
+        self.hellos: asyncio.Queue[stage_pb2.HopHello] = asyncio.Queue()
+        self.frames: asyncio.Queue[Frame] = asyncio.Queue()
+        self.stream_ended = asyncio.Event()
+        self.breaks_with: grpc.StatusCode | None = None
+        self._max_payload_bytes = max_payload_bytes
+        self._server = new_server()
+        self.address = ""
+
+    async def start(self) -> None:
+        stage_pb2_grpc.add_StageServicer_to_server(self, self._server)
+        self.address = f"127.0.0.1:{bind(self._server, '127.0.0.1:0')}"
+        await self._server.start()
+
+    async def stop(self) -> None:
+        await self._server.stop(None)
+
+    async def frame(self) -> Frame:
+        async with asyncio.timeout(DEADLINE_S):
+            return await self.frames.get()
+
+    async def Forward(  # noqa: N802
+        self, request_iterator: AsyncIterator[stage_pb2.ForwardRequest], context: Any
+    ) -> AsyncIterator[stage_pb2.ForwardResponse]:
+        self.hellos.put_nowait((await anext(request_iterator)).hello)
+        if self.refusal is not None:
+            await context.abort(*self.refusal)
+        yield stage_pb2.ForwardResponse(accepted=stage_pb2.HopAccepted())
+        assembler = FrameAssembler(max_payload_bytes=self._max_payload_bytes)
+        try:
+            async for request in request_iterator:
+                frame = assembler.add(request.chunk)
+                if frame is not None:
+                    self.frames.put_nowait(frame)
+                    if self.breaks_with is not None:
+                        await context.abort(self.breaks_with, "broken by the test")
+        finally:
+            self.stream_ended.set()
+
+
+class StreamEnded(Exception):
+    """The worker ended the Forward stream."""
+
+    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+        super().__init__(f"{code.name}: {details}")
+        self.code = code
+        self.details = details
+
+
+class PredecessorDouble:
+    """One Forward stream into a worker."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = client_channel(address)
+        self._call: Any = stage_pb2_grpc.StageStub(self._channel).Forward(wait_for_ready=True)
+
+    async def hello(self, hello: stage_pb2.HopHello) -> None:
+        """Raises StreamEnded unless the hello is accepted."""
+        async with asyncio.timeout(DEADLINE_S):
+            await self.send([stage_pb2.ForwardRequest(hello=hello)])
+            answer = await self._read()
+        assert answer.WhichOneof("message") == "accepted"
+
+    async def send(self, messages: Iterable[stage_pb2.ForwardRequest]) -> None:
+        """A stream that the worker has ended already takes nothing; `end` tells of it."""
+        with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
+            for message in messages:
+                await self._call.write(message)
+
+    async def send_raw(self, message: bytes) -> None:
+        """Writes bytes as they are, past the serialiser."""
+        await self._call._cython_call.send_serialized_message(message)
+
+    async def done_writing(self) -> None:
+        await self._call.done_writing()
+
+    async def end(self) -> StreamEnded:
+        """Waits until the worker ends the stream."""
+        async with asyncio.timeout(DEADLINE_S):
+            try:
+                await self._read()
+            except StreamEnded as ended:
+                return ended
+        raise AssertionError("the worker sent a message where it should have ended the stream")
+
+    async def close(self) -> None:
+        self._call.cancel()
+        await self._channel.close()
+
+    async def _read(self) -> Any:
+        try:
+            answer = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            raise StreamEnded(error.code(), error.details() or "") from None
+        if answer is grpc.aio.EOF:
+            raise StreamEnded(await self._call.code(), await self._call.details())
+        return answer

@@ -1,0 +1,221 @@
+"""Every way in which a frame can be wrong: how to break a good one, and what the stage must say."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from kvcache import Deref, FullBlock
+from stageline_rpc.v1 import stage_pb2
+from tests.integration.stage_bench import GREEDY, hidden_for
+from wire.errors import StepFaultKind
+from wire.frames import encode_frame, frame_checksum
+from wire.ids import SequenceKey, new_request_id
+from wire.step_codec import encode_step
+from wire.steps import Decode, EndRecord, Prefill, SequenceSignal, Slice, StartRecord, Step
+from wire.tensors import TensorView
+
+Messages = Iterable[stage_pb2.ForwardRequest]
+
+HIDDEN_SIZE = 64
+
+
+@dataclass(frozen=True)
+class FrameFault:
+    """`messages` breaks a good decode step of two sequences. `says` must occur in the report's message.
+
+    `names` are the sequences whose requests the report must name; none where the frame is too broken to tell.
+    """
+
+    name: str
+    kind: StepFaultKind
+    messages: Callable[[Step, TensorView], Messages]
+    says: tuple[str, ...] = ()
+    names: tuple[int, ...] = (0, 1)
+    reported_step: int = 1
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def _frame(step: Step, hidden: TensorView | None) -> Messages:
+    return encode_frame(encode_step(step), step.step_id, hidden)
+
+
+def _changed(**changes: object) -> Callable[[Step, TensorView], Messages]:
+    return lambda step, hidden: _frame(replace(step, **changes), hidden)
+
+
+def _with_slice(change: Callable[[Slice], Slice]) -> Callable[[Step, TensorView], Messages]:
+    return lambda step, hidden: _frame(
+        replace(step, slices=(change(step.slices[0]), *step.slices[1:])), hidden
+    )
+
+
+def _one_row_less(step: Step, hidden: TensorView) -> Messages:
+    return _frame(step, hidden_for(replace(step, slices=step.slices[1:]), HIDDEN_SIZE))
+
+
+def _other_width(step: Step, _: TensorView) -> Messages:
+    return _frame(step, hidden_for(step, HIDDEN_SIZE - 1))
+
+
+def _other_dtype(step: Step, _: TensorView) -> Messages:
+    return _frame(step, hidden_for(step, HIDDEN_SIZE, dtype=torch.bfloat16))
+
+
+def _flat(step: Step, hidden: TensorView) -> Messages:
+    return _frame(step, TensorView(hidden.dtype, (hidden.shape[0] * hidden.shape[1],), hidden.data))
+
+
+def _twice(step: Step, _: TensorView) -> Messages:
+    doubled = replace(step, slices=(step.slices[0], step.slices[0]))
+    return _frame(doubled, hidden_for(doubled, HIDDEN_SIZE))
+
+
+def _unknown_sequence(part: Slice) -> Slice:
+    return replace(part, sequence=SequenceKey(new_request_id(), 0))
+
+
+def _later(part: Slice) -> Slice:
+    assert isinstance(part.inference_step, Decode)
+    return replace(part, inference_step=Decode(part.inference_step.position + 1))
+
+
+def _earlier(part: Slice) -> Slice:
+    assert isinstance(part.inference_step, Decode)
+    return replace(part, inference_step=Decode(part.inference_step.position - 1))
+
+
+def _as_prefill(part: Slice) -> Slice:
+    position = part.first_position
+    return replace(part, inference_step=Prefill(position, 1, position + 1))
+
+
+def _second_start(step: Step, hidden: TensorView) -> Messages:
+    part = step.slices[0]
+    start = StartRecord(part.sequence, part.generation, 1, (1, 2), GREEDY)
+    return _frame(replace(step, starts=(start,)), hidden)
+
+
+def _end_of_unknown(step: Step, hidden: TensorView) -> Messages:
+    end = EndRecord(SequenceKey(new_request_id(), 0), 0)
+    return _frame(replace(step, ends=(end,)), hidden)
+
+
+def _end_that_keeps_blocks(step: Step, hidden: TensorView) -> Messages:
+    end = EndRecord(step.slices[0].sequence, step.slices[0].generation)
+    return _frame(replace(step, ends=(end,)), hidden)
+
+
+def _impossible_signal(step: Step, hidden: TensorView) -> Messages:
+    signal = SequenceSignal(step.slices[0].sequence, Deref(FullBlock(12345)))
+    return _frame(replace(step, signals=(signal,)), hidden)
+
+
+def _of_another_step(step: Step, hidden: TensorView) -> Messages:
+    """A good frame, whose hidden states were computed for other slices."""
+    (message,) = _frame(step, hidden)
+    (other,) = _frame(replace(step, digest=step.digest ^ 1), hidden)
+    message.chunk.hidden = other.chunk.hidden
+    message.chunk.checksum = frame_checksum(
+        message.chunk.step, message.chunk.hidden, memoryview(message.chunk.payload)
+    )
+    yield message
+
+
+def _edited(edit: Callable[[stage_pb2.FrameChunk], None]) -> Callable[[Step, TensorView], Messages]:
+    def messages(step: Step, hidden: TensorView) -> Iterator[stage_pb2.ForwardRequest]:
+        (message,) = _frame(step, hidden)
+        edit(message.chunk)
+        yield message
+
+    return messages
+
+
+def _flip_payload(chunk: stage_pb2.FrameChunk) -> None:
+    chunk.payload = bytes([chunk.payload[0] ^ 1]) + chunk.payload[1:]
+
+
+def _flip_step(chunk: stage_pb2.FrameChunk) -> None:
+    chunk.step = chunk.step[:-1] + bytes([chunk.step[-1] ^ 1])
+
+
+def _cut_payload(chunk: stage_pb2.FrameChunk) -> None:
+    chunk.payload = chunk.payload[:-4]
+
+
+def _garbage_step(chunk: stage_pb2.FrameChunk) -> None:
+    chunk.step = b"\xff\xff\xff"
+    chunk.checksum = frame_checksum(chunk.step, chunk.hidden, memoryview(chunk.payload))
+
+
+def _begins_again(step: Step, hidden: TensorView) -> Messages:
+    for message in (*_frame(step, hidden), *_frame(step, hidden)):
+        message.chunk.is_last = False
+        yield message
+
+
+def _hello_again(step: Step, hidden: TensorView) -> Messages:
+    yield stage_pb2.ForwardRequest(hello=stage_pb2.HopHello(epoch=step.epoch))
+
+
+def _too_long(chunk: stage_pb2.FrameChunk) -> None:
+    chunk.payload = bytes(32 * HIDDEN_SIZE * 4 + 4)
+
+
+K = StepFaultKind
+
+FRAME_FAULTS = (
+    FrameFault(
+        "no-hidden-states", K.HIDDEN_STATES_MISSING, lambda step, _: _frame(step, None), ("2 tokens",)
+    ),
+    FrameFault("one-row-less", K.SHAPE, _one_row_less, ("(1, 64)", "2 tokens of width 64")),
+    FrameFault("other-width", K.SHAPE, _other_width, ("(2, 63)", "width 64")),
+    FrameFault("flat", K.SHAPE, _flat, ("(128,)",)),
+    FrameFault("longer-than-a-step-can-be", K.SHAPE, _edited(_too_long), ("8192",), names=()),
+    FrameFault("other-dtype", K.DTYPE, _other_dtype, ("bf16", "f32")),
+    FrameFault("epoch", K.EPOCH, _changed(epoch=77), ("77", "expected 1")),
+    FrameFault("step-gap", K.STEP_ID, _changed(step_id=2), ("step 2", "expected 1"), reported_step=2),
+    FrameFault("step-repeat", K.STEP_ID, _changed(step_id=0), ("step 0", "expected 1"), reported_step=0),
+    FrameFault("never-started", K.SLICE_SET, _with_slice(_unknown_sequence), ("not started",), names=(1,)),
+    FrameFault(
+        "other-generation",
+        K.SLICE_SET,
+        _with_slice(lambda part: replace(part, generation=3)),
+        ("generation 3", "generation 0"),
+    ),
+    FrameFault("twice-in-a-step", K.SLICE_SET, _twice, ("two slices",), names=(0,)),
+    FrameFault(
+        "token-outside-vocabulary",
+        K.SLICE_SET,
+        _with_slice(lambda part: replace(part, tokens=(128,))),
+        ("token 128", "vocabulary of 128"),
+    ),
+    FrameFault(
+        "token-count",
+        K.SLICE_SET,
+        _with_slice(lambda part: replace(part, tokens=(1, 2))),
+        ("2 tokens", "says 1"),
+    ),
+    FrameFault("prefill-after-prefill", K.SLICE_SET, _with_slice(_as_prefill), ("start record",)),
+    FrameFault("hidden-of-another-step", K.SLICE_SET, _of_another_step, ("came with",)),
+    FrameFault("position-gap", K.POSITION, _with_slice(_later), ("position 6", "computed 5 tokens")),
+    FrameFault("position-repeat", K.POSITION, _with_slice(_earlier), ("position 4", "computed 5 tokens")),
+    FrameFault("second-start", K.RECORD, _second_start, ("is live",)),
+    FrameFault("end-of-unknown", K.RECORD, _end_of_unknown, ("not live",)),
+    FrameFault("end-that-keeps-blocks", K.RECORD, _end_that_keeps_blocks, ("holds 2 blocks",)),
+    FrameFault("impossible-signal", K.KV_SIGNAL, _impossible_signal, ("Deref",)),
+    FrameFault(
+        "diverging-digest",
+        K.KV_DIVERGENCE,
+        lambda step, hidden: _frame(replace(step, digest=step.digest ^ 1), hidden),
+        ("expected", "got"),
+    ),
+    FrameFault("flipped-payload", K.CHECKSUM, _edited(_flip_payload), ("expected", "got"), names=()),
+    FrameFault("flipped-step", K.CHECKSUM, _edited(_flip_step), names=()),
+    FrameFault("short-payload", K.CHECKSUM, _edited(_cut_payload), names=()),
+    FrameFault("garbage-step", K.UNDECODABLE, _edited(_garbage_step), names=()),
+    FrameFault("frame-within-frame", K.UNDECODABLE, _begins_again, names=()),
+    FrameFault("no-chunk", K.UNDECODABLE, _hello_again, ("hello",), names=()),
+)

@@ -1,0 +1,100 @@
+"""A short, fixed piece of work for one stage: the same frames in every epoch, but for the epoch's number."""
+
+from collections.abc import Iterator
+
+import torch
+
+from stage_worker.assignment import Assignment
+from stage_worker.loading import WorkerResources, load_stage
+from stage_worker.outputs import HandedOn, StageOutput
+from stage_worker.tensor_views import from_view
+from tests.integration.doubles import PredecessorDouble
+from tests.integration.stage_bench import Log, StageBench, hidden_for
+from wire.frames import Frame, encode_frame
+from wire.ids import RequestId
+from wire.step_codec import encode_step
+from wire.steps import SliceResult, Step, StepResult
+from wire.tensors import TensorView
+
+PROMPTS = ((1, 2, 3, 4, 5), (9, 8, 7, 6, 5))
+REQUESTS = tuple(RequestId(bytes([index] * 16)) for index in (1, 2))
+HIDDEN_SIZE = 64
+NUM_STEPS = 5
+"""A prefill of both prompts and four decodes, the last of which open a new block."""
+
+Comparable = list[object] | torch.Tensor
+"""Outcomes of a step on LAST, else hidden states."""
+
+
+class ScriptedLog:
+    """Makes the frames. The tokens go on as if LAST had chosen certain ones, whatever it does choose."""
+
+    def __init__(self, assignment: Assignment, epoch: int) -> None:
+        self._takes_hidden = not assignment.role.has_embeddings
+        self._log = Log(assignment)
+        self._log.begin(epoch)
+        for request_id, prompt in zip(REQUESTS, PROMPTS, strict=True):
+            self._log.add(prompt, request_id=request_id)
+
+    def next_frame(self) -> tuple[Step, TensorView | None]:
+        """The next step, and hidden states for it where the stage takes any."""
+        step = self._log.step()
+        self._log.complete(StepResult(step.epoch, step.step_id, tuple(_scripted_results(step))))
+        return step, hidden_for(step, HIDDEN_SIZE) if self._takes_hidden else None
+
+
+async def run_scenario(bench: StageBench) -> list[Comparable]:
+    """A new epoch on the bench; what the stage makes of each frame."""
+    log = ScriptedLog(bench.assignment, await bench.begin_epoch())
+    predecessor = await bench.predecessor()
+    outputs = [await run_frame(bench, predecessor, *log.next_frame()) for _ in range(NUM_STEPS)]
+    await predecessor.close()
+    return outputs
+
+
+async def run_frame(
+    bench: StageBench, predecessor: PredecessorDouble, step: Step, hidden: TensorView | None
+) -> Comparable:
+    """Sends one frame; returns what the stage makes of it."""
+    await predecessor.send(encode_frame(encode_step(step), step.step_id, hidden))
+    return _comparable(await bench.output())
+
+
+def expected_outputs(assignment: Assignment) -> list[Comparable]:
+    """The scenario on the same stage in this thread, with no worker and no network."""
+    resources = WorkerResources(device=torch.device("cpu"), memory_bytes=1 << 30, model_directory=None)
+    executor = load_stage(assignment, resources).executor
+    executor.begin_epoch(1, stage=assignment.stage)
+    log = ScriptedLog(assignment, 1)
+    outputs = []
+    for _ in range(NUM_STEPS):
+        step, hidden = log.next_frame()
+        outputs.append(_comparable(_content(executor.run(Frame(step, encode_step(step), hidden)))))
+    return outputs
+
+
+def _scripted_results(step: Step) -> Iterator[SliceResult]:
+    for part in step.slices:
+        if part.is_sampled:
+            yield SliceResult(part.sequence, part.generation, 11 + part.first_position)
+
+
+def _content(output: StageOutput) -> TensorView | StepResult | None:
+    return output.hidden if isinstance(output, HandedOn) else output
+
+
+def _comparable(output: TensorView | StepResult | None) -> Comparable:
+    if isinstance(output, StepResult):
+        return [entry.outcome for entry in output.results]
+    assert output is not None
+    return from_view(output, device=torch.device("cpu"))
+
+
+def assert_same(outputs: list[Comparable], expected: list[Comparable]) -> None:
+    """Tokens are equal; hidden states are, up to what another number of threads makes of a sum."""
+    assert len(outputs) == len(expected)
+    for output, wanted in zip(outputs, expected, strict=True):
+        if isinstance(wanted, torch.Tensor):
+            torch.testing.assert_close(output, wanted, rtol=1e-4, atol=1e-5)
+        else:
+            assert output == wanted

@@ -1,0 +1,162 @@
+"""A faulty frame: the stage computes nothing, says what is wrong, refuses the epoch; the next epoch works."""
+
+from pathlib import Path
+
+import grpc
+import pytest
+
+from stage_worker.assignment import Assignment
+from stageline_rpc.v1 import stage_pb2
+from tests.integration.doubles import PredecessorDouble, StreamEnded
+from tests.integration.fault_cases import FRAME_FAULTS, FrameFault
+from tests.integration.scenario import (
+    REQUESTS,
+    Comparable,
+    ScriptedLog,
+    assert_same,
+    expected_outputs,
+    run_frame,
+    run_scenario,
+)
+from tests.integration.stage_bench import StageBench, hidden_for, new_assignment, stage_bench
+from wire.errors import StepFaultKind
+from wire.frames import encode_frame
+from wire.step_codec import encode_step
+from wire.steps import FaultReport, Step
+
+FIRST, MIDDLE, LAST = 0, 1, 2
+
+
+@pytest.fixture(scope="module", params=[MIDDLE, LAST], ids=["MIDDLE", "LAST"])
+def assignment(request: pytest.FixtureRequest, tiny_llama: Path) -> Assignment:
+    return new_assignment(tiny_llama, stage=request.param)
+
+
+@pytest.fixture(scope="module")
+def expected(assignment: Assignment) -> list[Comparable]:
+    return expected_outputs(assignment)
+
+
+async def in_second_step(bench: StageBench) -> tuple[PredecessorDouble, ScriptedLog]:
+    """An epoch whose first step went well."""
+    log = ScriptedLog(bench.assignment, await bench.begin_epoch())
+    predecessor = await bench.predecessor()
+    await run_frame(bench, predecessor, *log.next_frame())
+    return predecessor, log
+
+
+async def assert_refused(bench: StageBench, predecessor: PredecessorDouble) -> FaultReport:
+    """The fault was reported and nothing was computed; the stream has ended, and another is not accepted."""
+    report = await bench.link.fault()
+    assert (report.epoch, report.stage) == (bench.epoch, bench.assignment.stage)
+    ended = await predecessor.end()
+    assert ended.code is grpc.StatusCode.ABORTED
+    for said in (report.kind.name, f"stage {report.stage}", f"step {report.step_id}"):
+        assert said in ended.details
+    with pytest.raises(StreamEnded, match="refused after a fault") as again:
+        await bench.predecessor()
+    assert again.value.code is grpc.StatusCode.ABORTED
+    assert not bench.has_output
+    await predecessor.close()
+    return report
+
+
+@pytest.mark.parametrize("case", FRAME_FAULTS, ids=str)
+async def test_a_faulty_frame_is_refused_and_the_next_epoch_works(
+    assignment: Assignment, expected: list[Comparable], case: FrameFault
+) -> None:
+    async with stage_bench(assignment) as bench:
+        predecessor, log = await in_second_step(bench)
+        step, hidden = log.next_frame()
+        assert hidden is not None
+        await predecessor.send(case.messages(step, hidden))
+        following, hidden = log.next_frame()
+        await predecessor.send(encode_frame(encode_step(following), following.step_id, hidden))
+
+        report = await assert_refused(bench, predecessor)
+        assert report.kind is case.kind, report
+        assert report.step_id == case.reported_step
+        assert {REQUESTS[index] for index in case.names} <= set(report.request_ids)
+        assert case.names or not report.request_ids
+        for said in case.says:
+            assert said in report.message
+
+        assert_same(await run_scenario(bench), expected)
+        assert (await bench.link.next_heartbeat()).kv.blocks_active > 0
+        assert bench.link.answers.empty(), "one fault is reported once"
+
+
+async def test_a_stream_that_ends_inside_a_frame_is_a_fault(
+    assignment: Assignment, expected: list[Comparable]
+) -> None:
+    async with stage_bench(assignment) as bench:
+        predecessor, log = await in_second_step(bench)
+        step, hidden = log.next_frame()
+        (message,) = encode_frame(encode_step(step), step.step_id, hidden)
+        message.chunk.is_last = False
+        await predecessor.send([message])
+        await predecessor.done_writing()
+        report = await assert_refused(bench, predecessor)
+        assert (report.kind, report.step_id) == (StepFaultKind.UNDECODABLE, 1)
+        assert_same(await run_scenario(bench), expected)
+
+
+async def test_bytes_that_are_no_message_are_a_fault(
+    assignment: Assignment, expected: list[Comparable]
+) -> None:
+    async with stage_bench(assignment) as bench:
+        predecessor, _ = await in_second_step(bench)
+        await predecessor.send_raw(b"\xff\xff\xff\xff")
+        report = await assert_refused(bench, predecessor)
+        assert (report.kind, report.step_id) == (StepFaultKind.UNDECODABLE, 1)
+        assert_same(await run_scenario(bench), expected)
+
+
+async def test_a_step_without_slices_takes_no_hidden_states(assignment: Assignment) -> None:
+    async with stage_bench(assignment) as bench:
+        predecessor, log = await in_second_step(bench)
+        step, hidden = log.next_frame()
+        empty = Step(epoch=step.epoch, step_id=step.step_id, digest=step.digest)
+        await predecessor.send(encode_frame(encode_step(empty), empty.step_id, hidden))
+        report = await assert_refused(bench, predecessor)
+        assert report.kind is StepFaultKind.HIDDEN_STATES_UNEXPECTED
+
+
+async def test_a_step_without_slices_is_legal_and_passes_through(assignment: Assignment) -> None:
+    async with stage_bench(assignment) as bench:
+        predecessor, log = await in_second_step(bench)
+        step, _ = log.next_frame()
+        empty = Step(epoch=step.epoch, step_id=step.step_id, digest=step.digest)
+        await predecessor.send(encode_frame(encode_step(empty), empty.step_id, None))
+        if assignment.role.has_head:
+            result = await bench.coordinator.result()
+            assert (result.step_id, result.results) == (1, ())
+        else:
+            frame = await bench.next_stage.frame()
+            assert frame.step_bytes == encode_step(empty)
+            assert frame.hidden is None
+
+
+async def test_frames_before_the_faulty_one_are_computed(assignment: Assignment) -> None:
+    async with stage_bench(assignment) as bench:
+        log = ScriptedLog(assignment, await bench.begin_epoch())
+        predecessor = await bench.predecessor()
+        messages: list[stage_pb2.ForwardRequest] = []
+        for _ in range(2):
+            step, hidden = log.next_frame()
+            messages += encode_frame(encode_step(step), step.step_id, hidden)
+        messages[-1].chunk.checksum ^= 1
+        await predecessor.send(messages)
+        report = await bench.link.fault()
+        assert (report.kind, report.step_id) == (StepFaultKind.CHECKSUM, 1)
+
+
+async def test_the_first_stage_takes_no_hidden_states(tiny_llama: Path) -> None:
+    assignment = new_assignment(tiny_llama, stage=FIRST)
+    async with stage_bench(assignment) as bench:
+        predecessor, log = await in_second_step(bench)
+        step, _ = log.next_frame()
+        await predecessor.send(encode_frame(encode_step(step), step.step_id, hidden_for(step, 64)))
+        report = await assert_refused(bench, predecessor)
+        assert report.kind in (StepFaultKind.HIDDEN_STATES_UNEXPECTED, StepFaultKind.SHAPE)
+        assert_same(await run_scenario(bench), expected_outputs(assignment))

@@ -1,0 +1,186 @@
+"""Both ends of a hop agree before the first frame, or there is no stream; a stale stream changes nothing."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+
+from stage_worker import hop
+from stage_worker.assignment import Assignment
+from stageline_rpc.v1 import stage_pb2
+from tests.integration.doubles import DEADLINE_S, PredecessorDouble, StreamEnded
+from tests.integration.scenario import assert_same, expected_outputs, run_scenario
+from tests.integration.stage_bench import StageBench, new_assignment, stage_bench
+from wire.errors import StepFaultKind
+from wire.ids import new_incarnation
+
+Change = Callable[[stage_pb2.HopHello], None]
+
+
+@pytest.fixture
+def assignment(tiny_llama: Path) -> Assignment:
+    return new_assignment(tiny_llama, stage=1)
+
+
+def setting(**fields: object) -> Change:
+    def change(hello: stage_pb2.HopHello) -> None:
+        for name, value in fields.items():
+            setattr(hello, name, value)
+
+    return change
+
+
+async def refusal(bench: StageBench, change: Change) -> StreamEnded:
+    hello = bench.hello()
+    change(hello)
+    predecessor = PredecessorDouble(bench.worker.advertised_address)
+    with pytest.raises(StreamEnded) as ended:
+        await predecessor.hello(hello)
+    await predecessor.close()
+    return ended.value
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (setting(protocol_version=99), "protocol version mismatch: expected 1, got 99"),
+        (setting(fingerprint="other"), "got other"),
+        (setting(dtype=stage_pb2.DTYPE_BF16), "dtype mismatch: expected f32, got bf16"),
+        (setting(dtype=55), "dtype mismatch: expected f32, got number 55"),
+        (setting(layer_end=2), "layer range mismatch: expected begin 1, got begin 2"),
+        (setting(block_size=16), "block size mismatch: expected 4, got 16"),
+        (setting(num_blocks=31), "number of blocks mismatch: expected 32, got 31"),
+    ],
+    ids=["protocol", "fingerprint", "dtype", "unknown-dtype", "layers", "block-size", "num-blocks"],
+)
+async def test_a_mismatch_is_refused_with_both_values(
+    assignment: Assignment, change: Change, says: str
+) -> None:
+    async with stage_bench(assignment) as bench:
+        await bench.begin_epoch()
+        ended = await refusal(bench, change)
+        assert ended.code is grpc.StatusCode.FAILED_PRECONDITION
+        assert says in ended.details
+        predecessor = await bench.predecessor()
+        await predecessor.close()
+        assert bench.link.answers.empty(), "a refused stream is no fault of the epoch"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (setting(epoch=1), "epoch 1, the present epoch is 2"),
+        (setting(sender_stage=-1), "from stage -1, the predecessor of stage 1 is stage 0"),
+        (setting(sender_incarnation=bytes(16)), "incarnation of stage 0"),
+        (setting(coordinator_incarnation=bytes(16)), "coordinator incarnation"),
+    ],
+    ids=["old-epoch", "other-stage", "other-predecessor", "other-coordinator"],
+)
+async def test_a_stale_stream_is_refused_and_changes_nothing(
+    assignment: Assignment, change: Change, says: str
+) -> None:
+    async with stage_bench(assignment) as bench:
+        await bench.begin_epoch()
+        await bench.begin_epoch()
+        ended = await refusal(bench, change)
+        assert ended.code is grpc.StatusCode.ABORTED
+        assert says in ended.details
+        predecessor = await bench.predecessor()
+        await predecessor.close()
+        assert bench.link.answers.empty()
+
+
+async def test_a_second_stream_in_an_epoch_is_refused_and_the_first_goes_on(assignment: Assignment) -> None:
+    async with stage_bench(assignment) as bench:
+        await bench.begin_epoch()
+        first = await bench.predecessor()
+        ended = await refusal(bench, setting())
+        assert ended.code is grpc.StatusCode.ABORTED
+        assert "has its stream of epoch 1 already" in ended.details
+        assert bench.link.answers.empty()
+        await first.close()
+        assert_same(await run_scenario(bench), expected_outputs(assignment))
+
+
+async def test_a_stream_without_hello_is_refused(assignment: Assignment) -> None:
+    async with stage_bench(assignment) as bench:
+        await bench.begin_epoch()
+        predecessor = PredecessorDouble(bench.worker.advertised_address)
+        await predecessor.send([stage_pb2.ForwardRequest(chunk=stage_pb2.FrameChunk())])
+        ended = await predecessor.end()
+        assert (ended.code, "hello" in ended.details) == (grpc.StatusCode.FAILED_PRECONDITION, True)
+        await predecessor.close()
+
+
+async def test_a_stream_that_is_ahead_of_begin_epoch_waits_for_it(assignment: Assignment) -> None:
+    async with stage_bench(assignment) as bench:
+        hello = bench.hello()
+        hello.epoch = 1
+        predecessor = PredecessorDouble(bench.worker.advertised_address)
+        accepted = asyncio.create_task(predecessor.hello(hello))
+        await bench.link.next_heartbeat()
+        assert not accepted.done()
+        await bench.begin_epoch()
+        await asyncio.wait_for(accepted, DEADLINE_S)
+        await predecessor.close()
+
+
+async def test_the_stage_says_hello_to_the_next_one(assignment: Assignment) -> None:
+    async with stage_bench(assignment) as bench:
+        await bench.begin_epoch()
+        hello = await asyncio.wait_for(bench.next_stage.hellos.get(), DEADLINE_S)
+        expected = bench.hello()
+        expected.sender_stage = 1
+        expected.sender_incarnation = bench.link.hello.incarnation
+        expected.layer_end = 2
+        assert hello == expected
+
+
+async def test_the_last_stage_says_hello_to_the_coordinator(tiny_llama: Path) -> None:
+    async with stage_bench(new_assignment(tiny_llama, stage=2)) as bench:
+        await bench.begin_epoch()
+        hello = await asyncio.wait_for(bench.coordinator.hop_hellos.get(), DEADLINE_S)
+        assert (hello.sender_stage, hello.layer_end) == (2, 3)
+        assert hello.sender_incarnation == bench.link.hello.incarnation
+
+
+async def test_a_next_stage_that_refuses_is_reported(assignment: Assignment) -> None:
+    async with stage_bench(assignment) as bench:
+        bench.next_stage.refusal = (grpc.StatusCode.FAILED_PRECONDITION, "dtype mismatch: ...")
+        bench.epoch += 1
+        bench.link.send(begin_epoch=bench.begin_message())
+        report = await bench.link.fault()
+        assert (report.kind, report.stage, report.epoch) == (StepFaultKind.NEIGHBOUR, 1, 1)
+        for said in ("stage 2", bench.next_stage.address, "FAILED_PRECONDITION", "dtype mismatch"):
+            assert said in report.message
+        bench.next_stage.refusal = None
+        assert_same(await run_scenario(bench), expected_outputs(assignment))
+
+
+async def test_a_next_stage_that_is_not_there_is_reported(
+    assignment: Assignment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with stage_bench(assignment) as bench:
+        monkeypatch.setattr(hop, "DIAL_TIMEOUT_S", 0.2)
+        address, bench.next_stage.address = bench.next_stage.address, "127.0.0.1:1"
+        bench.epoch += 1
+        bench.link.send(begin_epoch=bench.begin_message())
+        report = await bench.link.fault()
+        assert report.kind is StepFaultKind.NEIGHBOUR
+        assert "127.0.0.1:1 did not accept the stream within 0.2 s" in report.message
+        monkeypatch.undo()
+        bench.next_stage.address = address
+        assert_same(await run_scenario(bench), expected_outputs(assignment))
+
+
+async def test_another_process_as_this_stage_is_refused(assignment: Assignment) -> None:
+    async with stage_bench(assignment) as bench:
+        bench.epoch += 1
+        message = bench.begin_message()
+        message.stages[1].incarnation = new_incarnation()
+        bench.link.send(begin_epoch=message)
+        report = await bench.link.fault()
+        assert (report.kind, report.epoch) == (StepFaultKind.EPOCH, 1)
+        assert "another process as stage 1" in report.message

@@ -1,0 +1,193 @@
+"""The commands that talk with a coordinator, against a fake one in a process of its own."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from stageline.cli import main
+from tests.fake_processes import FAKE_COMMAND, FAKE_ENVIRONMENT, wait_until
+
+StartCoordinator = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def start_coordinator() -> Iterator[StartCoordinator]:
+    with ExitStack() as processes:
+
+        def start(**variables: str) -> str:
+            process = subprocess.Popen(
+                [*FAKE_COMMAND, "coordinator", "--listen", "127.0.0.1:0", "--stages", "2"],
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, **FAKE_ENVIRONMENT, **variables},
+            )
+            processes.enter_context(process)
+            processes.callback(process.kill)
+            assert process.stdout is not None
+            return process.stdout.readline().split()[-1]
+
+        yield start
+
+
+@pytest.fixture(scope="module")
+def address(start_coordinator: StartCoordinator) -> str:
+    return start_coordinator()
+
+
+@pytest.fixture(scope="module")
+def untokenized_address(start_coordinator: StartCoordinator) -> str:
+    return start_coordinator(FAKE_TOKENIZER="0", FAKE_CHAT_TEMPLATE="0")
+
+
+@pytest.fixture(autouse=True)
+def short_connect_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stageline.client.Client.__init__.__kwdefaults__", {"connect_timeout_s": 5.0})
+
+
+def test_generate_writes_the_text_to_stdout_and_the_speed_to_stderr(
+    address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "hello", "--max-tokens", "3", "--coordinator", address]) == 0
+    output = capsys.readouterr()
+    assert output.out == " 0 1 2\n"
+    assert output.err.startswith("(3 tokens in ")
+    assert " tokens/s; first token after " in output.err
+    assert output.err.endswith("ended by length)\n")
+
+
+def test_generate_tells_the_seed_where_it_samples(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "x", "--temperature", "1", "--seed", "11", "--coordinator", address]) == 0
+    assert capsys.readouterr().err.endswith("seed 11)\n")
+
+
+def test_generate_writes_token_ids_where_there_is_no_tokenizer(
+    untokenized_address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["generate", "5,6", "--token-ids", "--max-tokens", "3", "--coordinator", untokenized_address]
+    assert main(line) == 0
+    assert capsys.readouterr().out == "0,1,2\n"
+
+
+def test_text_for_a_model_without_tokenizer_is_one_clear_line(
+    untokenized_address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "hello", "--coordinator", untokenized_address]) == 1
+    assert capsys.readouterr().err == (
+        "stageline: error: model fake-stories has no tokenizer: give token ids with --token-ids\n"
+    )
+
+
+def test_a_servers_refusal_is_one_line_and_exit_code_1(
+    address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "!after:ABORTED", "--coordinator", address]) == 1
+    assert capsys.readouterr().err == "stageline: error: said the server\n"
+
+
+@pytest.mark.parametrize("command", [["generate", "x"], ["chat"], ["status"], ["status", "--json"]])
+def test_nobody_listening_is_one_line_and_exit_code_1(
+    command: list[str],
+    unused_address: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("stageline.client.Client.__init__.__kwdefaults__", {"connect_timeout_s": 0.2})
+    assert main([*command, "--coordinator", unused_address]) == 1
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err == f"stageline: error: no coordinator at {unused_address} within 0.2 s\n"
+
+
+def test_ctrl_c_cancels_the_request_and_is_one_line_and_exit_code_130(address: str) -> None:
+    num_cancelled = _status(address)["requests"]["cancelled"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "stageline", "generate", "!endless", "--coordinator", address],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **FAKE_ENVIRONMENT},
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.read(4) == " 0 1"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert errors == "\nstageline: the request was cancelled\n"
+    wait_until(lambda: int(_status(address)["requests"]["cancelled"]) == int(num_cancelled) + 1)
+
+
+def test_a_reader_that_leaves_ends_generate_without_a_traceback(address: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "stageline", "generate", "!endless", "--coordinator", address],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **FAKE_ENVIRONMENT},
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(timeout=10) == 1
+
+
+def test_status_shows_model_state_and_requests(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--coordinator", address]) == 0
+    output = capsys.readouterr().out
+    assert "fake-stories in f32, 2 stages" in output
+    assert "waiting for workers: 0 of 2 workers have joined" in output
+    assert "3 finished" in output
+
+
+def test_status_as_json_has_the_names_of_the_contract(address: str) -> None:
+    status = _status(address)
+    assert status["num_stages"] == 2
+    assert status["state"] == "CLUSTER_STATE_WAITING_FOR_WORKERS"
+    assert status["requests"]["waiting"] == 0
+
+
+def test_chat_keeps_the_history_until_it_is_reset(
+    address: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "hello\n\nand\n/reset\n/what\nagain\n/exit\nnever\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(said))
+    assert main(["chat", "--coordinator", address, "--max-tokens", "1"]) == 0
+    output = capsys.readouterr()
+    # The fake answers with the number of messages that it was given.
+    assert output.out == " 1 messages\n 3 messages\n 1 messages\n"
+    assert "Talking with fake-stories" in output.err
+    assert "(no command /what; there are /reset and /exit)" in output.err
+
+
+def test_chat_ends_with_its_input(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert main(["chat", "--coordinator", address]) == 0
+
+
+def test_chat_refuses_a_model_without_a_chat_template(
+    untokenized_address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["chat", "--coordinator", untokenized_address]) == 1
+    assert capsys.readouterr().err == (
+        "stageline: error: model fake-stories has no chat template; use `stageline generate`\n"
+    )
+
+
+def _status(address: str) -> dict[str, object]:
+    process = subprocess.run(
+        [sys.executable, "-m", "stageline", "status", "--json", "--coordinator", address],
+        capture_output=True,
+        check=True,
+        env={**os.environ, **FAKE_ENVIRONMENT},
+    )
+    return json.loads(process.stdout)

@@ -1,0 +1,151 @@
+"""`stageline up` and `stageline demo` as processes, with fake processes under them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+
+from deploy.local import GRACE_S
+from tests.fake_processes import FAKE_ENVIRONMENT, is_running, wait_until
+
+Launch = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    """Starts `stageline ARGUMENTS...`; its temporary files go to this test's folder."""
+    with ExitStack() as processes:
+
+        def start(*arguments: str, **variables: str) -> subprocess.Popen[str]:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.unit.stageline.local_driver", *arguments],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={
+                    **os.environ,
+                    **FAKE_ENVIRONMENT,
+                    "TMPDIR": str(tmp_path),
+                    "COLUMNS": "120",
+                    **variables,
+                },
+            )
+            processes.enter_context(process)
+            processes.callback(process.kill)
+            return process
+
+        yield start
+
+
+def _start_up(launch: Launch, **variables: str) -> tuple[subprocess.Popen[str], list[int], str]:
+    """The launcher once it serves, the ids of its processes (coordinator first), and what it has printed."""
+    launcher = launch("up", "--workers", "2", "--listen", "127.0.0.1:0", **variables)
+    printed = _read_until(launcher, "Ctrl-C ends it")
+    children = sorted(psutil.Process(launcher.pid).children(), key=lambda child: child.create_time())
+    return launcher, [child.pid for child in children], printed
+
+
+def _read_until(launcher: subprocess.Popen[str], text: str) -> str:
+    """What it prints, up to the line with this text."""
+    assert launcher.stdout is not None
+    printed = ""
+    while text not in printed:
+        line = launcher.stdout.readline()
+        assert line, f"ended after {printed!r}: {launcher.communicate()[1]}"
+        printed += line
+    return printed
+
+
+def _all_ended(pids: list[int]) -> bool:
+    return not any(is_running(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_up_shows_the_topology_and_a_signal_ends_it_in_order(
+    launch: Launch, number: signal.Signals, tmp_path: Path
+) -> None:
+    launcher, pids, printed = _start_up(launch)
+    rows = [line.split() for line in printed.splitlines() if "worker-" in line]
+    assert [row[:3] for row in rows] == [["0", "FIRST", "worker-0"], ["1", "LAST", "worker-1"]]
+    assert "0 to 1 (2)" in printed
+    assert "3.0 MiB" in printed
+    assert len(pids) == 3
+
+    launcher.send_signal(number)
+    output, errors = launcher.communicate(timeout=20)
+    assert launcher.returncode == 0
+    assert output.endswith("All processes have ended.\n")
+    assert errors == ""
+    assert _all_ended(pids)
+    assert list(tmp_path.glob("stageline-*")) == []
+
+
+def test_up_reports_a_lost_worker_and_goes_on(launch: Launch) -> None:
+    launcher, pids, _ = _start_up(launch)
+    os.kill(pids[1], signal.SIGKILL)
+    printed = _read_until(launcher, "stageline worker --coordinator")
+    assert f"worker-0 (pid {pids[1]}) ended: killed by SIGKILL" in printed
+    assert "| stageline worker worker-0 listening on" in printed
+    assert "--name worker-0" in printed
+    assert is_running(pids[0])
+    assert launcher.poll() is None
+
+    launcher.send_signal(signal.SIGINT)
+    launcher.communicate(timeout=20)
+    assert launcher.returncode == 0
+    assert _all_ended(pids)
+
+
+def test_up_ends_with_exit_code_1_when_the_coordinator_is_lost(launch: Launch) -> None:
+    launcher, pids, _ = _start_up(launch)
+    os.kill(pids[0], signal.SIGKILL)
+    _, errors = launcher.communicate(timeout=20)
+    assert launcher.returncode == 1
+    assert errors.startswith(f"stageline: error: coordinator (pid {pids[0]}) ended: killed by SIGKILL")
+    assert _all_ended(pids)
+
+
+def test_a_second_signal_does_not_wait_for_processes_that_hang(launch: Launch) -> None:
+    launcher, pids, _ = _start_up(launch, FAKE_HANGS="1")
+    start = time.monotonic()
+    launcher.send_signal(signal.SIGINT)
+    _read_until(launcher, "Ending all processes")
+    launcher.send_signal(signal.SIGINT)
+    launcher.communicate(timeout=20)
+    assert time.monotonic() - start < GRACE_S
+    assert launcher.returncode == 0
+    assert _all_ended(pids)
+
+
+def test_processes_of_up_do_not_outlive_a_killed_launcher(launch: Launch) -> None:
+    launcher, pids, _ = _start_up(launch, FAKE_HANGS="1")
+    launcher.kill()
+    wait_until(lambda: _all_ended(pids))
+
+
+def test_the_demo_shows_who_ran_what_the_text_and_the_speed(launch: Launch, tmp_path: Path) -> None:
+    demo = launch("demo")
+    output, errors = demo.communicate(timeout=60)
+    assert demo.returncode == 0, errors
+    assert errors == ""
+    assert [row in output for row in ("worker-0", "MIDDLE", "4 to 5 (2)")] == [True] * 3
+    assert "Once upon a time 0 1 2" in output
+    assert "100 tokens in " in output
+    assert " tokens/s" in output
+    assert output.endswith("All processes have ended.\n")
+    assert list(tmp_path.glob("stageline-*")) == []
+
+
+def test_a_demo_that_fails_ends_with_the_last_lines_of_the_log(launch: Launch) -> None:
+    demo = launch("demo", FAKE_FAILING_WORKER="worker-2")
+    _, errors = demo.communicate(timeout=60)
+    assert demo.returncode == 1
+    assert errors.startswith("stageline: error: worker-2 (pid ")
+    assert errors.endswith("  | first line\n  | out of memory\n")

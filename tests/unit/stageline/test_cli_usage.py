@@ -1,0 +1,135 @@
+"""What is typed wrongly costs one clear line and exit code 2."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.config import CoordinatorConfig
+from stage_worker.config import WorkerConfig
+from stageline.cli import main
+from stageline.version import VERSION
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("nonsense", "No such command 'nonsense'"),
+        ("generate", "Missing argument 'PROMPT'"),
+        ("generate x --temprature 1", "No such option: --temprature"),
+        ("generate x --max-tokens many", "Invalid value for '--max-tokens': Input should be a valid integer"),
+        ("generate x --max-tokens 0", "Invalid value for '--max-tokens': Input should be greater"),
+        ("generate x --coordinator here", "address 'here' is not HOST:PORT"),
+        ("generate x --coordinator here:0", "address 'here:0' has port 0"),
+        ("generate x --coordinator here:70000", "has port 70000, above 65535"),
+        ("generate 1,x --token-ids", "'1,x' is not a list of token ids such as 1,15,7"),
+        ("coordinator", "Missing option '--stages'"),
+        ("coordinator --stages 0", "Invalid value for '--stages': Input should be greater"),
+        ("coordinator --stages 2 --layers 3,a", "--layers '3,a' is not a list of numbers"),
+        ("coordinator --stages 2 --layers 3,4,5", "layers 3,4,5 are for 3 stages, but there are 2"),
+        ("coordinator --stages 2 --layers 3,0", "layers 3,0 leave a stage without layers"),
+        ("coordinator --stages 2 --dtype f64", "dtype 'f64' is none of bf16, f16, f32"),
+        (
+            "coordinator --stages 2 --max-step-tokens 8",
+            "max_step_tokens 8 is less than one block of 16 tokens",
+        ),
+        ("coordinator --stages 2 --model /nowhere/at/all", "'/nowhere/at/all' does not exist"),
+        ("worker --memory 20", "'20' has no unit; write for example 20GiB"),
+        ("worker --memory lots", "'lots' is not a size"),
+        ("worker --memory 20GoB", "unknown unit 'GoB'"),
+        ("worker --device gpu", "device 'gpu' is none of cpu, cuda"),
+        ("worker --name a/b", "name 'a/b' is not 1 to 63 letters"),
+        ("worker --advertise host:0", "address 'host:0' has port 0"),
+        ("up --workers 2 --layers 1,1,1", "layers 1,1,1 are for 3 stages, but there are 2"),
+        ("up --device cuda:0", "3 workers share cuda:0: say with --memory"),
+        ("status --json --watch", "--json prints once"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_code_2(
+    line: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(line.split()) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("stageline: error: ")
+    assert output.err.count("\n") == 1
+    assert message in output.err
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"stageline {VERSION}\n"
+
+
+def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    output = capsys.readouterr().out
+    for command in ("demo", "up", "coordinator", "worker", "generate", "chat", "status"):
+        assert f" {command} " in output
+
+
+def test_the_coordinators_flags_become_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = _catch_config(monkeypatch, "coordinator.app")
+    line = (
+        f"coordinator --model {tmp_path} --listen [::1]:0 --stages 3 --layers 10,12,10 --dtype bf16 "
+        "--block-size 32 --max-step-tokens 256 --max-step-sequences 8 --max-model-len 4096 "
+        "--kv-tokens 9999 --queue-size 5"
+    )
+    assert main(line.split()) == 3
+    assert seen == [
+        CoordinatorConfig(
+            model_directory=tmp_path,
+            listen="[::1]:0",
+            num_stages=3,
+            layers=(10, 12, 10),
+            dtype="bf16",
+            block_size=32,
+            max_step_tokens=256,
+            max_step_sequences=8,
+            max_sequence_tokens=4096,
+            max_kv_tokens=9999,
+            queue_size=5,
+        )
+    ]
+
+
+def test_the_workers_flags_become_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = _catch_config(monkeypatch, "stage_worker.app")
+    line = (
+        "worker --coordinator head:7480 --device cuda:1 --memory 1.5GiB --name gpu-a --listen 0.0.0.0:9000 "
+        f"--advertise gpu-a:9000 --model {tmp_path} --threads 4"
+    )
+    assert main(line.split()) == 3
+    assert seen == [
+        WorkerConfig(
+            coordinator="head:7480",
+            device="cuda:1",
+            memory_bytes=3 * 2**29,
+            name="gpu-a",
+            listen="0.0.0.0:9000",
+            advertise="gpu-a:9000",
+            model_directory=tmp_path,
+            num_threads=4,
+        )
+    ]
+
+
+def test_the_coordinators_address_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = _catch_config(monkeypatch, "stage_worker.app")
+    monkeypatch.setenv("STAGELINE_COORDINATOR", "head:1234")
+    assert main(["worker"]) == 3
+    assert seen[0].coordinator == "head:1234"
+
+
+def _catch_config(monkeypatch: pytest.MonkeyPatch, module: str) -> list[Any]:
+    """Puts a stand-in for the process module there; its `run` keeps the config and ends with exit code 3."""
+    seen: list[Any] = []
+
+    class App:
+        @staticmethod
+        def run(config: object) -> int:
+            seen.append(config)
+            return 3
+
+    monkeypatch.setitem(__import__("sys").modules, module, App)
+    return seen

@@ -1,0 +1,43 @@
+import pytest
+
+from stageline.cli.sizes import format_size, parse_size
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [
+        ("20GiB", 20 * 2**30),
+        ("512MiB", 512 * 2**20),
+        ("8GB", 8 * 10**9),
+        ("1.5 kib", 1536),
+        ("4096B", 4096),
+        ("2TiB", 2 * 2**40),
+    ],
+)
+def test_sizes_are_read_with_their_unit(text: str, size_bytes: int) -> None:
+    assert parse_size(text) == size_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("20", "no unit"),
+        ("", "not a size"),
+        ("-1GiB", "not a size"),
+        ("1,5GiB", "not a size"),
+        ("3XB", "unknown unit 'XB'"),
+        ("0GiB", "is nothing"),
+    ],
+)
+def test_what_is_no_size_is_refused_with_the_text(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        parse_size(text)
+    assert repr(text) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [(980, "980 B"), (1536, "1.5 KiB"), (20 * 2**30, "20.0 GiB"), (3 * 2**40, "3.0 TiB")],
+)
+def test_sizes_are_written_in_binary_units(size_bytes: int, text: str) -> None:
+    assert format_size(size_bytes) == text

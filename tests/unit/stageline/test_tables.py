@@ -1,0 +1,102 @@
+from rich.console import Console, RenderableType
+
+from stageline.cli.tables import describe_start, status_view, topology_view
+from stageline_rpc.v1 import cluster_pb2, stage_pb2
+
+
+def _worker(stage: int, role: cluster_pb2.StageRole, layers: tuple[int, int]) -> cluster_pb2.WorkerStatus:
+    return cluster_pb2.WorkerStatus(
+        name=f"worker-{stage}",
+        address="10.0.0.7:40001",
+        device="cuda:0",
+        state=cluster_pb2.WORKER_STATE_READY,
+        stage=stage,
+        role=role,
+        layer_begin=layers[0],
+        layer_end=layers[1],
+        memory_bytes=20 * 2**30,
+        heartbeat=cluster_pb2.Heartbeat(
+            weight_bytes=12 * 2**30,
+            kv_bytes=640 * 2**20,
+            resident_bytes=13 * 2**30,
+            kv=cluster_pb2.KvUsage(blocks_active=1, blocks_inactive=1, blocks_free=6),
+        ),
+    )
+
+
+STATUS = cluster_pb2.GetStatusResponse(
+    model="llama",
+    dtype=stage_pb2.DTYPE_BF16,
+    state=cluster_pb2.CLUSTER_STATE_SERVING,
+    epoch=3,
+    num_stages=2,
+    num_blocks=8,
+    block_size=16,
+    workers=[
+        cluster_pb2.WorkerStatus(
+            name="spare", device="cpu", state=cluster_pb2.WORKER_STATE_SPARE, detail="out of work"
+        ),
+        _worker(1, cluster_pb2.STAGE_ROLE_LAST, (19, 20)),
+        _worker(0, cluster_pb2.STAGE_ROLE_FIRST, (0, 19)),
+    ],
+    requests=cluster_pb2.RequestCounts(waiting=1, prefill=2, decode=3, finished=4, cancelled=5, failed=6),
+)
+
+
+def _render(view: RenderableType) -> list[str]:
+    console = Console(width=80, color_system=None)
+    with console.capture() as capture:
+        console.print(view)
+    return capture.get().splitlines()
+
+
+def test_the_topology_has_a_row_for_each_stage_in_order() -> None:
+    rows = [line.split() for line in _render(topology_view(STATUS)) if "worker" in line]
+    assert rows == [
+        ["0", "FIRST", "worker-0", "0", "to", "18", "(19)", "cuda:0", "12.0", "GiB", "640.0", "MiB"],
+        ["1", "LAST", "worker-1", "19", "(1)", "cuda:0", "12.0", "GiB", "640.0", "MiB"],
+    ]
+
+
+def test_the_status_fits_into_80_columns_with_one_line_for_each_worker() -> None:
+    lines = _render(status_view(STATUS))
+    assert lines[:2] == ["llama in bf16, 2 stages, epoch 3", "serving"]
+    rows = [line.split() for line in lines if "GiB" in line]
+    assert rows[0] == [
+        "0",
+        "FIRST",
+        "worker-0",
+        "0",
+        "to",
+        "18",
+        "(19)",
+        "cuda:0",
+        "ready",
+        "12.0",
+        "GiB",
+        "12.5%",
+        "13.0",
+        "GiB",
+        "20.0",
+        "GiB",
+    ]
+    assert len(rows) == 2
+    assert ["-", "spare", "-", "cpu", "spare", "-", "-", "-", "-"] in [line.split() for line in lines]
+    assert "KV cache: 128 tokens on each stage (8 blocks of 16)" in lines
+    assert "Requests: 1 waiting, 2 in prefill, 3 in decode, 0 steps in flight" in lines
+    assert "Ended: 4 finished, 5 cancelled, 6 failed" in lines
+    assert lines[-1] == "spare: out of work"
+
+
+def test_the_start_is_described_with_what_each_worker_has_loaded() -> None:
+    status = cluster_pb2.GetStatusResponse(
+        state=cluster_pb2.CLUSTER_STATE_LOADING,
+        workers=[
+            cluster_pb2.WorkerStatus(
+                name="a",
+                state=cluster_pb2.WORKER_STATE_LOADING,
+                heartbeat=cluster_pb2.Heartbeat(load_progress=0.25),
+            )
+        ],
+    )
+    assert describe_start(status) == "loading, a 25%"
