@@ -10,13 +10,16 @@ class ClusterTiming:
 
     A worker's heartbeats come every `heartbeat_interval_s`; after `lease_s` of silence it is lost. An epoch
     that is not connected after `epoch_timeout_s` is started again. Requests wait `recovery_timeout_s` for a
-    pipeline, then fail.
+    pipeline, then fail. A stream that breaks ends its epoch after `report_grace_s`, so that the cause, which
+    comes on another connection, can come first: the report of a stage that refuses a step and so ends its
+    streams, or the end of a worker.
     """
 
     heartbeat_interval_s: float = 0.5
     lease_s: float = 10.0
     epoch_timeout_s: float = 15.0
     recovery_timeout_s: float = 30.0
+    report_grace_s: float = 0.2
 
     def __post_init__(self) -> None:
         for field in fields(self):
