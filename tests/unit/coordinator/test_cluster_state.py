@@ -334,11 +334,29 @@ def test_a_blocked_cluster_plans_again_when_a_worker_comes_back_larger() -> None
     assert cluster.state.phase is ClusterPhase.LOADING
 
 
-def test_a_blocked_cluster_plans_again_when_a_worker_leaves() -> None:
-    """Its place goes to the spare, with which there is a plan."""
+def test_a_blocked_cluster_uses_a_larger_worker_that_comes_late() -> None:
     cluster = ClusterDriver(num_stages=2, needed_bytes=100)
-    for name, memory_bytes in (("a", 10), ("b", 60), ("c", 60)):
+    for name, memory_bytes in (("a", 10), ("b", 60)):
         cluster.join(name, memory_bytes=memory_bytes)
     assert cluster.state.phase is ClusterPhase.BLOCKED
-    assert [type(action) for action in cluster.lose("a")] == [AssignStage] * 2
+    assert [type(action) for action in cluster.join("c", memory_bytes=60)] == [AssignStage] * 2
     assert cluster.stage_names == ["b", "c"]
+    assert cluster.state.workers["a"].state is WorkerState.SPARE
+
+
+def test_workers_are_exchanged_only_where_no_plan_fits() -> None:
+    cluster = ClusterDriver(num_stages=2, needed_bytes=50)
+    for name, memory_bytes in (("a", 10), ("b", 60)):
+        cluster.join(name, memory_bytes=memory_bytes)
+    assert cluster.join("c", memory_bytes=60) == []
+    assert cluster.stage_names == ["a", "b"]
+
+
+def test_a_blocked_cluster_plans_again_when_a_failed_worker_comes_back() -> None:
+    cluster = ClusterDriver(num_stages=2, needed_bytes=100)
+    cluster.join("a", memory_bytes=60)
+    assert cluster.state.phase is ClusterPhase.WAITING_FOR_WORKERS
+    cluster.join("b", memory_bytes=60)
+    cluster.state.load_failed("b", 1, "no such file")
+    assert cluster.state.phase is ClusterPhase.BLOCKED
+    assert len(cluster.join("b", memory_bytes=60, incarnation=2)) == 2
