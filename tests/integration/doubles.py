@@ -62,12 +62,13 @@ class WorkerLink:
 
 
 class CoordinatorDouble(cluster_pb2_grpc.ClusterServicer, stage_pb2_grpc.StepResultsServicer):
-    """Welcomes every worker unless `refusal` is set; keeps what LAST delivers."""
+    """Welcomes every worker unless `refusal` is set; leaves LAST waiting unless it `accepts`."""
 
     def __init__(self) -> None:
         self.incarnation: Incarnation = new_incarnation()
         self.refusal: tuple[grpc.StatusCode, str] | None = None
         self.links: asyncio.Queue[WorkerLink] = asyncio.Queue()
+        self.accepts = True
         self.hop_hellos: asyncio.Queue[stage_pb2.HopHello] = asyncio.Queue()
         self.results: asyncio.Queue[StepResult] = asyncio.Queue()
         self._server = new_server()
@@ -118,6 +119,8 @@ class CoordinatorDouble(cluster_pb2_grpc.ClusterServicer, stage_pb2_grpc.StepRes
         self, request_iterator: AsyncIterator[stage_pb2.DeliverRequest], context: Any
     ) -> AsyncIterator[stage_pb2.DeliverResponse]:
         self.hop_hellos.put_nowait((await anext(request_iterator)).hello)
+        if not self.accepts:
+            await asyncio.Event().wait()
         yield stage_pb2.DeliverResponse(accepted=stage_pb2.HopAccepted())
         async for request in request_iterator:
             self.results.put_nowait(decode_result(request.result))
@@ -133,11 +136,12 @@ async def _collect_answers(requests: AsyncIterator[cluster_pb2.WorkerMessage], l
 
 
 class NextStageDouble(stage_pb2_grpc.StageServicer):
-    """Accepts every stream, unless `refusal` is set, and keeps its frames."""
+    """Accepts every stream, unless `refusal` is set or it no longer `accepts`, and keeps its frames."""
 
     def __init__(self, *, max_payload_bytes: int = 1 << 24) -> None:
         self.incarnation: Incarnation = new_incarnation()
         self.refusal: tuple[grpc.StatusCode, str] | None = None
+        self.accepts = True
         self.hellos: asyncio.Queue[stage_pb2.HopHello] = asyncio.Queue()
         self.frames: asyncio.Queue[Frame] = asyncio.Queue()
         self.stream_ended = asyncio.Event()
@@ -162,6 +166,8 @@ class NextStageDouble(stage_pb2_grpc.StageServicer):
         self, request_iterator: AsyncIterator[stage_pb2.ForwardRequest], context: Any
     ) -> AsyncIterator[stage_pb2.ForwardResponse]:
         self.hellos.put_nowait((await anext(request_iterator)).hello)
+        if not self.accepts:
+            await asyncio.Event().wait()
         if self.refusal is not None:
             await context.abort(*self.refusal)
         yield stage_pb2.ForwardResponse(accepted=stage_pb2.HopAccepted())
