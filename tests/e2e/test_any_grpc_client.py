@@ -31,7 +31,8 @@ with grpc.insecure_channel(address) as channel:
         list(stub.Generate(inference_pb2.GenerateRequest(text="hello"), timeout=10))
     except grpc.RpcError as error:
         refused = error.code().name
-    ours = sorted(name for name in sys.modules if name.split(".")[0] in ("stageline", "stageline_rpc", "wire"))
+    packages = {name.split(".")[0] for name in sys.modules}
+    ours = sorted(packages & {"stageline", "stageline_rpc", "wire", "coordinator"})
     print(json.dumps({
         "tokens": tokens,
         "finish_reason": inference_pb2.FinishReason.Name(last.finish_reason),
