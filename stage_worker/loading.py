@@ -1,6 +1,7 @@
 """Makes a stage ready: checks the assignment against this worker's own files and memory, loads, warms up."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -46,10 +47,17 @@ class LoadedStage:
         return replace(self, assignment=assignment)
 
 
-def load_stage(assignment: Assignment, resources: WorkerResources) -> LoadedStage:
-    """Runs on the compute thread. Raises StageLoadError; then nothing is kept."""
+def load_stage(
+    assignment: Assignment,
+    resources: WorkerResources,
+    on_progress: Callable[[float], None] | None = None,
+) -> LoadedStage:
+    """Runs on the compute thread, and tells `on_progress` there which fraction of the weights is loaded.
+
+    Raises StageLoadError; then nothing is kept.
+    """
     try:
-        return _load(assignment, resources)
+        return _load(assignment, resources, on_progress)
     except StagelineError as error:
         raise StageLoadError(str(error)) from error
     except (ValueError, OSError) as error:
@@ -58,7 +66,9 @@ def load_stage(assignment: Assignment, resources: WorkerResources) -> LoadedStag
         raise StageLoadError(f"{resources.device}: {type(error).__name__}: {error}") from error
 
 
-def _load(assignment: Assignment, resources: WorkerResources) -> LoadedStage:
+def _load(
+    assignment: Assignment, resources: WorkerResources, on_progress: Callable[[float], None] | None
+) -> LoadedStage:
     started = time.perf_counter()
     checkpoint = Checkpoint.open(_directory(assignment, resources))
     _check_model(assignment, checkpoint)
@@ -73,7 +83,7 @@ def _load(assignment: Assignment, resources: WorkerResources) -> LoadedStage:
     )
     kv_bytes = _kv_bytes(assignment, checkpoint.config)
     _check_memory(assignment, resources, weight_bytes=model.weight_bytes, kv_bytes=kv_bytes)
-    model.load(checkpoint)
+    model.load(checkpoint, on_progress)
     executor = StepExecutor(assignment, model, _new_pages(assignment, checkpoint.config, resources.device))
     loaded = time.perf_counter()
     warm_up(executor, assignment, checkpoint.config, budget_s=_warmup_budget_s(resources.device))

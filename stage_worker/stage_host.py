@@ -58,7 +58,8 @@ class StageHost:
         self._on_serving = on_serving
         self._orders: asyncio.Queue[tuple[Order | _Disconnected, Reply]] = asyncio.Queue()
         self._loaded: LoadedStage | None = None
-        self._is_loading = False
+        # Written by the compute thread while it loads, read for heartbeats.
+        self._load_progress = 0.0
         self._session: EpochSession | None = None
         self._last_epoch = 0
         self._epoch_began = asyncio.Event()
@@ -108,6 +109,7 @@ class StageHost:
         """The state of this moment; `resident_bytes` is left to the caller."""
         session, loaded = self._session, self._loaded
         heartbeat = cluster_pb2.Heartbeat(epoch=session.epoch.number if session else 0)
+        heartbeat.load_progress = self._load_progress
         if loaded is None:
             return heartbeat
         stats = loaded.executor.stats
@@ -118,7 +120,6 @@ class StageHost:
         heartbeat.kv.blocks_inactive = stats.blocks_inactive
         heartbeat.kv.blocks_free = stats.blocks_free
         heartbeat.busy_us = round(stats.busy_s * 1e6)
-        heartbeat.load_progress = 1.0
         return heartbeat
 
     async def _carry_out(self, order: Order | _Disconnected, reply: Reply) -> None:
@@ -152,7 +153,7 @@ class StageHost:
     async def _load(self, assignment: Assignment) -> None:
         """The stage before goes first: both may not fit side by side."""
         await self._end_session()
-        self._loaded = None
+        self._loaded, self._load_progress = None, 0.0
         log.info(
             "loading layers [%d, %d) as %s, stage %d of %d",
             assignment.layer_begin,
@@ -161,9 +162,12 @@ class StageHost:
             assignment.stage,
             assignment.num_stages,
         )
-        loaded = await self._compute.run(load_stage, assignment, self._resources)
+        loaded = await self._compute.run(load_stage, assignment, self._resources, self._set_load_progress)
         log.info("loaded in %d ms, warmed up in %d ms", loaded.load_ms, loaded.warmup_ms)
         self._loaded = loaded
+
+    def _set_load_progress(self, fraction: float) -> None:
+        self._load_progress = fraction
 
     async def _begin_epoch(self, epoch: Epoch, reply: Reply) -> None:
         await self._end_session()

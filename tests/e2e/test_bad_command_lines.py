@@ -31,12 +31,11 @@ async def test_bad_flags_are_refused_with_exit_code_2() -> None:
 
 
 async def test_a_client_without_a_coordinator_says_so_soon(free_address: str) -> None:
-    for command in (("status",), ("generate", "hello"), ("chat",)):
-        start = time.monotonic()
-        run = await run_stageline(*command, "--coordinator", free_address)
-        assert run.code == 1
-        assert f"no coordinator at {free_address}" in run.the_error()
-        assert time.monotonic() - start < 10
+    start = time.monotonic()
+    run = await run_stageline("status", "--coordinator", free_address)
+    assert run.code == 1
+    assert f"no coordinator at {free_address}" in run.the_error()
+    assert time.monotonic() - start < 15
 
 
 async def test_a_port_in_use_is_refused(served: Served) -> None:

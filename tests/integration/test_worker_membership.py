@@ -17,6 +17,7 @@ from checkpoint import DType
 from stage_worker import loading, stage_host
 from stage_worker.assignment import Assignment
 from stage_worker.control import JoinRefused
+from stage_worker.loading import LoadedStage, WorkerResources, load_stage
 from stage_worker.worker import Worker
 from stageline_rpc.v1 import cluster_pb2
 from tests.integration.doubles import DEADLINE_S, CoordinatorDouble, WorkerLink
@@ -107,6 +108,31 @@ async def test_a_given_address_and_name_are_advertised(coordinator: CoordinatorD
     async with running_worker(config):
         hello = (await coordinator.link()).hello
         assert (hello.name, hello.address) == ("gpu-a", "gpu-a.example:7481")
+
+
+async def test_heartbeats_tell_how_much_is_loaded(
+    coordinator: CoordinatorDouble, assignment: Assignment, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load_slowly(
+        assignment: Assignment, resources: WorkerResources, on_progress: Callable[[float], None]
+    ) -> LoadedStage:
+        def tell(fraction: float) -> None:
+            on_progress(fraction)
+            assert fraction < 0.3 or gate.opened.wait(DEADLINE_S)
+
+        return load_stage(assignment, resources, tell)
+
+    monkeypatch.setattr(stage_host, "load_stage", load_slowly)
+    async with running_worker(worker_config(coordinator.address)):
+        link = await coordinator.link()
+        link.send(assign=assign_message(assignment))
+        async with asyncio.timeout(DEADLINE_S):
+            while (heartbeat := await link.next_heartbeat()).load_progress == 0:
+                pass
+        assert 0.3 < heartbeat.load_progress < 1
+        gate.opened.set()
+        await link.answer("loaded")
+        assert (await link.next_heartbeat()).load_progress == 1
 
 
 async def test_heartbeats_go_on_while_a_model_loads(
