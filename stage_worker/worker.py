@@ -87,7 +87,7 @@ class Worker:
             await _cancel((joined, orders))
 
     async def stop(self) -> bool:
-        """Ends server and compute thread; False when the thread is still busy: a load cannot be stopped."""
+        """Ends server and compute thread; False when the thread is still busy."""
         await self._server.stop(_STOP_GRACE_S)
         await _cancel(self._health_tasks)
         return self._compute.stop(timeout_s=_STOP_GRACE_S)

@@ -192,6 +192,38 @@ async def test_the_workers_own_model_path_goes_before_the_coordinators(
         await load(link, replace(assignment, model_directory="/only/on/the/coordinator"))
 
 
+async def test_a_load_gives_way_to_another_assignment(
+    coordinator: CoordinatorDouble, assignment: Assignment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half_loaded, cancelled, go_on = asyncio.Event(), asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+    advance, cancel = loading.LoadProgress.advance, loading.LoadProgress.cancel
+
+    def gated(progress: loading.LoadProgress, fraction: float) -> None:
+        advance(progress, fraction)
+        if fraction > 0.5 and not go_on.is_set():
+            loop.call_soon_threadsafe(half_loaded.set)
+            assert go_on.wait(DEADLINE_S)
+
+    def noticed(progress: loading.LoadProgress) -> None:
+        cancel(progress)
+        cancelled.set()
+
+    monkeypatch.setattr(loading.LoadProgress, "advance", gated)
+    monkeypatch.setattr(loading.LoadProgress, "cancel", noticed)
+    async with running_worker(worker_config(coordinator.address)):
+        link = await coordinator.link()
+        link.send(assign=assign_message(assignment))
+        await asyncio.wait_for(half_loaded.wait(), DEADLINE_S)
+        assert 0.5 < (await link.next_heartbeat()).load_progress < 1.0
+        link.send(assign=assign_message(replace(assignment, plan_id=2, num_blocks=16)))
+        await asyncio.wait_for(cancelled.wait(), DEADLINE_S)
+        go_on.set()
+        failed = await link.answer("load_failed")
+        assert (failed.plan_id, "given up" in failed.reason) == (1, True)
+        assert (await link.answer("loaded")).plan_id == 2
+
+
 async def test_the_same_stage_is_not_loaded_twice(
     coordinator: CoordinatorDouble, assignment: Assignment, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
