@@ -1,5 +1,6 @@
 """Makes a stage ready: checks the assignment against this worker's own files and memory, loads, warms up."""
 
+import logging
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,8 @@ from stage_worker.executor import StepExecutor
 from stage_worker.models import TORCH_DTYPES, DecoderStage
 from stage_worker.warmup import warm_up
 from wire.errors import HandshakeMismatch, StagelineError
+
+log = logging.getLogger(__name__)
 
 
 class StageLoadError(StagelineError):
@@ -74,7 +77,9 @@ def load_stage(
         raise StageLoadError(str(error)) from error
     except (ValueError, OSError) as error:
         raise StageLoadError(f"{type(error).__name__}: {error}") from error
-    except (RuntimeError, MemoryError) as error:
+    except Exception as error:
+        # Out of memory, a missing kernel, a defect of ours: the process stays in any case.
+        log.exception("loading failed")
         raise StageLoadError(f"{resources.device}: {type(error).__name__}: {error}") from error
 
 

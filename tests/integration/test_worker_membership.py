@@ -50,15 +50,20 @@ class Gate:
 
     def __init__(self) -> None:
         self.opened = threading.Event()
+        self.called = threading.Event()
         self.num_calls = 0
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def gated(*args: Any, **kwargs: Any) -> Any:
             self.num_calls += 1
+            self.called.set()
             assert self.opened.wait(DEADLINE_S)
             return function(*args, **kwargs)
 
         return gated
+
+    async def wait_called(self) -> None:
+        assert await asyncio.to_thread(self.called.wait, DEADLINE_S), "never called"
 
 
 @pytest.fixture
@@ -137,8 +142,7 @@ async def test_loaded_comes_after_the_warm_up(
     async with running_worker(worker_config(coordinator.address)):
         link = await coordinator.link()
         link.send(assign=assign_message(assignment))
-        while not gate.num_calls:
-            await link.next_heartbeat()
+        await gate.wait_called()
         await link.next_heartbeat()
         assert link.answers.empty(), "loaded while it is not warm"
         gate.opened.set()
@@ -267,8 +271,7 @@ async def test_a_load_that_outlives_its_connection_is_answered_to_nobody_but_kep
     async with running_worker(worker_config(coordinator.address)):
         link = await coordinator.link()
         link.send(assign=assign_message(assignment))
-        while not gate.num_calls:
-            await link.next_heartbeat()
+        await gate.wait_called()
         link.hang_up()
         link = await coordinator.link()
         gate.opened.set()
