@@ -27,7 +27,6 @@ class Epoch:
     number: int
     coordinator_incarnation: Incarnation
     peers: tuple[Peer, ...]
-    results_address: str
 
     def predecessor(self, stage: int) -> Incarnation:
         """The process that sends to `stage`: the coordinator for the first one."""
@@ -44,7 +43,6 @@ def decode_epoch(message: cluster_pb2.BeginEpoch) -> Epoch:
             Peer(worker=stage.worker, incarnation=Incarnation(stage.incarnation), address=stage.address)
             for stage in message.stages
         ),
-        results_address=message.results_address,
     )
 
 

@@ -41,12 +41,17 @@ class StageHost:
     def __init__(
         self,
         *,
+        coordinator: str,
         incarnation: Incarnation,
         resources: WorkerResources,
         compute: ComputeThread,
         on_serving: Callable[[bool], None],
     ) -> None:
-        """`on_serving` is told whenever an epoch becomes or stops being active here."""
+        """`coordinator` is where this worker reaches it: the address of `Join`, and of LAST's results.
+
+        `on_serving` is told whenever an epoch becomes or stops being active here.
+        """
+        self._coordinator = coordinator
         self._incarnation = incarnation
         self._resources = resources
         self._compute = compute
@@ -221,7 +226,7 @@ class StageHost:
     def _new_hop(self, epoch: Epoch, assignment: Assignment) -> Hop:
         hello = hop_hello(epoch, assignment, self._incarnation)
         if assignment.role.has_head:
-            return hop_to_coordinator(epoch.results_address, hello)
+            return hop_to_coordinator(self._coordinator, hello)
         following = assignment.stage + 1
         return hop_to_stage(following, epoch.peers[following].address, hello)
 

@@ -43,6 +43,7 @@ class Worker:
         self._compute = ComputeThread(num_threads=config.num_threads)
         self._server = new_server()
         self._host = StageHost(
+            coordinator=config.coordinator,
             incarnation=self._incarnation,
             resources=WorkerResources(
                 device=self._device,

@@ -1,4 +1,6 @@
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from wire.addresses import Address, parse_address, parse_peer_address
 
@@ -17,6 +19,14 @@ def test_an_address_reads_and_writes_the_same(text: str, address: Address) -> No
     assert str(address) == text
 
 
+hosts = st.from_regex(r"[a-z0-9]([a-z0-9.-]{0,20}[a-z0-9])?", fullmatch=True) | st.ip_addresses().map(str)
+
+
+@given(hosts, st.integers(0, 65535))
+def test_every_host_and_port_survives_its_text_form(host: str, port: int) -> None:
+    assert parse_address(str(Address(host, port))) == Address(host, port)
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -32,6 +42,10 @@ def test_an_address_reads_and_writes_the_same(text: str, address: Address) -> No
         "a b:1",
         "a/b:1",
         "host:1\n",
+        "host:+1",
+        "host:1e3",
+        "host:\N{ARABIC-INDIC DIGIT THREE}",
+        "http://host:80",
     ],
 )
 def test_what_is_no_address_is_refused_with_the_text(text: str) -> None:
