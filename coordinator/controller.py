@@ -108,10 +108,11 @@ class Controller:
     def leave(self, connection: WorkerConnection, reason: str) -> None:
         """A worker's stream has ended."""
         name = connection.identity.name
-        if self.connections.get(name) is connection:
-            del self.connections[name]
-            log.info("worker %s left: %s", name, reason)
         connection.close(reason)
+        if self.connections.get(name) is not connection:
+            return  # It has left, or the worker has dialled again and this is the end of its old stream.
+        del self.connections[name]
+        log.info("worker %s left: %s", name, reason)
         self._carry_out(self.state.lose(name, connection.identity.incarnation, reason))
 
     def receive(self, connection: WorkerConnection, message: cluster_pb2.WorkerMessage) -> None:

@@ -1,5 +1,6 @@
 """The waits of the cluster, in one place."""
 
+import math
 from dataclasses import dataclass, fields
 
 
@@ -22,8 +23,8 @@ class ClusterTiming:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if not getattr(self, field.name) > 0:
-                raise ValueError(f"{field.name} must be positive, got {getattr(self, field.name)}")
+            if not 0 < getattr(self, field.name) < math.inf:
+                raise ValueError(f"{field.name} must be positive and finite, got {getattr(self, field.name)}")
         if self.lease_s < 2 * self.heartbeat_interval_s:
             raise ValueError(
                 f"a lease of {self.lease_s} s is less than two heartbeats of {self.heartbeat_interval_s} s"

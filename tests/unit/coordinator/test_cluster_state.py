@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import permutations
 
 import pytest
@@ -137,21 +138,24 @@ def test_a_fault_starts_a_new_epoch_on_the_same_plan() -> None:
     assert isinstance(cluster.get_ready()[-1], StartServing)
 
 
-def test_signs_of_an_older_epoch_change_nothing() -> None:
+@pytest.mark.parametrize("missing", ["a", "b", "link", "results"])
+def test_signs_of_an_older_epoch_change_nothing(missing: str) -> None:
+    """Neither those that came while it lasted nor those that come late stand for one of the new epoch."""
     cluster = ClusterDriver(num_stages=2).serving()
     cluster.state.epoch_failed(1, "fault")
     assert cluster.state.epoch_failed(1, "again") == []
-    for late in (cluster.state.link_open, cluster.state.results_open):
-        assert late(1) == []
-    for name in ("a", "b"):
-        assert cluster.state.epoch_ready(name, 1) == []
+    signs: dict[str, Callable[[int], list[Action]]] = {
+        "a": lambda epoch: cluster.state.epoch_ready("a", epoch),
+        "b": lambda epoch: cluster.state.epoch_ready("b", epoch),
+        "link": cluster.state.link_open,
+        "results": cluster.state.results_open,
+    }
+    assert [action for sign in signs.values() for action in sign(1)] == []
+    assert [action for name, sign in signs.items() if name != missing for action in sign(2)] == []
     assert cluster.state.phase is ClusterPhase.STARTING_EPOCH
-    assert cluster.state.epoch == 2
-    # Had one of them counted, the last of the new epoch's signs would not be missing.
-    cluster.state.link_open(2)
-    cluster.state.epoch_ready("a", 2)
-    assert cluster.state.epoch_ready("b", 2) == []
-    assert len(cluster.state.results_open(2)) == 1
+    (start,) = signs[missing](2)
+    assert isinstance(start, StartServing)
+    assert start.epoch == 2
 
 
 def test_an_epoch_can_fail_before_it_serves() -> None:
@@ -330,11 +334,29 @@ def test_a_blocked_cluster_plans_again_when_a_worker_comes_back_larger() -> None
     assert cluster.state.phase is ClusterPhase.LOADING
 
 
-def test_a_blocked_cluster_plans_again_when_a_worker_leaves() -> None:
-    """Its place goes to the spare, with which there is a plan."""
+def test_a_blocked_cluster_uses_a_larger_worker_that_comes_late() -> None:
     cluster = ClusterDriver(num_stages=2, needed_bytes=100)
-    for name, memory_bytes in (("a", 10), ("b", 60), ("c", 60)):
+    for name, memory_bytes in (("a", 10), ("b", 60)):
         cluster.join(name, memory_bytes=memory_bytes)
     assert cluster.state.phase is ClusterPhase.BLOCKED
-    assert [type(action) for action in cluster.lose("a")] == [AssignStage] * 2
+    assert [type(action) for action in cluster.join("c", memory_bytes=60)] == [AssignStage] * 2
     assert cluster.stage_names == ["b", "c"]
+    assert cluster.state.workers["a"].state is WorkerState.SPARE
+
+
+def test_workers_are_exchanged_only_where_no_plan_fits() -> None:
+    cluster = ClusterDriver(num_stages=2, needed_bytes=50)
+    for name, memory_bytes in (("a", 10), ("b", 60)):
+        cluster.join(name, memory_bytes=memory_bytes)
+    assert cluster.join("c", memory_bytes=60) == []
+    assert cluster.stage_names == ["a", "b"]
+
+
+def test_a_blocked_cluster_plans_again_when_a_failed_worker_comes_back() -> None:
+    cluster = ClusterDriver(num_stages=2, needed_bytes=100)
+    cluster.join("a", memory_bytes=60)
+    assert cluster.state.phase is ClusterPhase.WAITING_FOR_WORKERS
+    cluster.join("b", memory_bytes=60)
+    cluster.state.load_failed("b", 1, "no such file")
+    assert cluster.state.phase is ClusterPhase.BLOCKED
+    assert len(cluster.join("b", memory_bytes=60, incarnation=2)) == 2
