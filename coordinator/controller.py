@@ -167,6 +167,7 @@ class Controller:
             raise StaleStream(f"epoch {epoch} is over")
         self.state.result_arrived()
         try:
+            _check_tokens(result, vocab_size=self._model.config.vocab_size)
             self._engine.complete(result)
         except ResultMismatch as error:
             self.fail_epoch(epoch, str(error))
@@ -288,3 +289,13 @@ class Controller:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a controller task failed", exc_info=error)
+
+
+def _check_tokens(result: StepResult, *, vocab_size: int) -> None:
+    """Raises ResultMismatch; what has reached a client cannot be taken back."""
+    for entry in result.results:
+        if isinstance(entry.outcome, int) and entry.outcome >= vocab_size:
+            raise ResultMismatch(
+                f"step {result.step_id}: token {entry.outcome} of {entry.sequence} is outside the vocabulary "
+                f"[0, {vocab_size})"
+            )
