@@ -37,6 +37,11 @@ class KvLog:
         self._pending: list[SequenceSignal] = []
 
     @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self._block_size
+
+    @property
     def digest(self) -> int:
         """The digest after everything applied so far."""
         return self._ledger.digest
@@ -77,6 +82,8 @@ class KvLog:
             prefix_caching=self._prefix_caching,
             new_id=lambda: next(self._ids),
         )
+        # A block whose hash is known with other content gets a name of its own before hits are counted.
+        self._ledger.prepare(active, len(active))
         pool = self._ledger.pool
         blocks = active.blocks
         # A cached block without owner is no longer evictable once it is used, so only owned ones are free of

@@ -22,8 +22,11 @@ from wire.ids import SequenceKey
 from wire.steps import Decode, EndRecord, Prefill, Slice, SliceError, StartRecord, Step, StepResult
 
 
-class ResultMismatch(StagelineError):
-    """LAST answered something else than the oldest step in flight asks for: the epoch cannot go on."""
+class ResultMismatch(Exception):
+    """LAST answered something else than the oldest step in flight asks for: the epoch cannot go on.
+
+    No client sees it: the epoch ends and its sequences start again.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,9 +102,17 @@ class Scheduler:
         return self._kv
 
     def begin_epoch(self, epoch: int, kv: KvLog, limits: SchedulerLimits) -> None:
-        """Starts with an empty ledger; every sequence is in the queue, oldest first."""
+        """Starts with an empty ledger; every sequence is in the queue, oldest first.
+
+        Raises ValueError for an epoch that is not above the last one, and for steps that hold less than a
+        block: a prompt that is longer than a step could never begin.
+        """
         if epoch <= self._epoch:
             raise ValueError(f"epoch {epoch} does not follow epoch {self._epoch}")
+        if limits.max_step_tokens < kv.block_size:
+            raise ValueError(
+                f"max_step_tokens {limits.max_step_tokens} is less than one block of {kv.block_size} tokens"
+            )
         assert not self._running and not self._in_flight, "end_epoch comes first"
         self._epoch, self._kv, self._limits = epoch, kv, limits
         self._next_step_id = 0
@@ -248,17 +259,23 @@ class Scheduler:
         while len(draft.slices) < limits.max_step_sequences and draft.num_tokens < limits.max_step_tokens:
             sequence = next((each for each in self._running.values() if each.can_prefill), None)
             if sequence is None:
-                sequence = self._admit(kv)
+                sequence = self._admit(kv, limits.max_step_tokens - draft.num_tokens)
             if sequence is None or not self._add_chunk(sequence, draft, kv, limits):
                 return
 
-    def _admit(self, kv: KvLog) -> Sequence | None:
-        """Takes the head of the queue if the whole of it fits now. Nobody overtakes it."""
+    def _admit(self, kv: KvLog, budget: int) -> Sequence | None:
+        """Takes the head of the queue if the whole of it fits now. Nobody overtakes it.
+
+        Its first chunk must fit into `budget` tokens: cached blocks are the sequence's own from its first
+        chunk on, and until then whoever grows may evict them.
+        """
         if not self._queue:
             return None
         sequence = self._queue[0]
         plan = kv.plan(sequence)
         if not kv.can_admit(plan, is_alone=not self._running):
+            return None
+        if not kv.chunk_size(plan.num_cached_tokens, sequence.num_tokens, budget):
             return None
         self._queue.popleft()
         self._running[sequence.key] = sequence

@@ -1,0 +1,75 @@
+"""Every error of ours has a gRPC status; nothing else says a word to the client."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator
+
+import grpc
+import pytest
+
+import wire
+from wire.errors import (
+    INTERNAL_ERROR_TEXT,
+    STATUS_OF_ERROR,
+    HandshakeMismatch,
+    InvalidRequest,
+    StagelineError,
+    StepFault,
+    StepFaultKind,
+    status_of,
+)
+
+
+def subclasses(kind: type[StagelineError]) -> Iterator[type[StagelineError]]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from subclasses(each)
+
+
+def test_every_error_of_ours_has_a_status() -> None:
+    for module in pkgutil.iter_modules(wire.__path__, "wire."):
+        importlib.import_module(module.name)
+    importlib.import_module("coordinator.scheduler")
+    without = [
+        each.__qualname__
+        for each in subclasses(StagelineError)
+        if not any(ancestor in STATUS_OF_ERROR for ancestor in each.__mro__)
+    ]
+    assert without == []
+
+
+def test_no_error_of_ours_ends_a_call_well() -> None:
+    assert grpc.StatusCode.OK not in STATUS_OF_ERROR.values()
+    assert grpc.StatusCode.UNKNOWN not in STATUS_OF_ERROR.values()
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("secret"), KeyError("secret"), RuntimeError("secret"), TimeoutError("secret")]
+)
+def test_the_text_of_a_stranger_is_not_sent(error: Exception) -> None:
+    assert status_of(error) == (grpc.StatusCode.INTERNAL, INTERNAL_ERROR_TEXT)
+
+
+def test_a_subclass_has_the_status_of_its_parent_and_its_own_text() -> None:
+    class PromptTooLong(InvalidRequest):
+        pass
+
+    assert status_of(PromptTooLong("5 > 4")) == (grpc.StatusCode.INVALID_ARGUMENT, "5 > 4")
+
+
+def test_a_mismatch_shows_both_values() -> None:
+    error = HandshakeMismatch("block size", expected=16, got=32)
+    assert status_of(error) == (
+        grpc.StatusCode.FAILED_PRECONDITION,
+        "block size mismatch: expected 16, got 32",
+    )
+
+
+def test_a_fault_that_knows_nothing_still_says_where_it_was() -> None:
+    fault = StepFault(StepFaultKind.CHECKSUM, "expected 1, got 2")
+    assert fault.describe(stage=1) == (
+        "stage 1, unknown step, requests none known: CHECKSUM: expected 1, got 2"
+    )
+    assert status_of(fault)[0] is grpc.StatusCode.ABORTED

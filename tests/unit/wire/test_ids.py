@@ -1,0 +1,45 @@
+"""Identities are UUIDv7, and nothing else passes for one."""
+
+from __future__ import annotations
+
+from uuid import UUID, uuid1, uuid4
+
+import pytest
+
+from wire.ids import RequestId, SequenceKey, id_text, new_incarnation, new_request_id, parse_request_id
+
+
+def test_new_ids_are_uuid7_and_grow() -> None:
+    ids = [new_request_id() for _ in range(100)]
+    assert all(UUID(bytes=each).version == 7 for each in ids)
+    assert ids == sorted(set(ids))
+    assert UUID(bytes=new_incarnation()).version == 7
+
+
+def test_an_id_survives_its_text_form() -> None:
+    request_id = new_request_id()
+    assert parse_request_id(id_text(request_id)) == request_id
+    assert parse_request_id(id_text(request_id).upper()) == request_id
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (str(uuid4()), "version 4; version 7 is needed"),
+        (str(uuid1()), "version 1; version 7 is needed"),
+        (str(UUID(int=0)), "version 7 is needed"),
+        ("", "is not a UUID"),
+        ("no-uuid", "is not a UUID"),
+        (id_text(new_request_id())[:-1], "is not a UUID"),
+    ],
+)
+def test_anything_but_a_uuid7_is_refused(text: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason) as caught:
+        parse_request_id(text)
+    assert repr(text) in str(caught.value)
+
+
+def test_malformed_ids_can_still_be_shown() -> None:
+    assert id_text(b"") == "(none)"
+    assert id_text(b"\x01\x02") == "0102"
+    assert str(SequenceKey(RequestId(bytes(16)), 3)) == "00000000-0000-0000-0000-000000000000/3"

@@ -1,0 +1,168 @@
+"""What a servicer raises reaches the client as the status of the table. Real servers on port 0."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import pytest
+
+from wire.channels import bind, client_channel, new_server
+from wire.errors import INTERNAL_ERROR_TEXT, InvalidRequest, Overloaded, StepFault, StepFaultKind
+
+SERVICE = "test.Echo"
+Context = grpc.aio.ServicerContext[bytes, bytes]
+Raise = Callable[[Context], Awaitable[None]]
+
+
+async def raise_ours(context: Context) -> None:
+    raise InvalidRequest("top_k is 9, must be in [0, 8]")
+
+
+async def raise_fault(context: Context) -> None:
+    raise StepFault(StepFaultKind.POSITION, "expected 3, got 4", step_id=1)
+
+
+async def raise_stranger(context: Context) -> None:
+    raise RuntimeError("the secret /etc/path")
+
+
+async def raise_group(context: Context) -> None:
+    raise ExceptionGroup("several", [Overloaded("full"), ValueError("secret")])
+
+
+async def abort(context: Context) -> None:
+    await context.abort(grpc.StatusCode.DATA_LOSS, "said by the servicer")
+
+
+async def raise_nothing(context: Context) -> None:
+    return None
+
+
+CASES: dict[str, tuple[Raise, grpc.StatusCode, str]] = {
+    "ours": (raise_ours, grpc.StatusCode.INVALID_ARGUMENT, "top_k is 9, must be in [0, 8]"),
+    "fault": (raise_fault, grpc.StatusCode.ABORTED, "POSITION: expected 3, got 4"),
+    "stranger": (raise_stranger, grpc.StatusCode.INTERNAL, INTERNAL_ERROR_TEXT),
+    "group": (raise_group, grpc.StatusCode.INTERNAL, INTERNAL_ERROR_TEXT),
+    "abort": (abort, grpc.StatusCode.DATA_LOSS, "said by the servicer"),
+}
+
+
+def handlers(behave: Raise) -> grpc.GenericRpcHandler:
+    async def unary_unary(request: bytes, context: Context) -> bytes:
+        await behave(context)
+        return request
+
+    async def unary_stream(request: bytes, context: Context) -> AsyncIterator[bytes]:
+        yield request
+        await behave(context)
+
+    async def stream_unary(requests: AsyncIterator[bytes], context: Context) -> bytes:
+        received = b"".join([request async for request in requests])
+        await behave(context)
+        return received
+
+    async def stream_stream(requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
+        async for request in requests:
+            yield request
+        await behave(context)
+
+    methods: dict[str, Any] = {
+        "UnaryUnary": grpc.unary_unary_rpc_method_handler(unary_unary),
+        "UnaryStream": grpc.unary_stream_rpc_method_handler(unary_stream),
+        "StreamUnary": grpc.stream_unary_rpc_method_handler(stream_unary),
+        "StreamStream": grpc.stream_stream_rpc_method_handler(stream_stream),
+    }
+    return grpc.method_handlers_generic_handler(SERVICE, methods)
+
+
+async def call(channel: Any, method: str) -> list[bytes]:
+    """What came before the end of the call; raises AioRpcError when it ends badly."""
+    path = f"/{SERVICE}/{method}"
+
+    async def requests() -> AsyncIterator[bytes]:
+        yield b"one"
+        yield b"two"
+
+    async with asyncio.timeout(10):
+        match method:
+            case "UnaryStream":
+                return [each async for each in channel.unary_stream(path)(b"one")]
+            case "StreamUnary":
+                return [await channel.stream_unary(path)(requests())]
+            case "StreamStream":
+                return [each async for each in channel.stream_stream(path)(requests())]
+            case _:
+                return [await channel.unary_unary(path)(b"one")]
+
+
+async def serve_and_call(behave: Raise, method: str) -> list[bytes]:
+    server = new_server()
+    server.add_generic_rpc_handlers((handlers(behave),))
+    port = bind(server, "127.0.0.1:0")
+    await server.start()
+    try:
+        async with client_channel(f"127.0.0.1:{port}") as channel:
+            return await call(channel, method)
+    finally:
+        await server.stop(None)
+
+
+METHODS = ["UnaryUnary", "UnaryStream", "StreamUnary", "StreamStream"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("case", CASES)
+async def test_an_error_reaches_the_client_as_its_status(case: str, method: str) -> None:
+    behave, code, text = CASES[case]
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await serve_and_call(behave, method)
+    assert (caught.value.code(), caught.value.details()) == (code, text)
+
+
+@pytest.mark.parametrize(
+    ("method", "received"),
+    [
+        ("UnaryUnary", [b"one"]),
+        ("UnaryStream", [b"one"]),
+        ("StreamUnary", [b"onetwo"]),
+        ("StreamStream", [b"one", b"two"]),
+    ],
+)
+async def test_a_call_without_an_error_is_left_alone(method: str, received: list[bytes]) -> None:
+    assert await serve_and_call(raise_nothing, method) == received
+
+
+async def test_only_a_stranger_is_logged_with_its_text(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="wire"):
+        with pytest.raises(grpc.aio.AioRpcError):
+            await serve_and_call(raise_stranger, "UnaryUnary")
+        with pytest.raises(grpc.aio.AioRpcError):
+            await serve_and_call(raise_ours, "UnaryUnary")
+        with pytest.raises(grpc.aio.AioRpcError):
+            await serve_and_call(abort, "UnaryUnary")
+    (record,) = caplog.records
+    assert record.getMessage() == "unexpected error in /test.Echo/UnaryUnary"
+    assert record.exc_info is not None
+    assert "the secret /etc/path" in str(record.exc_info[1])
+
+
+async def test_an_unknown_method_is_unimplemented() -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await serve_and_call(raise_nothing, "Other")
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_port_in_use_is_refused_in_one_line() -> None:
+    first, second = new_server(), new_server()
+    port = bind(first, "127.0.0.1:0")
+    assert port > 0
+    await first.start()
+    try:
+        with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}"):
+            bind(second, f"127.0.0.1:{port}")
+    finally:
+        await first.stop(None)

@@ -1,0 +1,172 @@
+"""Steps, results and fault reports survive the wire; what cannot be a step is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+
+from kvcache import FullBlock, PartialBlock, Promote, Use
+from stageline_rpc.v1 import cluster_pb2, stage_pb2
+from tests.unit.wire.wire_strategies import example_step, fault_reports, step_results, steps
+from wire.errors import StepFault, StepFaultKind
+from wire.ids import RequestId, SequenceKey, id_text
+from wire.step_codec import decode_fault, decode_result, decode_step, encode_fault, encode_result, encode_step
+from wire.steps import Decode, FaultReport, Prefill, SequenceSignal, Slice, Step, StepResult
+
+KEY = SequenceKey(RequestId(bytes(range(16))), 1)
+
+
+@given(steps())
+def test_a_step_survives_the_wire(step: Step) -> None:
+    assert decode_step(encode_step(step)) == step
+
+
+@given(step_results)
+def test_a_result_survives_the_wire(result: StepResult) -> None:
+    data = encode_result(result).SerializeToString()
+    assert decode_result(stage_pb2.StepResult.FromString(data)) == result
+
+
+@given(fault_reports)
+def test_a_fault_report_survives_the_wire(report: FaultReport) -> None:
+    data = encode_fault(report).SerializeToString()
+    assert decode_fault(cluster_pb2.StepFault.FromString(data)) == report
+
+
+def test_the_example_step_has_one_of_everything() -> None:
+    message = stage_pb2.Step.FromString(encode_step(example_step()))
+    for field in stage_pb2.Step.DESCRIPTOR.fields:
+        assert getattr(message, field.name), field.name
+    assert message.trace.traceparent
+    assert message.trace.tracestate
+    assert {entry.WhichOneof("signal") for entry in message.signals} == {"use", "promote", "deref", "destroy"}
+    assert {part.WhichOneof("inference_step") for part in message.slices} == {"prefill", "decode"}
+
+
+def test_a_one_token_prompt_is_a_prefill_and_not_a_decode() -> None:
+    prefill = Slice(KEY, 0, (5,), Prefill(0, 1, 1))
+    decode = Slice(KEY, 0, (5,), Decode(0))
+    decoded = decode_step(encode_step(Step(epoch=1, step_id=0, slices=(prefill, decode))))
+    assert decoded.slices == (prefill, decode)
+    assert isinstance(decoded.slices[0].inference_step, Prefill)
+
+
+@pytest.mark.parametrize("parent", [None, 0])
+def test_a_parent_of_zero_is_not_the_same_as_no_parent(parent: int | None) -> None:
+    sent = (Use((FullBlock(1),), (1,), parent), Promote(PartialBlock(1), 2, parent, 3))
+    step = Step(epoch=1, step_id=0, signals=tuple(SequenceSignal(KEY, signal) for signal in sent))
+    assert tuple(entry.signal for entry in decode_step(encode_step(step)).signals) == sent
+
+
+@pytest.mark.parametrize("cut", [1, 5, 20])
+def test_a_truncated_step_is_undecodable(cut: int) -> None:
+    with pytest.raises(StepFault) as caught:
+        decode_step(encode_step(example_step())[:-cut])
+    assert caught.value.kind is StepFaultKind.UNDECODABLE
+    assert caught.value.step_id is None
+
+
+def change_slice(change: Callable[[stage_pb2.Slice], object]) -> bytes:
+    message = stage_pb2.Step.FromString(encode_step(example_step()))
+    change(message.slices[0])
+    return message.SerializeToString()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda part: part.tokens.append(9), "3 tokens, its inference step says 2"),
+        (lambda part: part.tokens.pop(), "1 tokens, its inference step says 2"),
+        (lambda part: part.decode.SetInParent(), "2 tokens, its inference step says 1"),
+        (lambda part: (part.ClearField("tokens"), part.prefill.ClearField("num_tokens")), "0 tokens"),
+        (lambda part: setattr(part.prefill, "num_prefill_tokens", 17), r"chunk \[16, 18\) .* 17 prefill"),
+        (lambda part: part.ClearField("prefill"), "without an inference step"),
+    ],
+    ids=["too many tokens", "too few", "a decode of two", "no tokens", "past the end", "no inference step"],
+)
+def test_a_slice_that_contradicts_itself_is_a_wrong_slice_set(
+    change: Callable[[stage_pb2.Slice], object], text: str
+) -> None:
+    with pytest.raises(StepFault, match=text) as caught:
+        decode_step(change_slice(change))
+    assert caught.value.kind is StepFaultKind.SLICE_SET
+
+
+def test_a_wrong_slice_names_its_step_and_request() -> None:
+    with pytest.raises(StepFault) as caught:
+        decode_step(change_slice(lambda part: part.tokens.append(9)))
+    assert caught.value.step_id == 7
+    assert caught.value.request_ids == (example_step().slices[0].sequence.request_id,)
+    described = caught.value.describe(stage=2)
+    assert described.startswith(f"stage 2, step 7, requests {id_text(bytes([1]) * 16)}: SLICE_SET")
+
+
+@pytest.mark.parametrize("size", [0, 15, 17])
+def test_a_request_id_that_is_not_16_bytes_is_undecodable(size: int) -> None:
+    with pytest.raises(StepFault, match=f"request id of {size} bytes") as caught:
+        decode_step(change_slice(lambda part: setattr(part.sequence, "request_id", bytes(size))))
+    assert caught.value.kind is StepFaultKind.UNDECODABLE
+
+
+@pytest.mark.parametrize("field", ["use", "deref", "destroy"])
+def test_a_signal_or_block_without_content_is_undecodable(field: str) -> None:
+    message = stage_pb2.Step.FromString(encode_step(example_step()))
+    getattr(message.signals[0], field).SetInParent()
+    if field == "use":
+        message.signals[0].use.blocks.add()
+    with pytest.raises(StepFault, match="names a block without content") as caught:
+        decode_step(message.SerializeToString())
+    assert caught.value.kind is StepFaultKind.UNDECODABLE
+
+    message.signals[0].ClearField(field)  # type: ignore[arg-type]
+    with pytest.raises(StepFault, match="signal without content") as caught:
+        decode_step(message.SerializeToString())
+    assert caught.value.kind is StepFaultKind.UNDECODABLE
+
+
+def test_a_slice_result_without_outcome_is_undecodable() -> None:
+    message = stage_pb2.StepResult(epoch=1, step_id=2)
+    message.results.add(sequence=stage_pb2.SequenceKey(request_id=KEY.request_id, choice=1))
+    with pytest.raises(StepFault, match="without token and error") as caught:
+        decode_result(message)
+    assert caught.value.kind is StepFaultKind.UNDECODABLE
+
+
+def test_token_zero_is_an_outcome() -> None:
+    message = stage_pb2.StepResult()
+    message.results.add(sequence=stage_pb2.SequenceKey(request_id=KEY.request_id), token=0)
+    assert decode_result(message).results[0].outcome == 0
+
+
+@pytest.mark.parametrize("number", [0, 999])
+def test_a_fault_of_unknown_kind_is_refused(number: int) -> None:
+    with pytest.raises(ValueError, match=str(number)):
+        decode_fault(cluster_pb2.StepFault(kind=number))  # type: ignore[arg-type]
+
+
+def test_every_kind_of_the_wire_enum_has_a_name_here_and_the_reverse() -> None:
+    wire = {f"STEP_FAULT_KIND_{kind.name}": kind.value for kind in StepFaultKind}
+    assert wire | {"STEP_FAULT_KIND_UNSPECIFIED": 0} == dict(stage_pb2.StepFaultKind.items())
+
+
+def test_what_is_sampled_follows_from_the_inference_step_alone() -> None:
+    assert Slice(KEY, 0, (1,), Decode(3)).is_sampled
+    assert Slice(KEY, 0, (1, 2), Prefill(2, 2, 4)).is_sampled
+    assert not Slice(KEY, 0, (1, 2), Prefill(0, 2, 4)).is_sampled
+    assert not Slice(KEY, 0, (1,), Prefill(0, 1, 4)).is_sampled
+    assert Slice(KEY, 0, (1,), Decode(3)).first_position == 3
+    assert Slice(KEY, 0, (1, 2), Prefill(2, 2, 4)).first_position == 2
+
+
+def test_a_step_counts_tokens_and_names_each_request_once() -> None:
+    other = SequenceKey(RequestId(bytes(16)), 0)
+    parts = (
+        Slice(KEY, 0, (1, 2), Prefill(0, 2, 4)),
+        Slice(other, 0, (1,), Decode(3)),
+        Slice(KEY._replace(choice=2), 0, (1,), Decode(3)),
+    )
+    step = Step(epoch=1, step_id=0, slices=parts)
+    assert step.num_tokens == 4
+    assert step.request_ids == (KEY.request_id, other.request_id)

@@ -1,0 +1,131 @@
+"""Hypothesis strategies for whatever travels: steps, results, fault reports, hidden states."""
+
+from __future__ import annotations
+
+import struct
+
+from hypothesis import strategies as st
+
+from checkpoint import DType
+from kvcache import Deref, Destroy, FullBlock, PartialBlock, Promote, Use
+from stageline_rpc.v1 import stage_pb2
+from wire.errors import StepFaultKind
+from wire.ids import RequestId, SequenceKey
+from wire.steps import (
+    Decode,
+    EndRecord,
+    FaultReport,
+    Prefill,
+    SequenceSignal,
+    Slice,
+    SliceError,
+    SliceResult,
+    StartRecord,
+    Step,
+    StepResult,
+    StepSampling,
+)
+from wire.tensors import TensorView
+
+U32 = st.integers(0, 2**32 - 1)
+U64 = st.integers(0, 2**64 - 1)
+F32 = st.floats(0, 100, width=32)
+TEXT = st.text(max_size=20)
+
+request_ids = st.binary(min_size=16, max_size=16).map(RequestId)
+sequence_keys = st.builds(SequenceKey, request_ids, U32)
+tokens = st.lists(U32, min_size=1, max_size=6).map(tuple)
+
+full_blocks = st.builds(FullBlock, U64)
+partial_blocks = st.builds(PartialBlock, U64)
+blocks = full_blocks | partial_blocks
+parents = st.none() | U64
+signals = st.one_of(
+    st.builds(Use, st.lists(blocks, max_size=4).map(tuple), st.lists(U64, max_size=4).map(tuple), parents),
+    st.builds(Promote, partial_blocks, U64, parents, U64),
+    st.builds(Deref, blocks),
+    st.builds(Destroy, blocks),
+)
+sequence_signals = st.builds(SequenceSignal, sequence_keys, signals)
+
+
+@st.composite
+def slices(draw: st.DrawFn) -> Slice:
+    """Prefill chunks anywhere in their prefill, the final ones included, and decodes."""
+    key, generation = draw(sequence_keys), draw(U32)
+    if draw(st.booleans()):
+        return Slice(key, generation, (draw(U32),), Decode(draw(U32)))
+    part = draw(tokens)
+    start = draw(st.integers(0, 2**32 - 1 - len(part)))
+    end = start + len(part)
+    return Slice(key, generation, part, Prefill(start, len(part), draw(st.integers(end, 2**32 - 1))))
+
+
+samplings = st.builds(StepSampling, temperature=F32, top_k=U32, top_p=F32, seed=U64)
+start_records = st.builds(StartRecord, sequence_keys, U32, U32, tokens, samplings)
+end_records = st.builds(EndRecord, sequence_keys, U32)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Step:
+    """Any step; trace state only comes with a trace parent."""
+    traceparent = draw(TEXT)
+    return Step(
+        epoch=draw(U64),
+        step_id=draw(U64),
+        slices=draw(st.lists(slices(), max_size=4).map(tuple)),
+        starts=draw(st.lists(start_records, max_size=3).map(tuple)),
+        ends=draw(st.lists(end_records, max_size=3).map(tuple)),
+        signals=draw(st.lists(sequence_signals, max_size=5).map(tuple)),
+        digest=draw(U64),
+        traceparent=traceparent,
+        tracestate=draw(TEXT) if traceparent else "",
+    )
+
+
+slice_error_kinds = st.sampled_from(sorted(stage_pb2.SliceError.Kind.values()))
+slice_errors = st.builds(SliceError, slice_error_kinds, U32, TEXT)
+slice_results = st.builds(SliceResult, sequence_keys, U32, U32 | slice_errors)
+step_results = st.builds(StepResult, U64, U64, st.lists(slice_results, max_size=5).map(tuple))
+fault_reports = st.builds(
+    FaultReport,
+    epoch=U64,
+    step_id=U64,
+    stage=U32,
+    kind=st.sampled_from(StepFaultKind),
+    message=TEXT,
+    request_ids=st.lists(request_ids, max_size=3).map(tuple),
+)
+
+
+def example_step(*, step_id: int = 7, num_tokens: int = 2) -> Step:
+    """One prefill chunk of `num_tokens` tokens, one decode, and one of everything else."""
+    one, two = (SequenceKey(RequestId(bytes([n]) * 16), n) for n in (1, 2))
+    sampling = StepSampling(temperature=0.5, top_k=3, top_p=0.25, seed=2**64 - 1)
+    chunk = tuple(range(100, 100 + num_tokens))
+    return Step(
+        epoch=3,
+        step_id=step_id,
+        slices=(
+            Slice(one, 1, chunk, Prefill(16, num_tokens, 16 + num_tokens)),
+            Slice(two, 0, (2**32 - 1,), Decode(40)),
+        ),
+        starts=(StartRecord(one, 1, 10, (1, 2, 3), sampling),),
+        ends=(EndRecord(two, 4),),
+        signals=(
+            SequenceSignal(one, Use((FullBlock(11), PartialBlock(12)), (13,), None)),
+            SequenceSignal(two, Promote(PartialBlock(14), 15, 0, 16)),
+            SequenceSignal(two, Deref(FullBlock(17))),
+            SequenceSignal(two, Destroy(PartialBlock(0))),
+        ),
+        digest=18,
+        traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+        tracestate="a=b",
+    )
+
+
+def hidden_states(num_tokens: int, width: int, *, dtype: DType = DType.F32) -> TensorView:
+    """Bytes that differ from place to place."""
+    size = num_tokens * width * dtype.size_bytes
+    pattern = struct.pack("<64I", *(1_000_003 * n % 2**32 for n in range(64)))
+    return TensorView(dtype, (num_tokens, width), (pattern * (size // len(pattern) + 1))[:size])
