@@ -42,9 +42,10 @@ def alone(directory: Path, prompt: list[int]) -> list[int]:
     return pipeline.serve([request(prompt)]).tokens[0]
 
 
-def slices_of(
-    pipeline: LocalPipeline, requests: list[Request]
-) -> tuple[Run, dict[int, list[tuple[int, int]]]]:
+Seen = dict[int, list[tuple[int, int]]]
+
+
+def slices_of(pipeline: LocalPipeline, requests: list[Request]) -> tuple[Run, Seen]:
     """The run, and (step, first position) of every slice of each sequence."""
     seen: Seen = {index: [] for index in range(len(requests))}
 
