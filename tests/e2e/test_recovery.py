@@ -118,6 +118,6 @@ async def test_without_the_lost_worker_requests_fail_in_bounded_time_with_the_re
             await wait_for_status(cluster.address, lambda status: not is_serving(status), timeout_s=5)
             queued = asyncio.create_task(tokens_of(client, random_prompt(3), 5))
             for request in (live, queued):
-                with pytest.raises(Unavailable, match="no pipeline within 30 s: .*worker-1 is lost"):
+                with pytest.raises(Unavailable, match=r"no pipeline within 30 s: .*worker-1 is lost"):
                     await asyncio.wait_for(request, timeout=45)
         assert 25 < time.monotonic() - start < 45
