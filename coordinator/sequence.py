@@ -43,9 +43,10 @@ class Sequence:
         sampling: StepSampling,
         stop_token_ids: frozenset[int],
         arrival: int,
+        cache_salt: str = "",
     ) -> None:
-        """`arrival` orders sequences: the smaller came first. Raises ValueError for an empty prompt or no
-        tokens to make.
+        """`arrival` orders sequences: the smaller came first. Sequences share cached prefixes only with those
+        of the same `cache_salt`. Raises ValueError for an empty prompt or no tokens to make.
         """
         if not prompt:
             raise ValueError("a prompt needs at least one token")
@@ -59,6 +60,7 @@ class Sequence:
         self.sampling = sampling
         self.stop_token_ids = stop_token_ids
         self.arrival = arrival
+        self.cache_salt = cache_salt
         self.generation = 0
         self._first_generation = 0
         self.num_cached_tokens = 0
