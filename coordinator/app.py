@@ -63,7 +63,7 @@ class CoordinatorServer:
         port = bind(self._server, str(wanted))
         self.address = f"{self._config.listen.rpartition(':')[0]}:{port}"
         await self._server.start()
-        self.controller.start(results_address=self.address)
+        self.controller.start()
 
     async def stop(self) -> None:
         """Fails what is live, closes every stream."""

@@ -93,7 +93,7 @@ class StepResultsService(stage_pb2_grpc.StepResultsServicer):
             raise InvalidRequest("the first message of Deliver must be hello")
         epoch = self._controller.open_results(first.hello)
         when_call_ends(
-            context, lambda: self._controller.fail_epoch(epoch, "the stream of results from LAST broke")
+            context, lambda: self._controller.stream_broke(epoch, "the stream of results from LAST broke")
         )
         yield stage_pb2.DeliverResponse(accepted=stage_pb2.HopAccepted())
         async for message in request_iterator:

@@ -162,8 +162,9 @@ class ClusterState:
         had_stage = record.stage is not None
         record.state, record.detail = WorkerState.LOST, reason
         if not had_stage:
+            # Those who are left may be fewer than was said, or have a plan without it.
             del self.workers[name]
-            return []
+            return self._advance()
         return self._give_up_plan(f"worker {name} is lost: {reason}")
 
     def loaded(self, name: str, plan_id: int) -> list[Action]:
@@ -228,14 +229,27 @@ class ClusterState:
                 f"{prefix}{len(chosen)} of {self.num_stages} workers are here{self._failures()}"
             )
         try:
-            plan = self._make_plan(
-                [WorkerCapacity(name=each.name, memory_bytes=each.memory_bytes) for each in chosen]
-            )
+            plan = self._plan_with(chosen)
         except PlanImpossible as error:
             self.phase, self.detail = ClusterPhase.BLOCKED, f"{prefix}{error}"
             self._unassign()
             return []
         return self._assign(plan)
+
+    def _plan_with(self, chosen: list[WorkerIdentity]) -> Plan:
+        """A plan for the chosen workers, or else for those with the most memory. Raises PlanImpossible."""
+        try:
+            return self._make_plan(_capacities(chosen))
+        except PlanImpossible:
+            largest = self._largest_workers()
+            if {each.name for each in largest} == {each.name for each in chosen}:
+                raise
+        return self._make_plan(_capacities(largest))
+
+    def _largest_workers(self) -> list[WorkerIdentity]:
+        usable = [each.identity for each in self.workers.values() if each.is_usable]
+        usable.sort(key=lambda each: (-each.memory_bytes, _natural_order(each.name)))
+        return sorted(usable[: self.num_stages], key=lambda each: _natural_order(each.name))
 
     def _choose_workers(self) -> list[WorkerIdentity]:
         """As many as the plan has stages. Those with a stage keep their place; a newcomer takes the place of
@@ -293,7 +307,8 @@ class ClusterState:
         self.detail = f"starting epoch {self.epoch}" + (f": {reason}" if reason else "")
         delay_s = 0.0
         if self._num_fruitless_epochs:
-            delay_s = min(MAX_EPOCH_DELAY_S, 0.05 * 2**self._num_fruitless_epochs)
+            # The exponent is bounded: 2**1024 is no float.
+            delay_s = min(MAX_EPOCH_DELAY_S, 0.05 * 2 ** min(self._num_fruitless_epochs, 10))
         self._num_fruitless_epochs += 1
         return [BeginEpoch(self.epoch, self._plan_id, self.plan, workers, delay_s)]
 
@@ -305,6 +320,10 @@ class ClusterState:
             self.phase, self.detail = ClusterPhase.SERVING, ""
             return [StartServing(epoch, self.plan)]
         return []
+
+
+def _capacities(workers: list[WorkerIdentity]) -> list[WorkerCapacity]:
+    return [WorkerCapacity(name=each.name, memory_bytes=each.memory_bytes) for each in workers]
 
 
 def _natural_order(name: str) -> list[tuple[bool, int, str]]:

@@ -57,16 +57,14 @@ class Controller:
         self._engine = engine
         self._model = model
         self._prefix_caching = prefix_caching
-        self._results_address = ""
         self._begun: BeginEpoch | None = None
         self._link: PipelineLink | None = None
         self._is_serving = asyncio.Event()
         self._unavailable_timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def start(self, *, results_address: str) -> None:
-        """Begins to watch leases. `results_address` is where workers reach this coordinator."""
-        self._results_address = results_address
+    def start(self) -> None:
+        """Begins to watch leases."""
         self._spawn(self._watch_leases())
 
     async def close(self) -> None:
@@ -112,10 +110,11 @@ class Controller:
     def leave(self, connection: WorkerConnection, reason: str) -> None:
         """A worker's stream has ended."""
         name = connection.identity.name
-        if self.connections.get(name) is connection:
-            del self.connections[name]
-            log.info("worker %s left: %s", name, reason)
         connection.close(reason)
+        if self.connections.get(name) is not connection:
+            return  # It has left, or the worker has dialled again and this is the end of its old stream.
+        del self.connections[name]
+        log.info("worker %s left: %s", name, reason)
         self._carry_out(self.state.lose(name, connection.identity.incarnation, reason))
 
     def receive(self, connection: WorkerConnection, message: cluster_pb2.WorkerMessage) -> None:
@@ -147,7 +146,10 @@ class Controller:
         if report.epoch != self.state.epoch:
             return
         log.error("step fault: %s", report)
-        if self.state.phase is ClusterPhase.SERVING and report.kind is not StepFaultKind.NEIGHBOUR:
+        if report.kind is StepFaultKind.NEIGHBOUR:
+            self.stream_broke(report.epoch, str(report))
+            return
+        if self.state.phase is ClusterPhase.SERVING:
             self._engine.fail_step(report)
         self._carry_out(self.state.epoch_failed(report.epoch, str(report)))
 
@@ -167,12 +169,17 @@ class Controller:
             raise StaleStream(f"epoch {epoch} is over")
         self.state.result_arrived()
         try:
+            _check_tokens(result, vocab_size=self._model.config.vocab_size)
             self._engine.complete(result)
         except ResultMismatch as error:
             self.fail_epoch(epoch, str(error))
 
+    def stream_broke(self, epoch: int, reason: str) -> None:
+        """A stream of this epoch has ended. Whoever knows why has a moment to say it first."""
+        asyncio.get_running_loop().call_later(self.timing.report_grace_s, self.fail_epoch, epoch, reason)
+
     def fail_epoch(self, epoch: int, reason: str) -> None:
-        """A stream of this epoch has broken, or its peer does not follow the protocol."""
+        """This epoch cannot go on. An older one changes nothing."""
         self._carry_out(self.state.epoch_failed(epoch, reason))
 
     def _carry_out(self, actions: list[Action]) -> None:
@@ -202,12 +209,12 @@ class Controller:
         await asyncio.sleep(action.delay_s)
         if action.epoch != self.state.epoch or self.state.phase is not ClusterPhase.STARTING_EPOCH:
             return
-        message = encode_begin(action, incarnation=self.incarnation, results_address=self._results_address)
+        message = encode_begin(action, incarnation=self.incarnation)
         for worker in action.workers:
             self.connections[worker.name].send(message)
         hello = encode_hop_hello(action, incarnation=self.incarnation, fingerprint=self._model.fingerprint)
         link = PipelineLink(
-            action.workers[0].address, hello, lambda reason: self.fail_epoch(action.epoch, reason)
+            action.workers[0].address, hello, lambda reason: self.stream_broke(action.epoch, reason)
         )
         self._replace_link(link)
         asyncio.get_running_loop().call_later(self.timing.epoch_timeout_s, self._check_started, action.epoch)
@@ -287,3 +294,13 @@ class Controller:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a controller task failed", exc_info=error)
+
+
+def _check_tokens(result: StepResult, *, vocab_size: int) -> None:
+    """Raises ResultMismatch; what has reached a client cannot be taken back."""
+    for entry in result.results:
+        if isinstance(entry.outcome, int) and entry.outcome >= vocab_size:
+            raise ResultMismatch(
+                f"step {result.step_id}: token {entry.outcome} of {entry.sequence} is outside the vocabulary "
+                f"[0, {vocab_size})"
+            )

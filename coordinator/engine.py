@@ -102,9 +102,15 @@ class Engine:
         self.kv_feed.end_epoch()
 
     def fail_step(self, fault: FaultReport) -> None:
-        """Fails the requests of a faulty step; to be called before `stop_epoch`."""
+        """Fails the requests of a faulty step; to be called before `stop_epoch`.
+
+        They are those that the report names. Where the frame was too broken to tell, they are those of the
+        step that the stage expected; where its step id was wrong, no such step may be in flight.
+        """
         error = StepFailed(f"the step that computed this request was refused: {fault}")
-        for sequence in self._scheduler.sequences_in_step(fault.step_id):
+        live = (self._live.get(request_id) for request_id in fault.request_ids)
+        named = [sequence for sequence, _ in filter(None, live) if not sequence.state.is_queued]
+        for sequence in dict.fromkeys((*self._scheduler.sequences_in_step(fault.step_id), *named)):
             self._fail(sequence, error)
 
     def fail_all(self, reason: str) -> None:

@@ -32,11 +32,15 @@ def request_id_of(request: inference_pb2.GenerateRequest) -> RequestId:
 
 
 def refuse_unknown_fields(message: Message) -> None:
-    """Raises InvalidRequest for a field that this version would ignore."""
+    """Raises InvalidRequest for a field, of `message` or of one inside it, that this version would ignore."""
     unknown: Any = unknown_fields.UnknownFieldSet(message)  # iterable, which its stub does not say
     if numbers := sorted({field.field_number for field in unknown}):
         fields = ", ".join(map(str, numbers))
         raise InvalidRequest(f"{type(message).__name__} has fields that this version does not know: {fields}")
+    for field, value in message.ListFields():
+        if field.message_type is not None:
+            for each in [value] if isinstance(value, Message) else value:
+                refuse_unknown_fields(each)
 
 
 def resolve_prompt(request: inference_pb2.GenerateRequest, model: ServedModel) -> tuple[int, ...]:

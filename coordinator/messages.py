@@ -57,10 +57,7 @@ def encode_assign(action: AssignStage, model: ServedModel) -> cluster_pb2.Coordi
     return cluster_pb2.CoordinatorMessage(assign=assign)
 
 
-def encode_begin(
-    action: BeginEpoch, *, incarnation: Incarnation, results_address: str
-) -> cluster_pb2.CoordinatorMessage:
-    """`results_address` is where LAST reaches the coordinator."""
+def encode_begin(action: BeginEpoch, *, incarnation: Incarnation) -> cluster_pb2.CoordinatorMessage:
     stages = [
         cluster_pb2.StageEndpoint(
             worker=worker.name,
@@ -76,7 +73,6 @@ def encode_begin(
         epoch=action.epoch,
         coordinator_incarnation=incarnation,
         stages=stages,
-        results_address=results_address,
     )
     return cluster_pb2.CoordinatorMessage(begin_epoch=begin)
 

@@ -82,7 +82,6 @@ class Sessions:
         time.
         """
         refuse_unknown_fields(request)
-        refuse_unknown_fields(request.sampling)
         request_id = request_id_of(request)
         self._engine.check_new(request_id)
         # Long texts take milliseconds to tokenize; the event loop has streams to serve.

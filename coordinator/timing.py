@@ -1,5 +1,6 @@
 """The waits of the cluster, in one place."""
 
+import math
 from dataclasses import dataclass, fields
 
 
@@ -9,18 +10,21 @@ class ClusterTiming:
 
     A worker's heartbeats come every `heartbeat_interval_s`; after `lease_s` of silence it is lost. An epoch
     that is not connected after `epoch_timeout_s` is started again. Requests wait `recovery_timeout_s` for a
-    pipeline, then fail.
+    pipeline, then fail. A stream that breaks ends its epoch after `report_grace_s`, so that the cause, which
+    comes on another connection, can come first: the report of a stage that refuses a step and so ends its
+    streams, or the end of a worker.
     """
 
     heartbeat_interval_s: float = 0.5
     lease_s: float = 10.0
     epoch_timeout_s: float = 15.0
     recovery_timeout_s: float = 30.0
+    report_grace_s: float = 0.2
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if not getattr(self, field.name) > 0:
-                raise ValueError(f"{field.name} must be positive, got {getattr(self, field.name)}")
+            if not 0 < getattr(self, field.name) < math.inf:
+                raise ValueError(f"{field.name} must be positive and finite, got {getattr(self, field.name)}")
         if self.lease_s < 2 * self.heartbeat_interval_s:
             raise ValueError(
                 f"a lease of {self.lease_s} s is less than two heartbeats of {self.heartbeat_interval_s} s"

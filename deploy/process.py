@@ -13,6 +13,8 @@ from deploy.errors import ClusterFailed
 
 _LISTENING = re.compile(r"^stageline (?:coordinator|worker \S+) listening on (\S+)\n", re.MULTILINE)
 _POLL_INTERVAL_S = 0.03
+# gRPC's core would log every connection that ends; what matters our processes say themselves.
+_ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "GRPC_VERBOSITY": "NONE"}
 
 
 class LocalProcess:
@@ -37,7 +39,7 @@ class LocalProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=asyncio.subprocess.STDOUT,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
+                env={**_ENVIRONMENT, **os.environ, **environment},
                 # A Ctrl-C in the terminal is for the launcher, which then ends its processes in order.
                 start_new_session=True,
             )

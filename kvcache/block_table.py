@@ -29,7 +29,7 @@ class _Table:
             self.later_hits.add(index)
 
     def remove(self, position: int) -> None:
-        """`position` is 0 or the last. An empty table starts over: a window never releases the newest block."""
+        """`position` is 0 or the last. Empty, the table starts over: no window releases the newest block."""
         del self.blocks[position], self.pages[position]
         if not self.blocks:
             self.first_block = self.num_leading_hits = 0

@@ -116,7 +116,7 @@ class KvPages:
             raise InvalidWrite(f"slots: expected {slots.numel()} different ones, got {num_unique}")
 
     def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Stores one layer's keys and values, [num_tokens, num_kv_heads, head_dim], at int64 [num_tokens] slots.
+        """Stores one layer's keys and values [num_tokens, num_kv_heads, head_dim] at slots (int64, 1-D).
 
         The slots have passed `validate_write`; shapes, dtypes and devices are checked here again, before
         anything is written (InvalidWrite), because that costs next to nothing.

@@ -27,7 +27,6 @@ class Epoch:
     number: int
     coordinator_incarnation: Incarnation
     peers: tuple[Peer, ...]
-    results_address: str
 
     def predecessor(self, stage: int) -> Incarnation:
         """The process that sends to `stage`: the coordinator for the first one."""
@@ -44,8 +43,23 @@ def decode_epoch(message: cluster_pb2.BeginEpoch) -> Epoch:
             Peer(worker=stage.worker, incarnation=Incarnation(stage.incarnation), address=stage.address)
             for stage in message.stages
         ),
-        results_address=message.results_address,
     )
+
+
+def epoch_problem(
+    epoch: Epoch, assignment: Assignment | None, *, incarnation: Incarnation, last_epoch: int
+) -> str | None:
+    """Why a worker with this stage loaded cannot take part in `epoch`, if so."""
+    if assignment is None or assignment.plan_id != epoch.plan_id:
+        present = "none" if assignment is None else assignment.plan_id
+        return f"epoch {epoch.number} is of plan {epoch.plan_id}, loaded is {present}"
+    if epoch.number <= last_epoch:
+        return f"epoch {epoch.number} begins after epoch {last_epoch}"
+    if len(epoch.peers) != assignment.num_stages:
+        return f"epoch {epoch.number} has {len(epoch.peers)} stages, the plan {assignment.num_stages}"
+    if epoch.peers[assignment.stage].incarnation != incarnation:
+        return f"epoch {epoch.number} has another process as stage {assignment.stage}"
+    return None
 
 
 def hop_hello(epoch: Epoch, assignment: Assignment, incarnation: Incarnation) -> stage_pb2.HopHello:

@@ -5,11 +5,11 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from stage_worker.assignment import Assignment, decode_assignment
+from stage_worker.assignment import Assignment, decode_assignment, wants
 from stage_worker.compute import ComputeThread
-from stage_worker.handshake import Epoch, check_protocol, decode_epoch, hop_hello
+from stage_worker.handshake import Epoch, check_protocol, decode_epoch, epoch_problem, hop_hello
 from stage_worker.hop import Hop, hop_to_coordinator, hop_to_stage
-from stage_worker.loading import LoadedStage, StageLoadError, WorkerResources, load_stage
+from stage_worker.loading import LoadedStage, LoadProgress, StageLoadError, WorkerResources, load_stage
 from stage_worker.session import EpochSession
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
 from wire.errors import StaleStream, StepFaultKind
@@ -41,19 +41,25 @@ class StageHost:
     def __init__(
         self,
         *,
+        coordinator: str,
         incarnation: Incarnation,
         resources: WorkerResources,
         compute: ComputeThread,
         on_serving: Callable[[bool], None],
     ) -> None:
-        """`on_serving` is told whenever an epoch becomes or stops being active here."""
+        """`coordinator` is where this worker reaches it: the address of `Join`, and of LAST's results.
+
+        `on_serving` is told whenever an epoch becomes or stops being active here.
+        """
+        self._coordinator = coordinator
         self._incarnation = incarnation
         self._resources = resources
         self._compute = compute
         self._on_serving = on_serving
         self._orders: asyncio.Queue[tuple[Order | _Disconnected, Reply]] = asyncio.Queue()
         self._loaded: LoadedStage | None = None
-        self._is_loading = False
+        self._loading: Assignment | None = None
+        self._load_progress: LoadProgress | None = None
         self._session: EpochSession | None = None
         self._last_epoch = 0
         self._epoch_began = asyncio.Event()
@@ -64,7 +70,9 @@ class StageHost:
         return self._last_epoch
 
     def submit(self, order: Order, reply: Reply) -> None:
-        """Carries out `order` after those before it."""
+        """Carries out `order` after those before it; a load gives way to another assignment."""
+        if isinstance(order, cluster_pb2.AssignStage):
+            self._give_up_load(unless_for=order)
         self._orders.put_nowait((order, reply))
 
     def disconnected(self) -> None:
@@ -72,12 +80,13 @@ class StageHost:
         self._orders.put_nowait((_Disconnected(), _drop))
 
     async def run(self) -> None:
-        """Carries out orders until cancelled, then ends the epoch."""
+        """Carries out orders until cancelled, then ends the epoch, or the load."""
         try:
             while True:
                 order, reply = await self._orders.get()
                 await self._carry_out(order, reply)
         finally:
+            self._give_up_load()
             await self._end_session()
 
     async def accept(self, hello: stage_pb2.HopHello) -> EpochSession:
@@ -104,6 +113,7 @@ class StageHost:
         session, loaded = self._session, self._loaded
         heartbeat = cluster_pb2.Heartbeat(epoch=session.epoch.number if session else 0)
         if loaded is None:
+            heartbeat.load_progress = self._load_progress.fraction if self._load_progress else 0.0
             return heartbeat
         stats = loaded.executor.stats
         heartbeat.num_steps = stats.num_steps
@@ -158,18 +168,32 @@ class StageHost:
             assignment.stage,
             assignment.num_stages,
         )
-        loaded = await self._compute.run(load_stage, assignment, self._resources)
+        self._loading, self._load_progress = assignment, LoadProgress()
+        try:
+            loaded = await self._compute.run(load_stage, assignment, self._resources, self._load_progress)
+        finally:
+            self._loading = None
         log.info("loaded in %d ms, warmed up in %d ms", loaded.load_ms, loaded.warmup_ms)
         self._loaded = loaded
 
+    def _give_up_load(self, *, unless_for: cluster_pb2.AssignStage | None = None) -> None:
+        if self._loading is None or self._load_progress is None:
+            return
+        if unless_for is None or not wants(unless_for, self._loading):
+            self._load_progress.cancel()
+
     async def _begin_epoch(self, epoch: Epoch, reply: Reply) -> None:
         await self._end_session()
-        problem = self._epoch_problem(epoch)
+        assignment = self._loaded.assignment if self._loaded else None
+        problem = epoch_problem(epoch, assignment, incarnation=self._incarnation, last_epoch=self._last_epoch)
         if problem is not None:
             log.error("epoch %d cannot begin: %s", epoch.number, problem)
-            stage = self._loaded.assignment.stage if self._loaded else 0
             report = FaultReport(
-                epoch=epoch.number, step_id=0, stage=stage, kind=StepFaultKind.EPOCH, message=problem
+                epoch=epoch.number,
+                step_id=0,
+                stage=assignment.stage if assignment else 0,
+                kind=StepFaultKind.EPOCH,
+                message=problem,
             )
             reply(cluster_pb2.WorkerMessage(fault=encode_fault(report)))
             return
@@ -179,21 +203,6 @@ class StageHost:
         self._last_epoch = epoch.number
         began, self._epoch_began = self._epoch_began, asyncio.Event()
         began.set()
-
-    def _epoch_problem(self, epoch: Epoch) -> str | None:
-        """Why this worker cannot take part in `epoch`, if so."""
-        loaded = self._loaded
-        if loaded is None or loaded.assignment.plan_id != epoch.plan_id:
-            present = "none" if loaded is None else loaded.assignment.plan_id
-            return f"epoch {epoch.number} is of plan {epoch.plan_id}, loaded is {present}"
-        if epoch.number <= self._last_epoch:
-            return f"epoch {epoch.number} begins after epoch {self._last_epoch}"
-        assignment = loaded.assignment
-        if len(epoch.peers) != assignment.num_stages:
-            return f"epoch {epoch.number} has {len(epoch.peers)} stages, the plan {assignment.num_stages}"
-        if epoch.peers[assignment.stage].incarnation != self._incarnation:
-            return f"epoch {epoch.number} has another process as stage {assignment.stage}"
-        return None
 
     def _new_session(self, epoch: Epoch, loaded: LoadedStage, reply: Reply) -> EpochSession:
         def on_ready() -> None:
@@ -219,7 +228,7 @@ class StageHost:
     def _new_hop(self, epoch: Epoch, assignment: Assignment) -> Hop:
         hello = hop_hello(epoch, assignment, self._incarnation)
         if assignment.role.has_head:
-            return hop_to_coordinator(epoch.results_address, hello)
+            return hop_to_coordinator(self._coordinator, hello)
         following = assignment.stage + 1
         return hop_to_stage(following, epoch.peers[following].address, hello)
 

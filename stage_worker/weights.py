@@ -8,7 +8,7 @@ counted to the process only while its window is open.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -23,14 +23,21 @@ WINDOW_BYTES = 32 * 1024 * 1024
 
 @torch.inference_mode()
 def load_tensors(
-    checkpoint: Checkpoint, destinations: Mapping[str, Tensor], *, window_bytes: int = WINDOW_BYTES
+    checkpoint: Checkpoint,
+    destinations: Mapping[str, Tensor],
+    *,
+    window_bytes: int = WINDOW_BYTES,
+    on_progress: Callable[[float], None] | None = None,
 ) -> None:
     """Fill each destination: contiguous, shaped as the checkpoint's tensor of that name, any dtype or device.
 
-    Files are read in order of position. Raises CheckpointNotFound when a file cannot be opened, BadHeader
-    when it has become shorter since its header was read, ValueError when a weight does not fit into the
-    run dtype (float16 ends at 65504).
+    Files are read in order of position; after each tensor `on_progress` is told the fraction of all elements
+    that are in place, and what it raises ends the load. Raises CheckpointNotFound when a file cannot be
+    opened, BadHeader when it has become shorter since its header was read, ValueError when a weight does not
+    fit into the run dtype (float16 ends at 65504).
     """
+    num_elements = sum(destination.numel() for destination in destinations.values())
+    num_loaded = 0
     by_file: dict[str, list[tuple[TensorEntry, str]]] = {}
     for name in destinations:
         entry = checkpoint.tensors[name]
@@ -40,6 +47,9 @@ def load_tensors(
         with _open(path, max(entry.end for entry, _ in entries)) as stream:
             for entry, name in sorted(entries, key=lambda item: item[0].begin):
                 _load_tensor(stream, entry, destinations[name], name, window_bytes)
+                num_loaded += destinations[name].numel()
+                if on_progress is not None:
+                    on_progress(num_loaded / num_elements)
 
 
 def _open(path: Path, end: int) -> BinaryIO:

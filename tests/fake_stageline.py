@@ -51,7 +51,8 @@ class FakeInference(inference_pb2_grpc.InferenceServicer):
                 if prompt.startswith("!after:"):
                     await context.abort(grpc.StatusCode[prompt.removeprefix("!after:")], "said the server")
                 await asyncio.sleep(0.01 if prompt == "!endless" else 0)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):
+            # gRPC cancels the wait inside, or closes this generator where it stands at `yield`.
             self.ended_early.set()
             self.num_ended_early += 1
             raise

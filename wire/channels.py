@@ -1,9 +1,12 @@
 """Channels and servers with the options that long, sometimes silent streams need."""
 
+import socket
 from collections.abc import Sequence
+from typing import Any
 
 import grpc
 
+from wire.addresses import Address, parse_address
 from wire.interceptors import ErrorInterceptor
 
 PROTOCOL_VERSION = 1
@@ -51,6 +54,7 @@ def new_server(*, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> gr
 
 def bind(server: grpc.aio.Server, address: str) -> int:
     """Binds `address` and returns the port. Raises OSError with one clear line when it cannot be had."""
+    _check_free(parse_address(address))
     try:
         port = server.add_insecure_port(address)
     except RuntimeError:
@@ -60,3 +64,27 @@ def bind(server: grpc.aio.Server, address: str) -> int:
             f"cannot listen on {address}: the port is in use, or the address is not of this machine"
         )
     return port
+
+
+def _check_free(address: Address) -> None:
+    """gRPC would write lines of its own to stderr, and not tell the caller why."""
+    try:
+        found = socket.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except OSError as error:
+        raise OSError(f"cannot listen on {address}: {error.strerror}") from None
+    problems = [_bind_problem(family, sockaddr) for family, _, _, _, sockaddr in found]
+    # A name with several addresses is served on those that can be had.
+    if all(problems):
+        raise OSError(f"cannot listen on {address}: {problems[0]}")
+
+
+def _bind_problem(family: socket.AddressFamily, sockaddr: tuple[Any, ...]) -> str | None:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(sockaddr)
+    except OSError as error:
+        return error.strerror
+    return None

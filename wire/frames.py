@@ -81,6 +81,9 @@ class FrameAssembler:
             self._first = chunk
         elif chunk.step or chunk.hidden:
             raise StepFault(StepFaultKind.UNDECODABLE, "a frame began before the one before it was complete")
+        elif not chunk.payload:
+            # Every further chunk brings payload, which bounds how many there can be.
+            raise StepFault(StepFaultKind.UNDECODABLE, "a further chunk of a frame without payload")
         self._size += len(chunk.payload)
         if self._size > self._max_payload_bytes:
             raise StepFault(

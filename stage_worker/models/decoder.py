@@ -9,6 +9,8 @@ the rows that need logits; hidden states travel un-normed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear, silu
@@ -72,8 +74,10 @@ class DecoderStage:
         )
 
     @torch.inference_mode()
-    def load(self, checkpoint: Checkpoint) -> None:
+    def load(self, checkpoint: Checkpoint, *, on_progress: Callable[[float], None] | None = None) -> None:
         """Read this stage's tensors, and no others, converting them to the run dtype.
+
+        `on_progress` is told the fraction that is loaded; what it raises ends the load.
 
         Raises ValueError when the checkpoint's config is not the stage's, and what `load_tensors` raises;
         the stage then stays without weights.
@@ -87,7 +91,7 @@ class DecoderStage:
             has_embeddings=self.has_embeddings,
             has_head=self.has_head,
         )
-        load_tensors(checkpoint, destinations)
+        load_tensors(checkpoint, destinations, on_progress=on_progress)
         self._weights = weights
 
     @torch.inference_mode()

@@ -214,7 +214,6 @@ class StageBench:
             epoch=self.epoch,
             coordinator_incarnation=self.coordinator.incarnation,
             stages=stages,
-            results_address=self.coordinator.address,
         )
 
     def hello(self) -> stage_pb2.HopHello:

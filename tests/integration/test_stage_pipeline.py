@@ -61,7 +61,6 @@ class Pipeline:
                     epoch=epoch,
                     coordinator_incarnation=self.coordinator.incarnation,
                     stages=stages,
-                    results_address=self.coordinator.address,
                 )
             )
         predecessor = PredecessorDouble(self.links[0].hello.address)

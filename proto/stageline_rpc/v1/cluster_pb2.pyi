@@ -465,7 +465,9 @@ Global___LoadFailed: _TypeAlias = LoadFailed  # noqa: Y015
 
 @_typing.final
 class BeginEpoch(_message.Message):
-    """Forget the epoch before, begin this one with empty pools, dial the next stage, answer `epoch_ready`."""
+    """Forget the epoch before, begin this one with empty pools, dial the next stage, answer `epoch_ready`.
+    LAST delivers its results to the address by which it joined.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -473,12 +475,9 @@ class BeginEpoch(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     COORDINATOR_INCARNATION_FIELD_NUMBER: _builtins.int
     STAGES_FIELD_NUMBER: _builtins.int
-    RESULTS_ADDRESS_FIELD_NUMBER: _builtins.int
     plan_id: _builtins.int
     epoch: _builtins.int
     coordinator_incarnation: _builtins.bytes
-    results_address: _builtins.str
-    """Where LAST delivers results."""
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageEndpoint]:
         """All stages in order."""
@@ -490,11 +489,10 @@ class BeginEpoch(_message.Message):
         epoch: _builtins.int = ...,
         coordinator_incarnation: _builtins.bytes = ...,
         stages: _abc.Iterable[Global___StageEndpoint] | None = ...,
-        results_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_incarnation", b"coordinator_incarnation", "epoch", b"epoch", "plan_id", b"plan_id", "results_address", b"results_address", "stages", b"stages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_incarnation", b"coordinator_incarnation", "epoch", b"epoch", "plan_id", b"plan_id", "stages", b"stages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

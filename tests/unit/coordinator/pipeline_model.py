@@ -371,7 +371,7 @@ class PipelineModel:
 
     def _clear(self) -> None:
         """Whatever was on its way is void."""
-        self.stages: list[StageReplica] = []
+        self.stages = []
         self.queues: list[deque[Step]] = [deque() for _ in range(self._num_stages)]
         self.results: deque[StepResult] = deque()
 

@@ -187,10 +187,11 @@ def test_nobody_overtakes_the_head_of_the_queue() -> None:
 
 
 def test_an_admission_leaves_the_watermark_to_those_who_run() -> None:
-    model = model_of(num_blocks=200, max_step_tokens=1000)
+    model = model_of(num_blocks=200, max_step_tokens=1000, max_steps_in_flight=3)
     model.submit([1], max_tokens=5)
-    waiting = model.submit(range(4 * 198), max_tokens=1)
-    assert model.scheduler.queue == (waiting,)
+    model.submit(range(4 * 196), max_tokens=1)
+    waiting = model.submit(range(1000, 1008), max_tokens=1)
+    assert (model.scheduler.queue, model.kv.num_free) == ((waiting,), 3)
     model.drain(max_steps=20)
     model.check_all_ended()
 
@@ -452,6 +453,23 @@ def test_the_sequences_of_a_step_are_those_it_computes_now() -> None:
     assert second not in scheduler.sequences_in_step(0)
     model.cancel(first.key)
     assert scheduler.sequences_in_step(0) == []
+
+
+def test_a_sequence_that_started_anew_is_not_one_of_its_old_step() -> None:
+    """A faulty step fails its requests, but not those that were preempted since."""
+    model = model_of(num_blocks=4, max_step_tokens=8, max_steps_in_flight=2)
+    model.scheduler.end_epoch()
+    first, second = model.submit(range(7), max_tokens=9), model.submit(range(20, 27), max_tokens=2)
+    model.begin_epoch()
+    model.run_step()
+    model.run_step()
+    with_second = [step for step in model.sent if second.key in {part.sequence for part in step.slices}]
+    assert [part.generation for part in with_second[-1].slices] == [0]
+    assert second in model.scheduler.sequences_in_step(with_second[-1].step_id)
+    release = second.preempt()
+    assert release.end is not None
+    assert second not in model.scheduler.sequences_in_step(with_second[-1].step_id)
+    assert first.generation == 0
 
 
 @pytest.mark.parametrize("name", ["max_step_tokens", "max_step_sequences", "max_steps_in_flight"])

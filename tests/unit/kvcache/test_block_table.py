@@ -89,6 +89,36 @@ def test_after_all_is_freed_positions_start_over(tables: BlockTables) -> None:
     assert (tables.first_block("a"), tables.valid_until("a")) == (0, 4)
 
 
+def test_after_all_is_freed_hits_are_forgotten(tables: BlockTables) -> None:
+    tables.apply("a", use(2))
+    tables.apply("b", use(2, 1))
+    tables.apply("b", Destroy(FullBlock(1)))
+    tables.apply("b", Deref(FullBlock(2)))
+    assert tables.valid_until("b") == 0
+    tables.apply("b", use(5, 2))
+    assert tables.writable_runs("b", 0, 8) == [(0, 4)]
+    for name in (5, 2):
+        tables.apply("b", Deref(FullBlock(name)))
+    tables.apply("b", use(6, 7))
+    assert tables.writable_runs("b", 0, 8) == [(0, 8)]
+
+
+def test_a_freed_tail_is_writable_when_it_comes_back_fresh(tables: BlockTables) -> None:
+    tables.apply("a", use(1, 3))
+    tables.apply("b", use(1, 2, 3))
+    tables.apply("b", Deref(FullBlock(3)))
+    tables.apply("b", use(4))
+    assert tables.writable_runs("b", 0, 12) == [(4, 12)]
+    for name in (4, 2):
+        tables.apply("b", Deref(FullBlock(name)))
+    tables.apply("b", use(5))
+    assert tables.writable_runs("b", 0, 8) == [(4, 8)]
+    tables.apply("c", use(1, 3))
+    tables.apply("c", Deref(FullBlock(3)))
+    tables.apply("c", use(6))
+    assert tables.writable_runs("c", 0, 8) == [(4, 8)]
+
+
 def test_hits_are_valid_and_fresh_pages_are_not(tables: BlockTables) -> None:
     tables.apply("a", use(1, 2))
     assert tables.valid_until("a") == 0

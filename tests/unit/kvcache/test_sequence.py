@@ -122,7 +122,9 @@ def test_only_the_last_push_can_be_undone() -> None:
         made.pop()
     made.push(3)
     made.push(4)
+    assert made.num_allocated_blocks == 2
     made.pop()
+    assert (made.num_allocated_blocks, len(made.blocks)) == (1, 1)
     with pytest.raises(NothingToPop):
         made.pop()
     made.push(4)

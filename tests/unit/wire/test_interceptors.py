@@ -70,7 +70,13 @@ def handlers(behave: Raise) -> grpc.GenericRpcHandler:
             yield request
         await behave(context)
 
+    async def writing(request: bytes, context: Context) -> None:
+        """Writes its responses instead of yielding them, as grpc's health service does."""
+        await context.write(request)
+        await behave(context)
+
     methods: dict[str, Any] = {
+        "Writing": grpc.unary_stream_rpc_method_handler(writing),
         "UnaryUnary": grpc.unary_unary_rpc_method_handler(unary_unary),
         "UnaryStream": grpc.unary_stream_rpc_method_handler(unary_stream),
         "StreamUnary": grpc.stream_unary_rpc_method_handler(stream_unary),
@@ -89,7 +95,7 @@ async def call(channel: Any, method: str) -> list[bytes]:
 
     async with asyncio.timeout(10):
         match method:
-            case "UnaryStream":
+            case "UnaryStream" | "Writing":
                 return [each async for each in channel.unary_stream(path)(b"one")]
             case "StreamUnary":
                 return [await channel.stream_unary(path)(requests())]
@@ -111,7 +117,7 @@ async def serve_and_call(behave: Raise, method: str) -> list[bytes]:
         await server.stop(None)
 
 
-METHODS = ["UnaryUnary", "UnaryStream", "StreamUnary", "StreamStream"]
+METHODS = ["UnaryUnary", "Writing", "UnaryStream", "StreamUnary", "StreamStream"]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -128,6 +134,7 @@ async def test_an_error_reaches_the_client_as_its_status(case: str, method: str)
     [
         ("UnaryUnary", [b"one"]),
         ("UnaryStream", [b"one"]),
+        ("Writing", [b"one"]),
         ("StreamUnary", [b"onetwo"]),
         ("StreamStream", [b"one", b"two"]),
     ],

@@ -94,13 +94,14 @@ def test_a_slice_that_contradicts_itself_is_a_wrong_slice_set(
     assert caught.value.kind is StepFaultKind.SLICE_SET
 
 
-def test_a_wrong_slice_names_its_step_and_request() -> None:
+def test_a_wrong_slice_names_its_step_and_requests() -> None:
     with pytest.raises(StepFault) as caught:
         decode_step(change_slice(lambda part: part.tokens.append(9)))
     assert caught.value.step_id == 7
-    assert caught.value.request_ids == (example_step().slices[0].sequence.request_id,)
+    assert caught.value.request_ids == example_step().request_ids
     described = caught.value.describe(stage=2)
-    assert described.startswith(f"stage 2, step 7, requests {id_text(bytes([1]) * 16)}: SLICE_SET")
+    assert described.startswith(f"stage 2, step 7, requests {id_text(bytes([1]) * 16)}, ")
+    assert ": SLICE_SET: slice of" in described
 
 
 @pytest.mark.parametrize("size", [0, 15, 17])

@@ -1,0 +1,145 @@
+"""Clusters of real processes for the tests, and what can be observed of them from outside."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from deploy import LocalCluster, LocalClusterConfig
+from stageline import Client
+from stageline_rpc.v1 import cluster_pb2
+from tests.checkpoints import load_reference, make_checkpoint
+from tests.e2e.commands import ENVIRONMENT
+
+BLOCK_SIZE = 16
+CHUNK = 64
+VOCAB_SIZE = 128
+NUM_NEW_TOKENS = 48
+PROMPT_LENGTHS = (1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, CHUNK + 37)
+START_TIMEOUT_S = 120.0
+MEMORY_BYTES = 512 * 2**20
+
+STEP_FLAGS = ("--block-size", str(BLOCK_SIZE), "--max-step-tokens", str(CHUNK), "--kv-tokens", "8192")
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A checkpoint, prompts, and the greedy tokens that transformers generates after each."""
+
+    directory: Path
+    prompts: list[list[int]]
+    expected: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A running cluster and what it must generate."""
+
+    cluster: LocalCluster
+    reference: Reference
+
+    @property
+    def address(self) -> str:
+        return self.cluster.address
+
+
+def make_reference(directory: Path, family: str) -> Reference:
+    """Eight float32 layers with random weights that never fall into a rut."""
+    make_checkpoint(directory, family, num_layers=8, seed=3, initializer_range=0.3, **_OVERRIDES[family])
+    prompts = [random_prompt(length) for length in PROMPT_LENGTHS]
+    model = load_reference(directory)
+    expected = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NUM_NEW_TOKENS,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        expected.append(output[0, len(prompt) :].tolist())
+    assert all(len(set(tokens)) > 8 for tokens in expected), "a degenerate model proves nothing"
+    return Reference(directory, prompts, expected)
+
+
+_OVERRIDES: dict[str, dict[str, object]] = {
+    "llama": {"tie_word_embeddings": False, "max_position_embeddings": 4096},
+    "qwen3": {"tie_word_embeddings": False, "head_dim": 24},
+}
+
+
+def random_prompt(length: int, *, seed: int = 7) -> list[int]:
+    """Token ids; the same for the same arguments."""
+    generator = torch.Generator().manual_seed(seed * 100_003 + length)
+    return torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist()
+
+
+def config(
+    directory: Path | None, num_workers: int, *flags: str, log_directory: Path | None = None
+) -> LocalClusterConfig:
+    """A cluster with one compute thread and little memory for each worker."""
+    return LocalClusterConfig(
+        num_workers=num_workers,
+        model_directory=directory,
+        memory_bytes=MEMORY_BYTES,
+        num_threads=1,
+        coordinator_arguments=(*STEP_FLAGS, *flags),
+        environment=ENVIRONMENT,
+        log_directory=log_directory,
+    )
+
+
+async def tokens_of(client: Client, prompt: Sequence[int], max_tokens: int, **options: object) -> list[int]:
+    """The token ids of one finished request."""
+    tokens: list[int] = []
+    async for output in client.generate(list(prompt), max_tokens=max_tokens, **options):  # type: ignore[arg-type]
+        tokens += output.token_ids
+    return tokens
+
+
+async def wait_for_status(
+    address: str,
+    condition: Callable[[cluster_pb2.GetStatusResponse], bool],
+    *,
+    timeout_s: float = 30.0,
+) -> cluster_pb2.GetStatusResponse:
+    """The first status for which the condition holds, which it must within `timeout_s`."""
+    async with Client(address) as client:
+        status = cluster_pb2.GetStatusResponse()
+
+        async def poll() -> None:
+            nonlocal status
+            while not condition(status := await client.status()):
+                await asyncio.sleep(0.05)
+
+        await _in_time(poll(), timeout_s, lambda: f"last status:\n{status}")
+    return status
+
+
+async def _in_time(work: Awaitable[None], timeout_s: float, describe: Callable[[], str]) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await work
+    except TimeoutError:
+        raise AssertionError(f"not within {timeout_s:g} s; {describe()}") from None
+
+
+def is_serving(status: cluster_pb2.GetStatusResponse) -> bool:
+    return status.state == cluster_pb2.CLUSTER_STATE_SERVING
+
+
+def holds_pages_everywhere(status: cluster_pb2.GetStatusResponse) -> bool:
+    """Every stage has said that it holds pages of live sequences."""
+    return is_serving(status) and all(worker.heartbeat.kv.blocks_active for worker in status.workers)
+
+
+def is_idle(status: cluster_pb2.GetStatusResponse) -> bool:
+    """No request is live, and every stage has said that it holds no page of any."""
+    live = status.requests.waiting + status.requests.prefill + status.requests.decode
+    active = [worker.heartbeat.kv.blocks_active for worker in status.workers]
+    return is_serving(status) and live == 0 and status.requests.steps_in_flight == 0 and not any(active)

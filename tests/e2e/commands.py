@@ -1,0 +1,112 @@
+"""Runs `stageline` command lines as processes of their own, as a user's shell would."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from deploy import LocalProcess
+from tests.fake_processes import ROOT
+
+STAGELINE = (sys.executable, "-P", "-m", "stageline")
+ENVIRONMENT: Mapping[str, str] = {
+    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "proto")]),
+    # Tables are as wide as the terminal, which a pipe is not.
+    "COLUMNS": "160",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """How a command ended and what it wrote."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    def the_error(self) -> str:
+        """Its standard error, which must be one line of ours and no traceback."""
+        assert "Traceback" not in self.stderr
+        lines = self.stderr.splitlines()
+        assert len(lines) == 1, self.stderr
+        assert lines[0].startswith(("stageline: error: ", "stageline worker: "))
+        return lines[0]
+
+
+async def run_stageline(
+    *arguments: str, stdin: str = "", timeout_s: float = 60.0, **environment: str
+) -> Finished:
+    """Runs one command to its end; it is killed, and the test fails, after `timeout_s`."""
+    process = await asyncio.create_subprocess_exec(
+        *STAGELINE,
+        *arguments,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, **ENVIRONMENT, **environment},
+    )
+    try:
+        async with asyncio.timeout(timeout_s):
+            stdout, stderr = await process.communicate(stdin.encode())
+    except BaseException:
+        process.send_signal(signal.SIGKILL)
+        await process.wait()
+        raise
+    assert process.returncode is not None
+    return Finished(process.returncode, stdout.decode(), stderr.decode())
+
+
+class Shell:
+    """Starts long-running commands in the background; whatever still runs is killed at the end."""
+
+    def __init__(self, log_directory: Path) -> None:
+        self._log_directory = log_directory
+        self._processes: list[LocalProcess] = []
+
+    async def __aenter__(self) -> Shell:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.send_signal(signal.SIGKILL)
+        await asyncio.gather(*(process.wait() for process in self._processes))
+
+    async def start(self, name: str, *arguments: str, prefix: tuple[str, ...] = ()) -> LocalProcess:
+        """Starts `stageline ARGUMENTS`, logging to a file called `name`; `prefix` goes before it."""
+        process = await LocalProcess.start(
+            name,
+            [*prefix, *STAGELINE, *arguments],
+            log=self._log_directory / f"{name}.log",
+            environment=ENVIRONMENT,
+        )
+        self._processes.append(process)
+        return process
+
+    async def coordinator(self, *arguments: str, name: str = "coordinator") -> tuple[LocalProcess, str]:
+        """Starts a coordinator, on a free port unless told; returns it with its address."""
+        listen = () if "--listen" in arguments else ("--listen", "127.0.0.1:0")
+        process = await self.start(name, "coordinator", *listen, *arguments)
+        return process, await process.listening_address(timeout_s=60)
+
+
+async def exit_code(process: LocalProcess, *, timeout_s: float = 15.0) -> str:
+    """How the process ended ("exit code 0"), which it must within `timeout_s`."""
+    async with asyncio.timeout(timeout_s):
+        await process.wait()
+    return process.describe_exit()
+
+
+async def until_logged(process: LocalProcess, text: str, *, timeout_s: float = 60.0) -> str:
+    """The first line of the process's log that has `text`; it must appear within `timeout_s`."""
+    async with asyncio.timeout(timeout_s):
+        while True:
+            for line in process.read_log().splitlines():
+                if text in line:
+                    return line
+            assert process.is_running, f"{process.failure()}\nwithout {text!r}"
+            await asyncio.sleep(0.05)

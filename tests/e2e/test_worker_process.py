@@ -1,0 +1,109 @@
+"""The worker as a process: what it prints, and how it ends."""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tests.checkpoints import make_checkpoint
+from tests.integration.doubles import CoordinatorDouble
+from tests.integration.stage_bench import assign_message, new_assignment
+
+DEADLINE_S = 60.0
+
+
+@pytest.fixture
+async def coordinator() -> AsyncIterator[CoordinatorDouble]:
+    double = CoordinatorDouble()
+    await double.start()
+    yield double
+    await double.stop()
+
+
+async def start_worker(coordinator: str, *options: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "stageline", "worker", "--coordinator", coordinator, *options),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        # Whether the project is installed or pytest found it by itself.
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+
+
+async def ended(process: asyncio.subprocess.Process) -> tuple[int, list[str], list[str]]:
+    """Exit status, lines of stdout, lines of stderr."""
+    async with asyncio.timeout(DEADLINE_S):
+        stdout, stderr = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, stdout.decode().splitlines(), stderr.decode().splitlines()
+
+
+async def test_a_worker_says_where_it_listens_and_ends_on_sigterm(
+    coordinator: CoordinatorDouble, tmp_path: Path
+) -> None:
+    process = await start_worker(coordinator.address, "--name", "w0")
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            line = (await process.stdout.readline()).decode().strip()
+            link = await coordinator.links.get()
+        assert line == f"stageline worker w0 listening on {link.hello.address}"
+        assert link.hello.pid == process.pid
+        assignment = new_assignment(make_checkpoint(tmp_path, "llama", num_layers=3), stage=1)
+        link.send(assign=assign_message(assignment))
+        await link.answer("loaded")
+        process.send_signal(signal.SIGTERM)
+        status, stdout, stderr = await ended(process)
+        assert (status, stdout) == (0, [])
+        assert not [line for line in stderr if "Traceback" in line or "ERROR" in line]
+    finally:
+        if process.returncode is None:
+            process.kill()
+
+
+async def test_a_worker_ends_on_sigint_while_it_waits_for_its_coordinator() -> None:
+    process = await start_worker("127.0.0.1:1")
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            await process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        status, _, stderr = await ended(process)
+        assert status == 0
+        assert sum("waiting for the coordinator at 127.0.0.1:1" in line for line in stderr) <= 1
+    finally:
+        if process.returncode is None:
+            process.kill()
+
+
+async def test_a_port_in_use_is_one_clear_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        status, stdout, stderr = await ended(await start_worker("127.0.0.1:1", "--listen", address))
+    assert (status, stdout) == (1, [])
+    assert len(stderr) == 1
+    assert f"cannot listen on {address}" in stderr[0]
+
+
+async def test_a_device_that_is_not_here_is_one_clear_line() -> None:
+    status, stdout, stderr = await ended(await start_worker("127.0.0.1:1", "--device", "cuda:63"))
+    assert (status, stdout) == (1, [])
+    assert len(stderr) == 1
+    assert "cuda:63" in stderr[0]
+
+
+async def test_a_refused_handshake_is_one_clear_line(coordinator: CoordinatorDouble) -> None:
+    coordinator.refusal = (
+        grpc.StatusCode.FAILED_PRECONDITION,
+        "protocol version mismatch: expected 2, got 1",
+    )
+    status, _, stderr = await ended(await start_worker(coordinator.address))
+    assert status == 1
+    assert "expected 2, got 1" in stderr[-1]
+    assert not [line for line in stderr if "Traceback" in line]

@@ -1,0 +1,192 @@
+"""What can become of a frame between two stages. Whatever needs a valid checksum is encoded again."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from checkpoint import DType
+from kvcache import Deref, FullBlock
+from stageline_rpc.v1 import stage_pb2
+from tests.integration.stream_proxy import Alteration, HopStream, Messages, StreamCut
+from wire.errors import StepFaultKind
+from wire.frames import Frame, encode_frame, frame_checksum
+from wire.ids import SequenceKey, new_request_id
+from wire.step_codec import encode_step
+from wire.steps import Decode, Prefill, SequenceSignal, Slice, Step
+from wire.tensors import TensorView
+
+
+@dataclass(frozen=True)
+class FrameFault:
+    """`alter` breaks a frame, `kind` is what the stage must call it.
+
+    `blames_next`: what the stage refuses is the frame after the altered one. `needs_hidden`: not possible on
+    the way to FIRST.
+    """
+
+    name: str
+    kind: StepFaultKind
+    alter: Alteration
+    blames_next: bool = False
+    needs_hidden: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def encoded(step: Step, hidden: TensorView | None) -> Messages:
+    return tuple(encode_frame(encode_step(step), step.step_id, hidden))
+
+
+def unchanged(frame: Frame) -> Messages:
+    return encoded(frame.step, frame.hidden)
+
+
+async def drop(frame: Frame, stream: HopStream) -> Messages:
+    return ()
+
+
+async def repeat(frame: Frame, stream: HopStream) -> Messages:
+    return (*unchanged(frame), *unchanged(frame))
+
+
+async def hold_until_next(frame: Frame, stream: HopStream) -> Messages:
+    stream.held = list(unchanged(frame))
+    return ()
+
+
+async def truncate(frame: Frame, stream: HopStream) -> Messages:
+    """The frame in two chunks, of which the last is lost."""
+    (message,) = unchanged(frame)
+    chunk = message.chunk
+    chunk.payload = chunk.payload[: len(chunk.payload) // 2]
+    chunk.is_last = False
+    return (message,)
+
+
+async def cut(frame: Frame, stream: HopStream) -> Messages:
+    raise StreamCut
+
+
+def delay(seconds: float) -> Alteration:
+    async def delayed(frame: Frame, stream: HopStream) -> Messages:
+        await asyncio.sleep(seconds)
+        return unchanged(frame)
+
+    return delayed
+
+
+async def remove_hidden(frame: Frame, stream: HopStream) -> Messages:
+    return encoded(frame.step, None)
+
+
+async def remove_row(frame: Frame, stream: HopStream) -> Messages:
+    num_tokens, width = _shape(frame)
+    assert frame.hidden is not None
+    data = memoryview(frame.hidden.data)[: -width * frame.hidden.dtype.size_bytes]
+    return encoded(frame.step, TensorView(frame.hidden.dtype, (num_tokens - 1, width), data))
+
+
+async def halve_dtype(frame: Frame, stream: HopStream) -> Messages:
+    num_tokens, width = _shape(frame)
+    assert frame.hidden is not None and frame.hidden.dtype is DType.F32
+    data = memoryview(frame.hidden.data)[: num_tokens * width * 2]
+    return encoded(frame.step, TensorView(DType.BF16, (num_tokens, width), data))
+
+
+async def take_hidden_of_step_before(frame: Frame, stream: HopStream) -> Messages:
+    """Everything fits but the step that the hidden states say they are of."""
+    (message,) = unchanged(frame)
+    chunk = message.chunk
+    header = stage_pb2.TensorHeader.FromString(chunk.hidden)
+    header.step_id -= 1
+    header.step_checksum ^= 1
+    chunk.hidden = header.SerializeToString()
+    chunk.checksum = frame_checksum(chunk.step, chunk.hidden, memoryview(chunk.payload))
+    return (message,)
+
+
+async def flip_byte(frame: Frame, stream: HopStream) -> Messages:
+    (message,) = unchanged(frame)
+    chunk = message.chunk
+    if chunk.payload:
+        chunk.payload = _flipped(chunk.payload)
+    else:
+        chunk.step = _flipped(chunk.step)
+    return (message,)
+
+
+async def corrupt_signal(frame: Frame, stream: HopStream) -> Messages:
+    """One more signal, of a block that nobody has."""
+    signal = SequenceSignal(frame.step.slices[0].sequence, Deref(FullBlock(12345)))
+    return encoded(replace(frame.step, signals=(*frame.step.signals, signal)), frame.hidden)
+
+
+def change_step(change: Callable[[Step], Step]) -> Alteration:
+    async def changed(frame: Frame, stream: HopStream) -> Messages:
+        return encoded(change(frame.step), frame.hidden)
+
+    return changed
+
+
+def change_slice(change: Callable[[Slice], Slice]) -> Alteration:
+    return change_step(lambda step: replace(step, slices=(change(step.slices[0]), *step.slices[1:])))
+
+
+def _later(part: Slice) -> Slice:
+    step = part.inference_step
+    if isinstance(step, Decode):
+        return replace(part, inference_step=Decode(step.position + 1))
+    # Both numbers grow, or the chunk would pass the end of its prefill.
+    return replace(part, inference_step=Prefill(step.start + 1, step.num_tokens, step.num_prefill_tokens + 1))
+
+
+def _of_nobody(part: Slice) -> Slice:
+    return replace(part, sequence=SequenceKey(new_request_id(), 0))
+
+
+def _shape(frame: Frame) -> tuple[int, int]:
+    assert frame.hidden is not None
+    num_tokens, width = frame.hidden.shape
+    return num_tokens, width
+
+
+def _flipped(data: bytes) -> bytes:
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 0x40]) + data[middle + 1 :]
+
+
+FRAME_FAULTS = (
+    FrameFault("dropped", StepFaultKind.STEP_ID, drop, blames_next=True),
+    FrameFault("repeated", StepFaultKind.STEP_ID, repeat),
+    FrameFault("reordered", StepFaultKind.STEP_ID, hold_until_next, blames_next=True),
+    FrameFault("truncated", StepFaultKind.UNDECODABLE, truncate, needs_hidden=True),
+    FrameFault(
+        "without-hidden-states", StepFaultKind.HIDDEN_STATES_MISSING, remove_hidden, needs_hidden=True
+    ),
+    FrameFault("wrong-shape", StepFaultKind.SHAPE, remove_row, needs_hidden=True),
+    FrameFault("wrong-dtype", StepFaultKind.DTYPE, halve_dtype, needs_hidden=True),
+    FrameFault(
+        "old-epoch", StepFaultKind.EPOCH, change_step(lambda step: replace(step, epoch=step.epoch - 1))
+    ),
+    FrameFault(
+        "wrong-step-id",
+        StepFaultKind.STEP_ID,
+        change_step(lambda step: replace(step, step_id=step.step_id + 7)),
+    ),
+    FrameFault(
+        "hidden-states-of-another-step",
+        StepFaultKind.SLICE_SET,
+        take_hidden_of_step_before,
+        needs_hidden=True,
+    ),
+    FrameFault("slice-of-nobody", StepFaultKind.SLICE_SET, change_slice(_of_nobody)),
+    FrameFault("flipped-byte", StepFaultKind.CHECKSUM, flip_byte),
+    FrameFault("wrong-position", StepFaultKind.POSITION, change_slice(_later)),
+    FrameFault("corrupt-signal", StepFaultKind.KV_SIGNAL, corrupt_signal),
+    FrameFault(
+        "wrong-digest",
+        StepFaultKind.KV_DIVERGENCE,
+        change_step(lambda step: replace(step, digest=step.digest ^ 1)),
+    ),
+)

@@ -1,0 +1,59 @@
+"""Requests for cluster tests, and the tokens that each has to end with: those of a run by itself."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.integration.cluster import Answer, Ask
+from tests.local_pipeline import LocalPipeline
+from wire.steps import StepSampling
+
+VOCAB_SIZE = 128
+
+
+def mixed_asks(
+    count: int,
+    *,
+    max_tokens: int = 24,
+    seed: int = 0,
+    prompt_lengths: Sequence[int] = (1, 8, 23, 50),
+    tokens_below: int = VOCAB_SIZE,
+) -> list[Ask]:
+    """Greedy and seeded ones in turn, of different lengths."""
+    generator = random.Random(seed)
+    return [
+        Ask(
+            prompt=tuple(
+                generator.randrange(tokens_below) for _ in range(prompt_lengths[index % len(prompt_lengths)])
+            ),
+            max_tokens=max_tokens,
+            seed=None if index % 2 == 0 else 1000 + index,
+        )
+        for index in range(count)
+    ]
+
+
+class SoloRuns:
+    """Tokens of requests that run alone, in the same stages without a network."""
+
+    def __init__(self, directory: Path, layers: tuple[int, ...] = (3,)) -> None:
+        self._pipeline = LocalPipeline(directory, layers, num_blocks=64)
+        self._known: dict[tuple[tuple[int, ...], int, int | None], list[int]] = {}
+
+    def tokens(self, ask: Ask) -> list[int]:
+        key = (ask.prompt, ask.max_tokens, ask.seed)
+        if key not in self._known:
+            sampling = StepSampling(
+                temperature=0.0 if ask.seed is None else 1.0, top_k=0, top_p=1.0, seed=ask.seed or 0
+            )
+            (self._known[key],) = self._pipeline.generate(
+                [ask.prompt], max_tokens=ask.max_tokens, sampling=sampling
+            )
+        return self._known[key]
+
+    def check(self, answers: Sequence[Answer]) -> None:
+        """All of `answers` have ended well, with these tokens."""
+        for answer in answers:
+            assert answer.error is None, answer.error
+            assert answer.succeeded
+            assert answer.tokens == self.tokens(answer.ask)

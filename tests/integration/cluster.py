@@ -1,0 +1,294 @@
+"""A whole cluster in this process: a coordinator and workers, each with a real server on port 0."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from coordinator.app import CoordinatorServer
+from coordinator.config import CoordinatorConfig
+from coordinator.model import open_model
+from coordinator.timing import ClusterTiming
+from stage_worker.config import WorkerConfig
+from stage_worker.worker import Worker
+from stageline.client import Client
+from stageline.errors import StagelineError
+from stageline.output import FinishReason, Usage
+from stageline_rpc.v1 import cluster_pb2
+from tests.integration.stream_proxy import CoordinatorProxy, HopProxy
+from wire.ids import RequestId, id_text, new_request_id
+
+DEADLINE_S = 30.0
+"""For everything that has to happen at all; nothing waits this long unless it is broken."""
+
+TEST_TIMING = ClusterTiming(
+    heartbeat_interval_s=0.05, lease_s=10.0, epoch_timeout_s=10.0, recovery_timeout_s=10.0
+)
+WORKER_MEMORY_BYTES = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """One request. Without a seed it is greedy."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    seed: int | None = None
+    request_id: RequestId = field(default_factory=new_request_id)
+
+    def again(self) -> "Ask":
+        """The same under a new id."""
+        return replace(self, request_id=new_request_id())
+
+
+@dataclass(eq=False)
+class Answer:
+    """What has come of a request so far; `ended_s` is on the event loop's clock."""
+
+    ask: Ask
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    error: StagelineError | None = None
+    ended_s: float = 0.0
+
+    @property
+    def succeeded(self) -> bool:
+        return self.finish_reason is not None and self.error is None
+
+
+class RunningWorker:
+    """A worker with its task, and the proxy in front of it, if any."""
+
+    def __init__(self, worker: Worker, proxy: HopProxy | None) -> None:
+        self.worker = worker
+        self.proxy = proxy
+        self.task = asyncio.create_task(worker.run(), name=f"worker-{worker.name}")
+        self._is_stopped = False
+
+    @property
+    def name(self) -> str:
+        return self.worker.name
+
+    async def stop(self) -> None:
+        """Its streams break; nothing is said before."""
+        if self._is_stopped:
+            return
+        self._is_stopped = True
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+        await self.worker.stop()
+        if self.proxy is not None:
+            await self.proxy.stop()
+
+
+class Cluster:
+    """`async with Cluster(model, layers=(1, 1, 1)) as cluster:` is served when the block begins.
+
+    Workers are named w0, w1, ...; the plan puts them in this order. `hop_proxies` are stages whose frames
+    come through a HopProxy. With `waits=False` nothing is waited for and only `num_workers` workers are
+    started.
+    """
+
+    def __init__(
+        self,
+        model_directory: Path,
+        *,
+        layers: tuple[int, ...],
+        num_workers: int | None = None,
+        hop_proxies: Sequence[int] = (),
+        is_coordinator_proxied: bool = False,
+        block_size: int = 8,
+        max_step_tokens: int = 32,
+        max_step_sequences: int = 16,
+        max_kv_tokens: int = 1024,
+        queue_size: int = 256,
+        timing: ClusterTiming = TEST_TIMING,
+        waits: bool = True,
+    ) -> None:
+        self.num_stages = len(layers)
+        self._num_workers = len(layers) if num_workers is None else num_workers
+        self._hop_proxies = hop_proxies
+        self._config = CoordinatorConfig(
+            model_directory=model_directory,
+            listen="127.0.0.1:0",
+            num_stages=len(layers),
+            layers=layers,
+            dtype="f32",
+            block_size=block_size,
+            max_step_tokens=max_step_tokens,
+            max_step_sequences=max_step_sequences,
+            max_sequence_tokens=None,
+            max_kv_tokens=max_kv_tokens,
+            queue_size=queue_size,
+        )
+        self.server = CoordinatorServer(self._config, open_model(self._config), timing)
+        self.coordinator_proxy = CoordinatorProxy() if is_coordinator_proxied else None
+        self.workers: dict[str, RunningWorker] = {}
+        self._retired: list[RunningWorker] = []
+        self._waits = waits
+
+    async def __aenter__(self) -> Self:
+        await self.server.start()
+        self.client = Client(self.server.address)
+        await self.client.__aenter__()
+        try:
+            await self._start_workers()
+        except BaseException:
+            await self._stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._stop()
+
+    @property
+    def address(self) -> str:
+        """Where clients reach the coordinator."""
+        return self.server.address
+
+    @property
+    def epoch(self) -> int:
+        return self.server.controller.state.epoch
+
+    def proxy(self, stage: int) -> HopProxy:
+        """The proxy on the way into `stage`."""
+        proxy = self.workers[f"w{stage}"].proxy
+        assert proxy is not None, f"stage {stage} has no proxy"
+        return proxy
+
+    def incarnations(self) -> dict[str, bytes]:
+        """Which process each worker is, as the coordinator sees it."""
+        records = self.server.controller.state.workers
+        return {name: record.identity.incarnation for name, record in records.items()}
+
+    async def start_worker(
+        self, name: str, *, is_proxied: bool = False, model_directory: Path | None = None
+    ) -> RunningWorker:
+        """A new worker object; one of the same name must have been stopped before."""
+        proxy = HopProxy() if is_proxied else None
+        if proxy is not None:
+            await proxy.start()
+        worker = Worker(self.worker_config(name, proxy, model_directory=model_directory))
+        await worker.start()
+        if proxy is not None:
+            proxy.target = worker.listen_address
+        if name in self.workers:
+            self._retired.append(self.workers[name])
+        self.workers[name] = RunningWorker(worker, proxy)
+        return self.workers[name]
+
+    def worker_config(
+        self, name: str, proxy: HopProxy | None = None, *, model_directory: Path | None = None
+    ) -> WorkerConfig:
+        """For a worker that finds this cluster."""
+        return WorkerConfig(
+            coordinator=self.coordinator_proxy.address if self.coordinator_proxy else self.address,
+            device="cpu",
+            memory_bytes=WORKER_MEMORY_BYTES,
+            name=name,
+            listen="127.0.0.1:0",
+            advertise=None if proxy is None else proxy.address,
+            model_directory=model_directory,
+            num_threads=1,
+        )
+
+    async def generate(self, ask: Ask, into: Answer | None = None) -> Answer:
+        """To the end, however that comes. `into` may be read meanwhile."""
+        answer = into or Answer(ask)
+        try:
+            async for output in self.client.generate(
+                list(ask.prompt),
+                max_tokens=ask.max_tokens,
+                temperature=0.0 if ask.seed is None else 1.0,
+                seed=ask.seed,
+                request_id=id_text(ask.request_id),
+                timeout_s=DEADLINE_S,
+            ):
+                assert output.first_token_index == len(answer.tokens), "a token is repeated or missing"
+                answer.tokens += output.token_ids
+                answer.finish_reason, answer.usage = output.finish_reason, output.usage
+        except StagelineError as error:
+            answer.error = error
+        answer.ended_s = asyncio.get_running_loop().time()
+        return answer
+
+    @asynccontextmanager
+    async def generating(self, asks: Sequence[Ask]) -> AsyncIterator[list[Answer]]:
+        """All at once; the answers grow inside the block and are complete after it."""
+        answers = [Answer(ask) for ask in asks]
+        async with asyncio.TaskGroup() as tasks:
+            for answer in answers:
+                tasks.create_task(self.generate(answer.ask, answer))
+            yield answers
+
+    async def generate_all(self, asks: Sequence[Ask]) -> list[Answer]:
+        """All at once, each to its end."""
+        async with self.generating(asks) as answers:
+            pass
+        return answers
+
+    async def wait_state(self, state: cluster_pb2.ClusterState.ValueType) -> cluster_pb2.GetStatusResponse:
+        """The status as soon as the cluster is in `state`."""
+        return await self.wait_status(lambda status: status.state == state)
+
+    async def wait_status(
+        self, holds: Callable[[cluster_pb2.GetStatusResponse], bool]
+    ) -> cluster_pb2.GetStatusResponse:
+        """The first status of which `holds` is true."""
+        async with asyncio.timeout(DEADLINE_S):
+            while not holds(status := await self.client.status()):  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.01)
+        return status
+
+    async def wait_drained(self) -> cluster_pb2.GetStatusResponse:
+        """The status when no request is live, no step in flight, and every stage has told its state since.
+
+        Fails where a stage still holds blocks of somebody.
+        """
+        await self.wait_status(_is_idle)
+        idle_since = asyncio.get_running_loop().time()
+
+        def is_fresh(status: cluster_pb2.GetStatusResponse) -> bool:
+            # Counted from before the answer came; a heartbeat may be older than it says, never younger.
+            silence_ms = (asyncio.get_running_loop().time() - idle_since) * 1000
+            stages = [each for each in status.workers if each.HasField("stage")]
+            return _is_idle(status) and all(each.heartbeat_age_ms + 50 < silence_ms for each in stages)
+
+        status = await self.wait_status(is_fresh)
+        active = {each.name: each.heartbeat.kv.blocks_active for each in status.workers}
+        assert not any(active.values()), f"blocks are still active: {active}"
+        kv = self.server.engine.scheduler.kv
+        if kv is not None:
+            kv.check_integrity([])
+        return status
+
+    async def _start_workers(self) -> None:
+        if self.coordinator_proxy is not None:
+            await self.coordinator_proxy.start()
+            self.coordinator_proxy.target = self.address
+        for index in range(self._num_workers):
+            await self.start_worker(f"w{index}", is_proxied=index in self._hop_proxies)
+        if self._waits:
+            await self.wait_state(cluster_pb2.CLUSTER_STATE_SERVING)
+
+    async def _stop(self) -> None:
+        for running in (*self.workers.values(), *self._retired):
+            await running.stop()
+        if self.coordinator_proxy is not None:
+            await self.coordinator_proxy.stop()
+        await self.client.__aexit__(None, None, None)
+        await self.server.stop()
+
+
+def _is_idle(status: cluster_pb2.GetStatusResponse) -> bool:
+    requests = status.requests
+    return not (requests.waiting or requests.prefill or requests.decode or requests.steps_in_flight)

@@ -1,0 +1,230 @@
+"""A real gRPC server between two parties that relays their streams, and breaks them when it is told to."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from stageline_rpc.v1 import stage_pb2
+from wire.channels import bind, client_channel, new_server
+from wire.frames import Frame, FrameAssembler
+from wire.ids import RequestId
+from wire.steps import Step
+
+FORWARD = "/stageline.v1.Stage/Forward"
+DELIVER = "/stageline.v1.StepResults/Deliver"
+
+Messages = Iterable[stage_pb2.ForwardRequest]
+
+
+class StreamCut(Exception):
+    """The proxy ends the stream in both directions."""
+
+
+class StreamProxy(grpc.GenericRpcHandler):
+    """Relays every stream-stream call to `target`; what becomes of the messages is up to `relay_for`.
+
+    `refusals` are the statuses with which the target ended calls by itself.
+    """
+
+    def __init__(self) -> None:
+        self.address = ""
+        self.target = ""
+        self.refusals: list[tuple[grpc.StatusCode, str]] = []
+        self._server = new_server()
+
+    async def start(self) -> None:
+        self._server.add_generic_rpc_handlers((self,))
+        self.address = f"127.0.0.1:{bind(self._server, '127.0.0.1:0')}"
+        await self._server.start()
+
+    async def stop(self) -> None:
+        await self._server.stop(None)
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        method = str(handler_call_details.method)
+
+        async def relay(
+            requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]
+        ) -> AsyncIterator[bytes]:
+            async for response in self._relay(method, requests, context):
+                yield response
+
+        handler: Any = relay
+        return grpc.stream_stream_rpc_method_handler(handler)
+
+    def relay_for(self, method: str) -> Callable[[bytes], Awaitable[Iterable[bytes]]]:
+        """What a stream's messages become, one function per stream."""
+
+        async def unchanged(message: bytes) -> Iterable[bytes]:
+            return (message,)
+
+        return unchanged
+
+    async def _relay(
+        self, method: str, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[bytes]:
+        async with client_channel(self.target) as channel:
+            call: Any = channel.stream_stream(method)(wait_for_ready=True)
+            pump = asyncio.create_task(self._pump(self.relay_for(method), requests, call))
+            pump.add_done_callback(lambda _: call.cancel() if _is_cut(pump) else None)
+            try:
+                async for response in call:
+                    yield response
+            except grpc.aio.AioRpcError as error:
+                self.refusals.append((error.code(), error.details() or ""))
+                _end(context, error.code(), error.details() or "")
+            except asyncio.CancelledError:
+                if not _is_cut(pump):
+                    raise
+                _end(context, grpc.StatusCode.UNAVAILABLE, "the stream was cut")
+            finally:
+                pump.cancel()
+                await asyncio.gather(pump, return_exceptions=True)
+                call.cancel()
+
+    async def _pump(
+        self,
+        relay: Callable[[bytes], Awaitable[Iterable[bytes]]],
+        requests: AsyncIterator[bytes],
+        call: Any,
+    ) -> None:
+        try:
+            async for request in requests:
+                for message in await relay(request):
+                    await call.write(message)
+            await call.done_writing()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            # The call has ended, which whoever reads its responses sees.
+            return
+
+
+def _end(context: grpc.aio.ServicerContext[Any, Any], code: grpc.StatusCode, details: str) -> None:
+    """Unlike `abort`, which complains when the caller is gone already."""
+    context.set_code(code)
+    context.set_details(details)
+
+
+def _is_cut(pump: "asyncio.Task[None]") -> bool:
+    return pump.done() and not pump.cancelled() and isinstance(pump.exception(), StreamCut)
+
+
+@dataclass(eq=False)
+class HopStream:
+    """One stream of frames: `previous` has passed before, `held` leave after the next frame."""
+
+    previous: Frame | None = None
+    held: list[stage_pb2.ForwardRequest] = field(default_factory=list)
+
+
+Alteration = Callable[[Frame, HopStream], Awaitable[Messages]]
+HelloAlteration = Callable[[stage_pb2.HopHello], None]
+
+
+@dataclass(eq=False)
+class Injection:
+    """Alters every frame that `when` holds for, at most `times`; `steps` are those it has altered."""
+
+    alter: Alteration
+    when: Callable[[Frame], bool]
+    times: int
+    happened: asyncio.Event = field(default_factory=asyncio.Event)
+    at_s: float = 0.0
+    steps: list[Step] = field(default_factory=list)
+
+    def matches(self, frame: Frame) -> bool:
+        return len(self.steps) < self.times and self.when(frame)
+
+    def note(self, step: Step) -> None:
+        self.at_s = asyncio.get_running_loop().time()
+        self.steps.append(step)
+        self.happened.set()
+
+
+class HopProxy(StreamProxy):
+    """In front of a worker's Stage service. `requests_of` tells who was in each (epoch, step) that came."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.injection: Injection | None = None
+        self.alter_hello: HelloAlteration | None = None
+        self.requests_of: dict[tuple[int, int], tuple[RequestId, ...]] = {}
+        self.num_frames = 0
+
+    def inject(self, alter: Alteration, *, when: Callable[[Frame], bool], times: int = 1) -> Injection:
+        """From now on, in place of the injection before."""
+        self.injection = Injection(alter, when, times)
+        return self.injection
+
+    def relay_for(self, method: str) -> Callable[[bytes], Awaitable[Iterable[bytes]]]:
+        if method != FORWARD:
+            return super().relay_for(method)
+        stream, pending = HopStream(), list[stage_pb2.ForwardRequest]()
+
+        async def relay(data: bytes) -> Iterable[bytes]:
+            message = stage_pb2.ForwardRequest.FromString(data)
+            if message.WhichOneof("message") == "hello":
+                return (self._hello(message).SerializeToString(),)
+            pending.append(message)
+            if not message.chunk.is_last:
+                return ()
+            frame = _assembled(pending)
+            altered = await self._altered(frame, stream, pending.copy())
+            pending.clear()
+            return [each.SerializeToString() for each in altered]
+
+        return relay
+
+    def _hello(self, message: stage_pb2.ForwardRequest) -> stage_pb2.ForwardRequest:
+        if (alter := self.alter_hello) is not None:
+            self.alter_hello = None
+            alter(message.hello)
+        return message
+
+    async def _altered(
+        self, frame: Frame, stream: HopStream, messages: list[stage_pb2.ForwardRequest]
+    ) -> Messages:
+        self.num_frames += 1
+        self.requests_of[frame.step.epoch, frame.step.step_id] = frame.step.request_ids
+        held, stream.held = stream.held, []
+        altered: Messages = messages
+        if (injection := self.injection) is not None and injection.matches(frame):
+            injection.note(frame.step)
+            altered = await injection.alter(frame, stream)
+        stream.previous = frame
+        return [*altered, *held]
+
+
+def _assembled(messages: list[stage_pb2.ForwardRequest]) -> Frame:
+    assembler = FrameAssembler(max_payload_bytes=1 << 30)
+    frames = [assembler.add(message.chunk) for message in messages]
+    assert frames[-1] is not None
+    return frames[-1]
+
+
+ResultAlteration = Callable[[stage_pb2.StepResult], None]
+
+
+class CoordinatorProxy(StreamProxy):
+    """In front of the coordinator, for the worker that runs LAST: its results pass here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alter_result: ResultAlteration | None = None
+        self.num_altered = 0
+
+    def relay_for(self, method: str) -> Callable[[bytes], Awaitable[Iterable[bytes]]]:
+        if method != DELIVER:
+            return super().relay_for(method)
+
+        async def relay(data: bytes) -> Iterable[bytes]:
+            message = stage_pb2.DeliverRequest.FromString(data)
+            if message.WhichOneof("message") == "result" and message.result.results and self.alter_result:
+                alter, self.alter_result = self.alter_result, None
+                alter(message.result)
+                self.num_altered += 1
+            return (message.SerializeToString(),)
+
+        return relay

@@ -1,0 +1,223 @@
+"""The one routine of every role: what it refuses, what it answers, and that a refused epoch stays refused."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from stage_worker.assignment import Assignment
+from stage_worker.executor import StepExecutor
+from stage_worker.loading import WorkerResources, load_stage
+from stage_worker.models import DecoderStage
+from stage_worker.outputs import HandedOn, StageOutput
+from stageline_rpc.v1 import stage_pb2
+from tests.checkpoints import make_checkpoint
+from tests.integration.stage_bench import GREEDY, Log, hidden_for, new_assignment
+from wire.errors import StepFault, StepFaultKind
+from wire.frames import Frame
+from wire.ids import SequenceKey, new_request_id
+from wire.step_codec import encode_step
+from wire.steps import Prefill, Slice, SliceError, SliceResult, StartRecord, Step, StepResult, StepSampling
+
+HIDDEN_SIZE = 64
+RESOURCES = WorkerResources(device=torch.device("cpu"), memory_bytes=1 << 30, model_directory=None)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("llama"), "llama", num_layers=3)
+
+
+class Stage:
+    """An executor with a coordinator's log for it, in epoch 1."""
+
+    def __init__(self, assignment: Assignment) -> None:
+        self.assignment = assignment
+        self.executor: StepExecutor = load_stage(assignment, RESOURCES).executor
+        self.begin(1)
+
+    def begin(self, epoch: int) -> None:
+        self.executor.begin_epoch(epoch, stage=self.assignment.stage)
+        self.log = Log(self.assignment)
+        self.log.begin(epoch)
+
+    def frame(self, step: Step) -> Frame:
+        takes_hidden = not self.assignment.role.has_embeddings and step.slices
+        hidden = hidden_for(step, HIDDEN_SIZE) if takes_hidden else None
+        return Frame(step, encode_step(step), hidden)
+
+    def run(self, step: Step) -> StageOutput:
+        return self.executor.run(self.frame(step))
+
+    def refused(self, step: Step) -> StepFault:
+        with pytest.raises(StepFault) as fault:
+            self.run(step)
+        return fault.value
+
+
+@pytest.fixture(params=[0, 1, 2], ids=["FIRST", "MIDDLE", "LAST"])
+def stage(request: pytest.FixtureRequest, directory: Path) -> Stage:
+    return Stage(new_assignment(directory, stage=request.param))
+
+
+@pytest.fixture
+def last(directory: Path) -> Stage:
+    return Stage(new_assignment(directory, stage=2))
+
+
+def test_only_the_last_stage_answers_and_only_for_a_final_chunk(stage: Stage) -> None:
+    stage.log.add(tuple(range(40)))
+    first = stage.log.step()
+    assert [part.is_sampled for part in first.slices] == [False]
+    output = stage.run(first)
+    stage.log.complete(StepResult(1, 0))
+    second = stage.log.step()
+    assert [part.is_sampled for part in second.slices] == [True]
+    final = stage.run(second)
+    if stage.assignment.role.has_head:
+        assert output == StepResult(1, 0)
+        assert isinstance(final, StepResult)
+        assert [type(entry.outcome) for entry in final.results] == [int]
+    else:
+        for step, handed_on in ((first, output), (second, final)):
+            assert isinstance(handed_on, HandedOn)
+            assert handed_on.step_bytes == encode_step(step)
+            assert handed_on.hidden is not None
+            assert handed_on.hidden.shape == (step.num_tokens, HIDDEN_SIZE)
+
+
+def test_more_tokens_or_sequences_than_agreed_are_refused(stage: Stage) -> None:
+    part = Slice(SequenceKey(new_request_id(), 0), 0, (1,) * 33, Prefill(0, 33, 33))
+    fault = stage.refused(Step(epoch=1, step_id=0, slices=(part,)))
+    assert (fault.kind, "33 tokens" in fault.message) == (StepFaultKind.SLICE_SET, True)
+    stage.begin(2)
+    parts = tuple(Slice(SequenceKey(new_request_id(), 0), 0, (1,), Prefill(0, 1, 1)) for _ in range(9))
+    fault = stage.refused(Step(epoch=2, step_id=0, slices=parts))
+    assert (fault.kind, "9 sequences" in fault.message) == (StepFaultKind.SLICE_SET, True)
+    assert fault.request_ids == tuple(part.sequence.request_id for part in parts)
+
+
+def test_a_chunk_that_ends_inside_a_block_is_refused_unless_it_is_the_last(stage: Stage) -> None:
+    sequence = stage.log.add(tuple(range(10)))
+    step = stage.log.step()
+    part = Slice(sequence.key, 0, tuple(range(6)), Prefill(0, 6, 10))
+    fault = stage.refused(replace(step, slices=(part,)))
+    assert (fault.kind, "ends at 6" in fault.message) == (StepFaultKind.SLICE_SET, True)
+
+
+def test_positions_outside_the_blocks_held_are_refused(stage: Stage) -> None:
+    key = SequenceKey(new_request_id(), 0)
+    start = StartRecord(key, 0, 4, (1, 2, 3, 4), GREEDY)
+    part = Slice(key, 0, (1, 2, 3, 4), Prefill(0, 4, 4))
+    fault = stage.refused(Step(epoch=1, step_id=0, starts=(start,), slices=(part,)))
+    assert fault.kind is StepFaultKind.POSITION
+    assert "[0, 4)" in fault.message
+    assert "hold [0, 0)" in fault.message
+
+
+def test_a_sequence_longer_than_agreed_is_refused(stage: Stage) -> None:
+    key = SequenceKey(new_request_id(), 0)
+    tokens = (1,) * 68
+    start = StartRecord(key, 0, 68, tokens, GREEDY)
+    part = Slice(key, 0, tokens[64:], Prefill(64, 4, 68))
+    fault = stage.refused(Step(epoch=1, step_id=0, starts=(start,), slices=(part,)))
+    assert (fault.kind, "at most 64" in fault.message) == (StepFaultKind.SLICE_SET, True)
+
+
+def test_a_refused_epoch_stays_refused_until_the_next_begins(stage: Stage) -> None:
+    stage.log.add((1, 2, 3))
+    step = stage.log.step()
+    assert stage.refused(replace(step, step_id=1)).kind is StepFaultKind.STEP_ID
+    again = stage.refused(step)
+    assert again.kind is StepFaultKind.STEP_ID
+    assert "is refused since" in again.message
+    stage.begin(2)
+    stage.log.add((1, 2, 3))
+    stage.run(stage.log.step())
+    assert stage.executor.stats.blocks_active == 1
+    stage.executor.check_integrity()
+
+
+def test_a_frame_of_another_epoch_does_not_refuse_the_present_one(stage: Stage) -> None:
+    stage.log.add((1, 2, 3))
+    step = stage.log.step()
+    assert stage.refused(replace(step, epoch=7)).kind is StepFaultKind.EPOCH
+    stage.run(step)
+
+
+def test_an_error_of_the_device_is_a_fault(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    sequence = stage.log.add((1, 2, 3))
+    step = stage.log.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(DecoderStage, "forward", broken)
+        fault = stage.refused(step)
+    assert fault.kind is StepFaultKind.DEVICE
+    assert "illegal memory access" in fault.message
+    assert (fault.step_id, fault.request_ids) == (0, (sequence.key.request_id,))
+    stage.begin(2)
+    stage.log.add((1, 2, 3))
+    stage.run(stage.log.step())
+
+
+def test_a_begun_epoch_has_forgotten_everything(stage: Stage) -> None:
+    sequence = stage.log.add((1, 2, 3))
+    stage.run(stage.log.step())
+    stage.executor.begin_epoch(2, stage=stage.assignment.stage)
+    assert stage.executor.stats.blocks_active == 0
+    part = Slice(sequence.key, 0, (5,), Prefill(3, 1, 4))
+    assert "not started" in stage.refused(Step(epoch=2, step_id=0, slices=(part,))).message
+
+
+def test_a_finished_sequence_leaves_no_block_and_no_state(stage: Stage) -> None:
+    sequence = stage.log.add((1, 2, 3, 4, 5), max_tokens=1)
+    step = stage.log.step()
+    stage.run(step)
+    stage.log.complete(StepResult(1, 0, (SliceResult(sequence.key, 0, 9),)))
+    stage.run(stage.log.step())
+    stats = stage.executor.stats
+    assert (stats.blocks_active, stats.blocks_inactive) == (0, 1)
+    assert stats.num_steps == 2
+    assert stats.busy_s > 0
+    stage.executor.check_integrity()
+
+
+def test_preempted_sequences_start_again_and_leave_no_block(directory: Path) -> None:
+    stage = Stage(replace(new_assignment(directory, stage=1), num_blocks=4))
+    sequences = [stage.log.add((first, 2, 3, 4, 5), max_tokens=8) for first in (1, 6)]
+    generations = set()
+    while (step := stage.log.scheduler.next_step()) is not None:
+        stage.run(step)
+        stage.executor.check_integrity()
+        sampled = [part for part in step.slices if part.is_sampled]
+        generations |= {part.generation for part in sampled}
+        results = tuple(SliceResult(part.sequence, part.generation, 9) for part in sampled)
+        stage.log.complete(StepResult(1, step.step_id, results))
+    assert generations == {0, 1}
+    assert [sequence.num_generated_tokens for sequence in sequences] == [8, 8]
+    assert stage.executor.stats.blocks_active == 0
+
+
+def test_parameters_that_no_token_can_be_drawn_with_fail_their_sequence_alone(last: Stage) -> None:
+    bad = last.log.add((1, 2, 3), sampling=StepSampling(1.0, 0, 1.5, 0))
+    last.log.add((1, 2, 3))
+    result = last.run(last.log.step())
+    assert isinstance(result, StepResult)
+    failed, good = result.results
+    assert isinstance(failed.outcome, SliceError)
+    assert failed.sequence == bad.key
+    assert (failed.outcome.kind, failed.outcome.stage) == (stage_pb2.SliceError.KIND_SAMPLER, 2)
+    assert "top_p 1.5" in failed.outcome.message
+    assert isinstance(good.outcome, int)
+
+
+def test_the_hidden_states_that_came_in_are_not_changed(last: Stage) -> None:
+    last.log.add((1, 2, 3))
+    frame = last.frame(last.log.step())
+    assert frame.hidden is not None
+    before = bytes(frame.hidden.data)
+    last.executor.run(frame)
+    assert bytes(frame.hidden.data) == before
