@@ -184,7 +184,7 @@ class BlockPool:
         full = [block.sequence_hash for block in use.blocks if isinstance(block, FullBlock)]
         if len(full) != len(use.block_hashes):
             raise InvalidSignal(f"{len(use.block_hashes)} block hashes for {len(full)} full blocks")
-        revived = {key for key in full if key in self._inactive}
+        revived = {key for key in full if key in self._inactive} if full else set()
         if len(use.blocks) > len(self._free):
             needed = len({block for block in use.blocks if block not in self})
             available = len(self._free) + len(self._inactive) - len(revived)

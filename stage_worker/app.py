@@ -52,7 +52,7 @@ def _stop_on(name: str, task: "asyncio.Task[None]") -> None:
 
 async def _end(worker: Worker, status: int) -> int:
     if not await worker.stop():
-        # Reading a checkpoint cannot be interrupted, and the interpreter must not wait for it.
+        # A large step or tensor is still under way, and the interpreter must not wait for it.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

@@ -87,3 +87,11 @@ def decode_assignment(message: cluster_pb2.AssignStage) -> Assignment:
         max_step_sequences=message.max_step_sequences,
         max_sequence_tokens=message.max_sequence_tokens,
     )
+
+
+def wants(message: cluster_pb2.AssignStage, loading: Assignment) -> bool:
+    """Whether `message` asks for what is being loaded. One that makes no sense speaks against nothing."""
+    try:
+        return decode_assignment(message).loads_like(loading)
+    except ValueError:
+        return True

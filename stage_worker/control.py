@@ -62,7 +62,7 @@ class Membership:
         self._heartbeat = heartbeat
         self._host = host
         self._backoff_s = FIRST_BACKOFF_S
-        self._is_waiting = False
+        self._waits_for = ""
 
     async def run(self) -> None:
         """Returns when the coordinator asks the process to end. Raises JoinRefused."""
@@ -90,7 +90,7 @@ class Membership:
     async def _serve(self, call: Call) -> _Left:
         async with asyncio.timeout(WELCOME_TIMEOUT_S):
             welcome = await self._welcome(call)
-        self._backoff_s, self._is_waiting = FIRST_BACKOFF_S, False
+        self._backoff_s, self._waits_for = FIRST_BACKOFF_S, ""
         log.info("joined the coordinator at %s", self._coordinator)
         connection = _Connection(call)
         heartbeats = asyncio.create_task(
@@ -133,16 +133,17 @@ class Membership:
                     log.warning("ignored message %r of the coordinator", unknown)
 
     def _say_waiting(self, error: Exception) -> None:
-        """Once per outage. Raises JoinRefused where waiting would not help."""
+        """Once per outage and kind of it. Raises JoinRefused where waiting would not help."""
+        kind = "TIMEOUT"
         if isinstance(error, grpc.aio.AioRpcError):
-            reason = f"{error.code().name}: {error.details()}"
+            kind, reason = error.code().name, f"{error.code().name}: {error.details()}"
             if error.code() in _FATAL:
                 raise JoinRefused(f"the coordinator at {self._coordinator} refuses this worker: {reason}")
         else:
             reason = f"no welcome within {WELCOME_TIMEOUT_S:g} s"
-        if not self._is_waiting:
+        if self._waits_for != kind:
             log.info("waiting for the coordinator at %s (%s)", self._coordinator, reason)
-            self._is_waiting = True
+            self._waits_for = kind
 
 
 class _Connection:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from kvcache import BlockTables, KvCacheError
+from kvcache.pages import KvPages
 from stage_worker.assignment import Assignment
-from stage_worker.models import DecoderStage, SliceLayout
-from stage_worker.models.paged_kv import PagedKv
+from stage_worker.models import DecoderStage, SliceLayout, StepLayout
 from stage_worker.outputs import HandedOn, StageOutput
 from stage_worker.sequences import SequenceStates
 from stage_worker.step_checks import StepRules, check_hidden_states, check_limits, slice_layouts
@@ -37,6 +37,8 @@ class ExecutorStats:
     blocks_active: int = 0
     blocks_inactive: int = 0
     blocks_free: int = 0
+    blocks_wanted: int = 0
+    blocks_hit: int = 0
 
 
 class StepExecutor:
@@ -45,7 +47,7 @@ class StepExecutor:
     `stats` and `max_hidden_bytes` may be read from anywhere.
     """
 
-    def __init__(self, assignment: Assignment, model: DecoderStage, pages: PagedKv) -> None:
+    def __init__(self, assignment: Assignment, model: DecoderStage, pages: KvPages) -> None:
         """`pages` has `assignment.num_blocks` pages for the layers of `model`."""
         self._role = assignment.role
         self._num_blocks = assignment.num_blocks
@@ -158,12 +160,26 @@ class StepExecutor:
     def _compute(self, frame: Frame, layouts: list[SliceLayout]) -> Tensor:
         model = self._model
         layout = model.layout(layouts, block_size=self._block_size)
+        self._check_writes(layout)
         if frame.hidden is None:
             tokens = [token for part in frame.step.slices for token in part.tokens]
             hidden = model.embed(torch.tensor(tokens, dtype=torch.int64))
         else:
             hidden = from_view(frame.hidden, device=model.device)
         return model.forward(hidden, layout, self._pages)
+
+    def _check_writes(self, layout: StepLayout) -> None:
+        """All layers write the same slots: what is wrong with them is found before the first is written."""
+        slots, pages = layout.writes.slots, self._pages
+        try:
+            pages.validate_write(
+                slots,
+                shape=(slots.numel(), pages.num_kv_heads, pages.head_dim),
+                dtype=self._model.torch_dtype,
+                device=self._model.device,
+            )
+        except KvCacheError as error:
+            raise StepFault(StepFaultKind.KV_SIGNAL, f"{type(error).__name__}: {error}") from error
 
     def _choose(self, step: Step, hidden: Tensor) -> tuple[SliceResult, ...]:
         ends = itertools.accumulate(len(part.tokens) for part in step.slices)
@@ -189,4 +205,6 @@ class StepExecutor:
             blocks_active=pool.num_active,
             blocks_inactive=pool.num_inactive,
             blocks_free=pool.num_free,
+            blocks_wanted=self._tables.num_wanted_blocks,
+            blocks_hit=self._tables.num_hit_blocks,
         )

@@ -46,6 +46,22 @@ def decode_epoch(message: cluster_pb2.BeginEpoch) -> Epoch:
     )
 
 
+def epoch_problem(
+    epoch: Epoch, assignment: Assignment | None, *, incarnation: Incarnation, last_epoch: int
+) -> str | None:
+    """Why a worker with this stage loaded cannot take part in `epoch`, if so."""
+    if assignment is None or assignment.plan_id != epoch.plan_id:
+        present = "none" if assignment is None else assignment.plan_id
+        return f"epoch {epoch.number} is of plan {epoch.plan_id}, loaded is {present}"
+    if epoch.number <= last_epoch:
+        return f"epoch {epoch.number} begins after epoch {last_epoch}"
+    if len(epoch.peers) != assignment.num_stages:
+        return f"epoch {epoch.number} has {len(epoch.peers)} stages, the plan {assignment.num_stages}"
+    if epoch.peers[assignment.stage].incarnation != incarnation:
+        return f"epoch {epoch.number} has another process as stage {assignment.stage}"
+    return None
+
+
 def hop_hello(epoch: Epoch, assignment: Assignment, incarnation: Incarnation) -> stage_pb2.HopHello:
     """What this stage says to the one that it dials."""
     return stage_pb2.HopHello(

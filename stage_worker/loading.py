@@ -1,7 +1,7 @@
 """Makes a stage ready: checks the assignment against this worker's own files and memory, loads, warms up."""
 
+import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,9 +16,29 @@ from stage_worker.models import TORCH_DTYPES, DecoderStage
 from stage_worker.warmup import warm_up
 from wire.errors import HandshakeMismatch, StagelineError
 
+log = logging.getLogger(__name__)
+
 
 class StageLoadError(StagelineError):
     """This worker cannot run what it was assigned; the text has the reason and the numbers."""
+
+
+class LoadProgress:
+    """How far a load is, and the wish that it end; shared between the event loop and the compute thread."""
+
+    def __init__(self) -> None:
+        self.fraction = 0.0
+        self._is_cancelled = False
+
+    def cancel(self) -> None:
+        """Ends the load at the next tensor."""
+        self._is_cancelled = True
+
+    def advance(self, fraction: float) -> None:
+        """Raises StageLoadError when the load is not wanted any more."""
+        if self._is_cancelled:
+            raise StageLoadError(f"the load was given up at {fraction:.0%}")
+        self.fraction = fraction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,27 +68,22 @@ class LoadedStage:
 
 
 def load_stage(
-    assignment: Assignment,
-    resources: WorkerResources,
-    on_progress: Callable[[float], None] | None = None,
+    assignment: Assignment, resources: WorkerResources, progress: LoadProgress | None = None
 ) -> LoadedStage:
-    """Runs on the compute thread, and tells `on_progress` there which fraction of the weights is loaded.
-
-    Raises StageLoadError; then nothing is kept.
-    """
+    """Runs on the compute thread. Raises StageLoadError; then nothing is kept."""
     try:
-        return _load(assignment, resources, on_progress)
+        return _load(assignment, resources, progress or LoadProgress())
     except StagelineError as error:
         raise StageLoadError(str(error)) from error
     except (ValueError, OSError) as error:
         raise StageLoadError(f"{type(error).__name__}: {error}") from error
-    except (RuntimeError, MemoryError) as error:
+    except Exception as error:
+        # Out of memory, a missing kernel, a defect of ours: the process stays in any case.
+        log.exception("loading failed")
         raise StageLoadError(f"{resources.device}: {type(error).__name__}: {error}") from error
 
 
-def _load(
-    assignment: Assignment, resources: WorkerResources, on_progress: Callable[[float], None] | None
-) -> LoadedStage:
+def _load(assignment: Assignment, resources: WorkerResources, progress: LoadProgress) -> LoadedStage:
     started = time.perf_counter()
     checkpoint = Checkpoint.open(_directory(assignment, resources))
     _check_model(assignment, checkpoint)
@@ -83,7 +98,7 @@ def _load(
     )
     kv_bytes = _kv_bytes(assignment, checkpoint.config)
     _check_memory(assignment, resources, weight_bytes=model.weight_bytes, kv_bytes=kv_bytes)
-    model.load(checkpoint, on_progress)
+    model.load(checkpoint, on_progress=progress.advance)
     executor = StepExecutor(assignment, model, _new_pages(assignment, checkpoint.config, resources.device))
     loaded = time.perf_counter()
     warm_up(executor, assignment, checkpoint.config, budget_s=_warmup_budget_s(resources.device))

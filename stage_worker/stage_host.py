@@ -5,11 +5,11 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from stage_worker.assignment import Assignment, decode_assignment
+from stage_worker.assignment import Assignment, decode_assignment, wants
 from stage_worker.compute import ComputeThread
-from stage_worker.handshake import Epoch, check_protocol, decode_epoch, hop_hello
+from stage_worker.handshake import Epoch, check_protocol, decode_epoch, epoch_problem, hop_hello
 from stage_worker.hop import Hop, hop_to_coordinator, hop_to_stage
-from stage_worker.loading import LoadedStage, StageLoadError, WorkerResources, load_stage
+from stage_worker.loading import LoadedStage, LoadProgress, StageLoadError, WorkerResources, load_stage
 from stage_worker.session import EpochSession
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
 from wire.errors import StaleStream, StepFaultKind
@@ -58,8 +58,8 @@ class StageHost:
         self._on_serving = on_serving
         self._orders: asyncio.Queue[tuple[Order | _Disconnected, Reply]] = asyncio.Queue()
         self._loaded: LoadedStage | None = None
-        # Written by the compute thread while it loads, read for heartbeats.
-        self._load_progress = 0.0
+        self._loading: Assignment | None = None
+        self._load_progress: LoadProgress | None = None
         self._session: EpochSession | None = None
         self._last_epoch = 0
         self._epoch_began = asyncio.Event()
@@ -70,7 +70,9 @@ class StageHost:
         return self._last_epoch
 
     def submit(self, order: Order, reply: Reply) -> None:
-        """Carries out `order` after those before it."""
+        """Carries out `order` after those before it; a load gives way to another assignment."""
+        if isinstance(order, cluster_pb2.AssignStage):
+            self._give_up_load(unless_for=order)
         self._orders.put_nowait((order, reply))
 
     def disconnected(self) -> None:
@@ -78,12 +80,13 @@ class StageHost:
         self._orders.put_nowait((_Disconnected(), _drop))
 
     async def run(self) -> None:
-        """Carries out orders until cancelled, then ends the epoch."""
+        """Carries out orders until cancelled, then ends the epoch, or the load."""
         try:
             while True:
                 order, reply = await self._orders.get()
                 await self._carry_out(order, reply)
         finally:
+            self._give_up_load()
             await self._end_session()
 
     async def accept(self, hello: stage_pb2.HopHello) -> EpochSession:
@@ -109,8 +112,8 @@ class StageHost:
         """The state of this moment; `resident_bytes` is left to the caller."""
         session, loaded = self._session, self._loaded
         heartbeat = cluster_pb2.Heartbeat(epoch=session.epoch.number if session else 0)
-        heartbeat.load_progress = self._load_progress
         if loaded is None:
+            heartbeat.load_progress = self._load_progress.fraction if self._load_progress else 0.0
             return heartbeat
         stats = loaded.executor.stats
         heartbeat.num_steps = stats.num_steps
@@ -119,7 +122,10 @@ class StageHost:
         heartbeat.kv.blocks_active = stats.blocks_active
         heartbeat.kv.blocks_inactive = stats.blocks_inactive
         heartbeat.kv.blocks_free = stats.blocks_free
+        heartbeat.kv.blocks_wanted = stats.blocks_wanted
+        heartbeat.kv.blocks_hit = stats.blocks_hit
         heartbeat.busy_us = round(stats.busy_s * 1e6)
+        heartbeat.load_progress = 1.0
         return heartbeat
 
     async def _carry_out(self, order: Order | _Disconnected, reply: Reply) -> None:
@@ -153,7 +159,7 @@ class StageHost:
     async def _load(self, assignment: Assignment) -> None:
         """The stage before goes first: both may not fit side by side."""
         await self._end_session()
-        self._loaded, self._load_progress = None, 0.0
+        self._loaded = None
         log.info(
             "loading layers [%d, %d) as %s, stage %d of %d",
             assignment.layer_begin,
@@ -162,21 +168,32 @@ class StageHost:
             assignment.stage,
             assignment.num_stages,
         )
-        loaded = await self._compute.run(load_stage, assignment, self._resources, self._set_load_progress)
+        self._loading, self._load_progress = assignment, LoadProgress()
+        try:
+            loaded = await self._compute.run(load_stage, assignment, self._resources, self._load_progress)
+        finally:
+            self._loading = None
         log.info("loaded in %d ms, warmed up in %d ms", loaded.load_ms, loaded.warmup_ms)
         self._loaded = loaded
 
-    def _set_load_progress(self, fraction: float) -> None:
-        self._load_progress = fraction
+    def _give_up_load(self, *, unless_for: cluster_pb2.AssignStage | None = None) -> None:
+        if self._loading is None or self._load_progress is None:
+            return
+        if unless_for is None or not wants(unless_for, self._loading):
+            self._load_progress.cancel()
 
     async def _begin_epoch(self, epoch: Epoch, reply: Reply) -> None:
         await self._end_session()
-        problem = self._epoch_problem(epoch)
+        assignment = self._loaded.assignment if self._loaded else None
+        problem = epoch_problem(epoch, assignment, incarnation=self._incarnation, last_epoch=self._last_epoch)
         if problem is not None:
             log.error("epoch %d cannot begin: %s", epoch.number, problem)
-            stage = self._loaded.assignment.stage if self._loaded else 0
             report = FaultReport(
-                epoch=epoch.number, step_id=0, stage=stage, kind=StepFaultKind.EPOCH, message=problem
+                epoch=epoch.number,
+                step_id=0,
+                stage=assignment.stage if assignment else 0,
+                kind=StepFaultKind.EPOCH,
+                message=problem,
             )
             reply(cluster_pb2.WorkerMessage(fault=encode_fault(report)))
             return
@@ -186,21 +203,6 @@ class StageHost:
         self._last_epoch = epoch.number
         began, self._epoch_began = self._epoch_began, asyncio.Event()
         began.set()
-
-    def _epoch_problem(self, epoch: Epoch) -> str | None:
-        """Why this worker cannot take part in `epoch`, if so."""
-        loaded = self._loaded
-        if loaded is None or loaded.assignment.plan_id != epoch.plan_id:
-            present = "none" if loaded is None else loaded.assignment.plan_id
-            return f"epoch {epoch.number} is of plan {epoch.plan_id}, loaded is {present}"
-        if epoch.number <= self._last_epoch:
-            return f"epoch {epoch.number} begins after epoch {self._last_epoch}"
-        assignment = loaded.assignment
-        if len(epoch.peers) != assignment.num_stages:
-            return f"epoch {epoch.number} has {len(epoch.peers)} stages, the plan {assignment.num_stages}"
-        if epoch.peers[assignment.stage].incarnation != self._incarnation:
-            return f"epoch {epoch.number} has another process as stage {assignment.stage}"
-        return None
 
     def _new_session(self, epoch: Epoch, loaded: LoadedStage, reply: Reply) -> EpochSession:
         def on_ready() -> None:

@@ -32,9 +32,9 @@ def load_tensors(
     """Fill each destination: contiguous, shaped as the checkpoint's tensor of that name, any dtype or device.
 
     Files are read in order of position; after each tensor `on_progress` is told the fraction of all elements
-    that are there. Raises CheckpointNotFound when a file cannot be opened, BadHeader
-    when it has become shorter since its header was read, ValueError when a weight does not fit into the
-    run dtype (float16 ends at 65504).
+    that are in place, and what it raises ends the load. Raises CheckpointNotFound when a file cannot be
+    opened, BadHeader when it has become shorter since its header was read, ValueError when a weight does not
+    fit into the run dtype (float16 ends at 65504).
     """
     num_elements = sum(destination.numel() for destination in destinations.values())
     num_loaded = 0

@@ -1,6 +1,8 @@
 """One stage worker: the server that it is, the member of a cluster, and the stage that it hosts."""
 
 import asyncio
+import ipaddress
+import logging
 import os
 import socket
 from collections.abc import Iterable
@@ -19,6 +21,8 @@ from stageline_rpc.v1 import cluster_pb2, stage_pb2, stage_pb2_grpc
 from wire.addresses import Address, parse_address, parse_peer_address
 from wire.channels import PROTOCOL_VERSION, bind, new_server
 from wire.ids import new_incarnation
+
+log = logging.getLogger(__name__)
 
 STAGE_SERVICE = stage_pb2.DESCRIPTOR.services_by_name["Stage"].full_name
 _WILDCARDS = ("0.0.0.0", "::")
@@ -64,6 +68,11 @@ class Worker:
         self.advertised_address = self._config.advertise or str(
             await _advertised(bound, self._config.coordinator)
         )
+        if _is_loopback(self.advertised_address) and not _is_loopback(self._config.coordinator):
+            log.warning(
+                "other hosts cannot reach this worker at %s; pass --listen with an address of this host",
+                self.advertised_address,
+            )
         self.name = self.name or f"{socket.gethostname()}-{port}"
         await self._report_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         await self._server.start()
@@ -87,7 +96,7 @@ class Worker:
             await _cancel((joined, orders))
 
     async def stop(self) -> bool:
-        """Ends server and compute thread; False when the thread is still busy: a load cannot be stopped."""
+        """Ends server and compute thread; False when the thread is still busy."""
         await self._server.stop(_STOP_GRACE_S)
         await _cancel(self._health_tasks)
         return self._compute.stop(timeout_s=_STOP_GRACE_S)
@@ -151,6 +160,14 @@ async def _local_host(coordinator: str, family: socket.AddressFamily = socket.AF
     except OSError as error:
         raise OSError(f"no way to the coordinator at {coordinator}: {error.strerror}") from None
     return host
+
+
+def _is_loopback(address: str) -> bool:
+    host = parse_address(address).host
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 async def _cancel(tasks: Iterable["asyncio.Task[None]"]) -> None:

@@ -59,13 +59,15 @@ class Client:
         top_p: float | None = None,
         seed: int | None = None,
         ignore_eos: bool = False,
+        cache_salt: str = "",
         request_id: str | None = None,
         timeout_s: float | None = None,
     ) -> AsyncGenerator[GenerateOutput, None]:
         """Generates a completion of a text, of token ids, or of a conversation, and yields it as it grows.
 
         What is left out has the server's default: greedy sampling (temperature 0), up to 256 new tokens, a
-        request_id (UUIDv7) of the server's making. `timeout_s` bounds the whole generation. Leaving the loop,
+        request_id (UUIDv7) of the server's making. Requests share cached prefixes only with those of the same
+        `cache_salt`, which keeps tenants apart. `timeout_s` bounds the whole generation. Leaving the loop,
         closing the generator or cancelling the task cancels the request on the server.
         """
         request = build_request(
@@ -76,6 +78,7 @@ class Client:
             top_p=top_p,
             seed=seed,
             ignore_eos=ignore_eos,
+            cache_salt=cache_salt,
             request_id=request_id,
         )
         stub = inference_pb2_grpc.InferenceStub(await self._connected())

@@ -74,10 +74,10 @@ class DecoderStage:
         )
 
     @torch.inference_mode()
-    def load(self, checkpoint: Checkpoint, on_progress: Callable[[float], None] | None = None) -> None:
+    def load(self, checkpoint: Checkpoint, *, on_progress: Callable[[float], None] | None = None) -> None:
         """Read this stage's tensors, and no others, converting them to the run dtype.
 
-        `on_progress` is told now and then which fraction of them is there.
+        `on_progress` is told the fraction that is loaded; what it raises ends the load.
 
         Raises ValueError when the checkpoint's config is not the stage's, and what `load_tensors` raises;
         the stage then stays without weights.

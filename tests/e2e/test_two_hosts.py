@@ -1,4 +1,4 @@
-"""A cluster across two hosts needs --coordinator, --listen and --advertise only."""
+"""A cluster across two hosts needs --coordinator, --listen and --advertise, and nothing else."""
 
 from __future__ import annotations
 

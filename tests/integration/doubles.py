@@ -62,15 +62,15 @@ class WorkerLink:
 
 
 class CoordinatorDouble(cluster_pb2_grpc.ClusterServicer, stage_pb2_grpc.StepResultsServicer):
-    """Welcomes every worker unless `refusal` is set; leaves LAST waiting unless it `accepts`."""
+    """Welcomes every worker unless `refusal` is set; keeps what LAST delivers."""
 
     def __init__(self) -> None:
         self.incarnation: Incarnation = new_incarnation()
         self.refusal: tuple[grpc.StatusCode, str] | None = None
         self.links: asyncio.Queue[WorkerLink] = asyncio.Queue()
-        self.accepts = True
         self.hop_hellos: asyncio.Queue[stage_pb2.HopHello] = asyncio.Queue()
         self.results: asyncio.Queue[StepResult] = asyncio.Queue()
+        self.num_ignored = 0
         self._server = new_server()
         self.address = ""
 
@@ -91,6 +91,12 @@ class CoordinatorDouble(cluster_pb2_grpc.ClusterServicer, stage_pb2_grpc.StepRes
     async def result(self) -> StepResult:
         async with asyncio.timeout(DEADLINE_S):
             return await self.results.get()
+
+    async def _ignore(self) -> None:
+        """The next `num_ignored` streams are neither accepted nor refused."""
+        if self.num_ignored:
+            self.num_ignored -= 1
+            await asyncio.Event().wait()
 
     async def Join(  # noqa: N802
         self, request_iterator: AsyncIterator[cluster_pb2.WorkerMessage], context: Any
@@ -119,8 +125,7 @@ class CoordinatorDouble(cluster_pb2_grpc.ClusterServicer, stage_pb2_grpc.StepRes
         self, request_iterator: AsyncIterator[stage_pb2.DeliverRequest], context: Any
     ) -> AsyncIterator[stage_pb2.DeliverResponse]:
         self.hop_hellos.put_nowait((await anext(request_iterator)).hello)
-        if not self.accepts:
-            await asyncio.Event().wait()
+        await self._ignore()
         yield stage_pb2.DeliverResponse(accepted=stage_pb2.HopAccepted())
         async for request in request_iterator:
             self.results.put_nowait(decode_result(request.result))
@@ -136,15 +141,15 @@ async def _collect_answers(requests: AsyncIterator[cluster_pb2.WorkerMessage], l
 
 
 class NextStageDouble(stage_pb2_grpc.StageServicer):
-    """Accepts every stream, unless `refusal` is set or it no longer `accepts`, and keeps its frames."""
+    """Accepts every stream, unless `refusal` is set, and keeps its frames."""
 
     def __init__(self, *, max_payload_bytes: int = 1 << 24) -> None:
         self.incarnation: Incarnation = new_incarnation()
         self.refusal: tuple[grpc.StatusCode, str] | None = None
-        self.accepts = True
         self.hellos: asyncio.Queue[stage_pb2.HopHello] = asyncio.Queue()
         self.frames: asyncio.Queue[Frame] = asyncio.Queue()
         self.stream_ended = asyncio.Event()
+        self.num_ignored = 0
         self.breaks_with: grpc.StatusCode | None = None
         self._max_payload_bytes = max_payload_bytes
         self._server = new_server()
@@ -162,14 +167,19 @@ class NextStageDouble(stage_pb2_grpc.StageServicer):
         async with asyncio.timeout(DEADLINE_S):
             return await self.frames.get()
 
+    async def _ignore(self) -> None:
+        """The next `num_ignored` streams are neither accepted nor refused."""
+        if self.num_ignored:
+            self.num_ignored -= 1
+            await asyncio.Event().wait()
+
     async def Forward(  # noqa: N802
         self, request_iterator: AsyncIterator[stage_pb2.ForwardRequest], context: Any
     ) -> AsyncIterator[stage_pb2.ForwardResponse]:
         self.hellos.put_nowait((await anext(request_iterator)).hello)
-        if not self.accepts:
-            await asyncio.Event().wait()
         if self.refusal is not None:
             await context.abort(*self.refusal)
+        await self._ignore()
         yield stage_pb2.ForwardResponse(accepted=stage_pb2.HopAccepted())
         assembler = FrameAssembler(max_payload_bytes=self._max_payload_bytes)
         try:

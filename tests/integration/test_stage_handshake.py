@@ -7,7 +7,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from stage_worker import hop
+from stage_worker import hop, service, stage_host
 from stage_worker.assignment import Assignment
 from stageline_rpc.v1 import stage_pb2
 from tests.integration.doubles import DEADLINE_S, PredecessorDouble, StreamEnded
@@ -112,6 +112,27 @@ async def test_a_stream_without_hello_is_refused(assignment: Assignment) -> None
         ended = await predecessor.end()
         assert (ended.code, "hello" in ended.details) == (grpc.StatusCode.FAILED_PRECONDITION, True)
         await predecessor.close()
+
+
+async def test_a_stream_that_never_says_hello_is_ended(
+    assignment: Assignment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "HELLO_TIMEOUT_S", 0.05)
+    async with stage_bench(assignment) as bench:
+        predecessor = PredecessorDouble(bench.worker.advertised_address)
+        ended = await predecessor.end()
+        assert (ended.code, ended.details) == (grpc.StatusCode.ABORTED, "no hello within 0.05 s")
+        await predecessor.close()
+
+
+async def test_a_stream_whose_epoch_never_begins_is_ended(
+    assignment: Assignment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage_host, "EPOCH_WAIT_S", 0.05)
+    async with stage_bench(assignment) as bench:
+        ended = await refusal(bench, setting(epoch=5))
+        assert ended.code is grpc.StatusCode.ABORTED
+        assert "epoch 5, which has not begun here within 0.05 s" in ended.details
 
 
 async def test_a_stream_that_is_ahead_of_begin_epoch_waits_for_it(assignment: Assignment) -> None:

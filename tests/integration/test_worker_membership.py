@@ -17,7 +17,6 @@ from checkpoint import DType
 from stage_worker import loading, stage_host
 from stage_worker.assignment import Assignment
 from stage_worker.control import JoinRefused
-from stage_worker.loading import LoadedStage, WorkerResources, load_stage
 from stage_worker.worker import Worker
 from stageline_rpc.v1 import cluster_pb2
 from tests.integration.doubles import DEADLINE_S, CoordinatorDouble, WorkerLink
@@ -51,15 +50,20 @@ class Gate:
 
     def __init__(self) -> None:
         self.opened = threading.Event()
+        self.called = threading.Event()
         self.num_calls = 0
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def gated(*args: Any, **kwargs: Any) -> Any:
             self.num_calls += 1
+            self.called.set()
             assert self.opened.wait(DEADLINE_S)
             return function(*args, **kwargs)
 
         return gated
+
+    async def wait_called(self) -> None:
+        assert await asyncio.to_thread(self.called.wait, DEADLINE_S), "never called"
 
 
 @pytest.fixture
@@ -110,31 +114,6 @@ async def test_a_given_address_and_name_are_advertised(coordinator: CoordinatorD
         assert (hello.name, hello.address) == ("gpu-a", "gpu-a.example:7481")
 
 
-async def test_heartbeats_tell_how_much_is_loaded(
-    coordinator: CoordinatorDouble, assignment: Assignment, gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def load_slowly(
-        assignment: Assignment, resources: WorkerResources, on_progress: Callable[[float], None]
-    ) -> LoadedStage:
-        def tell(fraction: float) -> None:
-            on_progress(fraction)
-            assert fraction < 0.3 or gate.opened.wait(DEADLINE_S)
-
-        return load_stage(assignment, resources, tell)
-
-    monkeypatch.setattr(stage_host, "load_stage", load_slowly)
-    async with running_worker(worker_config(coordinator.address)):
-        link = await coordinator.link()
-        link.send(assign=assign_message(assignment))
-        async with asyncio.timeout(DEADLINE_S):
-            while (heartbeat := await link.next_heartbeat()).load_progress == 0:
-                pass
-        assert 0.3 < heartbeat.load_progress < 1
-        gate.opened.set()
-        await link.answer("loaded")
-        assert (await link.next_heartbeat()).load_progress == 1
-
-
 async def test_heartbeats_go_on_while_a_model_loads(
     coordinator: CoordinatorDouble, assignment: Assignment, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,8 +142,7 @@ async def test_loaded_comes_after_the_warm_up(
     async with running_worker(worker_config(coordinator.address)):
         link = await coordinator.link()
         link.send(assign=assign_message(assignment))
-        while not gate.num_calls:
-            await link.next_heartbeat()
+        await gate.wait_called()
         await link.next_heartbeat()
         assert link.answers.empty(), "loaded while it is not warm"
         gate.opened.set()
@@ -218,6 +196,38 @@ async def test_the_workers_own_model_path_goes_before_the_coordinators(
         await load(link, replace(assignment, model_directory="/only/on/the/coordinator"))
 
 
+async def test_a_load_gives_way_to_another_assignment(
+    coordinator: CoordinatorDouble, assignment: Assignment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half_loaded, cancelled, go_on = asyncio.Event(), asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+    advance, cancel = loading.LoadProgress.advance, loading.LoadProgress.cancel
+
+    def gated(progress: loading.LoadProgress, fraction: float) -> None:
+        advance(progress, fraction)
+        if fraction > 0.5 and not go_on.is_set():
+            loop.call_soon_threadsafe(half_loaded.set)
+            assert go_on.wait(DEADLINE_S)
+
+    def noticed(progress: loading.LoadProgress) -> None:
+        cancel(progress)
+        cancelled.set()
+
+    monkeypatch.setattr(loading.LoadProgress, "advance", gated)
+    monkeypatch.setattr(loading.LoadProgress, "cancel", noticed)
+    async with running_worker(worker_config(coordinator.address)):
+        link = await coordinator.link()
+        link.send(assign=assign_message(assignment))
+        await asyncio.wait_for(half_loaded.wait(), DEADLINE_S)
+        assert 0.5 < (await link.next_heartbeat()).load_progress < 1.0
+        link.send(assign=assign_message(replace(assignment, plan_id=2, num_blocks=16)))
+        await asyncio.wait_for(cancelled.wait(), DEADLINE_S)
+        go_on.set()
+        failed = await link.answer("load_failed")
+        assert (failed.plan_id, "given up" in failed.reason) == (1, True)
+        assert (await link.answer("loaded")).plan_id == 2
+
+
 async def test_the_same_stage_is_not_loaded_twice(
     coordinator: CoordinatorDouble, assignment: Assignment, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,8 +271,7 @@ async def test_a_load_that_outlives_its_connection_is_answered_to_nobody_but_kep
     async with running_worker(worker_config(coordinator.address)):
         link = await coordinator.link()
         link.send(assign=assign_message(assignment))
-        while not gate.num_calls:
-            await link.next_heartbeat()
+        await gate.wait_called()
         link.hang_up()
         link = await coordinator.link()
         gate.opened.set()
