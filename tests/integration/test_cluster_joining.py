@@ -131,7 +131,9 @@ def other_block_size(message: stage_pb2.HopHello) -> None:
     message.block_size = 16
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(
+    "stage", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     ("alter", "values"),
     [
