@@ -224,7 +224,8 @@ def show(lines: list[Line], bandwidths: list[Bandwidth], prefix: list[PrefixResu
     for each in bandwidths:
         print(f"{each.what:<52}{each.gb_per_s:>12.2f}{each.copy_gb_per_s:>12.2f}{each.ratio:>18.2f}")
     print(
-        f"\n{'2,000 common tokens, 32 requests':<34}{'prefill tokens':>18}{'first token, mean':>18}{'last':>16}"
+        f"\n{'2,000 common tokens, 32 requests':<34}{'prefill tokens':>18}"
+        f"{'first token, mean':>18}{'last':>16}"
     )
     for result in prefix:
         print(
