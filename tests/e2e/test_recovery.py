@@ -51,21 +51,27 @@ class _Streams:
     def __init__(self, client: Client) -> None:
         self.tokens: list[list[int]] = [[] for _ in PROMPTS]
         self.last: list[GenerateOutput] = []
+        self._news = asyncio.Event()
         self._tasks = [asyncio.create_task(self._read(client, number)) for number in range(len(PROMPTS))]
 
     async def all_have(self, num_tokens: int) -> None:
         async with asyncio.timeout(60):
             while min(map(len, self.tokens)) < num_tokens:
-                await asyncio.sleep(0.01)
+                await self._next_token()
         assert max(map(len, self.tokens)) < NUM_TOKENS, "it is too late to disturb anything"
 
     async def end(self, *, timeout_s: float) -> None:
         async with asyncio.timeout(timeout_s):
             await asyncio.gather(*self._tasks)
 
+    async def _next_token(self) -> None:
+        self._news.clear()
+        await self._news.wait()
+
     async def _read(self, client: Client, number: int) -> None:
         async for output in client.generate(PROMPTS[number], max_tokens=NUM_TOKENS):
             self.tokens[number] += output.token_ids
+            self._news.set()
         self.last.append(output)
 
 
