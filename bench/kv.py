@@ -125,7 +125,7 @@ def measure_decode(rounds: int) -> list[Line]:
     for _ in range(rounds):
         log, running = decoding(BLOCK_SIZE // 2)
         step = decode_step(log, running)
-        for index in range(4 * BLOCK_SIZE):
+        for _ in range(4 * BLOCK_SIZE):
             is_crossing = len(running[0][1]) % BLOCK_SIZE == 0
             (crossing if is_crossing else inside).time(step)
     return [
