@@ -13,6 +13,7 @@ A step is filled with decodes first, then with prompt chunks up to the token bud
 from collections import deque
 from dataclasses import dataclass
 
+from coordinator.generations import UsedGenerations
 from coordinator.in_flight import ResultMismatch, StepsInFlight
 from coordinator.kv_log import KvLog
 from coordinator.lifecycle import SequenceState
@@ -86,6 +87,7 @@ class Scheduler:
         self._running: dict[SequenceKey, Sequence] = {}
         self._in_flight = StepsInFlight()
         self._ends: list[EndRecord] = []
+        self._used = UsedGenerations()
         self._epoch = 0
         self._next_step_id = 0
         self._kv: KvLog | None = None
@@ -135,11 +137,13 @@ class Scheduler:
         self._running.clear()
         self._in_flight.clear()
         self._ends.clear()
+        self._used.clear()
         self._kv = None
 
     def add(self, sequence: Sequence) -> None:
         """Puts a WAITING sequence at the end of the queue."""
         assert sequence.state is SequenceState.WAITING
+        sequence.start_at_generation(self._used.next_of(sequence.key))
         self._queue.append(sequence)
 
     def drop(self, sequence: Sequence, state: SequenceState) -> None:
@@ -147,6 +151,7 @@ class Scheduler:
         out.
         """
         sequence.end(state)
+        self._used.note_ended(sequence.key, sequence.generation)
         if self._running.pop(sequence.key, None) is None:
             self._queue.remove(sequence)
         else:
@@ -205,11 +210,13 @@ class Scheduler:
         if isinstance(outcome, SliceError):
             del self._running[sequence.key]
             sequence.end(SequenceState.FAILED)
+            self._used.note_ended(sequence.key, sequence.generation)
             self._release(sequence.release(keep_content=False))
             return Progress(sequence, error=SliceFailed(f"stage {outcome.stage}: {outcome.message}"))
         reason = sequence.accept_token(outcome)
         if reason is not None:
             del self._running[sequence.key]
+            self._used.note_ended(sequence.key, sequence.generation)
             self._release(sequence.release())
         return Progress(sequence, token=outcome, finish_reason=reason)
 
