@@ -111,7 +111,7 @@ class KvLog:
             max_output_tokens=sequence.num_tokens_to_generate,
             salt=salt_of(sequence.cache_salt) if sequence.cache_salt else DEFAULT_SALT,
             prefix_caching=self._prefix_caching,
-            new_id=lambda: next(self._ids),
+            new_id=self._ids.__next__,
         )
         # A block whose hash is known with other content gets a name of its own before hits are counted.
         self._ledger.prepare(active, len(active))
@@ -155,17 +155,20 @@ class KvLog:
         if self._window is not None:
             if active.num_allocated_blocks == 0:
                 self._extend(key, active, first_query // self._block_size * self._block_size)
-            self._release_unseen(key, active, first_query)
+            self._release_unseen(key, active, self._window, first_query)
         self._extend(key, active, num_tokens)
 
     def append(self, key: SequenceKey, active: ActiveSequence, token: int) -> None:
         """A block slot for one more token. Raises OutOfBlocks; then the token is not appended, though the
         block before may have been promoted, which stands.
         """
-        self._release_unseen(key, active, len(active))
-        signals = self._ledger.push(active, token)
+        if self._window is not None:
+            self._release_unseen(key, active, self._window, len(active))
+        signals = active.push(token)
+        if not signals:
+            return
         try:
-            for signal in signals:
+            for signal in self._ledger.settle(active, signals):
                 self._apply(key, active, signal)
         except OutOfBlocks:
             active.pop()
@@ -186,11 +189,11 @@ class KvLog:
             self._apply(key, active, use)
         active.commit(num_tokens)
 
-    def _release_unseen(self, key: SequenceKey, active: ActiveSequence, first_query: int) -> None:
-        """Steps that were sent before see more, but they also apply their signals before this one."""
-        if self._window is None:
-            return
-        first_visible = self._window.first_visible(first_query)
+    def _release_unseen(
+        self, key: SequenceKey, active: ActiveSequence, window: KvWindow, first_query: int
+    ) -> None:
+        """Steps that were sent before see more, but they are also computed before this one."""
+        first_visible = window.first_visible(first_query)
         if first_visible // self._block_size > active.num_released_blocks:
             self.free(key, active, active.release_before(first_visible))
 

@@ -56,6 +56,10 @@ class Ledger:
     def push(self, sequence: ActiveSequence, token: int) -> list[Signal]:
         """`sequence.push(token)`, free of collisions."""
         signals = sequence.push(token)
+        return self.settle(sequence, signals) if signals else signals
+
+    def settle(self, sequence: ActiveSequence, signals: list[Signal]) -> list[Signal]:
+        """The signals of the sequence's last push, free of collisions."""
         while signals and isinstance(promote := signals[0], Promote):
             if promote.sequence_hash not in self._contents:
                 break
@@ -81,7 +85,9 @@ class Ledger:
         sequence's next; then nothing has changed.
         """
         entering: dict[int, Content] = {}
-        if isinstance(signal, Promote) or (isinstance(signal, Use) and signal.block_hashes):
+        if isinstance(signal, Promote) and signal.sequence_hash not in self._contents:
+            entering[signal.sequence_hash] = sequence.newest_content(signal)
+        elif isinstance(signal, Promote) or (isinstance(signal, Use) and signal.block_hashes):
             entering = self._new_contents(sequence, signal)
         events = self.pool.apply(signal)
         for event in events:

@@ -30,7 +30,7 @@ class Client:
     One client carries any number of calls at once. Each waits for the coordinator up to `connect_timeout_s`.
     """
 
-    def __init__(self, address: str, *, connect_timeout_s: float = 10.0) -> None:
+    def __init__(self, address: str, *, connect_timeout_s: float = 5.0) -> None:
         self._address = str(parse_peer_address(address))
         self._connect_timeout_s = connect_timeout_s
         self._channel: grpc.aio.Channel | None = None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.fake_processes import is_running
+from tests.fake_processes import is_running, wait_until
 from wire.addresses import parse_address
 
 
@@ -28,10 +28,8 @@ def listening_ports(pids: list[int]) -> list[int]:
 
 
 async def wait_until_gone(pids: list[int], *, timeout_s: float = 10.0) -> None:
-    """Returns when none of these processes runs any more."""
-    async with asyncio.timeout(timeout_s):
-        while any(is_running(pid) for pid in pids):
-            await asyncio.sleep(0.05)
+    """Returns when none of these processes runs any more. Raises TimeoutError."""
+    await asyncio.to_thread(wait_until, lambda: not any(is_running(pid) for pid in pids), timeout_s=timeout_s)
 
 
 def is_free(address: str) -> bool:
@@ -41,10 +39,15 @@ def is_free(address: str) -> bool:
         return probe.connect_ex((where.host, where.port)) != 0
 
 
+def leftover_files(temporary: Path) -> list[Path]:
+    """What was made in a directory for temporary files, and is still there."""
+    return list(temporary.iterdir())
+
+
 def assert_nothing_left(pids: list[int], ports: list[int], temporary: Path) -> None:
     """No process, no port, no temporary file. There must have been some: an empty list proves nothing."""
     assert pids
     assert ports
     assert [pid for pid in pids if is_running(pid)] == []
     assert [port for port in ports if not is_free(f"127.0.0.1:{port}")] == []
-    assert list(temporary.iterdir()) == []
+    assert leftover_files(temporary) == []

@@ -10,45 +10,21 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.clusters import Served, make_checkpoint
-from tests.e2e.commands import Finished, run_stageline
+from tests.e2e.commands import run_stageline
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
+# All that can be mistyped is tried in one process elsewhere; here are those that processes are started with.
 BAD_USAGE = {
-    "coordinator --stages 0": "0 is not in the range",
-    "coordinator --stages 2 --layers 1,2,3": "layers 1,2,3 are for 3 stages, but there are 2",
-    "coordinator --stages 1 --listen here": "'here' is not HOST:PORT",
     "coordinator --stages 1 --model /no/such/model": "'/no/such/model' does not exist",
-    "coordinator --stages 1 --dtype int8": "dtype 'int8' is none of bf16, f16, f32",
-    "coordinator": "Missing option '--stages'",
-    "worker --coordinator 127.0.0.1:0": "port 0",
-    "worker --memory much": "'much'",
-    "worker --device tpu": "device 'tpu'",
-    "worker --name a/b": "name 'a/b'",
+    "coordinator --stages 2 --layers 1,2,3": "layers 1,2,3 are for 3 stages, but there are 2",
     "worker --model /no/such/model": "'/no/such/model' does not exist",
-    "worker --threads 0": "0 is not in the range",
-    "generate": "Missing argument 'PROMPT'",
-    "generate --token-ids 1,x": "'1,x' is not a list of token ids",
-    "generate hello --temperature -1": "-1.0 is not in the range",
-    "plan --workers": "requires an argument",
-    "up --workers 2 --device cuda:0": "2 workers share cuda:0: say with --memory",
-    "launch": "No such command 'launch'",
+    "worker --device tpu": "device 'tpu'",
 }
 
 
-async def _run_all(lines: list[str]) -> list[Finished]:
-    # Two at a time: each takes its time to start, not to fail.
-    slots = asyncio.Semaphore(2)
-
-    async def run(line: str) -> Finished:
-        async with slots:
-            return await run_stageline(*line.split())
-
-    return await asyncio.gather(*(run(line) for line in lines))
-
-
 async def test_bad_flags_are_refused_with_exit_code_2() -> None:
-    finished = await _run_all(list(BAD_USAGE))
+    finished = await asyncio.gather(*(run_stageline(*line.split()) for line in BAD_USAGE))
     for (line, text), run in zip(BAD_USAGE.items(), finished, strict=True):
         assert run.code == 2, line
         assert text in run.the_error(), line
@@ -56,11 +32,10 @@ async def test_bad_flags_are_refused_with_exit_code_2() -> None:
 
 async def test_a_client_without_a_coordinator_says_so_soon(free_address: str) -> None:
     start = time.monotonic()
-    for command in (("status",), ("generate", "hello"), ("chat",)):
-        run = await run_stageline(*command, "--coordinator", free_address)
-        assert run.code == 1
-        assert f"no coordinator at {free_address}" in run.the_error()
-    assert time.monotonic() - start < 25
+    run = await run_stageline("status", "--coordinator", free_address)
+    assert run.code == 1
+    assert f"no coordinator at {free_address}" in run.the_error()
+    assert time.monotonic() - start < 15
 
 
 async def test_a_port_in_use_is_refused(served: Served) -> None:
@@ -71,7 +46,7 @@ async def test_a_port_in_use_is_refused(served: Served) -> None:
     ):
         run = await run_stageline(*command)
         assert run.code == 1
-        assert f"cannot listen on {served.address}: the port is in use" in run.stderr
+        assert f"cannot listen on {served.address}: Address already in use" in run.stderr
         assert "Traceback" not in run.stderr
         if command[0] != "up":
             run.the_error()

@@ -51,21 +51,27 @@ class _Streams:
     def __init__(self, client: Client) -> None:
         self.tokens: list[list[int]] = [[] for _ in PROMPTS]
         self.last: list[GenerateOutput] = []
+        self._news = asyncio.Event()
         self._tasks = [asyncio.create_task(self._read(client, number)) for number in range(len(PROMPTS))]
 
     async def all_have(self, num_tokens: int) -> None:
         async with asyncio.timeout(60):
             while min(map(len, self.tokens)) < num_tokens:
-                await asyncio.sleep(0.01)
+                await self._next_token()
         assert max(map(len, self.tokens)) < NUM_TOKENS, "it is too late to disturb anything"
 
     async def end(self, *, timeout_s: float) -> None:
         async with asyncio.timeout(timeout_s):
             await asyncio.gather(*self._tasks)
 
+    async def _next_token(self) -> None:
+        self._news.clear()
+        await self._news.wait()
+
     async def _read(self, client: Client, number: int) -> None:
         async for output in client.generate(PROMPTS[number], max_tokens=NUM_TOKENS):
             self.tokens[number] += output.token_ids
+            self._news.set()
         self.last.append(output)
 
 
@@ -118,6 +124,6 @@ async def test_without_the_lost_worker_requests_fail_in_bounded_time_with_the_re
             await wait_for_status(cluster.address, lambda status: not is_serving(status), timeout_s=5)
             queued = asyncio.create_task(tokens_of(client, random_prompt(3), 5))
             for request in (live, queued):
-                with pytest.raises(Unavailable, match="no pipeline within 30 s: .*worker-1 is lost"):
+                with pytest.raises(Unavailable, match=r"no pipeline within 30 s: .*worker-1 is lost"):
                     await asyncio.wait_for(request, timeout=45)
         assert 25 < time.monotonic() - start < 45

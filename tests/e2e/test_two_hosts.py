@@ -1,4 +1,4 @@
-"""A cluster across two hosts needs --coordinator, --listen and --advertise, and no address of the other host."""
+"""A cluster across two hosts needs --coordinator, --listen and --advertise, and nothing else."""
 
 from __future__ import annotations
 

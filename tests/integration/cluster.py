@@ -246,7 +246,7 @@ class Cluster:
     ) -> cluster_pb2.GetStatusResponse:
         """The first status of which `holds` is true."""
         async with asyncio.timeout(DEADLINE_S):
-            while not holds(status := await self.client.status()):  # noqa: ASYNC110 - nobody tells
+            while not holds(status := await self.client.status()):
                 await asyncio.sleep(0.01)
         return status
 

@@ -50,7 +50,7 @@ async def test_live_requests_fail_when_a_worker_stays_away(varied_llama: Path, s
     async with Cluster(varied_llama, layers=LAYERS, timing=IMPATIENT) as cluster:
         async with cluster.generating(mixed_asks(4, max_tokens=120)) as answers:
             async with asyncio.timeout(DEADLINE_S):
-                while not all(answer.tokens for answer in answers):  # noqa: ASYNC110 - nobody tells
+                while not all(answer.tokens for answer in answers):
                     await asyncio.sleep(0.002)
             await cluster.workers["w1"].stop()
         for answer in answers:

@@ -51,7 +51,7 @@ def poisoned_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def until_tokens(answers: list[Answer], count: int) -> None:
     """Until every answer has that many tokens."""
     async with asyncio.timeout(DEADLINE_S):
-        while min(len(answer.tokens) for answer in answers) < count:  # noqa: ASYNC110 - nobody tells
+        while min(len(answer.tokens) for answer in answers) < count:
             await asyncio.sleep(0.002)
 
 
@@ -256,5 +256,5 @@ async def test_many_epochs_leave_no_tasks_files_or_objects(varied_llama: Path) -
             await one_fault(flip_byte if number % 2 else drop)
         async with asyncio.timeout(DEADLINE_S):
             # Connections are torn down by gRPC's own threads, a moment later.
-            while not Footprint.of_this_process().is_within(before):  # noqa: ASYNC110 - nobody tells
+            while not Footprint.of_this_process().is_within(before):
                 await asyncio.sleep(0.05)

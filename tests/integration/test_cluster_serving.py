@@ -29,7 +29,7 @@ def solo(varied_llama: Path) -> SoloRuns:
 async def until(holds: Callable[[], bool]) -> None:
     """Until the tested process itself says so."""
     async with asyncio.timeout(DEADLINE_S):
-        while not holds():  # noqa: ASYNC110 - nobody tells
+        while not holds():
             await asyncio.sleep(0.002)
 
 
