@@ -75,11 +75,11 @@ def _typed(rng: Random, question: str) -> str:
     return question.rstrip("?.!") if rng.random() < 0.15 else question
 
 
-def make_conversation(rng: Random, *, num_parts: int | None = None) -> list[Message]:
+def make_conversation(rng: Random) -> list[Message]:
     """A conversation, now and then with a system message first. A part is one story or a few small turns."""
-    parts = num_parts or rng.choice((1, 1, 2))
+    num_parts = rng.choice((1, 1, 2))
     turns: Turns = greeting(rng) if rng.random() < 0.2 else []
-    for _ in range(parts):
+    for _ in range(num_parts):
         turns += _story_turns(rng) if rng.random() < 0.3 else _small_turns(rng)
         if turns[-1][1].endswith("story?") and rng.random() < 0.3:
             turns += _reply_to_offer(rng)

@@ -12,7 +12,8 @@ pipeline_tag: text-generation
 
 A Llama-architecture language model of {millions:.1f} million parameters that ships with Stageline, so that
 serving can be tried with nothing downloaded. It tells little stories ("Once upon a time") and holds small
-conversations about colours, animals, names and sums. Beyond that it knows nothing.
+conversations about colours, animals and sums. Beyond that it knows nothing, and it often confuses the
+names in what it reads or tells.
 
 | | |
 |---|---|

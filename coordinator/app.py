@@ -51,7 +51,9 @@ class CoordinatorServer:
         inference_pb2_grpc.add_InferenceServicer_to_server(
             InferenceService(sessions, self.engine, status), self._server
         )
-        cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterService(self.controller, status), self._server)
+        cluster_pb2_grpc.add_ClusterServicer_to_server(
+            ClusterService(self.controller, status, self.engine.kv_feed), self._server
+        )
         stage_pb2_grpc.add_StepResultsServicer_to_server(StepResultsService(self.controller), self._server)
         self.address = config.listen
 
@@ -66,6 +68,7 @@ class CoordinatorServer:
     async def stop(self) -> None:
         """Fails what is live, closes every stream."""
         await self.controller.close()
+        self.engine.kv_feed.close()
         await self._server.stop(STOP_GRACE_S)
 
 

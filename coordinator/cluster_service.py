@@ -7,6 +7,8 @@ from typing import Any
 import grpc
 
 from coordinator.controller import Controller
+from coordinator.kv_feed import KvFeed
+from coordinator.kv_messages import encode_change, encode_snapshot
 from coordinator.messages import decode_hello
 from coordinator.status import StatusReporter
 from coordinator.worker_connection import WorkerConnection
@@ -21,9 +23,10 @@ HELLO_TIMEOUT_S = 10.0
 class ClusterService(cluster_pb2_grpc.ClusterServicer):
     """What workers and operators call."""
 
-    def __init__(self, controller: Controller, status: StatusReporter) -> None:
+    def __init__(self, controller: Controller, status: StatusReporter, kv_feed: KvFeed) -> None:
         self._controller = controller
         self._status = status
+        self._kv_feed = kv_feed
 
     async def Join(  # noqa: N802
         self,
@@ -46,6 +49,16 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         self, request: cluster_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> cluster_pb2.GetStatusResponse:
         return self._status.cluster()
+
+    async def KvEvents(  # noqa: N802
+        self, request: cluster_pb2.KvEventsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[cluster_pb2.KvEventsResponse]:
+        subscription = self._kv_feed.subscribe()
+        when_call_ends(context, subscription.close)
+        for message in encode_snapshot(subscription.snapshot):
+            yield message
+        async for change in subscription.changes():
+            yield encode_change(change)
 
     async def _read(
         self, messages: AsyncIterator[cluster_pb2.WorkerMessage], connection: WorkerConnection

@@ -20,11 +20,13 @@ from coordinator.cluster_state import (
     WorkerIdentity,
 )
 from coordinator.engine import Engine
+from coordinator.in_flight import ResultMismatch
 from coordinator.kv_log import KvLog
+from coordinator.kv_window import KvWindow
 from coordinator.messages import check_results_hello, encode_assign, encode_begin, encode_hop_hello
 from coordinator.model import ServedModel
 from coordinator.pipeline_link import LinkBroken, PipelineLink
-from coordinator.scheduler import ResultMismatch, SchedulerLimits
+from coordinator.scheduler import SchedulerLimits
 from coordinator.timing import ClusterTiming
 from coordinator.worker_connection import WorkerConnection
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
@@ -167,6 +169,7 @@ class Controller:
             raise StaleStream(f"epoch {epoch} is over")
         self.state.result_arrived()
         try:
+            _check_tokens(result, vocab_size=self._model.config.vocab_size)
             self._engine.complete(result)
         except ResultMismatch as error:
             self.fail_epoch(epoch, str(error))
@@ -230,7 +233,10 @@ class Controller:
         assert self._link is not None
         plan = action.plan
         kv = KvLog(
-            num_blocks=plan.num_blocks, block_size=plan.block_size, prefix_caching=self._prefix_caching
+            num_blocks=plan.num_blocks,
+            block_size=plan.block_size,
+            prefix_caching=self._prefix_caching,
+            window=KvWindow.of(self._model.config.layer_windows, plan.limits.max_step_tokens),
         )
         limits = SchedulerLimits(
             max_step_tokens=plan.limits.max_step_tokens,
@@ -288,3 +294,13 @@ class Controller:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a controller task failed", exc_info=error)
+
+
+def _check_tokens(result: StepResult, *, vocab_size: int) -> None:
+    """Raises ResultMismatch; what has reached a client cannot be taken back."""
+    for entry in result.results:
+        if isinstance(entry.outcome, int) and entry.outcome >= vocab_size:
+            raise ResultMismatch(
+                f"step {result.step_id}: token {entry.outcome} of {entry.sequence} is outside the vocabulary "
+                f"[0, {vocab_size})"
+            )

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from coordinator.kv_feed import KvFeed
 from coordinator.kv_log import KvLog
 from coordinator.lifecycle import SequenceState
 from coordinator.output import OutputChannel
@@ -49,6 +50,7 @@ class Engine:
         self._live: dict[RequestId, tuple[Sequence, OutputChannel]] = {}
         self._send: Callable[[Step], None] | None = None
         self.totals = RequestTotals()
+        self.kv_feed = KvFeed()
 
     @property
     def scheduler(self) -> Scheduler:
@@ -89,6 +91,7 @@ class Engine:
     ) -> None:
         """Begins to hand out steps through `send`, which must not block."""
         self._scheduler.begin_epoch(epoch, kv, limits)
+        self.kv_feed.begin_epoch(epoch, block_size=kv.block_size, cached_blocks=kv.cached_blocks)
         self._send = send
         self._pump()
 
@@ -96,6 +99,7 @@ class Engine:
         """Stops handing out steps; live requests go back to the queue with their tokens."""
         self._send = None
         self._scheduler.end_epoch()
+        self.kv_feed.end_epoch()
 
     def fail_step(self, fault: FaultReport) -> None:
         """Fails the requests of a faulty step; to be called before `stop_epoch`.
@@ -147,6 +151,8 @@ class Engine:
             return
         while (step := self._scheduler.next_step()) is not None:
             self._send(step)
+        if (kv := self._scheduler.kv) is not None:
+            self.kv_feed.publish(kv.take_events())
 
 
 def sequence_key(request_id: RequestId) -> SequenceKey:

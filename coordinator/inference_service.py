@@ -70,5 +70,5 @@ def encode_output(sequence: Sequence, output: Output) -> inference_pb2.GenerateR
         response.usage.completion_tokens = sequence.num_generated_tokens
         response.usage.cached_tokens = sequence.num_cached_tokens
         response.usage.seed = sequence.sampling.seed
-        response.usage.restarts = sequence.generation
+        response.usage.restarts = sequence.num_restarts
     return response

@@ -80,6 +80,7 @@ def make_sequence(
         sampling=sampling,
         stop_token_ids=stops,
         arrival=arrival,
+        cache_salt=request.cache_salt,
     )
 
 

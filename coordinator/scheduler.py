@@ -13,6 +13,8 @@ A step is filled with decodes first, then with prompt chunks up to the token bud
 from collections import deque
 from dataclasses import dataclass
 
+from coordinator.generations import UsedGenerations
+from coordinator.in_flight import ResultMismatch, StepsInFlight
 from coordinator.kv_log import KvLog
 from coordinator.lifecycle import SequenceState
 from coordinator.sequence import FinishReason, Release, Sequence
@@ -21,12 +23,7 @@ from wire.errors import SliceFailed, StagelineError
 from wire.ids import SequenceKey
 from wire.steps import Decode, EndRecord, Prefill, Slice, SliceError, StartRecord, Step, StepResult
 
-
-class ResultMismatch(Exception):
-    """LAST answered something else than the oldest step in flight asks for: the epoch cannot go on.
-
-    No client sees it: the epoch ends and its sequences start again.
-    """
+__all__ = ["Progress", "ResultMismatch", "Scheduler", "SchedulerCounts", "SchedulerLimits"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +51,19 @@ class Progress:
 
 
 @dataclass(slots=True)
+class SchedulerCounts:
+    """Since the coordinator started: preemptions, and what prompts had to compute.
+
+    `num_prompt_tokens` are those of all sequences that were started, each once; `num_cached_tokens` of them
+    came from the cache.
+    """
+
+    num_preemptions: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+
+
+@dataclass(slots=True)
 class _Draft:
     """The step that is being put together."""
 
@@ -75,12 +85,14 @@ class Scheduler:
     def __init__(self) -> None:
         self._queue: deque[Sequence] = deque()
         self._running: dict[SequenceKey, Sequence] = {}
-        self._in_flight: deque[Step] = deque()
+        self._in_flight = StepsInFlight()
         self._ends: list[EndRecord] = []
+        self._used = UsedGenerations()
         self._epoch = 0
         self._next_step_id = 0
         self._kv: KvLog | None = None
         self._limits: SchedulerLimits | None = None
+        self.counts = SchedulerCounts()
 
     @property
     def num_steps_in_flight(self) -> int:
@@ -125,11 +137,13 @@ class Scheduler:
         self._running.clear()
         self._in_flight.clear()
         self._ends.clear()
+        self._used.clear()
         self._kv = None
 
     def add(self, sequence: Sequence) -> None:
         """Puts a WAITING sequence at the end of the queue."""
         assert sequence.state is SequenceState.WAITING
+        sequence.start_at_generation(self._used.next_of(sequence.key))
         self._queue.append(sequence)
 
     def drop(self, sequence: Sequence, state: SequenceState) -> None:
@@ -137,6 +151,7 @@ class Scheduler:
         out.
         """
         sequence.end(state)
+        self._used.note_ended(sequence.key, sequence.generation)
         if self._running.pop(sequence.key, None) is None:
             self._queue.remove(sequence)
         else:
@@ -144,11 +159,11 @@ class Scheduler:
 
     def sequences_in_step(self, step_id: int) -> list[Sequence]:
         """Live sequences that have a slice of their present generation in the step in flight with this id."""
-        for step in self._in_flight:
-            if step.step_id == step_id:
-                owners = ((self._running.get(part.sequence), part.generation) for part in step.slices)
-                return [each for each, generation in owners if each and each.generation == generation]
-        return []
+        step = self._in_flight.find(step_id)
+        owners = (
+            (self._running.get(part.sequence), part.generation) for part in (step.slices if step else ())
+        )
+        return [each for each, generation in owners if each and each.generation == generation]
 
     def next_step(self) -> Step | None:
         """The next step to send, or None when there is nothing to do or enough is in flight.
@@ -174,7 +189,7 @@ class Scheduler:
         )
         self._ends.clear()
         self._next_step_id += 1
-        self._in_flight.append(step)
+        self._in_flight.add(step)
         return step
 
     def complete(self, result: StepResult) -> list[Progress]:
@@ -183,19 +198,7 @@ class Scheduler:
         Results of an older generation are discarded. Raises ResultMismatch when the answer does not fit the
         step.
         """
-        step = self._in_flight[0] if self._in_flight else None
-        if step is None or (result.epoch, result.step_id) != (step.epoch, step.step_id):
-            expected = f"epoch {step.epoch}, step {step.step_id}" if step else "no result"
-            raise ResultMismatch(
-                f"result of epoch {result.epoch}, step {result.step_id}; expected {expected}"
-            )
-        expected_slices = [(part.sequence, part.generation) for part in step.slices if part.is_sampled]
-        got = [(entry.sequence, entry.generation) for entry in result.results]
-        if got != expected_slices:
-            raise ResultMismatch(
-                f"step {step.step_id} asks for {len(expected_slices)} results; got {len(got)} or others"
-            )
-        self._in_flight.popleft()
+        self._in_flight.take(result)
         progress = []
         for entry in result.results:
             sequence = self._running.get(entry.sequence)
@@ -207,11 +210,13 @@ class Scheduler:
         if isinstance(outcome, SliceError):
             del self._running[sequence.key]
             sequence.end(SequenceState.FAILED)
+            self._used.note_ended(sequence.key, sequence.generation)
             self._release(sequence.release(keep_content=False))
             return Progress(sequence, error=SliceFailed(f"stage {outcome.stage}: {outcome.message}"))
         reason = sequence.accept_token(outcome)
         if reason is not None:
             del self._running[sequence.key]
+            self._used.note_ended(sequence.key, sequence.generation)
             self._release(sequence.release())
         return Progress(sequence, token=outcome, finish_reason=reason)
 
@@ -254,6 +259,7 @@ class Scheduler:
         del self._running[victim.key]
         self._release(victim.preempt())
         self._queue.appendleft(victim)
+        self.counts.num_preemptions += 1
 
     def _add_chunks(self, draft: _Draft, kv: KvLog, limits: SchedulerLimits) -> None:
         while len(draft.slices) < limits.max_step_sequences and draft.num_tokens < limits.max_step_tokens:
@@ -280,6 +286,9 @@ class Scheduler:
         self._queue.popleft()
         self._running[sequence.key] = sequence
         sequence.begin_prefill(plan.active, num_cached_tokens=plan.num_cached_tokens)
+        if sequence.generation == 0:
+            self.counts.num_prompt_tokens += sequence.num_prompt_tokens
+            self.counts.num_cached_tokens += sequence.num_cached_tokens
         return sequence
 
     def _add_chunk(self, sequence: Sequence, draft: _Draft, kv: KvLog, limits: SchedulerLimits) -> bool:
@@ -289,7 +298,7 @@ class Scheduler:
         if size == 0:
             return False
         try:
-            kv.allocate(sequence.key, sequence.kv, start + size)
+            kv.allocate(sequence.key, sequence.kv, start + size, first_query=start)
         except OutOfBlocks:
             return False
         tokens = sequence.take_chunk(size)

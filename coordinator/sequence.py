@@ -43,9 +43,10 @@ class Sequence:
         sampling: StepSampling,
         stop_token_ids: frozenset[int],
         arrival: int,
+        cache_salt: str = "",
     ) -> None:
-        """`arrival` orders sequences: the smaller came first. Raises ValueError for an empty prompt or no
-        tokens to make.
+        """`arrival` orders sequences: the smaller came first. Sequences share cached prefixes only with those
+        of the same `cache_salt`. Raises ValueError for an empty prompt or no tokens to make.
         """
         if not prompt:
             raise ValueError("a prompt needs at least one token")
@@ -59,7 +60,9 @@ class Sequence:
         self.sampling = sampling
         self.stop_token_ids = stop_token_ids
         self.arrival = arrival
+        self.cache_salt = cache_salt
         self.generation = 0
+        self._first_generation = 0
         self.num_cached_tokens = 0
         self._kv: ActiveSequence | None = None
         self._num_computed = 0
@@ -82,6 +85,11 @@ class Sequence:
     @property
     def num_generated_tokens(self) -> int:
         return len(self._tokens) - self.num_prompt_tokens
+
+    @property
+    def num_restarts(self) -> int:
+        """How often it went back to the queue."""
+        return self.generation - self._first_generation
 
     @property
     def num_computed_tokens(self) -> int:
@@ -124,13 +132,18 @@ class Sequence:
         """Its newest token is here and not handed out yet."""
         return self._state is SequenceState.DECODE and not self._is_token_due
 
+    def start_at_generation(self, generation: int) -> None:
+        """Counts (re)starts from here on, where an earlier sequence of the same key has used the others."""
+        assert self._state is SequenceState.WAITING
+        self.generation = self._first_generation = generation
+
     def begin_prefill(self, kv: ActiveSequence, *, num_cached_tokens: int) -> None:
         """Starts, or starts again: computes all tokens so far but the leading cached ones."""
         self._move_to(SequenceState.PREFILL)
         self._kv = kv
         self._num_prefill_tokens = len(self._tokens)
         self._num_computed = num_cached_tokens
-        if self.generation == 0:
+        if self.num_restarts == 0:
             self.num_cached_tokens = num_cached_tokens
 
     def take_chunk(self, num_tokens: int) -> tuple[int, ...]:

@@ -98,7 +98,7 @@ class StatusReporter:
 
     def _requests(self) -> cluster_pb2.RequestCounts:
         states = [sequence.state for sequence in self._engine.live_sequences]
-        totals = self._engine.totals
+        totals, counts = self._engine.totals, self._engine.scheduler.counts
         return cluster_pb2.RequestCounts(
             waiting=sum(state.is_queued for state in states),
             prefill=states.count(SequenceState.PREFILL),
@@ -107,4 +107,7 @@ class StatusReporter:
             cancelled=totals.cancelled,
             failed=totals.failed,
             steps_in_flight=self._engine.scheduler.num_steps_in_flight,
+            preemptions=counts.num_preemptions,
+            prompt_tokens=counts.num_prompt_tokens,
+            cached_tokens=counts.num_cached_tokens,
         )

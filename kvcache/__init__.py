@@ -33,7 +33,7 @@ from kvcache.errors import (
     UnknownSequence,
 )
 from kvcache.hashing import DEFAULT_SALT, block_hash, salt_of, sequence_hash
-from kvcache.ledger import Ledger
+from kvcache.ledger import CachedBlock, Ledger
 from kvcache.pool import BlockPool
 from kvcache.sequence import ActiveSequence
 
@@ -46,6 +46,7 @@ __all__ = [
     "BlockPool",
     "BlockShared",
     "BlockTables",
+    "CachedBlock",
     "Deref",
     "Destroy",
     "Event",

@@ -50,7 +50,8 @@ class BlockTables:
 
     Keys name sequences and may be any hashable. A table opens with the sequence's first `Use` and closes with
     `drop`; between the two it may become empty (preemption) and start over. An error means that nothing has
-    changed.
+    changed. `num_wanted_blocks` counts the full blocks that all `Use`s so far named, `num_hit_blocks` those
+    of them that were there already.
     """
 
     def __init__(self, num_blocks: int, *, block_size: int) -> None:
@@ -59,6 +60,8 @@ class BlockTables:
             raise ValueError(f"block_size must be at least 1, got {block_size}")
         self.pool = BlockPool(num_blocks)
         self.block_size = block_size
+        self.num_wanted_blocks = 0
+        self.num_hit_blocks = 0
         self._tables: dict[Hashable, _Table] = {}
 
     @property
@@ -158,6 +161,8 @@ class BlockTables:
             table = self._tables[key] = _Table()
         for block, is_hit in zip(use.blocks, hits, strict=True):
             table.append(block, self.pool.page_of(block), is_hit=is_hit)
+        self.num_wanted_blocks += len(use.block_hashes)
+        self.num_hit_blocks += sum(hits)
         return events
 
     def _promote(self, key: Hashable, table: _Table, promote: Promote) -> tuple[Event, ...]:

@@ -1,13 +1,23 @@
 """The coordinator's side: a pool without storage that also knows what each block holds."""
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from kvcache.blocks import Block, Event, FullBlock, Promote, Removed, Signal, Stored, Use
 from kvcache.chain import Content
 from kvcache.errors import HashCollision, IntegrityBroken
+from kvcache.hashing import packed_block_hash, sequence_hash
 from kvcache.pool import BlockPool
 from kvcache.sequence import ActiveSequence
+
+
+@dataclass(frozen=True, slots=True)
+class CachedBlock:
+    """A full block that is in the cache, as `Stored` told of it."""
+
+    sequence_hash: int
+    block_hash: int
+    parent: int | None
 
 
 class Ledger:
@@ -46,6 +56,10 @@ class Ledger:
     def push(self, sequence: ActiveSequence, token: int) -> list[Signal]:
         """`sequence.push(token)`, free of collisions."""
         signals = sequence.push(token)
+        return self.settle(sequence, signals) if signals else signals
+
+    def settle(self, sequence: ActiveSequence, signals: list[Signal]) -> list[Signal]:
+        """The signals of the sequence's last push, free of collisions."""
         while signals and isinstance(promote := signals[0], Promote):
             if promote.sequence_hash not in self._contents:
                 break
@@ -71,7 +85,9 @@ class Ledger:
         sequence's next; then nothing has changed.
         """
         entering: dict[int, Content] = {}
-        if isinstance(signal, Promote) or (isinstance(signal, Use) and signal.block_hashes):
+        if isinstance(signal, Promote) and signal.sequence_hash not in self._contents:
+            entering[signal.sequence_hash] = sequence.newest_content(signal)
+        elif isinstance(signal, Promote) or (isinstance(signal, Use) and signal.block_hashes):
             entering = self._new_contents(sequence, signal)
         events = self.pool.apply(signal)
         for event in events:
@@ -81,6 +97,16 @@ class Ledger:
             else:
                 self._keep(event, entering)
         return events
+
+    def cached_blocks(self) -> Iterator[CachedBlock]:
+        """All full blocks, active and inactive. Hashes each one's tokens again, so it is not for every
+        step.
+        """
+        for name, (parent, salt, packed_tokens) in self._contents.items():
+            block_hash = packed_block_hash(packed_tokens, salt)
+            # A private name is no hash, and stands for the block hash too.
+            is_private = sequence_hash(parent, block_hash) != name
+            yield CachedBlock(name, name if is_private else block_hash, parent)
 
     def check_integrity(self, sequences: Iterable[ActiveSequence] | None = None) -> None:
         """Proves the pool sound and contents kept for exactly its full blocks. Raises IntegrityBroken.

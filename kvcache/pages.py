@@ -26,7 +26,7 @@ class PageLayout(Enum):
     """Head, token, dim: one head's tokens lie together."""
 
 
-class InvalidWrite(KvCacheError, ValueError):  # noqa: N818 - named like the package's other errors
+class InvalidWrite(KvCacheError, ValueError):
     """Keys, values, slots or pages do not fit the store. Nothing was written."""
 
 

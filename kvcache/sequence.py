@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvcache.blocks import Block, Deref, Destroy, FullBlock, PartialBlock, Promote, Signal, Use
 from kvcache.chain import BlockChain, Content
-from kvcache.errors import NothingToPop, OutputLimitExceeded
+from kvcache.errors import InvalidSignal, NothingToPop, OutputLimitExceeded
 from kvcache.hashing import DEFAULT_SALT, MAX_TOKEN, pack_tokens
 
 
@@ -225,6 +225,13 @@ class ActiveSequence:
         if not num_told <= first_block <= len(self._chain):
             raise ValueError(f"block {first_block} cannot be renamed: blocks before {num_told} are in use")
         self._chain.make_private(first_block)
+
+    def newest_content(self, promote: Promote) -> Content:
+        """What the block holds that the last push completed. Raises InvalidSignal for another `Promote`."""
+        chain = self._chain
+        if not chain.blocks or chain.blocks[-1].sequence_hash != promote.sequence_hash:
+            raise InvalidSignal(f"{promote} is not the next signal of this sequence")
+        return chain.contents[-1]
 
     def contents_of(self, signal: Use | Promote) -> tuple[int, list[int], list[Content]]:
         """The full blocks of this sequence's next signal: index of the first, sequence hashes, contents.

@@ -15,8 +15,8 @@ class WorkerConfig:
     """Validated when it is made; raises ValueError with the numbers.
 
     `None` stands for: what the device has to spare (`memory_bytes`), a name of host and device (`name`),
-    any free port (`listen`), the address that the coordinator is reached from (`advertise`), the path that
-    the coordinator names (`model_directory`), and torch's own choice (`num_threads`).
+    any free port where the coordinator is reached from (`listen`), where it listens (`advertise`), the path
+    that the coordinator names (`model_directory`), and torch's own choice (`num_threads`).
     """
 
     coordinator: str

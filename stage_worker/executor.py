@@ -37,6 +37,8 @@ class ExecutorStats:
     blocks_active: int = 0
     blocks_inactive: int = 0
     blocks_free: int = 0
+    blocks_wanted: int = 0
+    blocks_hit: int = 0
 
 
 class StepExecutor:
@@ -203,4 +205,6 @@ class StepExecutor:
             blocks_active=pool.num_active,
             blocks_inactive=pool.num_inactive,
             blocks_free=pool.num_free,
+            blocks_wanted=self._tables.num_wanted_blocks,
+            blocks_hit=self._tables.num_hit_blocks,
         )

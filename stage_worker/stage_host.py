@@ -122,6 +122,8 @@ class StageHost:
         heartbeat.kv.blocks_active = stats.blocks_active
         heartbeat.kv.blocks_inactive = stats.blocks_inactive
         heartbeat.kv.blocks_free = stats.blocks_free
+        heartbeat.kv.blocks_wanted = stats.blocks_wanted
+        heartbeat.kv.blocks_hit = stats.blocks_hit
         heartbeat.busy_us = round(stats.busy_s * 1e6)
         heartbeat.load_progress = 1.0
         return heartbeat

@@ -119,6 +119,7 @@ def _slice_layout(
         pages=pages,
         first_block=first_block,
         num_valid=valid_until,
+        writable_runs=tables.writable_runs(key, first_position, first_position + num_tokens),
     )
 
 

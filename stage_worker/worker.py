@@ -24,7 +24,6 @@ from wire.ids import new_incarnation
 
 log = logging.getLogger(__name__)
 
-DEFAULT_LISTEN = "127.0.0.1:0"
 STAGE_SERVICE = stage_pb2.DESCRIPTOR.services_by_name["Stage"].full_name
 _WILDCARDS = ("0.0.0.0", "::")
 _STOP_GRACE_S = 0.5
@@ -60,7 +59,7 @@ class Worker:
 
     async def start(self) -> None:
         """Serves from here on. Raises OSError when the address cannot be had."""
-        listen = parse_address(self._config.listen or DEFAULT_LISTEN)
+        listen = await self._listen_address()
         stage_pb2_grpc.add_StageServicer_to_server(StageService(self._host), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         port = bind(self._server, str(listen))
@@ -102,6 +101,12 @@ class Worker:
         await _cancel(self._health_tasks)
         return self._compute.stop(timeout_s=_STOP_GRACE_S)
 
+    async def _listen_address(self) -> Address:
+        """As configured; otherwise a free port where the coordinator is reached from, and nowhere else."""
+        if self._config.listen is not None:
+            return parse_address(self._config.listen)
+        return Address(await _local_host(self._config.coordinator), 0)
+
     def _hello(self) -> cluster_pb2.WorkerHello:
         return cluster_pb2.WorkerHello(
             protocol_version=PROTOCOL_VERSION,
@@ -137,15 +142,24 @@ async def _advertised(bound: Address, coordinator: str) -> Address:
     """The bound address; for a wildcard, the address from which this machine reaches the coordinator."""
     if bound.host not in _WILDCARDS:
         return bound
+    family = socket.AF_INET if bound.host == "0.0.0.0" else socket.AF_UNSPEC
+    return Address(await _local_host(coordinator, family), bound.port)
+
+
+async def _local_host(coordinator: str, family: socket.AddressFamily = socket.AF_UNSPEC) -> str:
+    """The address of this machine from which it reaches the coordinator. Raises OSError."""
     peer = parse_peer_address(coordinator)
     loop = asyncio.get_running_loop()
-    family = socket.AF_INET if bound.host == "0.0.0.0" else socket.AF_UNSPEC
-    found = await loop.getaddrinfo(peer.host, peer.port, family=family, type=socket.SOCK_DGRAM)
-    family, kind, protocol, _, address = found[0]
-    with socket.socket(family, kind, protocol) as probe:
-        # Connecting a datagram socket sends nothing; it only asks for the route.
-        probe.connect(address)
-        return Address(probe.getsockname()[0], bound.port)
+    try:
+        found = await loop.getaddrinfo(peer.host, peer.port, family=family, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, address = found[0]
+        with socket.socket(family, kind, protocol) as probe:
+            # Connecting a datagram socket sends nothing; it only asks for the route.
+            probe.connect(address)
+            host: str = probe.getsockname()[0]
+    except OSError as error:
+        raise OSError(f"no way to the coordinator at {coordinator}: {error.strerror}") from None
+    return host
 
 
 def _is_loopback(address: str) -> bool:

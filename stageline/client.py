@@ -30,7 +30,7 @@ class Client:
     One client carries any number of calls at once. Each waits for the coordinator up to `connect_timeout_s`.
     """
 
-    def __init__(self, address: str, *, connect_timeout_s: float = 10.0) -> None:
+    def __init__(self, address: str, *, connect_timeout_s: float = 5.0) -> None:
         self._address = str(parse_peer_address(address))
         self._connect_timeout_s = connect_timeout_s
         self._channel: grpc.aio.Channel | None = None
@@ -59,13 +59,15 @@ class Client:
         top_p: float | None = None,
         seed: int | None = None,
         ignore_eos: bool = False,
+        cache_salt: str = "",
         request_id: str | None = None,
         timeout_s: float | None = None,
     ) -> AsyncGenerator[GenerateOutput, None]:
         """Generates a completion of a text, of token ids, or of a conversation, and yields it as it grows.
 
         What is left out has the server's default: greedy sampling (temperature 0), up to 256 new tokens, a
-        request_id (UUIDv7) of the server's making. `timeout_s` bounds the whole generation. Leaving the loop,
+        request_id (UUIDv7) of the server's making. Requests share cached prefixes only with those of the same
+        `cache_salt`, which keeps tenants apart. `timeout_s` bounds the whole generation. Leaving the loop,
         closing the generator or cancelling the task cancels the request on the server.
         """
         request = build_request(
@@ -76,6 +78,7 @@ class Client:
             top_p=top_p,
             seed=seed,
             ignore_eos=ignore_eos,
+            cache_salt=cache_salt,
             request_id=request_id,
         )
         stub = inference_pb2_grpc.InferenceStub(await self._connected())

@@ -26,6 +26,7 @@ def build_request(
     top_p: float | None,
     seed: int | None,
     ignore_eos: bool,
+    cache_salt: str,
     request_id: str | None,
 ) -> inference_pb2.GenerateRequest:
     """The message for these arguments; what is None stays unset, so that the server's default holds.
@@ -36,6 +37,7 @@ def build_request(
         request = inference_pb2.GenerateRequest(
             request_id=request_id or "",
             max_tokens=max_tokens,
+            cache_salt=cache_salt,
             sampling=inference_pb2.SamplingParameters(
                 temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, ignore_eos=ignore_eos
             ),

@@ -4,13 +4,19 @@ For the full matrices of models, cuts and prompts, where starting servers would 
 """
 
 import itertools
+import time
+from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from checkpoint import Checkpoint, DType
 from coordinator.kv_log import KvLog
+from coordinator.kv_window import KvWindow
+from coordinator.lifecycle import SequenceState
 from coordinator.scheduler import Scheduler, SchedulerLimits
 from coordinator.sequence import Sequence
 from kvcache.pages import KvPages
@@ -21,10 +27,43 @@ from wire.frames import Frame, FrameAssembler, encode_frame
 from wire.ids import SequenceKey, new_request_id
 from wire.roles import StageRole
 from wire.step_codec import encode_step
-from wire.steps import Step, StepResult, StepSampling
+from wire.steps import Prefill, Step, StepResult, StepSampling
 from wire.tensors import TensorView
 
 GREEDY = StepSampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What to generate, and when: it arrives, and is cancelled, after so many steps were answered.
+
+    Time passes in leaps where nothing is live: then the next one arrives at once.
+    """
+
+    prompt: Tokens[int]
+    max_tokens: int
+    sampling: StepSampling = GREEDY
+    stop_token_ids: frozenset[int] = frozenset()
+    cache_salt: str = ""
+    arrives_at: int = 0
+    cancelled_at: int | None = None
+
+
+@dataclass(slots=True)
+class Run:
+    """One epoch: its scheduler and sequences, and what was seen on the way."""
+
+    scheduler: Scheduler
+    kv: KvLog
+    sequences: list[Sequence] = field(default_factory=list)
+    num_answered: int = 0
+    num_prefill_tokens: int = 0
+    first_token_after_s: dict[SequenceKey, float] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """The new tokens of each request, in the order in which the requests were given."""
+        return [list(sequence.generated_tokens) for sequence in self.sequences]
 
 
 class LocalPipeline:
@@ -41,7 +80,9 @@ class LocalPipeline:
         max_step_tokens: int = 64,
         max_step_sequences: int = 16,
         prefix_caching: bool = True,
+        releases_window: bool = True,
     ) -> None:
+        """`releases_window` False keeps the blocks that a sliding window hides, to compare with."""
         self._checkpoint = Checkpoint.open(directory)
         self._limits = SchedulerLimits(
             max_step_tokens=max_step_tokens,
@@ -55,7 +96,12 @@ class LocalPipeline:
             for stage, (size, end) in enumerate(zip(layers, ends, strict=True))
         ]
         self._prefix_caching = prefix_caching
+        windows = self._checkpoint.config.layer_windows if releases_window else (None,)
+        self._window = KvWindow.of(windows, max_step_tokens)
         self._epoch = 0
+        self.on_step: Callable[[Step, Run], None] = lambda step, run: None
+        self.before_stage: Callable[[int, Step], None] = lambda stage, step: None
+        self.last_run: Run | None = None
 
     def generate(
         self,
@@ -66,49 +112,76 @@ class LocalPipeline:
         stop_token_ids: frozenset[int] = frozenset(),
     ) -> list[list[int]]:
         """The new tokens of each prompt; all prompts are there from the beginning, in a fresh epoch."""
+        requests = [
+            Request(prompt=prompt, max_tokens=max_tokens, sampling=sampling, stop_token_ids=stop_token_ids)
+            for prompt in prompts
+        ]
+        return self.serve(requests).tokens
+
+    def serve(self, requests: Tokens[Request]) -> Run:
+        """Serves all requests to their ends, in a fresh epoch; afterwards nobody may hold anything.
+
+        `on_step` is called when a step is handed out, `before_stage` before each stage computes it.
+        """
         self._epoch += 1
         for stage, executor in enumerate(self.stages):
             executor.begin_epoch(self._epoch, stage=stage)
-        scheduler = Scheduler()
-        kv = KvLog(
-            num_blocks=self._num_blocks, block_size=self._block_size, prefix_caching=self._prefix_caching
-        )
-        scheduler.begin_epoch(self._epoch, kv, self._limits)
-        sequences = [
-            Sequence(
-                SequenceKey(new_request_id(), 0),
-                tuple(prompt),
-                max_tokens=max_tokens,
-                sampling=sampling,
-                stop_token_ids=stop_token_ids,
-                arrival=arrival,
-            )
-            for arrival, prompt in enumerate(prompts)
-        ]
-        for sequence in sequences:
-            scheduler.add(sequence)
-        self._run(scheduler)
-        kv.check_integrity([])
+        run = self.last_run = Run(Scheduler(), self._new_log())
+        run.scheduler.begin_epoch(self._epoch, run.kv, self._limits)
+        order = sorted(range(len(requests)), key=lambda index: requests[index].arrives_at)
+        run.sequences = [_sequence(request, order.index(i)) for i, request in enumerate(requests)]
+        self._run(run, requests)
+        run.kv.check_integrity([])
         for executor in self.stages:
             executor.check_integrity()
             assert executor.stats.blocks_active == 0
-        return [list(sequence.generated_tokens) for sequence in sequences]
+        return run
 
-    def _run(self, scheduler: Scheduler) -> None:
+    def _new_log(self) -> KvLog:
+        return KvLog(
+            num_blocks=self._num_blocks,
+            block_size=self._block_size,
+            prefix_caching=self._prefix_caching,
+            window=self._window,
+        )
+
+    def _run(self, run: Run, requests: Tokens[Request]) -> None:
         """As many steps in flight as there are stages, each computed as late as possible."""
-        in_flight: list[Step] = []
+        started_s = time.perf_counter()
+        pairs = list(zip(requests, run.sequences, strict=True))
+        coming = deque(sorted(pairs, key=lambda pair: pair[0].arrives_at))
+        in_flight: deque[Step] = deque()
         while True:
-            while (step := scheduler.next_step()) is not None:
-                in_flight.append(step)
-            if not in_flight:
+            while coming and coming[0][0].arrives_at <= run.num_answered:
+                run.scheduler.add(coming.popleft()[1])
+            _cancel_due(run, [pair for pair in pairs if pair not in coming])
+            in_flight.extend(self._hand_out(run))
+            if not in_flight and not coming:
                 return
-            for progress in scheduler.complete(self._compute(in_flight.pop(0))):
-                assert progress.error is None, progress.error
+            if in_flight:
+                for progress in run.scheduler.complete(self._compute(in_flight.popleft())):
+                    assert progress.error is None, progress.error
+                    now_s = time.perf_counter() - started_s
+                    run.first_token_after_s.setdefault(progress.sequence.key, now_s)
+                run.num_answered += 1
+            else:
+                run.num_answered = coming[0][0].arrives_at
+
+    def _hand_out(self, run: Run) -> list[Step]:
+        steps = []
+        while (step := run.scheduler.next_step()) is not None:
+            run.num_prefill_tokens += sum(
+                len(part.tokens) for part in step.slices if isinstance(part.inference_step, Prefill)
+            )
+            self.on_step(step, run)
+            steps.append(step)
+        return steps
 
     def _compute(self, step: Step) -> StepResult:
         hidden: TensorView | None = None
         step_bytes = encode_step(step)
-        for executor in self.stages:
+        for stage, executor in enumerate(self.stages):
+            self.before_stage(stage, step)
             output = executor.run(_over_the_wire(step_bytes, step.step_id, hidden))
             if isinstance(output, StepResult):
                 return output
@@ -155,6 +228,25 @@ class LocalPipeline:
             device=device,
         )
         return StepExecutor(assignment, model, pages)
+
+
+def _sequence(request: Request, arrival: int) -> Sequence:
+    return Sequence(
+        SequenceKey(new_request_id(), 0),
+        tuple(request.prompt),
+        max_tokens=request.max_tokens,
+        sampling=request.sampling,
+        stop_token_ids=request.stop_token_ids,
+        arrival=arrival,
+        cache_salt=request.cache_salt,
+    )
+
+
+def _cancel_due(run: Run, arrived: Tokens[tuple[Request, Sequence]]) -> None:
+    for request, sequence in arrived:
+        is_due = request.cancelled_at is not None and request.cancelled_at <= run.num_answered
+        if is_due and sequence.state.is_live:
+            run.scheduler.drop(sequence, SequenceState.CANCELLED)
 
 
 def _over_the_wire(step_bytes: bytes, step_id: int, hidden: TensorView | None) -> Frame:

@@ -12,7 +12,8 @@ class SliceLayout:
 
     Positions are absolute, counted from the sequence's first token. `pages[i]` is the physical page of block
     `first_block + i`; `first_block` is above 0 when a sliding window released the head of the sequence. The
-    KV slots of the positions below `num_valid` are valid already and are not written again.
+    KV slots of the positions below `num_valid` are valid already and are not written again, nor are those
+    outside `writable_runs`: (begin, end) positions in order, None for everything that the slice computes.
     """
 
     first_position: int
@@ -20,6 +21,7 @@ class SliceLayout:
     pages: Sequence[int]
     first_block: int = 0
     num_valid: int = 0
+    writable_runs: Sequence[tuple[int, int]] | None = None
 
     @property
     def end_position(self) -> int:
@@ -50,11 +52,20 @@ class SliceLayout:
         end = (self.end_position - 1) // block_size + 1
         return first, self.pages[first - self.first_block : end - self.first_block]
 
+    def written_runs(self) -> Iterator[tuple[int, int]]:
+        """The positions that this slice writes, as (begin, end) pairs in order."""
+        runs = (
+            ((self.first_position, self.end_position),) if self.writable_runs is None else self.writable_runs
+        )
+        for begin, end in runs:
+            if max(begin, self.num_valid) < end:
+                yield max(begin, self.num_valid), end
+
     def written_blocks(self, block_size: int) -> Iterator[tuple[int, int, int]]:
         """(page, begin, end) of every block this slice writes: offsets [begin, end) within the page."""
-        position = max(self.first_position, self.num_valid)
-        while position < self.end_position:
-            block, begin = divmod(position, block_size)
-            end = min(block_size, self.end_position - block * block_size)
-            yield self.pages[block - self.first_block], begin, end
-            position = (block + 1) * block_size
+        for position, run_end in self.written_runs():
+            while position < run_end:
+                block, begin = divmod(position, block_size)
+                end = min(block_size, run_end - block * block_size)
+                yield self.pages[block - self.first_block], begin, end
+                position = (block + 1) * block_size

@@ -110,9 +110,9 @@ def _kv_writes(
     rows: list[int] = []
     slots: list[int] = []
     cleared: list[int] = []
-    for item, (row_begin, row_end) in zip(slices, ranges, strict=True):
-        num_skipped = max(0, item.num_valid - item.first_position)
-        rows.extend(range(row_begin + num_skipped, row_end))
+    for item, (row_begin, _) in zip(slices, ranges, strict=True):
+        for begin, end in item.written_runs():
+            rows.extend(range(row_begin + begin - item.first_position, row_begin + end - item.first_position))
         for page, begin, end in item.written_blocks(block_size):
             base = page * block_size
             slots.extend(range(base + begin, base + end))

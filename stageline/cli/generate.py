@@ -23,6 +23,12 @@ def generate(
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token.")
     ] = False,
+    cache_salt: Annotated[
+        str,
+        typer.Option(
+            "--cache-salt", metavar="TEXT", help="Share cached prefixes with requests of this salt only."
+        ),
+    ] = "",
     token_ids: Annotated[
         bool, typer.Option("--token-ids", help="PROMPT is token ids, as in 1,15,7.")
     ] = False,
@@ -44,6 +50,7 @@ def generate(
                 top_p=top_p,
                 seed=seed,
                 ignore_eos=ignore_eos,
+                cache_salt=cache_salt,
             )
             return await write_stream(outputs, as_token_ids=not model.has_tokenizer)
 

@@ -90,7 +90,9 @@ Listen: TypeAlias = Annotated[
 WorkerListen: TypeAlias = Annotated[
     str | None,
     typer.Option(
-        parser=_parser(_listen), metavar="ADDR:PORT", help="Where to listen; any free port unless given."
+        parser=_parser(_listen),
+        metavar="ADDR:PORT",
+        help="Where to listen; a free port on the way to the coordinator unless given.",
     ),
 ]
 Advertise: TypeAlias = Annotated[

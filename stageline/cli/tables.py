@@ -25,7 +25,12 @@ def topology_view(status: cluster_pb2.GetStatusResponse) -> RenderableType:
 
 def status_view(status: cluster_pb2.GetStatusResponse) -> RenderableType:
     """Everything that `stageline status` shows."""
-    lines = [describe_kv_cache(status), _describe_requests(status), *_remarks(status)]
+    lines = [
+        describe_kv_cache(status),
+        describe_kv_use(status),
+        _describe_requests(status),
+        *_remarks(status),
+    ]
     return Group(Text(describe_cluster(status)), "", _workers_table(status), "", Text("\n".join(lines)))
 
 
@@ -68,6 +73,33 @@ def _workers_table(status: cluster_pb2.GetStatusResponse) -> Table:
             _size(worker.memory_bytes),
         )
     return table
+
+
+def describe_kv_use(status: cluster_pb2.GetStatusResponse) -> str:
+    """Blocks of each stage, what hits saved, and how often a sequence had to make room, a line each."""
+    lines = [
+        f"Stage {worker.stage}: {_kv_blocks(worker.heartbeat.kv)}"
+        for worker in _in_stage_order(status)
+        if worker.HasField("stage")
+    ]
+    counts = status.requests
+    prompts = (
+        f"Prompts: {_share(counts.cached_tokens, counts.prompt_tokens, 'tokens from the cache')}, "
+        f"{counts.preemptions} preemptions"
+    )
+    return "\n".join([*lines, prompts])
+
+
+def _kv_blocks(kv: cluster_pb2.KvUsage) -> str:
+    return (
+        f"{kv.blocks_active} blocks active, {kv.blocks_inactive} inactive, {kv.blocks_free} free, "
+        f"{_share(kv.blocks_hit, kv.blocks_wanted, 'hits')}"
+    )
+
+
+def _share(part: int, whole: int, what: str) -> str:
+    share = f" ({part / whole:.1%})" if whole else ""
+    return f"{part} of {whole} {what}{share}"
 
 
 def _describe_requests(status: cluster_pb2.GetStatusResponse) -> str:

@@ -78,8 +78,12 @@ async def run_up(config: LocalClusterConfig) -> int:
         async with cluster:
             await _serve(cluster, console)
     except asyncio.CancelledError:
-        console.print("All processes have ended.")
+        console.print(f"All processes have ended.{_kept_logs(cluster)}", highlight=False, soft_wrap=True)
     return 0
+
+
+def _kept_logs(cluster: LocalCluster) -> str:
+    return f" Logs are kept in {cluster.log_directory}" if cluster.log_directory.exists() else ""
 
 
 def _end_on_signals(cluster: LocalCluster, console: Console) -> None:

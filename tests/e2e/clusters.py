@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,24 +109,13 @@ async def wait_for_status(
     timeout_s: float = 30.0,
 ) -> cluster_pb2.GetStatusResponse:
     """The first status for which the condition holds, which it must within `timeout_s`."""
+    deadline = asyncio.get_running_loop().time() + timeout_s
     async with Client(address) as client:
-        status = cluster_pb2.GetStatusResponse()
-
-        async def poll() -> None:
-            nonlocal status
-            while not condition(status := await client.status()):
-                await asyncio.sleep(0.05)
-
-        await _in_time(poll(), timeout_s, lambda: f"last status:\n{status}")
+        while not condition(status := await client.status()):
+            if asyncio.get_running_loop().time() > deadline:
+                raise AssertionError(f"not within {timeout_s:g} s; last status:\n{status}")
+            await asyncio.sleep(0.05)
     return status
-
-
-async def _in_time(work: Awaitable[None], timeout_s: float, describe: Callable[[], str]) -> None:
-    try:
-        async with asyncio.timeout(timeout_s):
-            await work
-    except TimeoutError:
-        raise AssertionError(f"not within {timeout_s:g} s; {describe()}") from None
 
 
 def is_serving(status: cluster_pb2.GetStatusResponse) -> bool:

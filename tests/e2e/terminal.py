@@ -53,13 +53,7 @@ class Terminal:
         self._fd, terminal = os.openpty()
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", _ROWS, _COLUMNS, 0, 0))
         os.set_blocking(self._fd, False)
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _TAKE_TERMINAL, *STAGELINE, *self._arguments],
-            stdin=terminal,
-            stdout=terminal,
-            stderr=terminal,
-            env=self._environment,
-        )
+        self._process = self._start(terminal)
         os.close(terminal)
         asyncio.get_running_loop().add_reader(self._fd, self._read)
         return self
@@ -105,6 +99,15 @@ class Terminal:
             return await asyncio.to_thread(self._process.wait, timeout_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running after {timeout_s:g} s:\n{self.text}") from None
+
+    def _start(self, terminal: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _TAKE_TERMINAL, *STAGELINE, *self._arguments],
+            stdin=terminal,
+            stdout=terminal,
+            stderr=terminal,
+            env=self._environment,
+        )
 
     def _read(self) -> None:
         try:

@@ -31,7 +31,7 @@ with grpc.insecure_channel(address) as channel:
         list(stub.Generate(inference_pb2.GenerateRequest(text="hello"), timeout=10))
     except grpc.RpcError as error:
         refused = error.code().name
-    ours = sorted(name for name in sys.modules if name.split(".")[0] in ("stageline", "stageline_rpc", "wire"))
+    ours = sorted(n for n in sys.modules if n.split(".")[0] in ("stageline", "stageline_rpc", "wire"))
     print(json.dumps({
         "tokens": tokens,
         "finish_reason": inference_pb2.FinishReason.Name(last.finish_reason),

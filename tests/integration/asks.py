@@ -12,14 +12,19 @@ VOCAB_SIZE = 128
 
 
 def mixed_asks(
-    count: int, *, max_tokens: int = 24, seed: int = 0, prompt_lengths: Sequence[int] = (1, 8, 23, 50)
+    count: int,
+    *,
+    max_tokens: int = 24,
+    seed: int = 0,
+    prompt_lengths: Sequence[int] = (1, 8, 23, 50),
+    tokens_below: int = VOCAB_SIZE,
 ) -> list[Ask]:
     """Greedy and seeded ones in turn, of different lengths."""
     generator = random.Random(seed)
     return [
         Ask(
             prompt=tuple(
-                generator.randrange(VOCAB_SIZE) for _ in range(prompt_lengths[index % len(prompt_lengths)])
+                generator.randrange(tokens_below) for _ in range(prompt_lengths[index % len(prompt_lengths)])
             ),
             max_tokens=max_tokens,
             seed=None if index % 2 == 0 else 1000 + index,

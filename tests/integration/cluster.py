@@ -27,7 +27,6 @@ DEADLINE_S = 30.0
 TEST_TIMING = ClusterTiming(
     heartbeat_interval_s=0.05, lease_s=10.0, epoch_timeout_s=10.0, recovery_timeout_s=10.0
 )
-WORKER_MEMORY_BYTES = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,12 +105,14 @@ class Cluster:
         max_step_sequences: int = 16,
         max_kv_tokens: int = 1024,
         queue_size: int = 256,
+        worker_memory_bytes: int = 64 * 1024 * 1024,
         timing: ClusterTiming = TEST_TIMING,
         waits: bool = True,
     ) -> None:
         self.num_stages = len(layers)
         self._num_workers = len(layers) if num_workers is None else num_workers
         self._hop_proxies = hop_proxies
+        self._worker_memory_bytes = worker_memory_bytes
         self._config = CoordinatorConfig(
             model_directory=model_directory,
             listen="127.0.0.1:0",
@@ -193,7 +194,7 @@ class Cluster:
         return WorkerConfig(
             coordinator=self.coordinator_proxy.address if self.coordinator_proxy else self.address,
             device="cpu",
-            memory_bytes=WORKER_MEMORY_BYTES,
+            memory_bytes=self._worker_memory_bytes,
             name=name,
             listen="127.0.0.1:0",
             advertise=None if proxy is None else proxy.address,
@@ -245,7 +246,7 @@ class Cluster:
     ) -> cluster_pb2.GetStatusResponse:
         """The first status of which `holds` is true."""
         async with asyncio.timeout(DEADLINE_S):
-            while not holds(status := await self.client.status()):  # noqa: ASYNC110 - nobody tells
+            while not holds(status := await self.client.status()):
                 await asyncio.sleep(0.01)
         return status
 

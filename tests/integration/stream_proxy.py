@@ -10,7 +10,6 @@ import grpc
 from stageline_rpc.v1 import stage_pb2
 from wire.channels import bind, client_channel, new_server
 from wire.frames import Frame, FrameAssembler
-from wire.ids import RequestId
 from wire.steps import Step
 
 FORWARD = "/stageline.v1.Stage/Forward"
@@ -144,14 +143,13 @@ class Injection:
 
 
 class HopProxy(StreamProxy):
-    """In front of a worker's Stage service. `requests_of` tells who was in each (epoch, step) that came."""
+    """In front of a worker's Stage service. `steps` are those that came, by (epoch, step id)."""
 
     def __init__(self) -> None:
         super().__init__()
         self.injection: Injection | None = None
         self.alter_hello: HelloAlteration | None = None
-        self.requests_of: dict[tuple[int, int], tuple[RequestId, ...]] = {}
-        self.num_frames = 0
+        self.steps: dict[tuple[int, int], Step] = {}
 
     def inject(self, alter: Alteration, *, when: Callable[[Frame], bool], times: int = 1) -> Injection:
         """From now on, in place of the injection before."""
@@ -186,8 +184,7 @@ class HopProxy(StreamProxy):
     async def _altered(
         self, frame: Frame, stream: HopStream, messages: list[stage_pb2.ForwardRequest]
     ) -> Messages:
-        self.num_frames += 1
-        self.requests_of[frame.step.epoch, frame.step.step_id] = frame.step.request_ids
+        self.steps[frame.step.epoch, frame.step.step_id] = frame.step
         held, stream.held = stream.held, []
         altered: Messages = messages
         if (injection := self.injection) is not None and injection.matches(frame):

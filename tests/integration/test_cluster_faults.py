@@ -79,7 +79,7 @@ async def test_requests_of_a_faulty_step_fail_and_all_others_end_undisturbed(
         assert injection.happened.is_set()
 
         refused = injection.steps[0].step_id + (1 if fault.blames_next else 0)
-        in_refused = cluster.proxy(stage).requests_of[epoch, refused]
+        in_refused = cluster.proxy(stage).steps[epoch, refused].request_ids
         assert {answer.ask.request_id for answer in failed} == set(in_refused)
         assert blamed(failed)[0] == stage
         assert all(fault.kind.name in str(answer.error) for answer in failed)

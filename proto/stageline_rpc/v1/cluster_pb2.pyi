@@ -296,19 +296,26 @@ class KvUsage(_message.Message):
     BLOCKS_ACTIVE_FIELD_NUMBER: _builtins.int
     BLOCKS_INACTIVE_FIELD_NUMBER: _builtins.int
     BLOCKS_FREE_FIELD_NUMBER: _builtins.int
+    BLOCKS_WANTED_FIELD_NUMBER: _builtins.int
+    BLOCKS_HIT_FIELD_NUMBER: _builtins.int
     blocks_active: _builtins.int
     blocks_inactive: _builtins.int
     blocks_free: _builtins.int
+    blocks_wanted: _builtins.int
+    """Full blocks that sequences asked for in this epoch, and how many of them were there already."""
+    blocks_hit: _builtins.int
     def __init__(
         self,
         *,
         blocks_active: _builtins.int = ...,
         blocks_inactive: _builtins.int = ...,
         blocks_free: _builtins.int = ...,
+        blocks_wanted: _builtins.int = ...,
+        blocks_hit: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_active", b"blocks_active", "blocks_free", b"blocks_free", "blocks_inactive", b"blocks_inactive"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_active", b"blocks_active", "blocks_free", b"blocks_free", "blocks_hit", b"blocks_hit", "blocks_inactive", b"blocks_inactive", "blocks_wanted", b"blocks_wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -763,6 +770,9 @@ class RequestCounts(_message.Message):
     CANCELLED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     STEPS_IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     waiting: _builtins.int
     prefill: _builtins.int
     decode: _builtins.int
@@ -770,6 +780,11 @@ class RequestCounts(_message.Message):
     cancelled: _builtins.int
     failed: _builtins.int
     steps_in_flight: _builtins.int
+    preemptions: _builtins.int
+    """How often a sequence had to give up its blocks to an older one."""
+    prompt_tokens: _builtins.int
+    """Prompt tokens of all requests that were started, and how many of them came from the cache."""
+    cached_tokens: _builtins.int
     def __init__(
         self,
         *,
@@ -780,11 +795,235 @@ class RequestCounts(_message.Message):
         cancelled: _builtins.int = ...,
         failed: _builtins.int = ...,
         steps_in_flight: _builtins.int = ...,
+        preemptions: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "decode", b"decode", "failed", b"failed", "finished", b"finished", "prefill", b"prefill", "steps_in_flight", b"steps_in_flight", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "cancelled", b"cancelled", "decode", b"decode", "failed", b"failed", "finished", b"finished", "preemptions", b"preemptions", "prefill", b"prefill", "prompt_tokens", b"prompt_tokens", "steps_in_flight", b"steps_in_flight", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RequestCounts: _TypeAlias = RequestCounts  # noqa: Y015
+
+@_typing.final
+class KvEventsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvEventsRequest: _TypeAlias = KvEventsRequest  # noqa: Y015
+
+@_typing.final
+class KvEventsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    EVENT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def snapshot(self) -> Global___KvSnapshot: ...
+    @_builtins.property
+    def event(self) -> Global___KvEvent: ...
+    def __init__(
+        self,
+        *,
+        snapshot: Global___KvSnapshot | None = ...,
+        event: Global___KvEvent | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "message", b"message", "snapshot", b"snapshot"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "message", b"message", "snapshot", b"snapshot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["snapshot", "event"]  # noqa: Y015
+    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+
+Global___KvEventsResponse: _TypeAlias = KvEventsResponse  # noqa: Y015
+
+@_typing.final
+class KvSnapshot(_message.Message):
+    """What is cached at the moment of the subscription. Between epochs it is empty."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    IS_LAST_FIELD_NUMBER: _builtins.int
+    NEXT_EVENT_ID_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    block_size: _builtins.int
+    is_last: _builtins.bool
+    next_event_id: _builtins.int
+    """The id of the first event after this snapshot."""
+    @_builtins.property
+    def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvBlock]:
+        """A large snapshot comes in several messages, of which only the last one has `is_last`."""
+
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        block_size: _builtins.int = ...,
+        blocks: _abc.Iterable[Global___KvBlock] | None = ...,
+        is_last: _builtins.bool = ...,
+        next_event_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "blocks", b"blocks", "epoch", b"epoch", "is_last", b"is_last", "next_event_id", b"next_event_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvSnapshot: _TypeAlias = KvSnapshot  # noqa: Y015
+
+@_typing.final
+class KvBlock(_message.Message):
+    """A full block. The block hash is XXH3-64 over its tokens (u32 LE, seed: the request's salt), the sequence hash chains
+    it to the block before: XXH3-64 over (parent sequence hash, block hash; both u64 LE, seed 1337), or the block hash
+    itself for the first.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_HASH_FIELD_NUMBER: _builtins.int
+    BLOCK_HASH_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
+    sequence_hash: _builtins.int
+    block_hash: _builtins.int
+    parent: _builtins.int
+    """Sequence hash of the block before; absent for the first block of a sequence."""
+    def __init__(
+        self,
+        *,
+        sequence_hash: _builtins.int = ...,
+        block_hash: _builtins.int = ...,
+        parent: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_parent", b"_parent", "parent", b"parent"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent", b"_parent", "block_hash", b"block_hash", "parent", b"parent", "sequence_hash", b"sequence_hash"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__parent: _TypeAlias = _typing.Literal["parent"]  # noqa: Y015
+    _WhichOneofArgType__parent: _TypeAlias = _typing.Literal["_parent", b"_parent"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parent) -> _WhichOneofReturnType__parent | None: ...
+
+Global___KvBlock: _TypeAlias = KvBlock  # noqa: Y015
+
+@_typing.final
+class KvEvent(_message.Message):
+    """One change. Event ids count from 0 for the coordinator's process, without gaps."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVENT_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    CLEARED_FIELD_NUMBER: _builtins.int
+    event_id: _builtins.int
+    epoch: _builtins.int
+    @_builtins.property
+    def stored(self) -> Global___KvStored: ...
+    @_builtins.property
+    def removed(self) -> Global___KvRemoved: ...
+    @_builtins.property
+    def cleared(self) -> Global___KvCleared:
+        """A new epoch has begun, or the old one is over: nothing is cached."""
+
+    def __init__(
+        self,
+        *,
+        event_id: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        stored: Global___KvStored | None = ...,
+        removed: Global___KvRemoved | None = ...,
+        cleared: Global___KvCleared | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "cleared", b"cleared", "removed", b"removed", "stored", b"stored"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "cleared", b"cleared", "epoch", b"epoch", "event_id", b"event_id", "removed", b"removed", "stored", b"stored"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_change: _TypeAlias = _typing.Literal["stored", "removed", "cleared"]  # noqa: Y015
+    _WhichOneofArgType_change: _TypeAlias = _typing.Literal["change", b"change"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_change) -> _WhichOneofReturnType_change | None: ...
+
+Global___KvEvent: _TypeAlias = KvEvent  # noqa: Y015
+
+@_typing.final
+class KvStored(_message.Message):
+    """An unbroken run of full blocks that has entered the cache, after the block `parent`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARENT_FIELD_NUMBER: _builtins.int
+    SEQUENCE_HASHES_FIELD_NUMBER: _builtins.int
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    parent: _builtins.int
+    @_builtins.property
+    def sequence_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """One for each sequence hash."""
+
+    def __init__(
+        self,
+        *,
+        parent: _builtins.int | None = ...,
+        sequence_hashes: _abc.Iterable[_builtins.int] | None = ...,
+        block_hashes: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_parent", b"_parent", "parent", b"parent"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent", b"_parent", "block_hashes", b"block_hashes", "parent", b"parent", "sequence_hashes", b"sequence_hashes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__parent: _TypeAlias = _typing.Literal["parent"]  # noqa: Y015
+    _WhichOneofArgType__parent: _TypeAlias = _typing.Literal["_parent", b"_parent"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parent) -> _WhichOneofReturnType__parent | None: ...
+
+Global___KvStored: _TypeAlias = KvStored  # noqa: Y015
+
+@_typing.final
+class KvRemoved(_message.Message):
+    """Full blocks that have left the cache."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_HASHES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def sequence_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        sequence_hashes: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequence_hashes", b"sequence_hashes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvRemoved: _TypeAlias = KvRemoved  # noqa: Y015
+
+@_typing.final
+class KvCleared(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvCleared: _TypeAlias = KvCleared  # noqa: Y015

@@ -44,6 +44,11 @@ class ClusterStub:
                 request_serializer=stageline__rpc_dot_v1_dot_cluster__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=stageline__rpc_dot_v1_dot_cluster__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.KvEvents = channel.unary_stream(
+                '/stageline.v1.Cluster/KvEvents',
+                request_serializer=stageline__rpc_dot_v1_dot_cluster__pb2.KvEventsRequest.SerializeToString,
+                response_deserializer=stageline__rpc_dot_v1_dot_cluster__pb2.KvEventsResponse.FromString,
+                _registered_method=True)
 
 
 class ClusterServicer:
@@ -64,6 +69,15 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def KvEvents(self, request, context):
+        """What the KV cache holds, for routers outside: first a snapshot, in one or more messages, then every change in order.
+        The stream goes on through new epochs. RESOURCE_EXHAUSTED when the subscriber reads too slowly; it subscribes again
+        and starts from a new snapshot.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -76,6 +90,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=stageline__rpc_dot_v1_dot_cluster__pb2.GetStatusRequest.FromString,
                     response_serializer=stageline__rpc_dot_v1_dot_cluster__pb2.GetStatusResponse.SerializeToString,
+            ),
+            'KvEvents': grpc.unary_stream_rpc_method_handler(
+                    servicer.KvEvents,
+                    request_deserializer=stageline__rpc_dot_v1_dot_cluster__pb2.KvEventsRequest.FromString,
+                    response_serializer=stageline__rpc_dot_v1_dot_cluster__pb2.KvEventsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -132,6 +151,33 @@ class Cluster:
             '/stageline.v1.Cluster/GetStatus',
             stageline__rpc_dot_v1_dot_cluster__pb2.GetStatusRequest.SerializeToString,
             stageline__rpc_dot_v1_dot_cluster__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def KvEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/stageline.v1.Cluster/KvEvents',
+            stageline__rpc_dot_v1_dot_cluster__pb2.KvEventsRequest.SerializeToString,
+            stageline__rpc_dot_v1_dot_cluster__pb2.KvEventsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -20,6 +20,11 @@ class ClusterStub:
     """
     GetStatus: _aio.UnaryUnaryMultiCallable[_cluster_pb2.GetStatusRequest, _cluster_pb2.GetStatusResponse]
     """The plan, the workers, memory, KV use and requests, as of now."""
+    KvEvents: _aio.UnaryStreamMultiCallable[_cluster_pb2.KvEventsRequest, _cluster_pb2.KvEventsResponse]
+    """What the KV cache holds, for routers outside: first a snapshot, in one or more messages, then every change in order.
+    The stream goes on through new epochs. RESOURCE_EXHAUSTED when the subscriber reads too slowly; it subscribes again
+    and starts from a new snapshot.
+    """
 
 class ClusterServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -39,5 +44,16 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_cluster_pb2.GetStatusRequest, _abc.Awaitable[_cluster_pb2.GetStatusResponse]],
     ) -> _abc.Awaitable[_cluster_pb2.GetStatusResponse]:
         """The plan, the workers, memory, KV use and requests, as of now."""
+
+    @_abc_1.abstractmethod
+    def KvEvents(
+        self,
+        request: _cluster_pb2.KvEventsRequest,
+        context: _aio.ServicerContext[_cluster_pb2.KvEventsRequest, _abc.AsyncIterator[_cluster_pb2.KvEventsResponse]],
+    ) -> _abc.AsyncIterator[_cluster_pb2.KvEventsResponse]:
+        """What the KV cache holds, for routers outside: first a snapshot, in one or more messages, then every change in order.
+        The stream goes on through new epochs. RESOURCE_EXHAUSTED when the subscriber reads too slowly; it subscribes again
+        and starts from a new snapshot.
+        """
 
 def add_ClusterServicer_to_server(servicer: ClusterServicer, server: _aio.Server) -> None: ...

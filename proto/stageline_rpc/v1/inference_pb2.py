@@ -24,37 +24,37 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n stageline_rpc/v1/inference.proto\x12\x0cstageline.v1\"\x82\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x16.stageline.v1.TokenIdsH\x00\x12\x32\n\x0c\x63onversation\x18\x04 \x01(\x0b\x32\x1a.stageline.v1.ConversationH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x32\n\x08sampling\x18\x06 \x01(\x0b\x32 .stageline.v1.SamplingParametersB\x08\n\x06promptB\r\n\x0b_max_tokensJ\x04\x08\x07\x10\x1f\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\";\n\x0c\x43onversation\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.stageline.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xb0\x01\n\x12SamplingParameters\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x03\x88\x01\x01\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedJ\x04\x08\x06\x10=\"\xd4\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x19\n\x11\x66irst_token_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x13\n\x0btext_offset\x18\x05 \x01(\x04\x12\x31\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x1a.stageline.v1.FinishReason\x12\"\n\x05usage\x18\x07 \x01(\x0b\x32\x13.stageline.v1.UsageJ\x04\x08\x08\x10\x1f\"v\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x10\n\x08restarts\x18\x05 \x01(\rJ\x04\x08\x06\x10\x1f\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x10\n\x0e\x43\x61ncelResponse\"\x11\n\x0fGetModelRequest\"\xcb\x01\n\x10GetModelResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x1b\n\x13max_sequence_tokens\x18\x05 \x01(\r\x12\x15\n\rhas_tokenizer\x18\x06 \x01(\x08\x12\x19\n\x11has_chat_template\x18\x07 \x01(\x08\x12\x15\n\reos_token_ids\x18\x08 \x03(\rJ\x04\x08\t\x10\x1f*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x32\xe8\x01\n\tInference\x12K\n\x08Generate\x12\x1d.stageline.v1.GenerateRequest\x1a\x1e.stageline.v1.GenerateResponse0\x01\x12\x43\n\x06\x43\x61ncel\x12\x1b.stageline.v1.CancelRequest\x1a\x1c.stageline.v1.CancelResponse\x12I\n\x08GetModel\x12\x1d.stageline.v1.GetModelRequest\x1a\x1e.stageline.v1.GetModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n stageline_rpc/v1/inference.proto\x12\x0cstageline.v1\"\x96\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x16.stageline.v1.TokenIdsH\x00\x12\x32\n\x0c\x63onversation\x18\x04 \x01(\x0b\x32\x1a.stageline.v1.ConversationH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x32\n\x08sampling\x18\x06 \x01(\x0b\x32 .stageline.v1.SamplingParameters\x12\x12\n\ncache_salt\x18\x07 \x01(\tB\x08\n\x06promptB\r\n\x0b_max_tokensJ\x04\x08\x08\x10\x1f\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\";\n\x0c\x43onversation\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.stageline.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xb0\x01\n\x12SamplingParameters\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x03\x88\x01\x01\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedJ\x04\x08\x06\x10=\"\xd4\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x19\n\x11\x66irst_token_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x13\n\x0btext_offset\x18\x05 \x01(\x04\x12\x31\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x1a.stageline.v1.FinishReason\x12\"\n\x05usage\x18\x07 \x01(\x0b\x32\x13.stageline.v1.UsageJ\x04\x08\x08\x10\x1f\"v\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x10\n\x08restarts\x18\x05 \x01(\rJ\x04\x08\x06\x10\x1f\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x10\n\x0e\x43\x61ncelResponse\"\x11\n\x0fGetModelRequest\"\xcb\x01\n\x10GetModelResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x1b\n\x13max_sequence_tokens\x18\x05 \x01(\r\x12\x15\n\rhas_tokenizer\x18\x06 \x01(\x08\x12\x19\n\x11has_chat_template\x18\x07 \x01(\x08\x12\x15\n\reos_token_ids\x18\x08 \x03(\rJ\x04\x08\t\x10\x1f*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x32\xe8\x01\n\tInference\x12K\n\x08Generate\x12\x1d.stageline.v1.GenerateRequest\x1a\x1e.stageline.v1.GenerateResponse0\x01\x12\x43\n\x06\x43\x61ncel\x12\x1b.stageline.v1.CancelRequest\x1a\x1c.stageline.v1.CancelResponse\x12I\n\x08GetModel\x12\x1d.stageline.v1.GetModelRequest\x1a\x1e.stageline.v1.GetModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'stageline_rpc.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1237
-  _globals['_FINISHREASON']._serialized_end=1361
+  _globals['_FINISHREASON']._serialized_start=1257
+  _globals['_FINISHREASON']._serialized_end=1381
   _globals['_GENERATEREQUEST']._serialized_start=51
-  _globals['_GENERATEREQUEST']._serialized_end=309
-  _globals['_TOKENIDS']._serialized_start=311
-  _globals['_TOKENIDS']._serialized_end=334
-  _globals['_CONVERSATION']._serialized_start=336
-  _globals['_CONVERSATION']._serialized_end=395
-  _globals['_CHATMESSAGE']._serialized_start=397
-  _globals['_CHATMESSAGE']._serialized_end=441
-  _globals['_SAMPLINGPARAMETERS']._serialized_start=444
-  _globals['_SAMPLINGPARAMETERS']._serialized_end=620
-  _globals['_GENERATERESPONSE']._serialized_start=623
-  _globals['_GENERATERESPONSE']._serialized_end=835
-  _globals['_USAGE']._serialized_start=837
-  _globals['_USAGE']._serialized_end=955
-  _globals['_CANCELREQUEST']._serialized_start=957
-  _globals['_CANCELREQUEST']._serialized_end=992
-  _globals['_CANCELRESPONSE']._serialized_start=994
-  _globals['_CANCELRESPONSE']._serialized_end=1010
-  _globals['_GETMODELREQUEST']._serialized_start=1012
-  _globals['_GETMODELREQUEST']._serialized_end=1029
-  _globals['_GETMODELRESPONSE']._serialized_start=1032
-  _globals['_GETMODELRESPONSE']._serialized_end=1235
-  _globals['_INFERENCE']._serialized_start=1364
-  _globals['_INFERENCE']._serialized_end=1596
+  _globals['_GENERATEREQUEST']._serialized_end=329
+  _globals['_TOKENIDS']._serialized_start=331
+  _globals['_TOKENIDS']._serialized_end=354
+  _globals['_CONVERSATION']._serialized_start=356
+  _globals['_CONVERSATION']._serialized_end=415
+  _globals['_CHATMESSAGE']._serialized_start=417
+  _globals['_CHATMESSAGE']._serialized_end=461
+  _globals['_SAMPLINGPARAMETERS']._serialized_start=464
+  _globals['_SAMPLINGPARAMETERS']._serialized_end=640
+  _globals['_GENERATERESPONSE']._serialized_start=643
+  _globals['_GENERATERESPONSE']._serialized_end=855
+  _globals['_USAGE']._serialized_start=857
+  _globals['_USAGE']._serialized_end=975
+  _globals['_CANCELREQUEST']._serialized_start=977
+  _globals['_CANCELREQUEST']._serialized_end=1012
+  _globals['_CANCELRESPONSE']._serialized_start=1014
+  _globals['_CANCELRESPONSE']._serialized_end=1030
+  _globals['_GETMODELREQUEST']._serialized_start=1032
+  _globals['_GETMODELREQUEST']._serialized_end=1049
+  _globals['_GETMODELRESPONSE']._serialized_start=1052
+  _globals['_GETMODELRESPONSE']._serialized_end=1255
+  _globals['_INFERENCE']._serialized_start=1384
+  _globals['_INFERENCE']._serialized_end=1616
 # @@protoc_insertion_point(module_scope)

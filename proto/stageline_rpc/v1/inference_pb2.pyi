@@ -58,12 +58,17 @@ class GenerateRequest(_message.Message):
     CONVERSATION_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """UUIDv7 in its usual text form. Empty: the coordinator makes one."""
     text: _builtins.str
     """Needs a checkpoint with a tokenizer."""
     max_tokens: _builtins.int
     """At most this many new tokens, at least 1. Absent: 256, or less where prompt and model limit leave less room."""
+    cache_salt: _builtins.str
+    """Requests share cached prefixes only with requests of the same salt: it is part of the hash of every block. Empty
+    (the default) is a salt of its own.
+    """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Served by every checkpoint."""
@@ -83,10 +88,11 @@ class GenerateRequest(_message.Message):
         conversation: Global___Conversation | None = ...,
         max_tokens: _builtins.int | None = ...,
         sampling: Global___SamplingParameters | None = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "conversation", b"conversation", "max_tokens", b"max_tokens", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "conversation", b"conversation", "max_tokens", b"max_tokens", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "cache_salt", b"cache_salt", "conversation", b"conversation", "max_tokens", b"max_tokens", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015

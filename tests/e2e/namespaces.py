@@ -1,0 +1,62 @@
+"""Two hosts on one machine: network namespaces joined by a virtual cable. Linux, as root."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A network namespace with one address besides its loopback."""
+
+    namespace: str
+    address: str
+
+    @property
+    def prefix(self) -> tuple[str, ...]:
+        """What goes before a command to run it on this host."""
+        ip = shutil.which("ip")
+        assert ip is not None
+        return (ip, "netns", "exec", self.namespace)
+
+
+@contextmanager
+def two_hosts() -> Iterator[tuple[Host, Host]]:
+    """Two hosts that reach each other and nothing else; skips the test where that cannot be had."""
+    hosts = Host(f"stageline-{os.getpid()}-a", "10.213.7.1"), Host(f"stageline-{os.getpid()}-b", "10.213.7.2")
+    try:
+        _set_up(hosts)
+        yield hosts
+    finally:
+        for host in hosts:
+            # The cable goes with the namespaces.
+            subprocess.run(["ip", "netns", "delete", host.namespace], capture_output=True, check=False)
+
+
+def _set_up(hosts: tuple[Host, Host]) -> None:
+    if sys.platform != "linux" or shutil.which("ip") is None:
+        pytest.skip("network namespaces need Linux and the ip command")
+    try:
+        for host in hosts:
+            _ip("netns", "add", host.namespace)
+        # Both ends are made inside, so that no other network of this machine ever sees them.
+        end = ("name", "cable", "netns", hosts[1].namespace)
+        _ip("-n", hosts[0].namespace, "link", "add", "cable", "type", "veth", "peer", *end)
+        for host in hosts:
+            _ip("-n", host.namespace, "address", "add", f"{host.address}/24", "dev", "cable")
+            for device in ("lo", "cable"):
+                _ip("-n", host.namespace, "link", "set", device, "up")
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"`{' '.join(error.cmd)}` does not work here: {error.stderr.strip()}")
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], capture_output=True, text=True, check=True, timeout=10)

@@ -1,0 +1,81 @@
+"""What a user gets wrong is told in one line, with an exit code, and no traceback."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.clusters import Served, make_checkpoint
+from tests.e2e.commands import run_stageline
+
+pytestmark = pytest.mark.asyncio(loop_scope="package")
+
+# All that can be mistyped is tried in one process elsewhere; here are those that processes are started with.
+BAD_USAGE = {
+    "coordinator --stages 1 --model /no/such/model": "'/no/such/model' does not exist",
+    "coordinator --stages 2 --layers 1,2,3": "layers 1,2,3 are for 3 stages, but there are 2",
+    "worker --model /no/such/model": "'/no/such/model' does not exist",
+    "worker --device tpu": "device 'tpu'",
+}
+
+
+async def test_bad_flags_are_refused_with_exit_code_2() -> None:
+    finished = await asyncio.gather(*(run_stageline(*line.split()) for line in BAD_USAGE))
+    for (line, text), run in zip(BAD_USAGE.items(), finished, strict=True):
+        assert run.code == 2, line
+        assert text in run.the_error(), line
+
+
+async def test_a_client_without_a_coordinator_says_so_soon(free_address: str) -> None:
+    start = time.monotonic()
+    run = await run_stageline("status", "--coordinator", free_address)
+    assert run.code == 1
+    assert f"no coordinator at {free_address}" in run.the_error()
+    assert time.monotonic() - start < 15
+
+
+async def test_a_port_in_use_is_refused(served: Served) -> None:
+    for command in (
+        ("coordinator", "--stages", "1", "--listen", served.address),
+        ("worker", "--coordinator", served.address, "--listen", served.address),
+        ("up", "--workers", "1", "--listen", served.address),
+    ):
+        run = await run_stageline(*command)
+        assert run.code == 1
+        assert f"cannot listen on {served.address}: Address already in use" in run.stderr
+        assert "Traceback" not in run.stderr
+        if command[0] != "up":
+            run.the_error()
+
+
+async def test_a_folder_that_is_no_checkpoint_is_refused_by_what_is_missing(tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    pickled = make_checkpoint(tmp_path / "pickled", "llama", num_layers=1)
+    (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
+    for directory, text in ((empty, "config.json"), (pickled, "safetensors")):
+        run = await run_stageline("coordinator", "--stages", "1", "--model", str(directory))
+        assert run.code == 1
+        assert text in run.the_error()
+        assert str(directory) in run.the_error()
+
+
+async def test_text_and_chat_are_refused_for_a_model_without_a_tokenizer(served: Served) -> None:
+    text = await run_stageline("generate", "hello", "--coordinator", served.address)
+    assert text.code == 1
+    assert re.search("model .* has no tokenizer: give token ids with --token-ids", text.the_error())
+    chat = await run_stageline("chat", "--coordinator", served.address, stdin="hello\n")
+    assert chat.code == 1
+    assert "has no chat template; use `stageline generate`" in chat.the_error()
+    long = await run_stageline(
+        "generate", "--token-ids", "1,2", "--max-tokens", "1000000000", "--coordinator", served.address
+    )
+    assert long.code == 1
+    assert "1000000002 tokens, more than the 4096 that fit" in long.the_error()
+    outside = await run_stageline("generate", "--token-ids", "1,128", "--coordinator", served.address)
+    assert outside.code == 1
+    assert "token id 128 is outside the vocabulary [0, 128)" in outside.the_error()

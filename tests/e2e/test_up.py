@@ -1,0 +1,189 @@
+"""`stageline up`, `demo`, and the commands that use a cluster, in a terminal."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+from pathlib import Path
+
+import psutil
+
+from tests.e2e.clusters import is_idle, is_serving, wait_for_status
+from tests.e2e.commands import run_stageline
+from tests.e2e.leftovers import (
+    assert_nothing_left,
+    is_free,
+    leftover_files,
+    listening_ports,
+    processes_under,
+    wait_until_gone,
+)
+from tests.e2e.terminal import CTRL_C, CTRL_D, Terminal
+
+START_TIMEOUT_S = 120.0
+FLAGS = ("--listen", "127.0.0.1:0", "--memory", "256MiB", "--threads", "1", "--kv-tokens", "4096")
+
+
+async def _serving(up: Terminal) -> str:
+    """The address at which `up` says that it serves."""
+    match = await up.expect(r"Serving at (127\.0\.0\.1:\d+)\.", timeout_s=START_TIMEOUT_S)
+    return match[1]
+
+
+async def test_up_serves_every_command_until_ctrl_c(tmp_path: Path) -> None:
+    async with Terminal("up", "--workers", "3", *FLAGS, temporary=tmp_path) as up:
+        address = await _serving(up)
+        pids = processes_under(up.pid)
+        assert len(pids) == 4
+        ports = listening_ports(pids)
+        assert len(ports) == 4
+        for role, worker in (("FIRST", "worker-0"), ("MIDDLE", "worker-1"), ("LAST", "worker-2")):
+            assert re.search(rf"{role}\s+{worker}\s+\d+ to \d+ \(\d+\)", up.text)
+
+        await _status_shows_every_stage(address)
+        await _generate_writes_text_and_how_fast_it_came(address)
+        await _generate_takes_token_ids(address)
+        await _ctrl_c_cancels_a_generation(address)
+        await _chat_holds_a_conversation(address)
+        await _chat_reads_a_pipe(address)
+
+        up.type(CTRL_C)
+        assert await up.exit_code() == 0
+        assert up.text.rstrip().endswith("All processes have ended.")
+        assert "Traceback" not in up.text
+        assert_nothing_left(pids, ports, tmp_path)
+
+
+async def _status_shows_every_stage(address: str) -> None:
+    shown = await run_stageline("status", STAGELINE_COORDINATOR=address)
+    assert (shown.code, shown.stderr) == (0, "")
+    assert "stageline-stories in bf16, 3 stages, epoch 1\nserving\n" in shown.stdout
+    assert len(re.findall(r"(?:FIRST|MIDDLE|LAST) +worker-\d +\d+ to \d+ .* ready ", shown.stdout)) == 3
+    as_json = await run_stageline("status", "--json", "--coordinator", address)
+    status = json.loads(as_json.stdout)
+    assert status["state"] == "CLUSTER_STATE_SERVING"
+    layers = [(worker["layer_begin"], worker["layer_end"]) for worker in status["workers"]]
+    assert layers[0][0] == 0
+    assert [begin for begin, _ in layers[1:]] == [end for _, end in layers[:-1]]
+    assert layers[-1][1] == 12
+    assert all(psutil.pid_exists(worker["pid"]) for worker in status["workers"])
+
+
+async def _generate_writes_text_and_how_fast_it_came(address: str) -> None:
+    runs = [
+        await run_stageline("generate", "Once upon a time", "--max-tokens", "30", "--coordinator", address)
+        for _ in range(2)
+    ]
+    assert [run.code for run in runs] == [0, 0]
+    assert runs[0].stdout == runs[1].stdout
+    assert len(runs[0].stdout.split()) > 10
+    assert re.fullmatch(r"\(30 tokens in .* tokens/s; first token after .*\)\n", runs[0].stderr)
+
+
+async def _generate_takes_token_ids(address: str) -> None:
+    run = await run_stageline(
+        "generate", "--token-ids", "5,6,7", "--max-tokens", "8", "--ignore-eos", "--coordinator", address
+    )
+    assert run.code == 0
+    assert "(8 tokens in" in run.stderr
+
+
+async def _ctrl_c_cancels_a_generation(address: str) -> None:
+    before = await wait_for_status(address, is_idle)
+    arguments = ("generate", "One day", "--max-tokens", "1900", "--ignore-eos", "--coordinator", address)
+    async with Terminal(*arguments) as terminal:
+        await terminal.expect(r"\w+ \w+ \w+")
+        terminal.type(CTRL_C)
+        assert await terminal.exit_code() == 130
+        assert terminal.text.rstrip().endswith("stageline: the request was cancelled")
+    after = await wait_for_status(address, is_idle)
+    assert after.requests.cancelled == before.requests.cancelled + 1
+
+
+async def _chat_holds_a_conversation(address: str) -> None:
+    async with Terminal("chat", "--coordinator", address) as chat:
+        await chat.expect(r"Talking with stageline-stories\.")
+        for said in ("Hello!", "What is your name?"):
+            await chat.expect("> ")
+            chat.type(f"{said}\n")
+            await chat.expect(re.escape(said) + r"\n\w.*\n")
+        await chat.expect("> ")
+        chat.type("/reset\n")
+        await chat.expect("the conversation is forgotten")
+        await chat.expect("> ")
+        chat.type(CTRL_D)
+        assert await chat.exit_code() == 0
+        assert "Traceback" not in chat.text
+
+
+async def _chat_reads_a_pipe(address: str) -> None:
+    chat = await run_stageline("chat", "--coordinator", address, stdin="Hello!\nWhat is your name?\n")
+    assert chat.code == 0
+    assert len(chat.stdout.splitlines()) == 2
+
+
+async def test_ctrl_c_ends_everything_also_when_one_worker_is_dead_and_another_hangs(tmp_path: Path) -> None:
+    async with Terminal("up", "--workers", "2", *FLAGS, temporary=tmp_path) as up:
+        address = await _serving(up)
+        pids = processes_under(up.pid)
+        ports = listening_ports(pids)
+        status = await wait_for_status(address, is_serving)
+        psutil.Process(status.workers[0].pid).kill()
+        await up.expect(r"worker-0 \(pid \d+\) ended: killed by SIGKILL")
+        await up.expect(r"stageline worker --coordinator \S+ --name worker-0")
+        psutil.Process(status.workers[1].pid).suspend()
+
+        up.type(CTRL_C)
+        assert await up.exit_code() == 0
+        assert "Traceback" not in up.text
+        # The logs of a cluster that has lost a process are kept, and the last line says where.
+        (logs,) = leftover_files(tmp_path)
+        assert up.text.rstrip().endswith(f"All processes have ended. Logs are kept in {logs}")
+        shutil.rmtree(logs)
+        assert_nothing_left(pids, ports, tmp_path)
+
+
+async def test_kill_9_of_up_ends_its_children(tmp_path: Path) -> None:
+    async with Terminal("up", "--workers", "1", *FLAGS, temporary=tmp_path) as up:
+        address = await _serving(up)
+        pids = processes_under(up.pid)
+        assert len(pids) == 2
+        up.send_signal(signal.SIGKILL)
+        await wait_until_gone(pids)
+        assert await up.exit_code() == -signal.SIGKILL
+        assert is_free(address)
+
+
+async def test_ctrl_c_while_the_cluster_comes_up_ends_it(tmp_path: Path) -> None:
+    async with Terminal("up", "--workers", "2", *FLAGS, temporary=tmp_path) as up:
+        await up.expect("0 of 2|waiting for 2")
+        pids = processes_under(up.pid)
+        up.type(CTRL_C)
+        assert await up.exit_code() == 0
+        assert "Traceback" not in up.text
+        await wait_until_gone(pids)
+        assert leftover_files(tmp_path) == []
+
+
+async def test_the_demo_tells_a_story_and_ends(tmp_path: Path) -> None:
+    async with Terminal("demo", temporary=tmp_path) as demo:
+        await demo.expect(r"Once upon a time\b[^\n]{80}", timeout_s=START_TIMEOUT_S)
+        pids = processes_under(demo.pid)
+        assert await demo.exit_code(timeout_s=60) == 0
+        assert re.search(r"tokens in [\d.]+ s, [\d.]+ tokens/s; first token after", demo.text)
+        assert all(f"worker-{number} " in demo.text for number in range(3))
+        assert demo.text.rstrip().endswith("All processes have ended.")
+        await wait_until_gone(pids)
+        assert leftover_files(tmp_path) == []
+
+
+async def test_the_plan_command_starts_nothing() -> None:
+    plan = await run_stageline("plan", "--workers", "24GiB,24GiB,8GiB")
+    assert plan.code == 0
+    assert len(re.findall(r"(?:FIRST|MIDDLE|LAST) +worker-\d", plan.stdout)) == 3
+    assert re.search(r"KV cache: \d+ tokens", plan.stdout)
+    refused = await run_stageline("plan", "--workers", "2MiB,2MiB,2MiB")
+    assert refused.code == 1
+    assert re.search(r"worker-0 has 2\.0 MiB .* too little", refused.the_error())

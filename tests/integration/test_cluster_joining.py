@@ -1,0 +1,187 @@
+"""Before a cluster can serve, when it cannot, and who is not let in."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+
+from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc, stage_pb2
+from tests.checkpoints import make_checkpoint
+from tests.integration.asks import SoloRuns, mixed_asks
+from tests.integration.cluster import DEADLINE_S, TEST_TIMING, Ask, Cluster
+from wire.channels import PROTOCOL_VERSION, client_channel
+from wire.ids import new_incarnation
+
+LAYERS = (1, 1, 1)
+IMPATIENT = replace(TEST_TIMING, recovery_timeout_s=0.5)
+
+
+@pytest.fixture(scope="module")
+def solo(varied_llama: Path) -> SoloRuns:
+    return SoloRuns(varied_llama)
+
+
+async def test_requests_that_come_before_the_workers_wait_and_are_served(
+    varied_llama: Path, solo: SoloRuns
+) -> None:
+    async with Cluster(varied_llama, layers=LAYERS, num_workers=0, waits=False) as cluster:
+        async with cluster.generating(mixed_asks(4)) as answers:
+            status = await cluster.client.status()
+            assert status.state == cluster_pb2.CLUSTER_STATE_WAITING_FOR_WORKERS
+            for name in ("w2", "w0", "w1"):
+                await cluster.start_worker(name)
+        solo.check(answers)
+
+
+async def test_too_few_workers_are_unavailable_with_the_reason(varied_llama: Path) -> None:
+    async with Cluster(varied_llama, layers=LAYERS, num_workers=2, waits=False, timing=IMPATIENT) as cluster:
+        await cluster.wait_status(lambda status: len(status.workers) == 2)
+        answer = await cluster.generate(Ask(prompt=(1,), max_tokens=4))
+        assert answer.error is not None
+        assert answer.error.code == "UNAVAILABLE"
+        assert "2 of 3 workers are here" in answer.error.message
+
+
+async def test_live_requests_fail_when_a_worker_stays_away(varied_llama: Path, solo: SoloRuns) -> None:
+    async with Cluster(varied_llama, layers=LAYERS, timing=IMPATIENT) as cluster:
+        async with cluster.generating(mixed_asks(4, max_tokens=120)) as answers:
+            async with asyncio.timeout(DEADLINE_S):
+                while not all(answer.tokens for answer in answers):
+                    await asyncio.sleep(0.002)
+            await cluster.workers["w1"].stop()
+        for answer in answers:
+            assert answer.error is not None
+            assert answer.error.code == "UNAVAILABLE"
+            assert "w1" in answer.error.message
+            assert answer.tokens == solo.tokens(answer.ask)[: len(answer.tokens)]
+        await cluster.start_worker("w1")
+        solo.check(await cluster.generate_all(mixed_asks(2)))
+        await cluster.wait_drained()
+
+
+async def test_a_model_that_does_not_fit_blocks_with_the_numbers(varied_llama: Path) -> None:
+    async with Cluster(
+        varied_llama, layers=LAYERS, waits=False, timing=IMPATIENT, worker_memory_bytes=100_000
+    ) as cluster:
+        status = await cluster.wait_state(cluster_pb2.CLUSTER_STATE_BLOCKED)
+        assert re.search(r"\d+(\.\d+)? KiB", status.detail)
+        answer = await cluster.generate(Ask(prompt=(1,), max_tokens=4))
+        assert answer.error is not None
+        assert answer.error.code == "UNAVAILABLE"
+        assert status.detail in answer.error.message
+
+
+async def test_a_second_worker_of_a_live_name_is_refused(varied_llama: Path, solo: SoloRuns) -> None:
+    async with Cluster(varied_llama, layers=LAYERS) as cluster:
+        epoch, before = cluster.epoch, cluster.incarnations()
+        error = await refusal(cluster.address, hello(name="w1"))
+        assert error.code() is grpc.StatusCode.ALREADY_EXISTS
+        assert cluster.workers["w1"].worker.advertised_address in str(error.details())
+        solo.check(await cluster.generate_all(mixed_asks(2)))
+        assert (cluster.epoch, cluster.incarnations()) == (epoch, before)
+
+
+async def test_a_worker_of_another_protocol_version_is_refused(varied_llama: Path) -> None:
+    async with Cluster(varied_llama, layers=LAYERS, num_workers=0, waits=False) as cluster:
+        error = await refusal(cluster.address, hello(protocol_version=PROTOCOL_VERSION + 1))
+        assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+        expected = f"expected {PROTOCOL_VERSION}, got {PROTOCOL_VERSION + 1}"
+        assert expected in str(error.details())
+        assert not (await cluster.client.status()).workers
+
+
+async def test_a_worker_with_another_model_is_named_with_both_fingerprints(
+    varied_llama: Path, tmp_path: Path
+) -> None:
+    other = make_checkpoint(tmp_path / "other", "llama", num_layers=3, hidden_size=32)
+    async with Cluster(varied_llama, layers=LAYERS, num_workers=2, waits=False, timing=IMPATIENT) as cluster:
+        await cluster.start_worker("w2", model_directory=other)
+        status = await cluster.wait_state(cluster_pb2.CLUSTER_STATE_BLOCKED)
+        (failed,) = [each for each in status.workers if each.state == cluster_pb2.WORKER_STATE_FAILED]
+        assert failed.name == "w2"
+        expected, got = re.findall(r"(?:expected|got) (\S+?)(?:,|$)", failed.detail)
+        assert expected == status.fingerprint != got
+        answer = await cluster.generate(Ask(prompt=(1,), max_tokens=4))
+        assert answer.error is not None
+        assert answer.error.code == "UNAVAILABLE"
+        assert expected in answer.error.message
+
+
+def other_version(message: stage_pb2.HopHello) -> None:
+    message.protocol_version += 1
+
+
+def other_fingerprint(message: stage_pb2.HopHello) -> None:
+    message.fingerprint = "of-another-model"
+
+
+def other_dtype(message: stage_pb2.HopHello) -> None:
+    message.dtype = stage_pb2.DTYPE_BF16
+
+
+def other_layers(message: stage_pb2.HopHello) -> None:
+    message.layer_end += 1
+
+
+def other_block_size(message: stage_pb2.HopHello) -> None:
+    message.block_size = 16
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("alter", "values"),
+    [
+        (other_version, (f"expected {PROTOCOL_VERSION}", f"got {PROTOCOL_VERSION + 1}")),
+        (other_fingerprint, ("fingerprint", "expected ", "got of-another-model")),
+        (other_dtype, ("dtype", "expected f32", "got bf16")),
+        (other_layers, ("layer range", "expected begin ", "got begin ")),
+        (other_block_size, ("block size", "expected 8", "got 16")),
+    ],
+    ids=["version", "fingerprint", "dtype", "layers", "block-size"],
+)
+async def test_a_neighbour_that_disagrees_is_refused_with_both_values(
+    varied_llama: Path,
+    solo: SoloRuns,
+    stage: int,
+    alter: Callable[[stage_pb2.HopHello], None],
+    values: tuple[str, ...],
+) -> None:
+    async with Cluster(varied_llama, layers=LAYERS, hop_proxies=[stage], waits=False) as cluster:
+        proxy = cluster.proxy(stage)
+        proxy.alter_hello = alter
+        await cluster.wait_state(cluster_pb2.CLUSTER_STATE_SERVING)
+        code, details = proxy.refusals[0]
+        assert code is grpc.StatusCode.FAILED_PRECONDITION
+        assert all(value in details for value in values), details
+        # The next epoch's hello is as it should be.
+        solo.check(await cluster.generate_all(mixed_asks(2)))
+
+
+def hello(*, name: str = "stranger", protocol_version: int = PROTOCOL_VERSION) -> cluster_pb2.WorkerHello:
+    return cluster_pb2.WorkerHello(
+        protocol_version=protocol_version,
+        name=name,
+        incarnation=new_incarnation(),
+        address="127.0.0.1:9",
+        device="cpu",
+        memory_bytes=1 << 26,
+        pid=1,
+    )
+
+
+async def refusal(coordinator: str, message: cluster_pb2.WorkerHello) -> grpc.aio.AioRpcError:
+    """How the coordinator ends a `Join` that begins with `message`."""
+
+    async def requests() -> AsyncIterator[cluster_pb2.WorkerMessage]:
+        yield cluster_pb2.WorkerMessage(hello=message)
+
+    async with client_channel(coordinator) as channel:
+        call = cluster_pb2_grpc.ClusterStub(channel).Join(requests(), timeout=DEADLINE_S)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in call:
+                pass
+    return caught.value

@@ -1,0 +1,260 @@
+"""Workers that leave, come back or answer nonsense; requests that fail alone; fault after fault."""
+
+import asyncio
+import gc
+import os
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from coordinator.pipeline_link import PipelineLink
+from stage_worker.hop import Hop
+from stage_worker.session import EpochSession
+from stageline.errors import ServerError
+from stageline_rpc.v1 import cluster_pb2, stage_pb2
+from tests.checkpoints import make_checkpoint
+from tests.integration.alterations import cut, drop, flip_byte
+from tests.integration.asks import VOCAB_SIZE, SoloRuns, mixed_asks
+from tests.integration.cluster import DEADLINE_S, Answer, Ask, Cluster
+from tests.integration.stream_proxy import Alteration
+from wire.frames import Frame
+
+LAYERS = (1, 1, 1)
+NUM_STREAMS = 6
+POISON = VOCAB_SIZE - 1
+"""The token whose embedding is not a number in `poisoned_llama`."""
+
+
+@pytest.fixture(scope="module")
+def solo(varied_llama: Path) -> SoloRuns:
+    return SoloRuns(varied_llama)
+
+
+@pytest.fixture(scope="module")
+def poisoned_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = make_checkpoint(
+        tmp_path_factory.mktemp("poisoned") / "model", "llama", num_layers=3, initializer_range=0.3
+    )
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.embed_tokens.weight"][POISON] = torch.nan
+    # No token leads to the poisoned one by itself.
+    tensors["lm_head.weight"][POISON] = 0.0
+    save_file(tensors, path, metadata={"format": "pt"})
+    return directory
+
+
+async def until_tokens(answers: list[Answer], count: int) -> None:
+    """Until every answer has that many tokens."""
+    async with asyncio.timeout(DEADLINE_S):
+        while min(len(answer.tokens) for answer in answers) < count:
+            await asyncio.sleep(0.002)
+
+
+def places(status: cluster_pb2.GetStatusResponse) -> dict[int, str]:
+    """Which worker runs which stage."""
+    return {worker.stage: worker.name for worker in status.workers if worker.HasField("stage")}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+async def test_streams_go_on_when_a_worker_comes_back(varied_llama: Path, solo: SoloRuns, stage: int) -> None:
+    async with Cluster(varied_llama, layers=LAYERS) as cluster:
+        epoch, before = cluster.epoch, cluster.incarnations()
+        async with cluster.generating(mixed_asks(NUM_STREAMS, max_tokens=40)) as answers:
+            await until_tokens(answers, 3)
+            await cluster.workers[f"w{stage}"].stop()
+            await cluster.start_worker(f"w{stage}")
+        solo.check(answers)
+        after = cluster.incarnations()
+        assert cluster.epoch > epoch
+        assert {name for name in after if after[name] != before[name]} == {f"w{stage}"}
+        await cluster.wait_drained()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+async def test_a_spare_takes_the_place_of_a_worker_that_leaves(
+    varied_llama: Path, solo: SoloRuns, stage: int
+) -> None:
+    async with Cluster(varied_llama, layers=LAYERS, num_workers=4) as cluster:
+        before = places(await cluster.wait_status(lambda status: len(status.workers) == 4))
+        (spare,) = set(cluster.workers) - set(before.values())
+        async with cluster.generating(mixed_asks(NUM_STREAMS, max_tokens=40)) as answers:
+            await until_tokens(answers, 3)
+            await cluster.workers[before[stage]].stop()
+        solo.check(answers)
+        assert places(await cluster.wait_drained()) == before | {stage: spare}
+
+
+async def test_all_workers_leave_and_come_back(varied_llama: Path, solo: SoloRuns) -> None:
+    async with Cluster(varied_llama, layers=LAYERS) as cluster:
+        async with cluster.generating(mixed_asks(NUM_STREAMS, max_tokens=40)) as answers:
+            await until_tokens(answers, 3)
+            for name in ("w2", "w0", "w1"):
+                await cluster.workers[name].stop()
+            for name in ("w1", "w0", "w2"):
+                await cluster.start_worker(name)
+        solo.check(answers)
+        await cluster.wait_drained()
+
+
+def result_of_another_step(result: stage_pb2.StepResult) -> None:
+    result.step_id += 1
+
+
+def result_of_another_epoch(result: stage_pb2.StepResult) -> None:
+    result.epoch += 1
+
+
+def result_of_another_sequence(result: stage_pb2.StepResult) -> None:
+    result.results[0].sequence.choice += 1
+
+
+def result_of_another_generation(result: stage_pb2.StepResult) -> None:
+    result.results[0].generation += 1
+
+
+def one_result_too_few(result: stage_pb2.StepResult) -> None:
+    del result.results[-1]
+
+
+def no_outcome(result: stage_pb2.StepResult) -> None:
+    result.results[0].ClearField("outcome")
+
+
+def token_outside_the_vocabulary(result: stage_pb2.StepResult) -> None:
+    result.results[0].token = 4_000_000
+
+
+@pytest.mark.parametrize(
+    "alter",
+    [
+        result_of_another_step,
+        result_of_another_epoch,
+        result_of_another_sequence,
+        result_of_another_generation,
+        one_result_too_few,
+        no_outcome,
+        token_outside_the_vocabulary,
+    ],
+)
+async def test_a_nonsensical_answer_of_last_begins_a_new_epoch_and_fails_nobody(
+    varied_llama: Path, solo: SoloRuns, alter: Callable[[stage_pb2.StepResult], None]
+) -> None:
+    async with Cluster(varied_llama, layers=LAYERS, is_coordinator_proxied=True) as cluster:
+        proxy, epoch = cluster.coordinator_proxy, cluster.epoch
+        assert proxy is not None
+        async with cluster.generating(mixed_asks(NUM_STREAMS)) as answers:
+            await until_tokens(answers, 3)
+            proxy.alter_result = alter
+        assert proxy.num_altered == 1
+        solo.check(answers)
+        assert cluster.epoch == epoch + 1
+        await cluster.wait_drained()
+
+
+async def test_a_slice_error_fails_its_request_alone(poisoned_llama: Path) -> None:
+    healthy = SoloRuns(poisoned_llama)
+    async with Cluster(poisoned_llama, layers=LAYERS) as cluster:
+        epoch = cluster.epoch
+        poisoned = [
+            Ask(prompt=(POISON,), max_tokens=8),
+            Ask(prompt=(*range(1, 40), POISON), max_tokens=8, seed=3),
+            Ask(prompt=(1, POISON, 3), max_tokens=8),
+        ]
+        fine = mixed_asks(NUM_STREAMS, tokens_below=POISON)
+        assert not any(POISON in (*ask.prompt, *healthy.tokens(ask)) for ask in fine)
+        answers = await cluster.generate_all([*fine[:3], *poisoned, *fine[3:]])
+        failed = [answer for answer in answers if answer.ask in poisoned]
+        for answer in failed:
+            assert isinstance(answer.error, ServerError)
+            assert answer.error.code == "INTERNAL"
+            assert "stage 2: logits" in answer.error.message
+            assert not answer.tokens
+        healthy.check([answer for answer in answers if answer not in failed])
+        assert cluster.epoch == epoch
+        # What it had computed is never shared: the same prompt fails again, and its beginning serves others.
+        beginning = Ask(prompt=tuple(range(1, 40)), max_tokens=8)
+        again, shared = await cluster.generate_all([poisoned[1].again(), beginning])
+        assert again.error is not None and again.error.code == "INTERNAL"
+        healthy.check([shared])
+        await cluster.wait_drained()
+
+
+def every(number: int) -> Callable[[Frame], bool]:
+    """True for every `number`-th frame with slices."""
+    seen = 0
+
+    def is_due(frame: Frame) -> bool:
+        nonlocal seen
+        seen += bool(frame.step.slices)
+        return bool(frame.step.slices) and seen % number == 0
+
+    return is_due
+
+
+@pytest.mark.parametrize("alter", [cut, flip_byte], ids=["cut", "flipped-byte"])
+async def test_repeated_faults_end(varied_llama: Path, solo: SoloRuns, alter: Alteration) -> None:
+    async with Cluster(varied_llama, layers=LAYERS, hop_proxies=[1]) as cluster:
+        epoch = cluster.epoch
+        injection = cluster.proxy(1).inject(alter, when=every(5), times=8)
+        answers = await cluster.generate_all(mixed_asks(NUM_STREAMS))
+        failed = [answer for answer in answers if not answer.succeeded]
+        assert all(answer.error is not None and answer.error.code == "ABORTED" for answer in failed)
+        solo.check([answer for answer in answers if answer.succeeded])
+        if alter is cut:
+            assert not failed
+            assert len(injection.steps) == 8
+        assert cluster.epoch == epoch + len(injection.steps)
+        cluster.proxy(1).injection = None
+        solo.check(await cluster.generate_all(mixed_asks(2, seed=1)))
+        await cluster.wait_drained()
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What is there in this process; `num_epoch_objects` live as long as an epoch."""
+
+    num_tasks: int
+    num_files: int
+    num_epoch_objects: int
+
+    @classmethod
+    def of_this_process(cls) -> "Footprint":
+        gc.collect()
+        kinds = (EpochSession, Hop, PipelineLink)
+        return cls(
+            num_tasks=len(asyncio.all_tasks()),
+            num_files=len(os.listdir("/proc/self/fd")),
+            num_epoch_objects=sum(type(each) in kinds for each in gc.get_objects()),
+        )
+
+    def is_within(self, other: "Footprint") -> bool:
+        mine, limits = astuple(self), astuple(other)
+        return all(count <= limit for count, limit in zip(mine, limits, strict=True))
+
+
+async def test_many_epochs_leave_no_tasks_files_or_objects(varied_llama: Path) -> None:
+    async with Cluster(varied_llama, layers=LAYERS, hop_proxies=[1]) as cluster:
+
+        async def one_fault(alter: Alteration) -> None:
+            epoch = cluster.epoch
+            cluster.proxy(1).inject(alter, when=every(3))
+            await cluster.generate_all(mixed_asks(3, max_tokens=8))
+            await cluster.wait_status(
+                lambda status: status.epoch > epoch and status.state == cluster_pb2.CLUSTER_STATE_SERVING
+            )
+            await cluster.wait_drained()
+
+        for alter in (flip_byte, drop):
+            await one_fault(alter)
+        before = Footprint.of_this_process()
+        for number in range(20):
+            await one_fault(flip_byte if number % 2 else drop)
+        async with asyncio.timeout(DEADLINE_S):
+            # Connections are torn down by gRPC's own threads, a moment later.
+            while not Footprint.of_this_process().is_within(before):
+                await asyncio.sleep(0.05)

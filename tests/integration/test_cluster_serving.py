@@ -1,0 +1,271 @@
+"""Many requests at once on a whole cluster: each ends as it would by itself, and nothing stays behind."""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import grpc
+import pytest
+
+from stageline.client import Client
+from stageline.errors import Overloaded, RequestExists, StagelineError
+from stageline_rpc.v1 import cluster_pb2, inference_pb2, inference_pb2_grpc
+from tests.integration.asks import SoloRuns, mixed_asks
+from tests.integration.cluster import DEADLINE_S, Answer, Ask, Cluster
+from wire.channels import client_channel
+from wire.ids import id_text
+from wire.steps import Decode, Step
+
+LAYERS = (1, 1, 1)
+LONG_PROMPT = tuple(index * 7 % 128 for index in range(200))
+
+
+@pytest.fixture(scope="module")
+def solo(varied_llama: Path) -> SoloRuns:
+    return SoloRuns(varied_llama)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Until the tested process itself says so."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not holds():
+            await asyncio.sleep(0.002)
+
+
+def num_decodes(step: Step) -> int:
+    return sum(isinstance(part.inference_step, Decode) for part in step.slices)
+
+
+@pytest.mark.parametrize("count", [1, 4, 16, 64])
+async def test_concurrent_requests_end_like_solo_runs(varied_llama: Path, solo: SoloRuns, count: int) -> None:
+    async with Cluster(varied_llama, layers=LAYERS, max_kv_tokens=8192) as cluster:
+        solo.check(await cluster.generate_all(mixed_asks(count, max_tokens=16)))
+        await cluster.wait_drained()
+
+
+async def test_requests_join_and_leave_at_any_step(varied_llama: Path, solo: SoloRuns) -> None:
+    asks = [
+        Ask(prompt=ask.prompt, max_tokens=1 + 5 * index % 23, seed=ask.seed)
+        for index, ask in enumerate(mixed_asks(24))
+    ]
+    answers = [Answer(ask) for ask in asks]
+    async with Cluster(varied_llama, layers=LAYERS) as cluster, asyncio.TaskGroup() as tasks:
+        for before, answer in zip([None, *answers], answers, strict=False):
+            if before is not None:
+                await until(partial(_has_begun, before))
+            tasks.create_task(cluster.generate(answer.ask, answer))
+    solo.check(answers)
+
+
+def _has_begun(answer: Answer) -> bool:
+    return bool(answer.tokens or answer.error)
+
+
+async def test_long_prompts_go_in_chunks_beside_decodes(varied_llama: Path, solo: SoloRuns) -> None:
+    async with Cluster(varied_llama, layers=LAYERS, max_step_tokens=16, hop_proxies=[1]) as cluster:
+        async with cluster.generating(mixed_asks(4, max_tokens=60)) as decoding:
+            await until(lambda: all(answer.tokens for answer in decoding))
+            long = [Ask(prompt=(index, *LONG_PROMPT), max_tokens=8) for index in range(3)]
+            solo.check(await cluster.generate_all(long))
+        solo.check(decoding)
+        assert any(0 < num_decodes(step) < len(step.slices) for step in cluster.proxy(1).steps.values())
+
+
+async def test_several_steps_are_in_flight_under_load(varied_llama: Path, solo: SoloRuns) -> None:
+    async with Cluster(varied_llama, layers=LAYERS, hop_proxies=[0]) as cluster:
+        most = 0
+        async with cluster.generating(mixed_asks(9, max_tokens=40)) as answers:
+            await until(lambda: all(answer.tokens for answer in answers))
+            for _ in range(10):
+                most = max(most, (await cluster.client.status()).requests.steps_in_flight)
+            # Sequences that arrived together do not stay in one step.
+            decodes = [num_decodes(step) for step in cluster.proxy(0).steps.values()]
+        solo.check(answers)
+        assert most == len(LAYERS)
+        assert max(decodes) <= 3
+
+
+@pytest.mark.parametrize("count", [6, 16])
+async def test_a_tiny_cache_preempts_all_the_time_and_changes_no_token(
+    varied_llama: Path, solo: SoloRuns, count: int
+) -> None:
+    async with Cluster(varied_llama, layers=LAYERS, max_kv_tokens=128) as cluster:
+        answers = await cluster.generate_all(mixed_asks(count, max_tokens=40))
+        solo.check(answers)
+        restarts = [answer.usage.restarts for answer in answers if answer.usage]
+        assert sum(restarts) > 0
+        await cluster.wait_drained()
+
+
+async def test_a_full_queue_refuses_and_serves_what_it_has(varied_llama: Path, solo: SoloRuns) -> None:
+    async with Cluster(varied_llama, layers=LAYERS, max_kv_tokens=64, queue_size=4) as cluster:
+        answers = await cluster.generate_all(mixed_asks(24, max_tokens=12))
+        refused = [answer for answer in answers if isinstance(answer.error, Overloaded)]
+        assert refused
+        assert all("4 requests are waiting" in str(answer.error) for answer in refused)
+        solo.check([answer for answer in answers if answer not in refused])
+        solo.check(await cluster.generate_all([answer.ask for answer in refused[:4]]))
+
+
+async def test_an_id_is_refused_while_its_request_is_live(varied_llama: Path, solo: SoloRuns) -> None:
+    (ask,) = mixed_asks(1, max_tokens=60)
+    async with Cluster(varied_llama, layers=LAYERS) as cluster:
+        async with cluster.generating([ask]) as answers:
+            await until(lambda: bool(answers[0].tokens))
+            twin = await cluster.generate(ask)
+            assert isinstance(twin.error, RequestExists)
+        solo.check(answers)
+
+
+async def test_an_id_may_come_again_when_its_request_has_ended(varied_llama: Path, solo: SoloRuns) -> None:
+    first, second = mixed_asks(2, max_tokens=30)
+    second = Ask(prompt=second.prompt, max_tokens=30, seed=5, request_id=first.request_id)
+    async with Cluster(varied_llama, layers=LAYERS) as cluster:
+        epoch = cluster.epoch
+        async with cluster.generating(mixed_asks(3, max_tokens=60)) as others:
+            for _ in range(3):
+                # Cancelled with steps in flight, whose results must not be taken for those of its successor.
+                await abandon(cluster, first, after=2, how="cancel")
+                answer = await cluster.generate(second)
+                solo.check([answer])
+                assert answer.usage is not None
+                assert answer.usage.restarts == 0
+        solo.check(others)
+        assert cluster.epoch == epoch
+        await cluster.wait_drained()
+
+
+async def test_two_of_one_id_at_the_same_moment_are_one(varied_llama: Path, solo: SoloRuns) -> None:
+    (ask,) = mixed_asks(1, max_tokens=30)
+    async with Cluster(varied_llama, layers=LAYERS) as cluster:
+        answers = await cluster.generate_all([ask] * 8)
+        assert [answer.error is None for answer in answers].count(True) == 1
+        assert all(isinstance(answer.error, RequestExists) for answer in answers if answer.error)
+        solo.check([answer for answer in answers if answer.error is None])
+        await cluster.wait_drained()
+
+
+async def test_the_same_beginning_is_computed_once(varied_llama: Path, solo: SoloRuns) -> None:
+    async with Cluster(varied_llama, layers=LAYERS) as cluster:
+        first = await cluster.generate(Ask(prompt=LONG_PROMPT[:50], max_tokens=8))
+        second = await cluster.generate(Ask(prompt=(*LONG_PROMPT[:50], 5), max_tokens=8, seed=7))
+        same = await cluster.generate(Ask(prompt=LONG_PROMPT[:48], max_tokens=8))
+        other = await cluster.generate(Ask(prompt=(1, *LONG_PROMPT[:50]), max_tokens=8))
+        answers = [first, second, same, other]
+        solo.check(answers)
+        # Blocks of 8; the last token of a prompt is always computed, for its logits.
+        assert [answer.usage.cached_tokens for answer in answers if answer.usage] == [0, 48, 47, 0]
+        await cluster.wait_drained()
+
+
+async def test_a_slow_reader_holds_nobody_up(varied_llama: Path, solo: SoloRuns) -> None:
+    async with Cluster(varied_llama, layers=LAYERS) as cluster, client_channel(cluster.address) as channel:
+        request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[3]), max_tokens=300)
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=DEADLINE_S)
+        first = await call.read()
+        assert isinstance(first, inference_pb2.GenerateResponse)
+        # Not another read until the others are through.
+        solo.check(await cluster.generate_all(mixed_asks(6)))
+        tokens = list(first.token_ids)
+        while (response := await call.read()) and isinstance(response, inference_pb2.GenerateResponse):
+            tokens += response.token_ids
+        assert tokens == solo.tokens(Ask(prompt=(3,), max_tokens=100))
+        await cluster.wait_drained()
+
+
+async def abandon(cluster: Cluster, ask: Ask, *, after: int, how: str) -> StagelineError | None:
+    """Ends a request before its end; `after` that many tokens, 0 as soon as it is queued or in prefill."""
+    answer = Answer(ask)
+    task = asyncio.create_task(cluster.generate(ask, answer))
+    if after:
+        await until(lambda: len(answer.tokens) >= after or task.done())
+    else:
+        await until(lambda: _is_live(cluster, ask) or task.done())
+    assert not task.done(), f"it was to be ended by {how} first"
+    if how == "cancel":
+        await cluster.client.cancel(id_text(ask.request_id))
+        await task
+    else:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    return answer.error
+
+
+def _is_live(cluster: Cluster, ask: Ask) -> bool:
+    return any(each.key.request_id == ask.request_id for each in cluster.server.engine.live_sequences)
+
+
+@pytest.mark.parametrize("how", ["cancel", "disconnect"])
+@pytest.mark.parametrize("after", [0, 3], ids=["prefill", "decode"])
+async def test_requests_that_are_given_up_leave_no_blocks(
+    varied_llama: Path, solo: SoloRuns, how: str, after: int
+) -> None:
+    async with Cluster(varied_llama, layers=LAYERS, max_step_tokens=8) as cluster:
+        async with cluster.generating(mixed_asks(3, max_tokens=40)) as others:
+            given_up = [Ask(prompt=(index, *LONG_PROMPT), max_tokens=200) for index in range(3)]
+            errors = [await abandon(cluster, ask, after=after, how=how) for ask in given_up]
+        solo.check(others)
+        if how == "cancel":
+            assert [error.code for error in errors if error] == ["CANCELLED"] * 3
+        status = await cluster.wait_drained()
+        assert status.requests.cancelled == 3
+
+
+@pytest.mark.parametrize("tokens", [1, 300], ids=["prefill", "decode"])
+async def test_a_deadline_that_passes_leaves_no_blocks(varied_llama: Path, tokens: int) -> None:
+    prompt = LONG_PROMPT * 2 if tokens == 1 else (3,)
+    async with Cluster(varied_llama, layers=LAYERS, max_step_tokens=8) as cluster:
+        await cluster.generate(Ask(prompt=(1,), max_tokens=1))
+        async with client_channel(cluster.address) as channel:
+            request = inference_pb2.GenerateRequest(
+                token_ids=inference_pb2.TokenIds(ids=prompt), max_tokens=tokens
+            )
+            call = inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=0.03)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async for _ in call:
+                    pass
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await cluster.wait_drained()
+
+
+async def test_a_client_that_vanishes_leaves_no_blocks(varied_llama: Path, solo: SoloRuns) -> None:
+    async with Cluster(varied_llama, layers=LAYERS) as cluster:
+        async with client_channel(cluster.address) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[3]), max_tokens=400)
+            calls = [stub.Generate(request, timeout=DEADLINE_S) for _ in range(4)]
+            for call in calls:
+                await call.read()
+        status = await cluster.wait_drained()
+        assert status.requests.cancelled == 4
+        solo.check(await cluster.generate_all(mixed_asks(2)))
+
+
+async def test_a_storm_of_aborts_leaves_nothing(varied_llama: Path, solo: SoloRuns) -> None:
+    async with Cluster(varied_llama, layers=LAYERS, max_kv_tokens=2048) as cluster:
+        async with cluster.generating(mixed_asks(3, max_tokens=40)) as others:
+            storm = [Ask(prompt=ask.prompt, max_tokens=400, seed=1) for ask in mixed_asks(32)]
+            async with asyncio.TaskGroup() as tasks:
+                for index, ask in enumerate(storm):
+                    how = "cancel" if index % 2 else "disconnect"
+                    tasks.create_task(abandon(cluster, ask, after=index % 5, how=how))
+        solo.check(others)
+        status = await cluster.wait_drained()
+        assert status.requests.cancelled == 32
+
+
+async def test_a_second_request_on_a_connection_works(varied_llama: Path, solo: SoloRuns) -> None:
+    async with Cluster(varied_llama, layers=LAYERS) as cluster:
+        for ask in mixed_asks(6):
+            solo.check([await cluster.generate(ask)])
+        async with Client(cluster.address) as other:
+            model = await other.model()
+        assert model.vocab_size == 128
+
+
+async def test_one_stage_serves_too(varied_llama: Path, solo: SoloRuns) -> None:
+    async with Cluster(varied_llama, layers=(3,)) as cluster:
+        solo.check(await cluster.generate_all(mixed_asks(6)))
+        status = await cluster.wait_drained()
+        assert [worker.role for worker in status.workers] == [cluster_pb2.STAGE_ROLE_ONLY]

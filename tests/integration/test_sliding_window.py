@@ -1,0 +1,196 @@
+"""A model whose layers all have a window gives back what no query can see any more, and nobody notices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from coordinator.kv_window import KvWindow
+from kvcache.pages import KvPages
+from tests.checkpoints import make_checkpoint
+from tests.local_pipeline import GREEDY, LocalPipeline, Request, Run
+from wire.errors import StepFault, StepFaultKind
+from wire.steps import Step
+
+WINDOW, BLOCK_SIZE, CHUNK = 20, 8, 24
+NUM_BLOCKS = 40
+LAYERS = (1, 2)
+
+
+@pytest.fixture(scope="module")
+def mistral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("mistral")
+    return make_checkpoint(
+        directory, "mistral", num_layers=3, seed=5, initializer_range=0.3, sliding_window=WINDOW
+    )
+
+
+def prompt_of(num_tokens: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 128, (num_tokens,), generator=generator).tolist()
+
+
+def new_pipeline(directory: Path, *, num_blocks: int = NUM_BLOCKS, releases: bool = True) -> LocalPipeline:
+    return LocalPipeline(
+        directory,
+        LAYERS,
+        block_size=BLOCK_SIZE,
+        num_blocks=num_blocks,
+        max_step_tokens=CHUNK,
+        releases_window=releases,
+    )
+
+
+LOAD = [
+    Request(prompt=prompt_of(200, 1), max_tokens=40),
+    Request(prompt=[*prompt_of(200, 1)[:160], *prompt_of(30, 2)], max_tokens=40, arrives_at=9),
+    Request(prompt=prompt_of(37, 3), max_tokens=60, sampling=replace(GREEDY, temperature=0.9, seed=4)),
+]
+
+
+class Watch:
+    """The most blocks that each sequence held when a step of it was sent."""
+
+    def __init__(self) -> None:
+        self.most_held: dict[int, int] = {}
+        self.most_active = 0
+
+    def __call__(self, step: Step, run: Run) -> None:
+        self.most_active = max(self.most_active, run.kv.num_active)
+        for sequence in run.scheduler.running:
+            held = len(sequence.kv.held_blocks)
+            self.most_held[sequence.arrival] = max(held, self.most_held.get(sequence.arrival, 0))
+
+
+def test_tokens_are_the_same_with_and_without_and_held_blocks_stay_within_window_and_chunk(
+    mistral: Path,
+) -> None:
+    watches, tokens = [], []
+    for releases in (True, False):
+        pipeline = new_pipeline(mistral, num_blocks=90, releases=releases)
+        pipeline.on_step = watch = Watch()
+        tokens.append(pipeline.serve(LOAD).tokens)
+        watches.append(watch)
+    assert tokens[0] == tokens[1]
+    assert all(len(set(each)) > 10 for each in tokens[0])
+    bound = KvWindow(WINDOW, CHUNK).num_blocks(BLOCK_SIZE)
+    assert bound == 7
+    assert max(watches[0].most_held.values()) <= bound
+    assert max(watches[1].most_held.values()) == 240 // BLOCK_SIZE
+
+
+def test_the_bound_is_reached_by_no_more_than_one_block_and_kept_for_every_shape() -> None:
+    for window in range(1, 12):
+        for chunk in range(1, 9):
+            for block_size in (1, 2, 3, 4):
+                touched = [
+                    (first + chunk - 1) // block_size - max(0, first - window + 1) // block_size + 1
+                    for first in range(40)
+                ]
+                assert max(touched) == KvWindow(window, chunk).num_blocks(block_size)
+
+
+def test_released_blocks_serve_others(mistral: Path) -> None:
+    """Two sequences of 30 blocks each run side by side in a pool of 32."""
+    requests = [Request(prompt=prompt_of(200, seed), max_tokens=40) for seed in (11, 12)]
+    alone = [new_pipeline(mistral).serve([request]).tokens[0] for request in requests]
+    for releases in (True, False):
+        pipeline = new_pipeline(mistral, num_blocks=32, releases=releases)
+        together = 0
+
+        def count(step: Step, run: Run) -> None:
+            nonlocal together
+            together += len(step.slices) > 1 or len(run.scheduler.running) > 1
+
+        pipeline.on_step = count
+        run = pipeline.serve(requests)
+        assert run.tokens == alone
+        assert run.scheduler.counts.num_preemptions == 0
+        assert (together > 10) == releases
+
+
+def test_a_hit_needs_the_whole_leading_run_and_gives_back_its_head_at_once(mistral: Path) -> None:
+    prompt = prompt_of(200, 21)
+    pipeline = new_pipeline(mistral, num_blocks=60)
+    held: list[tuple[int, int]] = []
+
+    def watch(step: Step, run: Run) -> None:
+        second = run.sequences[1]
+        if any(part.sequence == second.key for part in step.slices):
+            held.append((len(second.kv.held_blocks), second.kv.num_released_blocks))
+
+    pipeline.on_step = watch
+    run = pipeline.serve(
+        [Request(prompt=prompt, max_tokens=4), Request(prompt=prompt, max_tokens=4, arrives_at=40)]
+    )
+    assert run.tokens[0] == run.tokens[1]
+    assert run.sequences[1].num_cached_tokens == 199
+    # Token 199 sees back to 180, which lies in block 22; block 24 is the last.
+    assert held[0] == (3, 22)
+
+
+def test_releasing_one_block_too_early_is_refused_by_the_stages(
+    mistral: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_late(self: KvWindow, first_query: int) -> int:
+        return max(0, first_query - self.num_tokens + 2)
+
+    monkeypatch.setattr(KvWindow, "first_visible", too_late)
+    with pytest.raises(StepFault, match="sees") as caught:
+        new_pipeline(mistral).serve(LOAD)
+    assert caught.value.kind is StepFaultKind.DEVICE
+
+
+def test_preemption_starts_over_from_all_tokens(mistral: Path) -> None:
+    requests = [Request(prompt=prompt_of(seed, seed), max_tokens=60) for seed in range(3, 13)]
+    alone = [new_pipeline(mistral).serve([request]).tokens[0] for request in requests]
+    run = new_pipeline(mistral, num_blocks=17).serve(requests)
+    assert run.scheduler.counts.num_preemptions > 0
+    assert run.tokens == alone
+
+
+def test_cached_blocks_behind_an_evicted_one_are_not_written_again(
+    mistral: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads are released first, so they are evicted first; what follows them may still be there."""
+    pipeline = new_pipeline(mistral, num_blocks=10)
+    written: dict[int, int] = {}
+    write, now = KvPages.write, 0
+
+    def count(pages: KvPages, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        written[now] = written.get(now, 0) + slots.numel()
+        write(pages, layer, keys, values, slots)
+
+    def note(stage: int, step: Step) -> None:
+        nonlocal now
+        now = len(step.slices[0].tokens) if step.slices else 0
+
+    monkeypatch.setattr(KvPages, "write", count)
+    prompt = prompt_of(80, 41)
+    short = [Request(prompt=prompt_of(5, seed), max_tokens=2, arrives_at=20) for seed in (42, 43, 44)]
+    requests = [
+        Request(prompt=prompt, max_tokens=1),
+        *short,
+        Request(prompt=prompt, max_tokens=1, arrives_at=40),
+    ]
+    pipeline.before_stage = note
+    run = pipeline.serve(requests)
+    assert run.tokens[0] == run.tokens[4]
+    assert run.sequences[4].num_cached_tokens == 0
+    # Three layers. The first time chunks of 24, 24, 24 and 8 tokens write all 80 slots; the second time only
+    # the three blocks that were evicted are written.
+    assert written[24] + written[8] == 3 * (80 + 24)
+
+
+@pytest.mark.parametrize(
+    ("windows", "widest"), [((5, 9, 7), 9), ((5, None, 7), None), ((None,), None), ((4,), 4)]
+)
+def test_the_widest_window_counts_and_full_attention_hides_nothing(
+    windows: tuple[int | None, ...], widest: int | None
+) -> None:
+    window = KvWindow.of(windows, 10)
+    assert (window.num_tokens if window else None) == widest
