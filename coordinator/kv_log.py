@@ -111,7 +111,7 @@ class KvLog:
             max_output_tokens=sequence.num_tokens_to_generate,
             salt=salt_of(sequence.cache_salt) if sequence.cache_salt else DEFAULT_SALT,
             prefix_caching=self._prefix_caching,
-            new_id=lambda: next(self._ids),
+            new_id=self._ids.__next__,
         )
         # A block whose hash is known with other content gets a name of its own before hits are counted.
         self._ledger.prepare(active, len(active))

@@ -11,8 +11,7 @@ where each of these is one or more little-endian u64 words, in the order in whic
 A signal without effect (a `Use` that failed) is not folded. The first digest is 0.
 """
 
-import sys
-from array import array
+import struct
 
 from xxhash import xxh3_64_intdigest
 
@@ -20,6 +19,10 @@ from kvcache.blocks import Deref, Destroy, PartialBlock, Promote, Use
 from kvcache.errors import InvalidSignal
 
 _SEED = 1337
+
+# A signal of one block has one word of outcome; a promotion, or the use of a partial block, has seven words.
+_pack_1 = struct.Struct("<Q").pack
+_pack_7 = struct.Struct("<7Q").pack
 
 
 _USE, _PROMOTE, _DEREF, _DESTROY = 1, 2, 3, 4
@@ -43,35 +46,33 @@ class StreamDigest:
     def __init__(self) -> None:
         self.value = 0
 
-    def begin_use(self, use: Use, keys: list[int]) -> "array[int]":
+    def begin_use(self, use: Use, keys: list[int]) -> bytes:
         """`keys`: the sequence hash or id of each block; which of the two follows from the outcome words."""
         parent, hashes = use.parent, use.block_hashes
         head = (self.value, _USE, parent is not None, parent or 0, len(keys), len(hashes))
         return _pack((*head, *keys, *hashes))
 
-    def begin_promote(self, promote: Promote) -> "array[int]":
+    def begin_promote(self, promote: Promote) -> bytes:
         """Packs the four fields."""
         parent = promote.parent
         tail = (promote.partial.id, promote.sequence_hash, promote.block_hash)
         return _pack((self.value, _PROMOTE, parent is not None, parent or 0, *tail))
 
-    def begin_release(self, signal: Deref | Destroy, key: int) -> "array[int]":
+    def begin_release(self, signal: Deref | Destroy, key: int) -> bytes:
         """Packs a `Deref` or `Destroy` of the block with this sequence hash or id."""
         kind = _DEREF if isinstance(signal, Deref) else _DESTROY
         return _pack((self.value, kind, isinstance(signal.block, PartialBlock), key))
 
-    def finish(self, words: "array[int]", outcome: list[int]) -> None:
+    def finish(self, words: bytes, outcome: list[int]) -> None:
         """Folds the outcome: one word for each block, then the sequence hashes that were evicted."""
-        words.extend(outcome)
-        if sys.byteorder == "big":
-            words.byteswap()
-        self.value = xxh3_64_intdigest(words, _SEED)
+        tail = _pack_1(*outcome) if len(outcome) == 1 else struct.pack(f"<{len(outcome)}Q", *outcome)
+        self.value = xxh3_64_intdigest(words + tail, _SEED)
 
 
-def _pack(words: tuple[int, ...]) -> "array[int]":
+def _pack(words: tuple[int, ...]) -> bytes:
     try:
-        return array("Q", words)
-    except (OverflowError, TypeError) as error:
+        return _pack_7(*words) if len(words) == 7 else struct.pack(f"<{len(words)}Q", *words)
+    except struct.error as error:
         raise InvalidSignal(
             f"hashes and ids must be unsigned 64-bit integers, got {words}: {error}"
         ) from error

@@ -154,7 +154,24 @@ class BlockPool:
             return self._full.get(block.sequence_hash) or self._inactive.get(block.sequence_hash)
         return self._partial.get(block.id)
 
+    def _use_partial(self, use: Use, partial: PartialBlock) -> tuple[Event, ...]:
+        """What `_use` does, for the one partial block that a decoding sequence opens."""
+        words = self._digest.begin_use(use, [partial.id])
+        evicted: list[int] = []
+        page = self._partial.get(partial.id)
+        entered = 0
+        if page is None:
+            if not self._free and not self._inactive:
+                raise OutOfBlocks(1, 0)
+            page, entered = self._take_page(evicted), ENTERED
+            self._partial[partial.id] = page
+        page.num_owners += 1
+        self._digest.finish(words, [page.num_owners << 2 | entered, *evicted])
+        return (Removed(tuple(evicted), self._new_event_id()),) if evicted else ()
+
     def _use(self, use: Use) -> tuple[Event, ...]:
+        if len(use.blocks) == 1 and not use.block_hashes and isinstance(use.blocks[0], PartialBlock):
+            return self._use_partial(use, use.blocks[0])
         keys = [block.sequence_hash if isinstance(block, FullBlock) else block.id for block in use.blocks]
         words = self._digest.begin_use(use, keys)
         revived = self._admit(use)

@@ -227,7 +227,7 @@ class ActiveSequence:
         self._chain.make_private(first_block)
 
     def newest_content(self, promote: Promote) -> Content:
-        """What the block holds that the last push has completed. Raises InvalidSignal for another `Promote`."""
+        """What the block holds that the last push completed. Raises InvalidSignal for another `Promote`."""
         chain = self._chain
         if not chain.blocks or chain.blocks[-1].sequence_hash != promote.sequence_hash:
             raise InvalidSignal(f"{promote} is not the next signal of this sequence")

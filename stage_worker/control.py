@@ -100,7 +100,6 @@ class Membership:
         try:
             return await self._read(call, connection)
         finally:
-            connection.close()
             for task in (heartbeats, writer):
                 task.cancel()
             await asyncio.gather(heartbeats, writer, return_exceptions=True)
@@ -147,21 +146,14 @@ class Membership:
 
 
 class _Connection:
-    """What goes to the coordinator over one Join stream; nothing does once it has ended."""
+    """What goes to the coordinator over one Join stream; once that has ended, nobody takes it from here."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
         self._outbox: asyncio.Queue[cluster_pb2.WorkerMessage] = asyncio.Queue()
-        self._is_open = True
 
     def send(self, message: cluster_pb2.WorkerMessage) -> None:
-        if self._is_open:
-            self._outbox.put_nowait(message)
-        else:
-            log.debug("not sent, the stream has ended: %s", message.WhichOneof("message"))
-
-    def close(self) -> None:
-        self._is_open = False
+        self._outbox.put_nowait(message)
 
     async def write(self) -> None:
         """Until the stream breaks, which the reader notices too."""

@@ -50,7 +50,7 @@ async def test_live_requests_fail_when_a_worker_stays_away(varied_llama: Path, s
     async with Cluster(varied_llama, layers=LAYERS, timing=IMPATIENT) as cluster:
         async with cluster.generating(mixed_asks(4, max_tokens=120)) as answers:
             async with asyncio.timeout(DEADLINE_S):
-                while not all(answer.tokens for answer in answers):  # noqa: ASYNC110 - nobody tells
+                while not all(answer.tokens for answer in answers):
                     await asyncio.sleep(0.002)
             await cluster.workers["w1"].stop()
         for answer in answers:
@@ -131,7 +131,9 @@ def other_block_size(message: stage_pb2.HopHello) -> None:
     message.block_size = 16
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(
+    "stage", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     ("alter", "values"),
     [

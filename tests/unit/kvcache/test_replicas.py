@@ -153,7 +153,7 @@ class Serving(RuleBasedStateMachine):
 
 
 TestServing = Serving.TestCase
-TestServing.settings = settings(max_examples=500, stateful_step_count=30, deadline=None)
+TestServing.settings = settings(max_examples=1800, stateful_step_count=20, deadline=None)
 
 
 class CollidingServing(Serving):

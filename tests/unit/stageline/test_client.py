@@ -56,6 +56,15 @@ async def test_what_is_not_given_stays_unset(served: Served) -> None:
     assert request.sampling.ignore_eos is False
 
 
+async def test_the_cache_salt_is_sent(served: Served) -> None:
+    async for _ in served.client.generate("x", cache_salt="tenant"):
+        pass
+    async for _ in served.client.generate("x"):
+        pass
+
+    assert [request.cache_salt for request in served.inference.requests] == ["tenant", ""]
+
+
 async def test_zero_is_sent_and_not_taken_for_unset(served: Served) -> None:
     outputs = served.client.generate(
         "x", max_tokens=1, temperature=0.0, top_k=0, top_p=0.5, seed=0, ignore_eos=True, request_id=REQUEST_ID

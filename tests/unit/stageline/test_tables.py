@@ -19,7 +19,9 @@ def _worker(stage: int, role: cluster_pb2.StageRole, layers: tuple[int, int]) ->
             weight_bytes=12 * 2**30,
             kv_bytes=640 * 2**20,
             resident_bytes=13 * 2**30,
-            kv=cluster_pb2.KvUsage(blocks_active=1, blocks_inactive=1, blocks_free=6),
+            kv=cluster_pb2.KvUsage(
+                blocks_active=1, blocks_inactive=1, blocks_free=6, blocks_wanted=40, blocks_hit=10
+            ),
         ),
     )
 
@@ -39,7 +41,17 @@ STATUS = cluster_pb2.GetStatusResponse(
         _worker(1, cluster_pb2.STAGE_ROLE_LAST, (19, 20)),
         _worker(0, cluster_pb2.STAGE_ROLE_FIRST, (0, 19)),
     ],
-    requests=cluster_pb2.RequestCounts(waiting=1, prefill=2, decode=3, finished=4, cancelled=5, failed=6),
+    requests=cluster_pb2.RequestCounts(
+        waiting=1,
+        prefill=2,
+        decode=3,
+        finished=4,
+        cancelled=5,
+        failed=6,
+        preemptions=7,
+        prompt_tokens=200,
+        cached_tokens=50,
+    ),
 )
 
 
@@ -83,6 +95,9 @@ def test_the_status_fits_into_80_columns_with_one_line_for_each_worker() -> None
     assert len(rows) == 2
     assert ["-", "spare", "-", "cpu", "spare", "-", "-", "-", "-"] in [line.split() for line in lines]
     assert "KV cache: 128 tokens on each stage (8 blocks of 16)" in lines
+    blocks = "1 blocks active, 1 inactive, 6 free, 10 of 40 hits (25.0%)"
+    assert [line for line in lines if "blocks active" in line] == [f"Stage 0: {blocks}", f"Stage 1: {blocks}"]
+    assert "Prompts: 50 of 200 tokens from the cache (25.0%), 7 preemptions" in lines
     assert "Requests: 1 waiting, 2 in prefill, 3 in decode, 0 steps in flight" in lines
     assert "Ended: 4 finished, 5 cancelled, 6 failed" in lines
     assert lines[-1] == "spare: out of work"
