@@ -20,7 +20,7 @@ from wire.errors import (
     RequestCancelled,
     RequestExists,
     RequestNotFound,
-    StagelineError,
+    ServingError,
     StepFailed,
 )
 from wire.ids import RequestId, SequenceKey, id_text
@@ -137,11 +137,11 @@ class Engine:
             channel.fail(progress.error)
             del self._live[request_id]
 
-    def _fail(self, sequence: Sequence, error: StagelineError) -> None:
+    def _fail(self, sequence: Sequence, error: ServingError) -> None:
         self.totals.failed += 1
         self._end(sequence.key.request_id, SequenceState.FAILED, error)
 
-    def _end(self, request_id: RequestId, state: SequenceState, error: StagelineError) -> None:
+    def _end(self, request_id: RequestId, state: SequenceState, error: ServingError) -> None:
         sequence, channel = self._live.pop(request_id)
         self._scheduler.drop(sequence, state)
         channel.fail(error)

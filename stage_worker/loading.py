@@ -14,12 +14,12 @@ from stage_worker.assignment import Assignment
 from stage_worker.executor import StepExecutor
 from stage_worker.models import TORCH_DTYPES, DecoderStage
 from stage_worker.warmup import warm_up
-from wire.errors import HandshakeMismatch, StagelineError
+from wire.errors import HandshakeMismatch, ServingError
 
 log = logging.getLogger(__name__)
 
 
-class StageLoadError(StagelineError):
+class StageLoadError(ServingError):
     """This worker cannot run what it was assigned; the text has the reason and the numbers."""
 
 
@@ -73,7 +73,7 @@ def load_stage(
     """Runs on the compute thread. Raises StageLoadError; then nothing is kept."""
     try:
         return _load(assignment, resources, progress or LoadProgress())
-    except StagelineError as error:
+    except ServingError as error:
         raise StageLoadError(str(error)) from error
     except (ValueError, OSError) as error:
         raise StageLoadError(f"{type(error).__name__}: {error}") from error

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from wire.errors import StagelineError, status_of
+from wire.errors import ServingError, status_of
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ def _guard_stream(behaviour: Callable[[Any, Context], AsyncIterator[Any]], name:
 async def _abort(context: Context, error: Exception, name: str) -> None:
     if isinstance(error, grpc.aio.AbortError):
         raise error
-    if not isinstance(error, StagelineError):
+    if not isinstance(error, ServingError):
         log.exception("unexpected error in %s", name, exc_info=error)
     code, text = status_of(error)
     await context.abort(code, text)
