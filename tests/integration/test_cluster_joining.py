@@ -217,3 +217,16 @@ async def test_a_join_that_says_nothing_is_refused(
             await call.read()
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert refused.value.details() == "no hello within 0.1 s"
+
+
+@pytest.mark.parametrize("method", ["Inference/Generate", "Inference/Cancel", "Cluster/GetStatus"])
+async def test_bytes_that_are_no_message_are_an_invalid_request(varied_llama: Path, method: str) -> None:
+    async with (
+        Cluster(varied_llama, layers=LAYERS, num_workers=0, waits=False) as cluster,
+        client_channel(cluster.address) as channel,
+    ):
+        call = channel.unary_unary(f"/stageline.v1.{method}")(b"\xff\xff\xff", timeout=DEADLINE_S)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "cannot be decoded" in (refused.value.details() or "")
