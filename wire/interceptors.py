@@ -45,7 +45,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 
 class _Undecodable:
-    """Stands for a request whose bytes are no message: grpc would send the parser's own words to the client."""
+    """A request whose bytes are no message; grpc would send the parser's own words to the client."""
 
 
 def _tolerant(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
