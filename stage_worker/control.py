@@ -11,7 +11,6 @@ import grpc
 from stage_worker.stage_host import StageHost
 from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc
 from wire.channels import client_channel
-from wire.errors import ServingError
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +28,7 @@ _FATAL = (
 Call = grpc.aio.StreamStreamCall[cluster_pb2.WorkerMessage, cluster_pb2.CoordinatorMessage]
 
 
-class JoinRefused(ServingError):
+class JoinRefused(Exception):
     """The coordinator does not take this worker, and would not later."""
 
 

@@ -19,7 +19,7 @@ from wire.errors import HandshakeMismatch, ServingError
 log = logging.getLogger(__name__)
 
 
-class StageLoadError(ServingError):
+class StageLoadError(Exception):
     """This worker cannot run what it was assigned; the text has the reason and the numbers."""
 
 
@@ -73,6 +73,8 @@ def load_stage(
     """Runs on the compute thread. Raises StageLoadError; then nothing is kept."""
     try:
         return _load(assignment, resources, progress or LoadProgress())
+    except StageLoadError:
+        raise
     except ServingError as error:
         raise StageLoadError(str(error)) from error
     except (ValueError, OSError) as error:
