@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from coordinator.kv_log import KvLog
+from coordinator.kv_window import KvWindow
 from coordinator.lifecycle import SequenceState
 from coordinator.scheduler import Scheduler, SchedulerLimits
 from coordinator.sequence import FinishReason
@@ -84,7 +85,11 @@ class _Known:
 class StageReplica:
     """One stage in one epoch. Whatever the design calls a step fault is an AssertionError here."""
 
-    def __init__(self, *, num_blocks: int, block_size: int, limits: SchedulerLimits) -> None:
+    def __init__(
+        self, *, num_blocks: int, block_size: int, limits: SchedulerLimits, window: int | None = None
+    ) -> None:
+        """Queries see `window` positions, their own included; None: all."""
+        self._window = window
         self.tables = BlockTables(num_blocks, block_size=block_size)
         self.sequences: dict[SequenceKey, _Known] = {}
         self.first_starts: dict[tuple[SequenceKey, int], int] = {}
@@ -151,7 +156,7 @@ class StageReplica:
         start, end = part.first_position, part.first_position + len(part.tokens)
         known.num_computed = end
         self._write(part.sequence, known, start, end)
-        self._check_entries(part.sequence, known, end)
+        self._check_entries(part.sequence, known, start, end)
         return part.is_sampled
 
     def _check_position(self, part: Slice, known: _Known) -> None:
@@ -176,10 +181,14 @@ class StageReplica:
                 block, offset = divmod(position, self._block_size)
                 self._slots[pages[block - first_block]][offset] = known.entries[position]
 
-    def _check_entries(self, key: SequenceKey, known: _Known, end: int) -> None:
-        pages = self.tables.pages(key)
-        held = [slot for page in pages for slot in self._slots[page]][:end]
-        assert held == known.entries[:end], f"{key} reads {held}, expected {known.entries[:end]}"
+    def _check_entries(self, key: SequenceKey, known: _Known, start: int, end: int) -> None:
+        """What the queries start..end-1 see is held, and is what it should be."""
+        first = 0 if self._window is None else max(0, start - self._window + 1)
+        held_from = self.tables.first_block(key) * self._block_size
+        assert held_from <= first, f"{key} sees from {first} on, and holds from {held_from} on"
+        slots = [slot for page in self.tables.pages(key) for slot in self._slots[page]]
+        seen = slots[first - held_from : end - held_from]
+        assert seen == known.entries[first:end], f"{key} reads {seen}, expected {known.entries[first:end]}"
 
 
 @dataclass(slots=True)
@@ -204,7 +213,9 @@ class PipelineModel:
         limits: SchedulerLimits,
         num_stages: int = 1,
         prefix_caching: bool = True,
+        window: int | None = None,
     ) -> None:
+        self._window = window
         self.scheduler = Scheduler()
         self.limits = limits
         self.num_blocks, self.block_size = num_blocks, block_size
@@ -236,11 +247,19 @@ class PipelineModel:
         self.epoch += 1
         self._clear()
         kv = KvLog(
-            num_blocks=self.num_blocks, block_size=self.block_size, prefix_caching=self._prefix_caching
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            prefix_caching=self._prefix_caching,
+            window=KvWindow.of([self._window], self.limits.max_step_tokens),
         )
         self.scheduler.begin_epoch(self.epoch, kv, self.limits)
         self.stages = [
-            StageReplica(num_blocks=self.num_blocks, block_size=self.block_size, limits=self.limits)
+            StageReplica(
+                num_blocks=self.num_blocks,
+                block_size=self.block_size,
+                limits=self.limits,
+                window=self._window,
+            )
             for _ in range(self._num_stages)
         ]
         self.pump()

@@ -22,6 +22,7 @@ class Setup:
     num_stages: int
     limits: SchedulerLimits
     prefix_caching: bool
+    window: int | None = None
 
     @property
     def max_sequence_tokens(self) -> int:
@@ -61,6 +62,7 @@ def setups(draw: st.DrawFn) -> Setup:
         num_stages=draw(st.integers(1, 3)),
         limits=limits,
         prefix_caching=draw(st.booleans()),
+        window=draw(st.none() | st.integers(1, 3 * block_size + 2)),
     )
 
 
@@ -93,6 +95,7 @@ class Load:
             limits=setup.limits,
             num_stages=setup.num_stages,
             prefix_caching=setup.prefix_caching,
+            window=setup.window,
         )
         self.waiting = list(reversed(requests))
         self.setup = setup
