@@ -1,9 +1,10 @@
 """Which keys of config.json are understood, which are harmless, and which are refused.
 
 A key is *computed* when the decoder acts on it, *inert* when it cannot change a logit (metadata, training,
-initialisation, generation defaults, output options). Every other key is refused by name unless its value is
-neutral: null, false, empty, or the value listed in `_NEUTRAL`. Refusing is the default, because a field that
-nobody looked at (say, a logit soft cap) would silently give wrong tokens.
+initialisation, generation defaults, output options). Every other key is refused by name unless it is null or
+has a value that `_NEUTRAL` lists for it. Refusing is the default, because a field that nobody looked at (say,
+a logit soft cap) would silently give wrong tokens; false is no exception, as it need not mean that the
+decoder does without (`is_causal: false` lets tokens see their future).
 """
 
 from __future__ import annotations
@@ -37,17 +38,31 @@ _INERT_WORDS = """
 """
 _INERT = frozenset(_INERT_WORDS.split())
 
-_NEUTRAL: dict[str, tuple[float, ...]] = {
+# The values with which a decoder that does not know the key computes the same.
+_OFF_WORDS = """
+    add_bos_token add_cross_attention add_eos_token attention_bias is_decoder is_encoder_decoder mlp_bias
+    output_router_logits rope_interleaved rope_traditional tf_legacy_loss tie_encoder_decoder use_mrope
+    use_qk_norm use_sliding_window
+"""
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(_OFF_WORDS.split(), (False,)),
+    "is_causal": (True,),
+    "is_llama_config": (True,),
+    "use_rope": (True,),
     "partial_rotary_factor": (1.0,),
-    "attn_logit_softcapping": (0.0,),
-    "final_logit_softcapping": (0.0,),
+    "attn_logit_softcapping": (0.0, False),
+    "final_logit_softcapping": (0.0, False),
     "num_experts": (0,),
+    "num_experts_per_tok": (0,),
     "num_local_experts": (0,),
     "num_nextn_predict_layers": (0,),
     "embedding_multiplier": (1.0,),
     "residual_multiplier": (1.0,),
     "logits_scaling": (1.0,),
     "logit_scale": (1.0,),
+    "auto_map": ({},),
+    "pruned_heads": ({},),
+    "quantization_config": ({}, False),
 }
 
 
@@ -64,10 +79,14 @@ def refuse_unknown_keys(raw: RawConfig, family_keys: frozenset[str]) -> None:
 
 
 def is_neutral(key: str, value: object) -> bool:
-    """Whether `value` means "this feature is off" for the key."""
-    if value is None or value is False or value in ({}, [], ""):
+    """Whether the key, not being understood, may be passed over because of its value."""
+    if value is None:
         return True
-    return not isinstance(value, bool) and value in _NEUTRAL.get(key, ())
+    # In Python True == 1 and False == 0, but in a config they are different statements.
+    return any(
+        isinstance(value, bool) is isinstance(known, bool) and value == known
+        for known in _NEUTRAL.get(key, ())
+    )
 
 
 def _shortened(value: object) -> str:

@@ -46,10 +46,10 @@ class CoordinatorServer:
             state, self.engine, model, incarnation=incarnation, timing=timing or ClusterTiming()
         )
         status = StatusReporter(self.controller, self.engine, model)
-        sessions = Sessions(self.engine, self.controller, model)
+        self._sessions = Sessions(self.engine, self.controller, model)
         self._server = new_server()
         inference_pb2_grpc.add_InferenceServicer_to_server(
-            InferenceService(sessions, self.engine, status), self._server
+            InferenceService(self._sessions, self.engine, status), self._server
         )
         cluster_pb2_grpc.add_ClusterServicer_to_server(
             ClusterService(self.controller, status, self.engine.kv_feed), self._server
@@ -68,6 +68,7 @@ class CoordinatorServer:
     async def stop(self) -> None:
         """Fails what is live, closes every stream."""
         await self.controller.close()
+        self._sessions.close()
         self.engine.kv_feed.close()
         await self._server.stop(STOP_GRACE_S)
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -19,6 +19,8 @@ from wire.step_codec import decode_fault, decode_result
 
 HELLO_TIMEOUT_S = 10.0
 
+_Message = TypeVar("_Message")
+
 
 class ClusterService(cluster_pb2_grpc.ClusterServicer):
     """What workers and operators call."""
@@ -33,8 +35,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         request_iterator: AsyncIterator[cluster_pb2.WorkerMessage],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[cluster_pb2.CoordinatorMessage]:
-        async with asyncio.timeout(HELLO_TIMEOUT_S):
-            hello = await anext(aiter(request_iterator), cluster_pb2.WorkerMessage())
+        hello = await _first(request_iterator, cluster_pb2.WorkerMessage())
         connection = self._controller.join(decode_hello(hello))
         when_call_ends(context, lambda: self._controller.leave(connection, "its stream broke"))
         reader = asyncio.create_task(self._read(request_iterator, connection))
@@ -87,8 +88,7 @@ class StepResultsService(stage_pb2_grpc.StepResultsServicer):
         request_iterator: AsyncIterator[stage_pb2.DeliverRequest],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[stage_pb2.DeliverResponse]:
-        async with asyncio.timeout(HELLO_TIMEOUT_S):
-            first = await anext(aiter(request_iterator), stage_pb2.DeliverRequest())
+        first = await _first(request_iterator, stage_pb2.DeliverRequest())
         if first.WhichOneof("message") != "hello":
             raise InvalidRequest("the first message of Deliver must be hello")
         epoch = self._controller.open_results(first.hello)
@@ -98,3 +98,12 @@ class StepResultsService(stage_pb2_grpc.StepResultsServicer):
         yield stage_pb2.DeliverResponse(accepted=stage_pb2.HopAccepted())
         async for message in request_iterator:
             self._controller.complete(epoch, decode_result(message.result))
+
+
+async def _first(messages: AsyncIterator[_Message], nothing: _Message) -> _Message:
+    """The first message of a stream, `nothing` if it ends before. Raises InvalidRequest for a silent one."""
+    try:
+        async with asyncio.timeout(HELLO_TIMEOUT_S):
+            return await anext(aiter(messages), nothing)
+    except TimeoutError:
+        raise InvalidRequest(f"no hello within {HELLO_TIMEOUT_S:g} s") from None

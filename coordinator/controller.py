@@ -26,6 +26,7 @@ from coordinator.kv_window import KvWindow
 from coordinator.messages import check_results_hello, encode_assign, encode_begin, encode_hop_hello
 from coordinator.model import ServedModel
 from coordinator.pipeline_link import LinkBroken, PipelineLink
+from coordinator.plan import Plan
 from coordinator.scheduler import SchedulerLimits
 from coordinator.timing import ClusterTiming
 from coordinator.worker_connection import WorkerConnection
@@ -35,6 +36,8 @@ from wire.ids import Incarnation
 from wire.steps import FaultReport, StepResult
 
 log = logging.getLogger(__name__)
+
+STOPPING = "the coordinator is stopping"
 
 
 class Controller:
@@ -60,6 +63,7 @@ class Controller:
         self._begun: BeginEpoch | None = None
         self._link: PipelineLink | None = None
         self._is_serving = asyncio.Event()
+        self._is_closing = False
         self._unavailable_timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -69,11 +73,13 @@ class Controller:
 
     async def close(self) -> None:
         """Fails what is live, ends every worker's stream and every task."""
-        self._engine.fail_all("the coordinator is stopping")
+        self._is_closing = True
+        self._is_serving.set()
+        self._engine.fail_all(STOPPING)
         if self.state.phase is ClusterPhase.SERVING:
             self._engine.stop_epoch()
         for connection in self.connections.values():
-            connection.close("the coordinator is stopping")
+            connection.close(STOPPING)
         if self._unavailable_timer is not None:
             self._unavailable_timer.cancel()
         if self._link is not None:
@@ -82,13 +88,20 @@ class Controller:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def wait_serving(self) -> None:
-        """Returns when requests can be served. Raises ClusterUnavailable after the recovery timeout."""
+    async def wait_serving(self) -> Plan:
+        """The plan that serves, as soon as there is one. Raises ClusterUnavailable after the recovery time,
+        and when the coordinator stops.
+        """
         try:
             async with asyncio.timeout(self.timing.recovery_timeout_s):
-                await self._is_serving.wait()
+                # The event may be cleared again before a waiter runs.
+                while not self._is_closing and self.state.phase is not ClusterPhase.SERVING:
+                    await self._is_serving.wait()
         except TimeoutError:
             raise ClusterUnavailable(self._unavailable_text()) from None
+        if self._is_closing or self.state.plan is None:
+            raise ClusterUnavailable(STOPPING)
+        return self.state.plan
 
     def join(self, identity: WorkerIdentity) -> WorkerConnection:
         """A worker's stream is open. Raises NameInUse."""
@@ -248,7 +261,9 @@ class Controller:
         if self._unavailable_timer is not None:
             self._unavailable_timer.cancel()
             self._unavailable_timer = None
-        self._engine.start_epoch(action.epoch, kv, limits, self._link.send)
+        self._engine.start_epoch(
+            action.epoch, kv, limits, self._link.send, max_sequence_tokens=plan.max_sequence_tokens
+        )
 
     def _stop_serving(self, action: StopServing) -> None:
         log.warning("epoch %d is over: %s", action.epoch, action.reason)

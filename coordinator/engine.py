@@ -5,7 +5,8 @@ the engine hands out steps for as long as the scheduler has any.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from coordinator.kv_feed import KvFeed
@@ -20,7 +21,7 @@ from wire.errors import (
     RequestCancelled,
     RequestExists,
     RequestNotFound,
-    StagelineError,
+    ServingError,
     StepFailed,
 )
 from wire.ids import RequestId, SequenceKey, id_text
@@ -49,6 +50,7 @@ class Engine:
         self._scheduler = Scheduler()
         self._live: dict[RequestId, tuple[Sequence, OutputChannel]] = {}
         self._send: Callable[[Step], None] | None = None
+        self._num_preparing = 0
         self.totals = RequestTotals()
         self.kv_feed = KvFeed()
 
@@ -58,6 +60,11 @@ class Engine:
         return self._scheduler
 
     @property
+    def num_preparing(self) -> int:
+        """Requests that are being tokenized, or wait for a pipeline, and are not live yet."""
+        return self._num_preparing
+
+    @property
     def live_sequences(self) -> list[Sequence]:
         return [sequence for sequence, _ in self._live.values()]
 
@@ -65,13 +72,26 @@ class Engine:
         """Accepts a request. Raises RequestExists, or Overloaded when the queue is full."""
         request_id = sequence.key.request_id
         self.check_new(request_id)
-        if len(self._scheduler.queue) >= self._queue_size:
-            raise Overloaded(f"{self._queue_size} requests are waiting, which is the limit; retry later")
+        self._check_room(len(self._scheduler.queue))
         channel = OutputChannel()
         self._live[request_id] = (sequence, channel)
         self._scheduler.add(sequence)
         self._pump()
         return channel
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """A place in the queue while a request is made ready to be submitted. Raises Overloaded."""
+        self._check_room(len(self._scheduler.queue) + self._num_preparing)
+        self._num_preparing += 1
+        try:
+            yield
+        finally:
+            self._num_preparing -= 1
+
+    def _check_room(self, num_waiting: int) -> None:
+        if num_waiting >= self._queue_size:
+            raise Overloaded(f"{self._queue_size} requests are waiting, which is the limit; retry later")
 
     def check_new(self, request_id: RequestId) -> None:
         """Raises RequestExists when a live request has this id."""
@@ -87,9 +107,24 @@ class Engine:
         self._pump()
 
     def start_epoch(
-        self, epoch: int, kv: KvLog, limits: SchedulerLimits, send: Callable[[Step], None]
+        self,
+        epoch: int,
+        kv: KvLog,
+        limits: SchedulerLimits,
+        send: Callable[[Step], None],
+        *,
+        max_sequence_tokens: int,
     ) -> None:
-        """Begins to hand out steps through `send`, which must not block."""
+        """Begins to hand out steps through `send`, which must not block.
+
+        A live request that was accepted under a larger plan, and can never fit under this one, fails: at the
+        head of the queue it would hold up all others for ever.
+        """
+        for sequence in self.live_sequences:
+            needed = sequence.num_prompt_tokens + sequence.max_tokens
+            if needed > max_sequence_tokens:
+                reason = f"the cluster was planned anew and holds {max_sequence_tokens} tokens per request"
+                self._fail(sequence, ClusterUnavailable(f"{reason}; this one may need {needed}"))
         self._scheduler.begin_epoch(epoch, kv, limits)
         self.kv_feed.begin_epoch(epoch, block_size=kv.block_size, cached_blocks=kv.cached_blocks)
         self._send = send
@@ -137,11 +172,11 @@ class Engine:
             channel.fail(progress.error)
             del self._live[request_id]
 
-    def _fail(self, sequence: Sequence, error: StagelineError) -> None:
+    def _fail(self, sequence: Sequence, error: ServingError) -> None:
         self.totals.failed += 1
         self._end(sequence.key.request_id, SequenceState.FAILED, error)
 
-    def _end(self, request_id: RequestId, state: SequenceState, error: StagelineError) -> None:
+    def _end(self, request_id: RequestId, state: SequenceState, error: ServingError) -> None:
         sequence, channel = self._live.pop(request_id)
         self._scheduler.drop(sequence, state)
         channel.fail(error)

@@ -18,6 +18,7 @@ from wire.steps import StepSampling
 
 DEFAULT_MAX_TOKENS = 256
 MAX_TEMPERATURE = 100.0
+TEXT_SLACK = 4
 MAX_SEED = 2**64 - 1
 
 
@@ -41,6 +42,24 @@ def refuse_unknown_fields(message: Message) -> None:
         if field.message_type is not None:
             for each in [value] if isinstance(value, Message) else value:
                 refuse_unknown_fields(each)
+
+
+def check_text_size(request: inference_pb2.GenerateRequest, model: ServedModel) -> None:
+    """Refuses a text that can never fit, before it is tokenized, which would take seconds per megabyte.
+
+    A token stands for at most as many bytes as the longest one of the vocabulary, if the tokenizer drops
+    nothing; one that folds white space may drop some, so `TEXT_SLACK` times as much is let through.
+    """
+    text = _text_codec(model, request.WhichOneof("prompt") or "text")
+    texts = [request.text, *(each.content for each in request.conversation.messages)]
+    size_bytes = sum(len(each.encode()) for each in texts)
+    max_tokens = model.config.max_position_embeddings
+    most_bytes = TEXT_SLACK * max_tokens * text.longest_token_bytes
+    if size_bytes > most_bytes:
+        raise InvalidRequest(
+            f"the prompt's text has {size_bytes} bytes; more than {most_bytes} can never fit into the "
+            f"model's {max_tokens} tokens of at most {text.longest_token_bytes} bytes each"
+        )
 
 
 def resolve_prompt(request: inference_pb2.GenerateRequest, model: ServedModel) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, replace
 
 from kvcache import CachedBlock, Event
-from wire.errors import ClusterUnavailable, Overloaded, StagelineError
+from wire.errors import ClusterUnavailable, Overloaded, ServingError
 
 BUFFERED_CHANGES = 4096
 """Changes that may wait for one subscriber; about what 256 sequences bring forth in a thousand steps."""
@@ -51,7 +51,7 @@ class KvSubscription:
         self._waiting: deque[KvChange] = deque()
         self._buffer_size = buffer_size
         self._on_close = on_close
-        self._error: StagelineError | None = None
+        self._error: ServingError | None = None
         self._changed = asyncio.Event()
 
     def put(self, change: KvChange) -> None:
@@ -67,7 +67,7 @@ class KvSubscription:
         self._waiting.append(change)
         self._changed.set()
 
-    def end(self, error: StagelineError) -> None:
+    def end(self, error: ServingError) -> None:
         """Ends the subscription: the reader gets `error` next, and what was waiting is forgotten."""
         self._error = error
         self._waiting.clear()

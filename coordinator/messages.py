@@ -3,6 +3,7 @@
 from coordinator.cluster_state import AssignStage, BeginEpoch, WorkerIdentity
 from coordinator.model import ServedModel
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
+from wire.addresses import parse_peer_address
 from wire.channels import PROTOCOL_VERSION
 from wire.errors import HandshakeMismatch, InvalidRequest
 from wire.ids import Incarnation
@@ -26,6 +27,10 @@ def decode_hello(message: cluster_pb2.WorkerMessage) -> WorkerIdentity:
         raise HandshakeMismatch("protocol version", expected=PROTOCOL_VERSION, got=hello.protocol_version)
     if not hello.name or not hello.address or len(hello.incarnation) != 16:
         raise InvalidRequest("a worker's hello needs a name, an address and a 16-byte incarnation")
+    try:
+        parse_peer_address(hello.address)
+    except ValueError as error:
+        raise InvalidRequest(f"worker {hello.name}: {error}") from None
     return WorkerIdentity(
         name=hello.name,
         incarnation=Incarnation(hello.incarnation),

@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import dataclass
 
 from coordinator.sequence import FinishReason
-from wire.errors import StagelineError
+from wire.errors import ServingError
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class OutputChannel:
     def __init__(self) -> None:
         self._tokens: list[int] = []
         self._finish_reason: FinishReason | None = None
-        self._error: StagelineError | None = None
+        self._error: ServingError | None = None
         self._changed = asyncio.Event()
 
     def put(self, token: int, finish_reason: FinishReason | None) -> None:
@@ -30,7 +30,7 @@ class OutputChannel:
         self._finish_reason = finish_reason
         self._changed.set()
 
-    def fail(self, error: StagelineError) -> None:
+    def fail(self, error: ServingError) -> None:
         """Ends the channel; what was put before is still delivered."""
         self._error = error
         self._changed.set()

@@ -28,10 +28,6 @@ MIN_KV_TOKENS = 512
 """A plan must hold this many tokens of KV, or one sequence of the longest allowed length if that is
 shorter."""
 
-MAX_KV_REUSE = 4
-"""KV beyond what all sequences of a step can hold serves only prefix reuse; more than this many times that
-amount is not allocated, as it would take memory and time to set up for blocks that are hardly ever hit."""
-
 
 def make_plan(
     config: ModelConfig,
@@ -51,8 +47,10 @@ def make_plan(
     number of layers of `workers[i]` in the given order, and nothing is chosen.
 
     All stages get the same number of blocks, the most that every stage holds, but not more than
-    `max_kv_tokens` (in tokens, if given) and not more than MAX_KV_REUSE times what all sequences of a step
-    can hold. `limits.max_sequence_tokens` is lowered to the model's own limit.
+    `max_kv_tokens` (in tokens, if given) and not more than all sequences of a step hold at full length: few
+    are that long, so this leaves room for the sequences of other steps in flight and for prefix reuse, while
+    more would make a small model take all the memory there is. `limits.max_sequence_tokens` is lowered to the
+    model's own limit.
 
     Raises PlanImpossible, with the numbers; ValueError for arguments that never make sense.
     """
@@ -75,7 +73,7 @@ def _problem(
     memory: StageMemory, workers: Sequence[WorkerCapacity], max_kv_tokens: int | None
 ) -> SplitProblem:
     limits, block_size = memory.limits, memory.block_size
-    most = -(-limits.max_step_sequences * limits.max_sequence_tokens * MAX_KV_REUSE // block_size)
+    most = -(-limits.max_step_sequences * limits.max_sequence_tokens // block_size)
     if max_kv_tokens is not None:
         most = min(most, max_kv_tokens // block_size)
     least = -(-min(limits.max_sequence_tokens, MIN_KV_TOKENS) // block_size)

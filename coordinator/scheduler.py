@@ -19,7 +19,7 @@ from coordinator.kv_log import KvLog
 from coordinator.lifecycle import SequenceState
 from coordinator.sequence import FinishReason, Release, Sequence
 from kvcache import OutOfBlocks
-from wire.errors import SliceFailed, StagelineError
+from wire.errors import ServingError, SliceFailed
 from wire.ids import SequenceKey
 from wire.steps import Decode, EndRecord, Prefill, Slice, SliceError, StartRecord, Step, StepResult
 
@@ -47,7 +47,7 @@ class Progress:
     sequence: Sequence
     token: int | None = None
     finish_reason: FinishReason | None = None
-    error: StagelineError | None = None
+    error: ServingError | None = None
 
 
 @dataclass(slots=True)

@@ -2,18 +2,28 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
 
 from coordinator.controller import Controller
 from coordinator.detokenizer import IncrementalDetokenizer
 from coordinator.engine import Engine
-from coordinator.intake import make_sequence, refuse_unknown_fields, request_id_of, resolve_prompt
+from coordinator.intake import (
+    check_text_size,
+    make_sequence,
+    refuse_unknown_fields,
+    request_id_of,
+    resolve_prompt,
+)
 from coordinator.model import ServedModel
 from coordinator.output import OutputChannel
 from coordinator.sequence import FinishReason, Sequence
 from stageline_rpc.v1 import inference_pb2
 from wire.ids import RequestId
+
+TOKENIZER_THREADS = 2
+"""Texts that are tokenized at once; the queue's bound holds for those that wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +84,7 @@ class Sessions:
         self._controller = controller
         self._model = model
         self._arrivals = count()
+        self._tokenizers = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
 
     async def accept(self, request: inference_pb2.GenerateRequest) -> Session:
         """Validates and queues a request.
@@ -84,14 +95,24 @@ class Sessions:
         refuse_unknown_fields(request)
         request_id = request_id_of(request)
         self._engine.check_new(request_id)
-        # Long texts take milliseconds to tokenize; the event loop has streams to serve.
-        prompt = await asyncio.to_thread(resolve_prompt, request, self._model)
-        await self._controller.wait_serving()
-        plan = self._controller.state.plan
-        assert plan is not None
-        sequence = make_sequence(
-            request, prompt, request_id, model=self._model, plan=plan, arrival=next(self._arrivals)
-        )
-        text = self._model.text
-        detokenizer = None if text is None else IncrementalDetokenizer(text, prompt)
-        return Session(sequence, self._engine.submit(sequence), detokenizer, self._engine.cancel)
+        with self._engine.preparing():
+            prompt = await self._prompt(request)
+            plan = await self._controller.wait_serving()
+            sequence = make_sequence(
+                request, prompt, request_id, model=self._model, plan=plan, arrival=next(self._arrivals)
+            )
+            text = self._model.text
+            detokenizer = None if text is None else IncrementalDetokenizer(text, prompt)
+            return Session(sequence, self._engine.submit(sequence), detokenizer, self._engine.cancel)
+
+    def close(self) -> None:
+        """Ends the tokenizer's threads as soon as they are idle."""
+        self._tokenizers.shutdown(wait=False, cancel_futures=True)
+
+    async def _prompt(self, request: inference_pb2.GenerateRequest) -> tuple[int, ...]:
+        """Texts take milliseconds to tokenize, and the event loop has streams to serve; ids take none."""
+        if request.WhichOneof("prompt") in ("text", "conversation"):
+            check_text_size(request, self._model)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._tokenizers, resolve_prompt, request, self._model)
+        return resolve_prompt(request, self._model)

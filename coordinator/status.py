@@ -100,7 +100,7 @@ class StatusReporter:
         states = [sequence.state for sequence in self._engine.live_sequences]
         totals, counts = self._engine.totals, self._engine.scheduler.counts
         return cluster_pb2.RequestCounts(
-            waiting=sum(state.is_queued for state in states),
+            waiting=sum(state.is_queued for state in states) + self._engine.num_preparing,
             prefill=states.count(SequenceState.PREFILL),
             decode=states.count(SequenceState.DECODE),
             finished=totals.finished,

@@ -127,6 +127,11 @@ class TextCodec:
         return piece
 
     @cached_property
+    def longest_token_bytes(self) -> int:
+        """UTF-8 bytes of the longest token as the vocabulary spells it, which is never less than its text."""
+        return max(len(piece.encode()) for piece in self._tokenizer.get_vocab())
+
+    @cached_property
     def is_byte_level(self) -> bool:
         """Whether each token is a string of bytes (GPT-2's scheme); put together they are the UTF-8 text."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)

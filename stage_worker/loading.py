@@ -14,7 +14,7 @@ from stage_worker.assignment import Assignment
 from stage_worker.executor import StepExecutor
 from stage_worker.models import TORCH_DTYPES, DecoderStage
 from stage_worker.warmup import warm_up
-from wire.errors import HandshakeMismatch, StagelineError
+from wire.errors import HandshakeMismatch, ServingError
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,6 @@ class LoadedStage:
     executor: StepExecutor
     weight_bytes: int
     kv_bytes: int
-    activation_bytes: int
     load_ms: int
     warmup_ms: int
 
@@ -75,7 +74,7 @@ def load_stage(
         return _load(assignment, resources, progress or LoadProgress())
     except StageLoadError:
         raise
-    except StagelineError as error:
+    except ServingError as error:
         raise StageLoadError(str(error)) from error
     except (ValueError, OSError) as error:
         raise StageLoadError(f"{type(error).__name__}: {error}") from error
@@ -109,7 +108,6 @@ def _load(assignment: Assignment, resources: WorkerResources, progress: LoadProg
         executor=executor,
         weight_bytes=model.weight_bytes,
         kv_bytes=kv_bytes,
-        activation_bytes=_activation_bytes(assignment, checkpoint.config),
         load_ms=round((loaded - started) * 1e3),
         warmup_ms=round((time.perf_counter() - loaded) * 1e3),
     )
@@ -161,17 +159,6 @@ def _kv_bytes(assignment: Assignment, config: ModelConfig) -> int:
     num_tokens = assignment.num_blocks * assignment.block_size
     num_layers = assignment.layer_end - assignment.layer_begin
     return num_layers * num_tokens * kv_bytes_per_token_per_layer(config, assignment.dtype)
-
-
-def _activation_bytes(assignment: Assignment, config: ModelConfig) -> int:
-    """The widest moment of the largest step: residual, gate, up and product; logits and their sampling."""
-    row = 4 * config.hidden_size + 3 * config.intermediate_size
-    size = assignment.max_step_tokens * row * assignment.dtype.size_bytes
-    if assignment.role.has_head:
-        # Run dtype, float32, sorted values and ids, and three float64 arrays of the sampler.
-        per_logit = assignment.dtype.size_bytes + 4 + 4 + 8 + 3 * 8
-        size += assignment.max_step_sequences * config.vocab_size * per_logit
-    return size
 
 
 def _new_pages(assignment: Assignment, config: ModelConfig, device: torch.device) -> KvPages:

@@ -244,7 +244,6 @@ def _loaded_message(loaded: LoadedStage) -> cluster_pb2.StageLoaded:
         plan_id=loaded.assignment.plan_id,
         weight_bytes=loaded.weight_bytes,
         kv_bytes=loaded.kv_bytes,
-        activation_bytes=loaded.activation_bytes,
         load_ms=loaded.load_ms,
         warmup_ms=loaded.warmup_ms,
     )

@@ -1,20 +1,42 @@
-"""Stageline serves one language model from several machines, as a pipeline of stage workers over gRPC."""
+"""Stageline serves one language model from several machines, as a pipeline of stage workers over gRPC.
 
-from stageline.client import Client
-from stageline.errors import (
-    Cancelled,
-    DeadlineExceeded,
-    InvalidRequest,
-    Overloaded,
-    RequestExists,
-    RequestNotFound,
-    ServerError,
-    StagelineError,
-    StepFailed,
-    Unavailable,
-)
-from stageline.output import FinishReason, GenerateOutput, Usage
-from stageline.prompt import ChatMessage, Prompt
+What this package exports is loaded when it is first used: the command has to set up its process before gRPC
+is imported.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stageline.client import Client
+    from stageline.errors import (
+        Cancelled,
+        DeadlineExceeded,
+        InvalidRequest,
+        Overloaded,
+        RequestExists,
+        RequestNotFound,
+        ServerError,
+        StagelineError,
+        StepFailed,
+        Unavailable,
+    )
+    from stageline.output import FinishReason, GenerateOutput, Usage
+    from stageline.prompt import ChatMessage, Prompt
+else:  # hidden from type checkers, which would take every name for one of ours
+    _HOMES = {"Client": "client", "ChatMessage": "prompt", "Prompt": "prompt"}
+    _HOMES |= dict.fromkeys(("FinishReason", "GenerateOutput", "Usage"), "output")
+
+    def __getattr__(name):
+        if name not in __all__:
+            raise AttributeError(f"module 'stageline' has no attribute {name!r}")
+        value = getattr(import_module(f"stageline.{_HOMES.get(name, 'errors')}"), name)
+        globals()[name] = value
+        return value
+
+    def __dir__():
+        return sorted({*globals(), *__all__})
+
 
 __all__ = [
     "Cancelled",

@@ -2,7 +2,7 @@
 
 import sys
 
-from stageline.cli import main
+from stageline.entry import main
 
 if __name__ == "__main__":
     sys.exit(main())

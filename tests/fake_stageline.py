@@ -203,15 +203,22 @@ async def _worker(arguments: argparse.Namespace) -> None:
         await _until_sigterm()
 
 
+def _hangs() -> bool:
+    return bool(os.environ.get("FAKE_HANGS"))
+
+
 async def _until_sigterm() -> None:
     ended = asyncio.Event()
-    hangs = bool(os.environ.get("FAKE_HANGS"))
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, (lambda: None) if hangs else ended.set)
+    if not _hangs():
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
     await ended.wait()
 
 
 def main() -> None:
     """Runs the command line that `stageline` would get; flags that a fake has no use for are let pass."""
+    if _hangs():
+        # Before it tells anybody that it is here.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     parser = argparse.ArgumentParser()
     commands = parser.add_subparsers(dest="command", required=True)
     coordinator = commands.add_parser("coordinator")

@@ -1,7 +1,7 @@
 """The exception tree of the product and the one table that maps it to gRPC status codes.
 
 ```
-StagelineError
+ServingError
 |- InvalidRequest            INVALID_ARGUMENT     a parameter or a prompt that cannot be served
 |- RequestNotFound           NOT_FOUND
 |- RequestExists             ALREADY_EXISTS
@@ -25,31 +25,31 @@ from stageline_rpc.v1 import stage_pb2
 from wire.ids import RequestId, id_text
 
 
-class StagelineError(Exception):
+class ServingError(Exception):
     """Base of every error that the product raises on purpose. Its text is safe to send to a client."""
 
 
-class InvalidRequest(StagelineError):
+class InvalidRequest(ServingError):
     """A parameter or a prompt that cannot be served; the text has the numbers."""
 
 
-class RequestNotFound(StagelineError):
+class RequestNotFound(ServingError):
     """No such request is live."""
 
 
-class RequestExists(StagelineError):
+class RequestExists(ServingError):
     """A live request has this id."""
 
 
-class NameInUse(StagelineError):
+class NameInUse(ServingError):
     """A live worker elsewhere has this name."""
 
 
-class Overloaded(StagelineError):
+class Overloaded(ServingError):
     """A bounded queue is full."""
 
 
-class HandshakeMismatch(StagelineError):
+class HandshakeMismatch(ServingError):
     """Two ends disagree about something that must be equal."""
 
     def __init__(self, what: str, *, expected: object, got: object) -> None:
@@ -57,23 +57,23 @@ class HandshakeMismatch(StagelineError):
         self.what = what
 
 
-class StaleStream(StagelineError):
+class StaleStream(ServingError):
     """The stream belongs to an epoch, a process or a predecessor that is not the present one."""
 
 
-class StepFailed(StagelineError):
+class StepFailed(ServingError):
     """The step that carried this request was faulty; the request was not retried."""
 
 
-class SliceFailed(StagelineError):
+class SliceFailed(ServingError):
     """This sequence failed on a stage; its batch mates did not."""
 
 
-class RequestCancelled(StagelineError):
+class RequestCancelled(ServingError):
     """The request was cancelled."""
 
 
-class ClusterUnavailable(StagelineError):
+class ClusterUnavailable(ServingError):
     """There are no stages to serve with, and none came in time."""
 
 
@@ -98,7 +98,7 @@ class StepFaultKind(Enum):
     NEIGHBOUR = stage_pb2.STEP_FAULT_KIND_NEIGHBOUR
 
 
-class StepFault(StagelineError):
+class StepFault(ServingError):
     """A stage computes nothing for this step and refuses every later frame of the epoch.
 
     `step_id` is None where the frame was too broken to tell; the stage that reports it fills in the step that
@@ -126,7 +126,7 @@ class StepFault(StagelineError):
         return f"stage {stage}, {step}, requests {requests}: {self}"
 
 
-STATUS_OF_ERROR: dict[type[StagelineError], grpc.StatusCode] = {
+STATUS_OF_ERROR: dict[type[ServingError], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     RequestNotFound: grpc.StatusCode.NOT_FOUND,
     RequestExists: grpc.StatusCode.ALREADY_EXISTS,

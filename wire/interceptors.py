@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
-from wire.errors import StagelineError, status_of
+from wire.errors import InvalidRequest, ServingError, status_of
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler: Any = await continuation(handler_call_details)
         if handler is None:
             return handler
+        if not handler.request_streaming:
+            handler = handler._replace(request_deserializer=_tolerant(handler.request_deserializer))
         name = str(handler_call_details.method)
         if handler.unary_unary is not None:
             return handler._replace(unary_unary=_guard_unary(handler.unary_unary, name))
@@ -41,9 +44,29 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return handler._replace(stream_stream=_guard_responses(handler.stream_stream, name))
 
 
+class _Undecodable:
+    """A request whose bytes are no message; grpc would send the parser's own words to the client."""
+
+
+def _tolerant(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
+    def parse(data: bytes) -> Any:
+        try:
+            return data if deserialize is None else deserialize(data)
+        except DecodeError:
+            return _Undecodable()
+
+    return parse
+
+
+def _refuse_undecodable(request: Any) -> None:
+    if isinstance(request, _Undecodable):
+        raise InvalidRequest("the request cannot be decoded as the message of this method")
+
+
 def _guard_unary(behaviour: Callable[[Any, Context], Awaitable[Any]], name: str) -> Callable[..., Any]:
     async def guarded(request: Any, context: Context) -> Any:
         try:
+            _refuse_undecodable(request)
             return await behaviour(request, context)
         except Exception as error:
             await _abort(context, error, name)
@@ -61,6 +84,7 @@ def _guard_responses(behaviour: Callable[[Any, Context], Any], name: str) -> Cal
 def _guard_stream(behaviour: Callable[[Any, Context], AsyncIterator[Any]], name: str) -> Callable[..., Any]:
     async def guarded(request: Any, context: Context) -> AsyncIterator[Any]:
         try:
+            _refuse_undecodable(request)
             async for response in behaviour(request, context):
                 yield response
         except Exception as error:
@@ -72,7 +96,7 @@ def _guard_stream(behaviour: Callable[[Any, Context], AsyncIterator[Any]], name:
 async def _abort(context: Context, error: Exception, name: str) -> None:
     if isinstance(error, grpc.aio.AbortError):
         raise error
-    if not isinstance(error, StagelineError):
+    if not isinstance(error, ServingError):
         log.exception("unexpected error in %s", name, exc_info=error)
     code, text = status_of(error)
     await context.abort(code, text)

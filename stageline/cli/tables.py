@@ -39,7 +39,8 @@ def describe_cluster(status: cluster_pb2.GetStatusResponse) -> str:
     dtype = _name(stage_pb2.DType.Name(status.dtype), "DTYPE_")
     reason = f": {status.detail}" if status.detail else ""
     epoch = f", epoch {status.epoch}" if status.epoch else ""
-    return f"{status.model} in {dtype}, {status.num_stages} stages{epoch}\n{_state(status)}{reason}"
+    stages = "1 stage" if status.num_stages == 1 else f"{status.num_stages} stages"
+    return f"{status.model} in {dtype}, {stages}{epoch}\n{_state(status)}{reason}"
 
 
 def describe_kv_cache(status: cluster_pb2.GetStatusResponse) -> str:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -52,25 +53,30 @@ def make_reference(directory: Path, family: str) -> Reference:
     make_checkpoint(directory, family, num_layers=8, seed=3, initializer_range=0.3, **_OVERRIDES[family])
     prompts = [random_prompt(length) for length in PROMPT_LENGTHS]
     model = load_reference(directory)
-    expected = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        output = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=NUM_NEW_TOKENS,
-            do_sample=False,
-            pad_token_id=0,
-        )
-        expected.append(output[0, len(prompt) :].tolist())
+    expected = [reference_tokens(model, prompt) for prompt in prompts]
     assert all(len(set(tokens)) > 8 for tokens in expected), "a degenerate model proves nothing"
     return Reference(directory, prompts, expected)
 
 
-_OVERRIDES: dict[str, dict[str, object]] = {
+_OVERRIDES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": False, "max_position_embeddings": 4096},
     "qwen3": {"tie_word_embeddings": False, "head_dim": 24},
 }
+
+
+def reference_tokens(model: Any, prompt: list[int]) -> list[int]:
+    """What `generate` of a transformers model appends to the prompt, greedily."""
+    ids = torch.tensor([prompt])
+    # Without a mask, generate() takes prompt tokens that equal the pad token for padding.
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=NUM_NEW_TOKENS,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    tokens: list[int] = output[0, len(prompt) :].tolist()
+    return tokens
 
 
 def random_prompt(length: int, *, seed: int = 7) -> list[int]:

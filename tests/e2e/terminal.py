@@ -20,7 +20,7 @@ from tests.e2e.commands import ENVIRONMENT, STAGELINE
 CTRL_C = "\x03"
 CTRL_D = "\x04"
 
-_ROWS, _COLUMNS = 40, 120
+_ROWS, _COLUMNS = 40, 80
 # Makes the terminal the controlling one, so that Ctrl-C reaches the command as a signal.
 _TAKE_TERMINAL = (
     "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); "

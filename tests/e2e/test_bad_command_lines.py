@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.clusters import Served, make_checkpoint
+from tests.checkpoints import make_checkpoint
+from tests.e2e.clusters import Served
 from tests.e2e.commands import run_stageline
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
@@ -38,13 +39,14 @@ async def test_a_client_without_a_coordinator_says_so_soon(free_address: str) ->
     assert time.monotonic() - start < 15
 
 
-async def test_a_port_in_use_is_refused(served: Served) -> None:
-    for command in (
+async def test_a_port_in_use_is_refused(served: Served, tmp_path: Path) -> None:
+    commands: tuple[tuple[str, ...], ...] = (
         ("coordinator", "--stages", "1", "--listen", served.address),
         ("worker", "--coordinator", served.address, "--listen", served.address),
         ("up", "--workers", "1", "--listen", served.address),
-    ):
-        run = await run_stageline(*command)
+    )
+    for command in commands:
+        run = await run_stageline(*command, TMPDIR=str(tmp_path))
         assert run.code == 1
         assert f"cannot listen on {served.address}: Address already in use" in run.stderr
         assert "Traceback" not in run.stderr

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
+from builtin_model import MODEL_DIRECTORY
 from deploy import LocalCluster
 from stageline import Client
-from tests.e2e.clusters import NUM_NEW_TOKENS, START_TIMEOUT_S, Reference, Served, config, tokens_of
+from tests.checkpoints import load_reference
+from tests.e2e.clusters import (
+    NUM_NEW_TOKENS,
+    START_TIMEOUT_S,
+    Reference,
+    Served,
+    config,
+    reference_tokens,
+    tokens_of,
+)
 from tests.shared_files import shared_path
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
@@ -37,6 +49,20 @@ async def test_a_qwen3_on_three_unequal_workers(qwen3: Reference, tmp_path: Path
     async with LocalCluster(config(qwen3.directory, 3, *flags, log_directory=tmp_path)) as cluster:
         await cluster.wait_until_serving(timeout_s=START_TIMEOUT_S)
         assert await _generate_all(cluster.address, qwen3) == qwen3.expected
+
+
+async def test_the_built_in_model_by_text_on_three_workers(tmp_path: Path) -> None:
+    prompt = "Once upon a time"
+    tokenizer = Tokenizer.from_file(str(MODEL_DIRECTORY / "tokenizer.json"))
+    model: Any = load_reference(MODEL_DIRECTORY)
+    model.float()
+    expected = reference_tokens(model, tokenizer.encode(prompt).ids)
+    async with LocalCluster(config(None, 3, "--dtype", "f32", log_directory=tmp_path)) as cluster:
+        await cluster.wait_until_serving(timeout_s=START_TIMEOUT_S)
+        async with Client(cluster.address) as client:
+            outputs = [output async for output in client.generate(prompt, max_tokens=NUM_NEW_TOKENS)]
+    assert [token for output in outputs for token in output.token_ids] == expected
+    assert "".join(output.text for output in outputs) == tokenizer.decode(expected)
 
 
 async def test_stories260k_on_five_workers(tmp_path: Path) -> None:

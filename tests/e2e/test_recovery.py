@@ -42,7 +42,7 @@ async def cluster(llama: Reference, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def undisturbed(cluster: LocalCluster) -> list[list[int]]:
     async with Client(cluster.address) as client:
-        return [await tokens_of(client, prompt, NUM_TOKENS) for prompt in PROMPTS]
+        return await asyncio.gather(*(tokens_of(client, prompt, NUM_TOKENS) for prompt in PROMPTS))
 
 
 class _Streams:

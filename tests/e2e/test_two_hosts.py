@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.clusters import NUM_NEW_TOKENS, STEP_FLAGS, Reference
-from tests.e2e.commands import ENVIRONMENT, STAGELINE, Shell
+from tests.e2e.commands import ENVIRONMENT, STAGELINE, Shell, until_logged
 from tests.e2e.namespaces import Host, two_hosts
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
@@ -34,7 +34,7 @@ async def test_a_cluster_across_two_hosts_generates(
     async with Shell(tmp_path) as shell:
         # On every interface: workers elsewhere must not be told the address that it listens on.
         serve = ("coordinator", "--listen", "0.0.0.0:7480", "--model", str(llama.directory), "--stages", "3")
-        await shell.start("coordinator", *serve, *STEP_FLAGS, prefix=here.prefix)
+        coordinator = await shell.start("coordinator", *serve, *STEP_FLAGS, prefix=here.prefix)
         for host, name, listen in (
             (here, "a", ("--listen", f"{here.address}:0")),
             (there, "b", ("--listen", "0.0.0.0:7481", "--advertise", f"{there.address}:7481")),
@@ -42,7 +42,8 @@ async def test_a_cluster_across_two_hosts_generates(
         ):
             join = ("worker", "--coordinator", address, "--name", name, *listen)
             await shell.start(name, *join, "--memory", "256MiB", "--threads", "1", prefix=host.prefix)
-        status = await _until_serving(there, address)
+        await until_logged(coordinator, "serving: epoch", timeout_s=START_TIMEOUT_S)
+        status = json.loads(await _run_on(there, "status", "--json", "--coordinator", address))
         reached_at = {worker["name"]: worker["address"].rpartition(":")[0] for worker in status["workers"]}
         assert reached_at == {"a": here.address, "b": there.address, "c": there.address}
         for client in hosts:
@@ -52,18 +53,6 @@ async def test_a_cluster_across_two_hosts_generates(
             assert [int(each) for each in output.split(",")] == llama.expected[4]
     for host in hosts:
         assert await _pids_on(host) == []
-
-
-async def _until_serving(host: Host, address: str) -> dict[str, list[dict[str, str]]]:
-    async with asyncio.timeout(START_TIMEOUT_S):
-        while True:
-            try:
-                status = json.loads(await _run_on(host, "status", "--json", "--coordinator", address))
-            except subprocess.CalledProcessError:
-                continue
-            assert status["state"] != "CLUSTER_STATE_BLOCKED", status["detail"]
-            if status["state"] == "CLUSTER_STATE_SERVING":
-                return status
 
 
 async def _run_on(host: Host, *arguments: str) -> str:

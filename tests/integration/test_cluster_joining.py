@@ -131,7 +131,9 @@ def other_block_size(message: stage_pb2.HopHello) -> None:
     message.block_size = 16
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(
+    "stage", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     ("alter", "values"),
     [
@@ -185,3 +187,46 @@ async def refusal(coordinator: str, message: cluster_pb2.WorkerHello) -> grpc.ai
             async for _ in call:
                 pass
     return caught.value
+
+
+async def test_requests_that_wait_for_a_pipeline_are_bounded_and_counted(varied_llama: Path) -> None:
+    asks = mixed_asks(7)
+    async with Cluster(varied_llama, layers=LAYERS, num_workers=0, waits=False, queue_size=4) as cluster:
+        async with cluster.generating(asks) as answers:
+            await cluster.wait_status(lambda status: status.requests.waiting == 4)
+            async with asyncio.timeout(DEADLINE_S):
+                while sum(answer.error is not None for answer in answers) < 3:
+                    await asyncio.sleep(0.002)
+            refused = [answer.error.code for answer in answers if answer.error]
+            assert refused == ["RESOURCE_EXHAUSTED"] * 3
+            await cluster.server.controller.close()
+        waited = [answer.error for answer in answers if answer.error and answer.error.code == "UNAVAILABLE"]
+        assert [error.message for error in waited] == ["the coordinator is stopping"] * 4
+
+
+async def test_a_join_that_says_nothing_is_refused(
+    varied_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.cluster_service.HELLO_TIMEOUT_S", 0.1)
+    async with (
+        Cluster(varied_llama, layers=LAYERS, num_workers=0, waits=False) as cluster,
+        client_channel(cluster.address) as channel,
+    ):
+        call = cluster_pb2_grpc.ClusterStub(channel).Join(timeout=DEADLINE_S)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call.read()
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert refused.value.details() == "no hello within 0.1 s"
+
+
+@pytest.mark.parametrize("method", ["Inference/Generate", "Inference/Cancel", "Cluster/GetStatus"])
+async def test_bytes_that_are_no_message_are_an_invalid_request(varied_llama: Path, method: str) -> None:
+    async with (
+        Cluster(varied_llama, layers=LAYERS, num_workers=0, waits=False) as cluster,
+        client_channel(cluster.address) as channel,
+    ):
+        call = channel.unary_unary(f"/stageline.v1.{method}")(b"\xff\xff\xff", timeout=DEADLINE_S)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "cannot be decoded" in (refused.value.details() or "")

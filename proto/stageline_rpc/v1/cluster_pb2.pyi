@@ -409,18 +409,18 @@ Global___ModelRef: _TypeAlias = ModelRef  # noqa: Y015
 
 @_typing.final
 class StageLoaded(_message.Message):
+    """What the worker measured. Activations are the planner's estimate and stay with it."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PLAN_ID_FIELD_NUMBER: _builtins.int
     WEIGHT_BYTES_FIELD_NUMBER: _builtins.int
     KV_BYTES_FIELD_NUMBER: _builtins.int
-    ACTIVATION_BYTES_FIELD_NUMBER: _builtins.int
     LOAD_MS_FIELD_NUMBER: _builtins.int
     WARMUP_MS_FIELD_NUMBER: _builtins.int
     plan_id: _builtins.int
     weight_bytes: _builtins.int
     kv_bytes: _builtins.int
-    activation_bytes: _builtins.int
     load_ms: _builtins.int
     warmup_ms: _builtins.int
     def __init__(
@@ -429,13 +429,12 @@ class StageLoaded(_message.Message):
         plan_id: _builtins.int = ...,
         weight_bytes: _builtins.int = ...,
         kv_bytes: _builtins.int = ...,
-        activation_bytes: _builtins.int = ...,
         load_ms: _builtins.int = ...,
         warmup_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activation_bytes", b"activation_bytes", "kv_bytes", b"kv_bytes", "load_ms", b"load_ms", "plan_id", b"plan_id", "warmup_ms", b"warmup_ms", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_bytes", b"kv_bytes", "load_ms", b"load_ms", "plan_id", b"plan_id", "warmup_ms", b"warmup_ms", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -251,6 +251,14 @@ def test_windows_per_layer(raw: dict[str, Any], windows: tuple[int | None, ...])
         (SMALL | {"sliding_window": 128}, "'sliding_window' = 128 is not supported for 'llama'"),
         (SMALL | {"auto_map": {"AutoModelForCausalLM": "m.M"}}, "'auto_map'"),
         (SMALL | {"some_future_field": "on"}, "'some_future_field' = 'on'"),
+        (SMALL | {"some_future_field": False}, "'some_future_field' = False"),
+        (SMALL | {"some_future_field": 0}, "'some_future_field' = 0"),
+        (SMALL | {"some_future_field": []}, r"'some_future_field' = \[\]"),
+        (SMALL | {"is_causal": False}, "'is_causal' = False is not supported for 'llama'"),
+        (QWEN3 | {"is_causal": 1}, "'is_causal' = 1 is not supported for 'qwen3'"),
+        (SMALL | {"use_rope": False}, "'use_rope' = False"),
+        (SMALL | {"num_experts": False}, "'num_experts' = False"),
+        (SMALL | {"rope_scaling": yarn(future=False)}, "'rope_scaling.future' = False"),
         (MISTRAL | {"attention_bias": True}, "'attention_bias' = True is not supported for 'mistral'"),
         (QWEN25 | {"mlp_bias": True}, "'mlp_bias' = True is not supported for 'qwen2'"),
         (
@@ -278,6 +286,50 @@ def test_windows_per_layer(raw: dict[str, Any], windows: tuple[int | None, ...])
 def test_what_is_not_computed_is_refused_by_name(raw: dict[str, Any], named: str) -> None:
     with pytest.raises(UnsupportedModel, match=named):
         parse_config(raw)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"some_future_field": None},
+        {"is_causal": True, "use_rope": True, "use_qk_norm": False},
+        {"attn_logit_softcapping": 0.0, "num_local_experts": 0, "quantization_config": {}},
+        {"partial_rotary_factor": 1, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.0}},
+        {"attention_dropout": 0.1, "pretraining_tp": 2, "use_cache": False},
+    ],
+)
+def test_what_changes_no_logit_is_passed_over(more: dict[str, Any]) -> None:
+    assert parse_config(SMALL | more) == parse_config(SMALL)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_every_field_that_transformers_writes_by_default_is_known(family: str) -> None:
+    config = AutoConfig.for_model(family, dtype="bfloat16")
+    assert parse_config(config.to_dict()) == parse_config(config.to_diff_dict())
+
+
+def test_the_fields_that_transformers_4_wrote_for_every_model_are_known() -> None:
+    common = {
+        "add_cross_attention": False,
+        "bad_words_ids": None,
+        "chunk_size_feed_forward": 0,
+        "cross_attention_hidden_size": None,
+        "encoder_no_repeat_ngram_size": 0,
+        "is_decoder": False,
+        "is_encoder_decoder": False,
+        "output_attentions": False,
+        "output_scores": False,
+        "prefix": None,
+        "pruned_heads": {},
+        "remove_invalid_values": False,
+        "return_dict": True,
+        "return_dict_in_generate": False,
+        "tf_legacy_loss": False,
+        "tie_encoder_decoder": False,
+        "torchscript": False,
+        "use_bfloat16": False,
+    }
+    assert parse_config(SMALL | common) == parse_config(SMALL)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 from checkpoint import Checkpoint, DType
 from coordinator.intake import (
     DEFAULT_MAX_TOKENS,
+    TEXT_SLACK,
+    check_text_size,
     make_sequence,
     refuse_unknown_fields,
     request_id_of,
@@ -37,6 +40,8 @@ EOS = (2, 5)
 
 class LettersCodec:
     """A token per letter; no template for conversations of more than one message."""
+
+    longest_token_bytes = 1
 
     def encode(self, text: str) -> list[int]:
         return [ord(letter) - ord("a") for letter in text]
@@ -187,6 +192,23 @@ def test_without_a_tokenizer_only_token_ids_are_served(kind: str) -> None:
 
 
 # Lengths
+
+
+def conversation_of(text: str) -> inference_pb2.GenerateRequest:
+    message = inference_pb2.ChatMessage(role="user", content=text)
+    return inference_pb2.GenerateRequest(conversation=inference_pb2.Conversation(messages=[message]))
+
+
+@pytest.mark.parametrize(
+    "request_with", [lambda text: inference_pb2.GenerateRequest(text=text), conversation_of]
+)
+def test_a_text_that_can_never_fit_is_refused_before_it_is_tokenized(
+    request_with: Callable[[str], inference_pb2.GenerateRequest],
+) -> None:
+    most = TEXT_SLACK * MODEL_LIMIT
+    check_text_size(request_with("a" * most), MODEL)
+    with pytest.raises(InvalidRequest, match=f"text has {most + 1} bytes; more than {most} can never fit"):
+        check_text_size(request_with("a" * (most + 1)), MODEL)
 
 
 @pytest.mark.parametrize(

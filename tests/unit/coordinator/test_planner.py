@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from checkpoint import DType, ModelConfig
 from coordinator.plan import Plan, PlanImpossible, WorkerCapacity
-from coordinator.planner import MAX_KV_REUSE, make_plan
+from coordinator.planner import make_plan
 from coordinator.stage_memory import StageMemory
 from tests.unit.coordinator.small_models import (
     GIB,
@@ -48,7 +48,7 @@ def objective(memory: StageMemory, counts: Sequence[int], capacities: Sequence[i
     roles = [StageRole.of_stage(stage, len(counts)) for stage in range(len(counts))]
     stages = list(zip(roles, counts, capacities, strict=True))
     least = SMALL_STEPS.max_sequence_tokens // BLOCK_SIZE
-    most = MAX_KV_REUSE * SMALL_STEPS.max_step_sequences * SMALL_STEPS.max_sequence_tokens // BLOCK_SIZE
+    most = SMALL_STEPS.max_step_sequences * SMALL_STEPS.max_sequence_tokens // BLOCK_SIZE
     too_many = bisect_left(
         range(most + 1),
         True,
@@ -147,9 +147,9 @@ def test_a_small_first_worker_moves_to_where_it_fits() -> None:
     assert plan.stages[1].num_layers == 1
 
 
-def test_kv_is_capped_by_what_sequences_can_use_and_by_the_caller() -> None:
+def test_kv_is_capped_by_what_the_sequences_of_a_step_can_hold_and_by_the_caller() -> None:
     config = llama()
-    most = MAX_KV_REUSE * SMALL_STEPS.max_step_sequences * SMALL_STEPS.max_sequence_tokens
+    most = SMALL_STEPS.max_step_sequences * SMALL_STEPS.max_sequence_tokens
     assert small_plan(config, workers(GIB)).num_kv_tokens == most
     asked = make_plan(
         config, DType.F32, workers(GIB), limits=SMALL_STEPS, block_size=BLOCK_SIZE, max_kv_tokens=23
@@ -187,8 +187,8 @@ def test_given_layers_are_used_as_they_are() -> None:
 def test_given_layers_get_the_most_blocks_that_fit() -> None:
     config = llama()
     memory = small_memory(config)
-    size = memory.total_bytes(StageRole.ONLY, 8, 50)
-    for extra, blocks in ((-1, 49), (0, 50)):
+    size = memory.total_bytes(StageRole.ONLY, 8, 12)
+    for extra, blocks in ((-1, 11), (0, 12)):
         plan = make_plan(
             config,
             DType.F32,

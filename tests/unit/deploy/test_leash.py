@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 from deploy import leash
 from tests.fake_processes import FAKE_ENVIRONMENT, is_running, wait_until
@@ -25,9 +26,11 @@ asyncio.run(main())
 """
 
 
-async def test_processes_end_when_their_launcher_is_killed() -> None:
+async def test_processes_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
+    # Nobody is left to remove the logs of a launcher that is killed.
+    environment = {**os.environ, **FAKE_ENVIRONMENT, "TMPDIR": str(tmp_path)}
     launcher = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", LAUNCHER, stdout=subprocess.PIPE, env={**os.environ, **FAKE_ENVIRONMENT}
+        sys.executable, "-c", LAUNCHER, stdout=subprocess.PIPE, env=environment
     )
     assert launcher.stdout is not None
     pids = [int(pid) for pid in (await launcher.stdout.readline()).split()]

@@ -1,5 +1,7 @@
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -184,6 +186,57 @@ def test_impossible_sizes_are_refused() -> None:
             dtype=torch.float32,
             device="cpu",
         )
+
+
+_UNWRITTEN_STORE = """
+import os, sys, torch
+from kvcache.pages import KvPages
+
+def resident() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+dtype = getattr(torch, sys.argv[1])
+sizes = dict(num_layers=2, block_size=16, num_kv_heads=8, head_dim=128, dtype=dtype, device="cpu")
+tokens = torch.zeros(16, 8, 128, dtype=dtype)
+KvPages(num_blocks=2, **sizes).write(0, tokens, tokens, torch.arange(16))  # loads what writing needs
+before = resident()
+pages = KvPages(num_blocks=2**28 // (2 * 2 * 16 * 8 * 128 * dtype.itemsize), **sizes)
+assert pages.size_bytes == 2**28, pages.size_bytes
+pages.write(1, tokens + 1, tokens + 2, torch.arange(160, 176))
+keys, values = pages.gather(1, torch.tensor([10, 11]))
+assert keys[:, :16].eq(1).all() and values[:, :16].eq(2).all()
+assert not keys[:, 16:].any() and not values[:, 16:].any()
+print(resident() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from Linux' /proc")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_cpu_store_takes_memory_only_for_what_is_written(dtype: str) -> None:
+    """In a process of its own: here memory kept from earlier tests may hide the growth."""
+    command = [sys.executable, "-c", _UNWRITTEN_STORE, dtype]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    assert int(ran.stdout) < 2**25
+
+
+@pytest.mark.parametrize("num_blocks", [1, 5, 1000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_cpu_store_is_aligned_like_any_tensor(num_blocks: int, dtype: torch.dtype) -> None:
+    pages = KvPages(
+        num_layers=1,
+        num_blocks=num_blocks,
+        block_size=4,
+        num_kv_heads=2,
+        head_dim=8,
+        dtype=dtype,
+        device="cpu",
+    )
+    keys, _ = pages.gather(0, torch.arange(num_blocks))
+    assert keys.count_nonzero() == 0
+    assert pages._store.data_ptr() % 64 == 0
 
 
 def test_the_accounting_does_not_load_torch() -> None:

@@ -15,14 +15,14 @@ from wire.errors import (
     STATUS_OF_ERROR,
     HandshakeMismatch,
     InvalidRequest,
-    StagelineError,
+    ServingError,
     StepFault,
     StepFaultKind,
     status_of,
 )
 
 
-def subclasses(kind: type[StagelineError]) -> Iterator[type[StagelineError]]:
+def subclasses(kind: type[ServingError]) -> Iterator[type[ServingError]]:
     for each in kind.__subclasses__():
         yield each
         yield from subclasses(each)
@@ -34,7 +34,7 @@ def test_every_error_of_ours_has_a_status() -> None:
     importlib.import_module("coordinator.scheduler")
     without = [
         each.__qualname__
-        for each in subclasses(StagelineError)
+        for each in subclasses(ServingError)
         if not any(ancestor in STATUS_OF_ERROR for ancestor in each.__mro__)
     ]
     assert without == []

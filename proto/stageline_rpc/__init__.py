@@ -1,0 +1,1 @@
+"""The gRPC contract of Stageline, and the Python that is generated from it."""

@@ -1,0 +1,44 @@
+"""What an installed wheel gives to the type checker of whoever imports it."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from setuptools import find_packages
+
+from tests.shared_files import REPOSITORY
+
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+PACKAGES_FOUND = PROJECT["tool"]["setuptools"]["packages"]["find"]
+
+
+def folders_of_packages() -> dict[str, Path]:
+    """The packages that a wheel has, by dotted name."""
+    return {
+        name: REPOSITORY / root / Path(*name.split("."))
+        for root in PACKAGES_FOUND["where"]
+        for name in find_packages(str(REPOSITORY / root), include=PACKAGES_FOUND["include"])
+    }
+
+
+@pytest.mark.parametrize("name", [name for name in folders_of_packages() if "." not in name])
+def test_every_package_of_the_wheel_says_that_it_is_typed(name: str) -> None:
+    assert (folders_of_packages()[name] / "py.typed").exists()
+
+
+def test_the_wheel_has_every_package_with_a_python_file_as_a_package_of_its_own() -> None:
+    # A folder without __init__.py is found at run time all the same, but mypy does not see what is in it.
+    folders = {
+        file.parent
+        for package in PROJECT["tool"]["importlinter"]["root_packages"]
+        for root in PACKAGES_FOUND["where"]
+        for file in (REPOSITORY / root / package).rglob("*.py")
+    }
+    assert folders == set(folders_of_packages().values())
+
+
+def test_the_wheel_takes_the_markers_and_the_stubs_along() -> None:
+    data = PROJECT["tool"]["setuptools"]["package-data"]["*"]
+    assert {"py.typed", "*.pyi"} <= set(data)

@@ -1,0 +1,28 @@
+"""docs/structure.md names every module of the product and no module that is gone."""
+
+import re
+
+import pytest
+
+from tests.shared_files import REPOSITORY
+
+DOCUMENT = (REPOSITORY / "docs" / "structure.md").read_text()
+PACKAGES = ("coordinator", "stage_worker", "stage_worker/models", "wire", "kvcache", "checkpoint", "deploy")
+
+
+def modules_in_document(package: str) -> set[str]:
+    section = DOCUMENT.split(f"\n### {package}\n", 1)[1].split("\n### ", 1)[0]
+    first_cells = re.findall(r"^\| (`[^|]*) \|", section, flags=re.MULTILINE)
+    return {name for cell in first_cells for name in re.findall(r"`(\w+)`", cell)}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_document_names_exactly_the_modules_of(package: str) -> None:
+    modules = {path.stem for path in (REPOSITORY / package).glob("*.py")} - {"__init__"}
+    assert modules_in_document(package) == modules
+
+
+def test_every_path_that_the_document_names_exists() -> None:
+    paths = set(re.findall(r"`([a-z_]+/[\w./]*)`", DOCUMENT))
+    missing = sorted(path for path in paths if not (REPOSITORY / path).exists())
+    assert not missing
