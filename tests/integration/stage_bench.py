@@ -17,7 +17,13 @@ from stage_worker.config import WorkerConfig
 from stage_worker.tensor_views import to_view
 from stage_worker.worker import Worker
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
-from tests.integration.doubles import CoordinatorDouble, NextStageDouble, PredecessorDouble, WorkerLink
+from tests.integration.doubles import (
+    CoordinatorDouble,
+    NextStageDouble,
+    PredecessorDouble,
+    StreamEnded,
+    WorkerLink,
+)
 from wire.channels import PROTOCOL_VERSION
 from wire.ids import Incarnation, RequestId, SequenceKey, new_incarnation, new_request_id
 from wire.roles import StageRole
@@ -228,7 +234,11 @@ class StageBench:
     async def predecessor(self) -> PredecessorDouble:
         """An accepted stream into the stage."""
         predecessor = PredecessorDouble(self.worker.advertised_address)
-        await predecessor.hello(self.hello())
+        try:
+            await predecessor.hello(self.hello())
+        except StreamEnded:
+            await predecessor.close()
+            raise
         return predecessor
 
     async def output(self) -> TensorView | StepResult | None:

@@ -145,6 +145,17 @@ async def test_an_epoch_of_another_plan_is_refused(assignment: Assignment) -> No
         assert "plan 9, loaded is 1" in report.message
 
 
+async def test_a_fault_ends_the_stream_to_the_next_stage_too(tiny_llama: Path) -> None:
+    async with stage_bench(new_assignment(tiny_llama, stage=1)) as bench:
+        predecessor, log = await one_step(bench)
+        assert not bench.next_stage.stream_ended.is_set()
+        step, hidden = log.next_frame()
+        await predecessor.send(encode_frame(encode_step(step)[:-1], step.step_id, hidden))
+        await bench.link.fault()
+        await asyncio.wait_for(bench.next_stage.stream_ended.wait(), DEADLINE_S)
+        await predecessor.close()
+
+
 async def test_the_next_stage_breaking_the_stream_is_reported(tiny_llama: Path) -> None:
     assignment = new_assignment(tiny_llama, stage=1)
     async with stage_bench(assignment) as bench:
