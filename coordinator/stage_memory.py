@@ -9,8 +9,8 @@ longest sequence of C tokens (never more than the cache holds, so C = min(max_se
   being sent (2 * hidden * s). Layers run one after the other and reuse this memory, so it does not grow
   with them.
 * min(S * C, K) tokens of K and V gathered from the pages of one layer (2 * kv * s each): as much as one
-  more layer of KV. A step is gathered padded to its longest sequence, and a shared prefix once per
-  sequence; what that adds is not counted.
+  more layer of KV. Sequences of similar length are gathered together, padded to at most about twice
+  their tokens, and a shared prefix once per sequence; what that adds is not counted.
 * T * C * `_mask_bytes` for prefill: for every distinct window of the layers, the mask as bool and while it
   is made (2), in the run dtype and once more where a kernel wants it aligned (2 * s). The scores are not
   counted: the fused kernels of scaled_dot_product_attention take additive masks and never hold them in

@@ -33,14 +33,15 @@ def attend(
     """
     _write(key, value, layer, step.writes, pages)
     views = step.views[window]
-    if views.decode is not None and not step.prefill_rows:
-        return _decode(query, layer, views.decode, pages)
     output = torch.empty_like(query)
-    if views.decode is not None:
-        rows = step.decode_rows
-        output.index_copy_(0, rows, _decode(query.index_select(0, rows), layer, views.decode, pages))
-    for (begin, end), view in zip(step.prefill_rows, views.prefills, strict=True):
-        output[begin:end] = _prefill(query[begin:end], key[begin:end], value[begin:end], layer, view, pages)
+    for view in views.decodes:
+        if view.rows is None:
+            return _decode(query, layer, view, pages)
+        found = _decode(query.index_select(0, view.rows), layer, view, pages)
+        output.index_copy_(0, view.rows, found)
+    for (begin, end), prefill in zip(step.prefill_rows, views.prefills, strict=True):
+        rows = slice(begin, end)
+        output[rows] = _prefill(query[rows], key[rows], value[rows], layer, prefill, pages)
     return output
 
 
@@ -56,7 +57,7 @@ def _write(key: Tensor, value: Tensor, layer: int, writes: KvWrites, pages: Page
 
 
 def _decode(query: Tensor, layer: int, view: DecodeView, pages: PagedKv) -> Tensor:
-    """[b, heads, head_dim] for one query per sequence, all in one call."""
+    """[b, heads, head_dim] for one query per sequence of the view, all in one call."""
     keys, values = pages.gather(layer, view.pages)
     num_sequences, num_heads, head_dim = query.shape
     kv_heads = keys.shape[1]

@@ -13,14 +13,20 @@ from torch import Tensor
 
 from stage_worker.models.slice_layout import SliceLayout
 
+_SHORT_TOKENS = 512
+"""One-token slices that see fewer tokens are grouped as if they saw so many: padding them costs less than one
+call more."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeView:
-    """Keys of all one-token slices of a step, padded to the longest.
+    """Keys of one-token slices of similar length, padded to the longest.
 
-    `pages` int64 [b, p]; `mask` [b, 1, 1, p * block_size], which also hides the padding.
+    `rows` int64 [b] are the slices' rows in the step, or None where they are all its rows in order; `pages`
+    int64 [b, p]; `mask` [b, 1, 1, p * block_size], which also hides the padding.
     """
 
+    rows: Tensor | None
     pages: Tensor
     mask: Tensor
 
@@ -38,17 +44,54 @@ class PrefillView:
     mask: Tensor | None
 
 
-def decode_view(
-    slices: Sequence[SliceLayout], block_size: int, window: int | None, dtype: torch.dtype
-) -> DecodeView:
-    """The DecodeView of one-token slices, on the CPU.
+def decode_views(
+    slices: Sequence[SliceLayout],
+    rows: Sequence[int],
+    block_size: int,
+    window: int | None,
+    dtype: torch.dtype,
+) -> list[DecodeView]:
+    """The DecodeViews of one-token slices in these rows of the step, on the CPU; `rows` is never None.
 
-    Rows are padded with the sequence's own first page, never with another sequence's: a hidden key still
+    Padding at most doubles what a slice gathers, or brings it to twice `_SHORT_TOKENS`: without groups, one
+    long sequence would make every other gather as much as it does.
+    """
+    lengths = [len(item.visible_pages(block_size, window)[1]) for item in slices]
+    groups = _similar(lengths, shortest=-(-_SHORT_TOKENS // block_size))
+    return [
+        _decode_view([slices[i] for i in group], [rows[i] for i in group], block_size, window, dtype)
+        for group in groups
+    ]
+
+
+def _similar(lengths: Sequence[int], *, shortest: int) -> list[list[int]]:
+    """Indexes into `lengths` in groups, longest first, within which none is below half of the longest.
+
+    Those below `shortest` count as that long.
+    """
+    groups: list[list[int]] = []
+    longest = 0
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        if not groups or 2 * max(lengths[index], shortest) < longest:
+            groups.append([])
+            longest = lengths[index]
+        groups[-1].append(index)
+    return [sorted(group) for group in groups]
+
+
+def _decode_view(
+    slices: Sequence[SliceLayout],
+    rows: Sequence[int],
+    block_size: int,
+    window: int | None,
+    dtype: torch.dtype,
+) -> DecodeView:
+    """One group, padded with the sequence's own first page, never with another sequence's: a hidden key still
     enters the product with weight 0, and 0 times a neighbour's NaN would be NaN.
     """
     visible = [item.visible_pages(block_size, window) for item in slices]
     width = max(len(pages) for _, pages in visible)
-    rows = [[*pages, *([pages[0]] * (width - len(pages)))] for _, pages in visible]
+    padded = [[*pages, *([pages[0]] * (width - len(pages)))] for _, pages in visible]
     low = torch.tensor(
         [
             item.first_visible(window) - first * block_size
@@ -60,7 +103,8 @@ def decode_view(
     )
     offsets = torch.arange(width * block_size)
     hidden = (offsets < low[:, None]) | (offsets > high[:, None])
-    return DecodeView(torch.tensor(rows), _additive(hidden, dtype)[:, None, None, :])
+    mask = _additive(hidden, dtype)[:, None, None, :]
+    return DecodeView(torch.tensor(rows), torch.tensor(padded), mask)
 
 
 def prefill_view(item: SliceLayout, block_size: int, window: int | None, dtype: torch.dtype) -> PrefillView:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stage_worker.models.attention_views import DecodeView, PrefillView, decode_view, prefill_view
+from stage_worker.models.attention_views import DecodeView, PrefillView, decode_views, prefill_view
 from stage_worker.models.rope import Rope
 from stage_worker.models.slice_layout import SliceLayout
 
@@ -29,10 +29,11 @@ class KvWrites:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class AttentionViews:
-    """What the step's queries see through one window: `decode` for the one-token slices, None without any;
-    `prefills` for the others, in the order of `StepLayout.prefill_rows`."""
+    """What the step's queries see through one window: `decodes` for the one-token slices (whatever their
+    phase: one query is computed alike in both), `prefills` for the others, in the order of
+    `StepLayout.prefill_rows`."""
 
-    decode: DecodeView | None
+    decodes: tuple[DecodeView, ...]
     prefills: tuple[PrefillView, ...]
 
 
@@ -40,16 +41,14 @@ class AttentionViews:
 class StepLayout:
     """A step of `num_tokens` rows, the slices' tokens one after another.
 
-    `cos` and `sin` are [num_tokens, 1, head_dim]. `decode_rows` int64 [b] are the rows of one-token slices
-    (whatever their phase: one query is computed alike in both), `prefill_rows` the row ranges of the others.
-    `views` has an entry for each distinct window of the stage's layers.
+    `cos` and `sin` are [num_tokens, 1, head_dim]. `prefill_rows` are the row ranges of the slices of several
+    tokens. `views` has an entry for each distinct window of the stage's layers.
     """
 
     num_tokens: int
     cos: Tensor
     sin: Tensor
     writes: KvWrites
-    decode_rows: Tensor
     prefill_rows: tuple[tuple[int, int], ...]
     views: Mapping[int | None, AttentionViews]
 
@@ -78,19 +77,19 @@ class StepLayout:
         positions = torch.cat([torch.arange(item.first_position, item.end_position) for item in slices])
         cos, sin = rope.cos_sin(positions.to(device), dtype)
         singles = [item for item in slices if item.num_tokens == 1]
+        single_rows = [begin for begin, end in ranges if end - begin == 1]
         longer = [item for item in slices if item.num_tokens > 1]
 
         def view(window: int | None) -> AttentionViews:
-            decode = decode_view(singles, block_size, window, dtype) if singles else None
+            decodes = decode_views(singles, single_rows, block_size, window, dtype)
             prefills = [prefill_view(item, block_size, window, dtype) for item in longer]
-            return _moved(decode, prefills, device)
+            return _moved(decodes, prefills, device, takes_all_rows=len(decodes) == 1 and not longer)
 
         return cls(
             num_tokens=len(positions),
             cos=cos,
             sin=sin,
             writes=_kv_writes(slices, ranges, block_size, device),
-            decode_rows=torch.tensor([begin for begin, end in ranges if end - begin == 1], device=device),
             prefill_rows=tuple((begin, end) for begin, end in ranges if end - begin > 1),
             views={window: view(window) for window in windows},
         )
@@ -131,10 +130,22 @@ def _indices(values: list[int], device: torch.device) -> Tensor:
 
 
 def _moved(
-    decode: DecodeView | None, prefills: Sequence[PrefillView], device: torch.device
+    decodes: Sequence[DecodeView],
+    prefills: Sequence[PrefillView],
+    device: torch.device,
+    *,
+    takes_all_rows: bool,
 ) -> AttentionViews:
+    """`takes_all_rows`: there is one decode view, of the whole step."""
     return AttentionViews(
-        decode=DecodeView(decode.pages.to(device), decode.mask.to(device)) if decode else None,
+        decodes=tuple(
+            DecodeView(
+                None if takes_all_rows or view.rows is None else view.rows.to(device),
+                view.pages.to(device),
+                view.mask.to(device),
+            )
+            for view in decodes
+        ),
         prefills=tuple(
             PrefillView(
                 None if view.pages is None else view.pages.to(device),

@@ -59,7 +59,9 @@ def layout(checkpoint: Checkpoint, *slices: SliceLayout) -> StepLayout:
 def test_rows_and_slots_follow_the_slices(checkpoint: Checkpoint) -> None:
     step = layout(checkpoint, prefill(5, 7, 2), prefill(1, 3, 9, first=6), prefill(3, 4, 5, first=2))
     assert step.num_tokens == 9
-    assert step.decode_rows.tolist() == [5]
+    (decode,) = step.views[None].decodes
+    assert decode.rows is not None
+    assert decode.rows.tolist() == [5]
     assert step.prefill_rows == ((0, 5), (6, 9))
     assert step.writes.rows is None
     assert step.writes.slots.tolist() == [28, 29, 30, 31, 8, 38, 18, 19, 20]
@@ -129,12 +131,36 @@ def test_positions_that_no_page_holds_are_refused_with_the_numbers(
 
 def test_a_window_gathers_only_the_blocks_it_sees(windowed: Checkpoint) -> None:
     step = layout(windowed, prefill(1, 1, 2, 3, 4, 5, first=17), prefill(1, 6, first=2))
-    view = step.views[6].decode
-    assert view is not None
+    (view,) = step.views[6].decodes
+    assert view.rows is None
     assert view.pages.tolist() == [[4, 5], [6, 6]]
     assert (view.mask[:, 0, 0] == 0).nonzero().tolist() == [[0, i] for i in range(6)] + [
         [1, i] for i in range(3)
     ]
+
+
+def test_one_long_sequence_does_not_make_the_others_gather_as_much(checkpoint: Checkpoint) -> None:
+    held = (8000, 20, 3000, 900, 1100, 1, 5000, 700)
+    step = layout(checkpoint, *(prefill(1, *range(n), first=n * BLOCK - 1) for n in held), prefill(2, 0))
+    views = step.views[None].decodes
+    assert all(view.rows is not None for view in views)
+    grouped = [(view.rows.tolist(), view.pages.shape[1]) for view in views if view.rows is not None]
+    assert grouped == [([0, 6], 8000), ([2], 3000), ([3, 4, 7], 1100), ([1, 5], 20)]
+    assert (
+        layout(checkpoint, prefill(1, *range(256), first=1000), prefill(1, 0)).views[None].decodes[0].rows
+        is None
+    )
+
+
+def test_sequences_of_different_groups_compute_what_each_does_alone(checkpoint: Checkpoint) -> None:
+    stage, pages = make_stage(checkpoint), NanPages(2, 400, BLOCK, 2, 16)
+    long, short = [i % 128 for i in range(1199)], [2, 7, 1, 8, 2]
+    run(stage, pages, long, [prefill(1199, *range(300))])
+    run(stage, pages, short, [prefill(5, 300, 301)])
+    slices = [prefill(1, 300, 301, first=5), prefill(1, *range(300), first=1199)]
+    alone = [run(stage, pages, [6], [item]) for item in slices]
+    assert len(stage.layout(slices, block_size=BLOCK).views[None].decodes) == 2
+    torch.testing.assert_close(run(stage, pages, [6, 6], slices), torch.cat(alone), atol=1e-5, rtol=0)
 
 
 def test_wrong_hidden_states_and_token_ids_are_refused_with_the_numbers(checkpoint: Checkpoint) -> None:
