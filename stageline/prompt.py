@@ -62,7 +62,7 @@ def build_request(
 
 
 def _check_range(name: str, value: object, allowed: range) -> None:
-    # What is no integer at all, protobuf says well enough.
+    # What is no integer at all is left to protobuf, and must not meet a range, which would try every number.
     if isinstance(value, int) and value not in allowed:
         raise InvalidRequest(f"{name} is {value}, must be in [{allowed.start}, {allowed.stop - 1}]")
 
@@ -75,9 +75,8 @@ def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
     elif isinstance(prompt[0], dict):
         request.conversation.messages.extend(_chat_message(message) for message in prompt)
     else:
-        if not all(token_id in _UINT32 for token_id in prompt):
-            for token_id in prompt:
-                _check_range("a token id", token_id, _UINT32)
+        for token_id in prompt:
+            _check_range("a token id", token_id, _UINT32)
         request.token_ids.ids.extend(prompt)  # type: ignore[arg-type]  # protobuf refuses what is no integer
 
 

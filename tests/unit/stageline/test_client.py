@@ -136,8 +136,10 @@ async def test_what_no_message_can_carry_is_named_with_its_limits(
     assert served.inference.requests == []
 
 
-async def test_a_prompt_too_large_for_a_message_is_an_invalid_request_with_its_size(served: Served) -> None:
-    with pytest.raises(stageline.InvalidRequest, match="has 16777.* bytes with its prompt, a message has at"):
+async def test_a_prompt_too_large_for_a_message_is_refused_with_its_size(served: Served) -> None:
+    with pytest.raises(
+        stageline.InvalidRequest, match=r"has 16777\d+ bytes with its prompt, a message has at"
+    ):
         await anext(served.client.generate("x" * 2**24))
     assert served.inference.requests == []
 
