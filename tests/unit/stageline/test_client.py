@@ -120,11 +120,6 @@ async def test_a_prompt_that_no_message_can_carry_is_an_invalid_request(
         ("x", {"top_k": 2**32}, "top_k is 4294967296, must be in [0, 4294967295]"),
         ("x", {"seed": 10**23}, f"seed is {10**23}, must be in [0, 18446744073709551615]"),
         ([3, -1], {}, "a token id is -1, must be in [0, 4294967295]"),
-        (
-            "x" * 2**24,
-            {},
-            "the request is 16777225 bytes with its prompt, more than the 16777216 of a message",
-        ),
     ],
 )
 async def test_what_no_message_can_carry_is_named_with_its_limits(
