@@ -80,6 +80,10 @@ class LocalClusterConfig:
         line += ["--threads", str(self.num_threads or threads_per_worker(self.num_workers))]
         return [*line, *(self.worker_arguments[worker] if self.worker_arguments else ())]
 
+    def worker_memory_bytes(self) -> dict[str, int | None]:
+        """What each worker may use, by name; None for all of its device."""
+        return {worker_name(worker): self._memory_bytes(worker) for worker in range(self.num_workers)}
+
     def _memory_bytes(self, worker: int) -> int | None:
         if self.memory_bytes is None and self.device(worker) == "cpu":
             return memory_per_worker(self.num_workers)

@@ -98,7 +98,7 @@ class Client:
             call.cancel()
 
     async def cancel(self, request_id: str) -> None:
-        """Cancels a live request; its stream ends with `FinishReason.CANCELLED`. Raises RequestNotFound."""
+        """Cancels a live request: its `generate` raises `Cancelled`. Raises RequestNotFound."""
         stub = inference_pb2_grpc.InferenceStub(await self._connected())
         request = inference_pb2.CancelRequest(request_id=request_id)
         await _answer(stub.Cancel(request, timeout=_UNARY_TIMEOUT_S))

@@ -8,7 +8,10 @@ from stageline_rpc.v1 import inference_pb2
 
 
 class FinishReason(Enum):
-    """Why a generation ended."""
+    """Why a generation ended.
+
+    The server does not send CANCELLED at present: a cancelled request ends with the error `Cancelled`.
+    """
 
     STOP = "stop"
     LENGTH = "length"

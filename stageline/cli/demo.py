@@ -4,8 +4,12 @@ import asyncio
 
 from rich.console import Console
 
+from coordinator.config import CoordinatorConfig
 from deploy import LocalCluster, LocalClusterConfig
+from stageline.cli import options
+from stageline.cli.coordinator import flags_of
 from stageline.cli.failures import CommandFailed
+from stageline.cli.preflight import check_plan
 from stageline.cli.progress import wait_until_serving
 from stageline.cli.stream import Completion, write_stream
 from stageline.cli.tables import topology_view
@@ -17,14 +21,28 @@ PROMPT = "Once upon a time"
 _NUM_WORKERS = 3
 _START_TIMEOUT_S = 180.0
 _GENERATE_TIMEOUT_S = 120.0
-_COORDINATOR_FLAGS = ("--kv-tokens", "8192")
+_MAX_TOKENS = 300  # the story ends by itself before
+_KV_TOKENS = 8192
 
 
 def demo() -> int:
     """Start a coordinator and three workers here, let the built-in model tell a story, and end them."""
-    asyncio.run(
-        run_demo(LocalClusterConfig(num_workers=_NUM_WORKERS, coordinator_arguments=_COORDINATOR_FLAGS))
+    coordinator = CoordinatorConfig(
+        model_directory=None,
+        listen=options.DEFAULT_ADDRESS,
+        num_stages=_NUM_WORKERS,
+        layers=None,
+        dtype=None,
+        block_size=16,
+        max_step_tokens=512,
+        max_step_sequences=64,
+        max_sequence_tokens=None,
+        max_kv_tokens=_KV_TOKENS,
+        queue_size=256,
     )
+    cluster = LocalClusterConfig(num_workers=_NUM_WORKERS, coordinator_arguments=flags_of(coordinator))
+    check_plan(coordinator, cluster)
+    asyncio.run(run_demo(cluster))
     return 0
 
 
@@ -46,7 +64,7 @@ async def run_demo(config: LocalClusterConfig) -> None:
 async def _complete(cluster: LocalCluster) -> Completion:
     try:
         async with Client(cluster.address) as client:
-            outputs = client.generate(PROMPT, max_tokens=100, timeout_s=_GENERATE_TIMEOUT_S)
+            outputs = client.generate(PROMPT, max_tokens=_MAX_TOKENS, timeout_s=_GENERATE_TIMEOUT_S)
             return await write_stream(outputs, as_token_ids=False)
     except StagelineError as error:
         lines = "\n".join(f"  | {line}" for line in cluster.coordinator.last_lines())

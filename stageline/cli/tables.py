@@ -1,4 +1,4 @@
-"""The state of a cluster as tables that fit into 80 columns."""
+"""The state of a cluster as tables; the topology fits into 80 columns, the status into 110."""
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -62,16 +62,16 @@ def describe_start(status: cluster_pb2.GetStatusResponse) -> str:
 
 
 def _workers_table(status: cluster_pb2.GetStatusResponse) -> Table:
-    table = _table("Stage", "Worker", "Layers", "Device", "State", "Weights", "KV use", "Memory", "of")
+    table = _table("Stage", "Worker", "Layers", "Device", "State", "Memory", "KV use", "Process", "Address")
     for worker in _in_stage_order(status):
         table.add_row(
             *_place(worker),
             worker.device,
             _name(cluster_pb2.WorkerState.Name(worker.state), "WORKER_STATE_"),
-            _size(worker.heartbeat.weight_bytes),
+            _memory(worker),
             _kv_use(worker.heartbeat.kv),
             _size(worker.heartbeat.resident_bytes),
-            _size(worker.memory_bytes),
+            worker.address or _NOTHING,
         )
     return table
 
@@ -113,13 +113,18 @@ def _describe_requests(status: cluster_pb2.GetStatusResponse) -> str:
 
 
 def _remarks(status: cluster_pb2.GetStatusResponse) -> list[str]:
-    return [f"{worker.name}: {worker.detail}" for worker in status.workers if worker.detail]
+    # The reason of a failed worker is often the cluster's as well, which the first lines give.
+    return [
+        f"{worker.name}: {worker.detail}"
+        for worker in status.workers
+        if worker.detail and worker.detail not in status.detail
+    ]
 
 
 def _table(*columns: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", show_edge=False, padding=0)
     for column in columns:
-        is_number = column in ("Weights", "KV cache", "KV use", "Memory", "of")
+        is_number = column in ("Weights", "KV cache", "KV use", "Memory", "Process")
         table.add_column(column, justify="right" if is_number else "left", overflow="fold")
     return table
 
@@ -147,6 +152,12 @@ def _layers(worker: cluster_pb2.WorkerStatus) -> str:
 def _kv_use(kv: cluster_pb2.KvUsage) -> str:
     num_blocks = kv.blocks_active + kv.blocks_inactive + kv.blocks_free
     return f"{kv.blocks_active / num_blocks:.1%}" if num_blocks else _NOTHING
+
+
+def _memory(worker: cluster_pb2.WorkerStatus) -> str:
+    """What the stage holds of what the worker may use; the process itself is no part of either."""
+    held = worker.heartbeat.weight_bytes + worker.heartbeat.kv_bytes
+    return f"{_size(held)} of {_size(worker.memory_bytes)}" if worker.memory_bytes else _NOTHING
 
 
 def _size(size_bytes: int) -> str:

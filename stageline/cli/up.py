@@ -12,10 +12,13 @@ from coordinator.config import CoordinatorConfig
 from deploy import LocalCluster, LocalClusterConfig, LocalProcess
 from stageline.cli import options
 from stageline.cli.coordinator import flags_of
+from stageline.cli.preflight import check_plan
 from stageline.cli.progress import wait_until_serving
 from stageline.cli.tables import describe_cluster, describe_kv_cache, topology_view
+from stageline.client import Client
 
-_GENERATE = 'generate "Once upon a time"'
+_GENERATE_TEXT = 'generate "Once upon a time"'
+_GENERATE_IDS = "generate --token-ids 1,2,3"
 _START_TIMEOUT_S = 3600.0  # a large model takes its time to load; the progress shows meanwhile
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -42,7 +45,7 @@ def up(
 ) -> int:
     """Start a coordinator and its workers on this machine, and keep them until Ctrl-C."""
 
-    def make_config() -> LocalClusterConfig:
+    def make_configs() -> tuple[CoordinatorConfig, LocalClusterConfig]:
         coordinator = CoordinatorConfig(
             model_directory=model,
             listen=listen,
@@ -56,7 +59,7 @@ def up(
             max_kv_tokens=kv_tokens,
             queue_size=queue_size,
         )
-        return LocalClusterConfig(
+        cluster = LocalClusterConfig(
             num_workers=workers,
             model_directory=model,
             listen=listen,
@@ -65,8 +68,11 @@ def up(
             num_threads=threads,
             coordinator_arguments=flags_of(coordinator),
         )
+        return coordinator, cluster
 
-    return asyncio.run(run_up(options.build_config(make_config)))
+    coordinator, cluster = options.build_config(make_configs)
+    check_plan(coordinator, cluster)
+    return asyncio.run(run_up(cluster))
 
 
 async def run_up(config: LocalClusterConfig) -> int:
@@ -106,12 +112,14 @@ def _end_on_signals(cluster: LocalCluster, console: Console) -> None:
 async def _serve(cluster: LocalCluster, console: Console) -> None:
     console.print(f"Logs are in {cluster.log_directory}", highlight=False)
     status = await wait_until_serving(cluster, console, timeout_s=_START_TIMEOUT_S)
+    async with Client(cluster.address) as client:
+        generate = _GENERATE_TEXT if (await client.model()).has_tokenizer else _GENERATE_IDS
     console.print(describe_cluster(status), highlight=False)
     console.print(topology_view(status))
     console.print(describe_kv_cache(status), highlight=False)
     console.print(
         f"Serving at [bold]{cluster.address}[/]. Ctrl-C ends it. In another terminal:\n"
-        f"  {_client_command(cluster, _GENERATE)}\n  {_client_command(cluster, 'status')}",
+        f"  {_client_command(cluster, generate)}\n  {_client_command(cluster, 'status')}",
         highlight=False,
     )
     while True:

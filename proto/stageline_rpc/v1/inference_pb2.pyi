@@ -35,7 +35,7 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """max_tokens was reached."""
     FINISH_REASON_CANCELLED: _FinishReason.ValueType  # 3
-    """The request was cancelled."""
+    """Reserved for later use: a cancelled request ends with status CANCELLED and has no last message."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper): ...
 
@@ -45,7 +45,7 @@ FINISH_REASON_STOP: FinishReason.ValueType  # 1
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens was reached."""
 FINISH_REASON_CANCELLED: FinishReason.ValueType  # 3
-"""The request was cancelled."""
+"""Reserved for later use: a cancelled request ends with status CANCELLED and has no last message."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final

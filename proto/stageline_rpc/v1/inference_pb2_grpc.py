@@ -67,7 +67,7 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """Cancels a live request. NOT_FOUND when no such request is live.
+        """Cancels a live request; its Generate call ends with status CANCELLED. NOT_FOUND when no such request is live.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

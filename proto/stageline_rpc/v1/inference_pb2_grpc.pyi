@@ -27,7 +27,7 @@ class InferenceStub:
     (no stage workers in time), ABORTED (the step that carried this request was faulty), INTERNAL.
     """
     Cancel: _aio.UnaryUnaryMultiCallable[_inference_pb2.CancelRequest, _inference_pb2.CancelResponse]
-    """Cancels a live request. NOT_FOUND when no such request is live."""
+    """Cancels a live request; its Generate call ends with status CANCELLED. NOT_FOUND when no such request is live."""
     GetModel: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetModelRequest, _inference_pb2.GetModelResponse]
     """Says which model is served and what it can take."""
 
@@ -52,7 +52,7 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.CancelRequest,
         context: _aio.ServicerContext[_inference_pb2.CancelRequest, _abc.Awaitable[_inference_pb2.CancelResponse]],
     ) -> _abc.Awaitable[_inference_pb2.CancelResponse]:
-        """Cancels a live request. NOT_FOUND when no such request is live."""
+        """Cancels a live request; its Generate call ends with status CANCELLED. NOT_FOUND when no such request is live."""
 
     @_abc_1.abstractmethod
     def GetModel(

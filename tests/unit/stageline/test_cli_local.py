@@ -87,6 +87,32 @@ def test_up_shows_the_topology_and_a_signal_ends_it_in_order(
     assert list(tmp_path.glob("stageline-*")) == []
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--layers 5,5,5", "layers 5,5,5 sum to 15, but the model has 12"),
+        ("--memory 1MiB", "but worker-0 has 1.0 MiB"),
+        ("--workers 13", "13 stages for a model of 12 layers"),
+    ],
+)
+def test_up_refuses_what_cannot_be_planned_before_it_starts_anything(
+    launch: Launch, flags: str, words: str
+) -> None:
+    output, errors = (up := launch("up", *flags.split())).communicate(timeout=30)
+    assert up.returncode == 1
+    assert words in errors
+    assert errors.count("\n") == 1
+    assert output == ""
+
+
+@pytest.mark.parametrize(
+    ("has_tokenizer", "prompt"), [("1", '"Once upon a time"'), ("0", "--token-ids 1,2,3")]
+)
+def test_up_suggests_a_prompt_that_the_model_takes(launch: Launch, has_tokenizer: str, prompt: str) -> None:
+    launcher, _, _ = _start_up(launch, FAKE_TOKENIZER=has_tokenizer)
+    _read_until(launcher, f"stageline generate {prompt} --coordinator")
+
+
 def test_up_reports_a_lost_worker_and_goes_on(launch: Launch) -> None:
     launcher, pids, _ = _start_up(launch)
     os.kill(pids[1], signal.SIGKILL)
@@ -137,7 +163,7 @@ def test_the_demo_shows_who_ran_what_the_text_and_the_speed(launch: Launch, tmp_
     assert errors == ""
     assert [row in output for row in ("worker-0", "MIDDLE", "4 to 5 (2)")] == [True] * 3
     assert "Once upon a time 0 1 2" in output
-    assert "100 tokens in " in output
+    assert "300 tokens in " in output
     assert " tokens/s" in output
     assert output.endswith("All processes have ended.\n")
     assert list(tmp_path.glob("stageline-*")) == []

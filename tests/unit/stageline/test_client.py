@@ -113,6 +113,32 @@ async def test_a_prompt_that_no_message_can_carry_is_an_invalid_request(
     assert served.inference.requests == []
 
 
+@pytest.mark.parametrize(
+    ("prompt", "arguments", "message"),
+    [
+        ("x", {"max_tokens": -1}, "max_tokens is -1, must be in [0, 4294967295]"),
+        ("x", {"top_k": 2**32}, "top_k is 4294967296, must be in [0, 4294967295]"),
+        ("x", {"seed": 10**23}, f"seed is {10**23}, must be in [0, 18446744073709551615]"),
+        ([3, -1], {}, "a token id is -1, must be in [0, 4294967295]"),
+    ],
+)
+async def test_what_no_message_can_carry_is_named_with_its_limits(
+    served: Served, prompt: stageline.Prompt, arguments: dict[str, int], message: str
+) -> None:
+    with pytest.raises(stageline.InvalidRequest) as caught:
+        await anext(served.client.generate(prompt, **arguments))  # type: ignore[arg-type]
+    assert str(caught.value) == message
+    assert served.inference.requests == []
+
+
+async def test_a_prompt_too_large_for_a_message_is_refused_with_its_size(served: Served) -> None:
+    with pytest.raises(
+        stageline.InvalidRequest, match=r"has 16777\d+ bytes with its prompt, a message has at"
+    ):
+        await anext(served.client.generate("x" * 2**24))
+    assert served.inference.requests == []
+
+
 async def test_an_unknown_argument_is_refused(served: Served) -> None:
     with pytest.raises(TypeError, match="temprature"):
         served.client.generate("x", temprature=0.5)  # type: ignore[call-arg]

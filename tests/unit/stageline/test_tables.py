@@ -55,8 +55,8 @@ STATUS = cluster_pb2.GetStatusResponse(
 )
 
 
-def _render(view: RenderableType) -> list[str]:
-    console = Console(width=80, color_system=None)
+def _render(view: RenderableType, *, width: int = 80) -> list[str]:
+    console = Console(width=width, color_system=None)
     with console.capture() as capture:
         console.print(view)
     return capture.get().splitlines()
@@ -70,8 +70,8 @@ def test_the_topology_has_a_row_for_each_stage_in_order() -> None:
     ]
 
 
-def test_the_status_fits_into_80_columns_with_one_line_for_each_worker() -> None:
-    lines = _render(status_view(STATUS))
+def test_the_status_fits_into_110_columns_with_one_line_for_each_worker() -> None:
+    lines = _render(status_view(STATUS), width=110)
     assert lines[:2] == ["llama in bf16, 2 stages, epoch 3", "serving"]
     rows = [line.split() for line in lines if "GiB" in line]
     assert rows[0] == [
@@ -84,13 +84,15 @@ def test_the_status_fits_into_80_columns_with_one_line_for_each_worker() -> None
         "(19)",
         "cuda:0",
         "ready",
-        "12.0",
+        "12.6",
+        "GiB",
+        "of",
+        "20.0",
         "GiB",
         "12.5%",
         "13.0",
         "GiB",
-        "20.0",
-        "GiB",
+        "10.0.0.7:40001",
     ]
     assert len(rows) == 2
     assert ["-", "spare", "-", "cpu", "spare", "-", "-", "-", "-"] in [line.split() for line in lines]
@@ -101,6 +103,15 @@ def test_the_status_fits_into_80_columns_with_one_line_for_each_worker() -> None
     assert "Requests: 1 waiting, 2 in prefill, 3 in decode, 0 steps in flight" in lines
     assert "Ended: 4 finished, 5 cancelled, 6 failed" in lines
     assert lines[-1] == "spare: out of work"
+
+
+def test_the_reason_of_a_failed_worker_is_told_once() -> None:
+    reason = "layers 0-3 need 2.0 GiB"
+    failed = cluster_pb2.WorkerStatus(name="a", state=cluster_pb2.WORKER_STATE_FAILED, detail=reason)
+    status = cluster_pb2.GetStatusResponse(
+        state=cluster_pb2.CLUSTER_STATE_BLOCKED, detail=f"a failed: {reason}", workers=[failed]
+    )
+    assert "\n".join(_render(status_view(status), width=110)).count(reason) == 1
 
 
 def test_the_start_is_described_with_what_each_worker_has_loaded() -> None:
