@@ -286,7 +286,7 @@ class Scheduler:
         self._queue.popleft()
         self._running[sequence.key] = sequence
         sequence.begin_prefill(plan.active, num_cached_tokens=plan.num_cached_tokens)
-        if sequence.generation == 0:
+        if sequence.num_restarts == 0:
             self.counts.num_prompt_tokens += sequence.num_prompt_tokens
             self.counts.num_cached_tokens += sequence.num_cached_tokens
         return sequence
