@@ -1,14 +1,14 @@
 """What a client gets from a generation."""
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from stageline.errors import ServerError
 from stageline_rpc.v1 import inference_pb2
 
 
-class FinishReason(Enum):
-    """Why a generation ended.
+class FinishReason(StrEnum):
+    """Why a generation ended; equal to its text, so `output.finish_reason == "stop"` holds.
 
     The server does not send CANCELLED at present: a cancelled request ends with the error `Cancelled`.
     """

@@ -1,0 +1,8 @@
+"""What a client may rely on in an output."""
+
+from stageline import FinishReason
+
+
+def test_a_finish_reason_is_its_text() -> None:
+    assert [str(reason) for reason in FinishReason] == ["stop", "length", "cancelled"]
+    assert FinishReason.STOP == "stop"
