@@ -94,7 +94,8 @@ def _guard_stream(behaviour: Callable[[Any, Context], AsyncIterator[Any]], name:
 
 
 async def _abort(context: Context, error: Exception, name: str) -> None:
-    if isinstance(error, grpc.aio.AbortError):
+    # grpc's own: an abort that was meant, a client that is gone, a server that stops. It knows what to do.
+    if isinstance(error, grpc.aio.BaseError) and not isinstance(error, grpc.aio.UsageError):
         raise error
     if not isinstance(error, ServingError):
         log.exception("unexpected error in %s", name, exc_info=error)

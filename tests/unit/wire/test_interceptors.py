@@ -18,6 +18,10 @@ Context = grpc.aio.ServicerContext[bytes, bytes]
 Raise = Callable[[Context], Awaitable[None]]
 
 
+class ServerStopped(grpc.aio.BaseError):
+    """As grpc.aio raises, under a private name."""
+
+
 async def raise_ours(context: Context) -> None:
     raise InvalidRequest("top_k is 9, must be in [0, 8]")
 
@@ -155,6 +159,23 @@ async def test_only_a_stranger_is_logged_with_its_text(caplog: pytest.LogCapture
     assert record.getMessage() == "unexpected error in /test.Echo/UnaryUnary"
     assert record.exc_info is not None
     assert "the secret /etc/path" in str(record.exc_info[1])
+
+
+@pytest.mark.parametrize("method", METHODS)
+async def test_what_grpc_says_of_a_call_that_is_over_is_left_to_grpc(
+    caplog: pytest.LogCaptureFixture, method: str
+) -> None:
+    """The end of a stream that a servicer still reads from, when its server stops, is no defect of it."""
+
+    async def raise_ended(context: Context) -> None:
+        raise ServerStopped("Server already stopped.")
+
+    with (
+        caplog.at_level(logging.WARNING, logger="wire"),
+        pytest.raises(grpc.aio.AioRpcError),
+    ):
+        await serve_and_call(raise_ended, method)
+    assert [record for record in caplog.records if record.name.startswith("wire")] == []
 
 
 async def test_an_unknown_method_is_unimplemented() -> None:
