@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 
 from bench.kv_prefix import PrefixResult, measure_prefix_sharing
-from coordinator.kv_log import KvLog
-from coordinator.sequence import Sequence
+from coordinator.scheduling.kv_log import KvLog
+from coordinator.scheduling.sequence import Sequence
 from kvcache import ActiveSequence
 from kvcache.pages import KvPages, PageLayout
 from wire.ids import SequenceKey, new_request_id

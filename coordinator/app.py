@@ -8,18 +8,18 @@ import sys
 import uvloop
 
 from checkpoint import CheckpointError
-from coordinator.cluster_service import ClusterService, StepResultsService
-from coordinator.cluster_state import ClusterState
+from coordinator.api.cluster_service import ClusterService, StepResultsService
+from coordinator.api.inference_service import InferenceService
+from coordinator.api.session import Sessions
+from coordinator.api.status import StatusReporter
+from coordinator.cluster.cluster_state import ClusterState
+from coordinator.cluster.controller import Controller
 from coordinator.config import CoordinatorConfig
-from coordinator.controller import Controller
-from coordinator.engine import Engine
-from coordinator.inference_service import InferenceService
 from coordinator.model import ServedModel, open_model
-from coordinator.served_plan import plan_for
-from coordinator.session import Sessions
-from coordinator.status import StatusReporter
+from coordinator.planning.served_plan import plan_for
+from coordinator.requests.engine import Engine
+from coordinator.text.tokenizer import TokenizerError, load_text_codec
 from coordinator.timing import ClusterTiming
-from coordinator.tokenizer import TokenizerError, load_text_codec
 from stageline_rpc.v1 import cluster_pb2_grpc, inference_pb2_grpc, stage_pb2_grpc
 from wire.addresses import parse_address
 from wire.channels import bind, new_server

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from builtin_model import MODEL_DIRECTORY, MODEL_NAME
 from checkpoint import Checkpoint, DType, ModelConfig
 from coordinator.config import CoordinatorConfig
-from coordinator.tokenizer import TextCodec
+from coordinator.text.tokenizer import TextCodec
 
 
 @dataclass(slots=True)

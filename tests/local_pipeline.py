@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 
 from checkpoint import Checkpoint, DType
-from coordinator.kv_log import KvLog
-from coordinator.kv_window import KvWindow
-from coordinator.lifecycle import SequenceState
-from coordinator.scheduler import Scheduler, SchedulerLimits
-from coordinator.sequence import Sequence
+from coordinator.scheduling.kv_log import KvLog
+from coordinator.scheduling.kv_window import KvWindow
+from coordinator.scheduling.lifecycle import SequenceState
+from coordinator.scheduling.scheduler import Scheduler, SchedulerLimits
+from coordinator.scheduling.sequence import Sequence
 from kvcache.pages import KvPages
 from stage_worker.assignment import Assignment
 from stage_worker.executor import StepExecutor

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from checkpoint import CheckpointError
 from coordinator.config import CoordinatorConfig
-from coordinator.plan import PlanImpossible, WorkerCapacity
+from coordinator.planning.plan import PlanImpossible, WorkerCapacity
 from stageline.cli import options
 from stageline.cli.failures import CommandFailed
 from stageline.cli.plan_view import plan_json, plan_view
@@ -58,7 +58,7 @@ def plan(
         )
     )
     from coordinator.model import open_model  # imported late, as the coordinator does
-    from coordinator.served_plan import plan_for
+    from coordinator.planning.served_plan import plan_for
 
     try:
         served = open_model(config)

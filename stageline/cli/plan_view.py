@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.plan import Plan, StagePlan
+from coordinator.planning.plan import Plan, StagePlan
 from stageline.cli.sizes import format_size
 
 _SIZES = ("Weights", "KV", "Activations", "Total", "Free")

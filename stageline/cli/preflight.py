@@ -2,7 +2,7 @@
 
 from checkpoint import CheckpointError
 from coordinator.config import CoordinatorConfig
-from coordinator.plan import PlanImpossible, WorkerCapacity
+from coordinator.planning.plan import PlanImpossible, WorkerCapacity
 from deploy import LocalClusterConfig
 from stageline.cli.failures import CommandFailed
 
@@ -12,7 +12,7 @@ _UNKNOWN_MEMORY_BYTES = 2**50  # of a device that only its worker asks: no reaso
 def check_plan(coordinator: CoordinatorConfig, cluster: LocalClusterConfig) -> None:
     """Raises CommandFailed with the line that the coordinator would say once all workers have joined."""
     from coordinator.model import open_model  # imported late, as the coordinator does
-    from coordinator.served_plan import plan_for
+    from coordinator.planning.served_plan import plan_for
 
     workers = [
         WorkerCapacity(name=name, memory_bytes=memory_bytes or _UNKNOWN_MEMORY_BYTES)

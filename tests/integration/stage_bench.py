@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from checkpoint import Checkpoint, DType
-from coordinator.kv_log import KvLog
-from coordinator.scheduler import Scheduler, SchedulerLimits
-from coordinator.sequence import Sequence
+from coordinator.scheduling.kv_log import KvLog
+from coordinator.scheduling.scheduler import Scheduler, SchedulerLimits
+from coordinator.scheduling.sequence import Sequence
 from stage_worker.assignment import Assignment
 from stage_worker.config import WorkerConfig
 from stage_worker.tensor_views import to_view

@@ -207,7 +207,7 @@ async def test_requests_that_wait_for_a_pipeline_are_bounded_and_counted(varied_
 async def test_a_join_that_says_nothing_is_refused(
     varied_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.cluster_service.HELLO_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("coordinator.api.cluster_service.HELLO_TIMEOUT_S", 0.1)
     async with (
         Cluster(varied_llama, layers=LAYERS, num_workers=0, waits=False) as cluster,
         client_channel(cluster.address) as channel,

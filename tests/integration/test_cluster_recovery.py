@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from coordinator.pipeline_link import PipelineLink
+from coordinator.cluster.pipeline_link import PipelineLink
 from stage_worker.hop import Hop
 from stage_worker.session import EpochSession
 from stageline.errors import ServerError

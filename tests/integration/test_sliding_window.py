@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coordinator.kv_window import KvWindow
+from coordinator.scheduling.kv_window import KvWindow
 from kvcache.pages import KvPages
 from tests.checkpoints import make_checkpoint
 from tests.local_pipeline import GREEDY, LocalPipeline, Request, Run

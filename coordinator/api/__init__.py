@@ -1,0 +1,1 @@
+"""The gRPC edge: decodes, makes one domain call, encodes."""

@@ -1,0 +1,113 @@
+"""What `GetStatus` and `GetModel` answer."""
+
+import asyncio
+
+from coordinator.cluster.cluster_state import ClusterPhase, WorkerRecord, WorkerState
+from coordinator.cluster.controller import Controller
+from coordinator.cluster.messages import ROLE_TO_MESSAGE
+from coordinator.model import ServedModel
+from coordinator.requests.engine import Engine
+from coordinator.scheduling.lifecycle import SequenceState
+from stageline_rpc.v1 import cluster_pb2, inference_pb2
+from wire.tensors import DTYPE_TO_MESSAGE
+
+PHASE_TO_MESSAGE: dict[ClusterPhase, cluster_pb2.ClusterState.ValueType] = {
+    ClusterPhase.WAITING_FOR_WORKERS: cluster_pb2.CLUSTER_STATE_WAITING_FOR_WORKERS,
+    ClusterPhase.LOADING: cluster_pb2.CLUSTER_STATE_LOADING,
+    ClusterPhase.STARTING_EPOCH: cluster_pb2.CLUSTER_STATE_STARTING_EPOCH,
+    ClusterPhase.SERVING: cluster_pb2.CLUSTER_STATE_SERVING,
+    ClusterPhase.BLOCKED: cluster_pb2.CLUSTER_STATE_BLOCKED,
+}
+WORKER_STATE_TO_MESSAGE: dict[WorkerState, cluster_pb2.WorkerState.ValueType] = {
+    WorkerState.SPARE: cluster_pb2.WORKER_STATE_SPARE,
+    WorkerState.LOADING: cluster_pb2.WORKER_STATE_LOADING,
+    WorkerState.READY: cluster_pb2.WORKER_STATE_READY,
+    WorkerState.LOST: cluster_pb2.WORKER_STATE_LOST,
+    WorkerState.FAILED: cluster_pb2.WORKER_STATE_FAILED,
+}
+
+
+class StatusReporter:
+    """Reads; never changes anything."""
+
+    def __init__(self, controller: Controller, engine: Engine, model: ServedModel) -> None:
+        self._controller = controller
+        self._engine = engine
+        self._model = model
+
+    def model(self) -> inference_pb2.GetModelResponse:
+        """What is served, and how long a sequence may be now (0 before the first plan)."""
+        model, plan = self._model, self._controller.state.plan
+        return inference_pb2.GetModelResponse(
+            name=model.name,
+            architecture=model.config.family.value,
+            fingerprint=model.fingerprint,
+            vocab_size=model.config.vocab_size,
+            max_sequence_tokens=0 if plan is None else plan.max_sequence_tokens,
+            has_tokenizer=model.text is not None,
+            has_chat_template=model.text is not None and model.text.has_chat_template,
+            eos_token_ids=model.checkpoint.eos_token_ids,
+        )
+
+    def cluster(self) -> cluster_pb2.GetStatusResponse:
+        """Plan, workers and requests as of now."""
+        state = self._controller.state
+        plan = state.plan
+        return cluster_pb2.GetStatusResponse(
+            model=self._model.name,
+            fingerprint=self._model.fingerprint,
+            dtype=DTYPE_TO_MESSAGE[self._model.dtype],
+            state=PHASE_TO_MESSAGE[state.phase],
+            detail=state.detail,
+            epoch=state.epoch,
+            num_stages=state.num_stages,
+            block_size=0 if plan is None else plan.block_size,
+            num_blocks=0 if plan is None else plan.num_blocks,
+            workers=[self._worker(record) for record in self._in_stage_order()],
+            requests=self._requests(),
+        )
+
+    def _in_stage_order(self) -> list[WorkerRecord]:
+        def order(record: WorkerRecord) -> tuple[bool, int, str]:
+            stage = record.stage
+            return (stage is None, -1 if stage is None else stage.stage, record.identity.name)
+
+        return sorted(self._controller.state.workers.values(), key=order)
+
+    def _worker(self, record: WorkerRecord) -> cluster_pb2.WorkerStatus:
+        identity = record.identity
+        status = cluster_pb2.WorkerStatus(
+            name=identity.name,
+            address=identity.address,
+            device=identity.device,
+            state=WORKER_STATE_TO_MESSAGE[record.state],
+            detail=record.detail,
+            memory_bytes=identity.memory_bytes,
+            pid=identity.pid,
+        )
+        if (stage := record.stage) is not None:
+            status.stage = stage.stage
+            status.role = ROLE_TO_MESSAGE[stage.role]
+            status.layer_begin, status.layer_end = stage.layer_begin, stage.layer_end
+        connection = self._controller.connections.get(identity.name)
+        if connection is not None:
+            status.heartbeat.CopyFrom(connection.heartbeat)
+            age_s = asyncio.get_running_loop().time() - connection.heard_at_s
+            status.heartbeat_age_ms = round(age_s * 1000)
+        return status
+
+    def _requests(self) -> cluster_pb2.RequestCounts:
+        states = [sequence.state for sequence in self._engine.live_sequences]
+        totals, counts = self._engine.totals, self._engine.scheduler.counts
+        return cluster_pb2.RequestCounts(
+            waiting=sum(state.is_queued for state in states) + self._engine.num_preparing,
+            prefill=states.count(SequenceState.PREFILL),
+            decode=states.count(SequenceState.DECODE),
+            finished=totals.finished,
+            cancelled=totals.cancelled,
+            failed=totals.failed,
+            steps_in_flight=self._engine.scheduler.num_steps_in_flight,
+            preemptions=counts.num_preemptions,
+            prompt_tokens=counts.num_prompt_tokens,
+            cached_tokens=counts.num_cached_tokens,
+        )

@@ -1,0 +1,1 @@
+"""Who is here, what they were told to do, and the streams to them."""

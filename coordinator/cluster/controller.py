@@ -1,0 +1,321 @@
+"""Carries out what `ClusterState` decides: talks to workers, opens and closes the pipeline, feeds the engine.
+
+All of it runs on the event loop; every public method but `close` is synchronous, so events are handled one by
+one.
+"""
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import assert_never
+
+from coordinator.cluster.cluster_state import (
+    Action,
+    AssignStage,
+    BeginEpoch,
+    ClusterPhase,
+    ClusterState,
+    StartServing,
+    StopServing,
+    WorkerIdentity,
+)
+from coordinator.cluster.messages import check_results_hello, encode_assign, encode_begin, encode_hop_hello
+from coordinator.cluster.pipeline_link import LinkBroken, PipelineLink
+from coordinator.cluster.worker_connection import WorkerConnection
+from coordinator.model import ServedModel
+from coordinator.planning.plan import Plan
+from coordinator.requests.engine import Engine
+from coordinator.scheduling.in_flight import ResultMismatch
+from coordinator.scheduling.kv_log import KvLog
+from coordinator.scheduling.kv_window import KvWindow
+from coordinator.scheduling.scheduler import SchedulerLimits
+from coordinator.timing import ClusterTiming
+from stageline_rpc.v1 import cluster_pb2, stage_pb2
+from wire.errors import ClusterUnavailable, StaleStream, StepFaultKind
+from wire.ids import Incarnation
+from wire.steps import FaultReport, StepResult
+
+log = logging.getLogger(__name__)
+
+STOPPING = "the coordinator is stopping"
+
+
+class Controller:
+    """One per coordinator process."""
+
+    def __init__(
+        self,
+        state: ClusterState,
+        engine: Engine,
+        model: ServedModel,
+        *,
+        incarnation: Incarnation,
+        timing: ClusterTiming,
+        prefix_caching: bool = True,
+    ) -> None:
+        self.state = state
+        self.connections: dict[str, WorkerConnection] = {}
+        self.timing = timing
+        self.incarnation = incarnation
+        self._engine = engine
+        self._model = model
+        self._prefix_caching = prefix_caching
+        self._begun: BeginEpoch | None = None
+        self._link: PipelineLink | None = None
+        self._is_serving = asyncio.Event()
+        self._is_closing = False
+        self._unavailable_timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        """Begins to watch leases."""
+        self._spawn(self._watch_leases())
+
+    async def close(self) -> None:
+        """Fails what is live, ends every worker's stream and every task."""
+        self._is_closing = True
+        self._is_serving.set()
+        self._engine.fail_all(STOPPING)
+        if self.state.phase is ClusterPhase.SERVING:
+            self._engine.stop_epoch()
+        for connection in self.connections.values():
+            connection.close(STOPPING)
+        if self._unavailable_timer is not None:
+            self._unavailable_timer.cancel()
+        if self._link is not None:
+            await self._link.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def wait_serving(self) -> Plan:
+        """The plan that serves, as soon as there is one. Raises ClusterUnavailable after the recovery time,
+        and when the coordinator stops.
+        """
+        try:
+            async with asyncio.timeout(self.timing.recovery_timeout_s):
+                # The event may be cleared again before a waiter runs.
+                while not self._is_closing and self.state.phase is not ClusterPhase.SERVING:
+                    await self._is_serving.wait()
+        except TimeoutError:
+            raise ClusterUnavailable(self._unavailable_text()) from None
+        if self._is_closing or self.state.plan is None:
+            raise ClusterUnavailable(STOPPING)
+        return self.state.plan
+
+    def join(self, identity: WorkerIdentity) -> WorkerConnection:
+        """A worker's stream is open. Raises NameInUse."""
+        actions = self.state.join(identity)
+        if (old := self.connections.get(identity.name)) is not None:
+            old.close("replaced by a new process of the same name")
+        connection = WorkerConnection(identity, now_s=asyncio.get_running_loop().time())
+        self.connections[identity.name] = connection
+        log.info("worker %s joined from %s (%s)", identity.name, identity.address, identity.device)
+        welcome = cluster_pb2.Welcome(
+            coordinator_incarnation=self.incarnation,
+            heartbeat_interval_ms=round(self.timing.heartbeat_interval_s * 1000),
+            lease_ms=round(self.timing.lease_s * 1000),
+        )
+        connection.send(cluster_pb2.CoordinatorMessage(welcome=welcome))
+        self._carry_out(actions)
+        return connection
+
+    def leave(self, connection: WorkerConnection, reason: str) -> None:
+        """A worker's stream has ended."""
+        name = connection.identity.name
+        connection.close(reason)
+        if self.connections.get(name) is not connection:
+            return  # It has left, or the worker has dialled again and this is the end of its old stream.
+        del self.connections[name]
+        log.info("worker %s left: %s", name, reason)
+        self._carry_out(self.state.lose(name, connection.identity.incarnation, reason))
+
+    def receive(self, connection: WorkerConnection, message: cluster_pb2.WorkerMessage) -> None:
+        """A message on a worker's stream."""
+        name = connection.identity.name
+        connection.heard_at_s = asyncio.get_running_loop().time()
+        match message.WhichOneof("message"):
+            case "heartbeat":
+                connection.heartbeat = message.heartbeat
+            case "loaded":
+                log.info(
+                    "worker %s is ready (%d ms)", name, message.loaded.load_ms + message.loaded.warmup_ms
+                )
+                # The next heartbeat tells the same, but status is asked as soon as the cluster serves.
+                connection.heartbeat.weight_bytes = message.loaded.weight_bytes
+                connection.heartbeat.kv_bytes = message.loaded.kv_bytes
+                self._carry_out(self.state.loaded(name, message.loaded.plan_id))
+            case "load_failed":
+                failed = message.load_failed
+                log.error("worker %s could not load its stage: %s", name, failed.reason)
+                self._carry_out(self.state.load_failed(name, failed.plan_id, failed.reason))
+            case "epoch_ready":
+                self._carry_out(self.state.epoch_ready(name, message.epoch_ready.epoch))
+            case unknown:
+                log.warning("worker %s sent %s, which is not expected", name, unknown)
+
+    def report_fault(self, report: FaultReport) -> None:
+        """A stage refuses a step: its requests fail, everything else starts again in a new epoch."""
+        if report.epoch != self.state.epoch:
+            return
+        log.error("step fault: %s", report)
+        if report.kind is StepFaultKind.NEIGHBOUR:
+            self.stream_broke(report.epoch, str(report))
+            return
+        if self.state.phase is ClusterPhase.SERVING:
+            self._engine.fail_step(report)
+        self._carry_out(self.state.epoch_failed(report.epoch, str(report)))
+
+    def open_results(self, hello: stage_pb2.HopHello) -> int:
+        """LAST opens its stream of results: returns the epoch. Raises StaleStream or HandshakeMismatch."""
+        if self._begun is None or hello.epoch != self.state.epoch:
+            raise StaleStream(f"results of epoch {hello.epoch}; the present epoch is {self.state.epoch}")
+        check_results_hello(
+            hello, self._begun, incarnation=self.incarnation, fingerprint=self._model.fingerprint
+        )
+        self._carry_out(self.state.results_open(hello.epoch))
+        return hello.epoch
+
+    def complete(self, epoch: int, result: StepResult) -> None:
+        """A result on the stream of `epoch`. Raises StaleStream when that epoch is over."""
+        if epoch != self.state.epoch or self.state.phase is not ClusterPhase.SERVING:
+            raise StaleStream(f"epoch {epoch} is over")
+        self.state.result_arrived()
+        try:
+            _check_tokens(result, vocab_size=self._model.config.vocab_size)
+            self._engine.complete(result)
+        except ResultMismatch as error:
+            self.fail_epoch(epoch, str(error))
+
+    def stream_broke(self, epoch: int, reason: str) -> None:
+        """A stream of this epoch has ended. Whoever knows why has a moment to say it first."""
+        asyncio.get_running_loop().call_later(self.timing.report_grace_s, self.fail_epoch, epoch, reason)
+
+    def fail_epoch(self, epoch: int, reason: str) -> None:
+        """This epoch cannot go on. An older one changes nothing."""
+        self._carry_out(self.state.epoch_failed(epoch, reason))
+
+    def _carry_out(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case AssignStage():
+                    self._assign(action)
+                case BeginEpoch():
+                    self._begun = action
+                    self._spawn(self._begin_epoch(action))
+                case StopServing():
+                    self._stop_serving(action)
+                case StartServing():
+                    self._start_serving(action)
+                case _:
+                    assert_never(action)
+
+    def _assign(self, action: AssignStage) -> None:
+        stage = action.stage
+        log.info(
+            "worker %s gets stage %d (%s), layers %d-%d",
+            *(action.worker.name, stage.stage, stage.role.value, stage.layer_begin, stage.layer_end - 1),
+        )
+        self.connections[action.worker.name].send(encode_assign(action, self._model))
+
+    async def _begin_epoch(self, action: BeginEpoch) -> None:
+        await asyncio.sleep(action.delay_s)
+        if action.epoch != self.state.epoch or self.state.phase is not ClusterPhase.STARTING_EPOCH:
+            return
+        message = encode_begin(action, incarnation=self.incarnation)
+        for worker in action.workers:
+            self.connections[worker.name].send(message)
+        hello = encode_hop_hello(action, incarnation=self.incarnation, fingerprint=self._model.fingerprint)
+        link = PipelineLink(
+            action.workers[0].address, hello, lambda reason: self.stream_broke(action.epoch, reason)
+        )
+        self._replace_link(link)
+        asyncio.get_running_loop().call_later(self.timing.epoch_timeout_s, self._check_started, action.epoch)
+        try:
+            await link.open()
+        except LinkBroken as error:
+            self.fail_epoch(action.epoch, str(error))
+        else:
+            self._carry_out(self.state.link_open(action.epoch))
+
+    def _check_started(self, epoch: int) -> None:
+        if self.state.phase is ClusterPhase.STARTING_EPOCH:
+            self.fail_epoch(epoch, f"not every stage was ready within {self.timing.epoch_timeout_s:g} s")
+
+    def _start_serving(self, action: StartServing) -> None:
+        assert self._link is not None
+        plan = action.plan
+        kv = KvLog(
+            num_blocks=plan.num_blocks,
+            block_size=plan.block_size,
+            prefix_caching=self._prefix_caching,
+            window=KvWindow.of(self._model.config.layer_windows, plan.limits.max_step_tokens),
+        )
+        limits = SchedulerLimits(
+            max_step_tokens=plan.limits.max_step_tokens,
+            max_step_sequences=plan.limits.max_step_sequences,
+            max_steps_in_flight=len(plan.stages),
+        )
+        log.info("serving: epoch %d, %d stages", action.epoch, len(plan.stages))
+        self._is_serving.set()
+        if self._unavailable_timer is not None:
+            self._unavailable_timer.cancel()
+            self._unavailable_timer = None
+        self._engine.start_epoch(
+            action.epoch, kv, limits, self._link.send, max_sequence_tokens=plan.max_sequence_tokens
+        )
+
+    def _stop_serving(self, action: StopServing) -> None:
+        log.warning("epoch %d is over: %s", action.epoch, action.reason)
+        if self._is_serving.is_set():
+            self._is_serving.clear()
+            self._engine.stop_epoch()
+        self._replace_link(None)
+        message = cluster_pb2.CoordinatorMessage(end_epoch=cluster_pb2.EndEpoch(epoch=action.epoch))
+        for connection in self.connections.values():
+            connection.send(message)
+        if self._unavailable_timer is None:
+            self._unavailable_timer = asyncio.get_running_loop().call_later(
+                self.timing.recovery_timeout_s, self._give_up_waiting
+            )
+
+    def _give_up_waiting(self) -> None:
+        self._unavailable_timer = None
+        self._engine.fail_all(self._unavailable_text())
+
+    def _unavailable_text(self) -> str:
+        return f"no pipeline within {self.timing.recovery_timeout_s:g} s: {self.state.detail}"
+
+    def _replace_link(self, link: PipelineLink | None) -> None:
+        if self._link is not None:
+            self._spawn(self._link.close())
+        self._link = link
+
+    async def _watch_leases(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(self.timing.heartbeat_interval_s)
+            for connection in list(self.connections.values()):
+                silence_s = loop.time() - connection.heard_at_s
+                if silence_s > self.timing.lease_s:
+                    self.leave(connection, f"no heartbeat for {silence_s:.1f} s")
+
+    def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a controller task failed", exc_info=error)
+
+
+def _check_tokens(result: StepResult, *, vocab_size: int) -> None:
+    """Raises ResultMismatch; what has reached a client cannot be taken back."""
+    for entry in result.results:
+        if isinstance(entry.outcome, int) and entry.outcome >= vocab_size:
+            raise ResultMismatch(
+                f"step {result.step_id}: token {entry.outcome} of {entry.sequence} is outside the vocabulary "
+                f"[0, {vocab_size})"
+            )

@@ -1,0 +1,119 @@
+"""Cluster decisions <-> protobuf messages."""
+
+from coordinator.cluster.cluster_state import AssignStage, BeginEpoch, WorkerIdentity
+from coordinator.model import ServedModel
+from stageline_rpc.v1 import cluster_pb2, stage_pb2
+from wire.addresses import parse_peer_address
+from wire.channels import PROTOCOL_VERSION
+from wire.errors import HandshakeMismatch, InvalidRequest
+from wire.ids import Incarnation
+from wire.roles import StageRole
+from wire.tensors import DTYPE_TO_MESSAGE
+
+ROLE_TO_MESSAGE: dict[StageRole, cluster_pb2.StageRole.ValueType] = {
+    StageRole.FIRST: cluster_pb2.STAGE_ROLE_FIRST,
+    StageRole.MIDDLE: cluster_pb2.STAGE_ROLE_MIDDLE,
+    StageRole.LAST: cluster_pb2.STAGE_ROLE_LAST,
+    StageRole.ONLY: cluster_pb2.STAGE_ROLE_ONLY,
+}
+
+
+def decode_hello(message: cluster_pb2.WorkerMessage) -> WorkerIdentity:
+    """Raises HandshakeMismatch for another protocol version, InvalidRequest for a bad field."""
+    if message.WhichOneof("message") != "hello":
+        raise InvalidRequest("the first message of Join must be hello")
+    hello = message.hello
+    if hello.protocol_version != PROTOCOL_VERSION:
+        raise HandshakeMismatch("protocol version", expected=PROTOCOL_VERSION, got=hello.protocol_version)
+    if not hello.name or not hello.address or len(hello.incarnation) != 16:
+        raise InvalidRequest("a worker's hello needs a name, an address and a 16-byte incarnation")
+    try:
+        parse_peer_address(hello.address)
+    except ValueError as error:
+        raise InvalidRequest(f"worker {hello.name}: {error}") from None
+    return WorkerIdentity(
+        name=hello.name,
+        incarnation=Incarnation(hello.incarnation),
+        address=hello.address,
+        device=hello.device,
+        memory_bytes=hello.memory_bytes,
+        last_epoch=hello.last_epoch,
+        pid=hello.pid,
+    )
+
+
+def encode_assign(action: AssignStage, model: ServedModel) -> cluster_pb2.CoordinatorMessage:
+    plan, stage = action.plan, action.stage
+    assign = cluster_pb2.AssignStage(
+        plan_id=action.plan_id,
+        stage=stage.stage,
+        num_stages=len(plan.stages),
+        role=ROLE_TO_MESSAGE[stage.role],
+        layer_begin=stage.layer_begin,
+        layer_end=stage.layer_end,
+        model=cluster_pb2.ModelRef(directory=model.directory_for_workers, fingerprint=model.fingerprint),
+        dtype=DTYPE_TO_MESSAGE[plan.dtype],
+        block_size=plan.block_size,
+        num_blocks=plan.num_blocks,
+        max_step_tokens=plan.limits.max_step_tokens,
+        max_step_sequences=plan.limits.max_step_sequences,
+        max_sequence_tokens=plan.max_sequence_tokens,
+    )
+    return cluster_pb2.CoordinatorMessage(assign=assign)
+
+
+def encode_begin(action: BeginEpoch, *, incarnation: Incarnation) -> cluster_pb2.CoordinatorMessage:
+    stages = [
+        cluster_pb2.StageEndpoint(
+            worker=worker.name,
+            incarnation=worker.incarnation,
+            address=worker.address,
+            layer_begin=stage.layer_begin,
+            layer_end=stage.layer_end,
+        )
+        for worker, stage in zip(action.workers, action.plan.stages, strict=True)
+    ]
+    begin = cluster_pb2.BeginEpoch(
+        plan_id=action.plan_id,
+        epoch=action.epoch,
+        coordinator_incarnation=incarnation,
+        stages=stages,
+    )
+    return cluster_pb2.CoordinatorMessage(begin_epoch=begin)
+
+
+def encode_hop_hello(action: BeginEpoch, *, incarnation: Incarnation, fingerprint: str) -> stage_pb2.HopHello:
+    """What the coordinator says to FIRST."""
+    return stage_pb2.HopHello(
+        protocol_version=PROTOCOL_VERSION,
+        coordinator_incarnation=incarnation,
+        epoch=action.epoch,
+        sender_stage=-1,
+        sender_incarnation=incarnation,
+        fingerprint=fingerprint,
+        dtype=DTYPE_TO_MESSAGE[action.plan.dtype],
+        layer_end=0,
+        block_size=action.plan.block_size,
+        num_blocks=action.plan.num_blocks,
+    )
+
+
+def check_results_hello(
+    hello: stage_pb2.HopHello, action: BeginEpoch, *, incarnation: Incarnation, fingerprint: str
+) -> None:
+    """Checks what LAST says when it opens its results. Raises HandshakeMismatch with both values."""
+    plan, last = action.plan, action.workers[-1]
+    for what, expected, got in (
+        ("protocol version", PROTOCOL_VERSION, hello.protocol_version),
+        ("coordinator incarnation", incarnation.hex(), hello.coordinator_incarnation.hex()),
+        ("epoch", action.epoch, hello.epoch),
+        ("stage", len(plan.stages) - 1, hello.sender_stage),
+        ("worker incarnation", last.incarnation.hex(), hello.sender_incarnation.hex()),
+        ("fingerprint", fingerprint, hello.fingerprint),
+        ("dtype", DTYPE_TO_MESSAGE[plan.dtype], hello.dtype),
+        ("number of layers", plan.num_layers, hello.layer_end),
+        ("block size", plan.block_size, hello.block_size),
+        ("number of blocks", plan.num_blocks, hello.num_blocks),
+    ):
+        if expected != got:
+            raise HandshakeMismatch(what, expected=expected, got=got)

@@ -1,0 +1,33 @@
+"""The coordinator's side of one `Cluster.Join` stream."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from coordinator.cluster.cluster_state import WorkerIdentity
+from stageline_rpc.v1 import cluster_pb2
+
+
+class WorkerConnection:
+    """A joined worker: messages to it, and the last heartbeat from it."""
+
+    def __init__(self, identity: WorkerIdentity, *, now_s: float) -> None:
+        """`now_s` is on the event loop's clock."""
+        self.identity = identity
+        self.heartbeat = cluster_pb2.Heartbeat()
+        self.heard_at_s = now_s
+        self.close_reason = ""
+        self._outbox: asyncio.Queue[cluster_pb2.CoordinatorMessage | None] = asyncio.Queue()
+
+    def send(self, message: cluster_pb2.CoordinatorMessage) -> None:
+        """Queues a message. There are a handful per epoch, so the queue needs no bound."""
+        self._outbox.put_nowait(message)
+
+    def close(self, reason: str) -> None:
+        """Ends the stream once the messages before are out."""
+        self.close_reason = self.close_reason or reason
+        self._outbox.put_nowait(None)
+
+    async def messages(self) -> AsyncIterator[cluster_pb2.CoordinatorMessage]:
+        """What to send, until `close`."""
+        while (message := await self._outbox.get()) is not None:
+            yield message

@@ -1,0 +1,26 @@
+"""The plan for a served model under a coordinator's configuration."""
+
+from collections.abc import Sequence
+
+from coordinator.config import CoordinatorConfig
+from coordinator.model import ServedModel
+from coordinator.planning.plan import Plan, StepLimits, WorkerCapacity
+from coordinator.planning.planner import make_plan
+
+
+def plan_for(config: CoordinatorConfig, model: ServedModel, workers: Sequence[WorkerCapacity]) -> Plan:
+    """What a coordinator with this configuration does with these workers. Raises PlanImpossible."""
+    limits = StepLimits(
+        max_step_tokens=config.max_step_tokens,
+        max_step_sequences=config.max_step_sequences,
+        max_sequence_tokens=config.max_sequence_tokens or model.config.max_position_embeddings,
+    )
+    return make_plan(
+        model.config,
+        model.dtype,
+        workers,
+        limits=limits,
+        block_size=config.block_size,
+        layers=config.layers,
+        max_kv_tokens=config.max_kv_tokens,
+    )

@@ -1,0 +1,1 @@
+"""Requests from acceptance to their last message."""

@@ -1,0 +1,223 @@
+"""One sequence as the scheduler sees it: tokens, progress, blocks. Pure."""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from coordinator.scheduling.lifecycle import SequenceState, check_transition
+from kvcache import ActiveSequence, Signal
+from wire.ids import SequenceKey
+from wire.steps import EndRecord, StartRecord, StepSampling
+
+
+class FinishReason(Enum):
+    """Why a sequence ended in FINISHED."""
+
+    STOP = auto()
+    LENGTH = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """What a sequence gives up: the end record owed to the stages, if any, and the signals for its blocks."""
+
+    key: SequenceKey
+    end: EndRecord | None
+    active: ActiveSequence | None
+    signals: list[Signal]
+
+
+class Sequence:
+    """A prompt and what was generated after it.
+
+    `tokens` are all tokens so far; `num_computed_tokens` of them are in steps that were handed out, so their
+    KV is, or will be when those steps have run, in the cache. Between two decode steps exactly the last token
+    is not computed.
+    """
+
+    def __init__(
+        self,
+        key: SequenceKey,
+        prompt: tuple[int, ...],
+        *,
+        max_tokens: int,
+        sampling: StepSampling,
+        stop_token_ids: frozenset[int],
+        arrival: int,
+        cache_salt: str = "",
+    ) -> None:
+        """`arrival` orders sequences: the smaller came first. Sequences share cached prefixes only with those
+        of the same `cache_salt`. Raises ValueError for an empty prompt or no tokens to make.
+        """
+        if not prompt:
+            raise ValueError("a prompt needs at least one token")
+        if max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
+        self._key = key
+        self._state = SequenceState.WAITING
+        self._tokens = list(prompt)
+        self.num_prompt_tokens = len(prompt)
+        self.max_tokens = max_tokens
+        self.sampling = sampling
+        self.stop_token_ids = stop_token_ids
+        self.arrival = arrival
+        self.cache_salt = cache_salt
+        self.generation = 0
+        self._first_generation = 0
+        self.num_cached_tokens = 0
+        self._kv: ActiveSequence | None = None
+        self._num_computed = 0
+        self._num_prefill_tokens = 0
+        self._is_started = False
+        self._is_token_due = False
+
+    @property
+    def key(self) -> SequenceKey:
+        return self._key
+
+    @property
+    def state(self) -> SequenceState:
+        return self._state
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return len(self._tokens) - self.num_prompt_tokens
+
+    @property
+    def num_restarts(self) -> int:
+        """How often it went back to the queue."""
+        return self.generation - self._first_generation
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return self._num_computed
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens that the present prefill computes in all."""
+        return self._num_prefill_tokens
+
+    @property
+    def num_uncomputed_prefill_tokens(self) -> int:
+        return self._num_prefill_tokens - self._num_computed
+
+    @property
+    def num_tokens_to_generate(self) -> int:
+        return self.max_tokens - self.num_generated_tokens
+
+    @property
+    def all_tokens(self) -> tuple[int, ...]:
+        return tuple(self._tokens)
+
+    @property
+    def generated_tokens(self) -> tuple[int, ...]:
+        return tuple(self._tokens[self.num_prompt_tokens :])
+
+    @property
+    def kv(self) -> ActiveSequence:
+        """The block accounting of the present start. Only a sequence that is not queued has one."""
+        assert self._kv is not None, f"sequence {self._key} holds no blocks in state {self._state.name}"
+        return self._kv
+
+    @property
+    def can_prefill(self) -> bool:
+        """Has prompt chunks left that were not handed out."""
+        return self._state is SequenceState.PREFILL and self._num_computed < self._num_prefill_tokens
+
+    @property
+    def can_decode(self) -> bool:
+        """Its newest token is here and not handed out yet."""
+        return self._state is SequenceState.DECODE and not self._is_token_due
+
+    def start_at_generation(self, generation: int) -> None:
+        """Counts (re)starts from here on, where an earlier sequence of the same key has used the others."""
+        assert self._state is SequenceState.WAITING
+        self.generation = self._first_generation = generation
+
+    def begin_prefill(self, kv: ActiveSequence, *, num_cached_tokens: int) -> None:
+        """Starts, or starts again: computes all tokens so far but the leading cached ones."""
+        self._move_to(SequenceState.PREFILL)
+        self._kv = kv
+        self._num_prefill_tokens = len(self._tokens)
+        self._num_computed = num_cached_tokens
+        if self.num_restarts == 0:
+            self.num_cached_tokens = num_cached_tokens
+
+    def take_chunk(self, num_tokens: int) -> tuple[int, ...]:
+        """The next `num_tokens` tokens of the prefill, which are handed out now."""
+        assert self.can_prefill and 0 < num_tokens <= self.num_uncomputed_prefill_tokens
+        start = self._num_computed
+        self._num_computed += num_tokens
+        self._is_token_due = self._num_computed == self._num_prefill_tokens
+        return tuple(self._tokens[start : self._num_computed])
+
+    def take_decode_token(self) -> int:
+        """The newest token, which is handed out now; its position is `num_computed_tokens - 1` afterwards."""
+        assert self.can_decode and self._num_computed == len(self._tokens) - 1
+        self._num_computed += 1
+        self._is_token_due = True
+        return self._tokens[-1]
+
+    @property
+    def newest_token(self) -> int:
+        return self._tokens[-1]
+
+    def accept_token(self, token: int) -> FinishReason | None:
+        """Appends a sampled token. Returns why the sequence is finished, or None when it goes on."""
+        assert self._is_token_due and self._num_computed == len(self._tokens)
+        self._is_token_due = False
+        self._tokens.append(token)
+        if token in self.stop_token_ids:
+            reason = FinishReason.STOP
+        elif self.num_generated_tokens == self.max_tokens:
+            reason = FinishReason.LENGTH
+        else:
+            if self._state is SequenceState.PREFILL:
+                self._move_to(SequenceState.DECODE)
+            return None
+        self._move_to(SequenceState.FINISHED)
+        return reason
+
+    def take_start_record(self) -> StartRecord | None:
+        """The start record of this generation, once; None afterwards."""
+        if self._is_started:
+            return None
+        self._is_started = True
+        return StartRecord(
+            self._key, self.generation, self.num_prompt_tokens, tuple(self._tokens), self.sampling
+        )
+
+    def end(self, state: SequenceState) -> None:
+        """Goes to CANCELLED or FAILED."""
+        self._move_to(state)
+
+    def release(self, *, keep_content: bool = True) -> Release:
+        """Gives up blocks and stage state.
+
+        `keep_content` False destroys full blocks too, for content that must not be shared.
+        """
+        end = EndRecord(self._key, self.generation) if self._is_started else None
+        active, self._kv, self._is_started = self._kv, None, False
+        if active is None:
+            return Release(self._key, end, None, [])
+        signals = active.free_signals() if keep_content else active.destroy_signals()
+        return Release(self._key, end, active, signals)
+
+    def preempt(self) -> Release:
+        """Back to the queue with all its tokens; whatever is in flight becomes a result of an older
+        generation.
+        """
+        self._move_to(SequenceState.PREEMPTED)
+        release = self.release()
+        self.generation += 1
+        self._num_computed = 0
+        self._num_prefill_tokens = 0
+        self._is_token_due = False
+        return release
+
+    def _move_to(self, state: SequenceState) -> None:
+        check_transition(self._key, self._state, state)
+        self._state = state

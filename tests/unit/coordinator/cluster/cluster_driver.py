@@ -1,0 +1,113 @@
+"""Feeds a ClusterState with workers of a few letters, and a planner that gives each one layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from checkpoint import DType
+from coordinator.cluster.cluster_state import Action, ClusterState, WorkerIdentity
+from coordinator.planning.plan import Plan, PlanImpossible, StagePlan, StepLimits, WorkerCapacity
+from wire.ids import Incarnation
+from wire.roles import StageRole
+
+LIMITS = StepLimits(max_step_tokens=8, max_step_sequences=4, max_sequence_tokens=32)
+
+
+def identity_of(
+    name: str,
+    *,
+    incarnation: int = 1,
+    address: str | None = None,
+    memory_bytes: int = 1000,
+    last_epoch: int = 0,
+) -> WorkerIdentity:
+    """A worker as it says hello."""
+    return WorkerIdentity(
+        name=name,
+        incarnation=Incarnation(incarnation.to_bytes(16, "big")),
+        address=address or f"{name}:1",
+        device="cpu",
+        memory_bytes=memory_bytes,
+        last_epoch=last_epoch,
+        pid=1,
+    )
+
+
+def plan_of(workers: Sequence[WorkerCapacity], *, needed_bytes: int) -> Plan:
+    """One layer each, in the given order. Raises PlanImpossible unless they offer `needed_bytes` together."""
+    offered = sum(worker.memory_bytes for worker in workers)
+    if offered < needed_bytes:
+        raise PlanImpossible(f"{offered} bytes offered, {needed_bytes} needed")
+    stages = tuple(
+        StagePlan(
+            stage=stage,
+            worker=worker.name,
+            role=StageRole.of_stage(stage, len(workers)),
+            layer_begin=stage,
+            layer_end=stage + 1,
+            weight_bytes=1,
+            kv_bytes=1,
+            activation_bytes=1,
+            memory_bytes=worker.memory_bytes,
+            cost=1,
+        )
+        for stage, worker in enumerate(workers)
+    )
+    return Plan(stages=stages, num_blocks=4, block_size=4, dtype=DType.F32, limits=LIMITS)
+
+
+class ClusterDriver:
+    """A state, and the events that come in bundles."""
+
+    def __init__(self, *, num_stages: int, needed_bytes: int = 0) -> None:
+        self.state = ClusterState(
+            num_stages=num_stages, make_plan=lambda workers: plan_of(workers, needed_bytes=needed_bytes)
+        )
+
+    @property
+    def stage_names(self) -> list[str]:
+        return [each.identity.name for each in self.state.stage_workers]
+
+    def join(
+        self,
+        name: str,
+        *,
+        incarnation: int = 1,
+        address: str | None = None,
+        memory_bytes: int = 1000,
+        last_epoch: int = 0,
+    ) -> list[Action]:
+        return self.state.join(
+            identity_of(
+                name,
+                incarnation=incarnation,
+                address=address,
+                memory_bytes=memory_bytes,
+                last_epoch=last_epoch,
+            )
+        )
+
+    def join_all(self, *names: str) -> list[Action]:
+        return [action for name in names for action in self.join(name)]
+
+    def lose(self, name: str, reason: str = "gone") -> list[Action]:
+        return self.state.lose(name, self.state.workers[name].identity.incarnation, reason)
+
+    def loaded(self, name: str) -> list[Action]:
+        return self.state.loaded(name, self.state._plan_id)
+
+    def load_all(self) -> list[Action]:
+        return [action for name in self.stage_names for action in self.loaded(name)]
+
+    def get_ready(self) -> list[Action]:
+        """All signs of the present epoch."""
+        epoch = self.state.epoch
+        actions = [action for name in self.stage_names for action in self.state.epoch_ready(name, epoch)]
+        return actions + self.state.link_open(epoch) + self.state.results_open(epoch)
+
+    def serving(self) -> ClusterDriver:
+        """Workers a, b, c, ..., one for each stage."""
+        self.join_all(*"abcdefgh"[: self.state.num_stages])
+        self.load_all()
+        self.get_ready()
+        return self

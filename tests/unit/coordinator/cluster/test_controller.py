@@ -1,0 +1,42 @@
+"""Streams of workers that overlap: what an old one says or does is not said of the new one."""
+
+from __future__ import annotations
+
+from coordinator.cluster.cluster_state import WorkerState
+from coordinator.cluster.controller import Controller
+from coordinator.requests.engine import Engine
+from coordinator.timing import ClusterTiming
+from tests.unit.coordinator.api.test_intake import served_model
+from tests.unit.coordinator.cluster.cluster_driver import ClusterDriver, identity_of
+from wire.ids import new_incarnation
+
+
+def new_controller(*, num_stages: int) -> Controller:
+    return Controller(
+        ClusterDriver(num_stages=num_stages).state,
+        Engine(queue_size=4),
+        served_model(),
+        incarnation=new_incarnation(),
+        timing=ClusterTiming(),
+    )
+
+
+async def test_a_worker_whose_stream_broke_may_dial_again_before_that_is_noticed() -> None:
+    """The same process, so the same incarnation: the end of its old stream is not the end of the worker."""
+    controller = new_controller(num_stages=1)
+    old = controller.join(identity_of("a"))
+    new = controller.join(identity_of("a"))
+    controller.leave(old, "its stream broke")
+    assert controller.connections == {"a": new}
+    assert controller.state.workers["a"].state is WorkerState.LOADING
+    controller.leave(new, "its stream broke")
+    assert controller.connections == {}
+    assert controller.state.workers == {}
+
+
+async def test_a_stream_ends_once() -> None:
+    controller = new_controller(num_stages=2)
+    connection = controller.join(identity_of("a"))
+    for _ in range(2):
+        controller.leave(connection, "its stream broke")
+    assert controller.state.workers == {}

@@ -1,0 +1,413 @@
+"""A pipeline in a few lines: stages that hold what a step says they hold, and check what they are sent.
+
+The KV entry of a position is a hash of all tokens up to there. A stage writes the entries of a slice to the
+pages of its block table and then reads the whole sequence back, so a wrong page, a hit that is none, or a
+page that was given away too early shows as a wrong entry. The last stage "samples" a function of the newest
+entry.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from coordinator.scheduling.kv_log import KvLog
+from coordinator.scheduling.kv_window import KvWindow
+from coordinator.scheduling.lifecycle import SequenceState
+from coordinator.scheduling.scheduler import Scheduler, SchedulerLimits
+from coordinator.scheduling.sequence import FinishReason
+from coordinator.scheduling.sequence import Sequence as RequestSequence
+from kvcache import BlockTables
+from wire.ids import RequestId, SequenceKey
+from wire.steps import (
+    Decode,
+    Prefill,
+    Slice,
+    SliceError,
+    SliceResult,
+    StartRecord,
+    Step,
+    StepResult,
+    StepSampling,
+)
+
+VOCAB_SIZE = 7
+GREEDY = StepSampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
+
+
+def key_of(number: int) -> SequenceKey:
+    """The sequence of request `number`."""
+    return SequenceKey(RequestId(number.to_bytes(16, "big")), 0)
+
+
+def kv_entry(before: int, token: int) -> int:
+    """What the cache holds for `token` after the entry `before`."""
+    return hash((before, token))
+
+
+def kv_entries(tokens: Sequence[int]) -> list[int]:
+    """One entry per token."""
+    return list(accumulate(tokens, kv_entry, initial=0))[1:]
+
+
+def sample(entry: int) -> int:
+    """The token that follows the position with this entry."""
+    return hash((entry, 0)) % VOCAB_SIZE
+
+
+def solo_run(
+    prompt: Sequence[int], max_tokens: int, stop_token_ids: frozenset[int]
+) -> tuple[list[int], FinishReason]:
+    """What a request generates when nobody else is there."""
+    entry, generated = kv_entries(prompt)[-1], list[int]()
+    while True:
+        generated.append(sample(entry))
+        if generated[-1] in stop_token_ids:
+            return generated, FinishReason.STOP
+        if len(generated) == max_tokens:
+            return generated, FinishReason.LENGTH
+        entry = kv_entry(entry, generated[-1])
+
+
+@dataclass(slots=True)
+class _Known:
+    """What a stage knows of a sequence."""
+
+    generation: int
+    num_prefill_tokens: int
+    tokens: list[int]
+    entries: list[int]
+    num_computed: int | None = None
+
+
+class StageReplica:
+    """One stage in one epoch. Whatever the design calls a step fault is an AssertionError here."""
+
+    def __init__(
+        self, *, num_blocks: int, block_size: int, limits: SchedulerLimits, window: int | None = None
+    ) -> None:
+        """Queries see `window` positions, their own included; None: all."""
+        self._window = window
+        self.tables = BlockTables(num_blocks, block_size=block_size)
+        self.sequences: dict[SequenceKey, _Known] = {}
+        self.first_starts: dict[tuple[SequenceKey, int], int] = {}
+        self._limits = limits
+        self._block_size = block_size
+        self._slots: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self._started: set[tuple[SequenceKey, int]] = set()
+        self._next_step_id = 0
+
+    def apply(self, step: Step) -> dict[SequenceKey, int]:
+        """Runs a step; the sampled token of each sequence that is due one."""
+        assert step.step_id == self._next_step_id, f"step {step.step_id}, expected {self._next_step_id}"
+        self._next_step_id += 1
+        assert step.num_tokens <= self._limits.max_step_tokens
+        assert len(step.slices) <= self._limits.max_step_sequences
+        assert len({part.sequence for part in step.slices}) == len(step.slices), "a sequence twice"
+        self._apply_records(step)
+        return {
+            part.sequence: sample(self.sequences[part.sequence].entries[-1])
+            for part in step.slices
+            if self._run(part)
+        }
+
+    def check_idle(self) -> None:
+        """Nothing is held any more."""
+        assert not self.sequences
+        assert len(self.tables) == 0
+        assert self.tables.pool.num_active == 0
+
+    def _apply_records(self, step: Step) -> None:
+        for end in step.ends:
+            assert self.sequences[end.sequence].generation == end.generation, "end of another generation"
+            del self.sequences[end.sequence]
+        for start in step.starts:
+            self._start(start)
+        for entry in step.signals:
+            self.tables.apply(entry.sequence, entry.signal)
+        assert self.tables.digest == step.digest, f"digest diverges in step {step.step_id}"
+        for end in step.ends:
+            if end.sequence not in self.sequences and end.sequence in self.tables:
+                self.tables.drop(end.sequence)
+
+    def _start(self, start: StartRecord) -> None:
+        key, generation = start.sequence, start.generation
+        assert key not in self.sequences, "start of a sequence that is live"
+        assert (key, generation) not in self._started, "second start of a generation"
+        assert 0 < start.num_prompt_tokens <= len(start.tokens)
+        self._started.add((key, generation))
+        tokens = list(start.tokens)
+        self.sequences[key] = _Known(generation, len(tokens), tokens, kv_entries(tokens))
+
+    def _run(self, part: Slice) -> bool:
+        """Whether a token is due."""
+        known = self.sequences[part.sequence]
+        assert part.generation == known.generation, "slice of another generation"
+        self._check_position(part, known)
+        step = part.inference_step
+        if isinstance(step, Decode):
+            assert step.position == len(known.tokens), "decode before the prefill is complete"
+            known.tokens.extend(part.tokens)
+            known.entries.append(kv_entry(known.entries[-1], part.tokens[0]))
+        else:
+            self._check_chunk(part, step, known)
+        start, end = part.first_position, part.first_position + len(part.tokens)
+        known.num_computed = end
+        self._write(part.sequence, known, start, end)
+        self._check_entries(part.sequence, known, start, end)
+        return part.is_sampled
+
+    def _check_position(self, part: Slice, known: _Known) -> None:
+        position = part.first_position
+        if known.num_computed is None:
+            valid = self.tables.valid_until(part.sequence)
+            assert position == min(valid, len(known.tokens) - 1), f"begins at {position}, {valid} are cached"
+            self.first_starts[part.sequence, part.generation] = position
+        else:
+            assert position == known.num_computed, f"position {position}, expected {known.num_computed}"
+
+    def _check_chunk(self, part: Slice, step: Prefill, known: _Known) -> None:
+        end = step.start + step.num_tokens
+        assert step.num_prefill_tokens == known.num_prefill_tokens == len(known.tokens)
+        assert list(part.tokens) == known.tokens[step.start : end]
+        assert step.is_final or end % self._block_size == 0, "a chunk that ends inside a block"
+
+    def _write(self, key: SequenceKey, known: _Known, start: int, end: int) -> None:
+        pages, first_block = self.tables.pages(key), self.tables.first_block(key)
+        for run_start, run_end in self.tables.writable_runs(key, start, end):
+            for position in range(run_start, run_end):
+                block, offset = divmod(position, self._block_size)
+                self._slots[pages[block - first_block]][offset] = known.entries[position]
+
+    def _check_entries(self, key: SequenceKey, known: _Known, start: int, end: int) -> None:
+        """What the queries start..end-1 see is held, and is what it should be."""
+        first = 0 if self._window is None else max(0, start - self._window + 1)
+        held_from = self.tables.first_block(key) * self._block_size
+        assert held_from <= first, f"{key} sees from {first} on, and holds from {held_from} on"
+        slots = [slot for page in self.tables.pages(key) for slot in self._slots[page]]
+        seen = slots[first - held_from : end - held_from]
+        assert seen == known.entries[first:end], f"{key} reads {seen}, expected {known.entries[first:end]}"
+
+
+@dataclass(slots=True)
+class _Client:
+    """What the client of one request has got, and should get."""
+
+    sequence: RequestSequence
+    expected: list[int]
+    expected_reason: FinishReason
+    delivered: list[int] = field(default_factory=list)
+    end: SequenceState | None = None
+
+
+class PipelineModel:
+    """A scheduler over stages whose progress the test decides. Checks what must hold after every event."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        limits: SchedulerLimits,
+        num_stages: int = 1,
+        prefix_caching: bool = True,
+        window: int | None = None,
+    ) -> None:
+        self._window = window
+        self.scheduler = Scheduler()
+        self.limits = limits
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.clients: dict[SequenceKey, _Client] = {}
+        self.num_steps = 0
+        self.sent: list[Step] = []
+        self.error_at: Callable[[Slice], bool] = lambda part: False
+        self._num_stages = num_stages
+        self._prefix_caching = prefix_caching
+        self.epoch = 0
+        self._clear()
+
+    @property
+    def is_done(self) -> bool:
+        """Every request has ended and every step is answered."""
+        all_ended = all(client.end is not None for client in self.clients.values())
+        return all_ended and self.is_serving and not self.scheduler.num_steps_in_flight
+
+    @property
+    def is_serving(self) -> bool:
+        return self.scheduler.kv is not None
+
+    @property
+    def kv(self) -> KvLog:
+        assert self.scheduler.kv is not None
+        return self.scheduler.kv
+
+    def begin_epoch(self) -> None:
+        self.epoch += 1
+        self._clear()
+        kv = KvLog(
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            prefix_caching=self._prefix_caching,
+            window=KvWindow.of([self._window], self.limits.max_step_tokens),
+        )
+        self.scheduler.begin_epoch(self.epoch, kv, self.limits)
+        self.stages = [
+            StageReplica(
+                num_blocks=self.num_blocks,
+                block_size=self.block_size,
+                limits=self.limits,
+                window=self._window,
+            )
+            for _ in range(self._num_stages)
+        ]
+        self.pump()
+
+    def end_epoch(self) -> None:
+        self.scheduler.end_epoch()
+        self._clear()
+        self._check_order()
+        assert not self.scheduler.running
+        assert all(each.state.is_queued for each in self.scheduler.queue)
+
+    def fault(self, step_id: int) -> None:
+        """A stage refuses a step: its requests fail, the epoch ends."""
+        for sequence in self.scheduler.sequences_in_step(step_id):
+            self.cancel(sequence.key, SequenceState.FAILED, pump=False)
+        self.end_epoch()
+
+    def submit(
+        self, prompt: Sequence[int], *, max_tokens: int, stop_token_ids: frozenset[int] = frozenset()
+    ) -> RequestSequence:
+        number = len(self.clients)
+        sequence = RequestSequence(
+            key_of(number),
+            tuple(prompt),
+            max_tokens=max_tokens,
+            sampling=GREEDY,
+            stop_token_ids=stop_token_ids,
+            arrival=number,
+        )
+        self.clients[sequence.key] = _Client(sequence, *solo_run(prompt, max_tokens, stop_token_ids))
+        self.scheduler.add(sequence)
+        self.pump()
+        return sequence
+
+    def cancel(
+        self, key: SequenceKey, state: SequenceState = SequenceState.CANCELLED, *, pump: bool = True
+    ) -> None:
+        client = self.clients[key]
+        assert client.end is None
+        self.scheduler.drop(client.sequence, state)
+        client.end = state
+        if pump:
+            self.pump()
+
+    def pump(self) -> None:
+        """Sends steps for as long as there are any, as the engine does after each event."""
+        while True:
+            num_decoding = sum(each.state is SequenceState.DECODE for each in self.scheduler.running)
+            step = self.scheduler.next_step()
+            self._check_order()
+            if step is None:
+                return
+            self._check_step(step, num_decoding)
+            self.sent.append(step)
+            self.num_steps += 1
+            self.queues[0].append(step)
+
+    def advance(self, stage: int) -> bool:
+        """Stage `stage` runs the oldest step that waits there; False if there is none."""
+        if not self.queues or not self.queues[stage]:
+            return False
+        step = self.queues[stage].popleft()
+        tokens = self.stages[stage].apply(step)
+        if stage + 1 < len(self.stages):
+            self.queues[stage + 1].append(step)
+            return True
+        results = tuple(
+            SliceResult(part.sequence, part.generation, self._outcome(part, tokens))
+            for part in step.slices
+            if part.is_sampled
+        )
+        self.results.append(StepResult(step.epoch, step.step_id, results))
+        return True
+
+    def deliver(self) -> bool:
+        """The oldest result reaches the coordinator; False if there is none."""
+        if not self.results:
+            return False
+        for progress in self.scheduler.complete(self.results.popleft()):
+            client = self.clients[progress.sequence.key]
+            assert client.end is None, "news of a request that has ended"
+            if progress.token is not None:
+                client.delivered.append(progress.token)
+            if progress.finish_reason is not None:
+                assert progress.finish_reason is client.expected_reason
+                client.end = SequenceState.FINISHED
+            if progress.error is not None:
+                client.end = SequenceState.FAILED
+            assert client.delivered == client.expected[: len(client.delivered)]
+        self.pump()
+        return True
+
+    def run_step(self) -> bool:
+        """The oldest step goes through all stages and its result is delivered."""
+        while not self.results:
+            if not any(self.advance(stage) for stage in reversed(range(len(self.stages)))):
+                return False
+        return self.deliver()
+
+    def drain(self, *, max_steps: int) -> None:
+        """Until everything has ended; fails when that takes more than `max_steps` steps, or when all wait."""
+        limit = self.num_steps + max_steps
+        self.pump()
+        while not self.is_done:
+            assert self.run_step(), f"nothing moves: {[c.sequence.state for c in self.clients.values()]}"
+            assert self.num_steps <= limit, f"more than {max_steps} steps"
+
+    def check_all_ended(self) -> None:
+        """Each request has one end and its own tokens, and nobody holds anything."""
+        for client in self.clients.values():
+            assert client.sequence.state is client.end
+            assert list(client.sequence.generated_tokens) == client.delivered
+            if client.end is SequenceState.FINISHED:
+                assert client.delivered == client.expected
+        assert not self.scheduler.running
+        assert not self.scheduler.queue
+        assert self.kv.num_active == 0
+        assert not self.kv.has_pending
+        self.kv.check_integrity([])
+        for stage in self.stages:
+            stage.check_idle()
+            stage.tables.check_integrity()
+
+    def _outcome(self, part: Slice, tokens: dict[SequenceKey, int]) -> int | SliceError:
+        if self.error_at(part):
+            return SliceError(1, len(self.stages) - 1, "made up")
+        return tokens[part.sequence]
+
+    def _clear(self) -> None:
+        """Whatever was on its way is void."""
+        self.stages = []
+        self.queues: list[deque[Step]] = [deque() for _ in range(self._num_stages)]
+        self.results: deque[StepResult] = deque()
+
+    def _check_order(self) -> None:
+        """First come, first served: nobody in the queue came before somebody who runs."""
+        arrivals = [each.arrival for each in (*self.scheduler.running, *self.scheduler.queue)]
+        assert arrivals == sorted(arrivals)
+        if self.scheduler.kv is not None:
+            self.scheduler.kv.check_integrity([each.kv for each in self.scheduler.running])
+
+    def _check_step(self, step: Step, num_decoding: int) -> None:
+        assert self.scheduler.num_steps_in_flight <= self.limits.max_steps_in_flight
+        decodes = [part for part in step.slices if isinstance(part.inference_step, Decode)]
+        assert len(decodes) <= -(-num_decoding // self.limits.max_steps_in_flight)
+        num_before = self.scheduler.num_steps_in_flight - 1
+        before = self.sent[len(self.sent) - num_before :]
+        sampled = [part for each in before for part in each.slices if part.is_sampled]
+        owed = {(part.sequence, part.generation) for part in sampled}
+        for part in step.slices:
+            assert (part.sequence, part.generation) not in owed, "two tokens of one sequence in flight"

@@ -1,0 +1,177 @@
+"""The ledger decides, and its outbox holds exactly what it did, in order."""
+
+from __future__ import annotations
+
+import pytest
+
+import kvcache.chain
+from coordinator.scheduling.kv_log import KvLog
+from coordinator.scheduling.sequence import Sequence
+from kvcache import (
+    ActiveSequence,
+    BlockPool,
+    Deref,
+    Destroy,
+    FullBlock,
+    IntegrityBroken,
+    OutOfBlocks,
+    Promote,
+    Use,
+)
+from tests.unit.coordinator.scheduling.pipeline_model import GREEDY, key_of
+
+
+def sequence_of(prompt: tuple[int, ...], *, number: int = 0, max_tokens: int = 50) -> Sequence:
+    return Sequence(
+        key_of(number),
+        prompt,
+        max_tokens=max_tokens,
+        sampling=GREEDY,
+        stop_token_ids=frozenset(),
+        arrival=number,
+    )
+
+
+def admitted(log: KvLog, prompt: tuple[int, ...], *, number: int = 0) -> ActiveSequence:
+    """A sequence whose whole prompt is allocated."""
+    active = log.plan(sequence_of(prompt, number=number)).active
+    log.allocate(key_of(number), active, len(prompt))
+    return active
+
+
+def test_replaying_the_outbox_gives_the_same_digest_at_every_step() -> None:
+    log, replica = KvLog(num_blocks=4, block_size=2), BlockPool(4)
+    active = admitted(log, (1, 2, 3))
+    other = admitted(log, (1, 2, 4), number=1)
+    for token in (5, 6):
+        log.append(key_of(0), active, token)
+    log.free(key_of(1), other, other.free_signals())
+    log.free(key_of(0), active, active.free_signals())
+    assert log.has_pending
+    entries = log.take_pending()
+    for entry in entries:
+        replica.apply(entry.signal)
+    assert replica.digest == log.digest != 0
+    kinds = [(type(entry.signal), entry.sequence) for entry in entries]
+    assert kinds[:4] == [(Use, key_of(0)), (Use, key_of(1)), (Promote, key_of(0)), (Use, key_of(0))]
+    assert not log.has_pending
+    assert log.take_pending() == ()
+
+
+def test_planning_changes_nothing() -> None:
+    log = KvLog(num_blocks=4, block_size=2)
+    active = admitted(log, (1, 2, 3))
+    log.take_pending()
+    digest = log.digest
+    plan = log.plan(sequence_of((1, 2, 3, 4), number=1))
+    assert (plan.num_cached_tokens, plan.num_new_blocks) == (2, 1)
+    assert log.digest == digest
+    assert not log.has_pending
+    log.check_integrity([active])
+
+
+def test_a_block_without_owner_is_cached_but_not_free_of_charge() -> None:
+    log = KvLog(num_blocks=3, block_size=2)
+    first = admitted(log, (1, 2))
+    log.free(key_of(0), first, first.free_signals())
+    assert (log.num_active, log.num_inactive, log.num_free, log.num_available) == (0, 1, 2, 3)
+    plan = log.plan(sequence_of((1, 2, 3, 4, 5, 6), number=1))
+    assert (plan.num_cached_tokens, plan.num_new_blocks) == (2, 3)
+    assert log.can_admit(plan, is_alone=True)
+    assert not log.can_admit(log.plan(sequence_of((1, 2, 3, 4, 5, 6, 7), number=1)), is_alone=True)
+
+
+def test_the_watermark_is_for_others_only() -> None:
+    log = KvLog(num_blocks=100, block_size=1)
+    full, nearly = (log.plan(sequence_of(tuple(range(count)))) for count in (100, 99))
+    assert log.can_admit(full, is_alone=True)
+    assert not log.can_admit(full, is_alone=False)
+    assert log.can_admit(nearly, is_alone=False)
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "budget", "size"),
+    [
+        (0, 3, 4, 3),
+        (0, 4, 4, 4),
+        (0, 5, 4, 4),
+        (0, 9, 7, 4),
+        (0, 9, 8, 8),
+        (0, 9, 3, 0),
+        (8, 9, 1, 1),
+        (7, 8, 1, 1),
+        (8, 20, 3, 0),
+        (7, 20, 3, 1),
+        (0, 9, 0, 0),
+    ],
+)
+def test_a_chunk_ends_with_the_prefill_or_on_a_block_boundary(
+    start: int, end: int, budget: int, size: int
+) -> None:
+    assert KvLog(num_blocks=1, block_size=4).chunk_size(start, end, budget) == size
+
+
+def test_a_failed_append_keeps_the_promotion_and_can_be_tried_again() -> None:
+    log = KvLog(num_blocks=2, block_size=2)
+    active, other = admitted(log, (1,)), admitted(log, (7,), number=1)
+    log.append(key_of(0), active, 2)
+    log.take_pending()
+    with pytest.raises(OutOfBlocks):
+        log.append(key_of(0), active, 3)
+    assert list(active.tokens) == [1, 2]
+    assert [type(entry.signal) for entry in log.take_pending()] == [Promote]
+    log.check_integrity([active, other])
+
+    log.free(key_of(1), other, other.free_signals())
+    log.append(key_of(0), active, 3)
+    assert list(active.tokens) == [1, 2, 3]
+    assert [type(entry.signal) for entry in log.take_pending()] == [Destroy, Use]
+    log.check_integrity([active])
+
+
+def test_a_failed_allocation_changes_nothing() -> None:
+    log = KvLog(num_blocks=2, block_size=2)
+    active = log.plan(sequence_of((1, 2, 3, 4, 5))).active
+    digest = log.digest
+    with pytest.raises(OutOfBlocks):
+        log.allocate(key_of(0), active, 5)
+    assert (log.digest, log.has_pending, active.num_committed_tokens) == (digest, False, 0)
+    log.allocate(key_of(0), active, 4)
+    log.check_integrity([active])
+
+
+def test_freed_full_blocks_stay_cached_and_destroyed_ones_do_not() -> None:
+    log = KvLog(num_blocks=4, block_size=2)
+    one, two = admitted(log, (1, 2, 3)), admitted(log, (4, 5, 6), number=1)
+    log.take_pending()
+    log.free(key_of(0), one, one.free_signals())
+    log.free(key_of(1), two, two.destroy_signals())
+    kinds = [type(entry.signal) for entry in log.take_pending()]
+    assert kinds == [Destroy, Deref, Destroy, Destroy]
+    assert (log.num_active, log.num_inactive, log.num_free) == (0, 1, 3)
+
+
+def test_an_owner_that_nobody_names_breaks_the_integrity() -> None:
+    log = KvLog(num_blocks=4, block_size=2)
+    admitted(log, (1, 2, 3))
+    with pytest.raises(IntegrityBroken):
+        log.check_integrity([])
+
+
+def test_a_prompt_with_the_hash_of_another_counts_no_hit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvcache.chain, "packed_block_hash", lambda packed, salt: 5)
+    log = KvLog(num_blocks=8, block_size=2)
+    owner = admitted(log, (1, 2, 3))
+    plan = log.plan(sequence_of((8, 9, 10), number=1))
+    assert owner.blocks[0] == FullBlock(5)
+    assert (plan.num_cached_tokens, plan.num_new_blocks) == (0, 2)
+    same = log.plan(sequence_of((1, 2, 10), number=1))
+    assert (same.num_cached_tokens, same.num_new_blocks) == (2, 1)
+
+
+def test_without_prefix_caching_equal_prompts_are_strangers() -> None:
+    log = KvLog(num_blocks=8, block_size=2, prefix_caching=False)
+    one = admitted(log, (1, 2, 3))
+    plan = log.plan(sequence_of((1, 2, 3), number=1))
+    assert plan.num_cached_tokens == 0
+    assert not set(plan.active.blocks) & set(one.blocks)

@@ -1,0 +1,185 @@
+"""Streamed text equals the text decoded at once, for any split of the tokens, and never ends inside a
+character.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator.text.detokenizer import IncrementalDetokenizer
+from coordinator.text.tokenizer import TextCodec, UnknownToken
+from tests.unit.coordinator.text.trained_tokenizers import byte_level, load, sentencepiece_like
+
+Codecs = dict[str, TextCodec]
+KINDS = ["byte level", "sentencepiece"]
+FAMILY = "\U0001f469\u200d\U0001f469\u200d\U0001f467"
+ASCII = ["Once", " upon", " a", "  ", " ", "\n", "fox", "!"]
+WORDS = [*ASCII, "é", " ñ", "\u0301", "你好", "世", "😀", FAMILY, "\u2581"]
+EOS = 2
+
+texts = st.lists(
+    st.one_of(st.sampled_from(WORDS), st.characters(exclude_categories=["Cs"])), max_size=20
+).map(lambda parts: "".join(parts).replace("\ufffd", "?"))
+
+
+@pytest.fixture(scope="module")
+def codecs(tmp_path_factory: pytest.TempPathFactory) -> Codecs:
+    made = {"byte level": byte_level(), "sentencepiece": sentencepiece_like()}
+    return {kind: load(tmp_path_factory.mktemp("tokenizer"), text) for kind, text in made.items()}
+
+
+def stream(codec: TextCodec, prompt: list[int], generated: list[int], seed: int) -> list[str]:
+    """What `push` returns for pieces of random length, and at the end what `flush` returns."""
+    draw = random.Random(seed)
+    detokenizer = IncrementalDetokenizer(codec, prompt)
+    returned = []
+    while generated:
+        size = draw.randint(1, min(4, len(generated)))
+        returned.append(detokenizer.push(generated[:size]))
+        generated = generated[size:]
+    return [*returned, detokenizer.flush()]
+
+
+def complete_text(codec: TextCodec, token_ids: list[int]) -> str:
+    """What the tokens of a valid text say up to the last complete character."""
+    if codec.is_byte_level:
+        return codec.decode(token_ids).removesuffix("\ufffd")
+    decoded = (codec.decode(token_ids[: len(token_ids) - held]) for held in range(4))
+    return next(text for text in decoded if not text.endswith("\ufffd")) if token_ids else ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=300, deadline=None)
+@given(text=texts, cut=st.integers(0, 60), seed=st.integers(0, 99))
+def test_pieces_add_up_to_the_whole_and_end_between_characters(
+    codecs: Codecs, kind: str, text: str, cut: int, seed: int
+) -> None:
+    codec = codecs[kind]
+    ids = codec.encode(text)
+    prompt, generated = ids[:cut], ids[cut:]
+    pieces = stream(codec, prompt, generated, seed)
+    if generated:
+        assert complete_text(codec, prompt) + "".join(pieces) == codec.decode(ids)
+    assert not any("\ufffd" in piece for piece in pieces[:-1])
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), cut=st.integers(0, 30), seed=st.integers(0, 99))
+def test_any_bytes_at_all_are_streamed_as_they_decode_at_once(
+    codecs: Codecs, data: st.DataObject, cut: int, seed: int
+) -> None:
+    codec = codecs["byte level"]
+    ids = data.draw(st.lists(st.integers(0, codec.vocab_size - 1), min_size=1, max_size=40))
+    prompt, generated = ids[:cut], ids[cut:] or ids
+    streamed = "".join(stream(codec, prompt, generated, seed))
+    before, whole = codec.decode(prompt), codec.decode(prompt + generated)
+    # What the prompt leaves incomplete comes with the answer: one U+FFFD, or two for half a surrogate
+    # (ED A0), which Python's decoder waits for although no third byte makes it valid.
+    held = len(before) - len(before.rstrip("\ufffd"))
+    assert whole in [before[: len(before) - count] + streamed for count in range(min(held, 2) + 1)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 99))
+def test_any_tokens_but_broken_bytes_are_streamed_as_they_decode_at_once(
+    codecs: Codecs, data: st.DataObject, seed: int
+) -> None:
+    codec = codecs["sentencepiece"]
+    words = [token_id for token_id in range(codec.vocab_size) if "<0x" not in (codec.piece(token_id) or "")]
+    smile = codec.encode("😀")[2:]
+    assert len(smile) == 4
+    one = st.sampled_from(words).map(lambda token_id: [token_id])
+    parts = data.draw(st.lists(st.one_of(one, st.just(smile)), max_size=30))
+    ids = [token_id for part in parts for token_id in part]
+    assert "".join(stream(codec, [], ids, seed)) == codec.decode(ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_character_that_the_prompt_begins_belongs_to_the_answer(codecs: Codecs, kind: str) -> None:
+    codec = codecs[kind]
+    ids = codec.encode("fox 你世界")
+    for cut in range(len(ids)):
+        streamed = "".join(stream(codec, ids[:cut], ids[cut:], cut))
+        assert complete_text(codec, ids[:cut]) + streamed == "fox 你世界"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_of_a_character_are_held_back_until_it_is_complete(codecs: Codecs, kind: str) -> None:
+    codec = codecs[kind]
+    detokenizer = IncrementalDetokenizer(codec, [])
+    ids = codec.encode("fox ☃")
+    assert "".join(detokenizer.push([token_id]) for token_id in ids[:-1]) == "fox "
+    assert detokenizer.push(ids[-1:]) == "☃"
+    assert detokenizer.flush() == ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_character_that_is_never_completed_comes_with_flush(codecs: Codecs, kind: str) -> None:
+    codec = codecs[kind]
+    detokenizer = IncrementalDetokenizer(codec, [])
+    assert detokenizer.push(codec.encode("fox☃")[:-1]) == "fox"
+    assert set(detokenizer.flush()) == {"\ufffd"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_spaces_between_prompt_and_answer_are_kept(codecs: Codecs, kind: str) -> None:
+    codec = codecs[kind]
+    answer = codec.encode("a fox")[len(codec.encode("a")) :]
+    assert IncrementalDetokenizer(codec, codec.encode("a")).push(answer) == " fox"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_special_tokens_have_no_text_and_disturb_none(codecs: Codecs, kind: str) -> None:
+    codec = codecs[kind]
+    detokenizer = IncrementalDetokenizer(codec, [EOS, EOS])
+    once, upon = codec.encode("Once")[1:], codec.encode("Once upon")[len(codec.encode("Once")) :]
+    assert detokenizer.push([EOS, *once, EOS, EOS]) == "Once"
+    assert detokenizer.push([EOS] * 9) == ""
+    assert detokenizer.push(upon) == " upon"
+
+
+def test_broken_bytes_do_not_delay_the_words_after_them(codecs: Codecs) -> None:
+    codec = codecs["sentencepiece"]
+    smile = codec.encode("😀")[2:]
+    word = codec.encode("a fox")[len(codec.encode("a")) :]
+    detokenizer = IncrementalDetokenizer(codec, codec.encode("a"))
+    assert len(detokenizer.push(smile[3:] * 40)) >= 36
+    assert detokenizer.push(word).endswith(" fox")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_costs_the_same_however_many_came_before(
+    codecs: Codecs, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codec = codecs[kind]
+    lengths: list[int] = []
+    plain = codec.decode_checked
+    monkeypatch.setattr(codec, "decode_checked", lambda ids: lengths.append(len(ids)) or plain(ids))
+    broken = codec.encode("😀")[-1]
+    words, spaces = codec.encode("Once upon a time 😀 " * 50), codec.encode(" " * 500)
+    many = [*words, *[broken] * 500, *[EOS] * 500, *spaces]
+    stream(codec, many, many, 1)
+    assert max(lengths, default=0) <= 10
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_id_outside_the_vocabulary_is_refused_and_nothing_is_taken(codecs: Codecs, kind: str) -> None:
+    codec = codecs[kind]
+    detokenizer = IncrementalDetokenizer(codec, [])
+    with pytest.raises(UnknownToken, match=str(codec.vocab_size)):
+        detokenizer.push([*codec.encode("fox"), codec.vocab_size])
+    assert detokenizer.push(codec.encode("fox")) == "fox"
+    with pytest.raises(UnknownToken):
+        IncrementalDetokenizer(codec, [codec.vocab_size])
+
+
+def test_the_directory_of_a_codec_is_not_needed_after_loading(tmp_path: Path) -> None:
+    codec = load(tmp_path, byte_level())
+    for file in tmp_path.iterdir():
+        file.unlink()
+    assert codec.decode(codec.encode("fox")) == "fox"
