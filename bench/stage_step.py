@@ -30,7 +30,7 @@ from wire.steps import Decode, Prefill, SequenceSignal, Slice, StartRecord, Step
 
 BATCH_SIZES = (1, 4, 16)
 IN_FLIGHT = 4
-GREEDY = StepSampling(0.0, 0, 1.0, 0)
+GREEDY = StepSampling(temperature=0.0)
 
 
 class Script:

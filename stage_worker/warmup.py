@@ -26,7 +26,11 @@ from wire.steps import (
     StepSampling,
 )
 
-_SAMPLING = (StepSampling(0.0, 0, 1.0, 0), StepSampling(1.0, 0, 1.0, 0), StepSampling(1.0, 40, 0.95, 0))
+_SAMPLING = (
+    StepSampling(temperature=0.0),
+    StepSampling(temperature=1.0),
+    StepSampling(temperature=1.0, top_k=40, top_p=0.95),
+)
 _FIRST_CHUNK = 16
 
 

@@ -5,6 +5,7 @@ from google.protobuf.message import DecodeError
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
 from wire.errors import StepFault, StepFaultKind
 from wire.ids import RequestId, SequenceKey
+from wire.sampling_codec import decode_logprobs, decode_sampling, encode_logprobs, encode_sampling
 from wire.signal_codec import decode_signal, encode_signal
 from wire.steps import (
     Decode,
@@ -18,7 +19,6 @@ from wire.steps import (
     StartRecord,
     Step,
     StepResult,
-    StepSampling,
 )
 
 
@@ -79,13 +79,17 @@ def encode_result(result: StepResult) -> stage_pb2.StepResult:
             encoded.error.kind = stage_pb2.SliceError.Kind.ValueType(entry.outcome.kind)
             encoded.error.stage = entry.outcome.stage
             encoded.error.message = entry.outcome.message
-        else:
+        elif entry.outcome is not None:
             encoded.token = entry.outcome
+        if entry.logprobs is not None:
+            encode_logprobs(entry.logprobs, encoded.logprobs)
+        for logprobs in entry.prompt_logprobs:
+            encode_logprobs(logprobs, encoded.prompt_logprobs.add())
     return message
 
 
 def decode_result(message: stage_pb2.StepResult) -> StepResult:
-    """Raises StepFault UNDECODABLE for a slice result without token and error."""
+    """Raises StepFault UNDECODABLE for a slice result without token, error and prompt log-probabilities."""
     return StepResult(
         message.epoch, message.step_id, tuple(_decode_slice_result(entry) for entry in message.results)
     )
@@ -135,6 +139,7 @@ def _add_slice(message: stage_pb2.Step, part: Slice) -> None:
         encoded.prefill.start = step.start
         encoded.prefill.num_tokens = step.num_tokens
         encoded.prefill.num_prefill_tokens = step.num_prefill_tokens
+        encoded.prefill.is_scored = step.is_scored
     else:
         encoded.decode.position = step.position
 
@@ -162,7 +167,7 @@ def _decode_inference_step(message: stage_pb2.Slice) -> Prefill | Decode:
     match message.WhichOneof("inference_step"):
         case "prefill":
             prefill = message.prefill
-            return Prefill(prefill.start, prefill.num_tokens, prefill.num_prefill_tokens)
+            return Prefill(prefill.start, prefill.num_tokens, prefill.num_prefill_tokens, prefill.is_scored)
         case "decode":
             return Decode(message.decode.position)
         case _:
@@ -170,36 +175,43 @@ def _decode_inference_step(message: stage_pb2.Slice) -> Prefill | Decode:
 
 
 def _add_start(message: stage_pb2.Step, start: StartRecord) -> None:
-    sampling = start.sampling
-    message.starts.add(
+    record = message.starts.add(
         sequence=_encode_key(start.sequence),
         generation=start.generation,
         num_prompt_tokens=start.num_prompt_tokens,
         tokens=start.tokens,
-        sampling=stage_pb2.StepSampling(
-            temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p, seed=sampling.seed
-        ),
     )
+    encode_sampling(start.sampling, record.sampling)
 
 
 def _decode_start(message: stage_pb2.StartRecord) -> StartRecord:
-    sampling = message.sampling
     return StartRecord(
         _decode_key(message.sequence),
         message.generation,
         message.num_prompt_tokens,
         tuple(message.tokens),
-        StepSampling(sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed),
+        decode_sampling(message.sampling),
     )
 
 
 def _decode_slice_result(message: stage_pb2.SliceResult) -> SliceResult:
     key = _decode_key(message.sequence)
+    return SliceResult(
+        key,
+        message.generation,
+        _decode_outcome(message, key),
+        decode_logprobs(message.logprobs) if message.HasField("logprobs") else None,
+        tuple(decode_logprobs(each) for each in message.prompt_logprobs),
+    )
+
+
+def _decode_outcome(message: stage_pb2.SliceResult, key: SequenceKey) -> int | SliceError | None:
     match message.WhichOneof("outcome"):
         case "token":
-            return SliceResult(key, message.generation, message.token)
+            return message.token
         case "error":
-            error = message.error
-            return SliceResult(key, message.generation, SliceError(error.kind, error.stage, error.message))
+            return SliceError(message.error.kind, message.error.stage, message.error.message)
+        case _ if message.prompt_logprobs:
+            return None
         case _:
             raise StepFault(StepFaultKind.UNDECODABLE, f"result of {key} without token and error")

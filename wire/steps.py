@@ -9,11 +9,15 @@ from wire.ids import RequestId, SequenceKey
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Tokens [start, start + num_tokens) of the `num_prefill_tokens` that are to be computed in all."""
+    """Tokens [start, start + num_tokens) of the `num_prefill_tokens` that are to be computed in all.
+
+    A scored chunk is answered with the log-probabilities of the prompt tokens that follow its tokens.
+    """
 
     start: int
     num_tokens: int
     num_prefill_tokens: int
+    is_scored: bool = False
 
     @property
     def is_final(self) -> bool:
@@ -49,15 +53,54 @@ class Slice:
         step = self.inference_step
         return step.is_final if isinstance(step, Prefill) else True
 
+    @property
+    def is_scored(self) -> bool:
+        """LAST owes the log-probabilities of the prompt tokens that follow."""
+        step = self.inference_step
+        return isinstance(step, Prefill) and step.is_scored
 
-@dataclass(frozen=True, slots=True)
+    @property
+    def is_answered(self) -> bool:
+        """The step's result has an entry for this slice."""
+        return self.is_sampled or self.is_scored
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarSpec:
+    """What the generated text must match: a grammar as llguidance serialises it, and the XXH3-64 of the
+    tokenizer.json that the coordinator checked it with.
+    """
+
+    definition: str
+    tokenizer_checksum: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepSampling:
-    """Sampling parameters as the coordinator resolved them."""
+    """Sampling parameters as the coordinator resolved them; a default here is a filter that does nothing.
 
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
+    `min_tokens_hold_back` are the tokens that may not be sampled before `min_tokens` generated ones.
+    `logprobs`: of the sampled token and of so many most likely ones; None: of none. `prompt_logprobs`: of so
+    many most likely ones in scored chunks.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
+    min_tokens_hold_back: tuple[int, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int = 0
+    grammar: GrammarSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,17 +164,36 @@ class SliceError:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural logarithms of the model's own probabilities, before penalties and filters.
+
+    `rank` is 1 for the most likely token; `top` are the most likely tokens, most likely first.
+    """
+
+    token: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class SliceResult:
-    """What LAST answers for a sampled slice: a token, or an error."""
+    """What LAST answers for a slice that is sampled or scored.
+
+    `outcome` is the sampled token, an error, or None for a scored chunk that is not the last one.
+    `prompt_logprobs` of a scored chunk begin with those of the token at position start + 1.
+    """
 
     sequence: SequenceKey
     generation: int
-    outcome: int | SliceError
+    outcome: int | SliceError | None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The answer to one frame; `results` has one entry per sampled slice, in slice order."""
+    """The answer to one frame; `results` has one entry per slice that is sampled or scored, in order."""
 
     epoch: int
     step_id: int

@@ -32,7 +32,7 @@ from wire.tensors import DTYPE_TO_MESSAGE, TensorView
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 32
-GREEDY = StepSampling(0.0, 0, 1.0, 0)
+GREEDY = StepSampling(temperature=0.0)
 
 _ROLE_MESSAGES = {
     StageRole.FIRST: cluster_pb2.STAGE_ROLE_FIRST,

@@ -772,6 +772,9 @@ class RequestCounts(_message.Message):
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    DETACHED_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
+    ORPHANED_FIELD_NUMBER: _builtins.int
     waiting: _builtins.int
     prefill: _builtins.int
     decode: _builtins.int
@@ -784,6 +787,14 @@ class RequestCounts(_message.Message):
     prompt_tokens: _builtins.int
     """Prompt tokens of all requests that were started, and how many of them came from the cache."""
     cached_tokens: _builtins.int
+    detached: _builtins.int
+    """Live requests that nobody reads at present."""
+    kept: _builtins.int
+    """Requests that have ended and whose output is kept."""
+    orphaned: _builtins.int
+    """Requests and sequences that nothing would ever have ended, found and ended by the sweeper: always 0 unless there is
+    a defect.
+    """
     def __init__(
         self,
         *,
@@ -797,10 +808,13 @@ class RequestCounts(_message.Message):
         preemptions: _builtins.int = ...,
         prompt_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
+        detached: _builtins.int = ...,
+        kept: _builtins.int = ...,
+        orphaned: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "cancelled", b"cancelled", "decode", b"decode", "failed", b"failed", "finished", b"finished", "preemptions", b"preemptions", "prefill", b"prefill", "prompt_tokens", b"prompt_tokens", "steps_in_flight", b"steps_in_flight", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "cancelled", b"cancelled", "decode", b"decode", "detached", b"detached", "failed", b"failed", "finished", b"finished", "kept", b"kept", "orphaned", b"orphaned", "preemptions", b"preemptions", "prefill", b"prefill", "prompt_tokens", b"prompt_tokens", "steps_in_flight", b"steps_in_flight", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

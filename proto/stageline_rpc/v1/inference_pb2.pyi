@@ -23,6 +23,27 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _Priority:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PriorityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Priority.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PRIORITY_UNSPECIFIED: _Priority.ValueType  # 0
+    """Normal."""
+    PRIORITY_LOW: _Priority.ValueType  # 1
+    PRIORITY_NORMAL: _Priority.ValueType  # 2
+    PRIORITY_HIGH: _Priority.ValueType  # 3
+
+class Priority(_Priority, metaclass=_PriorityEnumTypeWrapper): ...
+
+PRIORITY_UNSPECIFIED: Priority.ValueType  # 0
+"""Normal."""
+PRIORITY_LOW: Priority.ValueType  # 1
+PRIORITY_NORMAL: Priority.ValueType  # 2
+PRIORITY_HIGH: Priority.ValueType  # 3
+Global___Priority: _TypeAlias = Priority  # noqa: Y015
+
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -31,7 +52,7 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     DESCRIPTOR: _descriptor.EnumDescriptor
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
     FINISH_REASON_STOP: _FinishReason.ValueType  # 1
-    """An end-of-sequence token was generated."""
+    """An end-of-sequence token, a stop token or a stop string was generated."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """max_tokens was reached."""
     FINISH_REASON_CANCELLED: _FinishReason.ValueType  # 3
@@ -41,7 +62,7 @@ class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper): ...
 
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 FINISH_REASON_STOP: FinishReason.ValueType  # 1
-"""An end-of-sequence token was generated."""
+"""An end-of-sequence token, a stop token or a stop string was generated."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens was reached."""
 FINISH_REASON_CANCELLED: FinishReason.ValueType  # 3
@@ -59,15 +80,23 @@ class GenerateRequest(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    ON_DISCONNECT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """UUIDv7 in its usual text form. Empty: the coordinator makes one."""
     text: _builtins.str
     """Needs a checkpoint with a tokenizer."""
     max_tokens: _builtins.int
-    """At most this many new tokens, at least 1. Absent: 256, or less where prompt and model limit leave less room."""
+    """At most this many new tokens. 0 computes the prompt and generates nothing (scoring). Absent: 256, or less where
+    prompt and model limit leave less room.
+    """
     cache_salt: _builtins.str
     """Requests share cached prefixes only with requests of the same salt: it is part of the hash of every block. Empty
     (the default) is a salt of its own.
+    """
+    priority: Global___Priority.ValueType
+    """First come, first served within a class. Waiting ages: a request waits for later ones of a higher class for a
+    bounded time only.
     """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
@@ -79,6 +108,10 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def sampling(self) -> Global___SamplingParameters: ...
+    @_builtins.property
+    def on_disconnect(self) -> Global___OnDisconnect:
+        """What becomes of the request when the call ends before it, by the client or with its connection. Absent: CANCEL."""
+
     def __init__(
         self,
         *,
@@ -89,10 +122,12 @@ class GenerateRequest(_message.Message):
         max_tokens: _builtins.int | None = ...,
         sampling: Global___SamplingParameters | None = ...,
         cache_salt: _builtins.str = ...,
+        on_disconnect: Global___OnDisconnect | None = ...,
+        priority: Global___Priority.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "conversation", b"conversation", "max_tokens", b"max_tokens", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "conversation", b"conversation", "max_tokens", b"max_tokens", "on_disconnect", b"on_disconnect", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "cache_salt", b"cache_salt", "conversation", b"conversation", "max_tokens", b"max_tokens", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "cache_salt", b"cache_salt", "conversation", b"conversation", "max_tokens", b"max_tokens", "on_disconnect", b"on_disconnect", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
@@ -104,6 +139,50 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class OnDisconnect(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Action:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _ActionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[OnDisconnect._Action.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        ACTION_UNSPECIFIED: OnDisconnect._Action.ValueType  # 0
+        """CANCEL."""
+        CANCEL: OnDisconnect._Action.ValueType  # 1
+        DETACH: OnDisconnect._Action.ValueType  # 2
+        """The request goes on, and Attach finds it."""
+
+    class Action(_Action, metaclass=_ActionEnumTypeWrapper): ...
+    ACTION_UNSPECIFIED: OnDisconnect.Action.ValueType  # 0
+    """CANCEL."""
+    CANCEL: OnDisconnect.Action.ValueType  # 1
+    DETACH: OnDisconnect.Action.ValueType  # 2
+    """The request goes on, and Attach finds it."""
+
+    ACTION_FIELD_NUMBER: _builtins.int
+    KEEP_S_FIELD_NUMBER: _builtins.int
+    action: Global___OnDisconnect.Action.ValueType
+    keep_s: _builtins.float
+    """With DETACH: how long the output is kept after the request has ended and nobody reads it; in (0, 3600], default 60."""
+    def __init__(
+        self,
+        *,
+        action: Global___OnDisconnect.Action.ValueType = ...,
+        keep_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_keep_s", b"_keep_s", "keep_s", b"keep_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_keep_s", b"_keep_s", "action", b"action", "keep_s", b"keep_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__keep_s: _TypeAlias = _typing.Literal["keep_s"]  # noqa: Y015
+    _WhichOneofArgType__keep_s: _TypeAlias = _typing.Literal["_keep_s", b"_keep_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__keep_s) -> _WhichOneofReturnType__keep_s | None: ...
+
+Global___OnDisconnect: _TypeAlias = OnDisconnect  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):
@@ -170,13 +249,56 @@ Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
 
 @_typing.final
 class SamplingParameters(_message.Message):
+    """docs/sampling.md has the order in which these apply, with sources."""
+
     DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class LogitBiasEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     TOP_K_FIELD_NUMBER: _builtins.int
     TOP_P_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
+    MIN_P_FIELD_NUMBER: _builtins.int
+    TYPICAL_P_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BAD_WORDS_FIELD_NUMBER: _builtins.int
+    BAD_WORD_IDS_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    N_FIELD_NUMBER: _builtins.int
+    ECHO_FIELD_NUMBER: _builtins.int
+    SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 (the default) is greedy; otherwise finite and at most 100."""
     top_k: _builtins.int
@@ -188,7 +310,67 @@ class SamplingParameters(_message.Message):
     Usage.seed.
     """
     ignore_eos: _builtins.bool
-    """Do not stop at the checkpoint's end-of-sequence ids."""
+    """Do not stop at the checkpoint's end-of-sequence ids. Not together with structured output, which ends with one."""
+    min_p: _builtins.float
+    """Drop tokens less likely than min_p times the most likely one; in [0, 1], default 0."""
+    typical_p: _builtins.float
+    """Locally typical sampling: the smallest set of the tokens whose surprise is nearest to the entropy, whose probability
+    reaches typical_p; in (0, 1], default 1.
+    """
+    repetition_penalty: _builtins.float
+    """Divides positive and multiplies negative logits of tokens of prompt and output; in (0, 100], default 1."""
+    frequency_penalty: _builtins.float
+    """Subtracted from a generated token's logit once per occurrence; in [-2, 2], default 0."""
+    presence_penalty: _builtins.float
+    """Subtracted from a generated token's logit once; in [-2, 2], default 0."""
+    min_tokens: _builtins.int
+    """No end-of-sequence and no stop before so many tokens; at most max_tokens."""
+    logprobs: _builtins.int
+    """Log-probabilities of each generated token and of the so many most likely ones, before penalties and filters; in
+    [0, 20]. Absent: none.
+    """
+    prompt_logprobs: _builtins.int
+    """The same for the tokens of the prompt."""
+    n: _builtins.int
+    """So many choices, which share the prompt's blocks; in [1, 64], default 1."""
+    echo: _builtins.bool
+    """The output begins with the prompt: its tokens, its text and, with logprobs, its log-probabilities."""
+    skip_special_tokens: _builtins.bool
+    """Leave special tokens out of `text`; default true."""
+    json_schema: _builtins.str
+    """A JSON schema, as JSON text."""
+    regex: _builtins.str
+    """The whole output matches this regular expression."""
+    grammar: _builtins.str
+    """A context-free grammar in Lark's syntax, as llguidance reads it."""
+    @_builtins.property
+    def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
+        """Added to the logits of these tokens; each in [-100, 100]."""
+
+    @_builtins.property
+    def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Only these may be generated, end-of-sequence tokens included; empty: all."""
+
+    @_builtins.property
+    def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Words that are never generated, as the tokenizer spells them with and without a space before."""
+
+    @_builtins.property
+    def bad_word_ids(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenIds]:
+        """The same as token sequences, taken as they are."""
+
+    @_builtins.property
+    def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Generation ends before the first of these in the text; neither it nor a part of it is sent. Needs a tokenizer."""
+
+    @_builtins.property
+    def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Generation ends after the first of these, which is sent and counts."""
+
+    @_builtins.property
+    def choice(self) -> Global___Choices:
+        """The output is one of these."""
+
     def __init__(
         self,
         *,
@@ -197,29 +379,110 @@ class SamplingParameters(_message.Message):
         top_p: _builtins.float | None = ...,
         seed: _builtins.int | None = ...,
         ignore_eos: _builtins.bool = ...,
+        min_p: _builtins.float | None = ...,
+        typical_p: _builtins.float | None = ...,
+        repetition_penalty: _builtins.float | None = ...,
+        frequency_penalty: _builtins.float | None = ...,
+        presence_penalty: _builtins.float | None = ...,
+        logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
+        allowed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        bad_words: _abc.Iterable[_builtins.str] | None = ...,
+        bad_word_ids: _abc.Iterable[Global___TokenIds] | None = ...,
+        min_tokens: _builtins.int = ...,
+        stop: _abc.Iterable[_builtins.str] | None = ...,
+        stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _builtins.int | None = ...,
+        prompt_logprobs: _builtins.int | None = ...,
+        n: _builtins.int | None = ...,
+        echo: _builtins.bool = ...,
+        skip_special_tokens: _builtins.bool | None = ...,
+        json_schema: _builtins.str = ...,
+        regex: _builtins.str = ...,
+        choice: Global___Choices | None = ...,
+        grammar: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "_typical_p", b"_typical_p", "choice", b"choice", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "json_schema", b"json_schema", "logprobs", b"logprobs", "min_p", b"min_p", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "regex", b"regex", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "structured_output", b"structured_output", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "typical_p", b"typical_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "ignore_eos", b"ignore_eos", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "_typical_p", b"_typical_p", "allowed_token_ids", b"allowed_token_ids", "bad_word_ids", b"bad_word_ids", "bad_words", b"bad_words", "choice", b"choice", "echo", b"echo", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "json_schema", b"json_schema", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "regex", b"regex", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "structured_output", b"structured_output", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "typical_p", b"typical_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
+    _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
+    _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
+    _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__min_p: _TypeAlias = _typing.Literal["min_p"]  # noqa: Y015
+    _WhichOneofArgType__min_p: _TypeAlias = _typing.Literal["_min_p", b"_min_p"]  # noqa: Y015
+    _WhichOneofReturnType__n: _TypeAlias = _typing.Literal["n"]  # noqa: Y015
+    _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
+    _WhichOneofReturnType__presence_penalty: _TypeAlias = _typing.Literal["presence_penalty"]  # noqa: Y015
+    _WhichOneofArgType__presence_penalty: _TypeAlias = _typing.Literal["_presence_penalty", b"_presence_penalty"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
+    _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
+    _WhichOneofReturnType__skip_special_tokens: _TypeAlias = _typing.Literal["skip_special_tokens"]  # noqa: Y015
+    _WhichOneofArgType__skip_special_tokens: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]  # noqa: Y015
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
     _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
     _WhichOneofReturnType__top_k: _TypeAlias = _typing.Literal["top_k"]  # noqa: Y015
     _WhichOneofArgType__top_k: _TypeAlias = _typing.Literal["_top_k", b"_top_k"]  # noqa: Y015
     _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
     _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
+    _WhichOneofReturnType__typical_p: _TypeAlias = _typing.Literal["typical_p"]  # noqa: Y015
+    _WhichOneofArgType__typical_p: _TypeAlias = _typing.Literal["_typical_p", b"_typical_p"]  # noqa: Y015
+    _WhichOneofReturnType_structured_output: _TypeAlias = _typing.Literal["json_schema", "regex", "choice", "grammar"]  # noqa: Y015
+    _WhichOneofArgType_structured_output: _TypeAlias = _typing.Literal["structured_output", b"structured_output"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__frequency_penalty) -> _WhichOneofReturnType__frequency_penalty | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_p) -> _WhichOneofReturnType__min_p | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__n) -> _WhichOneofReturnType__n | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__presence_penalty) -> _WhichOneofReturnType__presence_penalty | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__repetition_penalty) -> _WhichOneofReturnType__repetition_penalty | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__skip_special_tokens) -> _WhichOneofReturnType__skip_special_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_k) -> _WhichOneofReturnType__top_k | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__typical_p) -> _WhichOneofReturnType__typical_p | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_structured_output) -> _WhichOneofReturnType_structured_output | None: ...
 
 Global___SamplingParameters: _TypeAlias = SamplingParameters  # noqa: Y015
+
+@_typing.final
+class Choices(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["texts", b"texts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Choices: _TypeAlias = Choices  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
@@ -232,22 +495,44 @@ class GenerateResponse(_message.Message):
     TEXT_OFFSET_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    FIRST_PROMPT_TOKEN_INDEX_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     first_token_index: _builtins.int
-    """Index, among the generated tokens, of the first token of this message."""
+    """Index, in the output of this choice, of the first token of this message. With `echo` the output begins with the
+    prompt.
+    """
     text: _builtins.str
-    """New text. Empty for a checkpoint without a tokenizer. Never ends inside a multi-byte character."""
+    """New text. Empty for a checkpoint without a tokenizer. Never ends inside a multi-byte character. Text that may be the
+    beginning of a stop string comes when it is known not to be one, with a later token.
+    """
     text_offset: _builtins.int
-    """Offset, in Unicode code points of the generated text, of the first character of `text`."""
+    """Offset, in Unicode code points of the output's text, of the first character of `text`."""
     finish_reason: Global___FinishReason.ValueType
-    """Set in the last message only."""
+    """Set in the last message of the choice only."""
+    choice: _builtins.int
+    """Which of the n choices this message is of, from 0."""
+    first_prompt_token_index: _builtins.int
+    """Index in the prompt of the first entry of prompt_logprobs."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """New token ids; an end-of-sequence token is among them and counts in usage."""
 
     @_builtins.property
     def usage(self) -> Global___Usage:
-        """Set in the last message only."""
+        """Set in the last message of the choice only."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
+        """One per entry of token_ids, where logprobs were asked for."""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
+        """Where prompt_logprobs were asked for: those of the prompt's tokens, in one or more messages of choice 0, before
+        or with its first generated token.
+        """
 
     def __init__(
         self,
@@ -259,17 +544,80 @@ class GenerateResponse(_message.Message):
         text_offset: _builtins.int = ...,
         finish_reason: Global___FinishReason.ValueType = ...,
         usage: Global___Usage | None = ...,
+        choice: _builtins.int = ...,
+        logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+        prompt_logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+        first_prompt_token_index: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "first_token_index", b"first_token_index", "request_id", b"request_id", "text", b"text", "text_offset", b"text_offset", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "finish_reason", b"finish_reason", "first_prompt_token_index", b"first_prompt_token_index", "first_token_index", b"first_token_index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "text", b"text", "text_offset", b"text_offset", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
 @_typing.final
+class TokenLogprobs(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    LOGPROB_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    TOP_FIELD_NUMBER: _builtins.int
+    token_id: _builtins.int
+    logprob: _builtins.float
+    """Natural logarithm of the model's own probability. Absent for the first token of a prompt, which nothing precedes."""
+    rank: _builtins.int
+    """1 for the most likely token."""
+    @_builtins.property
+    def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprob]:
+        """The most likely tokens, most likely first."""
+
+    def __init__(
+        self,
+        *,
+        token_id: _builtins.int = ...,
+        logprob: _builtins.float | None = ...,
+        rank: _builtins.int = ...,
+        top: _abc.Iterable[Global___TopLogprob] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "logprob", b"logprob"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprob", b"_logprob", "logprob", b"logprob", "rank", b"rank", "token_id", b"token_id", "top", b"top"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__logprob: _TypeAlias = _typing.Literal["logprob"]  # noqa: Y015
+    _WhichOneofArgType__logprob: _TypeAlias = _typing.Literal["_logprob", b"_logprob"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprob) -> _WhichOneofReturnType__logprob | None: ...
+
+Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
+
+@_typing.final
+class TopLogprob(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    LOGPROB_FIELD_NUMBER: _builtins.int
+    token_id: _builtins.int
+    logprob: _builtins.float
+    def __init__(
+        self,
+        *,
+        token_id: _builtins.int = ...,
+        logprob: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "token_id", b"token_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TopLogprob: _TypeAlias = TopLogprob  # noqa: Y015
+
+@_typing.final
 class Usage(_message.Message):
+    """Of one choice."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
@@ -301,6 +649,57 @@ class Usage(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Usage: _TypeAlias = Usage  # noqa: Y015
+
+@_typing.final
+class AttachRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    FROM_TOKEN_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    from_token: _builtins.int
+    """The first token that is wanted, of every choice: so many tokens of its output have arrived."""
+    @_builtins.property
+    def positions(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChoicePosition]:
+        """Where choices differ."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        from_token: _builtins.int = ...,
+        positions: _abc.Iterable[Global___ChoicePosition] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_token", b"from_token", "positions", b"positions", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AttachRequest: _TypeAlias = AttachRequest  # noqa: Y015
+
+@_typing.final
+class ChoicePosition(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHOICE_FIELD_NUMBER: _builtins.int
+    FROM_TOKEN_FIELD_NUMBER: _builtins.int
+    choice: _builtins.int
+    from_token: _builtins.int
+    def __init__(
+        self,
+        *,
+        choice: _builtins.int = ...,
+        from_token: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "from_token", b"from_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChoicePosition: _TypeAlias = ChoicePosition  # noqa: Y015
 
 @_typing.final
 class CancelRequest(_message.Message):

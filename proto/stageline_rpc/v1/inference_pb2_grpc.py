@@ -39,6 +39,11 @@ class InferenceStub:
                 request_serializer=stageline__rpc_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=stageline__rpc_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Attach = channel.unary_stream(
+                '/stageline.v1.Inference/Attach',
+                request_serializer=stageline__rpc_dot_v1_dot_inference__pb2.AttachRequest.SerializeToString,
+                response_deserializer=stageline__rpc_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+                _registered_method=True)
         self.Cancel = channel.unary_unary(
                 '/stageline.v1.Inference/Cancel',
                 request_serializer=stageline__rpc_dot_v1_dot_inference__pb2.CancelRequest.SerializeToString,
@@ -55,19 +60,32 @@ class InferenceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Generates a completion. Each message carries the tokens and the text that are new since the one before; the last
-        one also carries `finish_reason` and `usage`. Ending the call, or its deadline, cancels the request.
+        """Generates a completion, or `n` of them. Each message carries the tokens and the text of one choice that are new since
+        its message before; the last one of a choice also carries `finish_reason` and `usage`. The call ends when all choices
+        have ended. Its deadline cancels the request; ending it does what `on_disconnect` says.
 
         Errors: INVALID_ARGUMENT (a parameter out of range, or a sequence longer than the model or the cache can hold, with
-        the numbers), ALREADY_EXISTS (request_id is in use), RESOURCE_EXHAUSTED (the waiting queue is full), UNAVAILABLE
-        (no stage workers in time), ABORTED (the step that carried this request was faulty), INTERNAL.
+        the numbers), ALREADY_EXISTS (request_id is in use), RESOURCE_EXHAUSTED (the waiting queue is full, or this client
+        has too many requests; google.rpc.RetryInfo in the status details says when to try again), UNAVAILABLE (no stage
+        workers in time), DEADLINE_EXCEEDED, CANCELLED (by Cancel, or because the client read too slowly), ABORTED (the step
+        that carried this request was faulty, or another call has attached to the request), INTERNAL.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Attach(self, request, context):
+        """Continues the messages of a request from given tokens on, on this call instead of the one before, which ends with
+        ABORTED and is sent nothing more. The deadline of this call replaces that of the one before. NOT_FOUND when the
+        request is not live and its output is not kept; INVALID_ARGUMENT for tokens that were never generated.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """Cancels a live request; its Generate call ends with status CANCELLED. NOT_FOUND when no such request is live.
+        """Cancels a live request, whatever its `on_disconnect`; its Generate call ends with status CANCELLED. Of a request
+        that has ended and is kept, it drops the output. NOT_FOUND when there is no such request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -86,6 +104,11 @@ def add_InferenceServicer_to_server(servicer, server):
             'Generate': grpc.unary_stream_rpc_method_handler(
                     servicer.Generate,
                     request_deserializer=stageline__rpc_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
+                    response_serializer=stageline__rpc_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Attach': grpc.unary_stream_rpc_method_handler(
+                    servicer.Attach,
+                    request_deserializer=stageline__rpc_dot_v1_dot_inference__pb2.AttachRequest.FromString,
                     response_serializer=stageline__rpc_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
             ),
             'Cancel': grpc.unary_unary_rpc_method_handler(
@@ -125,6 +148,33 @@ class Inference:
             target,
             '/stageline.v1.Inference/Generate',
             stageline__rpc_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
+            stageline__rpc_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Attach(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/stageline.v1.Inference/Attach',
+            stageline__rpc_dot_v1_dot_inference__pb2.AttachRequest.SerializeToString,
             stageline__rpc_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
             options,
             channel_credentials,

@@ -19,15 +19,25 @@ GRPC_VERSION: str
 class InferenceStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
-    """Generates a completion. Each message carries the tokens and the text that are new since the one before; the last
-    one also carries `finish_reason` and `usage`. Ending the call, or its deadline, cancels the request.
+    """Generates a completion, or `n` of them. Each message carries the tokens and the text of one choice that are new since
+    its message before; the last one of a choice also carries `finish_reason` and `usage`. The call ends when all choices
+    have ended. Its deadline cancels the request; ending it does what `on_disconnect` says.
 
     Errors: INVALID_ARGUMENT (a parameter out of range, or a sequence longer than the model or the cache can hold, with
-    the numbers), ALREADY_EXISTS (request_id is in use), RESOURCE_EXHAUSTED (the waiting queue is full), UNAVAILABLE
-    (no stage workers in time), ABORTED (the step that carried this request was faulty), INTERNAL.
+    the numbers), ALREADY_EXISTS (request_id is in use), RESOURCE_EXHAUSTED (the waiting queue is full, or this client
+    has too many requests; google.rpc.RetryInfo in the status details says when to try again), UNAVAILABLE (no stage
+    workers in time), DEADLINE_EXCEEDED, CANCELLED (by Cancel, or because the client read too slowly), ABORTED (the step
+    that carried this request was faulty, or another call has attached to the request), INTERNAL.
+    """
+    Attach: _aio.UnaryStreamMultiCallable[_inference_pb2.AttachRequest, _inference_pb2.GenerateResponse]
+    """Continues the messages of a request from given tokens on, on this call instead of the one before, which ends with
+    ABORTED and is sent nothing more. The deadline of this call replaces that of the one before. NOT_FOUND when the
+    request is not live and its output is not kept; INVALID_ARGUMENT for tokens that were never generated.
     """
     Cancel: _aio.UnaryUnaryMultiCallable[_inference_pb2.CancelRequest, _inference_pb2.CancelResponse]
-    """Cancels a live request; its Generate call ends with status CANCELLED. NOT_FOUND when no such request is live."""
+    """Cancels a live request, whatever its `on_disconnect`; its Generate call ends with status CANCELLED. Of a request
+    that has ended and is kept, it drops the output. NOT_FOUND when there is no such request.
+    """
     GetModel: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetModelRequest, _inference_pb2.GetModelResponse]
     """Says which model is served and what it can take."""
 
@@ -38,12 +48,26 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GenerateRequest,
         context: _aio.ServicerContext[_inference_pb2.GenerateRequest, _abc.AsyncIterator[_inference_pb2.GenerateResponse]],
     ) -> _abc.AsyncIterator[_inference_pb2.GenerateResponse]:
-        """Generates a completion. Each message carries the tokens and the text that are new since the one before; the last
-        one also carries `finish_reason` and `usage`. Ending the call, or its deadline, cancels the request.
+        """Generates a completion, or `n` of them. Each message carries the tokens and the text of one choice that are new since
+        its message before; the last one of a choice also carries `finish_reason` and `usage`. The call ends when all choices
+        have ended. Its deadline cancels the request; ending it does what `on_disconnect` says.
 
         Errors: INVALID_ARGUMENT (a parameter out of range, or a sequence longer than the model or the cache can hold, with
-        the numbers), ALREADY_EXISTS (request_id is in use), RESOURCE_EXHAUSTED (the waiting queue is full), UNAVAILABLE
-        (no stage workers in time), ABORTED (the step that carried this request was faulty), INTERNAL.
+        the numbers), ALREADY_EXISTS (request_id is in use), RESOURCE_EXHAUSTED (the waiting queue is full, or this client
+        has too many requests; google.rpc.RetryInfo in the status details says when to try again), UNAVAILABLE (no stage
+        workers in time), DEADLINE_EXCEEDED, CANCELLED (by Cancel, or because the client read too slowly), ABORTED (the step
+        that carried this request was faulty, or another call has attached to the request), INTERNAL.
+        """
+
+    @_abc_1.abstractmethod
+    def Attach(
+        self,
+        request: _inference_pb2.AttachRequest,
+        context: _aio.ServicerContext[_inference_pb2.AttachRequest, _abc.AsyncIterator[_inference_pb2.GenerateResponse]],
+    ) -> _abc.AsyncIterator[_inference_pb2.GenerateResponse]:
+        """Continues the messages of a request from given tokens on, on this call instead of the one before, which ends with
+        ABORTED and is sent nothing more. The deadline of this call replaces that of the one before. NOT_FOUND when the
+        request is not live and its output is not kept; INVALID_ARGUMENT for tokens that were never generated.
         """
 
     @_abc_1.abstractmethod
@@ -52,7 +76,9 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.CancelRequest,
         context: _aio.ServicerContext[_inference_pb2.CancelRequest, _abc.Awaitable[_inference_pb2.CancelResponse]],
     ) -> _abc.Awaitable[_inference_pb2.CancelResponse]:
-        """Cancels a live request; its Generate call ends with status CANCELLED. NOT_FOUND when no such request is live."""
+        """Cancels a live request, whatever its `on_disconnect`; its Generate call ends with status CANCELLED. Of a request
+        that has ended and is kept, it drops the output. NOT_FOUND when there is no such request.
+        """
 
     @_abc_1.abstractmethod
     def GetModel(

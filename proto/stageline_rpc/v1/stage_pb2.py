@@ -24,19 +24,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cstageline_rpc/v1/stage.proto\x12\x0cstageline.v1\"o\n\x0e\x46orwardRequest\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.stageline.v1.HopHelloH\x00\x12)\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x18.stageline.v1.FrameChunkH\x00\x42\t\n\x07message\"K\n\x0f\x46orwardResponse\x12-\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x19.stageline.v1.HopAcceptedH\x00\x42\t\n\x07message\"\r\n\x0bHopAccepted\"\x80\x02\n\x08HopHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x1f\n\x17\x63oordinator_incarnation\x18\x02 \x01(\x0c\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x14\n\x0csender_stage\x18\x04 \x01(\x11\x12\x1a\n\x12sender_incarnation\x18\x05 \x01(\x0c\x12\x13\n\x0b\x66ingerprint\x18\x06 \x01(\t\x12\"\n\x05\x64type\x18\x07 \x01(\x0e\x32\x13.stageline.v1.DType\x12\x11\n\tlayer_end\x18\x08 \x01(\r\x12\x12\n\nblock_size\x18\t \x01(\r\x12\x12\n\nnum_blocks\x18\n \x01(\rJ\x04\x08\x0b\x10\x1f\"d\n\nFrameChunk\x12\x0c\n\x04step\x18\x01 \x01(\x0c\x12\x0e\n\x06hidden\x18\x02 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\x06\x12\x0f\n\x07payload\x18\x04 \x01(\x0c\x12\x0f\n\x07is_last\x18\x05 \x01(\x08J\x04\x08\x06\x10\x10\"\xb0\x01\n\x0cTensorHeader\x12\"\n\x05\x64type\x18\x01 \x01(\x0e\x32\x13.stageline.v1.DType\x12\r\n\x05shape\x18\x02 \x03(\r\x12+\n\nbyte_order\x18\x03 \x01(\x0e\x32\x17.stageline.v1.ByteOrder\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\x12\x0f\n\x07step_id\x18\x05 \x01(\x04\x12\x15\n\rstep_checksum\x18\x06 \x01(\x06J\x04\x08\x07\x10\x10\"\x8d\x02\n\x04Step\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12#\n\x06slices\x18\x03 \x03(\x0b\x32\x13.stageline.v1.Slice\x12)\n\x06starts\x18\x04 \x03(\x0b\x32\x19.stageline.v1.StartRecord\x12%\n\x04\x65nds\x18\x05 \x03(\x0b\x32\x17.stageline.v1.EndRecord\x12-\n\x07signals\x18\x06 \x03(\x0b\x32\x1c.stageline.v1.SequenceSignal\x12\x0e\n\x06\x64igest\x18\x07 \x01(\x06\x12)\n\x05trace\x18\x08 \x01(\x0b\x32\x1a.stageline.v1.TraceContextJ\x04\x08\t\x10\x1f\"7\n\x0cTraceContext\x12\x13\n\x0btraceparent\x18\x01 \x01(\t\x12\x12\n\ntracestate\x18\x02 \x01(\t\"1\n\x0bSequenceKey\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\"\xc2\x01\n\x05Slice\x12+\n\x08sequence\x18\x01 \x01(\x0b\x32\x19.stageline.v1.SequenceKey\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12(\n\x07prefill\x18\x04 \x01(\x0b\x32\x15.stageline.v1.PrefillH\x00\x12&\n\x06\x64\x65\x63ode\x18\x05 \x01(\x0b\x32\x14.stageline.v1.DecodeH\x00\x42\x10\n\x0einference_stepJ\x04\x08\x07\x10\x1f\"H\n\x07Prefill\x12\r\n\x05start\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x1a\n\x12num_prefill_tokens\x18\x03 \x01(\r\"\x1a\n\x06\x44\x65\x63ode\x12\x10\n\x08position\x18\x01 \x01(\r\"\xad\x01\n\x0bStartRecord\x12+\n\x08sequence\x18\x01 \x01(\x0b\x32\x19.stageline.v1.SequenceKey\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x0e\n\x06tokens\x18\x04 \x03(\r\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.stageline.v1.StepSamplingJ\x04\x08\x06\x10\x1f\"U\n\x0cStepSampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\x0c\n\x04seed\x18\x04 \x01(\x06J\x04\x08\x05\x10=\"L\n\tEndRecord\x12+\n\x08sequence\x18\x01 \x01(\x0b\x32\x19.stageline.v1.SequenceKey\x12\x12\n\ngeneration\x18\x02 \x01(\r\"\xe1\x01\n\x0eSequenceSignal\x12+\n\x08sequence\x18\x01 \x01(\x0b\x32\x19.stageline.v1.SequenceKey\x12 \n\x03use\x18\x02 \x01(\x0b\x32\x11.stageline.v1.UseH\x00\x12(\n\x07promote\x18\x03 \x01(\x0b\x32\x15.stageline.v1.PromoteH\x00\x12$\n\x05\x64\x65ref\x18\x04 \x01(\x0b\x32\x13.stageline.v1.BlockH\x00\x12&\n\x07\x64\x65stroy\x18\x05 \x01(\x0b\x32\x13.stageline.v1.BlockH\x00\x42\x08\n\x06signal\"3\n\x05\x42lock\x12\x0e\n\x04\x66ull\x18\x01 \x01(\x06H\x00\x12\x11\n\x07partial\x18\x02 \x01(\x04H\x00\x42\x07\n\x05\x62lock\"`\n\x03Use\x12#\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x13.stageline.v1.Block\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x06\x12\x13\n\x06parent\x18\x03 \x01(\x06H\x00\x88\x01\x01\x42\t\n\x07_parent\"e\n\x07Promote\x12\x0f\n\x07partial\x18\x01 \x01(\x04\x12\x15\n\rsequence_hash\x18\x02 \x01(\x06\x12\x13\n\x06parent\x18\x03 \x01(\x06H\x00\x88\x01\x01\x12\x12\n\nblock_hash\x18\x04 \x01(\x06\x42\t\n\x07_parent\"p\n\x0e\x44\x65liverRequest\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.stageline.v1.HopHelloH\x00\x12*\n\x06result\x18\x02 \x01(\x0b\x32\x18.stageline.v1.StepResultH\x00\x42\t\n\x07message\"K\n\x0f\x44\x65liverResponse\x12-\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x19.stageline.v1.HopAcceptedH\x00\x42\t\n\x07message\"^\n\nStepResult\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12*\n\x07results\x18\x03 \x03(\x0b\x32\x19.stageline.v1.SliceResultJ\x04\x08\x04\x10\x10\"\x9b\x01\n\x0bSliceResult\x12+\n\x08sequence\x18\x01 \x01(\x0b\x32\x19.stageline.v1.SequenceKey\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\x0f\n\x05token\x18\x03 \x01(\rH\x00\x12)\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x18.stageline.v1.SliceErrorH\x00\x42\t\n\x07outcomeJ\x04\x08\x06\x10\x10\"\xa5\x01\n\nSliceError\x12+\n\x04kind\x18\x01 \x01(\x0e\x32\x1d.stageline.v1.SliceError.Kind\x12\r\n\x05stage\x18\x02 \x01(\r\x12\x0f\n\x07message\x18\x03 \x01(\t\"J\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x1a\n\x16KIND_NON_FINITE_LOGITS\x10\x01\x12\x10\n\x0cKIND_SAMPLER\x10\x02*L\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x0e\n\nDTYPE_BF16\x10\x01\x12\r\n\tDTYPE_F16\x10\x02\x12\r\n\tDTYPE_F32\x10\x03*E\n\tByteOrder\x12\x1a\n\x16\x42YTE_ORDER_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x42YTE_ORDER_LITTLE_ENDIAN\x10\x01*\xac\x04\n\rStepFaultKind\x12\x1f\n\x1bSTEP_FAULT_KIND_UNSPECIFIED\x10\x00\x12)\n%STEP_FAULT_KIND_HIDDEN_STATES_MISSING\x10\x01\x12,\n(STEP_FAULT_KIND_HIDDEN_STATES_UNEXPECTED\x10\x02\x12\x19\n\x15STEP_FAULT_KIND_SHAPE\x10\x03\x12\x19\n\x15STEP_FAULT_KIND_DTYPE\x10\x04\x12\x19\n\x15STEP_FAULT_KIND_EPOCH\x10\x05\x12\x1b\n\x17STEP_FAULT_KIND_STEP_ID\x10\x06\x12\x1d\n\x19STEP_FAULT_KIND_SLICE_SET\x10\x07\x12\x1c\n\x18STEP_FAULT_KIND_POSITION\x10\x08\x12\x1c\n\x18STEP_FAULT_KIND_CHECKSUM\x10\t\x12\x1f\n\x1bSTEP_FAULT_KIND_UNDECODABLE\x10\n\x12\x1a\n\x16STEP_FAULT_KIND_RECORD\x10\x0b\x12\x1d\n\x19STEP_FAULT_KIND_KV_SIGNAL\x10\x0c\x12!\n\x1dSTEP_FAULT_KIND_KV_DIVERGENCE\x10\r\x12\x1a\n\x16STEP_FAULT_KIND_DEVICE\x10\x0e\x12\x1e\n\x1aSTEP_FAULT_KIND_NON_FINITE\x10\x0f\x12\x1d\n\x19STEP_FAULT_KIND_NEIGHBOUR\x10\x10\x32S\n\x05Stage\x12J\n\x07\x46orward\x12\x1c.stageline.v1.ForwardRequest\x1a\x1d.stageline.v1.ForwardResponse(\x01\x30\x01\x32Y\n\x0bStepResults\x12J\n\x07\x44\x65liver\x12\x1c.stageline.v1.DeliverRequest\x1a\x1d.stageline.v1.DeliverResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cstageline_rpc/v1/stage.proto\x12\x0cstageline.v1\"o\n\x0e\x46orwardRequest\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.stageline.v1.HopHelloH\x00\x12)\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x18.stageline.v1.FrameChunkH\x00\x42\t\n\x07message\"K\n\x0f\x46orwardResponse\x12-\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x19.stageline.v1.HopAcceptedH\x00\x42\t\n\x07message\"\r\n\x0bHopAccepted\"\x80\x02\n\x08HopHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x1f\n\x17\x63oordinator_incarnation\x18\x02 \x01(\x0c\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x14\n\x0csender_stage\x18\x04 \x01(\x11\x12\x1a\n\x12sender_incarnation\x18\x05 \x01(\x0c\x12\x13\n\x0b\x66ingerprint\x18\x06 \x01(\t\x12\"\n\x05\x64type\x18\x07 \x01(\x0e\x32\x13.stageline.v1.DType\x12\x11\n\tlayer_end\x18\x08 \x01(\r\x12\x12\n\nblock_size\x18\t \x01(\r\x12\x12\n\nnum_blocks\x18\n \x01(\rJ\x04\x08\x0b\x10\x1f\"d\n\nFrameChunk\x12\x0c\n\x04step\x18\x01 \x01(\x0c\x12\x0e\n\x06hidden\x18\x02 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\x06\x12\x0f\n\x07payload\x18\x04 \x01(\x0c\x12\x0f\n\x07is_last\x18\x05 \x01(\x08J\x04\x08\x06\x10\x10\"\xb0\x01\n\x0cTensorHeader\x12\"\n\x05\x64type\x18\x01 \x01(\x0e\x32\x13.stageline.v1.DType\x12\r\n\x05shape\x18\x02 \x03(\r\x12+\n\nbyte_order\x18\x03 \x01(\x0e\x32\x17.stageline.v1.ByteOrder\x12\x12\n\nsize_bytes\x18\x04 \x01(\x04\x12\x0f\n\x07step_id\x18\x05 \x01(\x04\x12\x15\n\rstep_checksum\x18\x06 \x01(\x06J\x04\x08\x07\x10\x10\"\x8d\x02\n\x04Step\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12#\n\x06slices\x18\x03 \x03(\x0b\x32\x13.stageline.v1.Slice\x12)\n\x06starts\x18\x04 \x03(\x0b\x32\x19.stageline.v1.StartRecord\x12%\n\x04\x65nds\x18\x05 \x03(\x0b\x32\x17.stageline.v1.EndRecord\x12-\n\x07signals\x18\x06 \x03(\x0b\x32\x1c.stageline.v1.SequenceSignal\x12\x0e\n\x06\x64igest\x18\x07 \x01(\x06\x12)\n\x05trace\x18\x08 \x01(\x0b\x32\x1a.stageline.v1.TraceContextJ\x04\x08\t\x10\x1f\"7\n\x0cTraceContext\x12\x13\n\x0btraceparent\x18\x01 \x01(\t\x12\x12\n\ntracestate\x18\x02 \x01(\t\"1\n\x0bSequenceKey\x12\x12\n\nrequest_id\x18\x01 \x01(\x0c\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\"\xc2\x01\n\x05Slice\x12+\n\x08sequence\x18\x01 \x01(\x0b\x32\x19.stageline.v1.SequenceKey\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12(\n\x07prefill\x18\x04 \x01(\x0b\x32\x15.stageline.v1.PrefillH\x00\x12&\n\x06\x64\x65\x63ode\x18\x05 \x01(\x0b\x32\x14.stageline.v1.DecodeH\x00\x42\x10\n\x0einference_stepJ\x04\x08\x07\x10\x1f\"a\n\x07Prefill\x12\r\n\x05start\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x1a\n\x12num_prefill_tokens\x18\x03 \x01(\r\x12\x11\n\tis_scored\x18\x04 \x01(\x08J\x04\x08\x05\x10\x10\"\x1a\n\x06\x44\x65\x63ode\x12\x10\n\x08position\x18\x01 \x01(\r\"\xad\x01\n\x0bStartRecord\x12+\n\x08sequence\x18\x01 \x01(\x0b\x32\x19.stageline.v1.SequenceKey\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x0e\n\x06tokens\x18\x04 \x03(\r\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.stageline.v1.StepSamplingJ\x04\x08\x06\x10\x1f\"\xd7\x03\n\x0cStepSampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\x0c\n\x04seed\x18\x04 \x01(\x06\x12\r\n\x05min_p\x18\x05 \x01(\x02\x12\x11\n\ttypical_p\x18\x06 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x02\x12\x18\n\x10presence_penalty\x18\t \x01(\x02\x12+\n\nlogit_bias\x18\n \x03(\x0b\x32\x17.stageline.v1.LogitBias\x12\x19\n\x11\x61llowed_token_ids\x18\x0b \x03(\r\x12.\n\tbad_words\x18\x0c \x03(\x0b\x32\x1b.stageline.v1.TokenSequence\x12\x12\n\nmin_tokens\x18\r \x01(\r\x12\x1c\n\x14min_tokens_hold_back\x18\x0e \x03(\r\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x00\x88\x01\x01\x12\x17\n\x0fprompt_logprobs\x18\x10 \x01(\r\x12&\n\x07grammar\x18\x11 \x01(\x0b\x32\x15.stageline.v1.GrammarB\x0b\n\t_logprobsJ\x04\x08\x12\x10=\"(\n\tLogitBias\x12\r\n\x05token\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\"\x1f\n\rTokenSequence\x12\x0e\n\x06tokens\x18\x01 \x03(\r\"?\n\x07Grammar\x12\x12\n\ndefinition\x18\x01 \x01(\t\x12\x1a\n\x12tokenizer_checksum\x18\x02 \x01(\x06J\x04\x08\x03\x10\x0b\"L\n\tEndRecord\x12+\n\x08sequence\x18\x01 \x01(\x0b\x32\x19.stageline.v1.SequenceKey\x12\x12\n\ngeneration\x18\x02 \x01(\r\"\xe1\x01\n\x0eSequenceSignal\x12+\n\x08sequence\x18\x01 \x01(\x0b\x32\x19.stageline.v1.SequenceKey\x12 \n\x03use\x18\x02 \x01(\x0b\x32\x11.stageline.v1.UseH\x00\x12(\n\x07promote\x18\x03 \x01(\x0b\x32\x15.stageline.v1.PromoteH\x00\x12$\n\x05\x64\x65ref\x18\x04 \x01(\x0b\x32\x13.stageline.v1.BlockH\x00\x12&\n\x07\x64\x65stroy\x18\x05 \x01(\x0b\x32\x13.stageline.v1.BlockH\x00\x42\x08\n\x06signal\"3\n\x05\x42lock\x12\x0e\n\x04\x66ull\x18\x01 \x01(\x06H\x00\x12\x11\n\x07partial\x18\x02 \x01(\x04H\x00\x42\x07\n\x05\x62lock\"`\n\x03Use\x12#\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x13.stageline.v1.Block\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x03(\x06\x12\x13\n\x06parent\x18\x03 \x01(\x06H\x00\x88\x01\x01\x42\t\n\x07_parent\"e\n\x07Promote\x12\x0f\n\x07partial\x18\x01 \x01(\x04\x12\x15\n\rsequence_hash\x18\x02 \x01(\x06\x12\x13\n\x06parent\x18\x03 \x01(\x06H\x00\x88\x01\x01\x12\x12\n\nblock_hash\x18\x04 \x01(\x06\x42\t\n\x07_parent\"p\n\x0e\x44\x65liverRequest\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.stageline.v1.HopHelloH\x00\x12*\n\x06result\x18\x02 \x01(\x0b\x32\x18.stageline.v1.StepResultH\x00\x42\t\n\x07message\"K\n\x0f\x44\x65liverResponse\x12-\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x19.stageline.v1.HopAcceptedH\x00\x42\t\n\x07message\"^\n\nStepResult\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12*\n\x07results\x18\x03 \x03(\x0b\x32\x19.stageline.v1.SliceResultJ\x04\x08\x04\x10\x10\"\xfe\x01\n\x0bSliceResult\x12+\n\x08sequence\x18\x01 \x01(\x0b\x32\x19.stageline.v1.SequenceKey\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\x0f\n\x05token\x18\x03 \x01(\rH\x00\x12)\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x18.stageline.v1.SliceErrorH\x00\x12,\n\x08logprobs\x18\x06 \x01(\x0b\x32\x1a.stageline.v1.StepLogprobs\x12\x33\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x1a.stageline.v1.StepLogprobsB\t\n\x07outcomeJ\x04\x08\x08\x10\x10\"f\n\x0cStepLogprobs\x12\r\n\x05token\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x12\n\ntop_tokens\x18\x04 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x05 \x03(\x02\"\xa5\x01\n\nSliceError\x12+\n\x04kind\x18\x01 \x01(\x0e\x32\x1d.stageline.v1.SliceError.Kind\x12\r\n\x05stage\x18\x02 \x01(\r\x12\x0f\n\x07message\x18\x03 \x01(\t\"J\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x1a\n\x16KIND_NON_FINITE_LOGITS\x10\x01\x12\x10\n\x0cKIND_SAMPLER\x10\x02*L\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x0e\n\nDTYPE_BF16\x10\x01\x12\r\n\tDTYPE_F16\x10\x02\x12\r\n\tDTYPE_F32\x10\x03*E\n\tByteOrder\x12\x1a\n\x16\x42YTE_ORDER_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x42YTE_ORDER_LITTLE_ENDIAN\x10\x01*\xac\x04\n\rStepFaultKind\x12\x1f\n\x1bSTEP_FAULT_KIND_UNSPECIFIED\x10\x00\x12)\n%STEP_FAULT_KIND_HIDDEN_STATES_MISSING\x10\x01\x12,\n(STEP_FAULT_KIND_HIDDEN_STATES_UNEXPECTED\x10\x02\x12\x19\n\x15STEP_FAULT_KIND_SHAPE\x10\x03\x12\x19\n\x15STEP_FAULT_KIND_DTYPE\x10\x04\x12\x19\n\x15STEP_FAULT_KIND_EPOCH\x10\x05\x12\x1b\n\x17STEP_FAULT_KIND_STEP_ID\x10\x06\x12\x1d\n\x19STEP_FAULT_KIND_SLICE_SET\x10\x07\x12\x1c\n\x18STEP_FAULT_KIND_POSITION\x10\x08\x12\x1c\n\x18STEP_FAULT_KIND_CHECKSUM\x10\t\x12\x1f\n\x1bSTEP_FAULT_KIND_UNDECODABLE\x10\n\x12\x1a\n\x16STEP_FAULT_KIND_RECORD\x10\x0b\x12\x1d\n\x19STEP_FAULT_KIND_KV_SIGNAL\x10\x0c\x12!\n\x1dSTEP_FAULT_KIND_KV_DIVERGENCE\x10\r\x12\x1a\n\x16STEP_FAULT_KIND_DEVICE\x10\x0e\x12\x1e\n\x1aSTEP_FAULT_KIND_NON_FINITE\x10\x0f\x12\x1d\n\x19STEP_FAULT_KIND_NEIGHBOUR\x10\x10\x32S\n\x05Stage\x12J\n\x07\x46orward\x12\x1c.stageline.v1.ForwardRequest\x1a\x1d.stageline.v1.ForwardResponse(\x01\x30\x01\x32Y\n\x0bStepResults\x12J\n\x07\x44\x65liver\x12\x1c.stageline.v1.DeliverRequest\x1a\x1d.stageline.v1.DeliverResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'stageline_rpc.v1.stage_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DTYPE']._serialized_start=2906
-  _globals['_DTYPE']._serialized_end=2982
-  _globals['_BYTEORDER']._serialized_start=2984
-  _globals['_BYTEORDER']._serialized_end=3053
-  _globals['_STEPFAULTKIND']._serialized_start=3056
-  _globals['_STEPFAULTKIND']._serialized_end=3612
+  _globals['_DTYPE']._serialized_start=3661
+  _globals['_DTYPE']._serialized_end=3737
+  _globals['_BYTEORDER']._serialized_start=3739
+  _globals['_BYTEORDER']._serialized_end=3808
+  _globals['_STEPFAULTKIND']._serialized_start=3811
+  _globals['_STEPFAULTKIND']._serialized_end=4367
   _globals['_FORWARDREQUEST']._serialized_start=46
   _globals['_FORWARDREQUEST']._serialized_end=157
   _globals['_FORWARDRESPONSE']._serialized_start=159
@@ -58,37 +58,45 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SLICE']._serialized_start=1172
   _globals['_SLICE']._serialized_end=1366
   _globals['_PREFILL']._serialized_start=1368
-  _globals['_PREFILL']._serialized_end=1440
-  _globals['_DECODE']._serialized_start=1442
-  _globals['_DECODE']._serialized_end=1468
-  _globals['_STARTRECORD']._serialized_start=1471
-  _globals['_STARTRECORD']._serialized_end=1644
-  _globals['_STEPSAMPLING']._serialized_start=1646
-  _globals['_STEPSAMPLING']._serialized_end=1731
-  _globals['_ENDRECORD']._serialized_start=1733
-  _globals['_ENDRECORD']._serialized_end=1809
-  _globals['_SEQUENCESIGNAL']._serialized_start=1812
-  _globals['_SEQUENCESIGNAL']._serialized_end=2037
-  _globals['_BLOCK']._serialized_start=2039
-  _globals['_BLOCK']._serialized_end=2090
-  _globals['_USE']._serialized_start=2092
-  _globals['_USE']._serialized_end=2188
-  _globals['_PROMOTE']._serialized_start=2190
-  _globals['_PROMOTE']._serialized_end=2291
-  _globals['_DELIVERREQUEST']._serialized_start=2293
-  _globals['_DELIVERREQUEST']._serialized_end=2405
-  _globals['_DELIVERRESPONSE']._serialized_start=2407
-  _globals['_DELIVERRESPONSE']._serialized_end=2482
-  _globals['_STEPRESULT']._serialized_start=2484
-  _globals['_STEPRESULT']._serialized_end=2578
-  _globals['_SLICERESULT']._serialized_start=2581
-  _globals['_SLICERESULT']._serialized_end=2736
-  _globals['_SLICEERROR']._serialized_start=2739
-  _globals['_SLICEERROR']._serialized_end=2904
-  _globals['_SLICEERROR_KIND']._serialized_start=2830
-  _globals['_SLICEERROR_KIND']._serialized_end=2904
-  _globals['_STAGE']._serialized_start=3614
-  _globals['_STAGE']._serialized_end=3697
-  _globals['_STEPRESULTS']._serialized_start=3699
-  _globals['_STEPRESULTS']._serialized_end=3788
+  _globals['_PREFILL']._serialized_end=1465
+  _globals['_DECODE']._serialized_start=1467
+  _globals['_DECODE']._serialized_end=1493
+  _globals['_STARTRECORD']._serialized_start=1496
+  _globals['_STARTRECORD']._serialized_end=1669
+  _globals['_STEPSAMPLING']._serialized_start=1672
+  _globals['_STEPSAMPLING']._serialized_end=2143
+  _globals['_LOGITBIAS']._serialized_start=2145
+  _globals['_LOGITBIAS']._serialized_end=2185
+  _globals['_TOKENSEQUENCE']._serialized_start=2187
+  _globals['_TOKENSEQUENCE']._serialized_end=2218
+  _globals['_GRAMMAR']._serialized_start=2220
+  _globals['_GRAMMAR']._serialized_end=2283
+  _globals['_ENDRECORD']._serialized_start=2285
+  _globals['_ENDRECORD']._serialized_end=2361
+  _globals['_SEQUENCESIGNAL']._serialized_start=2364
+  _globals['_SEQUENCESIGNAL']._serialized_end=2589
+  _globals['_BLOCK']._serialized_start=2591
+  _globals['_BLOCK']._serialized_end=2642
+  _globals['_USE']._serialized_start=2644
+  _globals['_USE']._serialized_end=2740
+  _globals['_PROMOTE']._serialized_start=2742
+  _globals['_PROMOTE']._serialized_end=2843
+  _globals['_DELIVERREQUEST']._serialized_start=2845
+  _globals['_DELIVERREQUEST']._serialized_end=2957
+  _globals['_DELIVERRESPONSE']._serialized_start=2959
+  _globals['_DELIVERRESPONSE']._serialized_end=3034
+  _globals['_STEPRESULT']._serialized_start=3036
+  _globals['_STEPRESULT']._serialized_end=3130
+  _globals['_SLICERESULT']._serialized_start=3133
+  _globals['_SLICERESULT']._serialized_end=3387
+  _globals['_STEPLOGPROBS']._serialized_start=3389
+  _globals['_STEPLOGPROBS']._serialized_end=3491
+  _globals['_SLICEERROR']._serialized_start=3494
+  _globals['_SLICEERROR']._serialized_end=3659
+  _globals['_SLICEERROR_KIND']._serialized_start=3585
+  _globals['_SLICEERROR_KIND']._serialized_end=3659
+  _globals['_STAGE']._serialized_start=4369
+  _globals['_STAGE']._serialized_end=4452
+  _globals['_STEPRESULTS']._serialized_start=4454
+  _globals['_STEPRESULTS']._serialized_end=4543
 # @@protoc_insertion_point(module_scope)

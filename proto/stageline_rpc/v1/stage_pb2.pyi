@@ -442,22 +442,26 @@ class Prefill(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    IS_SCORED_FIELD_NUMBER: _builtins.int
     start: _builtins.int
     """Absolute position of the first token of this chunk."""
     num_tokens: _builtins.int
     """Tokens of this chunk."""
     num_prefill_tokens: _builtins.int
     """Tokens of the sequence that are to be prefilled in all. The chunk that ends there is the final one and is sampled."""
+    is_scored: _builtins.bool
+    """LAST answers with the log-probabilities of the prompt tokens that follow the tokens of this chunk."""
     def __init__(
         self,
         *,
         start: _builtins.int = ...,
         num_tokens: _builtins.int = ...,
         num_prefill_tokens: _builtins.int = ...,
+        is_scored: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_prefill_tokens", b"num_prefill_tokens", "num_tokens", b"num_tokens", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_scored", b"is_scored", "num_prefill_tokens", b"num_prefill_tokens", "num_tokens", b"num_tokens", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -523,7 +527,7 @@ Global___StartRecord: _TypeAlias = StartRecord  # noqa: Y015
 
 @_typing.final
 class StepSampling(_message.Message):
-    """Sampling parameters as the coordinator resolved them: nothing is optional here."""
+    """Sampling parameters as the coordinator resolved them: what is absent has no effect, never a default."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -531,10 +535,48 @@ class StepSampling(_message.Message):
     TOP_K_FIELD_NUMBER: _builtins.int
     TOP_P_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    MIN_P_FIELD_NUMBER: _builtins.int
+    TYPICAL_P_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BAD_WORDS_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_HOLD_BACK_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     top_k: _builtins.int
     top_p: _builtins.float
     seed: _builtins.int
+    min_p: _builtins.float
+    typical_p: _builtins.float
+    repetition_penalty: _builtins.float
+    frequency_penalty: _builtins.float
+    presence_penalty: _builtins.float
+    min_tokens: _builtins.int
+    """Before so many generated tokens, none of `min_tokens_hold_back` is sampled."""
+    logprobs: _builtins.int
+    """Log-probabilities of sampled tokens, and of so many most likely ones."""
+    prompt_logprobs: _builtins.int
+    """Of so many most likely tokens beside the prompt's own, in scored chunks."""
+    @_builtins.property
+    def logit_bias(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogitBias]: ...
+    @_builtins.property
+    def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Empty: all."""
+
+    @_builtins.property
+    def bad_words(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenSequence]:
+        """Token sequences of which the last token is never sampled after the others."""
+
+    @_builtins.property
+    def min_tokens_hold_back(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def grammar(self) -> Global___Grammar: ...
     def __init__(
         self,
         *,
@@ -542,14 +584,97 @@ class StepSampling(_message.Message):
         top_k: _builtins.int = ...,
         top_p: _builtins.float = ...,
         seed: _builtins.int = ...,
+        min_p: _builtins.float = ...,
+        typical_p: _builtins.float = ...,
+        repetition_penalty: _builtins.float = ...,
+        frequency_penalty: _builtins.float = ...,
+        presence_penalty: _builtins.float = ...,
+        logit_bias: _abc.Iterable[Global___LogitBias] | None = ...,
+        allowed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        bad_words: _abc.Iterable[Global___TokenSequence] | None = ...,
+        min_tokens: _builtins.int = ...,
+        min_tokens_hold_back: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _builtins.int | None = ...,
+        prompt_logprobs: _builtins.int = ...,
+        grammar: Global___Grammar | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "grammar", b"grammar", "logprobs", b"logprobs"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "min_p", b"min_p", "min_tokens", b"min_tokens", "min_tokens_hold_back", b"min_tokens_hold_back", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p", "typical_p", b"typical_p"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
+    _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+
+Global___StepSampling: _TypeAlias = StepSampling  # noqa: Y015
+
+@_typing.final
+class LogitBias(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: _builtins.int
+    BIAS_FIELD_NUMBER: _builtins.int
+    token: _builtins.int
+    bias: _builtins.float
+    def __init__(
+        self,
+        *,
+        token: _builtins.int = ...,
+        bias: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bias", b"bias", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___StepSampling: _TypeAlias = StepSampling  # noqa: Y015
+Global___LogitBias: _TypeAlias = LogitBias  # noqa: Y015
+
+@_typing.final
+class TokenSequence(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        tokens: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenSequence: _TypeAlias = TokenSequence  # noqa: Y015
+
+@_typing.final
+class Grammar(_message.Message):
+    """What the generated text must match."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEFINITION_FIELD_NUMBER: _builtins.int
+    TOKENIZER_CHECKSUM_FIELD_NUMBER: _builtins.int
+    definition: _builtins.str
+    """A grammar as llguidance serialises it."""
+    tokenizer_checksum: _builtins.int
+    """XXH3-64 of the tokenizer.json that the coordinator checked it with."""
+    def __init__(
+        self,
+        *,
+        definition: _builtins.str = ...,
+        tokenizer_checksum: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["definition", b"definition", "tokenizer_checksum", b"tokenizer_checksum"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Grammar: _TypeAlias = Grammar  # noqa: Y015
 
 @_typing.final
 class EndRecord(_message.Message):
@@ -760,7 +885,7 @@ class StepResult(_message.Message):
     step_id: _builtins.int
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___SliceResult]:
-        """One per slice that was due a token or failed, in slice order."""
+        """One per slice that is sampled or scored, in slice order."""
 
     def __init__(
         self,
@@ -785,12 +910,22 @@ class SliceResult(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     token: _builtins.int
     @_builtins.property
     def sequence(self) -> Global___SequenceKey: ...
     @_builtins.property
     def error(self) -> Global___SliceError: ...
+    @_builtins.property
+    def logprobs(self) -> Global___StepLogprobs:
+        """Of the sampled token, where they were asked for."""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepLogprobs]:
+        """Of a scored chunk: those of the prompt tokens from Prefill.start + 1 on, in order."""
+
     def __init__(
         self,
         *,
@@ -798,16 +933,56 @@ class SliceResult(_message.Message):
         generation: _builtins.int = ...,
         token: _builtins.int = ...,
         error: Global___SliceError | None = ...,
+        logprobs: Global___StepLogprobs | None = ...,
+        prompt_logprobs: _abc.Iterable[Global___StepLogprobs] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "outcome", b"outcome", "sequence", b"sequence", "token", b"token"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "logprobs", b"logprobs", "outcome", b"outcome", "sequence", b"sequence", "token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "generation", b"generation", "outcome", b"outcome", "sequence", b"sequence", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "generation", b"generation", "logprobs", b"logprobs", "outcome", b"outcome", "prompt_logprobs", b"prompt_logprobs", "sequence", b"sequence", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["token", "error"]  # noqa: Y015
     _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_outcome) -> _WhichOneofReturnType_outcome | None: ...
 
 Global___SliceResult: _TypeAlias = SliceResult  # noqa: Y015
+
+@_typing.final
+class StepLogprobs(_message.Message):
+    """Natural logarithms of probabilities of the model itself, before penalties and filters."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: _builtins.int
+    LOGPROB_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    TOP_TOKENS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    token: _builtins.int
+    logprob: _builtins.float
+    rank: _builtins.int
+    """1 for the most likely token."""
+    @_builtins.property
+    def top_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Most likely first."""
+
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        token: _builtins.int = ...,
+        logprob: _builtins.float = ...,
+        rank: _builtins.int = ...,
+        top_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        top_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "rank", b"rank", "token", b"token", "top_logprobs", b"top_logprobs", "top_tokens", b"top_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepLogprobs: _TypeAlias = StepLogprobs  # noqa: Y015
 
 @_typing.final
 class SliceError(_message.Message):

@@ -202,7 +202,7 @@ def test_preempted_sequences_start_again_and_leave_no_block(directory: Path) -> 
 
 
 def test_parameters_that_no_token_can_be_drawn_with_fail_their_sequence_alone(last: Stage) -> None:
-    bad = last.log.add((1, 2, 3), sampling=StepSampling(1.0, 0, 1.5, 0))
+    bad = last.log.add((1, 2, 3), sampling=StepSampling(temperature=1.0, top_p=1.5))
     last.log.add((1, 2, 3))
     result = last.run(last.log.step())
     assert isinstance(result, StepResult)

@@ -24,7 +24,7 @@ def some_logits(rows: int, *, vocab_size: int = VOCAB, seed: int = 0) -> Tensor:
 def draws(
     count: int, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 7
 ) -> list[Draw]:
-    sampling = StepSampling(temperature, top_k, top_p, seed)
+    sampling = StepSampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     return [Draw(sampling, 0, position) for position in range(count)]
 
 
@@ -110,10 +110,11 @@ def test_a_token_does_not_depend_on_batch_mates() -> None:
     rows = 64
     logits = some_logits(rows, vocab_size=1000)
     kinds = list(FILTERS.values())
-    batch = [
-        Draw(StepSampling(*(kinds[row % len(kinds)] if row % 7 else (0.0, 0, 1.0)), row % 5), row % 3, row)
-        for row in range(rows)
-    ]
+    batch = []
+    for row in range(rows):
+        temperature, top_k, top_p = kinds[row % len(kinds)] if row % 7 else (0.0, 0, 1.0)
+        sampling = StepSampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=row % 5)
+        batch.append(Draw(sampling, row % 3, row))
     together = sample(logits, batch)
     assert together == [sample(logits[row : row + 1], [batch[row]])[0] for row in range(rows)]
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(1)).tolist()
@@ -123,11 +124,11 @@ def test_a_token_does_not_depend_on_batch_mates() -> None:
 
 def test_a_draw_depends_on_seed_choice_and_position_and_on_nothing_else() -> None:
     logits = torch.zeros((1, 4096))
-    sampling = StepSampling(1.0, 0, 1.0, 5)
+    sampling = StepSampling(temperature=1.0, seed=5)
     once = sample(logits, [Draw(sampling, 0, 9)])
     assert once == sample(logits, [Draw(sampling, 0, 9)])
     others = [
-        Draw(StepSampling(1.0, 0, 1.0, 6), 0, 9),
+        Draw(StepSampling(temperature=1.0, seed=6), 0, 9),
         Draw(sampling, 1, 9),
         Draw(sampling, 0, 10),
     ]
@@ -135,7 +136,7 @@ def test_a_draw_depends_on_seed_choice_and_position_and_on_nothing_else() -> Non
 
 
 def test_the_largest_seed_choice_and_position_are_drawn_with() -> None:
-    draw = Draw(StepSampling(1.0, 0, 1.0, 2**64 - 1), 2**32 - 1, 2**32 - 1)
+    draw = Draw(StepSampling(temperature=1.0, seed=2**64 - 1), 2**32 - 1, 2**32 - 1)
     assert 0 <= sample(some_logits(1), [draw])[0] < VOCAB
 
 
@@ -171,14 +172,14 @@ def test_non_finite_rows_are_found_and_large_ones_are_not_among_them() -> None:
 @pytest.mark.parametrize(
     ("sampling", "says"),
     [
-        (StepSampling(-0.1, 0, 1.0, 0), "temperature -0.1"),
-        (StepSampling(101.0, 0, 1.0, 0), "temperature 101"),
-        (StepSampling(math.nan, 0, 1.0, 0), "temperature nan"),
-        (StepSampling(math.inf, 0, 1.0, 0), "temperature inf"),
-        (StepSampling(1.0, 0, 0.0, 0), "top_p 0.0"),
-        (StepSampling(1.0, 0, 1.1, 0), "top_p 1.1"),
-        (StepSampling(1.0, 0, math.nan, 0), "top_p nan"),
-        (StepSampling(1.0, -1, 1.0, 0), "top_k -1"),
+        (StepSampling(temperature=-0.1), "temperature -0.1"),
+        (StepSampling(temperature=101.0), "temperature 101"),
+        (StepSampling(temperature=math.nan), "temperature nan"),
+        (StepSampling(temperature=math.inf), "temperature inf"),
+        (StepSampling(temperature=1.0, top_p=0.0), "top_p 0.0"),
+        (StepSampling(temperature=1.0, top_p=1.1), "top_p 1.1"),
+        (StepSampling(temperature=1.0, top_p=math.nan), "top_p nan"),
+        (StepSampling(temperature=1.0, top_k=-1), "top_k -1"),
     ],
 )
 def test_parameters_out_of_range_are_refused_by_name(sampling: StepSampling, says: str) -> None:

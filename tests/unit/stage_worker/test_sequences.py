@@ -10,7 +10,7 @@ from wire.errors import StepFault, StepFaultKind
 from wire.ids import RequestId, SequenceKey
 from wire.steps import Decode, EndRecord, Prefill, Slice, StartRecord, StepSampling
 
-GREEDY = StepSampling(0.0, 0, 1.0, 0)
+GREEDY = StepSampling(temperature=0.0)
 KEY = SequenceKey(RequestId(bytes(16)), 0)
 TOKENS = tuple(range(100, 110))
 

@@ -10,7 +10,7 @@ from stageline_rpc.v1 import stage_pb2
 from wire.ids import RequestId, SequenceKey
 from wire.steps import Decode, Prefill, Slice, SliceError, StartRecord, StepSampling
 
-HOT = StepSampling(5.0, 0, 1.0, 17)
+HOT = StepSampling(temperature=5.0, seed=17)
 TOKENS = (1, 2, 3, 4)
 
 
@@ -53,7 +53,7 @@ def test_a_token_is_drawn_for_the_position_that_it_will_have(
 
 
 def test_errors_stay_with_their_rows() -> None:
-    bad = StepSampling(1.0, 0, 0.0, 0)
+    bad = StepSampling(temperature=1.0, top_p=0.0)
     states = states_of(HOT, HOT, bad, HOT)
     parts = [Slice(key(choice), 0, (9,), Decode(10 + choice)) for choice in range(4)]
     logits = logits_of(4)

@@ -15,6 +15,7 @@ from wire.steps import (
     Decode,
     EndRecord,
     FaultReport,
+    GrammarSpec,
     Prefill,
     SequenceSignal,
     Slice,
@@ -24,6 +25,7 @@ from wire.steps import (
     Step,
     StepResult,
     StepSampling,
+    TokenLogprobs,
 )
 from wire.tensors import TensorView
 
@@ -58,10 +60,30 @@ def slices(draw: st.DrawFn) -> Slice:
     part = draw(tokens)
     start = draw(st.integers(0, 2**32 - 1 - len(part)))
     end = start + len(part)
-    return Slice(key, generation, part, Prefill(start, len(part), draw(st.integers(end, 2**32 - 1))))
+    num_prefill_tokens = draw(st.integers(end, 2**32 - 1))
+    return Slice(key, generation, part, Prefill(start, len(part), num_prefill_tokens, draw(st.booleans())))
 
 
-samplings = st.builds(StepSampling, temperature=F32, top_k=U32, top_p=F32, seed=U64)
+samplings = st.builds(
+    StepSampling,
+    temperature=F32,
+    top_k=U32,
+    top_p=F32,
+    seed=U64,
+    min_p=F32,
+    typical_p=F32,
+    repetition_penalty=F32,
+    frequency_penalty=F32,
+    presence_penalty=F32,
+    logit_bias=st.lists(st.tuples(U32, F32), max_size=3).map(tuple),
+    allowed_token_ids=tokens,
+    bad_words=st.lists(tokens, max_size=3).map(tuple),
+    min_tokens=U32,
+    min_tokens_hold_back=tokens,
+    logprobs=st.none() | U32,
+    prompt_logprobs=U32,
+    grammar=st.none() | st.builds(GrammarSpec, definition=TEXT, tokenizer_checksum=U64),
+)
 start_records = st.builds(StartRecord, sequence_keys, U32, U32, tokens, samplings)
 end_records = st.builds(EndRecord, sequence_keys, U32)
 
@@ -85,7 +107,21 @@ def steps(draw: st.DrawFn) -> Step:
 
 slice_error_kinds = st.sampled_from(sorted(stage_pb2.SliceError.Kind.values()))
 slice_errors = st.builds(SliceError, slice_error_kinds, U32, TEXT)
-slice_results = st.builds(SliceResult, sequence_keys, U32, U32 | slice_errors)
+token_logprobs = st.builds(TokenLogprobs, U32, F32, U32, st.lists(st.tuples(U32, F32), max_size=3).map(tuple))
+slice_results = st.builds(
+    SliceResult,
+    sequence_keys,
+    U32,
+    U32 | slice_errors,
+    st.none() | token_logprobs,
+    st.lists(token_logprobs, max_size=3).map(tuple),
+) | st.builds(
+    SliceResult,
+    sequence_keys,
+    U32,
+    st.none(),
+    prompt_logprobs=st.lists(token_logprobs, min_size=1, max_size=3).map(tuple),
+)
 step_results = st.builds(StepResult, U64, U64, st.lists(slice_results, max_size=5).map(tuple))
 fault_reports = st.builds(
     FaultReport,
