@@ -16,7 +16,8 @@ pieces cannot be decoded one by one. Two kinds of tokenizers need two ways:
 back without bound, and raises "Invalid prefix encountered" in the middle of a stream when new tokens
 change the text of the context before them, as an invalid byte after valid ones does with byte fallback.
 
-Special tokens are skipped before anything else, as transformers' decode does with skip_special_tokens=True.
+Special tokens are skipped before anything else, or are tokens like all others: `skip_special_tokens` of
+transformers' decode.
 """
 
 from __future__ import annotations
@@ -45,34 +46,41 @@ class IncrementalDetokenizer:
     The cost of a token does not depend on how many came before.
     """
 
-    def __init__(self, codec: TextCodec, prompt_ids: Sequence[int]) -> None:
+    def __init__(
+        self, codec: TextCodec, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True
+    ) -> None:
         """Raises UnknownToken for an id in the end of the prompt that is outside the vocabulary."""
         self._codec = codec
-        context = _last_with_text(codec, prompt_ids, _CONTEXT_TOKENS)
-        self._stream = _ByteStream(codec, context) if codec.is_byte_level else _TextWindow(codec, context)
+        self._skip_special_tokens = skip_special_tokens
+        context = self._last_with_text(prompt_ids, _CONTEXT_TOKENS)
+        self._stream = (
+            _ByteStream(codec, context)
+            if codec.is_byte_level
+            else _TextWindow(codec, context, skip_special_tokens=skip_special_tokens)
+        )
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that is certain now and was not before; often empty. Raises UnknownToken, taking none."""
         self._codec.check(token_ids)
-        return "".join(
-            self._stream.push(token_id) for token_id in token_ids if self._codec.has_text(token_id)
-        )
+        return "".join(self._stream.push(token_id) for token_id in token_ids if self._has_text(token_id))
 
     def flush(self) -> str:
         """The rest, with U+FFFD for a character that was never completed. Nothing is pushed after it."""
         return self._stream.flush()
 
+    def _has_text(self, token_id: int) -> bool:
+        return self._codec.has_text(token_id, skip_special_tokens=self._skip_special_tokens)
 
-def _last_with_text(codec: TextCodec, token_ids: Sequence[int], count: int) -> list[int]:
-    """The last `count` tokens that stand for text, in order."""
-    found: list[int] = []
-    for token_id in reversed(token_ids):
-        codec.check((token_id,))
-        if codec.has_text(token_id):
-            found.append(token_id)
-        if len(found) == count:
-            break
-    return found[::-1]
+    def _last_with_text(self, token_ids: Sequence[int], count: int) -> list[int]:
+        """The last `count` tokens that stand for text, in order."""
+        found: list[int] = []
+        for token_id in reversed(token_ids):
+            self._codec.check((token_id,))
+            if self._has_text(token_id):
+                found.append(token_id)
+            if len(found) == count:
+                break
+        return found[::-1]
 
 
 class _ByteStream:
@@ -99,8 +107,9 @@ class _TextWindow:
     `_window` is context and then pending tokens, `_known` the length of the context's text.
     """
 
-    def __init__(self, codec: TextCodec, context: Sequence[int]) -> None:
+    def __init__(self, codec: TextCodec, context: Sequence[int], *, skip_special_tokens: bool) -> None:
         self._codec = codec
+        self._skip_special_tokens = skip_special_tokens
         begin, self._num_pending = self._between_characters(context)
         self._window = list(context[begin:])
         self._known = len(self._decode(self._window[: len(self._window) - self._num_pending]))
@@ -129,7 +138,7 @@ class _TextWindow:
         return 0, 0
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        return self._codec.decode_checked(token_ids)
+        return self._codec.decode_checked(token_ids, skip_special_tokens=self._skip_special_tokens)
 
 
 @cache

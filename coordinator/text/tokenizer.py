@@ -97,15 +97,15 @@ class TextCodec:
             raise BadConversation(f"the chat template refuses the conversation: {error}") from error
         return list(ids)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of `token_ids` without special tokens. Raises UnknownToken."""
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`, without special tokens or with them. Raises UnknownToken."""
         self.check(token_ids)
-        return self.decode_checked(token_ids)
+        return self.decode_checked(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def decode_checked(self, token_ids: Sequence[int]) -> str:
+    def decode_checked(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """`decode` for ids that have been checked."""
         text = self._tokenizer.decode(
-            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         assert isinstance(text, str)
         return text
@@ -116,9 +116,13 @@ class TextCodec:
             if not 0 <= token_id < self._vocab_size:
                 raise UnknownToken(f"token id {token_id} is outside the vocabulary of {self._vocab_size}")
 
-    def has_text(self, token_id: int) -> bool:
-        """False for special tokens and for ids that the tokenizer does not know: decoding skips them."""
-        return token_id not in self._special_ids and self.piece(token_id) is not None
+    def has_text(self, token_id: int, *, skip_special_tokens: bool = True) -> bool:
+        """Whether decoding does not skip it: ids that the tokenizer does not know, and special tokens if so
+        asked, stand for no text.
+        """
+        if skip_special_tokens and token_id in self._special_ids:
+            return False
+        return self.piece(token_id) is not None
 
     def piece(self, token_id: int) -> str | None:
         """The token as the vocabulary spells it, or None where the tokenizer has none."""

@@ -5,6 +5,7 @@ character.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -159,7 +160,12 @@ def test_a_token_costs_the_same_however_many_came_before(
     codec = codecs[kind]
     lengths: list[int] = []
     plain = codec.decode_checked
-    monkeypatch.setattr(codec, "decode_checked", lambda ids: lengths.append(len(ids)) or plain(ids))
+
+    def decode(ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        lengths.append(len(ids))
+        return plain(ids, skip_special_tokens=skip_special_tokens)
+
+    monkeypatch.setattr(codec, "decode_checked", decode)
     broken = codec.encode("😀")[-1]
     words, spaces = codec.encode("Once upon a time 😀 " * 50), codec.encode(" " * 500)
     many = [*words, *[broken] * 500, *[EOS] * 500, *spaces]
