@@ -34,10 +34,12 @@ def codecs(tmp_path_factory: pytest.TempPathFactory) -> Codecs:
     return {kind: load(tmp_path_factory.mktemp("tokenizer"), text) for kind, text in made.items()}
 
 
-def stream(codec: TextCodec, prompt: list[int], generated: list[int], seed: int) -> list[str]:
+def stream(
+    codec: TextCodec, prompt: list[int], generated: list[int], seed: int, *, skip: bool = True
+) -> list[str]:
     """What `push` returns for pieces of random length, and at the end what `flush` returns."""
     draw = random.Random(seed)
-    detokenizer = IncrementalDetokenizer(codec, prompt)
+    detokenizer = IncrementalDetokenizer(codec, prompt, skip_special_tokens=skip)
     returned = []
     while generated:
         size = draw.randint(1, min(4, len(generated)))
@@ -46,39 +48,42 @@ def stream(codec: TextCodec, prompt: list[int], generated: list[int], seed: int)
     return [*returned, detokenizer.flush()]
 
 
-def complete_text(codec: TextCodec, token_ids: list[int]) -> str:
+def complete_text(codec: TextCodec, token_ids: list[int], *, skip: bool = True) -> str:
     """What the tokens of a valid text say up to the last complete character."""
     if codec.is_byte_level:
-        return codec.decode(token_ids).removesuffix("\ufffd")
-    decoded = (codec.decode(token_ids[: len(token_ids) - held]) for held in range(4))
+        return codec.decode(token_ids, skip_special_tokens=skip).removesuffix("\ufffd")
+    ends = range(len(token_ids), len(token_ids) - 4, -1)
+    decoded = (codec.decode(token_ids[:end], skip_special_tokens=skip) for end in ends)
     return next(text for text in decoded if not text.endswith("\ufffd")) if token_ids else ""
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=300, deadline=None)
-@given(text=texts, cut=st.integers(0, 60), seed=st.integers(0, 99))
+@given(text=texts, cut=st.integers(0, 60), seed=st.integers(0, 99), skip=st.booleans())
 def test_pieces_add_up_to_the_whole_and_end_between_characters(
-    codecs: Codecs, kind: str, text: str, cut: int, seed: int
+    codecs: Codecs, kind: str, text: str, cut: int, seed: int, skip: bool
 ) -> None:
     codec = codecs[kind]
     ids = codec.encode(text)
     prompt, generated = ids[:cut], ids[cut:]
-    pieces = stream(codec, prompt, generated, seed)
+    pieces = stream(codec, prompt, generated, seed, skip=skip)
     if generated:
-        assert complete_text(codec, prompt) + "".join(pieces) == codec.decode(ids)
+        whole = codec.decode(ids, skip_special_tokens=skip)
+        assert complete_text(codec, prompt, skip=skip) + "".join(pieces) == whole
     assert not any("\ufffd" in piece for piece in pieces[:-1])
 
 
 @settings(max_examples=300, deadline=None)
-@given(data=st.data(), cut=st.integers(0, 30), seed=st.integers(0, 99))
+@given(data=st.data(), cut=st.integers(0, 30), seed=st.integers(0, 99), skip=st.booleans())
 def test_any_bytes_at_all_are_streamed_as_they_decode_at_once(
-    codecs: Codecs, data: st.DataObject, cut: int, seed: int
+    codecs: Codecs, data: st.DataObject, cut: int, seed: int, skip: bool
 ) -> None:
     codec = codecs["byte level"]
     ids = data.draw(st.lists(st.integers(0, codec.vocab_size - 1), min_size=1, max_size=40))
     prompt, generated = ids[:cut], ids[cut:] or ids
-    streamed = "".join(stream(codec, prompt, generated, seed))
-    before, whole = codec.decode(prompt), codec.decode(prompt + generated)
+    streamed = "".join(stream(codec, prompt, generated, seed, skip=skip))
+    before = codec.decode(prompt, skip_special_tokens=skip)
+    whole = codec.decode(prompt + generated, skip_special_tokens=skip)
     # What the prompt leaves incomplete comes with the answer: one U+FFFD, or two for half a surrogate
     # (ED A0), which Python's decoder waits for although no third byte makes it valid.
     held = len(before) - len(before.rstrip("\ufffd"))
@@ -86,9 +91,9 @@ def test_any_bytes_at_all_are_streamed_as_they_decode_at_once(
 
 
 @settings(max_examples=300, deadline=None)
-@given(data=st.data(), seed=st.integers(0, 99))
+@given(data=st.data(), seed=st.integers(0, 99), skip=st.booleans())
 def test_any_tokens_but_broken_bytes_are_streamed_as_they_decode_at_once(
-    codecs: Codecs, data: st.DataObject, seed: int
+    codecs: Codecs, data: st.DataObject, seed: int, skip: bool
 ) -> None:
     codec = codecs["sentencepiece"]
     words = [token_id for token_id in range(codec.vocab_size) if "<0x" not in (codec.piece(token_id) or "")]
@@ -97,7 +102,8 @@ def test_any_tokens_but_broken_bytes_are_streamed_as_they_decode_at_once(
     one = st.sampled_from(words).map(lambda token_id: [token_id])
     parts = data.draw(st.lists(st.one_of(one, st.just(smile)), max_size=30))
     ids = [token_id for part in parts for token_id in part]
-    assert "".join(stream(codec, [], ids, seed)) == codec.decode(ids)
+    streamed = "".join(stream(codec, [], ids, seed, skip=skip))
+    assert streamed == codec.decode(ids, skip_special_tokens=skip)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -142,6 +148,25 @@ def test_special_tokens_have_no_text_and_disturb_none(codecs: Codecs, kind: str)
     assert detokenizer.push([EOS, *once, EOS, EOS]) == "Once"
     assert detokenizer.push([EOS] * 9) == ""
     assert detokenizer.push(upon) == " upon"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_special_tokens_are_text_where_they_are_not_skipped(codecs: Codecs, kind: str) -> None:
+    codec = codecs[kind]
+    for prompt in ([], [EOS], codec.encode("a")):
+        detokenizer = IncrementalDetokenizer(codec, prompt, skip_special_tokens=False)
+        upon = codec.encode("Once upon")[len(codec.encode("Once")) :]
+        assert [detokenizer.push([token_id]) for token_id in (EOS, *upon, EOS)] == ["</s>", " upon", "</s>"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_special_token_ends_a_character_that_was_not_complete(codecs: Codecs, kind: str) -> None:
+    codec = codecs[kind]
+    detokenizer = IncrementalDetokenizer(codec, [], skip_special_tokens=False)
+    begun = codec.encode("fox☃")[1:-1]
+    assert detokenizer.push(begun) == "fox"
+    text = detokenizer.push([EOS]) + detokenizer.flush()
+    assert text.removesuffix("</s>") == codec.decode(begun).removeprefix("fox")
 
 
 def test_broken_bytes_do_not_delay_the_words_after_them(codecs: Codecs) -> None:

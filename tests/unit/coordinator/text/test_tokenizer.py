@@ -46,6 +46,8 @@ def test_ids_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
         assert ids == reference(text)["input_ids"]
         assert ids[0] == 1
         assert codec.decode(ids) == reference.decode(ids, skip_special_tokens=True)
+        with_special = reference.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert codec.decode(ids, skip_special_tokens=False) == with_special
 
 
 def test_a_file_without_post_processor_adds_no_bos(kind: str, tmp_path: Path) -> None:
