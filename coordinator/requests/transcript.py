@@ -45,7 +45,9 @@ class Transcript:
     log-probabilities waits for those of the prompt: until `set_prompt_logprobs` no piece has a token, because
     tokens and their log-probabilities travel together.
 
-    Text is made when it is read, or, with stop strings, when a token is appended.
+    Text is made when it is read, or, with stop strings, when a token is appended; a token takes microseconds
+    (`bench/text.py`). Where many are due at once, an echoed prompt or what nobody has read for a long time,
+    `make_text` does it in portions.
     """
 
     def __init__(
@@ -118,6 +120,11 @@ class Transcript:
         assert not self.is_finished, f"finished with {self._finish_reason} already"
         assert not self._is_waiting, "an echo without its log-probabilities"
         self._finish_reason = reason
+
+    def make_text(self, *, max_tokens: int) -> bool:
+        """Makes the text of at most so many more tokens; True: all have theirs. Changes no piece."""
+        self._detokenize(min(len(self._tokens), self._text.num_tokens + max_tokens))
+        return self._text.num_tokens == len(self._tokens)
 
     def read(self, from_token: int, *, max_tokens: int) -> Piece:
         """What there is from a token on, at most so many tokens; changes nothing. Raises TokenNotGenerated.
