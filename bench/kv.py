@@ -21,6 +21,7 @@ import torch
 
 from bench.kv_prefix import PrefixResult, measure_prefix_sharing
 from coordinator.scheduling.kv_log import KvLog
+from coordinator.scheduling.order import QueueOrder
 from coordinator.scheduling.sequence import Sequence
 from kvcache import ActiveSequence
 from kvcache.pages import KvPages, PageLayout
@@ -88,7 +89,7 @@ def new_sequence(tokens: tuple[int, ...]) -> Sequence:
         max_tokens=4096,
         sampling=StepSampling(temperature=0.0, top_k=0, top_p=1.0, seed=0),
         stop_token_ids=frozenset(),
-        arrival=0,
+        order=QueueOrder(0.0, 0),
     )
 
 

@@ -8,6 +8,7 @@ import sys
 import uvloop
 
 from checkpoint import CheckpointError
+from coordinator.api.callers import Callers
 from coordinator.api.cluster_service import ClusterService, StepResultsService
 from coordinator.api.inference_service import InferenceService
 from coordinator.api.session import Sessions
@@ -17,6 +18,7 @@ from coordinator.cluster.controller import Controller
 from coordinator.config import CoordinatorConfig
 from coordinator.model import ServedModel, open_model
 from coordinator.planning.served_plan import plan_for
+from coordinator.requests.admission import AdmissionLimits
 from coordinator.requests.engine import Engine
 from coordinator.text.tokenizer import TokenizerError, load_text_codec
 from coordinator.timing import ClusterTiming
@@ -37,19 +39,27 @@ class CoordinatorServer:
         self, config: CoordinatorConfig, model: ServedModel, timing: ClusterTiming | None = None
     ) -> None:
         self._config = config
-        self.engine = Engine(queue_size=config.queue_size)
+        self.engine = Engine(
+            AdmissionLimits(
+                queue_size=config.queue_size,
+                max_client_requests=config.max_client_requests,
+                max_unread_tokens=config.max_unread_tokens,
+            )
+        )
         state = ClusterState(
             num_stages=config.num_stages, make_plan=lambda workers: plan_for(config, model, workers)
         )
         incarnation = new_incarnation()
-        self.controller = Controller(
-            state, self.engine, model, incarnation=incarnation, timing=timing or ClusterTiming()
-        )
+        timing = timing or ClusterTiming()
+        self.controller = Controller(state, self.engine, model, incarnation=incarnation, timing=timing)
+        self._sweep_interval_s = timing.sweep_interval_s
+        self._sweeper: asyncio.Task[None] | None = None
         status = StatusReporter(self.controller, self.engine, model)
-        self._sessions = Sessions(self.engine, self.controller, model)
+        self._sessions = Sessions(self.engine, self.controller, model, priority_age_s=config.priority_age_s)
+        callers = Callers(config.client_key, self.engine.now_s)
         self._server = new_server()
         inference_pb2_grpc.add_InferenceServicer_to_server(
-            InferenceService(self._sessions, self.engine, status), self._server
+            InferenceService(self._sessions, self.engine, status, callers), self._server
         )
         cluster_pb2_grpc.add_ClusterServicer_to_server(
             ClusterService(self.controller, status, self.engine.kv_feed), self._server
@@ -64,13 +74,22 @@ class CoordinatorServer:
         self.address = f"{self._config.listen.rpartition(':')[0]}:{port}"
         await self._server.start()
         self.controller.start()
+        self._sweeper = asyncio.create_task(self._sweep(), name="sweeper")
 
     async def stop(self) -> None:
         """Fails what is live, closes every stream."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            await asyncio.wait([self._sweeper])
         await self.controller.close()
         self._sessions.close()
         self.engine.kv_feed.close()
         await self._server.stop(STOP_GRACE_S)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(self._sweep_interval_s)
+            self.engine.sweep()
 
 
 def run(config: CoordinatorConfig) -> int:

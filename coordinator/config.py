@@ -1,11 +1,14 @@
 """What a coordinator is started with."""
 
+import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from wire.addresses import parse_address
 
 DTYPES = ("bf16", "f16", "f32")
+_METADATA_KEY = re.compile(r"[a-z0-9_.-]+(?<!-bin)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -13,8 +16,10 @@ class CoordinatorConfig:
     """Validated when it is made; raises ValueError with the numbers.
 
     `None` stands for: the built-in model (`model_directory`), a split that balances the stages (`layers`),
-    the checkpoint's dtype, the model's own limit (`max_sequence_tokens`), and as many KV tokens as the memory
-    of the workers holds (`max_kv_tokens`).
+    the checkpoint's dtype, the model's own limit (`max_sequence_tokens`), as many KV tokens as the memory of
+    the workers holds (`max_kv_tokens`), no bound on one client's requests, and clients that are told apart by
+    their address (`client_key`, else a key of their calls' metadata). A request is cancelled when its reader
+    is `max_unread_tokens` behind. Waiting for `priority_age_s` is worth one class of priority.
     """
 
     model_directory: Path | None
@@ -28,15 +33,25 @@ class CoordinatorConfig:
     max_sequence_tokens: int | None
     max_kv_tokens: int | None
     queue_size: int
+    max_client_requests: int | None = None
+    client_key: str | None = None
+    max_unread_tokens: int = 4096
+    priority_age_s: float = 10.0
 
     def __post_init__(self) -> None:
         parse_address(self.listen)
         for name in ("num_stages", "block_size", "max_step_tokens", "max_step_sequences", "queue_size"):
             _check_at_least_one(name, getattr(self, name))
-        for name in ("max_sequence_tokens", "max_kv_tokens"):
+        for name in ("max_sequence_tokens", "max_kv_tokens", "max_client_requests", "max_unread_tokens"):
             _check_at_least_one(name, getattr(self, name))
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r} is none of {', '.join(DTYPES)}")
+        if self.client_key is not None and not _METADATA_KEY.fullmatch(self.client_key):
+            raise ValueError(
+                f"client_key {self.client_key!r} is no metadata key: use a-z, 0-9, '-', '_', '.'"
+            )
+        if not 0 < self.priority_age_s < math.inf:
+            raise ValueError(f"priority_age_s is {self.priority_age_s:g}, but must be positive and finite")
         self._check_layers()
         self._check_step_tokens()
 

@@ -12,7 +12,7 @@ class ClusterTiming:
     that is not connected after `epoch_timeout_s` is started again. Requests wait `recovery_timeout_s` for a
     pipeline, then fail. A stream that breaks ends its epoch after `report_grace_s`, so that the cause, which
     comes on another connection, can come first: the report of a stage that refuses a step and so ends its
-    streams, or the end of a worker.
+    streams, or the end of a worker. What has outlived its time is swept every `sweep_interval_s`.
     """
 
     heartbeat_interval_s: float = 0.5
@@ -20,6 +20,7 @@ class ClusterTiming:
     epoch_timeout_s: float = 15.0
     recovery_timeout_s: float = 30.0
     report_grace_s: float = 0.2
+    sweep_interval_s: float = 1.0
 
     def __post_init__(self) -> None:
         for field in fields(self):

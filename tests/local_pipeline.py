@@ -17,6 +17,7 @@ from checkpoint import Checkpoint, DType
 from coordinator.scheduling.kv_log import KvLog
 from coordinator.scheduling.kv_window import KvWindow
 from coordinator.scheduling.lifecycle import SequenceState
+from coordinator.scheduling.order import QueueOrder
 from coordinator.scheduling.scheduler import Scheduler, SchedulerLimits
 from coordinator.scheduling.sequence import Sequence
 from kvcache.pages import KvPages
@@ -237,7 +238,7 @@ def _sequence(request: Request, arrival: int) -> Sequence:
         max_tokens=request.max_tokens,
         sampling=request.sampling,
         stop_token_ids=request.stop_token_ids,
-        arrival=arrival,
+        order=QueueOrder(0.0, arrival),
         cache_salt=request.cache_salt,
     )
 

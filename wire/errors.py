@@ -6,12 +6,14 @@ ServingError
 |- RequestNotFound           NOT_FOUND
 |- RequestExists             ALREADY_EXISTS
 |- NameInUse                 ALREADY_EXISTS       a live worker elsewhere has this name
-|- Overloaded                RESOURCE_EXHAUSTED   a bounded queue is full
+|- Overloaded                RESOURCE_EXHAUSTED   a bounded queue is full; says when to try again
 |- HandshakeMismatch         FAILED_PRECONDITION  two ends disagree; carries both values
 |- StaleStream               ABORTED              a stream of an epoch that is over
 |- StepFailed                ABORTED              the step that carried the request was faulty
 |- SliceFailed               INTERNAL             this sequence alone failed on a stage
 |- RequestCancelled          CANCELLED
+|- DeadlinePassed            DEADLINE_EXCEEDED
+|- Superseded                ABORTED              another call reads this request now
 |- ClusterUnavailable        UNAVAILABLE          no stages in time
 `- StepFault                 ABORTED              a stage refuses a step, and with it the epoch
 ```
@@ -46,7 +48,11 @@ class NameInUse(ServingError):
 
 
 class Overloaded(ServingError):
-    """A bounded queue is full."""
+    """A bounded queue is full, or a client has too many requests. `retry_after_s`: when to try again."""
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class HandshakeMismatch(ServingError):
@@ -70,7 +76,15 @@ class SliceFailed(ServingError):
 
 
 class RequestCancelled(ServingError):
-    """The request was cancelled."""
+    """The request was cancelled; the text says why."""
+
+
+class DeadlinePassed(ServingError):
+    """The request was not finished when its deadline came."""
+
+
+class Superseded(ServingError):
+    """Another call has attached to the request; this one gets nothing more."""
 
 
 class ClusterUnavailable(ServingError):
@@ -137,6 +151,8 @@ STATUS_OF_ERROR: dict[type[ServingError], grpc.StatusCode] = {
     StepFailed: grpc.StatusCode.ABORTED,
     SliceFailed: grpc.StatusCode.INTERNAL,
     RequestCancelled: grpc.StatusCode.CANCELLED,
+    DeadlinePassed: grpc.StatusCode.DEADLINE_EXCEEDED,
+    Superseded: grpc.StatusCode.ABORTED,
     ClusterUnavailable: grpc.StatusCode.UNAVAILABLE,
     StepFault: grpc.StatusCode.ABORTED,
 }

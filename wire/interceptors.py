@@ -11,6 +11,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from wire.errors import InvalidRequest, ServingError, status_of
+from wire.status_details import details_of
 
 log = logging.getLogger(__name__)
 
@@ -100,4 +101,4 @@ async def _abort(context: Context, error: Exception, name: str) -> None:
     if not isinstance(error, ServingError):
         log.exception("unexpected error in %s", name, exc_info=error)
     code, text = status_of(error)
-    await context.abort(code, text)
+    await context.abort(code, text, trailing_metadata=details_of(error))

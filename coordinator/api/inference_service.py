@@ -5,70 +5,79 @@ from typing import Any
 
 import grpc
 
+from coordinator.api.callers import Callers
 from coordinator.api.intake import refuse_unknown_fields
-from coordinator.api.session import Output, Sessions
+from coordinator.api.output_messages import encode_output
+from coordinator.api.session import Sessions
 from coordinator.api.status import StatusReporter
+from coordinator.requests.attachment import Attachment, Positions
 from coordinator.requests.engine import Engine
-from coordinator.scheduling.sequence import FinishReason, Sequence
 from stageline_rpc.v1 import inference_pb2, inference_pb2_grpc
 from wire.calls import when_call_ends
 from wire.errors import InvalidRequest
-from wire.ids import id_text, parse_request_id
+from wire.ids import RequestId, parse_request_id
 
-FINISH_REASON_TO_MESSAGE: dict[FinishReason, inference_pb2.FinishReason.ValueType] = {
-    FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
-}
+Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
     """What clients call."""
 
-    def __init__(self, sessions: Sessions, engine: Engine, status: StatusReporter) -> None:
+    def __init__(self, sessions: Sessions, engine: Engine, status: StatusReporter, callers: Callers) -> None:
         self._sessions = sessions
         self._engine = engine
         self._status = status
+        self._callers = callers
 
     async def Generate(  # noqa: N802
-        self,
-        request: inference_pb2.GenerateRequest,
-        context: grpc.aio.ServicerContext[Any, Any],
+        self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        session = await self._sessions.accept(request)
-        when_call_ends(context, session.close)
-        async for output in session.outputs():
-            yield encode_output(session.sequence, output)
+        attachment = await self._sessions.accept(request, self._callers.of(context))
+        async for response in self._read(attachment, context):
+            yield response
+
+    async def Attach(  # noqa: N802
+        self, request: inference_pb2.AttachRequest, context: Context
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        refuse_unknown_fields(request)
+        attachment = self._engine.attach(
+            _request_id(request.request_id),
+            _positions(request),
+            deadline_s=self._callers.of(context).deadline_s,
+        )
+        async for response in self._read(attachment, context):
+            yield response
 
     async def Cancel(  # noqa: N802
-        self, request: inference_pb2.CancelRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, request: inference_pb2.CancelRequest, context: Context
     ) -> inference_pb2.CancelResponse:
         refuse_unknown_fields(request)
-        try:
-            request_id = parse_request_id(request.request_id)
-        except ValueError as error:
-            raise InvalidRequest(str(error)) from None
-        self._engine.cancel(request_id)
+        self._engine.cancel(_request_id(request.request_id))
         return inference_pb2.CancelResponse()
 
     async def GetModel(  # noqa: N802
-        self, request: inference_pb2.GetModelRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, request: inference_pb2.GetModelRequest, context: Context
     ) -> inference_pb2.GetModelResponse:
         return self._status.model()
 
+    async def _read(
+        self, attachment: Attachment, context: Context
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        when_call_ends(context, lambda: self._engine.leave(attachment))
+        async for output in attachment.outputs():
+            yield encode_output(output)
 
-def encode_output(sequence: Sequence, output: Output) -> inference_pb2.GenerateResponse:
-    response = inference_pb2.GenerateResponse(
-        request_id=id_text(sequence.key.request_id),
-        first_token_index=output.first_token_index,
-        token_ids=output.tokens,
-        text=output.text,
-        text_offset=output.text_offset,
-    )
-    if output.finish_reason is not None:
-        response.finish_reason = FINISH_REASON_TO_MESSAGE[output.finish_reason]
-        response.usage.prompt_tokens = sequence.num_prompt_tokens
-        response.usage.completion_tokens = sequence.num_generated_tokens
-        response.usage.cached_tokens = sequence.num_cached_tokens
-        response.usage.seed = sequence.sampling.seed
-        response.usage.restarts = sequence.num_restarts
-    return response
+
+def _request_id(text: str) -> RequestId:
+    try:
+        return parse_request_id(text)
+    except ValueError as error:
+        raise InvalidRequest(str(error)) from None
+
+
+def _positions(request: inference_pb2.AttachRequest) -> Positions:
+    by_choice = {each.choice: each.from_token for each in request.positions}
+    if len(by_choice) < len(request.positions):
+        raise InvalidRequest("positions has a choice twice")
+    prompt_token = request.from_prompt_token if request.HasField("from_prompt_token") else None
+    return Positions(request.from_token, by_choice, prompt_token)

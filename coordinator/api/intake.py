@@ -1,25 +1,41 @@
-"""Turns a client's request into a sequence, or refuses it with the numbers. Pure but for the tokenizer."""
+"""Turns a client's message into a request, or refuses it with the numbers. Pure but for the tokenizer."""
 
-import math
-import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from google.protobuf import unknown_fields
 from google.protobuf.message import Message
 
+from coordinator.api.sampling_parameters import (
+    Generation,
+    Vocabulary,
+    check_bad_words,
+    resolve_generation,
+)
 from coordinator.model import ServedModel
 from coordinator.planning.plan import Plan
+from coordinator.requests.request import Choice, Request
+from coordinator.requests.transcript import Transcript
+from coordinator.scheduling.order import Priority, QueueOrder
 from coordinator.scheduling.sequence import Sequence
+from coordinator.text.detokenizer import IncrementalDetokenizer
 from coordinator.text.tokenizer import ChatMessage, TextCodec, TokenizerError
 from stageline_rpc.v1 import inference_pb2
 from wire.errors import InvalidRequest
 from wire.ids import RequestId, SequenceKey, new_request_id, parse_request_id
-from wire.steps import StepSampling
 
 DEFAULT_MAX_TOKENS = 256
-MAX_TEMPERATURE = 100.0
 TEXT_SLACK = 4
-MAX_SEED = 2**64 - 1
+DEFAULT_KEEP_S = 60.0
+MAX_KEEP_S = 3600.0
+
+PRIORITY_OF_MESSAGE: dict[int, Priority] = {
+    inference_pb2.PRIORITY_UNSPECIFIED: Priority.NORMAL,
+    inference_pb2.PRIORITY_LOW: Priority.LOW,
+    inference_pb2.PRIORITY_NORMAL: Priority.NORMAL,
+    inference_pb2.PRIORITY_HIGH: Priority.HIGH,
+}
 
 
 def request_id_of(request: inference_pb2.GenerateRequest) -> RequestId:
@@ -50,7 +66,7 @@ def check_text_size(request: inference_pb2.GenerateRequest, model: ServedModel) 
     A token stands for at most as many bytes as the longest one of the vocabulary, if the tokenizer drops
     nothing; one that folds white space may drop some, so `TEXT_SLACK` times as much is let through.
     """
-    text = _text_codec(model, request.WhichOneof("prompt") or "text")
+    text = _text_codec(model, "token_ids", instead_of=f"a prompt of {request.WhichOneof('prompt')}")
     texts = [request.text, *(each.content for each in request.conversation.messages)]
     size_bytes = sum(len(each.encode()) for each in texts)
     max_tokens = model.config.max_position_embeddings
@@ -62,6 +78,30 @@ def check_text_size(request: inference_pb2.GenerateRequest, model: ServedModel) 
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """What the tokenizer made of a request: its prompt, and the words that are never generated."""
+
+    prompt: tuple[int, ...]
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+
+def needs_tokenizer(request: inference_pb2.GenerateRequest) -> bool:
+    """Whether `resolve` takes longer than a moment."""
+    return request.WhichOneof("prompt") in ("text", "conversation") or bool(request.sampling.bad_words)
+
+
+def resolve(request: inference_pb2.GenerateRequest, model: ServedModel) -> Resolved:
+    """May take a while for a long text. Raises InvalidRequest."""
+    prompt = resolve_prompt(request, model)
+    words = request.sampling.bad_words
+    if not words:
+        return Resolved(prompt=prompt)
+    check_bad_words(words)
+    codec = _text_codec(model, "bad_word_ids", instead_of="bad_words")
+    return Resolved(prompt=prompt, bad_words=tuple(each for word in words for each in codec.spellings(word)))
+
+
 def resolve_prompt(request: inference_pb2.GenerateRequest, model: ServedModel) -> tuple[int, ...]:
     """The prompt's token ids. May take a while for a long text. Raises InvalidRequest."""
     kind = request.WhichOneof("prompt")
@@ -70,7 +110,7 @@ def resolve_prompt(request: inference_pb2.GenerateRequest, model: ServedModel) -
     if kind == "token_ids":
         prompt = tuple(request.token_ids.ids)
     else:
-        prompt = tuple(_encode(request, _text_codec(model, kind)))
+        prompt = tuple(_encode(request, _text_codec(model, "token_ids", instead_of=f"a prompt of {kind}")))
     if not prompt:
         raise InvalidRequest("the prompt has no tokens; at least 1 is needed")
     vocab_size = model.config.vocab_size
@@ -79,33 +119,99 @@ def resolve_prompt(request: inference_pb2.GenerateRequest, model: ServedModel) -
     return prompt
 
 
-def make_sequence(
-    request: inference_pb2.GenerateRequest,
-    prompt: tuple[int, ...],
+def make_request(
+    message: inference_pb2.GenerateRequest,
+    resolved: Resolved,
     request_id: RequestId,
     *,
     model: ServedModel,
     plan: Plan,
-    arrival: int,
-) -> Sequence:
-    """Raises InvalidRequest for parameters out of range and for a sequence that can never fit."""
-    sampling = _sampling(request.sampling, model.config.vocab_size)
-    max_tokens = _max_tokens(request, len(prompt), model, plan)
-    stops = frozenset() if request.sampling.ignore_eos else frozenset(model.checkpoint.eos_token_ids)
-    return Sequence(
-        SequenceKey(request_id, 0),
-        prompt,
-        max_tokens=max_tokens,
-        sampling=sampling,
-        stop_token_ids=stops,
-        arrival=arrival,
-        cache_salt=request.cache_salt,
+    client: str,
+    place: Callable[[Priority, int], QueueOrder],
+) -> Request:
+    """`place` gives each choice its place in the queue.
+
+    Raises InvalidRequest for parameters out of range and for a sequence that can never fit.
+    """
+    prompt = resolved.prompt
+    max_tokens = _max_tokens(message, len(prompt), model, plan)
+    generation = resolve_generation(
+        message.sampling, _vocabulary(model), max_tokens=max_tokens, bad_words=resolved.bad_words
+    )
+    keep_s, priority = _keep_s(message), _priority(message)
+
+    def choice(index: int) -> Choice:
+        sequence = Sequence(
+            SequenceKey(request_id, index),
+            prompt,
+            max_tokens=max_tokens,
+            sampling=generation.sampling,
+            stop_token_ids=generation.stop_token_ids,
+            order=place(priority, index),
+            cache_salt=message.cache_salt,
+            # The prompt is the same for all choices: one of them scores it.
+            wants_prompt_logprobs=generation.wants_prompt_logprobs and index == 0,
+        )
+        return Choice(sequence, _transcript(generation, prompt, model.text))
+
+    return Request(
+        request_id,
+        [choice(index) for index in range(generation.num_choices)],
+        client=client,
+        keep_s=keep_s,
+        num_top_prompt_logprobs=generation.num_top_prompt_logprobs,
+        num_top_echoed=generation.num_top_echoed,
     )
 
 
-def _text_codec(model: ServedModel, kind: str) -> TextCodec:
+def _transcript(generation: Generation, prompt: tuple[int, ...], codec: TextCodec | None) -> Transcript:
+    """With echo the prompt is part of the output, and its text too."""
+    context, echoed = ((), prompt) if generation.echo else (prompt, ())
+    detokenizer = None
+    if codec is not None:
+        skips = generation.skip_special_tokens
+        detokenizer = IncrementalDetokenizer(codec, context, skip_special_tokens=skips)
+    return Transcript(
+        detokenizer,
+        stops=generation.stops,
+        min_tokens=generation.sampling.min_tokens,
+        prompt=echoed,
+        has_logprobs=generation.sampling.logprobs is not None,
+    )
+
+
+def _vocabulary(model: ServedModel) -> Vocabulary:
+    size = model.config.vocab_size
+    eos = frozenset(token for token in model.checkpoint.eos_token_ids if token < size)
+    return Vocabulary(size=size, eos_token_ids=eos, has_text=model.text is not None)
+
+
+def _keep_s(request: inference_pb2.GenerateRequest) -> float | None:
+    """How long the output outlives the request; None where a disconnect cancels it."""
+    policy = request.on_disconnect
+    if policy.action in (inference_pb2.OnDisconnect.ACTION_UNSPECIFIED, inference_pb2.OnDisconnect.CANCEL):
+        if policy.HasField("keep_s"):
+            raise InvalidRequest("on_disconnect has keep_s, which only DETACH takes")
+        return None
+    if policy.action != inference_pb2.OnDisconnect.DETACH:
+        raise InvalidRequest(f"on_disconnect is {policy.action}, must be CANCEL or DETACH")
+    keep_s = policy.keep_s if policy.HasField("keep_s") else DEFAULT_KEEP_S
+    if not 0 < keep_s <= MAX_KEEP_S:
+        raise InvalidRequest(f"keep_s is {keep_s:g}, must be in (0, {MAX_KEEP_S:g}]")
+    return keep_s
+
+
+def _priority(request: inference_pb2.GenerateRequest) -> Priority:
+    if (priority := PRIORITY_OF_MESSAGE.get(request.priority)) is None:
+        raise InvalidRequest(f"priority is {request.priority}, must be LOW, NORMAL or HIGH")
+    return priority
+
+
+def _text_codec(model: ServedModel, possible: str, *, instead_of: str) -> TextCodec:
     if model.text is None:
-        raise InvalidRequest(f"model {model.name} has no tokenizer: the prompt must be token_ids, not {kind}")
+        raise InvalidRequest(
+            f"model {model.name} has no tokenizer: it can be given {possible}, not {instead_of}"
+        )
     return model.text
 
 
@@ -119,19 +225,6 @@ def _encode(request: inference_pb2.GenerateRequest, codec: TextCodec) -> list[in
         raise InvalidRequest(str(error)) from error
 
 
-def _sampling(message: inference_pb2.SamplingParameters, vocab_size: int) -> StepSampling:
-    temperature = message.temperature
-    if not (math.isfinite(temperature) and 0 <= temperature <= MAX_TEMPERATURE):
-        raise InvalidRequest(f"temperature is {temperature}, must be in [0, {MAX_TEMPERATURE:g}]")
-    if message.top_k > vocab_size:
-        raise InvalidRequest(f"top_k is {message.top_k}, must be in [0, {vocab_size}]")
-    top_p = message.top_p if message.HasField("top_p") else 1.0
-    if not 0 < top_p <= 1:
-        raise InvalidRequest(f"top_p is {top_p}, must be in (0, 1]")
-    seed = message.seed if message.HasField("seed") else secrets.randbelow(MAX_SEED + 1)
-    return StepSampling(temperature=temperature, top_k=message.top_k, top_p=top_p, seed=seed)
-
-
 def _max_tokens(
     request: inference_pb2.GenerateRequest, num_prompt_tokens: int, model: ServedModel, plan: Plan
 ) -> int:
@@ -140,8 +233,6 @@ def _max_tokens(
         wanted = max(1, min(DEFAULT_MAX_TOKENS, room))
     else:
         wanted = request.max_tokens
-    if wanted < 1:
-        raise InvalidRequest(f"max_tokens is {wanted}, must be at least 1")
     if wanted > room:
         raise InvalidRequest(
             f"prompt of {num_prompt_tokens} + max_tokens {wanted} = {num_prompt_tokens + wanted} tokens, "

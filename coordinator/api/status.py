@@ -100,7 +100,7 @@ class StatusReporter:
         states = [sequence.state for sequence in self._engine.live_sequences]
         totals, counts = self._engine.totals, self._engine.scheduler.counts
         return cluster_pb2.RequestCounts(
-            waiting=sum(state.is_queued for state in states) + self._engine.num_preparing,
+            waiting=sum(state.is_queued for state in states) + self._engine.admission.num_preparing,
             prefill=states.count(SequenceState.PREFILL),
             decode=states.count(SequenceState.DECODE),
             finished=totals.finished,
@@ -110,4 +110,7 @@ class StatusReporter:
             preemptions=counts.num_preemptions,
             prompt_tokens=counts.num_prompt_tokens,
             cached_tokens=counts.num_cached_tokens,
+            detached=sum(request.is_detached for request in self._engine.registry.live),
+            kept=self._engine.registry.num_kept,
+            orphaned=totals.orphaned,
         )

@@ -5,54 +5,64 @@ the engine hands out steps for as long as the scheduler has any.
 """
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from coordinator.requests.output import OutputChannel
+from coordinator.requests.admission import Admission, AdmissionLimits
+from coordinator.requests.attachment import Attachment, Positions
+from coordinator.requests.pace import Pace
+from coordinator.requests.registry import Registry
+from coordinator.requests.request import Choice, Request
 from coordinator.scheduling.kv_feed import KvFeed
 from coordinator.scheduling.kv_log import KvLog
 from coordinator.scheduling.lifecycle import SequenceState
 from coordinator.scheduling.scheduler import Progress, Scheduler, SchedulerLimits
-from coordinator.scheduling.sequence import Sequence
+from coordinator.scheduling.sequence import FinishReason, Sequence
 from wire.errors import (
     ClusterUnavailable,
-    Overloaded,
+    DeadlinePassed,
     RequestCancelled,
-    RequestExists,
-    RequestNotFound,
     ServingError,
     StepFailed,
 )
-from wire.ids import RequestId, SequenceKey, id_text
+from wire.ids import RequestId, id_text
 from wire.steps import FaultReport, Step, StepResult
 
 log = logging.getLogger(__name__)
 
+DEADLINE_SLACK_S = 0.05
+
 
 @dataclass(slots=True)
 class RequestTotals:
-    """Requests that have ended, since the coordinator started."""
+    """Requests that have ended, since the coordinator started. `orphaned` of the cancelled ones were found by
+    the sweeper.
+    """
 
     finished: int = 0
     cancelled: int = 0
     failed: int = 0
+    orphaned: int = 0
 
 
 class Engine:
-    """Owner of the scheduler and of the channels to the clients."""
+    """Owner of the scheduler and of the requests."""
 
-    def __init__(self, *, queue_size: int) -> None:
-        """`queue_size` bounds the live requests that hold no blocks."""
-        if queue_size < 1:
-            raise ValueError(f"queue_size must be at least 1, got {queue_size}")
-        self._queue_size = queue_size
+    def __init__(self, limits: AdmissionLimits, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limits = limits
+        self._clock = clock
         self._scheduler = Scheduler()
-        self._live: dict[RequestId, tuple[Sequence, OutputChannel]] = {}
+        self._registry = Registry()
+        self._pace = Pace()
+        self.admission = Admission(limits, self._registry, self._pace)
         self._send: Callable[[Step], None] | None = None
-        self._num_preparing = 0
         self.totals = RequestTotals()
         self.kv_feed = KvFeed()
+
+    def now_s(self) -> float:
+        """The clock that deadlines are on."""
+        return self._clock()
 
     @property
     def scheduler(self) -> Scheduler:
@@ -60,51 +70,61 @@ class Engine:
         return self._scheduler
 
     @property
-    def num_preparing(self) -> int:
-        """Requests that are being tokenized, or wait for a pipeline, and are not live yet."""
-        return self._num_preparing
+    def registry(self) -> Registry:
+        """For reading only."""
+        return self._registry
 
     @property
     def live_sequences(self) -> list[Sequence]:
-        return [sequence for sequence, _ in self._live.values()]
+        return [sequence for request in self._registry.live for sequence in request.live_sequences]
 
-    def submit(self, sequence: Sequence) -> OutputChannel:
-        """Accepts a request. Raises RequestExists, or Overloaded when the queue is full."""
-        request_id = sequence.key.request_id
-        self.check_new(request_id)
-        self._check_room(len(self._scheduler.queue))
-        channel = OutputChannel()
-        self._live[request_id] = (sequence, channel)
-        self._scheduler.add(sequence)
+    def submit(self, request: Request, *, deadline_s: float | None = None) -> Attachment:
+        """Accepts a request, which the caller reads.
+
+        `deadline_s`, on the engine's clock, cancels it. Raises RequestExists, or Overloaded when the queue is
+        full.
+        """
+        self._registry.check_new(request.id)
+        self.admission.check_queue()
+        self._registry.add(request)
+        attachment = self._attach(request, Positions(), deadline_s)
+        for choice in request.choices:
+            self._scheduler.add(choice.sequence)
         self._pump()
-        return channel
+        return attachment
 
-    @contextmanager
-    def preparing(self) -> Iterator[None]:
-        """A place in the queue while a request is made ready to be submitted. Raises Overloaded."""
-        self._check_room(len(self._scheduler.queue) + self._num_preparing)
-        self._num_preparing += 1
-        try:
-            yield
-        finally:
-            self._num_preparing -= 1
+    def attach(
+        self, request_id: RequestId, positions: Positions, *, deadline_s: float | None = None
+    ) -> Attachment:
+        """Reads a request from now on, in the place of whoever read it. Raises RequestNotFound, and
+        InvalidRequest for positions that it does not have.
 
-    def _check_room(self, num_waiting: int) -> None:
-        if num_waiting >= self._queue_size:
-            raise Overloaded(f"{self._queue_size} requests are waiting, which is the limit; retry later")
+        Nothing here awaits, so this happens between two steps, and the old reader gets nothing after it.
+        """
+        return self._attach(self._registry.find(request_id), positions, deadline_s)
 
-    def check_new(self, request_id: RequestId) -> None:
-        """Raises RequestExists when a live request has this id."""
-        if request_id in self._live:
-            raise RequestExists(f"request {id_text(request_id)} is live already")
+    def leave(self, attachment: Attachment) -> None:
+        """The call of this reader has ended: the request goes on without one, or is cancelled."""
+        request = attachment.request
+        if request.attachment is not attachment:
+            return
+        request.attachment, request.left_s = None, self._clock()
+        if not request.is_live:
+            return
+        if not self._cancel_if_late(request) and request.keep_s is None:
+            self._cancel(request, RequestCancelled("the client has left"))
+        self._pump()
 
     def cancel(self, request_id: RequestId) -> None:
-        """Ends a live request; its pages are freed with the next step. Raises RequestNotFound."""
-        if request_id not in self._live:
-            raise RequestNotFound(f"no live request {id_text(request_id)}")
-        self.totals.cancelled += 1
-        self._end(request_id, SequenceState.CANCELLED, RequestCancelled("the request was cancelled"))
-        self._pump()
+        """Ends a live request, whose pages are freed with the next step; forgets a kept one. Raises
+        RequestNotFound.
+        """
+        request = self._registry.find(request_id)
+        if request.is_live:
+            self._cancel(request, RequestCancelled("the request was cancelled"))
+            self._pump()
+        else:
+            self._registry.forget(request_id)
 
     def start_epoch(
         self,
@@ -120,11 +140,11 @@ class Engine:
         A live request that was accepted under a larger plan, and can never fit under this one, fails: at the
         head of the queue it would hold up all others for ever.
         """
-        for sequence in self.live_sequences:
-            needed = sequence.num_prompt_tokens + sequence.max_tokens
+        for request in self._registry.live:
+            needed = request.num_prompt_tokens + request.choices[0].sequence.max_tokens
             if needed > max_sequence_tokens:
                 reason = f"the cluster was planned anew and holds {max_sequence_tokens} tokens per request"
-                self._fail(sequence, ClusterUnavailable(f"{reason}; this one may need {needed}"))
+                self._fail(request, ClusterUnavailable(f"{reason}; this one may need {needed}"))
         self._scheduler.begin_epoch(epoch, kv, limits)
         self.kv_feed.begin_epoch(epoch, block_size=kv.block_size, cached_blocks=kv.cached_blocks)
         self._send = send
@@ -142,16 +162,17 @@ class Engine:
         They are those that the report names. Where the frame was too broken to tell, they are those of the
         step that the stage expected; where its step id was wrong, no such step may be in flight.
         """
+        in_step = (sequence.key.request_id for sequence in self._scheduler.sequences_in_step(fault.step_id))
         error = StepFailed(f"the step that computed this request was refused: {fault}")
-        live = (self._live.get(request_id) for request_id in fault.request_ids)
-        named = [sequence for sequence, _ in filter(None, live) if not sequence.state.is_queued]
-        for sequence in dict.fromkeys((*self._scheduler.sequences_in_step(fault.step_id), *named)):
-            self._fail(sequence, error)
+        for request_id in dict.fromkeys((*in_step, *fault.request_ids)):
+            request = self._registry.live_request(request_id)
+            if request is not None and any(not each.state.is_queued for each in request.live_sequences):
+                self._fail(request, error)
 
     def fail_all(self, reason: str) -> None:
         """Fails every live request as UNAVAILABLE."""
-        for sequence in self.live_sequences:
-            self._fail(sequence, ClusterUnavailable(reason))
+        for request in self._registry.live:
+            self._fail(request, ClusterUnavailable(reason))
 
     def complete(self, result: StepResult) -> None:
         """Takes the answer of LAST to the oldest step. Raises ResultMismatch."""
@@ -159,27 +180,94 @@ class Engine:
             self._deliver(progress)
         self._pump()
 
+    def sweep(self) -> None:
+        """Ends what has outlived its time; to be called now and then.
+
+        Forgets output that was kept long enough, and cancels detached requests at their deadline. What nobody
+        reads and nobody asked to keep is an orphan: there is no way to make one, so each is a defect that is
+        counted, and its pages come back all the same.
+        """
+        self._registry.expire(self._clock())
+        for request in self._registry.live:
+            if self._cancel_if_late(request) or request.attachment is not None or request.keep_s is not None:
+                continue
+            self._count_orphan(f"request {id_text(request.id)}")
+            self._cancel(request, RequestCancelled("nobody reads this request"))
+        for sequence in (*self._scheduler.running, *self._scheduler.queue):
+            if self._registry.live_request(sequence.key.request_id) is None:
+                self._count_orphan(f"sequence {sequence.key}")
+                self._scheduler.drop(sequence, SequenceState.CANCELLED)
+        self._pump()
+
+    def _attach(self, request: Request, positions: Positions, deadline_s: float | None) -> Attachment:
+        attachment = Attachment(request, positions)
+        if request.attachment is not None:
+            request.attachment.supersede()
+        request.attachment, request.deadline_s = attachment, deadline_s
+        return attachment
+
     def _deliver(self, progress: Progress) -> None:
-        request_id = progress.sequence.key.request_id
-        _, channel = self._live[request_id]
-        if progress.token is not None:
-            channel.put(progress.token, progress.finish_reason)
-        if progress.finish_reason is not None:
-            self.totals.finished += 1
-            del self._live[request_id]
+        key = progress.sequence.key
+        request = self._registry.live_request(key.request_id)
+        if request is None:
+            return  # a choice of this request has failed earlier in this step
         if progress.error is not None:
-            self.totals.failed += 1
-            channel.fail(progress.error)
-            del self._live[request_id]
+            self._fail(request, progress.error)
+            return
+        request.add_prompt_logprobs(progress.prompt_logprobs)
+        reason = self._write(request.choices[key.choice], progress)
+        if reason is not None and not request.live_sequences:
+            self.totals.finished += 1
+            self._end(request)
+        elif (reader := request.attachment) is not None:
+            reader.num_unread_tokens += progress.token is not None
+            reader.wake()
+            if reader.num_unread_tokens > self._limits.max_unread_tokens:
+                unread, limit = reader.num_unread_tokens, self._limits.max_unread_tokens
+                text = f"the client reads too slowly: {unread} tokens are unread, the limit is {limit}"
+                self._cancel(request, RequestCancelled(text))
 
-    def _fail(self, sequence: Sequence, error: ServingError) -> None:
+    def _write(self, choice: Choice, progress: Progress) -> FinishReason | None:
+        """Puts what is new into the choice's transcript; the text may end what the tokens do not."""
+        reason = progress.finish_reason
+        if progress.token is not None and choice.transcript.append(progress.token, progress.logprobs):
+            if reason is None:
+                self._scheduler.finish(choice.sequence, FinishReason.STOP)
+            reason = FinishReason.STOP
+        if reason is not None:
+            choice.transcript.finish(reason)
+        return reason
+
+    def _cancel_if_late(self, request: Request) -> bool:
+        """Of a reader that leaves at its deadline, the timer and the news may be some milliseconds apart."""
+        if request.deadline_s is None or self._clock() < request.deadline_s - DEADLINE_SLACK_S:
+            return False
+        self._cancel(request, DeadlinePassed("the request's deadline has passed"))
+        return True
+
+    def _cancel(self, request: Request, error: ServingError) -> None:
+        self.totals.cancelled += 1
+        self._drop(request, SequenceState.CANCELLED)
+        self._end(request, error)
+
+    def _fail(self, request: Request, error: ServingError) -> None:
         self.totals.failed += 1
-        self._end(sequence.key.request_id, SequenceState.FAILED, error)
+        self._drop(request, SequenceState.FAILED)
+        self._end(request, error)
 
-    def _end(self, request_id: RequestId, state: SequenceState, error: ServingError) -> None:
-        sequence, channel = self._live.pop(request_id)
-        self._scheduler.drop(sequence, state)
-        channel.fail(error)
+    def _drop(self, request: Request, state: SequenceState) -> None:
+        for sequence in request.live_sequences:
+            self._scheduler.drop(sequence, state)
+
+    def _end(self, request: Request, error: ServingError | None = None) -> None:
+        now_s = self._clock()
+        self._pace.note_end(now_s)
+        request.end(now_s, error)
+        self._registry.end(request)
+
+    def _count_orphan(self, what: str) -> None:
+        log.error("%s had nobody to end it: this is a defect", what)
+        self.totals.orphaned += 1
 
     def _pump(self) -> None:
         if self._send is None:
@@ -188,8 +276,3 @@ class Engine:
             self._send(step)
         if (kv := self._scheduler.kv) is not None:
             self.kv_feed.publish(kv.take_events())
-
-
-def sequence_key(request_id: RequestId) -> SequenceKey:
-    """The one choice that a request has today."""
-    return SequenceKey(request_id, 0)

@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from wire.steps import Step, StepResult
+from wire.steps import Slice, SliceResult, Step, StepResult
 
 
 class ResultMismatch(Exception):
@@ -33,18 +33,32 @@ class StepsInFlight:
         """The step with this id, if it is in flight."""
         return next((step for step in self._steps if step.step_id == step_id), None)
 
-    def take(self, result: StepResult) -> Step:
-        """The oldest step, which `result` answers. Raises ResultMismatch, and then nothing has changed."""
+    def take(self, result: StepResult) -> list[tuple[Slice, SliceResult]]:
+        """The slices of the oldest step, each with what `result` answers to it.
+
+        Raises ResultMismatch, and then nothing has changed.
+        """
         step = self._steps[0] if self._steps else None
         if step is None or (result.epoch, result.step_id) != (step.epoch, step.step_id):
             expected = f"epoch {step.epoch}, step {step.step_id}" if step else "no result"
             raise ResultMismatch(
                 f"result of epoch {result.epoch}, step {result.step_id}; expected {expected}"
             )
-        wanted = [(part.sequence, part.generation) for part in step.slices if part.is_sampled]
-        got = [(entry.sequence, entry.generation) for entry in result.results]
-        if got != wanted:
+        asked = [part for part in step.slices if part.is_answered]
+        wanted = [(part.sequence, part.generation) for part in asked]
+        if [(entry.sequence, entry.generation) for entry in result.results] != wanted:
             raise ResultMismatch(
-                f"step {step.step_id} asks for {len(wanted)} results; got {len(got)} or others"
+                f"step {step.step_id} asks for {len(wanted)} results; got {len(result.results)} or others"
             )
-        return self._steps.popleft()
+        answers = list(zip(asked, result.results, strict=True))
+        for part, entry in answers:
+            _check_answer(part, entry)
+        self._steps.popleft()
+        return answers
+
+
+def _check_answer(part: Slice, entry: SliceResult) -> None:
+    if entry.outcome is None and part.is_sampled:
+        raise ResultMismatch(f"{part.sequence} is due a token and got none")
+    if entry.prompt_logprobs and not part.is_scored:
+        raise ResultMismatch(f"{part.sequence} got prompt log-probabilities that nobody asked for")

@@ -110,7 +110,7 @@ class KvLog:
             block_size=self._block_size,
             max_output_tokens=sequence.num_tokens_to_generate,
             salt=salt_of(sequence.cache_salt) if sequence.cache_salt else DEFAULT_SALT,
-            prefix_caching=self._prefix_caching,
+            prefix_caching=self._prefix_caching and not sequence.needs_scoring,
             new_id=self._ids.__next__,
         )
         # A block whose hash is known with other content gets a name of its own before hits are counted.

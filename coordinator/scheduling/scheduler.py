@@ -6,22 +6,34 @@ A step is filled with decodes first, then with prompt chunks up to the token bud
   arrived together do not stay in one step while the other stages idle.
 * Prompt chunks follow each other without waiting for results; the oldest prompt takes all it can get before
   the next one is admitted, so two half-admitted prompts can never wait for each other's blocks.
-* A decode that finds no block preempts the sequence that arrived last, and tries again in the same pass.
-  The oldest sequence therefore always gets on, and every load ends.
+* A decode that finds no block preempts the sequence that is last in order, and tries again in the same pass.
+  The first in order therefore always gets on, and every load ends.
 """
 
-from collections import deque
+from bisect import insort
 from dataclasses import dataclass
 
 from coordinator.scheduling.generations import UsedGenerations
 from coordinator.scheduling.in_flight import ResultMismatch, StepsInFlight
 from coordinator.scheduling.kv_log import KvLog
 from coordinator.scheduling.lifecycle import SequenceState
+from coordinator.scheduling.order import QueueOrder
 from coordinator.scheduling.sequence import FinishReason, Release, Sequence
 from kvcache import OutOfBlocks
 from wire.errors import ServingError, SliceFailed
 from wire.ids import SequenceKey
-from wire.steps import Decode, EndRecord, Prefill, Slice, SliceError, StartRecord, Step, StepResult
+from wire.steps import (
+    Decode,
+    EndRecord,
+    Prefill,
+    Slice,
+    SliceError,
+    SliceResult,
+    StartRecord,
+    Step,
+    StepResult,
+    TokenLogprobs,
+)
 
 __all__ = ["Progress", "ResultMismatch", "Scheduler", "SchedulerCounts", "SchedulerLimits"]
 
@@ -42,10 +54,15 @@ class SchedulerLimits:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a result changed for one sequence: a new token, the end of it, or its failure."""
+    """What a result changed for one sequence: a new token, prompt scores, the end of it, or its failure.
+
+    `prompt_logprobs` follow those that came before, from the prompt's second token on.
+    """
 
     sequence: Sequence
     token: int | None = None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     error: ServingError | None = None
 
@@ -83,7 +100,7 @@ class Scheduler:
     """Owns the queue, the running sequences, the ledger and the steps in flight, epoch after epoch."""
 
     def __init__(self) -> None:
-        self._queue: deque[Sequence] = deque()
+        self._queue: list[Sequence] = []
         self._running: dict[SequenceKey, Sequence] = {}
         self._in_flight = StepsInFlight()
         self._ends: list[EndRecord] = []
@@ -133,7 +150,7 @@ class Scheduler:
         """Voids all steps in flight; running sequences go back to the queue with their tokens."""
         for sequence in self._running.values():
             sequence.preempt()
-        self._queue = deque(sorted((*self._running.values(), *self._queue), key=lambda each: each.arrival))
+        self._queue = sorted((*self._running.values(), *self._queue), key=_order)
         self._running.clear()
         self._in_flight.clear()
         self._ends.clear()
@@ -141,21 +158,26 @@ class Scheduler:
         self._kv = None
 
     def add(self, sequence: Sequence) -> None:
-        """Puts a WAITING sequence at the end of the queue."""
+        """Puts a WAITING sequence into the queue, where its order says."""
         assert sequence.state is SequenceState.WAITING
         sequence.start_at_generation(self._used.next_of(sequence.key))
-        self._queue.append(sequence)
+        insort(self._queue, sequence, key=_order)
 
     def drop(self, sequence: Sequence, state: SequenceState) -> None:
         """Ends a live sequence as CANCELLED or FAILED; its blocks are freed with the next step that is handed
         out.
         """
         sequence.end(state)
-        self._used.note_ended(sequence.key, sequence.generation)
-        if self._running.pop(sequence.key, None) is None:
-            self._queue.remove(sequence)
+        if sequence.key in self._running:
+            self._leave(sequence)
         else:
-            self._release(sequence.release())
+            self._used.note_ended(sequence.key, sequence.generation)
+            self._queue.remove(sequence)
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Ends a running sequence as FINISHED, for a reason that its text gives and its tokens do not."""
+        sequence.finish(reason)
+        self._leave(sequence)
 
     def sequences_in_step(self, step_id: int) -> list[Sequence]:
         """Live sequences that have a slice of their present generation in the step in flight with this id."""
@@ -198,27 +220,36 @@ class Scheduler:
         Results of an older generation are discarded. Raises ResultMismatch when the answer does not fit the
         step.
         """
-        self._in_flight.take(result)
-        progress = []
-        for entry in result.results:
-            sequence = self._running.get(entry.sequence)
-            if sequence is not None and sequence.generation == entry.generation:
-                progress.append(self._advance(sequence, entry.outcome))
-        return progress
+        answers = [
+            (sequence, part, entry)
+            for part, entry in self._in_flight.take(result)
+            if (sequence := self._running.get(part.sequence)) and sequence.generation == part.generation
+        ]
+        for sequence, part, entry in answers:
+            _check_scores(sequence, part, entry)
+        return [self._advance(sequence, part, entry) for sequence, part, entry in answers]
 
-    def _advance(self, sequence: Sequence, outcome: int | SliceError) -> Progress:
+    def _advance(self, sequence: Sequence, part: Slice, entry: SliceResult) -> Progress:
+        outcome = entry.outcome
         if isinstance(outcome, SliceError):
-            del self._running[sequence.key]
             sequence.end(SequenceState.FAILED)
-            self._used.note_ended(sequence.key, sequence.generation)
-            self._release(sequence.release(keep_content=False))
+            self._leave(sequence, keep_content=False)
             return Progress(sequence, error=SliceFailed(f"stage {outcome.stage}: {outcome.message}"))
+        scores = sequence.accept_prompt_logprobs(part.first_position, entry.prompt_logprobs)
+        if outcome is None:
+            return Progress(sequence, prompt_logprobs=scores)
         reason = sequence.accept_token(outcome)
         if reason is not None:
-            del self._running[sequence.key]
-            self._used.note_ended(sequence.key, sequence.generation)
-            self._release(sequence.release())
-        return Progress(sequence, token=outcome, finish_reason=reason)
+            self._leave(sequence)
+        if sequence.max_tokens == 0:
+            return Progress(sequence, prompt_logprobs=scores, finish_reason=reason)
+        return Progress(sequence, outcome, entry.logprobs, scores, reason)
+
+    def _leave(self, sequence: Sequence, *, keep_content: bool = True) -> None:
+        """A running sequence has ended: its blocks are freed with the next step."""
+        del self._running[sequence.key]
+        self._used.note_ended(sequence.key, sequence.generation)
+        self._release(sequence.release(keep_content=keep_content))
 
     def _release(self, release: Release) -> None:
         assert self._kv is not None
@@ -231,9 +262,7 @@ class Scheduler:
         num_decoding = sum(each.state is SequenceState.DECODE for each in self._running.values())
         share = -(-num_decoding // limits.max_steps_in_flight)
         room = min(share, limits.max_step_sequences, limits.max_step_tokens)
-        ready = sorted(
-            (each for each in self._running.values() if each.can_decode), key=lambda each: each.arrival
-        )
+        ready = sorted((each for each in self._running.values() if each.can_decode), key=_order)
         for sequence in ready:
             if len(draft.slices) == room:
                 break
@@ -248,7 +277,7 @@ class Scheduler:
             try:
                 kv.append(sequence.key, sequence.kv, sequence.newest_token)
             except OutOfBlocks:
-                victim = max(self._running.values(), key=lambda each: each.arrival)
+                victim = max(self._running.values(), key=_order)
                 self._preempt(victim)
                 if victim is sequence:
                     return False
@@ -258,7 +287,7 @@ class Scheduler:
     def _preempt(self, victim: Sequence) -> None:
         del self._running[victim.key]
         self._release(victim.preempt())
-        self._queue.appendleft(victim)
+        insort(self._queue, victim, key=_order)
         self.counts.num_preemptions += 1
 
     def _add_chunks(self, draft: _Draft, kv: KvLog, limits: SchedulerLimits) -> None:
@@ -283,7 +312,7 @@ class Scheduler:
             return None
         if not kv.chunk_size(plan.num_cached_tokens, sequence.num_tokens, budget):
             return None
-        self._queue.popleft()
+        del self._queue[0]
         self._running[sequence.key] = sequence
         sequence.begin_prefill(plan.active, num_cached_tokens=plan.num_cached_tokens)
         if sequence.num_restarts == 0:
@@ -301,6 +330,21 @@ class Scheduler:
             kv.allocate(sequence.key, sequence.kv, start + size, first_query=start)
         except OutOfBlocks:
             return False
-        tokens = sequence.take_chunk(size)
-        draft.add(sequence, tokens, Prefill(start, size, sequence.num_prefill_tokens))
+        draft.add(sequence, *sequence.take_chunk(size))
         return True
+
+
+def _check_scores(sequence: Sequence, part: Slice, entry: SliceResult) -> None:
+    """Raises ResultMismatch before anything has changed."""
+    if not part.is_scored or isinstance(entry.outcome, SliceError):
+        return
+    wanted = sequence.num_prompt_logprobs(part.first_position, len(part.tokens))
+    if len(entry.prompt_logprobs) != wanted:
+        raise ResultMismatch(
+            f"{part.sequence} got {len(entry.prompt_logprobs)} prompt log-probabilities for "
+            f"{len(part.tokens)} tokens from {part.first_position} on, expected {wanted}"
+        )
+
+
+def _order(sequence: Sequence) -> QueueOrder:
+    return sequence.order

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from coordinator.scheduling.lifecycle import SequenceState, check_transition
+from coordinator.scheduling.order import QueueOrder
 from kvcache import ActiveSequence, Signal
 from wire.ids import SequenceKey
-from wire.steps import EndRecord, StartRecord, StepSampling
+from wire.steps import EndRecord, Prefill, StartRecord, StepSampling, TokenLogprobs
 
 
 class FinishReason(Enum):
@@ -29,9 +30,9 @@ class Release:
 class Sequence:
     """A prompt and what was generated after it.
 
-    `tokens` are all tokens so far; `num_computed_tokens` of them are in steps that were handed out, so their
-    KV is, or will be when those steps have run, in the cache. Between two decode steps exactly the last token
-    is not computed.
+    `all_tokens` are all tokens so far; `num_computed_tokens` of them are in steps that were handed out, so
+    their KV is, or will be when those steps have run, in the cache. Between two decode steps exactly the last
+    token is not computed. Tokens are only ever appended, so there are never less than the prompt's.
     """
 
     def __init__(
@@ -42,28 +43,33 @@ class Sequence:
         max_tokens: int,
         sampling: StepSampling,
         stop_token_ids: frozenset[int],
-        arrival: int,
+        order: QueueOrder,
         cache_salt: str = "",
+        wants_prompt_logprobs: bool = False,
     ) -> None:
-        """`arrival` orders sequences: the smaller came first. Sequences share cached prefixes only with those
-        of the same `cache_salt`. Raises ValueError for an empty prompt or no tokens to make.
+        """Sequences share cached prefixes only with those of the same `cache_salt`.
+
+        With `max_tokens` 0 the prompt is computed and nothing is generated. Raises ValueError for an empty
+        prompt and a negative number of tokens.
         """
         if not prompt:
             raise ValueError("a prompt needs at least one token")
-        if max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
+        if max_tokens < 0:
+            raise ValueError(f"max_tokens must not be negative, got {max_tokens}")
         self._key = key
         self._state = SequenceState.WAITING
         self._tokens = list(prompt)
-        self.num_prompt_tokens = len(prompt)
-        self.max_tokens = max_tokens
-        self.sampling = sampling
-        self.stop_token_ids = stop_token_ids
-        self.arrival = arrival
-        self.cache_salt = cache_salt
-        self.generation = 0
+        self._num_prompt_tokens = len(prompt)
+        self._max_tokens = max_tokens
+        self._sampling = sampling
+        self._stop_token_ids = stop_token_ids
+        self._order = order
+        self._cache_salt = cache_salt
+        self._num_to_score = len(prompt) - 1 if wants_prompt_logprobs else 0
+        self._num_scored = 0
+        self._generation = 0
         self._first_generation = 0
-        self.num_cached_tokens = 0
+        self._num_cached_tokens = 0
         self._kv: ActiveSequence | None = None
         self._num_computed = 0
         self._num_prefill_tokens = 0
@@ -79,17 +85,53 @@ class Sequence:
         return self._state
 
     @property
+    def sampling(self) -> StepSampling:
+        return self._sampling
+
+    @property
+    def order(self) -> QueueOrder:
+        """The smaller is served first."""
+        return self._order
+
+    @property
+    def cache_salt(self) -> str:
+        return self._cache_salt
+
+    @property
+    def generation(self) -> int:
+        """Counts its starts, from the first that its key had not used before."""
+        return self._generation
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self._num_prompt_tokens
+
+    @property
+    def max_tokens(self) -> int:
+        return self._max_tokens
+
+    @property
     def num_tokens(self) -> int:
         return len(self._tokens)
 
     @property
     def num_generated_tokens(self) -> int:
-        return len(self._tokens) - self.num_prompt_tokens
+        return len(self._tokens) - self._num_prompt_tokens
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that were not computed at its first start, because the cache had them."""
+        return self._num_cached_tokens
+
+    @property
+    def needs_scoring(self) -> bool:
+        """Prompt log-probabilities are still due: its prefill computes every token, cached or not."""
+        return self._num_scored < self._num_to_score
 
     @property
     def num_restarts(self) -> int:
         """How often it went back to the queue."""
-        return self.generation - self._first_generation
+        return self._generation - self._first_generation
 
     @property
     def num_computed_tokens(self) -> int:
@@ -106,7 +148,7 @@ class Sequence:
 
     @property
     def num_tokens_to_generate(self) -> int:
-        return self.max_tokens - self.num_generated_tokens
+        return self._max_tokens - self.num_generated_tokens
 
     @property
     def all_tokens(self) -> tuple[int, ...]:
@@ -114,7 +156,7 @@ class Sequence:
 
     @property
     def generated_tokens(self) -> tuple[int, ...]:
-        return tuple(self._tokens[self.num_prompt_tokens :])
+        return tuple(self._tokens[self._num_prompt_tokens :])
 
     @property
     def kv(self) -> ActiveSequence:
@@ -135,24 +177,28 @@ class Sequence:
     def start_at_generation(self, generation: int) -> None:
         """Counts (re)starts from here on, where an earlier sequence of the same key has used the others."""
         assert self._state is SequenceState.WAITING
-        self.generation = self._first_generation = generation
+        self._generation = self._first_generation = generation
 
     def begin_prefill(self, kv: ActiveSequence, *, num_cached_tokens: int) -> None:
         """Starts, or starts again: computes all tokens so far but the leading cached ones."""
+        assert num_cached_tokens == 0 or not self.needs_scoring, "what is scored is computed"
         self._move_to(SequenceState.PREFILL)
         self._kv = kv
         self._num_prefill_tokens = len(self._tokens)
         self._num_computed = num_cached_tokens
         if self.num_restarts == 0:
-            self.num_cached_tokens = num_cached_tokens
+            self._num_cached_tokens = num_cached_tokens
 
-    def take_chunk(self, num_tokens: int) -> tuple[int, ...]:
+    def take_chunk(self, num_tokens: int) -> tuple[tuple[int, ...], Prefill]:
         """The next `num_tokens` tokens of the prefill, which are handed out now."""
         assert self.can_prefill and 0 < num_tokens <= self.num_uncomputed_prefill_tokens
-        start = self._num_computed
-        self._num_computed += num_tokens
-        self._is_token_due = self._num_computed == self._num_prefill_tokens
-        return tuple(self._tokens[start : self._num_computed])
+        start, end = self._num_computed, self._num_computed + num_tokens
+        self._num_computed = end
+        self._is_token_due = end == self._num_prefill_tokens
+        # A chunk answers for the tokens that follow its own: no token precedes the prompt's first one.
+        is_scored = start < self._num_to_score and min(end, self._num_to_score) > self._num_scored
+        prefill = Prefill(start, num_tokens, self._num_prefill_tokens, is_scored)
+        return tuple(self._tokens[start:end]), prefill
 
     def take_decode_token(self) -> int:
         """The newest token, which is handed out now; its position is `num_computed_tokens - 1` afterwards."""
@@ -165,19 +211,44 @@ class Sequence:
     def newest_token(self) -> int:
         return self._tokens[-1]
 
+    def num_prompt_logprobs(self, start: int, num_tokens: int) -> int:
+        """How many a scored chunk answers with: one per token that follows its own within the prompt."""
+        return min(start + num_tokens, self._num_to_score) - start
+
+    def accept_prompt_logprobs(
+        self, start: int, logprobs: tuple[TokenLogprobs, ...]
+    ) -> tuple[TokenLogprobs, ...]:
+        """What the scored chunk from position `start` on has answered; returns what of it is new.
+
+        After a restart, chunks answer again for tokens that were answered for.
+        """
+        if not logprobs:
+            return ()
+        assert start <= self._num_scored, "chunks are answered in order"
+        new = logprobs[self._num_scored - start :]
+        self._num_scored += len(new)
+        return new
+
     def accept_token(self, token: int) -> FinishReason | None:
-        """Appends a sampled token. Returns why the sequence is finished, or None when it goes on."""
+        """Appends a sampled token. Returns why the sequence is finished, or None when it goes on.
+
+        Where nothing is to be generated, the token after the prompt only says that the prompt is computed.
+        """
         assert self._is_token_due and self._num_computed == len(self._tokens)
         self._is_token_due = False
+        if self._max_tokens == 0:
+            return self.finish(FinishReason.LENGTH)
         self._tokens.append(token)
-        if token in self.stop_token_ids:
-            reason = FinishReason.STOP
-        elif self.num_generated_tokens == self.max_tokens:
-            reason = FinishReason.LENGTH
-        else:
-            if self._state is SequenceState.PREFILL:
-                self._move_to(SequenceState.DECODE)
-            return None
+        if token in self._stop_token_ids:
+            return self.finish(FinishReason.STOP)
+        if self.num_generated_tokens == self._max_tokens:
+            return self.finish(FinishReason.LENGTH)
+        if self._state is SequenceState.PREFILL:
+            self._move_to(SequenceState.DECODE)
+        return None
+
+    def finish(self, reason: FinishReason) -> FinishReason:
+        """Goes to FINISHED, for `reason`."""
         self._move_to(SequenceState.FINISHED)
         return reason
 
@@ -186,9 +257,8 @@ class Sequence:
         if self._is_started:
             return None
         self._is_started = True
-        return StartRecord(
-            self._key, self.generation, self.num_prompt_tokens, tuple(self._tokens), self.sampling
-        )
+        tokens = tuple(self._tokens)
+        return StartRecord(self._key, self._generation, self._num_prompt_tokens, tokens, self._sampling)
 
     def end(self, state: SequenceState) -> None:
         """Goes to CANCELLED or FAILED."""
@@ -199,7 +269,7 @@ class Sequence:
 
         `keep_content` False destroys full blocks too, for content that must not be shared.
         """
-        end = EndRecord(self._key, self.generation) if self._is_started else None
+        end = EndRecord(self._key, self._generation) if self._is_started else None
         active, self._kv, self._is_started = self._kv, None, False
         if active is None:
             return Release(self._key, end, None, [])
@@ -212,7 +282,7 @@ class Sequence:
         """
         self._move_to(SequenceState.PREEMPTED)
         release = self.release()
-        self.generation += 1
+        self._generation += 1
         self._num_computed = 0
         self._num_prefill_tokens = 0
         self._is_token_due = False

@@ -78,6 +78,15 @@ class TextCodec:
         ids: list[int] = self._tokenizer(text, verbose=False)["input_ids"]
         return ids
 
+    def spellings(self, word: str) -> tuple[tuple[int, ...], ...]:
+        """The ids of `word` as it is spelled at the beginning of a text and after a space.
+
+        As transformers asks of those who ban words (`add_prefix_space`), and as vLLM does.
+        """
+        texts = (word, " " + word.lstrip())
+        ids = (self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts)
+        return tuple(dict.fromkeys(tuple(each) for each in ids if each))
+
     def encode_conversation(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Ids of the rendered chat template, ending where the assistant's answer begins.
 

@@ -22,6 +22,10 @@ def coordinator(
     max_model_len: options.MaxModelLen = None,
     kv_tokens: options.KvTokens = None,
     queue_size: options.QueueSize = 256,
+    max_client_requests: options.MaxClientRequests = None,
+    client_key: options.ClientKey = None,
+    max_unread_tokens: options.MaxUnreadTokens = 4096,
+    priority_age: options.PriorityAge = 10.0,
 ) -> int:
     """Plan the stages, and serve clients and workers until it is ended."""
     config = options.build_config(
@@ -37,6 +41,10 @@ def coordinator(
             max_sequence_tokens=max_model_len,
             max_kv_tokens=kv_tokens,
             queue_size=queue_size,
+            max_client_requests=max_client_requests,
+            client_key=client_key,
+            max_unread_tokens=max_unread_tokens,
+            priority_age_s=priority_age,
         )
     )
     from coordinator.app import run  # imported late: the other commands need none of it
@@ -55,5 +63,9 @@ def flags_of(config: CoordinatorConfig) -> tuple[str, ...]:
         "--max-model-len": config.max_sequence_tokens,
         "--kv-tokens": config.max_kv_tokens,
         "--queue-size": config.queue_size,
+        "--max-client-requests": config.max_client_requests,
+        "--client-key": config.client_key,
+        "--max-unread-tokens": config.max_unread_tokens,
+        "--priority-age": config.priority_age_s,
     }
     return tuple(part for flag, value in values.items() if value is not None for part in (flag, str(value)))

@@ -128,6 +128,20 @@ KvTokens: TypeAlias = Annotated[
 QueueSize: TypeAlias = Annotated[
     int, typer.Option(metavar="N", min=1, help="Requests that may wait; more are refused as overload.")
 ]
+MaxClientRequests: TypeAlias = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=1, help="Requests that one client may have here; no limit unless given."),
+]
+ClientKey: TypeAlias = Annotated[
+    str | None,
+    typer.Option(metavar="KEY", help="gRPC metadata key that tells clients apart; else their address does."),
+]
+MaxUnreadTokens: TypeAlias = Annotated[
+    int, typer.Option(metavar="N", min=1, help="How far a reader may be behind before its request ends.")
+]
+PriorityAge: TypeAlias = Annotated[
+    float, typer.Option(metavar="SECONDS", help="Waiting so long is worth one class of priority.")
+]
 Memory: TypeAlias = Annotated[
     int | None,
     typer.Option(

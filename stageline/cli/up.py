@@ -42,6 +42,10 @@ def up(
     max_model_len: options.MaxModelLen = None,
     kv_tokens: options.KvTokens = None,
     queue_size: options.QueueSize = 256,
+    max_client_requests: options.MaxClientRequests = None,
+    client_key: options.ClientKey = None,
+    max_unread_tokens: options.MaxUnreadTokens = 4096,
+    priority_age: options.PriorityAge = 10.0,
 ) -> int:
     """Start a coordinator and its workers on this machine, and keep them until Ctrl-C."""
 
@@ -58,6 +62,10 @@ def up(
             max_sequence_tokens=max_model_len,
             max_kv_tokens=kv_tokens,
             queue_size=queue_size,
+            max_client_requests=max_client_requests,
+            client_key=client_key,
+            max_unread_tokens=max_unread_tokens,
+            priority_age_s=priority_age,
         )
         cluster = LocalClusterConfig(
             num_workers=workers,

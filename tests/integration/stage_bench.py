@@ -10,6 +10,7 @@ import torch
 
 from checkpoint import Checkpoint, DType
 from coordinator.scheduling.kv_log import KvLog
+from coordinator.scheduling.order import QueueOrder
 from coordinator.scheduling.scheduler import Scheduler, SchedulerLimits
 from coordinator.scheduling.sequence import Sequence
 from stage_worker.assignment import Assignment
@@ -142,7 +143,7 @@ class Log:
             max_tokens=max_tokens,
             sampling=sampling,
             stop_token_ids=frozenset(),
-            arrival=len(self.scheduler.queue) + len(self.scheduler.running),
+            order=QueueOrder(0.0, len(self.scheduler.queue) + len(self.scheduler.running)),
         )
         self.scheduler.add(sequence)
         return sequence

@@ -63,7 +63,7 @@ class Watch:
         self.most_active = max(self.most_active, run.kv.num_active)
         for sequence in run.scheduler.running:
             held = len(sequence.kv.held_blocks)
-            self.most_held[sequence.arrival] = max(held, self.most_held.get(sequence.arrival, 0))
+            self.most_held[sequence.order.arrival] = max(held, self.most_held.get(sequence.order.arrival, 0))
 
 
 def test_tokens_are_the_same_with_and_without_and_held_blocks_stay_within_window_and_chunk(

@@ -657,9 +657,12 @@ class AttachRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     FROM_TOKEN_FIELD_NUMBER: _builtins.int
     POSITIONS_FIELD_NUMBER: _builtins.int
+    FROM_PROMPT_TOKEN_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     from_token: _builtins.int
     """The first token that is wanted, of every choice: so many tokens of its output have arrived."""
+    from_prompt_token: _builtins.int
+    """So many of the prompt's log-probabilities have arrived. Absent: none if no token has, else all."""
     @_builtins.property
     def positions(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChoicePosition]:
         """Where choices differ."""
@@ -670,12 +673,15 @@ class AttachRequest(_message.Message):
         request_id: _builtins.str = ...,
         from_token: _builtins.int = ...,
         positions: _abc.Iterable[Global___ChoicePosition] | None = ...,
+        from_prompt_token: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_from_prompt_token", b"_from_prompt_token", "from_prompt_token", b"from_prompt_token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_token", b"from_token", "positions", b"positions", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_from_prompt_token", b"_from_prompt_token", "from_prompt_token", b"from_prompt_token", "from_token", b"from_token", "positions", b"positions", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__from_prompt_token: _TypeAlias = _typing.Literal["from_prompt_token"]  # noqa: Y015
+    _WhichOneofArgType__from_prompt_token: _TypeAlias = _typing.Literal["_from_prompt_token", b"_from_prompt_token"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__from_prompt_token) -> _WhichOneofReturnType__from_prompt_token | None: ...
 
 Global___AttachRequest: _TypeAlias = AttachRequest  # noqa: Y015
 

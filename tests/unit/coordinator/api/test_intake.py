@@ -17,14 +17,17 @@ from coordinator.api.intake import (
     DEFAULT_MAX_TOKENS,
     TEXT_SLACK,
     check_text_size,
-    make_sequence,
+    make_request,
     refuse_unknown_fields,
     request_id_of,
+    resolve,
     resolve_prompt,
 )
 from coordinator.model import ServedModel
 from coordinator.planning.plan import Plan, StepLimits
 from coordinator.planning.planner import make_plan
+from coordinator.requests.request import Request
+from coordinator.scheduling.order import QueueOrder
 from coordinator.scheduling.sequence import Sequence
 from coordinator.text.tokenizer import ChatMessage, NoChatTemplate, TextCodec
 from stageline_rpc.v1 import inference_pb2
@@ -87,9 +90,20 @@ def request_of(
     )
 
 
-def accept(request: inference_pb2.GenerateRequest) -> Sequence:
-    prompt = resolve_prompt(request, MODEL)
-    return make_sequence(request, prompt, new_request_id(), model=MODEL, plan=PLAN, arrival=3)
+def accept_request(message: inference_pb2.GenerateRequest) -> Request:
+    return make_request(
+        message,
+        resolve(message, MODEL),
+        new_request_id(),
+        model=MODEL,
+        plan=PLAN,
+        client="here",
+        place=lambda priority, choice: QueueOrder(float(priority), 3, choice),
+    )
+
+
+def accept(message: inference_pb2.GenerateRequest) -> Sequence:
+    return accept_request(message).choices[0].sequence
 
 
 def refusal(request: inference_pb2.GenerateRequest) -> str:
@@ -254,7 +268,7 @@ def test_exactly_what_fits_is_accepted(num_prompt_tokens: int, max_tokens: int) 
     else:
         sequence = accept(request)
         assert (sequence.num_prompt_tokens, sequence.max_tokens) == (num_prompt_tokens, max_tokens)
-        assert sequence.arrival == 3
+        assert sequence.order == QueueOrder(0.0, 3)
 
 
 # Ids and fields

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from coordinator.cluster.cluster_state import WorkerState
 from coordinator.cluster.controller import Controller
+from coordinator.requests.admission import AdmissionLimits
 from coordinator.requests.engine import Engine
 from coordinator.timing import ClusterTiming
 from tests.unit.coordinator.api.test_intake import served_model
@@ -14,7 +15,7 @@ from wire.ids import new_incarnation
 def new_controller(*, num_stages: int) -> Controller:
     return Controller(
         ClusterDriver(num_stages=num_stages).state,
-        Engine(queue_size=4),
+        Engine(AdmissionLimits(queue_size=4)),
         served_model(),
         incarnation=new_incarnation(),
         timing=ClusterTiming(),

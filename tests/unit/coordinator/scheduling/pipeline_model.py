@@ -16,6 +16,7 @@ from itertools import accumulate
 from coordinator.scheduling.kv_log import KvLog
 from coordinator.scheduling.kv_window import KvWindow
 from coordinator.scheduling.lifecycle import SequenceState
+from coordinator.scheduling.order import QueueOrder
 from coordinator.scheduling.scheduler import Scheduler, SchedulerLimits
 from coordinator.scheduling.sequence import FinishReason
 from coordinator.scheduling.sequence import Sequence as RequestSequence
@@ -287,7 +288,7 @@ class PipelineModel:
             max_tokens=max_tokens,
             sampling=GREEDY,
             stop_token_ids=stop_token_ids,
-            arrival=number,
+            order=QueueOrder(0.0, number),
         )
         self.clients[sequence.key] = _Client(sequence, *solo_run(prompt, max_tokens, stop_token_ids))
         self.scheduler.add(sequence)
@@ -396,8 +397,8 @@ class PipelineModel:
 
     def _check_order(self) -> None:
         """First come, first served: nobody in the queue came before somebody who runs."""
-        arrivals = [each.arrival for each in (*self.scheduler.running, *self.scheduler.queue)]
-        assert arrivals == sorted(arrivals)
+        orders = [each.order for each in (*self.scheduler.running, *self.scheduler.queue)]
+        assert orders == sorted(orders)
         if self.scheduler.kv is not None:
             self.scheduler.kv.check_integrity([each.kv for each in self.scheduler.running])
 

@@ -10,6 +10,7 @@ import pytest
 from coordinator.api.kv_messages import BLOCKS_PER_MESSAGE, encode_change, encode_snapshot
 from coordinator.scheduling.kv_feed import Cleared, KvChange, KvFeed, KvSubscription
 from coordinator.scheduling.kv_log import KvLog
+from coordinator.scheduling.order import QueueOrder
 from coordinator.scheduling.sequence import Sequence
 from kvcache import CachedBlock, Removed, Stored, salt_of
 from kvcache.hashing import block_hash, sequence_hash
@@ -25,7 +26,7 @@ def serve(log: KvLog, prompt: tuple[int, ...], *, number: int = 0, cache_salt: s
         max_tokens=1,
         sampling=GREEDY,
         stop_token_ids=frozenset(),
-        arrival=number,
+        order=QueueOrder(0.0, number),
         cache_salt=cache_salt,
     )
     active = log.plan(sequence).active

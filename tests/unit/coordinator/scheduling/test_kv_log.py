@@ -6,6 +6,7 @@ import pytest
 
 import kvcache.chain
 from coordinator.scheduling.kv_log import KvLog
+from coordinator.scheduling.order import QueueOrder
 from coordinator.scheduling.sequence import Sequence
 from kvcache import (
     ActiveSequence,
@@ -28,7 +29,7 @@ def sequence_of(prompt: tuple[int, ...], *, number: int = 0, max_tokens: int = 5
         max_tokens=max_tokens,
         sampling=GREEDY,
         stop_token_ids=frozenset(),
-        arrival=number,
+        order=QueueOrder(0.0, number),
     )
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from coordinator.scheduling.lifecycle import IllegalTransition, SequenceState
+from coordinator.scheduling.order import QueueOrder
 from coordinator.scheduling.sequence import FinishReason, Sequence
 from kvcache import ActiveSequence, Deref, Destroy
 from tests.unit.coordinator.scheduling.pipeline_model import GREEDY, key_of
@@ -26,7 +27,7 @@ def new_sequence(prompt: tuple[int, ...] = (1, 2, 3), *, max_tokens: int = 4) ->
         max_tokens=max_tokens,
         sampling=GREEDY,
         stop_token_ids=frozenset({STOP_TOKEN}),
-        arrival=0,
+        order=QueueOrder(0.0, 0),
     )
 
 

@@ -1,0 +1,46 @@
+"""Who calls, and until when."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote
+
+import grpc
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """`client` is whose limits hold; `deadline_s` is on the clock that it was read with, None for none."""
+
+    client: str
+    deadline_s: float | None
+
+
+class Callers:
+    """Tells clients apart by the value of a metadata key, or by their address where there is none."""
+
+    def __init__(self, client_key: str | None, clock: Callable[[], float]) -> None:
+        self._client_key = client_key
+        self._clock = clock
+
+    def of(self, context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
+        """The caller behind a call."""
+        untyped: Any = context  # the stubs lack what a context can be asked
+        remaining_s = untyped.time_remaining()
+        has_deadline = remaining_s is not None and math.isfinite(remaining_s)
+        return Caller(
+            client=self._named(untyped.invocation_metadata()) or address_of(untyped.peer()),
+            deadline_s=self._clock() + remaining_s if has_deadline else None,
+        )
+
+    def _named(self, metadata: Any) -> str | None:
+        if self._client_key is None:
+            return None
+        return next((str(value) for key, value in metadata or () if key == self._client_key), None)
+
+
+def address_of(peer: str) -> str:
+    """The host of a gRPC peer: "ipv4:10.0.0.1:4711" is 10.0.0.1, whatever connection it comes on."""
+    kind, _, rest = unquote(peer).partition(":")
+    return rest.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else peer
