@@ -42,7 +42,7 @@ class Attachment:
     """Reads a request from given positions on, until another attachment takes its place.
 
     Tokens coalesce in the request's transcripts until they are read, so a slow reader holds nobody up;
-    `num_unread_tokens` says how far it is behind.
+    `num_unread_tokens` says how far it has fallen behind. What was there before it came does not count.
     """
 
     def __init__(self, request: Request, positions: Positions) -> None:
@@ -53,10 +53,8 @@ class Attachment:
         self._prompt_cursor = _prompt_cursor(request, positions, self._cursors[0])
         self._changed = asyncio.Event()
         self._is_superseded = False
-        self.num_unread_tokens = sum(
-            choice.transcript.num_tokens - cursor
-            for choice, cursor in zip(request.choices, self._cursors, strict=True)
-        )
+        self._next_choice = 0
+        self.num_unread_tokens = 0
 
     def wake(self) -> None:
         """There is news."""
@@ -88,7 +86,9 @@ class Attachment:
     def _next(self) -> Output | None:
         if (output := self._next_prompt_logprobs()) is not None:
             return output
-        for choice in self.request.choices:
+        choices = self.request.choices
+        # Whoever was served last is asked last, so that no choice waits for another one's news to cease.
+        for choice in (*choices[self._next_choice :], *choices[: self._next_choice]):
             index = choice.index
             if self._is_read[index]:
                 continue
@@ -97,7 +97,8 @@ class Attachment:
                 continue
             self._cursors[index] += len(piece.tokens)
             self._is_read[index] = piece.is_last
-            self.num_unread_tokens -= len(piece.tokens)
+            self.num_unread_tokens = max(0, self.num_unread_tokens - len(piece.tokens))
+            self._next_choice = index + 1
             return Output(choice, piece)
         return None
 
