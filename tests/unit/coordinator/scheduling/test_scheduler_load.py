@@ -227,6 +227,13 @@ def test_content_with_equal_hashes_is_never_shared(data: st.DataObject) -> None:
 ONE_TOKEN_STEPS = SchedulerLimits(max_step_tokens=1, max_step_sequences=1, max_steps_in_flight=2)
 
 
+def test_a_block_is_not_shared_after_the_name_before_it_went_to_other_content() -> None:
+    """The window lets the head of a prefix go before its end, and then the name of the head is free."""
+    setup = Setup(1, 5, 1, ONE_TOKEN_STEPS, prefix_caching=True, window=3)
+    with two_bits_of_hash():
+        play_at_once(setup, [((0,), 1), ((0,), 1), ((1,), 4), ((6,), 4), ((0,), 4), ((0, 0), 1)])
+
+
 def test_a_preempted_sequence_comes_back_only_when_its_first_chunk_fits() -> None:
     """A window of one token hides the newest block too, which the sequence holds nevertheless."""
     setup = Setup(1, 3, 1, ONE_TOKEN_STEPS, prefix_caching=True, window=1)
