@@ -360,6 +360,17 @@ async def test_closing_the_client_while_it_waits_for_the_coordinator_is_one_clea
             await reading
 
 
+async def test_closing_the_client_while_it_pauses_is_one_clear_error(served: Served) -> None:
+    served.inference.faults.extend([Fault()] * 1000)
+    async with Client(served.proxy.address) as client:
+        reading = asyncio.create_task(collect(client))
+        async with asyncio.timeout(DEADLINE_S):
+            while len(served.inference.attaches) < 4:
+                await asyncio.sleep(0.01)
+    with pytest.raises(stageline.Cancelled, match="client was closed"):
+        await reading
+
+
 async def test_a_stream_that_was_reset_is_a_lost_connection_whatever_its_status() -> None:
     for text, code in [
         ("Stream removed (RST_STREAM (Received RST_STREAM with error code 2))", grpc.StatusCode.INTERNAL),
