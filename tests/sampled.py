@@ -1,4 +1,4 @@
-"""Choosing tokens through the public sampler, and how probable each should be by Hugging Face transformers."""
+"""Choosing tokens through the public sampler, and how probable each should be by transformers."""
 
 import math
 from collections.abc import Sequence

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stage_worker.sampling.draws import Draw, drawn, row_sums, shares
-from stage_worker.sampling.filters import FilterColumns, keep_min_p, keep_top_p, keep_typical, weights_of
+from stage_worker.sampling.filters import FilterColumns, KeptTokens, keep_min_p, keep_top_p, keep_typical
 from wire.steps import StepSampling
 
 NUM_CANDIDATES = 256
@@ -55,6 +55,11 @@ class _Batch:
         return FilterColumns.of(self.draws, vocab_size=self.scores.shape[-1], device=self.scores.device)
 
     @property
+    def tokens(self) -> KeptTokens:
+        """All of them."""
+        return KeptTokens.all_of(self.scores, self.maxima, self.columns)
+
+    @property
     def shares(self) -> Tensor:
         return shares(self.draws, self.scores.device)
 
@@ -81,8 +86,7 @@ def _is_limited(sampling: StepSampling, vocab_size: int) -> bool:
 
 
 def _choose_unfiltered(batch: _Batch) -> Tensor:
-    weights = weights_of(batch.scores, batch.maxima, batch.columns.temperature)
-    return drawn(weights, batch.shares)[:, 0]
+    return drawn(batch.tokens.weights, batch.shares)[:, 0]
 
 
 def _choose_among_candidates(batch: _Batch) -> tuple[Tensor, Tensor]:
@@ -94,49 +98,44 @@ def _choose_among_candidates(batch: _Batch) -> tuple[Tensor, Tensor]:
     """
     columns, vocab_size = batch.columns, batch.scores.shape[-1]
     num_candidates = min(NUM_CANDIDATES, vocab_size)
-    scores, ids = torch.topk(batch.scores, num_candidates)
-    last = scores[:, -1:].clone()
-    kth = scores.gather(-1, columns.top_k.clamp(max=num_candidates) - 1)
+    likeliest, ids = torch.topk(batch.scores, num_candidates)
+    last = likeliest[:, -1:]
+    kth = likeliest.gather(-1, columns.top_k.clamp(max=num_candidates) - 1)
     ids, order = ids.sort(dim=-1)
-    scores = scores.gather(-1, order)
-    weights = weights_of(scores, batch.maxima, columns.temperature)
-    last_weights = weights.amin(dim=-1, keepdim=True)
+    tokens = KeptTokens.all_of(likeliest.gather(-1, order), batch.maxima, columns)
+    last_weights = tokens.weights.amin(dim=-1, keepdim=True)
     is_limited = columns.top_k < vocab_size
-    weights.masked_fill_(is_limited & (scores < kth), 0.0)
-    totals = _totals(batch, weights, columns)
-    above_last = row_sums(weights.masked_fill(scores <= last, 0.0))
+    tokens.drop(is_limited & (tokens.scores < kth))
+    totals = _totals(batch, tokens)
+    above_last = row_sums(tokens.weights.masked_fill(tokens.scores <= last, 0.0))
     reaches_top_p = (columns.top_p < 1.0) & (above_last >= columns.top_p * totals)
     is_exact = torch.where(is_limited, kth > last, reaches_top_p | (last_weights < columns.min_p))
     is_exact |= torch.isneginf(last) | (num_candidates == vocab_size)
-    _filter(scores, weights, totals, columns)
-    return ids.gather(-1, drawn(weights, batch.shares))[:, 0], is_exact[:, 0]
+    _filter(tokens, totals)
+    return ids.gather(-1, drawn(tokens.weights, batch.shares))[:, 0], is_exact[:, 0]
 
 
-def _totals(batch: _Batch, weights: Tensor, columns: FilterColumns) -> Tensor:
-    """The weight [n, 1] of all that top_k leaves, which top_p is a share of."""
-    totals = row_sums(weights)
+def _totals(batch: _Batch, tokens: KeptTokens) -> Tensor:
+    """The weight [n, 1] of all that top_k leaves, which top_p is a share of; `tokens` are the candidates."""
+    totals = tokens.totals
     samplings, vocab_size = [draw.sampling for draw in batch.draws], batch.scores.shape[-1]
     rows = [i for i, s in enumerate(samplings) if s.top_p < 1.0 and not _is_limited(s, vocab_size)]
     if rows:
-        part = batch.part(rows)
-        totals[rows] = row_sums(weights_of(part.scores, part.maxima, part.columns.temperature))
+        totals[rows] = batch.part(rows).tokens.totals
     return totals
 
 
 def _choose_at_full_width(batch: _Batch) -> Tensor:
     """The token id [1] of one row."""
-    columns, sampling = batch.columns, batch.draws[0].sampling
-    weights = weights_of(batch.scores, batch.maxima, columns.temperature)
-    vocab_size = batch.scores.shape[-1]
-    if _is_limited(sampling, vocab_size):
-        kth = batch.scores.kthvalue(vocab_size + 1 - sampling.top_k, dim=-1, keepdim=True).values
-        weights.masked_fill_(batch.scores < kth, 0.0)
-    _filter(batch.scores, weights, row_sums(weights), columns)
-    return drawn(weights, batch.shares)[:, 0]
+    tokens, vocab_size, top_k = batch.tokens, batch.scores.shape[-1], batch.draws[0].sampling.top_k
+    if 0 < top_k < vocab_size:
+        tokens.drop(tokens.scores < tokens.scores.kthvalue(vocab_size + 1 - top_k, keepdim=True).values)
+    _filter(tokens, tokens.totals)
+    return drawn(tokens.weights, batch.shares)[:, 0]
 
 
-def _filter(scores: Tensor, weights: Tensor, totals: Tensor, columns: FilterColumns) -> None:
+def _filter(tokens: KeptTokens, totals: Tensor) -> None:
     """What comes after top_k, in place."""
-    keep_top_p(scores, weights, totals, columns.top_p)
-    keep_min_p(weights, columns.min_p)
-    keep_typical(weights, columns.typical_p)
+    keep_top_p(tokens, totals)
+    keep_min_p(tokens)
+    keep_typical(tokens)
