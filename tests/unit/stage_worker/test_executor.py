@@ -241,25 +241,11 @@ def only(directory: Path) -> Stage:
 SCORING = StepSampling(temperature=0.0, logprobs=3, prompt_logprobs=3)
 
 
-def scored(step: Step, key: SequenceKey) -> Step:
-    """The same step, with the chunk of `key` scored."""
-    parts = []
-    for part in step.slices:
-        chunk = part.inference_step
-        if part.sequence == key and isinstance(chunk, Prefill):
-            part = replace(part, inference_step=replace(chunk, is_scored=True))
-        parts.append(part)
-    return replace(step, slices=tuple(parts))
-
-
-def answers(stage: Stage, key: SequenceKey) -> tuple[SliceResult, ...]:
-    """The results of the next step with the chunk of `key` scored; the log learns the tokens."""
-    step = stage.log.step()
-    output = stage.run(scored(step, key))
+def answers(stage: Stage) -> tuple[SliceResult, ...]:
+    """The results of the next step; the log learns them."""
+    output = stage.run(stage.log.step())
     assert isinstance(output, StepResult)
-    sampled = {part.sequence for part in step.slices if part.is_sampled}
-    known = tuple(result for result in output.results if result.sequence in sampled)
-    stage.log.complete(replace(output, results=known))
+    stage.log.complete(output)
     return output.results
 
 
@@ -272,18 +258,18 @@ def assert_same(one: tuple[TokenLogprobs, ...], other: tuple[TokenLogprobs, ...]
 
 def test_a_prompt_is_scored_in_chunks_as_at_once_beside_other_sequences(only: Stage) -> None:
     prompt = tuple(range(1, 31))
-    alone = only.log.add(prompt, sampling=SCORING, max_tokens=1)
-    (whole,) = answers(only, alone.key)
+    only.log.add(prompt, sampling=SCORING, max_tokens=1, is_scored=True)
+    (whole,) = answers(only)
     assert [each.token for each in whole.prompt_logprobs] == list(prompt[1:])
     only.begin(2)
     neighbour = only.log.add((7, 8, 9), max_tokens=4)
-    sequence = only.log.add(prompt, sampling=SCORING, max_tokens=1)
-    first = answers(only, sequence.key)
+    sequence = only.log.add(prompt, sampling=SCORING, max_tokens=1, is_scored=True)
+    first = answers(only)
     assert [result.sequence for result in first] == [neighbour.key, sequence.key]
     assert isinstance(first[0].outcome, int)
     assert first[0].prompt_logprobs == ()
     assert first[1].outcome is None
-    second = answers(only, sequence.key)
+    second = answers(only)
     assert [result.sequence for result in second] == [neighbour.key, sequence.key]
     assert second[1].outcome == whole.outcome
     assert_same((*first[1].prompt_logprobs, *second[1].prompt_logprobs), whole.prompt_logprobs)
@@ -291,14 +277,14 @@ def test_a_prompt_is_scored_in_chunks_as_at_once_beside_other_sequences(only: St
 
 def test_a_sampled_token_is_scored_as_it_was_sampled(only: Stage) -> None:
     prompt = (5, 6, 7, 8, 9)
-    sequence = only.log.add(prompt, sampling=SCORING, max_tokens=1)
-    (sampled,) = answers(only, sequence.key)
+    only.log.add(prompt, sampling=SCORING, max_tokens=1, is_scored=True)
+    (sampled,) = answers(only)
     assert isinstance(sampled.outcome, int)
     assert sampled.logprobs is not None
     assert sampled.logprobs.top[0][0] == sampled.outcome
     only.begin(2)
-    again = only.log.add((*prompt, sampled.outcome), sampling=SCORING, max_tokens=1)
-    (result,) = answers(only, again.key)
+    only.log.add((*prompt, sampled.outcome), sampling=SCORING, max_tokens=1, is_scored=True)
+    (result,) = answers(only)
     assert_same(result.prompt_logprobs[-1:], (sampled.logprobs,))
 
 
@@ -307,5 +293,5 @@ def test_the_sampler_knows_the_tokens_of_decode_steps(only: Stage) -> None:
     penalised = StepSampling(temperature=0.0, repetition_penalty=100.0)
     sequence = only.log.add((1, 2, 3), sampling=penalised, max_tokens=12)
     for _ in range(12):
-        answers(only, sequence.key)
+        answers(only)
     assert len(set(sequence.generated_tokens)) == 12
