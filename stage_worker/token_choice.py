@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from stage_worker.sampling import Draw, check_sampling, non_finite_rows, sample
+from stage_worker.sampling.draws import Draw, check_sampling, non_finite_rows, sample
 from stage_worker.sequences import SequenceState
 from stageline_rpc.v1 import stage_pb2
 from wire.steps import Slice, SliceError, SliceResult, StepSampling

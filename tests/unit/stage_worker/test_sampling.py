@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from stage_worker.sampling import Draw, check_sampling, non_finite_rows, sample
+from stage_worker.sampling.draws import Draw, check_sampling, non_finite_rows, sample
 from wire.steps import StepSampling
 
 VOCAB = 40

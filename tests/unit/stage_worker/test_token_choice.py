@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from stage_worker.sampling import Draw, sample
+from stage_worker.sampling.draws import Draw, sample
 from stage_worker.sequences import SequenceStates
 from stage_worker.token_choice import choose_tokens
 from stageline_rpc.v1 import stage_pb2

@@ -1,0 +1,1 @@
+"""Tokens from logits, on the stage with the head."""
