@@ -1,8 +1,8 @@
 """Grammars over the tokens of a checkpoint: tables of tokenizer.json, and matchers that walk a grammar.
 
-Nothing else in the project speaks to llguidance (docs/structured-output.md says why it is the library). The
-coordinator, which checks a grammar, and the stage, which applies it, so cannot disagree about limits or about
-the tokens that end a text. Neither transformers nor torch is needed.
+The library is llguidance (docs/structured-output.md says why). The coordinator, which checks a grammar, and
+the stage, which applies it, both match with what is here, so they cannot disagree about limits or about the
+tokens that end a text. Neither transformers nor torch is needed.
 """
 
 from __future__ import annotations
