@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from builtin_model import MODEL_DIRECTORY, MODEL_NAME
 from checkpoint import Checkpoint, DType, ModelConfig
 from coordinator.config import CoordinatorConfig
+from coordinator.text.structured import GrammarCompiler
 from coordinator.text.tokenizer import TextCodec
 
 
@@ -16,6 +17,7 @@ class ServedModel:
     dtype: DType
     is_builtin: bool
     text: TextCodec | None = None
+    grammars: GrammarCompiler | None = None
 
     @property
     def name(self) -> str:
