@@ -215,8 +215,8 @@ class Engine:
             self._fail(request, progress.error)
             return
         request.add_prompt_logprobs(progress.prompt_logprobs)
-        reason = self._write(request.choices[key.choice], progress)
-        if reason is not None and not request.live_sequences:
+        self._write(request.choices[key.choice], progress)
+        if request.is_finished:
             self.totals.finished += 1
             self._end(request)
         elif (reader := request.attachment) is not None:
@@ -227,7 +227,7 @@ class Engine:
                 text = f"the client reads too slowly: {unread} tokens are unread, the limit is {limit}"
                 self._cancel(request, RequestCancelled(text))
 
-    def _write(self, choice: Choice, progress: Progress) -> FinishReason | None:
+    def _write(self, choice: Choice, progress: Progress) -> None:
         """Puts what is new into the choice's transcript; the text may end what the tokens do not."""
         reason = progress.finish_reason
         if progress.token is not None and choice.transcript.append(progress.token, progress.logprobs):
@@ -236,7 +236,6 @@ class Engine:
             reason = FinishReason.STOP
         if reason is not None:
             choice.transcript.finish(reason)
-        return reason
 
     def _cancel_if_late(self, request: Request) -> bool:
         """Of a reader that leaves at its deadline, the timer and the news may be some milliseconds apart."""

@@ -79,6 +79,11 @@ class Request:
         return self._ended_s is None
 
     @property
+    def is_finished(self) -> bool:
+        """The output of every choice is complete. (Sequences know it earlier: one step may end several.)"""
+        return all(choice.transcript.is_finished for choice in self._choices)
+
+    @property
     def is_detached(self) -> bool:
         """Nobody reads it, and that is as it should be."""
         return self.attachment is None and self.keep_s is not None
