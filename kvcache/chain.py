@@ -4,10 +4,15 @@ from collections.abc import Callable, Sequence
 
 from kvcache.blocks import FullBlock
 from kvcache.errors import InvalidSignal
-from kvcache.hashing import pack_tokens, packed_block_hash, sequence_hash
+from kvcache.hashing import NO_TOKENS, pack_tokens, packed_block_hash, prefix_digest, sequence_hash
 
-Content = tuple[int | None, int, bytes]
-"""What a full block's name stands for: the name before it, the salt, its tokens as little-endian u32."""
+Content = tuple[int | None, int, bytes, bytes]
+"""What a full block's name stands for: the name before it, the salt, its tokens as little-endian u32, and the
+`prefix_digest` of all tokens before them.
+
+The name before it alone would not tell what came before: that block may have left the pool since, and its
+name may have gone to other content with the same hash.
+"""
 
 
 class BlockChain:
@@ -54,7 +59,7 @@ class BlockChain:
             name = sequence_hash(parent, block_hash)
         self.blocks.append(FullBlock(name))
         self.block_hashes.append(block_hash)
-        self.contents.append((parent, self._salt, packed_tokens))
+        self.contents.append((parent, self._salt, packed_tokens, self._digest_so_far()))
 
     def forget(self, first_block: int) -> None:
         """Drops the blocks from `first_block` on."""
@@ -76,3 +81,9 @@ class BlockChain:
         self.private_from = first_block
         for packed_tokens in packed:
             self.append(packed_tokens)
+
+    def _digest_so_far(self) -> bytes:
+        if not self.contents:
+            return NO_TOKENS
+        _, _, packed_tokens, before = self.contents[-1]
+        return prefix_digest(before, packed_tokens)

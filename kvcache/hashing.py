@@ -7,6 +7,7 @@ speaks its dialect can read our block hashes.
 import sys
 from array import array
 from collections.abc import Iterable
+from hashlib import sha256
 from struct import Struct
 
 from xxhash import xxh3_64_intdigest
@@ -16,6 +17,9 @@ DEFAULT_SALT = 1337
 
 MAX_TOKEN = 0xFFFF_FFFF
 """Token ids are hashed as unsigned 32-bit integers."""
+
+NO_TOKENS = b""
+"""The prefix digest of nothing."""
 
 _pack_pair = Struct("<QQ").pack
 
@@ -46,6 +50,15 @@ def sequence_hash(parent: int | None, block_hash: int) -> int:
     if parent is None:
         return block_hash
     return xxh3_64_intdigest(_pack_pair(parent, block_hash), DEFAULT_SALT)
+
+
+def prefix_digest(before: bytes, packed_tokens: bytes) -> bytes:
+    """Digest (SHA-256) of the tokens of a block and of all blocks before it, whose digest is `before`.
+
+    Among blocks of one size equal digests mean equal tokens. Sequence hashes do not promise that: they are
+    short, and made so that others can compute them, not so that nobody finds two prefixes with the same one.
+    """
+    return sha256(before + packed_tokens).digest()
 
 
 def salt_of(cache_salt: str) -> int:

@@ -23,10 +23,10 @@ class CachedBlock:
 class Ledger:
     """The block accounting that decides admission, prefix hits and eviction.
 
-    Beside its pool it keeps the tokens and parent of every full block that is present (four bytes per token),
-    so that two contents with one hash are noticed before anything is shared. `prepare` and `push` are the
-    sequence's own, with such a block and all after it renamed to private ids; `apply` refuses a collision
-    that is left.
+    Beside its pool it keeps the content of every full block that is present (four bytes per token, and what
+    tells all tokens before it), so that two contents with one hash are noticed before anything is shared,
+    also when the blocks before have left the pool. `prepare` and `push` are the sequence's own, with such a
+    block and all after it renamed to private ids; `apply` refuses a collision that is left.
     """
 
     def __init__(self, num_blocks: int, *, block_size: int) -> None:
@@ -102,7 +102,7 @@ class Ledger:
         """All full blocks, active and inactive. Hashes each one's tokens again, so it is not for every
         step.
         """
-        for name, (parent, salt, packed_tokens) in self._contents.items():
+        for name, (parent, salt, packed_tokens, _) in self._contents.items():
             block_hash = packed_block_hash(packed_tokens, salt)
             # A private name is no hash, and stands for the block hash too.
             is_private = sequence_hash(parent, block_hash) != name

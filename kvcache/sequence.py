@@ -200,7 +200,7 @@ class ActiveSequence:
     def release_before(self, num_tokens: int) -> list[Signal]:
         """Gives back the allocated blocks wholly before token `num_tokens`, one `Deref` each, head first.
 
-        The last allocated block always stays: the newest token still sees it. Raises ValueError for more
+        The last allocated block always stays, even if `num_tokens` is beyond it. Raises ValueError for more
         tokens than there are.
         """
         if not 0 <= num_tokens <= len(self._tokens):

@@ -17,12 +17,13 @@ from kvcache.pages import KvPages
 from stage_worker.assignment import Assignment
 from stage_worker.models import DecoderStage, SliceLayout, StepLayout
 from stage_worker.outputs import HandedOn, StageOutput
+from stage_worker.sampling import Sampler
 from stage_worker.sequences import SequenceStates
 from stage_worker.step_checks import StepRules, check_hidden_states, check_limits, slice_layouts
 from stage_worker.tensor_views import from_view, to_view
-from stage_worker.token_choice import choose_tokens
 from wire.errors import StepFault, StepFaultKind
 from wire.frames import Frame
+from wire.ids import SequenceKey
 from wire.steps import SliceResult, Step, StepResult
 
 log = logging.getLogger(__name__)
@@ -72,6 +73,9 @@ class StepExecutor:
         self._refused = None
         self._tables = BlockTables(self._num_blocks, block_size=self._block_size)
         self._sequences = SequenceStates()
+        self._sampler = (
+            Sampler(vocab_size=self._rules.vocab_size, stage=stage) if self._role.has_head else None
+        )
         self._publish()
 
     def run(self, frame: Frame) -> StageOutput:
@@ -117,16 +121,20 @@ class StepExecutor:
         hidden = self._compute(frame, layouts) if layouts else None
         for part in step.slices:
             self._sequences.get(part.sequence).advance(part)
-        if not self._role.has_head:
+        if self._sampler is None:
             return HandedOn(step.step_id, frame.step_bytes, None if hidden is None else to_view(hidden))
-        results = () if hidden is None else self._choose(step, hidden)
+        results = () if hidden is None else self._answer(step, hidden, self._sampler)
         return StepResult(step.epoch, step.step_id, results)
 
     def _apply(self, step: Step) -> None:
         for end in step.ends:
             self._sequences.end(end)
+            if self._sampler is not None:
+                self._sampler.end(end.sequence)
         for start in step.starts:
             self._sequences.start(start)
+            if self._sampler is not None:
+                self._sampler.start(start)
         for entry in step.signals:
             try:
                 self._tables.apply(entry.sequence, entry.signal)
@@ -181,14 +189,21 @@ class StepExecutor:
         except KvCacheError as error:
             raise StepFault(StepFaultKind.KV_SIGNAL, f"{type(error).__name__}: {error}") from error
 
-    def _choose(self, step: Step, hidden: Tensor) -> tuple[SliceResult, ...]:
-        ends = itertools.accumulate(len(part.tokens) for part in step.slices)
+    def _answer(self, step: Step, hidden: Tensor, sampler: Sampler) -> tuple[SliceResult, ...]:
+        """One result per slice that is sampled or scored, in slice order."""
+        ends = list(itertools.accumulate(len(part.tokens) for part in step.slices))
         sampled = [(part, end - 1) for part, end in zip(step.slices, ends, strict=True) if part.is_sampled]
-        if not sampled:
-            return ()
-        logits = self._model.logits(hidden[[row for _, row in sampled]])
-        states = [self._sequences.get(part.sequence) for part, _ in sampled]
-        return choose_tokens([part for part, _ in sampled], states, logits, stage=self._stage)
+        results: dict[SequenceKey, SliceResult] = {}
+        if sampled:
+            logits = self._model.logits(hidden[[row for _, row in sampled]])
+            chosen = sampler.choose([part for part, _ in sampled], logits)
+            results = {result.sequence: result for result in chosen}
+        for part, end in zip(step.slices, ends, strict=True):
+            if part.is_scored:
+                unscored = results.get(part.sequence, SliceResult(part.sequence, part.generation, None))
+                rows = hidden[end - len(part.tokens) : end]
+                results[part.sequence] = sampler.score(part, rows, self._model.logits, unscored)
+        return tuple(results[part.sequence] for part in step.slices if part.is_answered)
 
     def _refuse(self, fault: StepFault, step: Step) -> StepFault:
         if self._refused is None and step.epoch == self._epoch:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from stageline.client import Client
+    from stageline.completion import Completion
     from stageline.errors import (
         Cancelled,
         DeadlineExceeded,
@@ -19,13 +20,18 @@ if TYPE_CHECKING:
         ServerError,
         StagelineError,
         StepFailed,
+        Superseded,
         Unavailable,
     )
-    from stageline.output import FinishReason, GenerateOutput, Usage
+    from stageline.output import FinishReason, GenerateOutput, TokenLogprobs, TopLogprob, Usage
+    from stageline.parameters import Detach, GenerateOptions, Priority
     from stageline.prompt import ChatMessage, Prompt
 else:  # hidden from type checkers, which would take every name for one of ours
-    _HOMES = {"Client": "client", "ChatMessage": "prompt", "Prompt": "prompt"}
-    _HOMES |= dict.fromkeys(("FinishReason", "GenerateOutput", "Usage"), "output")
+    _HOMES = {"Client": "client", "Completion": "completion", "ChatMessage": "prompt", "Prompt": "prompt"}
+    _HOMES |= dict.fromkeys(
+        ("FinishReason", "GenerateOutput", "TokenLogprobs", "TopLogprob", "Usage"), "output"
+    )
+    _HOMES |= dict.fromkeys(("Detach", "GenerateOptions", "Priority"), "parameters")
 
     def __getattr__(name):
         if name not in __all__:
@@ -42,17 +48,24 @@ __all__ = [
     "Cancelled",
     "ChatMessage",
     "Client",
+    "Completion",
     "DeadlineExceeded",
+    "Detach",
     "FinishReason",
+    "GenerateOptions",
     "GenerateOutput",
     "InvalidRequest",
     "Overloaded",
+    "Priority",
     "Prompt",
     "RequestExists",
     "RequestNotFound",
     "ServerError",
     "StagelineError",
     "StepFailed",
+    "Superseded",
+    "TokenLogprobs",
+    "TopLogprob",
     "Unavailable",
     "Usage",
 ]

@@ -1,23 +1,22 @@
 """The Python client of a coordinator."""
 
-import asyncio
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self, Unpack
 
-import grpc.aio
-
-from stageline.errors import Cancelled, Unavailable, from_rpc_error
-from stageline.output import Continuity, GenerateOutput, output_from
-from stageline.prompt import Prompt, build_request
+from stageline import values
+from stageline.completion import Completion, Completions
+from stageline.connection import Connection, answer
+from stageline.continuity import Continuity
+from stageline.generation import Ask, Generation, Waits
+from stageline.output import GenerateOutput
+from stageline.parameters import GenerateOptions
+from stageline.prompt import Prompt
+from stageline.request import build_request
 from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
-from wire.addresses import parse_peer_address
-from wire.channels import client_channel
 
 _UNARY_TIMEOUT_S = 10.0
-_CLOSED = "the client was closed during the call"
-
-_Response = TypeVar("_Response")
 
 
 class Client:
@@ -28,15 +27,17 @@ class Client:
                 print(output.text, end="", flush=True)
 
     One client carries any number of calls at once. Each waits for the coordinator up to `connect_timeout_s`.
+    A detached request outlives an outage of up to `reattach_timeout_s`.
     """
 
-    def __init__(self, address: str, *, connect_timeout_s: float = 5.0) -> None:
-        self._address = str(parse_peer_address(address))
-        self._connect_timeout_s = connect_timeout_s
-        self._channel: grpc.aio.Channel | None = None
+    def __init__(
+        self, address: str, *, connect_timeout_s: float = 5.0, reattach_timeout_s: float = 30.0
+    ) -> None:
+        self._connection = Connection(address)
+        self._waits = Waits(connect_timeout_s=connect_timeout_s, reattach_timeout_s=reattach_timeout_s)
 
     async def __aenter__(self) -> Self:
-        self._channel = client_channel(self._address)
+        self._connection.open()
         return self
 
     async def __aexit__(
@@ -45,98 +46,96 @@ class Client:
         exception: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            await channel.close()
+        await self._connection.close()
 
-    async def generate(
+    def generate(
+        self, prompt: Prompt, **options: Unpack[GenerateOptions]
+    ) -> AsyncGenerator[GenerateOutput, None]:
+        """Generates completions of a text, of token ids, or of a conversation, and yields them as they grow.
+
+        `GenerateOptions` lists the keywords; what is left out or None has the server's default. Raises
+        InvalidRequest at once for values that a message cannot carry.
+
+        Leaving the loop, closing the generator, cancelling the task or losing the connection cancels the
+        request on the server. With `on_disconnect="detach"` (or `Detach(keep_s=...)`) it goes on instead:
+        `attach` finds it, `cancel` ends it, and a connection that breaks is no error. The client attaches
+        again by itself, and the outputs go on where they were, with nothing missing and nothing twice. That
+        fails with Unavailable when the coordinator cannot be reached for `reattach_timeout_s`, or does not
+        know the request any more.
+        """
+        request = build_request(prompt, options)
+        ask = Ask(
+            request_id=request.request_id,
+            request=request,
+            reattaches=request.on_disconnect.action == inference_pb2.OnDisconnect.DETACH,
+            timeout_s=_timeout_s(options.get("timeout_s")),
+        )
+        num_choices = request.sampling.n if request.sampling.HasField("n") else 1
+        return self._outputs(ask, Continuity(num_choices=num_choices))
+
+    async def complete(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> list[Completion]:
+        """What `generate` yields, as one whole completion for each of the `n` choices."""
+        completions = Completions()
+        async with aclosing(self.generate(prompt, **options)) as outputs:
+            async for output in outputs:
+                completions.add(output)
+        return completions.in_order()
+
+    def attach(
         self,
-        prompt: Prompt,
+        request_id: str,
         *,
-        max_tokens: int | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int | None = None,
-        ignore_eos: bool = False,
-        cache_salt: str = "",
-        request_id: str | None = None,
+        from_token: int = 0,
+        positions: Mapping[int, int] | None = None,
         timeout_s: float | None = None,
     ) -> AsyncGenerator[GenerateOutput, None]:
-        """Generates a completion of a text, of token ids, or of a conversation, and yields it as it grows.
+        """Yields the outputs of a request from token `from_token` on, or by choice from `positions`.
 
-        What is left out has the server's default: greedy sampling (temperature 0), up to 256 new tokens, a
-        request_id (UUIDv7) of the server's making. Requests share cached prefixes only with those of the same
-        `cache_salt`, which keeps tenants apart. `timeout_s` bounds the whole generation. Leaving the loop,
-        closing the generator or cancelling the task cancels the request on the server.
+        The call that had them before ends with `Superseded`. `timeout_s` takes the place of that of the call
+        before. Attaches again when the connection breaks, as `generate` does. Raises RequestNotFound when the
+        request is not live and its output is not kept.
         """
-        request = build_request(
-            prompt,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            ignore_eos=ignore_eos,
-            cache_salt=cache_salt,
-            request_id=request_id,
+        given = positions or {}
+        starts = {
+            values.uint32("a choice", choice): values.uint32(f"positions[{choice}]", position)
+            for choice, position in given.items()
+        }
+        ask = Ask(
+            request_id=values.text("request_id", request_id),
+            request=None,
+            reattaches=True,
+            timeout_s=_timeout_s(timeout_s),
         )
-        stub = inference_pb2_grpc.InferenceStub(await self._connected())
-        call = stub.Generate(request, timeout=timeout_s)
-        continuity = Continuity()
-        try:
-            async for response in call:
-                yield continuity.check(output_from(response))
-            continuity.check_finished()
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from None
-        except asyncio.CancelledError:
-            if _is_task_cancelled():
-                raise
-            raise Cancelled(_CLOSED) from None
-        finally:
-            call.cancel()
+        first_token = values.uint32("from_token", from_token)
+        return self._outputs(ask, Continuity(num_choices=None, first_token=first_token, starts=starts))
 
     async def cancel(self, request_id: str) -> None:
-        """Cancels a live request: its `generate` raises `Cancelled`. Raises RequestNotFound."""
-        stub = inference_pb2_grpc.InferenceStub(await self._connected())
-        request = inference_pb2.CancelRequest(request_id=request_id)
-        await _answer(stub.Cancel(request, timeout=_UNARY_TIMEOUT_S))
+        """Cancels a live request: its `generate` raises `Cancelled`. Of one that has ended, drops the output.
+
+        Raises RequestNotFound.
+        """
+        stub = await self._inference()
+        request = inference_pb2.CancelRequest(request_id=values.text("request_id", request_id))
+        await answer(stub.Cancel(request, timeout=_UNARY_TIMEOUT_S))
 
     async def model(self) -> inference_pb2.GetModelResponse:
         """Which model is served, and what it can take."""
-        stub = inference_pb2_grpc.InferenceStub(await self._connected())
-        return await _answer(stub.GetModel(inference_pb2.GetModelRequest(), timeout=_UNARY_TIMEOUT_S))
+        stub = await self._inference()
+        return await answer(stub.GetModel(inference_pb2.GetModelRequest(), timeout=_UNARY_TIMEOUT_S))
 
     async def status(self) -> cluster_pb2.GetStatusResponse:
         """The plan, the workers, memory, KV use and requests, as of now."""
-        stub = cluster_pb2_grpc.ClusterStub(await self._connected())
-        return await _answer(stub.GetStatus(cluster_pb2.GetStatusRequest(), timeout=_UNARY_TIMEOUT_S))
+        channel = await self._connection.ready(self._waits.connect_timeout_s)
+        stub = cluster_pb2_grpc.ClusterStub(channel)
+        return await answer(stub.GetStatus(cluster_pb2.GetStatusRequest(), timeout=_UNARY_TIMEOUT_S))
 
-    async def _connected(self) -> grpc.aio.Channel:
-        if self._channel is None:
-            raise RuntimeError("the client is not open: use it as `async with Client(address) as client:`")
-        try:
-            async with asyncio.timeout(self._connect_timeout_s):
-                await self._channel.channel_ready()
-        except TimeoutError:
-            message = f"no coordinator at {self._address} within {self._connect_timeout_s:g} s"
-            raise Unavailable(message) from None
-        return self._channel
+    def _outputs(self, ask: Ask, continuity: Continuity) -> AsyncGenerator[GenerateOutput, None]:
+        return Generation(self._connection, ask, continuity, self._waits).outputs()
+
+    async def _inference(self) -> inference_pb2_grpc.InferenceStub:
+        channel = await self._connection.ready(self._waits.connect_timeout_s)
+        return inference_pb2_grpc.InferenceStub(channel)
 
 
-async def _answer(call: Awaitable[_Response]) -> _Response:
-    try:
-        return await call
-    except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error) from None
-    except asyncio.CancelledError:
-        if _is_task_cancelled():
-            raise
-        raise Cancelled(_CLOSED) from None
-
-
-def _is_task_cancelled() -> bool:
-    # Closing the channel under a call raises CancelledError too, in a task that nobody cancelled.
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
+def _timeout_s(given: float | None) -> float | None:
+    return None if given is None else values.seconds("timeout_s", given)

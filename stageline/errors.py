@@ -9,10 +9,13 @@ StagelineError
     DeadlineExceeded    DEADLINE_EXCEEDED
     Cancelled           CANCELLED
     StepFailed          ABORTED
+    Superseded          ABORTED, with the reason SUPERSEDED in google.rpc.ErrorInfo
     ServerError         every other status, and answers that break the contract
 """
 
 import grpc.aio
+
+from stageline.status_details import SUPERSEDED, StatusDetails
 
 
 class StagelineError(Exception):
@@ -40,19 +43,23 @@ class RequestExists(StagelineError):
 
 
 class RequestNotFound(StagelineError):
-    """No live request has this request_id."""
+    """No request that is live, or whose output is kept, has this request_id."""
 
     code = "NOT_FOUND"
 
 
 class Overloaded(StagelineError):
-    """The waiting queue is full."""
+    """The waiting queue is full, or this client has too many requests.
+
+    `retry_after_s` is when to try again, where the server says so (google.rpc.RetryInfo), else None.
+    """
 
     code = "RESOURCE_EXHAUSTED"
+    retry_after_s: float | None = None
 
 
 class Unavailable(StagelineError):
-    """No coordinator at the address, or no stage workers in time."""
+    """No coordinator at the address, no stage workers in time, or a connection that is lost for good."""
 
     code = "UNAVAILABLE"
 
@@ -64,13 +71,19 @@ class DeadlineExceeded(StagelineError):
 
 
 class Cancelled(StagelineError):
-    """The server ended the call as cancelled."""
+    """The server ended the call as cancelled: by Cancel, or because the client read too slowly."""
 
     code = "CANCELLED"
 
 
 class StepFailed(StagelineError):
     """The step that carried this request was faulty; sending the request again is safe."""
+
+    code = "ABORTED"
+
+
+class Superseded(StagelineError):
+    """Another call has attached to the request, which goes on there. Sending it again would double it."""
 
     code = "ABORTED"
 
@@ -100,5 +113,9 @@ _KINDS: dict[str, type[StagelineError]] = {
 def from_rpc_error(error: grpc.aio.AioRpcError) -> StagelineError:
     """The typed error for a gRPC status, with the server's text."""
     code = error.code().name
-    kind = _KINDS.get(code, ServerError)
-    return kind(error.details() or f"the call ended with {code}", code=code)
+    details = StatusDetails.of(error)
+    kind = Superseded if details.reason == SUPERSEDED else _KINDS.get(code, ServerError)
+    typed = kind(error.details() or f"the call ended with {code}", code=code)
+    if isinstance(typed, Overloaded):
+        typed.retry_after_s = details.retry_after_s
+    return typed

@@ -1,5 +1,6 @@
 """What a client gets from a generation."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -20,7 +21,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
-    """What a request took. `seed` is the one in use, also where the server drew it."""
+    """What one choice took. `seed` is the one in use, also where the server drew it."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -30,17 +31,47 @@ class Usage:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GenerateOutput:
-    """What is new since the output before. Only the last output of a request has `finish_reason` and `usage`.
+class TopLogprob:
+    """One of the most likely tokens at a position; `logprob` is a natural logarithm."""
 
-    `first_token_index` counts generated tokens, `text_offset` Unicode code points of the generated text.
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenLogprobs:
+    """How likely the model found a token before penalties and filters; rank 1 is the most likely one.
+
+    `logprob` is None for the first token of a prompt, which nothing precedes. `top` is most likely first.
+    """
+
+    token_id: int
+    logprob: float | None
+    rank: int
+    top: list[TopLogprob]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerateOutput:
+    """What is new of one choice since the output before of the same choice.
+
+    Only the last output of a choice has `finish_reason` and `usage`. `first_token_index` counts the tokens
+    of the choice's output, `text_offset` Unicode code points of its text; with `echo` both begin with the
+    prompt.
+    `logprobs` has one entry per token id. `prompt_logprobs` come with choice 0, in one or more outputs before
+    its first generated token or with it, from `first_prompt_token_index` on. Both are None in an output that
+    has none.
     """
 
     request_id: str
+    choice: int
     token_ids: list[int]
     text: str
     first_token_index: int
     text_offset: int
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    first_prompt_token_index: int = 0
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
 
@@ -55,20 +86,38 @@ _FINISH_REASONS = {
 
 def output_from(response: inference_pb2.GenerateResponse) -> GenerateOutput:
     """Decodes one message. Raises ServerError when it breaks the contract."""
+    finish_reason = _finish_reason_of(response)
+    _check_logprobs(response)
+    return GenerateOutput(
+        request_id=response.request_id,
+        choice=response.choice,
+        token_ids=list(response.token_ids),
+        text=response.text,
+        first_token_index=response.first_token_index,
+        text_offset=response.text_offset,
+        logprobs=_logprobs_from(response.logprobs),
+        prompt_logprobs=_logprobs_from(response.prompt_logprobs),
+        first_prompt_token_index=response.first_prompt_token_index,
+        finish_reason=finish_reason,
+        usage=None if finish_reason is None else _usage_from(response.usage),
+    )
+
+
+def _finish_reason_of(response: inference_pb2.GenerateResponse) -> FinishReason | None:
     if response.finish_reason not in _FINISH_REASONS:
         raise ServerError(f"the server sent the unknown finish reason {response.finish_reason}")
     finish_reason = _FINISH_REASONS[response.finish_reason]
     if response.HasField("usage") != (finish_reason is not None):
         raise ServerError("the server sent a finish reason without usage, or usage without a finish reason")
-    return GenerateOutput(
-        request_id=response.request_id,
-        token_ids=list(response.token_ids),
-        text=response.text,
-        first_token_index=response.first_token_index,
-        text_offset=response.text_offset,
-        finish_reason=finish_reason,
-        usage=None if finish_reason is None else _usage_from(response.usage),
-    )
+    return finish_reason
+
+
+def _check_logprobs(response: inference_pb2.GenerateResponse) -> None:
+    num_logprobs, num_tokens = len(response.logprobs), len(response.token_ids)
+    if num_logprobs not in (0, num_tokens):
+        raise ServerError(
+            f"the server sent log-probabilities of {num_logprobs} tokens with {num_tokens} tokens"
+        )
 
 
 def _usage_from(usage: inference_pb2.Usage) -> Usage:
@@ -81,29 +130,14 @@ def _usage_from(usage: inference_pb2.Usage) -> Usage:
     )
 
 
-class Continuity:
-    """Holds a server to its promise that tokens and text arrive exactly once and in order."""
+def _logprobs_from(entries: Iterable[inference_pb2.TokenLogprobs]) -> list[TokenLogprobs] | None:
+    return [_token_logprobs_from(entry) for entry in entries] or None
 
-    def __init__(self) -> None:
-        self._num_tokens = 0
-        self._num_characters = 0
-        self._is_finished = False
 
-    def check(self, output: GenerateOutput) -> GenerateOutput:
-        """Returns the output. Raises ServerError when something is missing before it, or comes twice."""
-        if self._is_finished:
-            raise ServerError(f"the server sent more after the last message of request {output.request_id}")
-        if (output.first_token_index, output.text_offset) != (self._num_tokens, self._num_characters):
-            raise ServerError(
-                f"request {output.request_id} continues at token {output.first_token_index} and character "
-                f"{output.text_offset}, after {self._num_tokens} tokens and {self._num_characters} characters"
-            )
-        self._num_tokens += len(output.token_ids)
-        self._num_characters += len(output.text)
-        self._is_finished = output.finish_reason is not None
-        return output
-
-    def check_finished(self) -> None:
-        """Raises ServerError when the stream has ended without a finish reason."""
-        if not self._is_finished:
-            raise ServerError(f"the stream ended without a finish reason, after {self._num_tokens} tokens")
+def _token_logprobs_from(entry: inference_pb2.TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(
+        token_id=entry.token_id,
+        logprob=entry.logprob if entry.HasField("logprob") else None,
+        rank=entry.rank,
+        top=[TopLogprob(token_id=top.token_id, logprob=top.logprob) for top in entry.top],
+    )

@@ -17,93 +17,11 @@ from typing import Any
 
 import grpc.aio
 
-from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc, stage_pb2
-from wire.channels import client_channel
+from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc, stage_pb2
+from tests.fake_inference import FakeInference
+from wire.channels import SERVER_OPTIONS, client_channel
 
-REQUEST_ID = "01890a5d-ac96-774b-bcce-b302099a8057"
 _Context = grpc.aio.ServicerContext[Any, Any]
-
-
-class FakeInference(inference_pb2_grpc.InferenceServicer):
-    """Answers " 0", " 1", ... one token each.
-
-    A prompt "!after:CODE" fails with that status after one token, "!endless" never ends, "!gap" leaves a
-    token out, "!unfinished" ends without a finish reason. A conversation is answered with its length.
-    """
-
-    def __init__(self) -> None:
-        self.requests: list[inference_pb2.GenerateRequest] = []
-        self.ended_early = asyncio.Event()
-        self.num_ended_early = 0
-        self.cancelled_ids: list[str] = []
-        self.has_tokenizer = os.environ.get("FAKE_TOKENIZER", "1") == "1"
-        self.has_chat_template = os.environ.get("FAKE_CHAT_TEMPLATE", "1") == "1"
-
-    async def Generate(
-        self, request: inference_pb2.GenerateRequest, context: _Context
-    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        self.requests.append(request)
-        prompt = request.text
-        num_tokens = 10**9 if prompt == "!endless" else request.max_tokens or 4
-        try:
-            async for response in self._tokens(num_tokens, request):
-                yield response
-                if prompt.startswith("!after:"):
-                    await context.abort(grpc.StatusCode[prompt.removeprefix("!after:")], "said the server")
-                await asyncio.sleep(0.01 if prompt == "!endless" else 0)
-        except (asyncio.CancelledError, GeneratorExit):
-            # gRPC cancels the wait inside, or closes this generator where it stands at `yield`.
-            self.ended_early.set()
-            self.num_ended_early += 1
-            raise
-
-    async def _tokens(
-        self, num_tokens: int, request: inference_pb2.GenerateRequest
-    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        offset = 0
-        for index in range(num_tokens):
-            text = self._text(index, request) if self.has_tokenizer else ""
-            response = inference_pb2.GenerateResponse(
-                request_id=request.request_id or REQUEST_ID,
-                first_token_index=index + (1 if request.text == "!gap" and index else 0),
-                token_ids=[index],
-                text=text,
-                text_offset=offset,
-            )
-            if index == num_tokens - 1 and request.text != "!unfinished":
-                response.finish_reason = inference_pb2.FINISH_REASON_LENGTH
-                response.usage.CopyFrom(_usage(request, num_tokens))
-            offset += len(text)
-            yield response
-
-    def _text(self, index: int, request: inference_pb2.GenerateRequest) -> str:
-        num_messages = len(request.conversation.messages)
-        return f" {num_messages} messages" if num_messages else f" {index}"
-
-    async def Cancel(
-        self, request: inference_pb2.CancelRequest, context: _Context
-    ) -> inference_pb2.CancelResponse:
-        if request.request_id != REQUEST_ID:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"no request {request.request_id}")
-        self.cancelled_ids.append(request.request_id)
-        return inference_pb2.CancelResponse()
-
-    async def GetModel(
-        self, request: inference_pb2.GetModelRequest, context: _Context
-    ) -> inference_pb2.GetModelResponse:
-        return inference_pb2.GetModelResponse(
-            name="fake-stories",
-            has_tokenizer=self.has_tokenizer,
-            has_chat_template=self.has_chat_template,
-        )
-
-
-def _usage(request: inference_pb2.GenerateRequest, num_tokens: int) -> inference_pb2.Usage:
-    return inference_pb2.Usage(
-        prompt_tokens=len(request.text.split()) or len(request.token_ids.ids),
-        completion_tokens=num_tokens,
-        seed=request.sampling.seed or 7,
-    )
 
 
 class FakeCluster(cluster_pb2_grpc.ClusterServicer):
@@ -172,10 +90,15 @@ class FakeCluster(cluster_pb2_grpc.ClusterServicer):
         )
 
 
-async def serve(listen: str, num_stages: int) -> tuple[grpc.aio.Server, str, FakeInference]:
-    """Starts a fake coordinator in this process; returns the server, its address and what it saw."""
-    server = grpc.aio.server()
-    inference = FakeInference()
+async def serve(
+    listen: str, num_stages: int, inference: FakeInference | None = None
+) -> tuple[grpc.aio.Server, str, FakeInference]:
+    """Starts a fake coordinator in this process; returns the server, its address and what it saw.
+
+    An `inference` that was served before knows its requests still.
+    """
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    inference = inference or FakeInference()
     inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
     cluster_pb2_grpc.add_ClusterServicer_to_server(FakeCluster(num_stages, inference), server)
     port = server.add_insecure_port(listen)

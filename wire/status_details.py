@@ -1,23 +1,41 @@
 """What a status says beside code and text, in gRPC's richer error model (google.rpc.Status)."""
 
+import re
+
 from google.protobuf.any_pb2 import Any
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2, status_pb2
 
-from wire.errors import Overloaded, status_of
+from wire.errors import Overloaded, ServingError, status_of
 
 DETAILS_KEY = "grpc-status-details-bin"
+DOMAIN = "stageline"
 
 
 def details_of(error: BaseException) -> tuple[tuple[str, bytes], ...]:
-    """Trailing metadata for `error`: when to try again, as RetryInfo, where that is known; else none."""
-    if not isinstance(error, Overloaded) or error.retry_after_s is None:
-        return ()
+    """Trailing metadata for `error`: its kind, as ErrorInfo, and when to try again, as RetryInfo.
+
+    Whoever reads it can tell an answer of ours from a connection that broke: only an answer has details.
+    """
     code, text = status_of(error)
-    delay = Duration()
-    delay.FromNanoseconds(round(error.retry_after_s * 1e9))
-    detail = Any()
-    detail.Pack(error_details_pb2.RetryInfo(retry_delay=delay))
     number: int = code.value[0]
-    status = status_pb2.Status(code=number, message=text, details=[detail])
+    details = [error_details_pb2.ErrorInfo(reason=reason_of(error), domain=DOMAIN)]
+    if isinstance(error, Overloaded) and error.retry_after_s is not None:
+        delay = Duration()
+        delay.FromNanoseconds(round(error.retry_after_s * 1e9))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    status = status_pb2.Status(code=number, message=text, details=[_packed(each) for each in details])
     return ((DETAILS_KEY, status.SerializeToString()),)
+
+
+def reason_of(error: BaseException) -> str:
+    """The kind of `error`, as ErrorInfo wants it: CLUSTER_UNAVAILABLE for ClusterUnavailable."""
+    if not isinstance(error, ServingError):
+        return "INTERNAL_ERROR"
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", type(error).__name__).upper()
+
+
+def _packed(message: error_details_pb2.ErrorInfo | error_details_pb2.RetryInfo) -> Any:
+    packed = Any()
+    packed.Pack(message)
+    return packed

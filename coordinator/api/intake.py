@@ -164,6 +164,12 @@ def make_request(
     )
 
 
+def make_echoed_text(request: Request) -> None:
+    """Decodes the prompts that outputs begin with. May take a while for a long prompt."""
+    for choice in request.choices:
+        choice.transcript.make_text(max_tokens=choice.transcript.num_tokens)
+
+
 def _transcript(generation: Generation, prompt: tuple[int, ...], codec: TextCodec | None) -> Transcript:
     """With echo the prompt is part of the output, and its text too."""
     context, echoed = ((), prompt) if generation.echo else (prompt, ())

@@ -8,6 +8,7 @@ from coordinator.api.callers import Caller
 from coordinator.api.intake import (
     Resolved,
     check_text_size,
+    make_echoed_text,
     make_request,
     needs_tokenizer,
     refuse_unknown_fields,
@@ -67,6 +68,9 @@ class Sessions:
                 client=caller.client,
                 place=place,
             )
+            if message.sampling.echo:
+                loop = asyncio.get_running_loop()
+                await loop.run_in_executor(self._tokenizers, make_echoed_text, request)
         return self._engine.submit(request, deadline_s=caller.deadline_s)
 
     def close(self) -> None:

@@ -150,7 +150,7 @@ class KvLog:
 
         A sequence begins by taking hold of everything that is cached before `first_query`; what its window
         hides from there on it gives back before it takes new blocks. Raises OutOfBlocks; then no block was
-        added to those that the sequence held.
+        added to those that the sequence held. What `can_admit` has just allowed begins without that error.
         """
         if self._window is not None:
             if active.num_allocated_blocks == 0:

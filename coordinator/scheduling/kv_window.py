@@ -32,7 +32,8 @@ class KvWindow:
         """The most blocks that a sequence holds while a step of it is computed.
 
         Its queries see num_tokens - 1 + max_step_tokens consecutive positions at most, which may begin with
-        the last slot of a block.
+        the last slot of a block. The block before the first query is held even if a window of one token hides
+        it, for a sequence never releases the newest block that it has.
         """
-        num_positions = self.num_tokens - 1 + self.max_step_tokens
+        num_positions = max(1, self.num_tokens - 1) + self.max_step_tokens
         return (num_positions + block_size - 2) // block_size + 1

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from deploy import ClusterFailed
+from stageline.cli.attach import attach, cancel
 from stageline.cli.chat import chat
 from stageline.cli.coordinator import coordinator
 from stageline.cli.demo import demo
@@ -16,7 +17,7 @@ from stageline.cli.plan import plan
 from stageline.cli.status import status
 from stageline.cli.up import up
 from stageline.cli.worker import worker
-from stageline.errors import StagelineError
+from stageline.errors import Overloaded, StagelineError
 from stageline.version import VERSION
 
 app = typer.Typer(
@@ -37,6 +38,8 @@ app.command("worker", rich_help_panel=_SERVE)(worker)
 app.command("plan", rich_help_panel=_SERVE)(plan)
 app.command("generate", rich_help_panel=_USE)(generate)
 app.command("chat", rich_help_panel=_USE)(chat)
+app.command("attach", rich_help_panel=_USE)(attach)
+app.command("cancel", rich_help_panel=_USE)(cancel)
 app.command("status", rich_help_panel=_USE)(status)
 
 
@@ -69,8 +72,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except typer.Abort:
         return INTERRUPTED
     except (StagelineError, CommandFailed, ClusterFailed, OSError) as error:
-        report(str(error))
+        report(_with_hint(error))
         return FAILURE
+
+
+def _with_hint(error: Exception) -> str:
+    if isinstance(error, Overloaded) and error.retry_after_s is not None:
+        return f"{error}; try again in {error.retry_after_s:g} s"
+    return str(error)
 
 
 def _one_line(error: typer.TyperException) -> str:

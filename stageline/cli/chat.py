@@ -3,10 +3,14 @@
 import asyncio
 import contextlib
 import sys
+from typing import Any
 
 from stageline.cli import options
 from stageline.cli.failures import CommandFailed, report
-from stageline.cli.stream import write_stream
+from stageline.cli.flags import takes
+from stageline.cli.request_flags import EndingFlags, MaxTokens, SamplingFlags
+from stageline.cli.request_options import options_from
+from stageline.cli.stream import live, show_stream
 from stageline.client import Client
 from stageline.errors import StagelineError
 from stageline.prompt import ChatMessage
@@ -15,16 +19,15 @@ with contextlib.suppress(ImportError):  # it gives input() line editing and hist
     import readline  # noqa: F401
 
 
+@takes(SamplingFlags, EndingFlags)
 def chat(
-    max_tokens: options.MaxTokens = None,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    seed: options.Seed = None,
+    max_tokens: MaxTokens = None,
     coordinator: options.Coordinator = options.DEFAULT_ADDRESS,
+    **flags: Any,
 ) -> int:
     """Hold a conversation. [bold]/reset[/] forgets it, [bold]/exit[/] ends, Ctrl-C stops an answer."""
     history: list[ChatMessage] = []
+    wanted = options_from({**flags, "max_tokens": max_tokens})
 
     async def check_model() -> None:
         async with Client(coordinator) as client:
@@ -35,15 +38,8 @@ def chat(
 
     async def answer() -> str:
         async with Client(coordinator) as client:
-            outputs = client.generate(
-                history,
-                max_tokens=max_tokens,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                seed=seed,
-            )
-            return (await write_stream(outputs, as_token_ids=False)).text
+            report = await show_stream(client.generate(history, **wanted), live(as_token_ids=False))
+        return report.completions[0].text
 
     with asyncio.Runner() as runner:
         runner.run(check_model())

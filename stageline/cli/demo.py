@@ -11,7 +11,7 @@ from stageline.cli.coordinator import flags_of
 from stageline.cli.failures import CommandFailed
 from stageline.cli.preflight import check_plan
 from stageline.cli.progress import wait_until_serving
-from stageline.cli.stream import Completion, write_stream
+from stageline.cli.stream import Report, live, show_stream
 from stageline.cli.tables import topology_view
 from stageline.client import Client
 from stageline.errors import StagelineError
@@ -56,16 +56,16 @@ async def run_demo(config: LocalClusterConfig) -> None:
         status = await wait_until_serving(cluster, console, timeout_s=_START_TIMEOUT_S)
         console.print(topology_view(status))
         console.print(f"[bold]{PROMPT}[/]", end="")
-        completion = await cluster.while_running(_complete(cluster))
-        console.print(f"\n[dim]{completion.describe_speed()}[/]")
+        report = await cluster.while_running(_complete(cluster))
+        console.print(f"\n[dim]{report.describe_speed()}[/]")
     console.print("[dim]All processes have ended.[/]")
 
 
-async def _complete(cluster: LocalCluster) -> Completion:
+async def _complete(cluster: LocalCluster) -> Report:
     try:
         async with Client(cluster.address) as client:
             outputs = client.generate(PROMPT, max_tokens=_MAX_TOKENS, timeout_s=_GENERATE_TIMEOUT_S)
-            return await write_stream(outputs, as_token_ids=False)
+            return await show_stream(outputs, live(as_token_ids=False))
     except StagelineError as error:
         lines = "\n".join(f"  | {line}" for line in cluster.coordinator.last_lines())
         raise CommandFailed(f"{error}; the coordinator's log ends with\n{lines}") from error

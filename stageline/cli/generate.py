@@ -1,76 +1,88 @@
-"""`stageline generate`: one completion."""
+"""`stageline generate`: completions of one prompt."""
 
 import asyncio
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from stageline.cli import options
+from stageline.cli.completion_view import print_report
 from stageline.cli.failures import INTERRUPTED, CommandFailed
-from stageline.cli.stream import Completion, write_stream
+from stageline.cli.flags import takes
+from stageline.cli.request_flags import (
+    EndingFlags,
+    FormFlags,
+    LifeFlags,
+    MaxTokens,
+    OutputFlags,
+    SamplingFlags,
+)
+from stageline.cli.request_options import options_from, parse_token_ids
+from stageline.cli.stream import Report, show_for, show_stream
 from stageline.client import Client
+from stageline.parameters import GenerateOptions
 from stageline.prompt import Prompt
+from wire.ids import id_text, new_request_id
 
 
+@takes(SamplingFlags, EndingFlags, FormFlags, OutputFlags, LifeFlags)
 def generate(
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to complete.", show_default=False)],
-    max_tokens: options.MaxTokens = 100,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    seed: options.Seed = None,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Go on after an end-of-sequence token.")
-    ] = False,
-    cache_salt: Annotated[
-        str,
-        typer.Option(
-            "--cache-salt", metavar="TEXT", help="Share cached prefixes with requests of this salt only."
-        ),
-    ] = "",
+    max_tokens: MaxTokens = 100,
     token_ids: Annotated[
         bool, typer.Option("--token-ids", help="PROMPT is token ids, as in 1,15,7.")
     ] = False,
+    json: options.Json = False,
     coordinator: options.Coordinator = options.DEFAULT_ADDRESS,
+    **flags: Any,
 ) -> int:
     """Complete a prompt, and write the text as it arrives."""
     given: Prompt = _parse_token_ids(prompt) if token_ids else prompt
+    wanted = options_from({**flags, "max_tokens": max_tokens})
+    # Made here, so that it can be told.
+    request_id = wanted.setdefault("request_id", id_text(new_request_id()))
+    is_detached = "on_disconnect" in wanted
 
-    async def run() -> Completion:
+    async def run() -> Report:
         async with Client(coordinator) as client:
             model = await client.model()
             if isinstance(given, str) and not model.has_tokenizer:
                 raise CommandFailed(f"model {model.name} has no tokenizer: give token ids with --token-ids")
-            outputs = client.generate(
-                given,
-                max_tokens=max_tokens,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                seed=seed,
-                ignore_eos=ignore_eos,
-                cache_salt=cache_salt,
-            )
-            return await write_stream(outputs, as_token_ids=not model.has_tokenizer)
+            outputs = client.generate(given, **wanted)
+            if is_detached:
+                print(f"(request {request_id})", file=sys.stderr)
+            num_choices = wanted.get("n") or 1
+            show = show_for(num_choices=num_choices, as_token_ids=not model.has_tokenizer, is_json=json)
+            return await show_stream(outputs, show)
 
     try:
-        completion = asyncio.run(run())
+        report = asyncio.run(run())
     except KeyboardInterrupt:
-        print("\nstageline: the request was cancelled", file=sys.stderr)
+        print(f"\nstageline: {_describe_leaving(request_id, is_detached=is_detached)}", file=sys.stderr)
         return INTERRUPTED
-    print(f"({_describe(completion, temperature)})", file=sys.stderr)
+    print_report(report, is_json=json)
+    print(f"({_describe(report, wanted)})", file=sys.stderr)
     return 0
 
 
-def _describe(completion: Completion, temperature: float | None) -> str:
-    seed = f"; seed {completion.usage.seed}" if temperature else ""
-    return f"{completion.describe_speed()}; ended by {completion.finish_reason.value}{seed}"
+def _describe(report: Report, wanted: GenerateOptions) -> str:
+    reasons = ", ".join(dict.fromkeys(completion.finish_reason for completion in report.completions))
+    seed = f"; seed {report.completions[0].usage.seed}" if wanted.get("temperature") else ""
+    return f"{report.describe_speed()}; ended by {reasons}{seed}"
+
+
+def _describe_leaving(request_id: str | None, *, is_detached: bool) -> str:
+    if not is_detached:
+        return "the request was cancelled"
+    return (
+        f"the request goes on; `stageline attach {request_id}` shows it, "
+        f"`stageline cancel {request_id}` ends it"
+    )
 
 
 def _parse_token_ids(text: str) -> list[int]:
     try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        message = f"{text!r} is not a list of token ids such as 1,15,7"
-        raise typer.BadParameter(message, param_hint="PROMPT") from None
+        return parse_token_ids(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="PROMPT") from None

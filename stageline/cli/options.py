@@ -61,6 +61,9 @@ Coordinator: TypeAlias = Annotated[
         help="Where the coordinator listens.",
     ),
 ]
+Json: TypeAlias = Annotated[
+    bool, typer.Option("--json", help="Write one JSON object with everything, at the end.")
+]
 Model: TypeAlias = Annotated[
     Path | None,
     typer.Option(
@@ -152,18 +155,4 @@ Memory: TypeAlias = Annotated[
 ]
 Threads: TypeAlias = Annotated[
     int | None, typer.Option(metavar="N", min=1, help="Compute threads of a worker.")
-]
-MaxTokens: TypeAlias = Annotated[int | None, typer.Option(metavar="N", min=1, help="Most new tokens.")]
-Temperature: TypeAlias = Annotated[
-    float | None,
-    typer.Option(metavar="T", min=0, help="0 always takes the likeliest token; 1 samples as trained."),
-]
-TopK: TypeAlias = Annotated[
-    int | None, typer.Option(metavar="K", min=0, help="Sample among the K likeliest tokens; 0 is all.")
-]
-TopP: TypeAlias = Annotated[
-    float | None, typer.Option(metavar="P", help="Sample among the likeliest tokens that make up share P.")
-]
-Seed: TypeAlias = Annotated[
-    int | None, typer.Option(metavar="N", min=0, help="The same seed samples the same tokens.")
 ]

@@ -136,6 +136,7 @@ class Log:
         sampling: StepSampling = GREEDY,
         max_tokens: int = 8,
         request_id: RequestId | None = None,
+        is_scored: bool = False,
     ) -> Sequence:
         sequence = Sequence(
             SequenceKey(request_id or new_request_id(), 0),
@@ -144,6 +145,7 @@ class Log:
             sampling=sampling,
             stop_token_ids=frozenset(),
             order=QueueOrder(0.0, len(self.scheduler.queue) + len(self.scheduler.running)),
+            wants_prompt_logprobs=is_scored,
         )
         self.scheduler.add(sequence)
         return sequence

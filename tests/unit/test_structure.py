@@ -17,6 +17,7 @@ PACKAGES = (
     "coordinator/text",
     "stage_worker",
     "stage_worker/models",
+    "stage_worker/sampling",
     "wire",
     "kvcache",
     "checkpoint",

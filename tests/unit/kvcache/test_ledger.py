@@ -123,6 +123,34 @@ def test_a_hash_is_free_again_once_its_block_is_gone() -> None:
     ledger.check_integrity([second])
 
 
+@pytest.mark.usefixtures("colliding_hashes")
+def test_a_block_is_not_shared_after_the_name_before_it_went_to_other_content() -> None:
+    ledger = Ledger(3, block_size=2)
+    first, evicting, second, same = (
+        sequence(1, 2, 3, 4),
+        sequence(5, 6, 7, 8),
+        sequence(1, 9, 3, 4),
+        sequence(1, 2, 3, 4),
+    )
+    head, end = allocate(ledger, first).blocks
+    for signal in first.release_before(2):
+        ledger.apply(first, signal)
+    allocate(ledger, evicting)
+    for signal in evicting.destroy_signals():
+        ledger.apply(evicting, signal)
+    assert head not in ledger.pool
+    assert allocate(ledger, same).blocks == (head, end)
+    for signal in same.destroy_signals():
+        ledger.apply(same, signal)
+    assert head not in ledger.pool
+    assert ledger.pool.refcount(end) == 1
+
+    use = allocate(ledger, second)
+    assert use.blocks[0] == head
+    assert use.blocks[1] != end
+    ledger.check_integrity([first, second])
+
+
 def test_contents_go_with_their_blocks() -> None:
     ledger = Ledger(2, block_size=2)
     first, second = sequence(1, 2, 3, 4), sequence(5, 6)

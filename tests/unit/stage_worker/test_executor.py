@@ -18,7 +18,17 @@ from wire.errors import StepFault, StepFaultKind
 from wire.frames import Frame
 from wire.ids import SequenceKey, new_request_id
 from wire.step_codec import encode_step
-from wire.steps import Prefill, Slice, SliceError, SliceResult, StartRecord, Step, StepResult, StepSampling
+from wire.steps import (
+    Prefill,
+    Slice,
+    SliceError,
+    SliceResult,
+    StartRecord,
+    Step,
+    StepResult,
+    StepSampling,
+    TokenLogprobs,
+)
 
 HIDDEN_SIZE = 64
 RESOURCES = WorkerResources(device=torch.device("cpu"), memory_bytes=1 << 30, model_directory=None)
@@ -221,3 +231,67 @@ def test_the_hidden_states_that_came_in_are_not_changed(last: Stage) -> None:
     before = bytes(frame.hidden.data)
     last.executor.run(frame)
     assert bytes(frame.hidden.data) == before
+
+
+@pytest.fixture
+def only(directory: Path) -> Stage:
+    return Stage(new_assignment(directory, stage=0, num_stages=1))
+
+
+SCORING = StepSampling(temperature=0.0, logprobs=3, prompt_logprobs=3)
+
+
+def answers(stage: Stage) -> tuple[SliceResult, ...]:
+    """The results of the next step; the log learns them."""
+    output = stage.run(stage.log.step())
+    assert isinstance(output, StepResult)
+    stage.log.complete(output)
+    return output.results
+
+
+def assert_same(one: tuple[TokenLogprobs, ...], other: tuple[TokenLogprobs, ...]) -> None:
+    assert [each.token for each in one] == [each.token for each in other]
+    assert [each.rank for each in one] == [each.rank for each in other]
+    logprobs = [each.logprob for each in other]
+    assert [each.logprob for each in one] == pytest.approx(logprobs, abs=1e-5)
+
+
+def test_a_prompt_is_scored_in_chunks_as_at_once_beside_other_sequences(only: Stage) -> None:
+    prompt = tuple(range(1, 31))
+    only.log.add(prompt, sampling=SCORING, max_tokens=1, is_scored=True)
+    (whole,) = answers(only)
+    assert [each.token for each in whole.prompt_logprobs] == list(prompt[1:])
+    only.begin(2)
+    neighbour = only.log.add((7, 8, 9), max_tokens=4)
+    sequence = only.log.add(prompt, sampling=SCORING, max_tokens=1, is_scored=True)
+    first = answers(only)
+    assert [result.sequence for result in first] == [neighbour.key, sequence.key]
+    assert isinstance(first[0].outcome, int)
+    assert first[0].prompt_logprobs == ()
+    assert first[1].outcome is None
+    second = answers(only)
+    assert [result.sequence for result in second] == [neighbour.key, sequence.key]
+    assert second[1].outcome == whole.outcome
+    assert_same((*first[1].prompt_logprobs, *second[1].prompt_logprobs), whole.prompt_logprobs)
+
+
+def test_a_sampled_token_is_scored_as_it_was_sampled(only: Stage) -> None:
+    prompt = (5, 6, 7, 8, 9)
+    only.log.add(prompt, sampling=SCORING, max_tokens=1, is_scored=True)
+    (sampled,) = answers(only)
+    assert isinstance(sampled.outcome, int)
+    assert sampled.logprobs is not None
+    assert sampled.logprobs.top[0][0] == sampled.outcome
+    only.begin(2)
+    only.log.add((*prompt, sampled.outcome), sampling=SCORING, max_tokens=1, is_scored=True)
+    (result,) = answers(only)
+    assert_same(result.prompt_logprobs[-1:], (sampled.logprobs,))
+
+
+def test_the_sampler_knows_the_tokens_of_decode_steps(only: Stage) -> None:
+    """Without the penalty this checkpoint says the same token again."""
+    penalised = StepSampling(temperature=0.0, repetition_penalty=100.0)
+    sequence = only.log.add((1, 2, 3), sampling=penalised, max_tokens=12)
+    for _ in range(12):
+        answers(only)
+    assert len(set(sequence.generated_tokens)) == 12

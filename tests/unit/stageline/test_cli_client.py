@@ -11,6 +11,7 @@ from contextlib import ExitStack
 
 import pytest
 
+from stageline import Client
 from stageline.cli import main
 from tests.fake_processes import FAKE_COMMAND, FAKE_ENVIRONMENT, wait_until
 
@@ -48,7 +49,7 @@ def untokenized_address(start_coordinator: StartCoordinator) -> str:
 
 @pytest.fixture(autouse=True)
 def short_connect_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stageline.client.Client.__init__.__kwdefaults__", {"connect_timeout_s": 5.0})
+    _set_connect_timeout(monkeypatch, 5.0)
 
 
 def test_generate_writes_the_text_to_stdout_and_the_speed_to_stderr(
@@ -91,14 +92,17 @@ def test_a_servers_refusal_is_one_line_and_exit_code_1(
     assert capsys.readouterr().err == "stageline: error: said the server\n"
 
 
-@pytest.mark.parametrize("command", [["generate", "x"], ["chat"], ["status"], ["status", "--json"]])
+@pytest.mark.parametrize(
+    "command",
+    [["generate", "x"], ["chat"], ["attach", "x"], ["cancel", "x"], ["status"], ["status", "--json"]],
+)
 def test_nobody_listening_is_one_line_and_exit_code_1(
     command: list[str],
     unused_address: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("stageline.client.Client.__init__.__kwdefaults__", {"connect_timeout_s": 0.2})
+    _set_connect_timeout(monkeypatch, 0.2)
     assert main([*command, "--coordinator", unused_address]) == 1
     output = capsys.readouterr()
     assert output.out == ""
@@ -181,6 +185,10 @@ def test_chat_refuses_a_model_without_a_chat_template(
     assert capsys.readouterr().err == (
         "stageline: error: model fake-stories has no chat template; use `stageline generate`\n"
     )
+
+
+def _set_connect_timeout(monkeypatch: pytest.MonkeyPatch, timeout_s: float) -> None:
+    monkeypatch.setitem(Client.__init__.__kwdefaults__, "connect_timeout_s", timeout_s)
 
 
 def _status(address: str) -> dict[str, object]:

@@ -18,7 +18,24 @@ from stageline.version import VERSION
         ("generate", "Missing argument 'PROMPT'"),
         ("generate x --temprature 1", "No such option: --temprature"),
         ("generate x --max-tokens many", "Invalid value for '--max-tokens': Input should be a valid integer"),
-        ("generate x --max-tokens 0", "Invalid value for '--max-tokens': Input should be greater"),
+        ("generate x --max-tokens -1", "Invalid value for '--max-tokens': Input should be greater"),
+        ("generate x --n 0", "Invalid value for '--n' / '-n': Input should be greater"),
+        ("generate x --logit-bias 5", "Invalid value for --logit-bias: '5' is not ID=BIAS, for example"),
+        ("generate x --logit-bias 5=x", "'5=x' is not ID=BIAS"),
+        ("generate x --allowed-token-ids 1;2", "--allowed-token-ids: '1;2' is not a list of token ids"),
+        ("generate x --stop-token-ids a", "--stop-token-ids: 'a' is not a list of token ids"),
+        ("generate x --bad-word-ids 1,", "--bad-word-ids: '1,' is not a list of token ids"),
+        (
+            "generate x --json-schema @/no/such/file",
+            "--json-schema: cannot read '/no/such/file': No such file",
+        ),
+        ("generate x --grammar @/", "--grammar: cannot read '/': Is a directory"),
+        ("generate x --priority urgent", "Invalid value for '--priority'"),
+        ("generate x --detach long", "Invalid value for '--detach'"),
+        ("chat --n 2", "No such option: --n"),
+        ("attach", "Missing argument 'REQUEST_ID'"),
+        ("attach x --from-token -1", "Invalid value for '--from-token'"),
+        ("cancel", "Missing argument 'REQUEST_ID'"),
         ("generate x --coordinator here", "address 'here' is not HOST:PORT"),
         ("generate x --coordinator here:0", "address 'here:0' has port 0"),
         ("generate x --coordinator here:70000", "has port 70000, above 65535"),
@@ -64,7 +81,7 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     output = capsys.readouterr().out
-    for command in ("demo", "up", "coordinator", "worker", "generate", "chat", "status"):
+    for command in ("demo", "up", "coordinator", "worker", "generate", "chat", "attach", "cancel", "status"):
         assert f" {command} " in output
 
 

@@ -6,11 +6,16 @@ import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+import grpc.aio
 import pytest
+from google.rpc import error_details_pb2
 
 import stageline
+import stageline.errors
 from stageline import Client, FinishReason, GenerateOutput
-from tests.fake_stageline import REQUEST_ID, FakeInference, serve
+from tests.fake_inference import REQUEST_ID, FakeInference, Fault
+from tests.fake_stageline import serve
+from wire.ids import parse_request_id
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +41,7 @@ async def test_outputs_carry_what_is_new_and_the_last_one_says_how_it_ended(serv
 
     assert [(output.token_ids, output.text) for output in outputs] == [([0], " 0"), ([1], " 1"), ([2], " 2")]
     assert [(output.first_token_index, output.text_offset) for output in outputs] == [(0, 0), (1, 2), (2, 4)]
-    assert {output.request_id for output in outputs} == {REQUEST_ID}
+    assert {output.request_id for output in outputs} == {served.inference.requests[0].request_id}
     assert [output.finish_reason for output in outputs] == [None, None, FinishReason.LENGTH]
     assert [output.usage is None for output in outputs] == [True, True, False]
     assert outputs[-1].usage is not None
@@ -49,11 +54,19 @@ async def test_what_is_not_given_stays_unset(served: Served) -> None:
         pass
 
     (request,) = served.inference.requests
-    assert request.request_id == ""
     assert not request.HasField("max_tokens")
+    assert not request.HasField("on_disconnect")
     for name in ("temperature", "top_k", "top_p", "seed"):
         assert not request.sampling.HasField(name)
     assert request.sampling.ignore_eos is False
+
+
+async def test_a_request_without_an_id_is_given_a_fresh_one(served: Served) -> None:
+    await _collect(served.client, "x")
+    await _collect(served.client, "x")
+
+    first, second = (parse_request_id(request.request_id) for request in served.inference.requests)
+    assert first != second
 
 
 async def test_the_cache_salt_is_sent(served: Served) -> None:
@@ -119,7 +132,7 @@ async def test_a_prompt_that_no_message_can_carry_is_an_invalid_request(
         ("x", {"max_tokens": -1}, "max_tokens is -1, must be in [0, 4294967295]"),
         ("x", {"top_k": 2**32}, "top_k is 4294967296, must be in [0, 4294967295]"),
         ("x", {"seed": 10**23}, f"seed is {10**23}, must be in [0, 18446744073709551615]"),
-        ([3, -1], {}, "a token id is -1, must be in [0, 4294967295]"),
+        ([3, -1], {}, "a token id of the prompt is -1, must be in [0, 4294967295]"),
     ],
 )
 async def test_what_no_message_can_carry_is_named_with_its_limits(
@@ -170,6 +183,99 @@ async def test_a_status_becomes_a_typed_error_with_the_servers_text(
     assert type(caught.value) is kind
     assert caught.value.code == code
     assert str(caught.value) == caught.value.message == "said the server"
+
+
+async def test_an_overloaded_server_may_tell_when_to_try_again(served: Served) -> None:
+    with pytest.raises(stageline.Overloaded) as caught:
+        await anext(served.client.generate("!overloaded"))
+    assert caught.value.retry_after_s == 1.5
+
+    with pytest.raises(stageline.Overloaded) as caught:
+        await _collect(served.client, "!after:RESOURCE_EXHAUSTED")
+    assert caught.value.retry_after_s is None
+
+
+async def test_a_call_whose_request_went_elsewhere_says_so(served: Served) -> None:
+    reason = error_details_pb2.ErrorInfo(reason="SUPERSEDED", domain="stageline")
+    served.inference.faults.append(Fault(after=1, code=grpc.StatusCode.ABORTED, detail=reason))
+    with pytest.raises(stageline.Superseded, match="said the server") as caught:
+        await _collect(served.client, "x")
+    assert caught.value.code == "ABORTED"
+
+
+async def test_details_that_cannot_be_read_do_not_hide_the_error(served: Served) -> None:
+    error = grpc.aio.AioRpcError(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.aio.Metadata(),
+        grpc.aio.Metadata(("grpc-status-details-bin", b"\xff\xff")),
+        details="full",
+    )
+    typed = stageline.errors.from_rpc_error(error)
+    assert isinstance(typed, stageline.Overloaded)
+    assert (str(typed), typed.retry_after_s) == ("full", None)
+
+
+async def test_choices_come_interleaved_and_each_ends_for_itself(served: Served) -> None:
+    outputs = [output async for output in served.client.generate("!uneven", n=2, max_tokens=3)]
+
+    assert [(output.choice, output.token_ids) for output in outputs] == [
+        (0, [0]),
+        (1, [0]),
+        (0, [1]),
+        (1, [1]),
+        (1, [2]),
+    ]
+    assert [output.choice for output in outputs if output.finish_reason] == [0, 1]
+
+
+async def test_a_stream_that_leaves_a_choice_unfinished_is_an_error(served: Served) -> None:
+    with pytest.raises(stageline.ServerError, match="without a finish reason of choice 0, after 4 tokens"):
+        async for _ in served.client.generate("!unfinished", n=2):
+            pass
+
+
+async def test_log_probabilities_come_with_their_tokens(served: Served) -> None:
+    outputs = [
+        output async for output in served.client.generate("a b", max_tokens=2, logprobs=2, prompt_logprobs=1)
+    ]
+
+    (token,) = outputs[1].logprobs or []
+    assert (token.token_id, token.logprob, token.rank) == (1, -0.5, 1)
+    assert [(top.token_id, top.logprob) for top in token.top] == [(1, -0.5), (2, -1.5)]
+    first, second = outputs[0].prompt_logprobs or []
+    assert first.logprob is None
+    assert second.logprob == -0.5
+    assert outputs[1].prompt_logprobs is None
+
+
+async def test_what_was_not_asked_for_is_none(served: Served) -> None:
+    (output,) = [output async for output in served.client.generate("x", max_tokens=1)]
+    assert output.logprobs is None
+    assert output.prompt_logprobs is None
+
+
+async def test_complete_gives_each_choice_whole_and_in_order(served: Served) -> None:
+    completions = await served.client.complete("a b", n=3, max_tokens=2, logprobs=0, prompt_logprobs=0)
+
+    assert [completion.choice for completion in completions] == [0, 1, 2]
+    assert {completion.text for completion in completions} == {" 0 1"}
+    assert {completion.request_id for completion in completions} == {served.inference.requests[0].request_id}
+    assert [len(completion.logprobs or []) for completion in completions] == [2, 2, 2]
+    assert [len(completion.prompt_logprobs or []) for completion in completions] == [2, 0, 0]
+    assert completions[2].finish_reason == FinishReason.LENGTH
+    assert completions[2].usage.completion_tokens == 2
+
+
+async def test_scoring_generates_nothing(served: Served) -> None:
+    (completion,) = await served.client.complete("a b c", max_tokens=0, prompt_logprobs=1)
+    assert completion.token_ids == []
+    assert len(completion.prompt_logprobs or []) == 3
+
+
+@pytest.mark.parametrize("timeout_s", [-1, float("nan"), float("inf"), "1"])
+async def test_a_timeout_that_is_none_is_refused(served: Served, timeout_s: float) -> None:
+    with pytest.raises(stageline.InvalidRequest, match="timeout_s is"):
+        served.client.generate("x", timeout_s=timeout_s)
 
 
 async def test_breaking_out_of_the_loop_cancels_the_call(served: Served) -> None:
@@ -225,7 +331,7 @@ async def test_a_missing_token_is_an_error(served: Served) -> None:
 
 
 async def test_a_stream_without_a_finish_reason_is_an_error(served: Served) -> None:
-    with pytest.raises(stageline.ServerError, match="without a finish reason, after 3 tokens"):
+    with pytest.raises(stageline.ServerError, match="without a finish reason of choice 0, after 3 tokens"):
         await _collect(served.client, "!unfinished")
 
 

@@ -131,6 +131,14 @@ def test_a_stop_string_that_only_the_end_completes_is_not_delivered(codecs: Code
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_what_the_end_completes_and_what_it_holds_back_come_in_their_order(codecs: Codecs, kind: str) -> None:
+    codec = codecs[kind]
+    tokens = codec.encode("fox ☃")[:-1]
+    transcript = Script((), tuple(tokens), stops=("fox !", "\ufffd!")).run(codec)
+    assert transcript.read(0, max_tokens=ALL).text == codec.decode(tokens)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_no_stop_string_ends_it_before_min_tokens(codecs: Codecs, kind: str) -> None:
     codec = codecs[kind]
     tokens = tuple(codec.encode("fox fox fox"))

@@ -117,6 +117,7 @@ class StageReplica:
         for end in step.ends:
             if end.sequence not in self.sequences and end.sequence in self.tables:
                 self.tables.drop(end.sequence)
+        assert len(self.tables) == len(self.sequences), "a table of a sequence that has not started"
 
     def _start(self, start: StartRecord) -> None:
         key, generation = start.sequence, start.generation

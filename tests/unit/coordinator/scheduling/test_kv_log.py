@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 import kvcache.chain
 from coordinator.scheduling.kv_log import KvLog
+from coordinator.scheduling.kv_window import KvWindow
 from coordinator.scheduling.order import QueueOrder
 from coordinator.scheduling.sequence import Sequence
 from kvcache import (
@@ -176,3 +179,22 @@ def test_without_prefix_caching_equal_prompts_are_strangers() -> None:
     plan = log.plan(sequence_of((1, 2, 3), number=1))
     assert plan.num_cached_tokens == 0
     assert not set(plan.active.blocks) & set(one.blocks)
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3])
+@pytest.mark.parametrize("window", range(1, 7))
+def test_the_first_chunk_of_what_can_be_admitted_fits(window: int, block_size: int) -> None:
+    """Whatever the pool, the length of the step and of the prompt, and how much of it is cached."""
+    sizes = itertools.product(range(1, 7), range(block_size, 6), range(1, 10), range(4))
+    for num_blocks, max_step_tokens, num_tokens, num_before in sizes:
+        log = KvLog(num_blocks=num_blocks, block_size=block_size, window=KvWindow(window, max_step_tokens))
+        prompt = tuple(range(num_tokens))
+        if 0 < num_before * block_size <= min(num_tokens, num_blocks * block_size):
+            before = admitted(log, prompt[: num_before * block_size])
+            log.free(key_of(0), before, before.free_signals())
+        plan = log.plan(sequence_of(prompt, number=1))
+        if log.can_admit(plan, is_alone=True):
+            start = plan.num_cached_tokens
+            size = log.chunk_size(start, num_tokens, max_step_tokens)
+            log.allocate(key_of(1), plan.active, start + size, first_query=start)
+            log.check_integrity([plan.active])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -147,8 +149,11 @@ class Load:
         # At worst every request is computed again for every other one, one token at a time.
         model.drain(max_steps=20 + self.num_tokens * (self.num_requests + 2))
         model.check_all_ended()
-        restarts = max((client.sequence.generation for client in model.clients.values()), default=0)
-        event(f"restarts of one request: {restarts}")
+
+    @property
+    def max_restarts(self) -> int:
+        """Of one request."""
+        return max((client.sequence.generation for client in self.model.clients.values()), default=0)
 
 
 def play(setup: Setup, requests: list[Arrival], events: list[tuple[Event, int]]) -> Load:
@@ -156,7 +161,13 @@ def play(setup: Setup, requests: list[Arrival], events: list[tuple[Event, int]])
     for kind, place in events:
         load.play(kind, place)
     load.finish()
+    event(f"restarts of one request: {load.max_restarts}")
     return load
+
+
+def play_at_once(setup: Setup, requests: list[tuple[tuple[int, ...], int]]) -> None:
+    """Prompts and how many tokens each generates, all there from the beginning, in a load that drains."""
+    Load(setup, [Arrival(prompt, max_tokens, frozenset()) for prompt, max_tokens in requests]).finish()
 
 
 QUIET = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
@@ -195,14 +206,36 @@ def test_a_pool_that_holds_one_request_serves_them_one_after_the_other(
     assert all(len(client.delivered) == longest - 1 for client in load.model.clients.values())
 
 
+@contextmanager
+def two_bits_of_hash() -> Iterator[None]:
+    """Whatever has room for collisions has them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kvcache.chain, "packed_block_hash", lambda packed, salt: zlib.crc32(packed) % 4)
+        yield
+
+
 @settings(QUIET, max_examples=120)
 @given(data=st.data())
 def test_content_with_equal_hashes_is_never_shared(data: st.DataObject) -> None:
-    """Two bits of hash: whatever has room for collisions has them."""
     setup = data.draw(setups())
     requests = data.draw(st.lists(arrivals(setup), max_size=10))
     events = data.draw(st.lists(st.tuples(st.sampled_from(CALM), PLACES), max_size=80))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kvcache.chain, "packed_block_hash", lambda packed, salt: zlib.crc32(packed) % 4)
+    with two_bits_of_hash():
         load = play(setup, requests, events)
     assert all(client.delivered == client.expected for client in load.model.clients.values())
+
+
+ONE_TOKEN_STEPS = SchedulerLimits(max_step_tokens=1, max_step_sequences=1, max_steps_in_flight=2)
+
+
+def test_a_block_is_not_shared_after_the_name_before_it_went_to_other_content() -> None:
+    """The window lets the head of a prefix go before its end, and then the name of the head is free."""
+    setup = Setup(1, 5, 1, ONE_TOKEN_STEPS, prefix_caching=True, window=3)
+    with two_bits_of_hash():
+        play_at_once(setup, [((0,), 1), ((0,), 1), ((1,), 4), ((6,), 4), ((0,), 4), ((0, 0), 1)])
+
+
+def test_a_preempted_sequence_comes_back_only_when_its_first_chunk_fits() -> None:
+    """A window of one token hides the newest block too, which the sequence holds nevertheless."""
+    setup = Setup(1, 3, 1, ONE_TOKEN_STEPS, prefix_caching=True, window=1)
+    play_at_once(setup, [((0,), 1), ((0,), 1), ((0,), 2), ((1,), 2)])

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from stage_worker import randomness
-from stage_worker.randomness import uniforms
+from stage_worker.sampling import randomness
+from stage_worker.sampling.randomness import uniforms
 
 KNOWN = (0.13870941014555427, 0.9234643141878413)
 """Worked out with Python's unbounded integers, not with numpy."""

@@ -1,0 +1,136 @@
+"""The flags of a request, named as the keywords of `Client.generate` are, and what explains them."""
+
+from functools import partial
+from typing import Annotated, TypeAlias, TypedDict
+
+import typer
+
+from stageline.parameters import Priority
+
+_sampling = partial(typer.Option, rich_help_panel="Sampling")
+_ending = partial(typer.Option, rich_help_panel="Length and end")
+_form = partial(typer.Option, rich_help_panel="Form of the output (at most one of these)")
+_output = partial(typer.Option, rich_help_panel="What comes back")
+_life = partial(typer.Option, rich_help_panel="The request's life")
+
+
+MaxTokens: TypeAlias = Annotated[
+    int | None, _ending(metavar="N", min=0, help="Most new tokens; 0 computes the prompt only.")
+]
+"""Its default is the command's own."""
+
+
+class SamplingFlags(TypedDict, total=False):
+    """Which token comes next."""
+
+    temperature: Annotated[
+        float | None,
+        _sampling(metavar="T", min=0, help="0 always takes the likeliest token; 1 samples as trained."),
+    ]
+    top_k: Annotated[
+        int | None, _sampling(metavar="K", min=0, help="Sample among the K likeliest tokens; 0 is all.")
+    ]
+    top_p: Annotated[
+        float | None, _sampling(metavar="P", help="Sample among the likeliest tokens that make up share P.")
+    ]
+    min_p: Annotated[
+        float | None, _sampling(metavar="P", help="Drop tokens less likely than P times the likeliest one.")
+    ]
+    typical_p: Annotated[
+        float | None,
+        _sampling(metavar="P", help="Sample among the most typical tokens that make up share P."),
+    ]
+    repetition_penalty: Annotated[
+        float | None, _sampling(metavar="X", help="Above 1: make tokens of prompt and output less likely.")
+    ]
+    frequency_penalty: Annotated[
+        float | None, _sampling(metavar="X", help="Taken off a token's logit for each time it came.")
+    ]
+    presence_penalty: Annotated[
+        float | None, _sampling(metavar="X", help="Taken off a token's logit once it has come.")
+    ]
+    seed: Annotated[int | None, _sampling(metavar="N", min=0, help="The same seed samples the same tokens.")]
+    logit_bias: Annotated[
+        list[str] | None, _sampling(metavar="ID=BIAS", help="Added to the logit of a token; repeatable.")
+    ]
+    allowed_token_ids: Annotated[str | None, _sampling(metavar="ID,...", help="Generate none but these.")]
+    bad_words: Annotated[
+        list[str] | None, _sampling("--bad-word", metavar="TEXT", help="Never generate this; repeatable.")
+    ]
+    bad_word_ids: Annotated[
+        list[str] | None,
+        _sampling(metavar="ID,...", help="The same, as a sequence of token ids; repeatable."),
+    ]
+
+
+class EndingFlags(TypedDict, total=False):
+    """When it ends, besides --max-tokens."""
+
+    min_tokens: Annotated[
+        int | None, _ending(metavar="N", min=0, help="Do not end before so many new tokens.")
+    ]
+    stop: Annotated[
+        list[str] | None, _ending(metavar="TEXT", help="End before this text, without it; repeatable.")
+    ]
+    stop_token_ids: Annotated[str | None, _ending(metavar="ID,...", help="End after one of these tokens.")]
+    ignore_eos: Annotated[bool | None, _ending("--ignore-eos", help="Go on after an end-of-sequence token.")]
+
+
+class FormFlags(TypedDict, total=False):
+    """Structured output."""
+
+    json_schema: Annotated[str | None, _form(metavar="TEXT|@FILE", help="JSON that fits this JSON schema.")]
+    regex: Annotated[str | None, _form(metavar="REGEX", help="Text that this expression matches.")]
+    choice: Annotated[list[str] | None, _form(metavar="TEXT", help="One of these texts; repeatable.")]
+    grammar: Annotated[
+        str | None, _form(metavar="TEXT|@FILE", help="Text of this context-free grammar, in Lark's syntax.")
+    ]
+
+
+class OutputFlags(TypedDict, total=False):
+    """What comes back."""
+
+    n: Annotated[
+        int | None,
+        _output(
+            "--n", "-n", metavar="N", min=1, help="So many completions; each is written when it has ended."
+        ),
+    ]
+    echo: Annotated[bool | None, _output("--echo/--no-echo", help="Begin with the prompt.")]
+    skip_special_tokens: Annotated[
+        bool | None,
+        _output(
+            "--skip-special-tokens/--no-skip-special-tokens",
+            help="Leave special tokens out of the text, as is usual.",
+        ),
+    ]
+    logprobs: Annotated[
+        int | None,
+        _output(
+            metavar="N", min=0, help="Log-probabilities of each new token and of the N likeliest, as a table."
+        ),
+    ]
+    prompt_logprobs: Annotated[
+        int | None, _output(metavar="N", min=0, help="The same for the tokens of the prompt.")
+    ]
+
+
+class LifeFlags(TypedDict, total=False):
+    """How the request waits, and how it ends."""
+
+    cache_salt: Annotated[
+        str | None, _life(metavar="TEXT", help="Share cached prefixes with requests of this salt only.")
+    ]
+    priority: Annotated[Priority | None, _life(help="The class in which it waits; normal unless given.")]
+    on_disconnect: Annotated[
+        float | None,
+        _life(
+            "--detach",
+            metavar="SECONDS",
+            help="Go on without this command, and keep the output so long: see `stageline attach`.",
+        ),
+    ]
+    request_id: Annotated[str | None, _life(metavar="UUID", help="UUIDv7; made here unless given.")]
+    timeout_s: Annotated[
+        float | None, _life("--timeout", metavar="SECONDS", min=0, help="Cancel it after so long.")
+    ]

@@ -1,0 +1,96 @@
+"""The connection to a coordinator, and what its breaking looks like to a caller."""
+
+import asyncio
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import grpc.aio
+
+from stageline.errors import Cancelled, Unavailable, from_rpc_error
+from stageline.status_details import StatusDetails
+from wire.addresses import parse_peer_address
+from wire.channels import client_channel
+
+CLOSED = "the client was closed during the call"
+
+_Response = TypeVar("_Response")
+
+
+class Connection:
+    """One channel to `address` (HOST:PORT), between `open` and `close`."""
+
+    def __init__(self, address: str) -> None:
+        self.address = str(parse_peer_address(address))
+        self._channel: grpc.aio.Channel | None = None
+        self._waiting: set[asyncio.Future[None]] = set()
+
+    def open(self) -> None:
+        """Connects when it is first used."""
+        self._channel = client_channel(self.address)
+
+    async def close(self) -> None:
+        """Ends every call, and every wait for the coordinator."""
+        channel, self._channel = self._channel, None
+        for wait in self._waiting:  # gRPC would let them wait on
+            wait.cancel()
+        if channel is not None:
+            await channel.close()
+
+    @property
+    def is_open(self) -> bool:
+        return self._channel is not None
+
+    async def ready(self, timeout_s: float) -> grpc.aio.Channel:
+        """The channel, once it is connected. Raises Unavailable, or Cancelled when `close` comes first."""
+        if self._channel is None:
+            raise RuntimeError("the client is not open: use it as `async with Client(address) as client:`")
+        channel = self._channel
+        wait = asyncio.ensure_future(channel.channel_ready())
+        self._waiting.add(wait)
+        try:
+            with typed_errors():
+                async with asyncio.timeout(timeout_s):
+                    await wait
+        except TimeoutError:
+            raise Unavailable(f"no coordinator at {self.address} within {timeout_s:g} s") from None
+        finally:
+            self._waiting.discard(wait)
+        return channel
+
+
+@contextmanager
+def typed_errors() -> Iterator[None]:
+    """Turns what gRPC raises into errors of the StagelineError tree."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from None
+    except asyncio.CancelledError:
+        if _is_task_cancelled():
+            raise
+        raise Cancelled(CLOSED) from None
+
+
+async def answer(call: Awaitable[_Response]) -> _Response:
+    """The answer of a unary call."""
+    with typed_errors():
+        return await call
+
+
+def is_connection_loss(error: grpc.aio.AioRpcError) -> bool:
+    """Whether the connection may have ended the call, and not the coordinator.
+
+    gRPC makes up a status then: UNAVAILABLE for a connection that is lost, several others for a stream that
+    was reset (by a proxy in between), never with details. A coordinator's own UNAVAILABLE without details
+    looks the same.
+    """
+    if StatusDetails.of(error).is_present:
+        return False
+    return error.code() == grpc.StatusCode.UNAVAILABLE or "RST_STREAM" in (error.details() or "")
+
+
+def _is_task_cancelled() -> bool:
+    # Closing the channel under a call raises CancelledError too, in a task that nobody cancelled.
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -1,0 +1,150 @@
+"""What is drawn has the probabilities of transformers' processors, for each filter and for all of them."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from stage_worker.sampling import random_choice
+from tests.sampled import GENERATED, Row, expected_probabilities, frequencies, tokens_of
+from wire.steps import StepSampling
+
+VOCAB = 40
+COUNT = 1000
+
+FILTERS: dict[str, StepSampling] = {
+    "temperature-1": StepSampling(temperature=1.0),
+    "cold": StepSampling(temperature=0.4),
+    "hot": StepSampling(temperature=3.0),
+    "top-k": StepSampling(temperature=1.0, top_k=5),
+    "top-k-1": StepSampling(temperature=1.0, top_k=1),
+    "top-k-all": StepSampling(temperature=1.0, top_k=VOCAB + 10),
+    "top-p": StepSampling(temperature=1.0, top_p=0.8),
+    "tiny-top-p": StepSampling(temperature=1.0, top_p=1e-6),
+    "top-p-nearly-1": StepSampling(temperature=1.0, top_p=0.999999),
+    "min-p": StepSampling(temperature=1.0, min_p=0.08),
+    "min-p-1": StepSampling(temperature=1.0, min_p=1.0),
+    "typical": StepSampling(temperature=1.0, typical_p=0.6),
+    "tiny-typical": StepSampling(temperature=2.0, typical_p=0.01),
+    "warpers": StepSampling(temperature=1.7, top_k=12, top_p=0.9, min_p=0.02, typical_p=0.8),
+    "hot-top-p-min-p": StepSampling(temperature=4.0, top_p=0.7, min_p=0.1),
+    "top-k-all-top-p": StepSampling(temperature=1.0, top_k=VOCAB + 10, top_p=0.8),
+    "bias": StepSampling(temperature=1.0, logit_bias=((3, 2.5), (7, -100.0), (39, 4.0))),
+    "repetition": StepSampling(temperature=1.0, repetition_penalty=1.4),
+    "anti-repetition": StepSampling(temperature=1.0, repetition_penalty=0.7),
+    "frequency": StepSampling(temperature=1.0, frequency_penalty=0.7),
+    "presence": StepSampling(temperature=1.0, presence_penalty=-1.1),
+    "bad-words": StepSampling(temperature=1.0, bad_words=((7,), (3, 8), (2, 3, 9), (4, 3, 11), (1,) * 30)),
+    "min-tokens": StepSampling(temperature=1.0, min_tokens=11, min_tokens_hold_back=(0, 12, 13)),
+    "min-tokens-reached": StepSampling(temperature=1.0, min_tokens=10, min_tokens_hold_back=(0, 12, 13)),
+    "allowed": StepSampling(temperature=1.0, allowed_token_ids=(5, 5, 30, 31, 2)),
+    "everything": StepSampling(
+        temperature=1.3,
+        top_k=20,
+        top_p=0.95,
+        min_p=0.01,
+        typical_p=0.9,
+        repetition_penalty=1.2,
+        frequency_penalty=0.3,
+        presence_penalty=0.2,
+        logit_bias=((3, 1.0), (20, 2.0), (21, -3.0)),
+        allowed_token_ids=tuple(range(35)),
+        bad_words=((3, 8), (7,), (2, 3, 20)),
+        min_tokens=12,
+        min_tokens_hold_back=(0, 33),
+    ),
+}
+
+
+def some_logits(rows: int, *, vocab_size: int = VOCAB, seed: int = 0) -> Tensor:
+    return 2.5 * torch.randn((rows, vocab_size), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("num_candidates", [256, 8], ids=["all-are-candidates", "few-candidates"])
+@pytest.mark.parametrize("sampling", FILTERS.values(), ids=FILTERS.keys())
+def test_what_is_drawn_has_the_probabilities_of_transformers(
+    sampling: StepSampling, num_candidates: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(random_choice, "NUM_CANDIDATES", num_candidates)
+    for seed in range(2):
+        logits = some_logits(1, seed=seed)
+        row = Row(sampling=sampling, generated=GENERATED)
+        expected = expected_probabilities(logits, row)
+        seen = frequencies(monkeypatch, logits, row, count=COUNT)
+        np.testing.assert_allclose(seen, expected, atol=1.01 / COUNT, rtol=0)
+        assert not seen[expected == 0.0].any(), "a token outside the support"
+        assert seen[expected > 1.01 / COUNT].all(), "a token inside the support is never drawn"
+
+
+@pytest.mark.parametrize("scale", [0.05, 1.0, 4.0], ids=["flat", "even", "peaked"])
+def test_the_number_of_candidates_changes_no_token(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a width where rows that are not sorted are added up in bins."""
+    vocab_size = 5000
+    logits = scale * some_logits(len(FILTERS) * 8, vocab_size=vocab_size)
+    logits[::3] = (logits[::3] * 4).round() / 4  # many equals, also at the edges of the filters
+    kinds = list(FILTERS.values())
+    rows = [Row(sampling=kinds[i % len(kinds)], generated=GENERATED, choice=i) for i in range(len(logits))]
+    chosen = []
+    for num_candidates in (vocab_size, 256, 40, 3):
+        monkeypatch.setattr(random_choice, "NUM_CANDIDATES", num_candidates)
+        chosen.append(tokens_of(logits, rows))
+    assert chosen[1:] == chosen[:1] * 3
+
+
+def test_no_filter_does_anything_at_its_default() -> None:
+    logits = some_logits(50, vocab_size=1000)
+    neutral = StepSampling(
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        min_p=0.0,
+        typical_p=1.0,
+        repetition_penalty=1.0,
+        frequency_penalty=0.0,
+        presence_penalty=0.0,
+        logit_bias=((4, 0.0),),
+        allowed_token_ids=tuple(range(1000)),
+        bad_words=((999, 4),),
+        min_tokens=5,
+        min_tokens_hold_back=(),
+    )
+    plain = [Row(sampling=StepSampling(temperature=1.0), generated=GENERATED, choice=i) for i in range(50)]
+    same = [Row(sampling=neutral, generated=GENERATED, choice=i) for i in range(50)]
+    assert tokens_of(logits, plain) == tokens_of(logits, same)
+
+
+def test_equals_of_the_kth_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 0.0]])
+    seen = frequencies(monkeypatch, logits, Row(sampling=StepSampling(temperature=1.0, top_k=2), prompt=(1,)))
+    assert set(np.flatnonzero(seen)) == {1, 2, 3}
+
+
+@pytest.mark.parametrize("vocab_size", [8, 4096])
+def test_among_equals_at_the_edge_of_top_p_the_lowest_ids_stay(
+    vocab_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = Row(sampling=StepSampling(temperature=1.0, top_p=0.5), prompt=(1,))
+    seen = frequencies(monkeypatch, torch.zeros((1, vocab_size)), row, count=vocab_size)
+    assert np.flatnonzero(seen).tolist() == list(range(vocab_size // 2))
+
+
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_tokens_of_no_probability_are_never_drawn(top_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also not the first or the last one, where the cumulative sum stands still."""
+    logits = torch.full((1, 9), -2000.0)
+    logits[:, 3:6] = 0.0
+    row = Row(sampling=StepSampling(temperature=1.0, top_k=top_k), prompt=(1,))
+    assert set(np.flatnonzero(frequencies(monkeypatch, logits, row))) == {3, 4, 5}
+
+
+@pytest.mark.parametrize("temperature", [float(torch.finfo(torch.float32).tiny), 1e-3, 100.0])
+@pytest.mark.parametrize("sampling", [FILTERS["temperature-1"], FILTERS["warpers"], FILTERS["typical"]])
+def test_extreme_temperatures_are_finite(sampling: StepSampling, temperature: float) -> None:
+    for vocab_size in (VOCAB, 4000):
+        logits = some_logits(1, vocab_size=vocab_size)
+        extreme = StepSampling(
+            temperature=temperature, top_k=sampling.top_k, top_p=sampling.top_p, typical_p=sampling.typical_p
+        )
+        (token,) = tokens_of(logits, [Row(sampling=extreme)])
+        assert 0 <= token < vocab_size
+        assert temperature == 100.0 or token == int(logits.argmax())

@@ -1,0 +1,300 @@
+"""`generate`, `attach` and `cancel`: flags that become parameters, and what is shown of the answers."""
+
+import inspect
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+
+from stageline import Client, Detach, GenerateOptions, GenerateOutput, Priority
+from stageline.cli import main
+from stageline.cli.chat import chat
+from stageline.cli.generate import generate
+from stageline.cli.request_flags import EndingFlags, SamplingFlags
+from tests.fake_processes import FAKE_COMMAND, FAKE_ENVIRONMENT
+from wire.ids import id_text, new_request_id, parse_request_id
+
+REQUEST_ID = id_text(new_request_id())
+FLAGS = f"""
+    --max-tokens 0 --min-tokens 2 -n 3 --echo --no-skip-special-tokens --temperature 0.5 --top-k 4 --top-p 0.9
+    --min-p 0.1 --typical-p 0.8 --repetition-penalty 1.1 --frequency-penalty -0.5 --presence-penalty 0.25
+    --seed 0 --logit-bias 5=-2.5 --logit-bias 6=1 --allowed-token-ids 1,2 --bad-word-ids 1,2 --bad-word-ids 3
+    --stop-token-ids 9 --ignore-eos --logprobs 0 --prompt-logprobs 3 --regex a+ --choice yes --choice no
+    --cache-salt salt --priority high --detach 2.5 --request-id {REQUEST_ID} --timeout 9
+"""
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with ExitStack() as processes:
+        process = subprocess.Popen(
+            [*FAKE_COMMAND, "coordinator", "--listen", "127.0.0.1:0", "--stages", "2"],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **FAKE_ENVIRONMENT},
+        )
+        processes.enter_context(process)
+        processes.callback(process.kill)
+        assert process.stdout is not None
+        yield process.stdout.readline().split()[-1]
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The options of each generation; none is sent."""
+    options: list[dict[str, Any]] = []
+
+    async def outputs() -> AsyncGenerator[GenerateOutput, None]:
+        raise OSError("nothing is sent")
+        yield
+
+    def generate(self: Client, prompt: object, **given: Any) -> AsyncGenerator[GenerateOutput, None]:
+        options.append(given)
+        return outputs()
+
+    monkeypatch.setattr("stageline.client.Client.generate", generate)
+    return options
+
+
+def test_every_flag_becomes_its_parameter(address: str, seen: list[dict[str, Any]], tmp_path: Path) -> None:
+    grammar = tmp_path / "grammar.lark"
+    grammar.write_text("start: /ä/", encoding="utf-8")
+    line = [
+        *FLAGS.split(),
+        *["--bad-word", "two words", "--bad-word", "x", "--stop", "\n\n", "--stop", "end"],
+        *["--json-schema", '{"type": "null"}', "--grammar", f"@{grammar}"],
+    ]
+    assert main(["generate", "x", "--coordinator", address, *line]) == 1
+    expected: GenerateOptions = {
+        "max_tokens": 0,
+        "min_tokens": 2,
+        "n": 3,
+        "echo": True,
+        "skip_special_tokens": False,
+        "temperature": 0.5,
+        "top_k": 4,
+        "top_p": 0.9,
+        "min_p": 0.1,
+        "typical_p": 0.8,
+        "repetition_penalty": 1.1,
+        "frequency_penalty": -0.5,
+        "presence_penalty": 0.25,
+        "seed": 0,
+        "logit_bias": {5: -2.5, 6: 1.0},
+        "allowed_token_ids": [1, 2],
+        "bad_words": ["two words", "x"],
+        "bad_word_ids": [[1, 2], [3]],
+        "stop": ["\n\n", "end"],
+        "stop_token_ids": [9],
+        "ignore_eos": True,
+        "logprobs": 0,
+        "prompt_logprobs": 3,
+        "json_schema": '{"type": "null"}',
+        "regex": "a+",
+        "choice": ["yes", "no"],
+        "grammar": "start: /ä/",
+        "cache_salt": "salt",
+        "priority": Priority.HIGH,
+        "on_disconnect": Detach(keep_s=2.5),
+        "request_id": REQUEST_ID,
+        "timeout_s": 9.0,
+    }
+    assert seen == [expected]
+    assert set(expected) == set(GenerateOptions.__annotations__)
+
+
+def test_what_is_not_on_the_line_is_left_to_the_server(address: str, seen: list[dict[str, Any]]) -> None:
+    assert main(["generate", "x", "--coordinator", address]) == 1
+    (options,) = seen
+    parse_request_id(options.pop("request_id"))
+    assert options == {"max_tokens": 100}
+
+
+def test_chat_has_the_flags_that_say_which_token_comes_next_and_when_it_ends() -> None:
+    flags = set(get_type_hints(SamplingFlags)) | set(get_type_hints(EndingFlags))
+    assert set(inspect.signature(chat).parameters) == flags | {"max_tokens", "coordinator"}
+    assert flags < set(inspect.signature(generate).parameters)
+
+
+def test_the_flags_of_chat_reach_every_answer(
+    address: str, seen: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = iter(["hello"])
+    monkeypatch.setattr("builtins.input", lambda _: next(said))
+    main(["chat", "--coordinator", address, "--min-p", "0.5", "--stop", "x"])
+    assert seen == [{"min_p": 0.5, "stop": ["x"]}]
+
+
+def test_several_choices_are_written_each_when_it_has_ended(
+    address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "!uneven", "-n", "2", "--max-tokens", "3", "--coordinator", address]) == 0
+    output = capsys.readouterr()
+    assert output.out == (
+        "--- choice 0: 2 tokens, ended by length ---\n 0 1\n"
+        "--- choice 1: 3 tokens, ended by length ---\n 0 1 2\n"
+    )
+    assert output.err.startswith("(5 tokens in ")
+
+
+def test_log_probabilities_are_a_table_after_the_text(
+    address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["generate", "a b", "--max-tokens", "2", "--logprobs", "2", "--prompt-logprobs", "1"]
+    assert main([*line, "--coordinator", address]) == 0
+    lines = [" ".join(each.split()) for each in capsys.readouterr().out.splitlines()]
+    assert lines[0] == "0 1"
+    assert lines[1] == "Prompt"
+    assert "0 0 - - - -" in lines
+    assert "1 1 -0.5000 0.6065 1 1: -0.500" in lines
+    assert "Output" in lines
+    assert lines[-1] == "1 1 -0.5000 0.6065 1 1: -0.500, 2: -1.500"
+
+
+def test_scoring_writes_the_table_of_the_prompt(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["generate", "a b", "--max-tokens", "0", "--prompt-logprobs", "0", "--coordinator", address]
+    assert main(line) == 0
+    output = capsys.readouterr().out
+    assert "Prompt" in output
+    assert "Output" not in output
+
+
+def test_json_is_one_object_with_everything(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line = [
+        "generate",
+        "a b",
+        "--max-tokens",
+        "2",
+        "-n",
+        "2",
+        "--logprobs",
+        "1",
+        "--prompt-logprobs",
+        "0",
+        "--json",
+    ]
+    assert main([*line, "--request-id", REQUEST_ID, "--coordinator", address]) == 0
+    message = json.loads(capsys.readouterr().out)
+    assert set(message) == {"request_id", "prompt_logprobs", "choices"}
+    assert message["request_id"] == REQUEST_ID
+    assert [entry["logprob"] for entry in message["prompt_logprobs"]] == [None, -0.5]
+    assert [choice["text"] for choice in message["choices"]] == [" 0 1", " 0 1"]
+    first = message["choices"][0]
+    assert first["token_ids"] == [0, 1]
+    assert first["finish_reason"] == "length"
+    assert first["usage"]["completion_tokens"] == 2
+    assert first["logprobs"][1] == {
+        "token_id": 1,
+        "logprob": -0.5,
+        "rank": 1,
+        "top": [{"token_id": 1, "logprob": -0.5}],
+    }
+
+
+def test_an_overloaded_server_is_one_line_with_its_hint(
+    address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "!overloaded", "--coordinator", address]) == 1
+    assert capsys.readouterr().err == "stageline: error: said the server; try again in 1.5 s\n"
+
+
+def test_a_cancelled_request_is_one_line(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "!after:CANCELLED", "--coordinator", address]) == 1
+    assert capsys.readouterr().err == "stageline: error: said the server\n"
+
+
+def test_a_detached_request_tells_its_id_and_can_be_attached_to(
+    address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "x", "--detach", "60", "--max-tokens", "4", "--coordinator", address]) == 0
+    output = capsys.readouterr()
+    assert output.out == " 0 1 2 3\n"
+    told = re.match(r"\(request ([0-9a-f-]{36})\)\n", output.err)
+    assert told is not None
+
+    assert main(["attach", told[1], "--coordinator", address]) == 0
+    assert capsys.readouterr().out == " 0 1 2 3\n"
+    assert main(["attach", told[1], "--from-token", "2", "--coordinator", address]) == 0
+    assert capsys.readouterr().out == " 2 3\n"
+    assert main(["attach", told[1], "--json", "--coordinator", address]) == 0
+    assert json.loads(capsys.readouterr().out)["choices"][0]["token_ids"] == [0, 1, 2, 3]
+
+
+def test_attaching_to_several_choices_needs_to_know_how_many(
+    address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request_id = id_text(new_request_id())
+    line = ["generate", "x", "-n", "2", "--detach", "60", "--max-tokens", "1", "--request-id", request_id]
+    assert main([*line, "--coordinator", address]) == 0
+    capsys.readouterr()
+
+    assert main(["attach", request_id, "--coordinator", address]) == 1
+    assert capsys.readouterr().err == (
+        "stageline: error: the request has several choices; say how many with -n\n"
+    )
+    assert main(["attach", request_id, "-n", "2", "--coordinator", address]) == 0
+    assert capsys.readouterr().out.count("--- choice ") == 2
+
+
+def test_ctrl_c_leaves_a_detached_request_running_and_says_how_to_go_on(
+    address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request_id = id_text(new_request_id())
+    line = ["generate", "!endless", "--detach", "60", "--request-id", request_id, "--coordinator", address]
+    returncode, errors = _interrupt(line)
+    assert returncode == 130
+    assert errors == (
+        f"(request {request_id})\n\n"
+        f"stageline: the request goes on; `stageline attach {request_id}` shows it, "
+        f"`stageline cancel {request_id}` ends it\n"
+    )
+    returncode, errors = _interrupt(["attach", request_id, "--coordinator", address])
+    assert returncode == 130
+    assert errors == f"\nstageline: no longer attached to request {request_id}\n"
+
+    assert main(["cancel", request_id, "--coordinator", address]) == 0
+    assert capsys.readouterr() == ("", "")
+    assert main(["attach", request_id, "--coordinator", address]) == 1
+
+
+@pytest.mark.parametrize("command", ["attach", "cancel"])
+def test_a_request_that_is_not_there_is_one_line(
+    command: str, address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request_id = id_text(new_request_id())
+    assert main([command, request_id, "--coordinator", address]) == 1
+    assert capsys.readouterr().err == f"stageline: error: no request {request_id}\n"
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "attach", "cancel"])
+def test_the_help_explains_every_flag(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    words = capsys.readouterr().out
+    assert "--coordinator" in words
+    if command == "generate":
+        assert "Form of the output (at most one of these)" in words
+
+
+def _interrupt(line: list[str]) -> tuple[int, str]:
+    """Ctrl-C as soon as there is output; returns exit code and standard error."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "stageline", *line],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **FAKE_ENVIRONMENT},
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.read(4) == " 0 1"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=10)
+    return process.returncode, errors

@@ -1,0 +1,129 @@
+"""What a server may send, before and after another call has taken over."""
+
+from typing import Any
+
+import pytest
+
+from stageline import FinishReason, GenerateOutput, ServerError, TokenLogprobs, Usage
+from stageline.continuity import Continuity
+
+USAGE = Usage(prompt_tokens=1, completion_tokens=1, cached_tokens=0, seed=0, restarts=0)
+LAST: dict[str, Any] = {"finish_reason": FinishReason.STOP, "usage": USAGE}
+
+
+def output(choice: int, first_token_index: int, text: str, **more: Any) -> GenerateOutput:
+    """One token per character; each text before had one too."""
+    values: dict[str, Any] = {"text_offset": first_token_index, "token_ids": [ord(each) for each in text]}
+    return GenerateOutput(
+        request_id="r", choice=choice, first_token_index=first_token_index, text=text, **(values | more)
+    )
+
+
+def prompt_logprobs(first: int, num: int) -> dict[str, Any]:
+    entries = [TokenLogprobs(token_id=first + index, logprob=-1.0, rank=1, top=[]) for index in range(num)]
+    return {"prompt_logprobs": entries, "first_prompt_token_index": first}
+
+
+def test_every_choice_has_a_position_of_its_own() -> None:
+    continuity = Continuity(num_choices=2)
+    assert continuity.check(output(0, 0, "ab")) is not None
+    assert continuity.check(output(1, 0, "c")) is not None
+    assert continuity.check(output(0, 2, "d", **LAST)) is not None
+    assert continuity.positions == {0: 3, 1: 1}
+    assert not continuity.is_complete
+    assert continuity.check(output(1, 1, "e", **LAST)) is not None
+    assert continuity.is_complete
+    continuity.check_finished()
+
+
+@pytest.mark.parametrize(
+    ("next_output", "message"),
+    [
+        (
+            output(0, 2, "x"),
+            "choice 0 of request r continues at token 2 and character 2, after 1 tokens and 1",
+        ),
+        (output(0, 0, "a"), "continues at token 0 and character 0, after 1 tokens and 1 characters"),
+        (output(0, 1, "b", text_offset=0), "continues at token 1 and character 0, after 1 tokens"),
+        (
+            output(1, 1, "b"),
+            "choice 1 of request r continues at token 1 and character 1, after 0 tokens and 0",
+        ),
+        (output(2, 0, "a"), "the server sent choice 2, of 2 from 0"),
+        (output(0, 1, "", **prompt_logprobs(1, 1)), "continues at prompt logprob 1, after 0"),
+    ],
+)
+def test_what_is_missing_or_comes_twice_is_an_error(next_output: GenerateOutput, message: str) -> None:
+    continuity = Continuity(num_choices=2)
+    continuity.check(output(0, 0, "a"))
+    with pytest.raises(ServerError, match=message):
+        continuity.check(next_output)
+
+
+@pytest.mark.parametrize("text", ["", "b"])
+def test_nothing_comes_after_the_last_message(text: str) -> None:
+    continuity = Continuity(num_choices=1)
+    continuity.check(output(0, 0, "a", **LAST))
+    with pytest.raises(ServerError, match="more after the last message of choice 0 of request r"):
+        continuity.check(output(0, 1, text))
+
+
+def test_a_last_message_that_came_before_the_cut_is_heard_once() -> None:
+    continuity = Continuity(num_choices=2)
+    continuity.check(output(0, 0, "a", **LAST))
+    continuity.interrupt()
+    assert continuity.check(output(0, 1, "", **LAST)) is None
+    with pytest.raises(ServerError, match="more after the last message"):
+        continuity.check(output(0, 1, "b", **LAST))
+
+
+def test_prompt_logprobs_are_passed_on_once() -> None:
+    continuity = Continuity(num_choices=1)
+    assert continuity.check(output(0, 0, "", **prompt_logprobs(0, 3))) is not None
+    continuity.interrupt()
+    assert continuity.check(output(0, 0, "", **prompt_logprobs(0, 2))) is None
+    rest = continuity.check(output(0, 0, "a", **prompt_logprobs(2, 3)))
+    assert rest is not None
+    assert rest.first_prompt_token_index == 3
+    assert [entry.token_id for entry in rest.prompt_logprobs or []] == [3, 4]
+
+
+def test_a_gap_in_prompt_logprobs_is_an_error_after_a_cut_too() -> None:
+    continuity = Continuity(num_choices=1)
+    continuity.check(output(0, 0, "", **prompt_logprobs(0, 1)))
+    continuity.interrupt()
+    with pytest.raises(ServerError, match="continues at prompt logprob 2, after 1"):
+        continuity.check(output(0, 0, "", **prompt_logprobs(2, 1)))
+
+
+def test_one_who_attaches_takes_the_first_text_offset_as_given() -> None:
+    continuity = Continuity(num_choices=None, first_token=3, starts={1: 5})
+    assert continuity.check(output(0, 3, "a", text_offset=40)) is not None
+    assert continuity.check(output(0, 4, "b", text_offset=41)) is not None
+    assert continuity.check(output(1, 5, "c", text_offset=7)) is not None
+    with pytest.raises(ServerError, match="continues at token 5 and character 50, after 5 tokens and 42"):
+        continuity.check(output(0, 5, "d", text_offset=50))
+
+
+def test_one_who_attaches_at_the_start_expects_the_text_from_its_start() -> None:
+    with pytest.raises(ServerError, match="character 4, after 0 tokens and 0 characters"):
+        Continuity(num_choices=None).check(output(0, 0, "a", text_offset=4))
+
+
+def test_where_the_number_of_choices_is_unknown_all_that_came_have_to_end() -> None:
+    continuity = Continuity(num_choices=None)
+    with pytest.raises(ServerError, match="of choice 0, after 0 tokens"):
+        continuity.check_finished()
+    continuity.check(output(0, 0, "a", **LAST))
+    continuity.check(output(1, 0, "a"))
+    assert not continuity.is_complete
+    with pytest.raises(ServerError, match="of choice 1, after 1 tokens"):
+        continuity.check_finished()
+    continuity.check(output(1, 1, "b", **LAST))
+    continuity.check_finished()
+
+
+def test_a_message_without_anything_is_not_passed_on() -> None:
+    continuity = Continuity(num_choices=1)
+    assert continuity.check(output(0, 0, "")) is None
+    assert continuity.check(output(0, 0, "a")) is not None
