@@ -57,6 +57,7 @@ class Engine:
         self._pace = Pace()
         self.admission = Admission(limits, self._registry, self._pace)
         self._send: Callable[[Step], None] | None = None
+        self._max_sequence_tokens: int | None = None
         self.totals = RequestTotals()
         self.kv_feed = KvFeed()
 
@@ -81,11 +82,13 @@ class Engine:
     def submit(self, request: Request, *, deadline_s: float | None = None) -> Attachment:
         """Accepts a request, which the caller reads.
 
-        `deadline_s`, on the engine's clock, cancels it. Raises RequestExists, or Overloaded when the queue is
-        full.
+        `deadline_s`, on the engine's clock, cancels it. Raises RequestExists, Overloaded when the queue is
+        full, and ClusterUnavailable when the plan has become too small for it.
         """
         self._registry.check_new(request.id)
         self.admission.check_queue()
+        if (error := self._misfit(request)) is not None:
+            raise error
         self._registry.add(request)
         attachment = self._attach(request, Positions(), deadline_s)
         for choice in request.choices:
@@ -140,11 +143,10 @@ class Engine:
         A live request that was accepted under a larger plan, and can never fit under this one, fails: at the
         head of the queue it would hold up all others for ever.
         """
+        self._max_sequence_tokens = max_sequence_tokens
         for request in self._registry.live:
-            needed = request.num_prompt_tokens + request.choices[0].sequence.max_tokens
-            if needed > max_sequence_tokens:
-                reason = f"the cluster was planned anew and holds {max_sequence_tokens} tokens per request"
-                self._fail(request, ClusterUnavailable(f"{reason}; this one may need {needed}"))
+            if (error := self._misfit(request)) is not None:
+                self._fail(request, error)
         self._scheduler.begin_epoch(epoch, kv, limits)
         self.kv_feed.begin_epoch(epoch, block_size=kv.block_size, cached_blocks=kv.cached_blocks)
         self._send = send
@@ -152,7 +154,7 @@ class Engine:
 
     def stop_epoch(self) -> None:
         """Stops handing out steps; live requests go back to the queue with their tokens."""
-        self._send = None
+        self._send = self._max_sequence_tokens = None
         self._scheduler.end_epoch()
         self.kv_feed.end_epoch()
 
@@ -198,6 +200,14 @@ class Engine:
                 self._count_orphan(f"sequence {sequence.key}")
                 self._scheduler.drop(sequence, SequenceState.CANCELLED)
         self._pump()
+
+    def _misfit(self, request: Request) -> ClusterUnavailable | None:
+        """Why the present plan can never hold a request that was accepted under another one."""
+        limit, needed = self._max_sequence_tokens, request.max_sequence_tokens
+        if limit is None or needed <= limit:
+            return None
+        reason = f"the cluster was planned anew and holds {limit} tokens per request"
+        return ClusterUnavailable(f"{reason}; this one may need {needed}")
 
     def _attach(self, request: Request, positions: Positions, deadline_s: float | None) -> Attachment:
         attachment = Attachment(request, positions)

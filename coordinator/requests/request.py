@@ -102,6 +102,11 @@ class Request:
         return self._choices[0].sequence.num_prompt_tokens
 
     @property
+    def max_sequence_tokens(self) -> int:
+        """The most tokens that one of its sequences may come to."""
+        return self.num_prompt_tokens + self._choices[0].sequence.max_tokens
+
+    @property
     def num_known_prompt_logprobs(self) -> int:
         """Leading tokens of the prompt whose log-probabilities are known; the first one has none, and waits
         for the second.

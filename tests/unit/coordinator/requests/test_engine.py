@@ -479,6 +479,26 @@ def test_a_request_that_a_smaller_plan_can_never_hold_fails_and_holds_up_nobody(
     assert (ended_as(large), totals(model)) == (FAILED, (0, 0, 1))
 
 
+def test_a_request_that_was_made_ready_under_a_larger_plan_does_not_enter_the_queue(
+    new_model: NewModel,
+) -> None:
+    """While its prompt was tokenized or decoded, the cluster was planned anew."""
+    model = new_model(num_blocks=4)
+    large = Wish(prompt=(1,) * 20, max_tokens=12).request()
+    with pytest.raises(ClusterUnavailable, match="holds 16 tokens per request; this one may need 32"):
+        model.submit(large)
+    with pytest.raises(RequestNotFound):
+        model.engine.cancel(large.id)
+    model.stop()
+    # Nobody knows yet what the next plan can hold.
+    call = model.submit(large)
+    model.start(8)
+    model.run()
+    call.read_all()
+    assert call.error is None
+    assert totals(model) == (1, 0, 0)
+
+
 def test_what_fits_exactly_is_kept(new_model: NewModel) -> None:
     model = new_model(num_blocks=8)
     request = Wish(prompt=(1,) * 10, max_tokens=6).request()
