@@ -97,7 +97,7 @@ def resolve(request: inference_pb2.GenerateRequest, model: ServedModel) -> Resol
     words = request.sampling.bad_words
     if not words:
         return Resolved(prompt=prompt)
-    check_bad_words(words)
+    check_bad_words(request.sampling)
     codec = _text_codec(model, "bad_word_ids", instead_of="bad_words")
     return Resolved(prompt=prompt, bad_words=tuple(each for word in words for each in codec.spellings(word)))
 

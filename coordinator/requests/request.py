@@ -79,6 +79,11 @@ class Request:
         return self._ended_s is None
 
     @property
+    def is_finished(self) -> bool:
+        """The output of every choice is complete. (Sequences know it earlier: one step may end several.)"""
+        return all(choice.transcript.is_finished for choice in self._choices)
+
+    @property
     def is_detached(self) -> bool:
         """Nobody reads it, and that is as it should be."""
         return self.attachment is None and self.keep_s is not None
@@ -95,6 +100,11 @@ class Request:
     @property
     def num_prompt_tokens(self) -> int:
         return self._choices[0].sequence.num_prompt_tokens
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """The most tokens that one of its sequences may come to."""
+        return self.num_prompt_tokens + self._choices[0].sequence.max_tokens
 
     @property
     def num_known_prompt_logprobs(self) -> int:
