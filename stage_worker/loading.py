@@ -164,7 +164,7 @@ def _kv_bytes(assignment: Assignment, config: ModelConfig) -> int:
 
 
 def _grammars(assignment: Assignment, checkpoint: Checkpoint) -> GrammarMasks | None:
-    """On the stage with the head; its tables are built now, because that holds up the process for a moment."""
+    """On the stage with the head; its tables are built now, because that holds the process up."""
     if not assignment.role.has_head:
         return None
     grammars = GrammarMasks(

@@ -68,8 +68,6 @@ def resolve_generation(
 ) -> Generation:
     """`bad_words` and `grammar` are what the tokenizer made of the message's. Raises InvalidRequest."""
     stop_token_ids = _stop_token_ids(message, vocabulary)
-    if grammar is None and (kind := message.WhichOneof("structured_output")) is not None:
-        raise InvalidRequest(f"{kind}: this version does not serve structured output")
     sampling = StepSampling(
         temperature=_within("temperature", message.temperature, 0, MAX_TEMPERATURE),
         top_k=_count("top_k", message.top_k, vocabulary.size),
@@ -176,11 +174,7 @@ def _bad_words(
 
 def _stop_token_ids(message: inference_pb2.SamplingParameters, vocabulary: Vocabulary) -> frozenset[int]:
     stops = frozenset(_token_ids("stop_token_ids", message.stop_token_ids, vocabulary))
-    if not message.ignore_eos:
-        return stops | vocabulary.eos_token_ids
-    if (kind := message.WhichOneof("structured_output")) is not None:
-        raise InvalidRequest(f"ignore_eos with {kind}: structured output ends with an end-of-sequence token")
-    return stops
+    return stops if message.ignore_eos else stops | vocabulary.eos_token_ids
 
 
 def _stops(message: inference_pb2.SamplingParameters, vocabulary: Vocabulary) -> tuple[str, ...]:

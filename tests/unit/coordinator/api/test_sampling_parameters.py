@@ -284,9 +284,9 @@ def test_every_kind_of_structured_output_is_known_here() -> None:
 
 
 @pytest.mark.parametrize("kind", STRUCTURES)
-def test_structured_output_is_refused_and_not_ignored(kind: str) -> None:
+def test_where_no_grammar_is_served_structured_output_is_refused_and_not_ignored(kind: str) -> None:
     text = refusal(ask(**{kind: STRUCTURES[kind]}))
-    assert text == f"{kind}: this version does not serve structured output"
+    assert text == f"{kind}: structured output is not served"
 
 
 @pytest.mark.parametrize("kind", STRUCTURES)
