@@ -216,7 +216,7 @@ class Engine:
             return
         request.add_prompt_logprobs(progress.prompt_logprobs)
         reason = self._write(request.choices[key.choice], progress)
-        if reason is not None and not request.live_sequences:
+        if request.is_complete:
             self.totals.finished += 1
             self._end(request)
         elif (reader := request.attachment) is not None:

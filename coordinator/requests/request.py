@@ -88,6 +88,13 @@ class Request:
         return [choice.sequence for choice in self._choices if choice.sequence.state.is_live]
 
     @property
+    def is_complete(self) -> bool:
+        """The output of every choice has its end. Several sequences may end in one step, and what they have
+        put out is taken one after another: until then not all of it is here.
+        """
+        return all(choice.transcript.is_finished for choice in self._choices)
+
+    @property
     def is_queued(self) -> bool:
         """One of its sequences waits for blocks."""
         return any(choice.sequence.state.is_queued for choice in self._choices)
