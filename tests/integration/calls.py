@@ -10,7 +10,7 @@ from typing import Any, Self
 import grpc
 
 from stageline_rpc.v1 import inference_pb2, inference_pb2_grpc
-from tests.integration.cluster import DEADLINE_S
+from tests.integration.cluster import DEADLINE_S, Ask
 from wire.channels import CHANNEL_OPTIONS
 from wire.ids import id_text, new_request_id
 
@@ -32,6 +32,7 @@ def message(
     *,
     keep_s: float | None = None,
     priority: inference_pb2.Priority.ValueType = inference_pb2.PRIORITY_UNSPECIFIED,
+    cache_salt: str = "",
     **sampling: Any,
 ) -> inference_pb2.GenerateRequest:
     """A request under a new id; a seed asks for temperature 1, `keep_s` for DETACH."""
@@ -42,6 +43,7 @@ def message(
         max_tokens=max_tokens,
         sampling=inference_pb2.SamplingParameters(**sampling),
         priority=priority,
+        cache_salt=cache_salt,
     )
     if isinstance(prompt, str):
         request.text = prompt
@@ -49,6 +51,14 @@ def message(
         request.token_ids.ids.extend(prompt)
     if keep_s is not None:
         request.on_disconnect.action, request.on_disconnect.keep_s = _DETACH, keep_s
+    return request
+
+
+def message_of(ask: Ask, **more: Any) -> inference_pb2.GenerateRequest:
+    """An ask, under its own id."""
+    seeded: dict[str, Any] = {} if ask.seed is None else {"seed": ask.seed}
+    request = message(ask.prompt, ask.max_tokens, **seeded, **more)
+    request.request_id = id_text(ask.request_id)
     return request
 
 
