@@ -134,12 +134,13 @@ class Request:
     def add_prompt_logprobs(self, logprobs: Items[TokenLogprobs]) -> None:
         """Takes those that follow the known ones."""
         self._prompt_logprobs.extend(logprobs)
-        if self._num_top_echoed is None or self.num_known_prompt_logprobs < self.num_prompt_tokens:
+        waiting = [choice for choice in self._choices if choice.transcript.is_waiting_for_prompt_logprobs]
+        if not waiting or self.num_known_prompt_logprobs < self.num_prompt_tokens:
             return
+        assert self._num_top_echoed is not None
         echoed = _with_top([None, *self._prompt_logprobs], self._num_top_echoed)
-        for choice in self._choices:
-            if choice.transcript.is_waiting_for_prompt_logprobs:
-                choice.transcript.set_prompt_logprobs(echoed)
+        for choice in waiting:
+            choice.transcript.set_prompt_logprobs(echoed)
 
     def end(self, now_s: float, error: ServingError | None = None) -> None:
         """Every choice has ended: all of them finished, or `error` ended what was live. Once."""

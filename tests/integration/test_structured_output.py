@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from builtin_model import MODEL_DIRECTORY
 from stageline.client import Completion
 from stageline.errors import InvalidRequest
 from stageline.output import FinishReason
@@ -22,13 +21,14 @@ SCHEMA = {
     },
     "required": ["name", "age"],
     "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
 }
 NAMES = ["Lily", "Tom", "a red ball"]
 
 
 @pytest.fixture
 async def cluster() -> AsyncIterator[Cluster]:
-    async with Cluster(MODEL_DIRECTORY, layers=(4, 4, 4), max_kv_tokens=4096) as cluster:
+    async with Cluster(None, layers=(4, 4, 4), max_kv_tokens=4096, has_text=True) as cluster:
         yield cluster
 
 
@@ -71,10 +71,10 @@ async def test_the_same_request_gives_the_same_text_alone_and_among_others(clust
 
 async def test_a_grammar_is_where_it_was_after_a_preemption() -> None:
     """A pool for hardly more than one of them at a time."""
-    async with Cluster(MODEL_DIRECTORY, layers=(6, 6), block_size=4, max_kv_tokens=128) as cluster:
+    async with Cluster(None, layers=(6, 6), block_size=4, max_kv_tokens=96, has_text=True) as cluster:
         options = {"regex": r"([a-z]{3,7} ){10}end", "temperature": 1.0, "max_tokens": 90}
-        alone = [await complete(cluster, seed=seed, **options) for seed in range(3)]
-        together = await asyncio.gather(*(complete(cluster, seed=seed, **options) for seed in range(3)))
+        alone = [await complete(cluster, seed=seed, **options) for seed in range(6)]
+        together = await asyncio.gather(*(complete(cluster, seed=seed, **options) for seed in range(6)))
         assert [each.text for each in together] == [each.text for each in alone]
         assert all(re.fullmatch(options["regex"], each.text) for each in alone)
         assert (await cluster.client.status()).requests.preemptions > 0
