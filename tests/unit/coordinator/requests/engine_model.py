@@ -15,6 +15,7 @@ from coordinator.scheduling.kv_log import KvLog
 from coordinator.scheduling.lifecycle import SequenceState
 from coordinator.scheduling.scheduler import SchedulerLimits
 from tests.unit.coordinator.requests.transcript_scripts import put_together
+from tests.unit.coordinator.requests.wishes import Wish, solo
 from tests.unit.coordinator.scheduling.stage_replica import StageReplica
 from wire.errors import DeadlinePassed, RequestCancelled, ServingError, StepFaultKind
 from wire.ids import RequestId
@@ -25,15 +26,18 @@ BLOCK_SIZE = 4
 
 
 class Call:
-    """One client call that reads a request, a message at a time. Checks that messages follow each other."""
+    """One client call that reads a request, a message at a time.
 
-    def __init__(self, engine: Engine, attachment: Attachment, loop: asyncio.AbstractEventLoop) -> None:
+    It has a loop of its own, so nothing happens in it but when the test reads.
+    """
+
+    def __init__(self, engine: Engine, attachment: Attachment) -> None:
         self.attachment = attachment
         self.outputs: list[Output] = []
         self.error: ServingError | None = None
         self.is_over = False
         self._engine = engine
-        self._loop = loop
+        self._loop = asyncio.new_event_loop()
         self._messages = cast(AsyncGenerator[Output], attachment.outputs())
         self._next: asyncio.Task[Output] | None = None
 
@@ -50,10 +54,9 @@ class Call:
         try:
             output = task.result()
         except StopAsyncIteration:
-            self._end()
+            self._end(None)
         except ServingError as error:
-            self.error = error
-            self._end()
+            self._end(error)
         else:
             self.outputs.append(output)
             return output
@@ -68,15 +71,16 @@ class Call:
         if self.is_over:
             return
         self.abandon()
-        self._end()
+        self._engine.leave(self.attachment)
 
     def abandon(self) -> None:
-        """Leaves nothing behind on the loop; the engine is not told."""
+        """Leaves nothing behind; the engine is not told."""
         self.is_over = True
         if self._next is not None:
             self._next.cancel()
             self._turn_loop()
         self._loop.run_until_complete(self._messages.aclose())
+        self._loop.close()
 
     def tokens(self, choice: int = 0) -> tuple[int, ...]:
         """What has come of one choice, piece by piece without gap or overlap."""
@@ -92,8 +96,9 @@ class Call:
     def _turn_loop(self) -> None:
         self._loop.run_until_complete(_turn())
 
-    def _end(self) -> None:
-        self.is_over = True
+    def _end(self, error: ServingError | None) -> None:
+        self.is_over, self.error = True, error
+        self._loop.close()
         self._engine.leave(self.attachment)
 
 
@@ -126,7 +131,6 @@ class EngineModel:
         self.stages: list[StageReplica] = []
         self.queues: list[deque[Step]] = [deque() for _ in range(num_stages)]
         self.results: deque[StepResult] = deque()
-        self._loop = asyncio.new_event_loop()
         self._calls: list[Call] = []
         self._limits = limits
         self.start(num_blocks)
@@ -135,7 +139,12 @@ class EngineModel:
         for call in self._calls:
             if not call.is_over:
                 call.abandon()
-        self._loop.close()
+
+    @property
+    def totals(self) -> tuple[int, int, int]:
+        """Requests that are finished, cancelled, failed."""
+        counts = self.engine.totals
+        return counts.finished, counts.cancelled, counts.failed
 
     # Epochs
 
@@ -250,7 +259,7 @@ class EngineModel:
                 stage.tables.check_integrity()
 
     def _call(self, attachment: Attachment) -> Call:
-        call = Call(self.engine, attachment, self._loop)
+        call = Call(self.engine, attachment)
         self._calls.append(call)
         return call
 
@@ -276,3 +285,14 @@ def ended_as(request: Request) -> SequenceState:
         return SequenceState.FINISHED
     was_cancelled = isinstance(request.error, RequestCancelled | DeadlinePassed)
     return SequenceState.CANCELLED if was_cancelled else SequenceState.FAILED
+
+
+def check_whole(call: Call, wish: Wish) -> None:
+    """The call has come to its end, with what each choice is alone."""
+    call.read_all()
+    assert call.is_over
+    assert call.error is None
+    for choice in range(wish.n):
+        outcome = solo(wish, choice)
+        assert (call.tokens(choice), call.text(choice)) == (outcome.tokens, outcome.text)
+        assert call.attachment.request.choices[choice].transcript.finish_reason is outcome.reason

@@ -6,18 +6,22 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import cast
 
+from hypothesis import strategies as st
+
 from coordinator.requests.request import Choice, Request
 from coordinator.requests.transcript import Transcript
 from coordinator.scheduling.order import Priority, queue_order
 from coordinator.scheduling.sequence import FinishReason, Sequence
 from coordinator.text.detokenizer import IncrementalDetokenizer
 from coordinator.text.tokenizer import TextCodec
-from tests.unit.coordinator.scheduling.stage_replica import kv_entries, kv_entry, sample, score
+from tests.unit.coordinator.scheduling.stage_replica import VOCAB_SIZE, kv_entries, kv_entry, sample, score
 from tests.unit.coordinator.text.letters_codec import LettersCodec, letters
 from wire.ids import RequestId, SequenceKey, new_request_id
 from wire.steps import StepSampling, TokenLogprobs
 
 AGE_S = 10.0
+MOST_TOKENS = 11
+"""Generated after a prompt of at most 17, in `wishes`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +77,27 @@ class Wish:
             has_logprobs=self.logprobs is not None,
         )
         return Choice(sequence, transcript)
+
+
+@st.composite
+def wishes(draw: st.DrawFn) -> Wish:
+    """Prompts that share their beginnings, around block boundaries, and every way to end."""
+    num_prompt_tokens = draw(st.sampled_from([1, 3, 4, 5, 8, 9, 13, 17]))
+    beginning = [draw(st.integers(0, 1))] * num_prompt_tokens
+    own = draw(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=2))
+    letter = st.sampled_from(letters(range(VOCAB_SIZE)))
+    return Wish(
+        prompt=tuple((*beginning, *own)[-num_prompt_tokens:]),
+        max_tokens=draw(st.integers(0, MOST_TOKENS) | st.just(MOST_TOKENS)),
+        n=draw(st.sampled_from([1, 1, 1, 2, 3])),
+        stop_token_ids=draw(st.just(frozenset()) | st.frozensets(st.integers(0, VOCAB_SIZE - 1), max_size=1)),
+        stops=tuple(draw(st.just([]) | st.lists(st.text(letter, min_size=1, max_size=3), max_size=2))),
+        echo=draw(st.booleans()),
+        logprobs=draw(st.sampled_from([None, None, 0, 2])),
+        prompt_logprobs=draw(st.sampled_from([None, None, 0, 3])),
+        keep_s=draw(st.sampled_from([None, 5.0, 50.0])),
+        priority=draw(st.sampled_from(Priority)),
+    )
 
 
 @dataclass(frozen=True, slots=True)
