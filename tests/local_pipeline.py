@@ -46,6 +46,7 @@ class Request:
     sampling: StepSampling = GREEDY
     stop_token_ids: frozenset[int] = frozenset()
     cache_salt: str = ""
+    choice: int = 0
     arrives_at: int = 0
     cancelled_at: int | None = None
 
@@ -233,7 +234,7 @@ class LocalPipeline:
 
 def _sequence(request: Request, arrival: int) -> Sequence:
     return Sequence(
-        SequenceKey(new_request_id(), 0),
+        SequenceKey(new_request_id(), request.choice),
         tuple(request.prompt),
         max_tokens=request.max_tokens,
         sampling=request.sampling,

@@ -39,7 +39,8 @@ def _request(
 
 ABSURD = {
     "max_tokens-billion": (_request(max_tokens=10**9), r"1000000003 tokens, more than the 4096 that fit"),
-    "max_tokens-zero": (_request(max_tokens=0), "max_tokens is 0"),
+    "min_tokens-more": (_request(max_tokens=4, min_tokens=5), r"min_tokens is 5, must be in \[0, 4\]"),
+    "choices-none": (_request(n=0), r"n is 0, must be in \[1, 64\]"),
     "prompt-too-long": (_request(random_prompt(4097)), r"prompt of 4097 \+ .* more than the 4096 that fit"),
     "prompt-empty": (_request([]), "no tokens"),
     "prompt-missing": (inference_pb2.GenerateRequest(max_tokens=4), "a prompt is needed"),

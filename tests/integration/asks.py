@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.integration.cluster import Answer, Ask
-from tests.local_pipeline import LocalPipeline
+from tests.local_pipeline import LocalPipeline, Request
 from wire.steps import StepSampling
 
 VOCAB_SIZE = 128
@@ -38,17 +38,18 @@ class SoloRuns:
 
     def __init__(self, directory: Path, layers: tuple[int, ...] = (3,)) -> None:
         self._pipeline = LocalPipeline(directory, layers, num_blocks=64)
-        self._known: dict[tuple[tuple[int, ...], int, int | None], list[int]] = {}
+        self._known: dict[tuple[tuple[int, ...], int, int | None, int], list[int]] = {}
 
-    def tokens(self, ask: Ask) -> list[int]:
-        key = (ask.prompt, ask.max_tokens, ask.seed)
+    def tokens(self, ask: Ask, *, choice: int = 0) -> list[int]:
+        """What one choice of it generates."""
+        # Without a seed all choices are the same.
+        key = (ask.prompt, ask.max_tokens, ask.seed, choice if ask.seed is not None else 0)
         if key not in self._known:
             sampling = StepSampling(
                 temperature=0.0 if ask.seed is None else 1.0, top_k=0, top_p=1.0, seed=ask.seed or 0
             )
-            (self._known[key],) = self._pipeline.generate(
-                [ask.prompt], max_tokens=ask.max_tokens, sampling=sampling
-            )
+            request = Request(prompt=ask.prompt, max_tokens=ask.max_tokens, sampling=sampling, choice=key[-1])
+            (self._known[key],) = self._pipeline.serve([request]).tokens
         return self._known[key]
 
     def check(self, answers: Sequence[Answer]) -> None:

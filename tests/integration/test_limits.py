@@ -46,7 +46,7 @@ def retry_after_s(reader: Reader) -> float:
     metadata = dict(reader.trailing_metadata)
     status = status_pb2.Status.FromString(metadata["grpc-status-details-bin"])
     assert (status.code, status.message) == (StatusCode.RESOURCE_EXHAUSTED.value[0], reader.details)
-    (detail,) = status.details
+    _, detail = status.details
     info = error_details_pb2.RetryInfo()
     assert detail.Unpack(info)
     return float(info.retry_delay.ToTimedelta().total_seconds())

@@ -13,6 +13,7 @@ from stageline_rpc.v1 import stage_pb2
 from tests.integration.doubles import DEADLINE_S, PredecessorDouble, StreamEnded
 from tests.integration.scenario import assert_same, expected_outputs, run_scenario
 from tests.integration.stage_bench import StageBench, new_assignment, stage_bench
+from wire.channels import PROTOCOL_VERSION
 from wire.errors import StepFaultKind
 from wire.ids import new_incarnation
 
@@ -45,7 +46,7 @@ async def refusal(bench: StageBench, change: Change) -> StreamEnded:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (setting(protocol_version=99), "protocol version mismatch: expected 1, got 99"),
+        (setting(protocol_version=99), f"protocol version mismatch: expected {PROTOCOL_VERSION}, got 99"),
         (setting(fingerprint="other"), "got other"),
         (setting(dtype=stage_pb2.DTYPE_BF16), "dtype mismatch: expected f32, got bf16"),
         (setting(dtype=55), "dtype mismatch: expected f32, got number 55"),

@@ -1,0 +1,50 @@
+"""What this process holds on to: tasks, calls, file descriptors, requests, memory."""
+
+import asyncio
+import gc
+from collections import Counter
+from dataclasses import astuple, dataclass
+
+import psutil
+
+from coordinator.requests.attachment import Attachment
+from coordinator.requests.request import Request
+from coordinator.requests.transcript import Transcript
+from coordinator.scheduling.sequence import Sequence
+
+_CALLS = ("_ServicerContext", "_AioCall")
+"""One per call that grpc serves, one per call that it makes: types of its C core, which have only names."""
+
+_REQUESTS = (Request, Attachment, Transcript, Sequence)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """Counts of one moment."""
+
+    tasks: int
+    calls: int
+    descriptors: int
+    requests: int
+
+    @classmethod
+    def now(cls) -> "Footprint":
+        """After a collection of what nobody holds; takes a moment."""
+        gc.collect()
+        types = Counter(map(type, gc.get_objects()))
+        names = Counter({each.__name__: count for each, count in types.items() if each.__name__ in _CALLS})
+        return cls(
+            tasks=len(asyncio.all_tasks()),
+            calls=names.total(),
+            descriptors=psutil.Process().num_fds(),
+            requests=sum(types[each] for each in _REQUESTS),
+        )
+
+    def is_within(self, other: "Footprint") -> bool:
+        """Nothing of this is more than there."""
+        return all(mine <= theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True))
+
+
+def resident_bytes() -> int:
+    """Memory of this process."""
+    return int(psutil.Process().memory_info().rss)

@@ -1,0 +1,161 @@
+"""Requests that end in every way there is. Which one ends how is a function of the seed; when, is not."""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from stageline_rpc.v1 import inference_pb2
+from tests.integration.asks import SoloRuns, mixed_asks
+from tests.integration.calls import Caller, Reader, Received, StatusCode, message_of
+from tests.integration.cluster import Ask
+from wire.ids import id_text
+
+NUM_AT_ONCE = 48
+MAX_TOKENS = 16
+MAX_CHOICES = 3
+SHORT_KEEP_S, LONG_KEEP_S = 0.1, 60.0
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One request."""
+
+    ask: Ask
+    num_choices: int
+    generator: random.Random
+
+    def request(self, **more: Any) -> inference_pb2.GenerateRequest:
+        return message_of(self.ask, n=self.num_choices, **more)
+
+    @property
+    def request_id(self) -> str:
+        return id_text(self.ask.request_id)
+
+    async def read_some(self, reader: Reader, *, at_least: int = 0) -> None:
+        """A few messages, unless it ends before."""
+        for _ in range(at_least + self.generator.randrange(10)):
+            if await reader.next() is None:
+                return
+
+
+class Storm:
+    """`outcomes` counts what requests were to do and how their last call ended, `num_heard` those of which
+    the coordinator has certainly heard.
+    """
+
+    def __init__(self, address: str, caller: Caller, solo: SoloRuns, *, seed: int) -> None:
+        self.outcomes: Counter[tuple[str, StatusCode | None]] = Counter()
+        self.num_heard = 0
+        self._address = address
+        self._caller = caller
+        self._solo = solo
+        self._seed = seed
+        self._asks = mixed_asks(16, max_tokens=MAX_TOKENS)
+
+    async def run(self, num_requests: int) -> None:
+        """Returns when all have ended, as far as their clients are concerned."""
+        places = asyncio.Semaphore(NUM_AT_ONCE)
+        async with asyncio.TaskGroup() as tasks:
+            for index in range(num_requests):
+                await places.acquire()
+                task = tasks.create_task(self._one(random.Random(self._seed * 1_000_003 + index)))
+                task.add_done_callback(lambda _: places.release())
+
+    async def _one(self, generator: random.Random) -> None:
+        ask = generator.choice(self._asks).again()
+        trial = Trial(ask, generator.randint(1, MAX_CHOICES), generator)
+        (fate,) = generator.choices(list(_WEIGHTS), weights=list(_WEIGHTS.values()))
+        reader = await fate(self, trial)
+        self.outcomes[fate.__name__.strip("_"), reader.code] += 1
+        self.num_heard += reader.num_messages > 0 or reader.code is StatusCode.OK
+        self._check(trial, reader.received, is_whole=reader.code is StatusCode.OK)
+
+    def _check(self, trial: Trial, received: Received, *, is_whole: bool) -> None:
+        """Whatever came is the beginning of what it generates alone; of one that was served, all of it."""
+        for index in range(trial.num_choices):
+            tokens = received.choices[index].tokens
+            expected = self._solo.tokens(trial.ask, choice=index)
+            assert tokens == (expected if is_whole else expected[: len(tokens)])
+
+    async def _stays(self, trial: Trial) -> Reader:
+        reader = self._caller.generate(trial.request())
+        assert await reader.end() is StatusCode.OK, reader.details
+        return reader
+
+    async def _cancels(self, trial: Trial) -> Reader:
+        reader = self._caller.generate(trial.request())
+        await trial.read_some(reader)
+        answer = await self._caller.cancel(trial.request_id)
+        assert answer in (StatusCode.OK, StatusCode.NOT_FOUND)
+        ended = await reader.end()
+        assert ended is StatusCode.OK or (answer, ended) == (StatusCode.OK, StatusCode.CANCELLED)
+        return reader
+
+    async def _ends_its_call(self, trial: Trial) -> Reader:
+        reader = self._caller.generate(trial.request())
+        await trial.read_some(reader)
+        reader.cancel()
+        return reader
+
+    async def _closes_its_connection(self, trial: Trial) -> Reader:
+        async with Caller(self._address) as caller:
+            reader = caller.generate(trial.request())
+            await trial.read_some(reader)
+        return reader
+
+    async def _has_a_deadline(self, trial: Trial) -> Reader:
+        keep_s = trial.generator.choice((None, SHORT_KEEP_S))
+        timeout_s = trial.generator.uniform(0.0, 1.5)
+        reader = self._caller.generate(trial.request(keep_s=keep_s), timeout_s=timeout_s)
+        assert await reader.end() in (StatusCode.OK, StatusCode.DEADLINE_EXCEEDED)
+        return reader
+
+    async def _comes_back(self, trial: Trial) -> Reader:
+        """Some leave before they attach, some take their own call over. Of two calls that are under way at
+        once either may be the later one, so each is heard from before the next.
+        """
+        reader = self._caller.generate(trial.request(keep_s=LONG_KEEP_S))
+        await trial.read_some(reader, at_least=1)
+        for _ in range(trial.generator.randint(1, 3)):
+            leaves_first = trial.generator.random() < 0.5
+            if leaves_first:
+                reader.cancel()
+                await asyncio.sleep(trial.generator.uniform(0.0, 0.05))  # as long as it likes to be away
+            attached = self._caller.attach(reader.received)
+            await trial.read_some(attached, at_least=1)
+            if not leaves_first:
+                reader.cancel()
+            reader = attached
+        assert await reader.end() is StatusCode.OK, reader.details
+        assert await self._caller.cancel(trial.request_id) is StatusCode.OK
+        return reader
+
+    async def _leaves_it_running(self, trial: Trial) -> Reader:
+        reader = self._caller.generate(trial.request(keep_s=SHORT_KEEP_S))
+        await trial.read_some(reader)
+        reader.cancel()
+        return reader
+
+    async def _cancels_what_it_left(self, trial: Trial) -> Reader:
+        reader = self._caller.generate(trial.request(keep_s=LONG_KEEP_S))
+        await trial.read_some(reader, at_least=1)
+        reader.cancel()
+        assert await self._caller.cancel(trial.request_id) is StatusCode.OK
+        # What was cancelled is kept, as what has ended was.
+        assert await self._caller.cancel(trial.request_id) in (StatusCode.OK, StatusCode.NOT_FOUND)
+        return reader
+
+
+_WEIGHTS: dict[Callable[[Storm, Trial], Awaitable[Reader]], int] = {
+    Storm._stays: 6,
+    Storm._cancels: 3,
+    Storm._ends_its_call: 3,
+    Storm._closes_its_connection: 1,
+    Storm._has_a_deadline: 3,
+    Storm._comes_back: 4,
+    Storm._leaves_it_running: 2,
+    Storm._cancels_what_it_left: 2,
+}
