@@ -73,6 +73,7 @@ async def test_calls_that_attach_while_another_reads_share_one_stream(worded_lla
         undisturbed = await first.run(request)
         readers = [first.generate(again(request))]
         request_id = readers[0].received.request_id
+        await readers[0].until(1)
         async with asyncio.TaskGroup() as tasks:
             for index in range(1, 9):
                 # The reader before goes on, as fast as it can.
