@@ -9,7 +9,8 @@ CheckpointError(ValueError)
 |- MissingTensor         a tensor that the config asks for is absent
 |- UnexpectedTensor      a tensor that the config does not ask for is present
 |- WrongShape            a tensor has another shape than the config asks for
-`- UnknownDType          a dtype name that is not one of bf16, f16, f32
+|- UnknownDType          a dtype name that is not one of bf16, f16, f32
+`- UnusableTokenizer     grammars cannot be matched with its tokenizer.json, or it has none
 """
 
 
@@ -51,3 +52,7 @@ class WrongShape(CheckpointError):
 
 class UnknownDType(CheckpointError):
     """A dtype name that is none of the supported ones."""
+
+
+class UnusableTokenizer(CheckpointError):
+    """Grammars cannot be matched with its tokenizer.json, or it has none."""

@@ -100,6 +100,8 @@ def run(config: CoordinatorConfig) -> int:
     try:
         model = open_model(config)
         model.text = load_text_codec(model.checkpoint.directory, model_vocab_size=model.config.vocab_size)
+        if model.grammars is not None and (problem := model.grammars.load()) is not None:
+            log.info("no structured output: %s", problem)
         uvloop.run(_serve(config, model))
     except (CheckpointError, TokenizerError, ValueError, OSError) as error:
         print(f"stageline: error: {error}", file=sys.stderr)

@@ -5,17 +5,21 @@ from dataclasses import dataclass
 from builtin_model import MODEL_DIRECTORY, MODEL_NAME
 from checkpoint import Checkpoint, DType, ModelConfig
 from coordinator.config import CoordinatorConfig
+from coordinator.text.structured import GrammarCompiler
 from coordinator.text.tokenizer import TextCodec
 
 
 @dataclass(slots=True)
 class ServedModel:
-    """`text` is None for a checkpoint without a tokenizer: it serves token ids."""
+    """`text` is None for a checkpoint without a tokenizer: it serves token ids. `grammars` say by themselves
+    why a checkpoint has no structured output.
+    """
 
     checkpoint: Checkpoint
     dtype: DType
     is_builtin: bool
     text: TextCodec | None = None
+    grammars: GrammarCompiler | None = None
 
     @property
     def name(self) -> str:
@@ -41,4 +45,13 @@ def open_model(config: CoordinatorConfig) -> ServedModel:
     """
     checkpoint = Checkpoint.open(config.model_directory or MODEL_DIRECTORY)
     dtype = DType.from_name(config.dtype) if config.dtype else checkpoint.config.dtype
-    return ServedModel(checkpoint, dtype, is_builtin=config.model_directory is None)
+    return ServedModel(
+        checkpoint,
+        dtype,
+        is_builtin=config.model_directory is None,
+        grammars=GrammarCompiler(
+            checkpoint.directory,
+            vocab_size=checkpoint.config.vocab_size,
+            eos_token_ids=checkpoint.eos_token_ids,
+        ),
+    )

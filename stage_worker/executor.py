@@ -18,6 +18,7 @@ from stage_worker.assignment import Assignment
 from stage_worker.models import DecoderStage, SliceLayout, StepLayout
 from stage_worker.outputs import HandedOn, StageOutput
 from stage_worker.sampling import Sampler
+from stage_worker.sampling.grammar_masks import GrammarMasks
 from stage_worker.sequences import SequenceStates
 from stage_worker.step_checks import StepRules, check_hidden_states, check_limits, slice_layouts
 from stage_worker.tensor_views import from_view, to_view
@@ -48,8 +49,15 @@ class StepExecutor:
     `stats` and `max_hidden_bytes` may be read from anywhere.
     """
 
-    def __init__(self, assignment: Assignment, model: DecoderStage, pages: KvPages) -> None:
-        """`pages` has `assignment.num_blocks` pages for the layers of `model`."""
+    def __init__(
+        self,
+        assignment: Assignment,
+        model: DecoderStage,
+        pages: KvPages,
+        grammars: GrammarMasks | None = None,
+    ) -> None:
+        """`pages` has `assignment.num_blocks` pages for the layers of `model`; `grammars` are for LAST."""
+        self._grammars = grammars
         self._role = assignment.role
         self._num_blocks = assignment.num_blocks
         self._block_size = assignment.block_size
@@ -73,8 +81,12 @@ class StepExecutor:
         self._refused = None
         self._tables = BlockTables(self._num_blocks, block_size=self._block_size)
         self._sequences = SequenceStates()
+        if self._grammars is not None:
+            self._grammars.clear()
         self._sampler = (
-            Sampler(vocab_size=self._rules.vocab_size, stage=stage) if self._role.has_head else None
+            Sampler(vocab_size=self._rules.vocab_size, stage=stage, grammars=self._grammars)
+            if self._role.has_head
+            else None
         )
         self._publish()
 

@@ -13,6 +13,7 @@ from kvcache.pages import KvPages
 from stage_worker.assignment import Assignment
 from stage_worker.executor import StepExecutor
 from stage_worker.models import TORCH_DTYPES, DecoderStage
+from stage_worker.sampling.grammar_masks import GrammarMasks
 from stage_worker.warmup import warm_up
 from wire.errors import HandshakeMismatch, ServingError
 
@@ -100,7 +101,8 @@ def _load(assignment: Assignment, resources: WorkerResources, progress: LoadProg
     kv_bytes = _kv_bytes(assignment, checkpoint.config)
     _check_memory(assignment, resources, weight_bytes=model.weight_bytes, kv_bytes=kv_bytes)
     model.load(checkpoint, on_progress=progress.advance)
-    executor = StepExecutor(assignment, model, _new_pages(assignment, checkpoint.config, resources.device))
+    pages = _new_pages(assignment, checkpoint.config, resources.device)
+    executor = StepExecutor(assignment, model, pages, _grammars(assignment, checkpoint))
     loaded = time.perf_counter()
     warm_up(executor, assignment, checkpoint.config, budget_s=_warmup_budget_s(resources.device))
     return LoadedStage(
@@ -159,6 +161,20 @@ def _kv_bytes(assignment: Assignment, config: ModelConfig) -> int:
     num_tokens = assignment.num_blocks * assignment.block_size
     num_layers = assignment.layer_end - assignment.layer_begin
     return num_layers * num_tokens * kv_bytes_per_token_per_layer(config, assignment.dtype)
+
+
+def _grammars(assignment: Assignment, checkpoint: Checkpoint) -> GrammarMasks | None:
+    """On the stage with the head; its tables are built now, because that holds the process up."""
+    if not assignment.role.has_head:
+        return None
+    grammars = GrammarMasks(
+        checkpoint.directory,
+        vocab_size=checkpoint.config.vocab_size,
+        eos_token_ids=checkpoint.eos_token_ids,
+    )
+    if (problem := grammars.load()) is not None:
+        log.info("no structured output: %s", problem)
+    return grammars
 
 
 def _new_pages(assignment: Assignment, config: ModelConfig, device: torch.device) -> KvPages:

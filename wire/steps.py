@@ -113,6 +113,15 @@ class StartRecord:
     tokens: tuple[int, ...]
     sampling: StepSampling
 
+    @property
+    def most_bytes(self) -> int:
+        """An upper bound of its size in a frame, but for a few hundred bytes: a token takes at most 5."""
+        sampling = self.sampling
+        num_words = sum(len(word) + 2 for word in sampling.bad_words)
+        num_tokens = len(self.tokens) + len(sampling.allowed_token_ids) + num_words
+        grammar = 0 if sampling.grammar is None else len(sampling.grammar.definition.encode())
+        return 5 * num_tokens + 16 * len(sampling.logit_bias) + grammar
+
 
 @dataclass(frozen=True, slots=True)
 class EndRecord:

@@ -20,10 +20,12 @@ from coordinator.requests.transcript import Transcript
 from coordinator.scheduling.order import Priority, QueueOrder
 from coordinator.scheduling.sequence import Sequence
 from coordinator.text.detokenizer import IncrementalDetokenizer
+from coordinator.text.structured import GrammarKind, UnusableGrammar
 from coordinator.text.tokenizer import ChatMessage, TextCodec, TokenizerError
 from stageline_rpc.v1 import inference_pb2
 from wire.errors import InvalidRequest
 from wire.ids import RequestId, SequenceKey, new_request_id, parse_request_id
+from wire.steps import GrammarSpec
 
 DEFAULT_MAX_TOKENS = 256
 TEXT_SLACK = 4
@@ -80,26 +82,29 @@ def check_text_size(request: inference_pb2.GenerateRequest, model: ServedModel) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """What the tokenizer made of a request: its prompt, and the words that are never generated."""
+    """What the tokenizer made of a request: its prompt, the words that are never generated, and what the text
+    must match.
+    """
 
     prompt: tuple[int, ...]
     bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: GrammarSpec | None = None
 
 
 def needs_tokenizer(request: inference_pb2.GenerateRequest) -> bool:
     """Whether `resolve` takes longer than a moment."""
-    return request.WhichOneof("prompt") in ("text", "conversation") or bool(request.sampling.bad_words)
+    sampling = request.sampling
+    has_text = request.WhichOneof("prompt") in ("text", "conversation") or bool(sampling.bad_words)
+    return has_text or sampling.WhichOneof("structured_output") is not None
 
 
 def resolve(request: inference_pb2.GenerateRequest, model: ServedModel) -> Resolved:
     """May take a while for a long text. Raises InvalidRequest."""
-    prompt = resolve_prompt(request, model)
-    words = request.sampling.bad_words
-    if not words:
-        return Resolved(prompt=prompt)
-    check_bad_words(words)
-    codec = _text_codec(model, "bad_word_ids", instead_of="bad_words")
-    return Resolved(prompt=prompt, bad_words=tuple(each for word in words for each in codec.spellings(word)))
+    return Resolved(
+        prompt=resolve_prompt(request, model),
+        bad_words=_bad_words(request.sampling, model),
+        grammar=_grammar(request.sampling, model),
+    )
 
 
 def resolve_prompt(request: inference_pb2.GenerateRequest, model: ServedModel) -> tuple[int, ...]:
@@ -136,7 +141,11 @@ def make_request(
     prompt = resolved.prompt
     max_tokens = _max_tokens(message, len(prompt), model, plan)
     generation = resolve_generation(
-        message.sampling, _vocabulary(model), max_tokens=max_tokens, bad_words=resolved.bad_words
+        message.sampling,
+        _vocabulary(model),
+        max_tokens=max_tokens,
+        bad_words=resolved.bad_words,
+        grammar=resolved.grammar,
     )
     keep_s, priority = _keep_s(message), _priority(message)
 
@@ -219,6 +228,30 @@ def _text_codec(model: ServedModel, possible: str, *, instead_of: str) -> TextCo
             f"model {model.name} has no tokenizer: it can be given {possible}, not {instead_of}"
         )
     return model.text
+
+
+def _bad_words(sampling: inference_pb2.SamplingParameters, model: ServedModel) -> tuple[tuple[int, ...], ...]:
+    if not sampling.bad_words:
+        return ()
+    check_bad_words(sampling)
+    codec = _text_codec(model, "bad_word_ids", instead_of="bad_words")
+    return tuple(each for word in sampling.bad_words for each in codec.spellings(word))
+
+
+def _grammar(sampling: inference_pb2.SamplingParameters, model: ServedModel) -> GrammarSpec | None:
+    field = sampling.WhichOneof("structured_output")
+    if field is None:
+        return None
+    if sampling.ignore_eos:
+        raise InvalidRequest(f"ignore_eos with {field}: structured output ends with an end-of-sequence token")
+    if model.grammars is None:
+        raise InvalidRequest(f"{field}: structured output is not served")
+    kind = GrammarKind(field)
+    texts = sampling.choice.texts if kind is GrammarKind.CHOICE else [getattr(sampling, field)]
+    try:
+        return model.grammars.compile(kind, texts)
+    except UnusableGrammar as error:
+        raise InvalidRequest(str(error)) from error
 
 
 def _encode(request: inference_pb2.GenerateRequest, codec: TextCodec) -> list[int]:

@@ -20,6 +20,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_TOKENS = 64
+MAX_BAD_WORD_CHARACTERS = 1024
 MAX_SEED = 2**64 - 1
 
 
@@ -78,8 +79,8 @@ def resolve_generation(
         frequency_penalty=_within("frequency_penalty", message.frequency_penalty, -MAX_PENALTY, MAX_PENALTY),
         presence_penalty=_within("presence_penalty", message.presence_penalty, -MAX_PENALTY, MAX_PENALTY),
         logit_bias=_logit_bias(message, vocabulary),
-        allowed_token_ids=_token_ids("allowed_token_ids", message.allowed_token_ids, vocabulary),
-        bad_words=(*bad_words, *_bad_word_ids(message, vocabulary)),
+        allowed_token_ids=_allowed_token_ids(message, vocabulary),
+        bad_words=_bad_words(message, bad_words, vocabulary),
         min_tokens=_count("min_tokens", message.min_tokens, max_tokens),
         min_tokens_hold_back=tuple(sorted(stop_token_ids)) if message.min_tokens else (),
         logprobs=_num_logprobs(message, "logprobs"),
@@ -97,10 +98,18 @@ def resolve_generation(
     )
 
 
-def check_bad_words(words: Iterable[str]) -> None:
-    """Raises InvalidRequest for words that no tokenizer makes tokens of."""
-    if not all(word.strip() for word in words):
-        raise InvalidRequest("bad_words has an empty word; each needs at least one visible character")
+def check_bad_words(message: inference_pb2.SamplingParameters) -> None:
+    """Raises InvalidRequest for words that no tokenizer makes tokens of, and for more than it should."""
+    num_words = len(message.bad_words) + len(message.bad_word_ids)
+    if num_words > MAX_BAD_WORDS:
+        raise InvalidRequest(f"bad_words and bad_word_ids have {num_words} entries, at most {MAX_BAD_WORDS}")
+    for word in message.bad_words:
+        if len(word) > MAX_BAD_WORD_CHARACTERS:
+            raise InvalidRequest(
+                f"bad_words has a word of {len(word)} characters, must be in [1, {MAX_BAD_WORD_CHARACTERS}]"
+            )
+        if not word.strip():
+            raise InvalidRequest("bad_words has an empty word; each needs at least one visible character")
 
 
 def _within(name: str, value: float, low: float, high: float) -> float:
@@ -144,28 +153,28 @@ def _token_ids(name: str, ids: Iterable[int], vocabulary: Vocabulary) -> tuple[i
     return tuple(ids)
 
 
-def _bad_word_ids(
-    message: inference_pb2.SamplingParameters, vocabulary: Vocabulary
+def _allowed_token_ids(message: inference_pb2.SamplingParameters, vocabulary: Vocabulary) -> tuple[int, ...]:
+    """Each once: so many repetitions as a message holds would travel to every stage."""
+    return tuple(sorted(set(_token_ids("allowed_token_ids", message.allowed_token_ids, vocabulary))))
+
+
+def _bad_words(
+    message: inference_pb2.SamplingParameters, spelled: tuple[tuple[int, ...], ...], vocabulary: Vocabulary
 ) -> tuple[tuple[int, ...], ...]:
-    num_words = len(message.bad_words) + len(message.bad_word_ids)
-    if num_words > MAX_BAD_WORDS:
-        raise InvalidRequest(f"bad_words and bad_word_ids have {num_words} entries, at most {MAX_BAD_WORDS}")
-    words = tuple(_token_ids("bad_word_ids", each.ids, vocabulary) for each in message.bad_word_ids)
-    for word in words:
-        if not 1 <= len(word) <= MAX_BAD_WORD_TOKENS:
-            raise InvalidRequest(
-                f"bad_word_ids has a word of {len(word)} tokens, must be in [1, {MAX_BAD_WORD_TOKENS}]"
-            )
-    return words
+    check_bad_words(message)
+    given = tuple(_token_ids("bad_word_ids", each.ids, vocabulary) for each in message.bad_word_ids)
+    for name, words in (("bad_words", spelled), ("bad_word_ids", given)):
+        for word in words:
+            if not 1 <= len(word) <= MAX_BAD_WORD_TOKENS:
+                raise InvalidRequest(
+                    f"{name} has a word of {len(word)} tokens, must be in [1, {MAX_BAD_WORD_TOKENS}]"
+                )
+    return (*spelled, *given)
 
 
 def _stop_token_ids(message: inference_pb2.SamplingParameters, vocabulary: Vocabulary) -> frozenset[int]:
     stops = frozenset(_token_ids("stop_token_ids", message.stop_token_ids, vocabulary))
-    if not message.ignore_eos:
-        return stops | vocabulary.eos_token_ids
-    if (kind := message.WhichOneof("structured_output")) is not None:
-        raise InvalidRequest(f"ignore_eos with {kind}: structured output ends with an end-of-sequence token")
-    return stops
+    return stops if message.ignore_eos else stops | vocabulary.eos_token_ids
 
 
 def _stops(message: inference_pb2.SamplingParameters, vocabulary: Vocabulary) -> tuple[str, ...]:

@@ -57,6 +57,7 @@ class Engine:
         self._pace = Pace()
         self.admission = Admission(limits, self._registry, self._pace)
         self._send: Callable[[Step], None] | None = None
+        self._max_sequence_tokens: int | None = None
         self.totals = RequestTotals()
         self.kv_feed = KvFeed()
 
@@ -81,11 +82,13 @@ class Engine:
     def submit(self, request: Request, *, deadline_s: float | None = None) -> Attachment:
         """Accepts a request, which the caller reads.
 
-        `deadline_s`, on the engine's clock, cancels it. Raises RequestExists, or Overloaded when the queue is
-        full.
+        `deadline_s`, on the engine's clock, cancels it. Raises RequestExists, Overloaded when the queue is
+        full, and ClusterUnavailable when the plan has become too small for it.
         """
         self._registry.check_new(request.id)
         self.admission.check_queue()
+        if (error := self._misfit(request)) is not None:
+            raise error
         self._registry.add(request)
         attachment = self._attach(request, Positions(), deadline_s)
         for choice in request.choices:
@@ -140,11 +143,10 @@ class Engine:
         A live request that was accepted under a larger plan, and can never fit under this one, fails: at the
         head of the queue it would hold up all others for ever.
         """
+        self._max_sequence_tokens = max_sequence_tokens
         for request in self._registry.live:
-            needed = request.num_prompt_tokens + request.choices[0].sequence.max_tokens
-            if needed > max_sequence_tokens:
-                reason = f"the cluster was planned anew and holds {max_sequence_tokens} tokens per request"
-                self._fail(request, ClusterUnavailable(f"{reason}; this one may need {needed}"))
+            if (error := self._misfit(request)) is not None:
+                self._fail(request, error)
         self._scheduler.begin_epoch(epoch, kv, limits)
         self.kv_feed.begin_epoch(epoch, block_size=kv.block_size, cached_blocks=kv.cached_blocks)
         self._send = send
@@ -152,7 +154,7 @@ class Engine:
 
     def stop_epoch(self) -> None:
         """Stops handing out steps; live requests go back to the queue with their tokens."""
-        self._send = None
+        self._send = self._max_sequence_tokens = None
         self._scheduler.end_epoch()
         self.kv_feed.end_epoch()
 
@@ -199,6 +201,14 @@ class Engine:
                 self._scheduler.drop(sequence, SequenceState.CANCELLED)
         self._pump()
 
+    def _misfit(self, request: Request) -> ClusterUnavailable | None:
+        """Why the present plan can never hold a request that was accepted under another one."""
+        limit, needed = self._max_sequence_tokens, request.max_sequence_tokens
+        if limit is None or needed <= limit:
+            return None
+        reason = f"the cluster was planned anew and holds {limit} tokens per request"
+        return ClusterUnavailable(f"{reason}; this one may need {needed}")
+
     def _attach(self, request: Request, positions: Positions, deadline_s: float | None) -> Attachment:
         attachment = Attachment(request, positions)
         if request.attachment is not None:
@@ -215,8 +225,8 @@ class Engine:
             self._fail(request, progress.error)
             return
         request.add_prompt_logprobs(progress.prompt_logprobs)
-        reason = self._write(request.choices[key.choice], progress)
-        if reason is not None and not request.live_sequences:
+        self._write(request.choices[key.choice], progress)
+        if request.is_finished:
             self.totals.finished += 1
             self._end(request)
         elif (reader := request.attachment) is not None:
@@ -227,7 +237,7 @@ class Engine:
                 text = f"the client reads too slowly: {unread} tokens are unread, the limit is {limit}"
                 self._cancel(request, RequestCancelled(text))
 
-    def _write(self, choice: Choice, progress: Progress) -> FinishReason | None:
+    def _write(self, choice: Choice, progress: Progress) -> None:
         """Puts what is new into the choice's transcript; the text may end what the tokens do not."""
         reason = progress.finish_reason
         if progress.token is not None and choice.transcript.append(progress.token, progress.logprobs):
@@ -236,7 +246,6 @@ class Engine:
             reason = FinishReason.STOP
         if reason is not None:
             choice.transcript.finish(reason)
-        return reason
 
     def _cancel_if_late(self, request: Request) -> bool:
         """Of a reader that leaves at its deadline, the timer and the news may be some milliseconds apart."""

@@ -79,6 +79,11 @@ class Request:
         return self._ended_s is None
 
     @property
+    def is_finished(self) -> bool:
+        """The output of every choice is complete. (Sequences know it earlier: one step may end several.)"""
+        return all(choice.transcript.is_finished for choice in self._choices)
+
+    @property
     def is_detached(self) -> bool:
         """Nobody reads it, and that is as it should be."""
         return self.attachment is None and self.keep_s is not None
@@ -95,6 +100,11 @@ class Request:
     @property
     def num_prompt_tokens(self) -> int:
         return self._choices[0].sequence.num_prompt_tokens
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """The most tokens that one of its sequences may come to."""
+        return self.num_prompt_tokens + self._choices[0].sequence.max_tokens
 
     @property
     def num_known_prompt_logprobs(self) -> int:
@@ -124,12 +134,13 @@ class Request:
     def add_prompt_logprobs(self, logprobs: Items[TokenLogprobs]) -> None:
         """Takes those that follow the known ones."""
         self._prompt_logprobs.extend(logprobs)
-        if self._num_top_echoed is None or self.num_known_prompt_logprobs < self.num_prompt_tokens:
+        waiting = [choice for choice in self._choices if choice.transcript.is_waiting_for_prompt_logprobs]
+        if not waiting or self.num_known_prompt_logprobs < self.num_prompt_tokens:
             return
+        assert self._num_top_echoed is not None
         echoed = _with_top([None, *self._prompt_logprobs], self._num_top_echoed)
-        for choice in self._choices:
-            if choice.transcript.is_waiting_for_prompt_logprobs:
-                choice.transcript.set_prompt_logprobs(echoed)
+        for choice in waiting:
+            choice.transcript.set_prompt_logprobs(echoed)
 
     def end(self, now_s: float, error: ServingError | None = None) -> None:
         """Every choice has ended: all of them finished, or `error` ended what was live. Once."""

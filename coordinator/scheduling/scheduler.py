@@ -38,6 +38,10 @@ from wire.steps import (
 __all__ = ["Progress", "ResultMismatch", "Scheduler", "SchedulerCounts", "SchedulerLimits"]
 
 
+MAX_RECORD_BYTES = 4 * 1024 * 1024
+"""Of the start records of a step, which travels in one message; beyond it no further sequence is started."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
     """Bounds of a step and of the pipeline. `max_steps_in_flight` is at least the number of stages."""
@@ -87,11 +91,13 @@ class _Draft:
     slices: list[Slice]
     starts: list[StartRecord]
     num_tokens: int = 0
+    record_bytes: int = 0
 
     def add(self, sequence: Sequence, tokens: tuple[int, ...], inference_step: Prefill | Decode) -> None:
         start = sequence.take_start_record()
         if start is not None:
             self.starts.append(start)
+            self.record_bytes += start.most_bytes
         self.slices.append(Slice(sequence.key, sequence.generation, tokens, inference_step))
         self.num_tokens += len(tokens)
 
@@ -291,7 +297,11 @@ class Scheduler:
         self.counts.num_preemptions += 1
 
     def _add_chunks(self, draft: _Draft, kv: KvLog, limits: SchedulerLimits) -> None:
-        while len(draft.slices) < limits.max_step_sequences and draft.num_tokens < limits.max_step_tokens:
+        while (
+            len(draft.slices) < limits.max_step_sequences
+            and draft.num_tokens < limits.max_step_tokens
+            and draft.record_bytes < MAX_RECORD_BYTES
+        ):
             sequence = next((each for each in self._running.values() if each.can_prefill), None)
             if sequence is None:
                 sequence = self._admit(kv, limits.max_step_tokens - draft.num_tokens)

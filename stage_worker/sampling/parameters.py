@@ -14,8 +14,6 @@ MAX_TOP_LOGPROBS = 20
 
 def check_sampling(sampling: StepSampling, *, vocab_size: int) -> None:
     """Raises ValueError, by name and with the range, for parameters that no token can be drawn with."""
-    if sampling.grammar is not None:
-        raise ValueError("structured output is not available on this stage")
     _check_filters(sampling)
     _check_penalties(sampling)
     _check_masks(sampling, vocab_size)

@@ -5,6 +5,7 @@ is taken where it is proven to be that of the whole row; other rows are filtered
 row goes, and with it its token, depends on that row alone.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -105,9 +106,9 @@ def _choose_among_candidates(batch: _Batch) -> tuple[Tensor, Tensor]:
     tokens = KeptTokens.all_of(likeliest.gather(-1, order), batch.maxima, columns)
     last_weights = tokens.weights.amin(dim=-1, keepdim=True)
     is_limited = columns.top_k < vocab_size
-    tokens.drop(is_limited & (tokens.scores < kth))
+    tokens.keep(tokens.scores >= torch.where(is_limited, kth, -math.inf))
     totals = _totals(batch, tokens)
-    above_last = row_sums(tokens.weights.masked_fill(tokens.scores <= last, 0.0))
+    above_last = row_sums(tokens.weights * (tokens.scores > last))
     reaches_top_p = (columns.top_p < 1.0) & (above_last >= columns.top_p * totals)
     is_exact = torch.where(is_limited, kth > last, reaches_top_p | (last_weights < columns.min_p))
     is_exact |= torch.isneginf(last) | (num_candidates == vocab_size)
@@ -129,7 +130,7 @@ def _choose_at_full_width(batch: _Batch) -> Tensor:
     """The token id [1] of one row."""
     tokens, vocab_size, top_k = batch.tokens, batch.scores.shape[-1], batch.draws[0].sampling.top_k
     if 0 < top_k < vocab_size:
-        tokens.drop(tokens.scores < tokens.scores.kthvalue(vocab_size + 1 - top_k, keepdim=True).values)
+        tokens.keep(tokens.scores >= tokens.scores.kthvalue(vocab_size + 1 - top_k, keepdim=True).values)
     _filter(tokens, tokens.totals)
     return drawn(tokens.weights, batch.shares)[:, 0]
 

@@ -1,6 +1,6 @@
 """The tokens of a block of rows: bias, penalties and masks, then the most likely token or a drawn one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,11 +12,18 @@ from stage_worker.sampling.random_choice import choose_random
 from stage_worker.sampling.sequence_state import SequenceState
 
 
-def choose_rows(logits: Tensor, states: Sequence[SequenceState], draws: Sequence[Draw]) -> list[int | None]:
+def choose_rows(
+    logits: Tensor,
+    states: Sequence[SequenceState],
+    draws: Sequence[Draw],
+    forbid: Callable[[Tensor], None] | None = None,
+) -> list[int | None]:
     """The token of each row of `logits` (float32 [n, vocab_size], all finite); None where no token is
     allowed.
+
+    `forbid` sets to -inf, in place, what the grammars of rows do not allow.
     """
-    scores = processed(logits, states)
+    scores = processed(logits, states, forbid)
     maxima, likeliest = first_maxima(scores)
     is_allowed = (~torch.isneginf(maxima)).tolist()
     rows = [row for row, draw in enumerate(draws) if draw.is_random and is_allowed[row]]
@@ -27,7 +34,9 @@ def choose_rows(logits: Tensor, states: Sequence[SequenceState], draws: Sequence
     return [token if allowed else None for token, allowed in zip(likeliest.tolist(), is_allowed, strict=True)]
 
 
-def processed(logits: Tensor, states: Sequence[SequenceState]) -> Tensor:
+def processed(
+    logits: Tensor, states: Sequence[SequenceState], forbid: Callable[[Tensor], None] | None = None
+) -> Tensor:
     """`logits` [n, vocab_size] after bias, penalties and masks, in the order of docs/sampling.md; each acts
     on those rows alone that use it. `logits` themselves where no row uses any.
     """
@@ -45,4 +54,6 @@ def processed(logits: Tensor, states: Sequence[SequenceState]) -> Tensor:
     )
     masked = [(row, state.masks) for row, state in enumerate(states) if state.masks is not None]
     mask(scores, [row for row, _ in masked], [masks for _, masks in masked])
+    if forbid is not None:
+        forbid(scores)
     return scores

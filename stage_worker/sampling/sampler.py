@@ -8,6 +8,7 @@ from torch import Tensor
 
 from stage_worker.sampling.draws import Draw
 from stage_worker.sampling.finite import non_finite_rows
+from stage_worker.sampling.grammar_masks import GrammarMasks
 from stage_worker.sampling.logprobs import token_logprobs
 from stage_worker.sampling.row_choice import choose_rows
 from stage_worker.sampling.scoring import NonFiniteLogits, score
@@ -16,6 +17,7 @@ from stageline_rpc.v1 import stage_pb2
 from wire.ids import SequenceKey
 from wire.steps import Decode, Slice, SliceError, SliceResult, StartRecord, TokenLogprobs
 
+NO_GRAMMARS = "structured output is not available on this stage"
 MAX_BLOCK_ELEMENTS = 1 << 20
 """Logits at a time: small enough for the processor's caches, and 8 MiB where float64 is computed of all."""
 
@@ -26,18 +28,26 @@ class Sampler:
     The state of a sequence is a function of its start record and of the tokens of its decode slices.
     """
 
-    def __init__(self, *, vocab_size: int, stage: int) -> None:
+    def __init__(self, *, vocab_size: int, stage: int, grammars: GrammarMasks | None = None) -> None:
+        """Without `grammars` a sequence with structured output fails alone."""
         self._vocab_size = vocab_size
         self._stage = stage
+        self._grammars = grammars
         self._live: dict[SequenceKey, SequenceState] = {}
 
     def start(self, record: StartRecord) -> None:
         """Makes a sequence known; what is wrong with its parameters is answered to each of its slices."""
-        self._live[record.sequence] = SequenceState.of(record, vocab_size=self._vocab_size)
+        state = SequenceState.of(record, vocab_size=self._vocab_size)
+        if state.problem is None and record.sampling.grammar is not None:
+            grammars = self._grammars
+            state.problem = grammars.start(record) if grammars is not None else NO_GRAMMARS
+        self._live[record.sequence] = state
 
     def end(self, key: SequenceKey) -> None:
         """Forgets a sequence."""
         del self._live[key]
+        if self._grammars is not None:
+            self._grammars.end(key)
 
     def choose(self, slices: Sequence[Slice], logits: Tensor) -> tuple[SliceResult, ...]:
         """One result per slice, in order: a token with its log-probabilities where they were asked for, or
@@ -50,6 +60,8 @@ class Sampler:
         for part, state in zip(slices, states, strict=True):
             if isinstance(part.inference_step, Decode):
                 state.add(part.tokens[0])
+                if self._grammars is not None:
+                    self._grammars.advance(part.sequence, part.tokens[0])
         results = self._errors(slices, states, logits)
         rows = [row for row in range(len(slices)) if row not in results]
         if len(rows) < len(slices):
@@ -110,15 +122,34 @@ class Sampler:
             Draw(state.sampling, part.sequence.choice, _position(part))
             for part, state in zip(slices, states, strict=True)
         ]
-        tokens = choose_rows(logits, states, draws)
+        problems: dict[int, str] = {}
+        tokens = choose_rows(logits, states, draws, self._forbid(slices, states, problems))
         logprobs = _sampled_logprobs(logits, tokens, states)
         results = []
         for row, (part, token) in enumerate(zip(slices, tokens, strict=True)):
-            if token is None:
+            if row in problems:
+                results.append(self._unusable(part, problems[row]))
+            elif token is None:
                 results.append(self._unusable(part, _nothing_allowed(part, states[row])))
             else:
                 results.append(SliceResult(part.sequence, part.generation, token, logprobs.get(row)))
+                if self._grammars is not None:
+                    self._grammars.precompute(part.sequence, token)
         return results
+
+    def _forbid(
+        self, slices: Sequence[Slice], states: Sequence[SequenceState], problems: dict[int, str]
+    ) -> Callable[[Tensor], None] | None:
+        """Applies the grammars of a block, if any row has one, and collects what is wrong with them."""
+        grammars = self._grammars
+        rows = [
+            (row, slices[row].sequence)
+            for row, state in enumerate(states)
+            if state.sampling.grammar is not None
+        ]
+        if grammars is None or not rows:
+            return None
+        return lambda scores: problems.update(grammars.apply(scores, rows))
 
     def _not_finite(self, part: Slice, position: int) -> SliceResult:
         return self._failed(
@@ -141,6 +172,8 @@ def _position(part: Slice) -> int:
 
 def _nothing_allowed(part: Slice, state: SequenceState) -> str:
     names = state.masks.names() if state.masks is not None else []
+    if state.sampling.grammar is not None:
+        names = [*names, "the grammar"]
     return f"no token is allowed at position {_position(part)} of {part.sequence} by {' and '.join(names)}"
 
 

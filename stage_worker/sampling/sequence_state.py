@@ -40,7 +40,12 @@ class SequenceState:
 
     @property
     def edits_logits(self) -> bool:
-        return self.bias is not None or self.counts is not None or self.masks is not None
+        return (
+            self.bias is not None
+            or self.counts is not None
+            or self.masks is not None
+            or self.sampling.grammar is not None
+        )
 
     def add(self, token: int) -> None:
         """One more generated token."""

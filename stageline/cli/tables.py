@@ -107,8 +107,10 @@ def _describe_requests(status: cluster_pb2.GetStatusResponse) -> str:
     counts = status.requests
     return (
         f"Requests: {counts.waiting} waiting, {counts.prefill} in prefill, {counts.decode} in decode, "
-        f"{counts.steps_in_flight} steps in flight\n"
-        f"Ended: {counts.finished} finished, {counts.cancelled} cancelled, {counts.failed} failed"
+        f"{counts.steps_in_flight} steps in flight, {counts.detached} detached\n"
+        f"Ended: {counts.finished} finished, {counts.cancelled} cancelled, {counts.failed} failed, "
+        f"{counts.kept} kept"
+        + (f"; {counts.orphaned} were orphans, which is a defect" if counts.orphaned else "")
     )
 
 

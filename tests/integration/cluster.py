@@ -10,7 +10,8 @@ from typing import Self
 
 from coordinator.app import CoordinatorServer
 from coordinator.config import CoordinatorConfig
-from coordinator.model import open_model
+from coordinator.model import ServedModel, open_model
+from coordinator.text.tokenizer import load_text_codec
 from coordinator.timing import ClusterTiming
 from stage_worker.config import WorkerConfig
 from stage_worker.worker import Worker
@@ -89,12 +90,13 @@ class Cluster:
 
     Workers are named w0, w1, ...; the plan puts them in this order. `hop_proxies` are stages whose frames
     come through a HopProxy. With `waits=False` nothing is waited for and only `num_workers` workers are
-    started.
+    started. Texts are served with `has_text`; `client_key` and what follows it are the coordinator's own
+    settings, at their defaults.
     """
 
     def __init__(
         self,
-        model_directory: Path,
+        model_directory: Path | None,
         *,
         layers: tuple[int, ...],
         num_workers: int | None = None,
@@ -108,6 +110,11 @@ class Cluster:
         worker_memory_bytes: int = 64 * 1024 * 1024,
         timing: ClusterTiming = TEST_TIMING,
         waits: bool = True,
+        has_text: bool = False,
+        client_key: str | None = None,
+        max_client_requests: int | None = None,
+        max_unread_tokens: int = 4096,
+        priority_age_s: float = 10.0,
     ) -> None:
         self.num_stages = len(layers)
         self._num_workers = len(layers) if num_workers is None else num_workers
@@ -125,8 +132,12 @@ class Cluster:
             max_sequence_tokens=None,
             max_kv_tokens=max_kv_tokens,
             queue_size=queue_size,
+            client_key=client_key,
+            max_client_requests=max_client_requests,
+            max_unread_tokens=max_unread_tokens,
+            priority_age_s=priority_age_s,
         )
-        self.server = CoordinatorServer(self._config, open_model(self._config), timing)
+        self.server = CoordinatorServer(self._config, _model_of(self._config, has_text=has_text), timing)
         self.coordinator_proxy = CoordinatorProxy() if is_coordinator_proxied else None
         self.workers: dict[str, RunningWorker] = {}
         self._retired: list[RunningWorker] = []
@@ -288,6 +299,15 @@ class Cluster:
             await self.coordinator_proxy.stop()
         await self.client.__aexit__(None, None, None)
         await self.server.stop()
+
+
+def _model_of(config: CoordinatorConfig, *, has_text: bool) -> ServedModel:
+    """As the coordinator's process opens it; loading a tokenizer takes a while, and most tests need none."""
+    model = open_model(config)
+    if has_text:
+        directory = model.checkpoint.directory
+        model.text = load_text_codec(directory, model_vocab_size=model.config.vocab_size)
+    return model
 
 
 def _is_idle(status: cluster_pb2.GetStatusResponse) -> bool:

@@ -1,10 +1,12 @@
 """Stages of these tests share one process: more than one torch thread each only makes them wait."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
+from builtin_model import MODEL_DIRECTORY
 from tests.checkpoints import make_checkpoint
 
 torch.set_num_threads(1)
@@ -22,3 +24,21 @@ def varied_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(
         tmp_path_factory.mktemp("varied") / "model", "llama", num_layers=3, initializer_range=0.3
     )
+
+
+@pytest.fixture(scope="session")
+def worded_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random float32 Llama of three layers and many positions with the built-in model's tokenizer: it says
+    anything, broken characters included, and never ends by itself.
+    """
+    directory = make_checkpoint(
+        tmp_path_factory.mktemp("worded") / "model",
+        "llama",
+        num_layers=3,
+        initializer_range=0.3,
+        vocab_size=1536,
+        max_position_embeddings=4096,
+    )
+    for path in MODEL_DIRECTORY.glob("tokenizer*"):
+        shutil.copy(path, directory)
+    return directory

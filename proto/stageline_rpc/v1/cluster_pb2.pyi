@@ -776,9 +776,11 @@ class RequestCounts(_message.Message):
     KEPT_FIELD_NUMBER: _builtins.int
     ORPHANED_FIELD_NUMBER: _builtins.int
     waiting: _builtins.int
+    """Sequences (choices of requests) by state; those that are being made ready are among the waiting ones."""
     prefill: _builtins.int
     decode: _builtins.int
     finished: _builtins.int
+    """Requests that have ended, since the coordinator started."""
     cancelled: _builtins.int
     failed: _builtins.int
     steps_in_flight: _builtins.int

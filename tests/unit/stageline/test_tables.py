@@ -100,8 +100,8 @@ def test_the_status_fits_into_110_columns_with_one_line_for_each_worker() -> Non
     blocks = "1 blocks active, 1 inactive, 6 free, 10 of 40 hits (25.0%)"
     assert [line for line in lines if "blocks active" in line] == [f"Stage 0: {blocks}", f"Stage 1: {blocks}"]
     assert "Prompts: 50 of 200 tokens from the cache (25.0%), 7 preemptions" in lines
-    assert "Requests: 1 waiting, 2 in prefill, 3 in decode, 0 steps in flight" in lines
-    assert "Ended: 4 finished, 5 cancelled, 6 failed" in lines
+    assert "Requests: 1 waiting, 2 in prefill, 3 in decode, 0 steps in flight, 0 detached" in lines
+    assert "Ended: 4 finished, 5 cancelled, 6 failed, 0 kept" in lines
     assert lines[-1] == "spare: out of work"
 
 

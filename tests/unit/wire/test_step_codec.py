@@ -9,11 +9,11 @@ from hypothesis import given
 
 from kvcache import FullBlock, PartialBlock, Promote, Use
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
-from tests.unit.wire.wire_strategies import example_step, fault_reports, step_results, steps
+from tests.unit.wire.wire_strategies import example_step, fault_reports, start_records, step_results, steps
 from wire.errors import StepFault, StepFaultKind
 from wire.ids import RequestId, SequenceKey, id_text
 from wire.step_codec import decode_fault, decode_result, decode_step, encode_fault, encode_result, encode_step
-from wire.steps import Decode, FaultReport, Prefill, SequenceSignal, Slice, Step, StepResult
+from wire.steps import Decode, FaultReport, Prefill, SequenceSignal, Slice, StartRecord, Step, StepResult
 
 KEY = SequenceKey(RequestId(bytes(range(16))), 1)
 
@@ -21,6 +21,12 @@ KEY = SequenceKey(RequestId(bytes(range(16))), 1)
 @given(steps())
 def test_a_step_survives_the_wire(step: Step) -> None:
     assert decode_step(encode_step(step)) == step
+
+
+@given(start_records)
+def test_a_start_record_is_never_larger_than_it_says(start: StartRecord) -> None:
+    empty = len(encode_step(Step(epoch=1, step_id=1)))
+    assert len(encode_step(Step(epoch=1, step_id=1, starts=(start,)))) - empty <= start.most_bytes + 200
 
 
 @given(step_results)

@@ -4,162 +4,45 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, cast
 
 import pytest
 from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoint import Checkpoint, DType
 from coordinator.api.intake import (
+    DEFAULT_KEEP_S,
     DEFAULT_MAX_TOKENS,
+    MAX_KEEP_S,
     TEXT_SLACK,
     check_text_size,
-    make_request,
+    needs_tokenizer,
     refuse_unknown_fields,
     request_id_of,
-    resolve,
     resolve_prompt,
 )
-from coordinator.model import ServedModel
-from coordinator.planning.plan import Plan, StepLimits
-from coordinator.planning.planner import make_plan
-from coordinator.requests.request import Request
-from coordinator.scheduling.order import QueueOrder
-from coordinator.scheduling.sequence import Sequence
-from coordinator.text.tokenizer import ChatMessage, NoChatTemplate, TextCodec
 from stageline_rpc.v1 import inference_pb2
-from tests.unit.coordinator.planning.small_models import llama, workers
+from tests.unit.coordinator.api.small_requests import (
+    AGE_S,
+    KV_LIMIT,
+    MODEL,
+    MODEL_LIMIT,
+    PLAN,
+    accept,
+    accept_request,
+    refusal,
+    request_of,
+    served_model,
+)
+from tests.unit.coordinator.text.letters_codec import VOCAB_SIZE
 from wire.errors import InvalidRequest
 from wire.ids import id_text, new_request_id
 
-VOCAB_SIZE = 40
-MODEL_LIMIT = 600
-KV_LIMIT = 512
-EOS = (2, 5)
-
-
-class LettersCodec:
-    """A token per letter; no template for conversations of more than one message."""
-
-    longest_token_bytes = 1
-
-    def encode(self, text: str) -> list[int]:
-        return [ord(letter) - ord("a") for letter in text]
-
-    def encode_conversation(self, messages: list[ChatMessage]) -> list[int]:
-        if len(messages) > 1:
-            raise NoChatTemplate("no chat template")
-        return self.encode(messages[0].content)
-
-
-def served_model(*, has_tokenizer: bool = True) -> ServedModel:
-    config = llama(vocab_size=VOCAB_SIZE, max_position_embeddings=MODEL_LIMIT)
-    checkpoint = Checkpoint(
-        directory=Path("tiny-letters"),
-        config=config,
-        tensors={},
-        fingerprint="f" * 32,
-        eos_token_ids=EOS,
-        bos_token_id=None,
-    )
-    text = cast(TextCodec, LettersCodec()) if has_tokenizer else None
-    return ServedModel(checkpoint, DType.F32, is_builtin=False, text=text)
-
-
-def served_plan() -> Plan:
-    limits = StepLimits(max_step_tokens=64, max_step_sequences=4, max_sequence_tokens=10_000)
-    config = served_model().config
-    return make_plan(
-        config, DType.F32, workers(1 << 30), limits=limits, block_size=16, max_kv_tokens=KV_LIMIT
-    )
-
-
-MODEL, PLAN = served_model(), served_plan()
-
-
-def request_of(
-    *ids: int, sampling: dict[str, Any] | None = None, **fields: Any
-) -> inference_pb2.GenerateRequest:
-    return inference_pb2.GenerateRequest(
-        token_ids=inference_pb2.TokenIds(ids=ids),
-        sampling=inference_pb2.SamplingParameters(**sampling or {}),
-        **fields,
-    )
-
-
-def accept_request(message: inference_pb2.GenerateRequest) -> Request:
-    return make_request(
-        message,
-        resolve(message, MODEL),
-        new_request_id(),
-        model=MODEL,
-        plan=PLAN,
-        client="here",
-        place=lambda priority, choice: QueueOrder(float(priority), 3, choice),
-    )
-
-
-def accept(message: inference_pb2.GenerateRequest) -> Sequence:
-    return accept_request(message).choices[0].sequence
-
-
-def refusal(request: inference_pb2.GenerateRequest) -> str:
-    with pytest.raises(InvalidRequest) as caught:
-        accept(request)
-    return str(caught.value)
+OnDisconnect = inference_pb2.OnDisconnect
 
 
 def test_the_limits_of_this_file_are_what_they_say() -> None:
     assert PLAN.max_sequence_tokens == KV_LIMIT < MODEL_LIMIT
-
-
-# Sampling parameters
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "range_text"),
-    [
-        *(("temperature", value, "[0, 100]") for value in (math.nan, math.inf, -math.inf, -0.5, 100.5)),
-        *(("top_p", value, "(0, 1]") for value in (math.nan, math.inf, -math.inf, -0.5, 0.0, 1.5)),
-        *(("top_k", value, "[0, 40]") for value in (41, 2**32 - 1)),
-    ],
-)
-def test_a_parameter_out_of_range_is_refused_by_name(name: str, value: float, range_text: str) -> None:
-    text = refusal(request_of(1, sampling={name: value}))
-    assert text == f"{name} is {value}, must be in {range_text}"
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *(("temperature", value) for value in (0.0, 1e-30, 1.0, 100.0)),
-        *(("top_p", value) for value in (1e-30, 0.5, 1.0)),
-        *(("top_k", value) for value in (0, 1, 40)),
-        *(("seed", value) for value in (0, 1, 2**64 - 1)),
-    ],
-)
-def test_a_parameter_in_range_reaches_the_stages(name: str, value: float) -> None:
-    sampling = accept(request_of(1, sampling={name: value})).sampling
-    assert getattr(sampling, name) == pytest.approx(value, rel=1e-6)
-
-
-def test_greedy_over_everything_is_the_default_and_the_seed_is_drawn() -> None:
-    samplings = [accept(request_of(1)).sampling for _ in range(3)]
-    assert all((each.temperature, each.top_k, each.top_p) == (0, 0, 1) for each in samplings)
-    assert len({each.seed for each in samplings}) == 3
-    assert all(0 <= each.seed < 2**64 for each in samplings)
-
-
-def test_a_seed_of_zero_is_the_clients() -> None:
-    assert accept(request_of(1, sampling={"seed": 0})).sampling.seed == 0
-
-
-def test_eos_stops_unless_it_is_to_be_ignored() -> None:
-    assert accept(request_of(1)).stop_token_ids == frozenset(EOS)
-    assert accept(request_of(1, sampling={"ignore_eos": True})).stop_token_ids == frozenset()
 
 
 # Prompts
@@ -200,7 +83,7 @@ def test_without_a_tokenizer_only_token_ids_are_served(kind: str) -> None:
     else:
         request.conversation.messages.add(role="user", content="abc")
     model = served_model(has_tokenizer=False)
-    with pytest.raises(InvalidRequest, match=f"tiny-letters has no tokenizer.*not {kind}"):
+    with pytest.raises(InvalidRequest, match=f"tiny-letters has no tokenizer.*not a prompt of {kind}"):
         resolve_prompt(request, model)
     assert resolve_prompt(request_of(1, 2), model) == (1, 2)
 
@@ -243,8 +126,10 @@ def test_a_prompt_beyond_the_limit_is_refused_without_max_tokens_too() -> None:
     assert str(KV_LIMIT + 1) in refusal(request_of(*[1] * KV_LIMIT))
 
 
-def test_max_tokens_of_zero_is_refused() -> None:
-    assert refusal(request_of(1, max_tokens=0)) == "max_tokens is 0, must be at least 1"
+def test_max_tokens_of_zero_computes_the_prompt_only_which_may_fill_all_there_is() -> None:
+    sequence = accept(request_of(*[1] * KV_LIMIT, max_tokens=0))
+    assert (sequence.num_prompt_tokens, sequence.max_tokens) == (KV_LIMIT, 0)
+    assert str(KV_LIMIT + 1) in refusal(request_of(*[1] * (KV_LIMIT + 1), max_tokens=0))
 
 
 @pytest.mark.parametrize(
@@ -260,7 +145,7 @@ def test_max_tokens_is_256_or_what_there_is_room_for(num_prompt_tokens: int, max
     assert accept(request_of(*[1] * num_prompt_tokens)).max_tokens == max_tokens
 
 
-@given(st.integers(1, KV_LIMIT + 5), st.integers(1, KV_LIMIT + 5))
+@given(st.integers(1, KV_LIMIT + 5), st.integers(0, KV_LIMIT + 5))
 def test_exactly_what_fits_is_accepted(num_prompt_tokens: int, max_tokens: int) -> None:
     request = request_of(*[1] * num_prompt_tokens, max_tokens=max_tokens)
     if num_prompt_tokens + max_tokens > KV_LIMIT:
@@ -268,7 +153,91 @@ def test_exactly_what_fits_is_accepted(num_prompt_tokens: int, max_tokens: int) 
     else:
         sequence = accept(request)
         assert (sequence.num_prompt_tokens, sequence.max_tokens) == (num_prompt_tokens, max_tokens)
-        assert sequence.order == QueueOrder(0.0, 3)
+
+
+# Choices, priorities, and what a disconnect does
+
+
+@pytest.mark.parametrize("num_choices", [1, 2, 64])
+def test_choices_differ_in_their_number_alone(num_choices: int) -> None:
+    request = accept_request(request_of(4, 3, max_tokens=9, sampling={"n": num_choices, "seed": 8}))
+    sequences = [choice.sequence for choice in request.choices]
+    assert [each.key for each in sequences] == [(request.id, index) for index in range(num_choices)]
+    assert [each.order.choice for each in sequences] == list(range(num_choices))
+    assert {each.order.arrival for each in sequences} == {3}
+    assert {(each.all_tokens, each.max_tokens, each.sampling) for each in sequences} == {
+        ((4, 3), 9, sequences[0].sampling)
+    }
+
+
+def test_one_drawn_seed_is_for_all_choices() -> None:
+    request = accept_request(request_of(1, sampling={"n": 5}))
+    assert len({choice.sequence.sampling.seed for choice in request.choices}) == 1
+
+
+@pytest.mark.parametrize(
+    ("priority", "due_s"),
+    [
+        (inference_pb2.PRIORITY_UNSPECIFIED, 100.0),
+        (inference_pb2.PRIORITY_LOW, 100.0 + AGE_S),
+        (inference_pb2.PRIORITY_NORMAL, 100.0),
+        (inference_pb2.PRIORITY_HIGH, 100.0 - AGE_S),
+    ],
+)
+def test_a_class_of_priority_is_worth_an_age(
+    priority: inference_pb2.Priority.ValueType, due_s: float
+) -> None:
+    assert accept(request_of(1, priority=priority)).order.due_s == due_s
+
+
+def test_a_priority_that_this_version_does_not_know_is_refused() -> None:
+    message = request_of(1)
+    message.priority = 4  # type: ignore[assignment]
+    assert refusal(message) == "priority is 4, must be LOW, NORMAL or HIGH"
+
+
+@pytest.mark.parametrize(
+    ("policy", "keep_s"),
+    [
+        (None, None),
+        (OnDisconnect(), None),
+        (OnDisconnect(action=OnDisconnect.CANCEL), None),
+        (OnDisconnect(action=OnDisconnect.DETACH), DEFAULT_KEEP_S),
+        (OnDisconnect(action=OnDisconnect.DETACH, keep_s=1e-3), 1e-3),
+        (OnDisconnect(action=OnDisconnect.DETACH, keep_s=MAX_KEEP_S), MAX_KEEP_S),
+    ],
+)
+def test_output_outlives_its_request_only_where_that_is_asked_for(
+    policy: OnDisconnect | None, keep_s: float | None
+) -> None:
+    assert accept_request(request_of(1, on_disconnect=policy)).keep_s == (
+        None if keep_s is None else pytest.approx(keep_s)
+    )
+
+
+@pytest.mark.parametrize("keep_s", [0.0, -1.0, MAX_KEEP_S + 1, math.nan, math.inf, -math.inf])
+def test_a_time_to_keep_out_of_range_is_refused(keep_s: float) -> None:
+    policy = OnDisconnect(action=OnDisconnect.DETACH, keep_s=keep_s)
+    assert refusal(request_of(1, on_disconnect=policy)) == f"keep_s is {keep_s:g}, must be in (0, 3600]"
+
+
+@pytest.mark.parametrize("action", [OnDisconnect.ACTION_UNSPECIFIED, OnDisconnect.CANCEL])
+def test_a_time_to_keep_that_would_be_ignored_is_refused(action: OnDisconnect.Action.ValueType) -> None:
+    policy = OnDisconnect(action=action, keep_s=5)
+    assert refusal(request_of(1, on_disconnect=policy)) == "on_disconnect has keep_s, which only DETACH takes"
+
+
+def test_an_action_that_this_version_does_not_know_is_refused() -> None:
+    message = request_of(1)
+    message.on_disconnect.action = 3  # type: ignore[assignment]
+    assert refusal(message) == "on_disconnect is 3, must be CANCEL or DETACH"
+
+
+def test_only_what_the_tokenizer_works_on_goes_to_its_threads() -> None:
+    assert not needs_tokenizer(request_of(1, sampling={"bad_word_ids": [inference_pb2.TokenIds(ids=[1])]}))
+    assert needs_tokenizer(request_of(1, sampling={"bad_words": ["ab"]}))
+    assert needs_tokenizer(inference_pb2.GenerateRequest(text="a"))
+    assert needs_tokenizer(conversation_of("a"))
 
 
 # Ids and fields
@@ -298,11 +267,17 @@ def full_request() -> inference_pb2.GenerateRequest:
     request.conversation.messages.add(role="user", content="a")
     request.conversation.messages.add(role="user", content="b")
     request.sampling.temperature = 1
+    request.sampling.choice.texts.append("a")
+    request.on_disconnect.action = OnDisconnect.DETACH
     return request
 
 
 @pytest.mark.parametrize(
-    "place", ["GenerateRequest", "SamplingParameters", "Conversation", "ChatMessage", "TokenIds"]
+    "place",
+    [
+        *("GenerateRequest", "SamplingParameters", "Conversation", "ChatMessage", "TokenIds"),
+        *("OnDisconnect", "Choices"),
+    ],
 )
 def test_a_field_that_would_be_ignored_is_refused_wherever_it_is(place: str) -> None:
     request = full_request()
@@ -310,6 +285,8 @@ def test_a_field_that_would_be_ignored_is_refused_wherever_it_is(place: str) -> 
     if place == "TokenIds":
         request.token_ids.ids.append(1)
     message: Message = {
+        "OnDisconnect": lambda: request.on_disconnect,
+        "Choices": lambda: request.sampling.choice,
         "GenerateRequest": lambda: request,
         "SamplingParameters": lambda: request.sampling,
         "Conversation": lambda: request.conversation,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from coordinator.scheduling import scheduler
 from coordinator.scheduling.kv_log import KvLog
 from coordinator.scheduling.lifecycle import SequenceState
 from coordinator.scheduling.scheduler import ResultMismatch, Scheduler, SchedulerLimits
@@ -104,6 +105,18 @@ def test_a_step_has_no_more_sequences_than_allowed() -> None:
     assert len(model.sent[0].slices) == 3
     model.drain(max_steps=20)
     assert all(len(step.slices) <= 3 for step in model.sent)
+
+
+def test_a_step_starts_no_more_sequences_than_one_message_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "MAX_RECORD_BYTES", 30)
+    model = model_of()
+    model.scheduler.end_epoch()
+    for number in range(4):
+        model.submit([number] * 4, max_tokens=1)
+    model.begin_epoch()
+    model.drain(max_steps=8)
+    assert [len(step.starts) for step in model.sent if step.starts] == [2, 2]
+    model.check_all_ended()
 
 
 # Prefix hits

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 import kvcache.chain
 from coordinator.scheduling.scheduler import SchedulerLimits
-from tests.unit.coordinator.scheduling.pipeline_model import VOCAB_SIZE, PipelineModel
+from tests.unit.coordinator.scheduling.pipeline_model import PipelineModel
+from tests.unit.coordinator.scheduling.stage_replica import VOCAB_SIZE
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,15 @@ from coordinator.scheduling.order import QueueOrder
 from coordinator.scheduling.sequence import FinishReason, Sequence
 from kvcache import ActiveSequence, Deref, Destroy
 from tests.unit.coordinator.scheduling.pipeline_model import GREEDY, key_of
-from wire.steps import EndRecord, StartRecord
+from wire.steps import EndRecord, Prefill, StartRecord, TokenLogprobs
 
 BLOCK_SIZE = 4
 STOP_TOKEN = 9
 
 
-def new_sequence(prompt: tuple[int, ...] = (1, 2, 3), *, max_tokens: int = 4) -> Sequence:
+def new_sequence(
+    prompt: tuple[int, ...] = (1, 2, 3), *, max_tokens: int = 4, wants_prompt_logprobs: bool = False
+) -> Sequence:
     return Sequence(
         key_of(1),
         prompt,
@@ -28,6 +30,7 @@ def new_sequence(prompt: tuple[int, ...] = (1, 2, 3), *, max_tokens: int = 4) ->
         sampling=GREEDY,
         stop_token_ids=frozenset({STOP_TOKEN}),
         order=QueueOrder(0.0, 0),
+        wants_prompt_logprobs=wants_prompt_logprobs,
     )
 
 
@@ -57,9 +60,13 @@ def prefill(sequence: Sequence) -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "max_tokens", "text"),
-    [((), 1, "at least one token"), ((1,), 0, "at least 1, got 0"), ((1,), -1, "got -1")],
+    [
+        ((), 1, "at least one token"),
+        ((), 0, "at least one token"),
+        ((1,), -1, "must not be negative, got -1"),
+    ],
 )
-def test_a_sequence_without_prompt_or_tokens_to_make_is_refused(
+def test_a_sequence_without_prompt_or_with_less_than_no_tokens_is_refused(
     prompt: tuple[int, ...], max_tokens: int, text: str
 ) -> None:
     with pytest.raises(ValueError, match=text):
@@ -83,6 +90,15 @@ def test_a_single_token_goes_from_prefill_to_finished() -> None:
     prefill(sequence)
     assert sequence.accept_token(5) is FinishReason.LENGTH
     assert sequence.state is SequenceState.FINISHED
+
+
+@pytest.mark.parametrize("token", [5, STOP_TOKEN])
+def test_where_nothing_is_to_be_generated_the_answer_only_ends_the_prompt(token: int) -> None:
+    sequence = new_sequence(max_tokens=0)
+    prefill(sequence)
+    assert sequence.accept_token(token) is FinishReason.LENGTH
+    assert sequence.state is SequenceState.FINISHED
+    assert (sequence.all_tokens, sequence.generated_tokens) == ((1, 2, 3), ())
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2])
@@ -186,14 +202,82 @@ def test_an_end_is_final(state: SequenceState) -> None:
         begin(sequence)
 
 
+# Scores
+
+
+def scores_of(first: int, count: int) -> tuple[TokenLogprobs, ...]:
+    """One per prompt token from `first` on."""
+    return tuple(TokenLogprobs(token, -1.0, 1) for token in range(first, first + count))
+
+
+def test_every_chunk_of_a_scored_prompt_answers_for_the_tokens_that_follow_its_own() -> None:
+    sequence = new_sequence(tuple(range(9)), wants_prompt_logprobs=True)
+    begin(sequence)
+    assert sequence.take_chunk(4) == ((0, 1, 2, 3), Prefill(0, 4, 9, is_scored=True))
+    assert sequence.take_chunk(4) == ((4, 5, 6, 7), Prefill(4, 4, 9, is_scored=True))
+    # The last token's successor is generated, not scored.
+    assert sequence.take_chunk(1) == ((8,), Prefill(8, 1, 9))
+    assert [sequence.num_prompt_logprobs(start, 4) for start in (0, 4)] == [4, 4]
+    assert sequence.accept_prompt_logprobs(0, scores_of(1, 4)) == scores_of(1, 4)
+    assert sequence.needs_scoring
+    assert sequence.accept_prompt_logprobs(4, scores_of(5, 4)) == scores_of(5, 4)
+    assert not sequence.needs_scoring
+
+
+def test_a_prompt_of_one_token_has_nothing_to_score() -> None:
+    sequence = new_sequence((7,), wants_prompt_logprobs=True)
+    assert not sequence.needs_scoring
+    begin(sequence)
+    assert sequence.take_chunk(1) == ((7,), Prefill(0, 1, 1))
+
+
+def test_what_is_scored_is_computed_even_if_it_is_cached() -> None:
+    sequence = new_sequence(tuple(range(9)), wants_prompt_logprobs=True)
+    with pytest.raises(AssertionError, match="what is scored is computed"):
+        begin(sequence, num_cached_tokens=4)
+
+
+def test_after_a_restart_only_new_scores_count() -> None:
+    sequence = new_sequence(tuple(range(9)), wants_prompt_logprobs=True)
+    begin(sequence)
+    sequence.take_chunk(4)
+    assert len(sequence.accept_prompt_logprobs(0, scores_of(1, 4))) == 4
+    sequence.preempt()
+    begin(sequence)
+    # This chunk has answered in full before, the next one only in part.
+    assert sequence.take_chunk(4)[1] == Prefill(0, 4, 9)
+    assert sequence.accept_prompt_logprobs(0, ()) == ()
+    sequence.preempt()
+    begin(sequence)
+    assert sequence.take_chunk(9)[1] == Prefill(0, 9, 9, is_scored=True)
+    assert sequence.accept_prompt_logprobs(0, scores_of(1, 8)) == scores_of(5, 4)
+
+
+def test_a_prompt_that_was_scored_once_may_come_from_the_cache() -> None:
+    sequence = new_sequence(tuple(range(9)), wants_prompt_logprobs=True)
+    begin(sequence)
+    sequence.take_chunk(9)
+    sequence.accept_prompt_logprobs(0, scores_of(1, 8))
+    sequence.preempt()
+    begin(sequence, num_cached_tokens=8)
+    assert sequence.take_chunk(1)[1] == Prefill(8, 1, 9)
+
+
 class AnySequence(RuleBasedStateMachine):
     """Does to one sequence whatever the scheduler may do, in any order."""
 
     @initialize(
-        prompt=st.lists(st.integers(0, 8), min_size=1, max_size=10).map(tuple), max_tokens=st.integers(1, 6)
+        prompt=st.lists(st.integers(0, 8), min_size=1, max_size=10).map(tuple),
+        max_tokens=st.integers(0, 6),
+        wants_prompt_logprobs=st.booleans(),
     )
-    def arrive(self, prompt: tuple[int, ...], max_tokens: int) -> None:
-        self.sequence = new_sequence(prompt, max_tokens=max_tokens)
+    def arrive(self, prompt: tuple[int, ...], max_tokens: int, wants_prompt_logprobs: bool) -> None:
+        self.sequence = new_sequence(
+            prompt, max_tokens=max_tokens, wants_prompt_logprobs=wants_prompt_logprobs
+        )
+        self.num_to_score = len(prompt) - 1 if wants_prompt_logprobs else 0
+        self.unanswered: list[Prefill] = []
+        self.scored: list[TokenLogprobs] = []
         self.prompt = prompt
         self.accepted: list[int] = []
         self.generation = 0
@@ -203,7 +287,8 @@ class AnySequence(RuleBasedStateMachine):
     @precondition(lambda self: self.sequence.state.is_queued)
     @rule(data=st.data())
     def begin_prefill(self, data: st.DataObject) -> None:
-        num_cached = data.draw(st.integers(0, self.sequence.num_tokens - 1))
+        most = 0 if self.sequence.needs_scoring else self.sequence.num_tokens - 1
+        num_cached = data.draw(st.integers(0, most))
         begin(self.sequence, num_cached_tokens=num_cached)
         self.has_start = False
         assert self.sequence.num_prefill_tokens == len(self.prompt) + len(self.accepted)
@@ -222,7 +307,24 @@ class AnySequence(RuleBasedStateMachine):
             tokens = (*self.prompt, *self.accepted)
             assert record == StartRecord(sequence.key, self.generation, len(self.prompt), tokens, GREEDY)
         self.has_start = True
-        assert sequence.take_chunk(size) == sequence.all_tokens[start : start + size]
+        tokens, chunk = sequence.take_chunk(size)
+        assert tokens == sequence.all_tokens[start : start + size]
+        wanted = range(start + 1, min(start + size, self.num_to_score) + 1)
+        is_scored = bool(wanted) and wanted[-1] > len(self.scored)
+        assert chunk == Prefill(start, size, sequence.num_prefill_tokens, is_scored)
+        self.unanswered.append(chunk)
+
+    @precondition(lambda self: self.unanswered)
+    @rule()
+    def answer_chunk(self) -> None:
+        chunk, sequence = self.unanswered.pop(0), self.sequence
+        if not sequence.state.is_live or not chunk.is_scored:
+            return
+        wanted = sequence.num_prompt_logprobs(chunk.start, chunk.num_tokens)
+        assert wanted == min(chunk.start + chunk.num_tokens, self.num_to_score) - chunk.start > 0
+        new = sequence.accept_prompt_logprobs(chunk.start, scores_of(chunk.start + 1, wanted))
+        self.scored.extend(new)
+        assert [each.token for each in self.scored] == list(range(1, len(self.scored) + 1))
 
     @precondition(lambda self: self.sequence.can_decode)
     @rule()
@@ -236,7 +338,12 @@ class AnySequence(RuleBasedStateMachine):
     @precondition(lambda self: self.is_token_due)
     @rule(token=st.integers(0, STOP_TOKEN))
     def accept_token(self, token: int) -> None:
+        while self.unanswered:
+            self.answer_chunk()
         self.reason = self.sequence.accept_token(token)
+        if self.sequence.max_tokens == 0:
+            assert self.reason is FinishReason.LENGTH
+            return
         self.accepted.append(token)
         is_full = len(self.accepted) == self.sequence.max_tokens
         if token == STOP_TOKEN:
@@ -251,6 +358,7 @@ class AnySequence(RuleBasedStateMachine):
         assert release.end == (EndRecord(self.sequence.key, self.generation) if self.has_start else None)
         self.generation += 1
         self.has_start = False
+        self.unanswered.clear()
 
     @precondition(lambda self: self.sequence.state.is_live)
     @rule(state=st.sampled_from([SequenceState.CANCELLED, SequenceState.FAILED]), chance=st.integers(0, 9))
@@ -280,7 +388,9 @@ class AnySequence(RuleBasedStateMachine):
         assert 0 <= sequence.num_computed_tokens <= sequence.num_tokens
         assert sequence.generation == self.generation
         assert (sequence.state is SequenceState.FINISHED) == (self.reason is not None)
-        assert sequence.num_cached_tokens < len(self.prompt)
+        assert sequence.num_cached_tokens < len(self.prompt) == sequence.num_prompt_tokens
+        assert sequence.num_prompt_tokens <= sequence.num_tokens
+        assert sequence.needs_scoring == (len(self.scored) < self.num_to_score)
 
     @invariant()
     def exactly_one_thing_comes_next(self) -> None:

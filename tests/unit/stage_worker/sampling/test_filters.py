@@ -128,6 +128,17 @@ def test_among_equals_at_the_edge_of_top_p_the_lowest_ids_stay(
     assert np.flatnonzero(seen).tolist() == list(range(vocab_size // 2))
 
 
+def test_equals_of_the_last_candidate_may_be_no_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The candidates reach top_p, but which of the equals are among them is chance."""
+    logits = torch.zeros((1, 4096))
+    logits[0, 4000] = 5.0
+    weight = float(np.exp(5.0))
+    top_p = (weight + 9.5) / (weight + 4095)
+    row = Row(sampling=StepSampling(temperature=1.0, top_p=top_p), prompt=(1,))
+    seen = frequencies(monkeypatch, logits, row)
+    assert np.flatnonzero(seen).tolist() == [*range(10), 4000]
+
+
 @pytest.mark.parametrize("top_k", [0, 3])
 def test_tokens_of_no_probability_are_never_drawn(top_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also not the first or the last one, where the cumulative sum stands still."""

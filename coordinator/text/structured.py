@@ -1,0 +1,159 @@
+"""Structured output: what the client wants the text to be, as a grammar that the last stage can match.
+
+The grammar is compiled here once, when the request is accepted, with the same library, limits and
+tokenizer.json as on the stage; what cannot be honoured is refused, never ignored. docs/structured-output.md
+has the rules.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+from threading import Lock
+
+from llguidance import LLMatcher, regex_to_lark
+
+from checkpoint.errors import UnusableTokenizer
+from checkpoint.grammar_tokenizer import GrammarError, GrammarTokenizer, one_line
+from coordinator.text.json_schema import check_keywords, parse_schema
+from wire.steps import GrammarSpec
+
+MAX_DEFINITION_BYTES = 128 * 1024
+"""Of a serialised grammar, which rides in the start record of each of the request's sequences to every stage,
+in messages of at most 16 MiB. The text of the request is held to the same number.
+"""
+
+WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+"""Between the tokens of JSON, unless the schema's "x-guidance" says otherwise: room for indented output, but
+a model that has nothing to say but white space comes to an end of it.
+"""
+
+_SPACING = frozenset({"whitespace_flexible", "whitespace_pattern"})
+_VERBOSE_FLAG = re.compile(r"\(\?[a-wyzA-Z]*x")
+
+
+class UnusableGrammar(ValueError):
+    """A `structured_output` that cannot be honoured; the text begins with the name of the field."""
+
+
+class GrammarKind(Enum):
+    """What the client described the text with; the value is the request's field."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    CHOICE = "choice"
+    GRAMMAR = "grammar"
+
+
+class GrammarCompiler:
+    """Compiles grammars for one checkpoint. Safe to call from several threads."""
+
+    def __init__(self, directory: Path, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """`vocab_size` is the width of the model's logits. Reads nothing yet."""
+        self._directory = directory
+        self._vocab_size = vocab_size
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._lock = Lock()
+        self._tokenizer: GrammarTokenizer | UnusableTokenizer | None = None
+
+    def load(self) -> str | None:
+        """Builds the tables, which the first `compile` would do otherwise. Returns why none can be built.
+
+        Holds the GIL for up to a second (see GrammarTokenizer.open), so it is for the time before serving.
+        """
+        tokenizer = self._opened()
+        return str(tokenizer) if isinstance(tokenizer, UnusableTokenizer) else None
+
+    def compile(self, kind: GrammarKind, texts: Sequence[str]) -> GrammarSpec:
+        """`texts` are the choices, or the one text of every other kind.
+
+        Takes milliseconds, and for a hostile grammar up to some hundred; not for an event loop. Raises
+        UnusableGrammar.
+        """
+        tokenizer = self._opened()
+        try:
+            if isinstance(tokenizer, UnusableTokenizer):
+                raise tokenizer
+            definition = _definition(kind, texts)
+            _check_size(definition, " as a grammar")
+            _check_with(tokenizer, definition)
+        except ValueError as error:
+            raise UnusableGrammar(f"{kind.value}: {one_line(str(error))}") from error
+        return GrammarSpec(definition=definition, tokenizer_checksum=tokenizer.checksum)
+
+    def _opened(self) -> GrammarTokenizer | UnusableTokenizer:
+        with self._lock:
+            if self._tokenizer is None:
+                try:
+                    self._tokenizer = GrammarTokenizer.open(
+                        self._directory, vocab_size=self._vocab_size, eos_token_ids=self._eos_token_ids
+                    )
+                except UnusableTokenizer as error:
+                    self._tokenizer = error
+            return self._tokenizer
+
+
+def _definition(kind: GrammarKind, texts: Sequence[str]) -> str:
+    for text in texts:
+        _check_size(text)
+    if kind is GrammarKind.CHOICE:
+        return _choice(texts)
+    [text] = texts
+    if not text.strip():
+        raise ValueError("is empty")
+    if kind is GrammarKind.JSON_SCHEMA:
+        return _json_schema(text)
+    return _regex(text) if kind is GrammarKind.REGEX else _lark(text)
+
+
+def _json_schema(text: str) -> str:
+    schema = parse_schema(text)
+    check_keywords(schema)
+    if schema is True:
+        schema, text = {}, "{}"  # means the same, and takes options
+    if not isinstance(schema, dict):
+        raise ValueError("a schema must be an object, or true")
+    if not _SPACING.isdisjoint(schema.get("x-guidance", ())):  # a pattern of ours would win over either
+        return LLMatcher.grammar_from_json_schema(text)
+    return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITE_SPACE})
+
+
+def _regex(text: str) -> str:
+    r"""Quoted for Lark by the library, which in two cases changes the text. `\d` is [0-9], as in JavaScript,
+    Go and JSON, and not the digits of all scripts: what Unicode counts as one depends on its version.
+    """
+    if (len(text) - len(text.rstrip("\\"))) % 2:
+        raise ValueError("ends with a backslash that escapes nothing")
+    if "\n" in text and _VERBOSE_FLAG.search(text):
+        raise ValueError("a regular expression with the flag x must be on one line")
+    return _lark(f"start: /{regex_to_lark(text, use_ascii='d')}/")
+
+
+def _choice(texts: Sequence[str]) -> str:
+    """One terminal, so that the choices are one automaton; Lark's strings are those of JSON in ASCII."""
+    if not texts:
+        raise ValueError("has no texts; at least 1 is needed")
+    if "" in texts:
+        raise ValueError(f"text {list(texts).index('')} is empty")
+    return _lark("start: CHOICE\nCHOICE: " + " | ".join(json.dumps(text) for text in dict.fromkeys(texts)))
+
+
+def _lark(text: str) -> str:
+    """Named as Lark, because the library takes a text that begins with a brace for its own format."""
+    return json.dumps({"grammars": [{"lark_grammar": text}]})
+
+
+def _check_size(text: str, form: str = "") -> None:
+    if (size_bytes := len(text.encode())) > MAX_DEFINITION_BYTES:
+        raise ValueError(f"has {size_bytes} bytes{form}; at most {MAX_DEFINITION_BYTES} are taken")
+
+
+def _check_with(tokenizer: GrammarTokenizer, definition: str) -> None:
+    """Raises ValueError for what is no grammar, is not honoured in full, or allows no text at all."""
+    matcher = tokenizer.matcher(definition)
+    if matcher.warnings:
+        raise GrammarError(f"would not be honoured in full: {' '.join(matcher.warnings)}")
+    matcher.mask()

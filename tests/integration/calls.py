@@ -1,0 +1,235 @@
+"""Clients that speak the contract by its generated stubs: calls, and what came on them."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+
+from stageline_rpc.v1 import inference_pb2, inference_pb2_grpc
+from tests.integration.cluster import DEADLINE_S, Ask
+from wire.channels import CHANNEL_OPTIONS
+from wire.ids import id_text, new_request_id
+
+StatusCode = grpc.StatusCode
+STOP, LENGTH = inference_pb2.FINISH_REASON_STOP, inference_pb2.FINISH_REASON_LENGTH
+_DETACH = inference_pb2.OnDisconnect.DETACH
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Until the tested process itself says so."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not holds():
+            await asyncio.sleep(0.002)
+
+
+def message(
+    prompt: Sequence[int] | str,
+    max_tokens: int,
+    *,
+    keep_s: float | None = None,
+    priority: inference_pb2.Priority.ValueType = inference_pb2.PRIORITY_UNSPECIFIED,
+    cache_salt: str = "",
+    **sampling: Any,
+) -> inference_pb2.GenerateRequest:
+    """A request under a new id; a seed asks for temperature 1, `keep_s` for DETACH."""
+    if "seed" in sampling:
+        sampling.setdefault("temperature", 1.0)
+    request = inference_pb2.GenerateRequest(
+        request_id=id_text(new_request_id()),
+        max_tokens=max_tokens,
+        sampling=inference_pb2.SamplingParameters(**sampling),
+        priority=priority,
+        cache_salt=cache_salt,
+    )
+    if isinstance(prompt, str):
+        request.text = prompt
+    else:
+        request.token_ids.ids.extend(prompt)
+    if keep_s is not None:
+        request.on_disconnect.action, request.on_disconnect.keep_s = _DETACH, keep_s
+    return request
+
+
+def message_of(ask: Ask, **more: Any) -> inference_pb2.GenerateRequest:
+    """An ask, under its own id."""
+    seeded: dict[str, Any] = {} if ask.seed is None else {"seed": ask.seed}
+    request = message(ask.prompt, ask.max_tokens, **seeded, **more)
+    request.request_id = id_text(ask.request_id)
+    return request
+
+
+def again(request: inference_pb2.GenerateRequest) -> inference_pb2.GenerateRequest:
+    """The same under a new id."""
+    copy = inference_pb2.GenerateRequest()
+    copy.CopyFrom(request)
+    copy.request_id = id_text(new_request_id())
+    return copy
+
+
+@dataclass(eq=False)
+class ReceivedChoice:
+    """What has come of one choice."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: inference_pb2.FinishReason.ValueType = inference_pb2.FINISH_REASON_UNSPECIFIED
+    usage: inference_pb2.Usage = field(default_factory=inference_pb2.Usage)
+
+    @property
+    def is_ended(self) -> bool:
+        return self.finish_reason != inference_pb2.FINISH_REASON_UNSPECIFIED
+
+    def add(self, response: inference_pb2.GenerateResponse) -> None:
+        """Every piece begins where the one before has ended.
+
+        A call that attaches cannot say that it knows a choice's end, and gets that again: no tokens, and the
+        text that only the end has made certain.
+        """
+        if self.is_ended:
+            assert not response.token_ids, "tokens after the end"
+            assert response.text == self.text[response.text_offset :], "another end than before"
+            return
+        assert response.first_token_index == len(self.tokens), "a token is repeated or missing"
+        assert response.text_offset == len(self.text), "text is repeated or missing"
+        self.tokens += response.token_ids
+        self.text += response.text
+        self.finish_reason = response.finish_reason
+        self.usage.CopyFrom(response.usage)
+
+
+class Received:
+    """What one client has of a request, from however many calls."""
+
+    def __init__(self, request_id: str = "") -> None:
+        self.request_id = request_id
+        self.choices: defaultdict[int, ReceivedChoice] = defaultdict(ReceivedChoice)
+
+    @property
+    def tokens(self) -> list[int]:
+        """Of the first choice."""
+        return self.choices[0].tokens
+
+    @property
+    def text(self) -> str:
+        """Of the first choice."""
+        return self.choices[0].text
+
+    @property
+    def outputs(self) -> list[tuple[list[int], str, inference_pb2.FinishReason.ValueType]]:
+        """Choice by choice, to compare."""
+        return [
+            (choice.tokens, choice.text, choice.finish_reason) for _, choice in sorted(self.choices.items())
+        ]
+
+    def add(self, response: inference_pb2.GenerateResponse) -> None:
+        """Takes one message."""
+        assert response.request_id == self.request_id, "a message of another request"
+        self.choices[response.choice].add(response)
+
+
+class Reader:
+    """One call; `code` and `details` say how it has ended."""
+
+    def __init__(self, call: Any, received: Received) -> None:
+        self.received = received
+        self.num_messages = 0
+        self.code: grpc.StatusCode | None = None
+        self.details = ""
+        self.trailing_metadata: Any = ()
+        self._call = call
+
+    async def next(self) -> inference_pb2.GenerateResponse | None:
+        """The next message; None at the end, however that came."""
+        try:
+            response = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            self.code, self.details = error.code(), error.details() or ""
+            self.trailing_metadata = error.trailing_metadata()
+            return None
+        if not isinstance(response, inference_pb2.GenerateResponse):
+            self.code = StatusCode.OK
+            return None
+        self.num_messages += 1
+        self.received.add(response)
+        return response
+
+    async def until(self, num_tokens: int, *, choice: int = 0) -> None:
+        """Reads until so many tokens of a choice are here."""
+        while len(self.received.choices[choice].tokens) < num_tokens:
+            assert await self.next() is not None, f"ended with {self.code} {self.details}"
+
+    async def end(self) -> grpc.StatusCode:
+        """Reads to the end; how it came."""
+        while await self.next() is not None:
+            pass
+        assert self.code is not None
+        return self.code
+
+    def cancel(self) -> None:
+        """The client ends the call."""
+        self._call.cancel()
+
+
+class Caller:
+    """One client with a connection of its own; leaving the block closes it under its calls."""
+
+    def __init__(self, address: str, *, options: Iterable[tuple[str, int]] = ()) -> None:
+        self._channel = grpc.aio.insecure_channel(address, options=[*CHANNEL_OPTIONS, *options])
+        self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._channel.close()
+
+    def generate(
+        self,
+        request: inference_pb2.GenerateRequest,
+        *,
+        timeout_s: float = DEADLINE_S,
+        metadata: tuple[tuple[str, str], ...] = (),
+    ) -> Reader:
+        call = self._stub.Generate(request, timeout=timeout_s, metadata=metadata)
+        return Reader(call, Received(request.request_id))
+
+    def attach(self, received: Received, *, timeout_s: float = DEADLINE_S) -> Reader:
+        """Goes on behind what was received."""
+        positions = [
+            inference_pb2.ChoicePosition(choice=index, from_token=len(choice.tokens))
+            for index, choice in received.choices.items()
+        ]
+        request = inference_pb2.AttachRequest(request_id=received.request_id, positions=positions)
+        return Reader(self._stub.Attach(request, timeout=timeout_s), received)
+
+    def attach_at(self, request_id: str, from_token: int, *, choice: int | None = None) -> Reader:
+        """From any token on, of all choices or of one."""
+        request = inference_pb2.AttachRequest(request_id=request_id)
+        if choice is None:
+            request.from_token = from_token
+        else:
+            request.positions.add(choice=choice, from_token=from_token)
+        return Reader(self._stub.Attach(request, timeout=DEADLINE_S), Received(request_id))
+
+    async def cancel(self, request_id: str) -> grpc.StatusCode:
+        """Inference.Cancel, and how it went."""
+        try:
+            await self._stub.Cancel(inference_pb2.CancelRequest(request_id=request_id), timeout=DEADLINE_S)
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+        return StatusCode.OK
+
+    async def run(self, request: inference_pb2.GenerateRequest) -> Received:
+        """To its end, which is a good one."""
+        reader = self.generate(request)
+        assert await reader.end() is StatusCode.OK, reader.details
+        return reader.received

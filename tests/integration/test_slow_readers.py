@@ -1,0 +1,133 @@
+"""A client that does not read holds nobody up, and does not grow without bound."""
+
+import asyncio
+import gc
+import logging
+from pathlib import Path
+
+import pytest
+
+from coordinator.requests.request import Request
+from tests.integration.asks import SoloRuns, mixed_asks
+from tests.integration.calls import Caller, StatusCode, message, message_of, until
+from tests.integration.cluster import Ask, Cluster
+from wire.ids import parse_request_id
+
+LAYERS = (1, 1, 1)
+SMALL_WINDOW = (("grpc.http2.lookahead_bytes", 1), ("grpc.http2.bdp_probe", 0))
+"""Of a client that takes no message that it has not asked for: what it does not read stays at the server."""
+
+
+@pytest.fixture(scope="module")
+def solo(varied_llama: Path) -> SoloRuns:
+    return SoloRuns(varied_llama)
+
+
+async def until_ended(cluster: Cluster, request_id: str) -> None:
+    live_request = cluster.server.engine.registry.live_request
+    await until(lambda: live_request(parse_request_id(request_id)) is None)
+
+
+async def test_whoever_falls_too_far_behind_is_cancelled_with_the_reason_and_others_are_not(
+    varied_llama: Path, solo: SoloRuns
+) -> None:
+    async with (
+        Cluster(varied_llama, layers=LAYERS, max_unread_tokens=32, max_kv_tokens=4096) as cluster,
+        Caller(cluster.address, options=SMALL_WINDOW) as slow,
+    ):
+        readers = [slow.generate(message([7], 400, n=num_choices)) for num_choices in (1, 4)]
+        for reader in readers:
+            await reader.next()
+        async with cluster.generating(mixed_asks(6, max_tokens=40)) as others:
+            for reader in readers:
+                await until_ended(cluster, reader.received.request_id)
+            status = await cluster.client.status()
+            # Its pages are free although it has not read what it was told.
+            assert (status.requests.cancelled, status.requests.orphaned) == (2, 0)
+            assert len(cluster.server.engine.scheduler.running) <= 6
+        solo.check(others)
+        for reader in readers:
+            assert await reader.end() is StatusCode.CANCELLED
+            assert reader.details.startswith("the client reads too slowly: 33 tokens are unread")
+            # What there was comes before the reason, in fewer messages than tokens.
+            num_tokens = sum(len(choice.tokens) for choice in reader.received.choices.values())
+            assert num_tokens >= 33
+            assert reader.num_messages < num_tokens // 2
+        tokens = readers[0].received.tokens
+        assert tokens == solo.tokens(Ask(prompt=(7,), max_tokens=400))[: len(tokens)]
+        await cluster.wait_drained()
+
+
+async def test_a_reader_that_comes_back_in_time_gets_all_of_it_in_few_messages(
+    varied_llama: Path, solo: SoloRuns
+) -> None:
+    async with (
+        Cluster(varied_llama, layers=LAYERS) as cluster,
+        Caller(cluster.address, options=SMALL_WINDOW) as slow,
+    ):
+        (ask,) = mixed_asks(1, max_tokens=200)
+        reader = slow.generate(message_of(ask))
+        await reader.next()
+        await until_ended(cluster, reader.received.request_id)
+        solo.check(await cluster.generate_all(mixed_asks(2)))
+        assert await reader.end() is StatusCode.OK
+        assert reader.received.tokens == solo.tokens(ask)
+        assert reader.num_messages < 10
+        await cluster.wait_drained()
+
+
+async def test_a_detached_request_is_not_read_slowly_but_one_that_is_read_may_be(
+    varied_llama: Path, solo: SoloRuns
+) -> None:
+    ask = Ask(prompt=(7,), max_tokens=200)
+    async with (
+        Cluster(varied_llama, layers=LAYERS, max_unread_tokens=32) as cluster,
+        Caller(cluster.address) as caller,
+        Caller(cluster.address, options=SMALL_WINDOW) as slow,
+    ):
+        detached = caller.generate(message_of(ask, keep_s=60.0))
+        await detached.until(3)
+        detached.cancel()
+        # Far more than the limit is there when it comes back.
+        request = cluster.server.engine.registry.live[0]
+        await until(lambda: request.choices[0].transcript.num_tokens > 100)
+        attached = caller.attach(detached.received)
+        assert await attached.end() is StatusCode.OK
+        assert attached.received.tokens == solo.tokens(ask)
+
+        neglected = slow.generate(message_of(ask.again(), keep_s=60.0))
+        await neglected.next()
+        await until_ended(cluster, neglected.received.request_id)
+        # Whoever attaches is told.
+        late = caller.attach_at(neglected.received.request_id, 0)
+        assert await late.end() is StatusCode.CANCELLED
+        assert "the client reads too slowly" in late.details
+        assert late.received.tokens == solo.tokens(ask)[: len(late.received.tokens)]
+        assert len(late.received.tokens) > 32
+        requests = (await cluster.wait_drained()).requests
+        assert (requests.finished, requests.cancelled) == (1, 1)
+
+
+async def test_a_client_that_never_reads_again_and_leaves_is_forgotten(
+    varied_llama: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # A message that was waiting to be sent: grpc tells of it with a traceback, which would hold the request.
+    caplog.set_level(logging.CRITICAL, "grpc")
+    async with Cluster(varied_llama, layers=LAYERS, max_unread_tokens=32) as cluster:
+        num_tasks, num_requests = len(asyncio.all_tasks()), _num_requests()
+        async with Caller(cluster.address, options=SMALL_WINDOW) as slow:
+            readers = [slow.generate(message([index], 400)) for index in range(4)]
+            for reader in readers:
+                await reader.next()
+            for reader in readers:
+                await until_ended(cluster, reader.received.request_id)
+        del reader, readers
+        await until(lambda: len(asyncio.all_tasks()) <= num_tasks)
+        # grpc holds on to a call until the next one comes.
+        assert (await cluster.wait_drained()).requests.cancelled == 4
+        await until(lambda: _num_requests() <= num_requests)
+
+
+def _num_requests() -> int:
+    gc.collect()
+    return sum(type(each) is Request for each in gc.get_objects())

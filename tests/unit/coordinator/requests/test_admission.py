@@ -1,0 +1,127 @@
+"""Who may come in, and when to come again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from coordinator.requests.admission import Admission, AdmissionLimits
+from coordinator.requests.pace import Pace
+from coordinator.requests.registry import Registry
+from coordinator.requests.request import Request
+from coordinator.scheduling.lifecycle import SequenceState
+from kvcache import ActiveSequence
+from tests.unit.coordinator.requests.wishes import Wish
+from wire.errors import Overloaded
+
+
+class House:
+    """Admission with what it looks at."""
+
+    def __init__(self, *, queue_size: int = 100, max_client_requests: int | None = None) -> None:
+        self.registry, self.pace = Registry(), Pace()
+        limits = AdmissionLimits(queue_size=queue_size, max_client_requests=max_client_requests)
+        self.admission = Admission(limits, self.registry, self.pace)
+
+    def enter(self, client: str = "somebody", *, n: int = 1) -> Request:
+        request = Wish(client=client, n=n).request()
+        self.registry.add(request)
+        return request
+
+    def refusal(self, client: str = "somebody") -> Overloaded:
+        before = self.admission.num_preparing
+        with pytest.raises(Overloaded) as caught, self.admission.preparing(client):
+            pass
+        assert self.admission.num_preparing == before
+        return caught.value
+
+    def admits(self, client: str = "somebody") -> bool:
+        with self.admission.preparing(client):
+            return True
+
+
+def start_first_choice(request: Request) -> None:
+    sequence = request.choices[0].sequence
+    ids: Iterator[int] = iter(range(9))
+    blocks = ActiveSequence(sequence.all_tokens, block_size=4, max_output_tokens=4, new_id=ids.__next__)
+    sequence.begin_prefill(blocks, num_cached_tokens=0)
+
+
+def leave(house: House, request: Request) -> None:
+    for sequence in request.live_sequences:
+        sequence.end(SequenceState.CANCELLED)
+    request.end(0.0)
+    house.registry.end(request)
+
+
+@pytest.mark.parametrize("name", ["queue_size", "max_client_requests", "max_unread_tokens"])
+def test_a_limit_below_one_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        AdmissionLimits(**{"queue_size": 1, name: 0})
+
+
+def test_requests_that_are_made_ready_count_towards_the_queue() -> None:
+    house = House(queue_size=2)
+    house.enter()
+    with house.admission.preparing("somebody"):
+        assert house.admission.num_preparing == 1
+        assert str(house.refusal()) == "2 requests are waiting, which is the limit; try again in 1.0 s"
+        # The place of one who was let in is not taken away again.
+        house.admission.check_queue()
+    assert house.admission.num_preparing == 0
+    assert house.admits()
+
+
+def test_a_place_comes_back_also_when_the_request_is_refused_later() -> None:
+    house = House(queue_size=1, max_client_requests=1)
+    with pytest.raises(KeyError), house.admission.preparing("somebody"):
+        raise KeyError
+    assert house.admission.num_preparing == 0
+    assert house.admits()
+    assert not house.admission._num_preparing, "clients that have left are forgotten"
+
+
+def test_a_request_waits_until_the_last_of_its_choices_has_started() -> None:
+    house = House(queue_size=1)
+    request = house.enter(n=2)
+    with pytest.raises(Overloaded):
+        house.admission.check_queue()
+    start_first_choice(request)
+    with pytest.raises(Overloaded):
+        house.admission.check_queue()
+    request.choices[1].sequence.end(SequenceState.CANCELLED)
+    house.admission.check_queue()
+    assert house.admits()
+
+
+def test_a_client_has_so_many_requests_here_at_once_whatever_they_do() -> None:
+    house = House(max_client_requests=2)
+    running = house.enter("a")
+    start_first_choice(running)
+    assert house.admits("a")
+    with house.admission.preparing("a"):
+        expected = "client a has 2 requests here, and the limit is 2; try again in 1.0 s"
+        assert str(house.refusal("a")) == expected
+        assert house.admits("b")
+    house.enter("a")
+    house.refusal("a")
+    leave(house, running)
+    assert house.admits("a")
+
+
+def test_without_a_limit_a_client_may_have_any_number() -> None:
+    house = House()
+    for _ in range(50):
+        house.enter()
+    assert house.admits()
+
+
+def test_a_refusal_says_when_to_come_again() -> None:
+    house = House(queue_size=1)
+    house.enter()
+    for now_s in (10.0, 14.0):
+        house.pace.note_end(now_s)
+    error = house.refusal()
+    assert error.retry_after_s == 4.0
+    assert str(error).endswith("; try again in 4.0 s")
