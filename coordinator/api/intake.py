@@ -57,7 +57,8 @@ def refuse_unknown_fields(message: Message) -> None:
         fields = ", ".join(map(str, numbers))
         raise InvalidRequest(f"{type(message).__name__} has fields that this version does not know: {fields}")
     for field, value in message.ListFields():
-        if field.message_type is not None:
+        # The entries of a map have a message type too; what they hold are numbers.
+        if field.message_type is not None and not field.message_type.GetOptions().map_entry:
             for each in [value] if isinstance(value, Message) else value:
                 refuse_unknown_fields(each)
 

@@ -268,6 +268,7 @@ def full_request() -> inference_pb2.GenerateRequest:
     request.conversation.messages.add(role="user", content="b")
     request.sampling.temperature = 1
     request.sampling.choice.texts.append("a")
+    request.sampling.logit_bias[3] = 1.5
     request.on_disconnect.action = OnDisconnect.DETACH
     return request
 
