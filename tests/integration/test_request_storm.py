@@ -19,8 +19,8 @@ NUM_ROUNDS = 3
 NUM_REQUESTS = 500
 NUM_WARM_UP = 200
 MAX_GROWTH_BYTES = 12 * 2**20
-"""Between the first and the last of three rounds: 12 KiB per request. The allocator grows in steps of some MiB; objects
-that stay are counted one by one.
+"""Between the first and the last of three rounds: 12 KiB per request. The allocator grows in steps of some
+MiB; objects that stay are counted one by one.
 """
 ENDS = {StatusCode.OK, StatusCode.CANCELLED, StatusCode.DEADLINE_EXCEEDED}
 
