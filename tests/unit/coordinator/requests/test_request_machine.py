@@ -68,7 +68,7 @@ class Requests(RuleBasedStateMachine):
 
     # Clients
 
-    @rule(wished=st.lists(wishes(), min_size=1, max_size=4), deadline_s=DEADLINES, again=PLACES)
+    @rule(wished=st.lists(wishes(), min_size=1, max_size=4), deadline_s=DEADLINES, again=st.integers(0, 9))
     def arrive(self, wished: list[Wish], deadline_s: float | None, again: int) -> None:
         """Sometimes with an id that was used before."""
         for wish in wished:
