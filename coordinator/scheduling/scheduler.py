@@ -232,7 +232,7 @@ class Scheduler:
             if (sequence := self._running.get(part.sequence)) and sequence.generation == part.generation
         ]
         for sequence, part, entry in answers:
-            _check_scores(sequence, part, entry)
+            _check_logprobs(sequence, part, entry)
         return [self._advance(sequence, part, entry) for sequence, part, entry in answers]
 
     def _advance(self, sequence: Sequence, part: Slice, entry: SliceResult) -> Progress:
@@ -344,8 +344,11 @@ class Scheduler:
         return True
 
 
-def _check_scores(sequence: Sequence, part: Slice, entry: SliceResult) -> None:
+def _check_logprobs(sequence: Sequence, part: Slice, entry: SliceResult) -> None:
     """Raises ResultMismatch before anything has changed."""
+    if isinstance(entry.outcome, int) and (entry.logprobs is None) != (sequence.sampling.logprobs is None):
+        asked = "none were" if sequence.sampling.logprobs is None else "they were"
+        raise ResultMismatch(f"log-probabilities of a token of {part.sequence}: {asked} asked for")
     if not part.is_scored or isinstance(entry.outcome, SliceError):
         return
     wanted = sequence.num_prompt_logprobs(part.first_position, len(part.tokens))

@@ -11,7 +11,7 @@ from coordinator.scheduling.scheduler import ResultMismatch, Scheduler, Schedule
 from coordinator.scheduling.sequence import FinishReason
 from tests.unit.coordinator.scheduling.pipeline_model import PipelineModel, key_of, solo_run
 from wire.errors import SliceFailed
-from wire.steps import Decode, EndRecord, Prefill, SliceError, SliceResult, Step, StepResult
+from wire.steps import Decode, EndRecord, Prefill, SliceError, SliceResult, Step, StepResult, TokenLogprobs
 
 
 def model_of(
@@ -400,6 +400,15 @@ def test_a_result_that_does_not_fit_is_refused_and_changes_nothing(
     assert all(each.generated_tokens == () for each in sequences)
     right = tuple(SliceResult(key_of(number), 0, 5) for number in range(2))
     assert [each.token for each in scheduler.complete(StepResult(step.epoch, 0, right))] == [5, 5]
+
+
+def test_a_token_with_log_probabilities_that_nobody_asked_for_is_refused() -> None:
+    model = model_of()
+    sequence = model.submit([1], max_tokens=1)
+    result = SliceResult(sequence.key, 0, 5, TokenLogprobs(5, -1.0, 1))
+    with pytest.raises(ResultMismatch, match="none were asked for"):
+        model.scheduler.complete(StepResult(1, 0, (result,)))
+    assert sequence.generated_tokens == ()
 
 
 def test_a_result_without_a_step_is_refused() -> None:
