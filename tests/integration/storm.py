@@ -69,7 +69,7 @@ class Storm:
         trial = Trial(ask, generator.randint(1, MAX_CHOICES), generator)
         (fate,) = generator.choices(list(_WEIGHTS), weights=list(_WEIGHTS.values()))
         reader = await fate(self, trial)
-        self.outcomes[fate.__name__.strip("_"), reader.code] += 1
+        self.outcomes[_name(fate), reader.code] += 1
         self.num_heard += reader.num_messages > 0 or reader.code is StatusCode.OK
         self._check(trial, reader.received, is_whole=reader.code is StatusCode.OK)
 
@@ -149,7 +149,14 @@ class Storm:
         return reader
 
 
-_WEIGHTS: dict[Callable[[Storm, Trial], Awaitable[Reader]], int] = {
+Fate = Callable[[Storm, Trial], Awaitable[Reader]]
+
+
+def _name(fate: Any) -> str:
+    return str(fate.__name__.strip("_"))
+
+
+_WEIGHTS: dict[Fate, int] = {
     Storm._stays: 6,
     Storm._cancels: 3,
     Storm._ends_its_call: 3,
@@ -159,3 +166,5 @@ _WEIGHTS: dict[Callable[[Storm, Trial], Awaitable[Reader]], int] = {
     Storm._leaves_it_running: 2,
     Storm._cancels_what_it_left: 2,
 }
+
+FATES = frozenset(map(_name, _WEIGHTS))
