@@ -140,7 +140,8 @@ def test_rows_of_all_kinds_in_one_batch_have_the_tokens_that_they_have_among_the
     each = 40
     alone = {name: draw(SCENARIOS[name], seeds(name, each)) for name in names}
     sampler = Sampler(vocab_size=VOCAB, stage=0)
-    slices, wanted, logits = [], [], []
+    slices: list[Slice] = []
+    wanted, logits = [], []
     for row in range(each):
         for name in names:
             scenario = SCENARIOS[name]
