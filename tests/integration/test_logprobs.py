@@ -298,6 +298,31 @@ async def test_a_worker_that_is_lost_amid_a_prefill_leaves_no_gap(
     reference.check(second.only.logprobs, second.only.tokens, first=0, num_top=5)
 
 
+async def test_chunks_that_are_cut_elsewhere_after_a_restart_repeat_nothing(
+    llama: Path, reference: LogprobReference
+) -> None:
+    """Before it the chunks begin at 0, 16, 32, ...; after it at 0, 8, 24, ..."""
+    scored = call(prompt_of(150), max_tokens=4)
+    ahead = call(prompt_of(8, seed=1), max_tokens=1, logprobs=None, prompt_logprobs=None, priority="high")
+    outputs = Outputs()
+    async with Cluster(llama, layers=LAYERS[2], max_step_tokens=16, hop_proxies=[0]) as cluster:
+        gate = Gate(cluster, stops=lambda frame: reaches(80, frame))
+        gate.close()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(scored.run(cluster, outputs))
+            await gate.wait_quiet()
+            await until(lambda: len(outputs.prompt_logprobs) == 81)
+            tasks.create_task(ahead.run(cluster))
+            await cluster.wait_status(lambda status: status.requests.prefill + status.requests.waiting == 2)
+            await cluster.workers["w1"].stop()
+            gate.open()
+            await cluster.start_worker("w1")
+        await cluster.wait_drained()
+        starts = {part.first_position for step in cluster.proxy(0).steps.values() for part in step.slices}
+    assert {24, 72} <= starts
+    scored.check(outputs, reference)
+
+
 async def test_scores_that_are_not_finite_fail_their_request_alone_and_say_where(llama: Path) -> None:
     directory = llama.parent / "poisoned"
     make_checkpoint(directory, "llama", num_layers=4, initializer_range=0.2)
