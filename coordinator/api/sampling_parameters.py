@@ -21,6 +21,7 @@ MAX_STOP_CHARACTERS = 1024
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_TOKENS = 64
 MAX_BAD_WORD_CHARACTERS = 1024
+MAX_ENTRIES = 65_536
 MAX_SEED = 2**64 - 1
 
 
@@ -87,6 +88,7 @@ def resolve_generation(
         prompt_logprobs=_most_prompt_logprobs(message),
         grammar=grammar,
     )
+    _check_weight(message, sampling)
     return Generation(
         sampling=sampling,
         stop_token_ids=stop_token_ids,
@@ -203,6 +205,17 @@ def _most_prompt_logprobs(message: inference_pb2.SamplingParameters) -> int:
     """Stages report for scored chunks what any reader of them wants."""
     echoed = message.logprobs if message.echo else 0
     return max(message.prompt_logprobs, echoed)
+
+
+def _check_weight(message: inference_pb2.SamplingParameters, sampling: StepSampling) -> None:
+    """Each choice carries these to every stage, where they are read entry by entry while others wait."""
+    num_choices = _num_choices(message)
+    num_entries = len(sampling.logit_bias) + sum(map(len, sampling.bad_words))
+    if num_choices * num_entries > MAX_ENTRIES:
+        raise InvalidRequest(
+            f"logit_bias and bad_words have {num_entries} entries and tokens for each of n = {num_choices} "
+            f"choices, {num_choices * num_entries} in all; at most {MAX_ENTRIES}"
+        )
 
 
 def _num_choices(message: inference_pb2.SamplingParameters) -> int:

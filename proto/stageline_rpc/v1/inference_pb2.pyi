@@ -345,7 +345,9 @@ class SamplingParameters(_message.Message):
     """A context-free grammar in Lark's syntax, as llguidance reads it."""
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
-        """Added to the logits of these tokens; each in [-100, 100]."""
+        """Added to the logits of these tokens; each in [-100, 100]. Together with the tokens of bad_words and bad_word_ids at
+        most 65,536 entries, counted for each of the n choices.
+        """
 
     @_builtins.property
     def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

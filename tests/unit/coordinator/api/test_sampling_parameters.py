@@ -171,7 +171,7 @@ def test_a_bad_word_without_a_character_is_refused(word: str) -> None:
 
 def test_bad_words_are_bounded_in_number_and_length() -> None:
     accept(ask(bad_word_ids=[TokenIds(ids=[0] * MAX_BAD_WORD_TOKENS)] * MAX_BAD_WORDS))
-    accept(ask(bad_words=["a" * (MAX_BAD_WORD_TOKENS - 1)] * MAX_BAD_WORDS))
+    accept(ask(bad_words=["a" * (MAX_BAD_WORD_TOKENS - 1)] * (MAX_BAD_WORDS // 2)))
     one_more = [TokenIds(ids=[0])] * MAX_BAD_WORDS
     for message in (ask(bad_words=["a"], bad_word_ids=one_more), ask(bad_words=["a"] * (MAX_BAD_WORDS + 1))):
         text = refusal(message)
@@ -396,3 +396,16 @@ def test_every_field_of_the_contract_has_an_effect_or_is_refused(path: str, valu
 def test_a_request_is_the_same_request_twice() -> None:
     """Or the test before would find an effect of everything."""
     assert what_becomes_of(PLAIN) == what_becomes_of(PLAIN)
+
+
+# What all choices carry to every stage
+
+
+def test_bans_and_biases_of_all_choices_together_are_bounded() -> None:
+    word = TokenIds(ids=[1] * 64)
+    accept(ask(bad_word_ids=[word] * 512, n=2))
+    text = refusal(ask(bad_word_ids=[word] * 512, n=2, logit_bias={3: 1.0}))
+    assert text == (
+        "logit_bias and bad_words have 32769 entries and tokens for each of n = 2 choices, 65538 in all; "
+        "at most 65536"
+    )
