@@ -233,14 +233,15 @@ class Scheduler:
         ]
         for sequence, part, entry in answers:
             _check_logprobs(sequence, part, entry)
-        return [self._advance(sequence, part, entry) for sequence, part, entry in answers]
+        return [self._advance(sequence, part, entry, result.step_id) for sequence, part, entry in answers]
 
-    def _advance(self, sequence: Sequence, part: Slice, entry: SliceResult) -> Progress:
+    def _advance(self, sequence: Sequence, part: Slice, entry: SliceResult, step_id: int) -> Progress:
         outcome = entry.outcome
         if isinstance(outcome, SliceError):
             sequence.end(SequenceState.FAILED)
             self._leave(sequence, keep_content=False)
-            return Progress(sequence, error=SliceFailed(f"stage {outcome.stage}: {outcome.message}"))
+            where = f"stage {outcome.stage}, step {step_id}"
+            return Progress(sequence, error=SliceFailed(f"{where}: {outcome.message}"))
         scores = sequence.accept_prompt_logprobs(part.first_position, entry.prompt_logprobs)
         if outcome is None:
             return Progress(sequence, prompt_logprobs=scores)

@@ -361,7 +361,7 @@ def test_what_failed_says_where_and_why() -> None:
     outcome = SliceError(1, 3, "logits are not finite")
     (progress,) = model.scheduler.complete(StepResult(1, 0, (SliceResult(sequence.key, 0, outcome),)))
     assert isinstance(progress.error, SliceFailed)
-    assert str(progress.error) == "stage 3: logits are not finite"
+    assert str(progress.error) == "stage 3, step 0: logits are not finite"
     assert (progress.token, progress.finish_reason) == (None, None)
 
 
