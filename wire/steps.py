@@ -201,12 +201,28 @@ class SliceResult:
 
 
 @dataclass(frozen=True, slots=True)
+class StageTime:
+    """What one stage spent on a step, in microseconds of its own clock.
+
+    `wait_us`: from the whole frame being there to the start of its computation; `compute_us`: from there to
+    its output being ready to send.
+    """
+
+    wait_us: int
+    compute_us: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
-    """The answer to one frame; `results` has one entry per slice that is sampled or scored, in order."""
+    """The answer to one frame; `results` has one entry per slice that is sampled or scored, in order.
+
+    `stage_times` has one entry per stage, from FIRST to LAST.
+    """
 
     epoch: int
     step_id: int
     results: tuple[SliceResult, ...] = ()
+    stage_times: tuple[StageTime, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
