@@ -18,7 +18,8 @@ from coordinator.scheduling.kv_log import KvLog
 from coordinator.scheduling.kv_window import KvWindow
 from coordinator.scheduling.lifecycle import SequenceState
 from coordinator.scheduling.order import QueueOrder
-from coordinator.scheduling.scheduler import Scheduler, SchedulerLimits
+from coordinator.scheduling.pace import SchedulerLimits
+from coordinator.scheduling.scheduler import Scheduler
 from coordinator.scheduling.sequence import Sequence
 from kvcache.pages import KvPages
 from stage_worker.assignment import Assignment
@@ -161,7 +162,7 @@ class LocalPipeline:
             if not in_flight and not coming:
                 return
             if in_flight:
-                for progress in run.scheduler.complete(self._compute(in_flight.popleft())):
+                for progress in run.scheduler.complete(self._compute(in_flight.popleft()), 0.0):
                     assert progress.error is None, progress.error
                     now_s = time.perf_counter() - started_s
                     run.first_token_after_s.setdefault(progress.sequence.key, now_s)
@@ -171,7 +172,7 @@ class LocalPipeline:
 
     def _hand_out(self, run: Run) -> list[Step]:
         steps = []
-        while (step := run.scheduler.next_step()) is not None:
+        while (step := run.scheduler.next_step(0.0)) is not None:
             run.num_prefill_tokens += sum(
                 len(part.tokens) for part in step.slices if isinstance(part.inference_step, Prefill)
             )

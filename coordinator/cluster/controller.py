@@ -28,7 +28,7 @@ from coordinator.requests.engine import Engine
 from coordinator.scheduling.in_flight import ResultMismatch
 from coordinator.scheduling.kv_log import KvLog
 from coordinator.scheduling.kv_window import KvWindow
-from coordinator.scheduling.scheduler import SchedulerLimits
+from coordinator.scheduling.pace import SchedulerLimits
 from coordinator.timing import ClusterTiming
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
 from wire.errors import ClusterUnavailable, StaleStream, StepFaultKind

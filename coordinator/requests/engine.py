@@ -14,10 +14,12 @@ from coordinator.requests.attachment import Attachment, Positions
 from coordinator.requests.pace import Pace
 from coordinator.requests.registry import Registry
 from coordinator.requests.request import Choice, Request
+from coordinator.scheduling.answers import Progress
 from coordinator.scheduling.kv_feed import KvFeed
 from coordinator.scheduling.kv_log import KvLog
 from coordinator.scheduling.lifecycle import SequenceState
-from coordinator.scheduling.scheduler import Progress, Scheduler, SchedulerLimits
+from coordinator.scheduling.pace import SchedulerLimits
+from coordinator.scheduling.scheduler import Scheduler
 from coordinator.scheduling.sequence import FinishReason, Sequence
 from wire.errors import (
     ClusterUnavailable,
@@ -178,7 +180,7 @@ class Engine:
 
     def complete(self, result: StepResult) -> None:
         """Takes the answer of LAST to the oldest step. Raises ResultMismatch."""
-        for progress in self._scheduler.complete(result):
+        for progress in self._scheduler.complete(result, self._clock()):
             self._deliver(progress)
         self._pump()
 
@@ -281,7 +283,7 @@ class Engine:
     def _pump(self) -> None:
         if self._send is None:
             return
-        while (step := self._scheduler.next_step()) is not None:
+        while (step := self._scheduler.next_step(self._clock())) is not None:
             self._send(step)
         if (kv := self._scheduler.kv) is not None:
             self.kv_feed.publish(kv.take_events())

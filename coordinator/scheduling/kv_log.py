@@ -6,6 +6,7 @@ Whatever changes the ledger goes through here, so the order in the frames is the
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 
 from coordinator.scheduling.kv_window import KvWindow
 from coordinator.scheduling.sequence import Sequence
@@ -36,6 +37,14 @@ class AdmissionPlan:
     num_new_blocks: int
 
 
+class _Planned(NamedTuple):
+    """The last start that was planned and has not begun."""
+
+    sequence: Sequence
+    generation: int
+    active: ActiveSequence
+
+
 class KvLog:
     """The ledger with its outbox."""
 
@@ -57,6 +66,7 @@ class KvLog:
         self._ids = count(1)
         self._pending: list[SequenceSignal] = []
         self._events: list[Event] = []
+        self._planned: _Planned | None = None
 
     @property
     def block_size(self) -> int:
@@ -104,15 +114,11 @@ class KvLog:
         return self._ledger.cached_blocks()
 
     def plan(self, sequence: Sequence) -> AdmissionPlan:
-        """What a (re)start of `sequence` would need if it came now. Changes nothing."""
-        active = ActiveSequence(
-            sequence.all_tokens,
-            block_size=self._block_size,
-            max_output_tokens=sequence.num_tokens_to_generate,
-            salt=salt_of(sequence.cache_salt) if sequence.cache_salt else DEFAULT_SALT,
-            prefix_caching=self._prefix_caching and not sequence.needs_scoring,
-            new_id=self._ids.__next__,
-        )
+        """What a (re)start of `sequence` would need if it came now. Changes nothing.
+
+        Asked again for the same start, it only looks again at what is cached.
+        """
+        active = self._active_for(sequence)
         # A block whose hash is known with other content gets a name of its own before hits are counted.
         self._ledger.prepare(active, len(active))
         pool = self._ledger.pool
@@ -152,6 +158,7 @@ class KvLog:
         hides from there on it gives back before it takes new blocks. Raises OutOfBlocks; then no block was
         added to those that the sequence held. What `can_admit` has just allowed begins without that error.
         """
+        self._planned = None
         if self._window is not None:
             if active.num_allocated_blocks == 0:
                 self._extend(key, active, first_query // self._block_size * self._block_size)
@@ -182,6 +189,22 @@ class KvLog:
     def check_integrity(self, sequences: list[ActiveSequence]) -> None:
         """Proves that the pages add up and that every owner is one of `sequences`. Raises IntegrityBroken."""
         self._ledger.check_integrity(sequences)
+
+    def _active_for(self, sequence: Sequence) -> ActiveSequence:
+        """Hashing a long prompt takes a while, and the head of the queue may wait for many steps."""
+        planned = self._planned
+        if planned and planned.sequence is sequence and planned.generation == sequence.generation:
+            return planned.active
+        active = ActiveSequence(
+            sequence.all_tokens,
+            block_size=self._block_size,
+            max_output_tokens=sequence.num_tokens_to_generate,
+            salt=salt_of(sequence.cache_salt) if sequence.cache_salt else DEFAULT_SALT,
+            prefix_caching=self._prefix_caching and not sequence.needs_scoring,
+            new_id=self._ids.__next__,
+        )
+        self._planned = _Planned(sequence, sequence.generation, active)
+        return active
 
     def _extend(self, key: SequenceKey, active: ActiveSequence, num_tokens: int) -> None:
         use = self._ledger.prepare(active, num_tokens)

@@ -1,7 +1,7 @@
 """Who comes first: first come, first served within a class, and waiting ages. Pure."""
 
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 
 class Priority(IntEnum):
@@ -12,8 +12,7 @@ class Priority(IntEnum):
     HIGH = 1
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class QueueOrder:
+class QueueOrder(NamedTuple):
     """Sequences are served in ascending order; the largest gives up its blocks first.
 
     `due_s` is the arrival moved by the class, so that the order of two sequences never changes while they

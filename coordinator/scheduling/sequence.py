@@ -7,7 +7,7 @@ from coordinator.scheduling.lifecycle import SequenceState, check_transition
 from coordinator.scheduling.order import QueueOrder
 from kvcache import ActiveSequence, Signal
 from wire.ids import SequenceKey
-from wire.steps import EndRecord, Prefill, StartRecord, StepSampling, TokenLogprobs
+from wire.steps import Decode, EndRecord, Prefill, Slice, StartRecord, StepSampling, TokenLogprobs
 
 
 class FinishReason(Enum):
@@ -200,12 +200,13 @@ class Sequence:
         prefill = Prefill(start, num_tokens, self._num_prefill_tokens, is_scored)
         return tuple(self._tokens[start:end]), prefill
 
-    def take_decode_token(self) -> int:
-        """The newest token, which is handed out now; its position is `num_computed_tokens - 1` afterwards."""
-        assert self.can_decode and self._num_computed == len(self._tokens) - 1
-        self._num_computed += 1
+    def take_decode(self) -> Slice:
+        """The newest token, which is handed out now."""
+        position = self._num_computed
+        assert self.can_decode and position == len(self._tokens) - 1
+        self._num_computed = position + 1
         self._is_token_due = True
-        return self._tokens[-1]
+        return Slice(self._key, self._generation, (self._tokens[-1],), Decode(position))
 
     @property
     def newest_token(self) -> int:

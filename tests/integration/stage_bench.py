@@ -11,7 +11,8 @@ import torch
 from checkpoint import Checkpoint, DType
 from coordinator.scheduling.kv_log import KvLog
 from coordinator.scheduling.order import QueueOrder
-from coordinator.scheduling.scheduler import Scheduler, SchedulerLimits
+from coordinator.scheduling.pace import SchedulerLimits
+from coordinator.scheduling.scheduler import Scheduler
 from coordinator.scheduling.sequence import Sequence
 from stage_worker.assignment import Assignment
 from stage_worker.config import WorkerConfig
@@ -151,12 +152,12 @@ class Log:
         return sequence
 
     def step(self) -> Step:
-        step = self.scheduler.next_step()
+        step = self.scheduler.next_step(0.0)
         assert step is not None
         return step
 
     def complete(self, result: StepResult) -> None:
-        self.scheduler.complete(result)
+        self.scheduler.complete(result, 0.0)
 
 
 def hop_hello(

@@ -73,7 +73,7 @@ class Pipeline:
     async def run(self, predecessor: PredecessorDouble) -> dict[object, SliceError]:
         """Steps until nothing is left to do; the errors of the sequences that failed."""
         errors: dict[object, SliceError] = {}
-        while (step := self.log.scheduler.next_step()) is not None:
+        while (step := self.log.scheduler.next_step(0.0)) is not None:
             await predecessor.send(encode_frame(encode_step(step), step.step_id, None))
             result = await self.coordinator.result()
             for entry in result.results:

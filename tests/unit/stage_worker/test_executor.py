@@ -199,7 +199,7 @@ def test_preempted_sequences_start_again_and_leave_no_block(directory: Path) -> 
     stage = Stage(replace(new_assignment(directory, stage=1), num_blocks=4))
     sequences = [stage.log.add((first, 2, 3, 4, 5), max_tokens=8) for first in (1, 6)]
     generations = set()
-    while (step := stage.log.scheduler.next_step()) is not None:
+    while (step := stage.log.scheduler.next_step(0.0)) is not None:
         stage.run(step)
         stage.executor.check_integrity()
         sampled = [part for part in step.slices if part.is_sampled]

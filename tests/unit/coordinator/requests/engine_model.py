@@ -13,7 +13,7 @@ from coordinator.requests.engine import Engine
 from coordinator.requests.request import Request
 from coordinator.scheduling.kv_log import KvLog
 from coordinator.scheduling.lifecycle import SequenceState
-from coordinator.scheduling.scheduler import SchedulerLimits
+from coordinator.scheduling.pace import SchedulerLimits
 from tests.unit.coordinator.requests.transcript_scripts import put_together
 from tests.unit.coordinator.requests.wishes import Wish, solo
 from tests.unit.coordinator.scheduling.stage_replica import StageReplica

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coordinator.requests.attachment import MAX_MESSAGE_TOKENS
-from coordinator.scheduling.scheduler import SchedulerLimits
+from coordinator.scheduling.pace import SchedulerLimits
 from tests.unit.coordinator.requests.conftest import NewModel
 from tests.unit.coordinator.requests.engine_model import Call, EngineModel
 from tests.unit.coordinator.requests.wishes import Wish, prompt_scores, solo

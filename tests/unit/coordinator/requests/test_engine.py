@@ -6,8 +6,9 @@ import pytest
 
 from coordinator.requests.admission import AdmissionLimits
 from coordinator.requests.request import Request
+from coordinator.scheduling.in_flight import ResultMismatch
 from coordinator.scheduling.lifecycle import SequenceState
-from coordinator.scheduling.scheduler import ResultMismatch, SchedulerLimits
+from coordinator.scheduling.pace import SchedulerLimits
 from coordinator.scheduling.sequence import FinishReason
 from tests.unit.coordinator.requests.conftest import NewModel
 from tests.unit.coordinator.requests.engine_model import Call, EngineModel, check_whole, ended_as
@@ -72,7 +73,7 @@ def test_one_choice_that_fails_ends_the_request_and_nobody_else(new_model: NewMo
     model.run()
     bad_call.read_all()
     assert isinstance(bad_call.error, SliceFailed)
-    assert str(bad_call.error) == "stage 1, step 4: made up"
+    assert str(bad_call.error) == "stage 1, step 5: made up"
     assert [choice.sequence.state for choice in request.choices] == [FAILED] * 3
     assert 0 < len(bad_call.tokens(0)) < 9
     assert bad_call.tokens(0) == solo(bad, 0).tokens[: len(bad_call.tokens(0))]

@@ -6,7 +6,7 @@ import pytest
 
 from coordinator.requests.admission import AdmissionLimits
 from coordinator.scheduling.lifecycle import SequenceState
-from coordinator.scheduling.scheduler import SchedulerLimits
+from coordinator.scheduling.pace import SchedulerLimits
 from tests.unit.coordinator.requests.conftest import NewModel
 from tests.unit.coordinator.requests.engine_model import check_whole, ended_as
 from tests.unit.coordinator.requests.wishes import Wish, solo

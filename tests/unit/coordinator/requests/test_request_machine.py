@@ -13,7 +13,7 @@ from coordinator.requests.admission import AdmissionLimits
 from coordinator.requests.engine import DEADLINE_SLACK_S
 from coordinator.requests.request import Request
 from coordinator.scheduling.lifecycle import SequenceState
-from coordinator.scheduling.scheduler import SchedulerLimits
+from coordinator.scheduling.pace import SchedulerLimits
 from tests.unit.coordinator.requests.customers import Customer
 from tests.unit.coordinator.requests.engine_model import BLOCK_SIZE, EngineModel, ended_as
 from tests.unit.coordinator.requests.wishes import Wish, wishes

@@ -10,9 +10,11 @@ from coordinator.scheduling.kv_log import KvLog
 from coordinator.scheduling.kv_window import KvWindow
 from coordinator.scheduling.lifecycle import SequenceState
 from coordinator.scheduling.order import QueueOrder
-from coordinator.scheduling.scheduler import Scheduler, SchedulerLimits
+from coordinator.scheduling.pace import SchedulerLimits
+from coordinator.scheduling.scheduler import Scheduler
 from coordinator.scheduling.sequence import FinishReason
 from coordinator.scheduling.sequence import Sequence as RequestSequence
+from coordinator.scheduling.work import decode_cost
 from tests.unit.coordinator.scheduling.stage_replica import StageReplica, kv_entries, kv_entry, sample
 from wire.ids import RequestId, SequenceKey
 from wire.steps import (
@@ -163,12 +165,16 @@ class PipelineModel:
     def pump(self) -> None:
         """Sends steps for as long as there are any, as the engine does after each event."""
         while True:
-            num_decoding = sum(each.state is SequenceState.DECODE for each in self.scheduler.running)
-            step = self.scheduler.next_step()
+            costs = [
+                decode_cost(each.num_tokens)
+                for each in self.scheduler.running
+                if each.state is SequenceState.DECODE
+            ]
+            step = self.scheduler.next_step(0.0)
             self._check_order()
             if step is None:
                 return
-            self._check_step(step, num_decoding)
+            self._check_step(step, costs)
             self.sent.append(step)
             self.num_steps += 1
             self.queues[0].append(step)
@@ -194,7 +200,7 @@ class PipelineModel:
         """The oldest result reaches the coordinator; False if there is none."""
         if not self.results:
             return False
-        for progress in self.scheduler.complete(self.results.popleft()):
+        for progress in self.scheduler.complete(self.results.popleft(), 0.0):
             client = self.clients[progress.sequence.key]
             assert client.end is None, "news of a request that has ended"
             if progress.token is not None:
@@ -257,10 +263,13 @@ class PipelineModel:
         if self.scheduler.kv is not None:
             self.scheduler.kv.check_integrity([each.kv for each in self.scheduler.running])
 
-    def _check_step(self, step: Step, num_decoding: int) -> None:
+    def _check_step(self, step: Step, costs: list[int]) -> None:
         assert self.scheduler.num_steps_in_flight <= self.limits.max_steps_in_flight
         decodes = [part for part in step.slices if isinstance(part.inference_step, Decode)]
-        assert len(decodes) <= -(-num_decoding // self.limits.max_steps_in_flight)
+        if decodes:
+            share = sum(costs) / self.limits.max_steps_in_flight
+            step_cost = sum(decode_cost(part.first_position + 1) for part in decodes)
+            assert step_cost <= share + max(costs)
         num_before = self.scheduler.num_steps_in_flight - 1
         before = self.sent[len(self.sent) - num_before :]
         sampled = [part for each in before for part in each.slices if part.is_sampled]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from coordinator.scheduling.scheduler import SchedulerLimits
+from coordinator.scheduling.pace import SchedulerLimits
 from kvcache import BlockTables
 from wire.ids import SequenceKey
 from wire.steps import Decode, Prefill, Slice, StartRecord, Step, TokenLogprobs

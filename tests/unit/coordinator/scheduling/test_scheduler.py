@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from coordinator.scheduling import scheduler
+from coordinator.scheduling.in_flight import ResultMismatch
 from coordinator.scheduling.kv_log import KvLog
 from coordinator.scheduling.lifecycle import SequenceState
-from coordinator.scheduling.scheduler import ResultMismatch, Scheduler, SchedulerLimits
+from coordinator.scheduling.pace import SchedulerLimits
+from coordinator.scheduling.scheduler import Scheduler
 from coordinator.scheduling.sequence import FinishReason
 from tests.unit.coordinator.scheduling.pipeline_model import PipelineModel, key_of, solo_run
 from wire.errors import SliceFailed
@@ -263,14 +265,13 @@ def test_sequences_that_arrived_together_spread_out_over_the_steps(num_requests:
     assert len(model.sent[0].slices) == num_requests
     for _ in range(3 * in_flight):
         model.run_step()
-    share = -(-num_requests // in_flight)
     newest = [len(decodes_of(step)) for step in model.sent[-in_flight:]]
-    assert max(newest) <= share
-    assert sum(newest) >= min(num_requests, share * model.scheduler.num_steps_in_flight)
-    assert model.scheduler.num_steps_in_flight == -(-num_requests // share)
+    assert max(newest) <= -(-num_requests // in_flight)
+    assert max(newest) - min(newest) <= 1
+    assert model.scheduler.num_steps_in_flight == min(num_requests, in_flight)
     seen = sorted(number for step in list(model.queues[0]) for number in decodes_of(step))
     assert seen == list(range(num_requests))
-    model.drain(max_steps=40 * in_flight)
+    model.drain(max_steps=60 * in_flight)
     model.check_all_ended()
 
 
@@ -337,10 +338,10 @@ def test_a_finished_sequence_is_ended_in_the_next_step() -> None:
 
 def test_nothing_to_do_is_no_step() -> None:
     model = model_of()
-    assert model.scheduler.next_step() is None
+    assert model.scheduler.next_step(0.0) is None
     model.submit([1], max_tokens=1)
     model.drain(max_steps=3)
-    assert model.scheduler.next_step() is None
+    assert model.scheduler.next_step(0.0) is None
 
 
 def test_a_slice_error_fails_one_request_and_leaves_none_of_its_blocks_behind() -> None:
@@ -359,7 +360,7 @@ def test_what_failed_says_where_and_why() -> None:
     model = model_of()
     sequence = model.submit([1], max_tokens=1)
     outcome = SliceError(1, 3, "logits are not finite")
-    (progress,) = model.scheduler.complete(StepResult(1, 0, (SliceResult(sequence.key, 0, outcome),)))
+    (progress,) = model.scheduler.complete(StepResult(1, 0, (SliceResult(sequence.key, 0, outcome),)), 0.0)
     assert isinstance(progress.error, SliceFailed)
     assert str(progress.error) == "stage 3, step 0: logits are not finite"
     assert (progress.token, progress.finish_reason) == (None, None)
@@ -390,16 +391,16 @@ def test_a_result_that_does_not_fit_is_refused_and_changes_nothing(
     sequences = [model.submit([number], max_tokens=2) for number in range(2)]
     scheduler = model.scheduler
     scheduler.begin_epoch(1 + scheduler._epoch, KvLog(num_blocks=8, block_size=4), model.limits)
-    step = scheduler.next_step()
+    step = scheduler.next_step(0.0)
     assert step is not None
     wrong_epoch = epoch - 1 + step.epoch
     results = tuple(SliceResult(key_of(number), generation, 5) for number in keys)
     with pytest.raises(ResultMismatch):
-        scheduler.complete(StepResult(wrong_epoch, step_id, results))
+        scheduler.complete(StepResult(wrong_epoch, step_id, results), 0.0)
     assert scheduler.num_steps_in_flight == 1
     assert all(each.generated_tokens == () for each in sequences)
     right = tuple(SliceResult(key_of(number), 0, 5) for number in range(2))
-    assert [each.token for each in scheduler.complete(StepResult(step.epoch, 0, right))] == [5, 5]
+    assert [each.token for each in scheduler.complete(StepResult(step.epoch, 0, right), 0.0)] == [5, 5]
 
 
 def test_a_token_with_log_probabilities_that_nobody_asked_for_is_refused() -> None:
@@ -407,22 +408,22 @@ def test_a_token_with_log_probabilities_that_nobody_asked_for_is_refused() -> No
     sequence = model.submit([1], max_tokens=1)
     result = SliceResult(sequence.key, 0, 5, TokenLogprobs(5, -1.0, 1))
     with pytest.raises(ResultMismatch, match="none were asked for"):
-        model.scheduler.complete(StepResult(1, 0, (result,)))
+        model.scheduler.complete(StepResult(1, 0, (result,)), 0.0)
     assert sequence.generated_tokens == ()
 
 
 def test_a_result_without_a_step_is_refused() -> None:
     model = model_of()
     with pytest.raises(ResultMismatch, match="expected no result"):
-        model.scheduler.complete(StepResult(1, 0, ()))
+        model.scheduler.complete(StepResult(1, 0, ()), 0.0)
 
 
 def test_a_chunk_that_is_not_final_is_owed_no_token() -> None:
     model = model_of(max_step_tokens=4)
     model.submit(range(8), max_tokens=1)
     with pytest.raises(ResultMismatch, match="asks for 0 results; got 1"):
-        model.scheduler.complete(StepResult(1, 0, (SliceResult(key_of(0), 0, 5),)))
-    assert model.scheduler.complete(StepResult(1, 0, ())) == []
+        model.scheduler.complete(StepResult(1, 0, (SliceResult(key_of(0), 0, 5),)), 0.0)
+    assert model.scheduler.complete(StepResult(1, 0, ()), 0.0) == []
 
 
 # Epochs
@@ -437,7 +438,7 @@ def test_a_new_epoch_starts_from_the_tokens_so_far() -> None:
     assert num_generated == 3
     model.end_epoch()
     assert sequence.state is SequenceState.PREEMPTED
-    assert model.scheduler.next_step() is None
+    assert model.scheduler.next_step(0.0) is None
     model.begin_epoch()
     step = model.sent[-1]
     assert (step.epoch, step.step_id) == (2, 0)

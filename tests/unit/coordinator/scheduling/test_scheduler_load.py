@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 import kvcache.chain
-from coordinator.scheduling.scheduler import SchedulerLimits
+from coordinator.scheduling.pace import SchedulerLimits
 from tests.unit.coordinator.scheduling.pipeline_model import PipelineModel
 from tests.unit.coordinator.scheduling.stage_replica import VOCAB_SIZE
 

@@ -1,0 +1,95 @@
+"""How long steps take, learnt from what stages and results say. Pure; all times in microseconds."""
+
+from collections.abc import Sequence
+
+from coordinator.scheduling.fits import RecentLeast, TwoTermFit
+from coordinator.scheduling.work import StepWork
+from wire.steps import StageTime
+
+
+class WorkTime:
+    """The time of a step as base + decode cost + chunk tokens + query-key pairs, each with its rate.
+
+    The decode terms are learnt from steps without chunks, those of chunks from what a step with chunks takes
+    beyond them; so neither is forgotten while there is only the other.
+    """
+
+    def __init__(self) -> None:
+        self._decodes = TwoTermFit()
+        self._chunks = TwoTermFit()
+
+    @property
+    def knows_decodes(self) -> bool:
+        return self._decodes.is_known
+
+    @property
+    def knows_chunks(self) -> bool:
+        return self._chunks.is_known
+
+    def observe(self, work: StepWork, time_us: float) -> None:
+        """A step with this work, which is not empty, took so long."""
+        if not work.chunk_tokens:
+            self._decodes.add(1.0, work.decode_cost, time_us)
+        else:
+            beyond = max(0.0, time_us - self.decode_us(work.decode_cost))
+            self._chunks.add(work.chunk_tokens, work.chunk_pairs, beyond)
+
+    def decode_us(self, cost: float) -> float:
+        """Of a step that only decodes, sequences of this cost together."""
+        return self._decodes.predict(1.0, cost)
+
+    def chunk_us(self, num_tokens: float, pairs: float) -> float:
+        """What chunks of so many tokens and query-key pairs add to a step."""
+        return self._chunks.predict(num_tokens, pairs)
+
+    def chunk_tokens_within(self, time_us: float, start: int) -> float:
+        """The longest chunk at position `start` that adds at most `time_us`: the root of
+        pairs * x^2 / 2 + (tokens + pairs * start) * x = time.
+        """
+        per_token, per_pair = self._chunks.first, self._chunks.second
+        linear, quadratic = per_token + per_pair * start, per_pair / 2
+        if linear + quadratic <= 0:
+            return float("inf")
+        if quadratic == 0:
+            return time_us / linear
+        root: float = (linear * linear + 4 * quadratic * time_us) ** 0.5
+        return (root - linear) / (2 * quadratic)
+
+
+class StepTimes:
+    """What is known of the pipeline: its slowest stage, all its stages one after another, and the transfers.
+
+    Transfers are all that passes between handing out a step and its result in which no stage computes it or
+    has it waiting. The least of the last ones counts, for what is more than that waits in some queue, which
+    more steps in flight would only make longer.
+    """
+
+    def __init__(self) -> None:
+        self.slowest = WorkTime()
+        self.total = WorkTime()
+        self._decode_transfer = RecentLeast()
+        self._chunk_transfer = RecentLeast()
+
+    def observe(self, work: StepWork, stage_times: Sequence[StageTime], elapsed_us: float) -> None:
+        """A step was answered `elapsed_us` after it was handed out. Says nothing without work or times."""
+        if work.is_empty or not stage_times:
+            return
+        computing = [each.compute_us for each in stage_times]
+        self.slowest.observe(work, max(computing))
+        self.total.observe(work, sum(computing))
+        on_the_way = elapsed_us - sum(computing) - sum(each.wait_us for each in stage_times)
+        transfer = self._chunk_transfer if work.chunk_tokens else self._decode_transfer
+        transfer.add(max(0.0, on_the_way))
+
+    def decode_cycle_us(self, num_steps: int, cost: float) -> float:
+        """How long each of `num_steps` steps, with decodes of this cost each, takes from one to the next."""
+        return max(num_steps * self.slowest.decode_us(cost), self.decode_way_us(cost))
+
+    def decode_way_us(self, cost: float) -> float:
+        """From handing out a step with decodes of this cost to its result, when it waits for nothing."""
+        return self.total.decode_us(cost) + self._decode_transfer.value
+
+    def chunk_way_us(self, num_tokens: int) -> float:
+        """The same for a prefill chunk of so many tokens at the start of a prompt."""
+        pairs = num_tokens * num_tokens / 2
+        return self.total.chunk_us(num_tokens, pairs) + self._chunk_transfer.value

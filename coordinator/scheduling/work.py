@@ -1,0 +1,40 @@
+"""How much a step computes, in the terms that its time depends on. Pure."""
+
+from dataclasses import dataclass
+
+CONTEXT_PER_SEQUENCE = 1024
+"""Tokens of context whose keys and values cost a decode as much as everything else about one sequence.
+
+Only the balance between steps depends on it; how long a step takes is measured.
+"""
+
+
+def decode_cost(num_tokens: int) -> int:
+    """The cost of a decode of a sequence with `num_tokens` tokens, in tokens of context."""
+    return CONTEXT_PER_SEQUENCE + num_tokens
+
+
+def chunk_pairs(start: int, num_tokens: int) -> int:
+    """Query-key pairs of a prefill chunk whose first token is at position `start`."""
+    return num_tokens * start + num_tokens * (num_tokens + 1) // 2
+
+
+@dataclass(slots=True)
+class StepWork:
+    """The decodes of a step by their cost, its prefill chunks by tokens and query-key pairs."""
+
+    decode_cost: int = 0
+    chunk_tokens: int = 0
+    chunk_pairs: int = 0
+
+    def add_decode(self, num_tokens: int) -> None:
+        self.decode_cost += decode_cost(num_tokens)
+
+    def add_chunk(self, start: int, num_tokens: int) -> None:
+        self.chunk_tokens += num_tokens
+        self.chunk_pairs += chunk_pairs(start, num_tokens)
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is computed: the step carries records and frees only."""
+        return not self.decode_cost and not self.chunk_tokens
