@@ -15,6 +15,7 @@ from coordinator.api.session import Sessions
 from coordinator.api.status import StatusReporter
 from coordinator.cluster.cluster_state import ClusterState
 from coordinator.cluster.controller import Controller
+from coordinator.cluster.step_limits import PaceSettings
 from coordinator.config import CoordinatorConfig
 from coordinator.model import ServedModel, open_model
 from coordinator.planning.served_plan import plan_for
@@ -51,7 +52,16 @@ class CoordinatorServer:
         )
         incarnation = new_incarnation()
         timing = timing or ClusterTiming()
-        self.controller = Controller(state, self.engine, model, incarnation=incarnation, timing=timing)
+        self.controller = Controller(
+            state,
+            self.engine,
+            model,
+            incarnation=incarnation,
+            timing=timing,
+            pace=PaceSettings(
+                steps_in_flight=config.steps_in_flight, max_decode_slowdown=config.max_decode_slowdown
+            ),
+        )
         self._sweep_interval_s = timing.sweep_interval_s
         self._sweeper: asyncio.Task[None] | None = None
         status = StatusReporter(self.controller, self.engine, model)

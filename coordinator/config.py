@@ -20,6 +20,8 @@ class CoordinatorConfig:
     the workers holds (`max_kv_tokens`), no bound on one client's requests, and clients that are told apart by
     their address (`client_key`, else a key of their calls' metadata). A request is cancelled when its reader
     is `max_unread_tokens` behind. Waiting for `priority_age_s` is worth one class of priority.
+    `steps_in_flight` None lets measured times decide. Prefill may make decodes take up to
+    `max_decode_slowdown` times as long as they would alone.
     """
 
     model_directory: Path | None
@@ -37,12 +39,20 @@ class CoordinatorConfig:
     client_key: str | None = None
     max_unread_tokens: int = 4096
     priority_age_s: float = 10.0
+    steps_in_flight: int | None = None
+    max_decode_slowdown: float = 1.4
 
     def __post_init__(self) -> None:
         parse_address(self.listen)
         for name in ("num_stages", "block_size", "max_step_tokens", "max_step_sequences", "queue_size"):
             _check_at_least_one(name, getattr(self, name))
-        for name in ("max_sequence_tokens", "max_kv_tokens", "max_client_requests", "max_unread_tokens"):
+        for name in (
+            "max_sequence_tokens",
+            "max_kv_tokens",
+            "max_client_requests",
+            "max_unread_tokens",
+            "steps_in_flight",
+        ):
             _check_at_least_one(name, getattr(self, name))
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r} is none of {', '.join(DTYPES)}")
@@ -52,6 +62,10 @@ class CoordinatorConfig:
             )
         if not 0 < self.priority_age_s < math.inf:
             raise ValueError(f"priority_age_s is {self.priority_age_s:g}, but must be positive and finite")
+        if not 1 < self.max_decode_slowdown < math.inf:
+            raise ValueError(
+                f"max_decode_slowdown is {self.max_decode_slowdown:g}, but must be above 1 and finite"
+            )
         self._check_layers()
         self._check_step_tokens()
 

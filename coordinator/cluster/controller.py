@@ -21,6 +21,7 @@ from coordinator.cluster.cluster_state import (
 )
 from coordinator.cluster.messages import check_results_hello, encode_assign, encode_begin, encode_hop_hello
 from coordinator.cluster.pipeline_link import LinkBroken, PipelineLink
+from coordinator.cluster.step_limits import PaceSettings, scheduler_limits
 from coordinator.cluster.worker_connection import WorkerConnection
 from coordinator.model import ServedModel
 from coordinator.planning.plan import Plan
@@ -28,7 +29,6 @@ from coordinator.requests.engine import Engine
 from coordinator.scheduling.in_flight import ResultMismatch
 from coordinator.scheduling.kv_log import KvLog
 from coordinator.scheduling.kv_window import KvWindow
-from coordinator.scheduling.pace import SchedulerLimits
 from coordinator.timing import ClusterTiming
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
 from wire.errors import ClusterUnavailable, StaleStream, StepFaultKind
@@ -51,6 +51,7 @@ class Controller:
         *,
         incarnation: Incarnation,
         timing: ClusterTiming,
+        pace: PaceSettings | None = None,
         prefix_caching: bool = True,
     ) -> None:
         self.state = state
@@ -59,6 +60,7 @@ class Controller:
         self.incarnation = incarnation
         self._engine = engine
         self._model = model
+        self._pace = pace or PaceSettings()
         self._prefix_caching = prefix_caching
         self._begun: BeginEpoch | None = None
         self._link: PipelineLink | None = None
@@ -251,11 +253,7 @@ class Controller:
             prefix_caching=self._prefix_caching,
             window=KvWindow.of(self._model.config.layer_windows, plan.limits.max_step_tokens),
         )
-        limits = SchedulerLimits(
-            max_step_tokens=plan.limits.max_step_tokens,
-            max_step_sequences=plan.limits.max_step_sequences,
-            max_steps_in_flight=len(plan.stages),
-        )
+        limits = scheduler_limits(plan, self._pace, hidden_size=self._model.config.hidden_size)
         log.info("serving: epoch %d, %d stages", action.epoch, len(plan.stages))
         self._is_serving.set()
         if self._unavailable_timer is not None:

@@ -73,7 +73,8 @@ def _problem(
     memory: StageMemory, workers: Sequence[WorkerCapacity], max_kv_tokens: int | None
 ) -> SplitProblem:
     limits, block_size = memory.limits, memory.block_size
-    most = -(-limits.max_step_sequences * limits.max_sequence_tokens // block_size)
+    # As many sequences of the greatest length as there are in steps when every stage has one and one waits.
+    most = -(-(len(workers) + 1) * limits.max_step_sequences * limits.max_sequence_tokens // block_size)
     if max_kv_tokens is not None:
         most = min(most, max_kv_tokens // block_size)
     least = -(-min(limits.max_sequence_tokens, MIN_KV_TOKENS) // block_size)

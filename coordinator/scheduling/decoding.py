@@ -1,11 +1,10 @@
 """The sequences that decode, and their share of each step. Pure."""
 
-from collections import deque
 from operator import attrgetter
 
 from coordinator.scheduling.pace import DecodeLoad
 from coordinator.scheduling.sequence import Sequence
-from coordinator.scheduling.work import decode_cost
+from coordinator.scheduling.work import decodes_cost
 
 _ORDER = attrgetter("order")
 
@@ -21,7 +20,7 @@ class Decoding:
     def __init__(self) -> None:
         self._costs: dict[Sequence, int] = {}
         self._total = 0
-        self._ready: deque[Sequence] = deque()
+        self._ready: list[Sequence] = []
         self._owed = 0.0
 
     @property
@@ -30,7 +29,7 @@ class Decoding:
 
     def make_ready(self, sequence: Sequence) -> None:
         """`sequence` decodes, and a token of it has come."""
-        cost = decode_cost(sequence.num_tokens)
+        cost = decodes_cost(1, sequence.num_tokens)
         self._total += cost - self._costs.get(sequence, 0)
         self._costs[sequence] = cost
         self._ready.append(sequence)
@@ -46,15 +45,16 @@ class Decoding:
 
     def take(self, num_steps: int, *, most: int) -> list[Sequence]:
         """What belongs into the next of `num_steps` steps, at most `most` sequences, first in order first."""
-        share, taken = self._total / num_steps, list[Sequence]()
+        share, count = self._total / num_steps, 0
         owed = share + self._owed
-        while self._ready and len(taken) < most:
-            cost = self._costs[self._ready[0]]
-            if taken and owed < cost / 2:
+        for sequence in self._ready:
+            cost = self._costs[sequence]
+            if count == most or (count and owed < cost / 2):
                 break
             owed -= cost
-            taken.append(self._ready.popleft())
-        self._owed = max(-share, owed) if self._ready and len(taken) < most else 0.0
+            count += 1
+        taken, self._ready = self._ready[:count], self._ready[count:]
+        self._owed = max(-share, owed) if self._ready and count < most else 0.0
         taken.sort(key=_ORDER)
         return taken
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from coordinator.scheduling.sequence import Sequence
-from coordinator.scheduling.work import StepWork
+from coordinator.scheduling.work import StepWork, decodes_cost
 from wire.steps import Prefill, Slice, StartRecord
 
 
@@ -18,11 +18,10 @@ class Draft:
     record_bytes: int = 0
     prefill_us: float = 0.0
 
-    def add_decode(self, sequence: Sequence) -> None:
-        """The newest token of `sequence`, which is handed out now."""
-        self.slices.append(sequence.take_decode())
-        self.work.add_decode(sequence.num_tokens)
-        self.num_tokens += 1
+    def count_decodes(self, context: int) -> None:
+        """All slices so far are decodes, which attend to `context` tokens in all."""
+        self.num_tokens = len(self.slices)
+        self.work.decode_cost = decodes_cost(self.num_tokens, context)
 
     def add_chunk(self, sequence: Sequence, tokens: tuple[int, ...], prefill: Prefill) -> None:
         """A chunk that was taken from `sequence`; its start record goes before the first."""

@@ -165,18 +165,19 @@ class KvLog:
             self._release_unseen(key, active, self._window, first_query)
         self._extend(key, active, num_tokens)
 
-    def append(self, key: SequenceKey, active: ActiveSequence, token: int) -> None:
-        """A block slot for one more token. Raises OutOfBlocks; then the token is not appended, though the
-        block before may have been promoted, which stands.
+    def append(self, sequence: Sequence) -> None:
+        """A block slot for the newest token of `sequence`. Raises OutOfBlocks; then the token is not
+        appended, though the block before may have been promoted, which stands.
         """
+        active = sequence.kv
         if self._window is not None:
-            self._release_unseen(key, active, self._window, len(active))
-        signals = active.push(token)
+            self._release_unseen(sequence.key, active, self._window, len(active))
+        signals = active.push(sequence.newest_token)
         if not signals:
             return
         try:
             for signal in self._ledger.settle(active, signals):
-                self._apply(key, active, signal)
+                self._apply(sequence.key, active, signal)
         except OutOfBlocks:
             active.pop()
             raise

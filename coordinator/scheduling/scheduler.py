@@ -225,23 +225,31 @@ class Scheduler:
             self._kv.free(release.key, release.active, release.signals)
 
     def _add_decodes(self, draft: Draft, kv: KvLog, num_steps: int, *, most: int) -> None:
+        slices, context = draft.slices, 0
         for sequence in self._decoding.take(num_steps, most=most):
             # An earlier one in this loop may have preempted it.
-            if sequence.can_decode and self._grow(sequence, kv):
-                draft.add_decode(sequence)
+            if sequence.can_decode:
+                try:
+                    kv.append(sequence)
+                except OutOfBlocks:
+                    if not self._make_room(sequence, kv):
+                        continue
+                slices.append(sequence.take_decode())
+                context += sequence.num_tokens
+        draft.count_decodes(context)
 
-    def _grow(self, sequence: Sequence, kv: KvLog) -> bool:
-        """Room for the newest token of `sequence`; False when the sequence itself had to be preempted."""
+    def _make_room(self, sequence: Sequence, kv: KvLog) -> bool:
+        """A block for the newest token of `sequence`; False when the sequence itself had to be preempted."""
         while True:
+            victim = max(self._running.values(), key=_ORDER)
+            self._preempt(victim)
+            if victim is sequence:
+                return False
             try:
-                kv.append(sequence.key, sequence.kv, sequence.newest_token)
-            except OutOfBlocks:
-                victim = max(self._running.values(), key=_ORDER)
-                self._preempt(victim)
-                if victim is sequence:
-                    return False
-            else:
+                kv.append(sequence)
                 return True
+            except OutOfBlocks:
+                continue
 
     def _preempt(self, victim: Sequence) -> None:
         self._stop_running(victim)

@@ -203,7 +203,7 @@ class Sequence:
     def take_decode(self) -> Slice:
         """The newest token, which is handed out now."""
         position = self._num_computed
-        assert self.can_decode and position == len(self._tokens) - 1
+        assert not self._is_token_due and position == len(self._tokens) - 1
         self._num_computed = position + 1
         self._is_token_due = True
         return Slice(self._key, self._generation, (self._tokens[-1],), Decode(position))

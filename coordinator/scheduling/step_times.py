@@ -1,5 +1,6 @@
 """How long steps take, learnt from what stages and results say. Pure; all times in microseconds."""
 
+import math
 from collections.abc import Sequence
 
 from coordinator.scheduling.fits import RecentLeast, TwoTermFit
@@ -48,12 +49,9 @@ class WorkTime:
         """
         per_token, per_pair = self._chunks.first, self._chunks.second
         linear, quadratic = per_token + per_pair * start, per_pair / 2
-        if linear + quadratic <= 0:
-            return float("inf")
-        if quadratic == 0:
-            return time_us / linear
-        root: float = (linear * linear + 4 * quadratic * time_us) ** 0.5
-        return (root - linear) / (2 * quadratic)
+        if linear <= 0:
+            return math.inf
+        return 2 * time_us / (linear + math.sqrt(linear * linear + 4 * quadratic * time_us))
 
 
 class StepTimes:

@@ -9,9 +9,9 @@ Only the balance between steps depends on it; how long a step takes is measured.
 """
 
 
-def decode_cost(num_tokens: int) -> int:
-    """The cost of a decode of a sequence with `num_tokens` tokens, in tokens of context."""
-    return CONTEXT_PER_SEQUENCE + num_tokens
+def decodes_cost(num_sequences: int, context: int) -> int:
+    """The cost of decodes of sequences with `context` tokens in all, in tokens of context."""
+    return num_sequences * CONTEXT_PER_SEQUENCE + context
 
 
 def chunk_pairs(start: int, num_tokens: int) -> int:
@@ -26,9 +26,6 @@ class StepWork:
     decode_cost: int = 0
     chunk_tokens: int = 0
     chunk_pairs: int = 0
-
-    def add_decode(self, num_tokens: int) -> None:
-        self.decode_cost += decode_cost(num_tokens)
 
     def add_chunk(self, start: int, num_tokens: int) -> None:
         self.chunk_tokens += num_tokens

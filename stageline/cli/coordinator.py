@@ -26,6 +26,8 @@ def coordinator(
     client_key: options.ClientKey = None,
     max_unread_tokens: options.MaxUnreadTokens = 4096,
     priority_age: options.PriorityAge = 10.0,
+    steps_in_flight: options.StepsInFlight = None,
+    max_decode_slowdown: options.MaxDecodeSlowdown = 1.4,
 ) -> int:
     """Plan the stages, and serve clients and workers until it is ended."""
     config = options.build_config(
@@ -45,6 +47,8 @@ def coordinator(
             client_key=client_key,
             max_unread_tokens=max_unread_tokens,
             priority_age_s=priority_age,
+            steps_in_flight=steps_in_flight,
+            max_decode_slowdown=max_decode_slowdown,
         )
     )
     from coordinator.app import run  # imported late: the other commands need none of it
@@ -67,5 +71,7 @@ def flags_of(config: CoordinatorConfig) -> tuple[str, ...]:
         "--client-key": config.client_key,
         "--max-unread-tokens": config.max_unread_tokens,
         "--priority-age": config.priority_age_s,
+        "--steps-in-flight": config.steps_in_flight,
+        "--max-decode-slowdown": config.max_decode_slowdown,
     }
     return tuple(part for flag, value in values.items() if value is not None for part in (flag, str(value)))

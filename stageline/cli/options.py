@@ -145,6 +145,14 @@ MaxUnreadTokens: TypeAlias = Annotated[
 PriorityAge: TypeAlias = Annotated[
     float, typer.Option(metavar="SECONDS", help="Waiting so long is worth one class of priority.")
 ]
+StepsInFlight: TypeAlias = Annotated[
+    int | None,
+    typer.Option(metavar="N", min=1, help="Steps in flight; measured times decide unless given."),
+]
+MaxDecodeSlowdown: TypeAlias = Annotated[
+    float,
+    typer.Option(metavar="X", help="How many times as long prefill may make decodes take."),
+]
 Memory: TypeAlias = Annotated[
     int | None,
     typer.Option(

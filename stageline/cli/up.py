@@ -46,6 +46,8 @@ def up(
     client_key: options.ClientKey = None,
     max_unread_tokens: options.MaxUnreadTokens = 4096,
     priority_age: options.PriorityAge = 10.0,
+    steps_in_flight: options.StepsInFlight = None,
+    max_decode_slowdown: options.MaxDecodeSlowdown = 1.4,
 ) -> int:
     """Start a coordinator and its workers on this machine, and keep them until Ctrl-C."""
 
@@ -66,6 +68,8 @@ def up(
             client_key=client_key,
             max_unread_tokens=max_unread_tokens,
             priority_age_s=priority_age,
+            steps_in_flight=steps_in_flight,
+            max_decode_slowdown=max_decode_slowdown,
         )
         cluster = LocalClusterConfig(
             num_workers=workers,

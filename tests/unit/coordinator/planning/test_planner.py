@@ -48,7 +48,8 @@ def objective(memory: StageMemory, counts: Sequence[int], capacities: Sequence[i
     roles = [StageRole.of_stage(stage, len(counts)) for stage in range(len(counts))]
     stages = list(zip(roles, counts, capacities, strict=True))
     least = SMALL_STEPS.max_sequence_tokens // BLOCK_SIZE
-    most = SMALL_STEPS.max_step_sequences * SMALL_STEPS.max_sequence_tokens // BLOCK_SIZE
+    num_sequences = (len(counts) + 1) * SMALL_STEPS.max_step_sequences
+    most = num_sequences * SMALL_STEPS.max_sequence_tokens // BLOCK_SIZE
     too_many = bisect_left(
         range(most + 1),
         True,
@@ -147,10 +148,11 @@ def test_a_small_first_worker_moves_to_where_it_fits() -> None:
     assert plan.stages[1].num_layers == 1
 
 
-def test_kv_is_capped_by_what_the_sequences_of_a_step_can_hold_and_by_the_caller() -> None:
+def test_kv_is_capped_by_what_the_sequences_in_flight_can_hold_and_by_the_caller() -> None:
     config = llama()
     most = SMALL_STEPS.max_step_sequences * SMALL_STEPS.max_sequence_tokens
-    assert small_plan(config, workers(GIB)).num_kv_tokens == most
+    assert small_plan(config, workers(GIB)).num_kv_tokens == 2 * most
+    assert small_plan(config, workers(GIB, GIB)).num_kv_tokens == 3 * most
     asked = make_plan(
         config, DType.F32, workers(GIB), limits=SMALL_STEPS, block_size=BLOCK_SIZE, max_kv_tokens=23
     )

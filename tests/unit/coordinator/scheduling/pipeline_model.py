@@ -14,7 +14,7 @@ from coordinator.scheduling.pace import SchedulerLimits
 from coordinator.scheduling.scheduler import Scheduler
 from coordinator.scheduling.sequence import FinishReason
 from coordinator.scheduling.sequence import Sequence as RequestSequence
-from coordinator.scheduling.work import decode_cost
+from coordinator.scheduling.work import decodes_cost
 from tests.unit.coordinator.scheduling.stage_replica import StageReplica, kv_entries, kv_entry, sample
 from wire.ids import RequestId, SequenceKey
 from wire.steps import (
@@ -166,7 +166,7 @@ class PipelineModel:
         """Sends steps for as long as there are any, as the engine does after each event."""
         while True:
             costs = [
-                decode_cost(each.num_tokens)
+                decodes_cost(1, each.num_tokens)
                 for each in self.scheduler.running
                 if each.state is SequenceState.DECODE
             ]
@@ -268,7 +268,7 @@ class PipelineModel:
         decodes = [part for part in step.slices if isinstance(part.inference_step, Decode)]
         if decodes:
             share = sum(costs) / self.limits.max_steps_in_flight
-            step_cost = sum(decode_cost(part.first_position + 1) for part in decodes)
+            step_cost = sum(decodes_cost(1, part.first_position + 1) for part in decodes)
             assert step_cost <= share + max(costs)
         num_before = self.scheduler.num_steps_in_flight - 1
         before = self.sent[len(self.sent) - num_before :]

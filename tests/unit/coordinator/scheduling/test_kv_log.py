@@ -37,18 +37,34 @@ def sequence_of(prompt: tuple[int, ...], *, number: int = 0, max_tokens: int = 5
 
 
 def admitted(log: KvLog, prompt: tuple[int, ...], *, number: int = 0) -> ActiveSequence:
-    """A sequence whose whole prompt is allocated."""
-    active = log.plan(sequence_of(prompt, number=number)).active
+    """The blocks of a sequence whose whole prompt is allocated."""
+    return running(log, prompt, number=number).kv
+
+
+def running(log: KvLog, prompt: tuple[int, ...], *, number: int = 0) -> Sequence:
+    """A sequence whose whole prompt is allocated and handed out."""
+    sequence = sequence_of(prompt, number=number)
+    active = log.plan(sequence).active
     log.allocate(key_of(number), active, len(prompt))
-    return active
+    sequence.begin_prefill(active, num_cached_tokens=0)
+    sequence.take_chunk(len(prompt))
+    return sequence
+
+
+def append(log: KvLog, sequence: Sequence, token: int) -> None:
+    """`token` is sampled and handed out."""
+    sequence.accept_token(token)
+    log.append(sequence)
+    sequence.take_decode()
 
 
 def test_replaying_the_outbox_gives_the_same_digest_at_every_step() -> None:
     log, replica = KvLog(num_blocks=4, block_size=2), BlockPool(4)
-    active = admitted(log, (1, 2, 3))
+    sequence = running(log, (1, 2, 3))
+    active = sequence.kv
     other = admitted(log, (1, 2, 4), number=1)
     for token in (5, 6):
-        log.append(key_of(0), active, token)
+        append(log, sequence, token)
     log.free(key_of(1), other, other.free_signals())
     log.free(key_of(0), active, active.free_signals())
     assert log.has_pending
@@ -117,17 +133,18 @@ def test_a_chunk_ends_with_the_prefill_or_on_a_block_boundary(
 
 def test_a_failed_append_keeps_the_promotion_and_can_be_tried_again() -> None:
     log = KvLog(num_blocks=2, block_size=2)
-    active, other = admitted(log, (1,)), admitted(log, (7,), number=1)
-    log.append(key_of(0), active, 2)
+    sequence, other = running(log, (1,)), admitted(log, (7,), number=1)
+    active = sequence.kv
+    append(log, sequence, 2)
     log.take_pending()
     with pytest.raises(OutOfBlocks):
-        log.append(key_of(0), active, 3)
+        append(log, sequence, 3)
     assert list(active.tokens) == [1, 2]
     assert [type(entry.signal) for entry in log.take_pending()] == [Promote]
     log.check_integrity([active, other])
 
     log.free(key_of(1), other, other.free_signals())
-    log.append(key_of(0), active, 3)
+    log.append(sequence)
     assert list(active.tokens) == [1, 2, 3]
     assert [type(entry.signal) for entry in log.take_pending()] == [Destroy, Use]
     log.check_integrity([active])

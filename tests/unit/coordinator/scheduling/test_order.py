@@ -47,7 +47,7 @@ def test_a_higher_class_overtakes_who_has_waited_less_than_so_many_ages(
         assert comes_first(late, early, after_s) == (after_s < ages * AGE_S)
 
 
-@given(CLASSES, CLASSES, st.floats(0, 1e6), st.floats(0, 1e6))
+@given(CLASSES, CLASSES, st.floats(0, 1e6), st.floats(1e-6, 1e6))
 def test_nobody_is_overtaken_by_who_comes_two_ages_later(
     late: Priority, early: Priority, waited_s: float, more_s: float
 ) -> None:

@@ -78,7 +78,7 @@ def test_the_first_token_enters_decode_and_the_last_one_finishes() -> None:
     prefill(sequence)
     assert sequence.accept_token(5) is None
     assert sequence.state is SequenceState.DECODE
-    assert sequence.take_decode_token() == 5
+    assert sequence.take_decode().tokens == (5,)
     assert sequence.accept_token(6) is FinishReason.LENGTH
     assert sequence.state is SequenceState.FINISHED
     assert sequence.generated_tokens == (5, 6)
@@ -107,7 +107,7 @@ def test_a_stop_token_counts_as_stop_also_at_the_last_position(max_tokens: int) 
     prefill(sequence)
     for _ in range(max_tokens - 1):
         assert sequence.accept_token(5) is None
-        sequence.take_decode_token()
+        sequence.take_decode()
     assert sequence.accept_token(STOP_TOKEN) is FinishReason.STOP
     assert sequence.generated_tokens[-1] == STOP_TOKEN
 
@@ -156,10 +156,10 @@ def test_the_newest_token_is_handed_out_once() -> None:
     prefill(sequence)
     assert not sequence.can_decode
     sequence.accept_token(5)
-    sequence.take_decode_token()
+    sequence.take_decode()
     assert not sequence.can_decode
     with pytest.raises(AssertionError):
-        sequence.take_decode_token()
+        sequence.take_decode()
 
 
 def test_a_queued_sequence_has_no_blocks_to_ask_for() -> None:
@@ -328,11 +328,11 @@ class AnySequence(RuleBasedStateMachine):
 
     @precondition(lambda self: self.sequence.can_decode)
     @rule()
-    def take_decode_token(self) -> None:
+    def take_decode(self) -> None:
         sequence = self.sequence
         assert sequence.num_computed_tokens == sequence.num_tokens - 1
         assert sequence.take_start_record() is None
-        assert sequence.take_decode_token() == sequence.newest_token == self.accepted[-1]
+        assert sequence.take_decode().tokens == (sequence.newest_token,) == (self.accepted[-1],)
         assert sequence.num_computed_tokens == sequence.num_tokens
 
     @precondition(lambda self: self.is_token_due)

@@ -1,0 +1,185 @@
+"""How many steps are in flight, and how long chunks may take, against a pipeline with known times."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from coordinator.scheduling.pace import DecodeLoad, Pace, SchedulerLimits
+from coordinator.scheduling.step_times import StepTimes
+from coordinator.scheduling.work import StepWork, chunk_pairs, decodes_cost
+from wire.steps import StageTime
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """Stages that take `base_us`, and so much per decode, chunk token and million query-key pairs."""
+
+    slowness: tuple[float, ...] = (1.0, 1.0)
+    base_us: float = 10_000
+    per_decode_us: float = 0
+    per_token_us: float = 100
+    per_million_pairs_us: float = 0
+    transfer_us: float = 500
+
+    def step_us(self, work: StepWork) -> float:
+        """On a stage of slowness 1."""
+        chunks = work.chunk_tokens * self.per_token_us + work.chunk_pairs * self.per_million_pairs_us / 1e6
+        return self.base_us + work.decode_cost / 1024 * self.per_decode_us + chunks
+
+    def chunk_step_us(self, start: int, num_tokens: int) -> float:
+        work = StepWork()
+        work.add_chunk(start, num_tokens)
+        return self.step_us(work)
+
+    def measured(self) -> StepTimes:
+        """What is known after decodes and chunks of several sizes."""
+        times = StepTimes()
+        for number in range(1, 30):
+            self._observe(times, StepWork(decode_cost=decodes_cost(number, 0)))
+            work = StepWork(decode_cost=decodes_cost(2, 0))
+            work.add_chunk(64 * number, 32 * (1 + number % 8))
+            self._observe(times, work)
+        return times
+
+    def _observe(self, times: StepTimes, work: StepWork) -> None:
+        computing = [self.step_us(work) * slowness for slowness in self.slowness]
+        waiting = 300
+        elapsed = sum(computing) + waiting * len(computing) + self.transfer_us
+        times.observe(work, [StageTime(waiting, round(each)) for each in computing], elapsed)
+
+
+def pace_of(stages: Stages, **limits: Any) -> Pace:
+    values = {
+        "max_step_tokens": 512,
+        "max_step_sequences": 64,
+        "max_steps_in_flight": 20,
+        "min_steps_in_flight": len(stages.slowness),
+        **limits,
+    }
+    return Pace(SchedulerLimits(**values), stages.measured())
+
+
+def load_of(num_sequences: int) -> DecodeLoad:
+    return DecodeLoad(num_sequences, decodes_cost(num_sequences, 0))
+
+
+NOBODY = DecodeLoad(0, 0)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4, 16])
+def test_steps_that_cost_the_same_at_any_size_are_as_many_as_stages(num_stages: int) -> None:
+    pace = pace_of(Stages(slowness=(1.0,) * num_stages))
+    assert pace.steps_in_flight(load_of(48)) == num_stages
+
+
+def test_steps_that_are_full_anyway_are_one_more_so_that_no_stage_waits_for_a_transfer() -> None:
+    pace = pace_of(Stages(slowness=(1.0, 1.0), transfer_us=2_000), max_step_sequences=4)
+    assert pace.steps_in_flight(load_of(64)) == 3
+
+
+def test_slow_transfers_are_filled_with_more_steps() -> None:
+    near, far = Stages(transfer_us=500), Stages(transfer_us=60_000)
+    assert pace_of(near).steps_in_flight(load_of(64)) == 2
+    assert pace_of(far).steps_in_flight(load_of(64)) == 8
+
+
+def test_what_memory_allows_bounds_the_steps() -> None:
+    assert pace_of(Stages(transfer_us=1e6), max_steps_in_flight=5).steps_in_flight(load_of(64)) == 5
+    assert pace_of(Stages(transfer_us=1e6), max_steps_in_flight=2).steps_in_flight(load_of(64)) == 2
+
+
+def test_where_steps_cost_what_they_compute_transfers_cost_nothing_more_to_hide() -> None:
+    """Four steps of 4 ms: each is on its way for twice 4 and 8 ms, so a stage is always busy."""
+    pace = pace_of(Stages(base_us=0, per_decode_us=1_000, transfer_us=8_000))
+    assert pace.steps_in_flight(load_of(16)) == 4
+
+
+def test_an_uneven_pipeline_needs_no_more_steps_than_keep_its_slowest_stage_busy() -> None:
+    pace = pace_of(Stages(slowness=(1.0, 0.2, 0.2, 0.2), transfer_us=400), max_step_sequences=4)
+    assert pace.steps_in_flight(load_of(64)) == 4
+
+
+def test_without_measurements_there_is_a_step_for_each_stage() -> None:
+    limits = SchedulerLimits(
+        max_step_tokens=64, max_step_sequences=8, max_steps_in_flight=12, min_steps_in_flight=3
+    )
+    pace = Pace(limits, StepTimes())
+    assert pace.steps_in_flight(load_of(10)) == 3
+    assert pace.chunk_tokens(NOBODY, start=0, prefill_us=0) == 64
+    assert pace.chunk_tokens(load_of(10), start=512, prefill_us=0) == 64
+
+
+def test_prefill_alone_has_one_step_more_than_stages() -> None:
+    pace = pace_of(Stages(slowness=(1.0,) * 4))
+    assert pace.steps_in_flight(NOBODY) == 5
+
+
+def test_a_fixed_number_of_steps_is_kept() -> None:
+    pace = pace_of(Stages(transfer_us=1e6), max_steps_in_flight=3, min_steps_in_flight=None)
+    assert pace.steps_in_flight(load_of(64)) == pace.steps_in_flight(NOBODY) == 3
+
+
+# Chunks
+
+
+def test_chunks_get_shorter_as_the_context_grows_so_that_they_take_equal_time() -> None:
+    stages = Stages(base_us=0, per_million_pairs_us=100_000)
+    pace = pace_of(stages)
+    sizes = {
+        start: pace.chunk_tokens(NOBODY, start=start, prefill_us=0) for start in (0, 2_000, 8_000, 30_000)
+    }
+    assert sizes[0] == 512
+    assert sizes[2_000] > sizes[8_000] > sizes[30_000] > 0
+    full_us = stages.chunk_step_us(0, 512)
+    for start, size in sizes.items():
+        assert stages.chunk_step_us(start, size) == pytest.approx(full_us, rel=0.1)
+
+
+def test_chunks_stay_full_where_the_context_costs_nothing() -> None:
+    pace = pace_of(Stages())
+    assert pace.chunk_tokens(NOBODY, start=100_000, prefill_us=0) == 512
+
+
+@pytest.mark.parametrize("slowdown", [1.2, 1.4, 3.0])
+def test_beside_decodes_a_step_takes_no_longer_than_allowed(slowdown: float) -> None:
+    stages = Stages(per_million_pairs_us=50_000)
+    pace = pace_of(stages, max_decode_slowdown=slowdown)
+    alone_us = stages.step_us(StepWork(decode_cost=decodes_cost(8, 0)))
+    for start in (0, 1_000, 5_000):
+        size = pace.chunk_tokens(load_of(16), start=start, prefill_us=0)
+        added_us = size * stages.per_token_us + chunk_pairs(start, size) * 0.05
+        assert 0.7 * (slowdown - 1) * alone_us <= added_us <= 1.1 * (slowdown - 1) * alone_us
+
+
+def test_chunks_of_one_step_share_what_decodes_may_be_slowed_down_by() -> None:
+    pace = pace_of(Stages())
+    alone = pace.chunk_tokens(load_of(16), start=0, prefill_us=0)
+    half = pace.chunk_us(start=0, num_tokens=alone // 2)
+    second = pace.chunk_tokens(load_of(16), start=0, prefill_us=half)
+    assert second == pytest.approx(alone / 2, abs=2)
+    assert pace.chunk_tokens(load_of(16), start=0, prefill_us=2.5 * half) == 0
+
+
+def test_few_decodes_leave_the_idle_time_of_the_stages_to_prefill() -> None:
+    """One stream through four stages takes four steps' time for a token, of which each stage works one."""
+    pace = pace_of(Stages(slowness=(1.0,) * 4))
+    assert pace.chunk_tokens(load_of(1), start=0, prefill_us=0) == pytest.approx(40, abs=4)
+    cycle_us = 4 * 10_000 + 500
+    assert 4 * pace.chunk_us(start=0, num_tokens=40) <= 0.45 * cycle_us
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"min_steps_in_flight": 0},
+        {"min_steps_in_flight": 9},
+        {"max_decode_slowdown": 1.0},
+        {"max_step_tokens": 0},
+    ],
+)
+def test_impossible_limits_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(values))):
+        SchedulerLimits(**{"max_step_tokens": 8, "max_step_sequences": 8, "max_steps_in_flight": 8, **values})
