@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, ParamSpec, TypeVar
 
-import torch
-
 log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
@@ -29,9 +27,9 @@ class ComputeThread:
     A daemon, so that a process can end while a checkpoint is still being read.
     """
 
-    def __init__(self, *, num_threads: int | None = None) -> None:
-        """`num_threads`: threads of torch inside one operation; None leaves torch's own choice."""
-        self._num_threads = num_threads
+    def __init__(self, *, on_start: Callable[[], None] = lambda: None) -> None:
+        """`on_start` runs first on the thread."""
+        self._on_start = on_start
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="stage-compute", daemon=True)
         self._thread.start()
@@ -54,8 +52,7 @@ class ComputeThread:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        if self._num_threads is not None:
-            torch.set_num_threads(self._num_threads)
+        self._on_start()
         while (job := self._jobs.get()) is not None:
             if job.done.cancelled():
                 continue

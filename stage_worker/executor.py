@@ -1,31 +1,21 @@
-"""The routine that runs every step on every stage, whatever its role.
+"""The routine that runs every step on every stage, whatever its role and whatever computes.
 
 take the frame -> apply ends, starts, signals -> compare digests -> check the slices
-  -> [embed | take the hidden states] -> layers -> [hand the hidden states on | logits and sampling]
+  -> compute -> [hand the hidden states on | answer with the results]
 """
 
-import itertools
 import logging
-import time
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from kvcache import BlockTables, KvCacheError
-from kvcache.pages import KvPages
 from stage_worker.assignment import Assignment
-from stage_worker.models import DecoderStage, SliceLayout, StepLayout
 from stage_worker.outputs import HandedOn, StageOutput
-from stage_worker.sampling import Sampler
-from stage_worker.sampling.grammar_masks import GrammarMasks
 from stage_worker.sequences import SequenceStates
+from stage_worker.stage_compute import StageCompute
 from stage_worker.step_checks import StepRules, check_hidden_states, check_limits, slice_layouts
-from stage_worker.tensor_views import from_view, to_view
 from wire.errors import StepFault, StepFaultKind
 from wire.frames import Frame
-from wire.ids import SequenceKey
-from wire.steps import SliceResult, Step, StepResult
+from wire.steps import Step, StepResult
 
 log = logging.getLogger(__name__)
 
@@ -44,28 +34,18 @@ class ExecutorStats:
 
 
 class StepExecutor:
-    """Owns model, pages, block tables and sequence states of one stage; used from the compute thread only.
+    """Owns block tables and sequence states of one stage, and what computes for it.
 
-    `stats` and `max_hidden_bytes` may be read from anywhere.
+    Used from one thread only; `stats` and `max_hidden_bytes` may be read from anywhere.
     """
 
-    def __init__(
-        self,
-        assignment: Assignment,
-        model: DecoderStage,
-        pages: KvPages,
-        grammars: GrammarMasks | None = None,
-    ) -> None:
-        """`pages` has `assignment.num_blocks` pages for the layers of `model`; `grammars` are for LAST."""
-        self._grammars = grammars
+    def __init__(self, assignment: Assignment, compute: StageCompute) -> None:
+        """`compute` is for the assigned layers, and has room for `assignment.num_blocks` blocks."""
         self._role = assignment.role
         self._num_blocks = assignment.num_blocks
         self._block_size = assignment.block_size
-        self._model = model
-        self._pages = pages
-        self._rules = StepRules.of(
-            assignment, hidden_size=model.config.hidden_size, vocab_size=model.config.vocab_size
-        )
+        self._compute = compute
+        self._rules = StepRules.of(assignment, hidden_size=compute.hidden_size, vocab_size=compute.vocab_size)
         self.max_hidden_bytes = self._rules.max_hidden_bytes
         self.stats = ExecutorStats(blocks_free=assignment.num_blocks)
         self._busy_s = 0.0
@@ -76,27 +56,18 @@ class StepExecutor:
     def begin_epoch(self, epoch: int, *, stage: int) -> None:
         """Forgets everything but the weights: an empty pool, no sequences, step 0 next."""
         self._epoch = epoch
-        self._stage = stage
         self._next_step_id = 0
         self._refused = None
         self._tables = BlockTables(self._num_blocks, block_size=self._block_size)
         self._sequences = SequenceStates()
-        if self._grammars is not None:
-            self._grammars.clear()
-        self._sampler = (
-            Sampler(vocab_size=self._rules.vocab_size, stage=stage, grammars=self._grammars)
-            if self._role.has_head
-            else None
-        )
+        self._compute.begin_epoch(stage=stage)
         self._publish()
 
     def run(self, frame: Frame) -> StageOutput:
         """One step. Raises StepFault, and from then on refuses every frame of the epoch."""
-        started = time.perf_counter()
         try:
             self._check_order(frame.step)
-            with torch.inference_mode():
-                output = self._run(frame)
+            output = self._run(frame)
         except StepFault as fault:
             raise self._refuse(fault, frame.step) from fault.__cause__
         except Exception as error:
@@ -104,9 +75,12 @@ class StepExecutor:
             device_fault = StepFault(StepFaultKind.DEVICE, f"{type(error).__name__}: {error}")
             raise self._refuse(device_fault, frame.step) from error
         self._next_step_id += 1
-        self._busy_s += time.perf_counter() - started
         self._publish()
         return output
+
+    def note_busy(self, seconds: float) -> None:
+        """The step that ran last took so long; the next one publishes it."""
+        self._busy_s += seconds
 
     def check_integrity(self) -> None:
         """Proves pool and block tables sound. Raises kvcache.IntegrityBroken."""
@@ -130,23 +104,22 @@ class StepExecutor:
         check_limits(step, self._rules)
         self._apply(step)
         layouts = slice_layouts(step.slices, self._sequences, self._tables, self._rules)
-        hidden = self._compute(frame, layouts) if layouts else None
+        computed = self._compute.compute(frame, layouts) if layouts else None
         for part in step.slices:
             self._sequences.get(part.sequence).advance(part)
-        if self._sampler is None:
-            return HandedOn(step.step_id, frame.step_bytes, None if hidden is None else to_view(hidden))
-        results = () if hidden is None else self._answer(step, hidden, self._sampler)
-        return StepResult(step.epoch, step.step_id, results)
+        if self._role.has_head:
+            assert computed is None or isinstance(computed, tuple), "LAST answers with results"
+            return StepResult(step.epoch, step.step_id, computed or ())
+        assert not isinstance(computed, tuple), "every other stage hands hidden states on"
+        return HandedOn(step.step_id, frame.step_bytes, computed)
 
     def _apply(self, step: Step) -> None:
         for end in step.ends:
             self._sequences.end(end)
-            if self._sampler is not None:
-                self._sampler.end(end.sequence)
+            self._compute.end(end.sequence)
         for start in step.starts:
             self._sequences.start(start)
-            if self._sampler is not None:
-                self._sampler.start(start)
+            self._compute.start(start)
         for entry in step.signals:
             try:
                 self._tables.apply(entry.sequence, entry.signal)
@@ -176,46 +149,6 @@ class StepExecutor:
                 raise StepFault(
                     StepFaultKind.RECORD, f"end of {key}: {error}", request_ids=(key.request_id,)
                 ) from error
-
-    def _compute(self, frame: Frame, layouts: list[SliceLayout]) -> Tensor:
-        model = self._model
-        layout = model.layout(layouts, block_size=self._block_size)
-        self._check_writes(layout)
-        if frame.hidden is None:
-            tokens = [token for part in frame.step.slices for token in part.tokens]
-            hidden = model.embed(torch.tensor(tokens, dtype=torch.int64))
-        else:
-            hidden = from_view(frame.hidden, device=model.device)
-        return model.forward(hidden, layout, self._pages)
-
-    def _check_writes(self, layout: StepLayout) -> None:
-        """All layers write the same slots: what is wrong with them is found before the first is written."""
-        slots, pages = layout.writes.slots, self._pages
-        try:
-            pages.validate_write(
-                slots,
-                shape=(slots.numel(), pages.num_kv_heads, pages.head_dim),
-                dtype=self._model.torch_dtype,
-                device=self._model.device,
-            )
-        except KvCacheError as error:
-            raise StepFault(StepFaultKind.KV_SIGNAL, f"{type(error).__name__}: {error}") from error
-
-    def _answer(self, step: Step, hidden: Tensor, sampler: Sampler) -> tuple[SliceResult, ...]:
-        """One result per slice that is sampled or scored, in slice order."""
-        ends = list(itertools.accumulate(len(part.tokens) for part in step.slices))
-        sampled = [(part, end - 1) for part, end in zip(step.slices, ends, strict=True) if part.is_sampled]
-        results: dict[SequenceKey, SliceResult] = {}
-        if sampled:
-            logits = self._model.logits(hidden[[row for _, row in sampled]])
-            chosen = sampler.choose([part for part, _ in sampled], logits)
-            results = {result.sequence: result for result in chosen}
-        for part, end in zip(step.slices, ends, strict=True):
-            if part.is_scored:
-                unscored = results.get(part.sequence, SliceResult(part.sequence, part.generation, None))
-                rows = hidden[end - len(part.tokens) : end]
-                results[part.sequence] = sampler.score(part, rows, self._model.logits, unscored)
-        return tuple(results[part.sequence] for part in step.slices if part.is_answered)
 
     def _refuse(self, fault: StepFault, step: Step) -> StepFault:
         if self._refused is None and step.epoch == self._epoch:

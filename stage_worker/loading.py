@@ -2,7 +2,7 @@
 
 import logging
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,34 +12,14 @@ from checkpoint import Checkpoint, ModelConfig, kv_bytes_per_token_per_layer
 from kvcache.pages import KvPages
 from stage_worker.assignment import Assignment
 from stage_worker.executor import StepExecutor
+from stage_worker.model_compute import ModelCompute
 from stage_worker.models import TORCH_DTYPES, DecoderStage
 from stage_worker.sampling.grammar_masks import GrammarMasks
+from stage_worker.stage_load import LoadedStage, LoadProgress, StageLoadError
 from stage_worker.warmup import warm_up
 from wire.errors import HandshakeMismatch, ServingError
 
 log = logging.getLogger(__name__)
-
-
-class StageLoadError(Exception):
-    """This worker cannot run what it was assigned; the text has the reason and the numbers."""
-
-
-class LoadProgress:
-    """How far a load is, and the wish that it end; shared between the event loop and the compute thread."""
-
-    def __init__(self) -> None:
-        self.fraction = 0.0
-        self._is_cancelled = False
-
-    def cancel(self) -> None:
-        """Ends the load at the next tensor."""
-        self._is_cancelled = True
-
-    def advance(self, fraction: float) -> None:
-        """Raises StageLoadError when the load is not wanted any more."""
-        if self._is_cancelled:
-            raise StageLoadError(f"the load was given up at {fraction:.0%}")
-        self.fraction = fraction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,22 +29,6 @@ class WorkerResources:
     device: torch.device
     memory_bytes: int
     model_directory: Path | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedStage:
-    """A warm stage with empty pages, and what it took. `executor` belongs to the compute thread."""
-
-    assignment: Assignment
-    executor: StepExecutor
-    weight_bytes: int
-    kv_bytes: int
-    load_ms: int
-    warmup_ms: int
-
-    def placed(self, assignment: Assignment) -> "LoadedStage":
-        """The same loaded stage under another assignment that it serves as it is."""
-        return replace(self, assignment=assignment)
 
 
 def load_stage(
@@ -102,7 +66,8 @@ def _load(assignment: Assignment, resources: WorkerResources, progress: LoadProg
     _check_memory(assignment, resources, weight_bytes=model.weight_bytes, kv_bytes=kv_bytes)
     model.load(checkpoint, on_progress=progress.advance)
     pages = _new_pages(assignment, checkpoint.config, resources.device)
-    executor = StepExecutor(assignment, model, pages, _grammars(assignment, checkpoint))
+    compute = ModelCompute(model, pages, _grammars(assignment, checkpoint))
+    executor = StepExecutor(assignment, compute)
     loaded = time.perf_counter()
     warm_up(executor, assignment, checkpoint.config, budget_s=_warmup_budget_s(resources.device))
     return LoadedStage(

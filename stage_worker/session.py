@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import DecodeError
 
 from stage_worker.assignment import Assignment
-from stage_worker.compute import ComputeThread
+from stage_worker.backend import StageBackend
 from stage_worker.executor import StepExecutor
 from stage_worker.handshake import Epoch, check_hop
 from stage_worker.hop import Hop
@@ -39,7 +39,7 @@ class EpochSession:
         epoch: Epoch,
         assignment: Assignment,
         executor: StepExecutor,
-        compute: ComputeThread,
+        backend: StageBackend,
         hop: Hop,
         on_ready: Callable[[], None],
         on_refused: Callable[[FaultReport | None], None],
@@ -50,7 +50,7 @@ class EpochSession:
         self.is_serving = False
         self._assignment = assignment
         self._executor = executor
-        self._compute = compute
+        self._backend = backend
         self._hop = hop
         self._on_ready = on_ready
         self._on_refused = on_refused
@@ -121,9 +121,7 @@ class EpochSession:
 
     async def _run(self) -> None:
         try:
-            await self._compute.run(
-                self._executor.begin_epoch, self.epoch.number, stage=self._assignment.stage
-            )
+            await self._backend.begin_epoch(self._executor, self.epoch.number, stage=self._assignment.stage)
             await self._hop.dial()
             self.is_serving = True
             self._on_ready()
@@ -147,9 +145,9 @@ class EpochSession:
             frame = await self._inbox.get()
             if isinstance(frame, StepFault):
                 raise frame
-            output = await self._compute.run(self._executor.run, frame)
+            ran = await self._backend.run(self._executor, frame)
             self._next_step_id = frame.step.step_id + 1
-            await self._outbox.put(output)
+            await self._outbox.put(ran.output)
 
     async def _send_outputs(self) -> None:
         while True:

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from stage_worker.assignment import Assignment, decode_assignment, wants
-from stage_worker.compute import ComputeThread
+from stage_worker.backend import StageBackend
 from stage_worker.handshake import Epoch, check_protocol, decode_epoch, epoch_problem, hop_hello
 from stage_worker.hop import Hop, hop_to_coordinator, hop_to_stage
-from stage_worker.loading import LoadedStage, LoadProgress, StageLoadError, WorkerResources, load_stage
 from stage_worker.session import EpochSession
+from stage_worker.stage_load import LoadedStage, LoadProgress, StageLoadError
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
 from wire.errors import StaleStream, StepFaultKind
 from wire.ids import Incarnation
@@ -43,8 +43,7 @@ class StageHost:
         *,
         coordinator: str,
         incarnation: Incarnation,
-        resources: WorkerResources,
-        compute: ComputeThread,
+        backend: StageBackend,
         on_serving: Callable[[bool], None],
     ) -> None:
         """`coordinator` is where this worker reaches it: the address of `Join`, and of LAST's results.
@@ -53,8 +52,7 @@ class StageHost:
         """
         self._coordinator = coordinator
         self._incarnation = incarnation
-        self._resources = resources
-        self._compute = compute
+        self._backend = backend
         self._on_serving = on_serving
         self._orders: asyncio.Queue[tuple[Order | _Disconnected, Reply]] = asyncio.Queue()
         self._loaded: LoadedStage | None = None
@@ -170,7 +168,7 @@ class StageHost:
         )
         self._loading, self._load_progress = assignment, LoadProgress()
         try:
-            loaded = await self._compute.run(load_stage, assignment, self._resources, self._load_progress)
+            loaded = await self._backend.load(assignment, self._load_progress)
         finally:
             self._loading = None
         log.info("loaded in %d ms, warmed up in %d ms", loaded.load_ms, loaded.warmup_ms)
@@ -219,7 +217,7 @@ class StageHost:
             epoch=epoch,
             assignment=loaded.assignment,
             executor=loaded.executor,
-            compute=self._compute,
+            backend=self._backend,
             hop=self._new_hop(epoch, loaded.assignment),
             on_ready=on_ready,
             on_refused=on_refused,

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from checkpoint import DType
 from kvcache import BlockTables
 from stage_worker.assignment import Assignment
-from stage_worker.models import SliceLayout
 from stage_worker.sequences import SequenceStates
+from stage_worker.slice_layout import SliceLayout
 from wire.errors import StepFault, StepFaultKind
 from wire.frames import Frame
 from wire.ids import SequenceKey

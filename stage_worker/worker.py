@@ -10,11 +10,10 @@ from collections.abc import Iterable
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
-from stage_worker.compute import ComputeThread
+from stage_worker.backend import StageBackend
 from stage_worker.config import WorkerConfig
 from stage_worker.control import Membership
-from stage_worker.loading import WorkerResources
-from stage_worker.memory import default_memory_bytes, parse_device, resident_bytes
+from stage_worker.process_memory import resident_bytes
 from stage_worker.service import StageService
 from stage_worker.stage_host import StageHost
 from stageline_rpc.v1 import cluster_pb2, stage_pb2, stage_pb2_grpc
@@ -35,21 +34,14 @@ class Worker:
     def __init__(self, config: WorkerConfig) -> None:
         """Raises ValueError for a device that is not here. Binds nothing yet."""
         self._config = config
-        self._device = parse_device(config.device)
-        self._memory_bytes = config.memory_bytes or default_memory_bytes(self._device)
         self._incarnation = new_incarnation()
         self._health = health_aio.HealthServicer()
-        self._compute = ComputeThread(num_threads=config.num_threads)
+        self._backend = _new_backend(config)
         self._server = new_server()
         self._host = StageHost(
             coordinator=config.coordinator,
             incarnation=self._incarnation,
-            resources=WorkerResources(
-                device=self._device,
-                memory_bytes=self._memory_bytes,
-                model_directory=config.model_directory,
-            ),
-            compute=self._compute,
+            backend=self._backend,
             on_serving=self._set_serving,
         )
         self._health_tasks: set[asyncio.Task[None]] = set()
@@ -96,10 +88,10 @@ class Worker:
             await _cancel((joined, orders))
 
     async def stop(self) -> bool:
-        """Ends server and compute thread; False when the thread is still busy."""
+        """Ends server and backend; False when the backend is still busy."""
         await self._server.stop(_STOP_GRACE_S)
         await _cancel(self._health_tasks)
-        return self._compute.stop(timeout_s=_STOP_GRACE_S)
+        return self._backend.stop(timeout_s=_STOP_GRACE_S)
 
     async def _listen_address(self) -> Address:
         """As configured; otherwise a free port where the coordinator is reached from, and nowhere else."""
@@ -113,8 +105,8 @@ class Worker:
             name=self.name,
             incarnation=self._incarnation,
             address=self.advertised_address,
-            device=str(self._device),
-            memory_bytes=self._memory_bytes,
+            device=self._backend.device,
+            memory_bytes=self._backend.memory_bytes,
             last_epoch=self._host.last_epoch,
             pid=os.getpid(),
             hostname=socket.gethostname(),
@@ -136,6 +128,13 @@ class Worker:
     async def _report_health(self, status: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> None:
         for service in ("", STAGE_SERVICE):
             await self._health.set(service, status)
+
+
+def _new_backend(config: WorkerConfig) -> StageBackend:
+    """Raises ValueError for a device that is not here."""
+    from stage_worker.torch_backend import TorchBackend  # imported late: a mock does without torch
+
+    return TorchBackend(config)
 
 
 async def _advertised(bound: Address, coordinator: str) -> Address:

@@ -24,6 +24,7 @@ from coordinator.scheduling.sequence import Sequence
 from kvcache.pages import KvPages
 from stage_worker.assignment import Assignment
 from stage_worker.executor import StepExecutor
+from stage_worker.model_compute import ModelCompute
 from stage_worker.models import TORCH_DTYPES, DecoderStage
 from wire.frames import Frame, FrameAssembler, encode_frame
 from wire.ids import SequenceKey, new_request_id
@@ -230,7 +231,7 @@ class LocalPipeline:
             dtype=TORCH_DTYPES[self._dtype],
             device=device,
         )
-        return StepExecutor(assignment, model, pages)
+        return StepExecutor(assignment, ModelCompute(model, pages))
 
 
 def _sequence(request: Request, arrival: int) -> Sequence:

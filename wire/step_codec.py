@@ -7,6 +7,7 @@ from wire.errors import StepFault, StepFaultKind
 from wire.ids import RequestId, SequenceKey
 from wire.sampling_codec import decode_logprobs, decode_sampling, encode_logprobs, encode_sampling
 from wire.signal_codec import decode_signal, encode_signal
+from wire.stage_times import decode_stage_times, encode_stage_times
 from wire.steps import (
     Decode,
     EndRecord,
@@ -30,9 +31,11 @@ def encode_step(step: Step) -> bytes:
     for start in step.starts:
         _add_start(message, start)
     for end in step.ends:
-        message.ends.add(sequence=_encode_key(end.sequence), generation=end.generation)
+        ended = message.ends.add(generation=end.generation)
+        _set_key(ended.sequence, end.sequence)
     for entry in step.signals:
-        signal = message.signals.add(sequence=_encode_key(entry.sequence))
+        signal = message.signals.add()
+        _set_key(signal.sequence, entry.sequence)
         encode_signal(entry.signal, signal)
     if step.traceparent:
         message.trace.traceparent = step.traceparent
@@ -59,7 +62,7 @@ def _decode_step(message: stage_pb2.Step) -> Step:
     return Step(
         epoch=message.epoch,
         step_id=message.step_id,
-        slices=tuple(_decode_slice(part) for part in message.slices),
+        slices=tuple([_decode_slice(part) for part in message.slices]),
         starts=tuple(_decode_start(start) for start in message.starts),
         ends=tuple(EndRecord(_decode_key(end.sequence), end.generation) for end in message.ends),
         signals=tuple(
@@ -72,15 +75,20 @@ def _decode_step(message: stage_pb2.Step) -> Step:
 
 
 def encode_result(result: StepResult) -> stage_pb2.StepResult:
-    message = stage_pb2.StepResult(epoch=result.epoch, step_id=result.step_id)
+    message = stage_pb2.StepResult(
+        epoch=result.epoch, step_id=result.step_id, stage_times=encode_stage_times(result.stage_times)
+    )
     for entry in result.results:
-        encoded = message.results.add(sequence=_encode_key(entry.sequence), generation=entry.generation)
-        if isinstance(entry.outcome, SliceError):
-            encoded.error.kind = stage_pb2.SliceError.Kind.ValueType(entry.outcome.kind)
-            encoded.error.stage = entry.outcome.stage
-            encoded.error.message = entry.outcome.message
-        elif entry.outcome is not None:
-            encoded.token = entry.outcome
+        encoded = message.results.add()
+        _set_key(encoded.sequence, entry.sequence)
+        encoded.generation = entry.generation
+        outcome = entry.outcome
+        if isinstance(outcome, SliceError):
+            encoded.error.kind = stage_pb2.SliceError.Kind.ValueType(outcome.kind)
+            encoded.error.stage = outcome.stage
+            encoded.error.message = outcome.message
+        elif outcome is not None:
+            encoded.token = outcome
         if entry.logprobs is not None:
             encode_logprobs(entry.logprobs, encoded.logprobs)
         for logprobs in entry.prompt_logprobs:
@@ -89,9 +97,14 @@ def encode_result(result: StepResult) -> stage_pb2.StepResult:
 
 
 def decode_result(message: stage_pb2.StepResult) -> StepResult:
-    """Raises StepFault UNDECODABLE for a slice result without token, error and prompt log-probabilities."""
+    """Raises StepFault UNDECODABLE for a slice result without token, error and prompt log-probabilities, and
+    for times that are those of no number of stages.
+    """
     return StepResult(
-        message.epoch, message.step_id, tuple(_decode_slice_result(entry) for entry in message.results)
+        message.epoch,
+        message.step_id,
+        tuple([_decode_slice_result(entry) for entry in message.results]),
+        decode_stage_times(message.stage_times),
     )
 
 
@@ -118,22 +131,24 @@ def decode_fault(message: cluster_pb2.StepFault) -> FaultReport:
     )
 
 
-def _encode_key(key: SequenceKey) -> stage_pb2.SequenceKey:
-    return stage_pb2.SequenceKey(request_id=key.request_id, choice=key.choice)
+def _set_key(message: stage_pb2.SequenceKey, key: SequenceKey) -> None:
+    """In place: a message that is made apart is copied into the one it goes into."""
+    message.request_id = key.request_id
+    message.choice = key.choice
 
 
 def _decode_key(message: stage_pb2.SequenceKey) -> SequenceKey:
-    if len(message.request_id) != 16:
-        raise StepFault(
-            StepFaultKind.UNDECODABLE, f"request id of {len(message.request_id)} bytes, expected 16"
-        )
-    return SequenceKey(RequestId(message.request_id), message.choice)
+    request_id = message.request_id
+    if len(request_id) != 16:
+        raise StepFault(StepFaultKind.UNDECODABLE, f"request id of {len(request_id)} bytes, expected 16")
+    return SequenceKey(RequestId(request_id), message.choice)
 
 
 def _add_slice(message: stage_pb2.Step, part: Slice) -> None:
-    encoded = message.slices.add(
-        sequence=_encode_key(part.sequence), generation=part.generation, tokens=part.tokens
-    )
+    encoded = message.slices.add()
+    _set_key(encoded.sequence, part.sequence)
+    encoded.generation = part.generation
+    encoded.tokens.extend(part.tokens)
     step = part.inference_step
     if isinstance(step, Prefill):
         encoded.prefill.start = step.start
@@ -146,8 +161,8 @@ def _add_slice(message: stage_pb2.Step, part: Slice) -> None:
 
 def _decode_slice(message: stage_pb2.Slice) -> Slice:
     key = _decode_key(message.sequence)
-    part = Slice(key, message.generation, tuple(message.tokens), _decode_inference_step(message))
-    step = part.inference_step
+    step = _decode_inference_step(message)
+    part = Slice(key, message.generation, tuple(message.tokens), step)
     expected = step.num_tokens if isinstance(step, Prefill) else 1
     if len(part.tokens) != expected or expected == 0:
         raise StepFault(
@@ -165,22 +180,22 @@ def _decode_slice(message: stage_pb2.Slice) -> Slice:
 
 def _decode_inference_step(message: stage_pb2.Slice) -> Prefill | Decode:
     match message.WhichOneof("inference_step"):
+        case "decode":
+            return Decode(message.decode.position)
         case "prefill":
             prefill = message.prefill
             return Prefill(prefill.start, prefill.num_tokens, prefill.num_prefill_tokens, prefill.is_scored)
-        case "decode":
-            return Decode(message.decode.position)
         case _:
             raise StepFault(StepFaultKind.SLICE_SET, "a slice without an inference step")
 
 
 def _add_start(message: stage_pb2.Step, start: StartRecord) -> None:
     record = message.starts.add(
-        sequence=_encode_key(start.sequence),
         generation=start.generation,
         num_prompt_tokens=start.num_prompt_tokens,
         tokens=start.tokens,
     )
+    _set_key(record.sequence, start.sequence)
     encode_sampling(start.sampling, record.sampling)
 
 
@@ -195,13 +210,13 @@ def _decode_start(message: stage_pb2.StartRecord) -> StartRecord:
 
 
 def _decode_slice_result(message: stage_pb2.SliceResult) -> SliceResult:
-    key = _decode_key(message.sequence)
+    key, scores = _decode_key(message.sequence), message.prompt_logprobs
     return SliceResult(
         key,
         message.generation,
         _decode_outcome(message, key),
         decode_logprobs(message.logprobs) if message.HasField("logprobs") else None,
-        tuple(decode_logprobs(each) for each in message.prompt_logprobs),
+        tuple([decode_logprobs(each) for each in scores]) if scores else (),
     )
 
 

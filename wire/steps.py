@@ -1,4 +1,8 @@
-"""A step as the thinking parts see it: slices, records, signals. Plain data, no protobuf."""
+"""A step as the thinking parts see it: slices, records, signals. Plain data, no protobuf.
+
+Nothing here is modified once it is made. What there is many of in a step is not declared frozen, because making
+a frozen dataclass takes twice as long.
+"""
 
 from dataclasses import dataclass, field
 
@@ -7,7 +11,7 @@ from wire.errors import StepFaultKind
 from wire.ids import RequestId, SequenceKey
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Prefill:
     """Tokens [start, start + num_tokens) of the `num_prefill_tokens` that are to be computed in all.
 
@@ -25,14 +29,14 @@ class Prefill:
         return self.start + self.num_tokens == self.num_prefill_tokens
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Decode:
     """One token at an absolute position."""
 
     position: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Slice:
     """One sequence's part of a step."""
 
@@ -185,7 +189,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class SliceResult:
     """What LAST answers for a slice that is sampled or scored.
 
@@ -216,7 +220,7 @@ class StageTime:
 class StepResult:
     """The answer to one frame; `results` has one entry per slice that is sampled or scored, in order.
 
-    `stage_times` has one entry per stage, from FIRST to LAST.
+    `stage_times` has one entry per stage, from FIRST to LAST, or none where they are not known.
     """
 
     epoch: int

@@ -1,8 +1,7 @@
 """The decoder that a stage runs."""
 
 from stage_worker.models.decoder import DecoderStage
-from stage_worker.models.slice_layout import SliceLayout
 from stage_worker.models.step_layout import StepLayout
 from stage_worker.models.torch_dtypes import TORCH_DTYPES
 
-__all__ = ["TORCH_DTYPES", "DecoderStage", "SliceLayout", "StepLayout"]
+__all__ = ["TORCH_DTYPES", "DecoderStage", "StepLayout"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stage_worker.models.slice_layout import SliceLayout
+from stage_worker.slice_layout import SliceLayout
 
 _SHORT_TOKENS = 512
 """One-token slices that see fewer tokens are grouped as if they saw so many: padding them costs less than one

@@ -21,9 +21,9 @@ from stage_worker.models.layer_weights import LayerWeights, StageWeights, alloca
 from stage_worker.models.norms import rms_norm
 from stage_worker.models.paged_kv import PagedKv
 from stage_worker.models.rope import Rope, rotate
-from stage_worker.models.slice_layout import SliceLayout
 from stage_worker.models.step_layout import StepLayout
 from stage_worker.models.torch_dtypes import TORCH_DTYPES
+from stage_worker.slice_layout import SliceLayout
 from stage_worker.weights import load_tensors
 
 

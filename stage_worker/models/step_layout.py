@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stage_worker.models.attention_views import DecodeView, PrefillView, decode_views, prefill_view
 from stage_worker.models.rope import Rope
-from stage_worker.models.slice_layout import SliceLayout
+from stage_worker.slice_layout import SliceLayout
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -102,7 +102,7 @@ async def take_hidden_of_step_before(frame: Frame, stream: HopStream) -> Message
     header.step_id -= 1
     header.step_checksum ^= 1
     chunk.hidden = header.SerializeToString()
-    chunk.checksum = frame_checksum(chunk.step, chunk.hidden, memoryview(chunk.payload))
+    chunk.checksum = frame_checksum(chunk.step, chunk.hidden, chunk.stage_times, chunk.payload)
     return (message,)
 
 

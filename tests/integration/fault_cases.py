@@ -119,7 +119,7 @@ def _of_another_step(step: Step, hidden: TensorView) -> Messages:
     (other,) = _frame(replace(step, digest=step.digest ^ 1), hidden)
     message.chunk.hidden = other.chunk.hidden
     message.chunk.checksum = frame_checksum(
-        message.chunk.step, message.chunk.hidden, memoryview(message.chunk.payload)
+        message.chunk.step, message.chunk.hidden, message.chunk.stage_times, message.chunk.payload
     )
     yield message
 
@@ -147,7 +147,7 @@ def _cut_payload(chunk: stage_pb2.FrameChunk) -> None:
 
 def _garbage_step(chunk: stage_pb2.FrameChunk) -> None:
     chunk.step = b"\xff\xff\xff"
-    chunk.checksum = frame_checksum(chunk.step, chunk.hidden, memoryview(chunk.payload))
+    chunk.checksum = frame_checksum(chunk.step, chunk.hidden, chunk.stage_times, chunk.payload)
 
 
 def _begins_again(step: Step, hidden: TensorView) -> Messages:

@@ -45,7 +45,7 @@ def solo(varied_llama: Path) -> SoloRuns:
 @pytest.fixture
 def num_loads() -> Iterator[mock.Mock]:
     """Counts how often any worker of this process loads weights."""
-    with mock.patch("stage_worker.stage_host.load_stage", side_effect=load_stage) as spy:
+    with mock.patch("stage_worker.torch_backend.load_stage", side_effect=load_stage) as spy:
         yield spy
 
 

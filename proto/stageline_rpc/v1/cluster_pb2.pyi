@@ -182,6 +182,7 @@ class WorkerHello(_message.Message):
     LAST_EPOCH_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     HOSTNAME_FIELD_NUMBER: _builtins.int
+    IS_MOCK_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     name: _builtins.str
     """Stable name of the worker, unique in the cluster."""
@@ -190,13 +191,15 @@ class WorkerHello(_message.Message):
     address: _builtins.str
     """HOST:PORT at which other workers and the coordinator reach its Stage service."""
     device: _builtins.str
-    """"cpu", "cuda:0", ..."""
+    """"cpu", "cuda:0", ..., or "mock"."""
     memory_bytes: _builtins.int
     """For weights, KV pages and activations together."""
     last_epoch: _builtins.int
     """The highest epoch that this process has taken part in; 0 for none."""
     pid: _builtins.int
     hostname: _builtins.str
+    is_mock: _builtins.bool
+    """It computes nothing and only lets time pass. Mock and real stages are never in one cluster."""
     def __init__(
         self,
         *,
@@ -209,10 +212,11 @@ class WorkerHello(_message.Message):
         last_epoch: _builtins.int = ...,
         pid: _builtins.int = ...,
         hostname: _builtins.str = ...,
+        is_mock: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "hostname", b"hostname", "incarnation", b"incarnation", "last_epoch", b"last_epoch", "memory_bytes", b"memory_bytes", "name", b"name", "pid", b"pid", "protocol_version", b"protocol_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "hostname", b"hostname", "incarnation", b"incarnation", "is_mock", b"is_mock", "last_epoch", b"last_epoch", "memory_bytes", b"memory_bytes", "name", b"name", "pid", b"pid", "protocol_version", b"protocol_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -390,18 +394,29 @@ class ModelRef(_message.Message):
 
     DIRECTORY_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    HIDDEN_SIZE_FIELD_NUMBER: _builtins.int
+    VOCAB_SIZE_FIELD_NUMBER: _builtins.int
+    EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     directory: _builtins.str
     """The coordinator's own path; a worker's `--model` overrides it. Empty: the built-in model."""
     fingerprint: _builtins.str
+    hidden_size: _builtins.int
+    """What a mock stage needs to know; real ones read their own files, which the fingerprint identifies."""
+    vocab_size: _builtins.int
+    @_builtins.property
+    def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
         directory: _builtins.str = ...,
         fingerprint: _builtins.str = ...,
+        hidden_size: _builtins.int = ...,
+        vocab_size: _builtins.int = ...,
+        eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "fingerprint", b"fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "hidden_size", b"hidden_size", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -232,15 +232,22 @@ class FrameChunk(_message.Message):
     CHECKSUM_FIELD_NUMBER: _builtins.int
     PAYLOAD_FIELD_NUMBER: _builtins.int
     IS_LAST_FIELD_NUMBER: _builtins.int
+    STAGE_TIMES_FIELD_NUMBER: _builtins.int
     step: _builtins.bytes
     """First chunk only: a serialised `Step`."""
     hidden: _builtins.bytes
     """First chunk only: a serialised `TensorHeader` of the hidden states; empty into FIRST and for a frame without slices."""
     checksum: _builtins.int
-    """First chunk only: XXH3-64 over (u64 LE length of step, step, u64 LE length of hidden, hidden, payload)."""
+    """First chunk only: XXH3-64 over (u64 LE length of step, step, u64 LE length of hidden, hidden, u64 LE length of
+    stage_times, stage_times, payload).
+    """
     payload: _builtins.bytes
     """Consecutive pieces of the hidden states."""
     is_last: _builtins.bool
+    stage_times: _builtins.bytes
+    """First chunk only: what the stages before have spent on this step, from FIRST on; two u32 LE for each, in
+    microseconds: from the whole frame being there to the start of its computation, and from there to its output.
+    """
     def __init__(
         self,
         *,
@@ -249,10 +256,11 @@ class FrameChunk(_message.Message):
         checksum: _builtins.int = ...,
         payload: _builtins.bytes = ...,
         is_last: _builtins.bool = ...,
+        stage_times: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "hidden", b"hidden", "is_last", b"is_last", "payload", b"payload", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "hidden", b"hidden", "is_last", b"is_last", "payload", b"payload", "stage_times", b"stage_times", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -881,8 +889,11 @@ class StepResult(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     STEP_ID_FIELD_NUMBER: _builtins.int
     RESULTS_FIELD_NUMBER: _builtins.int
+    STAGE_TIMES_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     step_id: _builtins.int
+    stage_times: _builtins.bytes
+    """Of all stages, as in FrameChunk."""
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___SliceResult]:
         """One per slice that is sampled or scored, in slice order."""
@@ -893,10 +904,11 @@ class StepResult(_message.Message):
         epoch: _builtins.int = ...,
         step_id: _builtins.int = ...,
         results: _abc.Iterable[Global___SliceResult] | None = ...,
+        stage_times: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "results", b"results", "step_id", b"step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "results", b"results", "stage_times", b"stage_times", "step_id", b"step_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -48,7 +48,7 @@ def refusal(chunks: Iterable[stage_pb2.FrameChunk], *, max_payload_bytes: int = 
 
 def resealed(chunk: stage_pb2.FrameChunk) -> stage_pb2.FrameChunk:
     """A single chunk with a checksum that fits what it carries now."""
-    chunk.checksum = frame_checksum(chunk.step, chunk.hidden, memoryview(chunk.payload))
+    chunk.checksum = frame_checksum(chunk.step, chunk.hidden, chunk.stage_times, chunk.payload)
     return chunk
 
 
@@ -277,12 +277,15 @@ def test_a_header_that_is_no_header_is_undecodable() -> None:
 def test_the_checksum_covers_where_one_part_ends_and_the_next_begins() -> None:
     parts = b"abcdef"
     checksums = [
-        frame_checksum(parts[:i], parts[i:j], memoryview(parts[j:])) for i in range(7) for j in range(i, 7)
+        frame_checksum(parts[:i], parts[i:j], parts[j:k], parts[k:])
+        for i in range(7)
+        for j in range(i, 7)
+        for k in range(j, 7)
     ]
     assert all(one != other for one, other in pairwise(sorted(checksums)))
     zero, eight = struct.pack("<Q", 0), struct.pack("<Q", 8)
-    payload = memoryview(parts)
-    assert frame_checksum(b"", zero, payload) != frame_checksum(eight, b"", payload)
+    assert frame_checksum(b"", zero, b"", parts) != frame_checksum(eight, b"", b"", parts)
+    assert frame_checksum(b"", b"", zero, parts) != frame_checksum(b"", eight, b"", parts)
 
 
 def test_a_tensor_counts_its_bytes() -> None:

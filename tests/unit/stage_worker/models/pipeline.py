@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from checkpoint import Checkpoint
-from stage_worker.models import DecoderStage, SliceLayout
+from stage_worker.models import DecoderStage
+from stage_worker.slice_layout import SliceLayout
 
 
 class NanPages:

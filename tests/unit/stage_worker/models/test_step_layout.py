@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from checkpoint import Checkpoint
-from stage_worker.models import DecoderStage, SliceLayout, StepLayout
+from stage_worker.models import DecoderStage, StepLayout
+from stage_worker.slice_layout import SliceLayout
 from tests.checkpoints import make_checkpoint
 from tests.unit.stage_worker.models.pipeline import NanPages
 

@@ -1,4 +1,4 @@
-"""How much memory a worker offers when nobody says, and how much the process holds."""
+"""Which device a worker computes on, and how much of its memory it offers when nobody says."""
 
 import psutil
 import torch
@@ -31,8 +31,3 @@ def default_memory_bytes(device: torch.device) -> int:
         free_bytes, _ = torch.cuda.mem_get_info(device)
         return int(free_bytes * CUDA_SHARE)
     return int(psutil.virtual_memory().available * CPU_SHARE)
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process."""
-    return int(psutil.Process().memory_info().rss)

@@ -1,0 +1,49 @@
+"""Who loads stages and runs their steps: torch on a thread of its own, or a mock on the event loop."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from stage_worker.assignment import Assignment
+from stage_worker.executor import StepExecutor
+from stage_worker.outputs import StageOutput
+from stage_worker.stage_load import LoadedStage, LoadProgress
+from wire.frames import Frame
+
+
+@dataclass(frozen=True, slots=True)
+class RanStep:
+    """A step's output, and from when to when it was computed, on the clock of `time.monotonic`."""
+
+    output: StageOutput
+    started_s: float
+    ended_s: float
+
+
+class StageBackend(ABC):
+    """One per worker. Calls are made one after another, except that a load may be given up."""
+
+    device: str
+    """What the coordinator and its users see: "cpu", "cuda:0", or "mock"."""
+    memory_bytes: int
+    """For weights, KV pages and activations together."""
+
+    @property
+    def is_mock(self) -> bool:
+        """Nothing is computed, only time passes."""
+        return False
+
+    @abstractmethod
+    async def load(self, assignment: Assignment, progress: LoadProgress) -> LoadedStage:
+        """The stage that is assigned. Raises StageLoadError; then nothing is kept."""
+
+    @abstractmethod
+    async def begin_epoch(self, executor: StepExecutor, number: int, *, stage: int) -> None:
+        """Resets the stage, after everything that was begun before."""
+
+    @abstractmethod
+    async def run(self, executor: StepExecutor, frame: Frame) -> RanStep:
+        """One step, after everything that was begun before. Raises StepFault."""
+
+    @abstractmethod
+    def stop(self, *, timeout_s: float) -> bool:
+        """Ends whatever runs; False if it is still busy after `timeout_s`."""

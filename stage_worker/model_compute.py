@@ -1,0 +1,91 @@
+"""The real work of a stage: take the hidden states or embed, run the layers, and on LAST sample."""
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvcache import KvCacheError
+from kvcache.pages import KvPages
+from stage_worker.models import DecoderStage, StepLayout
+from stage_worker.sampling import Sampler
+from stage_worker.sampling.grammar_masks import GrammarMasks
+from stage_worker.slice_layout import SliceLayout
+from stage_worker.stage_compute import Computed, StageCompute
+from stage_worker.tensor_views import from_view, to_view
+from wire.errors import StepFault, StepFaultKind
+from wire.frames import Frame
+from wire.ids import SequenceKey
+from wire.steps import SliceResult, StartRecord, Step
+
+
+class ModelCompute(StageCompute):
+    """Owns model, pages and, with the head, the sampler of one stage; used from the compute thread only."""
+
+    def __init__(self, model: DecoderStage, pages: KvPages, grammars: GrammarMasks | None = None) -> None:
+        """`pages` are for the layers of `model`; `grammars` are for a stage with the head."""
+        self.hidden_size = model.config.hidden_size
+        self.vocab_size = model.config.vocab_size
+        self._model = model
+        self._pages = pages
+        self._grammars = grammars
+        self._sampler: Sampler | None = None
+
+    def begin_epoch(self, *, stage: int) -> None:
+        if self._grammars is not None:
+            self._grammars.clear()
+        if self._model.has_head:
+            self._sampler = Sampler(vocab_size=self.vocab_size, stage=stage, grammars=self._grammars)
+
+    @torch.inference_mode()
+    def start(self, record: StartRecord) -> None:
+        if self._sampler is not None:
+            self._sampler.start(record)
+
+    def end(self, sequence: SequenceKey) -> None:
+        if self._sampler is not None:
+            self._sampler.end(sequence)
+
+    @torch.inference_mode()
+    def compute(self, frame: Frame, layouts: Sequence[SliceLayout]) -> Computed:
+        model = self._model
+        layout = model.layout(list(layouts), block_size=self._pages.block_size)
+        self._check_writes(layout)
+        hidden = model.forward(self._input(frame), layout, self._pages)
+        return to_view(hidden) if self._sampler is None else self._answer(frame.step, hidden, self._sampler)
+
+    def _input(self, frame: Frame) -> Tensor:
+        if frame.hidden is not None:
+            return from_view(frame.hidden, device=self._model.device)
+        tokens = [token for part in frame.step.slices for token in part.tokens]
+        return self._model.embed(torch.tensor(tokens, dtype=torch.int64))
+
+    def _check_writes(self, layout: StepLayout) -> None:
+        """All layers write the same slots: what is wrong with them is found before the first is written."""
+        slots, pages = layout.writes.slots, self._pages
+        try:
+            pages.validate_write(
+                slots,
+                shape=(slots.numel(), pages.num_kv_heads, pages.head_dim),
+                dtype=self._model.torch_dtype,
+                device=self._model.device,
+            )
+        except KvCacheError as error:
+            raise StepFault(StepFaultKind.KV_SIGNAL, f"{type(error).__name__}: {error}") from error
+
+    def _answer(self, step: Step, hidden: Tensor, sampler: Sampler) -> tuple[SliceResult, ...]:
+        """One result per slice that is sampled or scored, in slice order."""
+        ends = list(itertools.accumulate(len(part.tokens) for part in step.slices))
+        sampled = [(part, end - 1) for part, end in zip(step.slices, ends, strict=True) if part.is_sampled]
+        results: dict[SequenceKey, SliceResult] = {}
+        if sampled:
+            logits = self._model.logits(hidden[[row for _, row in sampled]])
+            chosen = sampler.choose([part for part, _ in sampled], logits)
+            results = {result.sequence: result for result in chosen}
+        for part, end in zip(step.slices, ends, strict=True):
+            if part.is_scored:
+                unscored = results.get(part.sequence, SliceResult(part.sequence, part.generation, None))
+                rows = hidden[end - len(part.tokens) : end]
+                results[part.sequence] = sampler.score(part, rows, self._model.logits, unscored)
+        return tuple(results[part.sequence] for part in step.slices if part.is_answered)

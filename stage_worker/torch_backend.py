@@ -1,0 +1,54 @@
+"""The backend that computes: models and pages in torch, on one thread."""
+
+import time
+
+import torch
+
+from stage_worker.assignment import Assignment
+from stage_worker.backend import RanStep, StageBackend
+from stage_worker.compute import ComputeThread
+from stage_worker.config import WorkerConfig
+from stage_worker.device import default_memory_bytes, parse_device
+from stage_worker.executor import StepExecutor
+from stage_worker.loading import WorkerResources, load_stage
+from stage_worker.stage_load import LoadedStage, LoadProgress
+from wire.frames import Frame
+
+
+class TorchBackend(StageBackend):
+    """Owner of the compute thread."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        """Raises ValueError for a device that is not here."""
+        device = parse_device(config.device)
+        self.device = str(device)
+        self.memory_bytes = config.memory_bytes or default_memory_bytes(device)
+        self._resources = WorkerResources(
+            device=device, memory_bytes=self.memory_bytes, model_directory=config.model_directory
+        )
+        self._thread = ComputeThread(on_start=lambda: _set_threads(config.num_threads))
+
+    async def load(self, assignment: Assignment, progress: LoadProgress) -> LoadedStage:
+        return await self._thread.run(load_stage, assignment, self._resources, progress)
+
+    async def begin_epoch(self, executor: StepExecutor, number: int, *, stage: int) -> None:
+        await self._thread.run(executor.begin_epoch, number, stage=stage)
+
+    async def run(self, executor: StepExecutor, frame: Frame) -> RanStep:
+        return await self._thread.run(_run, executor, frame)
+
+    def stop(self, *, timeout_s: float) -> bool:
+        return self._thread.stop(timeout_s=timeout_s)
+
+
+def _run(executor: StepExecutor, frame: Frame) -> RanStep:
+    started_s = time.monotonic()
+    output = executor.run(frame)
+    ended_s = time.monotonic()
+    executor.note_busy(ended_s - started_s)
+    return RanStep(output, started_s, ended_s)
+
+
+def _set_threads(num_threads: int | None) -> None:
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
