@@ -48,7 +48,9 @@ class CoordinatorServer:
             )
         )
         state = ClusterState(
-            num_stages=config.num_stages, make_plan=lambda workers: plan_for(config, model, workers)
+            num_stages=config.num_stages,
+            make_plan=lambda workers: plan_for(config, model, workers),
+            is_mock_model=model.is_mock,
         )
         incarnation = new_incarnation()
         timing = timing or ClusterTiming()
@@ -109,7 +111,8 @@ def run(config: CoordinatorConfig) -> int:
     )
     try:
         model = open_model(config)
-        model.text = load_text_codec(model.checkpoint.directory, model_vocab_size=model.config.vocab_size)
+        if model.directory is not None:
+            model.text = load_text_codec(model.directory, model_vocab_size=model.config.vocab_size)
         if model.grammars is not None and (problem := model.grammars.load()) is not None:
             log.info("no structured output: %s", problem)
         uvloop.run(_serve(config, model))

@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from coordinator.mock_model import parse_mock_model
 from wire.addresses import parse_address
 
 DTYPES = ("bf16", "f16", "f32")
@@ -20,8 +21,9 @@ class CoordinatorConfig:
     the workers holds (`max_kv_tokens`), no bound on one client's requests, and clients that are told apart by
     their address (`client_key`, else a key of their calls' metadata). A request is cancelled when its reader
     is `max_unread_tokens` behind. Waiting for `priority_age_s` is worth one class of priority.
-    `steps_in_flight` None lets measured times decide. Prefill may make decodes take up to
-    `max_decode_slowdown` times as long as they would alone.
+    `mock_model`, such as "layers=64", is served by mock stages in the place of a model. `steps_in_flight`
+    None lets measured times decide. Prefill may make decodes take up to `max_decode_slowdown` times as long
+    as they would alone.
     """
 
     model_directory: Path | None
@@ -41,6 +43,7 @@ class CoordinatorConfig:
     priority_age_s: float = 10.0
     steps_in_flight: int | None = None
     max_decode_slowdown: float = 1.4
+    mock_model: str | None = None
 
     def __post_init__(self) -> None:
         parse_address(self.listen)
@@ -66,6 +69,10 @@ class CoordinatorConfig:
             raise ValueError(
                 f"max_decode_slowdown is {self.max_decode_slowdown:g}, but must be above 1 and finite"
             )
+        if self.mock_model is not None:
+            parse_mock_model(self.mock_model)
+            if self.model_directory is not None:
+                raise ValueError("--mock-model is served in the place of a model: not together with --model")
         self._check_layers()
         self._check_step_tokens()
 

@@ -1,57 +1,77 @@
-"""The model that is served: its checkpoint, its run dtype and its tokenizer."""
+"""The model that is served: its checkpoint or mock, its run dtype and its tokenizer."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from builtin_model import MODEL_DIRECTORY, MODEL_NAME
 from checkpoint import Checkpoint, DType, ModelConfig
+from coordinator import mock_model
 from coordinator.config import CoordinatorConfig
 from coordinator.text.structured import GrammarCompiler
 from coordinator.text.tokenizer import TextCodec
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class ServedModel:
-    """`text` is None for a checkpoint without a tokenizer: it serves token ids. `grammars` say by themselves
-    why a checkpoint has no structured output.
+    """`directory` is that of the checkpoint, None for a mock. `text` is None for a model without a tokenizer:
+    it serves token ids. `grammars` say by themselves why a checkpoint has no structured output.
     """
 
-    checkpoint: Checkpoint
+    name: str
+    config: ModelConfig
+    fingerprint: str
     dtype: DType
-    is_builtin: bool
+    eos_token_ids: tuple[int, ...] = ()
+    directory: Path | None = None
+    is_builtin: bool = False
     text: TextCodec | None = None
     grammars: GrammarCompiler | None = None
 
     @property
-    def name(self) -> str:
-        return MODEL_NAME if self.is_builtin else self.checkpoint.directory.name
-
-    @property
-    def config(self) -> ModelConfig:
-        return self.checkpoint.config
-
-    @property
-    def fingerprint(self) -> str:
-        return self.checkpoint.fingerprint
+    def is_mock(self) -> bool:
+        """There are no weights: only mock stages can serve it."""
+        return self.directory is None
 
     @property
     def directory_for_workers(self) -> str:
-        """Empty for the built-in model, which every worker has; else this host's absolute path."""
-        return "" if self.is_builtin else str(self.checkpoint.directory.resolve())
+        """Empty for the built-in model, which every worker has, and for a mock; else this host's absolute
+        path.
+        """
+        return "" if self.is_builtin or self.directory is None else str(self.directory.resolve())
+
+
+def model_of(checkpoint: Checkpoint, *, dtype: DType | None = None, is_builtin: bool = False) -> ServedModel:
+    """A checkpoint to be served, in its own dtype unless given; without its tokenizer."""
+    return ServedModel(
+        name=MODEL_NAME if is_builtin else checkpoint.directory.name,
+        config=checkpoint.config,
+        fingerprint=checkpoint.fingerprint,
+        dtype=dtype or checkpoint.config.dtype,
+        eos_token_ids=tuple(checkpoint.eos_token_ids),
+        directory=checkpoint.directory,
+        is_builtin=is_builtin,
+    )
 
 
 def open_model(config: CoordinatorConfig) -> ServedModel:
     """Reads config and headers, never weights. Raises CheckpointError, ValueError for a dtype that does not
     exist.
     """
+    dtype = DType.from_name(config.dtype) if config.dtype else None
+    if config.mock_model is not None:
+        return _mock(mock_model.parse_mock_model(config.mock_model), dtype)
     checkpoint = Checkpoint.open(config.model_directory or MODEL_DIRECTORY)
-    dtype = DType.from_name(config.dtype) if config.dtype else checkpoint.config.dtype
+    model = model_of(checkpoint, dtype=dtype, is_builtin=config.model_directory is None)
+    model.grammars = GrammarCompiler(
+        checkpoint.directory,
+        vocab_size=checkpoint.config.vocab_size,
+        eos_token_ids=checkpoint.eos_token_ids,
+    )
+    return model
+
+
+def _mock(shape: ModelConfig, dtype: DType | None) -> ServedModel:
+    fingerprint = mock_model.mock_fingerprint(shape)
     return ServedModel(
-        checkpoint,
-        dtype,
-        is_builtin=config.model_directory is None,
-        grammars=GrammarCompiler(
-            checkpoint.directory,
-            vocab_size=checkpoint.config.vocab_size,
-            eos_token_ids=checkpoint.eos_token_ids,
-        ),
+        name=mock_model.NAME, config=shape, fingerprint=fingerprint, dtype=dtype or shape.dtype
     )

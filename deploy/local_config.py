@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from deploy.resources import memory_per_worker, threads_per_worker
+from stage_worker.mock.spec import MockSpec
 from wire.addresses import Address, parse_address
 
 # -P: the folder that the user happens to stand in must not shadow our packages.
@@ -19,6 +20,7 @@ class LocalClusterConfig:
 
     `num_stages` is the number of workers unless given. `devices` is one for all workers or one for each.
     `memory_bytes` (per worker) and `num_threads` are an even share of the machine unless given.
+    `mocks` makes mock stages, with one spec for all or one for each.
     `worker_arguments` is empty, or has the additional arguments of each worker. `environment` is added to
     this process's. Without `log_directory` logs go to a temporary one, removed at the end unless something
     failed.
@@ -31,6 +33,7 @@ class LocalClusterConfig:
     devices: tuple[str, ...] = ("cpu",)
     memory_bytes: int | None = None
     num_threads: int | None = None
+    mocks: tuple[str, ...] = ()
     coordinator_arguments: tuple[str, ...] = ()
     worker_arguments: tuple[tuple[str, ...], ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -45,6 +48,14 @@ class LocalClusterConfig:
             raise ValueError(
                 f"{len(self.devices)} devices for {self.num_workers} workers: give 1 or one each"
             )
+        if self.mocks and len(self.mocks) not in (1, self.num_workers):
+            raise ValueError(
+                f"{len(self.mocks)} mock specs for {self.num_workers} workers: give 1 or one each"
+            )
+        if self.mocks and (self.devices != ("cpu",) or self.num_threads is not None):
+            raise ValueError("mock stages compute nothing: they have neither device nor threads")
+        for spec in self.mocks:
+            MockSpec.parse(spec)
         if self.worker_arguments and len(self.worker_arguments) != self.num_workers:
             raise ValueError(f"arguments of {len(self.worker_arguments)} workers for {self.num_workers}")
         if self.memory_bytes is None:
@@ -73,11 +84,15 @@ class LocalClusterConfig:
     def worker_line(self, worker: int, *, coordinator: str) -> list[str]:
         """What follows `stageline` on the command line of a worker that joins the one at HOST:PORT."""
         line = ["worker", "--coordinator", coordinator, "--name", worker_name(worker)]
-        line += ["--device", self.device(worker), "--listen", "127.0.0.1:0"]
+        line += ["--listen", "127.0.0.1:0"]
         memory_bytes = self._memory_bytes(worker)
         if memory_bytes is not None:
             line += ["--memory", f"{memory_bytes}B"]
-        line += ["--threads", str(self.num_threads or threads_per_worker(self.num_workers))]
+        if self.mocks:
+            line += ["--mock", self.mocks[worker % len(self.mocks)]]
+        else:
+            line += ["--device", self.device(worker)]
+            line += ["--threads", str(self.num_threads or threads_per_worker(self.num_workers))]
         return [*line, *(self.worker_arguments[worker] if self.worker_arguments else ())]
 
     def worker_memory_bytes(self) -> dict[str, int | None]:
@@ -85,7 +100,7 @@ class LocalClusterConfig:
         return {worker_name(worker): self._memory_bytes(worker) for worker in range(self.num_workers)}
 
     def _memory_bytes(self, worker: int) -> int | None:
-        if self.memory_bytes is None and self.device(worker) == "cpu":
+        if self.memory_bytes is None and self.device(worker) == "cpu" and not self.mocks:
             return memory_per_worker(self.num_workers)
         return self.memory_bytes
 

@@ -48,9 +48,10 @@ class BlockPool:
         if num_blocks < 0:
             raise ValueError(f"num_blocks must not be negative, got {num_blocks}")
         self.num_blocks = num_blocks
-        # Pages come off the end: first 0, 1, 2, ..., later the one freed last, which is most likely still in
-        # a cache.
-        self._free = [_Page(number) for number in reversed(range(num_blocks))]
+        # Pages that were in use come first, the one freed last before others, which is most likely still in a
+        # processor's cache; then 0, 1, 2, ... as they are needed for the first time.
+        self._freed: list[_Page] = []
+        self._num_made = 0
         self._full: dict[int, _Page] = {}
         self._partial: dict[int, _Page] = {}
         self._inactive: OrderedDict[int, _Page] = OrderedDict()
@@ -70,7 +71,7 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Pages with no block on them."""
-        return len(self._free)
+        return len(self._freed) + self.num_blocks - self._num_made
 
     @property
     def inactive(self) -> tuple[int, ...]:
@@ -135,13 +136,13 @@ class BlockPool:
         """
         check_pages(
             self.num_blocks,
-            free=[page.number for page in self._free],
+            free=[*(page.number for page in self._freed), *range(self._num_made, self.num_blocks)],
             active=[page.number for page in self._active().values()],
             inactive=[page.number for page in self._inactive.values()],
         )
         if both := self._full.keys() & self._inactive.keys():
             raise IntegrityBroken(f"{len(both)} blocks are active and inactive at once")
-        if any(page.num_owners for page in (*self._free, *self._inactive.values())):
+        if any(page.num_owners for page in (*self._freed, *self._inactive.values())):
             raise IntegrityBroken("a page that is free or inactive has owners")
         check_owners({block: page.num_owners for block, page in self._active().items()}, owned)
 
@@ -161,7 +162,7 @@ class BlockPool:
         page = self._partial.get(partial.id)
         entered = 0
         if page is None:
-            if not self._free and not self._inactive:
+            if not self.num_free and not self._inactive:
                 raise OutOfBlocks(1, 0)
             page, entered = self._take_page(evicted), ENTERED
             self._partial[partial.id] = page
@@ -202,16 +203,19 @@ class BlockPool:
         if len(full) != len(use.block_hashes):
             raise InvalidSignal(f"{len(use.block_hashes)} block hashes for {len(full)} full blocks")
         revived = {key for key in full if key in self._inactive} if full else set()
-        if len(use.blocks) > len(self._free):
+        if len(use.blocks) > self.num_free:
             needed = len({block for block in use.blocks if block not in self})
-            available = len(self._free) + len(self._inactive) - len(revived)
+            available = self.num_free + len(self._inactive) - len(revived)
             if needed > available:
                 raise OutOfBlocks(needed, available)
         return revived
 
     def _take_page(self, evicted: list[int]) -> _Page:
-        if self._free:
-            return self._free.pop()
+        if self._freed:
+            return self._freed.pop()
+        if self._num_made < self.num_blocks:
+            self._num_made += 1
+            return _Page(self._num_made - 1)
         sequence_hash, page = self._inactive.popitem(last=False)
         evicted.append(sequence_hash)
         return page
@@ -228,7 +232,7 @@ class BlockPool:
         del self._partial[promote.partial.id]
         if twin is not None:
             page.num_owners = 0
-            self._free.append(page)
+            self._freed.append(page)
             self._full[key] = twin
             twin.num_owners += 1
             self._digest.finish(words, [twin.num_owners << 2 | FULL])
@@ -266,5 +270,5 @@ class BlockPool:
         self._digest.finish(words, [page.num_owners])
         if page.num_owners:
             return ()
-        self._free.append(active.pop(key))
+        self._freed.append(active.pop(key))
         return (Removed((key,), self._new_event_id()),) if isinstance(block, FullBlock) else ()

@@ -1,6 +1,6 @@
 """What the coordinator assigns to this worker, decoded and checked for sense."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from checkpoint import DType
 from stageline_rpc.v1 import cluster_pb2
@@ -13,6 +13,15 @@ _ROLES: dict[int, StageRole] = {
     cluster_pb2.STAGE_ROLE_LAST: StageRole.LAST,
     cluster_pb2.STAGE_ROLE_ONLY: StageRole.ONLY,
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """What a mock stage needs to know of a model; a real one reads its own files. Zero: not told."""
+
+    hidden_size: int = 0
+    vocab_size: int = 0
+    eos_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +42,7 @@ class Assignment:
     max_step_tokens: int
     max_step_sequences: int
     max_sequence_tokens: int
+    model_shape: ModelShape = field(default_factory=ModelShape)
 
     def __post_init__(self) -> None:
         expected = StageRole.of_stage(self.stage, self.num_stages)
@@ -86,6 +96,11 @@ def decode_assignment(message: cluster_pb2.AssignStage) -> Assignment:
         max_step_tokens=message.max_step_tokens,
         max_step_sequences=message.max_step_sequences,
         max_sequence_tokens=message.max_sequence_tokens,
+        model_shape=ModelShape(
+            hidden_size=message.model.hidden_size,
+            vocab_size=message.model.vocab_size,
+            eos_token_ids=tuple(message.model.eos_token_ids),
+        ),
     )
 
 

@@ -1,13 +1,13 @@
 """Who loads stages and runs their steps: torch on a thread of its own, or a mock on the event loop."""
 
+import asyncio
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from stage_worker.assignment import Assignment
 from stage_worker.executor import StepExecutor
-from stage_worker.outputs import StageOutput
+from stage_worker.outputs import ReceivedFrame, StageOutput
 from stage_worker.stage_load import LoadedStage, LoadProgress
-from wire.frames import Frame
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class StageBackend(ABC):
         """Resets the stage, after everything that was begun before."""
 
     @abstractmethod
-    async def run(self, executor: StepExecutor, frame: Frame) -> RanStep:
-        """One step, after everything that was begun before. Raises StepFault."""
+    def submit(self, executor: StepExecutor, received: ReceivedFrame) -> "asyncio.Future[RanStep]":
+        """Begins one step, after everything that was begun before. It ends with a StepFault, or so."""
 
     @abstractmethod
     def stop(self, *, timeout_s: float) -> bool:

@@ -34,7 +34,7 @@ class ComputeThread:
         self._thread = threading.Thread(target=self._run, name="stage-compute", daemon=True)
         self._thread.start()
 
-    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    def submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> "asyncio.Future[T]":
         """What `function` returns or raises, after everything submitted before.
 
         Cancelled before its turn, it is left out; once begun, it runs to its end.
@@ -42,8 +42,11 @@ class ComputeThread:
         loop = asyncio.get_running_loop()
         job = _Job(lambda: function(*args, **kwargs), loop, loop.create_future())
         self._jobs.put(job)
-        result: T = await job.done
-        return result
+        return job.done
+
+    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """`submit`, and waits for it."""
+        return await self.submit(function, *args, **kwargs)
 
     def stop(self, *, timeout_s: float) -> bool:
         """Ends the thread after the jobs at hand; False if it is still busy after `timeout_s`."""

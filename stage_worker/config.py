@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from stage_worker.mock.spec import MockSpec
 from wire.addresses import parse_address, parse_peer_address
 
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?", re.ASCII)
@@ -16,7 +17,8 @@ class WorkerConfig:
 
     `None` stands for: what the device has to spare (`memory_bytes`), a name of host and device (`name`),
     any free port where the coordinator is reached from (`listen`), where it listens (`advertise`), the path
-    that the coordinator names (`model_directory`), and torch's own choice (`num_threads`).
+    that the coordinator names (`model_directory`), torch's own choice (`num_threads`), and a real stage
+    (`mock`). A mock stage has neither model nor device nor threads.
     """
 
     coordinator: str
@@ -27,6 +29,7 @@ class WorkerConfig:
     advertise: str | None
     model_directory: Path | None
     num_threads: int | None
+    mock: MockSpec | None = None
 
     def __post_init__(self) -> None:
         parse_peer_address(self.coordinator)
@@ -40,5 +43,20 @@ class WorkerConfig:
             parse_address(self.listen)
         if self.advertise is not None:
             parse_peer_address(self.advertise)
+        if self.mock is not None:
+            self._check_mock()
         if self.num_threads is not None and self.num_threads < 1:
             raise ValueError(f"num_threads is {self.num_threads}, but must be at least 1")
+
+    def _check_mock(self) -> None:
+        given = [
+            flag
+            for flag, is_given in (
+                ("--model", self.model_directory is not None),
+                ("--device", self.device != "cpu"),
+                ("--threads", self.num_threads is not None),
+            )
+            if is_given
+        ]
+        if given:
+            raise ValueError(f"a mock stage computes nothing: --mock does not go with {' and '.join(given)}")

@@ -2,11 +2,12 @@
 
 import asyncio
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import grpc
 
-from stage_worker.outputs import HandedOn, StageOutput
+from stage_worker.outputs import HandedOn, TimedOutput
 from stageline_rpc.v1 import stage_pb2, stage_pb2_grpc
 from wire.channels import client_channel
 from wire.errors import StaleStream, StepFault, StepFaultKind
@@ -53,7 +54,7 @@ class Hop:
             raise self._fault(f"answered {answer.WhichOneof('message')!r} where 'accepted' was due")
         self._is_accepted = True
 
-    async def send(self, output: StageOutput) -> None:
+    async def send(self, output: TimedOutput) -> None:
         """Writes one output; returns when the transport has taken all of it."""
         assert self._call is not None, "send before dial"
         for message in _encode(output):
@@ -118,7 +119,9 @@ def hop_to_coordinator(address: str, hello: stage_pb2.HopHello) -> Hop:
     )
 
 
-def _encode(output: StageOutput) -> Iterable[Request]:
+def _encode(timed: TimedOutput) -> Iterable[Request]:
+    output = timed.output
     if isinstance(output, HandedOn):
-        return encode_frame(output.step_bytes, output.step_id, output.hidden)
-    return (stage_pb2.DeliverRequest(result=encode_result(output)),)
+        return encode_frame(output.step_bytes, output.step_id, output.hidden, timed.stage_times)
+    result = replace(output, stage_times=timed.stage_times)
+    return (stage_pb2.DeliverRequest(result=encode_result(result)),)

@@ -1,9 +1,18 @@
-"""What a stage makes of one frame."""
+"""What goes into a stage and what comes out of it."""
 
 from dataclasses import dataclass
 
-from wire.steps import StepResult
+from wire.frames import Frame
+from wire.steps import StageTime, StepResult
 from wire.tensors import TensorView
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedFrame:
+    """A frame, all of which was there at `at_s` on the clock of `time.monotonic`."""
+
+    frame: Frame
+    at_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,3 +25,12 @@ class HandedOn:
 
 
 StageOutput = HandedOn | StepResult
+"""What a stage makes of one frame."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimedOutput:
+    """An output with what each stage so far has spent on its step; nothing where that is not known."""
+
+    output: StageOutput
+    stage_times: tuple[StageTime, ...]

@@ -2,28 +2,29 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError
 
 from stage_worker.assignment import Assignment
-from stage_worker.backend import StageBackend
+from stage_worker.backend import RanStep, StageBackend
 from stage_worker.executor import StepExecutor
 from stage_worker.handshake import Epoch, check_hop
 from stage_worker.hop import Hop
-from stage_worker.outputs import StageOutput
+from stage_worker.outputs import ReceivedFrame, TimedOutput
 from stageline_rpc.v1 import stage_pb2
 from wire.errors import StaleStream, StepFault, StepFaultKind
-from wire.frames import Frame, FrameAssembler
-from wire.steps import FaultReport
+from wire.frames import FrameAssembler
+from wire.steps import FaultReport, StageTime
 
 E = TypeVar("E", bound=Exception)
 
 log = logging.getLogger(__name__)
 
 QUEUED_FRAMES = 4
-"""Frames that may wait on either side of the compute thread; a full queue holds the sender back."""
+"""Frames that may wait to be computed; a full queue holds the sender back."""
 
 
 class EpochSession:
@@ -54,8 +55,7 @@ class EpochSession:
         self._hop = hop
         self._on_ready = on_ready
         self._on_refused = on_refused
-        self._inbox: asyncio.Queue[Frame | StepFault] = asyncio.Queue(QUEUED_FRAMES)
-        self._outbox: asyncio.Queue[StageOutput] = asyncio.Queue(QUEUED_FRAMES)
+        self._inbox: asyncio.Queue[ReceivedFrame | StepFault] = asyncio.Queue(QUEUED_FRAMES)
         self._next_step_id = 0
         self._has_stream = False
         self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -103,12 +103,14 @@ class EpochSession:
 
     async def _read(self, chunks: AsyncIterator[stage_pb2.FrameChunk]) -> None:
         """Faults go the way of the frames, so that every frame before a broken one is computed first."""
-        assembler = FrameAssembler(max_payload_bytes=self._executor.max_hidden_bytes)
+        assembler = FrameAssembler(
+            max_payload_bytes=self._executor.max_hidden_bytes, num_stages_before=self._assignment.stage
+        )
         try:
             async for chunk in chunks:
                 frame = assembler.add(chunk)
                 if frame is not None:
-                    await self._inbox.put(frame)
+                    await self._inbox.put(ReceivedFrame(frame, time.monotonic()))
             assembler.finish()
         except StepFault as fault:
             await self._refuse(fault)
@@ -126,8 +128,7 @@ class EpochSession:
             self.is_serving = True
             self._on_ready()
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._compute_frames())
-                tasks.create_task(self._send_outputs())
+                tasks.create_task(self._serve())
                 tasks.create_task(self._hop.watch())
         except* StepFault as faults:
             self._fail(_first(faults))
@@ -140,18 +141,28 @@ class EpochSession:
             self.is_serving = False
             await self._hop.close()
 
-    async def _compute_frames(self) -> None:
+    async def _serve(self) -> None:
+        """Computes frame after frame. An output is sent while the next frame is computed."""
+        ready: TimedOutput | None = None
         while True:
-            frame = await self._inbox.get()
-            if isinstance(frame, StepFault):
-                raise frame
-            ran = await self._backend.run(self._executor, frame)
-            self._next_step_id = frame.step.step_id + 1
-            await self._outbox.put(ran.output)
+            received = await self._inbox.get()
+            if isinstance(received, StepFault):
+                await self._send(ready)
+                raise received
+            running = self._backend.submit(self._executor, received)
+            try:
+                await self._send(ready)
+                ready = _timed(await running, received, self._assignment.stage)
+            finally:
+                _let_go(running)
+            self._next_step_id = received.frame.step.step_id + 1
+            if self._inbox.empty():
+                await self._send(ready)
+                ready = None
 
-    async def _send_outputs(self) -> None:
-        while True:
-            await self._hop.send(await self._outbox.get())
+    async def _send(self, output: TimedOutput | None) -> None:
+        if output is not None:
+            await self._hop.send(output)
 
     def _fail(self, fault: StepFault) -> None:
         """Reports the first fault, unless the epoch was ended from outside."""
@@ -181,6 +192,24 @@ class EpochSession:
     def _end(self, reason: str) -> None:
         if not self._over.done():
             self._over.set_result(reason)
+
+
+def _timed(ran: RanStep, received: ReceivedFrame, stage: int) -> TimedOutput:
+    """The output with the times of all stages so far; unknown ones stay unknown."""
+    before = received.frame.stage_times
+    if len(before) != stage:
+        return TimedOutput(ran.output, ())
+    own = StageTime(
+        wait_us=round((ran.started_s - received.at_s) * 1e6),
+        compute_us=round((ran.ended_s - ran.started_s) * 1e6),
+    )
+    return TimedOutput(ran.output, (*before, own))
+
+
+def _let_go(running: "asyncio.Future[RanStep]") -> None:
+    """Nobody waits for it any more, however it ends."""
+    if not running.cancel() and not running.cancelled():
+        running.exception()
 
 
 def _first(group: ExceptionGroup[E]) -> E:

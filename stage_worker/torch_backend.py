@@ -1,5 +1,6 @@
 """The backend that computes: models and pages in torch, on one thread."""
 
+import asyncio
 import time
 
 import torch
@@ -11,6 +12,7 @@ from stage_worker.config import WorkerConfig
 from stage_worker.device import default_memory_bytes, parse_device
 from stage_worker.executor import StepExecutor
 from stage_worker.loading import WorkerResources, load_stage
+from stage_worker.outputs import ReceivedFrame
 from stage_worker.stage_load import LoadedStage, LoadProgress
 from wire.frames import Frame
 
@@ -34,8 +36,8 @@ class TorchBackend(StageBackend):
     async def begin_epoch(self, executor: StepExecutor, number: int, *, stage: int) -> None:
         await self._thread.run(executor.begin_epoch, number, stage=stage)
 
-    async def run(self, executor: StepExecutor, frame: Frame) -> RanStep:
-        return await self._thread.run(_run, executor, frame)
+    def submit(self, executor: StepExecutor, received: ReceivedFrame) -> "asyncio.Future[RanStep]":
+        return self._thread.submit(_run, executor, received.frame)
 
     def stop(self, *, timeout_s: float) -> bool:
         return self._thread.stop(timeout_s=timeout_s)

@@ -13,6 +13,7 @@ from grpc_health.v1.health import aio as health_aio
 from stage_worker.backend import StageBackend
 from stage_worker.config import WorkerConfig
 from stage_worker.control import Membership
+from stage_worker.mock.backend import MockBackend
 from stage_worker.process_memory import resident_bytes
 from stage_worker.service import StageService
 from stage_worker.stage_host import StageHost
@@ -110,6 +111,7 @@ class Worker:
             last_epoch=self._host.last_epoch,
             pid=os.getpid(),
             hostname=socket.gethostname(),
+            is_mock=self._backend.is_mock,
         )
 
     def _heartbeat(self) -> cluster_pb2.Heartbeat:
@@ -132,6 +134,8 @@ class Worker:
 
 def _new_backend(config: WorkerConfig) -> StageBackend:
     """Raises ValueError for a device that is not here."""
+    if config.mock is not None:
+        return MockBackend(config.mock, memory_bytes=config.memory_bytes)
     from stage_worker.torch_backend import TorchBackend  # imported late: a mock does without torch
 
     return TorchBackend(config)

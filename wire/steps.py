@@ -1,7 +1,7 @@
 """A step as the thinking parts see it: slices, records, signals. Plain data, no protobuf.
 
-Nothing here is modified once it is made. What there is many of in a step is not declared frozen, because making
-a frozen dataclass takes twice as long.
+Nothing here is modified once it is made. What there is many of in a step is not declared frozen, because
+making a frozen dataclass takes twice as long.
 """
 
 from dataclasses import dataclass, field

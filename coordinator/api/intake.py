@@ -198,7 +198,7 @@ def _transcript(generation: Generation, prompt: tuple[int, ...], codec: TextCode
 
 def _vocabulary(model: ServedModel) -> Vocabulary:
     size = model.config.vocab_size
-    eos = frozenset(token for token in model.checkpoint.eos_token_ids if token < size)
+    eos = frozenset(token for token in model.eos_token_ids if token < size)
     return Vocabulary(size=size, eos_token_ids=eos, has_text=model.text is not None)
 
 

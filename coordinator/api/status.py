@@ -46,7 +46,7 @@ class StatusReporter:
             max_sequence_tokens=0 if plan is None else plan.max_sequence_tokens,
             has_tokenizer=model.text is not None,
             has_chat_template=model.text is not None and model.text.has_chat_template,
-            eos_token_ids=model.checkpoint.eos_token_ids,
+            eos_token_ids=model.eos_token_ids,
         )
 
     def cluster(self) -> cluster_pb2.GetStatusResponse:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from coordinator.planning.plan import Plan, PlanImpossible, StagePlan, WorkerCapacity
-from wire.errors import NameInUse
+from wire.errors import HandshakeMismatch, NameInUse
 from wire.ids import Incarnation
 
 
@@ -50,6 +50,7 @@ class WorkerIdentity:
     memory_bytes: int
     last_epoch: int
     pid: int
+    is_mock: bool = False
 
 
 @dataclass(slots=True)
@@ -117,8 +118,16 @@ MAX_EPOCH_DELAY_S = 2.0
 class ClusterState:
     """One owner feeds it events and carries out the actions it returns, in order."""
 
-    def __init__(self, *, num_stages: int, make_plan: Callable[[Sequence[WorkerCapacity]], Plan]) -> None:
-        """`make_plan` may raise PlanImpossible; it is given workers in the order in which to use them."""
+    def __init__(
+        self,
+        *,
+        num_stages: int,
+        make_plan: Callable[[Sequence[WorkerCapacity]], Plan],
+        is_mock_model: bool = False,
+    ) -> None:
+        """`make_plan` may raise PlanImpossible; it is given workers in the order in which to use them. A mock
+        model has no weights, so real stages have nothing to load.
+        """
         self.num_stages = num_stages
         self.phase = ClusterPhase.WAITING_FOR_WORKERS
         self.detail = f"waiting for {num_stages} workers"
@@ -126,6 +135,7 @@ class ClusterState:
         self.plan: Plan | None = None
         self.workers: dict[str, WorkerRecord] = {}
         self._make_plan = make_plan
+        self._is_mock_model = is_mock_model
         self._previous: Plan | None = None
         self._plan_id = 0
         self._ready: set[str] = set()
@@ -141,7 +151,9 @@ class ClusterState:
         return tuple(self.workers[stage.worker] for stage in self.plan.stages)
 
     def join(self, identity: WorkerIdentity) -> list[Action]:
-        """A worker has joined. Raises NameInUse when a live worker elsewhere has this name."""
+        """A worker has joined. Raises NameInUse when a live worker elsewhere has this name, and
+        HandshakeMismatch for a mock stage among real ones, or a real one among mocks."""
+        self._check_kind(identity)
         known = self.workers.get(identity.name)
         if known is not None and known.is_live:
             if known.identity.address != identity.address:
@@ -153,6 +165,24 @@ class ClusterState:
             actions = []
         self.workers[identity.name] = WorkerRecord(identity)
         return actions + self._advance()
+
+    def _check_kind(self, identity: WorkerIdentity) -> None:
+        """Tokens of a pipeline with a mock stage in it would look like real ones."""
+        if self._is_mock_model and not identity.is_mock:
+            raise HandshakeMismatch(
+                f"kind of worker {identity.name}",
+                expected="a mock stage, for a mock model",
+                got="a real stage",
+            )
+        others = (record.identity for record in self.workers.values() if record.is_live)
+        for other in others:
+            if other.name != identity.name and other.is_mock != identity.is_mock:
+                kinds = {True: "a mock stage", False: "a real stage"}
+                raise HandshakeMismatch(
+                    f"kind of worker {identity.name}",
+                    expected=f"{kinds[other.is_mock]}, as worker {other.name} is",
+                    got=kinds[identity.is_mock],
+                )
 
     def lose(self, name: str, incarnation: Incarnation, reason: str) -> list[Action]:
         """A worker's stream is broken, or its lease has expired. An older incarnation changes nothing."""

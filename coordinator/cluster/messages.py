@@ -39,6 +39,7 @@ def decode_hello(message: cluster_pb2.WorkerMessage) -> WorkerIdentity:
         memory_bytes=hello.memory_bytes,
         last_epoch=hello.last_epoch,
         pid=hello.pid,
+        is_mock=hello.is_mock,
     )
 
 
@@ -51,7 +52,13 @@ def encode_assign(action: AssignStage, model: ServedModel) -> cluster_pb2.Coordi
         role=ROLE_TO_MESSAGE[stage.role],
         layer_begin=stage.layer_begin,
         layer_end=stage.layer_end,
-        model=cluster_pb2.ModelRef(directory=model.directory_for_workers, fingerprint=model.fingerprint),
+        model=cluster_pb2.ModelRef(
+            directory=model.directory_for_workers,
+            fingerprint=model.fingerprint,
+            hidden_size=model.config.hidden_size,
+            vocab_size=model.config.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+        ),
         dtype=DTYPE_TO_MESSAGE[plan.dtype],
         block_size=plan.block_size,
         num_blocks=plan.num_blocks,

@@ -59,16 +59,21 @@ class TwoTermFit:
         self.first, self.second = first, second
 
 
-class RecentLeast:
-    """The least of the last `size` values: what is left of a time when nothing stands in the way."""
+class RecentMedian:
+    """The median of the last `size` values; of an even number of them the lower one."""
 
     def __init__(self, size: int = 64) -> None:
         self._values: deque[float] = deque(maxlen=size)
+        self._value: float | None = None
 
     @property
     def value(self) -> float:
         """0 before anything was measured."""
-        return min(self._values, default=0.0)
+        if self._value is None:
+            ordered = sorted(self._values)
+            self._value = ordered[(len(ordered) - 1) // 2] if ordered else 0.0
+        return self._value
 
     def add(self, value: float) -> None:
         self._values.append(value)
+        self._value = None

@@ -3,9 +3,12 @@
 import math
 from collections.abc import Sequence
 
-from coordinator.scheduling.fits import RecentLeast, TwoTermFit
+from coordinator.scheduling.fits import RecentMedian, TwoTermFit
 from coordinator.scheduling.work import StepWork
 from wire.steps import StageTime
+
+HANDLING_US = 500.0
+"""What receiving and sending a step costs a stage beside computing it, so that steps are never free."""
 
 
 class WorkTime:
@@ -58,15 +61,14 @@ class StepTimes:
     """What is known of the pipeline: its slowest stage, all its stages one after another, and the transfers.
 
     Transfers are all that passes between handing out a step and its result in which no stage computes it or
-    has it waiting. The least of the last ones counts, for what is more than that waits in some queue, which
-    more steps in flight would only make longer.
+    has it waiting.
     """
 
     def __init__(self) -> None:
         self.slowest = WorkTime()
         self.total = WorkTime()
-        self._decode_transfer = RecentLeast()
-        self._chunk_transfer = RecentLeast()
+        self._decode_transfer = RecentMedian()
+        self._chunk_transfer = RecentMedian()
 
     def observe(self, work: StepWork, stage_times: Sequence[StageTime], elapsed_us: float) -> None:
         """A step was answered `elapsed_us` after it was handed out. Says nothing without work or times."""
@@ -81,7 +83,8 @@ class StepTimes:
 
     def decode_cycle_us(self, num_steps: int, cost: float) -> float:
         """How long each of `num_steps` steps, with decodes of this cost each, takes from one to the next."""
-        return max(num_steps * self.slowest.decode_us(cost), self.decode_way_us(cost))
+        busy_us = self.slowest.decode_us(cost) + HANDLING_US
+        return max(num_steps * busy_us, self.decode_way_us(cost))
 
     def decode_way_us(self, cost: float) -> float:
         """From handing out a step with decodes of this cost to its result, when it waits for nothing."""

@@ -28,6 +28,7 @@ def coordinator(
     priority_age: options.PriorityAge = 10.0,
     steps_in_flight: options.StepsInFlight = None,
     max_decode_slowdown: options.MaxDecodeSlowdown = 1.4,
+    mock_model: options.MockModel = None,
 ) -> int:
     """Plan the stages, and serve clients and workers until it is ended."""
     config = options.build_config(
@@ -49,6 +50,7 @@ def coordinator(
             priority_age_s=priority_age,
             steps_in_flight=steps_in_flight,
             max_decode_slowdown=max_decode_slowdown,
+            mock_model=mock_model,
         )
     )
     from coordinator.app import run  # imported late: the other commands need none of it
@@ -73,5 +75,6 @@ def flags_of(config: CoordinatorConfig) -> tuple[str, ...]:
         "--priority-age": config.priority_age_s,
         "--steps-in-flight": config.steps_in_flight,
         "--max-decode-slowdown": config.max_decode_slowdown,
+        "--mock-model": config.mock_model,
     }
     return tuple(part for flag, value in values.items() if value is not None for part in (flag, str(value)))

@@ -145,6 +145,20 @@ MaxUnreadTokens: TypeAlias = Annotated[
 PriorityAge: TypeAlias = Annotated[
     float, typer.Option(metavar="SECONDS", help="Waiting so long is worth one class of priority.")
 ]
+Mock: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TIMES",
+        help="Compute nothing and only take time, as in step=20ms,token=0.05ms; context= is per token and "
+        "1,000 tokens of context.",
+    ),
+]
+MockModel: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SHAPE", help="Serve a model without weights on mock stages, as in layers=64,hidden=1024."
+    ),
+]
 StepsInFlight: TypeAlias = Annotated[
     int | None,
     typer.Option(metavar="N", min=1, help="Steps in flight; measured times decide unless given."),

@@ -48,6 +48,11 @@ def up(
     priority_age: options.PriorityAge = 10.0,
     steps_in_flight: options.StepsInFlight = None,
     max_decode_slowdown: options.MaxDecodeSlowdown = 1.4,
+    mock_model: options.MockModel = None,
+    mock: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TIMES", help="Mock stages, as in step=20ms; once for all, or once for each."),
+    ] = None,
 ) -> int:
     """Start a coordinator and its workers on this machine, and keep them until Ctrl-C."""
 
@@ -70,6 +75,7 @@ def up(
             priority_age_s=priority_age,
             steps_in_flight=steps_in_flight,
             max_decode_slowdown=max_decode_slowdown,
+            mock_model=mock_model,
         )
         cluster = LocalClusterConfig(
             num_workers=workers,
@@ -78,6 +84,7 @@ def up(
             devices=tuple(device.split(",")),
             memory_bytes=memory,
             num_threads=threads,
+            mocks=tuple(mock or ()),
             coordinator_arguments=flags_of(coordinator),
         )
         return coordinator, cluster

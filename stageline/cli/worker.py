@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from stage_worker.config import WorkerConfig
+from stage_worker.mock.spec import MockSpec
 from stageline.cli import options
 
 
@@ -19,8 +20,12 @@ def worker(
     advertise: options.Advertise = None,
     model: options.WorkerModel = None,
     threads: options.Threads = None,
+    mock: options.Mock = None,
 ) -> int:
-    """Join a coordinator, and run the stage that it assigns until it is ended."""
+    """Join a coordinator, and run the stage that it assigns until it is ended.
+
+    With --mock it is a mock stage: real messages and real KV accounting, but nothing is computed.
+    """
     config = options.build_config(
         lambda: WorkerConfig(
             coordinator=coordinator,
@@ -31,6 +36,7 @@ def worker(
             advertise=advertise,
             model_directory=model,
             num_threads=threads,
+            mock=None if mock is None else MockSpec.parse(mock),
         )
     )
     from stage_worker.app import run  # imported late: it loads torch

@@ -305,7 +305,8 @@ def _model_of(config: CoordinatorConfig, *, has_text: bool) -> ServedModel:
     """As the coordinator's process opens it; loading a tokenizer takes a while, and most tests need none."""
     model = open_model(config)
     if has_text:
-        directory = model.checkpoint.directory
+        directory = model.directory
+        assert directory is not None
         model.text = load_text_codec(directory, model_vocab_size=model.config.vocab_size)
     return model
 

@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from checkpoint import DType
-from stage_worker import loading, stage_host
+from stage_worker import loading, torch_backend
 from stage_worker.assignment import Assignment
 from stage_worker.control import JoinRefused
 from stage_worker.worker import Worker
@@ -117,7 +117,7 @@ async def test_a_given_address_and_name_are_advertised(coordinator: CoordinatorD
 async def test_heartbeats_go_on_while_a_model_loads(
     coordinator: CoordinatorDouble, assignment: Assignment, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stage_host, "load_stage", gate.wrap(loading.load_stage))
+    monkeypatch.setattr(torch_backend, "load_stage", gate.wrap(loading.load_stage))
     async with running_worker(worker_config(coordinator.address)):
         link = await coordinator.link()
         link.send(assign=assign_message(assignment))
@@ -232,7 +232,7 @@ async def test_the_same_stage_is_not_loaded_twice(
     coordinator: CoordinatorDouble, assignment: Assignment, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate.opened.set()
-    monkeypatch.setattr(stage_host, "load_stage", gate.wrap(loading.load_stage))
+    monkeypatch.setattr(torch_backend, "load_stage", gate.wrap(loading.load_stage))
     async with running_worker(worker_config(coordinator.address)):
         link = await coordinator.link()
         await load(link, assignment)
@@ -248,7 +248,7 @@ async def test_after_a_broken_stream_the_worker_comes_back_with_its_stage(
     assignment: Assignment, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate.opened.set()
-    monkeypatch.setattr(stage_host, "load_stage", gate.wrap(loading.load_stage))
+    monkeypatch.setattr(torch_backend, "load_stage", gate.wrap(loading.load_stage))
     async with stage_bench(assignment) as bench:
         expected = expected_outputs(assignment)
         assert_same(await run_scenario(bench), expected)
@@ -267,7 +267,7 @@ async def test_after_a_broken_stream_the_worker_comes_back_with_its_stage(
 async def test_a_load_that_outlives_its_connection_is_answered_to_nobody_but_kept(
     coordinator: CoordinatorDouble, assignment: Assignment, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stage_host, "load_stage", gate.wrap(loading.load_stage))
+    monkeypatch.setattr(torch_backend, "load_stage", gate.wrap(loading.load_stage))
     async with running_worker(worker_config(coordinator.address)):
         link = await coordinator.link()
         link.send(assign=assign_message(assignment))

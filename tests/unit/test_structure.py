@@ -16,6 +16,7 @@ PACKAGES = (
     "coordinator/scheduling",
     "coordinator/text",
     "stage_worker",
+    "stage_worker/mock",
     "stage_worker/models",
     "stage_worker/sampling",
     "wire",

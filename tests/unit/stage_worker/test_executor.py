@@ -191,7 +191,6 @@ def test_a_finished_sequence_leaves_no_block_and_no_state(stage: Stage) -> None:
     stats = stage.executor.stats
     assert (stats.blocks_active, stats.blocks_inactive) == (0, 1)
     assert stats.num_steps == 2
-    assert stats.busy_s > 0
     stage.executor.check_integrity()
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from checkpoint import Checkpoint, DType
 from coordinator.api.intake import make_request, request_id_of, resolve
-from coordinator.model import ServedModel
+from coordinator.model import ServedModel, model_of
 from coordinator.planning.plan import Plan, StepLimits
 from coordinator.planning.planner import make_plan
 from coordinator.requests.request import Request
@@ -38,7 +38,9 @@ def served_model(*, has_tokenizer: bool = True) -> ServedModel:
         bos_token_id=None,
     )
     text = cast(TextCodec, LettersCodec(special=frozenset({5}))) if has_tokenizer else None
-    return ServedModel(checkpoint, DType.F32, is_builtin=False, text=text)
+    model = model_of(checkpoint, dtype=DType.F32)
+    model.text = text
+    return model
 
 
 def served_plan() -> Plan:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from coordinator.scheduling.fits import RecentLeast, TwoTermFit
+from coordinator.scheduling.fits import RecentMedian, TwoTermFit
 
 
 def test_two_rates_are_found_from_noisy_measurements() -> None:
@@ -48,12 +48,14 @@ def test_one_outlier_counts_little_and_a_new_speed_is_believed() -> None:
 
 
 def test_nothing_is_known_before_the_first_measurement() -> None:
-    fit, least = TwoTermFit(), RecentLeast()
-    assert (fit.is_known, fit.predict(1.0, 2.0), least.value) == (False, 0.0, 0.0)
+    fit, median = TwoTermFit(), RecentMedian()
+    assert (fit.is_known, fit.predict(1.0, 2.0), median.value) == (False, 0.0, 0.0)
 
 
-def test_the_least_forgets() -> None:
-    least = RecentLeast(3)
-    for value in (1.0, 5.0, 6.0, 7.0):
-        least.add(value)
-    assert least.value == 5.0
+def test_the_median_is_that_of_the_last_values() -> None:
+    median = RecentMedian(3)
+    for value in (1.0, 7.0, 5.0, 6.0):
+        median.add(value)
+    assert median.value == 6.0
+    median.add(1.0)
+    assert median.value == 5.0

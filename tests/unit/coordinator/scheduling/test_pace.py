@@ -83,7 +83,7 @@ def test_steps_that_are_full_anyway_are_one_more_so_that_no_stage_waits_for_a_tr
 def test_slow_transfers_are_filled_with_more_steps() -> None:
     near, far = Stages(transfer_us=500), Stages(transfer_us=60_000)
     assert pace_of(near).steps_in_flight(load_of(64)) == 2
-    assert pace_of(far).steps_in_flight(load_of(64)) == 8
+    assert pace_of(far).steps_in_flight(load_of(64)) == 7
 
 
 def test_what_memory_allows_bounds_the_steps() -> None:

@@ -1,0 +1,66 @@
+"""A model without weights, for clusters of mock stages."""
+
+from checkpoint import DType, ModelConfig, ModelFamily, RopeConfig
+
+NAME = "mock"
+
+_DEFAULTS = {
+    "layers": 0,
+    "hidden": 1024,
+    "ffn": 4096,
+    "heads": 16,
+    "kv_heads": 8,
+    "head_dim": 64,
+    "vocab": 32_000,
+    "max_len": 4096,
+}
+
+
+def parse_mock_model(text: str) -> ModelConfig:
+    """The shape that "layers=64,hidden=1024,..." describes; only layers has no default.
+
+    Raises ValueError that names what is wrong.
+    """
+    sizes = dict[str, int]()
+    for part in text.split(","):
+        name, separator, value = part.strip().partition("=")
+        if name not in _DEFAULTS or not separator:
+            raise ValueError(f"mock model {part!r}: expected {', '.join(f'{name}=N' for name in _DEFAULTS)}")
+        if name in sizes:
+            raise ValueError(f"mock model {name!r} is given twice")
+        if not value.strip().isascii() or not value.strip().isdigit() or int(value) < 1:
+            raise ValueError(f"mock model {name}={value!r}: expected a number, at least 1")
+        sizes[name] = int(value)
+    if "layers" not in sizes:
+        raise ValueError(f"mock model {text!r} does not say how many layers it has: layers=N")
+    return _config({**_DEFAULTS, **sizes})
+
+
+def mock_fingerprint(config: ModelConfig) -> str:
+    """The identity of a mock model: its shape."""
+    sizes = (config.num_layers, config.hidden_size, config.intermediate_size, config.num_attention_heads)
+    others = (config.num_kv_heads, config.head_dim, config.vocab_size, config.max_position_embeddings)
+    return "mock-" + "-".join(map(str, (*sizes, *others)))
+
+
+def _config(sizes: dict[str, int]) -> ModelConfig:
+    return ModelConfig(
+        family=ModelFamily.LLAMA,
+        hidden_size=sizes["hidden"],
+        intermediate_size=sizes["ffn"],
+        num_layers=sizes["layers"],
+        num_attention_heads=sizes["heads"],
+        num_kv_heads=sizes["kv_heads"],
+        head_dim=sizes["head_dim"],
+        vocab_size=sizes["vocab"],
+        max_position_embeddings=sizes["max_len"],
+        rms_norm_eps=1e-5,
+        rope=RopeConfig(),
+        tie_word_embeddings=False,
+        dtype=DType.BF16,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        layer_windows=(None,) * sizes["layers"],
+    )

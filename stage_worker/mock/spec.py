@@ -1,0 +1,56 @@
+"""How long a mock stage takes for a step."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+from wire.steps import Slice
+
+_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_TIME = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s)", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MockSpec:
+    """Seconds: for each step with slices, for each of its tokens, and for each token and thousand tokens of
+    context that it attends to.
+    """
+
+    step: float = 0.0
+    token: float = 0.0
+    context: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str) -> "MockSpec":
+        """Of "step=20ms,token=0.05ms"; units are us, ms and s. Raises ValueError that names what is wrong."""
+        names = [each.name for each in fields(cls)]
+        times = dict[str, float]()
+        for part in text.split(","):
+            name, separator, value = part.strip().partition("=")
+            if name not in names or not separator:
+                raise ValueError(
+                    f"mock time {part!r}: expected {', '.join(f'{name}=TIME' for name in names)}"
+                )
+            if name in times:
+                raise ValueError(f"mock time {name!r} is given twice")
+            times[name] = _parse_time(name, value)
+        return cls(**times)
+
+    def step_s(self, slices: Iterable[Slice]) -> float:
+        """What a step of these slices takes; nothing when there are none."""
+        num_slices = num_tokens = num_pairs = 0
+        for part in slices:
+            count = len(part.tokens)
+            num_slices += 1
+            num_tokens += count
+            num_pairs += count * part.first_position + count * (count + 1) // 2
+        if not num_slices:
+            return 0.0
+        return self.step + self.token * num_tokens + self.context * num_pairs / 1000
+
+
+def _parse_time(name: str, text: str) -> float:
+    found = _TIME.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(f"mock time {name}={text!r}: expected a number with us, ms or s, such as 20ms")
+    return float(found[1]) * _UNITS[found[2]]
