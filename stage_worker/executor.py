@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorStats:
-    """What a heartbeat tells of a stage, as of the last step."""
+    """What a heartbeat tells of a stage."""
 
     num_steps: int = 0
     busy_s: float = 0.0
@@ -47,7 +47,6 @@ class StepExecutor:
         self._compute = compute
         self._rules = StepRules.of(assignment, hidden_size=compute.hidden_size, vocab_size=compute.vocab_size)
         self.max_hidden_bytes = self._rules.max_hidden_bytes
-        self.stats = ExecutorStats(blocks_free=assignment.num_blocks)
         self._busy_s = 0.0
         self._refused: StepFault | None = None
         self._epoch = 0
@@ -61,7 +60,6 @@ class StepExecutor:
         self._tables = BlockTables(self._num_blocks, block_size=self._block_size)
         self._sequences = SequenceStates()
         self._compute.begin_epoch(stage=stage)
-        self._publish()
 
     def run(self, frame: Frame) -> StageOutput:
         """One step. Raises StepFault, and from then on refuses every frame of the epoch."""
@@ -75,12 +73,25 @@ class StepExecutor:
             device_fault = StepFault(StepFaultKind.DEVICE, f"{type(error).__name__}: {error}")
             raise self._refuse(device_fault, frame.step) from error
         self._next_step_id += 1
-        self._publish()
         return output
 
     def note_busy(self, seconds: float) -> None:
-        """The step that ran last took so long; the next one publishes it."""
+        """The step that ran last took so long."""
         self._busy_s += seconds
+
+    @property
+    def stats(self) -> ExecutorStats:
+        """As of now; counters of a step that is being computed may be mixed with those before it."""
+        pool = self._tables.pool
+        return ExecutorStats(
+            num_steps=self._next_step_id,
+            busy_s=self._busy_s,
+            blocks_active=pool.num_active,
+            blocks_inactive=pool.num_inactive,
+            blocks_free=pool.num_free,
+            blocks_wanted=self._tables.num_wanted_blocks,
+            blocks_hit=self._tables.num_hit_blocks,
+        )
 
     def check_integrity(self) -> None:
         """Proves pool and block tables sound. Raises kvcache.IntegrityBroken."""
@@ -156,15 +167,3 @@ class StepExecutor:
         fault.step_id = step.step_id
         fault.request_ids = tuple(dict.fromkeys((*step.request_ids, *fault.request_ids)))
         return fault
-
-    def _publish(self) -> None:
-        pool = self._tables.pool
-        self.stats = ExecutorStats(
-            num_steps=self._next_step_id,
-            busy_s=self._busy_s,
-            blocks_active=pool.num_active,
-            blocks_inactive=pool.num_inactive,
-            blocks_free=pool.num_free,
-            blocks_wanted=self._tables.num_wanted_blocks,
-            blocks_hit=self._tables.num_hit_blocks,
-        )

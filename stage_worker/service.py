@@ -8,7 +8,7 @@ import grpc
 
 from stage_worker.stage_host import StageHost
 from stageline_rpc.v1 import stage_pb2, stage_pb2_grpc
-from wire.errors import HandshakeMismatch, StaleStream, StepFault, StepFaultKind
+from wire.errors import HandshakeMismatch, StaleStream
 
 HELLO_TIMEOUT_S = 10.0
 
@@ -26,7 +26,7 @@ class StageService(stage_pb2_grpc.StageServicer):
     ) -> AsyncIterator[stage_pb2.ForwardResponse]:
         session = await self._host.accept(await _hello(aiter(request_iterator)))
         yield stage_pb2.ForwardResponse(accepted=stage_pb2.HopAccepted())
-        await session.receive(_chunks(request_iterator))
+        await session.receive(request_iterator)
 
 
 async def _hello(requests: Requests) -> stage_pb2.HopHello:
@@ -38,11 +38,3 @@ async def _hello(requests: Requests) -> stage_pb2.HopHello:
     if first.WhichOneof("message") != "hello":
         raise HandshakeMismatch("first message", expected="hello", got=first.WhichOneof("message"))
     return first.hello
-
-
-async def _chunks(requests: Requests) -> AsyncIterator[stage_pb2.FrameChunk]:
-    async for request in requests:
-        if request.WhichOneof("message") != "chunk":
-            got = request.WhichOneof("message")
-            raise StepFault(StepFaultKind.UNDECODABLE, f"message {got!r} where a chunk of a frame was due")
-        yield request.chunk

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError
@@ -23,8 +24,18 @@ E = TypeVar("E", bound=Exception)
 
 log = logging.getLogger(__name__)
 
-QUEUED_FRAMES = 4
-"""Frames that may wait to be computed; a full queue holds the sender back."""
+QUEUED_FRAMES = 64
+"""Frames that may wait to be computed; a full queue holds the sender back. It has room for all that a
+coordinator usually has in flight, so that waiting shows as waiting here and not as a slow network.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    """A frame that waits, or whose computation has begun already."""
+
+    received: ReceivedFrame
+    running: "asyncio.Future[RanStep] | None" = None
 
 
 class EpochSession:
@@ -55,7 +66,8 @@ class EpochSession:
         self._hop = hop
         self._on_ready = on_ready
         self._on_refused = on_refused
-        self._inbox: asyncio.Queue[ReceivedFrame | StepFault] = asyncio.Queue(QUEUED_FRAMES)
+        self._inbox: asyncio.Queue[_Queued | StepFault] = asyncio.Queue(QUEUED_FRAMES)
+        self._num_queued = 0
         self._next_step_id = 0
         self._has_stream = False
         self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -86,12 +98,12 @@ class EpochSession:
             )
         self._has_stream = True
 
-    async def receive(self, chunks: AsyncIterator[stage_pb2.FrameChunk]) -> None:
-        """Feeds the accepted stream into the stage until it ends.
+    async def receive(self, requests: AsyncIterator[stage_pb2.ForwardRequest]) -> None:
+        """Feeds the accepted stream, whose hello has been taken, into the stage until it ends.
 
         Raises what ended the epoch, if that comes first.
         """
-        reader = asyncio.create_task(self._read(chunks))
+        reader = asyncio.create_task(self._read(requests))
         ends: set[asyncio.Future[Any]] = {reader, self._over}
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -101,21 +113,47 @@ class EpochSession:
         if self._over.done():
             raise StaleStream(self._over.result())
 
-    async def _read(self, chunks: AsyncIterator[stage_pb2.FrameChunk]) -> None:
+    async def _read(self, requests: AsyncIterator[stage_pb2.ForwardRequest]) -> None:
         """Faults go the way of the frames, so that every frame before a broken one is computed first."""
         assembler = FrameAssembler(
             max_payload_bytes=self._executor.max_hidden_bytes, num_stages_before=self._assignment.stage
         )
         try:
-            async for chunk in chunks:
-                frame = assembler.add(chunk)
+            async for request in requests:
+                if not request.HasField("chunk"):
+                    got = request.WhichOneof("message")
+                    raise StepFault(StepFaultKind.UNDECODABLE, f"message {got!r} where a chunk was due")
+                frame = assembler.add(request.chunk)
                 if frame is not None:
-                    await self._inbox.put(ReceivedFrame(frame, time.monotonic()))
+                    await self._take(ReceivedFrame(frame, time.monotonic()))
             assembler.finish()
         except StepFault as fault:
             await self._refuse(fault)
         except DecodeError as error:
             await self._refuse(StepFault(StepFaultKind.UNDECODABLE, f"message of the stream: {error}"))
+
+    async def _take(self, received: ReceivedFrame) -> None:
+        """Where nothing else waits, the computation begins at once, and if it is done at once, the output
+        goes on without another task.
+        """
+        if self._num_queued or not self.is_serving:
+            await self._queue(_Queued(received))
+            return
+        running = self._backend.submit(self._executor, received)
+        if not running.done() or running.exception() is not None:
+            await self._queue(_Queued(received, running))
+            return
+        output = _timed(running.result(), received, self._assignment.stage)
+        self._next_step_id = received.frame.step.step_id + 1
+        try:
+            await self._hop.send(output)
+        except (StepFault, StaleStream):
+            # The watcher of the hop finds the same, and ends the epoch.
+            await asyncio.wait({self._over})
+
+    async def _queue(self, queued: "_Queued") -> None:
+        self._num_queued += 1
+        await self._inbox.put(queued)
 
     async def _refuse(self, fault: StepFault) -> None:
         await self._inbox.put(fault)
@@ -145,11 +183,12 @@ class EpochSession:
         """Computes frame after frame. An output is sent while the next frame is computed."""
         ready: TimedOutput | None = None
         while True:
-            received = await self._inbox.get()
-            if isinstance(received, StepFault):
+            queued = await self._inbox.get()
+            if isinstance(queued, StepFault):
                 await self._send(ready)
-                raise received
-            running = self._backend.submit(self._executor, received)
+                raise queued
+            received = queued.received
+            running = queued.running or self._backend.submit(self._executor, received)
             try:
                 await self._send(ready)
                 ready = _timed(await running, received, self._assignment.stage)
@@ -159,6 +198,7 @@ class EpochSession:
             if self._inbox.empty():
                 await self._send(ready)
                 ready = None
+            self._num_queued -= 1
 
     async def _send(self, output: TimedOutput | None) -> None:
         if output is not None:

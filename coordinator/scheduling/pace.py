@@ -74,11 +74,11 @@ class Pace:
             pairs = most * start + most * most / 2
             if slowest.chunk_us(most, pairs) <= EQUAL_TIME * full_us:
                 return most
-            return int(slowest.chunk_tokens_within(full_us, start))
+            return int(min(most, slowest.chunk_tokens_within(full_us, start)))
         if not slowest.knows_decodes or not slowest.knows_chunks:
             return most
         budget_us = min(full_us, self._prefill_budget_us(load)) - prefill_us
-        return min(most, int(slowest.chunk_tokens_within(max(0.0, budget_us), start)))
+        return int(min(most, slowest.chunk_tokens_within(max(0.0, budget_us), start)))
 
     def chunk_us(self, *, start: int, num_tokens: int) -> float:
         """What a chunk adds to the slowest stage's time of a step."""

@@ -269,6 +269,8 @@ class Scheduler:
                 sequence = self._admit(draft, kv, pace, room)
             if sequence is None or not self._add_chunk(sequence, draft, kv, pace, room):
                 return
+            if sequence.can_prefill:
+                return  # its pace, not the room, ends the chunk: what follows is for the next step
 
     def _admit(self, draft: Draft, kv: KvLog, pace: Pace, room: int) -> Sequence | None:
         """Takes the head of the queue if the whole of it fits now. Nobody overtakes it.

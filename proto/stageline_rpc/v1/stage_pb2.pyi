@@ -238,8 +238,8 @@ class FrameChunk(_message.Message):
     hidden: _builtins.bytes
     """First chunk only: a serialised `TensorHeader` of the hidden states; empty into FIRST and for a frame without slices."""
     checksum: _builtins.int
-    """First chunk only: XXH3-64 over (u64 LE length of step, step, u64 LE length of hidden, hidden, u64 LE length of
-    stage_times, stage_times, payload).
+    """First chunk only: XXH3-64 over (the lengths of step, hidden and stage_times as u64 LE, step, hidden, stage_times,
+    payload).
     """
     payload: _builtins.bytes
     """Consecutive pieces of the hidden states."""

@@ -22,6 +22,7 @@ from wire.steps import (
     Slice,
     SliceError,
     SliceResult,
+    StageTime,
     Step,
     StepResult,
     StepSampling,
@@ -81,6 +82,7 @@ class PipelineModel:
         self.num_steps = 0
         self.sent: list[Step] = []
         self.error_at: Callable[[Slice], bool] = lambda part: False
+        self.stage_times: Callable[[Step], tuple[StageTime, ...]] = lambda step: ()
         self._num_stages = num_stages
         self._prefix_caching = prefix_caching
         self.epoch = 0
@@ -193,7 +195,7 @@ class PipelineModel:
             for part in step.slices
             if part.is_sampled
         )
-        self.results.append(StepResult(step.epoch, step.step_id, results))
+        self.results.append(StepResult(step.epoch, step.step_id, results, self.stage_times(step)))
         return True
 
     def deliver(self) -> bool:
@@ -267,7 +269,7 @@ class PipelineModel:
         assert self.scheduler.num_steps_in_flight <= self.limits.max_steps_in_flight
         decodes = [part for part in step.slices if isinstance(part.inference_step, Decode)]
         if decodes:
-            share = sum(costs) / self.limits.max_steps_in_flight
+            share = sum(costs) / self.limits.least_in_flight
             step_cost = sum(decodes_cost(1, part.first_position + 1) for part in decodes)
             assert step_cost <= share + max(costs)
         num_before = self.scheduler.num_steps_in_flight - 1

@@ -171,6 +171,13 @@ def test_few_decodes_leave_the_idle_time_of_the_stages_to_prefill() -> None:
     assert 4 * pace.chunk_us(start=0, num_tokens=40) <= 0.45 * cycle_us
 
 
+def test_chunks_that_cost_nothing_are_full() -> None:
+    """Small ones may take less than a step of decodes has been measured to take."""
+    pace = pace_of(Stages(per_token_us=0))
+    assert pace.chunk_tokens(NOBODY, start=700, prefill_us=0) == 512
+    assert pace.chunk_tokens(load_of(4), start=700, prefill_us=0) == 512
+
+
 @pytest.mark.parametrize(
     "values",
     [

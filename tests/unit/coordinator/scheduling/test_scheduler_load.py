@@ -16,6 +16,7 @@ import kvcache.chain
 from coordinator.scheduling.pace import SchedulerLimits
 from tests.unit.coordinator.scheduling.pipeline_model import PipelineModel
 from tests.unit.coordinator.scheduling.stage_replica import VOCAB_SIZE
+from wire.steps import StageTime, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class Setup:
     limits: SchedulerLimits
     prefix_caching: bool
     window: int | None = None
+    is_timed: bool = False
 
     @property
     def max_sequence_tokens(self) -> int:
@@ -54,10 +56,12 @@ class Event(Enum):
 def setups(draw: st.DrawFn) -> Setup:
     """Down to a pool of one block, and steps that hold no more than one block's tokens."""
     block_size = draw(st.sampled_from([1, 2, 3, 4, 8]))
+    max_steps_in_flight = draw(st.integers(1, 8))
     limits = SchedulerLimits(
         max_step_tokens=draw(st.integers(block_size, 4 * block_size + 3)),
         max_step_sequences=draw(st.integers(1, 6)),
-        max_steps_in_flight=draw(st.integers(1, 8)),
+        max_steps_in_flight=max_steps_in_flight,
+        min_steps_in_flight=draw(st.none() | st.integers(1, max_steps_in_flight)),
     )
     return Setup(
         block_size=block_size,
@@ -66,7 +70,16 @@ def setups(draw: st.DrawFn) -> Setup:
         limits=limits,
         prefix_caching=draw(st.booleans()),
         window=draw(st.none() | st.integers(1, 3 * block_size + 2)),
+        is_timed=draw(st.booleans()),
     )
+
+
+def made_up_times(step: Step) -> tuple[StageTime, ...]:
+    """Of two stages, whose chunks cost more the further they begin; now and then a step takes for ever."""
+    context = sum(part.first_position for part in step.slices)
+    slow = 100_000 if zlib.crc32(bytes([step.step_id % 256])) % 11 == 0 else 0
+    own = 100 + 10 * step.num_tokens + 7 * context + slow
+    return (StageTime(5, own), StageTime(0, 2 * own))
 
 
 @st.composite
@@ -100,6 +113,8 @@ class Load:
             prefix_caching=setup.prefix_caching,
             window=setup.window,
         )
+        if setup.is_timed:
+            self.model.stage_times = made_up_times
         self.waiting = list(reversed(requests))
         self.setup = setup
         self.num_tokens = sum(len(each.prompt) + each.max_tokens for each in requests)
