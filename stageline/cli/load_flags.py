@@ -37,9 +37,7 @@ class ArrivalFlags(TypedDict, total=False):
     ]
     burstiness: Annotated[
         float | None,
-        _load(
-            metavar="X", help="1, the default, is a Poisson process; less comes in bursts, more is steadier."
-        ),
+        _load(metavar="X", help="1, the default, is Poisson; less comes in bursts, more is steadier."),
     ]
     max_concurrency: Annotated[
         int | None,

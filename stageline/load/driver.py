@@ -1,7 +1,9 @@
 """Sends the requests of a plan, each when it is due, and records what comes back."""
 
 import asyncio
+import math
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from typing import TypeAlias
@@ -10,6 +12,8 @@ from stageline.errors import ServerError, StagelineError
 from stageline.load.plan import PlannedRequest
 from stageline.load.record import INTERRUPTED, OK, LoadRun, RequestRecord, Tally
 from stageline.output import GenerateOutput
+
+_MOST_AHEAD = 256
 
 Outputs: TypeAlias = AsyncGenerator[GenerateOutput, None]
 
@@ -30,14 +34,19 @@ class Driver:
         )
         self.tally = Tally()
         self._records: list[RequestRecord] = []
+        self._ahead: deque[tuple[PlannedRequest, Outputs]] = deque()
+        self._begin_s = time.perf_counter()
         self._sending: asyncio.Task[None] | None = None
         self._is_interrupted = False
 
     async def run(self, plan: Sequence[PlannedRequest]) -> LoadRun:
         """Once only. Returns when every request has ended, or soon after `interrupt`."""
-        self._begin_s = asyncio.get_running_loop().time()
-        cpu_s = time.process_time()
-        self._sending = asyncio.create_task(self._send_all(plan), name="load")
+        self._rest = iter(plan)
+        await self._prepare_until(math.inf)
+        self._begin_s, cpu_s = time.perf_counter(), time.process_time()
+        self._sending = asyncio.create_task(self._send_all(), name="load")
+        if self._is_interrupted:
+            self._sending.cancel()
         try:
             await self._sending
         except asyncio.CancelledError:
@@ -57,12 +66,22 @@ class Driver:
         if self._sending is not None:
             self._sending.cancel()
 
-    async def _send_all(self, plan: Sequence[PlannedRequest]) -> None:
+    async def _send_all(self) -> None:
         async with asyncio.TaskGroup() as tasks:
-            for planned in plan:
-                outputs = self._prepare(planned)  # takes a while, which the wait for its time has room for
+            while self._ahead:
+                planned, outputs = self._ahead.popleft()
                 await self._sleep_until(planned.time_s)
                 tasks.create_task(self._serve(planned, outputs))
+                await self._prepare_until(self._ahead[0][0].time_s if self._ahead else math.inf)
+
+    async def _prepare_until(self, time_s: float) -> None:
+        """Prepares requests ahead while none is due: it takes a while, in which nothing is received."""
+        while len(self._ahead) < _MOST_AHEAD and (not self._ahead or self._now_s() < time_s):
+            planned = next(self._rest, None)
+            if planned is None:
+                return
+            self._ahead.append((planned, self._prepare(planned)))
+            await asyncio.sleep(0)
 
     async def _sleep_until(self, time_s: float) -> None:
         await asyncio.sleep(0)  # where sending is late, receiving must go on all the same
@@ -116,4 +135,5 @@ class Driver:
             record.restarts = output.usage.restarts
 
     def _now_s(self) -> float:
-        return asyncio.get_running_loop().time() - self._begin_s
+        # The clock of a uvloop counts whole milliseconds, and stands while callbacks run.
+        return time.perf_counter() - self._begin_s

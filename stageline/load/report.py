@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from stageline.load.metrics import Distribution, Limits, Summary
 
@@ -12,11 +13,17 @@ MAX_LAG_S = 0.02
 MAX_CPU_SHARE = 0.8
 
 _NOTHING = "-"
+_NAME_WIDTH = 22
+_LEAST_WAIT_S = 1e-3  # a load without a limit waits for microseconds
+_EXPLANATION = """\
+TTFT and E2E count from when a request was due. ITL is the time from one message
+with tokens to the next, TPOT the mean per output token after the first."""
 
 
 def report_view(summary: Summary, limits: Limits) -> RenderableType:
     """Counts and rates, then the latencies in milliseconds."""
-    return Group(_facts_table(summary, limits), "", _latency_table(summary))
+    facts = "\n".join(f"{name:<{_NAME_WIDTH}}{value}" for name, value in _facts(summary, limits))
+    return Group(Text(facts), "", _latency_table(summary), "", Text(_EXPLANATION))
 
 
 def warnings_of(summary: Summary) -> list[str]:
@@ -24,21 +31,14 @@ def warnings_of(summary: Summary) -> list[str]:
     found = []
     if summary.lag_s is not None and summary.lag_s.p99 > MAX_LAG_S:
         found.append(
-            f"requests were sent late by {_ms(summary.lag_s.p99)} ms (p99), {_ms(summary.lag_s.max)} ms (max): "
-            "the load generator was a bottleneck, and latencies count its delay"
+            f"requests were {_describe_lag(summary.lag_s)}: the load generator was a bottleneck, and "
+            "latencies count its delay"
         )
     if summary.cpu_share > MAX_CPU_SHARE:
         found.append(
             f"the load generator took {summary.cpu_share:.0%} of a core: it may have been the bottleneck"
         )
     return found
-
-
-def _facts_table(summary: Summary, limits: Limits) -> Table:
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    for name, value in _facts(summary, limits):
-        table.add_row(name, value)
-    return table
 
 
 def _facts(summary: Summary, limits: Limits) -> Iterator[tuple[str, str]]:
@@ -73,7 +73,7 @@ def _describe_requests(summary: Summary) -> str:
         "completed": summary.num_completed,
         "failed": summary.num_failed,
         "interrupted": summary.num_interrupted,
-        "not sent": summary.num_planned - summary.num_due,
+        "unsent": summary.num_planned - summary.num_due,
     }
     told = [f"{count} {what}" for what, count in counts.items() if count or what in ("completed", "failed")]
     return f"{summary.num_planned} planned: {', '.join(told)}"
@@ -93,8 +93,12 @@ def _per_message(summary: Summary) -> str:
 
 def _describe_generator(summary: Summary) -> str:
     lag = summary.lag_s
-    sent = "nothing sent" if lag is None else f"sent late by {_ms(lag.p99)} ms (p99), {_ms(lag.max)} ms (max)"
+    sent = "nothing sent" if lag is None else _describe_lag(lag)
     return f"{sent}; {summary.cpu_share:.0%} of a core"
+
+
+def _describe_lag(lag_s: Distribution) -> str:
+    return f"sent late by {_ms(lag_s.p99)} ms (p99), {_ms(lag_s.max)} ms (max)"
 
 
 def _latency_table(summary: Summary) -> Table:
@@ -108,12 +112,12 @@ def _latency_table(summary: Summary) -> Table:
 
 
 def _latencies(summary: Summary) -> Iterator[tuple[str, Distribution | None]]:
-    yield "TTFT, from when due", summary.ttft_s
-    yield "ITL, between messages", summary.itl_s
-    yield "TPOT, per later token", summary.tpot_s
-    yield "E2E, from when due", summary.e2e_s
-    if summary.slot_wait_s is not None and summary.slot_wait_s.max > 0:
-        yield "of it: wait for a slot", summary.slot_wait_s
+    yield "TTFT", summary.ttft_s
+    yield "ITL", summary.itl_s
+    yield "TPOT", summary.tpot_s
+    yield "E2E", summary.e2e_s
+    if summary.slot_wait_s is not None and summary.slot_wait_s.max >= _LEAST_WAIT_S:
+        yield "Wait to be sent", summary.slot_wait_s
 
 
 def _cells(values: Distribution | None) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ PACKAGES = (
     "wire",
     "kvcache",
     "checkpoint",
+    "stageline/load",
     "deploy",
 )
 
