@@ -21,9 +21,9 @@ import numpy.typing as npt
 MAX_TOKENS = 2**24
 
 _EXAMPLES = "128, uniform:64-512, normal:256,64 or lognormal:256,128:16-1024"
-_NUMBER = r"(\d+(?:\.\d+)?)"
-_RANGE = re.compile(r"(\d+)-(\d+)")
-_MOMENTS = re.compile(rf"{_NUMBER},{_NUMBER}(?::(\d+-\d+))?")
+_NUMBER = r"([0-9]+(?:\.[0-9]+)?)"
+_RANGE = re.compile(r"([0-9]+)-([0-9]+)")
+_MOMENTS = re.compile(rf"{_NUMBER},{_NUMBER}(?::([0-9]+-[0-9]+))?")
 
 
 class Lengths(Protocol):
@@ -86,7 +86,7 @@ class ClippedLengths:
 def parse_lengths(text: str) -> Lengths:
     """A distribution from its text (see the module). Raises ValueError."""
     kind, separator, arguments = text.partition(":")
-    if not separator and re.fullmatch(r"\d+", kind):
+    if not separator and re.fullmatch(r"[0-9]+", kind):
         return UniformLengths(lowest=int(kind), highest=int(kind))
     if kind == "uniform" and (found := _RANGE.fullmatch(arguments)):
         return _range(found)

@@ -31,6 +31,8 @@ class LoadConfig:
     def __post_init__(self) -> None:
         if self.max_concurrency is not None and self.max_concurrency < 1:
             raise ValueError(f"a concurrency of at most {self.max_concurrency} lets nothing through")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"a temperature of {self.temperature:g} is not at least 0 and finite")
         if not 0 < self.timeout_s < math.inf:
             raise ValueError(f"a timeout of {self.timeout_s:g} s is not above 0 and finite")
 

@@ -11,7 +11,11 @@ def planned(index: int, *, due_s: float = 0.0, prompt: int = 10, output: int = 3
 
 
 def record(
-    index: int, *messages: tuple[float, int], due_s: float = 0.0, sent_s: float | None = None, status: str = OK
+    index: int,
+    *messages: tuple[float, int],
+    due_s: float = 0.0,
+    sent_s: float | None = None,
+    status: str = OK,
 ) -> RequestRecord:
     """One request whose messages came at these times with so many tokens each; it ends with the last one."""
     return RequestRecord(
