@@ -4,8 +4,8 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from typing import TypeAlias
 
 from stageline.errors import ServerError, StagelineError
@@ -29,9 +29,7 @@ class Driver:
         self, prepare: Callable[[PlannedRequest], Outputs], *, max_concurrency: int | None = None
     ) -> None:
         self._prepare = prepare
-        self._slots: AbstractAsyncContextManager[None] = (
-            nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
-        )
+        self._slots = None if max_concurrency is None else asyncio.Semaphore(max_concurrency)
         self.tally = Tally()
         self._records: list[RequestRecord] = []
         self._ahead: deque[tuple[PlannedRequest, Outputs]] = deque()
@@ -89,20 +87,29 @@ class Driver:
             await asyncio.sleep(time_s - self._now_s())  # which may end a little early
 
     async def _serve(self, planned: PlannedRequest, outputs: Outputs) -> None:
-        due_s = self._now_s()
         record = RequestRecord(planned=planned)
         self._records.append(record)
         self.tally.num_due += 1
         try:
-            async with self._slots:
-                record.sent_s = self._now_s()
-                record.slot_wait_s = record.sent_s - due_s
+            async with self._slot(record):
                 await self._run(record, outputs)
         except asyncio.CancelledError:
             record.status = INTERRUPTED
             raise
         finally:
             record.ended_s = self._now_s()
+
+    @asynccontextmanager
+    async def _slot(self, record: RequestRecord) -> AsyncIterator[None]:
+        due_s = self._now_s()
+        if self._slots is None:
+            record.sent_s = due_s
+            yield
+            return
+        async with self._slots:
+            record.sent_s = self._now_s()
+            record.slot_wait_s = record.sent_s - due_s
+            yield
 
     async def _run(self, record: RequestRecord, outputs: Outputs) -> None:
         self.tally.num_running += 1

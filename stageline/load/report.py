@@ -14,7 +14,6 @@ MAX_CPU_SHARE = 0.8
 
 _NOTHING = "-"
 _NAME_WIDTH = 22
-_LEAST_WAIT_S = 1e-3  # a load without a limit waits for microseconds
 _EXPLANATION = """\
 TTFT and E2E count from when a request was due. ITL is the time from one message
 with tokens to the next, TPOT the mean per output token after the first."""
@@ -116,7 +115,7 @@ def _latencies(summary: Summary) -> Iterator[tuple[str, Distribution | None]]:
     yield "ITL", summary.itl_s
     yield "TPOT", summary.tpot_s
     yield "E2E", summary.e2e_s
-    if summary.slot_wait_s is not None and summary.slot_wait_s.max >= _LEAST_WAIT_S:
+    if summary.slot_wait_s is not None and summary.slot_wait_s.max > 0:
         yield "Wait to be sent", summary.slot_wait_s
 
 

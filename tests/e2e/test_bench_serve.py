@@ -37,7 +37,7 @@ async def test_a_load_is_measured_and_ends_with_what_came_of_it(served: Served, 
 
     late = await run_stageline(*line.split(), "--timeout", "0.001", *at)
     assert late.code == 1
-    assert "DEADLINE_EXCEEDED     12 failed" in late.stdout
+    assert "DEADLINE_EXCEEDED   12 failed" in late.stdout
     assert "stageline: request 0: DEADLINE_EXCEEDED: " in late.stderr
     long = await run_stageline(*line.split(), "--prompt-tokens", "4090", *at)
     assert long.code == 2
