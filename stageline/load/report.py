@@ -50,8 +50,7 @@ def _facts(summary: Summary, limits: Limits) -> Iterator[tuple[str, str]]:
         share = summary.num_good / summary.num_due if summary.num_due else 0.0
         yield (
             "Goodput",
-            f"{summary.goodput_per_s:.2f} requests/s: {summary.num_good} ({share:.1%}) within "
-            f"{describe_limits(limits)}",
+            f"{summary.goodput_per_s:.2f} requests/s, {share:.1%} within {describe_limits(limits)}",
         )
     yield "Input throughput", f"{summary.input_tokens_per_s:.1f} tokens/s{_cached(summary)}"
     yield "Output throughput", f"{summary.output_tokens_per_s:.1f} tokens/s{_per_message(summary)}"

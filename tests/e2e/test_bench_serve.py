@@ -21,7 +21,7 @@ async def test_a_load_is_measured_and_ends_with_what_came_of_it(served: Served, 
     done = await run_stageline(*line.split(), "--warmup", "2", "--slo-e2e", "60000", *files, *at)
     assert done.code == 0, done.stderr
     assert "12 planned: 12 completed, 0 failed" in done.stdout
-    assert "12 (100.0%) within E2E 60000 ms" in done.stdout
+    assert "requests/s, 100.0% within E2E 60000 ms" in done.stdout
     facts = json.loads((tmp_path / "run.json").read_text())
     assert [request["status"] for request in facts["requests"]] == ["OK"] * 12
     assert facts["summary"]["output_tokens"] == 12 * 9
