@@ -13,8 +13,6 @@ from stageline.load.plan import LoadSpec, PlannedRequest, check_fits, make_plan
 from stageline.load.target import Target
 from stageline_rpc.v1 import inference_pb2
 
-_WARMUP_SEED = 2**64  # added to the load's own, which is smaller
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadConfig:
@@ -55,7 +53,10 @@ class PreparedLoad:
             check_fits(each, self.model.max_sequence_tokens)
 
     async def warm_up(self) -> None:
-        """Sends the requests that are not counted, all at once. Raises WarmupFailed."""
+        """Sends the requests that are not counted, all at once; what they cache, the load does not find.
+
+        Raises WarmupFailed.
+        """
         if not self.config.num_warmups:
             return
         spec = _warmup_spec(self.config)
@@ -93,5 +94,4 @@ def _warmup_spec(config: LoadConfig) -> LoadSpec:
         arrivals=Arrivals(rate_per_s=math.inf),
         num_requests=config.num_warmups,
         duration_s=None,
-        seed=config.spec.seed + _WARMUP_SEED,
     )

@@ -79,7 +79,8 @@ async def test_prompts_share_what_they_are_told_to_and_nothing_with_a_run_before
     async with Cluster(tiny_llama, layers=(2, 1), max_kv_tokens=8192) as cluster:
         for _ in range(2):
             assert numbers_of(await drive(cluster, alone)).cached_tokens == 0
-        async with load_on(cluster, shared, max_concurrency=1) as load:
+        async with load_on(cluster, shared, max_concurrency=1, num_warmups=5) as load:
+            await load.warm_up()
             run = await load.driver().run(make_plan(shared))
     # One after the other, each finds the two blocks of its group but the first of each group.
     assert numbers_of(run).cached_tokens == 16 * (20 - 2)

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from stageline.load.arrivals import Arrivals
@@ -55,6 +56,13 @@ def test_lengths_and_groups_are_within_what_was_specified() -> None:
     assert {each.output_tokens for each in plan} == set(range(1, 10))
     assert {each.prefix_group for each in plan} == {0, 1, 2}
     assert [each.index for each in plan] == list(range(200))
+
+
+def test_lengths_of_prompts_and_outputs_have_nothing_to_do_with_each_other() -> None:
+    lengths = parse_lengths("uniform:1-1000")
+    plan = make_plan(replace(SPEC, prompt_lengths=lengths, output_lengths=lengths))
+    prompts, outputs = [each.prompt_tokens for each in plan], [each.output_tokens for each in plan]
+    assert abs(np.corrcoef(prompts, outputs)[0, 1]) < 0.25, "3.5 standard errors"
 
 
 def test_requests_of_a_group_share_the_prefix_and_nothing_else() -> None:
