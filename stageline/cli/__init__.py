@@ -8,6 +8,7 @@ import typer
 
 from deploy import ClusterFailed
 from stageline.cli.attach import attach, cancel
+from stageline.cli.bench import bench
 from stageline.cli.chat import chat
 from stageline.cli.coordinator import coordinator
 from stageline.cli.demo import demo
@@ -41,6 +42,7 @@ app.command("chat", rich_help_panel=_USE)(chat)
 app.command("attach", rich_help_panel=_USE)(attach)
 app.command("cancel", rich_help_panel=_USE)(cancel)
 app.command("status", rich_help_panel=_USE)(status)
+app.add_typer(bench, name="bench", rich_help_panel=_USE)
 
 
 def _print_version(wanted: bool) -> None:

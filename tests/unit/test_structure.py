@@ -22,6 +22,7 @@ PACKAGES = (
     "wire",
     "kvcache",
     "checkpoint",
+    "stageline/load",
     "deploy",
 )
 
