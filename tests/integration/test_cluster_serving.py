@@ -82,7 +82,7 @@ async def test_several_steps_are_in_flight_under_load(varied_llama: Path, solo: 
             # Sequences that arrived together do not stay in one step.
             decodes = [num_decodes(step) for step in cluster.proxy(0).steps.values()]
         solo.check(answers)
-        assert most == len(LAYERS)
+        assert most >= len(LAYERS)
         assert max(decodes) <= 3
 
 
