@@ -1,0 +1,92 @@
+"""Time between tokens of running streams, while long prompts arrive and while none do."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from bench.harness.cluster import BenchCluster
+from bench.harness.figure import Better, Figure
+from bench.harness.group import Setting
+from bench.harness.real_cluster import PROMPT_TOKENS, real_cluster, warm_up
+from bench.harness.spread import percentile
+from bench.harness.streams import Stream
+
+NUM_STREAMS = 8
+LONG_PROMPT_TOKENS = 1024
+ARRIVALS_EVERY_S = 1.5
+MOST_P99_OF_P50 = 2.5
+MOST_P50_OF_QUIET = 1.5
+
+
+async def measure(setting: Setting) -> list[Figure]:
+    """Eight streams decode all the time: first alone, then with a prompt of 1,024 tokens every 1.5 s."""
+    phase_s = 3.0 if setting.is_quick else 9.0
+    async with real_cluster(setting) as cluster:
+        await warm_up(cluster)
+        streams = [Stream(0.0) for _ in range(NUM_STREAMS)]
+        running = [
+            asyncio.create_task(cluster.generate(PROMPT_TOKENS, 3000, into=stream)) for stream in streams
+        ]
+        try:
+            phases = cluster.processes.while_running(_phases(cluster, streams, phase_s))
+            quiet, busy, first_tokens = await phases
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+    quiet_p50, busy_p50, busy_p99 = (
+        percentile(quiet, 0.5) * 1e3,
+        percentile(busy, 0.5) * 1e3,
+        percentile(busy, 0.99) * 1e3,
+    )
+    details = {
+        "quiet_p50_ms": quiet_p50,
+        "quiet_p99_ms": percentile(quiet, 0.99) * 1e3,
+        "busy_max_ms": max(busy) * 1e3,
+        "arrivals": float(len(first_tokens)),
+        "arrivals_ttft_p50_ms": percentile(first_tokens, 0.5) * 1e3,
+    }
+    return [
+        Figure(
+            name="inter-token latency with arrivals, p99 : p50",
+            measured=busy_p99,
+            bound=busy_p50,
+            unit="ms",
+            better=Better.LOWER,
+            target=MOST_P99_OF_P50,
+            noise=0.2,
+            how="gaps of 8 decoding streams while prompts of 1,024 tokens arrive every 1.5 s",
+            details=details,
+        ),
+        Figure(
+            name="inter-token latency, p50 with arrivals : without",
+            measured=busy_p50,
+            bound=quiet_p50,
+            unit="ms",
+            better=Better.LOWER,
+            target=MOST_P50_OF_QUIET,
+            noise=0.2,
+            how="the same streams, before the first arrival",
+        ),
+    ]
+
+
+async def _phases(
+    cluster: BenchCluster, streams: list[Stream], phase_s: float
+) -> tuple[list[float], list[float], list[float]]:
+    """Gaps without arrivals, gaps with, and the arrivals' times to their first tokens."""
+    while not all(len(stream.arrivals_s) > 8 for stream in streams):
+        await asyncio.sleep(0.05)
+    quiet_s = time.monotonic()
+    await asyncio.sleep(phase_s)
+    busy_s = time.monotonic()
+    arrivals = []
+    while time.monotonic() < busy_s + phase_s:
+        arrivals.append(asyncio.create_task(cluster.generate(LONG_PROMPT_TOKENS, 4)))
+        await asyncio.sleep(ARRIVALS_EVERY_S)
+    end_s = time.monotonic()
+    ended = await asyncio.gather(*arrivals)
+    quiet = [gap for stream in streams for gap in stream.gaps_s(quiet_s, busy_s)]
+    busy = [gap for stream in streams for gap in stream.gaps_s(busy_s, end_s)]
+    return quiet, busy, [stream.first_token_s for stream in ended]

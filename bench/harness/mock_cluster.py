@@ -1,0 +1,22 @@
+"""Clusters of mock stages: simulated compute, everything else real."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bench.harness.cluster import BenchCluster
+from deploy import LocalClusterConfig
+
+VOCAB_SIZE = 32000
+HIDDEN_SIZE = 1024
+
+
+def mock_cluster(specs: Sequence[str], *, coordinator_arguments: Sequence[str] = ()) -> BenchCluster:
+    """One mock stage for each spec (`step=20ms,token=0.05ms`), not started yet."""
+    model = f"layers={len(specs)},hidden={HIDDEN_SIZE},vocab={VOCAB_SIZE}"
+    config = LocalClusterConfig(
+        num_workers=len(specs),
+        worker_arguments=tuple(("--mock", spec) for spec in specs),
+        coordinator_arguments=("--mock-model", model, *coordinator_arguments),
+    )
+    return BenchCluster(config, vocab_size=VOCAB_SIZE)
