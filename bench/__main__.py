@@ -32,6 +32,7 @@ from bench.harness.run import GroupResult, run_groups
 RESULTS = Path(__file__).parent / "results"
 RECORDED = RESULTS / "recorded.json"
 LATEST = "latest.json"
+PIPED_WIDTH = 160
 
 
 def main(arguments: list[str]) -> int:
@@ -46,6 +47,8 @@ def main(arguments: list[str]) -> int:
         print(f"bench: error: {error}", file=sys.stderr)
         return 2
     console, progress = Console(), Console(stderr=True)
+    if not console.is_terminal:
+        console = Console(width=PIPED_WIDTH)
     setting = Setting(
         is_quick=options.quick,
         output_directory=options.output,

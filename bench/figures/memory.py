@@ -1,23 +1,17 @@
-"""Resident memory of workers after a load, against weights, KV pages and a fixed allowance."""
+"""Resident memory of real workers after a load, against weights, KV pages and a fixed allowance."""
 
 from __future__ import annotations
 
 from bench.harness.figure import Better, Figure
 from bench.harness.group import Setting
-from bench.harness.mock_cluster import mock_cluster
 from bench.harness.real_cluster import NEW_TOKENS, PROMPT_TOKENS, real_cluster
 
 ALLOWANCE_MB = 350
-MOCK_MB = 80
 MB = 1e6
 
 
 async def measure(setting: Setting) -> list[Figure]:
-    """The worker that is nearest to its bound, real and mock."""
-    return [await _real(setting), await _mock(setting)]
-
-
-async def _real(setting: Setting) -> Figure:
+    """The worker that is nearest to its bound."""
     async with real_cluster(setting) as cluster:
         await cluster.generate_all(32, PROMPT_TOKENS, NEW_TOKENS)
         heartbeats = {worker.pid: worker.heartbeat for worker in (await cluster.status()).workers}
@@ -28,7 +22,7 @@ async def _real(setting: Setting) -> Figure:
         for pid, heartbeat in heartbeats.items()
     }
     worst = max(resident, key=lambda pid: resident[pid] / bounds[pid])
-    return Figure(
+    figure = Figure(
         name="memory, worker : weights + KV + 350 MB",
         measured=resident[worst] / MB,
         bound=bounds[worst] / MB,
@@ -43,19 +37,4 @@ async def _real(setting: Setting) -> Figure:
             "rest_mb": (resident[worst] - heartbeats[worst].weight_bytes - heartbeats[worst].kv_bytes) / MB,
         },
     )
-
-
-async def _mock(setting: Setting) -> Figure:
-    async with mock_cluster(["step=1ms"] * 3) as cluster:
-        await cluster.generate_all(32, PROMPT_TOKENS, NEW_TOKENS)
-        largest = max(cluster.resident_bytes())
-    return Figure(
-        name="memory, mock worker : 80 MB",
-        measured=largest / MB,
-        bound=MOCK_MB,
-        unit="MB",
-        better=Better.LOWER,
-        target=1.0,
-        noise=0.03,
-        how="resident after 32 streams, of the largest of 3 mock workers",
-    )
+    return [figure]

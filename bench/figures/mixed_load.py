@@ -32,7 +32,9 @@ async def measure(setting: Setting) -> list[Figure]:
             asyncio.create_task(cluster.generate(PROMPT_TOKENS, 3000, into=stream)) for stream in streams
         ]
         try:
-            phases = cluster.processes.while_running(_phases(cluster, streams, phase_s))
+            phases = cluster.processes.while_running(
+                _phases(cluster, streams, interval_s, setting.rounds(8, 3))
+            )
             quiet, busy, first_tokens = await phases
         finally:
             for task in running:

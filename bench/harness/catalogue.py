@@ -69,9 +69,15 @@ GROUPS = (
     ),
     Group(
         name="memory",
-        about="resident memory of workers, real and mock",
+        about="resident memory of real workers",
         module="bench.figures.memory",
-        about_s=25,
+        about_s=20,
+    ),
+    Group(
+        name="mock-memory",
+        about="resident memory of mock workers",
+        module="bench.figures.mock_memory",
+        about_s=10,
     ),
 )
 

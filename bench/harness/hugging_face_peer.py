@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.harness.llama import QUIET_TRANSFORMERS
 from bench.harness.peer import Peer
 
 
@@ -20,7 +21,8 @@ class HuggingFace(Peer):
     """One process that generates with as many threads as it is asked to."""
 
     def __init__(self, model: Path, *, max_threads: int = 2) -> None:
-        super().__init__("bench.harness.hugging_face", str(model), num_threads=max_threads)
+        module = "bench.harness.hugging_face"
+        super().__init__(module, str(model), num_threads=max_threads, environment=QUIET_TRANSFORMERS)
 
     async def generate(
         self, *, num_threads: int, batch: int, prompt_tokens: int, new_tokens: int, seed: int = 0

@@ -15,6 +15,9 @@ from pathlib import Path
 INITIALIZER_RANGE = 0.1
 """With the default 0.02 a random model repeats one token for ever."""
 
+QUIET_TRANSFORMERS = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
+"""Environment of a process that only loads or saves a local checkpoint."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
@@ -59,7 +62,11 @@ def checkpoint(cache_directory: Path) -> Path:
     cache_directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache_directory) as unfinished:
         target = Path(unfinished) / "model"
-        subprocess.run([sys.executable, "-m", "bench.harness.llama", str(target)], check=True)
+        subprocess.run(
+            [sys.executable, "-m", "bench.harness.llama", str(target)],
+            check=True,
+            env={**os.environ, **QUIET_TRANSFORMERS},
+        )
         os.replace(target, directory)
     return directory
 

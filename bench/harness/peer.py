@@ -7,20 +7,24 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 from bench.harness.figure import NotMeasured
 from deploy import leash
 
 _GRACE_S = 5.0
+NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 class Peer:
     """`python -m MODULE ARGUMENTS...`; each question is answered by one line. It dies with this process."""
 
-    def __init__(self, module: str, *arguments: str, num_threads: int = 1) -> None:
-        self._module, self._arguments, self._num_threads = module, arguments, num_threads
+    def __init__(
+        self, module: str, *arguments: str, num_threads: int = 1, environment: Mapping[str, str] = NOTHING
+    ) -> None:
+        self._module, self._arguments = module, arguments
+        self._environment = {"OMP_NUM_THREADS": str(num_threads), **environment}
         self._process: asyncio.subprocess.Process | None = None
 
     async def __aenter__(self) -> Self:
@@ -30,7 +34,7 @@ class Peer:
             *command,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": str(self._num_threads)},
+            env={**os.environ, **self._environment},
         )
         return self
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from bench.harness.figure import Better, Figure, Verdict
@@ -82,7 +83,7 @@ def _number(value: float) -> str:
 def remarks(results: Iterable[GroupResult], compared: Iterable[Compared]) -> list[str]:
     """What a reader must not miss, one line each."""
     results = list(results)
-    lines = [f"[bold red]not measured[/] {each.name}: {each.problem}" for each in results if each.problem]
+    lines = [f"[bold red]not measured[/] {each.name}: {escape(each.problem)}" for each in results if each.problem]
     lines += [
         f"[bold red]impossible[/] {figure.name}: ratio {figure.ratio:.3f}, the limit is {figure.limit:g}; "
         "the measurement is wrong"
