@@ -74,7 +74,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("groups", nargs="*", metavar="GROUP", help="all of the default run for none")
     parser.add_argument("--list", action="store_true", help="show the groups and end")
     parser.add_argument("--quick", action="store_true", help="few rounds, small sizes; not comparable")
-    parser.add_argument("--strict", action="store_true", help="fail when a figure is worse, or misses its target")
+    parser.add_argument(
+        "--strict", action="store_true", help="fail when a figure is worse, or misses its target"
+    )
     parser.add_argument("--record", action="store_true", help="make this the recorded run of its groups")
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIRECTORY")
     options = parser.parse_args(arguments)
@@ -104,7 +106,9 @@ def _exit_code(results: list[GroupResult], compared: list[Compared], *, is_stric
     if any(result.problem for result in results):
         return 1
     is_bad = any(each.change in (Change.WORSE, Change.GONE) for each in compared) or any(
-        figure.verdict in (Verdict.MISSED, Verdict.IMPOSSIBLE) for result in results for figure in result.figures
+        figure.verdict in (Verdict.MISSED, Verdict.IMPOSSIBLE)
+        for result in results
+        for figure in result.figures
     )
     return 1 if is_strict and is_bad else 0
 

@@ -47,13 +47,17 @@ async def measure(setting: Setting) -> list[Figure]:
     everything = _everything(num_steps)
     return [
         _figure("scheduling 256 sequences in one step", together, SCHEDULING_LIMIT_US, HOW_SCHEDULING),
-        _figure("scheduling 256 sequences in four steps, one step", spread, SCHEDULING_LIMIT_US, HOW_SCHEDULING),
+        _figure(
+            "scheduling 256 sequences in four steps, one step", spread, SCHEDULING_LIMIT_US, HOW_SCHEDULING
+        ),
         _figure("a step of 256 sequences with frame and result", everything, ALL_LIMIT_US, HOW_EVERYTHING),
     ]
 
 
 HOW_SCHEDULING = "CPU time of Scheduler.complete and next_step : the limit"
-HOW_EVERYTHING = "CPU time of decode_result, Engine.complete (scheduling included) and encode_step : the limit"
+HOW_EVERYTHING = (
+    "CPU time of decode_result, Engine.complete (scheduling included) and encode_step : the limit"
+)
 
 
 def _figure(name: str, times_us: Times, limit_us: float, how: str) -> Figure:

@@ -14,13 +14,15 @@ from bench.harness.hugging_face_peer import HuggingFace
 from bench.harness.llama import checkpoint
 from bench.harness.product_bound import ProductBound, ProductTime, StageWork, stages_of
 from bench.harness.real_cluster import NEW_TOKENS, PROMPT_TOKENS, real_cluster, warm_up
-from bench.harness.step_log import sent_between
-from bench.harness.streams import decode_rate, decode_window
+from bench.harness.step_log import LoggedStep, sent_between
+from bench.harness.streams import Window, decode_rate, decode_window
+from bench.harness.timeline_file import write_timeline
 
 STREAMS = (1, 8, 16, 32)
 OF_BOUND = {1: 0.8, 8: 0.8, 16: 0.8, 32: 0.75}
 OF_HUGGING_FACE = {8: 1.15, 16: 2.1, 32: 3.3}
 """Against batch 8 on two threads."""
+TIMELINE_OF, TIMELINE_S = 16, 0.25
 ONE_STREAM_OF_HUGGING_FACE = 1.5
 """Against batch 1 on one thread."""
 
@@ -30,10 +32,14 @@ HOW_ONE = "tokens/s of one stream : 1 / (products of all stages one after anothe
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """One run of so many streams, and the bound right after it."""
+    """One run of so many streams, and the bound right after it. `stages_ms`: median time that each stage
+    computed a step; empty where they do not tell.
+    """
 
     rate: float
+    window: Window
     tokens_per_step: float
+    stages_ms: tuple[float, ...]
     bound: ProductTime
     bound_batch: int
 
@@ -55,9 +61,12 @@ async def measure(setting: Setting) -> list[Figure]:
             lengths = {"prompt_tokens": PROMPT_TOKENS, "new_tokens": NEW_TOKENS}
             one_thread.append((await peer.generate(num_threads=1, batch=1, **lengths)).decode)
             two_threads.append((await peer.generate(num_threads=2, batch=8, **lengths)).decode)
+        _write_timeline(cluster, decoded[TIMELINE_OF][-1], setting)
     figures = [_against_bound(streams, runs) for streams, runs in decoded.items()]
     figures += [
-        _against_hugging_face(streams, decoded[streams], two_threads, OF_HUGGING_FACE[streams], "2 threads, batch 8")
+        _against_hugging_face(
+            streams, decoded[streams], two_threads, OF_HUGGING_FACE[streams], "2 threads, batch 8"
+        )
         for streams in OF_HUGGING_FACE
     ]
     figures.append(
@@ -79,7 +88,26 @@ async def _decode(
         product_time = await bound.one_after_another(stages, batch=1, head_rows=1)
     else:
         product_time = await bound.slowest_stage(stages, batch=batch, head_rows=batch)
-    return Decoded(decode_rate(streams, window), tokens_per_step, product_time, batch)
+    return Decoded(
+        decode_rate(streams, window), window, tokens_per_step, _stages_ms(steps), product_time, batch
+    )
+
+
+def _stages_ms(steps: list[LoggedStep]) -> tuple[float, ...]:
+    """Median time that each stage computed one of the steps."""
+    times_us = zip(*([compute_us for _, compute_us in step.stages] for step in steps), strict=True)
+    return tuple(statistics.median(each) / 1e3 for each in times_us)
+
+
+def _write_timeline(cluster: BenchCluster, run: Decoded, setting: Setting) -> None:
+    """From the middle of the run's window."""
+    middle_s = (run.window.begin_s + run.window.end_s) / 2
+    file = setting.output_directory / "decode_timeline.svg"
+    title = f"88 M model, two workers, {TIMELINE_OF} streams, decode"
+    if run.stages_ms:
+        write_timeline(cluster, middle_s, middle_s + TIMELINE_S, file, title)
+    else:
+        setting.say("no timeline: the stages do not tell their times")
 
 
 def _against_bound(streams: int, runs: list[Decoded]) -> Figure:
@@ -94,6 +122,7 @@ def _against_bound(streams: int, runs: list[Decoded]) -> Figure:
             "tokens_per_step": statistics.mean(run.tokens_per_step for run in runs),
             "products_plain_ms": statistics.median(run.bound.plain_s for run in runs) * 1e3,
             "products_packed_ms": statistics.median(run.bound.packed_s for run in runs) * 1e3,
+            **{f"stage_{stage}_ms": time_ms for stage, time_ms in enumerate(runs[-1].stages_ms)},
         },
     )
 

@@ -90,9 +90,7 @@ async def _prefill(cluster: BenchCluster) -> Prefilled:
     streams = await cluster.generate_all(NUM_PROMPTS, PROMPT_TOKENS, 1)
     steps = [step for step in cluster.steps(begun_s) if step.num_tokens]
     num_tokens = sum(step.num_tokens for step in steps)
-    return Prefilled(
-        prefill_rate(streams, PROMPT_TOKENS), num_tokens / len(steps), NUM_PROMPTS / len(steps)
-    )
+    return Prefilled(prefill_rate(streams, PROMPT_TOKENS), num_tokens / len(steps), NUM_PROMPTS / len(steps))
 
 
 def _rounds(measured: list[float], bounds: list[float]) -> list[Round]:

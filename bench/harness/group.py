@@ -32,11 +32,14 @@ Measure = Callable[[Setting], Awaitable[list[Figure]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """`about_s` is how long it takes on two cores. Left out of the default run unless `is_default`."""
+    """`about_s` is how long it takes on two cores. Left out of the default run unless `is_default`.
+    `is_apart`: measured in a process of its own.
+    """
 
     name: str
     about: str
     module: str
     about_s: int
     is_default: bool = True
+    is_apart: bool = False
     timeout_s: float = 240.0

@@ -1,6 +1,6 @@
 """The model of the real-compute figures: a Llama of 88 million random parameters, and its checkpoint.
 
-    python -m bench.harness.llama DIRECTORY      makes the checkpoint
+python -m bench.harness.llama DIRECTORY      makes the checkpoint
 """
 
 from __future__ import annotations
@@ -11,11 +11,16 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 INITIALIZER_RANGE = 0.1
 """With the default 0.02 a random model repeats one token for ever."""
 
-QUIET_TRANSFORMERS = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
+QUIET_TRANSFORMERS = {
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_OFFLINE": "1",
+}
 """Environment of a process that only loads or saves a local checkpoint."""
 
 
@@ -88,7 +93,8 @@ def make(directory: Path, geometry: Geometry = LLAMA_88M) -> None:
         initializer_range=INITIALIZER_RANGE,
         tie_word_embeddings=False,
     )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    model: Any = LlamaForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(directory)
 
 
 if __name__ == "__main__":

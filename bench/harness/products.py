@@ -38,16 +38,12 @@ class Weights:
     def __init__(self, geometry: Geometry, num_layers: int) -> None:
         torch.manual_seed(0)
         self._geometry = geometry
-        self._layers = [
-            [_Matrix(*shape) for shape in geometry.layer_products] for _ in range(num_layers)
-        ]
+        self._layers = [[_Matrix(*shape) for shape in geometry.layer_products] for _ in range(num_layers)]
         self._head = _Matrix(*geometry.head_product)
 
     def passes(self, *, num_layers: int, batch: int, head_rows: int) -> tuple[Pass, Pass]:
         """One pass over the first `num_layers` layers and the head, plain and packed."""
-        inputs = {
-            matrix.width: torch.randn(batch, matrix.width).bfloat16() for matrix in self._layers[0]
-        }
+        inputs = {matrix.width: torch.randn(batch, matrix.width).bfloat16() for matrix in self._layers[0]}
         rows = torch.randn(max(1, head_rows), self._geometry.hidden).bfloat16()
         work = [(matrix, inputs[matrix.width]) for layer in self._layers[:num_layers] for matrix in layer]
         if head_rows:

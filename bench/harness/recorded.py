@@ -13,7 +13,6 @@ from bench.harness.figure import Better, Figure
 from bench.harness.machine import Machine
 from bench.harness.run import GroupResult
 
-
 MOST_SPREAD = 0.3
 """However much its rounds differ, a ratio that changes by more has changed."""
 

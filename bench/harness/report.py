@@ -83,7 +83,9 @@ def _number(value: float) -> str:
 def remarks(results: Iterable[GroupResult], compared: Iterable[Compared]) -> list[str]:
     """What a reader must not miss, one line each."""
     results = list(results)
-    lines = [f"[bold red]not measured[/] {each.name}: {escape(each.problem)}" for each in results if each.problem]
+    lines = [
+        f"[bold red]not measured[/] {each.name}: {escape(each.problem)}" for each in results if each.problem
+    ]
     lines += [
         f"[bold red]impossible[/] {figure.name}: ratio {figure.ratio:.3f}, the limit is {figure.limit:g}; "
         "the measurement is wrong"

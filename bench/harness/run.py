@@ -1,4 +1,4 @@
-"""Measures groups one after another, each with a bound on its time; one that fails does not stop the others."""
+"""Measures groups one after another, each within a time; one that fails does not stop the others."""
 
 from __future__ import annotations
 

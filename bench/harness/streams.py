@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 
 @dataclass(slots=True)
@@ -21,7 +22,7 @@ class Stream:
     def gaps_s(self, begin_s: float, end_s: float) -> list[float]:
         """Time between neighbouring tokens that both came in [begin_s, end_s]."""
         inside = [each for each in self.arrivals_s if begin_s <= each <= end_s]
-        return [after - before for before, after in zip(inside, inside[1:], strict=False)]
+        return [after - before for before, after in pairwise(inside)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,9 @@
 The coordinator knows when it handed a step out and when the result came back; each stage says how long the
 whole frame waited for it and how long it computed, on its own clock. What is left of the step's time is
 travel: n stages have n + 1 hops, and a step's travel is taken to be the same on each of its hops. So the
-length of every bar is measured; its place is uncertain by at most the step's travel, which `Timeline.travel_s`
-tells (a few hundred microseconds a hop on one machine). A stage computes one step at a time, in order: a bar
-that would begin before the one in front of it has ended is moved behind it.
+length of every bar is measured; its place is uncertain by at most the step's travel, which is shown (a few
+hundred microseconds a hop on one machine). A stage computes one step at a time, in order: a bar that would
+begin before the one in front of it has ended is moved behind it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""`python -m bench.harness.traced ARGUMENTS...` is the `stageline` command, with a coordinator that notes its steps.
+"""`python -m bench.harness.traced` is the `stageline` command, but its coordinator notes the steps.
 
-A coordinator started with STAGELINE_BENCH_STEPS=FILE appends one JSON line per step to FILE: when the scheduler
-handed the step out, when its result came back to it, what was in it, and what each stage says that it spent
-on it. Times are `time.monotonic()`, which all processes of a machine share. Noting a step costs 10 to 20 us of
-the coordinator's time; the product itself is unchanged.
+A coordinator started with STAGELINE_BENCH_STEPS=FILE appends one JSON line per step to FILE: when the
+scheduler handed the step out, when its result came back to it, what was in it, and what each stage says that
+it spent on it. Times are `time.monotonic()`, which all processes of a machine share. Noting a step costs 10
+to 20 us of the coordinator's time; the product itself is unchanged.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ def trace_scheduler(log: StepLog) -> None:
     """Every step goes through these two methods, whatever else of the coordinator changes."""
     from coordinator.scheduling.scheduler import Scheduler
 
-    next_step: Callable[..., Any] = Scheduler.next_step
-    complete: Callable[..., Any] = Scheduler.complete
+    scheduler: Any = Scheduler
+    next_step: Callable[..., Any] = scheduler.next_step
+    complete: Callable[..., Any] = scheduler.complete
 
     @wraps(next_step)
     def noted_next_step(*arguments: Any, **named: Any) -> Any:
@@ -72,8 +73,7 @@ def trace_scheduler(log: StepLog) -> None:
         log.note_result(result)
         return complete(scheduler, result, *arguments, **named)
 
-    Scheduler.next_step = noted_next_step  # type: ignore[method-assign]
-    Scheduler.complete = noted_complete  # type: ignore[method-assign]
+    scheduler.next_step, scheduler.complete = noted_next_step, noted_complete
 
 
 if __name__ == "__main__":
