@@ -1,4 +1,4 @@
-"""Key ratios of `bench.kv` and `bench.sampling`: the ledger's cost of a step, a token's cost after its logits."""
+"""Key ratios of `bench.kv` and `bench.sampling`: the ledger's cost, and a token's cost after its logits."""
 
 from __future__ import annotations
 

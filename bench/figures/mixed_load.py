@@ -62,7 +62,7 @@ async def measure(setting: Setting) -> list[Figure]:
             better=Better.LOWER,
             target=MOST_P99_OF_P50,
             noise=0.2,
-            how="gaps of 8 decoding streams while 1,024-token prompts arrive at a quarter of what is possible",
+            how="gaps of 8 decoding streams while 1,024-token prompts arrive, a quarter of what is possible",
             details=details,
         ),
         Figure(

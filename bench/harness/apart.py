@@ -1,4 +1,4 @@
-"""Measures a group in a process of its own, so that what it imports and leaves behind is not in the way of others.
+"""Measures a group in a process of its own, so that what it imports and leaves behind is in nobody's way.
 
 python -m bench.harness.apart MODULE QUICK OUTPUT CACHE
 """
