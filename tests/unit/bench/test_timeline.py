@@ -84,7 +84,7 @@ def test_the_drawing_has_a_row_per_stage_and_a_bar_per_stage_and_step() -> None:
     root = ElementTree.fromstring(document)
     titles = [title.text or "" for title in root.iter("{http://www.w3.org/2000/svg}title")]
     assert len(titles) == len(drawn.bars) == 24
-    assert [text for text in re.findall(r">(stage \d+)<", document)] == ["stage 0", "stage 1", "stage 2"]
+    assert re.findall(r">(stage \d+)<", document) == ["stage 0", "stage 1", "stage 2"]
 
 
 def test_a_step_has_one_colour_on_all_stages_and_its_neighbours_have_others() -> None:
