@@ -10,7 +10,9 @@ from bench.harness.step_log import SteadyRate, steady_rate
 from bench.harness.streams import Stream, Window
 
 PROMPT_TOKENS = 16
-ENDLESS = 100_000
+ENDLESS = 8000
+"""Tokens: more than any window is long."""
+
 POLL_S = 0.05
 
 
