@@ -26,7 +26,7 @@ from bench.harness.figure import Verdict
 from bench.harness.group import Setting
 from bench.harness.machine import Machine
 from bench.harness.recorded import Change, Compared
-from bench.harness.report import show
+from bench.harness.report import markdown, show
 from bench.harness.run import GroupResult, run_groups
 
 RESULTS = Path(__file__).parent / "results"
@@ -40,6 +40,9 @@ def main(arguments: list[str]) -> int:
     if options.list:
         for group in GROUPS:
             print(f"{group.name:<12} {group.about} (about {group.about_s} s)")
+        return 0
+    if options.markdown:
+        print(markdown(recorded.read(RECORDED)))
         return 0
     try:
         groups = chosen(options.groups)
@@ -73,6 +76,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("groups", nargs="*", metavar="GROUP", help="all of the default run for none")
     parser.add_argument("--list", action="store_true", help="show the groups and end")
+    parser.add_argument("--markdown", action="store_true", help="show the recorded run as a table and end")
     parser.add_argument("--quick", action="store_true", help="few rounds, small sizes; not comparable")
     parser.add_argument(
         "--strict", action="store_true", help="fail when a figure is worse, or misses its target"

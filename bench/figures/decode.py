@@ -102,12 +102,8 @@ def _stages_ms(steps: list[LoggedStep]) -> tuple[float, ...]:
 def _write_timeline(cluster: BenchCluster, run: Decoded, setting: Setting) -> None:
     """From the middle of the run's window."""
     middle_s = (run.window.begin_s + run.window.end_s) / 2
-    file = setting.output_directory / "decode_timeline.svg"
     title = f"88 M model, two workers, {TIMELINE_OF} streams, decode"
-    if run.stages_ms:
-        write_timeline(cluster, middle_s, middle_s + TIMELINE_S, file, title)
-    else:
-        setting.say("no timeline: the stages do not tell their times")
+    write_timeline(setting, cluster, middle_s, middle_s + TIMELINE_S, name="decode", title=title)
 
 
 def _against_bound(streams: int, runs: list[Decoded]) -> Figure:

@@ -9,6 +9,7 @@ from bench.harness.cluster import BenchCluster
 from bench.harness.figure import Better, Figure, Round, of_rounds
 from bench.harness.group import Setting
 from bench.harness.mock_cluster import mock_cluster
+from bench.harness.timeline_file import write_timeline
 
 NUM_STAGES = 4
 STEP_MS, TOKEN_MS = 2.0, 0.05
@@ -21,6 +22,7 @@ TARGET = 1.08
 class LongPrompt:
     """One prompt on an idle pipeline."""
 
+    sent_s: float
     first_token_s: float
     chunks: tuple[int, ...]
 
@@ -38,6 +40,9 @@ async def measure(setting: Setting) -> list[Figure]:
     async with mock_cluster(specs, coordinator_arguments=arguments) as cluster:
         await _first_token(cluster)
         runs = [await _first_token(cluster) for _ in range(setting.rounds(7, 2))]
+        begin_s, end_s = runs[-1].sent_s, runs[-1].sent_s + runs[-1].first_token_s
+        title = f"prompt of {PROMPT_TOKENS:,} tokens, {NUM_STAGES} mock stages"
+        write_timeline(setting, cluster, begin_s, end_s, name="long_prompt", title=title)
     figure = of_rounds(
         f"long prompt, {NUM_STAGES} stages : (C + S - 1) chunks",
         [Round(run.first_token_s * 1e3, run.bound_s * 1e3) for run in runs],
@@ -59,4 +64,4 @@ async def _first_token(cluster: BenchCluster) -> LongPrompt:
     chunks = tuple(step.num_tokens for step in steps)
     if sum(chunks) != PROMPT_TOKENS:
         raise RuntimeError(f"chunks {chunks} are not the prompt's {PROMPT_TOKENS} tokens")
-    return LongPrompt(stream.first_token_s, chunks)
+    return LongPrompt(stream.sent_s, stream.first_token_s, chunks)

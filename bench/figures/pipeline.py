@@ -46,8 +46,9 @@ async def efficiency(
             window_s=window_s,
         )
         if len(stages_ms) == TIMELINE_OF:
-            file = setting.output_directory / "pipeline_timeline.svg"
-            write_timeline(cluster, window.end_s - TIMELINE_S, window.end_s, file, f"{name}, steady decode")
+            begin_s, end_s = window.end_s - TIMELINE_S, window.end_s
+            title = f"{name}, {num_streams} streams in decode"
+            write_timeline(setting, cluster, begin_s, end_s, name="pipeline", title=title)
     bound = 1e3 / max(stages_ms)
     setting.say(f"{name}: {rate.steps_per_s:.2f} of {bound:.2f} steps/s")
     return Figure(

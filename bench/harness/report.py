@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -78,6 +79,20 @@ def _number(value: float) -> str:
     if value >= 100:
         return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def markdown(run: Mapping[str, Any]) -> str:
+    """The table of a run that was written, for a document."""
+    lines = ["| figure | measured | bound | ratio | target |", "|---|---|---|---|---|"]
+    for figure in run.get("figures", ()):
+        unit, sign = figure["unit"], ">=" if figure["better"] == Better.HIGHER else "<="
+        target = "-" if figure["target"] is None else f"{sign} {figure['target']:g}"
+        ratio = f"{figure['ratio']:.2f}"
+        if figure["verdict"] == Verdict.MISSED:
+            ratio = f"**{ratio}**"
+        numbers = f"{_number(figure['measured'])} {unit} | {_number(figure['bound'])} {unit}"
+        lines.append(f"| {figure['name']} | {numbers} | {ratio} | {target} |")
+    return "\n".join(lines)
 
 
 def remarks(results: Iterable[GroupResult], compared: Iterable[Compared]) -> list[str]:
