@@ -36,6 +36,8 @@ PIPED_WIDTH = 160
 
 
 def main(arguments: list[str]) -> int:
+    # Read by gRPC when it is imported, by a group's module; it would remark on every process that is started.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     options = _parse(arguments)
     if options.list:
         for group in GROUPS:

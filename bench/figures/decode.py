@@ -14,11 +14,14 @@ from bench.harness.hugging_face_peer import HuggingFace
 from bench.harness.llama import checkpoint
 from bench.harness.product_bound import ProductBound, ProductTime, StageWork, stages_of
 from bench.harness.real_cluster import NEW_TOKENS, PROMPT_TOKENS, real_cluster, warm_up
+from bench.harness.running import running_streams
 from bench.harness.step_log import LoggedStep, sent_between
 from bench.harness.streams import Window, decode_rate, decode_window
 from bench.harness.timeline_file import write_timeline
 
 STREAMS = (1, 8, 16, 32)
+MOST_NEW_TOKENS = 2048
+"""Streams are cancelled when all have decoded NEW_TOKENS together, so that none ends while another begins."""
 OF_BOUND = {1: 0.8, 8: 0.8, 16: 0.8, 32: 0.75}
 OF_HUGGING_FACE = {8: 1.15, 16: 2.1, 32: 3.3}
 """Against batch 8 on two threads."""
@@ -79,8 +82,13 @@ async def _decode(
     cluster: BenchCluster, bound: ProductBound, stages: list[StageWork], num_streams: int
 ) -> Decoded:
     begun_s = time.monotonic()
-    streams = await cluster.generate_all(num_streams, PROMPT_TOKENS, NEW_TOKENS)
-    window = decode_window(streams)
+    async with running_streams(
+        cluster, num_streams, prompt_tokens=PROMPT_TOKENS, max_tokens=MOST_NEW_TOKENS
+    ) as running:
+        streams = running.streams
+        await running.until(lambda streams: decode_window(streams, NEW_TOKENS - 1) is not None)
+    window = decode_window(streams, NEW_TOKENS - 1)
+    assert window is not None, "it was there a moment ago"
     steps = sent_between(cluster.steps(begun_s), window.begin_s, window.end_s)
     tokens_per_step = statistics.mean(step.num_tokens for step in steps)
     batch = max(1, num_streams // len(stages))

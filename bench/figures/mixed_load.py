@@ -9,10 +9,11 @@ from bench.harness.cluster import BenchCluster
 from bench.harness.figure import Better, Figure
 from bench.harness.group import Setting
 from bench.harness.real_cluster import PROMPT_TOKENS, real_cluster, warm_up
+from bench.harness.running import RunningStreams, running_streams
 from bench.harness.spread import percentile
-from bench.harness.streams import Stream
 
 NUM_STREAMS = 8
+MOST_NEW_TOKENS = 3800
 LONG_PROMPT_TOKENS = 1024
 ARRIVALS_EVERY = 3.0
 """Times what one such prompt takes on the idle cluster: about a quarter of what the stages could prefill."""
@@ -27,19 +28,10 @@ async def measure(setting: Setting) -> list[Figure]:
         await cluster.generate(LONG_PROMPT_TOKENS, 1)
         interval_s = ARRIVALS_EVERY * (await cluster.generate(LONG_PROMPT_TOKENS, 1)).first_token_s
         setting.say(f"one prompt of {LONG_PROMPT_TOKENS} tokens every {interval_s:.2f} s")
-        streams = [Stream(0.0) for _ in range(NUM_STREAMS)]
-        running = [
-            asyncio.create_task(cluster.generate(PROMPT_TOKENS, 3000, into=stream)) for stream in streams
-        ]
-        try:
-            phases = cluster.processes.while_running(
-                _phases(cluster, streams, interval_s, setting.rounds(8, 3))
-            )
-            quiet, busy, first_tokens = await phases
-        finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+        async with running_streams(
+            cluster, NUM_STREAMS, prompt_tokens=PROMPT_TOKENS, max_tokens=MOST_NEW_TOKENS
+        ) as running:
+            quiet, busy, first_tokens = await _phases(cluster, running, interval_s, setting.rounds(8, 3))
     quiet_p50, busy_p50, busy_p99 = (
         percentile(quiet, 0.5) * 1e3,
         percentile(busy, 0.5) * 1e3,
@@ -79,20 +71,19 @@ async def measure(setting: Setting) -> list[Figure]:
 
 
 async def _phases(
-    cluster: BenchCluster, streams: list[Stream], interval_s: float, num_arrivals: int
+    cluster: BenchCluster, running: RunningStreams, interval_s: float, num_arrivals: int
 ) -> tuple[list[float], list[float], list[float]]:
     """Gaps without arrivals, gaps with, and the arrivals' times to their first tokens."""
-    while not all(len(stream.arrivals_s) > 8 for stream in streams):
-        await asyncio.sleep(0.05)
+    await running.until(lambda streams: all(len(stream.arrivals_s) > 8 for stream in streams))
     quiet_s = time.monotonic()
-    await asyncio.sleep(max(3.0, 4 * interval_s))
+    await running.go_on_for(max(3.0, 4 * interval_s))
     busy_s = time.monotonic()
     arrivals = []
     for _ in range(num_arrivals):
         arrivals.append(asyncio.create_task(cluster.generate(LONG_PROMPT_TOKENS, 4)))
-        await asyncio.sleep(interval_s)
+        await running.go_on_for(interval_s)
     end_s = time.monotonic()
     ended = await asyncio.gather(*arrivals)
-    quiet = [gap for stream in streams for gap in stream.gaps_s(quiet_s, busy_s)]
-    busy = [gap for stream in streams for gap in stream.gaps_s(busy_s, end_s)]
+    quiet = [gap for stream in running.streams for gap in stream.gaps_s(quiet_s, busy_s)]
+    busy = [gap for stream in running.streams for gap in stream.gaps_s(busy_s, end_s)]
     return quiet, busy, [stream.first_token_s for stream in ended]

@@ -71,6 +71,7 @@ class ForeignLoad:
     """How much of the processors others use: all busy time less that of this process and its children.
 
     Children count when they have been waited for, so `share` is right when all that were started have ended.
+    Over less than a second it is taken as 0: the kernel counts in ticks.
     """
 
     def __init__(self) -> None:
@@ -80,8 +81,10 @@ class ForeignLoad:
         """Of all cores' time since the beginning, 0 to 1."""
         now_s, busy_s, own_s = _snapshot()
         begun_s, busy_then_s, own_then_s = self._begun
+        if now_s - begun_s < 1:
+            return 0.0
         foreign_s = (busy_s - busy_then_s) - (own_s - own_then_s)
-        return max(0.0, foreign_s / ((now_s - begun_s) * (psutil.cpu_count() or 1)))
+        return min(1.0, max(0.0, foreign_s / ((now_s - begun_s) * (psutil.cpu_count() or 1))))
 
 
 def _snapshot() -> tuple[float, float, float]:

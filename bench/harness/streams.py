@@ -37,13 +37,18 @@ class Window:
         return self.end_s - self.begin_s
 
 
-def decode_window(streams: Sequence[Stream]) -> Window:
-    """From the last first token to the first last token. Raises ValueError when they do not overlap."""
+def decode_window(streams: Sequence[Stream], num_tokens: int) -> Window | None:
+    """From the last first token until each stream has had `num_tokens` more; None while that is not so.
+
+    Streams go on beyond the window, so nothing else than decodes of all of them is in it.
+    """
+    if not all(stream.arrivals_s for stream in streams):
+        return None
     begin_s = max(stream.arrivals_s[0] for stream in streams)
-    end_s = min(stream.arrivals_s[-1] for stream in streams)
-    if end_s <= begin_s:
-        raise ValueError(f"the last stream began {begin_s - end_s:.3f} s after the first one had ended")
-    return Window(begin_s, end_s)
+    after = [[each for each in stream.arrivals_s if each > begin_s] for stream in streams]
+    if min(map(len, after)) < num_tokens:
+        return None
+    return Window(begin_s, max(each[num_tokens - 1] for each in after))
 
 
 def decode_rate(streams: Sequence[Stream], window: Window) -> float:

@@ -10,16 +10,18 @@ def stream(first_s: float, gap_s: float, num_tokens: int, sent_s: float = 0.0) -
     return Stream(sent_s, [first_s + gap_s * index for index in range(num_tokens)])
 
 
-def test_the_decode_window_is_where_all_streams_decode() -> None:
-    streams = [stream(1.0, 0.1, 64), stream(2.0, 0.1, 64), stream(1.5, 0.1, 20)]
-    window = decode_window(streams)
+def test_the_decode_window_begins_with_the_last_stream_and_has_so_many_tokens_of_each() -> None:
+    streams = [stream(1.0, 0.1, 64), stream(2.0, 0.1, 64), stream(1.5, 0.2, 64)]
+    window = decode_window(streams, 10)
+    assert window is not None
     assert window.begin_s == 2.0
-    assert window.duration_s == pytest.approx(1.4)
+    assert window.end_s == pytest.approx(3.9)
 
 
-def test_streams_that_do_not_overlap_have_no_window() -> None:
-    with pytest.raises(ValueError, match="had ended"):
-        decode_window([stream(1.0, 0.1, 5), stream(2.0, 0.1, 5)])
+@pytest.mark.parametrize("num_tokens", [0, 1, 14, 15])
+def test_there_is_no_window_before_the_slowest_stream_has_decoded_enough(num_tokens: int) -> None:
+    streams = [stream(1.0, 0.1, 64), stream(2.0, 0.1, num_tokens)]
+    assert (decode_window(streams, 14) is not None) == (num_tokens == 15)
 
 
 @pytest.mark.parametrize("shift_s", [0.0, 0.03, 0.06, 0.09])
@@ -32,7 +34,9 @@ def test_the_decode_rate_is_the_sum_of_the_rates_wherever_the_window_lies(shift_
 def test_prefill_before_the_window_does_not_count() -> None:
     early = Stream(0.0, [0.1, 1.1, 2.1, *(3.0 + 0.1 * index for index in range(30))])
     late = stream(3.0, 0.1, 30)
-    assert decode_rate([early, late], decode_window([early, late])) == pytest.approx(20.0)
+    window = decode_window([early, late], 20)
+    assert window is not None
+    assert decode_rate([early, late], window) == pytest.approx(20.0)
 
 
 def test_a_stream_with_too_few_tokens_in_the_window_has_no_rate() -> None:
