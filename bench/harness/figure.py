@@ -88,6 +88,15 @@ class Round:
     bound: float
 
 
+def against_best(measured: Sequence[float], peers: Sequence[float]) -> list[Round]:
+    """Rounds against the best that a peer did in any of them.
+
+    For peers with several threads: these wait for each other at every operation, so that a moment in which
+    somebody else has a core costs them many times what it costs us.
+    """
+    return [Round(each, max(peers)) for each in measured]
+
+
 def of_rounds(name: str, rounds: Sequence[Round], **rest: object) -> Figure:
     """The figure of several rounds: medians, and the ratio of each round. Raises NotMeasured for none."""
     if not rounds:

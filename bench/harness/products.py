@@ -3,13 +3,12 @@
     python -m bench.harness.products CORE
 
 Question: {"batch": 8, "layers": 6, "head_rows": 8, "seconds": 1.0}; head_rows 0 for a stage without head.
-Answer: {"plain_s": ..., "packed_s": ..., "cpu_share": ...}, medians of one pass over all layers.
+Answer: {"plain_s": ..., "packed_s": ...}, medians of one pass over all layers.
 
 Weights are random bfloat16 and larger together than the caches, and every pass goes through all of them in
 the order of the layers, so they come from memory as in a real step. "plain" is `torch.nn.functional.linear`,
 "packed" the same product with weights that oneDNN has put into its own order once, for all batch sizes; the
-two take turns, pass by pass. "cpu_share" is processor time : time on the clock; well below 1, somebody else
-had the core.
+two take turns, pass by pass.
 """
 
 from __future__ import annotations
@@ -72,18 +71,13 @@ def measure(plain: Pass, packed: Pass, *, seconds: float) -> dict[str, float]:
     times_s: tuple[list[float], list[float]] = ([], [])
     for _ in range(WARMUP_PASSES):
         plain(), packed()
-    begun, cpu_begun = time.perf_counter(), time.thread_time()
+    begun = time.perf_counter()
     while time.perf_counter() - begun < seconds or len(times_s[0]) < 3:
         for work, times in zip((plain, packed), times_s, strict=True):
             started = time.perf_counter()
             work()
             times.append(time.perf_counter() - started)
-    took_s = time.perf_counter() - begun
-    return {
-        "plain_s": statistics.median(times_s[0]),
-        "packed_s": statistics.median(times_s[1]),
-        "cpu_share": (time.thread_time() - cpu_begun) / took_s,
-    }
+    return {"plain_s": statistics.median(times_s[0]), "packed_s": statistics.median(times_s[1])}
 
 
 def main(core: int) -> None:

@@ -50,7 +50,7 @@ class RunningStreams:
 async def running_streams(
     cluster: BenchCluster, num_streams: int, *, prompt_tokens: int, max_tokens: int
 ) -> AsyncIterator[RunningStreams]:
-    """So many requests at once; they are cancelled at the end. `max_tokens` is more than will be looked at."""
+    """So many requests at once, cancelled at the end. `max_tokens` is more than will be looked at."""
     streams = [Stream(0.0) for _ in range(num_streams)]
     calls = [
         asyncio.create_task(cluster.generate(prompt_tokens, max_tokens, into=stream)) for stream in streams

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.harness.figure import Better, Figure, NotMeasured, Round, Verdict, of_rounds
+from bench.harness.figure import Better, Figure, NotMeasured, Round, Verdict, against_best, of_rounds
 from tests.unit.bench.runs import figure, latency
 
 
@@ -42,6 +42,11 @@ def test_the_verdict_looks_the_way_in_which_the_figure_gets_better(result: Figur
 def test_a_figure_that_is_not_positive_was_not_measured(measured: float, bound: float) -> None:
     with pytest.raises(NotMeasured, match="speed"):
         figure(measured=measured, bound=bound)
+
+
+def test_a_peer_counts_with_its_best_round() -> None:
+    result = of_rounds("speed", against_best([100, 120], [20, 50]), unit="tok/s", how="counted")
+    assert result.ratios == (2.0, 2.4)
 
 
 def test_no_round_is_no_figure() -> None:
