@@ -45,7 +45,7 @@ def test_a_stream_with_too_few_tokens_in_the_window_has_no_rate() -> None:
 
 
 def test_the_prefill_rate_is_until_the_last_first_token() -> None:
-    streams = [stream(1.0, 0.1, 1, sent_s=0.5), stream(2.5, 0.1, 1, sent_s=0.6)]
+    streams = [stream(1.0, 0.1, 1, sent_s=0.5), stream(2.5, 0.1, 3, sent_s=0.6)]
     assert prefill_rate(streams, 128) == pytest.approx(128.0)
 
 

@@ -57,11 +57,16 @@ def test_a_stage_never_computes_two_steps_at_once() -> None:
     """The second step travelled fast to the stage and slowly back, which nobody can know."""
     steps = [
         logged(0, 0.0, 0.030, stages=((0, 20_000),)),
-        logged(1, 0.001, 0.055, stages=((15_000, 20_000),)),
+        logged(1, 0.001, 0.055, stages=((5_000, 20_000),)),
     ]
     first, second = timeline(steps, 0.0, 0.06).bars
     assert second.begin_s >= first.end_s
     assert second.end_s - second.begin_s == pytest.approx(0.02)
+
+
+def test_a_frame_that_waited_at_its_stage_is_computed_that_much_later() -> None:
+    (bar,) = timeline([logged(0, 0.0, 0.034, stages=((10_000, 20_000),))], 0.0, 0.05).bars
+    assert (bar.begin_s, bar.end_s) == pytest.approx((0.012, 0.032))
 
 
 def test_stages_that_spent_more_than_the_step_took_did_not_travel_backwards() -> None:
