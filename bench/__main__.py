@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -31,7 +32,8 @@ from bench.harness.run import GroupResult, run_groups
 
 RESULTS = Path(__file__).parent / "results"
 RECORDED = RESULTS / "recorded.json"
-LATEST = "latest.json"
+LATEST = RESULTS / "latest"
+RUN_FILE = "run.json"
 PIPED_WIDTH = 160
 
 
@@ -84,7 +86,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "--strict", action="store_true", help="fail when a figure is worse, or misses its target"
     )
     parser.add_argument("--record", action="store_true", help="make this the recorded run of its groups")
-    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIRECTORY")
+    parser.add_argument("--output", type=Path, default=LATEST, metavar="DIRECTORY")
     options = parser.parse_args(arguments)
     if options.quick and options.record:
         parser.error("--quick runs are not recorded")
@@ -100,11 +102,12 @@ def _keep(
     results: list[GroupResult], machine: Machine, options: argparse.Namespace, console: Console
 ) -> None:
     run = recorded.as_json(results, machine, is_quick=options.quick)
-    latest = options.output / LATEST
-    recorded.write(latest, run)
-    console.print(f"\nwritten to {latest}", highlight=False)
+    recorded.write(options.output / RUN_FILE, run)
+    console.print(f"\nnumbers and timelines are in {options.output}", highlight=False)
     if options.record:
         recorded.write(RECORDED, recorded.merged(recorded.read(RECORDED), run))
+        for timeline in options.output.glob("*_timeline.svg"):
+            shutil.copy(timeline, RESULTS)
         console.print(f"recorded in {RECORDED}", highlight=False)
 
 
