@@ -1,5 +1,5 @@
 # `make demo` and `make test` need nothing but Python 3.11 to 3.13: they make .venv and install into it first.
-# Another Python: make demo PYTHON=python3.12
+# Another Python: make demo PYTHON=python3.12. Figures of one group: make bench BENCH=decode
 
 PYTHON ?= python3
 VENV := .venv
@@ -9,7 +9,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c c
 TORCH := $(shell grep '^torch==' constraints.txt)
 PROTOS := $(wildcard proto/stageline_rpc/v1/*.proto)
 
-.PHONY: demo test test-all lint proto venv clean
+.PHONY: demo test test-all lint proto bench venv clean
 
 demo: venv
 	@$(BIN)/stageline demo
@@ -25,6 +25,9 @@ lint: venv
 	@$(BIN)/ruff format --check .
 	@$(BIN)/lint-imports > $(VENV)/lint-imports.log || { cat $(VENV)/lint-imports.log; exit 1; }
 	@$(BIN)/mypy
+
+bench: venv
+	@$(BIN)/python -m bench $(BENCH)
 
 proto: venv $(PROTOS)
 	@$(BIN)/python -m tests.proto_codegen proto

@@ -166,7 +166,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="few rounds, no batch of 64: does it run?")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    lines = []
+    lines: list[Line] = []
     for vocab_size in VOCAB_SIZES:
         for shape in ("peaked", "flat"):
             for batch in BATCHES[:2] if options.quick else BATCHES:

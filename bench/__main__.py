@@ -1,0 +1,126 @@
+"""Measures figures against their own bounds, and compares with the recorded run.
+
+    python -m bench                     every figure of the default run (`make bench`)
+    python -m bench hop decode          these groups only
+    python -m bench --list              which groups there are
+    python -m bench --quick             few rounds and small sizes: does it run?
+    python -m bench --record            and replace what is recorded of the groups that ran
+
+Exit code: 0; 1 when a figure could not be measured; with --strict also when one got worse, misses its target
+or cannot be true; 2 for a wrong command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import uvloop
+from rich.console import Console
+
+from bench.harness import recorded
+from bench.harness.catalogue import GROUPS, chosen
+from bench.harness.figure import Verdict
+from bench.harness.group import Setting
+from bench.harness.machine import Machine
+from bench.harness.recorded import Change, Compared
+from bench.harness.report import markdown, show
+from bench.harness.run import GroupResult, run_groups
+
+RESULTS = Path(__file__).parent / "results"
+RECORDED = RESULTS / "recorded.json"
+LATEST = RESULTS / "latest"
+RUN_FILE = "run.json"
+PIPED_WIDTH = 160
+
+
+def main(arguments: list[str]) -> int:
+    # Read by gRPC when it is imported, by a group's module; it would remark on every process that is started.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    options = _parse(arguments)
+    if options.list:
+        for group in GROUPS:
+            print(f"{group.name:<12} {group.about} (about {group.about_s} s)")
+        return 0
+    if options.markdown:
+        print(markdown(recorded.read(RECORDED)))
+        return 0
+    try:
+        groups = chosen(options.groups)
+    except ValueError as error:
+        print(f"bench: error: {error}", file=sys.stderr)
+        return 2
+    console, progress = Console(), Console(stderr=True)
+    if not console.is_terminal:
+        console = Console(width=PIPED_WIDTH)
+    setting = Setting(
+        is_quick=options.quick,
+        output_directory=options.output,
+        cache_directory=_cache_directory(),
+        say=lambda text: progress.print(f"  {text}", style="dim", highlight=False),
+    )
+    machine = Machine.here()
+    console.print(f"{machine}\n", highlight=False)
+    options.output.mkdir(parents=True, exist_ok=True)
+    results = uvloop.run(run_groups(groups, setting))
+    before = recorded.read(RECORDED)
+    figures = [figure for result in results for figure in result.figures]
+    compared = [*recorded.compare(figures, before), *recorded.gone(results, before)]
+    show(results, compared, console)
+    _keep(results, machine, options, console)
+    return _exit_code(results, compared, is_strict=options.strict)
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("groups", nargs="*", metavar="GROUP", help="all of the default run for none")
+    parser.add_argument("--list", action="store_true", help="show the groups and end")
+    parser.add_argument("--markdown", action="store_true", help="show the recorded run as a table and end")
+    parser.add_argument("--quick", action="store_true", help="few rounds, small sizes; not comparable")
+    parser.add_argument(
+        "--strict", action="store_true", help="fail when a figure is worse, or misses its target"
+    )
+    parser.add_argument("--record", action="store_true", help="make this the recorded run of its groups")
+    parser.add_argument("--output", type=Path, default=LATEST, metavar="DIRECTORY")
+    options = parser.parse_args(arguments)
+    if options.quick and options.record:
+        parser.error("--quick runs are not recorded")
+    return options
+
+
+def _cache_directory() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "stageline-bench"
+
+
+def _keep(
+    results: list[GroupResult], machine: Machine, options: argparse.Namespace, console: Console
+) -> None:
+    run = recorded.as_json(results, machine, is_quick=options.quick)
+    recorded.write(options.output / RUN_FILE, run)
+    console.print(f"\nnumbers and timelines are in {options.output}", highlight=False)
+    if options.record:
+        recorded.write(RECORDED, recorded.merged(recorded.read(RECORDED), run))
+        for timeline in options.output.glob("*_timeline.svg"):
+            shutil.copy(timeline, RESULTS)
+        console.print(f"recorded in {RECORDED}", highlight=False)
+
+
+def _exit_code(results: list[GroupResult], compared: list[Compared], *, is_strict: bool) -> int:
+    if any(result.problem for result in results):
+        return 1
+    is_bad = any(each.change in (Change.WORSE, Change.GONE) for each in compared) or any(
+        figure.verdict in (Verdict.MISSED, Verdict.IMPOSSIBLE)
+        for result in results
+        for figure in result.figures
+    )
+    return 1 if is_strict and is_bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,176 @@
+"""What the coordinator spends on a step of 256 sequences: scheduling alone, and with frames and results.
+
+Figures are medians of processor time against the limits that were set for them. Prompts differ in length by
+up to one block, so in every step one sequence in `BLOCK_SIZE` begins a block, as in a steady load.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from inspect import signature
+from typing import Any
+
+from bench.harness.figure import Better, Figure
+from bench.harness.group import Setting
+from coordinator.requests.admission import AdmissionLimits
+from coordinator.requests.engine import Engine
+from coordinator.requests.request import Choice, Request
+from coordinator.requests.transcript import Transcript
+from coordinator.scheduling.kv_log import KvLog
+from coordinator.scheduling.order import QueueOrder
+from coordinator.scheduling.scheduler import Scheduler, SchedulerLimits
+from coordinator.scheduling.sequence import Sequence
+from stageline_rpc.v1 import stage_pb2
+from wire.ids import SequenceKey, new_request_id
+from wire.step_codec import decode_result, encode_result, encode_step
+from wire.steps import SliceResult, StageTime, Step, StepResult, StepSampling
+
+NUM_SEQUENCES = 256
+BLOCK_SIZE = 16
+PROMPT_TOKENS = 128
+NUM_STAGES = 4
+SCHEDULING_LIMIT_US = 300
+ALL_LIMIT_US = 1500
+STAGE_TIMES = (StageTime(100, 20_000),) * NUM_STAGES
+
+Times = list[float]
+
+
+async def measure(setting: Setting) -> list[Figure]:
+    """All 256 in one step, and spread over four steps."""
+    num_steps = 100 if setting.is_quick else 600
+    gc.collect()
+    together, spread = _scheduling(1, num_steps), _scheduling(NUM_STAGES, num_steps)
+    everything = _everything(num_steps)
+    return [
+        _figure("scheduling 256 sequences in one step", together, SCHEDULING_LIMIT_US, HOW_SCHEDULING),
+        _figure(
+            "scheduling 256 sequences in four steps, one step", spread, SCHEDULING_LIMIT_US, HOW_SCHEDULING
+        ),
+        _figure("a step of 256 sequences with frame and result", everything, ALL_LIMIT_US, HOW_EVERYTHING),
+    ]
+
+
+HOW_SCHEDULING = "CPU time of Scheduler.complete and next_step : the limit"
+HOW_EVERYTHING = (
+    "CPU time of decode_result, Engine.complete (scheduling included) and encode_step : the limit"
+)
+
+
+def _figure(name: str, times_us: Times, limit_us: float, how: str) -> Figure:
+    return Figure(
+        name=f"{name} : {limit_us:g} us",
+        measured=statistics.median(times_us),
+        bound=limit_us,
+        unit="us",
+        better=Better.LOWER,
+        target=1.0,
+        noise=0.15,
+        how=how,
+        details={"mean_us": statistics.mean(times_us), "max_us": max(times_us)},
+    )
+
+
+def _scheduling(num_steps_in_flight: int, num_steps: int) -> Times:
+    scheduler = Scheduler()
+    scheduler.begin_epoch(1, _kv_log(), _limits(num_steps_in_flight))
+    for index in range(NUM_SEQUENCES):
+        scheduler.add(_sequence(index))
+    next_step, complete = _with_time(scheduler.next_step), _with_time(scheduler.complete)
+    now_s = 0.0
+    in_flight: list[Step] = []
+
+    def pump() -> None:
+        while (step := next_step(now_s)) is not None:
+            in_flight.append(step)
+
+    pump()
+    times_us: Times = []
+    while len(times_us) < num_steps:
+        oldest = in_flight.pop(0)
+        result, now_s = _answer(oldest), now_s + 0.02
+        began = time.thread_time_ns()
+        complete(now_s, result)
+        pump()
+        took_us = (time.thread_time_ns() - began) / 1e3
+        if _is_steady(oldest, num_steps_in_flight):
+            times_us.append(took_us)
+    return times_us
+
+
+def _everything(num_steps: int) -> Times:
+    """The engine with its readers away: what they cost is another figure's business."""
+    engine = Engine(AdmissionLimits(queue_size=2 * NUM_SEQUENCES, max_unread_tokens=1 << 30))
+    sent: list[Step] = []
+    frames: list[bytes] = []
+
+    def send(step: Step) -> None:
+        sent.append(step)
+        frames.append(encode_step(step))
+
+    engine.start_epoch(1, _kv_log(), _limits(1), send, max_sequence_tokens=1 << 20)
+    for index in range(NUM_SEQUENCES):
+        engine.submit(_request(index))
+    times_us: Times = []
+    while len(times_us) < num_steps:
+        oldest = sent.pop(0)
+        data = encode_result(_answer(oldest)).SerializeToString()
+        frames.clear()
+        began = time.thread_time_ns()
+        engine.complete(decode_result(stage_pb2.StepResult.FromString(data)))
+        took_us = (time.thread_time_ns() - began) / 1e3
+        if _is_steady(oldest, 1):
+            times_us.append(took_us)
+    return times_us
+
+
+def _with_time(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method with the time as its first argument, also where it has none."""
+    if "now_s" in signature(method).parameters:
+        return lambda now_s, *arguments: method(*arguments, now_s=now_s)
+    return lambda now_s, *arguments: method(*arguments)
+
+
+def _is_steady(step: Step, num_steps_in_flight: int) -> bool:
+    """All sequences decode: this step has its share of them, and nothing else."""
+    tokens = {len(part.tokens) for part in step.slices}
+    return tokens == {1} and len(step.slices) == NUM_SEQUENCES // num_steps_in_flight
+
+
+def _kv_log() -> KvLog:
+    return KvLog(num_blocks=1 << 16, block_size=BLOCK_SIZE)
+
+
+def _limits(num_steps_in_flight: int) -> SchedulerLimits:
+    return SchedulerLimits(
+        max_step_tokens=NUM_SEQUENCES * 2,
+        max_step_sequences=NUM_SEQUENCES,
+        max_steps_in_flight=num_steps_in_flight,
+    )
+
+
+def _sequence(index: int) -> Sequence:
+    prompt = tuple((index * 7919 + place) % 32000 for place in range(PROMPT_TOKENS + index % BLOCK_SIZE))
+    return Sequence(
+        SequenceKey(new_request_id(), 0),
+        prompt,
+        max_tokens=1 << 19,
+        sampling=StepSampling(),
+        stop_token_ids=frozenset((2,)),
+        order=QueueOrder(float(index), 0),
+    )
+
+
+def _request(index: int) -> Request:
+    sequence = _sequence(index)
+    return Request(sequence.key.request_id, [Choice(sequence, Transcript(None))], client="bench")
+
+
+def _answer(step: Step) -> StepResult:
+    results = tuple(
+        SliceResult(part.sequence, part.generation, 7) for part in step.slices if part.is_answered
+    )
+    return StepResult(step.epoch, step.step_id, results, STAGE_TIMES)

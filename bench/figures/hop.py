@@ -1,0 +1,145 @@
+"""Laps of a ring of mock stages without compute, against a raw grpc.aio ring of as many hops and bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from bench.harness.cluster import BenchCluster
+from bench.harness.figure import Better, Figure, Round, of_rounds
+from bench.harness.group import Setting
+from bench.harness.mock_cluster import HIDDEN_SIZE, mock_cluster
+from bench.harness.peer import Peer
+from bench.harness.raw_ring import Next, serve
+from bench.harness.ring_message import Lap, Place
+from bench.harness.running import running_streams
+
+NUM_STAGES = 3
+TARGET = 1.35
+CHUNK_TOKENS = 512
+BF16_BYTES = 2
+SLICE_BYTES, TOKEN_BYTES, RESULT_BYTES = 80, 3, 40
+"""Of a slice with its key and signals, of a prompt token, of one slice's result: about what is sent."""
+
+HOW = "from a step's leaving the scheduler to its result's return, one step in flight : the raw ring's lap"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """So many streams in decode, or prompts of whole chunks."""
+
+    name: str
+    num_slices: int
+    num_tokens: int
+
+    @property
+    def lap(self) -> Lap:
+        prompt_bytes = TOKEN_BYTES * self.num_tokens if self.num_tokens > self.num_slices else 0
+        return Lap(
+            SLICE_BYTES * self.num_slices + prompt_bytes,
+            self.num_tokens * HIDDEN_SIZE * BF16_BYTES,
+            RESULT_BYTES * self.num_slices,
+        )
+
+
+LOADS = (
+    Load(name="1 slice", num_slices=1, num_tokens=1),
+    Load(name="16 slices", num_slices=16, num_tokens=16),
+    Load(name="chunk of 512 tokens (1 MiB)", num_slices=1, num_tokens=CHUNK_TOKENS),
+)
+
+
+async def measure(setting: Setting) -> list[Figure]:
+    """Both rings are up all the time and take turns."""
+    rounds: dict[Load, list[Round]] = {load: [] for load in LOADS}
+    arguments = ("--steps-in-flight", "1", "--max-step-tokens", str(CHUNK_TOKENS))
+    async with AsyncExitStack() as stack:
+        specs = ["step=0ms"] * NUM_STAGES
+        cluster = await stack.enter_async_context(mock_cluster(specs, coordinator_arguments=arguments))
+        ring = await stack.enter_async_context(RawRing(NUM_STAGES))
+        for _ in range(setting.rounds(5)):
+            for load in LOADS:
+                ours_s, raw_s = await _lap(cluster, load), await ring.lap(load.lap)
+                rounds[load].append(Round(ours_s * 1e6, raw_s * 1e6))
+                setting.say(f"{load.name}: {ours_s * 1e6:.0f} us, raw ring {raw_s * 1e6:.0f} us")
+    return [
+        of_rounds(
+            f"hop, lap of {NUM_STAGES} stages, {load.name} : raw ring",
+            rounds[load],
+            unit="us",
+            better=Better.LOWER,
+            target=TARGET,
+            how=HOW,
+            details={"hops": NUM_STAGES + 1, "hidden_bytes": load.lap.hidden_bytes},
+        )
+        for load in LOADS
+    ]
+
+
+async def _lap(cluster: BenchCluster, load: Load) -> float:
+    """Median seconds of the laps of steps that are exactly this load."""
+    begun_s = time.monotonic()
+    if load.num_tokens > load.num_slices:
+        for _ in range(4):
+            await cluster.generate(8 * CHUNK_TOKENS, 1)
+    else:
+        async with running_streams(cluster, load.num_slices, prompt_tokens=16, max_tokens=4000) as running:
+            await running.until(lambda streams: all(len(each.arrivals_s) > 200 for each in streams))
+    laps_s = [
+        step.result_s - step.sent_s
+        for step in cluster.steps(begun_s)
+        if step.num_tokens == load.num_tokens and bool(step.chunks) == (load.num_tokens > load.num_slices)
+    ]
+    return statistics.median(laps_s)
+
+
+class RawRing:
+    """This process, and one peer for each stage."""
+
+    def __init__(self, num_stages: int) -> None:
+        self._num_stages = num_stages
+        self._exit = AsyncExitStack()
+        self._returned: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            server, address = await serve(self._returned.put)
+            stack.push_async_callback(server.stop, 0)
+            for stage in reversed(range(self._num_stages)):
+                peer = Peer("bench.harness.raw_ring", address, _place(stage, self._num_stages))
+                await stack.enter_async_context(peer)
+                address = (await peer.ask({}))["address"]
+            self._first = Next(address)
+            stack.push_async_callback(self._first.close)
+            await self._first.open()
+            self._exit = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._exit.__aexit__(exception_type, exception, traceback)
+
+    async def lap(self, lap: Lap, *, num_laps: int = 200) -> float:
+        """Median seconds from writing to FIRST until the result is back, one message in flight."""
+        message, laps_s = lap.message(), []
+        for _ in range(num_laps if lap.hidden_bytes < 1 << 19 else num_laps // 5):
+            begun_s = time.monotonic()
+            await self._first.write(message)
+            await self._returned.get()
+            laps_s.append(time.monotonic() - begun_s)
+        return statistics.median(laps_s)
+
+
+def _place(stage: int, num_stages: int) -> Place:
+    if stage == 0:
+        return Place.FIRST
+    return Place.LAST if stage == num_stages - 1 else Place.MIDDLE

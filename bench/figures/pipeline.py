@@ -1,0 +1,68 @@
+"""Pipeline efficiency: mock stages of 20 ms, equal and uneven, against one step per slowest stage's time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bench.harness.figure import Figure
+from bench.harness.group import Setting
+from bench.harness.mock_cluster import mock_cluster
+from bench.harness.steady import measure_steady
+from bench.harness.timeline_file import write_timeline
+
+STAGE_MS = 20
+NUM_STAGES = (2, 4, 8, 16)
+UNEVEN_MS = (12, 20, 8, 16)
+EVEN_TARGET, UNEVEN_TARGET = 0.97, 0.95
+LIMIT = 1.002
+STREAMS_PER_STAGE = 4
+TIMELINE_OF, TIMELINE_S = 8, 0.5
+
+
+async def measure(setting: Setting) -> list[Figure]:
+    """Even pipelines, the uneven one, and a timeline of one of them."""
+    figures = []
+    for num_stages in NUM_STAGES[:2] if setting.is_quick else NUM_STAGES:
+        name = f"pipeline, {num_stages} stages of {STAGE_MS} ms"
+        figures.append(await efficiency(setting, name, [STAGE_MS] * num_stages, target=EVEN_TARGET))
+    name = f"pipeline, stages of {', '.join(map(str, UNEVEN_MS))} ms"
+    figures.append(await efficiency(setting, name, UNEVEN_MS, target=UNEVEN_TARGET))
+    return figures
+
+
+async def efficiency(
+    setting: Setting, name: str, stages_ms: Sequence[int], *, target: float, window_s: float = 5.0
+) -> Figure:
+    """Steps per second in steady decode against one per time of the slowest stage."""
+    if setting.is_quick:
+        window_s /= 2
+    num_streams = STREAMS_PER_STAGE * len(stages_ms)
+    specs = [f"step={stage_ms}ms" for stage_ms in stages_ms]
+    async with mock_cluster(specs) as cluster:
+        rate, window = await measure_steady(
+            cluster,
+            num_streams=num_streams,
+            settle_s=max(1.0, 2 * sum(stages_ms) / 1e3),
+            window_s=window_s,
+        )
+        if len(stages_ms) == TIMELINE_OF:
+            begin_s, end_s = window.end_s - TIMELINE_S, window.end_s
+            title = f"{name}, {num_streams} streams in decode"
+            write_timeline(setting, cluster, begin_s, end_s, name="pipeline", title=title)
+    bound = 1e3 / max(stages_ms)
+    setting.say(f"{name}: {rate.steps_per_s:.2f} of {bound:.2f} steps/s")
+    return Figure(
+        name=f"{name} : one step per {max(stages_ms)} ms",
+        measured=rate.steps_per_s,
+        bound=bound,
+        unit="steps/s",
+        target=target,
+        limit=LIMIT,
+        noise=0.02,
+        how="results per second, first to last in a window of steady decode : 1 / slowest stage",
+        details={
+            "tokens_per_step": rate.tokens_per_step,
+            "num_streams": num_streams,
+            "window_s": rate.duration_s,
+        },
+    )

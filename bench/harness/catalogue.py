@@ -1,0 +1,101 @@
+"""Which groups of figures there are, in the order in which they run."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from bench.harness.apart import measured_apart
+from bench.harness.group import Group, Measure
+
+GROUPS = (
+    Group(
+        name="hop",
+        about="lap of a ring of stages without compute : raw grpc.aio ring",
+        module="bench.figures.hop",
+        about_s=30,
+    ),
+    Group(
+        name="coordinator",
+        about="scheduling 256 sequences; with frames and results",
+        module="bench.figures.coordinator_cost",
+        is_apart=True,
+        about_s=15,
+    ),
+    Group(
+        name="accounting",
+        about="the ledger of a step of 256 sequences; sampling : sort",
+        module="bench.figures.accounting",
+        is_apart=True,
+        about_s=20,
+    ),
+    Group(
+        name="pipeline",
+        about="mock stages of 20 ms: steps/s of 2, 4, 8, 16 and of uneven stages; their timeline",
+        module="bench.figures.pipeline",
+        about_s=75,
+    ),
+    Group(
+        name="pipeline-64",
+        about="64 mock stages of 50 ms",
+        module="bench.figures.pipeline_64",
+        about_s=75,
+    ),
+    Group(
+        name="long-prompt",
+        about="time to first token of a prompt of many chunks on mock stages",
+        module="bench.figures.long_prompt",
+        about_s=15,
+    ),
+    Group(
+        name="clients",
+        about="256 streaming clients on mock stages",
+        module="bench.figures.clients",
+        about_s=25,
+    ),
+    Group(
+        name="decode",
+        about="real compute: 1, 8, 16, 32 streams : matrix products, Hugging Face; their timeline",
+        module="bench.figures.decode",
+        about_s=100,
+    ),
+    Group(
+        name="prefill",
+        about="real compute: 16 prompts : matrix products, one worker, Hugging Face",
+        module="bench.figures.prefill",
+        about_s=50,
+    ),
+    Group(
+        name="mixed-load",
+        about="inter-token latency while long prompts arrive",
+        module="bench.figures.mixed_load",
+        about_s=40,
+    ),
+    Group(
+        name="memory",
+        about="resident memory of real workers",
+        module="bench.figures.memory",
+        about_s=20,
+    ),
+    Group(
+        name="mock-memory",
+        about="resident memory of mock workers",
+        module="bench.figures.mock_memory",
+        about_s=10,
+    ),
+)
+
+
+def chosen(names: list[str]) -> list[Group]:
+    """The groups of these names, in the order of GROUPS; the default run for none. Raises ValueError."""
+    known = {group.name: group for group in GROUPS}
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"{', '.join(unknown)}: no such figures; there are {', '.join(known)}")
+    return [group for group in GROUPS if (group.name in names if names else group.is_default)]
+
+
+def measure_of(group: Group) -> Measure:
+    """What measures the group; its module is loaded now, or by the process that measures it."""
+    if group.is_apart:
+        return measured_apart(group.module)
+    measure: Measure = import_module(group.module).measure
+    return measure

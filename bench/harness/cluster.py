@@ -1,0 +1,103 @@
+"""A cluster of processes whose coordinator notes its steps, and the load on it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import sys
+import tempfile
+import time
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import psutil
+
+from bench.harness.step_log import FILE_VARIABLE, LoggedStep, read_steps
+from bench.harness.streams import Stream
+from deploy import LocalCluster, LocalClusterConfig
+from stageline.client import Client
+from stageline_rpc.v1 import cluster_pb2
+
+START_TIMEOUT_S = 120.0
+FIRST_TOKEN_ID = 3
+"""Prompts leave out the ids that checkpoints often keep for the beginning and the end."""
+
+_REPOSITORY = Path(__file__).resolve().parents[2]
+_TRACED_COMMAND = (sys.executable, "-P", "-m", "bench.harness.traced")
+
+
+class BenchCluster:
+    """A running cluster with one client; `config` says what it consists of.
+
+    Prompts are random token ids, new ones for every request, so nothing is ever found in the cache.
+    """
+
+    def __init__(self, config: LocalClusterConfig, *, vocab_size: int) -> None:
+        self._config = config
+        self._vocab_size = vocab_size
+        self._random = random.Random(0)
+        self._exit = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stageline-bench-")))
+            self._steps_file = folder / "steps.jsonl"
+            path = [str(_REPOSITORY), str(_REPOSITORY / "proto"), os.environ.get("PYTHONPATH", "")]
+            environment = {
+                **self._config.environment,
+                FILE_VARIABLE: str(self._steps_file),
+                "PYTHONPATH": os.pathsep.join(filter(None, path)),
+            }
+            config = replace(self._config, environment=environment, command=_TRACED_COMMAND)
+            self.processes = await stack.enter_async_context(LocalCluster(config))
+            await self.processes.wait_until_serving(timeout_s=START_TIMEOUT_S)
+            self.client = await stack.enter_async_context(Client(self.processes.address))
+            self._exit = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._exit.__aexit__(exception_type, exception, traceback)
+
+    def steps(self, begin_s: float = 0.0) -> list[LoggedStep]:
+        """The steps that were handed out since `begin_s` and are answered."""
+        return [step for step in read_steps(self._steps_file) if step.sent_s >= begin_s]
+
+    def prompt(self, num_tokens: int) -> list[int]:
+        """New random token ids."""
+        return self._random.choices(range(FIRST_TOKEN_ID, self._vocab_size), k=num_tokens)
+
+    async def generate(self, prompt_tokens: int, max_tokens: int, *, into: Stream | None = None) -> Stream:
+        """One request to its end. `into` grows while it runs."""
+        prompt = self.prompt(prompt_tokens)
+        stream = into or Stream(0.0)
+        stream.sent_s = time.monotonic()
+        outputs = self.client.generate(prompt, max_tokens=max_tokens, ignore_eos=True)
+        async with aclosing(outputs):
+            async for output in outputs:
+                stream.arrivals_s += [time.monotonic()] * len(output.token_ids)
+        return stream
+
+    async def generate_all(self, num_streams: int, prompt_tokens: int, max_tokens: int) -> list[Stream]:
+        """So many requests at once, to their ends. Raises ClusterFailed when a process ends before."""
+
+        async def run() -> list[Stream]:
+            calls = [self.generate(prompt_tokens, max_tokens) for _ in range(num_streams)]
+            return await asyncio.gather(*calls)
+
+        return await self.processes.while_running(run())
+
+    async def status(self) -> cluster_pb2.GetStatusResponse:
+        return await self.client.status()
+
+    def resident_bytes(self) -> list[int]:
+        """Of each worker, as the operating system counts it now."""
+        return [psutil.Process(worker.pid).memory_info().rss for worker in self.processes.workers]

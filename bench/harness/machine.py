@@ -1,0 +1,94 @@
+"""What the figures were measured on, and how much of it others used meanwhile."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import time
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+
+_CPU_INFO = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Hardware and versions, without anything that names the host."""
+
+    processor: str
+    cores: int
+    memory_gib: int
+    matrix_units: str
+    python: str
+    torch: str
+    grpc: str
+
+    @classmethod
+    def here(cls) -> Self:
+        return cls(
+            processor=_processor(),
+            cores=len(os.sched_getaffinity(0)),
+            memory_gib=round(psutil.virtual_memory().total / 2**30),
+            matrix_units=_matrix_units(),
+            python=platform.python_version(),
+            torch=version("torch"),
+            grpc=version("grpcio"),
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.cores} cores of {self.processor} ({self.matrix_units}), {self.memory_gib} GiB; "
+            f"Python {self.python}, torch {self.torch}, grpcio {self.grpc}"
+        )
+
+
+def _processor() -> str:
+    return _cpu_line("model name") or platform.processor() or platform.machine()
+
+
+def _matrix_units() -> str:
+    flags = (_cpu_line("flags") or "").split()
+    found = [flag for flag in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if flag in flags]
+    return ", ".join(found) or "no known vector units"
+
+
+def _cpu_line(key: str) -> str | None:
+    if not _CPU_INFO.exists():
+        return None
+    lines = (line.partition(":") for line in _CPU_INFO.read_text().splitlines())
+    return next((value.strip() for name, _, value in lines if name.strip() == key), None)
+
+
+class ForeignLoad:
+    """How much of the processors others use: all busy time less that of this process and its children.
+
+    Children count when they have been waited for, so `share` is right when all that were started have ended.
+    Over less than a second it is taken as 0: the kernel counts in ticks.
+    """
+
+    def __init__(self) -> None:
+        self._begun = _snapshot()
+
+    def share(self) -> float:
+        """Of all cores' time since the beginning, 0 to 1."""
+        now_s, busy_s, own_s = _snapshot()
+        begun_s, busy_then_s, own_then_s = self._begun
+        if now_s - begun_s < 1:
+            return 0.0
+        foreign_s = (busy_s - busy_then_s) - (own_s - own_then_s)
+        return min(1.0, max(0.0, foreign_s / ((now_s - begun_s) * (psutil.cpu_count() or 1))))
+
+
+def _snapshot() -> tuple[float, float, float]:
+    times = psutil.cpu_times()
+    busy_s = sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0)
+    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return time.monotonic(), busy_s, sum(each.ru_utime + each.ru_stime for each in usage)

@@ -1,0 +1,23 @@
+"""Clusters of mock stages: simulated compute, everything else real."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bench.harness.cluster import BenchCluster
+from deploy import LocalClusterConfig
+
+VOCAB_SIZE = 32000
+HIDDEN_SIZE = 1024
+MAX_TOKENS = 16384
+
+
+def mock_cluster(specs: Sequence[str], *, coordinator_arguments: Sequence[str] = ()) -> BenchCluster:
+    """One mock stage for each spec (`step=20ms,token=0.05ms`), not started yet."""
+    model = f"layers={len(specs)},hidden={HIDDEN_SIZE},vocab={VOCAB_SIZE},max_len={MAX_TOKENS}"
+    config = LocalClusterConfig(
+        num_workers=len(specs),
+        mocks=tuple(specs),
+        coordinator_arguments=("--mock-model", model, *coordinator_arguments),
+    )
+    return BenchCluster(config, vocab_size=VOCAB_SIZE)

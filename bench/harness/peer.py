@@ -1,0 +1,71 @@
+"""A child process that is asked in lines of JSON: what a bound is measured in, apart from this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Mapping
+from types import MappingProxyType, TracebackType
+from typing import Any, Self
+
+from bench.harness.figure import NotMeasured
+from deploy import leash
+
+_GRACE_S = 5.0
+NOTHING: Mapping[str, str] = MappingProxyType({})
+
+
+class Peer:
+    """`python -m MODULE ARGUMENTS...`; each question is answered by one line. It dies with this process."""
+
+    def __init__(
+        self, module: str, *arguments: str, num_threads: int = 1, environment: Mapping[str, str] = NOTHING
+    ) -> None:
+        self._module, self._arguments = module, arguments
+        self._environment = {"OMP_NUM_THREADS": str(num_threads), **environment}
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def __aenter__(self) -> Self:
+        command = [sys.executable, "-m", self._module, *self._arguments]
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", leash.__file__, str(os.getpid())),
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, **self._environment},
+        )
+        return self
+
+    async def __aexit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        process = self._process
+        assert process is not None and process.stdin is not None
+        process.stdin.close()
+        try:
+            async with asyncio.timeout(_GRACE_S if exception is None else 0):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+    async def ask(self, question: Mapping[str, Any], *, timeout_s: float = 60.0) -> dict[str, Any]:
+        """The answer. Raises NotMeasured when the process has ended or is silent for too long."""
+        process = self._process
+        assert process is not None and process.stdin is not None and process.stdout is not None
+        process.stdin.write(json.dumps(question).encode() + b"\n")
+        try:
+            async with asyncio.timeout(timeout_s):
+                await process.stdin.drain()
+                line = await process.stdout.readline()
+        except (TimeoutError, OSError) as error:
+            raise NotMeasured(f"{self._module} does not answer {question}: {error!r}") from error
+        if not line:
+            raise NotMeasured(f"{self._module} ended when it was asked {question}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer

@@ -1,0 +1,82 @@
+"""A node of a ring of raw grpc.aio streams: what a hop cannot be faster than.
+
+    python -m bench.harness.raw_ring NEXT_ADDRESS PLACE
+
+Answers its first question with {"address": ...} and serves until its input ends. A node takes each message
+off one long-lived stream and writes it to the next with the coroutine that read it, under uvloop, with the
+channel options of the product, without protobuf and without a checksum.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import uvloop
+
+from bench.harness.ring_message import Place, passed_on
+from wire.channels import CHANNEL_OPTIONS, SERVER_OPTIONS
+
+METHOD = "/stageline.bench.Ring/Forward"
+
+Take = Callable[[bytes], Awaitable[None]]
+
+
+async def serve(take: Take) -> tuple[grpc.aio.Server, str]:
+    """A server that gives every message of a stream to `take`, and its address."""
+
+    async def forward(messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        yield b""  # the call is open: the caller must not wait for it with its first message
+        async for message in messages:
+            await take(message)
+
+    handler: Any = grpc.stream_stream_rpc_method_handler(forward)
+    service, name = METHOD[1:].split("/")
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(service, {name: handler})])
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    return server, f"127.0.0.1:{port}"
+
+
+class Next:
+    """The stream to the next node."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._call: Any = self._channel.stream_stream(METHOD)(wait_for_ready=True)
+
+    async def open(self) -> None:
+        """Returns when the next node takes messages."""
+        await self._call.read()
+
+    async def write(self, message: bytes) -> None:
+        await self._call.write(message)
+
+    async def close(self) -> None:
+        self._call.cancel()
+        await self._channel.close()
+
+
+async def main(next_address: str, place: Place) -> None:
+    following = Next(next_address)
+    await following.open()
+
+    async def take(message: bytes) -> None:
+        await following.write(passed_on(message, place))
+
+    server, address = await serve(take)
+    loop = asyncio.get_running_loop()
+    await loop.run_in_executor(None, sys.stdin.readline)
+    print(json.dumps({"address": address}), flush=True)
+    await loop.run_in_executor(None, sys.stdin.readline)
+    await following.close()
+    await server.stop(0)
+
+
+if __name__ == "__main__":
+    uvloop.run(main(sys.argv[1], Place(sys.argv[2])))

@@ -1,0 +1,32 @@
+"""Clusters of real workers, one thread each, that serve the 88 M model."""
+
+from __future__ import annotations
+
+from bench.harness.cluster import BenchCluster
+from bench.harness.group import Setting
+from bench.harness.llama import LLAMA_88M, checkpoint
+from deploy import LocalClusterConfig
+
+PROMPT_TOKENS = 128
+NEW_TOKENS = 64
+KV_TOKENS = 16384
+"""Little more than the largest load takes, so that the pages count in a worker's memory as they are used."""
+
+MEMORY_BYTES = 2 << 30
+
+
+def real_cluster(setting: Setting, *, num_workers: int = 2) -> BenchCluster:
+    """Not started yet."""
+    config = LocalClusterConfig(
+        num_workers=num_workers,
+        model_directory=checkpoint(setting.cache_directory),
+        num_threads=1,
+        memory_bytes=MEMORY_BYTES,
+        coordinator_arguments=("--kv-tokens", str(KV_TOKENS), "--max-model-len", "4096"),
+    )
+    return BenchCluster(config, vocab_size=LLAMA_88M.vocab)
+
+
+async def warm_up(cluster: BenchCluster) -> None:
+    """A few requests of the kind that is measured, so that nothing is done for the first time."""
+    await cluster.generate_all(4, PROMPT_TOKENS, 8)

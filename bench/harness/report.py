@@ -1,0 +1,122 @@
+"""The table of a run, and what to say below it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from bench.harness.figure import Better, Figure, Verdict
+from bench.harness.recorded import Change, Compared
+from bench.harness.run import GroupResult
+
+MUCH_FOREIGN_LOAD = 0.05
+
+_VERDICT_STYLES = {
+    Verdict.REACHED: "green",
+    Verdict.MISSED: "yellow",
+    Verdict.NO_TARGET: "",
+    Verdict.IMPOSSIBLE: "bold red",
+}
+_CHANGE_STYLES = {Change.BETTER: "green", Change.WORSE: "bold red"}
+
+
+def show(results: Iterable[GroupResult], compared: Iterable[Compared], console: Console) -> None:
+    """One row per figure, then what could not be measured, what got worse and what to doubt."""
+    results, changes = list(results), {each.name: each for each in compared}
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table.add_column("figure", overflow="fold")
+    for title in ("measured", "bound", "ratio", "target"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    table.add_column("recorded", no_wrap=True)
+    for result in results:
+        for figure in result.figures:
+            table.add_row(*_row(figure, changes.get(figure.name)))
+        if result.figures:
+            table.add_section()
+    console.print(table)
+    for line in remarks(results, changes.values()):
+        console.print(line, highlight=False)
+
+
+def _row(figure: Figure, change: Compared | None) -> tuple[str, ...]:
+    style = _VERDICT_STYLES[figure.verdict]
+    ratio = f"{figure.ratio:.3f}" if figure.spread is None else f"{figure.ratio:.3f} ±{figure.spread / 2:.0%}"
+    verdict = figure.verdict.value
+    return (
+        figure.name,
+        f"{_number(figure.measured)} {figure.unit}",
+        f"{_number(figure.bound)} {figure.unit}",
+        ratio,
+        _target(figure),
+        f"[{style}]{verdict}[/]" if style else verdict,
+        _change(change),
+    )
+
+
+def _target(figure: Figure) -> str:
+    if figure.target is None:
+        return "-"
+    return f"{'>=' if figure.better is Better.HIGHER else '<='} {figure.target:g}"
+
+
+def _change(compared: Compared | None) -> str:
+    if compared is None:
+        return "-"
+    if compared.relative is None:
+        return compared.change.value
+    style = _CHANGE_STYLES.get(compared.change)
+    text = f"{compared.change.value} {compared.relative:+.0%}"
+    return f"[{style}]{text}[/]" if style else text
+
+
+def _number(value: float) -> str:
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def markdown(run: Mapping[str, Any]) -> str:
+    """The table of a run that was written, for a document."""
+    lines = ["| figure | measured | bound | ratio | target |", "|---|---|---|---|---|"]
+    for figure in run.get("figures", ()):
+        unit, sign = figure["unit"], ">=" if figure["better"] == Better.HIGHER else "<="
+        target = "-" if figure["target"] is None else f"{sign} {figure['target']:g}"
+        ratio = f"{figure['ratio']:.2f}"
+        if figure["verdict"] == Verdict.MISSED:
+            ratio = f"**{ratio}**"
+        numbers = f"{_number(figure['measured'])} {unit} | {_number(figure['bound'])} {unit}"
+        lines.append(f"| {figure['name']} | {numbers} | {ratio} | {target} |")
+    return "\n".join(lines)
+
+
+def remarks(results: Iterable[GroupResult], compared: Iterable[Compared]) -> list[str]:
+    """What a reader must not miss, one line each."""
+    results = list(results)
+    lines = [
+        f"[bold red]not measured[/] {each.name}: {escape(each.problem)}" for each in results if each.problem
+    ]
+    lines += [
+        f"[bold red]impossible[/] {figure.name}: ratio {figure.ratio:.3f}, the limit is {figure.limit:g}; "
+        "the measurement is wrong"
+        for result in results
+        for figure in result.figures
+        if figure.verdict is Verdict.IMPOSSIBLE
+    ]
+    lines += [
+        f"[bold red]worse[/] {each.name}: {each.relative:+.0%}, noise is up to {each.margin:.0%}"
+        for each in compared
+        if each.change is Change.WORSE and each.relative is not None
+    ]
+    lines += [f"[bold red]gone[/] {each.name}" for each in compared if each.change is Change.GONE]
+    lines += [
+        f"[yellow]doubtful[/] {each.name}: other processes used {each.foreign_share:.0%} of the machine"
+        for each in results
+        if each.foreign_share > MUCH_FOREIGN_LOAD
+    ]
+    return lines

@@ -1,0 +1,43 @@
+"""What travels in the raw ring: as many bytes on every hop as in a ring of stages. Pure."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import StrEnum
+
+_HEAD = struct.Struct("<II")
+_ZEROS = bytes(32 << 20)
+
+
+class Place(StrEnum):
+    """Where a node is in the ring."""
+
+    FIRST = "first"
+    MIDDLE = "middle"
+    LAST = "last"
+
+
+@dataclass(frozen=True, slots=True)
+class Lap:
+    """Bytes on each hop: the step alone to FIRST, step and hidden states between stages, the result from
+    LAST.
+    """
+
+    step_bytes: int
+    hidden_bytes: int
+    result_bytes: int
+
+    def message(self) -> bytes:
+        """What FIRST gets; at least the two numbers that the nodes need."""
+        return _HEAD.pack(self.hidden_bytes, self.result_bytes) + _ZEROS[: self.step_bytes - _HEAD.size]
+
+
+def passed_on(message: bytes, place: Place) -> bytes:
+    """What a node makes of a message."""
+    if place is Place.MIDDLE:
+        return message
+    hidden_bytes, result_bytes = _HEAD.unpack_from(message)
+    if place is Place.FIRST:
+        return message + _ZEROS[:hidden_bytes]
+    return message[: _HEAD.size] + _ZEROS[: result_bytes - _HEAD.size]

@@ -1,0 +1,46 @@
+"""Measures groups one after another, each within a time; one that fails does not stop the others."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from bench.harness.catalogue import measure_of
+from bench.harness.figure import Figure
+from bench.harness.group import Group, Measure, Setting
+from bench.harness.machine import ForeignLoad
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupResult:
+    """`problem` says why there are no figures. `foreign_share` of the machine's time was used by others."""
+
+    name: str
+    figures: tuple[Figure, ...] = ()
+    problem: str | None = None
+    took_s: float = 0.0
+    foreign_share: float = 0.0
+
+
+async def run_groups(
+    groups: Iterable[Group], setting: Setting, *, load: Callable[[Group], Measure] = measure_of
+) -> list[GroupResult]:
+    """The results in the order of the groups."""
+    return [await _run(group, setting, load) for group in groups]
+
+
+async def _run(group: Group, setting: Setting, load: Callable[[Group], Measure]) -> GroupResult:
+    setting.say(f"{group.name}: {group.about} (about {group.about_s} s)")
+    begun_s, others = time.monotonic(), ForeignLoad()
+    try:
+        async with asyncio.timeout(group.timeout_s):
+            figures = await load(group)(setting)
+        result = GroupResult(name=group.name, figures=tuple(figures))
+    except TimeoutError:
+        result = GroupResult(name=group.name, problem=f"not done after {group.timeout_s:g} s")
+    except Exception as error:
+        # Whatever it is, the figures of the other groups are still worth having.
+        result = GroupResult(name=group.name, problem=f"{type(error).__name__}: {error}")
+    return replace(result, took_s=time.monotonic() - begun_s, foreign_share=others.share())

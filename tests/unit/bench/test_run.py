@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from bench.harness.catalogue import GROUPS, chosen
+from bench.harness.figure import Figure
+from bench.harness.group import Group, Setting
+from bench.harness.product_bound import StageWork, slowest_candidates
+from bench.harness.recorded import Change, Compared
+from bench.harness.report import remarks
+from bench.harness.run import GroupResult, run_groups
+from tests.unit.bench.runs import figure
+
+SETTING = Setting(is_quick=True, output_directory=Path(), cache_directory=Path(), say=lambda text: None)
+
+
+def group(name: str, timeout_s: float = 60.0) -> Group:
+    return Group(name=name, about="", module=f"bench.figures.{name}", about_s=1, timeout_s=timeout_s)
+
+
+async def _well(setting: Setting) -> list[Figure]:
+    return [figure()]
+
+
+async def _badly(setting: Setting) -> list[Figure]:
+    raise RuntimeError("the cluster [is] gone")
+
+
+async def _never(setting: Setting) -> list[Figure]:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def test_a_group_that_fails_or_never_ends_leaves_the_others_their_figures() -> None:
+    works = {"badly": _badly, "never": _never, "well": _well}
+    groups = [group("badly"), group("never", timeout_s=0.01), group("well")]
+    results = await run_groups(groups, SETTING, load=lambda each: works[each.name])
+    assert [result.problem for result in results] == [
+        "RuntimeError: the cluster [is] gone",
+        "not done after 0.01 s",
+        None,
+    ]
+    assert results[2].figures == (figure(),)
+    assert len(remarks(results, ())) >= 2
+
+
+def test_groups_run_in_their_own_order_whatever_the_order_asked_for() -> None:
+    names = [each.name for each in GROUPS]
+    assert [each.name for each in chosen([names[3], names[1]])] == [names[1], names[3]]
+    assert chosen([]) == [each for each in GROUPS if each.is_default]
+
+
+def test_a_name_that_is_no_group_is_refused_with_those_that_are() -> None:
+    with pytest.raises(ValueError, match="speed: no such figures; there are hop"):
+        chosen(["speed"])
+
+
+def test_each_group_has_a_module_and_all_of_them_fit_into_ten_minutes() -> None:
+    for each in GROUPS:
+        assert Path(*each.module.split(".")).with_suffix(".py").exists(), each.module
+    assert sum(each.about_s for each in GROUPS if each.is_default) < 600
+
+
+def test_what_got_worse_is_said_below_the_table() -> None:
+    compared = [
+        Compared("a", Change.WORSE, -0.2, 0.1),
+        Compared("b", Change.SAME, -0.05, 0.1),
+        Compared("c", Change.GONE),
+    ]
+    lines = remarks([GroupResult(name="decode", foreign_share=0.2)], compared)
+    assert [line.rpartition("]")[2].strip() for line in lines] == [
+        "a: -20%, noise is up to 10%",
+        "c",
+        "decode: other processes used 20% of the machine",
+    ]
+
+
+def test_only_stages_that_may_be_the_slowest_are_measured() -> None:
+    small, large, head = (
+        StageWork(5, has_head=False),
+        StageWork(7, has_head=False),
+        StageWork(6, has_head=True),
+    )
+    assert slowest_candidates([small, large, head]) == [head, large]
+    assert slowest_candidates([StageWork(6, has_head=False), head, head]) == [head]

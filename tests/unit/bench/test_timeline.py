@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import re
+from collections import deque
+from xml.etree import ElementTree
+
+import pytest
+
+from bench.harness.step_log import LoggedStep
+from bench.harness.timeline import timeline, travel_s
+from bench.harness.timeline_svg import draw
+from tests.unit.bench.runs import logged
+
+
+def simulated(
+    compute_s: list[float], *, hop_s: float, num_steps: int, in_flight: int
+) -> tuple[list[LoggedStep], list[tuple[int, int, float, float]]]:
+    """A pipeline with equal hops: what its coordinator would note, and when each stage really computed."""
+    free_s = [0.0] * len(compute_s)
+    results: deque[float] = deque()
+    steps, truth = [], []
+    for step_id in range(num_steps):
+        sent_s = results.popleft() if len(results) == in_flight else 0.0
+        now_s, stages = sent_s, []
+        for stage, takes_s in enumerate(compute_s):
+            arrived_s = now_s + hop_s
+            begin_s = max(arrived_s, free_s[stage])
+            now_s = free_s[stage] = begin_s + takes_s
+            stages.append((round((begin_s - arrived_s) * 1e6), round(takes_s * 1e6)))
+            truth.append((stage, step_id, begin_s, now_s))
+        results.append(now_s + hop_s)
+        steps.append(logged(step_id, sent_s, now_s + hop_s, stages=tuple(stages)))
+    return steps, truth
+
+
+@pytest.mark.parametrize("compute_s", [[0.02, 0.02], [0.01, 0.03, 0.02], [0.02]])
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_bars_are_where_the_stages_computed(compute_s: list[float], in_flight: int) -> None:
+    steps, truth = simulated(compute_s, hop_s=0.001, num_steps=20, in_flight=in_flight)
+    drawn = timeline(steps, 0.0, steps[-1].result_s)
+    assert [(bar.stage, bar.step_id) for bar in drawn.bars] == [entry[:2] for entry in truth]
+    assert [time_s for bar in drawn.bars for time_s in (bar.begin_s, bar.end_s)] == pytest.approx(
+        [time_s for entry in truth for time_s in entry[2:]], abs=1e-5
+    )
+    assert drawn.travel_s == pytest.approx(0.001 * (len(compute_s) + 1), abs=1e-5)
+
+
+def test_the_slowest_stage_is_busy_all_the_time_and_the_others_are_not() -> None:
+    steps, _ = simulated([0.01, 0.02], hop_s=0.0005, num_steps=50, in_flight=3)
+    drawn = timeline(steps, 0.2, 0.8)
+    assert drawn.busy == pytest.approx((0.5, 1.0), abs=0.03)
+    assert drawn.duration_s == pytest.approx(0.6)
+    assert all(0 <= bar.begin_s < bar.end_s <= drawn.duration_s for bar in drawn.bars)
+
+
+def test_a_stage_never_computes_two_steps_at_once() -> None:
+    """The second step travelled fast to the stage and slowly back, which nobody can know."""
+    steps = [
+        logged(0, 0.0, 0.030, stages=((0, 20_000),)),
+        logged(1, 0.001, 0.055, stages=((5_000, 20_000),)),
+    ]
+    first, second = timeline(steps, 0.0, 0.06).bars
+    assert second.begin_s >= first.end_s
+    assert second.end_s - second.begin_s == pytest.approx(0.02)
+
+
+def test_a_frame_that_waited_at_its_stage_is_computed_that_much_later() -> None:
+    (bar,) = timeline([logged(0, 0.0, 0.034, stages=((10_000, 20_000),))], 0.0, 0.05).bars
+    assert (bar.begin_s, bar.end_s) == pytest.approx((0.012, 0.032))
+
+
+def test_stages_that_spent_more_than_the_step_took_did_not_travel_backwards() -> None:
+    assert travel_s(logged(0, 0.0, 0.01, stages=((0, 12_000),))) == 0.0
+
+
+@pytest.mark.parametrize("stages", [((), ()), (((1, 1),), ()), (((1, 1),), ((1, 1), (1, 1)))])
+def test_steps_that_do_not_tell_their_times_alike_are_no_timeline(
+    stages: tuple[tuple[tuple[int, int], ...], ...],
+) -> None:
+    steps = [logged(index, 0.0, 1.0, stages=each) for index, each in enumerate(stages)]
+    with pytest.raises(ValueError, match="2 steps"):
+        timeline(steps, 0.0, 1.0)
+
+
+def test_the_drawing_has_a_row_per_stage_and_a_bar_per_stage_and_step() -> None:
+    steps, _ = simulated([0.02, 0.02, 0.02], hop_s=0.001, num_steps=8, in_flight=3)
+    drawn = timeline(steps, 0.0, steps[-1].result_s)
+    document = draw(drawn, "3 stages & more")
+    root = ElementTree.fromstring(document)
+    titles = [title.text or "" for title in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert len(titles) == len(drawn.bars) == 24
+    assert re.findall(r">(stage \d+)<", document) == ["stage 0", "stage 1", "stage 2"]
+
+
+def test_a_step_has_one_colour_on_all_stages_and_its_neighbours_have_others() -> None:
+    steps, _ = simulated([0.02, 0.02], hop_s=0.001, num_steps=6, in_flight=3)
+    document = draw(timeline(steps, 0.0, steps[-1].result_s), "colours")
+    found = re.findall(r'fill="(hsl[^"]*)">\n?<title>step (\d+)', document)
+    colours = {step: {colour for colour, other in found if other == step} for _, step in found}
+    assert all(len(each) == 1 for each in colours.values())
+    assert len(set.union(*colours.values())) == 6
