@@ -32,17 +32,20 @@ class Rope:
         return cls(inv_freq, _attention_factor(config.rope))
 
     def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin, [n, 1, head_dim] in `dtype`, of the absolute `positions` int64 [n]."""
-        angles = positions[:, None].to(torch.float32) * self.inv_freq
-        doubled = torch.cat((angles, angles), dim=-1)[:, None, :]
-        cos, sin = doubled.cos() * self.attention_factor, doubled.sin() * self.attention_factor
-        return cos.to(dtype), sin.to(dtype)
+        """cos and sin, [n, 1, head_dim] in `dtype`, of the absolute `positions` int64 [n].
+
+        The first half of `sin` is negated, which is what `rotate_` needs.
+        """
+        angles = positions[:, None, None].to(torch.float32) * self.inv_freq
+        cos, sin = angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+        return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x` [n, heads, head_dim] turned by the angles whose cos and sin [n, 1, head_dim] are given."""
+def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Turn `x` [n, heads, head_dim] in place by the angles whose `Rope.cos_sin` is given."""
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    swapped = torch.cat((second, first), dim=-1).mul_(sin)
+    x.mul_(cos).add_(swapped)
 
 
 def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
