@@ -61,25 +61,23 @@ def _decode(query: Tensor, layer: int, view: DecodeView, step: StepLayout, pages
 
 
 def _decode_products(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-    """[kv_heads, b, group, head_dim] for `query` of that shape, `keys` and `values` [kv_heads, b, s, head_dim]."""
-    scores = _float_scores(query.flatten(0, 1), keys.flatten(0, 1)).view(*query.shape[:3], keys.shape[2])
-    scale = query.shape[3] ** -0.5
-    scores = scores.mul_(scale) if mask is None else torch.add(mask, scores, alpha=scale)
+    """[kv_heads, b, group, head_dim] for `query` of that shape, `keys` and `values` [kv_heads, b, s, head_dim].
+
+    torch has no product of bfloat16 that returns float32 on a CPU. Many keys are multiplied twice: the second
+    product gives what the first lost to rounding (beta=-1 is added to the unrounded sum).
+    """
+    shape = (*query.shape[:3], keys.shape[2])
+    queries, keys = query.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2)
+    if keys.numel() <= _FEW_ELEMENTS:
+        parts = [torch.bmm(queries.to(torch.float32), keys.to(torch.float32))]
+    else:
+        rounded = torch.bmm(queries, keys)
+        parts = [rounded, torch.baddbmm(rounded, queries, keys, beta=-1)]
+    scores = torch.zeros((), dtype=torch.float32) if mask is None else mask
+    for part in parts:
+        scores = torch.add(scores, part.view(shape), alpha=query.shape[3] ** -0.5)
     weights = torch.softmax(scores, dim=-1).to(values.dtype)
     return torch.bmm(weights.flatten(0, 1), values.flatten(0, 1)).view_as(query)
-
-
-def _float_scores(query: Tensor, keys: Tensor) -> Tensor:
-    """float32 [m, g, s] products of bfloat16 `query` [m, g, d] and `keys` [m, s, d].
-
-    torch has no product of bfloat16 that returns float32 on a CPU. A second product gives what the first lost
-    to rounding (beta=-1 is added to the unrounded sum), which reads the keys again, but converts none.
-    """
-    if keys.numel() <= _FEW_ELEMENTS:
-        return torch.bmm(query.to(torch.float32), keys.to(torch.float32).transpose(1, 2))
-    rounded = torch.bmm(query, keys.transpose(1, 2))
-    lost = torch.baddbmm(rounded, query, keys.transpose(1, 2), beta=-1)
-    return rounded.to(torch.float32).add_(lost)
 
 
 def _prefill(

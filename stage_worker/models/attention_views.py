@@ -6,8 +6,9 @@ Masks are additive, 0 or -inf: SDPA converts a boolean mask on every call, that 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,6 +48,12 @@ class DecodeView:
     pages: Tensor
     mask: Tensor | None
 
+    def to(self, device: torch.device) -> DecodeView:
+        """The same on `device`."""
+        if device.type == "cpu":
+            return self
+        return DecodeView(_on(self.rows, device), self.pages.to(device), _on(self.mask, device))
+
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class QueryBlock:
@@ -73,6 +80,14 @@ class PrefillView:
     mask: Tensor | None
     blocks: tuple[QueryBlock, ...]
 
+    def to(self, device: torch.device) -> PrefillView:
+        """The same on `device`. Blocks are for a CPU."""
+        return replace(self, pages=_on(self.pages, device), mask=_on(self.mask, device))
+
+
+def _on(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if tensor is None else tensor.to(device)
+
 
 def decode_views(
     slices: Sequence[SliceLayout], rows: Sequence[int], window: int | None, rules: ViewRules
@@ -90,7 +105,11 @@ def decode_views(
         for part in _portions(group, max(1, rules.max_keys // longest)):
             views.append(
                 _decode_view(
-                    [slices[i] for i in part], [visible[i] for i in part], [rows[i] for i in part], window, rules
+                    [slices[i] for i in part],
+                    [visible[i] for i in part],
+                    [rows[i] for i in part],
+                    window,
+                    rules,
                 )
             )
     return views
@@ -127,26 +146,28 @@ def _decode_view(
     enters the product with weight 0, and 0 times a neighbour's NaN would be NaN.
     """
     width = max(len(pages) for _, pages in visible)
-    padded = [[*pages, *([pages[0]] * (width - len(pages)))] for _, pages in visible]
-    low, high = [], []
-    for item, (first, _) in zip(slices, visible, strict=True):
+    padded: list[int] = []
+    ranges = []
+    for item, (first, pages) in zip(slices, visible, strict=True):
+        padded.extend(pages)
+        padded.extend([pages[0]] * (width - len(pages)))
         begin = first * rules.block_size
-        low.append(item.first_visible(window) - begin)
-        high.append(item.first_position - begin)
-    mask = _decode_mask(low, high, width * rules.block_size, rules)
-    return DecodeView(torch.tensor(rows), torch.tensor(padded), mask)
+        ranges.append((item.first_visible(window) - begin, item.end_position - begin))
+    mask = _decode_mask(ranges, width * rules.block_size, rules)
+    return DecodeView(torch.tensor(rows), torch.tensor(padded).view(len(slices), width), mask)
 
 
-def _decode_mask(low: list[int], high: list[int], num_keys: int, rules: ViewRules) -> Tensor | None:
-    """Hides the keys outside of [low, high] of each sequence."""
-    if not any(low) and min(high) == num_keys - 1:
+def _decode_mask(ranges: Sequence[tuple[int, int]], num_keys: int, rules: ViewRules) -> Tensor | None:
+    """Hides the keys outside of each sequence's (begin, end)."""
+    if all(seen == (0, num_keys) for seen in ranges):
         return None
-    keys = torch.arange(num_keys)
-    hidden = keys > torch.tensor(high)[:, None]
-    if any(low):
-        hidden |= keys < torch.tensor(low)[:, None]
-    dtype = rules.dtype if rules.kernels.decode is AttentionMethod.SDPA else torch.float32
-    return _additive(hidden, dtype)[None, :, None]
+    # numpy, because a step's first calls of torch operators cost more than the rest of its layout.
+    mask = np.zeros((1, len(ranges), 1, num_keys), np.float32)
+    for row, (begin, end) in zip(mask[0, :, 0], ranges, strict=True):
+        row[:begin] = -np.inf
+        row[end:] = -np.inf
+    found = torch.from_numpy(mask)
+    return found if rules.kernels.decode is AttentionMethod.PRODUCTS else found.to(rules.dtype)
 
 
 def prefill_view(item: SliceLayout, window: int | None, rules: ViewRules) -> PrefillView:

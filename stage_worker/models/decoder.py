@@ -76,7 +76,7 @@ class DecoderStage:
         self.windows = config.layer_windows[layer_begin:layer_end]
         self.kernels = Kernels.of(self.device, self.torch_dtype)
         self._windows = frozenset(self.windows)
-        self._rope = Rope.of(config, self.device)
+        self._rope = Rope(config, self.torch_dtype, self.device)
         self._weights: LoadedWeights | None = None
 
     @property
@@ -162,7 +162,7 @@ class DecoderStage:
             given = f"{tuple(hidden.shape)} {hidden.dtype}"
             raise ValueError(f"hidden states {given}, the step needs {expected} {self.torch_dtype}")
         places = pages.places(step.writes.slots)
-        if step.writes.begun.numel():
+        if step.writes.begun is not None:
             pages.clear(step.writes.begun)
         hidden = self._with_fewest_rows(hidden)
         for layer in self._loaded().layers:

@@ -10,7 +10,7 @@ Source: Su et al. 2021, arXiv:2104.09864.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,27 +18,42 @@ from torch import Tensor
 from checkpoint import ModelConfig, RopeConfig, RopeKind
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+_KEPT_POSITIONS = 16_384
+"""cos and sin of positions below are computed once: 4 MB for heads of 64 in bfloat16."""
+
+
 class Rope:
-    """Frequencies of one model, float32 [head_dim / 2]; `attention_factor` scales cos and sin."""
+    """The rotary embedding of one model, rounded to one dtype on one device."""
 
-    inv_freq: Tensor
-    attention_factor: float
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        """Frequencies are computed on the CPU, so that every stage has the same bits."""
+        self._inv_freq = _inverse_frequencies(config.rope, config.head_dim).to(device)
+        self._attention_factor = _attention_factor(config.rope)
+        self._dtype, self._device = dtype, device
+        self._kept = self._compute(torch.arange(0, device=device))
 
-    @classmethod
-    def of(cls, config: ModelConfig, device: torch.device) -> Rope:
-        """The frequencies of `config`, computed on the CPU (so that every stage has the same bits)."""
-        inv_freq = _inverse_frequencies(config.rope, config.head_dim).to(device)
-        return cls(inv_freq, _attention_factor(config.rope))
-
-    def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin, [n, 1, head_dim] in `dtype`, of the absolute `positions` int64 [n].
+    def cos_sin(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """cos and sin, [n, 1, head_dim] each, of n absolute positions.
 
         The first half of `sin` is negated, which is what `rotate_` needs.
         """
-        angles = positions[:, None, None].to(torch.float32) * self.inv_freq
-        cos, sin = angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
-        return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
+        index = torch.tensor(positions, device=self._device)
+        end = max(positions) + 1
+        if end > _KEPT_POSITIONS:
+            both = self._compute(index)
+        else:
+            if end > len(self._kept):
+                kept = min(_KEPT_POSITIONS, 2 * end)
+                self._kept = self._compute(torch.arange(kept, device=self._device))
+            both = self._kept.index_select(0, index)
+        return both[:, 0], both[:, 1]
+
+    def _compute(self, positions: Tensor) -> Tensor:
+        """[n, 2, 1, head_dim]: cos, then sin."""
+        angles = positions[:, None].to(torch.float32) * self._inv_freq
+        cos, sin = angles.cos() * self._attention_factor, angles.sin() * self._attention_factor
+        both = torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)), dim=1)
+        return both[:, :, None].to(self._dtype)
 
 
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,7 +11,6 @@ from torch import Tensor
 from stage_worker.models.attention_views import (
     DecodeView,
     PrefillView,
-    QueryBlock,
     ViewRules,
     decode_views,
     prefill_view,
@@ -26,13 +25,13 @@ class KvWrites:
     """Which rows of the step's keys and values go to which slots (page * block_size + offset).
 
     `rows` int64 [w], or None for all rows in order; `slots` int64 [w]. `begun` int64 [c] are the pages that
-    this step begins and does not fill. They are zeroed first, because a reused page may hold the NaN of a
+    this step begins and does not fill, or None. They are zeroed first, because a reused page may hold the NaN of a
     failed sequence, which no mask can hide (0 * NaN is NaN).
     """
 
     rows: Tensor | None
     slots: Tensor
-    begun: Tensor
+    begun: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -83,8 +82,9 @@ class StepLayout:
             for window in windows:
                 item.check(rules.block_size, window)
         ranges = _row_ranges(slices)
-        positions = _positions(slices)
-        cos, sin = rope.cos_sin(positions.to(device), rules.dtype)
+        cos, sin = rope.cos_sin(
+            [position for item in slices for position in range(item.first_position, item.end_position)]
+        )
         singles = [item for item in slices if item.num_tokens == 1]
         single_rows = [begin for begin, end in ranges if end - begin == 1]
         longer = [item for item in slices if item.num_tokens > 1]
@@ -92,10 +92,15 @@ class StepLayout:
         def view(window: int | None) -> AttentionViews:
             decodes = decode_views(singles, single_rows, window, rules)
             prefills = [prefill_view(item, window, rules) for item in longer]
-            return _moved(decodes, prefills, device, takes_all_rows=len(decodes) == 1 and not longer)
+            if len(decodes) == 1 and not longer:
+                decodes = [replace(decodes[0], rows=None)]
+            return AttentionViews(
+                decodes=tuple(view.to(device) for view in decodes),
+                prefills=tuple(view.to(device) for view in prefills),
+            )
 
         return cls(
-            num_tokens=len(positions),
+            num_tokens=ranges[-1][1],
             kernels=rules.kernels,
             cos=cos,
             sin=sin,
@@ -111,13 +116,6 @@ def _row_ranges(slices: Sequence[SliceLayout]) -> list[tuple[int, int]]:
         ranges.append((begin, begin + item.num_tokens))
         begin += item.num_tokens
     return ranges
-
-
-def _positions(slices: Sequence[SliceLayout]) -> Tensor:
-    positions: list[int] = []
-    for item in slices:
-        positions.extend(range(item.first_position, item.end_position))
-    return torch.tensor(positions)
 
 
 def _kv_writes(
@@ -138,43 +136,9 @@ def _kv_writes(
     return KvWrites(
         rows=None if writes_all else _indices(rows, device),
         slots=_indices(slots, device),
-        begun=_indices(begun, device),
+        begun=_indices(begun, device) if begun else None,
     )
 
 
 def _indices(values: list[int], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.int64, device=device)
-
-
-def _moved(
-    decodes: Sequence[DecodeView],
-    prefills: Sequence[PrefillView],
-    device: torch.device,
-    *,
-    takes_all_rows: bool,
-) -> AttentionViews:
-    """`takes_all_rows`: there is one decode view, of the whole step."""
-    return AttentionViews(
-        decodes=tuple(
-            DecodeView(
-                None if takes_all_rows or view.rows is None else view.rows.to(device),
-                view.pages.to(device),
-                None if view.mask is None else view.mask.to(device),
-            )
-            for view in decodes
-        ),
-        prefills=tuple(
-            PrefillView(
-                pages=None if view.pages is None else view.pages.to(device),
-                num_keys=view.num_keys,
-                mask=None if view.mask is None else view.mask.to(device),
-                blocks=tuple(_block_on(block, device) for block in view.blocks),
-            )
-            for view in prefills
-        ),
-    )
-
-
-def _block_on(block: QueryBlock, device: torch.device) -> QueryBlock:
-    edges = tuple((begin, mask.to(device)) for begin, mask in block.edges)
-    return QueryBlock(queries=block.queries, keys=block.keys, edges=edges)

@@ -18,20 +18,32 @@ class NanPages:
     """Paged KV whose slots are NaN until written: anything that reads a slot too early poisons its output."""
 
     def __init__(
-        self, num_layers: int, num_blocks: int, block_size: int, kv_heads: int, head_dim: int
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         shape = (2, num_layers, num_blocks * block_size, kv_heads, head_dim)
-        self.slots = torch.full(shape, float("nan"))
+        self.slots = torch.full(shape, float("nan"), dtype=dtype)
         self.block_size = block_size
         self.num_written: list[list[int]] = [[] for _ in range(num_layers)]
 
-    def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        self.slots[0, layer, slots], self.slots[1, layer, slots] = keys, values
-        self.num_written[layer].append(len(slots))
+    def places(self, slots: Tensor) -> Tensor:
+        return slots
+
+    def write(self, layer: int, tokens: Tensor, places: Tensor) -> None:
+        self.slots[0, layer, places], self.slots[1, layer, places] = tokens.chunk(2, dim=1)
+        self.num_written[layer].append(len(places))
+
+    def clear(self, pages: Tensor) -> None:
+        self.slots.unflatten(2, (-1, self.block_size))[:, :, pages] = 0
 
     def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
         slots = pages[..., None] * self.block_size + torch.arange(self.block_size)
-        keys, values = self.slots[:, layer, slots.flatten(-2)].transpose(-3, -2)
+        keys, values = self.slots[:, layer, slots.flatten(-2)].permute(0, 3, 1, 2, 4).contiguous()
         return keys, values
 
 
