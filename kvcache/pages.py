@@ -63,8 +63,11 @@ class KvPages:
         shape = (num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim)
         self._store = _zeros(shape, dtype, torch.device(device))
         # Made once, because indexing a tensor costs microseconds.
-        self._pages = [layer.flatten(3) for layer in self._store]  # [num_blocks, 2, kv_heads, block * dim]
-        self._rows = [layer.view(-1, head_dim) for layer in self._store]  # one token of one head each
+        self._layers = list(self._store)
+        self._pages = [layer.flatten(3) for layer in self._layers]  # [num_blocks, 2, kv_heads, block * dim]
+        self._rows = [layer.view(-1, head_dim) for layer in self._layers]  # one token of one head each
+        # All layers of a step write the same slots.
+        self._placed = (torch.empty(0), torch.empty(0))
         self._gathered = self._store.new_empty(0)
 
     @property
@@ -108,29 +111,24 @@ class KvPages:
         if len(numbers) != slots.numel():
             raise InvalidWrite(f"slots: expected {slots.numel()} different ones, got {len(numbers)}")
 
-    def places(self, slots: Tensor) -> Tensor:
-        """Where `write` puts tokens with these slots (int64 [n]): int64 [n * 2 * num_kv_heads].
-
-        The same in all layers, so computed once per step.
-        """
-        heads = torch.arange(2 * self.num_kv_heads, device=slots.device)
-        page, offset = slots // self.block_size, slots % self.block_size
-        first = page * (2 * self.num_kv_heads * self.block_size) + offset
-        return (first[:, None] + heads * self.block_size).flatten()
-
-    def write(self, layer: int, tokens: Tensor, places: Tensor) -> None:
-        """Stores one layer's keys and values, `tokens` [n, 2 * num_kv_heads, head_dim]: the heads of the keys,
-        then those of the values. `places` are those of slots that have passed `validate_write`.
+    def write(self, layer: int, tokens: Tensor, slots: Tensor) -> None:
+        """Stores one layer's keys and values, `tokens` [n, 2 * num_kv_heads, head_dim], the heads of the keys
+        and then those of the values, at slots (int64 [n]) that have passed `validate_write`.
 
         Raises InvalidWrite, before anything is written, when `tokens` is another shape, dtype or device.
         """
-        num_rows = 2 * self.num_kv_heads
-        expected = (places.numel() // num_rows, num_rows, self.head_dim)
+        expected = (slots.numel(), 2 * self.num_kv_heads, self.head_dim)
         if tokens.shape != expected or tokens.dtype is not self.dtype or tokens.device != self.device:
             needed = f"{self.dtype} {expected} on {self.device}"
             got = f"{tokens.dtype} {tuple(tokens.shape)} on {tokens.device}"
             raise InvalidWrite(f"keys and values: expected {needed}, got {got}")
-        self._rows[layer].index_copy_(0, places, tokens.reshape(-1, self.head_dim))
+        if slots is not self._placed[0]:
+            self._placed = (slots, self._places(slots))
+        self._rows[layer].index_copy_(0, self._placed[1], tokens.reshape(-1, self.head_dim))
+
+    def store(self, layer: int) -> Tensor:
+        """One layer's pages themselves, [num_blocks, 2, num_kv_heads, block_size, head_dim]."""
+        return self._layers[layer]
 
     def clear(self, pages: Tensor) -> None:
         """Sets whole pages (int64 [num_pages]) to zero in all layers."""
@@ -177,6 +175,13 @@ class KvPages:
             count = target_pages.numel()
             raise InvalidWrite(f"target pages: expected {count} different ones, got {num_unique}")
         self._store.index_copy_(1, target_pages, self._store.index_select(1, source_pages))
+
+    def _places(self, slots: Tensor) -> Tensor:
+        """Rows of `_rows` that hold the tokens at `slots`, head by head."""
+        heads = torch.arange(2 * self.num_kv_heads, device=slots.device)
+        page, offset = slots // self.block_size, slots % self.block_size
+        first = page * (2 * self.num_kv_heads * self.block_size) + offset
+        return (first[:, None] + heads * self.block_size).flatten()
 
     def _room(self, size: tuple[int, ...]) -> Tensor:
         num_elements = math.prod(size)

@@ -35,31 +35,38 @@ class ViewRules:
     max_keys: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class DecodeView:
     """Keys of one-token slices of similar length, padded to the longest.
 
     `rows` int64 [b] are the slices' rows in the step, or None where they are all its rows in order; `pages`
-    int64 [b, p]; `mask` [1, b, 1, p * block_size], which also hides the padding, or None where nothing is
-    hidden.
+    int64 [b, p], none above `highest_page`. What is gathered needs `mask` [1, b, 1, p * block_size], which
+    also hides the padding, or None where nothing is hidden; what is read in place needs `ranges` int64 [b, 2]:
+    the keys that each slice sees, as (begin, end) counted from its first page.
     """
 
     rows: Tensor | None
     pages: Tensor
+    highest_page: int
     mask: Tensor | None
+    ranges: Tensor | None
 
     def to(self, device: torch.device) -> DecodeView:
         """The same on `device`."""
         if device.type == "cpu":
             return self
-        return DecodeView(_on(self.rows, device), self.pages.to(device), _on(self.mask, device))
+        return replace(
+            self, rows=_on(self.rows, device), pages=self.pages.to(device), mask=_on(self.mask, device)
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class QueryBlock:
-    """Neighbouring queries of a slice and the keys that any of them sees, as (begin, end) among those of the
-    slice. Only keys within `edges` can be hidden: (begin, mask [num_queries, num_keys]) counted from the first
-    key of the block."""
+    """Neighbouring queries of a slice and the keys that any of them sees, as (begin, end) among its own.
+
+    Only keys within `edges` can be hidden: (begin, mask [num_queries, num_keys]), counted from the first key
+    of the block.
+    """
 
     queries: tuple[int, int]
     keys: tuple[int, int]
@@ -98,21 +105,24 @@ def decode_views(
     long sequence would make every other gather as much as it does.
     """
     visible = [item.visible_pages(rules.block_size, window) for item in slices]
-    lengths = [len(pages) for _, pages in visible]
-    views = []
+    return [
+        _decode_view(
+            [slices[i] for i in group], [visible[i] for i in group], [rows[i] for i in group], window, rules
+        )
+        for group in _gathered_together([len(pages) for _, pages in visible], rules)
+    ]
+
+
+def _gathered_together(lengths: Sequence[int], rules: ViewRules) -> Iterator[list[int]]:
+    """Groups of indexes into `lengths`, the pages that slices see; all where nothing is gathered."""
+    if rules.kernels.decode is AttentionMethod.IN_PLACE:
+        if lengths:
+            yield list(range(len(lengths)))
+        return
     for group in _similar(lengths, shortest=-(-_SHORT_TOKENS // rules.block_size)):
-        longest = max(lengths[index] for index in group) * rules.block_size
-        for part in _portions(group, max(1, rules.max_keys // longest)):
-            views.append(
-                _decode_view(
-                    [slices[i] for i in part],
-                    [visible[i] for i in part],
-                    [rows[i] for i in part],
-                    window,
-                    rules,
-                )
-            )
-    return views
+        size = max(1, rules.max_keys // (max(lengths[index] for index in group) * rules.block_size))
+        for begin in range(0, len(group), size):
+            yield group[begin : begin + size]
 
 
 def _similar(lengths: Sequence[int], *, shortest: int) -> list[list[int]]:
@@ -128,11 +138,6 @@ def _similar(lengths: Sequence[int], *, shortest: int) -> list[list[int]]:
             longest = lengths[index]
         groups[-1].append(index)
     return [sorted(group) for group in groups]
-
-
-def _portions(group: list[int], size: int) -> Iterator[list[int]]:
-    for begin in range(0, len(group), size):
-        yield group[begin : begin + size]
 
 
 def _decode_view(
@@ -153,8 +158,18 @@ def _decode_view(
         padded.extend([pages[0]] * (width - len(pages)))
         begin = first * rules.block_size
         ranges.append((item.first_visible(window) - begin, item.end_position - begin))
-    mask = _decode_mask(ranges, width * rules.block_size, rules)
-    return DecodeView(torch.tensor(rows), torch.tensor(padded).view(len(slices), width), mask)
+    is_in_place = rules.kernels.decode is AttentionMethod.IN_PLACE
+    return DecodeView(
+        rows=_indices(rows),
+        pages=_indices(padded).view(len(slices), width),
+        highest_page=max(padded),
+        mask=None if is_in_place else _decode_mask(ranges, width * rules.block_size, rules),
+        ranges=_indices(ranges) if is_in_place else None,
+    )
+
+
+def _indices(values: Sequence[int] | Sequence[tuple[int, int]]) -> Tensor:
+    return torch.from_numpy(np.array(values, np.int64))
 
 
 def _decode_mask(ranges: Sequence[tuple[int, int]], num_keys: int, rules: ViewRules) -> Tensor | None:
@@ -178,7 +193,8 @@ def prefill_view(item: SliceLayout, window: int | None, rules: ViewRules) -> Pre
         first, seen = item.visible_pages(rules.block_size, window)
         first_key, pages = first * rules.block_size, torch.tensor([seen])
     num_keys = item.end_position - first_key
-    mask, blocks = None, ()
+    mask: Tensor | None = None
+    blocks: tuple[QueryBlock, ...] = ()
     if rules.kernels.prefill is AttentionMethod.PRODUCTS:
         blocks = tuple(_query_blocks(item, first_key, window))
     elif item.first_position or (window is not None and window < item.num_tokens):

@@ -24,8 +24,8 @@ from torch.nn.functional import embedding
 from checkpoint import Checkpoint, DType, ModelConfig, stage_weight_bytes
 from stage_worker.models.attention_views import ViewRules
 from stage_worker.models.kernels import Kernels
-from stage_worker.models.loaded_stage import LoadedWeights, finish
 from stage_worker.models.layer_weights import allocate_stage
+from stage_worker.models.loaded_stage import LoadedWeights, finish
 from stage_worker.models.norms import rms_norm
 from stage_worker.models.paged_kv import PagedKv
 from stage_worker.models.rope import Rope
@@ -59,9 +59,10 @@ class DecoderStage:
         has_head: bool,
         dtype: DType,
         device: torch.device | str = "cpu",
+        kernels: Kernels | None = None,
     ) -> None:
-        """Describe the stage; `load` allocates and fills the weights. Raises ValueError for an empty or
-        impossible layer range."""
+        """Describe the stage; `load` allocates and fills the weights. `kernels` are those of the device
+        unless given. Raises ValueError for an empty or impossible layer range."""
         if not 0 <= layer_begin < layer_end <= config.num_layers:
             raise ValueError(
                 f"layers [{layer_begin}, {layer_end}) of a model with {config.num_layers} layers"
@@ -74,7 +75,7 @@ class DecoderStage:
         self.torch_dtype = TORCH_DTYPES[dtype]
         self.device = torch.device(device)
         self.windows = config.layer_windows[layer_begin:layer_end]
-        self.kernels = Kernels.of(self.device, self.torch_dtype)
+        self.kernels = kernels or Kernels.of(config, self.device, self.torch_dtype)
         self._windows = frozenset(self.windows)
         self._rope = Rope(config, self.torch_dtype, self.device)
         self._weights: LoadedWeights | None = None
@@ -161,12 +162,11 @@ class DecoderStage:
         if hidden.shape != expected or hidden.dtype != self.torch_dtype:
             given = f"{tuple(hidden.shape)} {hidden.dtype}"
             raise ValueError(f"hidden states {given}, the step needs {expected} {self.torch_dtype}")
-        places = pages.places(step.writes.slots)
         if step.writes.begun is not None:
             pages.clear(step.writes.begun)
         hidden = self._with_fewest_rows(hidden)
         for layer in self._loaded().layers:
-            hidden = layer.forward(hidden, step, places, pages)
+            hidden = layer.forward(hidden, step, pages)
         return hidden[: step.num_tokens]
 
     @torch.inference_mode()

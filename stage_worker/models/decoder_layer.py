@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
-from torch.nn.functional import silu
 
 from checkpoint import ModelConfig
 from stage_worker.models.attention import attend
 from stage_worker.models.kernels import Kernels
 from stage_worker.models.layer_weights import LayerWeights
 from stage_worker.models.norms import rms_norm
+from stage_worker.models.operations import operations
 from stage_worker.models.paged_kv import PagedKv
 from stage_worker.models.projections import project
-from stage_worker.models.rope import rotate_
 from stage_worker.models.step_layout import StepLayout
 
 
@@ -23,8 +21,9 @@ class DecoderLayer:
     def __init__(
         self, config: ModelConfig, weights: LayerWeights, kernels: Kernels, *, layer: int, window: int | None
     ) -> None:
-        """`layer` counts from the stage's first. Where weights are packed, those given are not needed after."""
+        """`layer` counts from the stage's first. Weights that are packed are not kept as given."""
         self._layer, self._window = layer, window
+        self._operations = operations(kernels)
         self._eps = config.rms_norm_eps
         self._head_dim = config.head_dim
         self._num_heads = config.num_attention_heads
@@ -36,36 +35,38 @@ class DecoderLayer:
         self._gate_up = project(weights.gate_up, weights.gate_up_bias, kernels)
         self._down = project(weights.down, weights.down_bias, kernels)
 
-    def forward(self, hidden: Tensor, step: StepLayout, places: Tensor, pages: PagedKv) -> Tensor:
+    def forward(self, hidden: Tensor, step: StepLayout, pages: PagedKv) -> Tensor:
         """Hidden states after this layer, of the shape of `hidden` [m, hidden_size], which stays as it is.
 
         `m` is the step's number of tokens, or more: rows behind those are computed, but attend to nothing.
-        `places` are where `pages` has the slots that the step writes.
         """
-        mixed = self._attention(rms_norm(hidden, self._input_norm, self._eps), step, places, pages)
-        hidden = self._o.added_to(hidden, mixed)
-        return self._mlp(hidden)
+        normed = self._operations.rms_norm(hidden, self._input_norm, self._eps)
+        hidden = self._o.added_to(hidden, self._attention(normed, step, pages))
+        normed = self._operations.rms_norm(hidden, self._mlp_norm, self._eps)
+        # SwiGLU. Source: Shazeer 2020, arXiv:2002.05202.
+        return self._down.added_to(hidden, self._operations.gate(self._gate_up(normed)))
 
-    def _attention(self, normed: Tensor, step: StepLayout, places: Tensor, pages: PagedKv) -> Tensor:
+    def _attention(self, normed: Tensor, step: StepLayout, pages: PagedKv) -> Tensor:
         """[m, heads * head_dim]: what attention mixed, zeros behind the step's tokens."""
-        num_rows, num_tokens = normed.shape[0], step.num_tokens
+        num_rows, num_tokens, num_heads = normed.shape[0], step.num_tokens, self._num_heads
         heads = self._qkv(normed).view(num_rows, -1, self._head_dim)[:num_tokens]
-        query, fresh = heads[:, : self._num_heads], heads[:, self._num_heads :]
+        query, fresh = heads[:, :num_heads], heads[:, num_heads:]
         if self._q_norm is not None and self._k_norm is not None:
-            key = heads[:, self._num_heads : self._num_rotated]
+            key = heads[:, num_heads : self._num_rotated]
             query.copy_(rms_norm(query, self._q_norm, self._eps))
             key.copy_(rms_norm(key, self._k_norm, self._eps))
-        rotate_(heads[:, : self._num_rotated], step.cos, step.sin)
         # All slices are written before any attends, since slices may share pages.
-        rows = step.writes.rows
-        pages.write(self._layer, fresh if rows is None else fresh.index_select(0, rows), places)
-        mixed = attend(query, fresh, layer=self._layer, window=self._window, step=step, pages=pages)
-        mixed = mixed.view(num_tokens, -1)
-        if num_rows == num_tokens:
-            return mixed
-        return torch.cat((mixed, mixed.new_zeros(num_rows - num_tokens, mixed.shape[1])))
-
-    def _mlp(self, hidden: Tensor) -> Tensor:
-        """SwiGLU. Source: Shazeer 2020, arXiv:2002.05202."""
-        gate, up = self._gate_up(rms_norm(hidden, self._mlp_norm, self._eps)).chunk(2, dim=-1)
-        return self._down.added_to(hidden, silu(gate).mul_(up))
+        self._operations.rotate_and_write(heads, num_heads, self._layer, step, pages)
+        new = normed.new_empty if num_rows == num_tokens else normed.new_zeros
+        mixed = new(num_rows, num_heads, self._head_dim)
+        attend(
+            query,
+            fresh,
+            mixed[:num_tokens],
+            operations=self._operations,
+            layer=self._layer,
+            window=self._window,
+            step=step,
+            pages=pages,
+        )
+        return mixed.view(num_rows, -1)

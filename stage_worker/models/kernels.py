@@ -1,4 +1,4 @@
-"""How a stage computes on its device: chosen once, openly, from what the device and torch offer."""
+"""How a stage computes on its device: chosen once, openly, from what the device and this installation offer."""
 
 from __future__ import annotations
 
@@ -7,37 +7,42 @@ from enum import Enum
 
 import torch
 
+from checkpoint import ModelConfig
+from stage_worker.models.native_kernels import unavailable_because
+
 
 class AttentionMethod(Enum):
-    """How queries meet gathered keys and values; the value is what logs call it."""
+    """How queries meet keys and values; the value is what logs call it."""
 
     SDPA = "scaled_dot_product_attention"
     PRODUCTS = "batched products"
+    IN_PLACE = "compiled kernels"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
     """`packs_weights`: oneDNN's own order of the elements, in which bfloat16 products at decode sizes take
-    0.45 to 0.6 of the time (see bench/README.md). `decode` and `prefill`: how one-token slices attend, and
-    longer ones."""
+    0.45 to 0.6 of the time. `decode` and `prefill`: how one-token slices attend, and longer ones. With
+    IN_PLACE, norms, rotation and gates are compiled as well (see `native_operations`)."""
 
     packs_weights: bool
     decode: AttentionMethod
     prefill: AttentionMethod
 
     @classmethod
-    def of(cls, device: torch.device, dtype: torch.dtype) -> Kernels:
-        """What is fastest for `dtype` on `device`.
+    def of(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Kernels:
+        """What is fastest for `dtype` on `device`, see bench/README.md.
 
         Only bfloat16 on a CPU is special. Where a CPU has AMX, SDPA packs keys for it, which pays for
-        prompts; with one query per sequence there is too little work to pay for packing.
+        prompts; one query per sequence is too little work to pay for packing.
         """
         if device.type != "cpu" or dtype is not torch.bfloat16 or not _has_bf16_products():
             return PLAIN
+        is_compiled = unavailable_because(config) is None
         has_amx = torch.cpu._is_amx_tile_supported()
         return cls(
             packs_weights=True,
-            decode=AttentionMethod.PRODUCTS,
+            decode=AttentionMethod.IN_PLACE if is_compiled else AttentionMethod.PRODUCTS,
             prefill=AttentionMethod.SDPA if has_amx else AttentionMethod.PRODUCTS,
         )
 
@@ -54,7 +59,7 @@ def _has_bf16_products() -> bool:
     """oneDNN has bfloat16 kernels for this CPU, and this build of torch the operators that use them."""
     names = ("_reorder_linear_weight", "_linear_pointwise")
     return (
-        torch.backends.mkldnn.is_available()
+        torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and all(hasattr(torch.ops.mkldnn, name) for name in names)
         and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     )

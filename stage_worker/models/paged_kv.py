@@ -8,11 +8,12 @@ from torch import Tensor
 class PagedKv(Protocol):
     """Keys and values of a stage's own layers, counted from 0, in pages of `block_size` slots."""
 
-    def places(self, slots: Tensor) -> Tensor:
-        """Where `write` puts the tokens of `slots` int64 [n], which are page * block_size + offset."""
+    def write(self, layer: int, tokens: Tensor, slots: Tensor) -> None:
+        """Store `tokens` [n, 2 * kv_heads, head_dim], the heads of their keys, then those of their values, at
+        `slots` int64 [n], which are page * block_size + offset."""
 
-    def write(self, layer: int, tokens: Tensor, places: Tensor) -> None:
-        """Store `tokens` [n, 2 * kv_heads, head_dim], the heads of their keys, then those of their values."""
+    def store(self, layer: int) -> Tensor:
+        """The pages themselves, [num_blocks, 2, kv_heads, block_size, head_dim]."""
 
     def clear(self, pages: Tensor) -> None:
         """Set `pages` int64 [p] to zero in all layers."""

@@ -12,11 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from checkpoint import ModelConfig, RopeConfig, RopeKind
-
 
 _KEPT_POSITIONS = 16_384
 """cos and sin of positions below are computed once: 4 MB for heads of 64 in bfloat16."""
@@ -37,7 +37,7 @@ class Rope:
 
         The first half of `sin` is negated, which is what `rotate_` needs.
         """
-        index = torch.tensor(positions, device=self._device)
+        index = torch.from_numpy(np.array(positions, np.int64)).to(self._device)
         end = max(positions) + 1
         if end > _KEPT_POSITIONS:
             both = self._compute(index)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,13 +25,15 @@ from stage_worker.models.slice_layout import SliceLayout
 class KvWrites:
     """Which rows of the step's keys and values go to which slots (page * block_size + offset).
 
-    `rows` int64 [w], or None for all rows in order; `slots` int64 [w]. `begun` int64 [c] are the pages that
-    this step begins and does not fill, or None. They are zeroed first, because a reused page may hold the NaN of a
-    failed sequence, which no mask can hide (0 * NaN is NaN).
+    `rows` int64 [w], or None for all rows in order; `slots` int64 [w]; `by_row` int64 [num_tokens] says the
+    same for each row, -1 where it is not written. `begun` int64 [c] are the pages that this step begins and
+    does not fill, or None. They are zeroed first, because a reused page may hold the NaN of a failed sequence,
+    which no mask can hide (0 * NaN is NaN).
     """
 
     rows: Tensor | None
     slots: Tensor
+    by_row: Tensor
     begun: Tensor | None
 
 
@@ -132,13 +135,15 @@ def _kv_writes(
             slots.extend(range(base + begin, base + end))
             if begin == 0 and end < block_size:
                 begun.append(page)
-    writes_all = len(rows) == ranges[-1][1]
-    return KvWrites(
-        rows=None if writes_all else _indices(rows, device),
-        slots=_indices(slots, device),
-        begun=_indices(begun, device) if begun else None,
-    )
+    num_rows = ranges[-1][1]
+    where = _indices(slots, device)
+    if len(rows) == num_rows:
+        every, by_row = None, where
+    else:
+        every = _indices(rows, device)
+        by_row = torch.full((num_rows,), -1, device=device).index_copy_(0, every, where)
+    return KvWrites(rows=every, slots=where, by_row=by_row, begun=_indices(begun, device) if begun else None)
 
 
 def _indices(values: list[int], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=device)
+    return torch.from_numpy(np.array(values, np.int64)).to(device)
