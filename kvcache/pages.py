@@ -2,8 +2,8 @@
 
 A page is [2, kv_heads, block_size, head_dim]: keys and values side by side, and the tokens of one head
 together. So one pass over whole pages gathers both, and writes them where attention wants them, head by head
-and sequence by sequence without gaps: `index_select` into a permuted view of the result, which reads each page
-in one piece. Measured against other orders in bench/README.md. (FlashInfer calls it HND.)
+and sequence by sequence without gaps: `index_select` into a permuted view of the result, which reads each
+page in one piece. Measured against other orders in bench/README.md. (FlashInfer calls it HND.)
 """
 
 import math
@@ -17,7 +17,7 @@ from kvcache.errors import KvCacheError
 _CPU_ALIGNMENT = 64
 """Bytes; what torch gives its own CPU tensors, and a cache line. numpy aligns to 16 only."""
 _KEPT_BYTES = 16 * 1024 * 1024
-"""Gathers of up to so many bytes go into memory that is kept: pages of fresh memory cost as much as the copy."""
+"""Gathers of up to so many bytes go into memory that is kept: fresh memory costs as much as the copy."""
 
 
 class InvalidWrite(KvCacheError, ValueError):
@@ -63,7 +63,7 @@ class KvPages:
         shape = (num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim)
         self._store = _zeros(shape, dtype, torch.device(device))
         # Made once, because indexing a tensor costs microseconds.
-        self._layers = list(self._store)
+        self._layers: list[Tensor] = list(self._store)
         self._pages = [layer.flatten(3) for layer in self._layers]  # [num_blocks, 2, kv_heads, block * dim]
         self._rows = [layer.view(-1, head_dim) for layer in self._layers]  # one token of one head each
         # All layers of a step write the same slots.

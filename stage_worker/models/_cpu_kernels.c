@@ -32,7 +32,7 @@ INLINE void store16(bf16 *p, __m512 x) { _mm256_storeu_si256((__m256i *)p, narro
 
 INLINE __m512 rounded(__m512 x) { return widen(narrow(x)); }
 
-/* exp for x <= 88; 0 below -87. Cephes' expf: a polynomial of degree 6 around 0 after taking out 2^n. */
+/* exp for x <= 100, infinity from 89 on; 0 below -87. Cephes' expf: a polynomial of degree 6 around 0 after taking out 2^n. */
 INLINE __m512 exp16(__m512 x) {
     const __mmask16 tiny = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_LT_OQ);
     const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
@@ -226,7 +226,7 @@ KERNEL static void attend_one(const bf16 *query, const bf16 *pages, const int64_
 /* ---- gate ---- */
 
 KERNEL static void gate(const bf16 *gate_up, bf16 *out, int64_t rows, int64_t width) {
-    const __m512 one = _mm512_set1_ps(1.0f), largest = _mm512_set1_ps(88.0f);
+    const __m512 one = _mm512_set1_ps(1.0f), largest = _mm512_set1_ps(100.0f);
     for (int64_t row = 0; row < rows; row++, gate_up += 2 * width, out += width)
         for (int64_t i = 0; i < width; i += 16) {
             const __m512 g = load16(gate_up + i);

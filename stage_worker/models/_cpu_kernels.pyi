@@ -1,5 +1,6 @@
-"""Addresses are integers, strides and sizes are in elements; `shape` is (heads, kv_heads, head_dim, block_size)."""
+"""Addresses are integers; strides and sizes count elements. See `native_operations`."""
 
+# (heads, kv_heads, head_dim, block_size)
 Shape = tuple[int, int, int, int]
 
 def is_supported() -> bool: ...

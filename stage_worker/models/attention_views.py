@@ -41,8 +41,8 @@ class DecodeView:
 
     `rows` int64 [b] are the slices' rows in the step, or None where they are all its rows in order; `pages`
     int64 [b, p], none above `highest_page`. What is gathered needs `mask` [1, b, 1, p * block_size], which
-    also hides the padding, or None where nothing is hidden; what is read in place needs `ranges` int64 [b, 2]:
-    the keys that each slice sees, as (begin, end) counted from its first page.
+    also hides the padding, or None where nothing is hidden; what is read in place needs `ranges` int64
+    [b, 2]: the keys that each slice sees, as (begin, end) counted from its first page.
     """
 
     rows: Tensor | None
@@ -158,6 +158,7 @@ def _decode_view(
         padded.extend([pages[0]] * (width - len(pages)))
         begin = first * rules.block_size
         ranges.append((item.first_visible(window) - begin, item.end_position - begin))
+    assert min(padded) >= 0, "pages come from the stage's own pool"
     is_in_place = rules.kernels.decode is AttentionMethod.IN_PLACE
     return DecodeView(
         rows=_indices(rows),

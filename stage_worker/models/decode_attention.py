@@ -1,9 +1,9 @@
 """Attention of one query per sequence over gathered keys, in two ways.
 
 In both the heads that share a key stand side by side as query rows: with SDPA `enable_gqa=True` is ten times
-slower on a CPU, and with a mask keeps CUDA from its fused kernels. Batched products are for bfloat16 on a CPU,
-where SDPA calls one small product per sequence and head. Scores and softmax are float32 as in SDPA: scores that
-are rounded to bfloat16, as a plain product gives them, cost five times the error.
+slower on a CPU, and with a mask keeps CUDA from its fused kernels. Batched products are for bfloat16 on a
+CPU, where SDPA calls one small product per sequence and head. Scores and softmax are float32 as in SDPA:
+scores that are rounded to bfloat16, as a plain product gives them, cost up to five times the error.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How a stage computes on its device: chosen once, openly, from what the device and this installation offer."""
+"""How a stage computes on its device: chosen once, openly, from what device and installation offer."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
@@ -28,6 +28,7 @@ class Kernels:
     packs_weights: bool
     decode: AttentionMethod
     prefill: AttentionMethod
+    not_compiled_because: str | None = field(default=None, compare=False)
 
     @classmethod
     def of(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Kernels:
@@ -38,17 +39,19 @@ class Kernels:
         """
         if device.type != "cpu" or dtype is not torch.bfloat16 or not _has_bf16_products():
             return PLAIN
-        is_compiled = unavailable_because(config) is None
+        reason = unavailable_because(config)
         has_amx = torch.cpu._is_amx_tile_supported()
         return cls(
             packs_weights=True,
-            decode=AttentionMethod.IN_PLACE if is_compiled else AttentionMethod.PRODUCTS,
+            decode=AttentionMethod.IN_PLACE if reason is None else AttentionMethod.PRODUCTS,
             prefill=AttentionMethod.SDPA if has_amx else AttentionMethod.PRODUCTS,
+            not_compiled_because=reason,
         )
 
     def __str__(self) -> str:
         weights = "packed" if self.packs_weights else "plain"
-        return f"{weights} weights, decode by {self.decode.value}, prefill by {self.prefill.value}"
+        reason = f" ({self.not_compiled_because})" if self.not_compiled_because else ""
+        return f"{weights} weights, decode by {self.decode.value}{reason}, prefill by {self.prefill.value}"
 
 
 PLAIN = Kernels(packs_weights=False, decode=AttentionMethod.SDPA, prefill=AttentionMethod.SDPA)

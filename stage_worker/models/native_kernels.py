@@ -31,9 +31,7 @@ def unavailable_because(config: ModelConfig) -> str | None:
     if not module.is_supported():
         return "this CPU lacks AVX-512 with bfloat16"
     if config.head_dim not in _HEAD_DIMS or config.q_size > _MOST_ELEMENTS:
-        return (
-            f"{config.num_attention_heads} heads of {config.head_dim} are not what the kernels are made for"
-        )
+        return f"{config.num_attention_heads} heads of {config.head_dim} are none that the kernels are for"
     if config.hidden_size % _LANES or config.intermediate_size % _LANES:
         return f"widths {config.hidden_size} and {config.intermediate_size} are no multiples of {_LANES}"
     return None

@@ -36,6 +36,8 @@ class NativeOperations:
     ) -> None:
         num_tokens, all_heads, head_dim = heads.shape
         store, cos, sin = pages.store(layer), step.cos, step.sin
+        if step.writes.highest_slot >= store.shape[0] * store.shape[3]:
+            raise IndexError(f"slot {step.writes.highest_slot} of {store.shape[0] * store.shape[3]} needed")
         shape = (num_heads, (all_heads - num_heads) // 2, head_dim, store.shape[3])
         self._rotate_and_write(
             heads.data_ptr(),

@@ -26,13 +26,13 @@ class Operations(Protocol):
     def rotate_and_write(
         self, heads: Tensor, num_heads: int, layer: int, step: StepLayout, pages: PagedKv
     ) -> None:
-        """Turn the first heads of `heads` [n, num_heads + 2 * kv_heads, head_dim], queries and keys, in place,
-        and write keys and values to the pages as the step says."""
+        """Turn queries and keys, the first of `heads` [n, num_heads + 2 * kv_heads, head_dim], in place, and
+        write keys and values to the pages as the step says."""
 
     def decode(
         self, query: Tensor, output: Tensor, layer: int, view: DecodeView, step: StepLayout, pages: PagedKv
     ) -> None:
-        """Attend with the rows of `query` [n, heads, head_dim] that are in the view; fills those of `output`."""
+        """Attend with the view's rows of `query` [n, heads, head_dim]; fills the same rows of `output`."""
 
     def gate(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up, [n, width], for both beside each other, [n, 2 * width]."""

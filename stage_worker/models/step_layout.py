@@ -26,14 +26,15 @@ class KvWrites:
     """Which rows of the step's keys and values go to which slots (page * block_size + offset).
 
     `rows` int64 [w], or None for all rows in order; `slots` int64 [w]; `by_row` int64 [num_tokens] says the
-    same for each row, -1 where it is not written. `begun` int64 [c] are the pages that this step begins and
-    does not fill, or None. They are zeroed first, because a reused page may hold the NaN of a failed sequence,
-    which no mask can hide (0 * NaN is NaN).
+    same for each row, -1 where it is not written; `highest_slot` is -1 where none is. `begun` int64 [c] are
+    the pages that this step begins and does not fill, or None. They are zeroed first, because a reused page
+    may hold the NaN of a failed sequence, which no mask can hide (0 * NaN is NaN).
     """
 
     rows: Tensor | None
     slots: Tensor
     by_row: Tensor
+    highest_slot: int
     begun: Tensor | None
 
 
@@ -52,8 +53,8 @@ class StepLayout:
     """A step of `num_tokens` rows, the slices' tokens one after another, for a stage that computes by
     `kernels`.
 
-    `cos` and `sin` are [num_tokens, 1, head_dim], see `Rope.cos_sin`. `prefill_rows` are the row ranges of the
-    slices of several tokens. `views` has an entry for each distinct window of the stage's layers.
+    `cos` and `sin` are [num_tokens, 1, head_dim], see `Rope.cos_sin`. `prefill_rows` are the row ranges of
+    the slices of several tokens. `views` has an entry for each distinct window of the stage's layers.
     """
 
     num_tokens: int
@@ -142,7 +143,13 @@ def _kv_writes(
     else:
         every = _indices(rows, device)
         by_row = torch.full((num_rows,), -1, device=device).index_copy_(0, every, where)
-    return KvWrites(rows=every, slots=where, by_row=by_row, begun=_indices(begun, device) if begun else None)
+    return KvWrites(
+        rows=every,
+        slots=where,
+        by_row=by_row,
+        highest_slot=max(slots, default=-1),
+        begun=_indices(begun, device) if begun else None,
+    )
 
 
 def _indices(values: list[int], device: torch.device) -> Tensor:

@@ -35,7 +35,7 @@ def everything(pages: KvPages) -> torch.Tensor:
 
 
 def write(pages: KvPages, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-    pages.write(layer, torch.cat((keys, values), dim=1), pages.places(slots))
+    pages.write(layer, torch.cat((keys, values), dim=1), slots)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -160,7 +160,7 @@ def test_a_step_that_fits_is_accepted() -> None:
 def test_a_write_that_does_not_fit_writes_nothing(bad: torch.Tensor) -> None:
     pages = make()
     with pytest.raises(InvalidWrite, match=r"keys and values: expected torch.float32 \(2, 4, 8\) on cpu"):
-        pages.write(0, bad, pages.places(torch.tensor([1, 2])))
+        pages.write(0, bad, torch.tensor([1, 2]))
     assert everything(pages).count_nonzero() == 0
 
 
@@ -208,11 +208,11 @@ dtype = getattr(torch, sys.argv[1])
 sizes = dict(num_layers=2, block_size=16, num_kv_heads=8, head_dim=128, dtype=dtype, device="cpu")
 tokens = torch.cat((torch.ones(16, 8, 128, dtype=dtype), torch.full((16, 8, 128), 2, dtype=dtype)), dim=1)
 small = KvPages(num_blocks=2, **sizes)
-small.write(0, tokens, small.places(torch.arange(16)))  # loads what writing needs
+small.write(0, tokens, torch.arange(16))  # loads what writing needs
 before = resident()
 pages = KvPages(num_blocks=2**28 // (2 * 2 * 16 * 8 * 128 * dtype.itemsize), **sizes)
 assert pages.size_bytes == 2**28, pages.size_bytes
-pages.write(1, tokens, pages.places(torch.arange(160, 176)))
+pages.write(1, tokens, torch.arange(160, 176))
 keys, values = pages.gather(1, torch.tensor([[10, 11]]))
 assert keys[:, 0, :16].eq(1).all() and values[:, 0, :16].eq(2).all()
 assert not keys[:, 0, 16:].any() and not values[:, 0, 16:].any()

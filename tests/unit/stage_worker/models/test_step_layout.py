@@ -81,10 +81,10 @@ def test_a_fully_cached_prompt_computes_its_last_token_without_writing(checkpoin
     stage, pages = make_stage(checkpoint), make_pages()
     tokens = [5, 9, 2, 77, 31, 8, 64, 3]
     logits = run(stage, pages, tokens, [prefill(8, 6, 1)])
-    before = pages.slots.clone()
+    before = pages.contents()
     again = run(stage, pages, tokens[-1:], [prefill(1, 6, 1, first=7, num_valid=8)])
     torch.testing.assert_close(again, logits[-1:], atol=1e-5, rtol=0)
-    assert torch.equal(pages.slots.nan_to_num(), before.nan_to_num())
+    assert torch.equal(pages.contents().nan_to_num(), before.nan_to_num())
 
 
 def test_a_prefix_written_by_one_slice_is_read_by_another_of_the_same_step(checkpoint: Checkpoint) -> None:
@@ -102,7 +102,7 @@ def test_a_failed_sequence_s_nan_reaches_neither_its_batch_mates_nor_the_next_ow
     long, short = [3, 1, 4, 1, 5, 9, 2, 6, 5], [2, 7, 1, 8, 2]
     expected = run(stage, make_pages(), [*short, 6], [prefill(6, 0, 1)])[5]
     run(stage, pages, long + short, [prefill(9, 4, 5, 6), prefill(5, 7, 8)])
-    pages.slots[:, :, 4 * BLOCK : 7 * BLOCK] = float("nan")
+    pages.fill(float("nan"), slice(4, 7))
     decodes = [prefill(1, 4, 5, 6, first=9), prefill(1, 7, 8, first=5)]
     logits = run(stage, pages, [6, 6], decodes)
     assert not bool(torch.isfinite(logits[0]).any())
