@@ -30,7 +30,7 @@ MODELS = {
 }
 RMS_ERROR = 0.02
 """Of the hidden states' standard deviation, after 3 layers. One rounding to the 8 bits of bfloat16 costs
-0.0011 on average; measured are 0.005 to 0.012, for each model the same within a tenth whatever the kernels."""
+0.0011 on average; measured are 0.005 to 0.012, for each model alike whatever the kernels."""
 
 
 @pytest.fixture(scope="module")
