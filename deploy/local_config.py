@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deploy.resources import memory_per_worker, threads_per_worker
+from deploy.resources import cpus_of_worker, memory_per_worker, threads_per_worker
 from wire.addresses import Address, parse_address
 
 # -P: the folder that the user happens to stand in must not shadow our packages.
@@ -19,6 +19,7 @@ class LocalClusterConfig:
 
     `num_stages` is the number of workers unless given. `devices` is one for all workers or one for each.
     `memory_bytes` (per worker) and `num_threads` are an even share of the machine unless given.
+    Workers on the CPU keep to cores of their own (`pins_workers`), if there is one for each of their threads.
     `worker_arguments` is empty, or has the additional arguments of each worker. `environment` is added to
     this process's. Without `log_directory` logs go to a temporary one, removed at the end unless something
     failed.
@@ -31,6 +32,7 @@ class LocalClusterConfig:
     devices: tuple[str, ...] = ("cpu",)
     memory_bytes: int | None = None
     num_threads: int | None = None
+    pins_workers: bool = True
     coordinator_arguments: tuple[str, ...] = ()
     worker_arguments: tuple[tuple[str, ...], ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -77,7 +79,11 @@ class LocalClusterConfig:
         memory_bytes = self._memory_bytes(worker)
         if memory_bytes is not None:
             line += ["--memory", f"{memory_bytes}B"]
-        line += ["--threads", str(self.num_threads or threads_per_worker(self.num_workers))]
+        num_threads = self.num_threads or threads_per_worker(self.num_workers)
+        line += ["--threads", str(num_threads)]
+        cpus = cpus_of_worker(worker, self.num_workers)
+        if self.pins_workers and self.device(worker) == "cpu" and cpus and num_threads <= len(cpus):
+            line += ["--cpu-set", ",".join(map(str, cpus))]
         return [*line, *(self.worker_arguments[worker] if self.worker_arguments else ())]
 
     def worker_memory_bytes(self) -> dict[str, int | None]:

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from stage_worker.cpu_set import check_cpu_set
 from wire.addresses import parse_address, parse_peer_address
 
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?", re.ASCII)
@@ -16,7 +17,8 @@ class WorkerConfig:
 
     `None` stands for: what the device has to spare (`memory_bytes`), a name of host and device (`name`),
     any free port where the coordinator is reached from (`listen`), where it listens (`advertise`), the path
-    that the coordinator names (`model_directory`), and torch's own choice (`num_threads`).
+    that the coordinator names (`model_directory`), every CPU that the process may use (`cpu_set`), and one
+    thread for each of `cpu_set`, or torch's own choice without one (`num_threads`).
     """
 
     coordinator: str
@@ -27,6 +29,7 @@ class WorkerConfig:
     advertise: str | None
     model_directory: Path | None
     num_threads: int | None
+    cpu_set: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         parse_peer_address(self.coordinator)
@@ -42,3 +45,12 @@ class WorkerConfig:
             parse_peer_address(self.advertise)
         if self.num_threads is not None and self.num_threads < 1:
             raise ValueError(f"num_threads is {self.num_threads}, but must be at least 1")
+        if self.cpu_set is not None:
+            check_cpu_set(self.cpu_set)
+
+    @property
+    def compute_threads(self) -> int | None:
+        """Threads of torch inside one operation; None for torch's own choice."""
+        if self.num_threads is None and self.cpu_set is not None:
+            return len(self.cpu_set)
+        return self.num_threads

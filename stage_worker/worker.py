@@ -39,7 +39,7 @@ class Worker:
         self._memory_bytes = config.memory_bytes or default_memory_bytes(self._device)
         self._incarnation = new_incarnation()
         self._health = health_aio.HealthServicer()
-        self._compute = ComputeThread(num_threads=config.num_threads)
+        self._compute = ComputeThread(num_threads=config.compute_threads)
         self._server = new_server()
         self._host = StageHost(
             coordinator=config.coordinator,

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from stage_worker.config import WorkerConfig
+from stage_worker.cpu_set import parse_cpu_set, pin_to
 from stageline.cli import options
 
 
@@ -19,6 +20,7 @@ def worker(
     advertise: options.Advertise = None,
     model: options.WorkerModel = None,
     threads: options.Threads = None,
+    cpu_set: options.CpuSet = None,
 ) -> int:
     """Join a coordinator, and run the stage that it assigns until it is ended."""
     config = options.build_config(
@@ -31,8 +33,11 @@ def worker(
             advertise=advertise,
             model_directory=model,
             num_threads=threads,
+            cpu_set=None if cpu_set is None else parse_cpu_set(cpu_set),
         )
     )
+    if config.cpu_set is not None:
+        pin_to(config.cpu_set)  # before torch makes its threads
     from stage_worker.app import run  # imported late: it loads torch
 
     return run(config)
