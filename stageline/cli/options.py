@@ -155,9 +155,7 @@ Memory: TypeAlias = Annotated[
 ]
 Threads: TypeAlias = Annotated[
     int | None,
-    typer.Option(
-        metavar="N", min=1, help="Compute threads of a worker; one for each of its CPUs by default."
-    ),
+    typer.Option(metavar="N", min=1, help="Compute threads of a worker; by default one for each core."),
 ]
 CpuSet: TypeAlias = Annotated[
     str | None,
