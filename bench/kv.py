@@ -24,7 +24,7 @@ from coordinator.scheduling.kv_log import KvLog
 from coordinator.scheduling.order import QueueOrder
 from coordinator.scheduling.sequence import Sequence
 from kvcache import ActiveSequence
-from kvcache.pages import KvPages, PageLayout
+from kvcache.pages import KvPages
 from wire.ids import SequenceKey, new_request_id
 from wire.steps import StepSampling
 
@@ -169,14 +169,10 @@ def measure_prompt(rounds: int) -> list[Line]:
 
 def measure_pages(rounds: int) -> list[Bandwidth]:
     """16 sequences of 2,048 tokens: one layer's keys and values gathered, or 512 tokens written."""
-    results = []
-    for layout in PageLayout:
-        for block_size in (16, 64):
-            results += _pages(layout, block_size, rounds)
-    return results
+    return [result for block_size in (16, 64) for result in _pages(block_size, rounds)]
 
 
-def _pages(layout: PageLayout, block_size: int, rounds: int) -> list[Bandwidth]:
+def _pages(block_size: int, rounds: int) -> list[Bandwidth]:
     num_heads, head_dim, num_tokens = 8, 128, 16 * 2048
     num_pages = num_tokens // block_size
     pages = KvPages(
@@ -187,18 +183,17 @@ def _pages(layout: PageLayout, block_size: int, rounds: int) -> list[Bandwidth]:
         head_dim=head_dim,
         dtype=torch.bfloat16,
         device="cpu",
-        layout=layout,
     )
     order = torch.randperm(num_pages).view(16, -1)
-    written = torch.randn(512, num_heads, head_dim).to(torch.bfloat16)
+    written = torch.randn(512, 2 * num_heads, head_dim).to(torch.bfloat16)
     slots = torch.randperm(num_tokens)[:512]
     token_bytes = 2 * num_heads * head_dim * 2
     source = torch.zeros(num_tokens * token_bytes // 2, dtype=torch.bfloat16)
     target = torch.zeros_like(source)
     part = 512 * token_bytes // 2
-    name = f"{layout.value}, block {block_size}"
+    name = f"block {block_size}"
     gather = _gb_per_s(num_tokens * token_bytes, lambda: pages.gather(0, order), rounds)
-    write = _gb_per_s(512 * token_bytes, lambda: pages.write(0, written, written, slots), rounds)
+    write = _gb_per_s(512 * token_bytes, lambda: pages.write(0, written, slots), rounds)
     copy = _gb_per_s(num_tokens * token_bytes, lambda: target.copy_(source), rounds)
     fresh = _gb_per_s(num_tokens * token_bytes, source.clone, rounds)
     small = _gb_per_s(512 * token_bytes, lambda: target[:part].copy_(source[:part]), rounds)

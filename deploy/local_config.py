@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deploy.resources import memory_per_worker, threads_per_worker
+from deploy.resources import cpus_of_worker, memory_per_worker, threads_per_worker
 from stage_worker.mock.spec import MockSpec
 from wire.addresses import Address, parse_address
 
@@ -21,6 +21,7 @@ class LocalClusterConfig:
     `num_stages` is the number of workers unless given. `devices` is one for all workers or one for each.
     `memory_bytes` (per worker) and `num_threads` are an even share of the machine unless given.
     `mocks` makes mock stages, with one spec for all or one for each.
+    Workers on the CPU keep to cores of their own (`pins_workers`), if there is one for each of their threads.
     `worker_arguments` is empty, or has the additional arguments of each worker. `environment` is added to
     this process's. Without `log_directory` logs go to a temporary one, removed at the end unless something
     failed.
@@ -34,6 +35,7 @@ class LocalClusterConfig:
     memory_bytes: int | None = None
     num_threads: int | None = None
     mocks: tuple[str, ...] = ()
+    pins_workers: bool = True
     coordinator_arguments: tuple[str, ...] = ()
     worker_arguments: tuple[tuple[str, ...], ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -91,9 +93,17 @@ class LocalClusterConfig:
         if self.mocks:
             line += ["--mock", self.mocks[worker % len(self.mocks)]]
         else:
-            line += ["--device", self.device(worker)]
-            line += ["--threads", str(self.num_threads or threads_per_worker(self.num_workers))]
+            line += self._compute_line(worker)
         return [*line, *(self.worker_arguments[worker] if self.worker_arguments else ())]
+
+    def _compute_line(self, worker: int) -> list[str]:
+        """What a worker computes with."""
+        num_threads = self.num_threads or threads_per_worker(self.num_workers)
+        line = ["--device", self.device(worker), "--threads", str(num_threads)]
+        cpus = cpus_of_worker(worker, self.num_workers)
+        if self.pins_workers and self.device(worker) == "cpu" and cpus and num_threads <= len(cpus):
+            line += ["--cpu-set", ",".join(map(str, cpus))]
+        return line
 
     def worker_memory_bytes(self) -> dict[str, int | None]:
         """What each worker may use, by name; None for all of its device."""

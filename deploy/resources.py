@@ -26,6 +26,14 @@ def threads_per_worker(num_workers: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // num_workers)
 
 
+def cpus_of_worker(worker: int, num_workers: int) -> tuple[int, ...] | None:
+    """The share of worker 0, 1, ... as neighbouring CPUs; None where there are fewer CPUs than workers."""
+    cpus, share = sorted(os.sched_getaffinity(0)), threads_per_worker(num_workers)
+    if len(cpus) < num_workers:
+        return None
+    return tuple(cpus[worker * share : (worker + 1) * share])
+
+
 def available_memory_bytes() -> int:
     """What can be allocated without swapping: of the machine, or of the container where that is less."""
     available = int(psutil.virtual_memory().available)

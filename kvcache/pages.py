@@ -1,16 +1,12 @@
 """The tensors behind the blocks: keys and values of one stage's layers, page by page.
 
-Measured on one x86 core with torch 2.13, decode shapes (8 KV heads, 32 query heads, 2,048 or 4,096 cached
-tokens per sequence, batch 1 and 16): a gather by `index_select` is 1.1 to 4.7 times as fast as by advanced
-indexing, and NHD gathers 1.9 to 3.4 times as fast as HND, which must copy once more to bring the heads
-outside. What attention makes of the result turns the balance for bfloat16: `scaled_dot_product_attention`
-takes 1.4 to 2.3 times as long over the strided view that NHD gives (float32: 0.9 to 1.3 times), and is most
-of the total there. Gather and attention together: float32 is 1.3 to 1.6 times as fast with NHD, bfloat16 up
-to 1.9 times as fast with HND.
+A page is [2, kv_heads, block_size, head_dim]: keys and values side by side, and the tokens of one head
+together. So one pass over whole pages gathers both, and writes them where attention wants them, head by head
+and sequence by sequence without gaps: `index_select` into a permuted view of the result, which reads each
+page in one piece. Measured against other orders in bench/README.md. (FlashInfer calls it HND.)
 """
 
 import math
-from enum import Enum
 
 import numpy as np
 import torch
@@ -20,15 +16,8 @@ from kvcache.errors import KvCacheError
 
 _CPU_ALIGNMENT = 64
 """Bytes; what torch gives its own CPU tensors, and a cache line. numpy aligns to 16 only."""
-
-
-class PageLayout(Enum):
-    """Order of the dimensions inside a page."""
-
-    NHD = "NHD"
-    """Token, head, dim: one token's heads lie together."""
-    HND = "HND"
-    """Head, token, dim: one head's tokens lie together."""
+_KEPT_BYTES = 16 * 1024 * 1024
+"""Gathers of up to so many bytes go into memory that is kept: fresh memory costs as much as the copy."""
 
 
 class InvalidWrite(KvCacheError, ValueError):
@@ -59,7 +48,6 @@ class KvPages:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
-        layout: PageLayout = PageLayout.NHD,
     ) -> None:
         """Allocates everything at once, as zeros; a CPU commits memory only as pages are first written.
 
@@ -72,13 +60,15 @@ class KvPages:
             )
         self.num_layers, self.num_blocks, self.block_size = num_layers, num_blocks, block_size
         self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
-        self.layout = layout
-        page = (block_size, num_kv_heads) if layout is PageLayout.NHD else (num_kv_heads, block_size)
-        shape = (num_layers, 2, num_blocks, *page, head_dim)
+        shape = (num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim)
         self._store = _zeros(shape, dtype, torch.device(device))
-        # [num_blocks, *page, head_dim] each; made once because indexing a tensor costs microseconds.
-        self._keys = [layer[0] for layer in self._store]
-        self._values = [layer[1] for layer in self._store]
+        # Made once, because indexing a tensor costs microseconds.
+        self._layers: list[Tensor] = list(self._store)
+        self._pages = [layer.flatten(3) for layer in self._layers]  # [num_blocks, 2, kv_heads, block * dim]
+        self._rows = [layer.view(-1, head_dim) for layer in self._layers]  # one token of one head each
+        # All layers of a step write the same slots.
+        self._placed = (torch.empty(0), torch.empty(0))
+        self._gathered = self._store.new_empty(0)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -112,43 +102,58 @@ class KvPages:
         """
         self._check_slots(slots)
         self._check_tensor("keys and values", shape, dtype, device, num_tokens=slots.numel())
-        if slots.numel() == 0:
+        numbers = set(slots.tolist())
+        if not numbers:
             return
-        low, high = (int(bound) for bound in torch.aminmax(slots))
+        low, high = min(numbers), max(numbers)
         if low < 0 or high >= self.num_slots:
             raise InvalidWrite(f"slots {low}..{high} needed, 0..{self.num_slots - 1} available")
-        num_unique = torch.unique(slots).numel()
-        if num_unique != slots.numel():
-            raise InvalidWrite(f"slots: expected {slots.numel()} different ones, got {num_unique}")
+        if len(numbers) != slots.numel():
+            raise InvalidWrite(f"slots: expected {slots.numel()} different ones, got {len(numbers)}")
 
-    def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Stores one layer's keys and values [num_tokens, num_kv_heads, head_dim] at slots (int64, 1-D).
+    def write(self, layer: int, tokens: Tensor, slots: Tensor) -> None:
+        """Stores one layer's keys and values, `tokens` [n, 2 * num_kv_heads, head_dim], the heads of the keys
+        and then those of the values, at slots (int64 [n]) that have passed `validate_write`.
 
-        The slots have passed `validate_write`; shapes, dtypes and devices are checked here again, before
-        anything is written (InvalidWrite), because that costs next to nothing.
+        Raises InvalidWrite, before anything is written, when `tokens` is another shape, dtype or device.
         """
-        self._check_slots(slots)
-        for name, tensor in (("keys", keys), ("values", values)):
-            self._check_tensor(name, tensor.shape, tensor.dtype, tensor.device, num_tokens=slots.numel())
-        if self.layout is PageLayout.NHD:
-            self._keys[layer].flatten(0, 1).index_copy_(0, slots, keys)
-            self._values[layer].flatten(0, 1).index_copy_(0, slots, values)
-        else:
-            pages, offsets = slots // self.block_size, slots % self.block_size
-            self._keys[layer][pages, :, offsets] = keys
-            self._values[layer][pages, :, offsets] = values
+        expected = (slots.numel(), 2 * self.num_kv_heads, self.head_dim)
+        if tokens.shape != expected or tokens.dtype is not self.dtype or tokens.device != self.device:
+            needed = f"{self.dtype} {expected} on {self.device}"
+            got = f"{tokens.dtype} {tuple(tokens.shape)} on {tokens.device}"
+            raise InvalidWrite(f"keys and values: expected {needed}, got {got}")
+        if slots is not self._placed[0]:
+            self._placed = (slots, self._places(slots))
+        self._rows[layer].index_copy_(0, self._placed[1], tokens.reshape(-1, self.head_dim))
+
+    def store(self, layer: int) -> Tensor:
+        """One layer's pages themselves, [num_blocks, 2, num_kv_heads, block_size, head_dim]."""
+        return self._layers[layer]
+
+    def clear(self, pages: Tensor) -> None:
+        """Sets whole pages (int64 [num_pages]) to zero in all layers."""
+        self._store.index_fill_(1, pages, 0)
 
     def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """One layer's keys and values of whole pages, ready for `scaled_dot_product_attention`.
+        """One layer's keys and values of whole pages, each [num_kv_heads, batch, num_pages * block_size,
+        head_dim] and contiguous, for `pages` int64 [batch, num_pages].
 
-        `pages`: int64 [num_pages] or [batch, num_pages]. Returns two tensors of shape
-        [num_kv_heads, num_pages * block_size, head_dim], or the same with batch in front: copies, not
-        contiguous with NHD. Raises InvalidWrite for another rank, IndexError (CPU) for a page that does not
-        exist.
+        They hold until the next gather, which may use the same memory. Raises InvalidWrite for another rank,
+        IndexError (CPU) for a page that does not exist.
         """
-        if pages.dim() not in (1, 2):
-            raise InvalidWrite(f"pages: expected 1 or 2 dimensions, got shape {tuple(pages.shape)}")
-        return self._gather(self._keys[layer], pages), self._gather(self._values[layer], pages)
+        if pages.dim() != 2:
+            raise InvalidWrite(f"pages: expected 2 dimensions, got shape {tuple(pages.shape)}")
+        batch, num_pages = pages.shape
+        store = self._pages[layer]
+        size = (2, self.num_kv_heads, batch * num_pages, store.shape[3])
+        if self.device.type == "cpu":
+            found = self._room(size)
+            torch.index_select(store, 0, pages.flatten(), out=found.permute(2, 0, 1, 3))
+        else:
+            found = store.index_select(0, pages.flatten()).permute(1, 2, 0, 3).contiguous()
+        shape = (2, self.num_kv_heads, batch, num_pages * self.block_size, self.head_dim)
+        keys, values = found.view(shape).unbind()
+        return keys, values
 
     def copy_blocks(self, source_pages: Tensor, target_pages: Tensor) -> None:
         """Copies whole pages in all layers at once; both int64 [num_pages]. A page may be source and target.
@@ -169,13 +174,23 @@ class KvPages:
         if num_unique != target_pages.numel():
             count = target_pages.numel()
             raise InvalidWrite(f"target pages: expected {count} different ones, got {num_unique}")
-        self._store.index_copy_(2, target_pages, self._store.index_select(2, source_pages))
+        self._store.index_copy_(1, target_pages, self._store.index_select(1, source_pages))
 
-    def _gather(self, store: Tensor, pages: Tensor) -> Tensor:
-        found = store.index_select(0, pages.flatten()).view(*pages.shape, *store.shape[1:])
-        if self.layout is PageLayout.NHD:
-            return found.flatten(-4, -3).transpose(-3, -2)
-        return found.transpose(-4, -3).flatten(-3, -2)
+    def _places(self, slots: Tensor) -> Tensor:
+        """Rows of `_rows` that hold the tokens at `slots`, head by head."""
+        heads = torch.arange(2 * self.num_kv_heads, device=slots.device)
+        page, offset = slots // self.block_size, slots % self.block_size
+        first = page * (2 * self.num_kv_heads * self.block_size) + offset
+        return (first[:, None] + heads * self.block_size).flatten()
+
+    def _room(self, size: tuple[int, ...]) -> Tensor:
+        num_elements = math.prod(size)
+        if num_elements * self.dtype.itemsize > _KEPT_BYTES:
+            return self._store.new_empty(size)
+        if num_elements > self._gathered.numel():
+            with torch.inference_mode(mode=False):  # so that it can be written in either mode
+                self._gathered = self._store.new_empty(num_elements)
+        return self._gathered[:num_elements].view(size)
 
     def _check_slots(self, slots: Tensor) -> None:
         if slots.dim() != 1 or slots.dtype != torch.int64 or slots.device != self.device:

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from stage_worker.cpu_set import check_cpu_set
 from stage_worker.mock.spec import MockSpec
 from wire.addresses import parse_address, parse_peer_address
 
@@ -17,8 +18,9 @@ class WorkerConfig:
 
     `None` stands for: what the device has to spare (`memory_bytes`), a name of host and device (`name`),
     any free port where the coordinator is reached from (`listen`), where it listens (`advertise`), the path
-    that the coordinator names (`model_directory`), torch's own choice (`num_threads`), and a real stage
-    (`mock`). A mock stage has neither model nor device nor threads.
+    that the coordinator names (`model_directory`), every CPU that the process may use (`cpu_set`), one thread
+    for each of `cpu_set`, or torch's own choice without one (`num_threads`), and a real stage (`mock`). A
+    mock stage has neither model nor device nor threads.
     """
 
     coordinator: str
@@ -29,6 +31,7 @@ class WorkerConfig:
     advertise: str | None
     model_directory: Path | None
     num_threads: int | None
+    cpu_set: tuple[int, ...] | None = None
     mock: MockSpec | None = None
 
     def __post_init__(self) -> None:
@@ -47,6 +50,15 @@ class WorkerConfig:
             self._check_mock()
         if self.num_threads is not None and self.num_threads < 1:
             raise ValueError(f"num_threads is {self.num_threads}, but must be at least 1")
+        if self.cpu_set is not None:
+            check_cpu_set(self.cpu_set)
+
+    @property
+    def compute_threads(self) -> int | None:
+        """Threads of torch inside one operation; None for torch's own choice."""
+        if self.num_threads is None and self.cpu_set is not None:
+            return len(self.cpu_set)
+        return self.num_threads
 
     def _check_mock(self) -> None:
         given = [
@@ -55,6 +67,7 @@ class WorkerConfig:
                 ("--model", self.model_directory is not None),
                 ("--device", self.device != "cpu"),
                 ("--threads", self.num_threads is not None),
+                ("--cpu-set", self.cpu_set is not None),
             )
             if is_given
         ]

@@ -28,7 +28,7 @@ class TorchBackend(StageBackend):
         self._resources = WorkerResources(
             device=device, memory_bytes=self.memory_bytes, model_directory=config.model_directory
         )
-        self._thread = ComputeThread(on_start=lambda: _set_threads(config.num_threads))
+        self._thread = ComputeThread(on_start=lambda: _set_threads(config.compute_threads))
 
     async def load(self, assignment: Assignment, progress: LoadProgress) -> LoadedStage:
         return await self._thread.run(load_stage, assignment, self._resources, progress)

@@ -1,67 +1,128 @@
 """What a step's queries attend to, as index and mask tensors; built once per step and distinct window.
 
-Masks are additive, 0 or -inf in the run dtype: SDPA converts a boolean mask on every call, that is per layer.
+Masks are additive, 0 or -inf: SDPA converts a boolean mask on every call, that is per layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from stage_worker.models.kernels import AttentionMethod, Kernels
 from stage_worker.slice_layout import SliceLayout
 
 _SHORT_TOKENS = 512
 """One-token slices that see fewer tokens are grouped as if they saw so many: padding them costs less than one
 call more."""
 
+_QUERIES_PER_BLOCK = 128
+_SCORES_PER_BLOCK = 128 * 512
+"""Queries times keys: what 12 heads make of it in float32 is 3 MB, about what stays in a cache."""
 
-@dataclass(frozen=True, slots=True, eq=False)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ViewRules:
+    """How views are made: `dtype` is the run dtype; a decode view gathers at most `max_keys` keys, unless one
+    sequence alone has more."""
+
+    block_size: int
+    dtype: torch.dtype
+    kernels: Kernels
+    max_keys: int
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class DecodeView:
     """Keys of one-token slices of similar length, padded to the longest.
 
     `rows` int64 [b] are the slices' rows in the step, or None where they are all its rows in order; `pages`
-    int64 [b, p]; `mask` [b, 1, 1, p * block_size], which also hides the padding.
+    int64 [b, p], none above `highest_page`. What is gathered needs `mask` [1, b, 1, p * block_size], which
+    also hides the padding, or None where nothing is hidden; what is read in place needs `ranges` int64
+    [b, 2]: the keys that each slice sees, as (begin, end) counted from its first page.
     """
 
     rows: Tensor | None
     pages: Tensor
-    mask: Tensor
+    highest_page: int
+    mask: Tensor | None
+    ranges: Tensor | None
+
+    def to(self, device: torch.device) -> DecodeView:
+        """The same on `device`."""
+        if device.type == "cpu":
+            return self
+        return replace(
+            self, rows=_on(self.rows, device), pages=self.pages.to(device), mask=_on(self.mask, device)
+        )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class QueryBlock:
+    """Neighbouring queries of a slice and the keys that any of them sees, as (begin, end) among its own.
+
+    Only keys within `edges` can be hidden: (begin, mask [num_queries, num_keys]), counted from the first key
+    of the block.
+    """
+
+    queries: tuple[int, int]
+    keys: tuple[int, int]
+    edges: tuple[tuple[int, Tensor], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class PrefillView:
     """Keys of one slice of several tokens.
 
-    `pages` int64 [p], or None where the slice has no history: its keys are then those just computed.
-    `num_keys` of the gathered keys are used. `mask` [num_tokens, num_keys], or None for plain causal.
+    `pages` int64 [1, p], or None where the slice has no history: its keys are then those just computed.
+    `num_keys` of the gathered keys are used. For SDPA there is `mask` [num_tokens, num_keys], or None for
+    plain causal; for products `blocks`, which cover all queries.
     """
 
     pages: Tensor | None
     num_keys: int
     mask: Tensor | None
+    blocks: tuple[QueryBlock, ...]
+
+    def to(self, device: torch.device) -> PrefillView:
+        """The same on `device`. Blocks are for a CPU."""
+        return replace(self, pages=_on(self.pages, device), mask=_on(self.mask, device))
+
+
+def _on(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if tensor is None else tensor.to(device)
 
 
 def decode_views(
-    slices: Sequence[SliceLayout],
-    rows: Sequence[int],
-    block_size: int,
-    window: int | None,
-    dtype: torch.dtype,
+    slices: Sequence[SliceLayout], rows: Sequence[int], window: int | None, rules: ViewRules
 ) -> list[DecodeView]:
     """The DecodeViews of one-token slices in these rows of the step, on the CPU; `rows` is never None.
 
     Padding at most doubles what a slice gathers, or brings it to twice `_SHORT_TOKENS`: without groups, one
     long sequence would make every other gather as much as it does.
     """
-    lengths = [len(item.visible_pages(block_size, window)[1]) for item in slices]
-    groups = _similar(lengths, shortest=-(-_SHORT_TOKENS // block_size))
+    visible = [item.visible_pages(rules.block_size, window) for item in slices]
     return [
-        _decode_view([slices[i] for i in group], [rows[i] for i in group], block_size, window, dtype)
-        for group in groups
+        _decode_view(
+            [slices[i] for i in group], [visible[i] for i in group], [rows[i] for i in group], window, rules
+        )
+        for group in _gathered_together([len(pages) for _, pages in visible], rules)
     ]
+
+
+def _gathered_together(lengths: Sequence[int], rules: ViewRules) -> Iterator[list[int]]:
+    """Groups of indexes into `lengths`, the pages that slices see; all where nothing is gathered."""
+    if rules.kernels.decode is AttentionMethod.IN_PLACE:
+        if lengths:
+            yield list(range(len(lengths)))
+        return
+    for group in _similar(lengths, shortest=-(-_SHORT_TOKENS // rules.block_size)):
+        size = max(1, rules.max_keys // (max(lengths[index] for index in group) * rules.block_size))
+        for begin in range(0, len(group), size):
+            yield group[begin : begin + size]
 
 
 def _similar(lengths: Sequence[int], *, shortest: int) -> list[list[int]]:
@@ -81,52 +142,102 @@ def _similar(lengths: Sequence[int], *, shortest: int) -> list[list[int]]:
 
 def _decode_view(
     slices: Sequence[SliceLayout],
+    visible: Sequence[tuple[int, Sequence[int]]],
     rows: Sequence[int],
-    block_size: int,
     window: int | None,
-    dtype: torch.dtype,
+    rules: ViewRules,
 ) -> DecodeView:
     """One group, padded with the sequence's own first page, never with another sequence's: a hidden key still
     enters the product with weight 0, and 0 times a neighbour's NaN would be NaN.
     """
-    visible = [item.visible_pages(block_size, window) for item in slices]
     width = max(len(pages) for _, pages in visible)
-    padded = [[*pages, *([pages[0]] * (width - len(pages)))] for _, pages in visible]
-    low = torch.tensor(
-        [
-            item.first_visible(window) - first * block_size
-            for item, (first, _) in zip(slices, visible, strict=True)
-        ]
+    padded: list[int] = []
+    ranges = []
+    for item, (first, pages) in zip(slices, visible, strict=True):
+        padded.extend(pages)
+        padded.extend([pages[0]] * (width - len(pages)))
+        begin = first * rules.block_size
+        ranges.append((item.first_visible(window) - begin, item.end_position - begin))
+    assert min(padded) >= 0, "pages come from the stage's own pool"
+    is_in_place = rules.kernels.decode is AttentionMethod.IN_PLACE
+    return DecodeView(
+        rows=_indices(rows),
+        pages=_indices(padded).view(len(slices), width),
+        highest_page=max(padded),
+        mask=None if is_in_place else _decode_mask(ranges, width * rules.block_size, rules),
+        ranges=_indices(ranges) if is_in_place else None,
     )
-    high = torch.tensor(
-        [item.first_position - first * block_size for item, (first, _) in zip(slices, visible, strict=True)]
-    )
-    offsets = torch.arange(width * block_size)
-    hidden = (offsets < low[:, None]) | (offsets > high[:, None])
-    mask = _additive(hidden, dtype)[:, None, None, :]
-    return DecodeView(torch.tensor(rows), torch.tensor(padded), mask)
 
 
-def prefill_view(item: SliceLayout, block_size: int, window: int | None, dtype: torch.dtype) -> PrefillView:
+def _indices(values: Sequence[int] | Sequence[tuple[int, int]]) -> Tensor:
+    return torch.from_numpy(np.array(values, np.int64))
+
+
+def _decode_mask(ranges: Sequence[tuple[int, int]], num_keys: int, rules: ViewRules) -> Tensor | None:
+    """Hides the keys outside of each sequence's (begin, end)."""
+    if all(seen == (0, num_keys) for seen in ranges):
+        return None
+    # numpy, because a step's first calls of torch operators cost more than the rest of its layout.
+    mask = np.zeros((1, len(ranges), 1, num_keys), np.float32)
+    for row, (begin, end) in zip(mask[0, :, 0], ranges, strict=True):
+        row[:begin] = -np.inf
+        row[end:] = -np.inf
+    found = torch.from_numpy(mask)
+    return found if rules.kernels.decode is AttentionMethod.PRODUCTS else found.to(rules.dtype)
+
+
+def prefill_view(item: SliceLayout, window: int | None, rules: ViewRules) -> PrefillView:
     """The PrefillView of one slice, on the CPU."""
     if item.first_position == 0:
-        hides = window is not None and window < item.num_tokens
-        mask = _causal(item, 0, item.num_tokens, window, dtype) if hides else None
-        return PrefillView(None, item.num_tokens, mask)
-    first, pages = item.visible_pages(block_size, window)
-    num_keys = item.end_position - first * block_size
-    mask = _causal(item, first * block_size, num_keys, window, dtype)
-    return PrefillView(torch.tensor(pages), num_keys, mask)
+        first_key, pages = 0, None
+    else:
+        first, seen = item.visible_pages(rules.block_size, window)
+        first_key, pages = first * rules.block_size, torch.tensor([seen])
+    num_keys = item.end_position - first_key
+    mask: Tensor | None = None
+    blocks: tuple[QueryBlock, ...] = ()
+    if rules.kernels.prefill is AttentionMethod.PRODUCTS:
+        blocks = tuple(_query_blocks(item, first_key, window))
+    elif item.first_position or (window is not None and window < item.num_tokens):
+        queries = (item.first_position, item.end_position)
+        mask = _causal(queries, (first_key, item.end_position), window, rules.dtype)
+    return PrefillView(pages=pages, num_keys=num_keys, mask=mask, blocks=blocks)
+
+
+def _query_blocks(item: SliceLayout, first_key: int, window: int | None) -> Iterator[QueryBlock]:
+    most_keys = item.end_position if window is None else min(item.end_position, window + _QUERIES_PER_BLOCK)
+    size = max(16, min(_QUERIES_PER_BLOCK, _SCORES_PER_BLOCK // most_keys))
+    for begin in range(item.first_position, item.end_position, size):
+        end = min(begin + size, item.end_position)
+        low = first_key if window is None else max(first_key, begin - window + 1)
+        yield QueryBlock(
+            queries=(begin - item.first_position, end - item.first_position),
+            keys=(low - first_key, end - first_key),
+            edges=tuple(_edges((begin, end), (low, end), window)),
+        )
+
+
+def _edges(
+    queries: tuple[int, int], keys: tuple[int, int], window: int | None
+) -> Iterator[tuple[int, Tensor]]:
+    """Masks for the keys that some query does not see: those that only later ones see, and those that a
+    window hides from later ones. The two may overlap."""
+    first_query, low = queries[0], keys[0]
+    if queries[1] - first_query > 1:
+        begin = first_query + 1
+        yield begin - low, _causal(queries, (begin, keys[1]), None, torch.float32)
+    if window is not None and (end := queries[1] - window) > low:
+        yield 0, _causal(queries, (low, end), window, torch.float32)
 
 
 def _causal(
-    item: SliceLayout, first_key: int, num_keys: int, window: int | None, dtype: torch.dtype
+    queries: tuple[int, int], keys: tuple[int, int], window: int | None, dtype: torch.dtype
 ) -> Tensor:
-    queries = torch.arange(item.first_position, item.end_position)[:, None]
-    keys = torch.arange(first_key, first_key + num_keys)
-    hidden = keys > queries
+    """Additive mask [num_queries, num_keys] for positions given as (begin, end)."""
+    query, key = torch.arange(*queries)[:, None], torch.arange(*keys)
+    hidden = key > query
     if window is not None:
-        hidden |= keys <= queries - window
+        hidden |= key <= query - window
     return _additive(hidden, dtype)
 
 

@@ -5,26 +5,42 @@ rounded before its weight; rotary angles in float32, cos and sin rounded to the 
 head_dim ** -0.5; residuals in the run dtype; logits computed in the run dtype and returned as float32. Fused
 projections compute the same sums as separate ones. The final norm belongs to `logits`, which only ever sees
 the rows that need logits; hidden states travel un-normed.
+
+bfloat16 on a CPU that has products for it rounds in two places otherwise: a projection that ends in the
+residual stream is added to it before it is rounded (transformers rounds it, adds, and rounds again), and
+attention multiplies its float32 scale with the scores, not with the queries.
 """
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, linear, silu
+from torch.nn.functional import embedding
 
 from checkpoint import Checkpoint, DType, ModelConfig, stage_weight_bytes
-from stage_worker.models.attention import attend
-from stage_worker.models.layer_weights import LayerWeights, StageWeights, allocate_stage
+from stage_worker.models.attention_views import ViewRules
+from stage_worker.models.kernels import Kernels
+from stage_worker.models.layer_weights import allocate_stage
+from stage_worker.models.loaded_stage import LoadedWeights, finish
 from stage_worker.models.norms import rms_norm
 from stage_worker.models.paged_kv import PagedKv
-from stage_worker.models.rope import Rope, rotate
+from stage_worker.models.rope import Rope
 from stage_worker.models.step_layout import StepLayout
 from stage_worker.models.torch_dtypes import TORCH_DTYPES
 from stage_worker.slice_layout import SliceLayout
 from stage_worker.weights import load_tensors
+
+log = logging.getLogger(__name__)
+
+_GATHERED_BYTES = 8 * 1024 * 1024
+"""What a CPU gathers at once for sequences that decode; more would not stay in a cache until it is used."""
+
+_FEWEST_ROWS = 4
+"""oneDNN's packed products of 1 and 2 rows take 1.1 to 1.4 times as long as those of 4."""
 
 
 class DecoderStage:
@@ -43,9 +59,10 @@ class DecoderStage:
         has_head: bool,
         dtype: DType,
         device: torch.device | str = "cpu",
+        kernels: Kernels | None = None,
     ) -> None:
-        """Describe the stage; `load` allocates and fills the weights. Raises ValueError for an empty or
-        impossible layer range."""
+        """Describe the stage; `load` allocates and fills the weights. `kernels` are those of the device
+        unless given. Raises ValueError for an empty or impossible layer range."""
         if not 0 <= layer_begin < layer_end <= config.num_layers:
             raise ValueError(
                 f"layers [{layer_begin}, {layer_end}) of a model with {config.num_layers} layers"
@@ -58,8 +75,10 @@ class DecoderStage:
         self.torch_dtype = TORCH_DTYPES[dtype]
         self.device = torch.device(device)
         self.windows = config.layer_windows[layer_begin:layer_end]
-        self._rope = Rope.of(config, self.device)
-        self._weights: StageWeights | None = None
+        self.kernels = kernels or Kernels.of(config, self.device, self.torch_dtype)
+        self._windows = frozenset(self.windows)
+        self._rope = Rope(config, self.torch_dtype, self.device)
+        self._weights: LoadedWeights | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -92,17 +111,30 @@ class DecoderStage:
             has_head=self.has_head,
         )
         load_tensors(checkpoint, destinations, on_progress=on_progress)
-        self._weights = weights
+        destinations.clear()
+        self._weights = finish(weights, self.config, self.kernels, windows=self.windows)
+        log.info(
+            "layers [%d, %d) in %s on %s: %s",
+            self.layers.start,
+            self.layers.stop,
+            self.dtype.value,
+            self.device,
+            self.kernels,
+        )
 
     @torch.inference_mode()
     def layout(self, slices: list[SliceLayout], *, block_size: int) -> StepLayout:
         """The StepLayout of `slices` for this stage. Raises ValueError, see `StepLayout.build`."""
         return StepLayout.build(
             slices,
-            block_size=block_size,
-            windows=frozenset(self.windows),
+            windows=self._windows,
             rope=self._rope,
-            dtype=self.torch_dtype,
+            rules=ViewRules(
+                block_size=block_size,
+                dtype=self.torch_dtype,
+                kernels=self.kernels,
+                max_keys=self._max_keys,
+            ),
             device=self.device,
         )
 
@@ -130,10 +162,12 @@ class DecoderStage:
         if hidden.shape != expected or hidden.dtype != self.torch_dtype:
             given = f"{tuple(hidden.shape)} {hidden.dtype}"
             raise ValueError(f"hidden states {given}, the step needs {expected} {self.torch_dtype}")
-        for layer, (weights, window) in enumerate(zip(self._loaded().layers, self.windows, strict=True)):
-            hidden = self._attention(hidden, weights, layer, window, step, pages)
-            hidden = self._mlp(hidden, weights)
-        return hidden
+        if step.writes.begun is not None:
+            pages.clear(step.writes.begun)
+        hidden = self._with_fewest_rows(hidden)
+        for layer in self._loaded().layers:
+            hidden = layer.forward(hidden, step, pages)
+        return hidden[: step.num_tokens]
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -141,38 +175,23 @@ class DecoderStage:
         weights = self._loaded()
         assert weights.final_norm is not None, "logits() on a stage without output head"
         assert weights.head is not None
-        normed = rms_norm(hidden, weights.final_norm, self.config.rms_norm_eps)
-        return linear(normed, weights.head).to(torch.float32)
+        normed = rms_norm(self._with_fewest_rows(hidden), weights.final_norm, self.config.rms_norm_eps)
+        return weights.head(normed)[: len(hidden)].to(torch.float32)
 
-    def _attention(
-        self,
-        hidden: Tensor,
-        weights: LayerWeights,
-        layer: int,
-        window: int | None,
-        step: StepLayout,
-        pages: PagedKv,
-    ) -> Tensor:
-        config = self.config
-        normed = rms_norm(hidden, weights.input_norm, config.rms_norm_eps)
-        fused = linear(normed, weights.qkv, weights.qkv_bias)
-        fused = fused.view(step.num_tokens, -1, config.head_dim)
-        heads = [config.num_attention_heads, config.num_kv_heads, config.num_kv_heads]
-        query, key, value = torch.split(fused, heads, dim=1)
-        if weights.q_norm is not None and weights.k_norm is not None:
-            query = rms_norm(query, weights.q_norm, config.rms_norm_eps)
-            key = rms_norm(key, weights.k_norm, config.rms_norm_eps)
-        query, key = rotate(query, step.cos, step.sin), rotate(key, step.cos, step.sin)
-        mixed = attend(query, key, value, layer=layer, window=window, step=step, pages=pages)
-        return hidden + linear(mixed.view(step.num_tokens, -1), weights.o, weights.o_bias)
+    @property
+    def _max_keys(self) -> int:
+        """Keys of one layer that a decode view gathers; a GPU takes all at once."""
+        if self.device.type != "cpu":
+            return sys.maxsize
+        return _GATHERED_BYTES // (2 * self.config.kv_size * self.dtype.size_bytes)
 
-    def _mlp(self, hidden: Tensor, weights: LayerWeights) -> Tensor:
-        """SwiGLU. Source: Shazeer 2020, arXiv:2002.05202."""
-        normed = rms_norm(hidden, weights.post_attention_norm, self.config.rms_norm_eps)
-        gate, up = linear(normed, weights.gate_up, weights.gate_up_bias).chunk(2, dim=-1)
-        return hidden + linear(silu(gate) * up, weights.down, weights.down_bias)
+    def _with_fewest_rows(self, hidden: Tensor) -> Tensor:
+        missing = _FEWEST_ROWS - len(hidden) if self.kernels.packs_weights else 0
+        if missing <= 0:
+            return hidden
+        return torch.cat((hidden, hidden.new_zeros(missing, hidden.shape[1])))
 
-    def _loaded(self) -> StageWeights:
+    def _loaded(self) -> LoadedWeights:
         assert self._weights is not None, "the stage's weights are not loaded"
         return self._weights
 

@@ -41,7 +41,7 @@ class StageWeights:
     """All weights of a stage. `embeddings` is None without FIRST's part, `final_norm` and `head` without
     LAST's. A tied head on a stage that has the embeddings is the same tensor."""
 
-    layers: tuple[LayerWeights, ...]
+    layers: list[LayerWeights]
     embeddings: Tensor | None
     final_norm: Tensor | None
     head: Tensor | None
@@ -102,7 +102,7 @@ def allocate_stage(
         name = EMBEDDINGS if config.tie_word_embeddings else OUTPUT_HEAD
         head = places[name] if name in places else places.setdefault(name, new(*matrix))
     weights = StageWeights(
-        layers=tuple(layer for layer, _ in allocated),
+        layers=[layer for layer, _ in allocated],
         embeddings=embeddings,
         final_norm=final_norm,
         head=head,

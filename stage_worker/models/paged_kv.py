@@ -8,9 +8,16 @@ from torch import Tensor
 class PagedKv(Protocol):
     """Keys and values of a stage's own layers, counted from 0, in pages of `block_size` slots."""
 
-    def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Store [n, kv_heads, head_dim] each in `slots` int64 [n], which are page * block_size + offset."""
+    def write(self, layer: int, tokens: Tensor, slots: Tensor) -> None:
+        """Store `tokens` [n, 2 * kv_heads, head_dim], the heads of their keys, then those of their values, at
+        `slots` int64 [n], which are page * block_size + offset."""
+
+    def store(self, layer: int) -> Tensor:
+        """The pages themselves, [num_blocks, 2, kv_heads, block_size, head_dim]."""
+
+    def clear(self, pages: Tensor) -> None:
+        """Set `pages` int64 [p] to zero in all layers."""
 
     def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of `pages` int64 [p] or [b, p]: [kv_heads, p * block_size, head_dim], or that with
-        a leading b."""
+        """Keys and values of `pages` int64 [b, p], [kv_heads, b, p * block_size, head_dim] each; they hold
+        until the next gather."""

@@ -10,39 +10,57 @@ Source: Su et al. 2021, arXiv:2104.09864.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from checkpoint import ModelConfig, RopeConfig, RopeKind
 
+_KEPT_POSITIONS = 16_384
+"""cos and sin of positions below are computed once: 4 MB for heads of 64 in bfloat16."""
 
-@dataclass(frozen=True, slots=True, eq=False)
+
 class Rope:
-    """Frequencies of one model, float32 [head_dim / 2]; `attention_factor` scales cos and sin."""
+    """The rotary embedding of one model, rounded to one dtype on one device."""
 
-    inv_freq: Tensor
-    attention_factor: float
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        """Frequencies are computed on the CPU, so that every stage has the same bits."""
+        self._inv_freq = _inverse_frequencies(config.rope, config.head_dim).to(device)
+        self._attention_factor = _attention_factor(config.rope)
+        self._dtype, self._device = dtype, device
+        self._kept = self._compute(torch.arange(0, device=device))
 
-    @classmethod
-    def of(cls, config: ModelConfig, device: torch.device) -> Rope:
-        """The frequencies of `config`, computed on the CPU (so that every stage has the same bits)."""
-        inv_freq = _inverse_frequencies(config.rope, config.head_dim).to(device)
-        return cls(inv_freq, _attention_factor(config.rope))
+    def cos_sin(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """cos and sin, [n, 1, head_dim] each, of n absolute positions.
 
-    def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin, [n, 1, head_dim] in `dtype`, of the absolute `positions` int64 [n]."""
-        angles = positions[:, None].to(torch.float32) * self.inv_freq
-        doubled = torch.cat((angles, angles), dim=-1)[:, None, :]
-        cos, sin = doubled.cos() * self.attention_factor, doubled.sin() * self.attention_factor
-        return cos.to(dtype), sin.to(dtype)
+        The first half of `sin` is negated, which is what `rotate_` needs.
+        """
+        index = torch.from_numpy(np.array(positions, np.int64)).to(self._device)
+        end = max(positions) + 1
+        if end > _KEPT_POSITIONS:
+            both = self._compute(index)
+        else:
+            if end > len(self._kept):
+                kept = min(_KEPT_POSITIONS, 2 * end)
+                self._kept = self._compute(torch.arange(kept, device=self._device))
+            both = self._kept.index_select(0, index)
+        return both[:, 0], both[:, 1]
+
+    def _compute(self, positions: Tensor) -> Tensor:
+        """[n, 2, 1, head_dim]: cos, then sin."""
+        angles = positions[:, None].to(torch.float32) * self._inv_freq
+        cos, sin = angles.cos() * self._attention_factor, angles.sin() * self._attention_factor
+        both = torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)), dim=1)
+        return both[:, :, None].to(self._dtype)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x` [n, heads, head_dim] turned by the angles whose cos and sin [n, 1, head_dim] are given."""
+def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Turn `x` [n, heads, head_dim] in place by the angles whose `Rope.cos_sin` is given."""
     first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    swapped = torch.cat((second, first), dim=-1).mul_(sin)
+    x.mul_(cos).add_(swapped)
 
 
 def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from stage_worker.models.attention_views import DecodeView, PrefillView, decode_views, prefill_view
+from stage_worker.models.attention_views import (
+    DecodeView,
+    PrefillView,
+    ViewRules,
+    decode_views,
+    prefill_view,
+)
+from stage_worker.models.kernels import Kernels
 from stage_worker.models.rope import Rope
 from stage_worker.slice_layout import SliceLayout
 
@@ -17,14 +25,17 @@ from stage_worker.slice_layout import SliceLayout
 class KvWrites:
     """Which rows of the step's keys and values go to which slots (page * block_size + offset).
 
-    `rows` int64 [w], or None for all rows in order; `slots` int64 [w]. `cleared` int64 [c] are the slots
-    behind the written ones in pages begun by this step. They are zeroed first, because a reused page may
-    hold the NaN of a failed sequence, which no mask can hide (0 * NaN is NaN).
+    `rows` int64 [w], or None for all rows in order; `slots` int64 [w]; `by_row` int64 [num_tokens] says the
+    same for each row, -1 where it is not written; `highest_slot` is -1 where none is. `begun` int64 [c] are
+    the pages that this step begins and does not fill, or None. They are zeroed first, because a reused page
+    may hold the NaN of a failed sequence, which no mask can hide (0 * NaN is NaN).
     """
 
     rows: Tensor | None
     slots: Tensor
-    cleared: Tensor
+    by_row: Tensor
+    highest_slot: int
+    begun: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -39,13 +50,15 @@ class AttentionViews:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class StepLayout:
-    """A step of `num_tokens` rows, the slices' tokens one after another.
+    """A step of `num_tokens` rows, the slices' tokens one after another, for a stage that computes by
+    `kernels`.
 
-    `cos` and `sin` are [num_tokens, 1, head_dim]. `prefill_rows` are the row ranges of the slices of several
-    tokens. `views` has an entry for each distinct window of the stage's layers.
+    `cos` and `sin` are [num_tokens, 1, head_dim], see `Rope.cos_sin`. `prefill_rows` are the row ranges of
+    the slices of several tokens. `views` has an entry for each distinct window of the stage's layers.
     """
 
     num_tokens: int
+    kernels: Kernels
     cos: Tensor
     sin: Tensor
     writes: KvWrites
@@ -57,10 +70,9 @@ class StepLayout:
         cls,
         slices: Sequence[SliceLayout],
         *,
-        block_size: int,
         windows: Collection[int | None],
         rope: Rope,
-        dtype: torch.dtype,
+        rules: ViewRules,
         device: torch.device,
     ) -> StepLayout:
         """The layout of `slices`, whose rows follow each other in this order.
@@ -72,24 +84,31 @@ class StepLayout:
             raise ValueError("a step layout needs at least one slice")
         for item in slices:
             for window in windows:
-                item.check(block_size, window)
+                item.check(rules.block_size, window)
         ranges = _row_ranges(slices)
-        positions = torch.cat([torch.arange(item.first_position, item.end_position) for item in slices])
-        cos, sin = rope.cos_sin(positions.to(device), dtype)
+        cos, sin = rope.cos_sin(
+            [position for item in slices for position in range(item.first_position, item.end_position)]
+        )
         singles = [item for item in slices if item.num_tokens == 1]
         single_rows = [begin for begin, end in ranges if end - begin == 1]
         longer = [item for item in slices if item.num_tokens > 1]
 
         def view(window: int | None) -> AttentionViews:
-            decodes = decode_views(singles, single_rows, block_size, window, dtype)
-            prefills = [prefill_view(item, block_size, window, dtype) for item in longer]
-            return _moved(decodes, prefills, device, takes_all_rows=len(decodes) == 1 and not longer)
+            decodes = decode_views(singles, single_rows, window, rules)
+            prefills = [prefill_view(item, window, rules) for item in longer]
+            if len(decodes) == 1 and not longer:
+                decodes = [replace(decodes[0], rows=None)]
+            return AttentionViews(
+                decodes=tuple(view.to(device) for view in decodes),
+                prefills=tuple(view.to(device) for view in prefills),
+            )
 
         return cls(
-            num_tokens=len(positions),
+            num_tokens=ranges[-1][1],
+            kernels=rules.kernels,
             cos=cos,
             sin=sin,
-            writes=_kv_writes(slices, ranges, block_size, device),
+            writes=_kv_writes(slices, ranges, rules.block_size, device),
             prefill_rows=tuple((begin, end) for begin, end in ranges if end - begin > 1),
             views={window: view(window) for window in windows},
         )
@@ -108,50 +127,30 @@ def _kv_writes(
 ) -> KvWrites:
     rows: list[int] = []
     slots: list[int] = []
-    cleared: list[int] = []
+    begun: list[int] = []
     for item, (row_begin, _) in zip(slices, ranges, strict=True):
         for begin, end in item.written_runs():
             rows.extend(range(row_begin + begin - item.first_position, row_begin + end - item.first_position))
         for page, begin, end in item.written_blocks(block_size):
             base = page * block_size
             slots.extend(range(base + begin, base + end))
-            if begin == 0:
-                cleared.extend(range(base + end, base + block_size))
-    writes_all = len(rows) == ranges[-1][1]
+            if begin == 0 and end < block_size:
+                begun.append(page)
+    num_rows = ranges[-1][1]
+    where = _indices(slots, device)
+    if len(rows) == num_rows:
+        every, by_row = None, where
+    else:
+        every = _indices(rows, device)
+        by_row = torch.full((num_rows,), -1, device=device).index_copy_(0, every, where)
     return KvWrites(
-        rows=None if writes_all else _indices(rows, device),
-        slots=_indices(slots, device),
-        cleared=_indices(cleared, device),
+        rows=every,
+        slots=where,
+        by_row=by_row,
+        highest_slot=max(slots, default=-1),
+        begun=_indices(begun, device) if begun else None,
     )
 
 
 def _indices(values: list[int], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=device)
-
-
-def _moved(
-    decodes: Sequence[DecodeView],
-    prefills: Sequence[PrefillView],
-    device: torch.device,
-    *,
-    takes_all_rows: bool,
-) -> AttentionViews:
-    """`takes_all_rows`: there is one decode view, of the whole step."""
-    return AttentionViews(
-        decodes=tuple(
-            DecodeView(
-                None if takes_all_rows or view.rows is None else view.rows.to(device),
-                view.pages.to(device),
-                view.mask.to(device),
-            )
-            for view in decodes
-        ),
-        prefills=tuple(
-            PrefillView(
-                None if view.pages is None else view.pages.to(device),
-                view.num_keys,
-                None if view.mask is None else view.mask.to(device),
-            )
-            for view in prefills
-        ),
-    )
+    return torch.from_numpy(np.array(values, np.int64)).to(device)

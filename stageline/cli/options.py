@@ -176,5 +176,10 @@ Memory: TypeAlias = Annotated[
     ),
 ]
 Threads: TypeAlias = Annotated[
-    int | None, typer.Option(metavar="N", min=1, help="Compute threads of a worker.")
+    int | None,
+    typer.Option(metavar="N", min=1, help="Compute threads of a worker; by default one for each core."),
+]
+CpuSet: TypeAlias = Annotated[
+    str | None,
+    typer.Option(metavar="LIST", help="CPUs that the worker keeps to, e.g. 0-3,8; all by default."),
 ]

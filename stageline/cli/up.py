@@ -34,6 +34,9 @@ def up(
     ] = "cpu",
     memory: options.Memory = None,
     threads: options.Threads = None,
+    pin: Annotated[
+        bool, typer.Option(help="Give each worker on the CPU cores of its own, if there are enough.")
+    ] = True,
     layers: options.Layers = None,
     dtype: options.Dtype = None,
     block_size: options.BlockSize = 16,
@@ -85,6 +88,7 @@ def up(
             memory_bytes=memory,
             num_threads=threads,
             mocks=tuple(mock or ()),
+            pins_workers=pin,
             coordinator_arguments=flags_of(coordinator),
         )
         return coordinator, cluster

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from stage_worker.config import WorkerConfig
+from stage_worker.cpu_set import parse_cpu_set, pin_to
 from stage_worker.mock.spec import MockSpec
 from stageline.cli import options
 
@@ -21,6 +22,7 @@ def worker(
     model: options.WorkerModel = None,
     threads: options.Threads = None,
     mock: options.Mock = None,
+    cpu_set: options.CpuSet = None,
 ) -> int:
     """Join a coordinator, and run the stage that it assigns until it is ended.
 
@@ -37,8 +39,11 @@ def worker(
             model_directory=model,
             num_threads=threads,
             mock=None if mock is None else MockSpec.parse(mock),
+            cpu_set=None if cpu_set is None else parse_cpu_set(cpu_set),
         )
     )
+    if config.cpu_set is not None:
+        pin_to(config.cpu_set)  # before torch makes its threads
     from stage_worker.app import run  # imported late: it loads torch
 
     return run(config)

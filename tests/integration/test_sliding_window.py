@@ -164,9 +164,9 @@ def test_cached_blocks_behind_an_evicted_one_are_not_written_again(
     written: dict[int, int] = {}
     write, now = KvPages.write, 0
 
-    def count(pages: KvPages, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    def count(pages: KvPages, layer: int, tokens: Tensor, slots: Tensor) -> None:
         written[now] = written.get(now, 0) + slots.numel()
-        write(pages, layer, keys, values, slots)
+        write(pages, layer, tokens, slots)
 
     def note(stage: int, step: Step) -> None:
         nonlocal now

@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,6 +42,23 @@ def test_given_memory_and_threads_are_for_each_worker() -> None:
     assert _value(line, "--memory") == "1000B"
     assert _value(line, "--threads") == "3"
     assert _value(line, "--name") == "worker-2"
+
+
+def test_workers_keep_to_cores_of_their_own_where_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {2, 3, 5, 6, 7})
+
+    def cpu_sets(num_workers: int, **options: Any) -> list[str | None]:
+        config = LocalClusterConfig(num_workers=num_workers, **options)
+        lines = [config.worker_line(worker, coordinator="h:1") for worker in range(num_workers)]
+        return [_value(line, "--cpu-set") if "--cpu-set" in line else None for line in lines]
+
+    assert cpu_sets(2) == ["2,3", "5,6"]
+    assert cpu_sets(5) == ["2", "3", "5", "6", "7"]
+    assert cpu_sets(6) == [None] * 6
+    assert cpu_sets(2, num_threads=1) == ["2,3", "5,6"]
+    assert cpu_sets(2, num_threads=3) == [None, None]
+    assert cpu_sets(2, pins_workers=False) == [None, None]
+    assert cpu_sets(2, devices=("cpu", "cuda:0")) == ["2,3", None]
 
 
 def test_a_gpu_of_its_own_needs_no_memory_limit_and_a_shared_one_does() -> None:

@@ -7,17 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache.pages import InvalidWrite, KvPages, PageLayout, block_size_bytes
+from kvcache.pages import InvalidWrite, KvPages, block_size_bytes
 
 _LAYERS, _BLOCKS, _BLOCK_SIZE, _HEADS, _DIM = 3, 5, 4, 2, 8
 
 
-@pytest.fixture(params=list(PageLayout))
-def layout(request: pytest.FixtureRequest) -> PageLayout:
-    return PageLayout(request.param)
-
-
-def make(layout: PageLayout, dtype: torch.dtype = torch.float32) -> KvPages:
+def make(dtype: torch.dtype = torch.float32) -> KvPages:
     return KvPages(
         num_layers=_LAYERS,
         num_blocks=_BLOCKS,
@@ -26,7 +21,6 @@ def make(layout: PageLayout, dtype: torch.dtype = torch.float32) -> KvPages:
         head_dim=_DIM,
         dtype=dtype,
         device="cpu",
-        layout=layout,
     )
 
 
@@ -35,56 +29,73 @@ def some(num_tokens: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def everything(pages: KvPages) -> torch.Tensor:
-    every = torch.arange(_BLOCKS)
+    """[layers, keys and values, heads, 1, all slots in order, dim]; a copy, because gathers share memory."""
+    every = torch.arange(_BLOCKS)[None]
     return torch.stack([torch.stack(pages.gather(layer, every)) for layer in range(_LAYERS)])
 
 
+def write(pages: KvPages, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+    pages.write(layer, torch.cat((keys, values), dim=1), slots)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_written_to_slots_is_gathered_from_their_pages(
-    layout: PageLayout, dtype: torch.dtype
-) -> None:
-    pages = make(layout, dtype)
+def test_what_is_written_to_slots_is_gathered_from_their_pages(dtype: torch.dtype) -> None:
+    pages = make(dtype)
     slots = torch.tensor([17, 2, 9])
     written = {layer: (some(3, dtype), some(3, dtype)) for layer in (0, 2)}
     for layer, (keys, values) in written.items():
-        pages.write(layer, keys, values, slots)
+        write(pages, layer, keys, values, slots)
     for layer, expected in written.items():
-        for found, tensor in zip(pages.gather(layer, torch.tensor([4, 0, 2])), expected, strict=True):
-            assert found.shape == (_HEADS, 3 * _BLOCK_SIZE, _DIM)
-            assert torch.equal(found[:, [1, 6, 9]], tensor.transpose(0, 1))
+        for found, tensor in zip(pages.gather(layer, torch.tensor([[4, 0, 2]])), expected, strict=True):
+            assert found.shape == (_HEADS, 1, 3 * _BLOCK_SIZE, _DIM)
+            assert found.is_contiguous()
+            assert torch.equal(found[:, 0, [1, 6, 9]], tensor.transpose(0, 1))
             assert found.count_nonzero() == tensor.count_nonzero()
     assert everything(pages)[1].count_nonzero() == 0
 
 
-def test_a_batch_of_tables_is_gathered_like_each_alone(layout: PageLayout) -> None:
-    pages = make(layout)
-    pages.write(1, some(20), some(20), torch.randperm(20))
+def test_a_batch_of_tables_is_gathered_like_each_alone() -> None:
+    pages = make()
+    write(pages, 1, some(20), some(20), torch.randperm(20))
     tables = torch.tensor([[3, 1], [0, 0], [4, 3]])
-    keys, values = pages.gather(1, tables)
-    assert keys.shape == values.shape == (3, _HEADS, 2 * _BLOCK_SIZE, _DIM)
-    for row, table in enumerate(tables):
-        alone = pages.gather(1, table)
-        assert torch.equal(keys[row], alone[0])
-        assert torch.equal(values[row], alone[1])
+    keys, values = (found.clone() for found in pages.gather(1, tables))
+    assert keys.shape == values.shape == (_HEADS, 3, 2 * _BLOCK_SIZE, _DIM)
+    for row in range(3):
+        alone = pages.gather(1, tables[row : row + 1])
+        assert torch.equal(keys[:, row], alone[0][:, 0])
+        assert torch.equal(values[:, row], alone[1][:, 0])
 
 
-def test_both_layouts_give_the_same_attention() -> None:
-    keys, values, slots, query = some(20), some(20), torch.randperm(20), torch.randn(_HEADS * 2, 1, _DIM)
-    results = []
-    for layout in PageLayout:
-        pages = make(layout)
-        pages.write(0, keys, values, slots)
-        gathered = pages.gather(0, torch.tensor([[2, 4]]))
-        results.append(
-            torch.nn.functional.scaled_dot_product_attention(query[None], *gathered, enable_gqa=True)
-        )
-    assert torch.allclose(results[0], results[1], atol=1e-6)
+def test_gathers_beyond_what_is_kept_have_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = make()
+    write(pages, 0, some(20), some(20), torch.arange(20))
+    small, _ = pages.gather(0, torch.tensor([[0]]))
+    again, _ = pages.gather(0, torch.tensor([[1]]))
+    assert small.data_ptr() == again.data_ptr()
+    monkeypatch.setattr("kvcache.pages._KEPT_BYTES", 100)
+    first, _ = pages.gather(0, torch.tensor([[0, 1]]))
+    second, _ = pages.gather(0, torch.tensor([[2, 3]]))
+    assert first.data_ptr() != second.data_ptr()
+    assert torch.equal(first, everything(pages)[0, 0, :, :, : 2 * _BLOCK_SIZE])
 
 
-def test_whole_pages_are_copied_in_all_layers(layout: PageLayout) -> None:
-    pages = make(layout)
+def test_cleared_pages_are_zero_in_all_layers_and_others_as_they_were() -> None:
+    pages = make()
     for layer in range(_LAYERS):
-        pages.write(layer, some(20), some(20), torch.arange(20))
+        write(pages, layer, some(20), torch.full((20, _HEADS, _DIM), float("nan")), torch.arange(20))
+    before = everything(pages).unflatten(4, (_BLOCKS, _BLOCK_SIZE))
+    pages.clear(torch.tensor([1, 4]))
+    after = everything(pages).unflatten(4, (_BLOCKS, _BLOCK_SIZE))
+    assert not after[..., [1, 4], :, :].any()
+    torch.testing.assert_close(
+        after[..., [0, 2, 3], :, :], before[..., [0, 2, 3], :, :], equal_nan=True, atol=0, rtol=0
+    )
+
+
+def test_whole_pages_are_copied_in_all_layers() -> None:
+    pages = make()
+    for layer in range(_LAYERS):
+        write(pages, layer, some(20), some(20), torch.arange(20))
     before = everything(pages).view(_LAYERS, 2, _HEADS, _BLOCKS, _BLOCK_SIZE, _DIM)
     pages.copy_blocks(torch.tensor([0, 1, 0]), torch.tensor([3, 0, 4]))
     after = everything(pages).view(_LAYERS, 2, _HEADS, _BLOCKS, _BLOCK_SIZE, _DIM)
@@ -101,11 +112,9 @@ def test_whole_pages_are_copied_in_all_layers(layout: PageLayout) -> None:
         ([0, 1], [2, 2], "expected 2 different ones, got 1"),
     ],
 )
-def test_a_wrong_copy_is_refused_whole(
-    layout: PageLayout, source: list[int], target: list[int], message: str
-) -> None:
-    pages = make(layout)
-    pages.write(0, some(20), some(20), torch.arange(20))
+def test_a_wrong_copy_is_refused_whole(source: list[int], target: list[int], message: str) -> None:
+    pages = make()
+    write(pages, 0, some(20), some(20), torch.arange(20))
     before = everything(pages)
     with pytest.raises(InvalidWrite, match=message):
         pages.copy_blocks(torch.tensor(source), torch.tensor(target))
@@ -132,41 +141,40 @@ _STEP: dict[str, Any] = {"shape": (2, _HEADS, _DIM), "dtype": torch.float32, "de
     ],
 )
 def test_a_step_that_does_not_fit_is_refused_with_numbers(
-    layout: PageLayout, slots: torch.Tensor, changes: dict[str, Any], message: str
+    slots: torch.Tensor, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InvalidWrite, match=message):
-        make(layout).validate_write(slots, **(_STEP | changes))
+        make().validate_write(slots, **(_STEP | changes))
 
 
-def test_a_step_that_fits_is_accepted(layout: PageLayout) -> None:
-    pages = make(layout)
+def test_a_step_that_fits_is_accepted() -> None:
+    pages = make()
     pages.validate_write(torch.tensor([19, 0]), **_STEP)
     pages.validate_write(torch.tensor([], dtype=torch.int64), **(_STEP | {"shape": (0, _HEADS, _DIM)}))
 
 
-@pytest.mark.parametrize("wrong", ["keys", "values"])
-@pytest.mark.parametrize("bad", [some(3), some(2, torch.bfloat16), torch.randn(2, _DIM, _HEADS)])
-def test_a_write_that_does_not_fit_writes_neither_keys_nor_values(
-    layout: PageLayout, wrong: str, bad: torch.Tensor
-) -> None:
-    pages = make(layout)
-    tensors = {"keys": some(2), "values": some(2)} | {wrong: bad}
-    with pytest.raises(InvalidWrite, match=wrong):
-        pages.write(0, tensors["keys"], tensors["values"], torch.tensor([1, 2]))
+@pytest.mark.parametrize(
+    "bad",
+    [some(3), some(2), torch.randn(2, 2 * _HEADS, _DIM).to(torch.bfloat16), torch.randn(2, _DIM, 2 * _HEADS)],
+)
+def test_a_write_that_does_not_fit_writes_nothing(bad: torch.Tensor) -> None:
+    pages = make()
+    with pytest.raises(InvalidWrite, match=r"keys and values: expected torch.float32 \(2, 4, 8\) on cpu"):
+        pages.write(0, bad, torch.tensor([1, 2]))
     assert everything(pages).count_nonzero() == 0
 
 
-def test_gather_refuses_other_ranks_and_pages_that_do_not_exist(layout: PageLayout) -> None:
-    pages = make(layout)
+def test_gather_refuses_other_ranks_and_pages_that_do_not_exist() -> None:
+    pages = make()
     with pytest.raises(InvalidWrite, match=r"\(1, 1, 1\)"):
         pages.gather(0, torch.zeros(1, 1, 1, dtype=torch.int64))
     with pytest.raises(IndexError):
-        pages.gather(0, torch.tensor([_BLOCKS]))
+        pages.gather(0, torch.tensor([[_BLOCKS]]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sizes_follow_the_formula(layout: PageLayout, dtype: torch.dtype) -> None:
-    pages = make(layout, dtype)
+def test_sizes_follow_the_formula(dtype: torch.dtype) -> None:
+    pages = make(dtype)
     per_block = block_size_bytes(
         num_layers=_LAYERS, block_size=_BLOCK_SIZE, num_kv_heads=_HEADS, head_dim=_DIM, dtype=dtype
     )
@@ -198,15 +206,16 @@ def resident() -> int:
 
 dtype = getattr(torch, sys.argv[1])
 sizes = dict(num_layers=2, block_size=16, num_kv_heads=8, head_dim=128, dtype=dtype, device="cpu")
-tokens = torch.zeros(16, 8, 128, dtype=dtype)
-KvPages(num_blocks=2, **sizes).write(0, tokens, tokens, torch.arange(16))  # loads what writing needs
+tokens = torch.cat((torch.ones(16, 8, 128, dtype=dtype), torch.full((16, 8, 128), 2, dtype=dtype)), dim=1)
+small = KvPages(num_blocks=2, **sizes)
+small.write(0, tokens, torch.arange(16))  # loads what writing needs
 before = resident()
 pages = KvPages(num_blocks=2**28 // (2 * 2 * 16 * 8 * 128 * dtype.itemsize), **sizes)
 assert pages.size_bytes == 2**28, pages.size_bytes
-pages.write(1, tokens + 1, tokens + 2, torch.arange(160, 176))
-keys, values = pages.gather(1, torch.tensor([10, 11]))
-assert keys[:, :16].eq(1).all() and values[:, :16].eq(2).all()
-assert not keys[:, 16:].any() and not values[:, 16:].any()
+pages.write(1, tokens, torch.arange(160, 176))
+keys, values = pages.gather(1, torch.tensor([[10, 11]]))
+assert keys[:, 0, :16].eq(1).all() and values[:, 0, :16].eq(2).all()
+assert not keys[:, 0, 16:].any() and not values[:, 0, 16:].any()
 print(resident() - before)
 """
 
@@ -234,7 +243,7 @@ def test_a_cpu_store_is_aligned_like_any_tensor(num_blocks: int, dtype: torch.dt
         dtype=dtype,
         device="cpu",
     )
-    keys, _ = pages.gather(0, torch.arange(num_blocks))
+    keys, _ = pages.gather(0, torch.arange(num_blocks)[None])
     assert keys.count_nonzero() == 0
     assert pages._store.data_ptr() % 64 == 0
 

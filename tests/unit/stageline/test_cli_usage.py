@@ -164,6 +164,20 @@ def test_the_workers_flags_become_its_config(tmp_path: Path, monkeypatch: pytest
     ]
 
 
+def test_a_cpu_set_reaches_the_config_and_one_that_is_not_there_is_a_usage_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = _catch_config(monkeypatch, "stage_worker.app")
+    pinned: list[tuple[int, ...]] = []
+    monkeypatch.setattr("os.sched_setaffinity", lambda _, cpus: pinned.append(cpus))
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 8})
+    assert main(["worker", "--cpu-set", "0-2,8"]) == 3
+    assert pinned == [seen[0].cpu_set] == [(0, 1, 2, 8)]
+    assert main(["worker", "--cpu-set", "0-4"]) == 2
+    assert len(pinned) == 1
+    assert "CPUs 3,4 are not among those this process may use: 0,1,2,8" in capsys.readouterr().err
+
+
 def test_the_coordinators_address_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = _catch_config(monkeypatch, "stage_worker.app")
     monkeypatch.setenv("STAGELINE_COORDINATOR", "head:1234")

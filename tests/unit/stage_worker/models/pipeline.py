@@ -11,29 +11,42 @@ import torch
 from torch import Tensor
 
 from checkpoint import Checkpoint
+from kvcache.pages import KvPages
 from stage_worker.models import DecoderStage
+from stage_worker.models.kernels import Kernels
 from stage_worker.slice_layout import SliceLayout
 
 
-class NanPages:
-    """Paged KV whose slots are NaN until written: anything that reads a slot too early poisons its output."""
+class NanPages(KvPages):
+    """Pages that are NaN until written: anything that reads a slot too early poisons its output."""
 
     def __init__(
-        self, num_layers: int, num_blocks: int, block_size: int, kv_heads: int, head_dim: int
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
-        shape = (2, num_layers, num_blocks * block_size, kv_heads, head_dim)
-        self.slots = torch.full(shape, float("nan"))
-        self.block_size = block_size
-        self.num_written: list[list[int]] = [[] for _ in range(num_layers)]
+        super().__init__(
+            num_layers=num_layers,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            device="cpu",
+        )
+        self.fill(float("nan"))
 
-    def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        self.slots[0, layer, slots], self.slots[1, layer, slots] = keys, values
-        self.num_written[layer].append(len(slots))
+    def fill(self, value: float, blocks: slice = slice(None)) -> None:
+        """Overwrite these blocks in all layers."""
+        self._store[:, blocks] = value
 
-    def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
-        slots = pages[..., None] * self.block_size + torch.arange(self.block_size)
-        keys, values = self.slots[:, layer, slots.flatten(-2)].transpose(-3, -2)
-        return keys, values
+    def contents(self) -> Tensor:
+        """A copy of everything, [layers, blocks, keys and values, heads, block_size, head_dim]."""
+        return self._store.clone()
 
 
 @dataclass
@@ -49,7 +62,14 @@ class Running:
 class Pipeline:
     """The stages of `checkpoint` cut at `cuts` (layer numbers), each with its own pages."""
 
-    def __init__(self, checkpoint: Checkpoint, cuts: Sequence[int] = (), *, block_size: int = 8) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        cuts: Sequence[int] = (),
+        *,
+        block_size: int = 8,
+        kernels: Kernels | None = None,
+    ) -> None:
         config = checkpoint.config
         self.stages: list[DecoderStage] = []
         self.pages: list[NanPages] = []
@@ -61,10 +81,12 @@ class Pipeline:
                 has_embeddings=begin == 0,
                 has_head=end == config.num_layers,
                 dtype=config.dtype,
+                kernels=kernels,
             )
             stage.load(checkpoint)
             self.stages.append(stage)
-            self.pages.append(NanPages(end - begin, 96, block_size, config.num_kv_heads, config.head_dim))
+            sizes = (end - begin, 96, block_size, config.num_kv_heads, config.head_dim)
+            self.pages.append(NanPages(*sizes, stage.torch_dtype))
         self.block_size = block_size
         self.free = list(range(96))
         random.Random(7).shuffle(self.free)

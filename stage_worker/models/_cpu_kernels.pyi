@@ -1,0 +1,38 @@
+"""Addresses are integers; strides and sizes count elements. See `native_operations`."""
+
+# (heads, kv_heads, head_dim, block_size)
+Shape = tuple[int, int, int, int]
+
+def is_supported() -> bool: ...
+def rms_norm(
+    x: int, stride: int, weight: int, out: int, out_stride: int, rows: int, width: int, eps: float, /
+) -> None: ...
+def rotate_and_write(
+    qkv: int,
+    stride: int,
+    cosines: int,
+    sines: int,
+    angle_stride: int,
+    slots: int,
+    pages: int,
+    rows: int,
+    shape: Shape,
+    /,
+) -> None: ...
+def attend(
+    query: int,
+    query_stride: int,
+    pages: int,
+    tables: int,
+    table_width: int,
+    ranges: int,
+    rows: int,
+    out: int,
+    out_stride: int,
+    batch: int,
+    longest: int,
+    scale: float,
+    shape: Shape,
+    /,
+) -> None: ...
+def gate(gate_up: int, out: int, rows: int, width: int, /) -> None: ...

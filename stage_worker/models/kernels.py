@@ -1,0 +1,68 @@
+"""How a stage computes on its device: chosen once, openly, from what device and installation offer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+
+from checkpoint import ModelConfig
+from stage_worker.models.native_kernels import unavailable_because
+
+
+class AttentionMethod(Enum):
+    """How queries meet keys and values; the value is what logs call it."""
+
+    SDPA = "scaled_dot_product_attention"
+    PRODUCTS = "batched products"
+    IN_PLACE = "compiled kernels"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """`packs_weights`: oneDNN's own order of the elements, in which bfloat16 products at decode sizes take
+    0.45 to 0.6 of the time. `decode` and `prefill`: how one-token slices attend, and longer ones. With
+    IN_PLACE, norms, rotation and gates are compiled as well (see `native_operations`)."""
+
+    packs_weights: bool
+    decode: AttentionMethod
+    prefill: AttentionMethod
+    not_compiled_because: str | None = field(default=None, compare=False)
+
+    @classmethod
+    def of(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Kernels:
+        """What is fastest for `dtype` on `device`, see bench/README.md.
+
+        Only bfloat16 on a CPU is special. Where a CPU has AMX, SDPA packs keys for it, which pays for
+        prompts; one query per sequence is too little work to pay for packing.
+        """
+        if device.type != "cpu" or dtype is not torch.bfloat16 or not _has_bf16_products():
+            return PLAIN
+        reason = unavailable_because(config)
+        has_amx = torch.cpu._is_amx_tile_supported()
+        return cls(
+            packs_weights=True,
+            decode=AttentionMethod.IN_PLACE if reason is None else AttentionMethod.PRODUCTS,
+            prefill=AttentionMethod.SDPA if has_amx else AttentionMethod.PRODUCTS,
+            not_compiled_because=reason,
+        )
+
+    def __str__(self) -> str:
+        weights = "packed" if self.packs_weights else "plain"
+        reason = f" ({self.not_compiled_because})" if self.not_compiled_because else ""
+        return f"{weights} weights, decode by {self.decode.value}{reason}, prefill by {self.prefill.value}"
+
+
+PLAIN = Kernels(packs_weights=False, decode=AttentionMethod.SDPA, prefill=AttentionMethod.SDPA)
+"""What every device and dtype can do."""
+
+
+def _has_bf16_products() -> bool:
+    """oneDNN has bfloat16 kernels for this CPU, and this build of torch the operators that use them."""
+    names = ("_reorder_linear_weight", "_linear_pointwise")
+    return (
+        torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        and all(hasattr(torch.ops.mkldnn, name) for name in names)
+        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    )
