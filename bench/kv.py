@@ -168,13 +168,14 @@ def measure_prompt(rounds: int) -> list[Line]:
 
 
 def measure_pages(rounds: int) -> list[Bandwidth]:
-    """16 sequences of 2,048 tokens: one layer's keys and values gathered, or 512 tokens written."""
+    """4 sequences of 512 tokens: one layer's keys and values gathered from a pool 16 times as large, or 512 tokens
+    written."""
     return [result for block_size in (16, 64) for result in _pages(block_size, rounds)]
 
 
 def _pages(block_size: int, rounds: int) -> list[Bandwidth]:
-    num_heads, head_dim, num_tokens = 8, 128, 16 * 2048
-    num_pages = num_tokens // block_size
+    num_heads, head_dim, num_tokens = 8, 128, 4 * 512
+    num_pages = 16 * num_tokens // block_size
     pages = KvPages(
         num_layers=1,
         num_blocks=num_pages,
@@ -184,7 +185,7 @@ def _pages(block_size: int, rounds: int) -> list[Bandwidth]:
         dtype=torch.bfloat16,
         device="cpu",
     )
-    order = torch.randperm(num_pages).view(16, -1)
+    order = torch.randperm(num_pages)[: num_tokens // block_size].view(4, -1)
     written = torch.randn(512, 2 * num_heads, head_dim).to(torch.bfloat16)
     slots = torch.randperm(num_tokens)[:512]
     token_bytes = 2 * num_heads * head_dim * 2

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint import BadHeader, Checkpoint, CheckpointNotFound, DType, stage_tensor_names
 from stage_worker.models import DecoderStage
+from stage_worker.models.projections import PlainProjection
 from stage_worker.weights import load_tensors
 from tests.checkpoints import make_checkpoint
 from tests.zero_checkpoint import write_zero_checkpoint
@@ -121,9 +122,12 @@ def test_weight_bytes_is_what_is_allocated(family: str, tied: bool, tmp_path: Pa
 
 def _allocated_bytes(stage: DecoderStage) -> int:
     weights = stage._loaded()
-    layers = [getattr(layer, name) for layer in weights.layers for name in layer.__slots__]
-    tensors = [t for t in (*layers, weights.embeddings, weights.final_norm, weights.head) if t is not None]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    held = [each for layer in weights.layers for each in vars(layer).values()]
+    held += [weights.embeddings, weights.final_norm, weights.head]
+    projections = [each for each in held if isinstance(each, PlainProjection)]
+    tensors = [t for each in projections for t in (each.weight, each.bias)] + held
+    storages = [t.untyped_storage() for t in tensors if isinstance(t, torch.Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 # Peak memory. The stage is a third of the checkpoint; its projections are fused on loading.
