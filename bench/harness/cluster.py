@@ -20,9 +20,12 @@ from bench.harness.step_log import FILE_VARIABLE, LoggedStep, read_steps
 from bench.harness.streams import Stream
 from deploy import LocalCluster, LocalClusterConfig
 from stageline.client import Client
+from stageline.parameters import Detach
 from stageline_rpc.v1 import cluster_pb2
 
 START_TIMEOUT_S = 120.0
+KEPT_S = 1.0
+IDLE_POLL_S = 0.1
 FIRST_TOKEN_ID = 3
 """Prompts leave out the ids that checkpoints often keep for the beginning and the end."""
 
@@ -94,6 +97,23 @@ class BenchCluster:
             return await asyncio.gather(*calls)
 
         return await self.processes.while_running(run())
+
+    async def run_unread(self, num_streams: int, prompt_tokens: int, max_tokens: int) -> None:
+        """So many requests to their ends, which nobody reads: the coordinator has no tokens to stream."""
+        for _ in range(num_streams):
+            outputs = self.client.generate(
+                self.prompt(prompt_tokens),
+                max_tokens=max_tokens,
+                ignore_eos=True,
+                on_disconnect=Detach(keep_s=KEPT_S),
+            )
+            async with aclosing(outputs):
+                await anext(outputs)
+        await self.processes.while_running(self._until_idle())
+
+    async def _until_idle(self) -> None:
+        while (counts := (await self.status()).requests).prefill + counts.decode + counts.waiting:
+            await asyncio.sleep(IDLE_POLL_S)
 
     async def status(self) -> cluster_pb2.GetStatusResponse:
         return await self.client.status()
