@@ -9,6 +9,8 @@ SAME_RATE = 0.98
 """Of two rates that differ by less, neither is better."""
 EQUAL_TIME = 1.15
 """A chunk may take so many times the time of a full one at the start of a prompt before it is cut shorter."""
+SMALLEST_STEP = 64
+"""Tokens; smaller steps of prefill would not pay even where measurements say so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,17 @@ class DecodeLoad:
     cost: int
 
 
+@dataclass(frozen=True, slots=True)
+class PrefillLoad:
+    """The tokens of the burst of prompts that is being prefilled, and what of the step its chunks have taken
+    already.
+    """
+
+    num_tokens: int
+    step_tokens: int = 0
+    step_us: float = 0.0
+
+
 class Pace:
     """What the measured times mean for one plan."""
 
@@ -61,24 +74,27 @@ class Pace:
         """How many steps to spread the work over."""
         return self._decode_steps(load) if load.num_sequences else self._prefill_steps()
 
-    def chunk_tokens(self, load: DecodeLoad, *, start: int, prefill_us: float) -> int:
-        """The most tokens of a chunk at position `start`, for a step whose other chunks take `prefill_us`.
+    def chunk_tokens(self, load: DecodeLoad, prefill: PrefillLoad, *, start: int) -> int:
+        """The most tokens of the next chunk of a step, at position `start` of its prompt.
 
-        Beside decodes, the chunks of a step share what decodes may be slowed down by. Without them a chunk
-        takes about as long as a full one at the start of a prompt, so that chunks of a long prompt follow
+        Beside decodes, the chunks of a step share what decodes may be slowed down by. Without them they share
+        the tokens that bring the whole burst through the pipeline soonest, and a chunk takes about as
+        long as one of so many tokens at the start of a prompt, so that the chunks of a long prompt follow
         each other without gaps.
         """
         slowest, most = self._times.slowest, self._limits.max_step_tokens
-        full_us = slowest.chunk_us(most, most * most / 2)
-        if not load.num_sequences:
-            pairs = most * start + most * most / 2
-            if slowest.chunk_us(most, pairs) <= EQUAL_TIME * full_us:
+        if load.num_sequences:
+            if not slowest.knows_decodes or not slowest.knows_chunks:
                 return most
-            return int(min(most, slowest.chunk_tokens_within(full_us, start)))
-        if not slowest.knows_decodes or not slowest.knows_chunks:
-            return most
-        budget_us = min(full_us, self._prefill_budget_us(load)) - prefill_us
-        return int(min(most, slowest.chunk_tokens_within(max(0.0, budget_us), start)))
+            full_us = slowest.chunk_us(most, most * most / 2)
+            budget_us = min(full_us, self._prefill_budget_us(load)) - prefill.step_us
+            return int(min(most, slowest.chunk_tokens_within(max(0.0, budget_us), start)))
+        size = self._soonest(prefill.num_tokens)
+        left = max(0, size - prefill.step_tokens)
+        full_us = slowest.chunk_us(size, size * size / 2)
+        if slowest.chunk_us(left, left * (start + left / 2)) <= EQUAL_TIME * full_us:
+            return left
+        return int(min(left, slowest.chunk_tokens_within(full_us, start)))
 
     def chunk_us(self, *, start: int, num_tokens: int) -> float:
         """What a chunk adds to the slowest stage's time of a step."""
@@ -113,6 +129,22 @@ class Pace:
         filling = self._times.chunk_way_us(size) / slowest_us if slowest_us > 0 else limits.least_in_flight
         number = max(limits.least_in_flight, math.floor(filling)) + 1
         return min(number, limits.max_steps_in_flight)
+
+    def _soonest(self, num_tokens: int) -> int:
+        """The tokens of a step with which `num_tokens` of prefill are through the whole pipeline soonest.
+
+        Of R tokens in steps of x, the last leaves the last of S stages after R / x + S - 1 times
+        base + x * rate, which is least for x = sqrt(R * base / (rate * (S - 1))): small steps keep the stages
+        from waiting at the beginning and the end, and large ones pay less often for what each costs anyway.
+        """
+        most, slowest = self._limits.max_step_tokens, self._times.slowest
+        num_stages = self._limits.least_in_flight
+        base_us, token_us = slowest.decode_us(0), slowest.chunk_us(1, 0)
+        if num_stages == 1 or base_us <= 0 or token_us <= 0:
+            return most
+        best = math.sqrt(num_tokens * base_us / (token_us * (num_stages - 1)))
+        num_steps = max(1, round(num_tokens / best))
+        return min(most, max(SMALLEST_STEP, math.ceil(num_tokens / num_steps)))
 
     def _prefill_budget_us(self, load: DecodeLoad) -> float:
         """What the chunks of one step may take, when every step has as much."""

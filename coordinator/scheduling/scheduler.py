@@ -21,7 +21,7 @@ from coordinator.scheduling.generations import UsedGenerations
 from coordinator.scheduling.in_flight import StepsInFlight
 from coordinator.scheduling.kv_log import KvLog
 from coordinator.scheduling.lifecycle import SequenceState
-from coordinator.scheduling.pace import Pace, SchedulerLimits
+from coordinator.scheduling.pace import Pace, PrefillLoad, SchedulerLimits
 from coordinator.scheduling.sequence import FinishReason, Release, Sequence
 from coordinator.scheduling.step_times import StepTimes
 from kvcache import OutOfBlocks
@@ -31,6 +31,9 @@ from wire.steps import EndRecord, Slice, SliceError, SliceResult, Step, StepResu
 
 MAX_RECORD_BYTES = 4 * 1024 * 1024
 """Of the start records of a step, which travels in one message; beyond it no further sequence is started."""
+
+QUEUE_LOOKAHEAD = 64
+"""Queued sequences that count as work to come; so many are far more than a step."""
 
 _ORDER = attrgetter("order")
 
@@ -43,6 +46,7 @@ class Scheduler:
         self._running: dict[SequenceKey, Sequence] = {}
         self._prefilling: dict[SequenceKey, Sequence] = {}
         self._decoding = Decoding()
+        self._burst_tokens = 0
         self._in_flight = StepsInFlight()
         self._ends: list[EndRecord] = []
         self._used = UsedGenerations()
@@ -151,6 +155,8 @@ class Scheduler:
             return None
         draft = Draft()
         self._add_decodes(draft, kv, num_steps, most=min(limits.max_step_sequences, limits.max_step_tokens))
+        waiting = self._num_waiting_tokens
+        self._burst_tokens = max(self._burst_tokens, waiting) if waiting else 0
         self._add_chunks(draft, kv, limits, pace)
         if not draft.slices and not self._ends and not kv.has_pending:
             return None
@@ -315,7 +321,14 @@ class Scheduler:
 
         Decodes may leave little time for it, but the first chunk of a step reaches the next block boundary.
         """
-        allowed = pace.chunk_tokens(self._decoding.load, start=start, prefill_us=draft.prefill_us)
+        prefill = PrefillLoad(self._burst_tokens, draft.work.chunk_tokens, draft.prefill_us)
+        allowed = pace.chunk_tokens(self._decoding.load, prefill, start=start)
         if not draft.work.chunk_tokens:
             allowed = max(allowed, kv.block_size - start % kv.block_size)
         return kv.chunk_size(start, end, min(room, allowed))
+
+    @property
+    def _num_waiting_tokens(self) -> int:
+        """Prefill that is to come, as far as the first of the queue tell."""
+        queued = sum(each.num_tokens for each in self._queue[:QUEUE_LOOKAHEAD])
+        return queued + sum(each.num_uncomputed_prefill_tokens for each in self._prefilling.values())
