@@ -168,9 +168,8 @@ def measure_prompt(rounds: int) -> list[Line]:
 
 
 def measure_pages(rounds: int) -> list[Bandwidth]:
-    """4 sequences of 512 tokens: one layer's keys and values gathered from a pool 16 times as large, or 512
-    tokens written.
-    """
+    """One layer's keys and values of 4 sequences of 512 tokens gathered, from a pool 16 times as large; 512
+    tokens written."""
     return [result for block_size in (16, 64) for result in _pages(block_size, rounds)]
 
 

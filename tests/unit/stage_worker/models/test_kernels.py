@@ -188,7 +188,6 @@ def test_packed_weights_are_in_memory_once(
     matrices = [weakref.ref(layer.gate_up) for layer in weights.layers]
     destinations.clear()
     finished = finish(weights, config, kernels, windows=[None] * LAYERS)
-    del weights
     gc.collect()
     assert len(finished.layers) == LAYERS
     assert [matrix() is not None for matrix in matrices] == [is_kept] * LAYERS
