@@ -14,13 +14,13 @@ def test_the_recorded_run_takes_the_place_of_the_one_before() -> None:
     figures = (figure(measured=1234, bound=2000, target=0.8), latency(99, target=1.0))
     results = [GroupResult(name="decode", figures=figures, foreign_share=0.04)]
     run = as_json(results, MACHINE, is_quick=False)
-    document = f"# Before\n\n{BEGIN}\nold\n{END}\n\nafter\n"
+    document = f"# Before\n\n{BEGIN}\nof last week\n{END}\n\nafter\n"
     written = with_recorded(document, run)
     assert written.startswith("# Before\n\n") and written.endswith("\n\nafter\n")
     assert "| speed | 1,234 tok/s | 2,000 tok/s | **0.62** | >= 0.8 |" in written
     assert "| latency | 99.0 tok/s | 100 tok/s | 0.99 | <= 1 |" in written
     assert "other processes used at most 4% of it" in written
-    assert "old" not in written
+    assert "of last week" not in written
     assert with_recorded(written, run) == written
 
 
