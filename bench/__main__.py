@@ -26,11 +26,13 @@ from bench.harness.catalogue import GROUPS, chosen
 from bench.harness.figure import Verdict
 from bench.harness.group import Setting
 from bench.harness.machine import Machine
+from bench.harness.readme import with_recorded
 from bench.harness.recorded import Change, Compared
 from bench.harness.report import markdown, show
 from bench.harness.run import GroupResult, run_groups
 
 RESULTS = Path(__file__).parent / "results"
+README = RESULTS.parent / "README.md"
 RECORDED = RESULTS / "recorded.json"
 LATEST = RESULTS / "latest"
 RUN_FILE = "run.json"
@@ -106,9 +108,10 @@ def _keep(
     console.print(f"\nnumbers and timelines are in {options.output}", highlight=False)
     if options.record:
         recorded.write(RECORDED, recorded.merged(recorded.read(RECORDED), run))
+        README.write_text(with_recorded(README.read_text(), recorded.read(RECORDED)))
         for timeline in options.output.glob("*_timeline.svg"):
             shutil.copy(timeline, RESULTS)
-        console.print(f"recorded in {RECORDED}", highlight=False)
+        console.print(f"recorded in {RECORDED} and {README}", highlight=False)
 
 
 def _exit_code(results: list[GroupResult], compared: list[Compared], *, is_strict: bool) -> int:

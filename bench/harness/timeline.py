@@ -2,17 +2,19 @@
 
 The coordinator knows when it handed a step out and when the result came back; each stage says how long the
 whole frame waited for it and how long it computed, on its own clock. What is left of the step's time is
-travel: n stages have n + 1 hops, and a step's travel is taken to be the same on each of its hops. So the
-length of every bar is measured; its place is uncertain by at most the step's travel, which is shown (a few
-hundred microseconds a hop on one machine). A stage computes one step at a time, in order: a bar that would
-begin before the one in front of it has ended is moved behind it.
+travel: n stages have n + 1 hops. A hop is taken to last what it lasts in the fastest travel among steps of as
+many tokens, and bars are placed from the result backwards: what a step's travel took longer, it spent before
+FIRST, where frames pile up that a busy pipeline does not take yet. So the length of every bar is measured;
+its place is uncertain by what hops differ, and the median travel is shown beside the drawing. A stage
+computes one step at a time, in order: a bar that would begin before the one in front of it has ended is moved
+behind it.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bench.harness.step_log import LoggedStep
 
@@ -67,17 +69,31 @@ def timeline(steps: Iterable[LoggedStep], begin_s: float, end_s: float) -> Timel
 
 
 def _bars(steps: Sequence[LoggedStep]) -> list[Bar]:
-    """On the machine's clock."""
+    """On the machine's clock, in the order of the steps, FIRST to LAST."""
+    hop_s: dict[int, float] = {}
+    for step in steps:
+        one_hop_s = travel_s(step) / (len(step.stages) + 1)
+        hop_s[step.num_tokens] = min(one_hop_s, hop_s.get(step.num_tokens, one_hop_s))
     free_s: dict[int, float] = {}
     bars = []
     for step in steps:
-        hop_s = travel_s(step) / (len(step.stages) + 1)
-        now_s = step.sent_s
-        for stage, (wait_us, compute_us) in enumerate(step.stages):
-            begin_s = max(now_s + hop_s + wait_us / 1e6, free_s.get(stage, 0.0))
-            now_s = free_s[stage] = begin_s + compute_us / 1e6
-            bars.append(Bar(stage, step.step_id, step.num_tokens, begin_s, now_s))
+        for bar in _placed(step, hop_s[step.num_tokens]):
+            late_s = max(0.0, free_s.get(bar.stage, bar.begin_s) - bar.begin_s)
+            moved = replace(bar, begin_s=bar.begin_s + late_s, end_s=bar.end_s + late_s)
+            free_s[bar.stage] = moved.end_s
+            bars.append(moved)
     return bars
+
+
+def _placed(step: LoggedStep, hop_s: float) -> list[Bar]:
+    """The bars of one step, FIRST to LAST, placed from its result backwards."""
+    bars = []
+    end_s = step.result_s - hop_s
+    for stage, (wait_us, compute_us) in reversed(list(enumerate(step.stages))):
+        begin_s = end_s - compute_us / 1e6
+        bars.append(Bar(stage, step.step_id, step.num_tokens, begin_s, end_s))
+        end_s = begin_s - wait_us / 1e6 - hop_s
+    return bars[::-1]
 
 
 def _cut(bars: Iterable[Bar], begin_s: float, end_s: float) -> list[Bar]:

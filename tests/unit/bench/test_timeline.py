@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
@@ -57,7 +58,7 @@ def test_a_stage_never_computes_two_steps_at_once() -> None:
     """The second step travelled fast to the stage and slowly back, which nobody can know."""
     steps = [
         logged(0, 0.0, 0.030, stages=((0, 20_000),)),
-        logged(1, 0.001, 0.055, stages=((5_000, 20_000),)),
+        logged(1, 0.001, 0.040, stages=((5_000, 20_000),)),
     ]
     first, second = timeline(steps, 0.0, 0.06).bars
     assert second.begin_s >= first.end_s
@@ -67,6 +68,23 @@ def test_a_stage_never_computes_two_steps_at_once() -> None:
 def test_a_frame_that_waited_at_its_stage_is_computed_that_much_later() -> None:
     (bar,) = timeline([logged(0, 0.0, 0.034, stages=((10_000, 20_000),))], 0.0, 0.05).bars
     assert (bar.begin_s, bar.end_s) == pytest.approx((0.012, 0.032))
+
+
+def test_frames_that_piled_up_before_the_first_stage_move_no_bar() -> None:
+    steps, truth = simulated([0.02, 0.02], hop_s=0.001, num_steps=12, in_flight=6)
+    hidden = [
+        replace(step, stages=((0, step.stages[0][1]), *step.stages[1:])) if step.step_id else step
+        for step in steps
+    ]
+    drawn = timeline(hidden, 0.0, steps[-1].result_s)
+    assert [bar.begin_s for bar in drawn.bars] == pytest.approx([entry[2] for entry in truth], abs=1e-5)
+
+
+def test_hops_of_large_steps_take_longer_than_those_of_small_ones() -> None:
+    small = logged(0, 0.0, 0.024, stages=((0, 20_000),))
+    large = logged(1, 0.1, 0.130, num_decodes=0, chunks=(512,), stages=((0, 20_000),))
+    begins_s = [bar.begin_s for bar in timeline([small, large], 0.0, 0.2).bars]
+    assert begins_s == pytest.approx([0.002, 0.105])
 
 
 def test_stages_that_spent_more_than_the_step_took_did_not_travel_backwards() -> None:
