@@ -1,6 +1,7 @@
 """The coordinator process."""
 
 import asyncio
+import gc
 import logging
 import signal
 import sys
@@ -129,6 +130,8 @@ async def _serve(config: CoordinatorConfig, model: ServedModel) -> None:
         loop.add_signal_handler(number, stopping.set)
     server = CoordinatorServer(config, model)
     await server.start()
+    # What is here now stays: looking through it again and again would hold up steps for tens of milliseconds.
+    gc.freeze()
     print(f"stageline coordinator listening on {server.address}", flush=True)
     log.info(
         "serving model %s (%s), waiting for %d workers", model.name, model.dtype.value, config.num_stages

@@ -9,6 +9,8 @@ SAME_RATE = 0.98
 """Of two rates that differ by less, neither is better."""
 EQUAL_TIME = 1.15
 """A chunk may take so many times the time of a full one at the start of a prompt before it is cut shorter."""
+SPARE = 0.3
+"""How far, as a share, a step of prefill may be off its size to end with a prompt: two halves cost more."""
 SMALLEST_STEP = 64
 """Tokens; smaller steps of prefill would not pay even where measurements say so."""
 
@@ -74,8 +76,8 @@ class Pace:
         """How many steps to spread the work over."""
         return self._decode_steps(load) if load.num_sequences else self._prefill_steps()
 
-    def chunk_tokens(self, load: DecodeLoad, prefill: PrefillLoad, *, start: int) -> int:
-        """The most tokens of the next chunk of a step, at position `start` of its prompt.
+    def chunk_tokens(self, load: DecodeLoad, prefill: PrefillLoad, *, start: int, end: int) -> int:
+        """The most tokens of the next chunk of a step, for positions [start, end) of its prompt.
 
         Beside decodes, the chunks of a step share what decodes may be slowed down by. Without them they share
         the tokens that bring the whole burst through the pipeline soonest, and a chunk takes about as
@@ -91,6 +93,10 @@ class Pace:
             return int(min(most, slowest.chunk_tokens_within(max(0.0, budget_us), start)))
         size = self._soonest(prefill.num_tokens)
         left = max(0, size - prefill.step_tokens)
+        if end - start <= left + SPARE * size:
+            return end - start
+        if prefill.step_tokens >= (1 - SPARE) * size:
+            return 0
         full_us = slowest.chunk_us(size, size * size / 2)
         if slowest.chunk_us(left, left * (start + left / 2)) <= EQUAL_TIME * full_us:
             return left

@@ -322,7 +322,7 @@ class Scheduler:
         Decodes may leave little time for it, but the first chunk of a step reaches the next block boundary.
         """
         prefill = PrefillLoad(self._burst_tokens, draft.work.chunk_tokens, draft.prefill_us)
-        allowed = pace.chunk_tokens(self._decoding.load, prefill, start=start)
+        allowed = pace.chunk_tokens(self._decoding.load, prefill, start=start, end=end)
         if not draft.work.chunk_tokens:
             allowed = max(allowed, kv.block_size - start % kv.block_size)
         return kv.chunk_size(start, end, min(room, allowed))

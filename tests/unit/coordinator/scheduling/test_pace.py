@@ -108,8 +108,8 @@ def test_without_measurements_there_is_a_step_for_each_stage() -> None:
     )
     pace = Pace(limits, StepTimes())
     assert pace.steps_in_flight(load_of(10)) == 3
-    assert pace.chunk_tokens(NOBODY, PrefillLoad(10**9, 0, 0), start=0) == 64
-    assert pace.chunk_tokens(load_of(10), PrefillLoad(10**9, 0, 0), start=512) == 64
+    assert pace.chunk_tokens(NOBODY, PrefillLoad(10**9, 0, 0), start=0, end=10**9) == 64
+    assert pace.chunk_tokens(load_of(10), PrefillLoad(10**9, 0, 0), start=512, end=10**9) == 64
 
 
 def test_prefill_alone_has_one_step_more_than_stages() -> None:
@@ -129,7 +129,7 @@ def test_chunks_get_shorter_as_the_context_grows_so_that_they_take_equal_time() 
     stages = Stages(base_us=0, per_million_pairs_us=100_000)
     pace = pace_of(stages)
     sizes = {
-        start: pace.chunk_tokens(NOBODY, PrefillLoad(10**9, 0, 0), start=start)
+        start: pace.chunk_tokens(NOBODY, PrefillLoad(10**9, 0, 0), start=start, end=10**9)
         for start in (0, 2_000, 8_000, 30_000)
     }
     assert sizes[0] == 512
@@ -141,7 +141,7 @@ def test_chunks_get_shorter_as_the_context_grows_so_that_they_take_equal_time() 
 
 def test_chunks_stay_full_where_the_context_costs_nothing() -> None:
     pace = pace_of(Stages())
-    assert pace.chunk_tokens(NOBODY, PrefillLoad(10**9, 0, 0), start=100_000) == 512
+    assert pace.chunk_tokens(NOBODY, PrefillLoad(10**9, 0, 0), start=100_000, end=10**9) == 512
 
 
 @pytest.mark.parametrize(("num_stages", "num_tokens"), [(2, 2048), (4, 2048), (4, 8192), (8, 20_000)])
@@ -154,11 +154,22 @@ def test_a_burst_of_prompts_goes_in_steps_that_bring_it_through_soonest(
     def makespan_us(size: int) -> float:
         return (-(-num_tokens // size) + num_stages - 1) * stages.chunk_step_us(0, size)
 
-    size = pace.chunk_tokens(NOBODY, PrefillLoad(num_tokens), start=0)
+    size = pace.chunk_tokens(NOBODY, PrefillLoad(num_tokens), start=0, end=10**9)
     best = min(makespan_us(each) for each in range(64, 4097, 8))
     assert makespan_us(size) <= 1.05 * best
-    rest = pace.chunk_tokens(NOBODY, PrefillLoad(num_tokens, step_tokens=size - 30), start=0)
-    assert rest == 30
+    rest = pace.chunk_tokens(NOBODY, PrefillLoad(num_tokens, step_tokens=size // 2), start=0, end=10**9)
+    assert rest == size - size // 2
+
+
+def test_a_step_of_prefill_ends_with_a_prompt_where_it_can() -> None:
+    pace = pace_of(Stages(), max_step_tokens=4096)
+    burst = PrefillLoad(8192)
+    size = pace.chunk_tokens(NOBODY, burst, start=0, end=10**9)
+    assert pace.chunk_tokens(NOBODY, burst, start=0, end=size + size // 4) == size + size // 4
+    assert pace.chunk_tokens(NOBODY, burst, start=0, end=2 * size) == size
+    nearly_full = PrefillLoad(8192, step_tokens=size * 3 // 4)
+    assert pace.chunk_tokens(NOBODY, nearly_full, start=0, end=2 * size) == 0
+    assert pace.chunk_tokens(NOBODY, nearly_full, start=0, end=size // 2) == size // 2
 
 
 @pytest.mark.parametrize("slowdown", [1.2, 1.4, 3.0])
@@ -167,24 +178,26 @@ def test_beside_decodes_a_step_takes_no_longer_than_allowed(slowdown: float) -> 
     pace = pace_of(stages, max_decode_slowdown=slowdown)
     alone_us = stages.step_us(StepWork(decode_cost=decodes_cost(8, 0)))
     for start in (0, 1_000, 5_000):
-        size = pace.chunk_tokens(load_of(16), PrefillLoad(10**9, 0, 0), start=start)
+        size = pace.chunk_tokens(load_of(16), PrefillLoad(10**9, 0, 0), start=start, end=10**9)
         added_us = size * stages.per_token_us + chunk_pairs(start, size) * 0.05
         assert 0.7 * (slowdown - 1) * alone_us <= added_us <= 1.1 * (slowdown - 1) * alone_us
 
 
 def test_chunks_of_one_step_share_what_decodes_may_be_slowed_down_by() -> None:
     pace = pace_of(Stages())
-    alone = pace.chunk_tokens(load_of(16), PrefillLoad(10**9, 0, 0), start=0)
+    alone = pace.chunk_tokens(load_of(16), PrefillLoad(10**9, 0, 0), start=0, end=10**9)
     half = pace.chunk_us(start=0, num_tokens=alone // 2)
-    second = pace.chunk_tokens(load_of(16), PrefillLoad(10**9, 0, half), start=0)
+    second = pace.chunk_tokens(load_of(16), PrefillLoad(10**9, 0, half), start=0, end=10**9)
     assert second == pytest.approx(alone / 2, abs=2)
-    assert pace.chunk_tokens(load_of(16), PrefillLoad(10**9, 0, 2.5 * half), start=0) == 0
+    assert pace.chunk_tokens(load_of(16), PrefillLoad(10**9, 0, 2.5 * half), start=0, end=10**9) == 0
 
 
 def test_few_decodes_leave_the_idle_time_of_the_stages_to_prefill() -> None:
     """One stream through four stages takes four steps' time for a token, of which each stage works one."""
     pace = pace_of(Stages(slowness=(1.0,) * 4))
-    assert pace.chunk_tokens(load_of(1), PrefillLoad(10**9, 0, 0), start=0) == pytest.approx(40, abs=4)
+    assert pace.chunk_tokens(load_of(1), PrefillLoad(10**9, 0, 0), start=0, end=10**9) == pytest.approx(
+        40, abs=4
+    )
     cycle_us = 4 * 10_000 + 500
     assert 4 * pace.chunk_us(start=0, num_tokens=40) <= 0.45 * cycle_us
 
@@ -192,8 +205,8 @@ def test_few_decodes_leave_the_idle_time_of_the_stages_to_prefill() -> None:
 def test_chunks_that_cost_nothing_are_full() -> None:
     """Small ones may take less than a step of decodes has been measured to take."""
     pace = pace_of(Stages(per_token_us=0))
-    assert pace.chunk_tokens(NOBODY, PrefillLoad(10**9, 0, 0), start=700) == 512
-    assert pace.chunk_tokens(load_of(4), PrefillLoad(10**9, 0, 0), start=700) == 512
+    assert pace.chunk_tokens(NOBODY, PrefillLoad(10**9, 0, 0), start=700, end=10**9) == 512
+    assert pace.chunk_tokens(load_of(4), PrefillLoad(10**9, 0, 0), start=700, end=10**9) == 512
 
 
 @pytest.mark.parametrize(
