@@ -23,7 +23,6 @@ from bench.kv_prefix import PrefixResult, measure_prefix_sharing
 from coordinator.scheduling.kv_log import KvLog
 from coordinator.scheduling.order import QueueOrder
 from coordinator.scheduling.sequence import Sequence
-from kvcache import ActiveSequence
 from kvcache.pages import KvPages
 from wire.ids import SequenceKey, new_request_id
 from wire.steps import StepSampling
@@ -93,7 +92,7 @@ def new_sequence(tokens: tuple[int, ...]) -> Sequence:
     )
 
 
-def decoding(num_tokens: int) -> tuple[KvLog, list[tuple[SequenceKey, ActiveSequence]]]:
+def decoding(num_tokens: int) -> tuple[KvLog, list[Sequence]]:
     """A log with 256 sequences of that length, all different."""
     log = KvLog(num_blocks=NUM_SEQUENCES * 80, block_size=BLOCK_SIZE)
     running = []
@@ -101,19 +100,20 @@ def decoding(num_tokens: int) -> tuple[KvLog, list[tuple[SequenceKey, ActiveSequ
         sequence = new_sequence((index, *range(num_tokens - 1)))
         active = log.plan(sequence).active
         log.allocate(sequence.key, active, num_tokens)
-        running.append((sequence.key, active))
+        sequence.begin_prefill(active, num_cached_tokens=0)
+        running.append(sequence)
     log.take_pending()
     log.take_events()
     return log, running
 
 
-def decode_step(log: KvLog, running: list[tuple[SequenceKey, ActiveSequence]]) -> Callable[[], None]:
+def decode_step(log: KvLog, running: list[Sequence]) -> Callable[[], None]:
     """One token for each sequence, and what goes into the frame: the signals and the digest."""
 
     def step() -> None:
         append = log.append
-        for key, active in running:
-            append(key, active, 7)
+        for sequence in running:
+            append(sequence)
         log.take_pending()
         log.take_events()
         assert log.digest
@@ -127,7 +127,7 @@ def measure_decode(rounds: int) -> list[Line]:
         log, running = decoding(BLOCK_SIZE // 2)
         step = decode_step(log, running)
         for _ in range(4 * BLOCK_SIZE):
-            is_crossing = len(running[0][1]) % BLOCK_SIZE == 0
+            is_crossing = len(running[0].kv) % BLOCK_SIZE == 0
             (crossing if is_crossing else inside).time(step)
     return [
         inside.line("256 sequences, one token each, no boundary", 60),

@@ -9,7 +9,7 @@ from wire.tensors import TensorView
 
 @dataclass(frozen=True, slots=True)
 class ReceivedFrame:
-    """A frame, all of which was there at `at_s` on the clock of `time.monotonic`."""
+    """A frame whose last chunk was there at `at_s` on the clock of `time.monotonic`."""
 
     frame: Frame
     at_s: float

@@ -120,12 +120,13 @@ class EpochSession:
         )
         try:
             async for request in requests:
+                arrived_s = time.monotonic()
                 if not request.HasField("chunk"):
                     got = request.WhichOneof("message")
                     raise StepFault(StepFaultKind.UNDECODABLE, f"message {got!r} where a chunk was due")
                 frame = assembler.add(request.chunk)
                 if frame is not None:
-                    await self._take(ReceivedFrame(frame, time.monotonic()))
+                    await self._take(ReceivedFrame(frame, arrived_s))
             assembler.finish()
         except StepFault as fault:
             await self._refuse(fault)

@@ -5,12 +5,18 @@ from dataclasses import dataclass
 
 from coordinator.scheduling.step_times import StepTimes
 
-SAME_RATE = 0.98
-"""Of two rates that differ by less, neither is better."""
+SAME_RATE = 0.95
+"""Of two numbers of steps with rates that differ by less, the larger one is taken: it does not depend on
+transfers that always take the same time.
+"""
 EQUAL_TIME = 1.15
 """A chunk may take so many times the time of a full one at the start of a prompt before it is cut shorter."""
 SPARE = 0.3
 """How far, as a share, a step of prefill may be off its size to end with a prompt: two halves cost more."""
+PEAK = 1.1
+"""What the chunks of one step may add to the time between two tokens, in such times without prefill; more
+only where prefill may slow decodes down by half and more on average.
+"""
 SMALLEST_STEP = 64
 """Tokens; smaller steps of prefill would not pay even where measurements say so."""
 
@@ -20,8 +26,8 @@ class SchedulerLimits:
     """Bounds of a step and of the pipeline.
 
     Between `min_steps_in_flight`, the number of stages, and `max_steps_in_flight`, what memory allows,
-    measurements decide; None leaves them no choice. Prefill may make decodes take up to
-    `max_decode_slowdown` times as long as they would alone.
+    measurements decide; None leaves them no choice. Prefill may make decodes take `max_decode_slowdown` times
+    as long as they would alone, on average.
     """
 
     max_step_tokens: int
@@ -56,13 +62,10 @@ class DecodeLoad:
 
 @dataclass(frozen=True, slots=True)
 class PrefillLoad:
-    """The tokens of the burst of prompts that is being prefilled, and what of the step its chunks have taken
-    already.
-    """
+    """The tokens of the burst of prompts that is being prefilled, and those of them in the step already."""
 
     num_tokens: int
     step_tokens: int = 0
-    step_us: float = 0.0
 
 
 class Pace:
@@ -71,6 +74,7 @@ class Pace:
     def __init__(self, limits: SchedulerLimits, times: StepTimes) -> None:
         self._limits = limits
         self._times = times
+        self._credit_us = math.inf
 
     def steps_in_flight(self, load: DecodeLoad) -> int:
         """How many steps to spread the work over."""
@@ -79,18 +83,22 @@ class Pace:
     def chunk_tokens(self, load: DecodeLoad, prefill: PrefillLoad, *, start: int, end: int) -> int:
         """The most tokens of the next chunk of a step, for positions [start, end) of its prompt.
 
-        Beside decodes, the chunks of a step share what decodes may be slowed down by. Without them they share
-        the tokens that bring the whole burst through the pipeline soonest, and a chunk takes about as
-        long as one of so many tokens at the start of a prompt, so that the chunks of a long prompt follow
-        each other without gaps.
+        Beside decodes, prefill saves up what decodes may be slowed down by, until it suffices for a chunk
+        that is worth it: many small ones would cost more, and make every token late instead of some. Without
+        decodes the chunks of a step share the tokens that bring the whole burst through the pipeline soonest,
+        and a chunk takes about as long as one of so many tokens at the start of a prompt, so that the chunks
+        of a long prompt follow each other without gaps.
         """
         slowest, most = self._times.slowest, self._limits.max_step_tokens
         if load.num_sequences:
             if not slowest.knows_decodes or not slowest.knows_chunks:
                 return most
-            full_us = slowest.chunk_us(most, most * most / 2)
-            budget_us = min(full_us, self._prefill_budget_us(load)) - prefill.step_us
-            return int(min(most, slowest.chunk_tokens_within(max(0.0, budget_us), start)))
+            peak_us = self._peak_us(load)
+            affordable_us = min(self._credit_us, peak_us)
+            wanted_us = min(peak_us, self.chunk_us(start=start, num_tokens=end - start))
+            if affordable_us < SAME_RATE * wanted_us:
+                return 0
+            return int(min(most, max(1.0, slowest.chunk_tokens_within(affordable_us, start))))
         size = self._soonest(prefill.num_tokens)
         left = max(0, size - prefill.step_tokens)
         if end - start <= left + SPARE * size:
@@ -100,7 +108,17 @@ class Pace:
         full_us = slowest.chunk_us(size, size * size / 2)
         if slowest.chunk_us(left, left * (start + left / 2)) <= EQUAL_TIME * full_us:
             return left
-        return int(min(left, slowest.chunk_tokens_within(full_us, start)))
+        return max(1, int(min(left, slowest.chunk_tokens_within(full_us, start))))
+
+    def note_step(self, load: DecodeLoad, *, prefill_us: float) -> None:
+        """A step has been handed out, whose chunks are expected to take so long."""
+        if not load.num_sequences:
+            self._credit_us = math.inf
+            return
+        cycle_us = self._cycle_us(load)
+        steps = min(self._decode_steps(load), load.num_sequences)
+        saved_us = min(self._credit_us, self._peak_us(load)) - prefill_us
+        self._credit_us = saved_us + (self._limits.max_decode_slowdown - 1) * cycle_us / steps
 
     def chunk_us(self, *, start: int, num_tokens: int) -> float:
         """What a chunk adds to the slowest stage's time of a step."""
@@ -152,9 +170,12 @@ class Pace:
         num_steps = max(1, round(num_tokens / best))
         return min(most, max(SMALLEST_STEP, math.ceil(num_tokens / num_steps)))
 
-    def _prefill_budget_us(self, load: DecodeLoad) -> float:
-        """What the chunks of one step may take, when every step has as much."""
+    def _peak_us(self, load: DecodeLoad) -> float:
+        """The most that is saved up for prefill: what may be used must have room beside what was not."""
+        return max(PEAK, 2 * (self._limits.max_decode_slowdown - 1)) * self._cycle_us(load)
+
+    def _cycle_us(self, load: DecodeLoad) -> float:
+        """The time between two tokens of a sequence without prefill."""
         number = self._decode_steps(load)
         size = min(max(1.0, load.num_sequences / number), self._limits.max_step_sequences)
-        cycle_us = self._times.decode_cycle_us(number, load.cost / load.num_sequences * size)
-        return (self._limits.max_decode_slowdown - 1) * cycle_us / number
+        return self._times.decode_cycle_us(number, load.cost / load.num_sequences * size)

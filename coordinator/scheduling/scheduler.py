@@ -172,6 +172,7 @@ class Scheduler:
         self._ends.clear()
         self._next_step_id += 1
         self._in_flight.add(step, draft.work, now_s)
+        pace.note_step(self._decoding.load, prefill_us=draft.prefill_us)
         return step
 
     def complete(self, result: StepResult, now_s: float) -> list[Progress]:
@@ -321,9 +322,9 @@ class Scheduler:
 
         Decodes may leave little time for it, but the first chunk of a step reaches the next block boundary.
         """
-        prefill = PrefillLoad(self._burst_tokens, draft.work.chunk_tokens, draft.prefill_us)
+        prefill = PrefillLoad(self._burst_tokens, draft.work.chunk_tokens)
         allowed = pace.chunk_tokens(self._decoding.load, prefill, start=start, end=end)
-        if not draft.work.chunk_tokens:
+        if allowed and not draft.work.chunk_tokens:
             allowed = max(allowed, kv.block_size - start % kv.block_size)
         return kv.chunk_size(start, end, min(room, allowed))
 

@@ -8,7 +8,7 @@ from coordinator.scheduling.work import StepWork
 from wire.steps import StageTime
 
 HANDLING_US = 500.0
-"""What receiving and sending a step costs a stage beside computing it, so that steps are never free."""
+"""What receiving and sending a step takes a stage, while it computes others: no step is ever free."""
 
 
 class WorkTime:
@@ -83,7 +83,7 @@ class StepTimes:
 
     def decode_cycle_us(self, num_steps: int, cost: float) -> float:
         """How long each of `num_steps` steps, with decodes of this cost each, takes from one to the next."""
-        busy_us = self.slowest.decode_us(cost) + HANDLING_US
+        busy_us = max(self.slowest.decode_us(cost), HANDLING_US)
         return max(num_steps * busy_us, self.decode_way_us(cost))
 
     def decode_way_us(self, cost: float) -> float:
