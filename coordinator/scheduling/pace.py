@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from coordinator.scheduling.step_times import StepTimes
+from coordinator.scheduling.work import chunk_pairs
 
 SAME_RATE = 0.95
 """Of two numbers of steps with rates that differ by less, the larger one is taken: it does not depend on
@@ -13,7 +14,7 @@ EQUAL_TIME = 1.15
 """A chunk may take so many times the time of a full one at the start of a prompt before it is cut shorter."""
 SPARE = 0.3
 """How far, as a share, a step of prefill may be off its size to end with a prompt: two halves cost more."""
-PEAK = 1.1
+PEAK = 1.25
 """What the chunks of one step may add to the time between two tokens, in such times without prefill; more
 only where prefill may slow decodes down by half and more on average.
 """
@@ -106,7 +107,7 @@ class Pace:
         if prefill.step_tokens >= (1 - SPARE) * size:
             return 0
         full_us = slowest.chunk_us(size, size * size / 2)
-        if slowest.chunk_us(left, left * (start + left / 2)) <= EQUAL_TIME * full_us:
+        if slowest.chunk_us(left, chunk_pairs(start, left)) <= EQUAL_TIME * full_us:
             return left
         return max(1, int(min(left, slowest.chunk_tokens_within(full_us, start))))
 
@@ -122,7 +123,7 @@ class Pace:
 
     def chunk_us(self, *, start: int, num_tokens: int) -> float:
         """What a chunk adds to the slowest stage's time of a step."""
-        return self._times.slowest.chunk_us(num_tokens, num_tokens * (start + num_tokens / 2))
+        return self._times.slowest.chunk_us(num_tokens, chunk_pairs(start, num_tokens))
 
     def _decode_steps(self, load: DecodeLoad) -> int:
         """The number that serves most sequences per second.

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from coordinator.scheduling.fits import RecentMedian, TwoTermFit
-from coordinator.scheduling.work import StepWork
+from coordinator.scheduling.work import CONTEXT_ROWS, StepWork
 from wire.steps import StageTime
 
 HANDLING_US = 500.0
@@ -47,13 +47,14 @@ class WorkTime:
         return self._chunks.predict(num_tokens, pairs)
 
     def chunk_tokens_within(self, time_us: float, start: int) -> float:
-        """The longest chunk at position `start` that adds at most `time_us`: the root of
-        pairs * x^2 / 2 + (tokens + pairs * start) * x = time.
+        """The longest chunk at position `start` that adds at most `time_us`, 0 if none does: the root of
+        pairs * x^2 / 2 + (tokens + pairs * start) * x = time - pairs * CONTEXT_ROWS * start.
         """
         per_token, per_pair = self._chunks.first, self._chunks.second
         linear, quadratic = per_token + per_pair * start, per_pair / 2
         if linear <= 0:
             return math.inf
+        time_us = max(0.0, time_us - per_pair * CONTEXT_ROWS * start)
         return 2 * time_us / (linear + math.sqrt(linear * linear + 4 * quadratic * time_us))
 
 

@@ -14,9 +14,13 @@ def decodes_cost(num_sequences: int, context: int) -> int:
     return num_sequences * CONTEXT_PER_SEQUENCE + context
 
 
-def chunk_pairs(start: int, num_tokens: int) -> int:
-    """Query-key pairs of a prefill chunk whose first token is at position `start`."""
-    return num_tokens * start + num_tokens * (num_tokens + 1) // 2
+CONTEXT_ROWS = 32
+"""To get at the keys and values of a context takes as long as attending to them with so many tokens."""
+
+
+def chunk_pairs(start: int, num_tokens: float) -> float:
+    """What attention costs a prefill chunk whose first token is at position `start`, in query-key pairs."""
+    return (num_tokens + CONTEXT_ROWS) * start + num_tokens * (num_tokens + 1) / 2
 
 
 @dataclass(slots=True)
@@ -25,7 +29,7 @@ class StepWork:
 
     decode_cost: int = 0
     chunk_tokens: int = 0
-    chunk_pairs: int = 0
+    chunk_pairs: float = 0
 
     def add_chunk(self, start: int, num_tokens: int) -> None:
         self.chunk_tokens += num_tokens

@@ -165,7 +165,7 @@ StepsInFlight: TypeAlias = Annotated[
 ]
 MaxDecodeSlowdown: TypeAlias = Annotated[
     float,
-    typer.Option(metavar="X", help="How many times as long prefill may make decodes take."),
+    typer.Option(metavar="X", help="How many times as long prefill may make decodes take, on average."),
 ]
 Memory: TypeAlias = Annotated[
     int | None,

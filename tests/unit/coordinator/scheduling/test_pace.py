@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.scheduling.pace import DecodeLoad, Pace, PrefillLoad, SchedulerLimits
+from coordinator.scheduling.pace import PEAK, DecodeLoad, Pace, PrefillLoad, SchedulerLimits
 from coordinator.scheduling.step_times import StepTimes
 from coordinator.scheduling.work import StepWork, chunk_pairs, decodes_cost
 from wire.steps import StageTime
@@ -126,7 +126,7 @@ def test_a_fixed_number_of_steps_is_kept() -> None:
 
 
 def test_chunks_get_shorter_as_the_context_grows_so_that_they_take_equal_time() -> None:
-    stages = Stages(base_us=0, per_million_pairs_us=100_000)
+    stages = Stages(base_us=0, per_million_pairs_us=20_000)
     pace = pace_of(stages)
     sizes = {
         start: pace.chunk_tokens(NOBODY, PrefillLoad(10**9, 0), start=start, end=10**9)
@@ -184,17 +184,15 @@ def test_prefill_slows_decodes_down_as_much_as_allowed_and_no_token_much_more(
     start, added = 0, list[float]()
     for _ in range(400):
         size = pace.chunk_tokens(load, PrefillLoad(10**9), start=start, end=10**9)
-        prefill_us = pace.chunk_us(start=start, num_tokens=size)
-        assert prefill_us == pytest.approx(
-            size * stages.per_token_us + chunk_pairs(start, size) * stages.per_million_pairs_us / 1e6,
-            rel=0.02,
-        )
+        prefill_us = pace.chunk_us(start=start, num_tokens=size) if size else 0.0
+        pairs_us = chunk_pairs(start, size) * stages.per_million_pairs_us / 1e6
+        assert not size or prefill_us == pytest.approx(size * stages.per_token_us + pairs_us, rel=0.02)
         pace.note_step(load, prefill_us=prefill_us)
         start += size
         added.append(prefill_us)
     average = 1 + steps_per_cycle * sum(added[20:]) / len(added[20:]) / cycle_us
-    assert average == pytest.approx(slowdown, rel=0.05)
-    assert max(added) <= 1.05 * max(1.1, 2 * (slowdown - 1)) * cycle_us
+    assert average == pytest.approx(slowdown, rel=0.1)
+    assert max(added) <= 1.05 * max(PEAK, 2 * (slowdown - 1)) * cycle_us
     # Chunks are large and few, so that most tokens are not late at all.
     if slowdown <= 1.4:
         assert sum(each > 0 for each in added) * steps_per_cycle <= 0.5 * len(added)
@@ -202,12 +200,12 @@ def test_prefill_slows_decodes_down_as_much_as_allowed_and_no_token_much_more(
 
 def test_what_is_left_of_a_prompt_does_not_wait_for_more_than_it_costs() -> None:
     pace, load = pace_of(Stages()), load_of(16)
-    pace.note_step(load, prefill_us=30_000)
+    pace.note_step(load, prefill_us=32_000)
     waited = 0
     while not pace.chunk_tokens(load, PrefillLoad(20), start=492, end=512):
         pace.note_step(load, prefill_us=0)
         waited += 1
-    # It had 22,550 us, spent 30,000, and saves 4,100 us a step, of which 20 tokens take 2,000.
+    # It had 25,625 us, spent 32,000, and saves 4,100 us a step, of which 20 tokens take 2,000.
     assert waited == 2
 
 
