@@ -11,12 +11,13 @@ from stage_worker.outputs import HandedOn, TimedOutput
 from stageline_rpc.v1 import stage_pb2, stage_pb2_grpc
 from wire.channels import client_channel
 from wire.errors import StaleStream, StepFault, StepFaultKind
+from wire.forward_call import open_forward
 from wire.frames import encode_frame
 from wire.step_codec import encode_result
 
 DIAL_TIMEOUT_S = 10.0
 
-Request = stage_pb2.ForwardRequest | stage_pb2.DeliverRequest
+Request = bytes | stage_pb2.DeliverRequest
 Call = grpc.aio.StreamStreamCall[Any, Any]
 
 
@@ -104,8 +105,8 @@ def hop_to_stage(stage: int, address: str, hello: stage_pb2.HopHello) -> Hop:
     return Hop(
         f"stage {stage}",
         address,
-        stage_pb2.ForwardRequest(hello=hello),
-        lambda channel: stage_pb2_grpc.StageStub(channel).Forward(wait_for_ready=True),
+        stage_pb2.ForwardRequest(hello=hello).SerializeToString(),
+        open_forward,
     )
 
 

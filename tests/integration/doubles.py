@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 
 from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc, stage_pb2, stage_pb2_grpc
+from tests.frame_messages import add_chunk
 from wire.channels import bind, client_channel, new_server
 from wire.frames import Frame, FrameAssembler
 from wire.ids import Incarnation, new_incarnation
@@ -184,7 +185,7 @@ class NextStageDouble(stage_pb2_grpc.StageServicer):
         assembler = FrameAssembler(max_payload_bytes=self._max_payload_bytes)
         try:
             async for request in request_iterator:
-                frame = assembler.add(request.chunk)
+                frame = add_chunk(assembler, request.chunk)
                 if frame is not None:
                     self.frames.put_nowait(frame)
                     if self.breaks_with is not None:

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 
 from stageline_rpc.v1 import stage_pb2
+from tests.frame_messages import add_chunk
 from wire.channels import bind, client_channel, new_server
 from wire.frames import Frame, FrameAssembler
 from wire.steps import Step
@@ -196,7 +197,7 @@ class HopProxy(StreamProxy):
 
 def _assembled(messages: list[stage_pb2.ForwardRequest]) -> Frame:
     assembler = FrameAssembler(max_payload_bytes=1 << 30)
-    frames = [assembler.add(message.chunk) for message in messages]
+    frames = [add_chunk(assembler, message.chunk) for message in messages]
     assert frames[-1] is not None
     return frames[-1]
 
