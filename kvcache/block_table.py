@@ -1,6 +1,7 @@
 """The stage's side: which pages each sequence lies on, kept by the same signals that move the pool."""
 
 from collections.abc import Hashable
+from typing import NamedTuple
 
 from kvcache.blocks import Block, Deref, Destroy, Event, FullBlock, PartialBlock, Promote, Signal, Use
 from kvcache.errors import BlockNotHeld, BlockShared, IntegrityBroken, SequenceHoldsBlocks, UnknownSequence
@@ -43,6 +44,17 @@ class _Table:
 
     def is_hit(self, block_index: int) -> bool:
         return block_index < self.num_leading_hits or block_index in self.later_hits
+
+
+class Placed(NamedTuple):
+    """What a table holds: see `BlockTables.pages`, `first_block` and `valid_until`."""
+
+    pages: list[int]
+    first_block: int
+    valid_until: int
+
+
+NOTHING_PLACED = Placed([], 0, 0)
 
 
 class BlockTables:
@@ -88,6 +100,13 @@ class BlockTables:
             return self._promote(key, table, signal)
         return self._release(key, table, signal)
 
+    def placed(self, key: Hashable) -> Placed:
+        """Pages (a copy), first block and valid tokens in one; nothing for a sequence without a table."""
+        table = self._tables.get(key)
+        if table is None:
+            return NOTHING_PLACED
+        return Placed(table.pages.copy(), table.first_block, table.num_leading_hits * self.block_size)
+
     def pages(self, key: Hashable) -> list[int]:
         """A copy of the sequence's pages, in order from block `first_block(key)` on, or UnknownSequence."""
         return self._table(key).pages.copy()
@@ -114,12 +133,12 @@ class BlockTables:
             raise BlockNotHeld(
                 f"tokens {start}..{end - 1} of sequence {key!r}, which holds {held_from}..{held_to - 1}"
             )
-        runs: list[tuple[int, int]] = []
         position = max(start, table.num_leading_hits * self.block_size)
+        if not table.later_hits:
+            return [(position, end)] if position < end else []
+        runs: list[tuple[int, int]] = []
         while position < end:
-            block_end = (
-                min(end, (position // self.block_size + 1) * self.block_size) if table.later_hits else end
-            )
+            block_end = min(end, (position // self.block_size + 1) * self.block_size)
             if table.is_hit(position // self.block_size):
                 pass
             elif runs and runs[-1][1] == position:

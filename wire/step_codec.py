@@ -145,11 +145,15 @@ def _decode_key(message: stage_pb2.SequenceKey) -> SequenceKey:
 
 
 def _add_slice(message: stage_pb2.Step, part: Slice) -> None:
+    key, step = part.sequence, part.inference_step
     encoded = message.slices.add()
-    _set_key(encoded.sequence, part.sequence)
-    encoded.generation = part.generation
+    sequence = encoded.sequence
+    sequence.request_id = key.request_id
+    if key.choice:
+        sequence.choice = key.choice
+    if part.generation:
+        encoded.generation = part.generation
     encoded.tokens.extend(part.tokens)
-    step = part.inference_step
     if isinstance(step, Prefill):
         encoded.prefill.start = step.start
         encoded.prefill.num_tokens = step.num_tokens
@@ -160,33 +164,35 @@ def _add_slice(message: stage_pb2.Step, part: Slice) -> None:
 
 
 def _decode_slice(message: stage_pb2.Slice) -> Slice:
-    key = _decode_key(message.sequence)
-    step = _decode_inference_step(message)
-    part = Slice(key, message.generation, tuple(message.tokens), step)
-    expected = step.num_tokens if isinstance(step, Prefill) else 1
-    if len(part.tokens) != expected or expected == 0:
-        raise StepFault(
-            StepFaultKind.SLICE_SET,
-            f"slice of {key} has {len(part.tokens)} tokens, its inference step says {expected}",
-        )
-    if isinstance(step, Prefill) and step.start + step.num_tokens > step.num_prefill_tokens:
+    key, tokens = _decode_key(message.sequence), tuple(message.tokens)
+    if not message.HasField("decode"):
+        return Slice(key, message.generation, tokens, _decode_prefill(message, key, len(tokens)))
+    if len(tokens) != 1:
+        raise _wrong_count(key, len(tokens), 1)
+    return Slice(key, message.generation, tokens, Decode(message.decode.position))
+
+
+def _decode_prefill(message: stage_pb2.Slice, key: SequenceKey, num_tokens: int) -> Prefill:
+    if not message.HasField("prefill"):
+        raise StepFault(StepFaultKind.SLICE_SET, "a slice without an inference step")
+    prefill = message.prefill
+    step = Prefill(prefill.start, prefill.num_tokens, prefill.num_prefill_tokens, prefill.is_scored)
+    if num_tokens != step.num_tokens or num_tokens == 0:
+        raise _wrong_count(key, num_tokens, step.num_tokens)
+    if step.start + step.num_tokens > step.num_prefill_tokens:
         raise StepFault(
             StepFaultKind.SLICE_SET,
             f"chunk [{step.start}, {step.start + step.num_tokens}) of {key} passes the end of its "
             f"{step.num_prefill_tokens} prefill tokens",
         )
-    return part
+    return step
 
 
-def _decode_inference_step(message: stage_pb2.Slice) -> Prefill | Decode:
-    match message.WhichOneof("inference_step"):
-        case "decode":
-            return Decode(message.decode.position)
-        case "prefill":
-            prefill = message.prefill
-            return Prefill(prefill.start, prefill.num_tokens, prefill.num_prefill_tokens, prefill.is_scored)
-        case _:
-            raise StepFault(StepFaultKind.SLICE_SET, "a slice without an inference step")
+def _wrong_count(key: SequenceKey, num_tokens: int, expected: int) -> StepFault:
+    return StepFault(
+        StepFaultKind.SLICE_SET,
+        f"slice of {key} has {num_tokens} tokens, its inference step says {expected}",
+    )
 
 
 def _add_start(message: stage_pb2.Step, start: StartRecord) -> None:
