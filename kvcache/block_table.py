@@ -47,14 +47,14 @@ class _Table:
 
 
 class Placed(NamedTuple):
-    """What a table holds: see `BlockTables.pages`, `first_block` and `valid_until`."""
+    """Where a slice lies: see `BlockTables.pages`, `first_block`, `valid_until` and `writable_runs`; the last
+    is None where the table does not hold all of the slice.
+    """
 
     pages: list[int]
     first_block: int
     valid_until: int
-
-
-NOTHING_PLACED = Placed([], 0, 0)
+    writable_runs: list[tuple[int, int]] | None
 
 
 class BlockTables:
@@ -100,12 +100,15 @@ class BlockTables:
             return self._promote(key, table, signal)
         return self._release(key, table, signal)
 
-    def placed(self, key: Hashable) -> Placed:
-        """Pages (a copy), first block and valid tokens in one; nothing for a sequence without a table."""
+    def placed(self, key: Hashable, start: int, end: int) -> Placed:
+        """All that is known of tokens start..end-1; a sequence without a table holds nothing."""
         table = self._tables.get(key)
         if table is None:
-            return NOTHING_PLACED
-        return Placed(table.pages.copy(), table.first_block, table.num_leading_hits * self.block_size)
+            return Placed([], 0, 0, None)
+        size = self.block_size
+        is_held = table.first_block * size <= start <= end <= (table.first_block + len(table.blocks)) * size
+        runs = self._writable_runs(table, start, end) if is_held else None
+        return Placed(table.pages.copy(), table.first_block, table.num_leading_hits * size, runs)
 
     def pages(self, key: Hashable) -> list[int]:
         """A copy of the sequence's pages, in order from block `first_block(key)` on, or UnknownSequence."""
@@ -133,6 +136,9 @@ class BlockTables:
             raise BlockNotHeld(
                 f"tokens {start}..{end - 1} of sequence {key!r}, which holds {held_from}..{held_to - 1}"
             )
+        return self._writable_runs(table, start, end)
+
+    def _writable_runs(self, table: _Table, start: int, end: int) -> list[tuple[int, int]]:
         position = max(start, table.num_leading_hits * self.block_size)
         if not table.later_hits:
             return [(position, end)] if position < end else []

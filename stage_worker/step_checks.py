@@ -105,11 +105,11 @@ def _slice_layout(
     key, first_position, num_tokens = part.sequence, part.first_position, len(part.tokens)
     end_position = first_position + num_tokens
     _check_tokens(part, end_position, rules)
-    placed = tables.placed(key)
+    placed = tables.placed(key, first_position, end_position)
     sequences.get(key).check(part, valid_until=placed.valid_until)
-    held_begin = placed.first_block * rules.block_size
-    held_end = held_begin + len(placed.pages) * rules.block_size
-    if first_position < held_begin or end_position > held_end:
+    if placed.writable_runs is None:
+        held_begin = placed.first_block * rules.block_size
+        held_end = held_begin + len(placed.pages) * rules.block_size
         raise StepFault(
             StepFaultKind.POSITION,
             f"slice of {key} at positions [{first_position}, {end_position}), its blocks hold "
@@ -121,7 +121,7 @@ def _slice_layout(
         pages=placed.pages,
         first_block=placed.first_block,
         num_valid=placed.valid_until,
-        writable_runs=tables.writable_runs(key, first_position, end_position),
+        writable_runs=placed.writable_runs,
     )
 
 

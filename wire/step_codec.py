@@ -3,6 +3,7 @@
 from google.protobuf.message import DecodeError
 
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
+from wire.column_codec import decode_decodes, decode_tokens, encode_decodes, encode_tokens
 from wire.errors import StepFault, StepFaultKind
 from wire.ids import RequestId, SequenceKey
 from wire.sampling_codec import decode_logprobs, decode_sampling, encode_logprobs, encode_sampling
@@ -26,7 +27,8 @@ from wire.steps import (
 def encode_step(step: Step) -> bytes:
     """The serialised form that travels unchanged through all stages."""
     message = stage_pb2.Step(epoch=step.epoch, step_id=step.step_id, digest=step.digest)
-    for part in step.slices:
+    num_decodes = encode_decodes(step.slices, message.decodes)
+    for part in step.slices[num_decodes:]:
         _add_slice(message, part)
     for start in step.starts:
         _add_start(message, start)
@@ -53,16 +55,26 @@ def decode_step(data: bytes) -> Step:
         return _decode_step(message)
     except StepFault as fault:
         fault.step_id = message.step_id
-        ids = (RequestId(part.sequence.request_id) for part in message.slices)
-        fault.request_ids = tuple(dict.fromkeys(each for each in ids if len(each) == 16))
+        fault.request_ids = _request_ids(message)
         raise
+
+
+def _request_ids(message: stage_pb2.Step) -> tuple[RequestId, ...]:
+    """Those of a step that is not what it should be, as far as they can be ids at all."""
+    column = message.decodes.request_ids
+    ids = [column[begin : begin + 16] for begin in range(0, len(column), 16)]
+    ids += [part.sequence.request_id for part in message.slices]
+    return tuple(dict.fromkeys(RequestId(each) for each in ids if len(each) == 16))
 
 
 def _decode_step(message: stage_pb2.Step) -> Step:
     return Step(
         epoch=message.epoch,
         step_id=message.step_id,
-        slices=tuple([_decode_slice(part) for part in message.slices]),
+        slices=(
+            *(decode_decodes(message.decodes) if message.HasField("decodes") else ()),
+            *[_decode_slice(part) for part in message.slices],
+        ),
         starts=tuple(_decode_start(start) for start in message.starts),
         ends=tuple(EndRecord(_decode_key(end.sequence), end.generation) for end in message.ends),
         signals=tuple(
@@ -78,7 +90,8 @@ def encode_result(result: StepResult) -> stage_pb2.StepResult:
     message = stage_pb2.StepResult(
         epoch=result.epoch, step_id=result.step_id, stage_times=encode_stage_times(result.stage_times)
     )
-    for entry in result.results:
+    num_tokens = encode_tokens(result.results, message.tokens)
+    for entry in result.results[num_tokens:]:
         encoded = message.results.add()
         _set_key(encoded.sequence, entry.sequence)
         encoded.generation = entry.generation
@@ -97,13 +110,16 @@ def encode_result(result: StepResult) -> stage_pb2.StepResult:
 
 
 def decode_result(message: stage_pb2.StepResult) -> StepResult:
-    """Raises StepFault UNDECODABLE for a slice result without token, error and prompt log-probabilities, and
-    for times that are those of no number of stages.
+    """Raises StepFault UNDECODABLE for a slice result without token, error and prompt log-probabilities, for
+    columns of different lengths, and for times that are those of no number of stages.
     """
     return StepResult(
         message.epoch,
         message.step_id,
-        tuple([_decode_slice_result(entry) for entry in message.results]),
+        (
+            *(decode_tokens(message.tokens) if message.HasField("tokens") else ()),
+            *[_decode_slice_result(entry) for entry in message.results],
+        ),
         decode_stage_times(message.stage_times),
     )
 
