@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -14,6 +13,7 @@ from wire.errors import StaleStream, StepFault, StepFaultKind
 from wire.forward_call import open_forward
 from wire.frames import encode_frame
 from wire.step_codec import encode_result
+from wire.steps import StepResult
 
 DIAL_TIMEOUT_S = 10.0
 
@@ -124,5 +124,5 @@ def _encode(timed: TimedOutput) -> Iterable[Request]:
     output = timed.output
     if isinstance(output, HandedOn):
         return encode_frame(output.step_bytes, output.step_id, output.hidden, timed.stage_times)
-    result = replace(output, stage_times=timed.stage_times)
+    result = StepResult(output.epoch, output.step_id, output.results, timed.stage_times)
     return (stage_pb2.DeliverRequest(result=encode_result(result)),)

@@ -24,10 +24,10 @@ CHUNK_BYTES = 1024 * 1024
 _LENGTHS = struct.Struct("<QQQ")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Frame:
     """A step with its serialised form, the hidden states that came with it, and what the stages before have
-    spent on it.
+    spent on it. Not modified once it is made, like everything in `wire.steps`.
     """
 
     step: Step

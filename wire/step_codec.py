@@ -68,21 +68,22 @@ def _request_ids(message: stage_pb2.Step) -> tuple[RequestId, ...]:
 
 
 def _decode_step(message: stage_pb2.Step) -> Step:
+    slices = [_decode_slice(part) for part in message.slices]
+    if message.HasField("decodes"):
+        slices = decode_decodes(message.decodes) + slices
+    has_trace = message.HasField("trace")
     return Step(
         epoch=message.epoch,
         step_id=message.step_id,
-        slices=(
-            *(decode_decodes(message.decodes) if message.HasField("decodes") else ()),
-            *[_decode_slice(part) for part in message.slices],
-        ),
-        starts=tuple(_decode_start(start) for start in message.starts),
-        ends=tuple(EndRecord(_decode_key(end.sequence), end.generation) for end in message.ends),
+        slices=tuple(slices),
+        starts=tuple([_decode_start(start) for start in message.starts]),
+        ends=tuple([EndRecord(_decode_key(end.sequence), end.generation) for end in message.ends]),
         signals=tuple(
-            SequenceSignal(_decode_key(entry.sequence), decode_signal(entry)) for entry in message.signals
+            [SequenceSignal(_decode_key(entry.sequence), decode_signal(entry)) for entry in message.signals]
         ),
         digest=message.digest,
-        traceparent=message.trace.traceparent,
-        tracestate=message.trace.tracestate,
+        traceparent=message.trace.traceparent if has_trace else "",
+        tracestate=message.trace.tracestate if has_trace else "",
     )
 
 
@@ -113,15 +114,10 @@ def decode_result(message: stage_pb2.StepResult) -> StepResult:
     """Raises StepFault UNDECODABLE for a slice result without token, error and prompt log-probabilities, for
     columns of different lengths, and for times that are those of no number of stages.
     """
-    return StepResult(
-        message.epoch,
-        message.step_id,
-        (
-            *(decode_tokens(message.tokens) if message.HasField("tokens") else ()),
-            *[_decode_slice_result(entry) for entry in message.results],
-        ),
-        decode_stage_times(message.stage_times),
-    )
+    results = [_decode_slice_result(entry) for entry in message.results]
+    if message.HasField("tokens"):
+        results = decode_tokens(message.tokens) + results
+    return StepResult(message.epoch, message.step_id, tuple(results), decode_stage_times(message.stage_times))
 
 
 def encode_fault(report: FaultReport) -> cluster_pb2.StepFault:

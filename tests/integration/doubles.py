@@ -142,7 +142,9 @@ async def _collect_answers(requests: AsyncIterator[cluster_pb2.WorkerMessage], l
 
 
 class NextStageDouble(stage_pb2_grpc.StageServicer):
-    """Accepts every stream, unless `refusal` is set, and keeps its frames."""
+    """Accepts every stream, unless `refusal` is set, and keeps its frames. Reads none while `may_read` is not
+    set.
+    """
 
     def __init__(self, *, max_payload_bytes: int = 1 << 24) -> None:
         self.incarnation: Incarnation = new_incarnation()
@@ -152,6 +154,8 @@ class NextStageDouble(stage_pb2_grpc.StageServicer):
         self.stream_ended = asyncio.Event()
         self.num_ignored = 0
         self.breaks_with: grpc.StatusCode | None = None
+        self.may_read = asyncio.Event()
+        self.may_read.set()
         self._max_payload_bytes = max_payload_bytes
         self._server = new_server()
         self.address = ""
@@ -182,6 +186,7 @@ class NextStageDouble(stage_pb2_grpc.StageServicer):
             await context.abort(*self.refusal)
         await self._ignore()
         yield stage_pb2.ForwardResponse(accepted=stage_pb2.HopAccepted())
+        await self.may_read.wait()
         assembler = FrameAssembler(max_payload_bytes=self._max_payload_bytes)
         try:
             async for request in request_iterator:
