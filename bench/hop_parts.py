@@ -40,6 +40,8 @@ T = TypeVar("T")
 NUM_STAGES = 3
 NUM_BLOCKS, BLOCK_SIZE, MAX_TOKENS, VOCAB_SIZE = 1 << 15, 16, 1 << 14, 32000
 PROMPT_TOKENS = 128
+STEP_S = 0.02
+EOS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +156,7 @@ def _executor(stage: int, hidden_size: int) -> StepExecutor:
         max_step_tokens=512,
         max_step_sequences=256,
         max_sequence_tokens=MAX_TOKENS,
-        model_shape=ModelShape(hidden_size=hidden_size, vocab_size=VOCAB_SIZE),
+        model_shape=ModelShape(hidden_size=hidden_size, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,)),
     )
     return StepExecutor(assignment, MockCompute(assignment))
 
@@ -166,7 +168,7 @@ def _sequence(index: int, prompt_tokens: int) -> Sequence:
         prompt,
         max_tokens=1 if prompt_tokens > 512 else MAX_TOKENS - prompt_tokens,
         sampling=StepSampling(),
-        stop_token_ids=frozenset((2,)),
+        stop_token_ids=frozenset((EOS,)),
         order=QueueOrder(float(index), 0),
     )
 
@@ -176,12 +178,14 @@ def measure(case: Case, num_steps: int) -> dict[str, float]:
     scheduler, ring, parts, now_s = Scheduler(), Ring(case.hidden_size), Parts(), 0.0
     limits = SchedulerLimits(max_step_tokens=512, max_step_sequences=256, max_steps_in_flight=1)
     scheduler.begin_epoch(1, KvLog(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE), limits)
-    for index in range(case.num_slices if not case.chunk else num_steps // 8 + 1):
-        prompt_tokens = 8 * case.chunk if case.chunk else PROMPT_TOKENS + index % BLOCK_SIZE
-        scheduler.add(_sequence(index, prompt_tokens))
-    counted = 0
-    while counted < num_steps and (step := scheduler.next_step(now_s)) is not None:
-        now_s += 0.02
+    counted = num_added = 0
+    while counted < num_steps:
+        while (step := scheduler.next_step(now_s)) is None:
+            for _ in range(case.num_slices):
+                prompt_tokens = 8 * case.chunk if case.chunk else PROMPT_TOKENS + num_added % BLOCK_SIZE
+                scheduler.add(_sequence(num_added, prompt_tokens))
+                num_added += 1
+        now_s += STEP_S
         lap = Parts()
         scheduler.complete(ring.lap(step, lap), now_s)
         if case.fits(step):

@@ -228,6 +228,11 @@ class PredecessorDouble:
             for message in messages:
                 await self._call.write(message)
 
+    async def connected(self) -> None:
+        """Returns when the call is open; before that nothing can be written past the serialiser."""
+        async with asyncio.timeout(DEADLINE_S):
+            await self._call.wait_for_connection()
+
     async def send_raw(self, message: bytes) -> None:
         """Writes bytes as they are, past the serialiser."""
         await self._call._cython_call.send_serialized_message(message)
