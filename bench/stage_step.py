@@ -22,8 +22,9 @@ from checkpoint import Checkpoint
 from kvcache import ActiveSequence, BlockPool
 from stage_worker.assignment import Assignment
 from stage_worker.loading import WorkerResources, load_stage
+from tests.frame_messages import encode_frame
 from tests.integration.stage_bench import StageBench, new_assignment, stage_bench
-from wire.frames import Frame, encode_frame
+from wire.frames import Frame
 from wire.ids import SequenceKey, new_request_id
 from wire.step_codec import encode_step
 from wire.steps import Decode, Prefill, SequenceSignal, Slice, StartRecord, Step, StepSampling

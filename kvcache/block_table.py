@@ -1,6 +1,7 @@
 """The stage's side: which pages each sequence lies on, kept by the same signals that move the pool."""
 
 from collections.abc import Hashable
+from typing import NamedTuple
 
 from kvcache.blocks import Block, Deref, Destroy, Event, FullBlock, PartialBlock, Promote, Signal, Use
 from kvcache.errors import BlockNotHeld, BlockShared, IntegrityBroken, SequenceHoldsBlocks, UnknownSequence
@@ -43,6 +44,17 @@ class _Table:
 
     def is_hit(self, block_index: int) -> bool:
         return block_index < self.num_leading_hits or block_index in self.later_hits
+
+
+class Placed(NamedTuple):
+    """Where a slice lies: see `BlockTables.pages`, `first_block`, `valid_until` and `writable_runs`; the last
+    is None where the table does not hold all of the slice.
+    """
+
+    pages: list[int]
+    first_block: int
+    valid_until: int
+    writable_runs: list[tuple[int, int]] | None
 
 
 class BlockTables:
@@ -88,6 +100,16 @@ class BlockTables:
             return self._promote(key, table, signal)
         return self._release(key, table, signal)
 
+    def placed(self, key: Hashable, start: int, end: int) -> Placed:
+        """All that is known of tokens start..end-1; a sequence without a table holds nothing."""
+        table = self._tables.get(key)
+        if table is None:
+            return Placed([], 0, 0, None)
+        size = self.block_size
+        is_held = table.first_block * size <= start <= end <= (table.first_block + len(table.blocks)) * size
+        runs = self._writable_runs(table, start, end) if is_held else None
+        return Placed(table.pages.copy(), table.first_block, table.num_leading_hits * size, runs)
+
     def pages(self, key: Hashable) -> list[int]:
         """A copy of the sequence's pages, in order from block `first_block(key)` on, or UnknownSequence."""
         return self._table(key).pages.copy()
@@ -114,12 +136,15 @@ class BlockTables:
             raise BlockNotHeld(
                 f"tokens {start}..{end - 1} of sequence {key!r}, which holds {held_from}..{held_to - 1}"
             )
-        runs: list[tuple[int, int]] = []
+        return self._writable_runs(table, start, end)
+
+    def _writable_runs(self, table: _Table, start: int, end: int) -> list[tuple[int, int]]:
         position = max(start, table.num_leading_hits * self.block_size)
+        if not table.later_hits:
+            return [(position, end)] if position < end else []
+        runs: list[tuple[int, int]] = []
         while position < end:
-            block_end = (
-                min(end, (position // self.block_size + 1) * self.block_size) if table.later_hits else end
-            )
+            block_end = min(end, (position // self.block_size + 1) * self.block_size)
             if table.is_hit(position // self.block_size):
                 pass
             elif runs and runs[-1][1] == position:

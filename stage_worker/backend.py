@@ -10,7 +10,7 @@ from stage_worker.outputs import ReceivedFrame, StageOutput
 from stage_worker.stage_load import LoadedStage, LoadProgress
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RanStep:
     """A step's output, and from when to when it was computed, on the clock of `time.monotonic`."""
 

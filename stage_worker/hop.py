@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -11,12 +10,14 @@ from stage_worker.outputs import HandedOn, TimedOutput
 from stageline_rpc.v1 import stage_pb2, stage_pb2_grpc
 from wire.channels import client_channel
 from wire.errors import StaleStream, StepFault, StepFaultKind
+from wire.forward_call import open_forward
 from wire.frames import encode_frame
 from wire.step_codec import encode_result
+from wire.steps import StepResult
 
 DIAL_TIMEOUT_S = 10.0
 
-Request = stage_pb2.ForwardRequest | stage_pb2.DeliverRequest
+Request = bytes | stage_pb2.DeliverRequest
 Call = grpc.aio.StreamStreamCall[Any, Any]
 
 
@@ -104,8 +105,8 @@ def hop_to_stage(stage: int, address: str, hello: stage_pb2.HopHello) -> Hop:
     return Hop(
         f"stage {stage}",
         address,
-        stage_pb2.ForwardRequest(hello=hello),
-        lambda channel: stage_pb2_grpc.StageStub(channel).Forward(wait_for_ready=True),
+        stage_pb2.ForwardRequest(hello=hello).SerializeToString(),
+        open_forward,
     )
 
 
@@ -123,5 +124,5 @@ def _encode(timed: TimedOutput) -> Iterable[Request]:
     output = timed.output
     if isinstance(output, HandedOn):
         return encode_frame(output.step_bytes, output.step_id, output.hidden, timed.stage_times)
-    result = replace(output, stage_times=timed.stage_times)
+    result = StepResult(output.epoch, output.step_id, output.results, timed.stage_times)
     return (stage_pb2.DeliverRequest(result=encode_result(result)),)

@@ -1,4 +1,4 @@
-"""What goes into a stage and what comes out of it."""
+"""What goes into a stage and what comes out of it. Made for every step, and not modified after that."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from wire.steps import StageTime, StepResult
 from wire.tensors import TensorView
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ReceivedFrame:
     """A frame whose last chunk was there at `at_s` on the clock of `time.monotonic`."""
 
@@ -15,7 +15,7 @@ class ReceivedFrame:
     at_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class HandedOn:
     """The same step, byte for byte, with the hidden states that this stage has computed for it."""
 
@@ -28,7 +28,7 @@ StageOutput = HandedOn | StepResult
 """What a stage makes of one frame."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TimedOutput:
     """An output with what each stage so far has spent on its step; nothing where that is not known."""
 

@@ -34,7 +34,7 @@ class SequenceState:
                 StepFaultKind.SLICE_SET,
                 f"slice of {self.key} generation {part.generation}, generation {self.generation} is live",
             )
-        self._check_position(part, valid_until)
+        self._check_position(part.first_position, valid_until)
         self._check_phase(part)
 
     def advance(self, part: Slice) -> None:
@@ -43,8 +43,7 @@ class SequenceState:
         if self.num_computed >= self.num_prefill_tokens:
             self.prefill_tokens = ()
 
-    def _check_position(self, part: Slice, valid_until: int) -> None:
-        position = part.first_position
+    def _check_position(self, position: int, valid_until: int) -> None:
         if self.num_computed is None:
             if position > valid_until:
                 raise StepFault(

@@ -5,36 +5,42 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from stage_worker.stage_host import StageHost
-from stageline_rpc.v1 import stage_pb2, stage_pb2_grpc
+from stageline_rpc.v1 import stage_pb2
 from wire.errors import HandshakeMismatch, StaleStream
+from wire.forward_call import Messages, forward_handler
 
 HELLO_TIMEOUT_S = 10.0
 
-Requests = AsyncIterator[stage_pb2.ForwardRequest]
 
-
-class StageService(stage_pb2_grpc.StageServicer):
+class StageService:
     """Hands the one stream of the present predecessor to the stage."""
 
     def __init__(self, host: StageHost) -> None:
         self._host = host
 
-    async def Forward(  # noqa: N802 - the name is the contract's
-        self, request_iterator: Requests, context: grpc.aio.ServicerContext[Any, Any]
+    def add_to(self, server: grpc.aio.Server) -> None:
+        server.add_generic_rpc_handlers((forward_handler(self.forward),))
+
+    async def forward(
+        self, messages: Messages, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[stage_pb2.ForwardResponse]:
-        session = await self._host.accept(await _hello(aiter(request_iterator)))
+        """`Stage.Forward`."""
+        session = await self._host.accept(await _hello(aiter(messages)))
         yield stage_pb2.ForwardResponse(accepted=stage_pb2.HopAccepted())
-        await session.receive(request_iterator)
+        await session.receive(messages)
 
 
-async def _hello(requests: Requests) -> stage_pb2.HopHello:
+async def _hello(messages: Messages) -> stage_pb2.HopHello:
     try:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
-            first = await anext(requests, stage_pb2.ForwardRequest())
+            first = stage_pb2.ForwardRequest.FromString(await anext(messages, b""))
     except TimeoutError:
         raise StaleStream(f"no hello within {HELLO_TIMEOUT_S:g} s") from None
+    except DecodeError:
+        raise HandshakeMismatch("first message", expected="hello", got="bytes that are no message") from None
     if first.WhichOneof("message") != "hello":
         raise HandshakeMismatch("first message", expected="hello", got=first.WhichOneof("message"))
     return first.hello

@@ -7,8 +7,6 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from google.protobuf.message import DecodeError
-
 from stage_worker.assignment import Assignment
 from stage_worker.backend import RanStep, StageBackend
 from stage_worker.executor import StepExecutor
@@ -98,12 +96,12 @@ class EpochSession:
             )
         self._has_stream = True
 
-    async def receive(self, requests: AsyncIterator[stage_pb2.ForwardRequest]) -> None:
+    async def receive(self, messages: AsyncIterator[bytes]) -> None:
         """Feeds the accepted stream, whose hello has been taken, into the stage until it ends.
 
         Raises what ended the epoch, if that comes first.
         """
-        reader = asyncio.create_task(self._read(requests))
+        reader = asyncio.create_task(self._read(messages))
         ends: set[asyncio.Future[Any]] = {reader, self._over}
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -113,25 +111,20 @@ class EpochSession:
         if self._over.done():
             raise StaleStream(self._over.result())
 
-    async def _read(self, requests: AsyncIterator[stage_pb2.ForwardRequest]) -> None:
+    async def _read(self, messages: AsyncIterator[bytes]) -> None:
         """Faults go the way of the frames, so that every frame before a broken one is computed first."""
         assembler = FrameAssembler(
             max_payload_bytes=self._executor.max_hidden_bytes, num_stages_before=self._assignment.stage
         )
         try:
-            async for request in requests:
+            async for message in messages:
                 arrived_s = time.monotonic()
-                if not request.HasField("chunk"):
-                    got = request.WhichOneof("message")
-                    raise StepFault(StepFaultKind.UNDECODABLE, f"message {got!r} where a chunk was due")
-                frame = assembler.add(request.chunk)
+                frame = assembler.add(message)
                 if frame is not None:
                     await self._take(ReceivedFrame(frame, arrived_s))
             assembler.finish()
         except StepFault as fault:
             await self._refuse(fault)
-        except DecodeError as error:
-            await self._refuse(StepFault(StepFaultKind.UNDECODABLE, f"message of the stream: {error}"))
 
     async def _take(self, received: ReceivedFrame) -> None:
         """Where nothing else waits, the computation begins at once, and if it is done at once, the output

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class SliceLayout:
-    """One sequence's part of a step.
+    """One sequence's part of a step. Not modified once it is made; declaring it frozen would make it slow.
 
     Positions are absolute, counted from the sequence's first token. `pages[i]` is the physical page of block
     `first_block + i`; `first_block` is above 0 when a sliding window released the head of the sequence. The

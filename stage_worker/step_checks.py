@@ -1,5 +1,6 @@
 """What must hold of a frame before anything is computed from it; else a StepFault with the numbers."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -81,11 +82,14 @@ def check_limits(step: Step, rules: StepRules) -> None:
         raise _slice_set(
             f"{len(step.slices)} sequences in one step, at most {rules.max_step_sequences} are agreed"
         )
-    seen: set[SequenceKey] = set()
-    for part in step.slices:
-        if part.sequence in seen:
-            raise _slice_set(f"two slices of {part.sequence} in one step")
-        seen.add(part.sequence)
+    if len({part.sequence for part in step.slices}) < len(step.slices):
+        raise _slice_set(f"two slices of {_repeated(step)} in one step")
+
+
+def _repeated(step: Step) -> SequenceKey:
+    """The first sequence that has a second slice."""
+    counts = Counter(part.sequence for part in step.slices)
+    return next(key for key, count in counts.items() if count > 1)
 
 
 def slice_layouts(
@@ -98,40 +102,36 @@ def slice_layouts(
 def _slice_layout(
     part: Slice, sequences: SequenceStates, tables: BlockTables, rules: StepRules
 ) -> SliceLayout:
-    key = part.sequence
-    _check_tokens(part, rules)
-    state = sequences.get(key)
-    valid_until = tables.valid_until(key) if key in tables else 0
-    state.check(part, valid_until=valid_until)
-    first_position, num_tokens = part.first_position, len(part.tokens)
-    pages = tables.pages(key) if key in tables else []
-    first_block = tables.first_block(key) if key in tables else 0
-    held_end = (first_block + len(pages)) * rules.block_size
-    if first_position < first_block * rules.block_size or first_position + num_tokens > held_end:
+    key, first_position, num_tokens = part.sequence, part.first_position, len(part.tokens)
+    end_position = first_position + num_tokens
+    _check_tokens(part, end_position, rules)
+    placed = tables.placed(key, first_position, end_position)
+    sequences.get(key).check(part, valid_until=placed.valid_until)
+    if placed.writable_runs is None:
+        held_begin = placed.first_block * rules.block_size
+        held_end = held_begin + len(placed.pages) * rules.block_size
         raise StepFault(
             StepFaultKind.POSITION,
-            f"slice of {key} at positions [{first_position}, {first_position + num_tokens}), its blocks hold "
-            f"[{first_block * rules.block_size}, {held_end})",
+            f"slice of {key} at positions [{first_position}, {end_position}), its blocks hold "
+            f"[{held_begin}, {held_end})",
         )
     return SliceLayout(
         first_position=first_position,
         num_tokens=num_tokens,
-        pages=pages,
-        first_block=first_block,
-        num_valid=valid_until,
-        writable_runs=tables.writable_runs(key, first_position, first_position + num_tokens),
+        pages=placed.pages,
+        first_block=placed.first_block,
+        num_valid=placed.valid_until,
+        writable_runs=placed.writable_runs,
     )
 
 
-def _check_tokens(part: Slice, rules: StepRules) -> None:
-    step = part.inference_step
-    end = part.first_position + len(part.tokens)
-    if len(part.tokens) != (step.num_tokens if isinstance(step, Prefill) else 1):
-        raise _slice_set(f"slice of {part.sequence} has {len(part.tokens)} tokens, which {step} contradicts")
-    if max(part.tokens) >= rules.vocab_size:
-        raise _slice_set(
-            f"token {max(part.tokens)} of {part.sequence} for a vocabulary of {rules.vocab_size}"
-        )
+def _check_tokens(part: Slice, end: int, rules: StepRules) -> None:
+    """`end`: one past the last position of the slice."""
+    step, tokens = part.inference_step, part.tokens
+    if len(tokens) != (step.num_tokens if isinstance(step, Prefill) else 1):
+        raise _slice_set(f"slice of {part.sequence} has {len(tokens)} tokens, which {step} contradicts")
+    if max(tokens) >= rules.vocab_size:
+        raise _slice_set(f"token {max(tokens)} of {part.sequence} for a vocabulary of {rules.vocab_size}")
     if end > rules.max_sequence_tokens:
         raise _slice_set(
             f"{part.sequence} reaches {end} tokens, at most {rules.max_sequence_tokens} are agreed"

@@ -17,7 +17,7 @@ from stage_worker.mock.backend import MockBackend
 from stage_worker.process_memory import resident_bytes
 from stage_worker.service import StageService
 from stage_worker.stage_host import StageHost
-from stageline_rpc.v1 import cluster_pb2, stage_pb2, stage_pb2_grpc
+from stageline_rpc.v1 import cluster_pb2, stage_pb2
 from wire.addresses import Address, parse_address, parse_peer_address
 from wire.channels import PROTOCOL_VERSION, bind, new_server
 from wire.ids import new_incarnation
@@ -53,7 +53,7 @@ class Worker:
     async def start(self) -> None:
         """Serves from here on. Raises OSError when the address cannot be had."""
         listen = await self._listen_address()
-        stage_pb2_grpc.add_StageServicer_to_server(StageService(self._host), self._server)
+        StageService(self._host).add_to(self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         port = bind(self._server, str(listen))
         bound = Address(listen.host, port)

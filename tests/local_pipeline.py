@@ -257,6 +257,6 @@ def _over_the_wire(step_bytes: bytes, step_id: int, hidden: TensorView | None) -
     assembler = FrameAssembler(max_payload_bytes=1 << 30)
     frame = None
     for message in encode_frame(step_bytes, step_id, hidden):
-        frame = assembler.add(message.chunk)
+        frame = assembler.add(message)
     assert frame is not None
     return frame

@@ -12,6 +12,7 @@ from google.protobuf.message import DecodeError
 
 from stageline_rpc.v1 import stage_pb2
 from wire.errors import StepFault, StepFaultKind
+from wire.frame_chunks import Payload, read_chunk, write_chunk
 from wire.stage_times import decode_stage_times, encode_stage_times
 from wire.step_codec import decode_step
 from wire.steps import StageTime, Step
@@ -20,14 +21,13 @@ from wire.tensors import TensorView, decode_tensor, encode_header
 CHUNK_BYTES = 1024 * 1024
 """Payload per message; gRPC moves 1 MiB messages 2-3 times faster than one large message."""
 
-
 _LENGTHS = struct.Struct("<QQQ")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Frame:
     """A step with its serialised form, the hidden states that came with it, and what the stages before have
-    spent on it.
+    spent on it. Not modified once it is made, like everything in `wire.steps`.
     """
 
     step: Step
@@ -36,112 +36,127 @@ class Frame:
     stage_times: tuple[StageTime, ...] = ()
 
 
-def frame_checksum(step: bytes, hidden: bytes, stage_times: bytes, payload: bytes | memoryview) -> int:
+def frame_checksum(step: bytes, hidden: bytes, stage_times: bytes, payload: Payload) -> int:
     """XXH3-64 over everything that the frame carries: the lengths of the first three, then all four."""
-    digest = xxhash.xxh3_64(
-        _LENGTHS.pack(len(step), len(hidden), len(stage_times)) + step + hidden + stage_times
-    )
+    digest = _begin_checksum(step, hidden, stage_times)
     digest.update(payload)
     return digest.intdigest()
 
 
+def _begin_checksum(step: bytes, hidden: bytes, stage_times: bytes) -> xxhash.xxh3_64:
+    lengths = _LENGTHS.pack(len(step), len(hidden), len(stage_times))
+    return xxhash.xxh3_64(lengths + step + hidden + stage_times)
+
+
 def encode_frame(
     step_bytes: bytes, step_id: int, hidden: TensorView | None, stage_times: Sequence[StageTime] = ()
-) -> Iterator[stage_pb2.ForwardRequest]:
-    """The messages of one frame, in order. `hidden` is None into FIRST and for a step without slices;
-    `stage_times` are those of the stages up to the sending one.
+) -> Iterator[bytes]:
+    """The serialised messages of one frame, in order. `hidden` is None into FIRST and for a step without
+    slices; `stage_times` are those of the stages up to the sending one.
     """
     header = b""
-    payload: bytes | memoryview = b""
+    payload = memoryview(b"")
     if hidden is not None:
         message = encode_header(hidden, step_id=step_id, step_checksum=xxhash.xxh3_64_intdigest(step_bytes))
         header = message.SerializeToString()
-        payload = hidden.data if isinstance(hidden.data, bytes) else memoryview(hidden.data).cast("B")
+        payload = memoryview(hidden.data).cast("B")
     times = encode_stage_times(stage_times)
-    chunk = stage_pb2.FrameChunk(
+    first = stage_pb2.FrameChunk(
         step=step_bytes,
         hidden=header,
         stage_times=times,
         checksum=frame_checksum(step_bytes, header, times, payload),
+        is_last=len(payload) <= CHUNK_BYTES,
     )
-    position = 0
-    while True:
-        piece = payload[position : position + CHUNK_BYTES]
-        chunk.payload = piece if isinstance(piece, bytes) else bytes(piece)
-        position += CHUNK_BYTES
-        chunk.is_last = position >= len(payload)
-        yield stage_pb2.ForwardRequest(chunk=chunk)
-        if chunk.is_last:
-            return
-        chunk = stage_pb2.FrameChunk()
+    yield write_chunk(first.SerializeToString(), payload[:CHUNK_BYTES])
+    for position in range(CHUNK_BYTES, len(payload), CHUNK_BYTES):
+        further = stage_pb2.FrameChunk(is_last=position + CHUNK_BYTES >= len(payload))
+        yield write_chunk(further.SerializeToString(), payload[position : position + CHUNK_BYTES])
 
 
-@dataclass(slots=True)
-class _Beginning:
-    """The fields of a frame's first chunk; reading one from a message copies it."""
+class _Parts:
+    """What the first chunk of a frame says, and the pieces of its payload under their checksum so far."""
 
-    step: bytes
-    hidden: bytes
-    stage_times: bytes
-    checksum: int
+    __slots__ = ("_digest", "checksum", "hidden", "pieces", "size_bytes", "stage_times", "step")
+
+    def __init__(self, chunk: stage_pb2.FrameChunk) -> None:
+        """Reading a field from a message copies it, so each is read once."""
+        self.step = chunk.step
+        self.hidden = chunk.hidden
+        self.stage_times = chunk.stage_times
+        self.checksum = chunk.checksum
+        self.pieces: list[Payload] = []
+        self.size_bytes = 0
+        self._digest = _begin_checksum(self.step, self.hidden, self.stage_times)
+
+    def add(self, payload: Payload) -> None:
+        self.pieces.append(payload)
+        self.size_bytes += len(payload)
+        self._digest.update(payload)
+
+    @property
+    def actual_checksum(self) -> int:
+        return self._digest.intdigest()
+
+    @property
+    def payload(self) -> Payload:
+        """Copied only where it came in several pieces."""
+        return self.pieces[0] if len(self.pieces) == 1 else b"".join(self.pieces)
 
 
 class FrameAssembler:
-    """Puts the chunks of one stream together again. Bounded by `max_payload_bytes` per frame."""
+    """Puts the chunks of one stream together again. Bounded by `max_payload_bytes` per frame.
+
+    The payload of a frame that came in one message is a view of that message.
+    """
 
     def __init__(self, *, max_payload_bytes: int, num_stages_before: int | None = None) -> None:
         """`num_stages_before` stages have computed the frames of this stream already; None for any number."""
         self._max_payload_bytes = max_payload_bytes
         self._num_stages_before = num_stages_before
-        self._first: _Beginning | None = None
-        self._pieces: list[bytes] = []
-        self._size = 0
+        self._parts: _Parts | None = None
 
-    def add(self, chunk: stage_pb2.FrameChunk) -> Frame | None:
-        """The frame that `chunk` completes, or None. Raises StepFault when the frame is corrupt or out of
-        bounds.
+    def add(self, message: bytes) -> Frame | None:
+        """The frame that this serialised ForwardRequest completes, or None. Raises StepFault when it is no
+        chunk, or the frame is corrupt or out of bounds.
         """
-        payload = chunk.payload
-        if self._first is None:
-            self._first = _Beginning(chunk.step, chunk.hidden, chunk.stage_times, chunk.checksum)
-        elif chunk.step or chunk.hidden or chunk.stage_times:
-            raise StepFault(StepFaultKind.UNDECODABLE, "a frame began before the one before it was complete")
-        elif not payload:
-            # Every further chunk brings payload, which bounds how many there can be.
-            raise StepFault(StepFaultKind.UNDECODABLE, "a further chunk of a frame without payload")
-        self._size += len(payload)
-        if self._size > self._max_payload_bytes:
-            raise StepFault(
-                StepFaultKind.SHAPE,
-                f"frame payload of {self._size} bytes or more, expected at most {self._max_payload_bytes}",
-            )
-        self._pieces.append(payload)
+        chunk, payload = read_chunk(message)
+        parts = self._parts
+        if parts is None:
+            parts = self._parts = _Parts(chunk)
+        else:
+            _check_further(chunk, payload)
+        self._check_size(parts.size_bytes + len(payload))
+        parts.add(payload)
         if not chunk.is_last:
             return None
-        first = self._first
-        return self._decode(first, self._take_payload())
+        self._parts = None
+        return self._decode(parts)
 
     def finish(self) -> None:
         """The stream has ended. Raises StepFault UNDECODABLE when it ended inside a frame."""
-        if self._first is not None:
+        if self._parts is not None:
             raise StepFault(
                 StepFaultKind.UNDECODABLE,
-                f"the stream ended inside a frame, after {self._size} bytes of payload",
+                f"the stream ended inside a frame, after {self._parts.size_bytes} bytes of payload",
             )
 
-    def _take_payload(self) -> bytes:
-        pieces, self._pieces, self._first, self._size = self._pieces, [], None, 0
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    def _check_size(self, size_bytes: int) -> None:
+        if size_bytes > self._max_payload_bytes:
+            raise StepFault(
+                StepFaultKind.SHAPE,
+                f"frame payload of {size_bytes} bytes or more, expected at most {self._max_payload_bytes}",
+            )
 
-    def _decode(self, first: _Beginning, payload: bytes) -> Frame:
-        actual = frame_checksum(first.step, first.hidden, first.stage_times, payload)
+    def _decode(self, first: _Parts) -> Frame:
+        actual = first.actual_checksum
         if actual != first.checksum:
             raise StepFault(
                 StepFaultKind.CHECKSUM, f"frame checksum: expected {first.checksum:016x}, got {actual:016x}"
             )
         step = decode_step(first.step)
         try:
-            hidden = _decode_hidden(first, payload, step)
+            hidden = _decode_hidden(first, step)
             stage_times = decode_stage_times(first.stage_times, num_stages=self._num_stages_before)
         except StepFault as fault:
             fault.step_id = step.step_id
@@ -150,11 +165,20 @@ class FrameAssembler:
         return Frame(step, first.step, hidden, stage_times)
 
 
-def _decode_hidden(first: _Beginning, payload: bytes, step: Step) -> TensorView | None:
+def _check_further(chunk: stage_pb2.FrameChunk, payload: Payload) -> None:
+    if chunk.step or chunk.hidden or chunk.stage_times:
+        raise StepFault(StepFaultKind.UNDECODABLE, "a frame began before the one before it was complete")
+    if not payload:
+        # Every further chunk brings payload, which bounds how many there can be.
+        raise StepFault(StepFaultKind.UNDECODABLE, "a further chunk of a frame without payload")
+
+
+def _decode_hidden(first: _Parts, step: Step) -> TensorView | None:
     if not first.hidden:
-        if payload:
+        if first.size_bytes:
             raise StepFault(
-                StepFaultKind.HIDDEN_STATES_UNEXPECTED, f"{len(payload)} bytes of payload without a header"
+                StepFaultKind.HIDDEN_STATES_UNEXPECTED,
+                f"{first.size_bytes} bytes of payload without a header",
             )
         return None
     try:
@@ -168,4 +192,4 @@ def _decode_hidden(first: _Beginning, payload: bytes, step: Step) -> TensorView 
             f"hidden states of step {header.step_id} ({header.step_checksum:016x}) came with "
             f"step {step.step_id} ({step_checksum:016x})",
         )
-    return decode_tensor(header, payload)
+    return decode_tensor(header, first.payload)

@@ -3,6 +3,7 @@
 from google.protobuf.message import DecodeError
 
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
+from wire.column_codec import decode_decodes, decode_tokens, encode_decodes, encode_tokens
 from wire.errors import StepFault, StepFaultKind
 from wire.ids import RequestId, SequenceKey
 from wire.sampling_codec import decode_logprobs, decode_sampling, encode_logprobs, encode_sampling
@@ -26,7 +27,8 @@ from wire.steps import (
 def encode_step(step: Step) -> bytes:
     """The serialised form that travels unchanged through all stages."""
     message = stage_pb2.Step(epoch=step.epoch, step_id=step.step_id, digest=step.digest)
-    for part in step.slices:
+    num_decodes = encode_decodes(step.slices, message.decodes)
+    for part in step.slices[num_decodes:]:
         _add_slice(message, part)
     for start in step.starts:
         _add_start(message, start)
@@ -53,24 +55,35 @@ def decode_step(data: bytes) -> Step:
         return _decode_step(message)
     except StepFault as fault:
         fault.step_id = message.step_id
-        ids = (RequestId(part.sequence.request_id) for part in message.slices)
-        fault.request_ids = tuple(dict.fromkeys(each for each in ids if len(each) == 16))
+        fault.request_ids = _request_ids(message)
         raise
 
 
+def _request_ids(message: stage_pb2.Step) -> tuple[RequestId, ...]:
+    """Those of a step that is not what it should be, as far as they can be ids at all."""
+    column = message.decodes.request_ids
+    ids = [column[begin : begin + 16] for begin in range(0, len(column), 16)]
+    ids += [part.sequence.request_id for part in message.slices]
+    return tuple(dict.fromkeys(RequestId(each) for each in ids if len(each) == 16))
+
+
 def _decode_step(message: stage_pb2.Step) -> Step:
+    slices = [_decode_slice(part) for part in message.slices]
+    if message.HasField("decodes"):
+        slices = decode_decodes(message.decodes) + slices
+    has_trace = message.HasField("trace")
     return Step(
         epoch=message.epoch,
         step_id=message.step_id,
-        slices=tuple([_decode_slice(part) for part in message.slices]),
-        starts=tuple(_decode_start(start) for start in message.starts),
-        ends=tuple(EndRecord(_decode_key(end.sequence), end.generation) for end in message.ends),
+        slices=tuple(slices),
+        starts=tuple([_decode_start(start) for start in message.starts]),
+        ends=tuple([EndRecord(_decode_key(end.sequence), end.generation) for end in message.ends]),
         signals=tuple(
-            SequenceSignal(_decode_key(entry.sequence), decode_signal(entry)) for entry in message.signals
+            [SequenceSignal(_decode_key(entry.sequence), decode_signal(entry)) for entry in message.signals]
         ),
         digest=message.digest,
-        traceparent=message.trace.traceparent,
-        tracestate=message.trace.tracestate,
+        traceparent=message.trace.traceparent if has_trace else "",
+        tracestate=message.trace.tracestate if has_trace else "",
     )
 
 
@@ -78,7 +91,8 @@ def encode_result(result: StepResult) -> stage_pb2.StepResult:
     message = stage_pb2.StepResult(
         epoch=result.epoch, step_id=result.step_id, stage_times=encode_stage_times(result.stage_times)
     )
-    for entry in result.results:
+    num_tokens = encode_tokens(result.results, message.tokens)
+    for entry in result.results[num_tokens:]:
         encoded = message.results.add()
         _set_key(encoded.sequence, entry.sequence)
         encoded.generation = entry.generation
@@ -97,15 +111,13 @@ def encode_result(result: StepResult) -> stage_pb2.StepResult:
 
 
 def decode_result(message: stage_pb2.StepResult) -> StepResult:
-    """Raises StepFault UNDECODABLE for a slice result without token, error and prompt log-probabilities, and
-    for times that are those of no number of stages.
+    """Raises StepFault UNDECODABLE for a slice result without token, error and prompt log-probabilities, for
+    columns of different lengths, and for times that are those of no number of stages.
     """
-    return StepResult(
-        message.epoch,
-        message.step_id,
-        tuple([_decode_slice_result(entry) for entry in message.results]),
-        decode_stage_times(message.stage_times),
-    )
+    results = [_decode_slice_result(entry) for entry in message.results]
+    if message.HasField("tokens"):
+        results = decode_tokens(message.tokens) + results
+    return StepResult(message.epoch, message.step_id, tuple(results), decode_stage_times(message.stage_times))
 
 
 def encode_fault(report: FaultReport) -> cluster_pb2.StepFault:
@@ -145,11 +157,15 @@ def _decode_key(message: stage_pb2.SequenceKey) -> SequenceKey:
 
 
 def _add_slice(message: stage_pb2.Step, part: Slice) -> None:
+    key, step = part.sequence, part.inference_step
     encoded = message.slices.add()
-    _set_key(encoded.sequence, part.sequence)
-    encoded.generation = part.generation
+    sequence = encoded.sequence
+    sequence.request_id = key.request_id
+    if key.choice:
+        sequence.choice = key.choice
+    if part.generation:
+        encoded.generation = part.generation
     encoded.tokens.extend(part.tokens)
-    step = part.inference_step
     if isinstance(step, Prefill):
         encoded.prefill.start = step.start
         encoded.prefill.num_tokens = step.num_tokens
@@ -160,33 +176,35 @@ def _add_slice(message: stage_pb2.Step, part: Slice) -> None:
 
 
 def _decode_slice(message: stage_pb2.Slice) -> Slice:
-    key = _decode_key(message.sequence)
-    step = _decode_inference_step(message)
-    part = Slice(key, message.generation, tuple(message.tokens), step)
-    expected = step.num_tokens if isinstance(step, Prefill) else 1
-    if len(part.tokens) != expected or expected == 0:
-        raise StepFault(
-            StepFaultKind.SLICE_SET,
-            f"slice of {key} has {len(part.tokens)} tokens, its inference step says {expected}",
-        )
-    if isinstance(step, Prefill) and step.start + step.num_tokens > step.num_prefill_tokens:
+    key, tokens = _decode_key(message.sequence), tuple(message.tokens)
+    if not message.HasField("decode"):
+        return Slice(key, message.generation, tokens, _decode_prefill(message, key, len(tokens)))
+    if len(tokens) != 1:
+        raise _wrong_count(key, len(tokens), 1)
+    return Slice(key, message.generation, tokens, Decode(message.decode.position))
+
+
+def _decode_prefill(message: stage_pb2.Slice, key: SequenceKey, num_tokens: int) -> Prefill:
+    if not message.HasField("prefill"):
+        raise StepFault(StepFaultKind.SLICE_SET, "a slice without an inference step")
+    prefill = message.prefill
+    step = Prefill(prefill.start, prefill.num_tokens, prefill.num_prefill_tokens, prefill.is_scored)
+    if num_tokens != step.num_tokens or num_tokens == 0:
+        raise _wrong_count(key, num_tokens, step.num_tokens)
+    if step.start + step.num_tokens > step.num_prefill_tokens:
         raise StepFault(
             StepFaultKind.SLICE_SET,
             f"chunk [{step.start}, {step.start + step.num_tokens}) of {key} passes the end of its "
             f"{step.num_prefill_tokens} prefill tokens",
         )
-    return part
+    return step
 
 
-def _decode_inference_step(message: stage_pb2.Slice) -> Prefill | Decode:
-    match message.WhichOneof("inference_step"):
-        case "decode":
-            return Decode(message.decode.position)
-        case "prefill":
-            prefill = message.prefill
-            return Prefill(prefill.start, prefill.num_tokens, prefill.num_prefill_tokens, prefill.is_scored)
-        case _:
-            raise StepFault(StepFaultKind.SLICE_SET, "a slice without an inference step")
+def _wrong_count(key: SequenceKey, num_tokens: int, expected: int) -> StepFault:
+    return StepFault(
+        StepFaultKind.SLICE_SET,
+        f"slice of {key} has {num_tokens} tokens, its inference step says {expected}",
+    )
 
 
 def _add_start(message: stage_pb2.Step, start: StartRecord) -> None:

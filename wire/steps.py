@@ -1,7 +1,7 @@
 """A step as the thinking parts see it: slices, records, signals. Plain data, no protobuf.
 
-Nothing here is modified once it is made. What there is many of in a step is not declared frozen, because
-making a frozen dataclass takes twice as long.
+Nothing here is modified once it is made. What every step is made of is not declared frozen, because making a
+frozen dataclass takes twice as long.
 """
 
 from dataclasses import dataclass, field
@@ -143,7 +143,7 @@ class SequenceSignal:
     signal: Signal
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, unsafe_hash=True, kw_only=True)
 class Step:
     """One micro-batch on its way through all stages once: ends, starts, signals, then slices apply."""
 
@@ -204,7 +204,7 @@ class SliceResult:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class StageTime:
     """What one stage spent on a step, in microseconds of its own clock.
 
@@ -216,7 +216,7 @@ class StageTime:
     compute_us: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class StepResult:
     """The answer to one frame; `results` has one entry per slice that is sampled or scored, in order.
 

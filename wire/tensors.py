@@ -19,19 +19,19 @@ if sys.byteorder != "little":  # pragma: no cover
     raise ImportError("tensor payloads are little-endian and are not swapped; this machine is big-endian")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class TensorView:
-    """A dense, row-major, little-endian tensor over bytes that somebody else owns."""
+    """A dense, row-major, little-endian tensor over bytes that somebody else owns. Not modified once made."""
 
     dtype: DType
     shape: tuple[int, ...]
     data: bytes | bytearray | memoryview
 
     def __post_init__(self) -> None:
-        if self.size_bytes != len(memoryview(self.data).cast("B")):
+        actual = memoryview(self.data).nbytes
+        if self.size_bytes != actual:
             raise ValueError(
-                f"{self.dtype.value} tensor of shape {self.shape} has {self.size_bytes} bytes, "
-                f"got {len(memoryview(self.data).cast('B'))}"
+                f"{self.dtype.value} tensor of shape {self.shape} has {self.size_bytes} bytes, got {actual}"
             )
 
     @property

@@ -6,8 +6,9 @@ from collections.abc import AsyncIterator, Callable
 
 import grpc
 
-from stageline_rpc.v1 import stage_pb2, stage_pb2_grpc
+from stageline_rpc.v1 import stage_pb2
 from wire.channels import client_channel
+from wire.forward_call import ForwardCall, open_forward
 from wire.frames import encode_frame
 from wire.step_codec import encode_step
 from wire.steps import Step
@@ -15,8 +16,6 @@ from wire.steps import Step
 log = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_S = 10.0
-
-ForwardCall = grpc.aio.StreamStreamCall[stage_pb2.ForwardRequest, stage_pb2.ForwardResponse]
 
 
 class LinkBroken(Exception):
@@ -42,7 +41,7 @@ class PipelineLink:
 
     async def open(self) -> None:
         """Dials FIRST and waits until it accepts. Raises LinkBroken with the reason."""
-        self._call = stage_pb2_grpc.StageStub(self._channel).Forward(self._requests(), wait_for_ready=True)
+        self._call = open_forward(self._channel, self._requests())
         try:
             async with asyncio.timeout(OPEN_TIMEOUT_S):
                 response = await self._call.read()
@@ -64,8 +63,8 @@ class PipelineLink:
             self._call.cancel()
         await self._channel.close()
 
-    async def _requests(self) -> AsyncIterator[stage_pb2.ForwardRequest]:
-        yield stage_pb2.ForwardRequest(hello=self._hello)
+    async def _requests(self) -> AsyncIterator[bytes]:
+        yield stage_pb2.ForwardRequest(hello=self._hello).SerializeToString()
         while True:
             step = await self._steps.get()
             for message in encode_frame(encode_step(step), step.step_id, None):

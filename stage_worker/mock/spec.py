@@ -1,7 +1,7 @@
 """How long a mock stage takes for a step."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 
 from wire.steps import Slice
@@ -36,8 +36,10 @@ class MockSpec:
             times[name] = _parse_time(name, value)
         return cls(**times)
 
-    def step_s(self, slices: Iterable[Slice]) -> float:
+    def step_s(self, slices: Collection[Slice]) -> float:
         """What a step of these slices takes; nothing when there are none."""
+        if not (self.token or self.context):
+            return self.step if slices else 0.0
         num_slices = num_tokens = num_pairs = 0
         for part in slices:
             count = len(part.tokens)

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from checkpoint import DType
 from kvcache import Deref, FullBlock
 from stageline_rpc.v1 import stage_pb2
+from tests.frame_messages import encode_frame
 from tests.integration.stream_proxy import Alteration, HopStream, Messages, StreamCut
 from wire.errors import StepFaultKind
-from wire.frames import Frame, encode_frame, frame_checksum
+from wire.frames import Frame, frame_checksum
 from wire.ids import SequenceKey, new_request_id
 from wire.step_codec import encode_step
 from wire.steps import Decode, Prefill, SequenceSignal, Slice, Step

@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 
 from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc, stage_pb2, stage_pb2_grpc
+from tests.frame_messages import add_chunk
 from wire.channels import bind, client_channel, new_server
 from wire.frames import Frame, FrameAssembler
 from wire.ids import Incarnation, new_incarnation
@@ -141,7 +142,9 @@ async def _collect_answers(requests: AsyncIterator[cluster_pb2.WorkerMessage], l
 
 
 class NextStageDouble(stage_pb2_grpc.StageServicer):
-    """Accepts every stream, unless `refusal` is set, and keeps its frames."""
+    """Accepts every stream, unless `refusal` is set, and keeps its frames. Reads none while `may_read` is not
+    set.
+    """
 
     def __init__(self, *, max_payload_bytes: int = 1 << 24) -> None:
         self.incarnation: Incarnation = new_incarnation()
@@ -151,6 +154,8 @@ class NextStageDouble(stage_pb2_grpc.StageServicer):
         self.stream_ended = asyncio.Event()
         self.num_ignored = 0
         self.breaks_with: grpc.StatusCode | None = None
+        self.may_read = asyncio.Event()
+        self.may_read.set()
         self._max_payload_bytes = max_payload_bytes
         self._server = new_server()
         self.address = ""
@@ -181,10 +186,11 @@ class NextStageDouble(stage_pb2_grpc.StageServicer):
             await context.abort(*self.refusal)
         await self._ignore()
         yield stage_pb2.ForwardResponse(accepted=stage_pb2.HopAccepted())
+        await self.may_read.wait()
         assembler = FrameAssembler(max_payload_bytes=self._max_payload_bytes)
         try:
             async for request in request_iterator:
-                frame = assembler.add(request.chunk)
+                frame = add_chunk(assembler, request.chunk)
                 if frame is not None:
                     self.frames.put_nowait(frame)
                     if self.breaks_with is not None:
@@ -221,6 +227,11 @@ class PredecessorDouble:
         with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
             for message in messages:
                 await self._call.write(message)
+
+    async def connected(self) -> None:
+        """Returns when the call is open; before that nothing can be written past the serialiser."""
+        async with asyncio.timeout(DEADLINE_S):
+            await self._call.wait_for_connection()
 
     async def send_raw(self, message: bytes) -> None:
         """Writes bytes as they are, past the serialiser."""

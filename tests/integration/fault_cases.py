@@ -7,9 +7,10 @@ import torch
 
 from kvcache import Deref, FullBlock
 from stageline_rpc.v1 import stage_pb2
+from tests.frame_messages import encode_frame
 from tests.integration.stage_bench import GREEDY, hidden_for
 from wire.errors import StepFaultKind
-from wire.frames import encode_frame, frame_checksum
+from wire.frames import frame_checksum
 from wire.ids import SequenceKey, new_request_id
 from wire.step_codec import encode_step
 from wire.steps import Decode, EndRecord, Prefill, SequenceSignal, Slice, StartRecord, Step

@@ -8,9 +8,10 @@ from stage_worker.assignment import Assignment
 from stage_worker.loading import WorkerResources, load_stage
 from stage_worker.outputs import HandedOn, StageOutput
 from stage_worker.tensor_views import from_view
+from tests.frame_messages import encode_frame
 from tests.integration.doubles import PredecessorDouble
 from tests.integration.stage_bench import Log, StageBench, hidden_for
-from wire.frames import Frame, encode_frame
+from wire.frames import Frame
 from wire.ids import RequestId
 from wire.step_codec import encode_step
 from wire.steps import SliceResult, Step, StepResult

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 
 from stageline_rpc.v1 import stage_pb2
+from tests.frame_messages import add_chunk
 from wire.channels import bind, client_channel, new_server
 from wire.frames import Frame, FrameAssembler
 from wire.steps import Step
@@ -196,9 +197,23 @@ class HopProxy(StreamProxy):
 
 def _assembled(messages: list[stage_pb2.ForwardRequest]) -> Frame:
     assembler = FrameAssembler(max_payload_bytes=1 << 30)
-    frames = [assembler.add(message.chunk) for message in messages]
+    frames = [add_chunk(assembler, message.chunk) for message in messages]
     assert frames[-1] is not None
     return frames[-1]
+
+
+def _spell_out(result: stage_pb2.StepResult) -> None:
+    """A message for each token that came in columns."""
+    columns, others = result.tokens, list(result.results)
+    result.ClearField("results")
+    for index, (choice, generation, token) in enumerate(
+        zip(columns.choices, columns.generations, columns.tokens, strict=True)
+    ):
+        request_id = columns.request_ids[16 * index : 16 * (index + 1)]
+        key = stage_pb2.SequenceKey(request_id=request_id, choice=choice)
+        result.results.add(sequence=key, generation=generation, token=token)
+    result.results.extend(others)
+    result.ClearField("tokens")
 
 
 ResultAlteration = Callable[[stage_pb2.StepResult], None]
@@ -218,7 +233,9 @@ class CoordinatorProxy(StreamProxy):
 
         async def relay(data: bytes) -> Iterable[bytes]:
             message = stage_pb2.DeliverRequest.FromString(data)
-            if message.WhichOneof("message") == "result" and message.result.results and self.alter_result:
+            if message.WhichOneof("message") == "result":
+                _spell_out(message.result)
+            if message.result.results and self.alter_result:
                 alter, self.alter_result = self.alter_result, None
                 alter(message.result)
                 self.num_altered += 1

@@ -139,7 +139,7 @@ def forget_cached(tables: BlockTables) -> bool:
     if not tables.pool._inactive:
         return False
     _, page = tables.pool._inactive.popitem()
-    tables.pool._free.append(page)
+    tables.pool._freed.append(page)
     return True
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kvcache.chain
-from stage_worker.models import attention
+from kvcache.pages import KvPages
 from tests.checkpoints import make_checkpoint
 from tests.local_pipeline import LocalPipeline, Request, Run
 from wire.steps import Step
@@ -71,16 +71,16 @@ def test_sharing_inside_a_step_needs_all_keys_to_be_written_before_any_slice_att
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The detector: with the writes behind the attention, the sharer reads pages that are not written yet."""
-    write, seen = attention._write, []
+    write, seen = KvPages.write, []
 
-    def late(key: torch.Tensor, value: torch.Tensor, layer: int, *rest: object) -> None:
-        if key.shape[0] > 1:
+    def late(pages: KvPages, layer: int, tokens: torch.Tensor, slots: torch.Tensor) -> None:
+        if tokens.shape[0] > 1:
             seen.append(layer)
         else:
-            write(key, value, layer, *rest)  # type: ignore[arg-type]
+            write(pages, layer, tokens, slots)
 
     prompt = random_tokens(3 * BLOCK_SIZE, seed=1)
-    monkeypatch.setattr(attention, "_write", late)
+    monkeypatch.setattr(KvPages, "write", late)
     run = new_pipeline(llama).serve([request(prompt), request(prompt)])
     assert seen
     assert run.tokens[1] != alone(llama, prompt)

@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from stage_worker.assignment import Assignment
 from stage_worker.models import DecoderStage
 from stageline_rpc.v1 import cluster_pb2
+from tests.frame_messages import encode_frame
 from tests.integration.doubles import DEADLINE_S, PredecessorDouble
 from tests.integration.scenario import (
     ScriptedLog,
@@ -24,7 +25,6 @@ from tests.integration.scenario import (
 from tests.integration.stage_bench import StageBench, new_assignment, stage_bench
 from wire.channels import client_channel
 from wire.errors import StepFaultKind
-from wire.frames import encode_frame
 from wire.step_codec import encode_step
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from stage_worker.assignment import Assignment
 from stageline_rpc.v1 import stage_pb2
+from tests.frame_messages import encode_frame
 from tests.integration.doubles import PredecessorDouble, StreamEnded
 from tests.integration.fault_cases import FRAME_FAULTS, FrameFault
 from tests.integration.scenario import (
@@ -20,7 +21,6 @@ from tests.integration.scenario import (
 )
 from tests.integration.stage_bench import StageBench, hidden_for, new_assignment, stage_bench
 from wire.errors import StepFaultKind
-from wire.frames import encode_frame
 from wire.step_codec import encode_step
 from wire.steps import FaultReport, Step
 

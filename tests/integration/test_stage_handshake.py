@@ -115,6 +115,18 @@ async def test_a_stream_without_hello_is_refused(assignment: Assignment) -> None
         await predecessor.close()
 
 
+async def test_bytes_that_are_no_message_are_no_hello(assignment: Assignment) -> None:
+    async with stage_bench(assignment) as bench:
+        await bench.begin_epoch()
+        predecessor = PredecessorDouble(bench.worker.advertised_address)
+        await predecessor.connected()
+        await predecessor.send_raw(b"\xff\xff\xff\xff")
+        ended = await predecessor.end()
+        await predecessor.close()
+        assert ended.code is grpc.StatusCode.FAILED_PRECONDITION
+        assert "expected hello, got bytes that are no message" in ended.details
+
+
 async def test_a_stream_that_never_says_hello_is_ended(
     assignment: Assignment, monkeypatch: pytest.MonkeyPatch
 ) -> None:

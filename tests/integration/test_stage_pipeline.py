@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from stage_worker.worker import Worker
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
 from tests.checkpoints import load_reference, make_checkpoint
+from tests.frame_messages import encode_frame
 from tests.integration.doubles import CoordinatorDouble, PredecessorDouble, WorkerLink
 from tests.integration.stage_bench import (
     Log,
@@ -21,7 +22,6 @@ from tests.integration.stage_bench import (
     running_worker,
     worker_config,
 )
-from wire.frames import encode_frame
 from wire.step_codec import encode_step
 from wire.steps import SliceError, Step
 

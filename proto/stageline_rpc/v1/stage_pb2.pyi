@@ -318,6 +318,7 @@ class Step(_message.Message):
     SIGNALS_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
+    DECODES_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     step_id: _builtins.int
     """Strictly consecutive within an epoch, from 0."""
@@ -337,6 +338,10 @@ class Step(_message.Message):
     def trace(self) -> Global___TraceContext:
         """W3C trace context: trace ids of the requests of this step, for spans."""
 
+    @_builtins.property
+    def decodes(self) -> Global___DecodeColumns:
+        """The slices before `slices`."""
+
     def __init__(
         self,
         *,
@@ -348,10 +353,11 @@ class Step(_message.Message):
         signals: _abc.Iterable[Global___SequenceSignal] | None = ...,
         digest: _builtins.int = ...,
         trace: Global___TraceContext | None = ...,
+        decodes: Global___DecodeColumns | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["trace", b"trace"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decodes", b"decodes", "trace", b"trace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "ends", b"ends", "epoch", b"epoch", "signals", b"signals", "slices", b"slices", "starts", b"starts", "step_id", b"step_id", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decodes", b"decodes", "digest", b"digest", "ends", b"ends", "epoch", b"epoch", "signals", b"signals", "slices", b"slices", "starts", b"starts", "step_id", b"step_id", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -378,6 +384,48 @@ class TraceContext(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TraceContext: _TypeAlias = TraceContext  # noqa: Y015
+
+@_typing.final
+class DecodeColumns(_message.Message):
+    """Slices of a step that decode one token each. In a large step, a message for each would be most of its cost.
+    All columns have one entry for each slice.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_IDS_FIELD_NUMBER: _builtins.int
+    CHOICES_FIELD_NUMBER: _builtins.int
+    GENERATIONS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
+    request_ids: _builtins.bytes
+    """16 bytes each."""
+    @_builtins.property
+    def choices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def generations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Absolute positions of the tokens."""
+
+    def __init__(
+        self,
+        *,
+        request_ids: _builtins.bytes = ...,
+        choices: _abc.Iterable[_builtins.int] | None = ...,
+        generations: _abc.Iterable[_builtins.int] | None = ...,
+        tokens: _abc.Iterable[_builtins.int] | None = ...,
+        positions: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "generations", b"generations", "positions", b"positions", "request_ids", b"request_ids", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DecodeColumns: _TypeAlias = DecodeColumns  # noqa: Y015
 
 @_typing.final
 class SequenceKey(_message.Message):
@@ -890,14 +938,17 @@ class StepResult(_message.Message):
     STEP_ID_FIELD_NUMBER: _builtins.int
     RESULTS_FIELD_NUMBER: _builtins.int
     STAGE_TIMES_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     step_id: _builtins.int
     stage_times: _builtins.bytes
     """Of all stages, as in FrameChunk."""
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___SliceResult]:
-        """One per slice that is sampled or scored, in slice order."""
+        """`tokens` and then `results` have one entry per slice that is sampled or scored, in slice order."""
 
+    @_builtins.property
+    def tokens(self) -> Global___TokenColumns: ...
     def __init__(
         self,
         *,
@@ -905,14 +956,49 @@ class StepResult(_message.Message):
         step_id: _builtins.int = ...,
         results: _abc.Iterable[Global___SliceResult] | None = ...,
         stage_times: _builtins.bytes = ...,
+        tokens: Global___TokenColumns | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "results", b"results", "stage_times", b"stage_times", "step_id", b"step_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "results", b"results", "stage_times", b"stage_times", "step_id", b"step_id", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepResult: _TypeAlias = StepResult  # noqa: Y015
+
+@_typing.final
+class TokenColumns(_message.Message):
+    """Results that are a token and nothing else. All columns have one entry for each."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_IDS_FIELD_NUMBER: _builtins.int
+    CHOICES_FIELD_NUMBER: _builtins.int
+    GENERATIONS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    request_ids: _builtins.bytes
+    """16 bytes each."""
+    @_builtins.property
+    def choices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def generations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        request_ids: _builtins.bytes = ...,
+        choices: _abc.Iterable[_builtins.int] | None = ...,
+        generations: _abc.Iterable[_builtins.int] | None = ...,
+        tokens: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "generations", b"generations", "request_ids", b"request_ids", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenColumns: _TypeAlias = TokenColumns  # noqa: Y015
 
 @_typing.final
 class SliceResult(_message.Message):

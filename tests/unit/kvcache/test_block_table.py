@@ -248,3 +248,30 @@ def test_a_table_cannot_outlive_its_pool_entries(tables: BlockTables) -> None:
     with pytest.raises(BlockNotActive):
         tables.apply("a", Deref(FullBlock(1)))
     assert tables.pages("a") == [0]
+
+
+def test_placed_is_all_that_is_known_of_a_slice(tables: BlockTables) -> None:
+    """Behind a released head, with cached blocks at the beginning and further on."""
+    tables.apply("a", use(1, 2, 4))
+    tables.apply("b", use(1, 2, 3, 4))
+    for key, start, end in (("a", 0, 12), ("b", 0, 16), ("b", 5, 11), ("b", 15, 16), ("b", 8, 8)):
+        placed = tables.placed(key, start, end)
+        assert placed.pages == tables.pages(key)
+        assert placed.first_block == tables.first_block(key)
+        assert placed.valid_until == tables.valid_until(key)
+        assert placed.writable_runs == tables.writable_runs(key, start, end)
+    assert tables.placed("b", 0, 16).writable_runs == [(8, 12)]
+    tables.apply("b", Deref(FullBlock(1)))
+    assert tables.placed("b", 4, 16).first_block == 1
+    assert tables.placed("b", 3, 5).writable_runs is None
+    assert tables.placed("b", 4, 17).writable_runs is None
+
+
+def test_a_sequence_without_a_table_is_placed_nowhere(tables: BlockTables) -> None:
+    assert tables.placed("a", 0, 1) == ([], 0, 0, None)
+
+
+def test_placed_gives_a_copy_of_the_pages(tables: BlockTables) -> None:
+    tables.apply("a", use(1))
+    tables.placed("a", 0, 4).pages.clear()
+    assert len(tables.pages("a")) == 1

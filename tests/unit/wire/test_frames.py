@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from checkpoint import DType
 from stageline_rpc.v1 import stage_pb2
+from tests.frame_messages import add_chunk, encode_frame
 from tests.unit.wire.wire_strategies import example_step, hidden_states, steps
 from wire import frames
 from wire.errors import StepFault, StepFaultKind
-from wire.frames import CHUNK_BYTES, Frame, FrameAssembler, encode_frame, frame_checksum
+from wire.frames import CHUNK_BYTES, Frame, FrameAssembler, frame_checksum
 from wire.step_codec import encode_step
 from wire.steps import Step
 from wire.tensors import TensorView
@@ -37,7 +38,7 @@ def chunks_of(step: Step, hidden: TensorView | None) -> list[stage_pb2.FrameChun
 
 def assemble(chunks: Iterable[stage_pb2.FrameChunk], *, max_payload_bytes: int = 1 << 30) -> list[Frame]:
     assembler = FrameAssembler(max_payload_bytes=max_payload_bytes)
-    return [frame for chunk in chunks if (frame := assembler.add(chunk)) is not None]
+    return [frame for chunk in chunks if (frame := add_chunk(assembler, chunk)) is not None]
 
 
 def refusal(chunks: Iterable[stage_pb2.FrameChunk], *, max_payload_bytes: int = 1 << 30) -> StepFault:
@@ -175,7 +176,7 @@ def test_lost_repeated_and_swapped_chunks_never_give_a_wrong_frame(data: st.Data
     refused_as: StepFaultKind | None = None
     for index in order:
         try:
-            frame = assembler.add(chunks[index])
+            frame = add_chunk(assembler, chunks[index])
         except StepFault as fault:
             refused_as = fault.kind
             break

@@ -1,0 +1,22 @@
+"""Frames as protobuf messages, for whoever looks into one or breaks it."""
+
+from collections.abc import Iterator, Sequence
+
+from stageline_rpc.v1 import stage_pb2
+from wire import frames
+from wire.frames import Frame, FrameAssembler
+from wire.steps import StageTime
+from wire.tensors import TensorView
+
+
+def encode_frame(
+    step_bytes: bytes, step_id: int, hidden: TensorView | None, stage_times: Sequence[StageTime] = ()
+) -> Iterator[stage_pb2.ForwardRequest]:
+    """`wire.frames.encode_frame`, decoded again."""
+    for message in frames.encode_frame(step_bytes, step_id, hidden, stage_times):
+        yield stage_pb2.ForwardRequest.FromString(message)
+
+
+def add_chunk(assembler: FrameAssembler, chunk: stage_pb2.FrameChunk) -> Frame | None:
+    """`FrameAssembler.add` of a message as protobuf writes it."""
+    return assembler.add(stage_pb2.ForwardRequest(chunk=chunk).SerializeToString())

@@ -1,0 +1,41 @@
+"""A stage takes no more frames than it can hand on."""
+
+import asyncio
+from pathlib import Path
+
+from tests.frame_messages import encode_frame
+from tests.integration.scenario import ScriptedLog
+from tests.integration.stage_bench import new_assignment, stage_bench
+from wire.step_codec import encode_step
+from wire.steps import Step
+
+NUM_FRAMES = 400
+FRAME_BYTES = 256 * 1024
+PATIENCE_S = 2.0
+"""Without anything that holds it back, a sender is done in a fraction of this."""
+
+
+async def test_a_next_stage_that_does_not_read_holds_the_sender_back(tiny_llama: Path) -> None:
+    """100 MiB are more than all queues and windows on the way take. Once it reads, nothing is missing."""
+    async with stage_bench(new_assignment(tiny_llama, stage=0)) as bench:
+        bench.next_stage.may_read.clear()
+        epoch = await bench.begin_epoch()
+        predecessor = await bench.predecessor()
+        first, hidden = ScriptedLog(bench.assignment, epoch).next_frame()
+        padding = "x" * FRAME_BYTES
+        steps = [first] + [
+            Step(epoch=epoch, step_id=number, digest=first.digest, traceparent="00", tracestate=padding)
+            for number in range(1, NUM_FRAMES)
+        ]
+
+        async def send_all() -> None:
+            for step in steps:
+                await predecessor.send(encode_frame(encode_step(step), step.step_id, hidden))
+
+        sending = asyncio.create_task(send_all())
+        done, _ = await asyncio.wait({sending}, timeout=PATIENCE_S)
+        assert not done, "the stage took everything, though nobody takes it from the stage"
+        bench.next_stage.may_read.set()
+        received = [(await bench.next_stage.frame()).step.step_id for _ in steps]
+        assert received == list(range(NUM_FRAMES))
+        await sending

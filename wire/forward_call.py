@@ -1,0 +1,38 @@
+"""`Stage.Forward` at both ends, with messages as the bytes that they are on the wire.
+
+What grpc generates would copy every payload into a message and out of it again.
+"""
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+
+from stageline_rpc.v1 import stage_pb2
+
+ForwardCall = grpc.aio.StreamStreamCall[Any, Any]
+Messages = AsyncIterator[bytes]
+
+_FORWARD = stage_pb2.DESCRIPTOR.services_by_name["Stage"].methods_by_name["Forward"]
+_SERVICE: str = _FORWARD.containing_service.full_name
+
+
+def open_forward(channel: grpc.aio.Channel, requests: Messages | None = None) -> ForwardCall:
+    """The call; it takes serialised ForwardRequests, and answers with ForwardResponses."""
+    untyped: Any = channel
+    call = untyped.stream_stream(
+        f"/{_SERVICE}/{_FORWARD.name}", response_deserializer=stage_pb2.ForwardResponse.FromString
+    )
+    opened: ForwardCall = call(requests, wait_for_ready=True)
+    return opened
+
+
+def forward_handler(
+    forward: Callable[[Messages, Any], AsyncIterator[stage_pb2.ForwardResponse]],
+) -> grpc.GenericRpcHandler:
+    """For a server whose `forward` takes the requests as bytes."""
+    untyped: Any = forward
+    handler: Any = grpc.stream_stream_rpc_method_handler(
+        untyped, response_serializer=stage_pb2.ForwardResponse.SerializeToString
+    )
+    return grpc.method_handlers_generic_handler(_SERVICE, {_FORWARD.name: handler})
