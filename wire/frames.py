@@ -90,8 +90,8 @@ class _Beginning:
 class FrameAssembler:
     """Puts the chunks of one stream together again. Bounded by `max_payload_bytes` per frame."""
 
-    def __init__(self, *, max_payload_bytes: int, num_stages_before: int = 0) -> None:
-        """`num_stages_before` stages have computed the frames of this stream already."""
+    def __init__(self, *, max_payload_bytes: int, num_stages_before: int | None = None) -> None:
+        """`num_stages_before` stages have computed the frames of this stream already; None for any number."""
         self._max_payload_bytes = max_payload_bytes
         self._num_stages_before = num_stages_before
         self._first: _Beginning | None = None

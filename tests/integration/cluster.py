@@ -14,6 +14,7 @@ from coordinator.model import ServedModel, open_model
 from coordinator.text.tokenizer import load_text_codec
 from coordinator.timing import ClusterTiming
 from stage_worker.config import WorkerConfig
+from stage_worker.mock.spec import MockSpec
 from stage_worker.worker import Worker
 from stageline.client import Client
 from stageline.errors import StagelineError
@@ -90,7 +91,8 @@ class Cluster:
 
     Workers are named w0, w1, ...; the plan puts them in this order. `hop_proxies` are stages whose frames
     come through a HopProxy. With `waits=False` nothing is waited for and only `num_workers` workers are
-    started. Texts are served with `has_text`; `client_key` and what follows it are the coordinator's own
+    started. With `mock` the stages are mock ones, and `mock_model` may be served. Texts are served with
+    `has_text`; `client_key` and what follows it are the coordinator's own
     settings, at their defaults.
     """
 
@@ -115,8 +117,11 @@ class Cluster:
         max_client_requests: int | None = None,
         max_unread_tokens: int = 4096,
         priority_age_s: float = 10.0,
+        mock: MockSpec | None = None,
+        mock_model: str | None = None,
     ) -> None:
         self.num_stages = len(layers)
+        self._mock = mock
         self._num_workers = len(layers) if num_workers is None else num_workers
         self._hop_proxies = hop_proxies
         self._worker_memory_bytes = worker_memory_bytes
@@ -125,7 +130,8 @@ class Cluster:
             listen="127.0.0.1:0",
             num_stages=len(layers),
             layers=layers,
-            dtype="f32",
+            dtype=None if mock_model else "f32",
+            mock_model=mock_model,
             block_size=block_size,
             max_step_tokens=max_step_tokens,
             max_step_sequences=max_step_sequences,
@@ -210,7 +216,8 @@ class Cluster:
             listen="127.0.0.1:0",
             advertise=None if proxy is None else proxy.address,
             model_directory=model_directory,
-            num_threads=1,
+            num_threads=None if self._mock else 1,
+            mock=self._mock,
         )
 
     async def generate(self, ask: Ask, into: Answer | None = None) -> Answer:

@@ -1,4 +1,4 @@
-"""Mock stages without a network: an assignment, its executor, and a coordinator's log that makes legal steps."""
+"""Mock stages without a network: an assignment, its executor, and a log that makes legal steps."""
 
 from __future__ import annotations
 
