@@ -14,6 +14,7 @@ _DEFAULTS = {
     "vocab": 32_000,
     "max_len": 4096,
 }
+_MOST = 1 << 20
 
 
 def parse_mock_model(text: str) -> ModelConfig:
@@ -28,9 +29,7 @@ def parse_mock_model(text: str) -> ModelConfig:
             raise ValueError(f"mock model {part!r}: expected {', '.join(f'{name}=N' for name in _DEFAULTS)}")
         if name in sizes:
             raise ValueError(f"mock model {name!r} is given twice")
-        if not value.strip().isascii() or not value.strip().isdigit() or int(value) < 1:
-            raise ValueError(f"mock model {name}={value!r}: expected a number, at least 1")
-        sizes[name] = int(value)
+        sizes[name] = _parse_size(name, value.strip())
     if "layers" not in sizes:
         raise ValueError(f"mock model {text!r} does not say how many layers it has: layers=N")
     return _config({**_DEFAULTS, **sizes})
@@ -41,6 +40,13 @@ def mock_fingerprint(config: ModelConfig) -> str:
     sizes = (config.num_layers, config.hidden_size, config.intermediate_size, config.num_attention_heads)
     others = (config.num_kv_heads, config.head_dim, config.vocab_size, config.max_position_embeddings)
     return "mock-" + "-".join(map(str, (*sizes, *others)))
+
+
+def _parse_size(name: str, text: str) -> int:
+    is_number = text.isascii() and text.isdigit() and len(text) <= len(str(_MOST))
+    if not is_number or not 1 <= int(text) <= _MOST:
+        raise ValueError(f"mock model {name}={text!r}: expected a number from 1 to {_MOST}")
+    return int(text)
 
 
 def _config(sizes: dict[str, int]) -> ModelConfig:

@@ -55,7 +55,6 @@ class MockCompute(StageCompute):
         self._unanswerable.clear()
 
     def start(self, record: StartRecord) -> None:
-        self._unanswerable.pop(record.sequence, None)
         if record.sampling.logprobs is not None:
             self._unanswerable[record.sequence] = "log-probabilities"
         elif record.sampling.grammar is not None:

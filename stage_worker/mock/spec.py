@@ -8,6 +8,7 @@ from wire.steps import Slice
 
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _TIME = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s)", re.ASCII)
+_MOST_S = 3600
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,4 +56,7 @@ def _parse_time(name: str, text: str) -> float:
     found = _TIME.fullmatch(text.strip())
     if found is None:
         raise ValueError(f"mock time {name}={text!r}: expected a number with us, ms or s, such as 20ms")
-    return float(found[1]) * _UNITS[found[2]]
+    time_s = float(found[1]) * _UNITS[found[2]]
+    if time_s > _MOST_S:
+        raise ValueError(f"mock time {name}={text!r}: at most {_MOST_S}s")
+    return time_s

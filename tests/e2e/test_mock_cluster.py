@@ -1,0 +1,92 @@
+"""Many mock stages on one small machine: each a process of its own that never loads what it does not need."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+
+import psutil
+import pytest
+
+from deploy import LocalCluster, LocalClusterConfig
+from stageline import Client
+from tests.e2e.clusters import START_TIMEOUT_S, is_idle, tokens_of, wait_for_status
+from tests.e2e.commands import ENVIRONMENT, run_stageline
+from tests.mock_answers import mock_tokens
+
+pytestmark = pytest.mark.asyncio(loop_scope="package")
+
+NUM_STAGES = 16
+VOCAB_SIZE = 1000
+MOST_BYTES = 80_000_000
+HEAVY = re.compile(r"/[^/\n]*(torch|tokenizers|transformers|llguidance|numpy)[^\n]*")
+
+
+async def test_sixteen_mock_stages_serve_in_little_memory(tmp_path: Path) -> None:
+    config = LocalClusterConfig(
+        num_workers=NUM_STAGES,
+        mocks=("step=5ms",),
+        coordinator_arguments=("--mock-model", f"layers={NUM_STAGES},vocab={VOCAB_SIZE}"),
+        environment=ENVIRONMENT,
+        log_directory=tmp_path / "logs",
+    )
+    async with LocalCluster(config) as cluster:
+        status = await cluster.wait_until_serving(timeout_s=START_TIMEOUT_S)
+        assert (status.model, status.num_stages) == ("mock", NUM_STAGES)
+        await _serves_what_is_predicted(cluster.address)
+        await _status_calls_them_mock(cluster.address)
+        await wait_for_status(cluster.address, is_idle)
+        for worker in status.workers:
+            _is_small(worker.pid, worker.name)
+
+
+async def _serves_what_is_predicted(address: str) -> None:
+    prompts = [
+        [(7 * index + place) % VOCAB_SIZE for place in range(1 + 90 * (index % 3))] for index in range(24)
+    ]
+    async with Client(address) as client:
+        answers = await asyncio.gather(*(tokens_of(client, prompt, 24) for prompt in prompts))
+    assert answers == [mock_tokens(prompt, 24, vocab_size=VOCAB_SIZE) for prompt in prompts]
+
+
+async def _status_calls_them_mock(address: str) -> None:
+    shown = await run_stageline("status", "--coordinator", address)
+    assert (shown.code, shown.stderr) == (0, "")
+    assert shown.stdout.startswith(f"mock in bf16, {NUM_STAGES} stages, epoch 1\nserving\n")
+    assert len(re.findall(r"(?:FIRST|MIDDLE|LAST) +worker-\d+ +\d+ \(1\) +mock +ready ", shown.stdout)) == 16
+    generated = await run_stageline(
+        "generate", "--token-ids", "1,2,3", "--max-tokens", "5", "--coordinator", address
+    )
+    expected = ",".join(map(str, mock_tokens([1, 2, 3], 5, vocab_size=VOCAB_SIZE)))
+    assert generated.stdout == f"{expected}\n"
+
+
+def _is_small(pid: int, name: str) -> None:
+    """After it has served; what is mapped tells of libraries, which a module list of its own could hide."""
+    heavy = HEAVY.findall(Path(f"/proc/{pid}/maps").read_text())
+    assert heavy == [], f"{name} has loaded {set(heavy)}"
+    resident_bytes = psutil.Process(pid).memory_info().rss
+    assert resident_bytes <= MOST_BYTES, f"{name} holds {resident_bytes} bytes"
+
+
+BAD_USAGE = {
+    "worker --mock step=20": "mock time step='20': expected a number with us, ms or s, such as 20ms",
+    "worker --mock step=1ms --model .": "--mock does not go with --model",
+    "coordinator --stages 2 --mock-model hidden=3": "'hidden=3' does not say how many layers it has",
+    "up --mock step=1ms --mock-model layers=x": "mock model layers='x': expected a number from 1 to 1048576",
+    "up --workers 3 --mock step=1ms --mock step=2ms": "2 mock specs for 3 workers: give 1 or one each",
+}
+
+
+async def test_wrong_mock_flags_are_one_line_and_exit_code_2() -> None:
+    finished = await asyncio.gather(*(run_stageline(*line.split()) for line in BAD_USAGE))
+    for (line, text), run in zip(BAD_USAGE.items(), finished, strict=True):
+        assert run.code == 2, line
+        assert text in run.the_error(), line
+
+
+async def test_more_mock_stages_than_layers_are_refused_before_anything_starts() -> None:
+    run = await run_stageline("up", "--workers", "4", "--mock", "step=1ms", "--mock-model", "layers=3")
+    assert run.code == 1
+    assert "4 stages for a model of 3 layers" in run.the_error()

@@ -1,0 +1,299 @@
+"""Clusters of mock stages: real messages, real accounting, and exactly the tokens that can be predicted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+from coordinator.scheduling.scheduler import Scheduler
+from stage_worker.config import WorkerConfig
+from stage_worker.control import JoinRefused
+from stage_worker.mock.spec import MockSpec
+from stage_worker.worker import Worker
+from stageline.errors import InvalidRequest, ServerError
+from stageline_rpc.v1 import cluster_pb2
+from tests.integration.alterations import flip_byte
+from tests.integration.asks import mixed_asks
+from tests.integration.cluster import DEADLINE_S, Answer, Ask, Cluster
+from tests.mock_answers import mock_tokens
+from wire.frames import Frame
+from wire.steps import StageTime, StepResult
+
+VOCAB_SIZE = 512
+TIMES = "step=500us,token=10us,context=20us"
+
+
+class MockCluster(Cluster):
+    """Workers w0, w1, ... take `times` in turn."""
+
+    def __init__(self, times: Sequence[str], **settings: Any) -> None:
+        self._times = [MockSpec.parse(text) for text in times]
+        super().__init__(None, mock=self._times[0], **settings)
+
+    def worker_config(self, name: str, *arguments: Any, **more: Any) -> WorkerConfig:
+        config = super().worker_config(name, *arguments, **more)
+        return replace(config, mock=self._times[int(name.removeprefix("w")) % len(self._times)])
+
+
+def mock_cluster(num_stages: int, *times: str, **settings: Any) -> Cluster:
+    """Two layers for each mock stage, all of which take the same time unless told."""
+    return MockCluster(
+        times or (TIMES,),
+        layers=(2,) * num_stages,
+        mock_model=f"layers={2 * num_stages},hidden=32,vocab={VOCAB_SIZE}",
+        **{"max_kv_tokens": 4096, **settings},
+    )
+
+
+def check(answers: Sequence[Answer]) -> None:
+    """All have ended well, with the tokens that mock stages sample."""
+    for answer in answers:
+        assert answer.error is None, answer.error
+        assert answer.succeeded
+        assert answer.tokens == mock_tokens(answer.ask.prompt, answer.ask.max_tokens, vocab_size=VOCAB_SIZE)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not holds():
+            await asyncio.sleep(0.002)
+
+
+def has_tokens(answers: Sequence[Answer], count: int) -> bool:
+    return all(len(answer.tokens) >= count for answer in answers)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
+async def test_concurrent_requests_get_the_predicted_tokens(num_stages: int) -> None:
+    async with mock_cluster(num_stages) as cluster:
+        check(await cluster.generate_all(mixed_asks(32, max_tokens=20, prompt_lengths=(1, 8, 23, 90))))
+        status = await cluster.wait_drained()
+        assert [worker.device for worker in status.workers] == ["mock"] * num_stages
+        assert status.requests.finished == 32
+
+
+async def test_each_stage_has_times_of_its_own() -> None:
+    async with mock_cluster(3, "step=0ms", "step=3ms", "token=1us") as cluster:
+        check(await cluster.generate_all(mixed_asks(6)))
+
+
+async def test_several_choices_are_each_complete() -> None:
+    async with mock_cluster(3) as cluster:
+        prompt = [3, 1, 4, 1, 5]
+        completions = await cluster.client.complete(prompt, n=3, max_tokens=12, temperature=1.0, seed=5)
+        expected = mock_tokens(prompt, 12, vocab_size=VOCAB_SIZE)
+        assert [list(each.token_ids) for each in completions] == [expected] * 3
+        await cluster.wait_drained()
+
+
+async def test_cancelled_requests_leave_their_blocks_and_disturb_nobody() -> None:
+    async with mock_cluster(3) as cluster, asyncio.TaskGroup() as tasks:
+        staying = [Answer(ask) for ask in mixed_asks(6, max_tokens=60)]
+        for answer in staying:
+            tasks.create_task(cluster.generate(answer.ask, answer))
+        leaving = [Answer(ask) for ask in mixed_asks(12, max_tokens=2000, seed=1)]
+        running = [tasks.create_task(cluster.generate(answer.ask, answer)) for answer in leaving]
+        await until(partial(has_tokens, leaving, 3))
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        await until(lambda: all(answer.succeeded for answer in staying))
+        check(staying)
+        status = await cluster.wait_drained()
+        assert (status.requests.cancelled, status.requests.failed) == (12, 0)
+
+
+async def test_few_blocks_preempt_and_change_no_token() -> None:
+    async with mock_cluster(3, max_kv_tokens=128) as cluster:
+        answers = await cluster.generate_all(mixed_asks(12, max_tokens=40))
+        check(answers)
+        assert sum(answer.usage.restarts for answer in answers if answer.usage) > 0
+        await cluster.wait_drained()
+
+
+async def test_prefixes_are_shared_as_by_real_stages() -> None:
+    async with mock_cluster(2) as cluster:
+        ask = Ask(prompt=tuple(range(64)), max_tokens=4)
+        check([await cluster.generate(ask)])
+        answer = await cluster.generate(ask.again())
+        check([answer])
+        assert answer.usage is not None
+        assert answer.usage.cached_tokens == 63
+
+
+async def test_a_worker_that_stops_in_the_middle_repeats_and_loses_no_token() -> None:
+    async with mock_cluster(3) as cluster:
+        epoch = cluster.epoch
+        async with cluster.generating(mixed_asks(8, max_tokens=60)) as answers:
+            await until(partial(has_tokens, answers, 5))
+            await cluster.workers["w1"].stop()
+            await cluster.start_worker("w1")
+        check(answers)
+        assert cluster.epoch > epoch
+        await cluster.wait_drained()
+
+
+async def test_a_mock_that_computes_for_an_hour_is_replaced() -> None:
+    async with mock_cluster(2, "step=0ms", "step=3600s") as cluster:
+        async with cluster.generating(mixed_asks(3)) as answers:
+            await cluster.wait_status(lambda status: status.requests.steps_in_flight > 0)
+            await cluster.workers["w1"].stop()
+            await cluster.start_worker("w2")
+        check(answers)
+
+
+async def test_a_damaged_frame_fails_the_requests_of_its_step_alone() -> None:
+    async with mock_cluster(3, hop_proxies=[1]) as cluster:
+        asks = mixed_asks(9, max_tokens=40)
+        async with cluster.generating(asks) as answers:
+            await until(partial(has_tokens, answers, 3))
+            injection = cluster.proxy(1).inject(flip_byte, when=_has_slices)
+        failed = [answer for answer in answers if answer.error is not None]
+        assert 0 < len(failed) < len(asks)
+        assert all(getattr(answer.error, "code", "") == "ABORTED" for answer in failed)
+        assert len(injection.steps) == 1
+        check([answer for answer in answers if answer not in failed])
+
+
+def _has_slices(frame: Frame) -> bool:
+    return bool(frame.step.slices)
+
+
+@pytest.mark.parametrize(
+    ("wish", "what"),
+    [
+        ({"logprobs": 2}, "log-probabilities"),
+        ({"prompt_logprobs": 2}, "prompt log-probabilities"),
+        ({"prompt_logprobs": 0, "max_tokens": 0}, "prompt log-probabilities"),
+    ],
+)
+async def test_what_mock_stages_do_not_know_is_said_to_who_asks(wish: dict[str, int], what: str) -> None:
+    async with mock_cluster(3) as cluster:
+        epoch = cluster.epoch
+        async with cluster.generating(mixed_asks(4, max_tokens=40)) as answers:
+            await until(partial(has_tokens, answers, 2))
+            with pytest.raises(ServerError) as refused:
+                await cluster.client.complete([1, 2, 3], **({"max_tokens": 4} | wish))  # type: ignore[arg-type]
+        assert refused.value.code == "INTERNAL"
+        assert refused.value.message.startswith("stage 2, step ")
+        assert refused.value.message.endswith(f": mock stages have no {what}")
+        check(answers)
+        assert cluster.epoch == epoch
+        await cluster.wait_drained()
+
+
+async def test_a_mock_model_has_neither_text_nor_structured_output() -> None:
+    async with mock_cluster(2) as cluster:
+        with pytest.raises(InvalidRequest, match="structured output is not served"):
+            await cluster.client.complete([1, 2, 3], max_tokens=4, regex="a+")
+        with pytest.raises(InvalidRequest, match="model mock has no tokenizer: it can be given token_ids"):
+            await cluster.client.complete("Once", max_tokens=4)
+
+
+async def test_mock_stages_of_a_model_with_weights_say_that_they_have_no_structured_output() -> None:
+    async with Cluster(None, layers=(4, 4, 4), mock=MockSpec.parse(TIMES), has_text=True) as cluster:
+        with pytest.raises(ServerError, match="mock stages have no structured output"):
+            await cluster.client.complete("Once", max_tokens=4, regex="a+")
+        (completion,) = await cluster.client.complete([5, 6, 7], max_tokens=30)
+        model = await cluster.client.model()
+        assert list(completion.token_ids) == mock_tokens(
+            [5, 6, 7], 30, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
+        )
+
+
+async def test_every_result_has_the_times_of_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    results: list[StepResult] = []
+    complete = Scheduler.complete
+
+    def noting(scheduler: Scheduler, result: StepResult, now_s: float) -> object:
+        results.append(result)
+        return complete(scheduler, result, now_s)
+
+    monkeypatch.setattr(Scheduler, "complete", noting)
+    async with mock_cluster(3, "step=1ms", "step=2ms", "step=3ms") as cluster:
+        check(await cluster.generate_all(mixed_asks(9)))
+    computed = [result.stage_times for result in results if result.results]
+    assert len(computed) > 20
+    for times in computed:
+        assert [each.compute_us for each in times] == [1000, 2000, 3000]
+    assert all(len(result.stage_times) == 3 for result in results)
+    # Steps wait before the slowest stage, and hardly before the others.
+    waits = [sorted(times[stage].wait_us for times in computed) for stage in range(3)]
+    assert waits[2][-1] > 0
+
+
+async def test_records_alone_take_a_mock_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    results: list[StepResult] = []
+    complete = Scheduler.complete
+    monkeypatch.setattr(
+        Scheduler,
+        "complete",
+        lambda scheduler, result, now_s: results.append(result) or complete(scheduler, result, now_s),
+    )
+    async with mock_cluster(2, "step=2ms") as cluster:
+        check([await cluster.generate(Ask(prompt=(1, 2), max_tokens=3))])
+        await cluster.wait_drained()
+    last = results[-1]
+    assert last.results == ()
+    assert last.stage_times == (
+        StageTime(last.stage_times[0].wait_us, 0),
+        StageTime(last.stage_times[1].wait_us, 0),
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "has_mocks", "says"),
+    [
+        ("layers=2", True, "expected a mock stage, for a mock model, got a real stage"),
+        (None, True, "expected a mock stage, as worker w0 is, got a real stage"),
+        (None, False, "expected a real stage, as worker w0 is, got a mock stage"),
+    ],
+)
+async def test_mock_and_real_stages_are_never_in_one_cluster(
+    model: str | None, has_mocks: bool, says: str
+) -> None:
+    layers = (1, 1) if model else (6, 6)
+    mock = MockSpec.parse(TIMES) if has_mocks else None
+    async with Cluster(
+        None, layers=layers, mock=mock, mock_model=model, num_workers=1, waits=False
+    ) as cluster:
+        await cluster.wait_status(lambda status: len(status.workers) == 1)
+        stranger = Worker(_config(cluster.address, None if has_mocks else MockSpec()))
+        await stranger.start()
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                with pytest.raises(JoinRefused, match=says):
+                    await stranger.run()
+        finally:
+            await stranger.stop()
+        assert [worker.name for worker in (await cluster.client.status()).workers] == ["w0"]
+
+
+def _config(coordinator: str, mock: MockSpec | None) -> WorkerConfig:
+    return WorkerConfig(
+        coordinator=coordinator,
+        device="cpu",
+        memory_bytes=1 << 30,
+        name="stranger",
+        listen="127.0.0.1:0",
+        advertise=None,
+        model_directory=None,
+        num_threads=None,
+        mock=mock,
+    )
+
+
+async def test_status_calls_them_mock() -> None:
+    async with mock_cluster(2) as cluster:
+        status = await cluster.wait_state(cluster_pb2.CLUSTER_STATE_SERVING)
+        assert (status.model, status.num_stages) == ("mock", 2)
+        assert all(worker.device == "mock" for worker in status.workers)
+        assert all(
+            (worker.heartbeat.weight_bytes, worker.heartbeat.kv_bytes) == (0, 0) for worker in status.workers
+        )
+        assert (await cluster.client.model()).name == "mock"
