@@ -19,14 +19,20 @@ from stageline.client import Client
 
 _GENERATE_TEXT = 'generate "Once upon a time"'
 _GENERATE_IDS = "generate --token-ids 1,2,3"
+_NUM_WORKERS = 3
 _START_TIMEOUT_S = 3600.0  # a large model takes its time to load; the progress shows meanwhile
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def up(
     workers: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Stage workers to start, one stage each.")
-    ] = 3,
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help=f"Stage workers to start, one stage each: {_NUM_WORKERS}, or as many as --mock is given.",
+        ),
+    ] = None,
     model: options.Model = None,
     listen: options.Listen = options.DEFAULT_ADDRESS,
     device: Annotated[
@@ -59,11 +65,13 @@ def up(
 ) -> int:
     """Start a coordinator and its workers on this machine, and keep them until Ctrl-C."""
 
+    num_workers = workers or (len(mock) if mock and len(mock) > 1 else _NUM_WORKERS)
+
     def make_configs() -> tuple[CoordinatorConfig, LocalClusterConfig]:
         coordinator = CoordinatorConfig(
             model_directory=model,
             listen=listen,
-            num_stages=workers,
+            num_stages=num_workers,
             layers=options.parse_layers(layers),
             dtype=dtype,
             block_size=block_size,
@@ -81,7 +89,7 @@ def up(
             mock_model=mock_model,
         )
         cluster = LocalClusterConfig(
-            num_workers=workers,
+            num_workers=num_workers,
             model_directory=model,
             listen=listen,
             devices=tuple(device.split(",")),
