@@ -32,6 +32,11 @@ class StageBackend(ABC):
         """Nothing is computed, only time passes."""
         return False
 
+    @property
+    def lacks_bf16(self) -> bool:
+        """bfloat16 takes longer than float32 here."""
+        return False
+
     @abstractmethod
     async def load(self, assignment: Assignment, progress: LoadProgress) -> LoadedStage:
         """The stage that is assigned. Raises StageLoadError; then nothing is kept."""

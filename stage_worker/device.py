@@ -25,6 +25,14 @@ def parse_device(text: str) -> torch.device:
     return torch.device("cuda", device.index or 0)
 
 
+def has_native_bf16(device: torch.device) -> bool:
+    """Whether the device has bfloat16 arithmetic; without, torch computes it in float32 and rounds."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    has_onednn = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+    return has_onednn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def default_memory_bytes(device: torch.device) -> int:
     """90 % of the free memory of a GPU, 50 % of the RAM that is available now."""
     if device.type == "cuda":

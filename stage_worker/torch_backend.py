@@ -9,7 +9,7 @@ from stage_worker.assignment import Assignment
 from stage_worker.backend import RanStep, StageBackend
 from stage_worker.compute import ComputeThread
 from stage_worker.config import WorkerConfig
-from stage_worker.device import default_memory_bytes, parse_device
+from stage_worker.device import default_memory_bytes, has_native_bf16, parse_device
 from stage_worker.executor import StepExecutor
 from stage_worker.loading import WorkerResources, load_stage
 from stage_worker.outputs import ReceivedFrame
@@ -29,6 +29,10 @@ class TorchBackend(StageBackend):
             device=device, memory_bytes=self.memory_bytes, model_directory=config.model_directory
         )
         self._thread = ComputeThread(on_start=lambda: _set_threads(config.compute_threads))
+
+    @property
+    def lacks_bf16(self) -> bool:
+        return not has_native_bf16(self._resources.device)
 
     async def load(self, assignment: Assignment, progress: LoadProgress) -> LoadedStage:
         return await self._thread.run(load_stage, assignment, self._resources, progress)

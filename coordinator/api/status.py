@@ -56,7 +56,7 @@ class StatusReporter:
         return cluster_pb2.GetStatusResponse(
             model=self._model.name,
             fingerprint=self._model.fingerprint,
-            dtype=DTYPE_TO_MESSAGE[self._model.dtype],
+            dtype=DTYPE_TO_MESSAGE[self._model.dtype if plan is None else plan.dtype],
             state=PHASE_TO_MESSAGE[state.phase],
             detail=state.detail,
             epoch=state.epoch,

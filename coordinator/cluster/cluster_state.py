@@ -51,6 +51,7 @@ class WorkerIdentity:
     last_epoch: int
     pid: int
     is_mock: bool = False
+    lacks_bf16: bool = False
 
 
 @dataclass(slots=True)
@@ -353,7 +354,10 @@ class ClusterState:
 
 
 def _capacities(workers: list[WorkerIdentity]) -> list[WorkerCapacity]:
-    return [WorkerCapacity(name=each.name, memory_bytes=each.memory_bytes) for each in workers]
+    return [
+        WorkerCapacity(name=each.name, memory_bytes=each.memory_bytes, lacks_bf16=each.lacks_bf16)
+        for each in workers
+    ]
 
 
 def _natural_order(name: str) -> list[tuple[bool, int, str]]:

@@ -40,6 +40,7 @@ def decode_hello(message: cluster_pb2.WorkerMessage) -> WorkerIdentity:
         last_epoch=hello.last_epoch,
         pid=hello.pid,
         is_mock=hello.is_mock,
+        lacks_bf16=hello.lacks_bf16,
     )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from checkpoint import DType
 from coordinator.config import CoordinatorConfig
 from coordinator.model import ServedModel
 from coordinator.planning.plan import Plan, StepLimits, WorkerCapacity
@@ -9,15 +10,21 @@ from coordinator.planning.planner import make_plan
 
 
 def plan_for(config: CoordinatorConfig, model: ServedModel, workers: Sequence[WorkerCapacity]) -> Plan:
-    """What a coordinator with this configuration does with these workers. Raises PlanImpossible."""
+    """What a coordinator with this configuration does with these workers. Raises PlanImpossible.
+
+    A bfloat16 checkpoint runs in float32 where a worker lacks bfloat16, unless the configuration says.
+    """
     limits = StepLimits(
         max_step_tokens=config.max_step_tokens,
         max_step_sequences=config.max_step_sequences,
         max_sequence_tokens=config.max_sequence_tokens or model.config.max_position_embeddings,
     )
+    dtype = model.dtype
+    if config.dtype is None and dtype is DType.BF16 and any(worker.lacks_bf16 for worker in workers):
+        dtype = DType.F32
     return make_plan(
         model.config,
-        model.dtype,
+        dtype,
         workers,
         limits=limits,
         block_size=config.block_size,

@@ -183,6 +183,7 @@ class WorkerHello(_message.Message):
     PID_FIELD_NUMBER: _builtins.int
     HOSTNAME_FIELD_NUMBER: _builtins.int
     IS_MOCK_FIELD_NUMBER: _builtins.int
+    LACKS_BF16_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     name: _builtins.str
     """Stable name of the worker, unique in the cluster."""
@@ -200,6 +201,8 @@ class WorkerHello(_message.Message):
     hostname: _builtins.str
     is_mock: _builtins.bool
     """It computes nothing and only lets time pass. Mock and real stages are never in one cluster."""
+    lacks_bf16: _builtins.bool
+    """Its device computes bfloat16 by other means, and slower than float32: bf16 models run in float32, unless told."""
     def __init__(
         self,
         *,
@@ -213,10 +216,11 @@ class WorkerHello(_message.Message):
         pid: _builtins.int = ...,
         hostname: _builtins.str = ...,
         is_mock: _builtins.bool = ...,
+        lacks_bf16: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "hostname", b"hostname", "incarnation", b"incarnation", "is_mock", b"is_mock", "last_epoch", b"last_epoch", "memory_bytes", b"memory_bytes", "name", b"name", "pid", b"pid", "protocol_version", b"protocol_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "hostname", b"hostname", "incarnation", b"incarnation", "is_mock", b"is_mock", "lacks_bf16", b"lacks_bf16", "last_epoch", b"last_epoch", "memory_bytes", b"memory_bytes", "name", b"name", "pid", b"pid", "protocol_version", b"protocol_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

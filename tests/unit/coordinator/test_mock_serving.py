@@ -110,3 +110,24 @@ def test_it_is_planned_as_if_it_had_weights() -> None:
     small = [dataclasses.replace(worker, memory_bytes=1 << 20) for worker in workers]
     with pytest.raises(PlanImpossible):
         plan_for(config, model, small)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "lacking", "planned"),
+    [
+        (None, [], DType.BF16),
+        (None, ["b"], DType.F32),
+        ("bf16", ["a", "b"], DType.BF16),
+        ("f16", ["a"], DType.F16),
+    ],
+)
+def test_a_worker_without_bfloat16_makes_the_plan_a_float32_one_unless_told(
+    dtype: str | None, lacking: list[str], planned: DType
+) -> None:
+    config = config_of("layers=8", dtype=dtype)
+    model = open_model(config)
+    assert model.config.dtype is DType.BF16
+    workers = [
+        WorkerCapacity(name=name, memory_bytes=1 << 40, lacks_bf16=name in lacking) for name in ("a", "b")
+    ]
+    assert plan_for(config, model, workers).dtype is planned
