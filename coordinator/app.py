@@ -5,12 +5,15 @@ import gc
 import logging
 import signal
 import sys
+from collections.abc import Coroutine
+from typing import Any
 
 import uvloop
 
 from checkpoint import CheckpointError
 from coordinator.api.callers import Callers
 from coordinator.api.cluster_service import ClusterService, StepResultsService
+from coordinator.api.health import CoordinatorHealth
 from coordinator.api.inference_service import InferenceService
 from coordinator.api.session import Sessions
 from coordinator.api.status import StatusReporter
@@ -52,9 +55,11 @@ class CoordinatorServer:
             num_stages=config.num_stages,
             make_plan=lambda workers: plan_for(config, model, workers),
             is_mock_model=model.is_mock,
+            return_grace_s=(timing or config.timing).return_grace_s,
         )
         incarnation = new_incarnation()
-        timing = timing or ClusterTiming()
+        timing = timing or config.timing
+        self._health = CoordinatorHealth()
         self.controller = Controller(
             state,
             self.engine,
@@ -64,6 +69,7 @@ class CoordinatorServer:
             pace=PaceSettings(
                 steps_in_flight=config.steps_in_flight, max_decode_slowdown=config.max_decode_slowdown
             ),
+            on_serving=self._health.set_serving,
         )
         self._sweep_interval_s = timing.sweep_interval_s
         self._sweeper: asyncio.Task[None] | None = None
@@ -78,6 +84,7 @@ class CoordinatorServer:
             ClusterService(self.controller, status, self.engine.kv_feed), self._server
         )
         stage_pb2_grpc.add_StepResultsServicer_to_server(StepResultsService(self.controller), self._server)
+        self._health.add_to(self._server)
         self.address = config.listen
 
     async def start(self) -> None:
@@ -85,9 +92,14 @@ class CoordinatorServer:
         wanted = parse_address(self._config.listen)
         port = bind(self._server, str(wanted))
         self.address = f"{self._config.listen.rpartition(':')[0]}:{port}"
+        await self._health.start()
         await self._server.start()
         self.controller.start()
         self._sweeper = asyncio.create_task(self._sweep(), name="sweeper")
+
+    async def drain(self) -> None:
+        """Takes nothing new, and finishes what is live, within the limit of the configuration."""
+        await self.controller.drain_all()
 
     async def stop(self) -> None:
         """Fails what is live, closes every stream."""
@@ -97,6 +109,7 @@ class CoordinatorServer:
         await self.controller.close()
         self._sessions.close()
         self.engine.kv_feed.close()
+        await self._health.stop()
         await self._server.stop(STOP_GRACE_S)
 
     async def _sweep(self) -> None:
@@ -124,10 +137,10 @@ def run(config: CoordinatorConfig) -> int:
 
 
 async def _serve(config: CoordinatorConfig, model: ServedModel) -> None:
-    stopping = asyncio.Event()
+    stopping, draining = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
+    loop.add_signal_handler(signal.SIGINT, stopping.set)
+    loop.add_signal_handler(signal.SIGTERM, lambda: (stopping if draining.is_set() else draining).set())
     server = CoordinatorServer(config, model)
     await server.start()
     # What is here now stays: looking through it again and again would hold up steps for tens of milliseconds.
@@ -136,6 +149,18 @@ async def _serve(config: CoordinatorConfig, model: ServedModel) -> None:
     log.info(
         "serving model %s (%s), waiting for %d workers", model.name, model.dtype.value, config.num_stages
     )
-    await stopping.wait()
+    await _first_of(stopping.wait(), draining.wait())
+    if not stopping.is_set():
+        log.info("finishing what runs; a second SIGTERM does not wait")
+        await _first_of(stopping.wait(), server.drain())
     log.info("stopping")
     await server.stop()
+
+
+async def _first_of(*waits: Coroutine[Any, Any, object]) -> None:
+    """Returns when one of them does, and cancels the others."""
+    tasks = [asyncio.create_task(wait) for wait in waits]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

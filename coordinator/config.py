@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.mock_model import parse_mock_model
+from coordinator.timing import ClusterTiming
 from wire.addresses import parse_address
 
 DTYPES = ("bf16", "f16", "f32")
@@ -24,6 +25,9 @@ class CoordinatorConfig:
     `mock_model`, such as "layers=64", is served by mock stages in the place of a model. `steps_in_flight`
     None lets measured times decide. Prefill may make decodes take up to `max_decode_slowdown` times as long
     as they would alone.
+
+    A worker sends a heartbeat every `heartbeat_s` and is lost after `lease_s` without. Requests wait for
+    `recovery_timeout_s` for a pipeline; whoever has to leave finishes what runs within `drain_timeout_s`.
     """
 
     model_directory: Path | None
@@ -44,6 +48,20 @@ class CoordinatorConfig:
     steps_in_flight: int | None = None
     max_decode_slowdown: float = 1.4
     mock_model: str | None = None
+    heartbeat_s: float = 0.5
+    lease_s: float = 2.0
+    recovery_timeout_s: float = 30.0
+    drain_timeout_s: float = 30.0
+
+    @property
+    def timing(self) -> ClusterTiming:
+        """Raises ValueError for times that do not fit each other."""
+        return ClusterTiming(
+            heartbeat_interval_s=self.heartbeat_s,
+            lease_s=self.lease_s,
+            recovery_timeout_s=self.recovery_timeout_s,
+            drain_timeout_s=self.drain_timeout_s,
+        )
 
     def __post_init__(self) -> None:
         parse_address(self.listen)
@@ -73,6 +91,7 @@ class CoordinatorConfig:
             parse_mock_model(self.mock_model)
             if self.model_directory is not None:
                 raise ValueError("--mock-model is served in the place of a model: not together with --model")
+        _ = self.timing
         self._check_layers()
         self._check_step_tokens()
 

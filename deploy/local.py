@@ -153,7 +153,7 @@ class LocalCluster:
             raise
 
     async def stop(self, *, grace_s: float = GRACE_S) -> None:
-        """Ends every process: SIGTERM, then SIGKILL for what still runs after `grace_s`. Twice is fine."""
+        """Ends every process: SIGINT, which waits for no request, then SIGKILL for what still runs after `grace_s`. Twice is fine."""
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
@@ -217,7 +217,7 @@ def _raise_if_hopeless(status: cluster_pb2.GetStatusResponse) -> None:
     if status.state == cluster_pb2.CLUSTER_STATE_BLOCKED:
         raise ClusterFailed(status.detail)
     for worker in status.workers:
-        if worker.state == cluster_pb2.WORKER_STATE_FAILED:
+        if worker.state == cluster_pb2.WORKER_STATE_QUARANTINED:
             raise ClusterFailed(f"{worker.name} failed: {worker.detail}")
 
 
@@ -226,7 +226,7 @@ async def _end(processes: Iterable[LocalProcess], *, grace_s: float) -> None:
     try:
         if running and grace_s > 0:
             for process in running:
-                process.send_signal(signal.SIGTERM)
+                process.send_signal(signal.SIGINT)
             await asyncio.wait([asyncio.ensure_future(p.wait()) for p in running], timeout=grace_s)
     finally:
         for process in running:

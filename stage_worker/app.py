@@ -15,6 +15,8 @@ from stage_worker.worker import Worker
 
 log = logging.getLogger(__name__)
 
+_LEAVE_TIMEOUT_S = 120.0
+
 
 def run(config: WorkerConfig) -> int:
     """Runs a worker until it is asked to end (0) or cannot go on (1, after one line on stderr)."""
@@ -35,8 +37,8 @@ async def _main(config: WorkerConfig) -> int:
     print(f"stageline worker {worker.name} listening on {worker.listen_address}", flush=True)
     task = asyncio.create_task(worker.run())
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, _stop_on, signal.Signals(number).name, task)
+    loop.add_signal_handler(signal.SIGTERM, _leave, worker, task)
+    loop.add_signal_handler(signal.SIGINT, _stop_on, "SIGINT", task)
     try:
         await task
     except asyncio.CancelledError:
@@ -46,6 +48,17 @@ async def _main(config: WorkerConfig) -> int:
     else:
         status = 0
     return await _end(worker, status)
+
+
+def _leave(worker: Worker, task: "asyncio.Task[None]") -> None:
+    """Hands the layers over first. A second SIGTERM does not wait for that, and nothing takes for ever."""
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, _stop_on, "SIGTERM", task)
+    if not worker.ask_to_leave():
+        _stop_on("SIGTERM", task)
+        return
+    log.info("SIGTERM: handing over; a second one does not wait")
+    loop.call_later(_LEAVE_TIMEOUT_S, _stop_on, f"no leave within {_LEAVE_TIMEOUT_S:g} s", task)
 
 
 def _stop_on(name: str, task: "asyncio.Task[None]") -> None:

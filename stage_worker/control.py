@@ -62,6 +62,18 @@ class Membership:
         self._host = host
         self._backoff_s = FIRST_BACKOFF_S
         self._waits_for = ""
+        self._connection: _Connection | None = None
+        self._is_leaving = False
+
+    def ask_to_leave(self) -> bool:
+        """Asks the coordinator to do without this worker; `run` returns when it does, or is gone. False when
+        nobody is there to ask.
+        """
+        self._is_leaving = True
+        if self._connection is None:
+            return False
+        self._connection.send(cluster_pb2.WorkerMessage(wants_drain=cluster_pb2.WantsDrain()))
+        return True
 
     async def run(self) -> None:
         """Returns when the coordinator asks the process to end. Raises JoinRefused."""
@@ -75,6 +87,8 @@ class Membership:
                 if left.exit_process:
                     return
                 self._backoff_s = MAX_BACKOFF_S
+            if self._is_leaving:
+                return
             await asyncio.sleep(self._backoff_s)
             self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
 
@@ -91,7 +105,7 @@ class Membership:
             welcome = await self._welcome(call)
         self._backoff_s, self._waits_for = FIRST_BACKOFF_S, ""
         log.info("joined the coordinator at %s", self._coordinator)
-        connection = _Connection(call)
+        connection = self._connection = _Connection(call)
         heartbeats = asyncio.create_task(
             _beat(connection, self._heartbeat, welcome.heartbeat_interval_ms / 1000)
         )
@@ -99,6 +113,7 @@ class Membership:
         try:
             return await self._read(call, connection)
         finally:
+            self._connection = None
             for task in (heartbeats, writer):
                 task.cancel()
             await asyncio.gather(heartbeats, writer, return_exceptions=True)

@@ -15,7 +15,7 @@ from wire.frames import encode_frame
 from wire.step_codec import encode_result
 from wire.steps import StepResult
 
-DIAL_TIMEOUT_S = 10.0
+DIAL_TIMEOUT_S = 5.0
 
 Request = bytes | stage_pb2.DeliverRequest
 Call = grpc.aio.StreamStreamCall[Any, Any]

@@ -13,7 +13,7 @@ from stage_worker.session import EpochSession
 from stage_worker.stage_load import LoadedStage, LoadProgress, StageLoadError
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
 from wire.errors import StaleStream, StepFaultKind
-from wire.ids import Incarnation
+from wire.ids import Incarnation, new_incarnation
 from wire.step_codec import encode_fault
 from wire.steps import FaultReport
 
@@ -42,7 +42,6 @@ class StageHost:
         self,
         *,
         coordinator: str,
-        incarnation: Incarnation,
         backend: StageBackend,
         on_serving: Callable[[bool], None],
     ) -> None:
@@ -51,7 +50,7 @@ class StageHost:
         `on_serving` is told whenever an epoch becomes or stops being active here.
         """
         self._coordinator = coordinator
-        self._incarnation = incarnation
+        self._incarnation = new_incarnation()
         self._backend = backend
         self._on_serving = on_serving
         self._orders: asyncio.Queue[tuple[Order | _Disconnected, Reply]] = asyncio.Queue()
@@ -61,6 +60,11 @@ class StageHost:
         self._session: EpochSession | None = None
         self._last_epoch = 0
         self._epoch_began = asyncio.Event()
+
+    def renew(self) -> Incarnation:
+        """A new identity, for those epochs that begin from now on."""
+        self._incarnation = new_incarnation()
+        return self._incarnation
 
     @property
     def last_epoch(self) -> int:

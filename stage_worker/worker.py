@@ -20,7 +20,6 @@ from stage_worker.stage_host import StageHost
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
 from wire.addresses import Address, parse_address, parse_peer_address
 from wire.channels import PROTOCOL_VERSION, bind, new_server
-from wire.ids import new_incarnation
 
 log = logging.getLogger(__name__)
 
@@ -35,15 +34,19 @@ class Worker:
     def __init__(self, config: WorkerConfig) -> None:
         """Raises ValueError for a device that is not here. Binds nothing yet."""
         self._config = config
-        self._incarnation = new_incarnation()
         self._health = health_aio.HealthServicer()
         self._backend = _new_backend(config)
         self._server = new_server()
         self._host = StageHost(
             coordinator=config.coordinator,
-            incarnation=self._incarnation,
             backend=self._backend,
             on_serving=self._set_serving,
+        )
+        self._membership = Membership(
+            coordinator=config.coordinator,
+            new_hello=self._hello,
+            heartbeat=self._heartbeat,
+            host=self._host,
         )
         self._health_tasks: set[asyncio.Task[None]] = set()
         self.listen_address = ""
@@ -72,12 +75,7 @@ class Worker:
 
     async def run(self) -> None:
         """A member of the cluster until the coordinator asks the process to end. Raises JoinRefused."""
-        membership = Membership(
-            coordinator=self._config.coordinator,
-            new_hello=self._hello,
-            heartbeat=self._heartbeat,
-            host=self._host,
-        )
+        membership = self._membership
         orders = asyncio.create_task(self._host.run(), name="stage-host")
         joined = asyncio.create_task(membership.run(), name="membership")
         try:
@@ -87,6 +85,10 @@ class Worker:
                     task.result()
         finally:
             await _cancel((joined, orders))
+
+    def ask_to_leave(self) -> bool:
+        """Hands the layers over to others, then `run` returns. False when no coordinator is there to ask."""
+        return self._membership.ask_to_leave()
 
     async def stop(self) -> bool:
         """Ends server and backend; False when the backend is still busy."""
@@ -101,10 +103,11 @@ class Worker:
         return Address(await _local_host(self._config.coordinator), 0)
 
     def _hello(self) -> cluster_pb2.WorkerHello:
+        """Whoever joins again is somebody new: what it was before may be given up already."""
         return cluster_pb2.WorkerHello(
             protocol_version=PROTOCOL_VERSION,
             name=self.name,
-            incarnation=self._incarnation,
+            incarnation=self._host.renew(),
             address=self.advertised_address,
             device=self._backend.device,
             memory_bytes=self._backend.memory_bytes,

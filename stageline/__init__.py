@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         StepFailed,
         Superseded,
         Unavailable,
+        WorkerNotFound,
     )
     from stageline.output import FinishReason, GenerateOutput, TokenLogprobs, TopLogprob, Usage
     from stageline.parameters import Detach, GenerateOptions, Priority
@@ -68,4 +69,5 @@ __all__ = [
     "TopLogprob",
     "Unavailable",
     "Usage",
+    "WorkerNotFound",
 ]

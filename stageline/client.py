@@ -9,6 +9,7 @@ from stageline import values
 from stageline.completion import Completion, Completions
 from stageline.connection import Connection, answer
 from stageline.continuity import Continuity
+from stageline.errors import RequestNotFound, WorkerNotFound
 from stageline.generation import Ask, Generation, Waits
 from stageline.output import GenerateOutput
 from stageline.parameters import GenerateOptions
@@ -122,6 +123,18 @@ class Client:
         """Which model is served, and what it can take."""
         stub = await self._inference()
         return await answer(stub.GetModel(inference_pb2.GetModelRequest(), timeout=_UNARY_TIMEOUT_S))
+
+    async def drain(self, worker: str) -> None:
+        """Moves the layers of the worker with this name to others and lets it exit; returns when it has left.
+
+        Raises WorkerNotFound.
+        """
+        channel = await self._connection.ready(self._waits.connect_timeout_s)
+        request = cluster_pb2.DrainRequest(worker=values.text("worker", worker))
+        try:
+            await answer(cluster_pb2_grpc.ClusterStub(channel).Drain(request))
+        except RequestNotFound as error:
+            raise WorkerNotFound(error.message) from None
 
     async def status(self) -> cluster_pb2.GetStatusResponse:
         """The plan, the workers, memory, KV use and requests, as of now."""

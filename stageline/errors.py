@@ -4,6 +4,7 @@ StagelineError
     InvalidRequest      INVALID_ARGUMENT, or refused before it was sent
     RequestExists       ALREADY_EXISTS
     RequestNotFound     NOT_FOUND
+    WorkerNotFound      NOT_FOUND, of a worker
     Overloaded          RESOURCE_EXHAUSTED
     Unavailable         UNAVAILABLE, or nobody answers at the address
     DeadlineExceeded    DEADLINE_EXCEEDED
@@ -44,6 +45,12 @@ class RequestExists(StagelineError):
 
 class RequestNotFound(StagelineError):
     """No request that is live, or whose output is kept, has this request_id."""
+
+    code = "NOT_FOUND"
+
+
+class WorkerNotFound(StagelineError):
+    """No worker of this name is in the cluster."""
 
     code = "NOT_FOUND"
 

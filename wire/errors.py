@@ -5,11 +5,13 @@ ServingError
 |- InvalidRequest            INVALID_ARGUMENT     a parameter or a prompt that cannot be served
 |- RequestNotFound           NOT_FOUND
 |- RequestExists             ALREADY_EXISTS
+|- WorkerNotFound            NOT_FOUND
 |- NameInUse                 ALREADY_EXISTS       a live worker elsewhere has this name
 |- Overloaded                RESOURCE_EXHAUSTED   a bounded queue is full; says when to try again
 |- HandshakeMismatch         FAILED_PRECONDITION  two ends disagree; carries both values
 |- StaleStream               ABORTED              a stream of an epoch that is over
-|- StepFailed                ABORTED              the step that carried the request was faulty
+|- StepFailed                ABORTED              its steps were faulty, again and again
+|- RequestPoisoned           INTERNAL             workers died when they ran this request alone
 |- SliceFailed               INTERNAL             this sequence alone failed on a stage
 |- RequestCancelled          CANCELLED
 |- DeadlinePassed            DEADLINE_EXCEEDED
@@ -43,6 +45,10 @@ class RequestExists(ServingError):
     """A live request has this id."""
 
 
+class WorkerNotFound(ServingError):
+    """No such worker is here."""
+
+
 class NameInUse(ServingError):
     """A live worker elsewhere has this name."""
 
@@ -68,7 +74,11 @@ class StaleStream(ServingError):
 
 
 class StepFailed(ServingError):
-    """The step that carried this request was faulty; the request was not retried."""
+    """The steps that carried this request were faulty, and it has been tried often enough."""
+
+
+class RequestPoisoned(ServingError):
+    """Workers died while this request, and no other, ran."""
 
 
 class SliceFailed(ServingError):
@@ -110,6 +120,17 @@ class StepFaultKind(Enum):
     DEVICE = stage_pb2.STEP_FAULT_KIND_DEVICE
     NON_FINITE = stage_pb2.STEP_FAULT_KIND_NON_FINITE
     NEIGHBOUR = stage_pb2.STEP_FAULT_KIND_NEIGHBOUR
+    OVERDUE = stage_pb2.STEP_FAULT_KIND_OVERDUE
+
+    @property
+    def blames_requests(self) -> bool:
+        """What was computed may have caused it; a stage that cannot reach the next one says nothing of it."""
+        return self is not StepFaultKind.NEIGHBOUR
+
+    @property
+    def may_be_poison(self) -> bool:
+        """One request may make a stage fail like this again and again."""
+        return self in (StepFaultKind.DEVICE, StepFaultKind.NON_FINITE, StepFaultKind.OVERDUE)
 
 
 class StepFault(ServingError):
@@ -144,11 +165,13 @@ STATUS_OF_ERROR: dict[type[ServingError], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     RequestNotFound: grpc.StatusCode.NOT_FOUND,
     RequestExists: grpc.StatusCode.ALREADY_EXISTS,
+    WorkerNotFound: grpc.StatusCode.NOT_FOUND,
     NameInUse: grpc.StatusCode.ALREADY_EXISTS,
     Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     HandshakeMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     StaleStream: grpc.StatusCode.ABORTED,
     StepFailed: grpc.StatusCode.ABORTED,
+    RequestPoisoned: grpc.StatusCode.INTERNAL,
     SliceFailed: grpc.StatusCode.INTERNAL,
     RequestCancelled: grpc.StatusCode.CANCELLED,
     DeadlinePassed: grpc.StatusCode.DEADLINE_EXCEEDED,

@@ -46,6 +46,12 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
             reader.cancel()
         raise StaleStream(connection.close_reason)
 
+    async def Drain(  # noqa: N802
+        self, request: cluster_pb2.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> cluster_pb2.DrainResponse:
+        await self._controller.drain(request.worker)
+        return cluster_pb2.DrainResponse()
+
     async def GetStatus(  # noqa: N802
         self, request: cluster_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> cluster_pb2.GetStatusResponse:

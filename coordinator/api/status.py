@@ -2,8 +2,9 @@
 
 import asyncio
 
-from coordinator.cluster.cluster_state import ClusterPhase, WorkerRecord, WorkerState
+from coordinator.cluster.cluster_state import ClusterPhase
 from coordinator.cluster.controller import Controller
+from coordinator.cluster.membership import WorkerRecord, WorkerState
 from coordinator.cluster.messages import ROLE_TO_MESSAGE
 from coordinator.model import ServedModel
 from coordinator.requests.engine import Engine
@@ -19,11 +20,14 @@ PHASE_TO_MESSAGE: dict[ClusterPhase, cluster_pb2.ClusterState.ValueType] = {
     ClusterPhase.BLOCKED: cluster_pb2.CLUSTER_STATE_BLOCKED,
 }
 WORKER_STATE_TO_MESSAGE: dict[WorkerState, cluster_pb2.WorkerState.ValueType] = {
+    WorkerState.JOINING: cluster_pb2.WORKER_STATE_JOINING,
     WorkerState.SPARE: cluster_pb2.WORKER_STATE_SPARE,
     WorkerState.LOADING: cluster_pb2.WORKER_STATE_LOADING,
     WorkerState.READY: cluster_pb2.WORKER_STATE_READY,
     WorkerState.LOST: cluster_pb2.WORKER_STATE_LOST,
-    WorkerState.FAILED: cluster_pb2.WORKER_STATE_FAILED,
+    WorkerState.SUSPECT: cluster_pb2.WORKER_STATE_SUSPECT,
+    WorkerState.DRAINING: cluster_pb2.WORKER_STATE_DRAINING,
+    WorkerState.QUARANTINED: cluster_pb2.WORKER_STATE_QUARANTINED,
 }
 
 
@@ -65,6 +69,7 @@ class StatusReporter:
             num_blocks=0 if plan is None else plan.num_blocks,
             workers=[self._worker(record) for record in self._in_stage_order()],
             requests=self._requests(),
+            health=self._controller.health,
         )
 
     def _in_stage_order(self) -> list[WorkerRecord]:
@@ -72,7 +77,7 @@ class StatusReporter:
             stage = record.stage
             return (stage is None, -1 if stage is None else stage.stage, record.identity.name)
 
-        return sorted(self._controller.state.workers.values(), key=order)
+        return sorted(self._controller.state.workers, key=order)
 
     def _worker(self, record: WorkerRecord) -> cluster_pb2.WorkerStatus:
         identity = record.identity
@@ -80,7 +85,7 @@ class StatusReporter:
             name=identity.name,
             address=identity.address,
             device=identity.device,
-            state=WORKER_STATE_TO_MESSAGE[record.state],
+            state=WORKER_STATE_TO_MESSAGE[record.shown_state],
             detail=record.detail,
             memory_bytes=identity.memory_bytes,
             pid=identity.pid,

@@ -9,14 +9,41 @@ WAITING_FOR_WORKERS -> LOADING -> STARTING_EPOCH -> SERVING
 `BLOCKED` stands for WAITING_FOR_WORKERS with enough workers but no plan that fits them.
 """
 
-import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
 from enum import Enum, auto
 
-from coordinator.planning.plan import Plan, PlanImpossible, StagePlan, WorkerCapacity
-from wire.errors import HandshakeMismatch, NameInUse
+from coordinator.cluster.actions import (
+    Action,
+    AssignStage,
+    BeginEpoch,
+    Disconnect,
+    EndCause,
+    FinishRunning,
+    LetGo,
+    Release,
+    Shrink,
+    StartServing,
+    StartTimer,
+    StopServing,
+)
+from coordinator.cluster.membership import (
+    MAX_FAILED_LOADS,
+    MakePlan,
+    Members,
+    TooFewWorkers,
+    WorkerIdentity,
+    WorkerRecord,
+    WorkerState,
+)
+from coordinator.planning.plan import Plan, PlanImpossible
 from wire.ids import Incarnation
+
+MAX_EPOCH_DELAY_S = 2.0
+"""Longest pause before another try when epoch after epoch ends without a single result."""
+RETURN_GRACE_S = 1.0
+"""How long a lost worker may take to come back before its layers are shared out among the others."""
+MAX_HOP_FAILURES = 2
+"""Epochs in a row in which a stage does not reach the next one, before the plan does without that one."""
 
 
 class ClusterPhase(Enum):
@@ -29,192 +56,151 @@ class ClusterPhase(Enum):
     BLOCKED = auto()
 
 
-class WorkerState(Enum):
-    """What one worker is doing."""
-
-    SPARE = auto()
-    LOADING = auto()
-    READY = auto()
-    LOST = auto()
-    FAILED = auto()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerIdentity:
-    """What a worker says of itself when it joins."""
-
-    name: str
-    incarnation: Incarnation
-    address: str
-    device: str
-    memory_bytes: int
-    last_epoch: int
-    pid: int
-    is_mock: bool = False
-    lacks_bf16: bool = False
-
-
-@dataclass(slots=True)
-class WorkerRecord:
-    """A worker that has joined, live or lost."""
-
-    identity: WorkerIdentity
-    state: WorkerState = WorkerState.SPARE
-    detail: str = ""
-    stage: StagePlan | None = None
-
-    @property
-    def is_live(self) -> bool:
-        return self.state is not WorkerState.LOST
-
-    @property
-    def is_usable(self) -> bool:
-        """May be given a stage. A worker that failed to load stays out until it joins anew."""
-        return self.state not in (WorkerState.LOST, WorkerState.FAILED)
-
-
-@dataclass(frozen=True, slots=True)
-class AssignStage:
-    """Tell `worker` to load `stage` of plan `plan_id`."""
-
-    worker: WorkerIdentity
-    plan_id: int
-    plan: Plan
-    stage: StagePlan
-
-
-@dataclass(frozen=True, slots=True)
-class BeginEpoch:
-    """Begin `epoch` on all `workers`, which are in stage order, after `delay_s`."""
-
-    epoch: int
-    plan_id: int
-    plan: Plan
-    workers: tuple[WorkerIdentity, ...]
-    delay_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class StopServing:
-    """The epoch is over; nothing of it counts any more."""
-
-    epoch: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class StartServing:
-    """Every stage of `epoch` is ready and connected."""
-
-    epoch: int
-    plan: Plan
-
-
-Action = AssignStage | BeginEpoch | StopServing | StartServing
-
-MAX_EPOCH_DELAY_S = 2.0
-"""Longest pause before another try when epoch after epoch ends without a single result."""
+_ACTIVE = (ClusterPhase.STARTING_EPOCH, ClusterPhase.SERVING)
 
 
 class ClusterState:
-    """One owner feeds it events and carries out the actions it returns, in order."""
+    """One owner feeds it events and carries out the actions it returns, in order.
+
+    The first plan has `num_stages` stages. Later ones have fewer while there are fewer workers, and as many
+    again when workers come back.
+    """
 
     def __init__(
         self,
         *,
         num_stages: int,
-        make_plan: Callable[[Sequence[WorkerCapacity]], Plan],
+        make_plan: MakePlan,
         is_mock_model: bool = False,
+        return_grace_s: float = RETURN_GRACE_S,
+        first_epoch: int = 1,
     ) -> None:
         """`make_plan` may raise PlanImpossible; it is given workers in the order in which to use them. A mock
-        model has no weights, so real stages have nothing to load.
+        model has no weights, so real stages have nothing to load. Epochs count from `first_epoch` on, or from
+        above what the workers have seen.
         """
         self.num_stages = num_stages
         self.phase = ClusterPhase.WAITING_FOR_WORKERS
         self.detail = f"waiting for {num_stages} workers"
-        self.epoch = 0
+        self.epoch = first_epoch - 1
         self.plan: Plan | None = None
-        self.workers: dict[str, WorkerRecord] = {}
+        self.workers = Members()
+        self.has_served = False
         self._make_plan = make_plan
         self._is_mock_model = is_mock_model
-        self._previous: Plan | None = None
+        self._return_grace_s = return_grace_s
+        self._template: Plan | None = None
+        self._may_shrink = False
+        self._num_losses = 0
         self._plan_id = 0
         self._ready: set[str] = set()
         self._is_link_open = False
         self._are_results_open = False
         self._num_fruitless_epochs = 0
+        self._hop_failures = Counter[str]()
 
     @property
     def stage_workers(self) -> tuple[WorkerRecord, ...]:
         """The workers of the present plan, in stage order; empty without a plan."""
-        if self.plan is None:
-            return ()
-        return tuple(self.workers[stage.worker] for stage in self.plan.stages)
+        return () if self.plan is None else tuple(self.workers[stage.worker] for stage in self.plan.stages)
+
+    # Membership
 
     def join(self, identity: WorkerIdentity) -> list[Action]:
         """A worker has joined. Raises NameInUse when a live worker elsewhere has this name, and
         HandshakeMismatch for a mock stage among real ones, or a real one among mocks."""
-        self._check_kind(identity)
-        known = self.workers.get(identity.name)
-        if known is not None and known.is_live:
-            if known.identity.address != identity.address:
-                raise NameInUse(
-                    f"the name {identity.name!r} is in use by the worker at {known.identity.address}"
-                )
+        self.workers.check_may_join(identity, is_mock_model=self._is_mock_model)
+        known = self.workers.find(identity.name)
+        actions: list[Action] = []
+        if known is not None:
             actions = self.lose(identity.name, known.identity.incarnation, "replaced by a new process")
-        else:
-            actions = []
-        self.workers[identity.name] = WorkerRecord(identity)
-        return actions + self._advance()
+        hold_s = self.workers.add(identity)
+        if hold_s:
+            return [*actions, StartTimer(hold_s, Release(identity.name, identity.incarnation))]
+        return actions + self._improve()
 
-    def _check_kind(self, identity: WorkerIdentity) -> None:
-        """Tokens of a pipeline with a mock stage in it would look like real ones."""
-        if self._is_mock_model and not identity.is_mock:
-            raise HandshakeMismatch(
-                f"kind of worker {identity.name}",
-                expected="a mock stage, for a mock model",
-                got="a real stage",
-            )
-        others = (record.identity for record in self.workers.values() if record.is_live)
-        for other in others:
-            if other.name != identity.name and other.is_mock != identity.is_mock:
-                kinds = {True: "a mock stage", False: "a real stage"}
-                raise HandshakeMismatch(
-                    f"kind of worker {identity.name}",
-                    expected=f"{kinds[other.is_mock]}, as worker {other.name} is",
-                    got=kinds[identity.is_mock],
-                )
+    def elapsed(self, timer: Release | Shrink) -> list[Action]:
+        """The time of a StartTimer is over. One that is out of date changes nothing."""
+        match timer:
+            case Release(name, incarnation):
+                record = self.workers.live(name, incarnation)
+                if record is None or record.state is not WorkerState.JOINING:
+                    return []
+                record.state, record.detail = WorkerState.SPARE, ""
+                return self._improve()
+            case Shrink(num_losses):
+                if num_losses != self._num_losses or self.plan is not None:
+                    return []
+                self._may_shrink = True
+                return self._advance(self.detail)
+
+    def note_silence(self, name: str, incarnation: Incarnation, *, is_silent: bool) -> None:
+        """Heartbeats of a worker are missing, or are there again; it is not lost yet."""
+        record = self.workers.live(name, incarnation)
+        if record is not None:
+            record.is_silent = is_silent
 
     def lose(self, name: str, incarnation: Incarnation, reason: str) -> list[Action]:
         """A worker's stream is broken, or its lease has expired. An older incarnation changes nothing."""
-        record = self.workers.get(name)
-        if record is None or record.identity.incarnation != incarnation or not record.is_live:
+        record = self.workers.live(name, incarnation)
+        if record is None:
             return []
-        had_stage = record.stage is not None
         record.state, record.detail = WorkerState.LOST, reason
-        if not had_stage:
+        if record.stage is None:
             # Those who are left may be fewer than was said, or have a plan without it.
-            del self.workers[name]
+            self.workers.remove(name)
             return self._advance()
-        return self._give_up_plan(f"worker {name} is lost: {reason}")
+        self.workers.note_loss(name)
+        self._num_losses += 1
+        self._may_shrink = False
+        actions = self._give_up_plan(f"worker {name} is lost: {reason}", EndCause.DEATH)
+        if self.plan is None and self._template is not None:
+            actions.append(StartTimer(self._return_grace_s, Shrink(self._num_losses)))
+        return actions
+
+    def drain(self, name: str) -> list[Action]:
+        """A worker is to leave. Its layers move first; where nobody can take them, what runs is finished."""
+        record = self.workers.find(name)
+        if record is None or record.is_draining:
+            return []
+        record.is_draining = True
+        if record.stage is None:
+            return self._dismiss()
+        return self._move_from(record) or [FinishRunning(record.identity)]
+
+    def drained(self, name: str, incarnation: Incarnation) -> list[Action]:
+        """Nothing runs any more that a worker has to finish before it leaves."""
+        record = self.workers.live(name, incarnation)
+        if record is None or not record.is_draining or record.stage is None:
+            return []
+        return self._give_up_plan(f"worker {name} is drained", EndCause.REPLANNED)
+
+    def note_steady(self) -> None:
+        """The cluster has served for a while without a break."""
+        self.workers.note_steady()
+
+    # Loading and starting
 
     def loaded(self, name: str, plan_id: int) -> list[Action]:
         """A worker holds its stage and is warm."""
-        record = self.workers.get(name)
+        record = self.workers.find(name)
         if record is None or plan_id != self._plan_id or record.state is not WorkerState.LOADING:
             return []
-        record.state, record.detail = WorkerState.READY, ""
+        record.state, record.detail, record.num_failed_loads = WorkerState.READY, "", 0
         if all(each.state is WorkerState.READY for each in self.stage_workers):
             return self._begin_epoch()
         return []
 
     def load_failed(self, name: str, plan_id: int, reason: str) -> list[Action]:
-        """A worker could not load its stage; it is not tried again before it joins anew."""
-        record = self.workers.get(name)
-        if record is None or plan_id != self._plan_id or not record.is_live:
+        """A worker could not load its stage. The second time, it is not tried again before it joins anew."""
+        record = self.workers.find(name)
+        if record is None or plan_id != self._plan_id or record.state is not WorkerState.LOADING:
             return []
-        record.state, record.detail = WorkerState.FAILED, reason
-        return self._give_up_plan(f"worker {name} could not load its stage: {reason}")
+        record.num_failed_loads += 1
+        record.detail = reason
+        if record.num_failed_loads >= MAX_FAILED_LOADS:
+            record.state, self._may_shrink = WorkerState.QUARANTINED, True
+        return self._give_up_plan(f"worker {name} could not load its stage: {reason}", EndCause.FAULT)
 
     def epoch_ready(self, name: str, epoch: int) -> list[Action]:
         """A stage has empty pools and is connected to the next one."""
@@ -232,101 +218,129 @@ class ClusterState:
         self._are_results_open |= epoch == self.epoch
         return self._maybe_serve(epoch)
 
+    def epoch_late(self, epoch: int, reason: str) -> list[Action]:
+        """The epoch has not started in time: stages that are not ready are as good as lost."""
+        if epoch != self.epoch or self.phase is not ClusterPhase.STARTING_EPOCH:
+            return []
+        late = [each for each in self.stage_workers if each.identity.name not in self._ready]
+        if late and self._ready:
+            return [Disconnect(each.identity, reason) for each in late]
+        return self.epoch_failed(epoch, reason)
+
+    # Serving
+
     def result_arrived(self) -> None:
         """The present epoch bears fruit."""
         self._num_fruitless_epochs = 0
+        if self._hop_failures:
+            self._hop_failures.clear()
 
-    def epoch_failed(self, epoch: int, reason: str) -> list[Action]:
+    def epoch_failed(self, epoch: int, reason: str, cause: EndCause = EndCause.BROKEN) -> list[Action]:
         """A step was faulty, a stream broke, or the epoch was not ready in time. Old ones change nothing."""
-        if epoch != self.epoch or self.phase not in (ClusterPhase.STARTING_EPOCH, ClusterPhase.SERVING):
+        if epoch != self.epoch or self.phase not in _ACTIVE:
             return []
-        return [StopServing(epoch, reason), *self._begin_epoch(reason)]
+        return [StopServing(epoch, reason, cause), *self._begin_epoch(reason)]
 
-    def _give_up_plan(self, reason: str) -> list[Action]:
-        actions: list[Action] = []
-        if self.phase in (ClusterPhase.STARTING_EPOCH, ClusterPhase.SERVING):
-            actions.append(StopServing(self.epoch, reason))
-        if self.plan is not None:
-            self._previous, self.plan = self.plan, None
+    def hop_failed(self, epoch: int, stage: int, reason: str) -> list[Action]:
+        """`stage` does not reach the next one. When that happens again, the plan does without the next one,
+        if it can.
+        """
+        if epoch != self.epoch or self.phase not in _ACTIVE or self.plan is None:
+            return []
+        if stage + 1 < len(self.plan.stages):
+            receiver = self.stage_workers[stage + 1]
+            self._hop_failures[receiver.identity.name] += 1
+            if self._hop_failures[receiver.identity.name] >= MAX_HOP_FAILURES:
+                receiver.is_unreachable, receiver.detail = True, reason
+                if actions := self._move_from(receiver, reason):
+                    return actions
+                receiver.is_unreachable, receiver.detail = False, ""
+        return self.epoch_failed(epoch, reason)
+
+    # Plans
+
+    def _give_up_plan(self, reason: str, cause: EndCause) -> list[Action]:
+        actions = self._stop(reason, cause)
+        self.plan = None
         return actions + self._advance(reason)
 
+    def _stop(self, reason: str, cause: EndCause) -> list[Action]:
+        return [StopServing(self.epoch, reason, cause)] if self.phase in _ACTIVE else []
+
     def _advance(self, reason: str = "") -> list[Action]:
+        """A new plan, if there is none and one is possible."""
         if self.plan is not None:
             return []
-        chosen = self._choose_workers()
         prefix = f"{reason}; " if reason else ""
-        if len(chosen) < self.num_stages:
-            return self._wait(
-                f"{prefix}{len(chosen)} of {self.num_stages} workers are here{self._failures()}"
-            )
         try:
-            plan = self._plan_with(chosen)
+            plan = self._new_plan(may_shrink=self._may_shrink)
+        except TooFewWorkers as error:
+            is_blocked, text = bool(self.workers.quarantine), str(error)
         except PlanImpossible as error:
-            self.phase, self.detail = ClusterPhase.BLOCKED, f"{prefix}{error}"
-            self._unassign()
-            return []
-        return self._assign(plan)
+            is_blocked, text = True, str(error)
+        else:
+            return self._assign(plan)
+        self.phase = ClusterPhase.BLOCKED if is_blocked else ClusterPhase.WAITING_FOR_WORKERS
+        self.detail = f"{prefix}{text}"
+        self.workers.release_stages()
+        return self._dismiss()
 
-    def _plan_with(self, chosen: list[WorkerIdentity]) -> Plan:
-        """A plan for the chosen workers, or else for those with the most memory. Raises PlanImpossible."""
-        try:
-            return self._make_plan(_capacities(chosen))
-        except PlanImpossible:
-            largest = self._largest_workers()
-            if {each.name for each in largest} == {each.name for each in chosen}:
-                raise
-        return self._make_plan(_capacities(largest))
-
-    def _largest_workers(self) -> list[WorkerIdentity]:
-        usable = [each.identity for each in self.workers.values() if each.is_usable]
-        usable.sort(key=lambda each: (-each.memory_bytes, _natural_order(each.name)))
-        return sorted(usable[: self.num_stages], key=lambda each: _natural_order(each.name))
-
-    def _choose_workers(self) -> list[WorkerIdentity]:
-        """As many as the plan has stages. Those with a stage keep their place; a newcomer takes the place of
-        a lost one; a first plan goes by name, so that the order of arrival does not matter.
+    def _improve(self) -> list[Action]:
+        """A worker can be used that could not before: for the first plan, in the place of one that has to
+        leave, or for a stage more.
         """
-        previous = self._previous
-        usable = {name: each.identity for name, each in self.workers.items() if each.is_usable}
-        stages = previous.stages if previous else ()
-        places = [stage.worker if stage.worker in usable else None for stage in stages]
-        newcomers = iter(sorted((name for name in usable if name not in places), key=_natural_order))
-        places += [None] * (self.num_stages - len(places))
-        chosen = [place or next(newcomers, None) for place in places]
-        return [usable[name] for name in chosen if name is not None]
+        if self.plan is None:
+            return self._advance()
+        for record in self.stage_workers:
+            if record.is_draining and (actions := self._move_from(record)):
+                return actions
+        if len(self.plan.stages) == self.num_stages:
+            return []
+        try:
+            plan = self._new_plan(may_shrink=True)
+        except (PlanImpossible, TooFewWorkers):
+            return []
+        if len(plan.stages) <= len(self.plan.stages):
+            return []
+        reason = f"{len(plan.stages)} workers in the place of {len(self.plan.stages)}"
+        return self._stop(reason, EndCause.REPLANNED) + self._assign(plan)
 
-    def _wait(self, detail: str) -> list[Action]:
-        failed = any(each.state is WorkerState.FAILED for each in self.workers.values())
-        self.phase = ClusterPhase.BLOCKED if failed else ClusterPhase.WAITING_FOR_WORKERS
-        self.detail = detail
-        self._unassign()
-        return []
+    def _move_from(self, record: WorkerRecord, reason: str = "") -> list[Action]:
+        """A plan without this worker, which is not usable any more; nothing if there is none."""
+        try:
+            plan = self._new_plan(may_shrink=True)
+        except (PlanImpossible, TooFewWorkers):
+            return []
+        reason = reason or f"worker {record.identity.name} is drained"
+        return self._stop(reason, EndCause.REPLANNED) + self._assign(plan)
 
-    def _failures(self) -> str:
-        failed = [
-            (name, each.detail) for name, each in self.workers.items() if each.state is WorkerState.FAILED
-        ]
-        return "".join(f"; {name} failed: {detail}" for name, detail in failed)
-
-    def _unassign(self) -> None:
-        for name, record in list(self.workers.items()):
-            record.stage = None
-            if record.state is WorkerState.LOST:
-                del self.workers[name]
-            elif record.is_usable:
-                record.state = WorkerState.SPARE
+    def _new_plan(self, *, may_shrink: bool) -> Plan:
+        may_shrink = may_shrink and self._template is not None
+        return self.workers.plan(self._template, self.num_stages, self._make_plan, may_shrink=may_shrink)
 
     def _assign(self, plan: Plan) -> list[Action]:
-        self._unassign()
+        self.workers.release_stages()
         self.plan = plan
+        if len(plan.stages) == self.num_stages:
+            self._template = plan
+        self._may_shrink = False
         self._plan_id += 1
+        self._hop_failures.clear()
         self.phase, self.detail = ClusterPhase.LOADING, "workers are loading their layers"
         actions: list[Action] = []
         for stage in plan.stages:
             record = self.workers[stage.worker]
             record.state, record.stage = WorkerState.LOADING, stage
             actions.append(AssignStage(record.identity, self._plan_id, plan, stage))
-        return actions
+        return actions + self._dismiss()
+
+    def _dismiss(self) -> list[Action]:
+        """Who is to leave, and has no stage any more, goes. Once."""
+        leaving = [each for each in self.workers if each.is_live and each.is_draining and not each.stage]
+        dismissed = [each for each in leaving if not each.is_dismissed]
+        for record in dismissed:
+            record.is_dismissed = True
+        return [LetGo(record.identity, "drained") for record in dismissed]
 
     def _begin_epoch(self, reason: str = "") -> list[Action]:
         assert self.plan is not None
@@ -348,19 +362,6 @@ class ClusterState:
             return []
         names = {stage.worker for stage in self.plan.stages}
         if names <= self._ready and self._is_link_open and self._are_results_open:
-            self.phase, self.detail = ClusterPhase.SERVING, ""
+            self.phase, self.detail, self.has_served = ClusterPhase.SERVING, "", True
             return [StartServing(epoch, self.plan)]
         return []
-
-
-def _capacities(workers: list[WorkerIdentity]) -> list[WorkerCapacity]:
-    return [
-        WorkerCapacity(name=each.name, memory_bytes=each.memory_bytes, lacks_bf16=each.lacks_bf16)
-        for each in workers
-    ]
-
-
-def _natural_order(name: str) -> list[tuple[bool, int, str]]:
-    """Sorts "gpu-10" after "gpu-9"."""
-    parts = re.split(r"(\d+)", name)
-    return [(not part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts]

@@ -6,22 +6,27 @@ one.
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import assert_never
 
-from coordinator.cluster.cluster_state import (
+from coordinator.cluster.actions import (
     Action,
     AssignStage,
     BeginEpoch,
-    ClusterPhase,
-    ClusterState,
+    Disconnect,
+    EndCause,
+    FinishRunning,
+    LetGo,
     StartServing,
+    StartTimer,
     StopServing,
-    WorkerIdentity,
 )
+from coordinator.cluster.cluster_state import ClusterPhase, ClusterState
+from coordinator.cluster.membership import WorkerIdentity
 from coordinator.cluster.messages import check_results_hello, encode_assign, encode_begin, encode_hop_hello
 from coordinator.cluster.pipeline_link import LinkBroken, PipelineLink
 from coordinator.cluster.step_limits import PaceSettings, scheduler_limits
+from coordinator.cluster.watch import Watch
 from coordinator.cluster.worker_connection import WorkerConnection
 from coordinator.model import ServedModel
 from coordinator.planning.plan import Plan
@@ -31,13 +36,19 @@ from coordinator.scheduling.kv_log import KvLog
 from coordinator.scheduling.kv_window import KvWindow
 from coordinator.timing import ClusterTiming
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
-from wire.errors import ClusterUnavailable, StaleStream, StepFaultKind
+from wire.errors import ClusterUnavailable, StaleStream, StepFaultKind, WorkerNotFound
 from wire.ids import Incarnation
 from wire.steps import FaultReport, StepResult
 
 log = logging.getLogger(__name__)
 
 STOPPING = "the coordinator is stopping"
+DRAINING = "the coordinator finishes what runs, and takes no new requests"
+
+_MIN_UNKNOWN_S = 10.0
+_WARMUPS = 8
+"""How many times the warm-up of all stages the first steps may take, before anything is known of steps."""
+_POLL_S = 0.05
 
 
 class Controller:
@@ -53,7 +64,9 @@ class Controller:
         timing: ClusterTiming,
         pace: PaceSettings | None = None,
         prefix_caching: bool = True,
+        on_serving: Callable[[bool], None] = lambda _: None,
     ) -> None:
+        """`on_serving` is told whenever tokens begin or cease to be produced."""
         self.state = state
         self.connections: dict[str, WorkerConnection] = {}
         self.timing = timing
@@ -62,16 +75,26 @@ class Controller:
         self._model = model
         self._pace = pace or PaceSettings()
         self._prefix_caching = prefix_caching
+        self._on_serving = on_serving
         self._begun: BeginEpoch | None = None
         self._link: PipelineLink | None = None
         self._is_serving = asyncio.Event()
         self._is_closing = False
+        self._is_draining = False
         self._unavailable_timer: asyncio.TimerHandle | None = None
+        self._watch = Watch(
+            timing,
+            connections=lambda: self.connections.values(),
+            on_silence=self._note_silence,
+            on_lease_over=self.leave,
+            on_tick=self._check_oldest_step,
+            on_steady=state.note_steady,
+        )
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        """Begins to watch leases."""
-        self._spawn(self._watch_leases())
+        """Begins to watch leases and steps."""
+        self._spawn(self._watch.run())
 
     async def close(self) -> None:
         """Fails what is live, ends every worker's stream and every task."""
@@ -94,6 +117,8 @@ class Controller:
         """The plan that serves, as soon as there is one. Raises ClusterUnavailable after the recovery time,
         and when the coordinator stops.
         """
+        if self._is_draining:
+            raise ClusterUnavailable(DRAINING)
         try:
             async with asyncio.timeout(self.timing.recovery_timeout_s):
                 # The event may be cleared again before a waiter runs.
@@ -144,6 +169,7 @@ class Controller:
                     "worker %s is ready (%d ms)", name, message.loaded.load_ms + message.loaded.warmup_ms
                 )
                 # The next heartbeat tells the same, but status is asked as soon as the cluster serves.
+                connection.warmup_ms = message.loaded.warmup_ms
                 connection.heartbeat.weight_bytes = message.loaded.weight_bytes
                 connection.heartbeat.kv_bytes = message.loaded.kv_bytes
                 self._carry_out(self.state.loaded(name, message.loaded.plan_id))
@@ -153,20 +179,53 @@ class Controller:
                 self._carry_out(self.state.load_failed(name, failed.plan_id, failed.reason))
             case "epoch_ready":
                 self._carry_out(self.state.epoch_ready(name, message.epoch_ready.epoch))
+            case "wants_drain":
+                log.info("worker %s wants to leave", name)
+                self._carry_out(self.state.drain(name))
             case unknown:
                 log.warning("worker %s sent %s, which is not expected", name, unknown)
 
     def report_fault(self, report: FaultReport) -> None:
-        """A stage refuses a step: its requests fail, everything else starts again in a new epoch."""
+        """A stage refuses a step: everything starts again in a new epoch."""
         if report.epoch != self.state.epoch:
             return
         log.error("step fault: %s", report)
-        if report.kind is StepFaultKind.NEIGHBOUR:
-            self.stream_broke(report.epoch, str(report))
+        if not report.kind.blames_requests:
+            # Where the next stage is gone, its own end says more than that it cannot be reached.
+            asyncio.get_running_loop().call_later(self.timing.report_grace_s, self._fail_hop, report)
             return
         if self.state.phase is ClusterPhase.SERVING:
-            self._engine.fail_step(report)
-        self._carry_out(self.state.epoch_failed(report.epoch, str(report)))
+            self._engine.note_fault(report)
+        self._carry_out(self.state.epoch_failed(report.epoch, str(report), EndCause.FAULT))
+
+    def _fail_hop(self, report: FaultReport) -> None:
+        self._carry_out(self.state.hop_failed(report.epoch, report.stage, str(report)))
+
+    async def drain(self, name: str) -> None:
+        """Moves the layers of a worker to others and lets it exit; returns when it has left. Raises
+        WorkerNotFound.
+        """
+        connection = self.connections.get(name)
+        if connection is None:
+            raise WorkerNotFound(f"no worker {name!r} is here")
+        log.info("worker %s is to leave", name)
+        self._carry_out(self.state.drain(name))
+        await connection.wait_closed()
+
+    async def drain_all(self) -> None:
+        """Takes no new requests; returns when those that are here have ended, or their time is over."""
+        self._is_draining = True
+        self._on_serving(False)
+        await self._wait_until(lambda: not self._engine.registry.live)
+
+    @property
+    def health(self) -> cluster_pb2.Health.ValueType:
+        """What a client may expect."""
+        if self._is_draining:
+            return cluster_pb2.HEALTH_DRAINING
+        if self.state.phase is ClusterPhase.SERVING:
+            return cluster_pb2.HEALTH_SERVING
+        return cluster_pb2.HEALTH_DEGRADED if self.state.has_served else cluster_pb2.HEALTH_STARTING
 
     def open_results(self, hello: stage_pb2.HopHello) -> int:
         """LAST opens its stream of results: returns the epoch. Raises StaleStream or HandshakeMismatch."""
@@ -209,6 +268,14 @@ class Controller:
                     self._stop_serving(action)
                 case StartServing():
                     self._start_serving(action)
+                case StartTimer():
+                    self._start_timer(action)
+                case Disconnect():
+                    self._disconnect(action)
+                case LetGo():
+                    self._let_go(action)
+                case FinishRunning():
+                    self._spawn(self._finish_running(action))
                 case _:
                     assert_never(action)
 
@@ -241,8 +308,37 @@ class Controller:
             self._carry_out(self.state.link_open(action.epoch))
 
     def _check_started(self, epoch: int) -> None:
-        if self.state.phase is ClusterPhase.STARTING_EPOCH:
-            self.fail_epoch(epoch, f"not every stage was ready within {self.timing.epoch_timeout_s:g} s")
+        reason = f"epoch {epoch}: not every stage was ready within {self.timing.epoch_timeout_s:g} s"
+        self._carry_out(self.state.epoch_late(epoch, reason))
+
+    def _start_timer(self, action: StartTimer) -> None:
+        loop = asyncio.get_running_loop()
+        loop.call_later(action.delay_s, lambda: self._carry_out(self.state.elapsed(action.timer)))
+
+    def _disconnect(self, action: Disconnect) -> None:
+        connection = self.connections.get(action.worker.name)
+        if connection is not None and connection.identity is action.worker:
+            self.leave(connection, action.reason)
+
+    def _let_go(self, action: LetGo) -> None:
+        connection = self.connections.get(action.worker.name)
+        if connection is not None and connection.identity is action.worker:
+            leave = cluster_pb2.Leave(reason=action.reason, exit_process=True)
+            connection.send(cluster_pb2.CoordinatorMessage(leave=leave))
+
+    async def _finish_running(self, action: FinishRunning) -> None:
+        """Nobody can take the layers of this worker: what runs is finished before it goes."""
+        log.info("worker %s leaves when what runs is finished", action.worker.name)
+        self._engine.finish_running()
+        await self._wait_until(lambda: self._engine.is_idle)
+        self._carry_out(self.state.drained(action.worker.name, action.worker.incarnation))
+
+    async def _wait_until(self, condition: Callable[[], bool]) -> None:
+        """Looks again and again, until the limit for drains."""
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + self.timing.drain_timeout_s
+        while not condition() and loop.time() < end_s:
+            await asyncio.sleep(_POLL_S)
 
     def _start_serving(self, action: StartServing) -> None:
         assert self._link is not None
@@ -256,6 +352,7 @@ class Controller:
         limits = scheduler_limits(plan, self._pace, hidden_size=self._model.config.hidden_size)
         log.info("serving: epoch %d, %d stages", action.epoch, len(plan.stages))
         self._is_serving.set()
+        self._on_serving(True)
         if self._unavailable_timer is not None:
             self._unavailable_timer.cancel()
             self._unavailable_timer = None
@@ -265,9 +362,13 @@ class Controller:
 
     def _stop_serving(self, action: StopServing) -> None:
         log.warning("epoch %d is over: %s", action.epoch, action.reason)
+        self._watch.restart()
         if self._is_serving.is_set():
             self._is_serving.clear()
+            if action.cause is EndCause.DEATH:
+                self._engine.note_death(action.reason)
             self._engine.stop_epoch()
+            self._on_serving(False)
         self._replace_link(None)
         message = cluster_pb2.CoordinatorMessage(end_epoch=cluster_pb2.EndEpoch(epoch=action.epoch))
         for connection in self.connections.values():
@@ -289,14 +390,33 @@ class Controller:
             self._spawn(self._link.close())
         self._link = link
 
-    async def _watch_leases(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            await asyncio.sleep(self.timing.heartbeat_interval_s)
-            for connection in list(self.connections.values()):
-                silence_s = loop.time() - connection.heard_at_s
-                if silence_s > self.timing.lease_s:
-                    self.leave(connection, f"no heartbeat for {silence_s:.1f} s")
+    def _note_silence(self, connection: WorkerConnection, is_silent: bool) -> None:
+        identity = connection.identity
+        self.state.note_silence(identity.name, identity.incarnation, is_silent=is_silent)
+
+    def _check_oldest_step(self) -> None:
+        """An answer that does not come is a fault, which nobody else reports."""
+        if self.state.phase is not ClusterPhase.SERVING:
+            return
+        workers = [self.connections.get(each.identity.name) for each in self.state.stage_workers]
+        warmup_s = sum(each.warmup_ms for each in workers if each is not None) / 1000
+        overdue = self._engine.overdue_step(unknown_s=max(_MIN_UNKNOWN_S, _WARMUPS * warmup_s))
+        if overdue is None:
+            return
+        step_id = overdue.step.step_id
+        # Heartbeats tell how many steps of the epoch a stage has computed.
+        missing = (each is None or each.heartbeat.num_steps <= step_id for each in workers)
+        stage = next((index for index, is_missing in enumerate(missing) if is_missing), len(workers) - 1)
+        text = f"no answer for {overdue.waited_s:.1f} s, where {overdue.limit_s:.1f} s is the limit"
+        report = FaultReport(
+            epoch=overdue.step.epoch,
+            step_id=step_id,
+            stage=stage,
+            kind=StepFaultKind.OVERDUE,
+            message=text,
+            request_ids=overdue.step.request_ids,
+        )
+        self.report_fault(report)
 
     def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)

@@ -1,6 +1,7 @@
 """Cluster decisions <-> protobuf messages."""
 
-from coordinator.cluster.cluster_state import AssignStage, BeginEpoch, WorkerIdentity
+from coordinator.cluster.actions import AssignStage, BeginEpoch
+from coordinator.cluster.membership import WorkerIdentity
 from coordinator.model import ServedModel
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
 from wire.addresses import parse_peer_address

@@ -15,7 +15,7 @@ from wire.steps import Step
 
 log = logging.getLogger(__name__)
 
-OPEN_TIMEOUT_S = 10.0
+OPEN_TIMEOUT_S = 5.0
 
 
 class LinkBroken(Exception):

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 
-from coordinator.cluster.cluster_state import WorkerIdentity
+from coordinator.cluster.membership import WorkerIdentity
 from stageline_rpc.v1 import cluster_pb2
 
 
@@ -15,7 +15,10 @@ class WorkerConnection:
         self.identity = identity
         self.heartbeat = cluster_pb2.Heartbeat()
         self.heard_at_s = now_s
+        self.is_silent = False
+        self.warmup_ms = 0
         self.close_reason = ""
+        self._is_closed = asyncio.Event()
         self._outbox: asyncio.Queue[cluster_pb2.CoordinatorMessage | None] = asyncio.Queue()
 
     def send(self, message: cluster_pb2.CoordinatorMessage) -> None:
@@ -25,7 +28,12 @@ class WorkerConnection:
     def close(self, reason: str) -> None:
         """Ends the stream once the messages before are out."""
         self.close_reason = self.close_reason or reason
+        self._is_closed.set()
         self._outbox.put_nowait(None)
+
+    async def wait_closed(self) -> None:
+        """Until somebody has called `close`."""
+        await self._is_closed.wait()
 
     async def messages(self) -> AsyncIterator[cluster_pb2.CoordinatorMessage]:
         """What to send, until `close`."""

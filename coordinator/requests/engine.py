@@ -15,6 +15,7 @@ from coordinator.requests.pace import Pace
 from coordinator.requests.registry import Registry
 from coordinator.requests.request import Choice, Request
 from coordinator.scheduling.answers import Progress
+from coordinator.scheduling.in_flight import OverdueStep
 from coordinator.scheduling.kv_feed import KvFeed
 from coordinator.scheduling.kv_log import KvLog
 from coordinator.scheduling.lifecycle import SequenceState
@@ -25,6 +26,7 @@ from wire.errors import (
     ClusterUnavailable,
     DeadlinePassed,
     RequestCancelled,
+    RequestPoisoned,
     ServingError,
     StepFailed,
 )
@@ -34,6 +36,10 @@ from wire.steps import FaultReport, Step, StepResult
 log = logging.getLogger(__name__)
 
 DEADLINE_SLACK_S = 0.05
+MAX_RETRIES = 2
+"""How often a request is computed again after a faulty step."""
+MAX_DEATHS_ALONE = 2
+"""The death of a worker while one request runs alone may be chance; the second one is not."""
 
 
 @dataclass(slots=True)
@@ -154,24 +160,59 @@ class Engine:
         self._send = send
         self._pump()
 
+    def finish_running(self) -> None:
+        """Starts nothing new in this epoch."""
+        self._scheduler.finish_running()
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing has begun that has not ended."""
+        queued = (each.state is SequenceState.PREEMPTED for each in self._scheduler.queue)
+        return not self._scheduler.running and not any(queued)
+
     def stop_epoch(self) -> None:
         """Stops handing out steps; live requests go back to the queue with their tokens."""
         self._send = self._max_sequence_tokens = None
         self._scheduler.end_epoch()
         self.kv_feed.end_epoch()
 
-    def fail_step(self, fault: FaultReport) -> None:
-        """Fails the requests of a faulty step; to be called before `stop_epoch`.
+    def note_fault(self, fault: FaultReport) -> None:
+        """A step was refused; to be called before `stop_epoch`. Its requests are tried again, twice at most.
 
         They are those that the report names. Where the frame was too broken to tell, they are those of the
-        step that the stage expected; where its step id was wrong, no such step may be in flight.
+        step that the stage expected; where its step id was wrong, no such step may be in flight. Where one of
+        them may have caused it, they run alone next, so that they do not fail together.
         """
         in_step = (sequence.key.request_id for sequence in self._scheduler.sequences_in_step(fault.step_id))
-        error = StepFailed(f"the step that computed this request was refused: {fault}")
         for request_id in dict.fromkeys((*in_step, *fault.request_ids)):
             request = self._registry.live_request(request_id)
-            if request is not None and any(not each.state.is_queued for each in request.live_sequences):
-                self._fail(request, error)
+            running = [] if request is None else [x for x in request.live_sequences if not x.state.is_queued]
+            if request is None or not running:
+                continue
+            request.num_faults += 1
+            if request.num_faults > MAX_RETRIES:
+                text = f"all {request.num_faults} steps that computed this request were refused; the last"
+                self._fail(request, StepFailed(f"{text}: {fault}"))
+            elif fault.kind.may_be_poison:
+                self._scheduler.suspect(running)
+
+    def note_death(self, reason: str) -> None:
+        """A worker has died; to be called before `stop_epoch`. What it left unfinished runs alone next.
+
+        A request that ran alone when a worker died, for the second time, fails.
+        """
+        alone = self._scheduler.lone_suspect
+        request = alone and self._registry.live_request(alone.key.request_id)
+        if request:
+            request.num_deaths_alone += 1
+            if request.num_deaths_alone >= MAX_DEATHS_ALONE:
+                text = f"{request.num_deaths_alone} workers were lost while this request alone ran; the last"
+                self._fail(request, RequestPoisoned(f"{text}: {reason}"))
+        self._scheduler.suspect(self._scheduler.unfinished)
+
+    def overdue_step(self, *, unknown_s: float) -> OverdueStep | None:
+        """The step whose answer should have come; `unknown_s` is the limit while nothing is known of steps."""
+        return self._scheduler.overdue_step(self._clock(), unknown_s=unknown_s)
 
     def fail_all(self, reason: str) -> None:
         """Fails every live request as UNAVAILABLE."""

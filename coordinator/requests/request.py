@@ -63,6 +63,8 @@ class Request:
         self.attachment: Attachment | None = None
         self.deadline_s: float | None = None
         self.left_s = 0.0
+        self.num_faults = 0
+        self.num_deaths_alone = 0
         self.add_prompt_logprobs(())
 
     @property

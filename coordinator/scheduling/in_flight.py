@@ -1,8 +1,11 @@
 """The steps that were sent and are not answered yet, oldest first. Pure."""
 
+import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from coordinator.scheduling.patience import Patience
 from coordinator.scheduling.work import StepWork
 from wire.steps import Slice, SliceResult, Step, StepResult
 
@@ -25,11 +28,23 @@ class StepInFlight:
 
 @dataclass(frozen=True, slots=True)
 class AnsweredStep:
-    """Slices, each with what was answered to it; what was computed for it, and since when."""
+    """Slices, each with what was answered to it; what was computed for it, since when, and how long it was
+    the oldest step in flight.
+    """
 
     pairs: list[tuple[Slice, SliceResult]]
     work: StepWork
     sent_s: float
+    waited_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class OverdueStep:
+    """A step whose answer has not come for `waited_s`, which is more than `limit_s`."""
+
+    step: Step
+    waited_s: float
+    limit_s: float
 
 
 class StepsInFlight:
@@ -37,6 +52,8 @@ class StepsInFlight:
 
     def __init__(self) -> None:
         self._steps: deque[StepInFlight] = deque()
+        self._answered_s = -math.inf
+        self._patience = Patience()
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -49,12 +66,34 @@ class StepsInFlight:
         """Whatever was in flight is void."""
         self._steps.clear()
 
+    @property
+    def steps(self) -> list[Step]:
+        return [each.step for each in self._steps]
+
     def find(self, step_id: int) -> Step | None:
         """The step with this id, if it is in flight."""
         return next((each.step for each in self._steps if each.step.step_id == step_id), None)
 
-    def take(self, result: StepResult) -> AnsweredStep:
-        """The slices of the oldest step, each with what `result` answers to it.
+    def overdue(
+        self, now_s: float, step_us: Callable[[StepWork], float], *, unknown_s: float
+    ) -> OverdueStep | None:
+        """The oldest step, if it is that much later than those before it; see `Patience.limit_s`.
+
+        `step_us` predicts how long a step takes.
+        """
+        if not self._steps:
+            return None
+        oldest = self._steps[0]
+        waited_s = now_s - max(oldest.sent_s, self._answered_s)
+        limit_s = self._patience.limit_s(step_us(oldest.work) / 1e6, unknown_s=unknown_s)
+        return OverdueStep(oldest.step, waited_s, limit_s) if waited_s > limit_s else None
+
+    def note_answer(self, answered: AnsweredStep, predicted_us: float) -> None:
+        """Learns from a step that was predicted to take `predicted_us`, how late is too late."""
+        self._patience.observe(answered.waited_s, predicted_us / 1e6)
+
+    def take(self, result: StepResult, now_s: float) -> AnsweredStep:
+        """The slices of the oldest step, each with what `result`, which came now, answers to it.
 
         Raises ResultMismatch, and then nothing has changed.
         """
@@ -74,7 +113,9 @@ class StepsInFlight:
         for part, entry in answers:
             _check_answer(part, entry)
         self._steps.popleft()
-        return AnsweredStep(answers, oldest.work, oldest.sent_s)
+        waited_s = now_s - max(oldest.sent_s, self._answered_s)
+        self._answered_s = now_s
+        return AnsweredStep(answers, oldest.work, oldest.sent_s, waited_s)
 
 
 def _check_answer(part: Slice, entry: SliceResult) -> None:

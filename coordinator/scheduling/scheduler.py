@@ -9,16 +9,19 @@ A step is filled with decodes first, then with prompt chunks up to the token bud
   chunk may take depends on the decodes that wait behind it (`coordinator.scheduling.pace`).
 * A decode that finds no block preempts the sequence that is last in order, and tries again in the same pass.
   The first in order therefore always gets on, and every load ends.
+* After the death of a worker, what it left unfinished runs alone first (`coordinator.scheduling.isolation`).
 """
 
 from bisect import insort
+from collections.abc import Iterable
 from operator import attrgetter
 
 from coordinator.scheduling.answers import Progress, SchedulerCounts, check_logprobs
 from coordinator.scheduling.decoding import Decoding
 from coordinator.scheduling.draft import Draft
 from coordinator.scheduling.generations import UsedGenerations
-from coordinator.scheduling.in_flight import StepsInFlight
+from coordinator.scheduling.in_flight import OverdueStep, StepsInFlight
+from coordinator.scheduling.isolation import Isolation
 from coordinator.scheduling.kv_log import KvLog
 from coordinator.scheduling.lifecycle import SequenceState
 from coordinator.scheduling.pace import Pace, PrefillLoad, SchedulerLimits
@@ -48,6 +51,8 @@ class Scheduler:
         self._decoding = Decoding()
         self._burst_tokens = 0
         self._in_flight = StepsInFlight()
+        self._isolation = Isolation()
+        self._starts_new = True
         self._ends: list[EndRecord] = []
         self._used = UsedGenerations()
         self._epoch = 0
@@ -93,6 +98,20 @@ class Scheduler:
         self._epoch, self._kv, self._limits = epoch, kv, limits
         self._pace = Pace(limits, self.times)
         self._next_step_id = 0
+        self._starts_new = True
+
+    @property
+    def lone_suspect(self) -> Sequence | None:
+        """The suspect that runs now, alone; None while none does."""
+        return next(filter(self._isolation.is_suspect, self._running.values()), None)
+
+    def suspect(self, sequences: Iterable[Sequence]) -> None:
+        """These are to run alone, in the next epoch, until each of them has got a token."""
+        self._isolation.suspect(sequences)
+
+    def finish_running(self) -> None:
+        """From now on, in this epoch, only what has begun goes on."""
+        self._starts_new = False
 
     def end_epoch(self) -> None:
         """Voids all steps in flight; running sequences go back to the queue with their tokens."""
@@ -121,6 +140,7 @@ class Scheduler:
         if sequence.key in self._running:
             self._leave(sequence)
         else:
+            self._isolation.discard(sequence)
             self._used.note_ended(sequence.key, sequence.generation)
             self._queue.remove(sequence)
 
@@ -132,10 +152,23 @@ class Scheduler:
     def sequences_in_step(self, step_id: int) -> list[Sequence]:
         """Live sequences that have a slice of their present generation in the step in flight with this id."""
         step = self._in_flight.find(step_id)
+        return [] if step is None else self._owners([step])
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        """Live sequences that have a slice of their present generation in any step in flight."""
+        return self._owners(self._in_flight.steps)
+
+    def overdue_step(self, now_s: float, *, unknown_s: float) -> OverdueStep | None:
+        """The oldest step in flight, if its answer should have come; `unknown_s` is for the first steps."""
+        return self._in_flight.overdue(now_s, self.times.step_us, unknown_s=unknown_s)
+
+    def _owners(self, steps: Iterable[Step]) -> list[Sequence]:
         owners = (
-            (self._running.get(part.sequence), part.generation) for part in (step.slices if step else ())
+            (self._running.get(part.sequence), part.generation) for step in steps for part in step.slices
         )
-        return [each for each, generation in owners if each and each.generation == generation]
+        found = (each for each, generation in owners if each and each.generation == generation)
+        return list(dict.fromkeys(found))
 
     @property
     def max_steps_in_flight(self) -> int:
@@ -181,7 +214,7 @@ class Scheduler:
         Results of an older generation are discarded. Raises ResultMismatch when the answer does not fit the
         step.
         """
-        answered = self._in_flight.take(result)
+        answered = self._in_flight.take(result, now_s)
         answers = [
             (sequence, part, entry)
             for part, entry in answered.pairs
@@ -189,6 +222,7 @@ class Scheduler:
         ]
         for sequence, part, entry in answers:
             check_logprobs(sequence, part, entry)
+        self._in_flight.note_answer(answered, self.times.step_us(answered.work))
         self.times.observe(answered.work, result.stage_times, (now_s - answered.sent_s) * 1e6)
         return [self._advance(sequence, part, entry, result.step_id) for sequence, part, entry in answers]
 
@@ -207,6 +241,8 @@ class Scheduler:
         reason = sequence.accept_token(outcome)
         if reason is not None:
             self._leave(sequence)
+        elif self._isolation.must_make_way(sequence):
+            self._requeue(sequence)
         else:
             self._decoding.make_ready(sequence)
         if sequence.max_tokens == 0:
@@ -216,8 +252,15 @@ class Scheduler:
     def _leave(self, sequence: Sequence, *, keep_content: bool = True) -> None:
         """A running sequence has ended: its blocks are freed with the next step."""
         self._stop_running(sequence)
+        self._isolation.discard(sequence)
         self._used.note_ended(sequence.key, sequence.generation)
         self._release(sequence.release(keep_content=keep_content))
+
+    def _requeue(self, sequence: Sequence) -> None:
+        """A running sequence waits again, with its tokens."""
+        self._stop_running(sequence)
+        self._release(sequence.preempt())
+        insort(self._queue, sequence, key=_ORDER)
 
     def _stop_running(self, sequence: Sequence) -> None:
         del self._running[sequence.key]
@@ -259,9 +302,7 @@ class Scheduler:
                 continue
 
     def _preempt(self, victim: Sequence) -> None:
-        self._stop_running(victim)
-        self._release(victim.preempt())
-        insort(self._queue, victim, key=_ORDER)
+        self._requeue(victim)
         self.counts.num_preemptions += 1
 
     def _add_chunks(self, draft: Draft, kv: KvLog, limits: SchedulerLimits, pace: Pace) -> None:
@@ -280,26 +321,33 @@ class Scheduler:
                 return  # its pace, not the room, ends the chunk: what follows is for the next step
 
     def _admit(self, draft: Draft, kv: KvLog, pace: Pace, room: int) -> Sequence | None:
-        """Takes the head of the queue if the whole of it fits now. Nobody overtakes it.
+        """Takes the head of the queue, or a suspect, if the whole of it fits now. Nobody overtakes it.
 
         Its first chunk must fit into this step: cached blocks are the sequence's own from its first chunk on,
         and until then whoever grows may evict them.
         """
-        if not self._queue:
+        sequence = self._next_in_queue()
+        if sequence is None:
             return None
-        sequence = self._queue[0]
         plan = kv.plan(sequence)
         if not kv.can_admit(plan, is_alone=not self._running):
             return None
         if not self._chunk_size(plan.num_cached_tokens, sequence.num_tokens, draft, kv, pace, room):
             return None
-        del self._queue[0]
+        self._queue.remove(sequence)
         self._running[sequence.key] = self._prefilling[sequence.key] = sequence
         sequence.begin_prefill(plan.active, num_cached_tokens=plan.num_cached_tokens)
         if sequence.num_restarts == 0:
             self.counts.num_prompt_tokens += sequence.num_prompt_tokens
             self.counts.num_cached_tokens += sequence.num_cached_tokens
         return sequence
+
+    def _next_in_queue(self) -> Sequence | None:
+        if self._isolation.is_active:
+            return None if self._running else self._isolation.next_of(self._queue)
+        if self._starts_new:
+            return self._queue[0] if self._queue else None
+        return next((each for each in self._queue if each.state is SequenceState.PREEMPTED), None)
 
     def _add_chunk(self, sequence: Sequence, draft: Draft, kv: KvLog, pace: Pace, room: int) -> bool:
         """One more chunk of `sequence`; False when the budget or the blocks do not allow any."""

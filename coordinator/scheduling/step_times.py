@@ -82,6 +82,18 @@ class StepTimes:
         transfer = self._chunk_transfer if work.chunk_tokens else self._decode_transfer
         transfer.add(max(0.0, on_the_way))
 
+    def step_us(self, work: StepWork) -> float:
+        """From handing out a step with this work to its result, waiting for nothing; 0 while unknown."""
+        if work.decode_cost and not self.total.knows_decodes:
+            return 0.0
+        if work.chunk_tokens and not self.total.knows_chunks:
+            return 0.0
+        transfer = self._chunk_transfer if work.chunk_tokens else self._decode_transfer
+        computing = self.total.chunk_us(work.chunk_tokens, work.chunk_pairs) if work.chunk_tokens else 0.0
+        if work.decode_cost:
+            computing += self.total.decode_us(work.decode_cost)
+        return computing + transfer.value
+
     def decode_cycle_us(self, num_steps: int, cost: float) -> float:
         """How long each of `num_steps` steps, with decodes of this cost each, takes from one to the next."""
         busy_us = max(self.slowest.decode_us(cost), HANDLING_US)

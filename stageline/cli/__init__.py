@@ -12,6 +12,7 @@ from stageline.cli.bench import bench
 from stageline.cli.chat import chat
 from stageline.cli.coordinator import coordinator
 from stageline.cli.demo import demo
+from stageline.cli.drain import drain
 from stageline.cli.failures import FAILURE, INTERRUPTED, CommandFailed, report
 from stageline.cli.generate import generate
 from stageline.cli.plan import plan
@@ -41,6 +42,7 @@ app.command("generate", rich_help_panel=_USE)(generate)
 app.command("chat", rich_help_panel=_USE)(chat)
 app.command("attach", rich_help_panel=_USE)(attach)
 app.command("cancel", rich_help_panel=_USE)(cancel)
+app.command("drain", rich_help_panel=_SERVE)(drain)
 app.command("status", rich_help_panel=_USE)(status)
 app.add_typer(bench, name="bench", rich_help_panel=_USE)
 

@@ -28,6 +28,10 @@ def coordinator(
     priority_age: options.PriorityAge = 10.0,
     steps_in_flight: options.StepsInFlight = None,
     max_decode_slowdown: options.MaxDecodeSlowdown = 1.4,
+    heartbeat: options.Heartbeat = 0.5,
+    lease: options.Lease = 2.0,
+    recovery_timeout: options.RecoveryTimeout = 30.0,
+    drain_timeout: options.DrainTimeout = 30.0,
     mock_model: options.MockModel = None,
 ) -> int:
     """Plan the stages, and serve clients and workers until it is ended."""
@@ -50,6 +54,10 @@ def coordinator(
             priority_age_s=priority_age,
             steps_in_flight=steps_in_flight,
             max_decode_slowdown=max_decode_slowdown,
+            heartbeat_s=heartbeat,
+            lease_s=lease,
+            recovery_timeout_s=recovery_timeout,
+            drain_timeout_s=drain_timeout,
             mock_model=mock_model,
         )
     )
@@ -76,5 +84,9 @@ def flags_of(config: CoordinatorConfig) -> tuple[str, ...]:
         "--steps-in-flight": config.steps_in_flight,
         "--max-decode-slowdown": config.max_decode_slowdown,
         "--mock-model": config.mock_model,
+        "--heartbeat": config.heartbeat_s,
+        "--lease": config.lease_s,
+        "--recovery-timeout": config.recovery_timeout_s,
+        "--drain-timeout": config.drain_timeout_s,
     }
     return tuple(part for flag, value in values.items() if value is not None for part in (flag, str(value)))

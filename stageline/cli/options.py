@@ -167,6 +167,21 @@ MaxDecodeSlowdown: TypeAlias = Annotated[
     float,
     typer.Option(metavar="X", help="How many times as long prefill may make decodes take, on average."),
 ]
+Heartbeat: TypeAlias = Annotated[
+    float, typer.Option(metavar="SECONDS", help="How often workers say that they live.")
+]
+Lease: TypeAlias = Annotated[
+    float, typer.Option(metavar="SECONDS", help="A worker that is silent for so long is lost.")
+]
+RecoveryTimeout: TypeAlias = Annotated[
+    float, typer.Option(metavar="SECONDS", help="How long requests wait while there is no pipeline.")
+]
+DrainTimeout: TypeAlias = Annotated[
+    float,
+    typer.Option(
+        metavar="SECONDS", help="How long to finish what runs before a worker or the coordinator ends."
+    ),
+]
 Memory: TypeAlias = Annotated[
     int | None,
     typer.Option(

@@ -57,6 +57,10 @@ def up(
     priority_age: options.PriorityAge = 10.0,
     steps_in_flight: options.StepsInFlight = None,
     max_decode_slowdown: options.MaxDecodeSlowdown = 1.4,
+    heartbeat: options.Heartbeat = 0.5,
+    lease: options.Lease = 2.0,
+    recovery_timeout: options.RecoveryTimeout = 30.0,
+    drain_timeout: options.DrainTimeout = 30.0,
     mock_model: options.MockModel = None,
     mock: Annotated[
         list[str] | None,
@@ -86,6 +90,10 @@ def up(
             priority_age_s=priority_age,
             steps_in_flight=steps_in_flight,
             max_decode_slowdown=max_decode_slowdown,
+            heartbeat_s=heartbeat,
+            lease_s=lease,
+            recovery_timeout_s=recovery_timeout,
+            drain_timeout_s=drain_timeout,
             mock_model=mock_model,
         )
         cluster = LocalClusterConfig(

@@ -41,6 +41,36 @@ STAGE_ROLE_LAST: StageRole.ValueType  # 3
 STAGE_ROLE_ONLY: StageRole.ValueType  # 4
 Global___StageRole: _TypeAlias = StageRole  # noqa: Y015
 
+class _Health:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _HealthEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Health.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    HEALTH_UNSPECIFIED: _Health.ValueType  # 0
+    HEALTH_STARTING: _Health.ValueType  # 1
+    """There has been no pipeline yet."""
+    HEALTH_SERVING: _Health.ValueType  # 2
+    """Tokens are produced."""
+    HEALTH_DEGRADED: _Health.ValueType  # 3
+    """The pipeline is being put together again; requests wait meanwhile."""
+    HEALTH_DRAINING: _Health.ValueType  # 4
+    """The coordinator finishes what runs, and takes nothing new."""
+
+class Health(_Health, metaclass=_HealthEnumTypeWrapper):
+    """What a client may expect."""
+
+HEALTH_UNSPECIFIED: Health.ValueType  # 0
+HEALTH_STARTING: Health.ValueType  # 1
+"""There has been no pipeline yet."""
+HEALTH_SERVING: Health.ValueType  # 2
+"""Tokens are produced."""
+HEALTH_DEGRADED: Health.ValueType  # 3
+"""The pipeline is being put together again; requests wait meanwhile."""
+HEALTH_DRAINING: Health.ValueType  # 4
+"""The coordinator finishes what runs, and takes nothing new."""
+Global___Health: _TypeAlias = Health  # noqa: Y015
+
 class _ClusterState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -77,7 +107,14 @@ class _WorkerStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerSta
     WORKER_STATE_LOADING: _WorkerState.ValueType  # 2
     WORKER_STATE_READY: _WorkerState.ValueType  # 3
     WORKER_STATE_LOST: _WorkerState.ValueType  # 4
-    WORKER_STATE_FAILED: _WorkerState.ValueType  # 5
+    WORKER_STATE_QUARANTINED: _WorkerState.ValueType  # 6
+    """It failed to load its layers twice, and is not tried again before it joins anew."""
+    WORKER_STATE_JOINING: _WorkerState.ValueType  # 7
+    """It was lost again and again, and has to wait before it is used."""
+    WORKER_STATE_SUSPECT: _WorkerState.ValueType  # 8
+    """It is silent, or not reached by the stage before it, but not lost."""
+    WORKER_STATE_DRAINING: _WorkerState.ValueType  # 9
+    """It leaves as soon as it has no layers any more."""
 
 class WorkerState(_WorkerState, metaclass=_WorkerStateEnumTypeWrapper): ...
 
@@ -86,7 +123,14 @@ WORKER_STATE_SPARE: WorkerState.ValueType  # 1
 WORKER_STATE_LOADING: WorkerState.ValueType  # 2
 WORKER_STATE_READY: WorkerState.ValueType  # 3
 WORKER_STATE_LOST: WorkerState.ValueType  # 4
-WORKER_STATE_FAILED: WorkerState.ValueType  # 5
+WORKER_STATE_QUARANTINED: WorkerState.ValueType  # 6
+"""It failed to load its layers twice, and is not tried again before it joins anew."""
+WORKER_STATE_JOINING: WorkerState.ValueType  # 7
+"""It was lost again and again, and has to wait before it is used."""
+WORKER_STATE_SUSPECT: WorkerState.ValueType  # 8
+"""It is silent, or not reached by the stage before it, but not lost."""
+WORKER_STATE_DRAINING: WorkerState.ValueType  # 9
+"""It leaves as soon as it has no layers any more."""
 Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
 
 @_typing.final
@@ -99,6 +143,7 @@ class WorkerMessage(_message.Message):
     LOAD_FAILED_FIELD_NUMBER: _builtins.int
     EPOCH_READY_FIELD_NUMBER: _builtins.int
     FAULT_FIELD_NUMBER: _builtins.int
+    WANTS_DRAIN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___WorkerHello: ...
     @_builtins.property
@@ -111,6 +156,8 @@ class WorkerMessage(_message.Message):
     def epoch_ready(self) -> Global___EpochReady: ...
     @_builtins.property
     def fault(self) -> Global___StepFault: ...
+    @_builtins.property
+    def wants_drain(self) -> Global___WantsDrain: ...
     def __init__(
         self,
         *,
@@ -120,12 +167,13 @@ class WorkerMessage(_message.Message):
         load_failed: Global___LoadFailed | None = ...,
         epoch_ready: Global___EpochReady | None = ...,
         fault: Global___StepFault | None = ...,
+        wants_drain: Global___WantsDrain | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["epoch_ready", b"epoch_ready", "fault", b"fault", "heartbeat", b"heartbeat", "hello", b"hello", "load_failed", b"load_failed", "loaded", b"loaded", "message", b"message"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["epoch_ready", b"epoch_ready", "fault", b"fault", "heartbeat", b"heartbeat", "hello", b"hello", "load_failed", b"load_failed", "loaded", b"loaded", "message", b"message", "wants_drain", b"wants_drain"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch_ready", b"epoch_ready", "fault", b"fault", "heartbeat", b"heartbeat", "hello", b"hello", "load_failed", b"load_failed", "loaded", b"loaded", "message", b"message"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch_ready", b"epoch_ready", "fault", b"fault", "heartbeat", b"heartbeat", "hello", b"hello", "load_failed", b"load_failed", "loaded", b"loaded", "message", b"message", "wants_drain", b"wants_drain"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "heartbeat", "loaded", "load_failed", "epoch_ready", "fault"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "heartbeat", "loaded", "load_failed", "epoch_ready", "fault", "wants_drain"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -548,6 +596,23 @@ class StageEndpoint(_message.Message):
 Global___StageEndpoint: _TypeAlias = StageEndpoint  # noqa: Y015
 
 @_typing.final
+class WantsDrain(_message.Message):
+    """The worker was told to end, and would like to hand over its layers first. The answer is `leave`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WantsDrain: _TypeAlias = WantsDrain  # noqa: Y015
+
+@_typing.final
 class EpochReady(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -652,6 +717,41 @@ class Leave(_message.Message):
 Global___Leave: _TypeAlias = Leave  # noqa: Y015
 
 @_typing.final
+class DrainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    """Name of the worker."""
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
+
+@_typing.final
+class DrainResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
+
+@_typing.final
 class GetStatusRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -681,6 +781,7 @@ class GetStatusResponse(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
+    HEALTH_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     fingerprint: _builtins.str
     dtype: _stage_pb2.DType.ValueType
@@ -691,6 +792,7 @@ class GetStatusResponse(_message.Message):
     num_stages: _builtins.int
     block_size: _builtins.int
     num_blocks: _builtins.int
+    health: Global___Health.ValueType
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
     @_builtins.property
@@ -709,10 +811,11 @@ class GetStatusResponse(_message.Message):
         num_blocks: _builtins.int = ...,
         workers: _abc.Iterable[Global___WorkerStatus] | None = ...,
         requests: Global___RequestCounts | None = ...,
+        health: Global___Health.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "detail", b"detail", "dtype", b"dtype", "epoch", b"epoch", "fingerprint", b"fingerprint", "model", b"model", "num_blocks", b"num_blocks", "num_stages", b"num_stages", "requests", b"requests", "state", b"state", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "detail", b"detail", "dtype", b"dtype", "epoch", b"epoch", "fingerprint", b"fingerprint", "health", b"health", "model", b"model", "num_blocks", b"num_blocks", "num_stages", b"num_stages", "requests", b"requests", "state", b"state", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

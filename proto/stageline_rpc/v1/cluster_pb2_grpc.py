@@ -39,6 +39,11 @@ class ClusterStub:
                 request_serializer=stageline__rpc_dot_v1_dot_cluster__pb2.WorkerMessage.SerializeToString,
                 response_deserializer=stageline__rpc_dot_v1_dot_cluster__pb2.CoordinatorMessage.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/stageline.v1.Cluster/Drain',
+                request_serializer=stageline__rpc_dot_v1_dot_cluster__pb2.DrainRequest.SerializeToString,
+                response_deserializer=stageline__rpc_dot_v1_dot_cluster__pb2.DrainResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/stageline.v1.Cluster/GetStatus',
                 request_serializer=stageline__rpc_dot_v1_dot_cluster__pb2.GetStatusRequest.SerializeToString,
@@ -57,6 +62,14 @@ class ClusterServicer:
     def Join(self, request_iterator, context):
         """One bidirectional stream per worker, dialled by the worker; it holds the worker's membership. The first message is
         `hello`; the coordinator answers `welcome` or ends the call with FAILED_PRECONDITION and both values.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """Moves the layers of a worker to others and lets it exit; answers when it has left. Where nobody can take the layers,
+        running requests finish first, for as long as the coordinator allows. NOT_FOUND when no such worker is here.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -85,6 +98,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.Join,
                     request_deserializer=stageline__rpc_dot_v1_dot_cluster__pb2.WorkerMessage.FromString,
                     response_serializer=stageline__rpc_dot_v1_dot_cluster__pb2.CoordinatorMessage.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=stageline__rpc_dot_v1_dot_cluster__pb2.DrainRequest.FromString,
+                    response_serializer=stageline__rpc_dot_v1_dot_cluster__pb2.DrainResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -124,6 +142,33 @@ class Cluster:
             '/stageline.v1.Cluster/Join',
             stageline__rpc_dot_v1_dot_cluster__pb2.WorkerMessage.SerializeToString,
             stageline__rpc_dot_v1_dot_cluster__pb2.CoordinatorMessage.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stageline.v1.Cluster/Drain',
+            stageline__rpc_dot_v1_dot_cluster__pb2.DrainRequest.SerializeToString,
+            stageline__rpc_dot_v1_dot_cluster__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -18,6 +18,10 @@ class ClusterStub:
     """One bidirectional stream per worker, dialled by the worker; it holds the worker's membership. The first message is
     `hello`; the coordinator answers `welcome` or ends the call with FAILED_PRECONDITION and both values.
     """
+    Drain: _aio.UnaryUnaryMultiCallable[_cluster_pb2.DrainRequest, _cluster_pb2.DrainResponse]
+    """Moves the layers of a worker to others and lets it exit; answers when it has left. Where nobody can take the layers,
+    running requests finish first, for as long as the coordinator allows. NOT_FOUND when no such worker is here.
+    """
     GetStatus: _aio.UnaryUnaryMultiCallable[_cluster_pb2.GetStatusRequest, _cluster_pb2.GetStatusResponse]
     """The plan, the workers, memory, KV use and requests, as of now."""
     KvEvents: _aio.UnaryStreamMultiCallable[_cluster_pb2.KvEventsRequest, _cluster_pb2.KvEventsResponse]
@@ -35,6 +39,16 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
     ) -> _abc.AsyncIterator[_cluster_pb2.CoordinatorMessage]:
         """One bidirectional stream per worker, dialled by the worker; it holds the worker's membership. The first message is
         `hello`; the coordinator answers `welcome` or ends the call with FAILED_PRECONDITION and both values.
+        """
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _cluster_pb2.DrainRequest,
+        context: _aio.ServicerContext[_cluster_pb2.DrainRequest, _abc.Awaitable[_cluster_pb2.DrainResponse]],
+    ) -> _abc.Awaitable[_cluster_pb2.DrainResponse]:
+        """Moves the layers of a worker to others and lets it exit; answers when it has left. Where nobody can take the layers,
+        running requests finish first, for as long as the coordinator allows. NOT_FOUND when no such worker is here.
         """
 
     @_abc_1.abstractmethod

@@ -81,6 +81,8 @@ class _StepFaultKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StepFau
     STEP_FAULT_KIND_DEVICE: _StepFaultKind.ValueType  # 14
     STEP_FAULT_KIND_NON_FINITE: _StepFaultKind.ValueType  # 15
     STEP_FAULT_KIND_NEIGHBOUR: _StepFaultKind.ValueType  # 16
+    STEP_FAULT_KIND_OVERDUE: _StepFaultKind.ValueType  # 17
+    """Found by the coordinator: the answer has not come, though it takes much longer than all before it."""
 
 class StepFaultKind(_StepFaultKind, metaclass=_StepFaultKindEnumTypeWrapper):
     """Why a stage refused a step, and with it the epoch."""
@@ -102,6 +104,8 @@ STEP_FAULT_KIND_KV_DIVERGENCE: StepFaultKind.ValueType  # 13
 STEP_FAULT_KIND_DEVICE: StepFaultKind.ValueType  # 14
 STEP_FAULT_KIND_NON_FINITE: StepFaultKind.ValueType  # 15
 STEP_FAULT_KIND_NEIGHBOUR: StepFaultKind.ValueType  # 16
+STEP_FAULT_KIND_OVERDUE: StepFaultKind.ValueType  # 17
+"""Found by the coordinator: the answer has not come, though it takes much longer than all before it."""
 Global___StepFaultKind: _TypeAlias = StepFaultKind  # noqa: Y015
 
 @_typing.final

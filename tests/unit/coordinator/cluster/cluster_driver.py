@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from checkpoint import DType
-from coordinator.cluster.cluster_state import Action, ClusterState, WorkerIdentity
+from coordinator.cluster.actions import Action
+from coordinator.cluster.cluster_state import ClusterState
+from coordinator.cluster.membership import WorkerIdentity
 from coordinator.planning.plan import Plan, PlanImpossible, StagePlan, StepLimits, WorkerCapacity
 from wire.ids import Incarnation
 from wire.roles import StageRole

@@ -7,16 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from coordinator.cluster.cluster_state import (
-    MAX_EPOCH_DELAY_S,
-    Action,
-    AssignStage,
-    BeginEpoch,
-    ClusterPhase,
-    StartServing,
-    StopServing,
-    WorkerState,
-)
+from coordinator.cluster.actions import Action, AssignStage, BeginEpoch, StartServing, StopServing
+from coordinator.cluster.cluster_state import MAX_EPOCH_DELAY_S, ClusterPhase
+from coordinator.cluster.membership import WorkerState
 from tests.unit.coordinator.cluster.cluster_driver import ClusterDriver
 from wire.errors import NameInUse
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from coordinator.cluster.cluster_state import WorkerState
 from coordinator.cluster.controller import Controller
+from coordinator.cluster.membership import WorkerState
 from coordinator.requests.admission import AdmissionLimits
 from coordinator.requests.engine import Engine
 from coordinator.timing import ClusterTiming

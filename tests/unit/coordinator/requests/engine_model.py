@@ -182,7 +182,7 @@ class EngineModel:
     def fault(self, step_id: int, *, request_ids: tuple[RequestId, ...] = ()) -> None:
         """A stage refuses a step."""
         kind = StepFaultKind.POSITION
-        self.engine.fail_step(
+        self.engine.note_fault(
             FaultReport(
                 epoch=self.epoch, step_id=step_id, stage=0, kind=kind, message="", request_ids=request_ids
             )

@@ -1,0 +1,111 @@
+"""What `ClusterState` wants done. Data only."""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from coordinator.cluster.membership import WorkerIdentity
+from coordinator.planning.plan import Plan, StagePlan
+from wire.ids import Incarnation
+
+
+class EndCause(Enum):
+    """Why an epoch ends. DEATH: a worker of it is lost, and what it computed may be why. FAULT: a stage
+    refused a step, or its answer did not come. BROKEN: a stream ended for no known reason. REPLANNED: all is
+    well, but there is a better plan.
+    """
+
+    DEATH = auto()
+    FAULT = auto()
+    BROKEN = auto()
+    REPLANNED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class AssignStage:
+    """Tell `worker` to load `stage` of plan `plan_id`."""
+
+    worker: WorkerIdentity
+    plan_id: int
+    plan: Plan
+    stage: StagePlan
+
+
+@dataclass(frozen=True, slots=True)
+class BeginEpoch:
+    """Begin `epoch` on all `workers`, which are in stage order, after `delay_s`."""
+
+    epoch: int
+    plan_id: int
+    plan: Plan
+    workers: tuple[WorkerIdentity, ...]
+    delay_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StopServing:
+    """The epoch is over; nothing of it counts any more."""
+
+    epoch: int
+    reason: str
+    cause: EndCause
+
+
+@dataclass(frozen=True, slots=True)
+class StartServing:
+    """Every stage of `epoch` is ready and connected."""
+
+    epoch: int
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Disconnect:
+    """This worker is of no use as it is: end its stream, as if it were lost. It may join again."""
+
+    worker: WorkerIdentity
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LetGo:
+    """This worker has no stage and is to exit."""
+
+    worker: WorkerIdentity
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FinishRunning:
+    """Start nothing new, and say `ClusterState.drained` when nothing runs any more: `worker` is to leave, and
+    nobody can take its layers.
+    """
+
+    worker: WorkerIdentity
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The hold of a worker that was lost again and again is over."""
+
+    name: str
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class Shrink:
+    """Whoever was lost has had its time to come back; `num_losses` tells which loss that was."""
+
+    num_losses: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartTimer:
+    """Call `ClusterState.elapsed(timer)` after `delay_s`."""
+
+    delay_s: float
+    timer: Release | Shrink
+
+
+Action = (
+    AssignStage | BeginEpoch | StopServing | StartServing | Disconnect | LetGo | FinishRunning | StartTimer
+)

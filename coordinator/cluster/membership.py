@@ -1,0 +1,218 @@
+"""Who is in the cluster, and who of them may be given a stage. Pure."""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from coordinator.planning.plan import Plan, PlanImpossible, StagePlan, WorkerCapacity
+from wire.errors import HandshakeMismatch, NameInUse
+from wire.ids import Incarnation
+
+MAX_FAILED_LOADS = 2
+"""The second failure is no accident."""
+_FIRST_HOLD_S = 0.5
+_MAX_HOLD_S = 30.0
+
+MakePlan = Callable[[Sequence[WorkerCapacity]], Plan]
+
+
+class WorkerState(Enum):
+    """What one worker is doing. JOINING: it was lost again and again, and has to wait before it is used.
+    SUSPECT: it is silent, but not for long enough to be lost.
+    """
+
+    JOINING = auto()
+    SPARE = auto()
+    LOADING = auto()
+    READY = auto()
+    SUSPECT = auto()
+    DRAINING = auto()
+    LOST = auto()
+    QUARANTINED = auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerIdentity:
+    """What a worker says of itself when it joins."""
+
+    name: str
+    incarnation: Incarnation
+    address: str
+    device: str
+    memory_bytes: int
+    last_epoch: int
+    pid: int
+    is_mock: bool = False
+    lacks_bf16: bool = False
+
+
+@dataclass(slots=True)
+class WorkerRecord:
+    """A worker that has joined, live or lost. `detail` says why it is in its state."""
+
+    identity: WorkerIdentity
+    state: WorkerState = WorkerState.SPARE
+    detail: str = ""
+    stage: StagePlan | None = None
+    num_failed_loads: int = 0
+    is_silent: bool = False
+    is_draining: bool = False
+    is_dismissed: bool = False
+    is_unreachable: bool = False
+
+    @property
+    def is_live(self) -> bool:
+        return self.state is not WorkerState.LOST
+
+    @property
+    def is_usable(self) -> bool:
+        """May be given a stage. A worker in quarantine stays out until it joins anew."""
+        out = (WorkerState.LOST, WorkerState.QUARANTINED, WorkerState.JOINING)
+        return self.state not in out and not self.is_draining and not self.is_unreachable
+
+    @property
+    def shown_state(self) -> WorkerState:
+        """Its state as operators see it."""
+        if self.state in (WorkerState.LOST, WorkerState.QUARANTINED):
+            return self.state
+        if self.is_draining:
+            return WorkerState.DRAINING
+        return WorkerState.SUSPECT if self.is_silent or self.is_unreachable else self.state
+
+
+class Members:
+    """The workers by name."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, WorkerRecord] = {}
+        self._losses = Counter[str]()
+
+    def __iter__(self) -> Iterator[WorkerRecord]:
+        return iter(list(self._records.values()))
+
+    def __getitem__(self, name: str) -> WorkerRecord:
+        return self._records[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._records
+
+    def live(self, name: str, incarnation: Incarnation) -> WorkerRecord | None:
+        """The record of this very process, while it is not lost."""
+        record = self._records.get(name)
+        is_it = record is not None and record.is_live and record.identity.incarnation == incarnation
+        return record if is_it else None
+
+    def find(self, name: str) -> WorkerRecord | None:
+        """The live worker with this name."""
+        record = self._records.get(name)
+        return record if record is not None and record.is_live else None
+
+    def check_may_join(self, identity: WorkerIdentity, *, is_mock_model: bool) -> None:
+        """Raises NameInUse when a live worker elsewhere has this name, and HandshakeMismatch for a mock stage
+        among real ones, or a real one among mocks: tokens of a pipeline with both would look like real ones.
+        """
+        kinds = {True: "a mock stage", False: "a real stage"}
+        what = f"kind of worker {identity.name}"
+        if is_mock_model and not identity.is_mock:
+            raise HandshakeMismatch(what, expected="a mock stage, for a mock model", got=kinds[False])
+        for other in (record.identity for record in self if record.is_live):
+            if other.name == identity.name:
+                if other.address != identity.address:
+                    raise NameInUse(f"the name {identity.name!r} is in use by the worker at {other.address}")
+            elif other.is_mock != identity.is_mock:
+                expected = f"{kinds[other.is_mock]}, as worker {other.name} is"
+                raise HandshakeMismatch(what, expected=expected, got=kinds[identity.is_mock])
+
+    def add(self, identity: WorkerIdentity) -> float:
+        """A worker has joined. Returns how long it has to wait, in seconds, before it is used: a worker that
+        is lost again and again would cost an epoch each time.
+        """
+        num_losses = self._losses[identity.name]
+        hold_s = min(_MAX_HOLD_S, _FIRST_HOLD_S * 2.0 ** min(num_losses - 2, 10)) if num_losses > 1 else 0.0
+        record = WorkerRecord(identity)
+        if hold_s:
+            record.state = WorkerState.JOINING
+            record.detail = f"lost {num_losses} times; it waits {hold_s:g} s before it is used"
+        self._records[identity.name] = record
+        return hold_s
+
+    def note_loss(self, name: str) -> None:
+        """It was lost while it had a stage."""
+        self._losses[name] += 1
+
+    def note_steady(self) -> None:
+        """All has gone well for a while."""
+        self._losses.clear()
+
+    def remove(self, name: str) -> None:
+        del self._records[name]
+
+    def release_stages(self) -> None:
+        """Nobody has a stage; those who are lost are forgotten."""
+        for record in self:
+            record.stage = None
+            if record.state is WorkerState.LOST:
+                self.remove(record.identity.name)
+            elif record.state in (WorkerState.LOADING, WorkerState.READY):
+                record.state = WorkerState.SPARE
+
+    @property
+    def quarantine(self) -> str:
+        """Who is out, and why; empty if nobody is."""
+        out = [each for each in self if each.state is WorkerState.QUARANTINED]
+        return "".join(f"; {each.identity.name} failed: {each.detail}" for each in out)
+
+    def plan(self, template: Plan | None, num_stages: int, make_plan: MakePlan, *, may_shrink: bool) -> Plan:
+        """A plan for the workers that are usable now.
+
+        Those with a stage in `template`, the last plan with all stages, keep their place; others take the
+        places of those who are gone, by name, so that the order of arrival does not matter. Where no plan
+        fits those, the workers with the most memory are taken. With `may_shrink` the plan may have fewer
+        stages than `num_stages`. Raises TooFewWorkers or PlanImpossible.
+        """
+        usable = {each.identity.name: each for each in self if each.is_usable}
+        if not usable or (len(usable) < num_stages and not may_shrink):
+            raise TooFewWorkers(f"{len(usable)} of {num_stages} workers are here{self.quarantine}")
+        chosen = _in_places(usable, template, num_stages)
+        try:
+            return make_plan(_capacities(chosen))
+        except PlanImpossible as error:
+            by_size = sorted(usable.values(), key=lambda each: (-each.identity.memory_bytes, _by_name(each)))
+            largest = sorted(by_size[:num_stages], key=_by_name)
+            if {each.identity.name for each in largest} == {each.identity.name for each in chosen}:
+                raise PlanImpossible(f"{error}{self.quarantine}") from None
+        return make_plan(_capacities(largest))
+
+
+class TooFewWorkers(Exception):
+    """Fewer than the plan needs; the message says how many there are."""
+
+
+def _in_places(usable: dict[str, WorkerRecord], template: Plan | None, num_stages: int) -> list[WorkerRecord]:
+    """As many as there are stages, in stage order. One that could not load its layers gives way to others."""
+    stages = template.stages if template else ()
+    places: list[WorkerRecord | None] = [
+        record if (record := usable.get(stage.worker)) and not record.num_failed_loads else None
+        for stage in stages
+    ]
+    others = [record for record in usable.values() if record not in places]
+    newcomers = iter(sorted(others, key=lambda each: (each.num_failed_loads, _by_name(each))))
+    places += [None] * (num_stages - len(places))
+    filled = [place or next(newcomers, None) for place in places]
+    return [record for record in filled if record is not None]
+
+
+def _capacities(records: list[WorkerRecord]) -> list[WorkerCapacity]:
+    identities = [each.identity for each in records]
+    return [
+        WorkerCapacity(name=each.name, memory_bytes=each.memory_bytes, lacks_bf16=each.lacks_bf16)
+        for each in identities
+    ]
+
+
+def _by_name(record: WorkerRecord) -> list[tuple[bool, int, str]]:
+    """Sorts "gpu-10" after "gpu-9"."""
+    parts = re.split(r"(\d+)", record.identity.name)
+    return [(not part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts]

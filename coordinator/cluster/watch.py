@@ -1,0 +1,69 @@
+"""Notices what does not happen: heartbeats that are missing, answers that do not come."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from coordinator.cluster.worker_connection import WorkerConnection
+from coordinator.timing import ClusterTiming
+
+_STEADY_S = 30.0
+"""After so long without a break, earlier losses of a worker are not held against it."""
+
+
+class Watch:
+    """Looks after the workers and the oldest step, a few times per heartbeat."""
+
+    def __init__(
+        self,
+        timing: ClusterTiming,
+        *,
+        connections: Callable[[], Iterable[WorkerConnection]],
+        on_silence: Callable[[WorkerConnection, bool], None],
+        on_lease_over: Callable[[WorkerConnection, str], None],
+        on_tick: Callable[[], None],
+        on_steady: Callable[[], None],
+    ) -> None:
+        """`on_silence` says when a worker becomes silent and when it does not any more; `on_lease_over` that
+        it has been silent for too long; `on_tick` is called every time; `on_steady` when no worker was lost
+        and nobody called `restart` for a while.
+        """
+        self._timing = timing
+        self._connections = connections
+        self._on_silence = on_silence
+        self._on_lease_over = on_lease_over
+        self._on_tick = on_tick
+        self._on_steady = on_steady
+        self._steady_since_s = 0.0
+
+    def restart(self) -> None:
+        """What is steady counts from now on."""
+        self._steady_since_s = asyncio.get_running_loop().time()
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        loop = asyncio.get_running_loop()
+        interval_s = self._timing.heartbeat_interval_s / 2
+        self.restart()
+        while True:
+            due_s = loop.time() + interval_s
+            await asyncio.sleep(interval_s)
+            if loop.time() - due_s > interval_s:
+                # This process was held up, so heartbeats may be here that nobody has read.
+                continue
+            self._check(loop.time())
+            self._on_tick()
+
+    def _check(self, now_s: float) -> None:
+        for connection in list(self._connections()):
+            silence_s = now_s - connection.heard_at_s
+            if silence_s > self._timing.lease_s:
+                self._on_lease_over(connection, f"no heartbeat for {silence_s:.1f} s")
+                self.restart()
+                continue
+            is_silent = silence_s > self._timing.lease_s / 2
+            if is_silent != connection.is_silent:
+                connection.is_silent = is_silent
+                self._on_silence(connection, is_silent)
+        if now_s - self._steady_since_s > _STEADY_S:
+            self._on_steady()
+            self.restart()
