@@ -153,7 +153,9 @@ class LocalCluster:
             raise
 
     async def stop(self, *, grace_s: float = GRACE_S) -> None:
-        """Ends every process: SIGINT, which waits for no request, then SIGKILL for what still runs after `grace_s`. Twice is fine."""
+        """Ends every process: SIGINT, which waits for no request, then SIGKILL for what still runs after
+        `grace_s`. Twice is fine.
+        """
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)

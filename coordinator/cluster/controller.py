@@ -5,6 +5,7 @@ one.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Coroutine
 from typing import assert_never
@@ -48,7 +49,6 @@ DRAINING = "the coordinator finishes what runs, and takes no new requests"
 _MIN_UNKNOWN_S = 10.0
 _WARMUPS = 8
 """How many times the warm-up of all stages the first steps may take, before anything is known of steps."""
-_POLL_S = 0.05
 
 
 class Controller:
@@ -81,13 +81,14 @@ class Controller:
         self._is_serving = asyncio.Event()
         self._is_closing = False
         self._is_draining = False
+        self._awaited: list[tuple[Callable[[], bool], asyncio.Event]] = []
         self._unavailable_timer: asyncio.TimerHandle | None = None
         self._watch = Watch(
             timing,
             connections=lambda: self.connections.values(),
             on_silence=self._note_silence,
             on_lease_over=self.leave,
-            on_tick=self._check_oldest_step,
+            on_tick=self._look_around,
             on_steady=state.note_steady,
         )
         self._tasks: set[asyncio.Task[None]] = set()
@@ -334,11 +335,12 @@ class Controller:
         self._carry_out(self.state.drained(action.worker.name, action.worker.incarnation))
 
     async def _wait_until(self, condition: Callable[[], bool]) -> None:
-        """Looks again and again, until the limit for drains."""
-        loop = asyncio.get_running_loop()
-        end_s = loop.time() + self.timing.drain_timeout_s
-        while not condition() and loop.time() < end_s:
-            await asyncio.sleep(_POLL_S)
+        """Waits for it, but not longer than the limit for drains."""
+        if not condition():
+            met = asyncio.Event()
+            self._awaited.append((condition, met))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(met.wait(), self.timing.drain_timeout_s)
 
     def _start_serving(self, action: StartServing) -> None:
         assert self._link is not None
@@ -393,6 +395,13 @@ class Controller:
     def _note_silence(self, connection: WorkerConnection, is_silent: bool) -> None:
         identity = connection.identity
         self.state.note_silence(identity.name, identity.incarnation, is_silent=is_silent)
+
+    def _look_around(self) -> None:
+        for condition, met in self._awaited:
+            if condition():
+                met.set()
+        self._awaited = [(condition, met) for condition, met in self._awaited if not met.is_set()]
+        self._check_oldest_step()
 
     def _check_oldest_step(self) -> None:
         """An answer that does not come is a fault, which nobody else reports."""

@@ -12,7 +12,8 @@ from coordinator.planning.planner import make_plan
 def plan_for(config: CoordinatorConfig, model: ServedModel, workers: Sequence[WorkerCapacity]) -> Plan:
     """What a coordinator with this configuration does with these workers. Raises PlanImpossible.
 
-    `config.layers` are for as many workers as there are to be stages. A bfloat16 checkpoint runs in float32 where a worker lacks bfloat16, unless the configuration says.
+    `config.layers` are for as many workers as there are to be stages. A bfloat16 checkpoint runs in float32
+    where a worker lacks bfloat16, unless the configuration says.
     """
     limits = StepLimits(
         max_step_tokens=config.max_step_tokens,

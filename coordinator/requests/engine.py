@@ -211,7 +211,7 @@ class Engine:
         self._scheduler.suspect(self._scheduler.unfinished)
 
     def overdue_step(self, *, unknown_s: float) -> OverdueStep | None:
-        """The step whose answer should have come; `unknown_s` is the limit while nothing is known of steps."""
+        """The step whose answer should have come; `unknown_s` is the limit while steps are not known."""
         return self._scheduler.overdue_step(self._clock(), unknown_s=unknown_s)
 
     def fail_all(self, reason: str) -> None:
