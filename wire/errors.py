@@ -127,11 +127,6 @@ class StepFaultKind(Enum):
         """What was computed may have caused it; a stage that cannot reach the next one says nothing of it."""
         return self is not StepFaultKind.NEIGHBOUR
 
-    @property
-    def may_be_poison(self) -> bool:
-        """One request may make a stage fail like this again and again."""
-        return self in (StepFaultKind.DEVICE, StepFaultKind.NON_FINITE, StepFaultKind.OVERDUE)
-
 
 class StepFault(ServingError):
     """A stage computes nothing for this step and refuses every later frame of the epoch.

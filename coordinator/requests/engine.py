@@ -180,8 +180,8 @@ class Engine:
         """A step was refused; to be called before `stop_epoch`. Its requests are tried again, twice at most.
 
         They are those that the report names. Where the frame was too broken to tell, they are those of the
-        step that the stage expected; where its step id was wrong, no such step may be in flight. Where one of
-        them may have caused it, they run alone next, so that they do not fail together.
+        step that the stage expected; where its step id was wrong, no such step may be in flight. The last try
+        is alone: one of them may be the cause, and they must not fail together.
         """
         in_step = (sequence.key.request_id for sequence in self._scheduler.sequences_in_step(fault.step_id))
         for request_id in dict.fromkeys((*in_step, *fault.request_ids)):
@@ -193,7 +193,7 @@ class Engine:
             if request.num_faults > MAX_RETRIES:
                 text = f"all {request.num_faults} steps that computed this request were refused; the last"
                 self._fail(request, StepFailed(f"{text}: {fault}"))
-            elif fault.kind.may_be_poison:
+            elif request.num_faults == MAX_RETRIES:
                 self._scheduler.suspect(running)
 
     def note_death(self, reason: str) -> None:
