@@ -21,7 +21,8 @@ from typing import ParamSpec, TypeVar
 from checkpoint import DType
 from coordinator.scheduling.kv_log import KvLog
 from coordinator.scheduling.order import QueueOrder
-from coordinator.scheduling.scheduler import Scheduler, SchedulerLimits
+from coordinator.scheduling.pace import SchedulerLimits
+from coordinator.scheduling.scheduler import Scheduler
 from coordinator.scheduling.sequence import Sequence
 from stage_worker.assignment import Assignment, ModelShape
 from stage_worker.executor import StepExecutor

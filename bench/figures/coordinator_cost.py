@@ -21,7 +21,8 @@ from coordinator.requests.request import Choice, Request
 from coordinator.requests.transcript import Transcript
 from coordinator.scheduling.kv_log import KvLog
 from coordinator.scheduling.order import QueueOrder
-from coordinator.scheduling.scheduler import Scheduler, SchedulerLimits
+from coordinator.scheduling.pace import SchedulerLimits
+from coordinator.scheduling.scheduler import Scheduler
 from coordinator.scheduling.sequence import Sequence
 from stageline_rpc.v1 import stage_pb2
 from wire.ids import SequenceKey, new_request_id

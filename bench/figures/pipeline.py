@@ -15,7 +15,9 @@ NUM_STAGES = (2, 4, 8, 16)
 UNEVEN_MS = (12, 20, 8, 16)
 EVEN_TARGET, UNEVEN_TARGET = 0.97, 0.95
 LIMIT = 1.002
-STREAMS_PER_STAGE = 4
+STEP_SEQUENCES = 4
+"""Most sequences of a step: with enough requests, that makes more steps than there are stages."""
+FREE_STAGES = 4
 TIMELINE_OF, TIMELINE_S = 8, 0.5
 
 
@@ -27,18 +29,33 @@ async def measure(setting: Setting) -> list[Figure]:
         figures.append(await efficiency(setting, name, [STAGE_MS] * num_stages, target=EVEN_TARGET))
     name = f"pipeline, stages of {', '.join(map(str, UNEVEN_MS))} ms"
     figures.append(await efficiency(setting, name, UNEVEN_MS, target=UNEVEN_TARGET))
+    name = f"pipeline, {FREE_STAGES} stages of {STAGE_MS} ms, steps of any size, tokens"
+    stages_ms = [STAGE_MS] * FREE_STAGES
+    figures.append(await efficiency(setting, name, stages_ms, target=None, step_sequences=None))
     return figures
 
 
 async def efficiency(
-    setting: Setting, name: str, stages_ms: Sequence[int], *, target: float, window_s: float = 5.0
+    setting: Setting,
+    name: str,
+    stages_ms: Sequence[int],
+    *,
+    target: float | None,
+    window_s: float = 5.0,
+    step_sequences: int | None = STEP_SEQUENCES,
 ) -> Figure:
-    """Steps per second in steady decode against one per time of the slowest stage."""
+    """Steps per second in steady decode against one per time of the slowest stage.
+
+    Requests are enough for two steps more than there are stages, of `step_sequences` sequences each. Where
+    steps may have any size (None), fewer and larger ones serve more tokens: as many steps as stages, which
+    the transfers between them cost something.
+    """
     if setting.is_quick:
         window_s /= 2
-    num_streams = STREAMS_PER_STAGE * len(stages_ms)
+    num_streams = STEP_SEQUENCES * (len(stages_ms) + (2 if step_sequences else 0))
     specs = [f"step={stage_ms}ms" for stage_ms in stages_ms]
-    async with mock_cluster(specs) as cluster:
+    arguments = ("--max-step-sequences", str(step_sequences)) if step_sequences else ()
+    async with mock_cluster(specs, coordinator_arguments=arguments) as cluster:
         rate, window = await measure_steady(
             cluster,
             num_streams=num_streams,
