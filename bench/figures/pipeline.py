@@ -46,13 +46,13 @@ async def efficiency(
 ) -> Figure:
     """Steps per second in steady decode against one per time of the slowest stage.
 
-    Requests are enough for two steps more than there are stages, of `step_sequences` sequences each. Where
+    Requests are enough for one step more than there are stages, of `step_sequences` sequences each. Where
     steps may have any size (None), fewer and larger ones serve more tokens: as many steps as stages, which
     the transfers between them cost something.
     """
     if setting.is_quick:
         window_s /= 2
-    num_streams = STEP_SEQUENCES * (len(stages_ms) + (2 if step_sequences else 0))
+    num_streams = STEP_SEQUENCES * (len(stages_ms) + (1 if step_sequences else 0))
     specs = [f"step={stage_ms}ms" for stage_ms in stages_ms]
     arguments = ("--max-step-sequences", str(step_sequences)) if step_sequences else ()
     async with mock_cluster(specs, coordinator_arguments=arguments) as cluster:
