@@ -62,8 +62,8 @@ _ACTIVE = (ClusterPhase.STARTING_EPOCH, ClusterPhase.SERVING)
 class ClusterState:
     """One owner feeds it events and carries out the actions it returns, in order.
 
-    The first plan has `num_stages` stages. Later ones have fewer while there are fewer workers, and as many
-    again when workers come back.
+    Until it has served, a plan has `num_stages` stages. Later ones have fewer while there are fewer workers,
+    and as many again when workers come back.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class ClusterState:
         self._num_losses += 1
         self._may_shrink = False
         actions = self._give_up_plan(f"worker {name} is lost: {reason}", EndCause.DEATH)
-        if self.plan is None and self._template is not None:
+        if self.plan is None and self.has_served:
             actions.append(StartTimer(self._return_grace_s, Shrink(self._num_losses)))
         return actions
 
@@ -315,7 +315,7 @@ class ClusterState:
         return self._stop(reason, EndCause.REPLANNED) + self._assign(plan)
 
     def _new_plan(self, *, may_shrink: bool) -> Plan:
-        may_shrink = may_shrink and self._template is not None
+        may_shrink = may_shrink and self.has_served
         return self.workers.plan(self._template, self.num_stages, self._make_plan, may_shrink=may_shrink)
 
     def _assign(self, plan: Plan) -> list[Action]:

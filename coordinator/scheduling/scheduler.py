@@ -187,9 +187,11 @@ class Scheduler:
         if len(self._in_flight) >= num_steps:
             return None
         draft = Draft()
-        self._add_decodes(draft, kv, num_steps, most=min(limits.max_step_sequences, limits.max_step_tokens))
         waiting = self._num_waiting_tokens
         self._burst_tokens = max(self._burst_tokens, waiting) if waiting else 0
+        # Decodes that fill every step would leave no place for a prompt until one of them ends.
+        most = min(limits.max_step_sequences, limits.max_step_tokens) - bool(waiting)
+        self._add_decodes(draft, kv, num_steps, most=max(1, most))
         self._add_chunks(draft, kv, limits, pace)
         if not draft.slices and not self._ends and not kv.has_pending:
             return None

@@ -293,7 +293,7 @@ async def test_a_worker_that_is_lost_amid_a_prefill_leaves_no_gap(
             await cluster.start_worker(f"w{stage}")
         await cluster.wait_drained()
     scored.check(first, reference)
-    assert first.only.restarts == 1
+    assert first.only.restarts >= 1
     assert len(second.only.tokens) == 12 + 40
     reference.check(second.only.logprobs, second.only.tokens, first=0, num_top=5)
 
@@ -314,9 +314,8 @@ async def test_chunks_that_are_cut_elsewhere_after_a_restart_repeat_nothing(
             await until(lambda: len(outputs.prompt_logprobs) == 81)
             tasks.create_task(ahead.run(cluster))
             await cluster.wait_status(lambda status: status.requests.prefill + status.requests.waiting == 2)
-            await cluster.workers["w1"].stop()
+            cluster.server.controller.fail_epoch(cluster.epoch, "made up")
             gate.open()
-            await cluster.start_worker("w1")
         await cluster.wait_drained()
         starts = {part.first_position for step in cluster.proxy(0).steps.values() for part in step.slices}
     assert {24, 72} <= starts

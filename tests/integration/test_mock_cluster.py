@@ -147,17 +147,14 @@ async def test_a_mock_that_computes_for_an_hour_is_replaced() -> None:
         check(answers)
 
 
-async def test_a_damaged_frame_fails_the_requests_of_its_step_alone() -> None:
+async def test_a_damaged_frame_costs_no_token() -> None:
     async with mock_cluster(3, hop_proxies=[1]) as cluster:
         asks = mixed_asks(9, max_tokens=40)
         async with cluster.generating(asks) as answers:
             await until(partial(has_tokens, answers, 3))
             injection = cluster.proxy(1).inject(flip_byte, when=_has_slices)
-        failed = [answer for answer in answers if answer.error is not None]
-        assert 0 < len(failed) < len(asks)
-        assert all(getattr(answer.error, "code", "") == "ABORTED" for answer in failed)
         assert len(injection.steps) == 1
-        check([answer for answer in answers if answer not in failed])
+        check(answers)
 
 
 def _has_slices(frame: Frame) -> bool:

@@ -256,7 +256,7 @@ async def test_after_a_broken_stream_the_worker_comes_back_with_its_stage(
         incarnation = bench.link.hello.incarnation
         bench.link.hang_up()
         bench.link = await bench.coordinator.link()
-        assert bench.link.hello.incarnation == incarnation
+        assert bench.link.hello.incarnation != incarnation
         assert bench.link.hello.last_epoch == 1
         assert (await bench.link.next_heartbeat()).epoch == 0
         await load(bench.link, assignment)
@@ -335,7 +335,7 @@ async def test_leave_ends_the_process_if_it_says_so(coordinator: CoordinatorDoub
     link = await coordinator.link()
     link.send(leave=cluster_pb2.Leave(reason="not wanted now", exit_process=False))
     again = await coordinator.link()
-    assert again.hello.incarnation == link.hello.incarnation
+    assert again.hello.incarnation != link.hello.incarnation
     again.send(leave=cluster_pb2.Leave(reason="the cluster goes down", exit_process=True))
     await asyncio.wait_for(task, DEADLINE_S)
     assert await worker.stop()
