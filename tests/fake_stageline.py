@@ -111,7 +111,7 @@ async def _coordinator(arguments: argparse.Namespace) -> None:
         sys.exit("no such model")
     server, address, _ = await serve(arguments.listen, arguments.stages)
     print(f"stageline coordinator listening on {address}", flush=True)
-    await _until_sigterm()
+    await _until_signal()
     await server.stop(0)
 
 
@@ -123,17 +123,17 @@ async def _worker(arguments: argparse.Namespace) -> None:
     async with client_channel(arguments.coordinator) as channel:
         call = cluster_pb2_grpc.ClusterStub(channel).Join()
         await call.write(cluster_pb2.WorkerMessage(hello=cluster_pb2.WorkerHello(name=arguments.name)))
-        await _until_sigterm()
+        await _until_signal()
 
 
 def _hangs() -> bool:
     return bool(os.environ.get("FAKE_HANGS"))
 
 
-async def _until_sigterm() -> None:
+async def _until_signal() -> None:
     ended = asyncio.Event()
     if not _hangs():
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, ended.set)
     await ended.wait()
 
 
@@ -141,7 +141,7 @@ def main() -> None:
     """Runs the command line that `stageline` would get; flags that a fake has no use for are let pass."""
     if _hangs():
         # Before it tells anybody that it is here.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     parser = argparse.ArgumentParser()
     commands = parser.add_subparsers(dest="command", required=True)
     coordinator = commands.add_parser("coordinator")

@@ -60,7 +60,7 @@ async def test_workers_start_first_in_any_order_and_outlive_their_coordinator(
         async with Client(free_address) as client:
             outputs = client.generate(random_prompt(5), max_tokens=3000)
             await anext(outputs)
-            coordinator.send_signal(signal.SIGTERM)
+            coordinator.send_signal(signal.SIGINT)
             with pytest.raises(Unavailable, match="the coordinator is stopping"):
                 async for _ in outputs:
                     pass
@@ -74,6 +74,7 @@ async def test_workers_start_first_in_any_order_and_outlive_their_coordinator(
         await _equals_reference(free_address, llama)
         for worker in workers:
             assert worker.read_log().count("loading layers") == 1, "weights are kept"
+        for worker in workers:
             worker.send_signal(signal.SIGTERM)
             assert await exit_code(worker) == "exit code 0"
             assert "Traceback" not in worker.read_log()
@@ -94,7 +95,7 @@ async def test_a_worker_with_another_model_is_refused_with_both_fingerprints_and
             timeout_s=START_TIMEOUT_S,
         )
         (worker,) = blocked.workers
-        assert worker.state == cluster_pb2.WORKER_STATE_FAILED
+        assert worker.state == cluster_pb2.WORKER_STATE_QUARANTINED
         assert blocked.fingerprint in worker.detail
         assert f"model fingerprint ({other}) mismatch: expected" in worker.detail
         assert worker.detail in blocked.detail

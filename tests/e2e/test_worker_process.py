@@ -59,6 +59,8 @@ async def test_a_worker_says_where_it_listens_and_ends_on_sigterm(
         link.send(assign=assign_message(assignment))
         await link.answer("loaded")
         process.send_signal(signal.SIGTERM)
+        await link.answer("wants_drain")
+        link.send(leave=cluster_pb2.Leave(reason="drained", exit_process=True))
         status, stdout, stderr = await ended(process)
         assert (status, stdout) == (0, [])
         assert not [line for line in stderr if "Traceback" in line or "ERROR" in line]

@@ -84,7 +84,7 @@ async def test_a_start_that_takes_too_long_says_what_it_waits_for(fake_cluster: 
             await cluster.wait_until_serving(timeout_s=1)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGSTOP])
 async def test_processes_that_hang_are_killed_after_the_grace(
     fake_cluster: MakeConfig, number: signal.Signals
 ) -> None:
