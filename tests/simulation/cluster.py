@@ -19,6 +19,7 @@ from coordinator.app import CoordinatorServer
 from coordinator.config import CoordinatorConfig
 from coordinator.model import ServedModel
 from coordinator.timing import ClusterTiming
+from stage_worker.executor import StepExecutor
 from stage_worker.config import WorkerConfig
 from stage_worker.mock.spec import MockSpec
 from stage_worker.worker import Worker
@@ -89,10 +90,20 @@ class Cluster:
 
     def close(self) -> None:
         """Ends everything, and waits for what that takes."""
-        for process in (self.clients, *(host.process for host in self.hosts), self.coordinator_process):
+        for process in (self.clients, self.coordinator_process, *(host.process for host in self.hosts)):
             if process is not None and not process.is_dead:
                 process.die()
         self.loop.run_until(self.loop.time() + 60)
+
+    def executors(self) -> list[StepExecutor]:
+        """Those of the present plan, in stage order."""
+        hosts = {host.name: host for host in self.hosts}
+        loaded = []
+        for record in self.coordinator.controller.state.stage_workers:
+            worker = hosts[record.identity.name].worker
+            if worker is not None and worker._host._loaded is not None:
+                loaded.append(worker._host._loaded.executor)
+        return loaded
 
     def client_channel(self) -> Any:
         """To be opened by a process."""

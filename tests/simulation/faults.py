@@ -14,7 +14,7 @@ BREAK_AFTER_LOSS_S = 3.0
 REORDER_WITHIN_S = 0.3
 
 Fault = Callable[[Cluster, Random], str]
-"""Does harm, and says what."""
+"""Does harm, and says what; says nothing where there is nothing to harm now."""
 
 
 def kill(cluster: Cluster, random: Random) -> str:
@@ -58,7 +58,7 @@ def cut_hop(cluster: Cluster, random: Random) -> str:
 def break_hop(cluster: Cluster, random: Random) -> str:
     calls = cluster.network.forwards()
     if not calls:
-        return "no hop to break"
+        return ""
     call = random.choice(calls)
     cluster.network.break_call(call)
     return f"the stream from {call.process.name} breaks"
@@ -145,11 +145,11 @@ def replay_control(cluster: Cluster, random: Random) -> str:
     """What a worker has said before is said again, on the stream that it has now."""
     joins = [call for call in cluster.network.calls if call.method.endswith("/Join") and call.status is None]
     if not joins:
-        return "nobody to be repeated"
+        return ""
     call = random.choice(joins)
     said = cluster.network.said.get(call.process.name, [])
     if not said:
-        return "nothing to be repeated"
+        return ""
     call.up.pass_on(random.choice(said))
     return f"something of {call.process.name} is said again"
 
@@ -227,7 +227,7 @@ def _tamper(
 ) -> str:
     calls = [call for call in cluster.network.forwards() if call.method.endswith(kinds)]
     if not calls:
-        return "no frame on its way"
+        return ""
     call = random.choice(calls)
     call.up.tampering.append(tampering)
     return f"the next {call.method.rpartition('/')[2]} message from {call.process.name} is {what}"

@@ -8,7 +8,7 @@ from typing import Any
 from coordinator.app import CoordinatorServer
 from coordinator.cluster.cluster_state import ClusterPhase
 from kvcache import IntegrityBroken
-from tests.simulation.virtual_loop import VirtualLoop
+from tests.simulation.virtual_loop import BEGAN_S, VirtualLoop
 from wire.steps import StepResult
 
 EACH_RESULTS = 8
@@ -28,7 +28,7 @@ class Oracle:
 
     def note(self, problem: str) -> None:
         """Something does not hold."""
-        self.problems.append(f"{self._loop.time() - 1000:.4f} s: {problem}")
+        self.problems.append(f"{self._loop.time() - BEGAN_S:.4f} s: {problem}")
 
     def watch(self, server: CoordinatorServer) -> None:
         """Looks at every result that is counted, and at how long nothing is served."""
@@ -117,5 +117,5 @@ class Listener(logging.Handler):
         if record.exc_info:
             self._oracle.note(f"{record.name}: {record.getMessage()}: {record.exc_info[1]!r}")
         if self._is_tracing:
-            now_s = self._oracle._loop.time() - 1000
+            now_s = self._oracle._loop.time() - BEGAN_S
             print(f"{now_s:9.4f} {record.levelname:7} {record.name:38} {record.getMessage()}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from random import Random
@@ -12,6 +13,7 @@ from tests.simulation.customers import Customer, Visit, draw_customers
 from tests.simulation.faults import FAULTS, Fault, relieve
 from tests.simulation.observed import TAKEN, Transition
 from tests.simulation.oracle import Listener
+from tests.simulation.virtual_loop import BEGAN_S
 
 FAULTS_FROM_S, FAULTS_UNTIL_S = 0.1, 5.0
 CALM_S = 60.0
@@ -38,8 +40,8 @@ class Verdict:
     number: int
     problems: list[str] = field(default_factory=list)
     num_events: int = 0
-    num_faults: int = 0
-    num_requests: int = 0
+    cpu_s: float = 0.0
+    faults: Counter[str] = field(default_factory=Counter)
     ends: Counter[str] = field(default_factory=Counter)
     transitions: Counter[Transition] = field(default_factory=Counter)
 
@@ -69,6 +71,7 @@ def draw(seed: int, number: int) -> Schedule:
 
 def run(schedule: Schedule, *, is_tracing: bool = False) -> Verdict:
     """The same for the same schedule, always."""
+    began_s = time.process_time()
     random = Random(f"{schedule.seed}/{schedule.number}/run")
     TAKEN.clear()
     with simulated(random):
@@ -79,52 +82,51 @@ def run(schedule: Schedule, *, is_tracing: bool = False) -> Verdict:
         level = root.level
         root.setLevel(listener.level)
         try:
-            _play(cluster, schedule, random, is_tracing=is_tracing)
+            faults = _play(cluster, schedule, random, is_tracing=is_tracing)
+            taken, num_events = Counter(TAKEN), cluster.loop.num_timers
         finally:
             cluster.close()
             root.removeHandler(listener)
             root.setLevel(level)
-    loop = cluster.loop
     return Verdict(
         seed=schedule.seed,
         number=schedule.number,
-        problems=cluster.oracle.problems + loop.problems,
-        num_events=loop.num_timers,
-        num_faults=len(schedule.faults),
-        num_requests=len(schedule.customers),
+        problems=cluster.oracle.problems + cluster.loop.problems,
+        num_events=num_events,
+        cpu_s=time.process_time() - began_s,
+        faults=faults,
         ends=Counter(each.end.split(":")[0] for each in schedule.customers),
-        transitions=Counter(TAKEN),
+        transitions=taken,
     )
 
 
-def _play(cluster: Cluster, schedule: Schedule, random: Random, *, is_tracing: bool) -> None:
+def _play(cluster: Cluster, schedule: Schedule, random: Random, *, is_tracing: bool) -> Counter[str]:
+    """The faults that there were."""
     loop, customers = cluster.loop, schedule.customers
+    faults: Counter[str] = Counter()
     began_s = loop.time()
+
+    def tell(what: str) -> None:
+        if is_tracing:
+            print(f"{loop.time() - BEGAN_S:9.4f} ******* {what}")
+
     for host in cluster.hosts:
         loop.call_later(random.uniform(0, 0.3), cluster.start_worker, host)
     for each in customers:
         cluster.clients.spawn(Visit(each, cluster).run())
     for moment_s, fault in schedule.faults:
         loop.run_until(began_s + moment_s)
-        what = fault(cluster, random)
-        if is_tracing:
-            print(f"{loop.time() - 1000:9.4f} ******* {what}")
+        while not (what := fault(cluster, random)):
+            fault = random.choice(FAULTS)
+        faults[fault.__name__] += 1
+        tell(what)
     loop.run_until(began_s + FAULTS_UNTIL_S)
-    if is_tracing:
-        print(f"{loop.time() - 1000:9.4f} ******* no fault lasts")
+    tell("no fault lasts")
     relieve(cluster)
-    is_over = lambda: all(each.is_done for each in customers)  # noqa: E731
-    loop.run_until(loop.time() + CALM_S, is_done=is_over)
+    loop.run_until(loop.time() + CALM_S, is_done=lambda: all(each.is_done for each in customers))
     loop.run_until(loop.time() + SETTLE_S)
     for each in customers:
         if not each.is_done:
             cluster.oracle.note(f"{each.name} ({each.habit.name}) waits for ever, with {each.got}")
-    state = cluster.coordinator.controller.state
-    hosts = {host.name: host for host in cluster.hosts}
-    executors = []
-    for record in state.stage_workers:
-        worker = hosts[record.identity.name].worker
-        loaded = worker and worker._host._loaded
-        if loaded:
-            executors.append(loaded.executor)
-    cluster.oracle.check_idle(executors)
+    cluster.oracle.check_idle(cluster.executors())
+    return faults

@@ -78,7 +78,8 @@ class SimCompute(StageCompute):
         )
 
     def _run(self, layout: SliceLayout, inputs: array[int], outputs: array[int]) -> None:
-        size, pages = self._block_size, [self._pages[page] for page in layout.pages]
+        size = self._block_size
+        pages = {layout.first_block + index: self._pages[page] for index, page in enumerate(layout.pages)}
         first = layout.first_position
         entry = self._read(pages, first - 1) if first else 0
         context = 0
@@ -96,8 +97,11 @@ class SimCompute(StageCompute):
                 raise PageUnwritten(f"the cached entry of position {position} is another one")
             outputs.append(mix(entry, context))
 
-    def _read(self, pages: list[list[int | None]], position: int) -> int:
-        entry = pages[position // self._block_size][position % self._block_size]
+    def _read(self, pages: dict[int, list[int | None]], position: int) -> int:
+        page = pages.get(position // self._block_size)
+        if page is None:
+            raise PageUnwritten(f"position {position} lies on no page")
+        entry = page[position % self._block_size]
         if entry is None:
             raise PageUnwritten(f"position {position} was never computed")
         return entry

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 _OWNER: ContextVar[Process | None] = ContextVar("owner", default=None)
 
 
+BEGAN_S = 1000.0
+"""When a simulation begins, on its clock."""
+
+
 class Process:
     """Everything that runs in one process of the cluster, so that it can be stopped, continued and killed.
 
@@ -103,7 +107,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self.problems: list[str] = []
         self.num_timers = 0
         self._timers: list[tuple[float, int, Handle]] = []
-        self._now_s = 1000.0
+        self._now_s = BEGAN_S
         self._num_handles = 0
 
     def time(self) -> float:

@@ -1,0 +1,16 @@
+"""The test of the test: bugs that are planted are found."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.simulation.campaign import campaign
+from tests.simulation.planted import BUGS
+
+CATCH_WITHIN_S = 60.0
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_caught(bug: str) -> None:
+    tally = campaign(0, seconds=CATCH_WITHIN_S, num_processes=1, bug=bug)
+    assert tally.failed, f"{bug} lived through {tally.num_schedules} schedules"
