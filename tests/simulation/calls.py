@@ -50,8 +50,14 @@ class ClientCall:
     down: Direction
 
     def __init__(
-        self, process: Process, method: str, serialize: Callable[[Any], bytes] | None,
-        deserialize: Callable[[bytes], Any] | None, *, timeout_s: float | None, wait_for_ready: bool,
+        self,
+        process: Process,
+        method: str,
+        serialize: Callable[[Any], bytes] | None,
+        deserialize: Callable[[bytes], Any] | None,
+        *,
+        timeout_s: float | None,
+        wait_for_ready: bool,
     ) -> None:
         self.process = process
         self.method = method

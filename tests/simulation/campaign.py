@@ -84,7 +84,7 @@ def _verdicts(seed: int, most: int | None, num_processes: int, bug: str | None) 
         return
     # Spawned, because the one that asks may have threads.
     with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
-        batches = iter(lambda: list(islice(tasks, 8 * num_processes)), [])
+        batches = iter(lambda: list(islice(tasks, 32 * num_processes)), [])
         for batch in batches:
             yield from pool.imap_unordered(_examine, batch, chunksize=4)
 

@@ -19,8 +19,8 @@ from coordinator.app import CoordinatorServer
 from coordinator.config import CoordinatorConfig
 from coordinator.model import ServedModel
 from coordinator.timing import ClusterTiming
-from stage_worker.executor import StepExecutor
 from stage_worker.config import WorkerConfig
+from stage_worker.executor import StepExecutor
 from stage_worker.mock.spec import MockSpec
 from stage_worker.worker import Worker
 from tests.simulation.backend import Machine, SimBackend
@@ -32,9 +32,7 @@ from tests.simulation.virtual_loop import Process, VirtualLoop
 from wire.ids import Incarnation
 
 COORDINATOR = "10.0.1.1:7000"
-TIMING = ClusterTiming(
-    heartbeat_interval_s=0.5, lease_s=2.0, epoch_timeout_s=5.0, recovery_timeout_s=20.0
-)
+TIMING = ClusterTiming(heartbeat_interval_s=0.5, lease_s=2.0, epoch_timeout_s=5.0, recovery_timeout_s=20.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,15 +69,16 @@ class Cluster:
         self.loop = VirtualLoop()
         self.network = Network(self.loop, random)
         self.oracle = Oracle(self.loop)
-        self._random = random
+        self._is_closing = False
         self.hosts = [Host(f"worker-{n}", f"10.0.0.{n + 1}:7000") for n in range(shape.num_workers)]
         self.coordinator_process = Process("coordinator", self.network)
         self.coordinator_process.context.run(self._start_coordinator)
         self.clients = Process("clients", self.network)
 
     def start_worker(self, host: Host) -> None:
-        """A new process; none of its name may be up."""
-        assert not host.is_up
+        """A new process, unless one is up."""
+        if host.is_up or self._is_closing:
+            return
         process = host.process = Process(host.name, self.network)
         process.spawn(self._run_worker(host, process))
 
@@ -90,9 +89,11 @@ class Cluster:
 
     def close(self) -> None:
         """Ends everything, and waits for what that takes."""
+        self._is_closing = True
         for process in (self.clients, self.coordinator_process, *(host.process for host in self.hosts)):
             if process is not None and not process.is_dead:
                 process.die()
+        self.loop.most_callbacks += 100_000
         self.loop.run_until(self.loop.time() + 60)
 
     def executors(self) -> list[StepExecutor]:

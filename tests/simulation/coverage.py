@@ -15,7 +15,7 @@ WAITING_FOR_WORKERS  lose          -
 WAITING_FOR_WORKERS  loaded        -
 WAITING_FOR_WORKERS  epoch_failed  -
 LOADING              join          - LOADING
-LOADING              lose          - LOADING WAITING_FOR_WORKERS
+LOADING              lose          - LOADING WAITING_FOR_WORKERS BLOCKED
 LOADING              loaded        - STARTING_EPOCH
 LOADING              load_failed   BLOCKED LOADING
 LOADING              epoch_failed  -
@@ -26,7 +26,7 @@ STARTING_EPOCH       link_open     - SERVING
 STARTING_EPOCH       results_open  -
 STARTING_EPOCH       epoch_failed  - STARTING_EPOCH
 SERVING              join          - LOADING
-SERVING              lose          - LOADING WAITING_FOR_WORKERS
+SERVING              lose          - LOADING WAITING_FOR_WORKERS BLOCKED
 SERVING              loaded        -
 SERVING              epoch_ready   -
 SERVING              epoch_failed  - STARTING_EPOCH
@@ -34,6 +34,10 @@ BLOCKED              join          LOADING
 BLOCKED              lose          WAITING_FOR_WORKERS
 """
 _RARE_TABLE = """
+BLOCKED              join          WAITING_FOR_WORKERS
+STARTING_EPOCH       lose          BLOCKED
+WAITING_FOR_WORKERS  load_failed   BLOCKED
+STARTING_EPOCH       results_open  SERVING
 """
 
 

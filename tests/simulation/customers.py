@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from random import Random
 from typing import Any
@@ -17,6 +17,8 @@ from tests.simulation.stage_compute import VOCAB_SIZE, right_tokens
 
 Code = grpc.StatusCode
 KEEP_S = 3600.0
+LEAST_TOKENS = 28
+"""That the requests of a schedule ask for."""
 
 
 class Habit(Enum):
@@ -59,29 +61,34 @@ class Customer:
 
 
 def draw_customers(random: Random, shape: Shape, count: int) -> list[Customer]:
-    """Some share the beginning of their prompts."""
-    habits = random.choices(list(Habit), weights=(8, 2, 2, 2, 1, 1), k=count)
+    """So many, or as many more as have enough to ask for. Some share the beginning of their prompts."""
     shared = tuple(random.randrange(VOCAB_SIZE) for _ in range(16))
-    room = shape.num_blocks * shape.block_size
-    customers = []
-    for number, habit in enumerate(habits):
-        max_tokens = random.randint(1, 14)
-        length = min(random.randint(1, 24), room - max_tokens)
-        own = tuple(random.randrange(VOCAB_SIZE) for _ in range(length))
-        num_shared = random.choice((0, 0, 8, 13))
-        customers.append(
-            Customer(
-                name=f"client {number}",
-                request_id=_uuid7(random),
-                habit=habit,
-                arrives_s=random.uniform(0, 2.5),
-                act_s=random.uniform(0, 0.6),
-                prompt=(shared[:num_shared] + own)[:length],
-                max_tokens=max_tokens,
-                num_choices=random.choice((1, 1, 1, 2)),
-            )
-        )
+    customers: list[Customer] = []
+    while len(customers) < count or sum(each.max_tokens for each in customers) < LEAST_TOKENS:
+        customers.append(_draw(random, shape, len(customers), shared))
     return customers
+
+
+def late_guest(random: Random, shape: Shape, number: int) -> Customer:
+    """Comes at once, and only reads."""
+    return replace(_draw(random, shape, number, ()), habit=Habit.READS, arrives_s=0.0)
+
+
+def _draw(random: Random, shape: Shape, number: int, shared: tuple[int, ...]) -> Customer:
+    max_tokens = random.randint(1, 12)
+    length = min(random.randint(1, 24), shape.num_blocks * shape.block_size - max_tokens)
+    own = tuple(random.randrange(VOCAB_SIZE) for _ in range(length))
+    num_shared = random.choice((0, 0, 8, 13))
+    return Customer(
+        name=f"client {number}",
+        request_id=_uuid7(random),
+        habit=random.choices(list(Habit), weights=(8, 2, 2, 2, 1, 1))[0],
+        arrives_s=random.uniform(0, 2.5),
+        act_s=random.uniform(0, 0.6),
+        prompt=(shared[:num_shared] + own)[:length],
+        max_tokens=max_tokens,
+        num_choices=random.choice((1, 1, 1, 2)),
+    )
 
 
 def _uuid7(random: Random) -> str:
@@ -110,8 +117,7 @@ class Visit:
         call = self._stub.Generate(self._request(), timeout=deadline_s)
         acting = asyncio.create_task(self._act(call))
         try:
-            await self._read(call)
-            customer.end = "complete"
+            await self._read(call, customer.got)
         except grpc.aio.AioRpcError as error:
             await self._came_to(error)
         finally:
@@ -157,28 +163,26 @@ class Visit:
         """Reads on from what it has; where the request never came that far, nothing is left to read."""
         customer = self._customer
         request = inference_pb2.AttachRequest(request_id=customer.request_id)
-        if customer.habit is Habit.MOVES:
-            customer.got = [[] for _ in customer.got]
-        for choice, tokens in enumerate(customer.got):
+        got = customer.got if customer.habit is Habit.COMES_BACK else [[] for _ in customer.got]
+        for choice, tokens in enumerate(got):
             request.positions.add(choice=choice, from_token=len(tokens))
         call = self._stub.Attach(request)
         try:
-            await self._read(call)
-            customer.end = "complete"
+            await self._read(call, got)
         except grpc.aio.AioRpcError as error:
             if error.code() is Code.NOT_FOUND:
                 customer.end = customer.end or "never accepted"
             else:
                 self._end(error.code(), error.details() or "")
 
-    async def _read(self, call: Any) -> None:
+    async def _read(self, call: Any, got: list[list[int]]) -> None:
         while (message := await call.read()) is not grpc.aio.EOF:
-            self._take(message)
-        if any(tokens != self._customer.expected for tokens in self._customer.got):
-            self._note(f"complete with {self._customer.got}, expected {self._customer.expected}")
+            self._take(message, got[message.choice])
+        if any(tokens != self._customer.expected for tokens in got):
+            self._note(f"complete with {got}, expected {self._customer.expected}")
+        self._customer.end = "complete"
 
-    def _take(self, message: inference_pb2.GenerateResponse) -> None:
-        tokens = self._customer.got[message.choice]
+    def _take(self, message: inference_pb2.GenerateResponse, tokens: list[int]) -> None:
         start = message.first_token_index
         new = list(message.token_ids)
         if start != len(tokens):
@@ -201,4 +205,3 @@ class Visit:
 
     def _note(self, problem: str) -> None:
         self._cluster.oracle.note(f"{self._customer.name}: {problem}")
-

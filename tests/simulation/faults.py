@@ -6,7 +6,7 @@ from collections.abc import Callable
 from random import Random
 
 from coordinator.cluster.cluster_state import ClusterPhase
-from tests.simulation.cluster import COORDINATOR, Cluster, Host
+from tests.simulation.cluster import Cluster, Host
 from tests.simulation.network import Direction
 
 BREAK_AFTER_LOSS_S = 3.0
@@ -21,7 +21,7 @@ def kill(cluster: Cluster, random: Random) -> str:
     host = _some_host(cluster, random)
     cluster.kill_worker(host)
     if random.random() < 0.7:
-        cluster.loop.call_later(random.uniform(0.05, 2.5), _restart, cluster, host)
+        cluster.loop.call_later(random.uniform(0.05, 2.5), cluster.start_worker, host)
     return f"{host.name} is killed"
 
 
@@ -185,7 +185,7 @@ def relieve(cluster: Cluster) -> None:
         record = cluster.coordinator.controller.state.workers.get(host.name)
         if host.is_up and record is not None and not record.is_usable:
             cluster.kill_worker(host)
-        _restart(cluster, host)
+        cluster.start_worker(host)
 
 
 def _some_host(cluster: Cluster, random: Random) -> Host:
@@ -200,11 +200,6 @@ def _some_host(cluster: Cluster, random: Random) -> Host:
         relieve(cluster)
         return random.choice(cluster.hosts)
     return random.choice(up)
-
-
-def _restart(cluster: Cluster, host: Host) -> None:
-    if not host.is_up:
-        cluster.start_worker(host)
 
 
 def _speed_up(cluster: Cluster) -> None:

@@ -139,9 +139,7 @@ class Channel:
     unary_unary = unary_stream
 
     def _open(self, method: str, serialize: Any, parse: Any, timeout: float | None, wait: bool) -> ClientCall:
-        call = ClientCall(
-            Process.current(), method, serialize, parse, timeout_s=timeout, wait_for_ready=wait
-        )
+        call = ClientCall(Process.current(), method, serialize, parse, timeout_s=timeout, wait_for_ready=wait)
         self._calls.append(call)
         self._network.connect(call, self._address)
         return call

@@ -26,12 +26,10 @@ TAKEN: Counter[Transition] = Counter()
 
 
 def _observed(event: str) -> Callable[..., Any]:
-    decide = getattr(ClusterState, event)
-
-    @wraps(decide)
+    @wraps(getattr(ClusterState, event))
     def method(self: ClusterState, *args: Any, **named: Any) -> Any:
         before, epoch = self.phase.name, self.epoch
-        actions = decide(self, *args, **named)
+        actions = getattr(ClusterState, event)(self, *args, **named)
         assert self.epoch >= epoch, "epochs only grow"
         if actions or self.phase.name != before:
             TAKEN[before, event, self.phase.name] += 1

@@ -8,17 +8,36 @@ from collections import Counter
 from dataclasses import dataclass, field
 from random import Random
 
+from coordinator.cluster.cluster_state import ClusterPhase
 from tests.simulation.cluster import Cluster, Shape, simulated
-from tests.simulation.customers import Customer, Visit, draw_customers
+from tests.simulation.customers import Customer, Visit, draw_customers, late_guest
 from tests.simulation.faults import FAULTS, Fault, relieve
 from tests.simulation.observed import TAKEN, Transition
 from tests.simulation.oracle import Listener
-from tests.simulation.virtual_loop import BEGAN_S
+from tests.simulation.virtual_loop import BEGAN_S, NeverCalm
 
+PHASES = (
+    ClusterPhase.WAITING_FOR_WORKERS,
+    ClusterPhase.LOADING,
+    ClusterPhase.STARTING_EPOCH,
+    ClusterPhase.BLOCKED,
+)
+PATIENCE_S = 0.8
 FAULTS_FROM_S, FAULTS_UNTIL_S = 0.1, 5.0
 CALM_S = 60.0
 """When no fault lasts any more, every request must end within so long."""
 SETTLE_S = 1.0
+LEAST_EVENTS = 300
+"""Messages that arrive and timers that go off; where too little has happened, more clients come."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strike:
+    """A fault, so long after the beginning; it waits a while for the cluster to be in a phase, if told."""
+
+    moment_s: float
+    fault: Fault
+    phase: ClusterPhase | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +48,7 @@ class Schedule:
     number: int
     shape: Shape
     customers: list[Customer]
-    faults: list[tuple[float, Fault]]
+    faults: list[Strike]
 
 
 @dataclass(slots=True)
@@ -55,16 +74,17 @@ def draw(seed: int, number: int) -> Schedule:
         num_workers=num_stages + random.choice((0, 0, 1, 2)),
         num_blocks=random.choice((12, 16, 24, 48)),
     )
-    faults: list[tuple[float, Fault]] = []
+    faults: list[Strike] = []
     moment_s = random.uniform(FAULTS_FROM_S, 2.0)
     for _ in range(random.randint(2, 5)):
-        faults.append((moment_s, random.choice(FAULTS)))
+        phase = random.choice(PHASES) if random.random() < 0.4 else None
+        faults.append(Strike(moment_s=moment_s, fault=random.choice(FAULTS), phase=phase))
         moment_s = min(FAULTS_UNTIL_S, moment_s + random.choice((0.02, 0.25, 0.6, 1.5)) * random.random())
     return Schedule(
         seed=seed,
         number=number,
         shape=shape,
-        customers=draw_customers(random, shape, random.randint(4, 8)),
+        customers=draw_customers(random, shape, random.randint(4, 7)),
         faults=faults,
     )
 
@@ -82,7 +102,11 @@ def run(schedule: Schedule, *, is_tracing: bool = False) -> Verdict:
         level = root.level
         root.setLevel(listener.level)
         try:
-            faults = _play(cluster, schedule, random, is_tracing=is_tracing)
+            faults = Counter[str]()
+            try:
+                _play(cluster, schedule, random, faults, is_tracing=is_tracing)
+            except NeverCalm as error:
+                cluster.oracle.note(str(error))
             taken, num_events = Counter(TAKEN), cluster.loop.num_timers
         finally:
             cluster.close()
@@ -100,10 +124,11 @@ def run(schedule: Schedule, *, is_tracing: bool = False) -> Verdict:
     )
 
 
-def _play(cluster: Cluster, schedule: Schedule, random: Random, *, is_tracing: bool) -> Counter[str]:
-    """The faults that there were."""
+def _play(
+    cluster: Cluster, schedule: Schedule, random: Random, faults: Counter[str], *, is_tracing: bool
+) -> None:
+    """Counts in `faults` those that there were."""
     loop, customers = cluster.loop, schedule.customers
-    faults: Counter[str] = Counter()
     began_s = loop.time()
 
     def tell(what: str) -> None:
@@ -114,8 +139,13 @@ def _play(cluster: Cluster, schedule: Schedule, random: Random, *, is_tracing: b
         loop.call_later(random.uniform(0, 0.3), cluster.start_worker, host)
     for each in customers:
         cluster.clients.spawn(Visit(each, cluster).run())
-    for moment_s, fault in schedule.faults:
-        loop.run_until(began_s + moment_s)
+    state = cluster.coordinator.controller.state
+    for strike in schedule.faults:
+        loop.run_until(began_s + strike.moment_s)
+        if strike.phase is not None:
+            until_s = min(loop.time() + PATIENCE_S, began_s + FAULTS_UNTIL_S)
+            loop.run_until(until_s, is_done=lambda phase=strike.phase: state.phase is phase)
+        fault = strike.fault
         while not (what := fault(cluster, random)):
             fault = random.choice(FAULTS)
         faults[fault.__name__] += 1
@@ -123,10 +153,14 @@ def _play(cluster: Cluster, schedule: Schedule, random: Random, *, is_tracing: b
     loop.run_until(began_s + FAULTS_UNTIL_S)
     tell("no fault lasts")
     relieve(cluster)
-    loop.run_until(loop.time() + CALM_S, is_done=lambda: all(each.is_done for each in customers))
-    loop.run_until(loop.time() + SETTLE_S)
+    while True:
+        loop.run_until(loop.time() + CALM_S, is_done=lambda: all(each.is_done for each in customers))
+        loop.run_until(loop.time() + SETTLE_S)
+        if loop.num_timers >= LEAST_EVENTS:
+            break
+        customers.append(late_guest(random, schedule.shape, len(customers)))
+        cluster.clients.spawn(Visit(customers[-1], cluster).run())
     for each in customers:
         if not each.is_done:
             cluster.oracle.note(f"{each.name} ({each.habit.name}) waits for ever, with {each.got}")
     cluster.oracle.check_idle(cluster.executors())
-    return faults

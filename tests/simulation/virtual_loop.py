@@ -21,6 +21,10 @@ BEGAN_S = 1000.0
 """When a simulation begins, on its clock."""
 
 
+class NeverCalm(Exception):
+    """More happens than a cluster of this size can have to do."""
+
+
 class Process:
     """Everything that runs in one process of the cluster, so that it can be stopped, continued and killed.
 
@@ -106,6 +110,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self.ready: deque[Handle] = deque()
         self.problems: list[str] = []
         self.num_timers = 0
+        self.most_callbacks = 200_000
+        self._num_callbacks = 0
         self._timers: list[tuple[float, int, Handle]] = []
         self._now_s = BEGAN_S
         self._num_handles = 0
@@ -113,9 +119,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def time(self) -> float:
         return self._now_s
 
-    def call_soon(
-        self, callback: Callable[..., Any], *args: Any, context: Context | None = None
-    ) -> Any:
+    def call_soon(self, callback: Callable[..., Any], *args: Any, context: Context | None = None) -> Any:
         handle = Handle(callback, args, context or copy_context(), self._now_s)
         self.ready.append(handle)
         return handle
@@ -180,6 +184,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         ready = self.ready
         while ready:
             handle = ready.popleft()
+            self._num_callbacks += 1
+            if self._num_callbacks > self.most_callbacks:
+                raise NeverCalm(f"more than {self.most_callbacks} callbacks in {self._now_s - BEGAN_S:.3f} s")
             if handle.is_cancelled:
                 continue
             if handle.owner is not None and handle.owner.is_frozen:
