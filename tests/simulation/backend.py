@@ -1,4 +1,4 @@
-"""What loads stages and runs steps in a simulated worker: the real executor, with times and failures as told."""
+"""Loads stages and runs steps in a simulated worker: the real executor, with times and failures as told."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What gRPC is to the product, without gRPC: calls with two directions, each in order, over a network that may
-break them. Statuses are as grpc.aio has them.
+"""Calls as gRPC makes them, without gRPC: two directions, each in order, over a network that may break them.
+Statuses are as grpc.aio has them.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Cluster:
         self.shape = shape
         self.loop = VirtualLoop()
         self.network = Network(self.loop, random)
-        self.oracle = Oracle(self.loop)
+        self.oracle = Oracle(self.network)
         self._is_closing = False
         self.hosts = [Host(f"worker-{n}", f"10.0.0.{n + 1}:7000") for n in range(shape.num_workers)]
         self.coordinator_process = Process("coordinator", self.network)

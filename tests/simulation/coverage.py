@@ -1,4 +1,4 @@
-"""The decisions that recovery consists of. Each must be taken by the schedules of `make test`, and no other is.
+"""The decisions that recovery consists of: each must be taken by the schedules of `make test`, and no other.
 
 What changes nothing ("-") is listed where it refuses something: what is late, or of an old process.
 """

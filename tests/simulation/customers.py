@@ -199,8 +199,8 @@ class Visit:
         was_unserved = self._cluster.oracle.unserved_s >= TIMING.recovery_timeout_s - 0.1
         if code is Code.UNAVAILABLE and was_unserved:
             return
-        if code is Code.ABORTED and text.startswith("the step that computed this request was refused"):
-            return
+        if code is Code.ABORTED and "the step that computed this request was refused" in text:
+            return  # the oracle says whether a fault had a cause
         self._note(f"ended with {customer.end}")
 
     def _note(self, problem: str) -> None:

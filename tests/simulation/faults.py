@@ -99,7 +99,8 @@ def reorder_frames(cluster: Cluster, random: Random) -> str:
 
 def corrupt_frame(cluster: Cluster, random: Random) -> str:
     def flip(way: Direction, data: bytes) -> list[bytes]:
-        position = random.randrange(len(data))
+        # Half of them hit the hidden states, which come last.
+        position = random.randrange(len(data) // 2 if random.random() < 0.5 else len(data) - 4, len(data))
         flipped = data[position] ^ (1 << random.randrange(8))
         return [data[:position] + bytes((flipped,)) + data[position + 1 :]]
 

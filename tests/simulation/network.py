@@ -1,4 +1,4 @@
-"""Addresses, connections and what happens to messages on their way. Frames can be tampered with, one by one."""
+"""Addresses, connections, and what happens to messages on their way; single frames can be tampered with."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ class Direction:
         if self.said is not None and isinstance(item, bytes):
             self.said.append(item)
         if self.tampering and self.num_sent > 1 and isinstance(item, bytes):
+            self.network.num_tampered += 1
             for altered in self.tampering.pop(0)(self, item):
                 self.pass_on(altered)
         else:
@@ -164,6 +165,7 @@ class Network:
         self.num_messages = 0
         self.said: dict[str, list[bytes]] = {}
         """What each worker has told the coordinator, on all its streams."""
+        self.num_tampered = 0
         self.slowest_s = 0.002
         self._random = random
         self._servers: dict[str, tuple[Process, Server]] = {}

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coordinator.app import CoordinatorServer
 from coordinator.cluster.cluster_state import ClusterPhase
 from kvcache import IntegrityBroken
-from tests.simulation.virtual_loop import BEGAN_S, VirtualLoop
-from wire.steps import StepResult
+from tests.simulation.virtual_loop import BEGAN_S
+from wire.errors import StepFaultKind
+from wire.steps import FaultReport, StepResult
 
+if TYPE_CHECKING:
+    from tests.simulation.network import Network
+
+_OF_NO_STEP = (StepFaultKind.NEIGHBOUR, StepFaultKind.EPOCH)
 EACH_RESULTS = 8
 """The ledger is proved sound after every so many results."""
 
@@ -18,8 +23,10 @@ EACH_RESULTS = 8
 class Oracle:
     """Watches the coordinator and what stages are told."""
 
-    def __init__(self, loop: VirtualLoop) -> None:
+    def __init__(self, network: Network) -> None:
+        loop = network.loop
         self.problems: list[str] = []
+        self._network = network
         self.num_results = 0
         self._loop = loop
         self._epochs: dict[str, int] = {}
@@ -50,8 +57,18 @@ class Oracle:
             if self.num_results % EACH_RESULTS == 0:
                 self._check_ledger()
 
+        report_fault = server.controller.report_fault
+
+        def judged(report: FaultReport) -> None:
+            is_present = report.epoch == server.controller.state.epoch
+            if is_present and report.kind not in _OF_NO_STEP and not self._network.num_tampered:
+                self.note(f"a fault without a cause: {report}")
+            report_fault(report)
+
         untyped: Any = server.engine
         untyped.complete = checked
+        untyped = server.controller
+        untyped.report_fault = judged
 
     @property
     def unserved_s(self) -> float:

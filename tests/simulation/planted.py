@@ -1,4 +1,4 @@
-"""Bugs to be planted: each stands for one that somebody could make, and each must be caught within a minute."""
+"""Bugs to be planted: each is one that somebody could make, and must be caught within a minute."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Numbers in the place of layers, such that a wrong page, position, token or hidden state gives a wrong token.
+"""Numbers in the place of layers, such that a wrong page, position or hidden state gives wrong tokens.
 
-The KV entry of a position is a hash of the entry before it and of what came into the stage there. What a stage
-puts out for a position is a hash of its entry and of the last entries of all full blocks before it, read from
-the pages of its block table. LAST samples a function of its output.
+The KV entry of a position is a hash of the entry before it and of what came into the stage there. What a
+stage puts out for a position is a hash of its entry and of the last entries of all full blocks before it, read
+from the pages of its block table. LAST samples a function of its output.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class _Replica:
 
 
 def right_tokens(prompt: Sequence[int], count: int, *, num_stages: int, block_size: int) -> list[int]:
-    """What follows the prompt, whoever else is served, whatever is cached, and however often it starts anew."""
+    """What follows the prompt, whoever else is served, whatever is cached, however often it starts anew."""
     stages = [_Replica(block_size) for _ in range(num_stages)]
     tokens = list(prompt)
     for position in range(len(prompt) + count - 1):

@@ -104,7 +104,7 @@ class Handle:
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
-    """As much of an event loop as tasks, timers and queues need. What goes wrong in it is kept in `problems`."""
+    """As much of an event loop as tasks, timers and queues need. `problems` has what goes wrong in it."""
 
     def __init__(self) -> None:
         self.ready: deque[Handle] = deque()
