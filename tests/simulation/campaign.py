@@ -7,12 +7,16 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import count, islice
 
 from tests.simulation.observed import Transition
 from tests.simulation.planted import BUGS
 from tests.simulation.schedule import Verdict, draw, run
+
+CHUNK = 8
+"""Schedules that a process is given at once."""
 
 
 @dataclass(slots=True)
@@ -83,11 +87,18 @@ def _verdicts(seed: int, most: int | None, num_processes: int, bug: str | None) 
         yield from (examine(*task) for task in tasks)
         return
     # Spawned, because the one that asks may have threads.
-    with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
-        batches = iter(lambda: list(islice(tasks, 32 * num_processes)), [])
-        for batch in batches:
-            yield from pool.imap_unordered(_examine, batch, chunksize=4)
+    pool = ProcessPoolExecutor(num_processes, mp_context=multiprocessing.get_context("spawn"))
+    pending = set[Future[list[Verdict]]]()
+    try:
+        for chunk in iter(lambda: list(islice(tasks, CHUNK)), []):
+            pending.add(pool.submit(_examine_all, chunk))
+            if len(pending) > 2 * num_processes:
+                done, pending = wait(pending, return_when=FIRST_COMPLETED)
+                yield from (verdict for each in done for verdict in each.result())
+        yield from (verdict for each in pending for verdict in each.result())
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-def _examine(task: tuple[int, int, str | None]) -> Verdict:
-    return examine(*task)
+def _examine_all(chunk: list[tuple[int, int, str | None]]) -> list[Verdict]:
+    return [examine(*task) for task in chunk]

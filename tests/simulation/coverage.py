@@ -37,7 +37,6 @@ _RARE_TABLE = """
 BLOCKED              join          WAITING_FOR_WORKERS
 STARTING_EPOCH       lose          BLOCKED
 WAITING_FOR_WORKERS  load_failed   BLOCKED
-STARTING_EPOCH       results_open  SERVING
 """
 
 

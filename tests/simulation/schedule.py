@@ -11,7 +11,7 @@ from random import Random
 from coordinator.cluster.cluster_state import ClusterPhase
 from tests.simulation.cluster import Cluster, Shape, simulated
 from tests.simulation.customers import Customer, Visit, draw_customers, late_guest
-from tests.simulation.faults import FAULTS, Fault, relieve
+from tests.simulation.faults import FAULTS, Fault, fail_load, kill, relieve
 from tests.simulation.observed import TAKEN, Transition
 from tests.simulation.oracle import Listener
 from tests.simulation.virtual_loop import BEGAN_S, NeverCalm
@@ -85,8 +85,19 @@ def draw(seed: int, number: int) -> Schedule:
         number=number,
         shape=shape,
         customers=draw_customers(random, shape, random.randint(4, 7)),
-        faults=faults,
+        faults=_siege(random) if random.random() < 0.15 else faults,
     )
+
+
+def _siege(random: Random) -> list[Strike]:
+    """A worker cannot load, and others die before it is replaced."""
+    moment_s = random.uniform(0.5, 2.5)
+    strikes = [Strike(moment_s=moment_s, fault=fail_load, phase=None)]
+    for _ in range(2):
+        moment_s += random.uniform(0.0, 0.6)
+        phase = random.choice((ClusterPhase.LOADING, ClusterPhase.STARTING_EPOCH, ClusterPhase.SERVING))
+        strikes.append(Strike(moment_s=moment_s, fault=kill, phase=phase))
+    return strikes
 
 
 def run(schedule: Schedule, *, is_tracing: bool = False) -> Verdict:

@@ -1,8 +1,8 @@
 """Numbers in the place of layers, such that a wrong page, position or hidden state gives wrong tokens.
 
 The KV entry of a position is a hash of the entry before it and of what came into the stage there. What a
-stage puts out for a position is a hash of its entry and of the last entries of all full blocks before it, read
-from the pages of its block table. LAST samples a function of its output.
+stage puts out for a position is a hash of its entry and of the last entries of all full blocks before it,
+read from the pages of its block table. LAST samples a function of its output.
 """
 
 from __future__ import annotations
