@@ -32,7 +32,7 @@ from tests.simulation.virtual_loop import Process, VirtualLoop
 from wire.ids import Incarnation
 
 COORDINATOR = "10.0.1.1:7000"
-TIMING = ClusterTiming(heartbeat_interval_s=0.5, lease_s=2.0, epoch_timeout_s=5.0, recovery_timeout_s=20.0)
+TIMING = ClusterTiming(heartbeat_interval_s=0.5, lease_s=2.0, epoch_timeout_s=2.0, recovery_timeout_s=20.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

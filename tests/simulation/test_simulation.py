@@ -8,7 +8,7 @@ from tests.simulation.campaign import Tally, campaign, examine
 from tests.simulation.coverage import missing, unlisted
 from tests.simulation.schedule import LEAST_EVENTS
 
-QUICK, LONG = 400, 4000
+QUICK, LONG = 600, 4000
 SEED = 0
 
 
