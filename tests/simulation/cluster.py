@@ -1,0 +1,207 @@
+"""The processes of a simulated cluster: the product's own coordinator and workers, on a simulated network."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+from unittest.mock import patch
+
+import coordinator.app
+import stage_worker.session
+import stage_worker.worker
+from checkpoint import DType
+from coordinator import mock_model
+from coordinator.app import CoordinatorServer
+from coordinator.config import CoordinatorConfig
+from coordinator.model import ServedModel
+from coordinator.timing import ClusterTiming
+from stage_worker.config import WorkerConfig
+from stage_worker.executor import StepExecutor
+from stage_worker.mock.spec import MockSpec
+from stage_worker.worker import Worker
+from tests.simulation.backend import Machine, SimBackend
+from tests.simulation.network import Channel, Network, Server
+from tests.simulation.observed import ObservedState
+from tests.simulation.oracle import Oracle
+from tests.simulation.stage_compute import VOCAB_SIZE
+from tests.simulation.virtual_loop import Process, VirtualLoop
+from wire.ids import Incarnation
+
+COORDINATOR = "10.0.1.1:7000"
+TIMING = ClusterTiming(heartbeat_interval_s=0.5, lease_s=2.0, epoch_timeout_s=2.0, recovery_timeout_s=20.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What a cluster consists of."""
+
+    num_stages: int
+    num_workers: int
+    num_blocks: int
+    block_size: int = 4
+    max_step_tokens: int = 12
+
+
+@dataclass(slots=True)
+class Host:
+    """A machine on which workers of one name run, one after another."""
+
+    name: str
+    address: str
+    machine: Machine = field(default_factory=Machine)
+    process: Process | None = None
+    worker: Worker | None = None
+
+    @property
+    def is_up(self) -> bool:
+        return self.process is not None and not self.process.is_dead
+
+
+class Cluster:
+    """One coordinator and its workers."""
+
+    def __init__(self, shape: Shape, random: Random) -> None:
+        self.shape = shape
+        self.loop = VirtualLoop()
+        self.network = Network(self.loop, random)
+        self.oracle = Oracle(self.network)
+        self._is_closing = False
+        self.hosts = [Host(f"worker-{n}", f"10.0.0.{n + 1}:7000") for n in range(shape.num_workers)]
+        self.coordinator_process = Process("coordinator", self.network)
+        self.coordinator_process.context.run(self._start_coordinator)
+        self.clients = Process("clients", self.network)
+
+    def start_worker(self, host: Host) -> None:
+        """A new process, unless one is up."""
+        if host.is_up or self._is_closing:
+            return
+        process = host.process = Process(host.name, self.network)
+        process.spawn(self._run_worker(host, process))
+
+    def kill_worker(self, host: Host) -> None:
+        assert host.process is not None
+        host.process.die()
+        self.network.forget(host.process)
+
+    def close(self) -> None:
+        """Ends everything, and waits for what that takes."""
+        self._is_closing = True
+        for process in (self.clients, self.coordinator_process, *(host.process for host in self.hosts)):
+            if process is not None and not process.is_dead:
+                process.die()
+        self.loop.most_callbacks += 100_000
+        self.loop.run_until(self.loop.time() + 60)
+
+    def executors(self) -> list[StepExecutor]:
+        """Those of the present plan, in stage order."""
+        hosts = {host.name: host for host in self.hosts}
+        loaded = []
+        for record in self.coordinator.controller.state.stage_workers:
+            worker = hosts[record.identity.name].worker
+            if worker is not None and worker._host._loaded is not None:
+                loaded.append(worker._host._loaded.executor)
+        return loaded
+
+    def client_channel(self) -> Any:
+        """To be opened by a process."""
+        return Channel(self.network, COORDINATOR)
+
+    def _start_coordinator(self) -> None:
+        shape = self.shape
+        config = CoordinatorConfig(
+            model_directory=None,
+            listen=COORDINATOR,
+            num_stages=shape.num_stages,
+            layers=None,
+            dtype="f32",
+            block_size=shape.block_size,
+            max_step_tokens=shape.max_step_tokens,
+            max_step_sequences=4,
+            max_sequence_tokens=None,
+            max_kv_tokens=shape.num_blocks * shape.block_size,
+            queue_size=64,
+            mock_model=f"layers=6,hidden=1,ffn=1,heads=1,kv_heads=1,head_dim=1,vocab={VOCAB_SIZE},max_len=96",
+        )
+        assert config.mock_model is not None
+        model_config = mock_model.parse_mock_model(config.mock_model)
+        model = ServedModel(
+            name="mock",
+            config=model_config,
+            fingerprint=mock_model.mock_fingerprint(model_config),
+            dtype=DType.F32,
+        )
+        self.coordinator = CoordinatorServer(config, model, TIMING)
+        self.coordinator.engine._clock = self.loop.time
+        self.oracle.watch(self.coordinator)
+        self.loop.create_task(self.coordinator.start())
+
+    async def _run_worker(self, host: Host, process: Process) -> None:
+        config = WorkerConfig(
+            coordinator=COORDINATOR,
+            device="cpu",
+            memory_bytes=None,
+            name=host.name,
+            listen=host.address,
+            advertise=host.address,
+            model_directory=None,
+            num_threads=None,
+            mock=MockSpec(),
+        )
+        backend = SimBackend(host.machine, lambda epoch: self.oracle.epoch_begins(host.name, epoch))
+        with patch.object(stage_worker.worker, "_new_backend", lambda config: backend):
+            worker = host.worker = Worker(config)
+        try:
+            await worker.start()
+            await worker.run()
+        finally:
+            await worker.stop()
+
+
+@contextmanager
+def simulated(cluster_random: Random) -> Iterator[None]:
+    """The product without gRPC, and with ids from a seed, while this lasts."""
+
+    def new_incarnation() -> Incarnation:
+        return Incarnation(cluster_random.randbytes(16))
+
+    async def report_health(worker: Worker, status: object) -> None:
+        pass
+
+    def channel(address: str) -> Channel:
+        return Channel(Process.current().network, address)
+
+    def bind(server: Server, address: str) -> int:
+        return Process.current().network.bind(server, address)
+
+    patches: list[tuple[Any, str, Any]] = []
+    for module in (coordinator.app, stage_worker.worker):
+        patches += [(module, "new_server", Server), (module, "bind", bind)]
+        patches += [(module, "new_incarnation", new_incarnation)]
+    for name in ("stage_worker.hop", "stage_worker.control", "coordinator.cluster.pipeline_link"):
+        patches.append((__import__(name, fromlist=["_"]), "client_channel", channel))
+    patches += [
+        (coordinator.app, "ClusterState", ObservedState),
+        (stage_worker.worker, "resident_bytes", lambda: 1),
+        (Worker, "_report_health", report_health),
+        (stage_worker.session, "time", _VirtualTime),
+    ]
+    saved = [(where, name, getattr(where, name)) for where, name, _ in patches]
+    for where, name, value in patches:
+        setattr(where, name, value)
+    try:
+        yield
+    finally:
+        for where, name, value in saved:
+            setattr(where, name, value)
+
+
+class _VirtualTime:
+    """`time`, as far as the session reads it."""
+
+    @staticmethod
+    def monotonic() -> float:
+        return asyncio.get_running_loop().time()

@@ -1,0 +1,229 @@
+"""What goes wrong. A fault is a function of a few lines; what it begins it also ends, or `relieve` does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+from coordinator.cluster.cluster_state import ClusterPhase
+from tests.simulation.cluster import Cluster, Host
+from tests.simulation.network import Direction
+
+BREAK_AFTER_LOSS_S = 3.0
+"""A stream that has lost a frame ends after so long: nobody may notice before, where no frame follows."""
+REORDER_WITHIN_S = 0.3
+
+Fault = Callable[[Cluster, Random], str]
+"""Does harm, and says what; says nothing where there is nothing to harm now."""
+
+
+def kill(cluster: Cluster, random: Random) -> str:
+    host = _some_host(cluster, random)
+    cluster.kill_worker(host)
+    if random.random() < 0.7:
+        cluster.loop.call_later(random.uniform(0.05, 2.5), cluster.start_worker, host)
+    return f"{host.name} is killed"
+
+
+def replace(cluster: Cluster, random: Random) -> str:
+    """A new process while the coordinator still believes in the old one."""
+    host = _some_host(cluster, random)
+    cluster.kill_worker(host)
+    cluster.start_worker(host)
+    return f"{host.name} is killed and started again at once"
+
+
+def freeze(cluster: Cluster, random: Random) -> str:
+    host = _some_host(cluster, random)
+    process = host.process
+    assert process is not None
+    process.freeze()
+    seconds = random.choice((0.3, 1.0, 2.5, 4.0))
+    cluster.loop.call_later(seconds, process.thaw)
+    return f"{host.name} freezes for {seconds} s"
+
+
+def cut_control(cluster: Cluster, random: Random) -> str:
+    return _cut(cluster, "coordinator", _some_host(cluster, random).name, random)
+
+
+def cut_hop(cluster: Cluster, random: Random) -> str:
+    names = [each.identity.name for each in cluster.coordinator.controller.state.stage_workers]
+    if len(names) < 2:
+        names = [host.name for host in cluster.hosts]
+    first = random.randrange(len(names) - 1)
+    return _cut(cluster, names[first], names[first + 1], random)
+
+
+def break_hop(cluster: Cluster, random: Random) -> str:
+    calls = cluster.network.forwards()
+    if not calls:
+        return ""
+    call = random.choice(calls)
+    cluster.network.break_call(call)
+    return f"the stream from {call.process.name} breaks"
+
+
+def lose_frame(cluster: Cluster, random: Random) -> str:
+    def lose(way: Direction, data: bytes) -> list[bytes]:
+        call = next(call for call in cluster.network.calls if call.up is way)
+        cluster.loop.call_later(BREAK_AFTER_LOSS_S, cluster.network.break_call, call)
+        return []
+
+    return _tamper(cluster, random, "lost", lose)
+
+
+def repeat_frame(cluster: Cluster, random: Random) -> str:
+    return _tamper(cluster, random, "repeated", lambda way, data: [data, data])
+
+
+def reorder_frames(cluster: Cluster, random: Random) -> str:
+    """The next one overtakes this one; without a next one it is only late."""
+
+    def hold(way: Direction, data: bytes) -> list[bytes]:
+        late = [data]
+
+        def let_go() -> None:
+            if late:
+                way.pass_on(late.pop())
+
+        def overtake(way: Direction, overtaking: bytes) -> list[bytes]:
+            return [overtaking, late.pop()] if late else [overtaking]
+
+        way.tampering.insert(0, overtake)
+        cluster.loop.call_later(REORDER_WITHIN_S, let_go)
+        return []
+
+    return _tamper(cluster, random, "overtaken", hold)
+
+
+def corrupt_frame(cluster: Cluster, random: Random) -> str:
+    def flip(way: Direction, data: bytes) -> list[bytes]:
+        # Half of them hit the hidden states, which come last.
+        position = random.randrange(len(data) // 2 if random.random() < 0.5 else len(data) - 4, len(data))
+        flipped = data[position] ^ (1 << random.randrange(8))
+        return [data[:position] + bytes((flipped,)) + data[position + 1 :]]
+
+    return _tamper(cluster, random, "corrupted", flip, kinds=("/Forward",))
+
+
+def truncate_frame(cluster: Cluster, random: Random) -> str:
+    return _tamper(
+        cluster,
+        random,
+        "cut short",
+        lambda way, data: [data[: random.randrange(1, len(data))]],
+        kinds=("/Forward",),
+    )
+
+
+def fail_load(cluster: Cluster, random: Random) -> str:
+    """The next load fails, and there will be one: a worker that has a stage dies."""
+    host = random.choice(cluster.hosts)
+    host.machine.num_failing_loads = 1
+    return f"the next load of {host.name} fails; {replace(cluster, random)}"
+
+
+def slow_load(cluster: Cluster, random: Random) -> str:
+    host = random.choice(cluster.hosts)
+    host.machine.load_s = random.uniform(0.5, 3.0)
+    return f"{host.name} loads for {host.machine.load_s:.1f} s; {kill(cluster, random)}"
+
+
+def slow_stage(cluster: Cluster, random: Random) -> str:
+    host = random.choice(cluster.hosts)
+    host.machine.step_s = random.uniform(0.02, 0.2)
+    return f"{host.name} needs {host.machine.step_s:.2f} s per step"
+
+
+def slow_network(cluster: Cluster, random: Random) -> str:
+    cluster.network.slowest_s = random.uniform(0.02, 0.3)
+    cluster.loop.call_later(random.uniform(0.2, 2.0), _speed_up, cluster)
+    return f"messages take up to {cluster.network.slowest_s:.2f} s"
+
+
+def replay_control(cluster: Cluster, random: Random) -> str:
+    """What a worker has said before is said again, on the stream that it has now."""
+    joins = [call for call in cluster.network.calls if call.method.endswith("/Join") and call.status is None]
+    if not joins:
+        return ""
+    call = random.choice(joins)
+    said = cluster.network.said.get(call.process.name, [])
+    if not said:
+        return ""
+    call.up.pass_on(random.choice(said))
+    return f"something of {call.process.name} is said again"
+
+
+FAULTS: tuple[Fault, ...] = (
+    kill,
+    replace,
+    freeze,
+    cut_control,
+    cut_hop,
+    break_hop,
+    lose_frame,
+    repeat_frame,
+    reorder_frames,
+    corrupt_frame,
+    truncate_frame,
+    fail_load,
+    slow_load,
+    slow_stage,
+    slow_network,
+    replay_control,
+)
+
+
+def relieve(cluster: Cluster) -> None:
+    """No fault lasts: everything is reachable, fast and up again, and who could not load starts anew."""
+    _speed_up(cluster)
+    cluster.network.heal_all()
+    for host in cluster.hosts:
+        host.machine.load_s, host.machine.step_s, host.machine.num_failing_loads = 0.2, 0.004, 0
+        if host.process is not None:
+            host.process.thaw()
+        record = cluster.coordinator.controller.state.workers.get(host.name)
+        if host.is_up and record is not None and not record.is_usable:
+            cluster.kill_worker(host)
+        cluster.start_worker(host)
+
+
+def _some_host(cluster: Cluster, random: Random) -> Host:
+    """One that is up and not frozen, rather with a stage than without."""
+    state = cluster.coordinator.controller.state
+    up = [host for host in cluster.hosts if host.is_up and host.process and not host.process.is_frozen]
+    staged = {each.identity.name for each in state.stage_workers}
+    chosen = [host for host in up if host.name in staged]
+    if state.phase is not ClusterPhase.BLOCKED and chosen and random.random() < 0.85:
+        return random.choice(chosen)
+    if not up:
+        relieve(cluster)
+        return random.choice(cluster.hosts)
+    return random.choice(up)
+
+
+def _speed_up(cluster: Cluster) -> None:
+    cluster.network.slowest_s = 0.002
+
+
+def _cut(cluster: Cluster, one: str, other: str, random: Random) -> str:
+    seconds = random.choice((0.3, 1.5, 3.0, 5.0))
+    cluster.network.cut(one, other)
+    cluster.loop.call_later(seconds, cluster.network.heal, one, other)
+    return f"{one} and {other} are cut off for {seconds} s"
+
+
+def _tamper(
+    cluster: Cluster,
+    random: Random,
+    what: str,
+    tampering: Callable[[Direction, bytes], list[bytes]],
+    kinds: tuple[str, ...] = ("/Forward", "/Deliver"),
+) -> str:
+    calls = [call for call in cluster.network.forwards() if call.method.endswith(kinds)]
+    if not calls:
+        return ""
+    call = random.choice(calls)
+    call.up.tampering.append(tampering)
+    return f"the next {call.method.rpartition('/')[2]} message from {call.process.name} is {what}"

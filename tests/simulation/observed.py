@@ -1,0 +1,46 @@
+"""Which decisions of ClusterState a run has taken: (phase, event, phase after it)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from coordinator.cluster.cluster_state import ClusterState
+
+EVENTS = (
+    "join",
+    "lose",
+    "loaded",
+    "load_failed",
+    "epoch_ready",
+    "link_open",
+    "results_open",
+    "epoch_failed",
+)
+Transition = tuple[str, str, str]
+
+TAKEN: Counter[Transition] = Counter()
+"""Since the last `clear`; one run at a time in a process."""
+
+
+def _observed(event: str) -> Callable[..., Any]:
+    @wraps(getattr(ClusterState, event))
+    def method(self: ClusterState, *args: Any, **named: Any) -> Any:
+        before, epoch = self.phase.name, self.epoch
+        actions = getattr(ClusterState, event)(self, *args, **named)
+        assert self.epoch >= epoch, "epochs only grow"
+        if actions or self.phase.name != before:
+            TAKEN[before, event, self.phase.name] += 1
+        else:
+            TAKEN[before, event, "-"] += 1
+        return actions
+
+    return method
+
+
+ObservedState: type[ClusterState] = type(
+    "ObservedState", (ClusterState,), {event: _observed(event) for event in EVENTS}
+)
+"""A ClusterState that notes what it decides; "-" stands for nothing."""

@@ -1,0 +1,138 @@
+"""What must hold, whatever happens; what does not is kept in `problems`."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from coordinator.app import CoordinatorServer
+from coordinator.cluster.cluster_state import ClusterPhase
+from kvcache import IntegrityBroken
+from tests.simulation.virtual_loop import BEGAN_S
+from wire.errors import StepFaultKind
+from wire.steps import FaultReport, StepResult
+
+if TYPE_CHECKING:
+    from tests.simulation.network import Network
+
+_OF_NO_STEP = (StepFaultKind.NEIGHBOUR, StepFaultKind.EPOCH)
+EACH_RESULTS = 8
+"""The ledger is proved sound after every so many results."""
+
+
+class Oracle:
+    """Watches the coordinator and what stages are told."""
+
+    def __init__(self, network: Network) -> None:
+        loop = network.loop
+        self.problems: list[str] = []
+        self._network = network
+        self.num_results = 0
+        self._loop = loop
+        self._epochs: dict[str, int] = {}
+        self._answered: dict[int, int] = {}
+        self._served_s = loop.time()
+
+    def note(self, problem: str) -> None:
+        """Something does not hold."""
+        self.problems.append(f"{self._loop.time() - BEGAN_S:.4f} s: {problem}")
+
+    def watch(self, server: CoordinatorServer) -> None:
+        """Looks at every result that is counted, and at how long nothing is served."""
+        self._server = server
+        complete = server.engine.complete
+
+        def checked(result: StepResult) -> None:
+            state = server.controller.state
+            if state.phase is not ClusterPhase.SERVING or result.epoch != state.epoch:
+                self.note(
+                    f"a result of epoch {result.epoch} counts in epoch {state.epoch}, {state.phase.name}"
+                )
+            complete(result)
+            if result.step_id != self._answered.get(result.epoch, -1) + 1:
+                self.note(f"step {result.step_id} follows {self._answered.get(result.epoch, -1)}")
+            self._answered[result.epoch] = result.step_id
+            self.num_results += 1
+            self._served_s = self._loop.time()
+            if self.num_results % EACH_RESULTS == 0:
+                self._check_ledger()
+
+        report_fault = server.controller.report_fault
+
+        def judged(report: FaultReport) -> None:
+            is_present = report.epoch == server.controller.state.epoch
+            if is_present and report.kind not in _OF_NO_STEP and not self._network.num_tampered:
+                self.note(f"a fault without a cause: {report}")
+            report_fault(report)
+
+        untyped: Any = server.engine
+        untyped.complete = checked
+        untyped = server.controller
+        untyped.report_fault = judged
+
+    @property
+    def unserved_s(self) -> float:
+        """Since the last result that counted."""
+        return self._loop.time() - self._served_s
+
+    def epoch_begins(self, worker: str, epoch: int) -> None:
+        """A stage forgets everything but its weights."""
+        if epoch <= self._epochs.get(worker, 0):
+            self.note(f"epoch {epoch} begins on {worker} after epoch {self._epochs[worker]}")
+        self._epochs[worker] = epoch
+
+    def check_idle(self, executors: list[Any]) -> None:
+        """Every request has ended: nobody holds anything, and all replicas agree."""
+        engine = self._server.engine
+        scheduler, kv = engine.scheduler, engine.scheduler.kv
+        if engine.registry.live or scheduler.queue or scheduler.running or scheduler.num_steps_in_flight:
+            self.note(
+                f"{len(engine.registry.live)} requests, {len(scheduler.queue)} queued and "
+                f"{len(scheduler.running)} running sequences, {scheduler.num_steps_in_flight} steps are left"
+            )
+        if engine.totals.orphaned:
+            self.note(f"{engine.totals.orphaned} orphans")
+        if kv is None:
+            self.note("no epoch serves")
+            return
+        self._check_ledger()
+        if kv.num_active or kv.has_pending:
+            self.note(f"the ledger has {kv.num_active} active blocks and pending signals: {kv.has_pending}")
+        for stage, executor in enumerate(executors):
+            tables = executor._tables
+            try:
+                executor.check_integrity()
+            except IntegrityBroken as error:
+                self.note(f"stage {stage}: {error}")
+            if tables.pool.num_active or len(tables) or len(executor._sequences):
+                self.note(
+                    f"stage {stage} has {tables.pool.num_active} active blocks, {len(tables)} tables, "
+                    f"{len(executor._sequences)} sequences"
+                )
+            if tables.digest != kv.digest:
+                self.note(f"stage {stage} has digest {tables.digest:016x}, the ledger {kv.digest:016x}")
+
+    def _check_ledger(self) -> None:
+        scheduler = self._server.engine.scheduler
+        if scheduler.kv is None:
+            return
+        try:
+            scheduler.kv.check_integrity([each.kv for each in scheduler.running])
+        except IntegrityBroken as error:
+            self.note(f"ledger: {error}")
+
+
+class Listener(logging.Handler):
+    """Unexpected exceptions are logged by the product and survived; here they are problems."""
+
+    def __init__(self, oracle: Oracle, *, is_tracing: bool) -> None:
+        super().__init__(logging.INFO if is_tracing else logging.ERROR)
+        self._oracle = oracle
+        self._is_tracing = is_tracing
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info:
+            self._oracle.note(f"{record.name}: {record.getMessage()}: {record.exc_info[1]!r}")
+        if self._is_tracing:
+            now_s = self._oracle._loop.time() - BEGAN_S
+            print(f"{now_s:9.4f} {record.levelname:7} {record.name:38} {record.getMessage()}")

@@ -1,0 +1,191 @@
+"""Bugs to be planted: each is one that somebody could make, and must be caught within a minute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from coordinator.cluster.cluster_state import Action, BeginEpoch, ClusterPhase, ClusterState
+from coordinator.cluster.controller import Controller
+from coordinator.scheduling.in_flight import ResultMismatch
+from coordinator.scheduling.kv_log import KvLog
+from coordinator.scheduling.lifecycle import SequenceState
+from coordinator.scheduling.scheduler import Scheduler
+from coordinator.scheduling.sequence import Release, Sequence
+from kvcache.pool import BlockPool
+from stage_worker.executor import StepExecutor
+from wire.frames import _Parts
+from wire.ids import Incarnation
+from wire.steps import StartRecord, StepResult
+
+Planting = Callable[[], AbstractContextManager[Any]]
+BUGS: dict[str, Planting] = {}
+
+
+def _bug(plant: Callable[[], Iterator[None]]) -> Planting:
+    BUGS[plant.__name__] = planting = contextmanager(plant)
+    return planting
+
+
+@_bug
+def a_result_of_an_old_epoch_counts() -> Iterator[None]:
+    def complete(self: Controller, epoch: int, result: StepResult) -> None:
+        try:
+            self._engine.complete(result)
+        except ResultMismatch as error:
+            self.fail_epoch(self.state.epoch, str(error))
+
+    with patch.object(Controller, "complete", complete):
+        yield
+
+
+@_bug
+def pages_are_freed_that_later_queries_see() -> Iterator[None]:
+    append = KvLog.append
+
+    def append_and_free(self: KvLog, sequence: Sequence) -> None:
+        append(self, sequence)
+        self.free(sequence.key, sequence.kv, sequence.kv.release_before(len(sequence.kv) - self.block_size))
+
+    with patch.object(KvLog, "append", append_and_free):
+        yield
+
+
+@_bug
+def a_shared_page_is_freed_with_its_first_owner() -> Iterator[None]:
+    deref = BlockPool._deref
+
+    def free_early(self: BlockPool, signal: Any) -> Any:
+        page = self._full.get(signal.block.sequence_hash)
+        if page is not None and page.num_owners > 1:
+            page.num_owners = 1
+        return deref(self, signal)
+
+    with patch.object(BlockPool, "_deref", free_early):
+        yield
+
+
+@_bug
+def a_restart_has_no_start_record() -> Iterator[None]:
+    take = Sequence.take_start_record
+
+    def skip(self: Sequence) -> StartRecord | None:
+        record = take(self)
+        return None if self.num_restarts else record
+
+    with patch.object(Sequence, "take_start_record", skip):
+        yield
+
+
+@_bug
+def the_newest_token_is_sampled_again_after_a_restart() -> Iterator[None]:
+    preempt = Sequence.preempt
+
+    def forget_one(self: Sequence) -> Release:
+        if self.num_generated_tokens:
+            self._tokens.pop()
+        return preempt(self)
+
+    with patch.object(Sequence, "preempt", forget_one):
+        yield
+
+
+@_bug
+def an_epoch_begins_under_the_number_of_the_last() -> Iterator[None]:
+    begin = ClusterState._begin_epoch
+
+    def again(self: ClusterState, reason: str = "") -> list[Action]:
+        before = self.epoch
+        actions = begin(self, reason)
+        if before:
+            self.epoch = before
+            actions = [
+                BeginEpoch(before, each.plan_id, each.plan, each.workers, each.delay_s)
+                for each in actions
+                if isinstance(each, BeginEpoch)
+            ]
+        return actions
+
+    with patch.object(ClusterState, "_begin_epoch", again):
+        yield
+
+
+@_bug
+def a_cancelled_sequence_keeps_its_pages() -> Iterator[None]:
+    leave = Scheduler._leave
+
+    def leak(self: Scheduler, sequence: Sequence, *, keep_content: bool = True) -> None:
+        if sequence.state is not SequenceState.CANCELLED:
+            leave(self, sequence, keep_content=keep_content)
+            return
+        self._stop_running(sequence)
+        self._used.note_ended(sequence.key, sequence.generation)
+
+    with patch.object(Scheduler, "_leave", leak):
+        yield
+
+
+@_bug
+def a_stage_keeps_its_pool_in_a_new_epoch() -> Iterator[None]:
+    begin = StepExecutor.begin_epoch
+
+    def keep(self: StepExecutor, epoch: int, *, stage: int) -> None:
+        tables = getattr(self, "_tables", None)
+        begin(self, epoch, stage=stage)
+        if tables is not None and tables.digest:
+            self._tables = tables
+
+    with patch.object(StepExecutor, "begin_epoch", keep):
+        yield
+
+
+@_bug
+def checksums_are_not_compared() -> Iterator[None]:
+    with patch.object(_Parts, "actual_checksum", property(lambda parts: parts.checksum)):
+        yield
+
+
+@_bug
+def who_prefills_is_forgotten_when_an_epoch_ends() -> Iterator[None]:
+    end = Scheduler.end_epoch
+
+    def forget(self: Scheduler) -> None:
+        for key in self._prefilling:
+            self._running.pop(key).preempt()
+        end(self)
+
+    with patch.object(Scheduler, "end_epoch", forget):
+        yield
+
+
+@_bug
+def a_worker_that_dies_while_others_load_is_not_missed() -> Iterator[None]:
+    lose = ClusterState.lose
+
+    def ignore(self: ClusterState, name: str, incarnation: Incarnation, reason: str) -> list[Action]:
+        return [] if self.phase is ClusterPhase.LOADING else lose(self, name, incarnation, reason)
+
+    with patch.object(ClusterState, "lose", ignore):
+        yield
+
+
+@_bug
+def answers_to_an_older_generation_count() -> Iterator[None]:
+    take = Scheduler.complete
+
+    def complete(self: Scheduler, result: StepResult, now_s: float) -> Any:
+        step = self._in_flight.find(result.step_id)
+        for part in step.slices if step else ():
+            sequence = self._running.get(part.sequence)
+            if sequence is not None:
+                part.generation = sequence.generation
+        for entry in result.results:
+            sequence = self._running.get(entry.sequence)
+            if sequence is not None:
+                entry.generation = sequence.generation
+        return take(self, result, now_s)
+
+    with patch.object(Scheduler, "complete", complete):
+        yield

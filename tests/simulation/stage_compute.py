@@ -1,0 +1,135 @@
+"""Numbers in the place of layers, such that a wrong page, position or hidden state gives wrong tokens.
+
+The KV entry of a position is a hash of the entry before it and of what came into the stage there. What a
+stage puts out for a position is a hash of its entry and of the last entries of all full blocks before it,
+read from the pages of its block table. LAST samples a function of its output.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from checkpoint import DType
+from stage_worker.assignment import Assignment
+from stage_worker.slice_layout import SliceLayout
+from stage_worker.stage_compute import Computed, StageCompute
+from wire.frames import Frame
+from wire.ids import SequenceKey
+from wire.steps import SliceResult, StartRecord
+from wire.tensors import TensorView
+
+VOCAB_SIZE = 97
+_MASK = 0xFFFFFFFF
+
+
+class PageUnwritten(Exception):
+    """A sequence reads what nobody has computed."""
+
+
+def mix(one: int, other: int) -> int:
+    """A hash of two 32-bit numbers; murmur's finalizer over a linear combination."""
+    value = (one * 0x9E3779B1 + other * 0x85EBCA6B + 0x165667B1) & _MASK
+    value = ((value ^ (value >> 15)) * 0x2C1B3C6D) & _MASK
+    return value ^ (value >> 13)
+
+
+class SimCompute(StageCompute):
+    """The layers of one stage."""
+
+    hidden_size = 1
+    vocab_size = VOCAB_SIZE
+
+    def __init__(self, assignment: Assignment) -> None:
+        self._block_size = assignment.block_size
+        self._num_blocks = assignment.num_blocks
+        self._has_head = assignment.role.has_head
+        self.begin_epoch(stage=assignment.stage)
+
+    def begin_epoch(self, *, stage: int) -> None:
+        self._pages: list[list[int | None]] = [[None] * self._block_size for _ in range(self._num_blocks)]
+
+    def start(self, record: StartRecord) -> None:
+        pass
+
+    def end(self, sequence: SequenceKey) -> None:
+        pass
+
+    def compute(self, frame: Frame, layouts: Sequence[SliceLayout]) -> Computed:
+        if frame.hidden is None:
+            inputs = array("I", [token for part in frame.step.slices for token in part.tokens])
+        else:
+            inputs = array("I", bytes(frame.hidden.data))
+        outputs = array("I")
+        newest = []
+        position = 0
+        for layout in layouts:
+            self._run(layout, inputs[position : position + layout.num_tokens], outputs)
+            position += layout.num_tokens
+            newest.append(outputs[-1])
+        if not self._has_head:
+            return TensorView(DType.F32, (len(outputs), 1), outputs.tobytes())
+        return tuple(
+            [
+                SliceResult(part.sequence, part.generation, value % VOCAB_SIZE)
+                for part, value in zip(frame.step.slices, newest, strict=True)
+                if part.is_sampled
+            ]
+        )
+
+    def _run(self, layout: SliceLayout, inputs: array[int], outputs: array[int]) -> None:
+        size = self._block_size
+        pages = {layout.first_block + index: self._pages[page] for index, page in enumerate(layout.pages)}
+        first = layout.first_position
+        entry = self._read(pages, first - 1) if first else 0
+        context = 0
+        for block in range(first // size):
+            context = mix(context, self._read(pages, (block + 1) * size - 1))
+        runs = layout.writable_runs or ()
+        for offset, value in enumerate(inputs):
+            position = first + offset
+            if position and position % size == 0 and offset:
+                context = mix(context, entry)
+            entry = mix(entry, value)
+            if any(begin <= position < end for begin, end in runs):
+                pages[position // size][position % size] = entry
+            elif self._read(pages, position) != entry:
+                raise PageUnwritten(f"the cached entry of position {position} is another one")
+            outputs.append(mix(entry, context))
+
+    def _read(self, pages: dict[int, list[int | None]], position: int) -> int:
+        page = pages.get(position // self._block_size)
+        if page is None:
+            raise PageUnwritten(f"position {position} lies on no page")
+        entry = page[position % self._block_size]
+        if entry is None:
+            raise PageUnwritten(f"position {position} was never computed")
+        return entry
+
+
+class _Replica:
+    """One stage without pages."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._entry = self._context = self._position = 0
+
+    def run(self, value: int) -> int:
+        if self._position and self._position % self._block_size == 0:
+            self._context = mix(self._context, self._entry)
+        self._entry = mix(self._entry, value)
+        self._position += 1
+        return mix(self._entry, self._context)
+
+
+def right_tokens(prompt: Sequence[int], count: int, *, num_stages: int, block_size: int) -> list[int]:
+    """What follows the prompt, whoever else is served, whatever is cached, however often it starts anew."""
+    stages = [_Replica(block_size) for _ in range(num_stages)]
+    tokens = list(prompt)
+    for position in range(len(prompt) + count - 1):
+        value = tokens[position]
+        for stage in stages:
+            value = stage.run(value)
+        if position >= len(prompt) - 1:
+            tokens.append(value % VOCAB_SIZE)
+    return tokens[len(prompt) :]

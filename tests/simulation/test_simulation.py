@@ -1,0 +1,38 @@
+"""Random schedules of faults, on the product as it is."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.simulation.campaign import Tally, campaign, examine
+from tests.simulation.coverage import missing, unlisted
+from tests.simulation.schedule import LEAST_EVENTS
+
+QUICK, LONG = 600, 4000
+SEED = 0
+
+
+def check(tally: Tally) -> None:
+    failed = {f"--seed {each.seed} --schedule {each.number}": each.problems for each in tally.failed}
+    assert not failed, f"see `python -m tests.simulation` with any of {failed}"
+    assert not missing(tally.transitions), "decisions that were never taken"
+    assert not unlisted(tally.transitions), "decisions that tests/simulation/coverage.py does not know"
+    assert tally.least_events >= LEAST_EVENTS
+
+
+def test_whatever_fails_tokens_come_once_in_order_and_nothing_is_left() -> None:
+    check(campaign(SEED, num_schedules=QUICK))
+
+
+@pytest.mark.slow
+def test_of_many_more_schedules() -> None:
+    check(campaign(SEED + 1, num_schedules=LONG))
+
+
+def test_a_schedule_can_be_repeated() -> None:
+    assert fingerprint(17) == fingerprint(17)
+
+
+def fingerprint(number: int) -> tuple[object, ...]:
+    verdict = examine(SEED, number)
+    return verdict.num_events, verdict.ends, verdict.faults, verdict.transitions
