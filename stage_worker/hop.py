@@ -12,7 +12,7 @@ from wire.channels import client_channel
 from wire.errors import StaleStream, StepFault, StepFaultKind
 from wire.forward_call import open_forward
 from wire.frames import encode_frame
-from wire.step_codec import encode_result
+from wire.result_frames import encode_result_frame
 from wire.steps import StepResult
 
 DIAL_TIMEOUT_S = 5.0
@@ -125,4 +125,4 @@ def _encode(timed: TimedOutput) -> Iterable[Request]:
     if isinstance(output, HandedOn):
         return encode_frame(output.step_bytes, output.step_id, output.hidden, timed.stage_times)
     result = StepResult(output.epoch, output.step_id, output.results, timed.stage_times)
-    return (stage_pb2.DeliverRequest(result=encode_result(result)),)
+    return (encode_result_frame(result),)

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from coordinator.api.kv_messages import encode_change, encode_snapshot
 from coordinator.api.status import StatusReporter
@@ -14,8 +15,9 @@ from coordinator.cluster.worker_connection import WorkerConnection
 from coordinator.scheduling.kv_feed import KvFeed
 from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc, stage_pb2, stage_pb2_grpc
 from wire.calls import when_call_ends
-from wire.errors import InvalidRequest, StaleStream
-from wire.step_codec import decode_fault, decode_result
+from wire.errors import InvalidRequest, StaleStream, StepFault
+from wire.result_frames import decode_result_frame
+from wire.step_codec import decode_fault
 
 HELLO_TIMEOUT_S = 10.0
 
@@ -102,8 +104,11 @@ class StepResultsService(stage_pb2_grpc.StepResultsServicer):
             context, lambda: self._controller.stream_broke(epoch, "the stream of results from LAST broke")
         )
         yield stage_pb2.DeliverResponse(accepted=stage_pb2.HopAccepted())
-        async for message in request_iterator:
-            self._controller.complete(epoch, decode_result(message.result))
+        try:
+            async for message in request_iterator:
+                self._controller.complete(epoch, decode_result_frame(message))
+        except (DecodeError, StepFault) as error:
+            self._controller.fail_epoch(epoch, f"a result of LAST is damaged: {error}")
 
 
 async def _first(messages: AsyncIterator[_Message], nothing: _Message) -> _Message:

@@ -90,7 +90,7 @@ class ClusterState:
         self._is_mock_model = is_mock_model
         self._return_grace_s = return_grace_s
         self._template: Plan | None = None
-        self._may_shrink = False
+        self._waits_for_return = False
         self._num_losses = 0
         self._plan_id = 0
         self._ready: set[str] = set()
@@ -131,7 +131,7 @@ class ClusterState:
             case Shrink(num_losses):
                 if num_losses != self._num_losses or self.plan is not None:
                     return []
-                self._may_shrink = True
+                self._waits_for_return = False
                 return self._advance(self.detail)
 
     def note_silence(self, name: str, incarnation: Incarnation, *, is_silent: bool) -> None:
@@ -152,9 +152,9 @@ class ClusterState:
             return self._advance()
         self.workers.note_loss(name)
         self._num_losses += 1
-        self._may_shrink = False
+        self._waits_for_return = self.has_served
         actions = self._give_up_plan(f"worker {name} is lost: {reason}", EndCause.DEATH)
-        if self.plan is None and self.has_served:
+        if self.plan is None and self._waits_for_return:
             actions.append(StartTimer(self._return_grace_s, Shrink(self._num_losses)))
         return actions
 
@@ -199,7 +199,7 @@ class ClusterState:
         record.num_failed_loads += 1
         record.detail = reason
         if record.num_failed_loads >= MAX_FAILED_LOADS:
-            record.state, self._may_shrink = WorkerState.QUARANTINED, True
+            record.state = WorkerState.QUARANTINED
         return self._give_up_plan(f"worker {name} could not load its stage: {reason}", EndCause.FAULT)
 
     def epoch_ready(self, name: str, epoch: int) -> list[Action]:
@@ -273,7 +273,7 @@ class ClusterState:
             return []
         prefix = f"{reason}; " if reason else ""
         try:
-            plan = self._new_plan(may_shrink=self._may_shrink)
+            plan = self._new_plan(may_shrink=not self._waits_for_return)
         except TooFewWorkers as error:
             is_blocked, text = bool(self.workers.quarantine), str(error)
         except PlanImpossible as error:
@@ -323,7 +323,7 @@ class ClusterState:
         self.plan = plan
         if len(plan.stages) == self.num_stages:
             self._template = plan
-        self._may_shrink = False
+        self._waits_for_return = False
         self._plan_id += 1
         self._hop_failures.clear()
         self.phase, self.detail = ClusterPhase.LOADING, "workers are loading their layers"

@@ -98,6 +98,10 @@ class Members:
     def __contains__(self, name: str) -> bool:
         return name in self._records
 
+    def get(self, name: str) -> WorkerRecord | None:
+        """The worker with this name, live or lost."""
+        return self._records.get(name)
+
     def live(self, name: str, incarnation: Incarnation) -> WorkerRecord | None:
         """The record of this very process, while it is not lost."""
         record = self._records.get(name)

@@ -11,6 +11,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from stageline_rpc.v1 import cluster_pb2
 from tests.checkpoints import make_checkpoint
 from tests.integration.doubles import CoordinatorDouble
 from tests.integration.stage_bench import assign_message, new_assignment

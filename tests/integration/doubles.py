@@ -16,7 +16,8 @@ from tests.frame_messages import add_chunk
 from wire.channels import bind, client_channel, new_server
 from wire.frames import Frame, FrameAssembler
 from wire.ids import Incarnation, new_incarnation
-from wire.step_codec import decode_fault, decode_result
+from wire.result_frames import decode_result_frame
+from wire.step_codec import decode_fault
 from wire.steps import FaultReport, StepResult
 
 DEADLINE_S = 20.0
@@ -129,7 +130,7 @@ class CoordinatorDouble(cluster_pb2_grpc.ClusterServicer, stage_pb2_grpc.StepRes
         await self._ignore()
         yield stage_pb2.DeliverResponse(accepted=stage_pb2.HopAccepted())
         async for request in request_iterator:
-            self.results.put_nowait(decode_result(request.result))
+            self.results.put_nowait(decode_result_frame(request))
 
 
 async def _collect_answers(requests: AsyncIterator[cluster_pb2.WorkerMessage], link: WorkerLink) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+import xxhash
 
 from stageline_rpc.v1 import stage_pb2
 from tests.frame_messages import add_chunk
@@ -233,12 +234,16 @@ class CoordinatorProxy(StreamProxy):
 
         async def relay(data: bytes) -> Iterable[bytes]:
             message = stage_pb2.DeliverRequest.FromString(data)
-            if message.WhichOneof("message") == "result":
-                _spell_out(message.result)
-            if message.result.results and self.alter_result:
+            if message.WhichOneof("message") != "frame":
+                return (data,)
+            result = stage_pb2.StepResult.FromString(message.frame.result)
+            _spell_out(result)
+            if result.results and self.alter_result:
                 alter, self.alter_result = self.alter_result, None
-                alter(message.result)
+                alter(result)
                 self.num_altered += 1
+            message.frame.result = result.SerializeToString()
+            message.frame.checksum = xxhash.xxh3_64_intdigest(message.frame.result)
             return (message.SerializeToString(),)
 
         return relay

@@ -27,7 +27,7 @@ from tests.simulation.backend import Machine, SimBackend
 from tests.simulation.network import Channel, Network, Server
 from tests.simulation.observed import ObservedState
 from tests.simulation.oracle import Oracle
-from tests.simulation.stage_compute import VOCAB_SIZE
+from tests.simulation.stage_compute import NUM_LAYERS, VOCAB_SIZE
 from tests.simulation.virtual_loop import Process, VirtualLoop
 from wire.ids import Incarnation
 
@@ -124,7 +124,8 @@ class Cluster:
             max_sequence_tokens=None,
             max_kv_tokens=shape.num_blocks * shape.block_size,
             queue_size=64,
-            mock_model=f"layers=6,hidden=1,ffn=1,heads=1,kv_heads=1,head_dim=1,vocab={VOCAB_SIZE},max_len=96",
+            mock_model=f"layers={NUM_LAYERS},hidden=1,ffn=1,heads=1,kv_heads=1,head_dim=1,"
+            f"vocab={VOCAB_SIZE},max_len=96",
         )
         assert config.mock_model is not None
         model_config = mock_model.parse_mock_model(config.mock_model)
@@ -159,6 +160,8 @@ class Cluster:
             await worker.run()
         finally:
             await worker.stop()
+        if host.process is process:
+            self.loop.call_soon(self.kill_worker, host)  # it was let go
 
 
 @contextmanager
@@ -180,6 +183,7 @@ def simulated(cluster_random: Random) -> Iterator[None]:
     patches: list[tuple[Any, str, Any]] = []
     for module in (coordinator.app, stage_worker.worker):
         patches += [(module, "new_server", Server), (module, "bind", bind)]
+    for module in (coordinator.app, stage_worker.stage_host):
         patches += [(module, "new_incarnation", new_incarnation)]
     for name in ("stage_worker.hop", "stage_worker.control", "coordinator.cluster.pipeline_link"):
         patches.append((__import__(name, fromlist=["_"]), "client_channel", channel))

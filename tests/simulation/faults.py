@@ -6,11 +6,12 @@ from collections.abc import Callable
 from random import Random
 
 from coordinator.cluster.cluster_state import ClusterPhase
+from coordinator.cluster.membership import WorkerState
 from tests.simulation.cluster import Cluster, Host
 from tests.simulation.network import Direction
 
-BREAK_AFTER_LOSS_S = 3.0
-"""A stream that has lost a frame ends after so long: nobody may notice before, where no frame follows."""
+_OUT = (WorkerState.QUARANTINED, WorkerState.LOST, WorkerState.SUSPECT)
+"""States that a worker does not leave by itself."""
 REORDER_WITHIN_S = 0.3
 
 Fault = Callable[[Cluster, Random], str]
@@ -23,6 +24,15 @@ def kill(cluster: Cluster, random: Random) -> str:
     if random.random() < 0.7:
         cluster.loop.call_later(random.uniform(0.05, 2.5), cluster.start_worker, host)
     return f"{host.name} is killed"
+
+
+def drain(cluster: Cluster, random: Random) -> str:
+    """As by SIGTERM; whoever started it starts it again."""
+    host = _some_host(cluster, random)
+    if host.worker is None or not host.worker.ask_to_leave():
+        return ""
+    cluster.loop.call_later(random.uniform(0.5, 2.5), cluster.start_worker, host)
+    return f"{host.name} is to leave"
 
 
 def replace(cluster: Cluster, random: Random) -> str:
@@ -38,6 +48,7 @@ def freeze(cluster: Cluster, random: Random) -> str:
     process = host.process
     assert process is not None
     process.freeze()
+    cluster.network.num_stalls += 1
     seconds = random.choice((0.3, 1.0, 2.5, 4.0))
     cluster.loop.call_later(seconds, process.thaw)
     return f"{host.name} freezes for {seconds} s"
@@ -65,12 +76,7 @@ def break_hop(cluster: Cluster, random: Random) -> str:
 
 
 def lose_frame(cluster: Cluster, random: Random) -> str:
-    def lose(way: Direction, data: bytes) -> list[bytes]:
-        call = next(call for call in cluster.network.calls if call.up is way)
-        cluster.loop.call_later(BREAK_AFTER_LOSS_S, cluster.network.break_call, call)
-        return []
-
-    return _tamper(cluster, random, "lost", lose)
+    return _tamper(cluster, random, "lost", lambda way, data: [])
 
 
 def repeat_frame(cluster: Cluster, random: Random) -> str:
@@ -157,6 +163,7 @@ def replay_control(cluster: Cluster, random: Random) -> str:
 
 FAULTS: tuple[Fault, ...] = (
     kill,
+    drain,
     replace,
     freeze,
     cut_control,
@@ -184,7 +191,7 @@ def relieve(cluster: Cluster) -> None:
         if host.process is not None:
             host.process.thaw()
         record = cluster.coordinator.controller.state.workers.get(host.name)
-        if host.is_up and record is not None and not record.is_usable:
+        if host.is_up and record is not None and record.shown_state in _OUT:
             cluster.kill_worker(host)
         cluster.start_worker(host)
 

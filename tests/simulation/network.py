@@ -166,6 +166,7 @@ class Network:
         self.said: dict[str, list[bytes]] = {}
         """What each worker has told the coordinator, on all its streams."""
         self.num_tampered = 0
+        self.num_stalls = 0
         self.slowest_s = 0.002
         self._random = random
         self._servers: dict[str, tuple[Process, Server]] = {}
@@ -194,6 +195,7 @@ class Network:
         """Nothing passes between the two, and nobody is told."""
         pair = frozenset((one, other))
         self._cuts.add(pair)
+        self.num_stalls += 1
         self.loop.call_later(KEEPALIVE_S, self._expire, pair)
 
     def heal(self, one: str, other: str) -> None:

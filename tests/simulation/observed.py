@@ -18,6 +18,11 @@ EVENTS = (
     "link_open",
     "results_open",
     "epoch_failed",
+    "elapsed",
+    "drain",
+    "drained",
+    "epoch_late",
+    "hop_failed",
 )
 Transition = tuple[str, str, str]
 

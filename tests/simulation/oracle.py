@@ -61,7 +61,10 @@ class Oracle:
 
         def judged(report: FaultReport) -> None:
             is_present = report.epoch == server.controller.state.epoch
-            if is_present and report.kind not in _OF_NO_STEP and not self._network.num_tampered:
+            has_cause = self._network.num_tampered or (
+                report.kind is StepFaultKind.OVERDUE and self._network.num_stalls
+            )
+            if is_present and report.kind not in _OF_NO_STEP and not has_cause:
                 self.note(f"a fault without a cause: {report}")
             report_fault(report)
 

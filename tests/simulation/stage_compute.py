@@ -1,8 +1,8 @@
 """Numbers in the place of layers, such that a wrong page, position or hidden state gives wrong tokens.
 
-The KV entry of a position is a hash of the entry before it and of what came into the stage there. What a
-stage puts out for a position is a hash of its entry and of the last entries of all full blocks before it,
-read from the pages of its block table. LAST samples a function of its output.
+The KV entry of a position in a layer is a hash of the entry before it and of what came into the layer there.
+What a layer puts out for a position is a hash of its entry and of the last entries of all full blocks before
+it, read from the pages of the block table. LAST samples a function of its output.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from wire.steps import SliceResult, StartRecord
 from wire.tensors import TensorView
 
 VOCAB_SIZE = 97
+NUM_LAYERS = 4
 _MASK = 0xFFFFFFFF
 
 
@@ -44,10 +45,13 @@ class SimCompute(StageCompute):
         self._block_size = assignment.block_size
         self._num_blocks = assignment.num_blocks
         self._has_head = assignment.role.has_head
+        self._num_layers = assignment.layer_end - assignment.layer_begin
         self.begin_epoch(stage=assignment.stage)
 
     def begin_epoch(self, *, stage: int) -> None:
-        self._pages: list[list[int | None]] = [[None] * self._block_size for _ in range(self._num_blocks)]
+        self._layers: list[list[list[int | None]]] = [
+            [[None] * self._block_size for _ in range(self._num_blocks)] for _ in range(self._num_layers)
+        ]
 
     def start(self, record: StartRecord) -> None:
         pass
@@ -60,13 +64,13 @@ class SimCompute(StageCompute):
             inputs = array("I", [token for part in frame.step.slices for token in part.tokens])
         else:
             inputs = array("I", bytes(frame.hidden.data))
-        outputs = array("I")
-        newest = []
-        position = 0
-        for layout in layouts:
-            self._run(layout, inputs[position : position + layout.num_tokens], outputs)
-            position += layout.num_tokens
-            newest.append(outputs[-1])
+        outputs, newest = inputs, list[int]()
+        for pages in self._layers:
+            inputs, outputs, newest, position = outputs, array("I"), [], 0
+            for layout in layouts:
+                self._run(pages, layout, inputs[position : position + layout.num_tokens], outputs)
+                position += layout.num_tokens
+                newest.append(outputs[-1])
         if not self._has_head:
             return TensorView(DType.F32, (len(outputs), 1), outputs.tobytes())
         return tuple(
@@ -77,9 +81,11 @@ class SimCompute(StageCompute):
             ]
         )
 
-    def _run(self, layout: SliceLayout, inputs: array[int], outputs: array[int]) -> None:
+    def _run(
+        self, store: list[list[int | None]], layout: SliceLayout, inputs: array[int], outputs: array[int]
+    ) -> None:
         size = self._block_size
-        pages = {layout.first_block + index: self._pages[page] for index, page in enumerate(layout.pages)}
+        pages = {layout.first_block + index: store[page] for index, page in enumerate(layout.pages)}
         first = layout.first_position
         entry = self._read(pages, first - 1) if first else 0
         context = 0
@@ -108,7 +114,7 @@ class SimCompute(StageCompute):
 
 
 class _Replica:
-    """One stage without pages."""
+    """One layer without pages."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -122,14 +128,14 @@ class _Replica:
         return mix(self._entry, self._context)
 
 
-def right_tokens(prompt: Sequence[int], count: int, *, num_stages: int, block_size: int) -> list[int]:
+def right_tokens(prompt: Sequence[int], count: int, *, block_size: int) -> list[int]:
     """What follows the prompt, whoever else is served, whatever is cached, however often it starts anew."""
-    stages = [_Replica(block_size) for _ in range(num_stages)]
+    layers = [_Replica(block_size) for _ in range(NUM_LAYERS)]
     tokens = list(prompt)
     for position in range(len(prompt) + count - 1):
         value = tokens[position]
-        for stage in stages:
-            value = stage.run(value)
+        for layer in layers:
+            value = layer.run(value)
         if position >= len(prompt) - 1:
             tokens.append(value % VOCAB_SIZE)
     return tokens[len(prompt) :]
