@@ -12,31 +12,61 @@ from tests.simulation.observed import Transition
 _TABLE = """
 WAITING_FOR_WORKERS  join          - LOADING
 WAITING_FOR_WORKERS  lose          -
+WAITING_FOR_WORKERS  elapsed       - LOADING
 WAITING_FOR_WORKERS  loaded        -
 WAITING_FOR_WORKERS  epoch_failed  -
+WAITING_FOR_WORKERS  epoch_late    -
+WAITING_FOR_WORKERS  hop_failed    -
 LOADING              join          - LOADING
-LOADING              lose          - LOADING WAITING_FOR_WORKERS BLOCKED
+LOADING              lose          - LOADING WAITING_FOR_WORKERS
+LOADING              drain         LOADING
+LOADING              elapsed       -
 LOADING              loaded        - STARTING_EPOCH
-LOADING              load_failed   BLOCKED LOADING
+LOADING              load_failed   - LOADING
 LOADING              epoch_failed  -
+LOADING              hop_failed    -
 STARTING_EPOCH       join          - LOADING
 STARTING_EPOCH       lose          LOADING WAITING_FOR_WORKERS
 STARTING_EPOCH       epoch_ready   - SERVING
 STARTING_EPOCH       link_open     - SERVING
 STARTING_EPOCH       results_open  -
-STARTING_EPOCH       epoch_failed  - STARTING_EPOCH
+STARTING_EPOCH       epoch_failed  -
+STARTING_EPOCH       hop_failed    -
 SERVING              join          - LOADING
-SERVING              lose          - LOADING WAITING_FOR_WORKERS BLOCKED
-SERVING              loaded        -
+SERVING              lose          LOADING WAITING_FOR_WORKERS
+SERVING              drain         LOADING
+SERVING              elapsed       - LOADING
 SERVING              epoch_ready   -
 SERVING              epoch_failed  - STARTING_EPOCH
-BLOCKED              join          LOADING
-BLOCKED              lose          WAITING_FOR_WORKERS
+SERVING              epoch_late    -
+SERVING              hop_failed    STARTING_EPOCH
 """
 _RARE_TABLE = """
-BLOCKED              join          WAITING_FOR_WORKERS
+BLOCKED              join          LOADING WAITING_FOR_WORKERS
+BLOCKED              lose          WAITING_FOR_WORKERS
+BLOCKED              drain         BLOCKED
+LOADING              lose          BLOCKED
+LOADING              load_failed   BLOCKED WAITING_FOR_WORKERS
+LOADING              drained       WAITING_FOR_WORKERS LOADING
+LOADING              elapsed       LOADING
+LOADING              join          WAITING_FOR_WORKERS
+SERVING              lose          - BLOCKED
+SERVING              loaded        -
+SERVING              drain         SERVING
+SERVING              drained       WAITING_FOR_WORKERS LOADING
+SERVING              join          SERVING WAITING_FOR_WORKERS
+SERVING              hop_failed    LOADING
 STARTING_EPOCH       lose          BLOCKED
+STARTING_EPOCH       join          STARTING_EPOCH WAITING_FOR_WORKERS
+STARTING_EPOCH       drain         LOADING STARTING_EPOCH
+STARTING_EPOCH       drained       WAITING_FOR_WORKERS LOADING
+STARTING_EPOCH       elapsed       LOADING
+STARTING_EPOCH       epoch_failed  STARTING_EPOCH
+STARTING_EPOCH       epoch_late    STARTING_EPOCH LOADING
+STARTING_EPOCH       hop_failed    STARTING_EPOCH LOADING
 WAITING_FOR_WORKERS  load_failed   BLOCKED
+WAITING_FOR_WORKERS  drain         WAITING_FOR_WORKERS
+WAITING_FOR_WORKERS  join          WAITING_FOR_WORKERS
 """
 
 

@@ -171,6 +171,8 @@ def _play(
             break
         customers.append(late_guest(random, schedule.shape, len(customers)))
         cluster.clients.spawn(Visit(customers[-1], cluster).run())
+    # Workers may still be about to take their places again.
+    loop.run_until(loop.time() + CALM_S, is_done=lambda: state.phase is ClusterPhase.SERVING)
     for each in customers:
         if not each.is_done:
             cluster.oracle.note(f"{each.name} ({each.habit.name}) waits for ever, with {each.got}")
