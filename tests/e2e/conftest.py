@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -11,6 +13,7 @@ import torch
 
 from deploy import LocalCluster
 from tests.e2e.clusters import START_TIMEOUT_S, Reference, Served, config, make_reference
+from tests.faults.figures import Figures
 
 torch.set_num_threads(1)
 
@@ -41,3 +44,24 @@ def free_address() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+_FIGURES = pytest.StashKey[Figures]()
+
+
+@pytest.fixture
+def figures(pytestconfig: pytest.Config) -> Figures:
+    """Shown at the end of the run, and appended as JSON to the file that STAGELINE_RECOVERY_FIGURES names."""
+    return pytestconfig.stash.setdefault(_FIGURES, Figures())
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    found = config.stash.get(_FIGURES, Figures())
+    if not found.all:
+        return
+    terminalreporter.section("recoveries")
+    for line in found.lines():
+        terminalreporter.write_line(line)
+    if (file := os.environ.get("STAGELINE_RECOVERY_FIGURES")) is not None:
+        with Path(file).open("a") as output:
+            output.write(found.json_lines())
