@@ -29,7 +29,7 @@ AWAITS_THE_FAILURE_MODEL = pytest.mark.xfail(
 )
 
 SHORT_PROMPTS = mixed_asks(NUM_STREAMS, lengths=(1, 70), max_tokens=60, vocab_size=VOCAB_SIZE, seed=41)
-LONG_PROMPTS = mixed_asks(NUM_STREAMS, lengths=(200, 420), max_tokens=20, vocab_size=VOCAB_SIZE, seed=42)
+LONG_PROMPTS = mixed_asks(NUM_STREAMS, lengths=(200, 420), max_tokens=20, vocab_size=VOCAB_SIZE, seed=43)
 
 
 def config(
