@@ -25,7 +25,10 @@ _STEP_FLAGS = ("--block-size", "16", "--max-step-tokens", "64", "--kv-tokens", "
 
 AWAITS_THE_FAILURE_MODEL = pytest.mark.xfail(
     strict=False,
-    reason="survivors do not take over layers yet, faulty steps are not retried, lost last frames not noticed",
+    reason="survivors do not take over layers, and nobody notices yet that a step is overdue",
+)
+RESULTS_HAVE_NO_CHECKSUM = pytest.mark.xfail(
+    strict=False, reason="a falsified result is not told from a true one: results have no checksum yet"
 )
 
 SHORT_PROMPTS = mixed_asks(NUM_STREAMS, lengths=(1, 70), max_tokens=60, vocab_size=VOCAB_SIZE, seed=41)
@@ -103,8 +106,6 @@ async def serves_as_ever(client: Client, asks: list[Ask], expected: list[list[in
 def now_s() -> float:
     """The clock of `Streams`."""
     return asyncio.get_running_loop().time()
-
-
 
 
 def _no_problems(problems: list[str]) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from stageline import Client
 from stageline_rpc.v1 import cluster_pb2
 from tests.e2e.clusters import Reference, is_serving

@@ -26,9 +26,7 @@ ROLES = ("FIRST", "MIDDLE", "LAST")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(
-    llama: Reference, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[FaultyCluster]:
+async def cluster(llama: Reference, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FaultyCluster]:
     """Three stages and a spare."""
     made = config(llama.directory, 4, num_stages=3, logs=tmp_path_factory.mktemp("kill"))
     async with FaultyCluster(made) as cluster:

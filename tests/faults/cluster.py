@@ -1,4 +1,4 @@
-"""A cluster of real processes, made by the launcher that users use, with everything in place to disturb it."""
+"""A cluster of real processes, made by the launcher that users use, that a test can disturb."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -76,7 +77,9 @@ class Stream:
         """
         shared = list(expected[: len(self.tokens)])
         if self.tokens != shared:
-            place = next(i for i, pair in enumerate(zip(self.tokens, shared, strict=False)) if len(set(pair)) > 1)
+            place = next(
+                i for i, pair in enumerate(zip(self.tokens, shared, strict=False)) if len(set(pair)) > 1
+            )
             return f"token {place} is {self.tokens[place]} in the place of {shared[place]}"
         if self.error is not None:
             is_typed = isinstance(self.error, errors) and type(self.error) is not ServerError
@@ -93,9 +96,7 @@ class Streams:
 
     def __init__(self, client: Client, asks: Iterable[Ask], *, cache_salt: str = "") -> None:
         self.all = [Stream(ask) for ask in asks]
-        self._tasks = [
-            asyncio.create_task(stream.read(client, cache_salt=cache_salt)) for stream in self.all
-        ]
+        self._tasks = [asyncio.create_task(stream.read(client, cache_salt=cache_salt)) for stream in self.all]
 
     @property
     def tokens(self) -> list[list[int]]:
@@ -138,10 +139,17 @@ class Streams:
         assert not ended, f"it is too late to disturb anything: {ended[0].error or ended[0].finish_reason}"
 
 
+def _first_difference(tokens: Sequence[int], expected: Sequence[int]) -> str:
+    for place, (token, right) in enumerate(itertools.zip_longest(tokens, expected)):
+        if token != right:
+            return f"number {place} is {token} in the place of {right}"
+    return "none"
+
+
 def longest_silence_s(arrivals_s: Iterable[float], *, since_s: float) -> float:
     """The longest time between two neighbours of `since_s` and the arrivals after it; 0 without any."""
     times = [since_s, *sorted(t for t in arrivals_s if t > since_s)]
-    return max((later - earlier for earlier, later in zip(times, times[1:], strict=False)), default=0.0)
+    return max((later - earlier for earlier, later in itertools.pairwise(times)), default=0.0)
 
 
 async def undisturbed(client: Client, asks: Iterable[Ask], *, timeout_s: float = 120.0) -> list[list[int]]:

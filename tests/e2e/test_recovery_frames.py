@@ -1,0 +1,136 @@
+"""Frames and results that are lost, repeated, reordered, truncated, altered or late between real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from stageline import Client
+from tests.e2e.clusters import Reference
+from tests.e2e.recovery_setup import (
+    DEADLINE_S,
+    RESULTS_HAVE_NO_CHECKSUM,
+    SHORT_PROMPTS,
+    config,
+    ends_rightly_or_with_a_typed_error,
+    now_s,
+    serves_as_ever,
+)
+from tests.faults.cluster import FaultyCluster
+from tests.faults.figures import Figures
+from tests.faults.result_proxy import RESULT_FAULTS, has_tokens
+from tests.faults.streams import Streams, undisturbed
+from tests.integration.alterations import (
+    corrupt_signal,
+    delay,
+    drop,
+    flip_byte,
+    hold_until_next,
+    repeat,
+    truncate,
+)
+from wire.frames import Frame
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+SEED = 6
+NUM_FAULTS = 2
+HIT_RATE = 0.2
+FRAME_FAULTS = {
+    "dropped": drop,
+    "repeated": repeat,
+    "reordered": hold_until_next,
+    "truncated": truncate,
+    "falsified": flip_byte,
+    "altered": corrupt_signal,
+    "delayed": delay(0.4),
+}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(llama: Reference, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FaultyCluster]:
+    made = config(llama.directory, 3, num_stages=3, logs=tmp_path_factory.mktemp("frames"))
+    async with FaultyCluster(made, seed=SEED, has_frame_proxies=True) as cluster:
+        yield cluster
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(cluster: FaultyCluster) -> AsyncIterator[Client]:
+    async with Client(cluster.address) as client:
+        yield client
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def expected(client: Client) -> list[list[int]]:
+    return await undisturbed(client, SHORT_PROMPTS)
+
+
+@pytest.fixture
+def generator(request: pytest.FixtureRequest) -> random.Random:
+    """The same for the same test."""
+    return random.Random(f"{SEED} {request.node.name}")
+
+
+@pytest.mark.parametrize("name", FRAME_FAULTS)
+async def test_faulty_frames_between_stages_give_no_wrong_token(
+    cluster: FaultyCluster,
+    client: Client,
+    expected: list[list[int]],
+    generator: random.Random,
+    figures: Figures,
+    name: str,
+) -> None:
+    victim = generator.choice(cluster.worker_names)
+    streams = Streams(client, SHORT_PROMPTS, cache_salt=f"frame {name}")
+    await streams.all_have(3)
+    injection = cluster.lines[victim].frames.inject(
+        FRAME_FAULTS[name], when=lambda frame: _is_hit(frame, generator), times=NUM_FAULTS
+    )
+    async with asyncio.timeout(DEADLINE_S):
+        await injection.happened.wait()
+    faulty_s = now_s()
+    await ends_rightly_or_with_a_typed_error(cluster, streams, expected)
+    figures.record(f"frame {name}: pause", streams.longest_silence_s(since_s=faulty_s))
+    cluster.heal()
+    await serves_as_ever(client, SHORT_PROMPTS, expected, salt=f"frame {name}")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=RESULTS_HAVE_NO_CHECKSUM if name == "altered" else ())
+        for name in RESULT_FAULTS
+    ],
+)
+async def test_faulty_results_of_the_last_stage_give_no_wrong_token(
+    cluster: FaultyCluster,
+    client: Client,
+    expected: list[list[int]],
+    generator: random.Random,
+    figures: Figures,
+    name: str,
+) -> None:
+    last = (await cluster.places())["LAST"]
+    streams = Streams(client, SHORT_PROMPTS, cache_salt=f"result {name}")
+    await streams.all_have(3)
+    injection = cluster.lines[last].results.inject(
+        RESULT_FAULTS[name],
+        when=lambda result: has_tokens(result) and generator.random() < HIT_RATE,
+        times=NUM_FAULTS,
+    )
+    async with asyncio.timeout(DEADLINE_S):
+        await injection.happened.wait()
+    faulty_s = now_s()
+    await ends_rightly_or_with_a_typed_error(cluster, streams, expected)
+    figures.record(f"result {name}: pause", streams.longest_silence_s(since_s=faulty_s))
+    cluster.heal()
+    await serves_as_ever(client, SHORT_PROMPTS, expected, salt=f"result {name}")
+
+
+def _is_hit(frame: Frame, generator: random.Random) -> bool:
+    """Some of the frames that compute something."""
+    return bool(frame.step.slices) and generator.random() < HIT_RATE
