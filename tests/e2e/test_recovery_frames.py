@@ -1,4 +1,4 @@
-"""Frames and results that are lost, repeated, reordered, truncated, altered or late between real processes."""
+"""Frames and results that are lost, repeated, reordered, truncated, altered or late between processes."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ import pytest
 import pytest_asyncio
 
 from stageline import Client
-from tests.e2e.clusters import Reference
+from tests.e2e.clusters import Reference, is_idle
 from tests.e2e.recovery_setup import (
     DEADLINE_S,
+    AWAITS_THE_FAILURE_MODEL,
     RESULTS_HAVE_NO_CHECKSUM,
     SHORT_PROMPTS,
+    TYPED_ERRORS,
     config,
     ends_rightly_or_with_a_typed_error,
     now_s,
-    serves_as_ever,
 )
 from tests.faults.cluster import FaultyCluster
 from tests.faults.figures import Figures
 from tests.faults.result_proxy import RESULT_FAULTS, has_tokens
-from tests.faults.streams import Streams, undisturbed
+from tests.faults.streams import Stream, Streams, longest_silence_s, undisturbed
 from tests.integration.alterations import (
     corrupt_signal,
     delay,
@@ -96,7 +97,6 @@ async def test_faulty_frames_between_stages_give_no_wrong_token(
     await ends_rightly_or_with_a_typed_error(cluster, streams, expected)
     figures.record(f"frame {name}: pause", streams.longest_silence_s(since_s=faulty_s))
     cluster.heal()
-    await serves_as_ever(client, SHORT_PROMPTS, expected, salt=f"frame {name}")
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,24 @@ async def test_faulty_results_of_the_last_stage_give_no_wrong_token(
     await ends_rightly_or_with_a_typed_error(cluster, streams, expected)
     figures.record(f"result {name}: pause", streams.longest_silence_s(since_s=faulty_s))
     cluster.heal()
-    await serves_as_ever(client, SHORT_PROMPTS, expected, salt=f"result {name}")
+
+
+@AWAITS_THE_FAILURE_MODEL
+async def test_a_lost_frame_that_no_other_follows_is_noticed(
+    cluster: FaultyCluster, client: Client, expected: list[list[int]], figures: Figures
+) -> None:
+    last = (await cluster.places())["LAST"]
+    stream = Stream(SHORT_PROMPTS[0])
+    reading = asyncio.create_task(stream.read(client, cache_salt="alone", timeout_s=15))
+    injection = cluster.lines[last].frames.inject(drop, when=lambda frame: len(stream.tokens) > 10)
+    async with asyncio.timeout(DEADLINE_S):
+        await injection.happened.wait()
+        lost_s = now_s()
+        await reading
+    figures.record("the only frame lost: pause", longest_silence_s(stream.arrived_s, since_s=lost_s))
+    cluster.heal()
+    assert stream.problem(expected[0], errors=TYPED_ERRORS) == ""
+    await cluster.until(is_idle)
 
 
 def _is_hit(frame: Frame, generator: random.Random) -> bool:
