@@ -12,8 +12,8 @@ import pytest_asyncio
 from stageline import Client
 from tests.e2e.clusters import Reference, is_idle
 from tests.e2e.recovery_setup import (
-    DEADLINE_S,
     AWAITS_THE_FAILURE_MODEL,
+    DEADLINE_S,
     RESULTS_HAVE_NO_CHECKSUM,
     SHORT_PROMPTS,
     TYPED_ERRORS,

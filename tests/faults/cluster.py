@@ -19,6 +19,7 @@ from stageline_rpc.v1 import cluster_pb2
 from tests.e2e.clusters import START_TIMEOUT_S, is_serving, wait_for_status
 from tests.e2e.leftovers import is_free, listening_ports
 from tests.fake_processes import is_running
+from tests.faults.byte_proxy import ByteProxy, Connect
 from tests.faults.lines import WorkerLines
 
 EXIT_TIMEOUT_S = 30.0
@@ -38,7 +39,10 @@ class FaultyCluster:
         seed: int = 0,
         has_proxies: bool = False,
         has_frame_proxies: bool = False,
+        connect: Connect | None = None,
     ) -> None:
+        """`connect` is the way to a coordinator on another host; the tests' own network unless given."""
+        self._gate = None if connect is None else ByteProxy(connect=connect)
         self._stack = AsyncExitStack()
         self._config = config
         self._ports: set[int] = set()
@@ -61,8 +65,12 @@ class FaultyCluster:
             for name, lines in self.lines.items():
                 lines.out.target = self.cluster.address
                 await self._connect(name)
-            await self.cluster.wait_until_serving(timeout_s=START_TIMEOUT_S)
-            await self.until(lambda status: len(status.workers) == self._config.num_workers)
+            if self._gate is None:
+                await self.cluster.wait_until_serving(timeout_s=START_TIMEOUT_S)
+            else:
+                self._gate.target = self.cluster.address
+                await self._stack.enter_async_context(self._gate)
+            await self.until(self.has_all_workers, timeout_s=START_TIMEOUT_S)
         except BaseException:
             await self._stack.aclose()
             raise
@@ -85,7 +93,7 @@ class FaultyCluster:
     @property
     def address(self) -> str:
         """Where clients reach the coordinator."""
-        return self.cluster.address
+        return self.cluster.address if self._gate is None else self._gate.address
 
     @property
     def names(self) -> list[str]:

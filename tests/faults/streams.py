@@ -130,6 +130,10 @@ class Streams:
         found = [(number, stream.problem(tokens, errors=errors)) for number, (stream, tokens) in pairs]
         return [f"stream {number}: {problem}" for number, problem in found if problem]
 
+    def last_arrival_s(self) -> float:
+        """When the last token came."""
+        return max(t for stream in self.all for t in stream.arrived_s[-1:])
+
     def longest_silence_s(self, *, since_s: float) -> float:
         """The longest time without a token of any stream from `since_s` on."""
         return longest_silence_s((t for stream in self.all for t in stream.arrived_s), since_s=since_s)
