@@ -9,7 +9,8 @@ import pytest
 
 from deploy import LocalClusterConfig
 from stageline import Client, StepFailed, Unavailable
-from tests.e2e.clusters import MEMORY_BYTES, VOCAB_SIZE, is_idle
+from stageline_rpc.v1 import cluster_pb2
+from tests.e2e.clusters import MEMORY_BYTES, VOCAB_SIZE, is_serving
 from tests.e2e.commands import ENVIRONMENT
 from tests.faults.cluster import FaultyCluster
 from tests.faults.streams import Ask, Streams, mixed_asks
@@ -101,6 +102,15 @@ async def serves_as_ever(client: Client, asks: list[Ask], expected: list[list[in
     streams = Streams(client, asks, cache_salt=f"afterwards {salt}")
     await streams.end(timeout_s=DEADLINE_S)
     _no_problems(streams.problems(expected))
+
+
+def is_idle(status: cluster_pb2.GetStatusResponse) -> bool:
+    """No request is live, and no stage of the plan holds a page of any. A spare may still show what it held
+    in the last epoch in which it had a stage.
+    """
+    live = status.requests.waiting + status.requests.prefill + status.requests.decode
+    active = [worker.heartbeat.kv.blocks_active for worker in status.workers if worker.HasField("stage")]
+    return is_serving(status) and live == 0 and status.requests.steps_in_flight == 0 and not any(active)
 
 
 def now_s() -> float:

@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 
 from stageline import Client
-from tests.e2e.clusters import Reference, is_idle, is_serving
+from tests.e2e.clusters import Reference, is_serving
 from tests.e2e.recovery_setup import (
     AWAITS_THE_FAILURE_MODEL,
     DEADLINE_S,
@@ -17,6 +17,7 @@ from tests.e2e.recovery_setup import (
     config,
     ends_as_if_nothing_had_been,
     ends_rightly_or_with_a_typed_error,
+    is_idle,
     now_s,
     serves_as_ever,
 )

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from stageline import Client
-from tests.e2e.clusters import Reference, is_idle
+from tests.e2e.clusters import Reference
 from tests.e2e.recovery_setup import (
     AWAITS_THE_FAILURE_MODEL,
     DEADLINE_S,
@@ -19,6 +19,7 @@ from tests.e2e.recovery_setup import (
     TYPED_ERRORS,
     config,
     ends_rightly_or_with_a_typed_error,
+    is_idle,
     now_s,
 )
 from tests.faults.cluster import FaultyCluster

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stageline import Client
-from tests.e2e.clusters import VOCAB_SIZE, Reference, is_idle
-from tests.e2e.recovery_setup import DEADLINE_S, config, now_s
+from tests.e2e.clusters import VOCAB_SIZE, Reference
+from tests.e2e.recovery_setup import DEADLINE_S, config, is_idle, now_s
 from tests.faults.cluster import FaultyCluster
 from tests.faults.figures import Figures
 from tests.faults.load import ConstantLoad

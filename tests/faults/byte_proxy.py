@@ -130,11 +130,13 @@ class ByteProxy:
         self._flips.append(flip)
         return flip
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # A coroutine here would be a task that asyncio itself complains about when it is cancelled.
+        task = asyncio.create_task(self._relay(reader, writer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_connections += 1
         self._writers.add(writer)
         # The party behind us may be gone or not there yet, and then so are we for whoever dials.

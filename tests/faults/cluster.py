@@ -45,7 +45,6 @@ class FaultyCluster:
         self._gate = None if connect is None else ByteProxy(connect=connect)
         self._stack = AsyncExitStack()
         self._config = config
-        self._ports: set[int] = set()
         self._pids: set[int] = set()
         self.lines: dict[str, WorkerLines] = {}
         if has_proxies or has_frame_proxies:
@@ -82,13 +81,14 @@ class FaultyCluster:
         exception: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for name in self.names:
-            if self.cluster.process(name).is_running:
-                self._note(name)
+        running = [name for name in self.names if self.cluster.process(name).is_running]
+        for name in running:
+            self._note(name)
+        ports = _ports_of([self.cluster.process(name).pid for name in running])
         await self._stack.__aexit__(exception_type, exception, traceback)
         if exception is None:
             assert [pid for pid in self._pids if is_running(pid)] == []
-            assert [port for port in self._ports if not is_free(f"127.0.0.1:{port}")] == []
+            assert [port for port in ports if not is_free(f"127.0.0.1:{port}")] == []
 
     @property
     def address(self) -> str:
@@ -189,9 +189,7 @@ class FaultyCluster:
 
     def _note(self, name: str) -> None:
         """What this process must not leave behind."""
-        pid = self.cluster.process(name).pid
-        self._pids.add(pid)
-        self._ports.update(_ports_of([pid]))
+        self._pids.add(self.cluster.process(name).pid)
 
 
 def _ports_of(pids: Iterable[int]) -> list[int]:
