@@ -101,8 +101,9 @@ async def _one(
     epoch = (await cluster.until(timeout_s=RECOVERS_WITHIN_S)).epoch
     try:
         await disturbance.inflict(cluster, generator)
-        status = await cluster.until(cluster.has_all_workers, timeout_s=RECOVERS_WITHIN_S)
+        await cluster.until(cluster.has_all_workers, timeout_s=RECOVERS_WITHIN_S)
         await load.next_token(timeout_s=RECOVERS_WITHIN_S)
+        status = await cluster.until(timeout_s=RECOVERS_WITHIN_S)
     except (AssertionError, TimeoutError) as error:
         raise AssertionError(f"after {disturbance.name!r}: {error or 'no token'}") from error
     return Seen(disturbance.name, load.longest_silence_s(since_s=begun_s), status.epoch != epoch)

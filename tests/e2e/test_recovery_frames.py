@@ -143,9 +143,9 @@ async def test_a_lost_frame_that_no_other_follows_is_noticed(
         await injection.happened.wait()
         lost_s = now_s()
         await reading
-    figures.record("the only frame lost: pause", longest_silence_s(stream.arrived_s, since_s=lost_s))
     cluster.heal()
     assert stream.problem(expected[0], errors=TYPED_ERRORS) == ""
+    figures.record("the only frame lost: pause", longest_silence_s(stream.arrived_s, since_s=lost_s))
     await cluster.until(is_idle)
 
 

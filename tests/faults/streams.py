@@ -77,10 +77,7 @@ class Stream:
         """
         shared = list(expected[: len(self.tokens)])
         if self.tokens != shared:
-            place = next(
-                i for i, pair in enumerate(zip(self.tokens, shared, strict=False)) if len(set(pair)) > 1
-            )
-            return f"token {place} is {self.tokens[place]} in the place of {shared[place]}"
+            return f"not the right tokens: {_first_difference(self.tokens, shared)}"
         if self.error is not None:
             is_typed = isinstance(self.error, errors) and type(self.error) is not ServerError
             return "" if is_typed else f"{type(self.error).__name__} after {len(self.tokens)}: {self.error}"
