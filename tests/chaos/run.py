@@ -88,7 +88,7 @@ async def _until_the_end(
         # A generator for each: what one draws does not depend on how long another took.
         generator = random.Random(f"{chaos.seed} {len(report.seen)}")
         (disturbance,) = generator.choices(choices, [d.weight for d in choices])
-        chaos.say(f"{now() - begun_s:6.1f} s  {disturbance.name}")
+        chaos.say(f"{now() - begun_s:6.1f} s  {load.num_finished:5} finished  {disturbance.name}")
         report.seen.append(await _one(cluster, load, disturbance, generator))
         await asyncio.sleep(generator.uniform(0.1, 0.6))
 

@@ -29,6 +29,11 @@ from tests.faults.streams import Streams, undisturbed
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 SEED = 8
+ROLES = (
+    pytest.param("FIRST", marks=pytest.mark.slow),
+    pytest.param("MIDDLE"),
+    pytest.param("LAST", marks=pytest.mark.slow),
+)
 WITHIN_BYTES = 20_000
 """A flipped bit is in so many bytes of a hop: some frames of sixteen decodes."""
 
@@ -51,7 +56,7 @@ async def expected(client: Client) -> list[list[int]]:
     return await undisturbed(client, SHORT_PROMPTS)
 
 
-@pytest.mark.parametrize("role", ["FIRST", "MIDDLE", "LAST"])
+@pytest.mark.parametrize("role", ROLES)
 async def test_a_connection_between_stages_that_is_cut_is_made_again(
     cluster: FaultyCluster, client: Client, expected: list[list[int]], figures: Figures, role: str
 ) -> None:
@@ -89,7 +94,7 @@ async def test_slow_connections_everywhere_are_no_fault(
     assert (await cluster.until()).epoch == epoch
 
 
-@pytest.mark.parametrize("role", ["FIRST", "MIDDLE", "LAST"])
+@pytest.mark.parametrize("role", ROLES)
 async def test_a_flipped_bit_between_stages_gives_no_wrong_token(
     cluster: FaultyCluster, client: Client, expected: list[list[int]], figures: Figures, role: str
 ) -> None:

@@ -52,6 +52,9 @@ FRAME_FAULTS = {
     "delayed": delay(0.4),
 }
 
+QUICK = ("dropped", "truncated", "falsified", "altered")
+"""What the default tests do to frames."""
+
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(llama: Reference, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FaultyCluster]:
@@ -77,7 +80,9 @@ def generator(request: pytest.FixtureRequest) -> random.Random:
     return random.Random(f"{SEED} {request.node.name}")
 
 
-@pytest.mark.parametrize("name", FRAME_FAULTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else (pytest.mark.slow,)) for name in FRAME_FAULTS]
+)
 async def test_faulty_frames_between_stages_give_no_wrong_token(
     cluster: FaultyCluster,
     client: Client,
@@ -103,8 +108,12 @@ async def test_faulty_frames_between_stages_give_no_wrong_token(
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=RESULTS_HAVE_NO_CHECKSUM if name == "altered" else ())
-        for name in RESULT_FAULTS
+        pytest.param("dropped"),
+        pytest.param("repeated", marks=pytest.mark.slow),
+        pytest.param("reordered", marks=pytest.mark.slow),
+        pytest.param("truncated"),
+        pytest.param("altered", marks=RESULTS_HAVE_NO_CHECKSUM),
+        pytest.param("delayed", marks=pytest.mark.slow),
     ],
 )
 async def test_faulty_results_of_the_last_stage_give_no_wrong_token(

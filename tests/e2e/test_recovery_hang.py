@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from stageline import Client
 from stageline_rpc.v1 import cluster_pb2
 from tests.e2e.clusters import Reference, is_serving
@@ -43,6 +45,7 @@ async def test_a_worker_that_thaws_after_its_lease_is_refused_and_joins_as_new(
         await serves_as_ever(client, SHORT_PROMPTS, expected, salt="thawed")
 
 
+@pytest.mark.slow
 async def test_a_worker_that_hangs_for_less_than_its_lease_is_not_lost(
     llama: Reference, tmp_path: Path
 ) -> None:

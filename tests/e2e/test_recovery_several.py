@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from stageline import Client, Unavailable
 from stageline_rpc.v1 import cluster_pb2
 from tests.e2e.clusters import Reference, is_serving
@@ -45,6 +47,7 @@ async def test_survivors_take_over_when_two_of_four_stages_are_killed_at_once(
         await serves_as_ever(client, SHORT_PROMPTS, expected, salt="grown back")
 
 
+@pytest.mark.slow
 async def test_two_spares_take_over_when_two_stages_are_killed_at_once(
     llama: Reference, tmp_path: Path, figures: Figures
 ) -> None:
