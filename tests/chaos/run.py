@@ -14,9 +14,8 @@ from deploy import ClusterFailed, LocalClusterConfig
 from stageline import Client, StagelineError
 from tests.chaos.disturbances import DISTURBANCES, Disturbance
 from tests.chaos.report import Report, Seen
-from tests.checkpoints import make_checkpoint
 from tests.e2e.clusters import VOCAB_SIZE
-from tests.e2e.recovery_setup import TYPED_ERRORS, config, is_idle, mock_config
+from tests.e2e.recovery_setup import TYPED_ERRORS, config, is_idle, make_steady_model, mock_config
 from tests.faults.cluster import FaultyCluster
 from tests.faults.load import ConstantLoad
 from tests.faults.streams import Ask, mixed_asks, undisturbed
@@ -119,12 +118,5 @@ def _cluster_config(chaos: ChaosConfig, directory: Path, free_address: str) -> L
     logs = directory / "logs"
     if not chaos.is_real:
         return mock_config(NUM_WORKERS, num_stages=NUM_STAGES, logs=logs, listen=free_address)
-    model = make_checkpoint(
-        directory / "model",
-        "llama",
-        num_layers=8,
-        seed=3,
-        initializer_range=0.3,
-        max_position_embeddings=4096,
-    )
+    model = make_steady_model(directory / "model")
     return config(model, NUM_WORKERS, num_stages=NUM_STAGES, logs=logs, listen=free_address)

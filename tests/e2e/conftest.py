@@ -13,6 +13,7 @@ import torch
 
 from deploy import LocalCluster
 from tests.e2e.clusters import START_TIMEOUT_S, Reference, Served, config, make_reference
+from tests.e2e.recovery_setup import make_steady_model
 from tests.faults.figures import Figures
 
 torch.set_num_threads(1)
@@ -26,6 +27,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 @pytest.fixture(scope="package")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return make_reference(tmp_path_factory.mktemp("qwen3") / "model", "qwen3")
+
+
+@pytest.fixture(scope="package")
+def steady(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model that is recomputed in other batches after every recovery."""
+    return make_steady_model(tmp_path_factory.mktemp("steady") / "model")
 
 
 @pytest_asyncio.fixture(scope="package", loop_scope="package")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
 from stageline import Client
-from tests.e2e.clusters import Reference, is_serving
+from tests.e2e.clusters import is_serving
 from tests.e2e.recovery_setup import (
     AWAITS_THE_FAILURE_MODEL,
     DEADLINE_S,
@@ -39,8 +40,8 @@ WITHIN_BYTES = 20_000
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(llama: Reference, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FaultyCluster]:
-    made = config(llama.directory, 3, num_stages=3, logs=tmp_path_factory.mktemp("bytes"))
+async def cluster(steady: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FaultyCluster]:
+    made = config(steady, 3, num_stages=3, logs=tmp_path_factory.mktemp("bytes"))
     async with FaultyCluster(made, seed=SEED, has_proxies=True) as cluster:
         yield cluster
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
 from stageline import Client
-from tests.e2e.clusters import Reference
 from tests.e2e.recovery_setup import (
     AWAITS_THE_FAILURE_MODEL,
     DEADLINE_S,
@@ -57,8 +57,8 @@ QUICK = ("dropped", "truncated", "falsified", "altered")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(llama: Reference, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FaultyCluster]:
-    made = config(llama.directory, 3, num_stages=3, logs=tmp_path_factory.mktemp("frames"))
+async def cluster(steady: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FaultyCluster]:
+    made = config(steady, 3, num_stages=3, logs=tmp_path_factory.mktemp("frames"))
     async with FaultyCluster(made, seed=SEED, has_frame_proxies=True) as cluster:
         yield cluster
 

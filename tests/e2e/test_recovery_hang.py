@@ -8,7 +8,7 @@ import pytest
 
 from stageline import Client
 from stageline_rpc.v1 import cluster_pb2
-from tests.e2e.clusters import Reference, is_serving
+from tests.e2e.clusters import is_serving
 from tests.e2e.recovery_setup import SHORT_PROMPTS, config, ends_as_if_nothing_had_been, now_s, serves_as_ever
 from tests.faults.cluster import FaultyCluster
 from tests.faults.figures import Figures
@@ -16,10 +16,10 @@ from tests.faults.streams import Streams, undisturbed
 
 
 async def test_a_worker_that_thaws_after_its_lease_is_refused_and_joins_as_new(
-    llama: Reference, tmp_path: Path, figures: Figures
+    steady: Path, tmp_path: Path, figures: Figures
 ) -> None:
     async with (
-        FaultyCluster(config(llama.directory, 4, num_stages=3, logs=tmp_path)) as cluster,
+        FaultyCluster(config(steady, 4, num_stages=3, logs=tmp_path)) as cluster,
         Client(cluster.address) as client,
     ):
         expected = await undisturbed(client, SHORT_PROMPTS)
@@ -46,11 +46,9 @@ async def test_a_worker_that_thaws_after_its_lease_is_refused_and_joins_as_new(
 
 
 @pytest.mark.slow
-async def test_a_worker_that_hangs_for_less_than_its_lease_is_not_lost(
-    llama: Reference, tmp_path: Path
-) -> None:
+async def test_a_worker_that_hangs_for_less_than_its_lease_is_not_lost(steady: Path, tmp_path: Path) -> None:
     async with (
-        FaultyCluster(config(llama.directory, 3, num_stages=3, logs=tmp_path)) as cluster,
+        FaultyCluster(config(steady, 3, num_stages=3, logs=tmp_path)) as cluster,
         Client(cluster.address) as client,
     ):
         expected = await undisturbed(client, SHORT_PROMPTS)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
 from stageline import Client
-from tests.e2e.clusters import Reference
 from tests.e2e.recovery_setup import (
     LONG_PROMPTS,
     SHORT_PROMPTS,
@@ -26,9 +26,9 @@ ROLES = ("FIRST", "MIDDLE", "LAST")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(llama: Reference, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FaultyCluster]:
+async def cluster(steady: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FaultyCluster]:
     """Three stages and a spare."""
-    made = config(llama.directory, 4, num_stages=3, logs=tmp_path_factory.mktemp("kill"))
+    made = config(steady, 4, num_stages=3, logs=tmp_path_factory.mktemp("kill"))
     async with FaultyCluster(made) as cluster:
         yield cluster
 

@@ -6,13 +6,13 @@ import asyncio
 import dataclasses
 import sys
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
 from stageline import Client
 from stageline_rpc.v1 import cluster_pb2
-from tests.e2e.clusters import Reference
 from tests.e2e.recovery_setup import (
     SHORT_PROMPTS,
     config,
@@ -41,11 +41,11 @@ def network() -> Iterator[Network]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(
-    network: Network, llama: Reference, tmp_path_factory: pytest.TempPathFactory
+    network: Network, steady: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[FaultyCluster]:
     """Three stages and a spare, each on a host of its own."""
     made = config(
-        llama.directory,
+        steady,
         len(WORKERS),
         num_stages=3,
         logs=tmp_path_factory.mktemp("partition"),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stageline import Client
-from tests.e2e.clusters import VOCAB_SIZE, Reference
+from tests.e2e.clusters import VOCAB_SIZE
 from tests.e2e.recovery_setup import DEADLINE_S, config, is_idle, now_s
 from tests.faults.cluster import FaultyCluster
 from tests.faults.figures import Figures
@@ -17,11 +17,11 @@ NUM_STREAMS = 32
 
 
 async def test_a_rolling_restart_of_three_workers_fails_no_request(
-    llama: Reference, tmp_path: Path, figures: Figures
+    steady: Path, tmp_path: Path, figures: Figures
 ) -> None:
     asks = mixed_asks(NUM_STREAMS, lengths=(1, 90), max_tokens=60, vocab_size=VOCAB_SIZE, seed=45)
     async with (
-        FaultyCluster(config(llama.directory, 3, num_stages=3, logs=tmp_path)) as cluster,
+        FaultyCluster(config(steady, 3, num_stages=3, logs=tmp_path)) as cluster,
         Client(cluster.address) as client,
     ):
         answers = dict(zip(asks, await undisturbed(client, asks), strict=True))

@@ -8,7 +8,7 @@ import pytest
 
 from stageline import Client, Unavailable
 from stageline_rpc.v1 import cluster_pb2
-from tests.e2e.clusters import Reference, is_serving
+from tests.e2e.clusters import is_serving
 from tests.e2e.recovery_setup import (
     AWAITS_THE_FAILURE_MODEL,
     SHORT_PROMPTS,
@@ -24,10 +24,10 @@ from tests.faults.streams import Streams, undisturbed
 
 @AWAITS_THE_FAILURE_MODEL
 async def test_survivors_take_over_when_two_of_four_stages_are_killed_at_once(
-    llama: Reference, tmp_path: Path, figures: Figures
+    steady: Path, tmp_path: Path, figures: Figures
 ) -> None:
     async with (
-        FaultyCluster(config(llama.directory, 4, num_stages=4, logs=tmp_path)) as cluster,
+        FaultyCluster(config(steady, 4, num_stages=4, logs=tmp_path)) as cluster,
         Client(cluster.address) as client,
     ):
         expected = await undisturbed(client, SHORT_PROMPTS)
@@ -49,10 +49,10 @@ async def test_survivors_take_over_when_two_of_four_stages_are_killed_at_once(
 
 @pytest.mark.slow
 async def test_two_spares_take_over_when_two_stages_are_killed_at_once(
-    llama: Reference, tmp_path: Path, figures: Figures
+    steady: Path, tmp_path: Path, figures: Figures
 ) -> None:
     async with (
-        FaultyCluster(config(llama.directory, 5, num_stages=3, logs=tmp_path)) as cluster,
+        FaultyCluster(config(steady, 5, num_stages=3, logs=tmp_path)) as cluster,
         Client(cluster.address) as client,
     ):
         expected = await undisturbed(client, SHORT_PROMPTS)
@@ -67,10 +67,10 @@ async def test_two_spares_take_over_when_two_stages_are_killed_at_once(
 
 
 async def test_a_second_spare_takes_over_when_the_first_is_killed_while_it_loads(
-    llama: Reference, tmp_path: Path
+    steady: Path, tmp_path: Path
 ) -> None:
     async with (
-        FaultyCluster(config(llama.directory, 5, num_stages=3, logs=tmp_path)) as cluster,
+        FaultyCluster(config(steady, 5, num_stages=3, logs=tmp_path)) as cluster,
         Client(cluster.address) as client,
     ):
         expected = await undisturbed(client, SHORT_PROMPTS)
@@ -93,9 +93,9 @@ async def test_a_second_spare_takes_over_when_the_first_is_killed_while_it_loads
 
 
 async def test_without_a_journal_a_killed_coordinator_ends_requests_at_once_and_workers_come_back(
-    llama: Reference, tmp_path: Path, free_address: str, figures: Figures
+    steady: Path, tmp_path: Path, free_address: str, figures: Figures
 ) -> None:
-    made = config(llama.directory, 3, num_stages=3, logs=tmp_path, listen=free_address)
+    made = config(steady, 3, num_stages=3, logs=tmp_path, listen=free_address)
     async with FaultyCluster(made) as cluster:
         async with Client(cluster.address) as client:
             expected = await undisturbed(client, SHORT_PROMPTS)

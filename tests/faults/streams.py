@@ -55,7 +55,8 @@ class Stream:
     async def read(self, client: Client, *, cache_salt: str = "", timeout_s: float | None = None) -> None:
         """Reads it to its end. An error of the tree is kept, anything else is raised."""
         ask, now = self.ask, asyncio.get_running_loop().time
-        sampling = {} if ask.seed is None else {"temperature": 1.0, "seed": ask.seed}
+        # Few candidates: each of them is one more place where rounding can turn a draw into another.
+        sampling = {} if ask.seed is None else {"temperature": 1.0, "top_k": 8, "seed": ask.seed}
         try:
             async for output in client.generate(
                 list(ask.prompt),
