@@ -102,11 +102,14 @@ async def test_a_flipped_bit_between_stages_gives_no_wrong_token(
     line = await _line_into(cluster, role)
     streams = Streams(client, SHORT_PROMPTS, cache_salt=f"flip {role}")
     await streams.all_have(3)
+    epoch = (await cluster.until()).epoch
     flip = line.flip(Direction.FORTH, within_bytes=WITHIN_BYTES)
     async with asyncio.timeout(DEADLINE_S):
         await flip.happened.wait()
     flipped_s = now_s()
     await ends_rightly_or_with_a_typed_error(cluster, streams, expected)
+    # Whether or not the tokens happen to be right.
+    await cluster.until(lambda status: status.epoch > epoch, timeout_s=20)
     figures.record(f"bit flipped into {role}: pause", streams.longest_silence_s(since_s=flipped_s))
 
 
