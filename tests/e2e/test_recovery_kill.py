@@ -81,11 +81,13 @@ async def _killed(
     before = await cluster.until()
     killed_s = now_s()
     await cluster.kill(victim)
-    await ends_as_if_nothing_had_been(cluster, streams, expected)
-    figures.record(f"{name}, with a spare: pause", streams.longest_silence_s(since_s=killed_s))
-    after = await cluster.until()
-    assert after.epoch > before.epoch
-    assert after.requests.failed == before.requests.failed
-    assert victim not in (await cluster.places()).values()
-    await cluster.restart(victim)
-    await cluster.until(cluster.has_all_workers)
+    try:
+        await ends_as_if_nothing_had_been(cluster, streams, expected)
+        figures.record(f"{name}, with a spare: pause", streams.longest_silence_s(since_s=killed_s))
+        after = await cluster.until()
+        assert after.epoch > before.epoch
+        assert after.requests.failed == before.requests.failed
+        assert victim not in (await cluster.places()).values()
+    finally:
+        await cluster.restart(victim)
+        await cluster.until(cluster.has_all_workers)
