@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from tests.e2e.recovery_setup import SHORT_PROMPTS, config, ends_as_if_nothing_h
 from tests.faults.cluster import FaultyCluster
 from tests.faults.figures import Figures
 from tests.faults.streams import Streams, undisturbed
+
+LATE_MS = 700
 
 
 async def test_a_worker_that_thaws_after_its_lease_is_refused_and_joins_as_new(
@@ -58,9 +61,9 @@ async def test_a_worker_that_hangs_for_less_than_its_lease_is_not_lost(steady: P
         for victim in cluster.worker_names:
             cluster.freeze(victim)
             # One heartbeat is late, which the age that the coordinator shows tells.
-            await cluster.until(lambda status, victim=victim: _age_ms(status, victim) > 700)
+            await cluster.until(partial(_is_late, name=victim))
             cluster.thaw(victim)
-            await cluster.until(lambda status, victim=victim: _age_ms(status, victim) < 700)
+            await cluster.until(partial(_is_on_time, name=victim))
         await ends_as_if_nothing_had_been(cluster, streams, expected)
         status = await cluster.until(is_serving)
         assert status.epoch == epoch
@@ -71,6 +74,11 @@ def _live(status: cluster_pb2.GetStatusResponse) -> set[str]:
     return {w.name for w in status.workers if w.state != cluster_pb2.WORKER_STATE_LOST}
 
 
-def _age_ms(status: cluster_pb2.GetStatusResponse, name: str) -> int:
-    (age,) = (worker.heartbeat_age_ms for worker in status.workers if worker.name == name)
-    return age
+def _is_late(status: cluster_pb2.GetStatusResponse, *, name: str) -> bool:
+    """A heartbeat of this worker is missing."""
+    (age_ms,) = (worker.heartbeat_age_ms for worker in status.workers if worker.name == name)
+    return age_ms > LATE_MS
+
+
+def _is_on_time(status: cluster_pb2.GetStatusResponse, *, name: str) -> bool:
+    return not _is_late(status, name=name)
