@@ -1,5 +1,6 @@
 # `make demo` and `make test` need nothing but Python 3.11 to 3.13: they make .venv and install into it first.
 # Another Python: make demo PYTHON=python3.12. Figures of one group: make bench BENCH=decode
+# Other faults than by default: make chaos SECONDS=60 SEED=3 CHAOS=--real
 
 PYTHON ?= python3
 VENV := .venv
@@ -7,9 +8,10 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 TORCH := $(shell grep '^torch==' constraints.txt)
+SECONDS ?= 600
 PROTOS := $(wildcard proto/stageline_rpc/v1/*.proto)
 
-.PHONY: demo test test-all lint proto bench venv clean
+.PHONY: demo test test-all lint proto bench chaos venv clean
 
 demo: venv
 	@$(BIN)/stageline demo
@@ -28,6 +30,9 @@ lint: venv
 
 bench: venv
 	@$(BIN)/python -m bench $(BENCH)
+
+chaos: venv
+	@$(BIN)/python -m tests.chaos --seconds $(SECONDS) $(addprefix --seed ,$(SEED)) $(CHAOS)
 
 proto: venv $(PROTOS)
 	@$(BIN)/python -m tests.proto_codegen proto

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -11,6 +13,8 @@ import torch
 
 from deploy import LocalCluster
 from tests.e2e.clusters import START_TIMEOUT_S, Reference, Served, config, make_reference
+from tests.e2e.recovery_setup import make_steady_model
+from tests.faults.figures import Figures
 
 torch.set_num_threads(1)
 
@@ -23,6 +27,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 @pytest.fixture(scope="package")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return make_reference(tmp_path_factory.mktemp("qwen3") / "model", "qwen3")
+
+
+@pytest.fixture(scope="package")
+def steady(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model that is recomputed in other batches after every recovery."""
+    return make_steady_model(tmp_path_factory.mktemp("steady") / "model")
 
 
 @pytest_asyncio.fixture(scope="package", loop_scope="package")
@@ -41,3 +51,24 @@ def free_address() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+_FIGURES = pytest.StashKey[Figures]()
+
+
+@pytest.fixture
+def figures(pytestconfig: pytest.Config) -> Figures:
+    """Shown at the end of the run, and appended as JSON to the file that STAGELINE_RECOVERY_FIGURES names."""
+    return pytestconfig.stash.setdefault(_FIGURES, Figures())
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    found = config.stash.get(_FIGURES, Figures())
+    if not found.all:
+        return
+    terminalreporter.section("recoveries")
+    for line in found.lines():
+        terminalreporter.write_line(line)
+    if (file := os.environ.get("STAGELINE_RECOVERY_FIGURES")) is not None:
+        with Path(file).open("a") as output:
+            output.write(found.json_lines())

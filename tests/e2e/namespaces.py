@@ -42,21 +42,29 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
 
 
 def _set_up(hosts: tuple[Host, Host]) -> None:
+    with skipping_where_impossible():
+        for host in hosts:
+            run_ip("netns", "add", host.namespace)
+        # Both ends are made inside, so that no other network of this machine ever sees them.
+        end = ("name", "cable", "netns", hosts[1].namespace)
+        run_ip("-n", hosts[0].namespace, "link", "add", "cable", "type", "veth", "peer", *end)
+        for host in hosts:
+            run_ip("-n", host.namespace, "address", "add", f"{host.address}/24", "dev", "cable")
+            for device in ("lo", "cable"):
+                run_ip("-n", host.namespace, "link", "set", device, "up")
+
+
+@contextmanager
+def skipping_where_impossible() -> Iterator[None]:
+    """Skips the test where this machine does not let us make networks."""
     if sys.platform != "linux" or shutil.which("ip") is None:
         pytest.skip("network namespaces need Linux and the ip command")
     try:
-        for host in hosts:
-            _ip("netns", "add", host.namespace)
-        # Both ends are made inside, so that no other network of this machine ever sees them.
-        end = ("name", "cable", "netns", hosts[1].namespace)
-        _ip("-n", hosts[0].namespace, "link", "add", "cable", "type", "veth", "peer", *end)
-        for host in hosts:
-            _ip("-n", host.namespace, "address", "add", f"{host.address}/24", "dev", "cable")
-            for device in ("lo", "cable"):
-                _ip("-n", host.namespace, "link", "set", device, "up")
+        yield
     except subprocess.CalledProcessError as error:
         pytest.skip(f"`{' '.join(error.cmd)}` does not work here: {error.stderr.strip()}")
 
 
-def _ip(*arguments: str) -> None:
+def run_ip(*arguments: str) -> None:
+    """Runs `ip ARGUMENTS`. Raises CalledProcessError."""
     subprocess.run(["ip", *arguments], capture_output=True, text=True, check=True, timeout=10)

@@ -1,0 +1,49 @@
+"""`python -m tests.chaos --seconds 600 --seed 1`: random faults on a cluster of this machine under load."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+import logging
+import random
+import socket
+import sys
+
+from tests.chaos.disturbances import DISTURBANCES
+from tests.chaos.run import ChaosConfig, run_chaos
+
+
+def main() -> int:
+    """0 when every token was right, nothing was stuck and nothing was left behind; else 1."""
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=600.0, help="how long to disturb the cluster")
+    parser.add_argument("--seed", type=int, default=None, help="what is done to whom; random unless given")
+    parser.add_argument("--real", action="store_true", help="stages that compute, in the place of mock ones")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="TEXT", help="only what has this in its name"
+    )
+    given = parser.parse_args()
+    if not all(any(text in each.name for each in DISTURBANCES) for text in given.only):
+        parser.error(f"there are only {', '.join(each.name for each in DISTURBANCES)}")
+    seed = random.randrange(10**6) if given.seed is None else given.seed
+    # Of our own servers in this process, the proxies: what they meet is what they were made for.
+    logging.disable(logging.ERROR)
+    say = functools.partial(print, flush=True)
+    say(f"seed {seed}")
+    config = ChaosConfig(
+        seconds=given.seconds, seed=seed, is_real=given.real, names=tuple(given.only), say=say
+    )
+    report = asyncio.run(run_chaos(config, _free_address()))
+    say("\n".join(report.lines()))
+    return 1 if report.problems else 0
+
+
+def _free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

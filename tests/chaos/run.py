@@ -1,0 +1,122 @@
+"""One run of chaos: a cluster under constant load, disturbed again and again until the time is over."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from deploy import ClusterFailed, LocalClusterConfig
+from stageline import Client, StagelineError
+from tests.chaos.disturbances import DISTURBANCES, Disturbance
+from tests.chaos.report import Report, Seen
+from tests.e2e.clusters import VOCAB_SIZE
+from tests.e2e.recovery_setup import TYPED_ERRORS, config, is_idle, make_steady_model, mock_config
+from tests.faults.cluster import FaultyCluster
+from tests.faults.load import ConstantLoad
+from tests.faults.streams import Ask, mixed_asks, undisturbed
+from tests.mock_answers import mock_tokens
+
+NUM_WORKERS = 4
+NUM_STAGES = 3
+NUM_STREAMS = 16
+RECOVERS_WITHIN_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChaosConfig:
+    """`is_real` computes with a small model instead of mock stages. `names` are parts of the names of the
+    disturbances to choose from; all without any.
+    """
+
+    seconds: float
+    seed: int
+    is_real: bool = False
+    names: tuple[str, ...] = ()
+    say: Callable[[str], None] = print
+
+
+async def run_chaos(chaos: ChaosConfig, free_address: str) -> Report:
+    """Returns when the time is over and the cluster has ended. Everything random follows from the seed,
+    except when a disturbance meets which request.
+    """
+    report = Report(chaos.seed, chaos.seconds)
+    directory = Path(tempfile.mkdtemp(prefix="stageline-chaos-"))
+    made = _cluster_config(chaos, directory, free_address)
+    try:
+        async with FaultyCluster(made, seed=chaos.seed, has_frame_proxies=True) as cluster:
+            await _disturb(chaos, cluster, report)
+    except (AssertionError, TimeoutError, ClusterFailed, StagelineError) as error:
+        report.problems.append(f"{type(error).__name__}: {error}")
+    if report.problems:
+        report.problems.append(f"logs are in {directory}")
+    else:
+        shutil.rmtree(directory)
+    return report
+
+
+async def _disturb(chaos: ChaosConfig, cluster: FaultyCluster, report: Report) -> None:
+    asks = mixed_asks(64, lengths=(1, 200), max_tokens=80, vocab_size=VOCAB_SIZE, seed=chaos.seed)
+    async with Client(cluster.address) as client:
+        answers = await _answers(chaos, client, asks)
+        load = ConstantLoad(
+            client, asks, lambda ask: answers[ask], num_streams=NUM_STREAMS, errors=TYPED_ERRORS
+        )
+        try:
+            async with load:
+                await _until_the_end(chaos, cluster, load, report)
+        finally:
+            report.problems += load.problems
+            report.num_finished, report.num_tokens = load.num_finished, load.num_tokens
+            report.ended_with = load.ended_with
+        await cluster.until(is_idle)
+
+
+async def _until_the_end(
+    chaos: ChaosConfig, cluster: FaultyCluster, load: ConstantLoad, report: Report
+) -> None:
+    now = asyncio.get_running_loop().time
+    await load.next_token(timeout_s=RECOVERS_WITHIN_S)
+    begun_s = now()
+    choices = [d for d in DISTURBANCES if not chaos.names or any(name in d.name for name in chaos.names)]
+    while now() - begun_s < chaos.seconds:
+        # A generator for each: what one draws does not depend on how long another took.
+        generator = random.Random(f"{chaos.seed} {len(report.seen)}")
+        (disturbance,) = generator.choices(choices, [d.weight for d in choices])
+        chaos.say(f"{now() - begun_s:6.1f} s  {load.num_finished:5} finished  {disturbance.name}")
+        report.seen.append(await _one(cluster, load, disturbance, generator))
+        await asyncio.sleep(generator.uniform(0.1, 0.6))
+
+
+async def _one(
+    cluster: FaultyCluster, load: ConstantLoad, disturbance: Disturbance, generator: random.Random
+) -> Seen:
+    """Returns when the cluster is whole again and tokens flow, which they must in time."""
+    begun_s = asyncio.get_running_loop().time()
+    epoch = (await cluster.until(timeout_s=RECOVERS_WITHIN_S)).epoch
+    try:
+        await disturbance.inflict(cluster, generator)
+        await cluster.until(cluster.has_all_workers, timeout_s=RECOVERS_WITHIN_S)
+        await load.next_token(timeout_s=RECOVERS_WITHIN_S)
+        status = await cluster.until(timeout_s=RECOVERS_WITHIN_S)
+    except (AssertionError, TimeoutError) as error:
+        raise AssertionError(f"after {disturbance.name!r}: {error or 'no token'}") from error
+    return Seen(disturbance.name, load.longest_silence_s(since_s=begun_s), status.epoch != epoch)
+
+
+async def _answers(chaos: ChaosConfig, client: Client, asks: Sequence[Ask]) -> dict[Ask, list[int]]:
+    if chaos.is_real:
+        return dict(zip(asks, await undisturbed(client, asks), strict=True))
+    return {ask: mock_tokens(ask.prompt, ask.max_tokens, vocab_size=VOCAB_SIZE) for ask in asks}
+
+
+def _cluster_config(chaos: ChaosConfig, directory: Path, free_address: str) -> LocalClusterConfig:
+    logs = directory / "logs"
+    if not chaos.is_real:
+        return mock_config(NUM_WORKERS, num_stages=NUM_STAGES, logs=logs, listen=free_address)
+    model = make_steady_model(directory / "model")
+    return config(model, NUM_WORKERS, num_stages=NUM_STAGES, logs=logs, listen=free_address)

@@ -1,0 +1,129 @@
+"""What the tests of recoveries share: clusters, sixteen requests, and what holds once all is over."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from deploy import LocalClusterConfig
+from stageline import Client, StepFailed, Unavailable
+from stageline_rpc.v1 import cluster_pb2
+from tests.checkpoints import make_checkpoint
+from tests.e2e.clusters import MEMORY_BYTES, VOCAB_SIZE, is_serving
+from tests.e2e.commands import ENVIRONMENT
+from tests.faults.cluster import FaultyCluster
+from tests.faults.streams import Ask, Streams, mixed_asks
+
+NUM_STREAMS = 16
+STEADY_RANGE = 0.16
+DEADLINE_S = 60.0
+"""For everything that has to happen at all; nothing waits this long unless it is broken."""
+
+TYPED_ERRORS = (Unavailable, StepFailed)
+"""What a client may be told when its request cannot go on: sending it again is safe."""
+
+_STEP_FLAGS = ("--block-size", "16", "--max-step-tokens", "64", "--kv-tokens", "16384")
+
+SHORT_PROMPTS = mixed_asks(NUM_STREAMS, lengths=(1, 70), max_tokens=60, vocab_size=VOCAB_SIZE, seed=41)
+LONG_PROMPTS = mixed_asks(NUM_STREAMS, lengths=(200, 420), max_tokens=20, vocab_size=VOCAB_SIZE, seed=43)
+
+
+def make_steady_model(directory: Path) -> Path:
+    """Eight float32 layers. Rounding depends on who else is in a step and moves log-probabilities by at most
+    1e-5 here, with weights twice as wide by 5e-5: there one draw in some thousands became another token.
+    """
+    return make_checkpoint(
+        directory,
+        "llama",
+        num_layers=8,
+        seed=3,
+        initializer_range=STEADY_RANGE,
+        tie_word_embeddings=False,
+        max_position_embeddings=4096,
+    )
+
+
+def config(
+    directory: Path,
+    num_workers: int,
+    *,
+    num_stages: int,
+    logs: Path,
+    flags: tuple[str, ...] = (),
+    listen: str = "127.0.0.1:0",
+) -> LocalClusterConfig:
+    """Real stages in float32, with one compute thread each; what is no stage is a spare."""
+    return LocalClusterConfig(
+        num_workers=num_workers,
+        num_stages=num_stages,
+        model_directory=directory,
+        memory_bytes=MEMORY_BYTES,
+        num_threads=1,
+        pins_workers=False,
+        listen=listen,
+        coordinator_arguments=(*_STEP_FLAGS, *flags),
+        environment=ENVIRONMENT,
+        log_directory=logs,
+    )
+
+
+def mock_config(
+    num_workers: int, *, num_stages: int, logs: Path, times: str = "step=2ms", listen: str = "127.0.0.1:0"
+) -> LocalClusterConfig:
+    """Mock stages, which start quickly and of which every token is known."""
+    return LocalClusterConfig(
+        num_workers=num_workers,
+        num_stages=num_stages,
+        mocks=(times,),
+        listen=listen,
+        coordinator_arguments=(
+            "--mock-model",
+            f"layers={max(8, num_workers)},vocab={VOCAB_SIZE}",
+            *_STEP_FLAGS,
+        ),
+        environment=ENVIRONMENT,
+        log_directory=logs,
+    )
+
+
+async def ends_as_if_nothing_had_been(
+    cluster: FaultyCluster, streams: Streams, expected: list[list[int]]
+) -> None:
+    """Every stream ends with exactly these tokens, and then no stage holds a page any more."""
+    await streams.end(timeout_s=DEADLINE_S)
+    _no_problems(streams.problems(expected))
+    await cluster.until(is_idle)
+
+
+async def ends_rightly_or_with_a_typed_error(
+    cluster: FaultyCluster, streams: Streams, expected: list[list[int]]
+) -> None:
+    """No wrong token, nothing stuck, no page left."""
+    await streams.end(timeout_s=DEADLINE_S)
+    _no_problems(streams.problems(expected, errors=TYPED_ERRORS))
+    await cluster.until(is_idle)
+
+
+async def serves_as_ever(client: Client, asks: list[Ask], expected: list[list[int]], *, salt: str) -> None:
+    """Whatever has been, the next requests are served as if it had not."""
+    streams = Streams(client, asks, cache_salt=f"afterwards {salt}")
+    await streams.end(timeout_s=DEADLINE_S)
+    _no_problems(streams.problems(expected))
+
+
+def is_idle(status: cluster_pb2.GetStatusResponse) -> bool:
+    """No request is live, and no stage of the plan holds a page of any. A spare may still show what it held
+    in the last epoch in which it had a stage.
+    """
+    live = status.requests.waiting + status.requests.prefill + status.requests.decode
+    active = [worker.heartbeat.kv.blocks_active for worker in status.workers if worker.HasField("stage")]
+    return is_serving(status) and live == 0 and status.requests.steps_in_flight == 0 and not any(active)
+
+
+def now_s() -> float:
+    """The clock of `Streams`."""
+    return asyncio.get_running_loop().time()
+
+
+def _no_problems(problems: list[str]) -> None:
+    assert not problems, "\n".join(problems)

@@ -1,0 +1,151 @@
+"""Connections between real processes that are slow, stall, break or carry wrong bits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from stageline import Client
+from tests.e2e.clusters import is_serving
+from tests.e2e.recovery_setup import (
+    DEADLINE_S,
+    SHORT_PROMPTS,
+    config,
+    ends_as_if_nothing_had_been,
+    ends_rightly_or_with_a_typed_error,
+    is_idle,
+    now_s,
+    serves_as_ever,
+)
+from tests.faults.byte_proxy import ByteProxy, Direction
+from tests.faults.cluster import FaultyCluster
+from tests.faults.figures import Figures
+from tests.faults.streams import Streams, undisturbed
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+SEED = 8
+ROLES = (
+    pytest.param("FIRST", marks=pytest.mark.slow),
+    pytest.param("MIDDLE"),
+    pytest.param("LAST", marks=pytest.mark.slow),
+)
+WITHIN_BYTES = 20_000
+"""A flipped bit is in so many bytes of a hop: some frames of sixteen decodes."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(steady: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FaultyCluster]:
+    made = config(steady, 3, num_stages=3, logs=tmp_path_factory.mktemp("bytes"))
+    async with FaultyCluster(made, seed=SEED, has_proxies=True) as cluster:
+        yield cluster
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(cluster: FaultyCluster) -> AsyncIterator[Client]:
+    async with Client(cluster.address) as client:
+        yield client
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def expected(client: Client) -> list[list[int]]:
+    return await undisturbed(client, SHORT_PROMPTS)
+
+
+@pytest.mark.parametrize("role", ROLES)
+async def test_a_connection_between_stages_that_is_cut_is_made_again(
+    cluster: FaultyCluster, client: Client, expected: list[list[int]], figures: Figures, role: str
+) -> None:
+    line = await _line_into(cluster, role)
+    streams = Streams(client, SHORT_PROMPTS, cache_salt=f"cut {role}")
+    await streams.all_have(5)
+    cut_s = now_s()
+    line.cut()
+    await ends_rightly_or_with_a_typed_error(cluster, streams, expected)
+    figures.record(f"connection into {role} cut: pause", streams.longest_silence_s(since_s=cut_s))
+
+
+async def test_the_connections_of_a_worker_to_the_coordinator_that_are_cut_are_made_again(
+    cluster: FaultyCluster, client: Client, expected: list[list[int]], figures: Figures
+) -> None:
+    last = (await cluster.places())["LAST"]
+    streams = Streams(client, SHORT_PROMPTS, cache_salt="cut results")
+    await streams.all_have(5)
+    cut_s = now_s()
+    cluster.lines[last].out.cut()
+    await ends_as_if_nothing_had_been(cluster, streams, expected)
+    figures.record("LAST cut off the coordinator: pause", streams.longest_silence_s(since_s=cut_s))
+
+
+async def test_slow_connections_everywhere_are_no_fault(
+    cluster: FaultyCluster, client: Client, expected: list[list[int]]
+) -> None:
+    epoch = (await cluster.until()).epoch
+    for lines in cluster.lines.values():
+        lines.into.delay(0.02)
+        lines.out.delay(0.02)
+    streams = Streams(client, SHORT_PROMPTS, cache_salt="slow")
+    await ends_as_if_nothing_had_been(cluster, streams, expected)
+    cluster.heal()
+    assert (await cluster.until()).epoch == epoch
+
+
+@pytest.mark.parametrize("role", ROLES)
+async def test_a_flipped_bit_between_stages_gives_no_wrong_token(
+    cluster: FaultyCluster, client: Client, expected: list[list[int]], figures: Figures, role: str
+) -> None:
+    line = await _line_into(cluster, role)
+    streams = Streams(client, SHORT_PROMPTS, cache_salt=f"flip {role}")
+    await streams.all_have(3)
+    epoch = (await cluster.until()).epoch
+    flip = line.flip(Direction.FORTH, within_bytes=WITHIN_BYTES)
+    async with asyncio.timeout(DEADLINE_S):
+        await flip.happened.wait()
+    flipped_s = now_s()
+    await ends_rightly_or_with_a_typed_error(cluster, streams, expected)
+    # Whether or not the tokens happen to be right.
+    await cluster.until(lambda status: status.epoch > epoch, timeout_s=20)
+    figures.record(f"bit flipped into {role}: pause", streams.longest_silence_s(since_s=flipped_s))
+
+
+async def test_a_connection_between_stages_that_stalls_is_noticed_by_the_steps_that_are_overdue(
+    cluster: FaultyCluster, client: Client, expected: list[list[int]], figures: Figures
+) -> None:
+    line = await _line_into(cluster, "LAST")
+    streams = Streams(client, SHORT_PROMPTS, cache_salt="stall")
+    await streams.all_have(5)
+    epoch = (await cluster.until()).epoch
+    stalled_s = now_s()
+    line.stall()
+    try:
+        await cluster.until(lambda status: status.epoch > epoch, timeout_s=20)
+    finally:
+        line.flow()
+    await ends_as_if_nothing_had_been(cluster, streams, expected)
+    figures.record("connection into LAST stalls: pause", streams.longest_silence_s(since_s=stalled_s))
+
+
+async def test_a_worker_that_is_partitioned_for_longer_than_its_lease_comes_back(
+    cluster: FaultyCluster, client: Client, expected: list[list[int]], figures: Figures
+) -> None:
+    victim = (await cluster.places())["MIDDLE"]
+    streams = Streams(client, SHORT_PROMPTS, cache_salt="partition")
+    await streams.all_have(5)
+    before = await cluster.until()
+    parted_s = now_s()
+    cluster.lines[victim].partition()
+    await cluster.until(lambda status: not is_serving(status) or status.epoch > before.epoch)
+    cluster.heal()
+    await ends_rightly_or_with_a_typed_error(cluster, streams, expected)
+    figures.record("MIDDLE partitioned until noticed: pause", streams.longest_silence_s(since_s=parted_s))
+    await cluster.until(cluster.has_all_workers)
+    await serves_as_ever(client, SHORT_PROMPTS, expected, salt="partition")
+    await cluster.until(is_idle)
+
+
+async def _line_into(cluster: FaultyCluster, role: str) -> ByteProxy:
+    return cluster.lines[(await cluster.places())[role]].into

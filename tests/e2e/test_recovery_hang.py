@@ -1,0 +1,84 @@
+"""A worker that hangs for longer than its lease, and then goes on as if nothing had been."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from stageline import Client
+from stageline_rpc.v1 import cluster_pb2
+from tests.e2e.clusters import is_serving
+from tests.e2e.recovery_setup import SHORT_PROMPTS, config, ends_as_if_nothing_had_been, now_s, serves_as_ever
+from tests.faults.cluster import FaultyCluster
+from tests.faults.figures import Figures
+from tests.faults.streams import Streams, undisturbed
+
+LATE_MS = 700
+
+
+async def test_a_worker_that_thaws_after_its_lease_is_refused_and_joins_as_new(
+    steady: Path, tmp_path: Path, figures: Figures
+) -> None:
+    async with (
+        FaultyCluster(config(steady, 4, num_stages=3, logs=tmp_path)) as cluster,
+        Client(cluster.address) as client,
+    ):
+        expected = await undisturbed(client, SHORT_PROMPTS)
+        victim = (await cluster.places())["MIDDLE"]
+        pid = cluster.cluster.process(victim).pid
+        streams = Streams(client, SHORT_PROMPTS, cache_salt="frozen")
+        await streams.all_have(5)
+        before = await cluster.until()
+        frozen_s = now_s()
+        cluster.freeze(victim)
+        await ends_as_if_nothing_had_been(cluster, streams, expected)
+        figures.record("SIGSTOP of MIDDLE, with a spare: pause", streams.longest_silence_s(since_s=frozen_s))
+        after = await cluster.until()
+        assert after.epoch > before.epoch
+        assert victim not in _live(after)
+
+        cluster.thaw(victim)
+        await cluster.until(cluster.has_all_workers)
+        process = cluster.cluster.process(victim)
+        assert process.pid == pid
+        assert process.read_log().count("joined the coordinator") == 2, "it must have had to join again"
+        assert (await cluster.until()).epoch == after.epoch, "what it did when it thawed disturbed the others"
+        await serves_as_ever(client, SHORT_PROMPTS, expected, salt="thawed")
+
+
+@pytest.mark.slow
+async def test_a_worker_that_hangs_for_less_than_its_lease_is_not_lost(steady: Path, tmp_path: Path) -> None:
+    async with (
+        FaultyCluster(config(steady, 3, num_stages=3, logs=tmp_path)) as cluster,
+        Client(cluster.address) as client,
+    ):
+        expected = await undisturbed(client, SHORT_PROMPTS)
+        streams = Streams(client, SHORT_PROMPTS, cache_salt="frozen")
+        await streams.all_have(5)
+        epoch = (await cluster.until()).epoch
+        for victim in cluster.worker_names:
+            cluster.freeze(victim)
+            # One heartbeat is late, which the age that the coordinator shows tells.
+            await cluster.until(partial(_is_late, name=victim))
+            cluster.thaw(victim)
+            await cluster.until(partial(_is_on_time, name=victim))
+        await ends_as_if_nothing_had_been(cluster, streams, expected)
+        status = await cluster.until(is_serving)
+        assert status.epoch == epoch
+
+
+def _live(status: cluster_pb2.GetStatusResponse) -> set[str]:
+    """The names of the workers that have joined and are not lost."""
+    return {w.name for w in status.workers if w.state != cluster_pb2.WORKER_STATE_LOST}
+
+
+def _is_late(status: cluster_pb2.GetStatusResponse, *, name: str) -> bool:
+    """A heartbeat of this worker is missing."""
+    (age_ms,) = (worker.heartbeat_age_ms for worker in status.workers if worker.name == name)
+    return age_ms > LATE_MS
+
+
+def _is_on_time(status: cluster_pb2.GetStatusResponse, *, name: str) -> bool:
+    return not _is_late(status, name=name)

@@ -1,0 +1,184 @@
+"""A TCP proxy between any two parties that delays, stalls, cuts and falsifies the bytes that pass it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import socket
+import struct
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from types import TracebackType
+from typing import Self
+
+from wire.addresses import parse_address
+
+READ_BYTES = 64 * 1024
+Connect = Callable[[str], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
+
+
+class Direction(Enum):
+    """`FORTH` is from whoever dialled to the target."""
+
+    FORTH = auto()
+    BACK = auto()
+
+
+@dataclass(eq=False)
+class Flip:
+    """One bit of one byte: the byte is `after_bytes` further on in `direction`, counted over all connections
+    from the moment that it was asked for. `happened` is set once it has passed.
+    """
+
+    direction: Direction
+    after_bytes: int
+    bit: int
+    happened: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def apply(self, direction: Direction, data: bytes) -> bytes:
+        if direction is not self.direction or self.happened.is_set():
+            return data
+        if self.after_bytes >= len(data):
+            self.after_bytes -= len(data)
+            return data
+        altered = bytearray(data)
+        altered[self.after_bytes] ^= 1 << self.bit
+        self.happened.set()
+        return bytes(altered)
+
+
+async def connect_directly(target: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """The usual way to the target: HOST:PORT as this process sees it."""
+    address = parse_address(target)
+    return await asyncio.open_connection(address.host, address.port)
+
+
+class ByteProxy:
+    """Listens at `address` while entered and passes everything on to `target` (HOST:PORT).
+
+    Connections that come before there is a target wait for one. Delays and the places of flipped bits follow
+    from `seed`; a stall holds bytes back and loses none of them.
+    """
+
+    def __init__(self, target: str = "", *, seed: int = 0, connect: Connect = connect_directly) -> None:
+        self.address = ""
+        self.num_connections = 0
+        self.most_delay_s = 0.0
+        self._connect = connect
+        self._has_target = asyncio.Event()
+        self.target = target
+        self._generator = random.Random(seed)
+        self._is_flowing = asyncio.Event()
+        self._is_flowing.set()
+        self._flips: list[Flip] = []
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._server.close()
+        self.cut()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def target(self) -> str:
+        return self._target
+
+    @target.setter
+    def target(self, address: str) -> None:
+        """Where new connections go from now on; with "" they wait."""
+        self._target = address
+        if address:
+            self._has_target.set()
+        else:
+            self._has_target.clear()
+
+    def delay(self, most_s: float) -> None:
+        """Every read from now on waits a random time of at most `most_s` seconds; 0 ends it."""
+        self.most_delay_s = most_s
+
+    def stall(self) -> None:
+        """Nothing passes any more, and nobody is told, until `flow`."""
+        self._is_flowing.clear()
+
+    def flow(self) -> None:
+        """What a stall held back passes now."""
+        self._is_flowing.set()
+
+    def cut(self) -> None:
+        """Resets every connection, in both directions; new ones are welcome."""
+        for writer in self._writers:
+            _reset(writer)
+        self._writers.clear()
+
+    def flip(self, direction: Direction, *, within_bytes: int) -> Flip:
+        """Falsifies one bit somewhere in the next `within_bytes` bytes of this direction."""
+        flip = Flip(direction, self._generator.randrange(within_bytes), self._generator.randrange(8))
+        self._flips.append(flip)
+        return flip
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # A coroutine here would be a task that asyncio itself complains about when it is cancelled.
+        task = asyncio.create_task(self._relay(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        self._writers.add(writer)
+        # The party behind us may be gone or not there yet, and then so are we for whoever dials.
+        with contextlib.suppress(OSError):
+            await self._has_target.wait()
+            await self._is_flowing.wait()
+            far_reader, far_writer = await self._connect(self._target)
+            self._writers.add(far_writer)
+            await asyncio.gather(
+                self._pass_on(Direction.FORTH, reader, far_writer),
+                self._pass_on(Direction.BACK, far_reader, writer),
+            )
+        _reset(writer)
+        self._writers.discard(writer)
+
+    async def _pass_on(
+        self, direction: Direction, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        try:
+            while data := await reader.read(READ_BYTES):
+                if self.most_delay_s:
+                    await asyncio.sleep(self._generator.uniform(0, self.most_delay_s))
+                await self._is_flowing.wait()
+                writer.write(self._flipped(direction, data))
+                await writer.drain()
+        except ConnectionError:
+            _reset(writer)
+        finally:
+            writer.close()
+            self._writers.discard(writer)
+
+    def _flipped(self, direction: Direction, data: bytes) -> bytes:
+        for flip in self._flips:
+            data = flip.apply(direction, data)
+        self._flips = [flip for flip in self._flips if not flip.happened.is_set()]
+        return data
+
+
+def _reset(writer: asyncio.StreamWriter) -> None:
+    """Ends the connection as a crash would: with RST, whatever is still to be sent."""
+    if writer.transport.is_closing():
+        return
+    # With a linger time of 0, close() sends RST and not FIN (man 7 socket).
+    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()

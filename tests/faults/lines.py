@@ -1,0 +1,77 @@
+"""The ways into and out of one worker, each with proxies that a test can tell to misbehave."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Self
+
+from tests.faults.byte_proxy import ByteProxy
+from tests.faults.result_proxy import ResultProxy
+from tests.integration.stream_proxy import HopProxy, StreamProxy
+
+
+class WorkerLines:
+    """Frames come to the worker through `frames` and `into`, what it says to the coordinator leaves through
+    `results` and `out`. Without `has_frame_proxies` there are only the byte proxies, `into` and `out`.
+
+    Bytes are falsified behind the frame proxies, since those look into what passes them.
+    """
+
+    def __init__(self, *, seed: int, has_frame_proxies: bool) -> None:
+        self.into = ByteProxy(seed=2 * seed)
+        self.out = ByteProxy(seed=2 * seed + 1)
+        self._frames = HopProxy() if has_frame_proxies else None
+        self._results = ResultProxy() if has_frame_proxies else None
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        for line, proxy in ((self.into, self._frames), (self.out, self._results)):
+            await self._stack.enter_async_context(line)
+            if proxy is not None:
+                await self._start(proxy, target=line.address)
+        return self
+
+    async def __aexit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._stack.aclose()
+
+    @property
+    def frames(self) -> HopProxy:
+        assert self._frames is not None, "this cluster has no frame proxies"
+        return self._frames
+
+    @property
+    def results(self) -> ResultProxy:
+        assert self._results is not None, "this cluster has no frame proxies"
+        return self._results
+
+    def worker_arguments(self) -> tuple[str, ...]:
+        """What a worker has to be told besides what the launcher tells it, and after that."""
+        advertised = self._frames or self.into
+        coordinator = self._results or self.out
+        return ("--advertise", advertised.address, "--coordinator", coordinator.address)
+
+    def partition(self) -> None:
+        """The worker hears nobody and nobody hears it, and nobody is told."""
+        self.into.stall()
+        self.out.stall()
+
+    def heal(self) -> None:
+        """Everything passes again as it is."""
+        for line in (self.into, self.out):
+            line.delay(0)
+            line.flow()
+        if self._frames is not None:
+            self._frames.injection = None
+        if self._results is not None:
+            self._results.injection = None
+
+    async def _start(self, proxy: StreamProxy, *, target: str) -> None:
+        proxy.target = target
+        await proxy.start()
+        self._stack.push_async_callback(proxy.stop)

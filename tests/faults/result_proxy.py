@@ -1,0 +1,140 @@
+"""A gRPC proxy between workers and the coordinator that loses, repeats and falsifies results of steps."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+
+from stageline_rpc.v1 import stage_pb2
+from tests.integration.stream_proxy import DELIVER, StreamProxy
+
+Results = Iterable[stage_pb2.DeliverRequest]
+
+
+@dataclass(eq=False)
+class ResultStream:
+    """One stream of results: `held` leave after the next one."""
+
+    held: list[stage_pb2.DeliverRequest] = field(default_factory=list)
+
+
+ResultFault = Callable[[stage_pb2.DeliverRequest, ResultStream], Awaitable[Results]]
+
+
+@dataclass(eq=False)
+class ResultInjection:
+    """Does `fault` to every result that `when` holds for, at most `times`; counts them in `num_done`."""
+
+    fault: ResultFault
+    when: Callable[[stage_pb2.StepResult], bool]
+    times: int
+    num_done: int = 0
+    happened: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def matches(self, result: stage_pb2.StepResult) -> bool:
+        return self.num_done < self.times and self.when(result)
+
+
+def has_tokens(result: stage_pb2.StepResult) -> bool:
+    """It answers somebody."""
+    return bool(result.tokens.tokens or result.results)
+
+
+class ResultProxy(StreamProxy):
+    """In front of the coordinator for one worker: Join passes as it is, results as `injection` says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.injection: ResultInjection | None = None
+
+    def inject(
+        self,
+        fault: ResultFault,
+        *,
+        when: Callable[[stage_pb2.StepResult], bool] = has_tokens,
+        times: int = 1,
+    ) -> ResultInjection:
+        """From now on, in place of the injection before."""
+        self.injection = ResultInjection(fault, when, times)
+        return self.injection
+
+    def relay_for(self, method: str) -> Callable[[bytes], Awaitable[Iterable[bytes]]]:
+        if method != DELIVER:
+            return super().relay_for(method)
+        stream = ResultStream()
+
+        async def relay(data: bytes) -> Iterable[bytes]:
+            message = stage_pb2.DeliverRequest.FromString(data)
+            if message.WhichOneof("message") != "frame":
+                return (data,)
+            altered = await self._altered(message, stream)
+            return [each.SerializeToString() for each in altered]
+
+        return relay
+
+    async def _altered(self, message: stage_pb2.DeliverRequest, stream: ResultStream) -> Results:
+        held, stream.held = stream.held, []
+        altered: Results = (message,)
+        if (injection := self.injection) is not None and injection.matches(_result_of(message)):
+            injection.num_done += 1
+            injection.happened.set()
+            altered = await injection.fault(message, stream)
+        return [*altered, *held]
+
+
+def _result_of(message: stage_pb2.DeliverRequest) -> stage_pb2.StepResult:
+    return stage_pb2.StepResult.FromString(message.frame.result)
+
+
+async def drop(message: stage_pb2.DeliverRequest, stream: ResultStream) -> Results:
+    return ()
+
+
+async def repeat(message: stage_pb2.DeliverRequest, stream: ResultStream) -> Results:
+    return (message, message)
+
+
+async def hold_until_next(message: stage_pb2.DeliverRequest, stream: ResultStream) -> Results:
+    stream.held = [message]
+    return ()
+
+
+async def truncate(message: stage_pb2.DeliverRequest, stream: ResultStream) -> Results:
+    """The last token, or the last result, is missing."""
+    result = _result_of(message)
+    if result.tokens.tokens:
+        del result.tokens.tokens[-1]
+    else:
+        del result.results[-1]
+    message.frame.result = result.SerializeToString()
+    return (message,)
+
+
+async def alter_token(message: stage_pb2.DeliverRequest, stream: ResultStream) -> Results:
+    """Another token than was sampled, within any vocabulary; everything else is as it was."""
+    result = _result_of(message)
+    if result.tokens.tokens:
+        result.tokens.tokens[0] ^= 1
+    elif result.results[0].WhichOneof("outcome") == "token":
+        result.results[0].token ^= 1
+    message.frame.result = result.SerializeToString()
+    return (message,)
+
+
+def delay(seconds: float) -> ResultFault:
+    async def delayed(message: stage_pb2.DeliverRequest, stream: ResultStream) -> Results:
+        await asyncio.sleep(seconds)
+        return (message,)
+
+    return delayed
+
+
+RESULT_FAULTS: dict[str, ResultFault] = {
+    "dropped": drop,
+    "repeated": repeat,
+    "reordered": hold_until_next,
+    "truncated": truncate,
+    "altered": alter_token,
+    "delayed": delay(0.3),
+}
