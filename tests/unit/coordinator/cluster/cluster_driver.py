@@ -64,6 +64,7 @@ class ClusterDriver:
     """A state, and the events that come in bundles."""
 
     def __init__(self, *, num_stages: int, needed_bytes: int = 0) -> None:
+        self.needed_bytes = needed_bytes
         self.state = ClusterState(
             num_stages=num_stages, make_plan=lambda workers: plan_of(workers, needed_bytes=needed_bytes)
         )
