@@ -223,7 +223,7 @@ class ClusterState:
         if epoch != self.epoch or self.phase is not ClusterPhase.STARTING_EPOCH:
             return []
         late = [each for each in self.stage_workers if each.identity.name not in self._ready]
-        if late and self._ready:
+        if 0 < len(late) < len(self.stage_workers):
             return [Disconnect(each.identity, reason) for each in late]
         return self.epoch_failed(epoch, reason)
 
