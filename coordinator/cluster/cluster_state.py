@@ -173,6 +173,7 @@ class ClusterState:
         record = self.workers.live(name, incarnation)
         if record is None or not record.is_draining or record.stage is None:
             return []
+        self._may_shrink = True
         return self._give_up_plan(f"worker {name} is drained", EndCause.REPLANNED)
 
     def note_steady(self) -> None:
@@ -323,7 +324,8 @@ class ClusterState:
         self.plan = plan
         if len(plan.stages) == self.num_stages:
             self._template = plan
-        self._may_shrink = False
+        # Whoever was waited for before a shorter plan was made is not waited for again.
+        self._may_shrink = len(plan.stages) < self.num_stages
         self._plan_id += 1
         self._hop_failures.clear()
         self.phase, self.detail = ClusterPhase.LOADING, "workers are loading their layers"

@@ -118,6 +118,17 @@ class ClusterEvents(RuleBasedStateMachine):
     def load_all(self) -> None:
         self.check(self.cluster.load_all())
 
+    @rule(place=places)
+    def stage_fails_to_load(self, place: int) -> None:
+        if stage_names := self.cluster.stage_names:
+            name = stage_names[place % len(stage_names)]
+            self.check(self.state.load_failed(name, self.plan_id, "no such file"))
+
+    @rule(place=places)
+    def lose_a_stage(self, place: int) -> None:
+        if stage_names := self.cluster.stage_names:
+            self.check(self.cluster.lose(stage_names[place % len(stage_names)]))
+
     @rule(name=names, is_late=st.booleans())
     def load_failed(self, name: str, is_late: bool) -> None:
         self.check(self.state.load_failed(name, self.plan_id - is_late, "no such file"))

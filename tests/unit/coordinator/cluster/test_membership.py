@@ -230,6 +230,16 @@ def test_the_last_one_finishes_what_runs_before_it_leaves() -> None:
     assert cluster.state.detail == "worker a is drained; 0 of 1 workers are here"
 
 
+def test_those_who_stay_say_what_they_lack_and_wait_for_no_return() -> None:
+    cluster = ClusterDriver(num_stages=2, needed_bytes=1500).serving()
+    assert kinds(cluster.state.drain("a")) == [FinishRunning]
+    assert kinds(cluster.state.drained("a", identity_of("a").incarnation)) == [StopServing, LetGo]
+    assert "1000 bytes offered, 1500 needed" in cluster.state.detail
+    cluster.lose("a")
+    cluster.lose("b")
+    assert kinds(cluster.join("b", incarnation=2, memory_bytes=2000)) == [AssignStage]
+
+
 def test_one_that_comes_takes_over_from_one_that_waits_to_leave() -> None:
     cluster = ClusterDriver(num_stages=1).serving()
     cluster.state.drain("a")
