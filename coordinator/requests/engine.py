@@ -199,7 +199,7 @@ class Engine:
     def note_death(self, reason: str) -> None:
         """A worker has died; to be called before `stop_epoch`. What it left unfinished runs alone next.
 
-        A request that ran alone when a worker died, for the second time, fails.
+        A request that ran alone when a worker died, for the second time without a token between, fails.
         """
         alone = self._scheduler.lone_suspect
         request = alone and self._registry.live_request(alone.key.request_id)
@@ -267,6 +267,8 @@ class Engine:
         if progress.error is not None:
             self._fail(request, progress.error)
             return
+        if progress.token is not None:
+            request.num_deaths_alone = 0
         request.add_prompt_logprobs(progress.prompt_logprobs)
         self._write(request.choices[key.choice], progress)
         if request.is_finished:

@@ -191,11 +191,15 @@ class Requests(RuleBasedStateMachine):
     def deliver(self) -> None:
         """The oldest result reaches the engine, and ends what it says and who does not read."""
         running = {each.key: each.generation for each in self.engine.scheduler.running}
-        failing = {
-            entry.sequence.request_id
+        valid = [
+            entry
             for entry in self.model.results[0].results
-            if isinstance(entry.outcome, SliceError) and running.get(entry.sequence) == entry.generation
-        }
+            if running.get(entry.sequence) == entry.generation
+        ]
+        failing = {entry.sequence.request_id for entry in valid if isinstance(entry.outcome, SliceError)}
+        for entry in valid:
+            if isinstance(entry.outcome, int):
+                self.num_deaths_alone[entry.sequence.request_id] = 0
         self.model.deliver()
         ends: Ends = {}
         for customer in self.live:
