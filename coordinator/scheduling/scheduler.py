@@ -346,7 +346,9 @@ class Scheduler:
 
     def _next_in_queue(self) -> Sequence | None:
         if self._isolation.is_active:
-            return None if self._running else self._isolation.next_of(self._queue)
+            # What has ended may still be computed, and must not be blamed on whoever comes next.
+            is_busy = self._running or self._in_flight
+            return None if is_busy else self._isolation.next_of(self._queue)
         if self._starts_new:
             return self._queue[0] if self._queue else None
         return next((each for each in self._queue if each.state is SequenceState.PREEMPTED), None)

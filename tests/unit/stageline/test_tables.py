@@ -107,7 +107,8 @@ def test_the_status_fits_into_110_columns_with_one_line_for_each_worker() -> Non
 
 def test_the_reason_of_a_failed_worker_is_told_once() -> None:
     reason = "layers 0-3 need 2.0 GiB"
-    failed = cluster_pb2.WorkerStatus(name="a", state=cluster_pb2.WORKER_STATE_QUARANTINED, detail=reason)
+    out = cluster_pb2.WORKER_STATE_QUARANTINED
+    failed = cluster_pb2.WorkerStatus(name="a", state=out, detail=reason)
     status = cluster_pb2.GetStatusResponse(
         state=cluster_pb2.CLUSTER_STATE_BLOCKED, detail=f"a failed: {reason}", workers=[failed]
     )

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from checkpoint import DType
-from coordinator.cluster.actions import Action
-from coordinator.cluster.cluster_state import ClusterState
+from coordinator.cluster.actions import Action, Shrink, StartTimer
+from coordinator.cluster.cluster_state import RETURN_GRACE_S, ClusterState
 from coordinator.cluster.membership import WorkerIdentity
 from coordinator.planning.plan import Plan, PlanImpossible, StagePlan, StepLimits, WorkerCapacity
 from wire.ids import Incarnation
 from wire.roles import StageRole
 
+WAITS_FOR_RETURN = StartTimer(RETURN_GRACE_S, Shrink(1))
+"""What follows the first loss that nobody can make up for."""
 LIMITS = StepLimits(max_step_tokens=8, max_step_sequences=4, max_sequence_tokens=32)
 
 
@@ -62,9 +64,15 @@ class ClusterDriver:
     """A state, and the events that come in bundles."""
 
     def __init__(self, *, num_stages: int, needed_bytes: int = 0) -> None:
+        self.needed_bytes = needed_bytes
         self.state = ClusterState(
             num_stages=num_stages, make_plan=lambda workers: plan_of(workers, needed_bytes=needed_bytes)
         )
+
+    @property
+    def names(self) -> set[str]:
+        """Everybody who is known, in whatever state."""
+        return {each.identity.name for each in self.state.workers}
 
     @property
     def stage_names(self) -> list[str]:
@@ -91,6 +99,13 @@ class ClusterDriver:
 
     def join_all(self, *names: str) -> list[Action]:
         return [action for name in names for action in self.join(name)]
+
+    def shrink(self, num_losses: int = 1) -> list[Action]:
+        """Whoever was lost has had its time to come back."""
+        return self.state.elapsed(Shrink(num_losses))
+
+    def fail_load(self, name: str, reason: str = "no such file") -> list[Action]:
+        return self.state.load_failed(name, self.state._plan_id, reason)
 
     def lose(self, name: str, reason: str = "gone") -> list[Action]:
         return self.state.lose(name, self.state.workers[name].identity.incarnation, reason)

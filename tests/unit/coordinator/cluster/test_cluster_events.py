@@ -5,30 +5,53 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from coordinator.cluster.actions import Action, AssignStage, BeginEpoch, StartServing, StopServing
+from coordinator.cluster.actions import (
+    Action,
+    AssignStage,
+    BeginEpoch,
+    Disconnect,
+    FinishRunning,
+    LetGo,
+    Release,
+    Shrink,
+    StartServing,
+    StartTimer,
+    StopServing,
+)
 from coordinator.cluster.cluster_state import MAX_EPOCH_DELAY_S, ClusterPhase
-from coordinator.cluster.membership import WorkerState
+from coordinator.cluster.membership import WorkerIdentity, WorkerRecord, WorkerState
 from tests.unit.coordinator.cluster.cluster_driver import ClusterDriver
 from wire.errors import NameInUse
 
 names = st.sampled_from(["a", "b", "c", "d", "gpu-2", "gpu-10"])
+places = st.integers(0, 63)
+
+ACTIVE = (ClusterPhase.STARTING_EPOCH, ClusterPhase.SERVING)
+WITHOUT_PLAN = (ClusterPhase.WAITING_FOR_WORKERS, ClusterPhase.BLOCKED)
 
 
 class ClusterEvents(RuleBasedStateMachine):
-    """Workers that come, load, fault and go at random, and a witness of what is decided."""
+    """Workers that come, load, fault, leave and go at random, and a witness of what is decided."""
 
     @initialize(num_stages=st.integers(1, 4), needed_bytes=st.sampled_from([0, 250]))
     def start(self, num_stages: int, needed_bytes: int) -> None:
         self.cluster = ClusterDriver(num_stages=num_stages, needed_bytes=needed_bytes)
+        self.state = self.cluster.state
         self.epochs: list[int] = []
+        self.in_force: int | None = None
         self.served: set[int] = set()
         self.serving: int | None = None
         self.num_fruitless = 0
         self.last_delay_s = 0.0
         self.num_incarnations = 0
         self.plan_id = 0
+        self.has_planned = False
+        self.assigned: list[AssignStage] = []
+        self.timers: list[Release | Shrink] = []
+        self.let_go: set[WorkerIdentity] = set()
+        self.finishing: list[WorkerIdentity] = []
 
     # Events
 
@@ -39,38 +62,80 @@ class ClusterEvents(RuleBasedStateMachine):
             name,
             incarnation=self.num_incarnations,
             memory_bytes=memory_bytes,
-            last_epoch=max(0, self.cluster.state.epoch + last_epoch - 8),
+            last_epoch=max(0, self.state.epoch + last_epoch - 8),
         )
         self.check(actions)
 
     @rule(name=names)
     def join_from_elsewhere(self, name: str) -> None:
-        if name in self.cluster.state.workers:
-            phase = self.cluster.state.phase
+        if name in self.state.workers:
+            phase = self.state.phase
             with pytest.raises(NameInUse):
                 self.cluster.join(name, address="elsewhere:1", incarnation=0)
-            assert self.cluster.state.phase is phase
+            assert self.state.phase is phase
 
     @rule(name=names)
     def lose(self, name: str) -> None:
-        if name in self.cluster.state.workers:
+        if name in self.state.workers:
             self.check(self.cluster.lose(name))
+
+    @rule(name=names, is_silent=st.booleans())
+    def note_silence(self, name: str, is_silent: bool) -> None:
+        record = self.state.workers.find(name)
+        if record is not None:
+            self.state.note_silence(name, record.identity.incarnation, is_silent=is_silent)
+            assert record.is_silent == is_silent
+
+    @rule()
+    def note_steady(self) -> None:
+        self.state.note_steady()
+
+    @rule(name=names)
+    def drain(self, name: str) -> None:
+        self.check(self.state.drain(name))
+
+    @precondition(lambda self: self.finishing)
+    @rule(place=places)
+    def drained(self, place: int) -> None:
+        """Also of those who are lost meanwhile."""
+        worker = self.finishing.pop(place % len(self.finishing))
+        self.check(self.state.drained(worker.name, worker.incarnation))
+
+    @precondition(lambda self: self.timers)
+    @rule(place=places, is_kept=st.booleans())
+    def elapsed(self, place: int, is_kept: bool) -> None:
+        """Also those that are out of date; sometimes twice."""
+        timer = self.timers[place % len(self.timers)]
+        if not is_kept:
+            self.timers.remove(timer)
+        self.check(self.state.elapsed(timer))
 
     @rule(name=names, is_late=st.booleans())
     def loaded(self, name: str, is_late: bool) -> None:
-        self.check(self.cluster.state.loaded(name, self.plan_id - is_late))
+        self.check(self.state.loaded(name, self.plan_id - is_late))
 
     @rule()
     def load_all(self) -> None:
         self.check(self.cluster.load_all())
 
+    @rule(place=places)
+    def stage_fails_to_load(self, place: int) -> None:
+        if stage_names := self.cluster.stage_names:
+            name = stage_names[place % len(stage_names)]
+            self.check(self.state.load_failed(name, self.plan_id, "no such file"))
+
+    @rule(place=places)
+    def lose_a_stage(self, place: int) -> None:
+        if stage_names := self.cluster.stage_names:
+            self.check(self.cluster.lose(stage_names[place % len(stage_names)]))
+
     @rule(name=names, is_late=st.booleans())
     def load_failed(self, name: str, is_late: bool) -> None:
-        self.check(self.cluster.state.load_failed(name, self.plan_id - is_late, "no such file"))
+        self.check(self.state.load_failed(name, self.plan_id - is_late, "no such file"))
 
     @rule(name=names, age=st.integers(0, 1))
     def epoch_ready(self, name: str, age: int) -> None:
-        self.check(self.cluster.state.epoch_ready(name, self.cluster.state.epoch - age))
+        self.check(self.state.epoch_ready(name, self.state.epoch - age))
 
     @rule()
     def get_ready(self) -> None:
@@ -78,53 +143,98 @@ class ClusterEvents(RuleBasedStateMachine):
 
     @rule(age=st.integers(0, 1))
     def link_open(self, age: int) -> None:
-        self.check(self.cluster.state.link_open(self.cluster.state.epoch - age))
+        self.check(self.state.link_open(self.state.epoch - age))
 
     @rule(age=st.integers(0, 1))
     def results_open(self, age: int) -> None:
-        self.check(self.cluster.state.results_open(self.cluster.state.epoch - age))
+        self.check(self.state.results_open(self.state.epoch - age))
 
     @rule(age=st.sampled_from([0, 0, 0, 1]))
     def epoch_failed(self, age: int) -> None:
-        actions = self.cluster.state.epoch_failed(self.cluster.state.epoch - age, "fault")
+        actions = self.state.epoch_failed(self.state.epoch - age, "fault")
         assert not (age and actions)
         self.check(actions)
+
+    @rule(age=st.sampled_from([0, 0, 0, 1]), stage=st.integers(0, 3))
+    def hop_failed(self, age: int, stage: int) -> None:
+        actions = self.state.hop_failed(self.state.epoch - age, stage, "cannot reach the next stage")
+        assert not (age and actions)
+        self.check(actions)
+
+    @rule(age=st.sampled_from([0, 0, 0, 1]))
+    def epoch_late(self, age: int) -> None:
+        actions = self.state.epoch_late(self.state.epoch - age, "late")
+        assert not (age and actions)
+        disconnected = [each for each in actions if isinstance(each, Disconnect)]
+        staged = {each.identity for each in self.state.stage_workers}
+        assert {each.worker for each in disconnected} < staged or not disconnected
+        self.check(actions)
+        for each in disconnected:
+            self.check(self.state.lose(each.worker.name, each.worker.incarnation, each.reason))
 
     @rule()
     def result_arrives(self) -> None:
         if self.serving is not None:
-            self.cluster.state.result_arrived()
+            self.state.result_arrived()
             self.num_fruitless = 0
             self.last_delay_s = 0.0
 
     # What follows
 
     def check(self, actions: list[Action]) -> None:
+        self.assigned = []
         for action in actions:
             match action:
                 case AssignStage():
-                    assert self.serving is None, "assigned while serving"
-                    assert action.plan_id >= self.plan_id
-                    self.plan_id = action.plan_id
+                    self.check_assign(action)
                 case BeginEpoch():
                     self.check_begin(action)
                 case StopServing():
-                    assert action.epoch == self.epochs[-1]
+                    assert action.epoch == self.in_force, "stopped what is not in force"
                     assert action.reason
-                    self.serving = None
+                    self.serving = self.in_force = None
                 case StartServing():
-                    assert action.epoch == self.epochs[-1]
+                    assert action.epoch == self.in_force
                     assert action.epoch not in self.served, "served twice"
                     self.served.add(action.epoch)
                     self.serving = action.epoch
+                case StartTimer():
+                    assert action.delay_s > 0
+                    self.timers.append(action.timer)
+                case LetGo():
+                    assert action.worker not in self.let_go, "let go twice"
+                    record = self.state.workers[action.worker.name]
+                    assert record.is_draining and record.stage is None
+                    self.let_go.add(action.worker)
+                case FinishRunning():
+                    assert self.state.workers[action.worker.name].stage is not None
+                    self.finishing.append(action.worker)
+                case Disconnect():
+                    assert action.reason
+        assert len({each.plan_id for each in self.assigned}) <= 1, "two plans at once"
+        if self.assigned:
+            plan = self.assigned[0].plan
+            assert tuple(each.stage for each in self.assigned) == plan.stages
+            assert self.state.plan is plan
+
+    def check_assign(self, assign: AssignStage) -> None:
+        assert self.in_force is None, "assigned while an epoch is in force"
+        assert assign.plan_id > self.plan_id or self.assigned, "an old plan"
+        record = self.state.workers[assign.worker.name]
+        assert record.identity is assign.worker
+        assert not record.is_draining and not record.is_unreachable
+        assert record.state is WorkerState.LOADING
+        self.assigned.append(assign)
+        self.plan_id, self.has_planned = assign.plan_id, True
 
     def check_begin(self, begin: BeginEpoch) -> None:
-        assert self.serving is None, "a new epoch while another serves"
+        assert self.in_force is None, "a new epoch while another is in force"
         assert begin.epoch > max(self.epochs, default=0)
         assert all(begin.epoch > worker.last_epoch for worker in begin.workers)
         assert [worker.name for worker in begin.workers] == [stage.worker for stage in begin.plan.stages]
         assert begin.plan_id == self.plan_id
         self.epochs.append(begin.epoch)
+        self.in_force = begin.epoch
         if self.num_fruitless == 0:
             assert begin.delay_s == 0
         else:
@@ -132,38 +242,66 @@ class ClusterEvents(RuleBasedStateMachine):
         self.num_fruitless += 1
         self.last_delay_s = begin.delay_s
 
+    @property
+    def usable(self) -> list[WorkerRecord]:
+        return [each for each in self.state.workers if each.is_usable]
+
     @invariant()
-    def serving_means_that_every_worker_is_live(self) -> None:
-        state = self.cluster.state
+    def an_epoch_is_in_force_while_its_workers_are_live(self) -> None:
+        state = self.state
+        assert (state.phase in ACTIVE) == (self.in_force is not None)
         assert (state.phase is ClusterPhase.SERVING) == (self.serving is not None)
-        if self.serving is not None:
-            assert self.serving == state.epoch
-        if state.phase in (ClusterPhase.STARTING_EPOCH, ClusterPhase.SERVING):
-            assert len(state.stage_workers) == state.num_stages
+        if self.in_force is not None:
+            assert self.in_force == state.epoch
             assert all(each.state is WorkerState.READY for each in state.stage_workers)
 
     @invariant()
+    def the_plan_is_no_longer_than_asked_for_and_everybody_of_it_is_live(self) -> None:
+        assert all(each.is_live for each in self.state.stage_workers)
+        if self.state.plan is not None:
+            assert 1 <= len(self.state.stage_workers) <= self.state.num_stages
+
+    @invariant()
     def a_plan_is_there_unless_workers_are_missing(self) -> None:
-        state = self.cluster.state
-        usable = [each for each in state.workers.values() if each.is_usable]
-        waiting = (ClusterPhase.WAITING_FOR_WORKERS, ClusterPhase.BLOCKED)
-        assert (state.plan is None) == (state.phase in waiting)
-        if state.plan is None and len(usable) >= state.num_stages:
-            assert "needed" in state.detail
-        if state.phase is ClusterPhase.WAITING_FOR_WORKERS and state.workers:
-            assert f"{len(usable)} of {state.num_stages} workers" in state.detail
+        state = self.state
+        assert (state.plan is None) == (state.phase in WITHOUT_PLAN)
+        if state.plan is None and len(self.usable) >= state.num_stages:
+            assert "needed" in state.detail, "a full set of workers waits"
+
+    @invariant()
+    def whoever_waits_for_workers_has_a_timer_or_nobody(self) -> None:
+        """Once there was a plan, a few workers do not wait for ever for those who do not come."""
+        state = self.state
+        if not self.has_planned or state.plan is not None or not self.usable:
+            return
+        has_timer = Shrink(state._num_losses) in self.timers
+        assert has_timer or "needed" in state.detail, "waits for ever"
+
+    @invariant()
+    def a_plan_that_could_be_longer_is_made_longer(self) -> None:
+        """Where memory does not matter."""
+        state = self.state
+        if state.plan is not None and self.cluster.needed_bytes == 0:
+            assert len(state.plan.stages) >= min(state.num_stages, len(self.usable))
 
     @invariant()
     def each_worker_has_one_place(self) -> None:
-        state = self.cluster.state
-        names = self.cluster.stage_names
-        assert len(set(names)) == len(names)
-        for name, record in state.workers.items():
-            assert record.identity.name == name
+        stage_names = self.cluster.stage_names
+        assert len(set(stage_names)) == len(stage_names)
+        for record in self.state.workers:
+            name = record.identity.name
+            assert self.state.workers[name] is record
             assert record.is_live, "a lost worker is kept"
-            assert (record.stage is not None) == (name in names)
-            assert (record.state in (WorkerState.LOADING, WorkerState.READY)) == (name in names)
+            assert (record.stage is not None) == (name in stage_names)
+            assert (record.state in (WorkerState.LOADING, WorkerState.READY)) == (name in stage_names)
+
+    @invariant()
+    def who_has_to_leave_is_told_so_or_finishes(self) -> None:
+        for record in self.state.workers:
+            if record.is_draining:
+                is_told = record.identity in self.let_go
+                assert is_told == (record.stage is None), "a worker that drains is stuck"
 
 
 TestClusterEvents = ClusterEvents.TestCase
-TestClusterEvents.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestClusterEvents.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)

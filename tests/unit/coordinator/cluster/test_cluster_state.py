@@ -7,10 +7,18 @@ from itertools import permutations
 
 import pytest
 
-from coordinator.cluster.actions import Action, AssignStage, BeginEpoch, StartServing, StopServing
+from coordinator.cluster.actions import (
+    Action,
+    AssignStage,
+    BeginEpoch,
+    EndCause,
+    StartServing,
+    StartTimer,
+    StopServing,
+)
 from coordinator.cluster.cluster_state import MAX_EPOCH_DELAY_S, ClusterPhase
 from coordinator.cluster.membership import WorkerState
-from tests.unit.coordinator.cluster.cluster_driver import ClusterDriver, identity_of
+from tests.unit.coordinator.cluster.cluster_driver import WAITS_FOR_RETURN, ClusterDriver, identity_of
 from wire.errors import NameInUse
 
 
@@ -123,8 +131,8 @@ def test_a_spare_does_not_count_as_ready() -> None:
 def test_a_fault_starts_a_new_epoch_on_the_same_plan() -> None:
     cluster = ClusterDriver(num_stages=2).serving()
     plan = cluster.state.plan
-    stop, begin = cluster.state.epoch_failed(1, "stage 1: SHAPE")
-    assert stop == StopServing(1, "stage 1: SHAPE")
+    stop, begin = cluster.state.epoch_failed(1, "stage 1: SHAPE", EndCause.FAULT)
+    assert stop == StopServing(1, "stage 1: SHAPE", EndCause.FAULT)
     assert isinstance(begin, BeginEpoch)
     assert (begin.epoch, begin.plan_id, begin.plan) == (2, 1, plan)
     assert "stage 1: SHAPE" in cluster.state.detail
@@ -156,7 +164,7 @@ def test_an_epoch_can_fail_before_it_serves() -> None:
     cluster.join_all("a", "b")
     cluster.load_all()
     stop, begin = cluster.state.epoch_failed(1, "not ready in time")
-    assert (stop, only_begin([begin]).epoch) == (StopServing(1, "not ready in time"), 2)
+    assert (stop, only_begin([begin]).epoch) == (StopServing(1, "not ready in time", EndCause.BROKEN), 2)
 
 
 def test_pauses_grow_while_epochs_bear_no_fruit_and_a_result_ends_that() -> None:
@@ -184,13 +192,14 @@ def test_a_cluster_that_faults_for_days_keeps_trying() -> None:
 def test_a_lost_worker_stops_serving_and_the_others_wait() -> None:
     cluster = ClusterDriver(num_stages=3).serving()
     assert cluster.lose("b", "its stream broke") == [
-        StopServing(1, "worker b is lost: its stream broke"),
+        StopServing(1, "worker b is lost: its stream broke", EndCause.DEATH),
+        WAITS_FOR_RETURN,
     ]
     assert cluster.state.phase is ClusterPhase.WAITING_FOR_WORKERS
     assert cluster.state.detail == "worker b is lost: its stream broke; 2 of 3 workers are here"
     assert cluster.state.plan is None
     assert cluster.state.epoch_failed(1, "late") == []
-    assert set(cluster.state.workers) == {"a", "c"}
+    assert cluster.names == {"a", "c"}
 
 
 @pytest.mark.parametrize("newcomer", ["b", "zz", "0"])
@@ -216,7 +225,7 @@ def test_a_spare_takes_the_place_at_once() -> None:
 def test_a_worker_lost_while_loading_stops_no_epoch() -> None:
     cluster = ClusterDriver(num_stages=2)
     cluster.join_all("a", "b")
-    assert cluster.lose("a") == []
+    assert cluster.lose("a") == [WAITS_FOR_RETURN]
     assert cluster.state.phase is ClusterPhase.WAITING_FOR_WORKERS
     assert cluster.state.loaded("b", 1) == []
     assert cluster.state.workers["b"].state is WorkerState.SPARE
@@ -233,7 +242,7 @@ def test_a_spare_that_leaves_leaves_no_trace() -> None:
     cluster = ClusterDriver(num_stages=2).serving()
     cluster.join("spare")
     assert cluster.lose("spare") == []
-    assert set(cluster.state.workers) == {"a", "b"}
+    assert cluster.names == {"a", "b"}
     assert cluster.state.phase is ClusterPhase.SERVING
 
 
@@ -247,7 +256,8 @@ def test_those_who_wait_are_counted_anew_when_one_leaves() -> None:
 def test_a_restarted_worker_replaces_itself() -> None:
     cluster = ClusterDriver(num_stages=2).serving()
     actions = cluster.join("a", incarnation=2)
-    assert [type(action) for action in actions] == [StopServing, AssignStage, AssignStage]
+    assert [type(action) for action in actions] == [StopServing, StartTimer, AssignStage, AssignStage]
+    assert cluster.shrink() == []
     assert cluster.stage_names == ["a", "b"]
     assert cluster.state.workers["a"].identity.incarnation == identity_of("a", incarnation=2).incarnation
     assert cluster.state.lose("a", identity_of("a").incarnation, "the old stream") == []
@@ -266,41 +276,75 @@ def test_a_name_is_held_by_one_live_worker() -> None:
 # Trouble with loading and planning
 
 
-def test_a_worker_that_cannot_load_blocks_with_its_reason() -> None:
+def test_a_worker_that_cannot_load_is_tried_again_once() -> None:
     cluster = ClusterDriver(num_stages=2)
     cluster.join_all("a", "b")
-    assert cluster.state.load_failed("b", 1, "no such file") == []
-    assert cluster.state.phase is ClusterPhase.BLOCKED
-    assert "worker b could not load its stage: no such file" in cluster.state.detail
-    assert "1 of 2 workers" in cluster.state.detail
-    assert cluster.state.workers["b"].state is WorkerState.FAILED
-
-
-def test_a_worker_that_could_not_load_is_tried_again_when_it_is_new() -> None:
-    cluster = ClusterDriver(num_stages=2)
-    cluster.join_all("a", "b")
-    cluster.state.load_failed("b", 1, "no such file")
-    actions = cluster.join("b", incarnation=2)
-    assert [type(action) for action in actions] == [AssignStage] * 2
+    assert [type(action) for action in cluster.fail_load("b")] == [AssignStage] * 2
     assert cluster.stage_names == ["a", "b"]
+    assert cluster.state.workers["b"].detail == "no such file"
+    assert isinstance(cluster.load_all()[-1], BeginEpoch)
+    assert cluster.state.workers["b"].detail == ""
+
+
+def test_a_worker_that_cannot_load_twice_is_out_and_says_why() -> None:
+    cluster = ClusterDriver(num_stages=1)
+    cluster.join("a")
+    cluster.fail_load("a")
+    assert cluster.fail_load("a", "disk gone") == []
+    assert cluster.state.phase is ClusterPhase.BLOCKED
+    assert cluster.state.detail == (
+        "worker a could not load its stage: disk gone; 0 of 1 workers are here; a failed: disk gone"
+    )
+    record = cluster.state.workers["a"]
+    assert (record.state, record.shown_state) == (WorkerState.QUARANTINED, WorkerState.QUARANTINED)
+
+
+def test_a_load_that_succeeds_makes_up_for_one_that_failed() -> None:
+    cluster = ClusterDriver(num_stages=1)
+    cluster.join("a")
+    cluster.fail_load("a")
+    cluster.load_all()
+    cluster.state.epoch_failed(1, "fault")
+    cluster.join("a", incarnation=2)
+    assert [type(action) for action in cluster.fail_load("a")] == [AssignStage]
+    assert cluster.state.workers["a"].state is WorkerState.LOADING
+
+
+def test_those_who_can_load_share_the_layers_of_one_who_cannot() -> None:
+    cluster = ClusterDriver(num_stages=3)
+    cluster.join_all("a", "b", "c")
+    cluster.fail_load("b")
+    assert [type(action) for action in cluster.fail_load("b")] == [AssignStage] * 2
+    assert cluster.stage_names == ["a", "c"]
+
+
+def test_a_worker_that_is_out_is_used_again_when_it_is_new() -> None:
+    cluster = ClusterDriver(num_stages=1)
+    cluster.join("b")
+    cluster.fail_load("b")
+    cluster.fail_load("b")
+    actions = cluster.join("b", incarnation=2)
+    assert [type(action) for action in actions] == [AssignStage]
+    assert cluster.state.workers["b"].num_failed_loads == 0
 
 
 def test_another_worker_takes_the_place_of_one_that_could_not_load() -> None:
+    """It is preferred to a second try, and the failed one stays as a spare."""
     cluster = ClusterDriver(num_stages=2)
-    cluster.join_all("a", "b")
-    cluster.state.load_failed("a", 1, "no such file")
-    cluster.join("c")
+    cluster.join_all("a", "b", "c")
+    cluster.fail_load("a")
     assert cluster.stage_names == ["c", "b"]
-    assert cluster.state.workers["a"].state is WorkerState.FAILED
+    assert cluster.state.workers["a"].state is WorkerState.SPARE
 
 
 def test_when_the_worker_that_could_not_load_leaves_the_rest_only_waits() -> None:
-    cluster = ClusterDriver(num_stages=2)
-    cluster.join_all("a", "b")
-    cluster.state.load_failed("b", 1, "no such file")
+    cluster = ClusterDriver(num_stages=1)
+    cluster.join("b")
+    cluster.fail_load("b")
+    cluster.fail_load("b")
     cluster.lose("b")
     assert cluster.state.phase is ClusterPhase.WAITING_FOR_WORKERS
-    assert cluster.state.detail.endswith("1 of 2 workers are here")
+    assert cluster.state.detail.endswith("0 of 1 workers are here")
 
 
 def test_a_failure_of_an_older_plan_changes_nothing() -> None:
@@ -316,7 +360,7 @@ def test_an_impossible_plan_blocks_with_the_numbers() -> None:
     assert cluster.join("b", memory_bytes=30) == []
     assert cluster.state.phase is ClusterPhase.BLOCKED
     assert "90 bytes offered, 100 needed" in cluster.state.detail
-    assert all(each.state is WorkerState.SPARE for each in cluster.state.workers.values())
+    assert all(each.state is WorkerState.SPARE for each in cluster.state.workers)
 
 
 def test_a_blocked_cluster_plans_again_when_a_worker_comes_back_larger() -> None:
@@ -350,6 +394,7 @@ def test_a_blocked_cluster_plans_again_when_a_failed_worker_comes_back() -> None
     cluster.join("a", memory_bytes=60)
     assert cluster.state.phase is ClusterPhase.WAITING_FOR_WORKERS
     cluster.join("b", memory_bytes=60)
-    cluster.state.load_failed("b", 1, "no such file")
+    cluster.fail_load("b")
+    cluster.fail_load("b")
     assert cluster.state.phase is ClusterPhase.BLOCKED
     assert len(cluster.join("b", memory_bytes=60, incarnation=2)) == 2

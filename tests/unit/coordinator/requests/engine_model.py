@@ -179,9 +179,19 @@ class EngineModel:
         for queue in self.queues:
             queue.clear()
 
-    def fault(self, step_id: int, *, request_ids: tuple[RequestId, ...] = ()) -> None:
+    def die(self, reason: str = "worker b is lost") -> None:
+        """A worker dies."""
+        self.engine.note_death(reason)
+        self.stop()
+
+    def fault(
+        self,
+        step_id: int,
+        *,
+        request_ids: tuple[RequestId, ...] = (),
+        kind: StepFaultKind = StepFaultKind.POSITION,
+    ) -> None:
         """A stage refuses a step."""
-        kind = StepFaultKind.POSITION
         self.engine.note_fault(
             FaultReport(
                 epoch=self.epoch, step_id=step_id, stage=0, kind=kind, message="", request_ids=request_ids

@@ -292,7 +292,7 @@ def test_what_fits_exactly_is_kept(new_model: NewModel) -> None:
     assert model.engine.live_sequences == [request.choices[0].sequence]
 
 
-def test_a_faulty_step_fails_the_requests_that_it_computes_and_no_other(new_model: NewModel) -> None:
+def test_requests_of_a_faulty_step_are_tried_again_and_no_other_is_blamed(new_model: NewModel) -> None:
     model = new_model(num_blocks=8, limits=ONE_AT_A_TIME)
     in_step = Wish(prompt=(1,) * 14, max_tokens=9).request()
     named = Wish(max_tokens=9).request(arrival=1)
@@ -301,16 +301,36 @@ def test_a_faulty_step_fails_the_requests_that_it_computes_and_no_other(new_mode
         model.submit(request)
     assert model.sent[-1].request_ids == (in_step.id,)
     model.fault(model.sent[-1].step_id, request_ids=(queued.id, new_request_id()))
-    assert isinstance(in_step.error, StepFailed)
-    assert (
-        str(in_step.error) == "the step that computed this request was refused: stage 0, step 0: POSITION: "
-    )
     # The report may name what it will; a request that computes nothing is not in a step.
-    assert (queued.is_live, named.is_live) == (True, True)
-    assert (ended_as(in_step), model.totals) == (FAILED, (0, 0, 1))
+    assert [each.num_faults for each in (in_step, named, queued)] == [1, 0, 0]
     model.start(8)
     model.run()
-    assert model.totals == (2, 0, 1)
+    assert model.totals == (3, 0, 0)
+    model.check_idle()
+
+
+def test_the_third_faulty_step_fails_a_request_and_not_its_successors(new_model: NewModel) -> None:
+    model = new_model(num_stages=2, limits=ONE_AT_A_TIME)
+    wish, other = Wish(prompt=(1,) * 9, max_tokens=9, n=2), Wish(max_tokens=6)
+    request = wish.request()
+    call = model.submit(request)
+    for _ in range(2):
+        model.run_step()
+        model.fault(model.sent[-1].step_id)
+        assert request.is_live
+        model.start(64)
+    other_call = model.submit(other.request(arrival=1))
+    model.run_step()
+    model.fault(model.sent[-1].step_id, request_ids=(request.id,))
+    assert isinstance(request.error, StepFailed)
+    assert str(request.error) == (
+        "all 3 steps that computed this request were refused; the last: stage 0, step 1: POSITION: "
+    )
+    assert (ended_as(request), model.totals) == (FAILED, (0, 0, 1))
+    assert call.tokens(0) == solo(wish, 0).tokens[: len(call.tokens(0))]
+    model.start(64)
+    model.run()
+    check_whole(other_call, other)
     model.check_idle()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from coordinator.requests.admission import AdmissionLimits
-from coordinator.requests.engine import DEADLINE_SLACK_S
+from coordinator.requests.engine import DEADLINE_SLACK_S, MAX_DEATHS_ALONE, MAX_RETRIES
 from coordinator.requests.request import Request
 from coordinator.scheduling.lifecycle import SequenceState
 from coordinator.scheduling.pace import SchedulerLimits
@@ -24,8 +25,10 @@ from wire.errors import (
     RequestCancelled,
     RequestExists,
     RequestNotFound,
+    RequestPoisoned,
     SliceFailed,
     StepFailed,
+    StepFaultKind,
 )
 from wire.ids import RequestId
 from wire.steps import Slice, SliceError
@@ -65,6 +68,8 @@ class Requests(RuleBasedStateMachine):
         self.engine = self.model.engine
         self.customers: list[Customer] = []
         self.num_arrivals = 0
+        self.num_faults = Counter[RequestId]()
+        self.num_deaths_alone = Counter[RequestId]()
 
     # Clients
 
@@ -94,6 +99,7 @@ class Requests(RuleBasedStateMachine):
         if refusal is None:
             call = self.model.submit(request, deadline_s=deadline_s)
             self.customers.append(Customer(wish, request, call, deadline_s))
+            self.num_faults[request.id] = self.num_deaths_alone[request.id] = 0
         else:
             with pytest.raises(refusal):
                 self.model.submit(request, deadline_s=deadline_s)
@@ -185,11 +191,15 @@ class Requests(RuleBasedStateMachine):
     def deliver(self) -> None:
         """The oldest result reaches the engine, and ends what it says and who does not read."""
         running = {each.key: each.generation for each in self.engine.scheduler.running}
-        failing = {
-            entry.sequence.request_id
+        valid = [
+            entry
             for entry in self.model.results[0].results
-            if isinstance(entry.outcome, SliceError) and running.get(entry.sequence) == entry.generation
-        }
+            if running.get(entry.sequence) == entry.generation
+        ]
+        failing = {entry.sequence.request_id for entry in valid if isinstance(entry.outcome, SliceError)}
+        for entry in valid:
+            if isinstance(entry.outcome, int):
+                self.num_deaths_alone[entry.sequence.request_id] = 0
         self.model.deliver()
         ends: Ends = {}
         for customer in self.live:
@@ -238,20 +248,29 @@ class Requests(RuleBasedStateMachine):
     def lose_a_worker(self, num_blocks: int | None, happens: bool) -> None:
         if not happens:
             return
-        self.model.stop()
-        self.check_ends({})
+        alone = self.engine.scheduler.lone_suspect
+        ends: Ends = {}
+        if alone is not None:
+            self.num_deaths_alone[alone.key.request_id] += 1
+            if self.num_deaths_alone[alone.key.request_id] == MAX_DEATHS_ALONE:
+                ends[alone.key.request_id] = RequestPoisoned
+        self.model.die()
+        self.check_ends(ends)
         self.plan_anew(num_blocks)
 
     @precondition(lambda self: self.model.is_serving and self.engine.scheduler.num_steps_in_flight)
-    @rule(place=PLACES, num_blocks=POOLS, happens=SELDOM)
-    def fault(self, place: int, num_blocks: int | None, happens: bool) -> None:
+    @rule(place=PLACES, num_blocks=POOLS, happens=SELDOM, kind=st.sampled_from(StepFaultKind))
+    def fault(self, place: int, num_blocks: int | None, happens: bool, kind: StepFaultKind) -> None:
         if not happens:
             return
         in_flight = self.model.sent[-self.engine.scheduler.num_steps_in_flight :]
         step_id = in_flight[place % len(in_flight)].step_id
         hit = {each.key.request_id for each in self.engine.scheduler.sequences_in_step(step_id)}
-        self.model.fault(step_id)
-        self.check_ends(dict.fromkeys(hit, StepFailed))
+        self.model.fault(step_id, kind=kind)
+        for request_id in hit:
+            self.num_faults[request_id] += 1
+        failing = [request_id for request_id in hit if self.num_faults[request_id] > MAX_RETRIES]
+        self.check_ends(dict.fromkeys(failing, StepFailed))
         self.plan_anew(num_blocks)
 
     @precondition(lambda self: not self.model.is_serving)
@@ -320,6 +339,13 @@ class Requests(RuleBasedStateMachine):
         assert totals.orphaned == 0
         assert [each.id for each in self.engine.registry.live] == [each.request.id for each in self.live]
         assert self.engine.registry.num_kept == sum(each.is_kept for each in self.customers)
+
+    @invariant()
+    def a_suspect_that_runs_is_alone(self) -> None:
+        scheduler = self.engine.scheduler
+        if (alone := scheduler.lone_suspect) is not None:
+            assert scheduler.running == (alone,)
+            assert set(scheduler.unfinished) <= {alone}
 
     @invariant()
     def the_scheduler_holds_what_is_live(self) -> None:

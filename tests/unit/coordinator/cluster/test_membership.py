@@ -1,0 +1,341 @@
+"""Who may be given a stage, and which one; who waits, who is out, who leaves."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinator.cluster.actions import (
+    AssignStage,
+    BeginEpoch,
+    Disconnect,
+    EndCause,
+    FinishRunning,
+    LetGo,
+    Release,
+    Shrink,
+    StartServing,
+    StartTimer,
+    StopServing,
+)
+from coordinator.cluster.cluster_state import ClusterPhase
+from coordinator.cluster.membership import WorkerState
+from tests.unit.coordinator.cluster.cluster_driver import (
+    WAITS_FOR_RETURN,
+    ClusterDriver,
+    identity_of,
+)
+
+
+def kinds(actions: list[object]) -> list[type]:
+    return [type(action) for action in actions]
+
+
+def shown(cluster: ClusterDriver, name: str) -> WorkerState:
+    return cluster.state.workers[name].shown_state
+
+
+# Survivors, and those who come back
+
+
+def test_survivors_share_the_layers_when_nobody_comes_back() -> None:
+    cluster = ClusterDriver(num_stages=3).serving()
+    assert cluster.lose("b")[-1] == WAITS_FOR_RETURN
+    actions = cluster.shrink()
+    assert kinds(actions) == [AssignStage] * 2
+    assert cluster.stage_names == ["a", "c"]
+    begin = cluster.load_all()[-1]
+    assert isinstance(begin, BeginEpoch)
+    assert [worker.name for worker in begin.workers] == ["a", "c"]
+    assert isinstance(cluster.get_ready()[-1], StartServing)
+
+
+def test_one_that_comes_back_in_time_takes_its_place_and_the_timer_does_nothing() -> None:
+    cluster = ClusterDriver(num_stages=3).serving()
+    cluster.lose("a")
+    cluster.join("a", incarnation=2)
+    assert cluster.stage_names == ["a", "b", "c"]
+    assert cluster.shrink() == []
+    cluster.load_all()
+    assert cluster.shrink() == []
+    assert cluster.state.phase is ClusterPhase.STARTING_EPOCH
+
+
+def test_the_timer_of_an_older_loss_does_nothing() -> None:
+    cluster = ClusterDriver(num_stages=3).serving()
+    cluster.lose("a")
+    cluster.join("a", incarnation=2)
+    assert cluster.lose("b")[-1] == StartTimer(WAITS_FOR_RETURN.delay_s, Shrink(2))
+    assert cluster.shrink(1) == []
+    assert cluster.state.plan is None
+    assert kinds(cluster.shrink(2)) == [AssignStage] * 2
+
+
+def test_a_cluster_that_shrank_grows_when_its_worker_returns_to_its_old_place() -> None:
+    cluster = ClusterDriver(num_stages=3).serving()
+    cluster.lose("a")
+    cluster.shrink()
+    cluster.load_all()
+    cluster.get_ready()
+    actions = cluster.join("a", incarnation=2)
+    assert kinds(actions) == [StopServing] + [AssignStage] * 3
+    assert actions[0] == StopServing(2, "3 workers in the place of 2", EndCause.REPLANNED)
+    assert cluster.stage_names == ["a", "b", "c"]
+
+
+def test_places_are_kept_over_two_losses() -> None:
+    cluster = ClusterDriver(num_stages=4).serving()
+    cluster.lose("b")
+    cluster.shrink(1)
+    cluster.lose("d")
+    cluster.shrink(2)
+    assert cluster.stage_names == ["a", "c"]
+    cluster.join("d", incarnation=2)
+    assert cluster.stage_names == ["a", "c", "d"]
+    cluster.join("b", incarnation=2)
+    assert cluster.stage_names == ["a", "b", "c", "d"]
+
+
+def test_a_spare_beyond_the_full_size_changes_no_plan() -> None:
+    cluster = ClusterDriver(num_stages=2).serving()
+    assert cluster.join("0") == []
+    assert cluster.stage_names == ["a", "b"]
+
+
+def test_no_cluster_begins_with_less_than_all() -> None:
+    cluster = ClusterDriver(num_stages=2)
+    cluster.join("a")
+    assert cluster.shrink(0) == []
+    assert cluster.state.plan is None
+
+
+def test_survivors_that_are_too_small_wait_and_say_what_is_missing() -> None:
+    cluster = ClusterDriver(num_stages=2, needed_bytes=1500).serving()
+    cluster.lose("b")
+    assert cluster.shrink() == []
+    assert cluster.state.phase is ClusterPhase.BLOCKED
+    assert "1000 bytes offered, 1500 needed" in cluster.state.detail
+    assert kinds(cluster.join("new")) == [AssignStage] * 2
+
+
+def test_survivors_of_which_one_fails_to_load_once_try_again() -> None:
+    """Nobody else is there, and no timer would wake them."""
+    cluster = ClusterDriver(num_stages=3).serving()
+    cluster.lose("c")
+    cluster.shrink()
+    assert kinds(cluster.fail_load("b")) == [AssignStage] * 2
+    assert cluster.stage_names == ["a", "b"]
+
+
+# Workers that are lost again and again
+
+
+def flap(cluster: ClusterDriver, name: str, times: int) -> list[list[object]]:
+    """What follows each return, of which the worker is used when its time is over."""
+    returns = []
+    for incarnation in range(2, 2 + times):
+        cluster.lose(name)
+        actions = cluster.join(name, incarnation=incarnation)
+        returns.append(list(actions))
+        cluster.state.elapsed(Release(name, identity_of(name, incarnation=incarnation).incarnation))
+    return returns
+
+
+def test_a_flapping_worker_waits_longer_each_time() -> None:
+    cluster = ClusterDriver(num_stages=2).serving()
+    returns = flap(cluster, "b", 12)
+    assert kinds(returns[0]) == [AssignStage] * 2
+    delays = [each.delay_s for actions in returns for each in actions if isinstance(each, StartTimer)]
+    assert delays == [0.5, 1, 2, 4, 8, 16, 30, 30, 30, 30, 30]
+
+
+def test_a_worker_that_waits_is_not_used_and_says_why() -> None:
+    cluster = ClusterDriver(num_stages=2).serving()
+    flap(cluster, "b", 1)
+    cluster.lose("b")
+    (timer,) = cluster.join("b", incarnation=9)
+    assert timer == StartTimer(0.5, Release("b", identity_of("b", incarnation=9).incarnation))
+    assert shown(cluster, "b") is WorkerState.JOINING
+    assert cluster.state.workers["b"].detail == "lost 2 times; it waits 0.5 s before it is used"
+    assert kinds(cluster.join("c")) == [AssignStage] * 2
+    assert cluster.stage_names == ["a", "c"]
+    assert cluster.state.elapsed(timer.timer) == []
+    assert (shown(cluster, "b"), cluster.state.workers["b"].detail) == (WorkerState.SPARE, "")
+    assert cluster.state.elapsed(timer.timer) == []
+
+
+def test_the_hold_of_an_older_incarnation_releases_nobody() -> None:
+    cluster = ClusterDriver(num_stages=2).serving()
+    flap(cluster, "b", 1)
+    cluster.lose("b")
+    (old,) = cluster.join("b", incarnation=8)
+    cluster.join("b", incarnation=9)
+    assert isinstance(old, StartTimer)
+    assert cluster.state.elapsed(old.timer) == []
+    assert shown(cluster, "b") is WorkerState.JOINING
+
+
+def test_losses_are_forgiven_when_all_goes_well_for_a_while() -> None:
+    cluster = ClusterDriver(num_stages=2).serving()
+    flap(cluster, "b", 3)
+    cluster.state.note_steady()
+    assert kinds(flap(cluster, "b", 1)[0]) == [AssignStage] * 2
+
+
+def test_a_spare_may_come_and_go_as_it_likes() -> None:
+    cluster = ClusterDriver(num_stages=2).serving()
+    cluster.join("spare")
+    assert flap(cluster, "spare", 5) == [[]] * 5
+    assert shown(cluster, "spare") is WorkerState.SPARE
+
+
+# Leaving
+
+
+def test_a_spare_leaves_at_once_and_is_told_once() -> None:
+    cluster = ClusterDriver(num_stages=2).serving()
+    cluster.join("spare")
+    assert cluster.state.drain("spare") == [LetGo(identity_of("spare"), "drained")]
+    assert shown(cluster, "spare") is WorkerState.DRAINING
+    assert cluster.state.drain("spare") == []
+    assert cluster.state.phase is ClusterPhase.SERVING
+    assert cluster.lose("spare") == []
+
+
+def test_whoever_leaves_hands_its_layers_to_a_spare() -> None:
+    cluster = ClusterDriver(num_stages=2).serving()
+    cluster.join("spare")
+    actions = cluster.state.drain("a")
+    assert actions[0] == StopServing(1, "worker a is drained", EndCause.REPLANNED)
+    assert kinds(actions) == [StopServing, AssignStage, AssignStage, LetGo]
+    assert cluster.stage_names == ["spare", "b"]
+    assert cluster.lose("a") == []
+
+
+def test_whoever_leaves_hands_its_layers_to_those_who_stay() -> None:
+    cluster = ClusterDriver(num_stages=3).serving()
+    assert kinds(cluster.state.drain("b")) == [StopServing, AssignStage, AssignStage, LetGo]
+    assert cluster.stage_names == ["a", "c"]
+
+
+def test_the_last_one_finishes_what_runs_before_it_leaves() -> None:
+    cluster = ClusterDriver(num_stages=1).serving()
+    worker = identity_of("a")
+    assert cluster.state.drain("a") == [FinishRunning(worker)]
+    assert cluster.state.phase is ClusterPhase.SERVING
+    assert cluster.state.drained("a", worker.incarnation) == [
+        StopServing(1, "worker a is drained", EndCause.REPLANNED),
+        LetGo(worker, "drained"),
+    ]
+    assert cluster.state.drained("a", worker.incarnation) == []
+    assert cluster.state.detail == "worker a is drained; 0 of 1 workers are here"
+
+
+def test_those_who_stay_say_what_they_lack_and_wait_for_no_return() -> None:
+    cluster = ClusterDriver(num_stages=2, needed_bytes=1500).serving()
+    assert kinds(cluster.state.drain("a")) == [FinishRunning]
+    assert kinds(cluster.state.drained("a", identity_of("a").incarnation)) == [StopServing, LetGo]
+    assert "1000 bytes offered, 1500 needed" in cluster.state.detail
+    cluster.lose("a")
+    cluster.lose("b")
+    assert kinds(cluster.join("b", incarnation=2, memory_bytes=2000)) == [AssignStage]
+
+
+def test_one_that_comes_takes_over_from_one_that_waits_to_leave() -> None:
+    cluster = ClusterDriver(num_stages=1).serving()
+    cluster.state.drain("a")
+    actions = cluster.join("b")
+    assert kinds(actions) == [StopServing, AssignStage, LetGo]
+    assert cluster.stage_names == ["b"]
+    assert cluster.state.drained("a", identity_of("a").incarnation) == []
+
+
+def test_drained_of_an_older_incarnation_or_without_a_drain_does_nothing() -> None:
+    cluster = ClusterDriver(num_stages=1).serving()
+    assert cluster.state.drained("a", identity_of("a").incarnation) == []
+    cluster.state.drain("a")
+    assert cluster.state.drained("a", identity_of("a", incarnation=7).incarnation) == []
+    assert cluster.state.drain("nobody") == []
+
+
+def test_nobody_is_given_a_stage_while_it_leaves() -> None:
+    cluster = ClusterDriver(num_stages=2)
+    cluster.join("a")
+    assert kinds(cluster.state.drain("a")) == [LetGo]
+    assert cluster.join("b") == []
+    assert cluster.state.detail == "1 of 2 workers are here"
+
+
+# Silence, neighbours, lateness
+
+
+def test_a_silent_worker_is_suspect_until_it_is_heard_again() -> None:
+    cluster = ClusterDriver(num_stages=1).serving()
+    incarnation = identity_of("a").incarnation
+    cluster.state.note_silence("a", incarnation, is_silent=True)
+    assert shown(cluster, "a") is WorkerState.SUSPECT
+    assert cluster.state.phase is ClusterPhase.SERVING
+    cluster.state.note_silence("a", identity_of("a", incarnation=2).incarnation, is_silent=False)
+    assert shown(cluster, "a") is WorkerState.SUSPECT
+    cluster.state.note_silence("a", incarnation, is_silent=False)
+    assert shown(cluster, "a") is WorkerState.READY
+
+
+def test_a_stage_that_is_not_reached_twice_is_done_without() -> None:
+    cluster = ClusterDriver(num_stages=3).serving()
+    assert kinds(cluster.state.hop_failed(1, 0, "cannot send")) == [StopServing, BeginEpoch]
+    assert cluster.state.hop_failed(1, 0, "again, of the old epoch") == []
+    assert kinds(cluster.state.hop_failed(2, 0, "cannot send")) == [StopServing, AssignStage, AssignStage]
+    assert cluster.stage_names == ["a", "c"]
+    record = cluster.state.workers["b"]
+    assert (record.shown_state, record.detail) == (WorkerState.SUSPECT, "cannot send")
+
+
+def test_failures_to_reach_a_stage_count_only_in_a_row() -> None:
+    cluster = ClusterDriver(num_stages=3).serving()
+    cluster.state.hop_failed(1, 0, "cannot send")
+    cluster.get_ready()
+    cluster.state.result_arrived()
+    assert kinds(cluster.state.hop_failed(2, 0, "cannot send")) == [StopServing, BeginEpoch]
+    assert kinds(cluster.state.hop_failed(3, 1, "cannot send")) == [StopServing, BeginEpoch]
+
+
+def test_where_nobody_can_take_its_place_an_unreached_stage_is_tried_again() -> None:
+    cluster = ClusterDriver(num_stages=2, needed_bytes=1500).serving()
+    for epoch in (1, 2, 3):
+        assert kinds(cluster.state.hop_failed(epoch, 0, "cannot send")) == [StopServing, BeginEpoch]
+    assert cluster.stage_names == ["a", "b"]
+    assert shown(cluster, "b") is WorkerState.READY
+
+
+def test_the_way_from_last_to_the_coordinator_blames_no_stage() -> None:
+    cluster = ClusterDriver(num_stages=2).serving()
+    for epoch in (1, 2, 3):
+        assert kinds(cluster.state.hop_failed(epoch, 1, "cannot send")) == [StopServing, BeginEpoch]
+
+
+def test_only_those_who_are_late_are_disconnected() -> None:
+    cluster = ClusterDriver(num_stages=3)
+    cluster.join_all("a", "b", "c")
+    cluster.load_all()
+    cluster.state.epoch_ready("b", 1)
+    assert cluster.state.epoch_late(2, "late") == []
+    assert cluster.state.epoch_late(1, "late") == [
+        Disconnect(identity_of("a"), "late"),
+        Disconnect(identity_of("c"), "late"),
+    ]
+
+
+@pytest.mark.parametrize("ready", ["", "ab"])
+def test_where_all_or_none_are_ready_nobody_is_to_blame_for_the_delay(ready: str) -> None:
+    cluster = ClusterDriver(num_stages=2)
+    cluster.join_all("a", "b", "spare")
+    cluster.load_all()
+    for name in (*ready, "spare"):
+        cluster.state.epoch_ready(name, 1)
+    assert kinds(cluster.state.epoch_late(1, "late")) == [StopServing, BeginEpoch]
+    assert cluster.state.epoch_late(1, "late") == []
+
+
+def test_an_epoch_that_serves_is_not_late() -> None:
+    cluster = ClusterDriver(num_stages=2).serving()
+    assert cluster.state.epoch_late(1, "late") == []
