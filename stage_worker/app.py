@@ -34,11 +34,11 @@ async def _main(config: WorkerConfig) -> int:
         return _fail(error)
     # What is here now stays: looking through it again and again would hold up steps for tens of milliseconds.
     gc.freeze()
-    print(f"stageline worker {worker.name} listening on {worker.listen_address}", flush=True)
     task = asyncio.create_task(worker.run())
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, _leave, worker, task)
     loop.add_signal_handler(signal.SIGINT, _stop_on, "SIGINT", task)
+    print(f"stageline worker {worker.name} listening on {worker.listen_address}", flush=True)
     try:
         await task
     except asyncio.CancelledError:

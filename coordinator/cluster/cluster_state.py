@@ -173,7 +173,6 @@ class ClusterState:
         record = self.workers.live(name, incarnation)
         if record is None or not record.is_draining or record.stage is None:
             return []
-        self._may_shrink = True
         return self._give_up_plan(f"worker {name} is drained", EndCause.REPLANNED)
 
     def note_steady(self) -> None:
@@ -324,12 +323,7 @@ class ClusterState:
         self.plan = plan
         if len(plan.stages) == self.num_stages:
             self._template = plan
-<<<<<<< HEAD
         self._waits_for_return = False
-=======
-        # Whoever was waited for before a shorter plan was made is not waited for again.
-        self._may_shrink = len(plan.stages) < self.num_stages
->>>>>>> coretests
         self._plan_id += 1
         self._hop_failures.clear()
         self.phase, self.detail = ClusterPhase.LOADING, "workers are loading their layers"

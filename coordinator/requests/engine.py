@@ -199,12 +199,8 @@ class Engine:
     def note_death(self, reason: str) -> None:
         """A worker has died; to be called before `stop_epoch`. What it left unfinished runs alone next.
 
-<<<<<<< HEAD
         A request that ran alone when a worker died, and again when the next one did, without a token in
         between, fails.
-=======
-        A request that ran alone when a worker died, for the second time without a token between, fails.
->>>>>>> coretests
         """
         alone = self._scheduler.lone_suspect
         request = alone and self._registry.live_request(alone.key.request_id)

@@ -45,7 +45,7 @@ async def ended(process: asyncio.subprocess.Process) -> tuple[int, list[str], li
     return process.returncode, stdout.decode().splitlines(), stderr.decode().splitlines()
 
 
-async def test_a_worker_says_where_it_listens_and_ends_on_sigterm(
+async def test_a_worker_says_where_it_listens_and_hands_over_on_sigterm(
     coordinator: CoordinatorDouble, tmp_path: Path
 ) -> None:
     process = await start_worker(coordinator.address, "--name", "w0")
@@ -61,22 +61,67 @@ async def test_a_worker_says_where_it_listens_and_ends_on_sigterm(
         await link.answer("loaded")
         process.send_signal(signal.SIGTERM)
         await link.answer("wants_drain")
+        await link.next_heartbeat()
+        assert process.returncode is None
         link.send(leave=cluster_pb2.Leave(reason="drained", exit_process=True))
         status, stdout, stderr = await ended(process)
         assert (status, stdout) == (0, [])
+        assert any("drained" in line for line in stderr)
         assert not [line for line in stderr if "Traceback" in line or "ERROR" in line]
     finally:
         if process.returncode is None:
             process.kill()
 
 
-async def test_a_worker_ends_on_sigint_while_it_waits_for_its_coordinator() -> None:
+async def test_a_second_sigterm_does_not_wait_for_the_handover(coordinator: CoordinatorDouble) -> None:
+    process = await start_worker(coordinator.address)
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            link = await coordinator.links.get()
+        # The handler of signals is there once a heartbeat is.
+        await link.next_heartbeat()
+        process.send_signal(signal.SIGTERM)
+        await link.answer("wants_drain")
+        process.send_signal(signal.SIGTERM)
+        status, _, stderr = await ended(process)
+        assert status == 0
+        assert not [line for line in stderr if "Traceback" in line or "ERROR" in line]
+        assert link.answers.empty()
+    finally:
+        if process.returncode is None:
+            process.kill()
+
+
+async def test_a_worker_that_hands_over_ends_when_its_coordinator_is_gone(
+    coordinator: CoordinatorDouble,
+) -> None:
+    """It does not join again."""
+    process = await start_worker(coordinator.address)
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            link = await coordinator.links.get()
+        await link.next_heartbeat()
+        process.send_signal(signal.SIGTERM)
+        await link.answer("wants_drain")
+        link.hang_up()
+        status, _, _ = await ended(process)
+        assert status == 0
+        assert coordinator.links.empty()
+    finally:
+        if process.returncode is None:
+            process.kill()
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_worker_ends_at_once_while_it_waits_for_its_coordinator(
+    signal_number: signal.Signals,
+) -> None:
     process = await start_worker("127.0.0.1:1")
     assert process.stdout is not None
     try:
         async with asyncio.timeout(DEADLINE_S):
             await process.stdout.readline()
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signal_number)
         status, _, stderr = await ended(process)
         assert status == 0
         assert sum("waiting for the coordinator at 127.0.0.1:1" in line for line in stderr) <= 1

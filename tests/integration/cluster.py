@@ -186,7 +186,7 @@ class Cluster:
     def incarnations(self) -> dict[str, bytes]:
         """Which process each worker is, as the coordinator sees it."""
         records = self.server.controller.state.workers
-        return {record.identity.name: record.identity.incarnation for record in records}
+        return {each.identity.name: each.identity.incarnation for each in records}
 
     async def start_worker(
         self, name: str, *, is_proxied: bool = False, model_directory: Path | None = None

@@ -225,7 +225,7 @@ def test_a_spare_takes_the_place_at_once() -> None:
 def test_a_worker_lost_while_loading_stops_no_epoch() -> None:
     cluster = ClusterDriver(num_stages=2)
     cluster.join_all("a", "b")
-    assert cluster.lose("a") == [WAITS_FOR_RETURN]
+    assert cluster.lose("a") == []
     assert cluster.state.phase is ClusterPhase.WAITING_FOR_WORKERS
     assert cluster.state.loaded("b", 1) == []
     assert cluster.state.workers["b"].state is WorkerState.SPARE
@@ -311,11 +311,20 @@ def test_a_load_that_succeeds_makes_up_for_one_that_failed() -> None:
 
 
 def test_those_who_can_load_share_the_layers_of_one_who_cannot() -> None:
-    cluster = ClusterDriver(num_stages=3)
-    cluster.join_all("a", "b", "c")
+    cluster = ClusterDriver(num_stages=3).serving()
+    cluster.join("b", incarnation=2)
     cluster.fail_load("b")
     assert [type(action) for action in cluster.fail_load("b")] == [AssignStage] * 2
     assert cluster.stage_names == ["a", "c"]
+
+
+def test_before_it_has_served_a_cluster_waits_for_all_workers() -> None:
+    cluster = ClusterDriver(num_stages=3)
+    cluster.join_all("a", "b", "c")
+    cluster.fail_load("b")
+    assert cluster.fail_load("b") == []
+    assert cluster.state.phase is ClusterPhase.BLOCKED
+    assert "b failed" in cluster.state.detail
 
 
 def test_a_worker_that_is_out_is_used_again_when_it_is_new() -> None:

@@ -228,14 +228,15 @@ def test_who_follows_a_cancelled_suspect_is_not_blamed_for_what_that_one_does(ne
 
 
 @pytest.mark.parametrize("kind", list(StepFaultKind))
-def test_what_may_be_poison_runs_alone_after_a_fault(new_model: NewModel, kind: StepFaultKind) -> None:
+def test_the_last_try_after_faults_is_alone(new_model: NewModel, kind: StepFaultKind) -> None:
     model = new_model()
     _, calls = submit_all(model, [wish_of(1), wish_of(2)])
-    model.run_step()
-    model.fault(model.sent[-1].step_id, kind=kind)
-    model.start(64)
-    assert (model.engine.scheduler.lone_suspect is not None) == kind.may_be_poison
-    assert kind.may_be_poison == (kind.name in ("DEVICE", "NON_FINITE", "OVERDUE"))
+    for is_alone in (False, True):
+        model.run_step()
+        everybody = tuple(request.id for request in model.engine.registry.live)
+        model.fault(model.sent[-1].step_id, kind=kind, request_ids=everybody)
+        model.start(64)
+        assert (model.engine.scheduler.lone_suspect is not None) == is_alone
     model.run()
     check_whole(calls[0], wish_of(1))
     check_whole(calls[1], wish_of(2))

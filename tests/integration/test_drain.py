@@ -1,0 +1,203 @@
+"""Workers that leave on request, and who says that it serves meanwhile; with mock stages, whose tokens are
+known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from stageline.cli import main
+from stageline.errors import Unavailable, WorkerNotFound
+from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc
+from tests.integration.asks import mixed_asks
+from tests.integration.cluster import DEADLINE_S, TEST_TIMING, Ask, Cluster
+from tests.integration.test_mock_cluster import VOCAB_SIZE, check, has_tokens, mock_cluster, until
+from tests.mock_answers import mock_tokens
+from wire.channels import client_channel
+
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+INFERENCE, STAGE = "stageline.v1.Inference", "stageline.v1.Stage"
+
+
+async def health(address: str, service: str = "") -> health_pb2.HealthCheckResponse.ServingStatus:
+    async with client_channel(address) as channel:
+        request = health_pb2.HealthCheckRequest(service=service)
+        answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=DEADLINE_S)
+        status: health_pb2.HealthCheckResponse.ServingStatus = answer.status
+        return status
+
+
+async def until_health(address: str, wanted: int, service: str = "") -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while await health(address, service) != wanted:
+            await asyncio.sleep(0.002)
+
+
+def places(status: cluster_pb2.GetStatusResponse) -> list[str]:
+    """The workers of the plan, in stage order."""
+    return [each.name for each in status.workers if each.HasField("stage")]
+
+
+async def drain(cluster: Cluster, name: str) -> None:
+    """Also waits for the worker to end by itself."""
+    async with asyncio.timeout(DEADLINE_S):
+        await cluster.client.drain(name)
+        await cluster.workers[name].task
+
+
+async def start_spare(cluster: Cluster) -> str:
+    """One more than the plan needs, which has all."""
+    name = f"w{cluster.num_stages}"
+    await cluster.start_worker(name)
+    await cluster.wait_status(lambda status: len(status.workers) == cluster.num_stages + 1)
+    return name
+
+
+# Drain
+
+
+async def test_a_worker_that_is_not_here_cannot_leave() -> None:
+    async with mock_cluster(1) as cluster:
+        with pytest.raises(WorkerNotFound, match="no worker 'nobody' is here"):
+            await cluster.client.drain("nobody")
+        async with client_channel(cluster.address) as channel:
+            request = cluster_pb2.DrainRequest(worker="nobody")
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await cluster_pb2_grpc.ClusterStub(channel).Drain(request)
+        assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_the_command_says_who_has_left_and_who_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
+    async with mock_cluster(1) as cluster:
+        await start_spare(cluster)
+        arguments = ["--coordinator", cluster.address]
+        assert await asyncio.to_thread(main, ["drain", "w1", *arguments]) == 0
+        assert capsys.readouterr().out == "worker w1 has left\n"
+        assert await asyncio.to_thread(main, ["drain", "w1", *arguments]) == 1
+        output = capsys.readouterr()
+        assert (output.out, "no worker 'w1' is here" in output.err) == ("", True)
+
+
+async def test_a_spare_leaves_at_once_and_disturbs_nobody() -> None:
+    async with mock_cluster(2) as cluster:
+        spare, epoch = await start_spare(cluster), cluster.epoch
+        await drain(cluster, spare)
+        status = await cluster.client.status()
+        assert (cluster.epoch, places(status), len(status.workers)) == (epoch, ["w0", "w1"], 2)
+
+
+@pytest.mark.parametrize("has_spare", [False, True])
+async def test_layers_move_under_load_and_no_request_fails(*, has_spare: bool) -> None:
+    """To the spare, if there is one, else to those who stay."""
+    async with mock_cluster(3) as cluster:
+        if has_spare:
+            await start_spare(cluster)
+        async with cluster.generating(mixed_asks(16, max_tokens=120)) as answers:
+            await until(lambda: has_tokens(answers, 3))
+            await drain(cluster, "w1")
+            status = await cluster.wait_state(cluster_pb2.CLUSTER_STATE_SERVING)
+            assert places(status) == (["w0", "w3", "w2"] if has_spare else ["w0", "w2"])
+        check(answers)
+        status = await cluster.wait_drained()
+        assert status.requests.finished == 16
+
+
+async def test_the_last_worker_finishes_what_runs_and_what_waits_is_served_by_the_next() -> None:
+    async with mock_cluster(1, "step=5ms") as cluster:
+        running = [replace(ask, max_tokens=60) for ask in mixed_asks(4)]
+        async with cluster.generating(running) as answers:
+            await until(lambda: has_tokens(answers, 2))
+            leaving = asyncio.create_task(drain(cluster, "w0"))
+            await cluster.wait_status(
+                lambda status: status.workers[0].state == cluster_pb2.WORKER_STATE_DRAINING
+            )
+            late = Ask(prompt=(5, 6, 7), max_tokens=9)
+            waiting = asyncio.create_task(cluster.generate(late))
+            await leaving
+            assert all(len(each.tokens) == 60 for each in answers)
+        check(answers)
+        assert not waiting.done()
+        await cluster.start_worker("w1")
+        answer = await waiting
+        assert answer.tokens == mock_tokens(late.prompt, 9, vocab_size=VOCAB_SIZE)
+
+
+async def test_the_last_worker_leaves_when_its_time_is_over() -> None:
+    """What runs then goes on with the next one."""
+    timing = replace(TEST_TIMING, drain_timeout_s=0.1)
+    async with mock_cluster(1, "step=5ms", timing=timing) as cluster:
+        async with cluster.generating([Ask(prompt=(1, 2), max_tokens=200)]) as answers:
+            await until(lambda: has_tokens(answers, 2))
+            await drain(cluster, "w0")
+            assert len(answers[0].tokens) < 200
+            await cluster.start_worker("w1")
+        check(answers)
+
+
+async def test_every_worker_may_be_replaced_under_load() -> None:
+    async with mock_cluster(3) as cluster:
+        async with cluster.generating(mixed_asks(32, max_tokens=150)) as answers:
+            await until(lambda: has_tokens(answers, 2))
+            for name in ("w0", "w1", "w2"):
+                await drain(cluster, name)
+                await cluster.start_worker(name)
+                status = await cluster.wait_status(
+                    lambda status: (
+                        status.state == cluster_pb2.CLUSTER_STATE_SERVING and len(places(status)) == 3
+                    )
+                )
+                assert places(status) == ["w0", "w1", "w2"]
+        check(answers)
+
+
+# Health
+
+
+async def test_the_coordinator_serves_while_tokens_can_be_made_and_at_no_other_time() -> None:
+    async with mock_cluster(2, waits=False, num_workers=1) as cluster:
+        await cluster.wait_status(lambda status: len(status.workers) == 1)
+        for service in ("", INFERENCE):
+            assert await health(cluster.address, service) == NOT_SERVING
+        assert (await cluster.client.status()).health == cluster_pb2.HEALTH_STARTING
+        await cluster.start_worker("w1")
+        for service in ("", INFERENCE):
+            await until_health(cluster.address, SERVING, service)
+        assert (await cluster.client.status()).health == cluster_pb2.HEALTH_SERVING
+        for running in list(cluster.workers.values()):
+            await running.stop()
+        for service in ("", INFERENCE):
+            await until_health(cluster.address, NOT_SERVING, service)
+        assert (await cluster.client.status()).health == cluster_pb2.HEALTH_DEGRADED
+        for name in ("w0", "w1"):
+            await cluster.start_worker(name)
+        await until_health(cluster.address, SERVING)
+
+
+async def test_a_worker_serves_while_it_takes_part_in_an_epoch() -> None:
+    async with mock_cluster(1) as cluster:
+        await start_spare(cluster)
+        first, spare = (cluster.workers[name].worker.listen_address for name in ("w0", "w1"))
+        assert (await health(first, STAGE), await health(spare, STAGE)) == (SERVING, NOT_SERVING)
+        await cluster.workers["w0"].stop()
+        await until_health(spare, SERVING, STAGE)
+
+
+async def test_a_coordinator_that_drains_takes_nothing_new_and_finishes_what_is_here() -> None:
+    async with mock_cluster(2, "step=2ms") as cluster:
+        async with cluster.generating(mixed_asks(4, max_tokens=60)) as answers:
+            await until(lambda: has_tokens(answers, 2))
+            draining = asyncio.create_task(cluster.server.drain())
+            await until_health(cluster.address, NOT_SERVING)
+            assert (await cluster.client.status()).health == cluster_pb2.HEALTH_DRAINING
+            refused = await cluster.generate(Ask(prompt=(1,), max_tokens=3))
+            assert isinstance(refused.error, Unavailable)
+            assert "takes no new requests" in str(refused.error)
+            assert not draining.done()
+        check(answers)
+        async with asyncio.timeout(DEADLINE_S):
+            await draining
