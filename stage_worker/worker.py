@@ -44,6 +44,7 @@ class Worker:
             incarnation=self._incarnation,
             backend=self._backend,
             on_serving=self._set_serving,
+            wire_dtype=config.wire_dtype,
         )
         self._health_tasks: set[asyncio.Task[None]] = set()
         self.listen_address = ""

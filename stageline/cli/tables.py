@@ -40,6 +40,8 @@ def describe_cluster(status: cluster_pb2.GetStatusResponse) -> str:
     reason = f": {status.detail}" if status.detail else ""
     epoch = f", epoch {status.epoch}" if status.epoch else ""
     stages = "1 stage" if status.num_stages == 1 else f"{status.num_stages} stages"
+    if status.wire_dtype:
+        dtype += f" (between stages in {_name(stage_pb2.DType.Name(status.wire_dtype), 'DTYPE_')})"
     return f"{status.model} in {dtype}, {stages}{epoch}\n{_state(status)}{reason}"
 
 
