@@ -1,4 +1,4 @@
-"""Hidden states that travel smaller than they were computed: whole clusters, and one stage between doubles."""
+"""Hidden states that travel smaller than they were computed: in whole clusters, on one stage, on mocks."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a worker was told, and what it makes of it where it has a wire dtype of its own."""
 
-from pathlib import Path
-
 import pytest
 
 from checkpoint import DType
