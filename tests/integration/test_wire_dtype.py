@@ -225,6 +225,22 @@ async def test_a_frame_in_anything_but_what_was_declared_is_refused(
         await predecessor.close()
 
 
+@pytest.mark.parametrize(("declared", "most"), [(None, 8192), (DType.BF16, 4096), (FP8, 2176), (INT8, 2176)])
+async def test_a_payload_has_room_for_what_was_declared_and_no_more(
+    tiny_llama: Path, declared: WireDType | None, most: int
+) -> None:
+    async with stage_bench(stage_of(tiny_llama, MIDDLE)) as bench:
+        await bench.begin_epoch()
+        predecessor = await predecessor_in(bench, declared)
+        one_too_many = torch.randn(bench.assignment.max_step_tokens + 1, HIDDEN_SIZE)
+        hidden = to_wire(one_too_many, declared or DType.F32)
+        await send(predecessor, first_step(bench), hidden)
+        fault = await bench.link.fault()
+        await predecessor.close()
+    assert fault.kind is StepFaultKind.SHAPE
+    assert f"payload of {hidden.size_bytes} bytes or more, expected at most {most}" in fault.message
+
+
 @pytest.mark.parametrize("taken", [DType.F32, FP8, INT8])
 @pytest.mark.parametrize("given", [DType.BF16, FP8, INT8])
 async def test_a_stage_takes_what_was_declared_and_sends_what_it_was_told(
