@@ -12,8 +12,8 @@ computed; then the same tokens go through the stages once per wire dtype:
 * same token: share of generated positions where the most likely token is the same for the same tokens before;
 * run: share of the generated tokens before the first that differs, when the pipeline goes on by itself.
 
-"other chunks" is what rounding alone does: as computed, but the tokens go through in chunks of 16. Times are
-of one thread's processor, for to_wire and from_wire, per MiB of hidden states in bfloat16, 768 wide.
+"in f32" is how far the same model in float32 is from that in bfloat16. Times are of one thread's processor,
+for to_wire and from_wire, per MiB of hidden states in bfloat16, 768 wide.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from bench.llama_88m import make_checkpoint
 from builtin_model import MODEL_DIRECTORY
 from checkpoint import Checkpoint, DType
 from kvcache.pages import KvPages
-from stage_worker.models import DecoderStage
+from stage_worker.models import TORCH_DTYPES, DecoderStage
 from stage_worker.slice_layout import SliceLayout
 from stage_worker.tensor_views import from_wire, to_wire
 from wire.wire_dtypes import ScaledDType, WireDType, payload_bytes
@@ -66,11 +66,12 @@ class Pass:
 class Chain:
     """Three stages one after another, with pages for one sequence."""
 
-    def __init__(self, directory: Path, *, max_tokens: int) -> None:
+    def __init__(self, directory: Path, *, max_tokens: int, dtype: DType = DType.BF16) -> None:
         checkpoint = Checkpoint.open(directory)
         config = checkpoint.config
         self.vocab_size = config.vocab_size
         per_stage = config.num_layers // NUM_STAGES
+        self._dtype = TORCH_DTYPES[dtype]
         self._num_blocks = -(-max_tokens // BLOCK_SIZE)
         self._stages = [
             DecoderStage(
@@ -79,7 +80,7 @@ class Chain:
                 layer_end=(stage + 1) * per_stage,
                 has_embeddings=stage == 0,
                 has_head=stage == NUM_STAGES - 1,
-                dtype=DType.BF16,
+                dtype=dtype,
             )
             for stage in range(NUM_STAGES)
         ]
@@ -92,7 +93,7 @@ class Chain:
                 block_size=BLOCK_SIZE,
                 num_kv_heads=config.num_kv_heads,
                 head_dim=config.head_dim,
-                dtype=torch.bfloat16,
+                dtype=self._dtype,
                 device=CPU,
             )
             for _ in self._stages
@@ -108,16 +109,10 @@ class Chain:
         for stage, pages in zip(self._stages, self._pages, strict=True):
             if stage is not self._stages[0]:
                 sent.append(hidden)
-                hidden = from_wire(to_wire(hidden, wire_dtype), device=CPU, dtype=torch.bfloat16)
+                hidden = from_wire(to_wire(hidden, wire_dtype), device=CPU, dtype=self._dtype)
                 came.append(hidden)
             hidden = stage.forward(hidden, stage.layout([part], block_size=BLOCK_SIZE), pages)
         return Pass(tuple(sent), tuple(came), self._stages[-1].logits(hidden))
-
-    def run_in_chunks(self, tokens: list[int], size: int) -> Pass:
-        """As computed, `size` tokens at a time."""
-        parts = [self.run(tokens[at : at + size], DType.BF16, begin=at) for at in range(0, len(tokens), size)]
-        sent = tuple(torch.cat(hop) for hop in zip(*(part.sent for part in parts), strict=True))
-        return Pass(sent, sent, torch.cat([part.logits for part in parts]))
 
     def greedy(self, prompt: list[int], wire_dtype: WireDType, count: int) -> list[int]:
         """The `count` tokens that follow `prompt`."""
@@ -155,14 +150,16 @@ def equal_share(tokens: list[int], others: list[int]) -> float:
 
 def measure_model(directory: Path, prompts: list[list[int]], count: int) -> dict[str, dict[str, float]]:
     """Means over the prompts, by what travels."""
-    chain = Chain(directory, max_tokens=max(map(len, prompts)) + count)
+    max_tokens = max(map(len, prompts)) + count
+    chain = Chain(directory, max_tokens=max_tokens)
+    in_f32 = Chain(directory, max_tokens=max_tokens, dtype=DType.F32)
     found: dict[str, list[dict[str, float]]] = {}
     for prompt in prompts:
         generated = chain.greedy(prompt, DType.BF16, count)
         tokens = prompt + generated[:-1]
         exact = chain.run(tokens, DType.BF16)
-        other = chain.run_in_chunks(tokens, BLOCK_SIZE)
-        found.setdefault("other chunks", []).append(compare(other, exact, len(prompt)))
+        finer = compare(in_f32.run(tokens, DType.F32), exact, len(prompt))
+        found.setdefault("in f32", []).append(finer)
         for wire_dtype in WIRE_DTYPES:
             figures = compare(chain.run(tokens, wire_dtype), exact, len(prompt))
             figures["run"] = equal_share(chain.greedy(prompt, wire_dtype, count), generated)
