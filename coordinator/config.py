@@ -5,9 +5,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from checkpoint import DType
 from coordinator.mock_model import parse_mock_model
 from coordinator.timing import ClusterTiming
 from wire.addresses import parse_address
+from wire.wire_dtypes import check_can_carry, parse_wire_dtype
 
 DTYPES = ("bf16", "f16", "f32")
 _METADATA_KEY = re.compile(r"[a-z0-9_.-]+(?<!-bin)")
@@ -18,13 +20,13 @@ class CoordinatorConfig:
     """Validated when it is made; raises ValueError with the numbers.
 
     `None` stands for: the built-in model (`model_directory`), a split that balances the stages (`layers`),
-    the checkpoint's dtype, the model's own limit (`max_sequence_tokens`), as many KV tokens as the memory of
-    the workers holds (`max_kv_tokens`), no bound on one client's requests, and clients that are told apart by
-    their address (`client_key`, else a key of their calls' metadata). A request is cancelled when its reader
-    is `max_unread_tokens` behind. Waiting for `priority_age_s` is worth one class of priority.
-    `mock_model`, such as "layers=64", is served by mock stages in the place of a model. `steps_in_flight`
-    None lets measured times decide. Prefill may make decodes take up to `max_decode_slowdown` times as long
-    as they would alone.
+    the checkpoint's dtype, hidden states that travel as they are computed (`wire_dtype`), the model's own
+    limit (`max_sequence_tokens`), as many KV tokens as the memory of the workers holds (`max_kv_tokens`), no
+    bound on one client's requests, and clients that are told apart by their address (`client_key`, else a key
+    of their calls' metadata). A request is cancelled when its reader is `max_unread_tokens` behind. Waiting
+    for `priority_age_s` is worth one class of priority. `mock_model`, such as "layers=64", is served by mock
+    stages in the place of a model. `steps_in_flight` None lets measured times decide. Prefill may make
+    decodes take up to `max_decode_slowdown` times as long as they would alone.
 
     A worker sends a heartbeat every `heartbeat_s` and is lost after `lease_s` without. Requests wait for
     `recovery_timeout_s` for a pipeline; whoever has to leave finishes what runs within `drain_timeout_s`.
@@ -48,6 +50,7 @@ class CoordinatorConfig:
     steps_in_flight: int | None = None
     max_decode_slowdown: float = 1.4
     mock_model: str | None = None
+    wire_dtype: str | None = None
     heartbeat_s: float = 0.5
     lease_s: float = 2.0
     recovery_timeout_s: float = 30.0
@@ -77,6 +80,8 @@ class CoordinatorConfig:
             _check_at_least_one(name, getattr(self, name))
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r} is none of {', '.join(DTYPES)}")
+        if self.wire_dtype is not None:
+            self._check_wire_dtype(self.wire_dtype)
         if self.client_key is not None and not _METADATA_KEY.fullmatch(self.client_key):
             raise ValueError(
                 f"client_key {self.client_key!r} is no metadata key: use a-z, 0-9, '-', '_', '.'"
@@ -94,6 +99,13 @@ class CoordinatorConfig:
         _ = self.timing
         self._check_layers()
         self._check_step_tokens()
+
+    def _check_wire_dtype(self, name: str) -> None:
+        wire_dtype = parse_wire_dtype(name)
+        if self.num_stages == 1:
+            raise ValueError(f"wire_dtype {name} is for hidden states between stages, but there is one stage")
+        if self.dtype is not None:
+            check_can_carry(wire_dtype, DType.from_name(self.dtype))
 
     def _check_layers(self) -> None:
         if self.layers is None:

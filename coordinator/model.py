@@ -9,11 +9,13 @@ from coordinator import mock_model
 from coordinator.config import CoordinatorConfig
 from coordinator.text.structured import GrammarCompiler
 from coordinator.text.tokenizer import TextCodec
+from wire.wire_dtypes import WireDType, check_can_carry, parse_wire_dtype
 
 
 @dataclass(slots=True, kw_only=True)
 class ServedModel:
-    """`directory` is that of the checkpoint, None for a mock. `text` is None for a model without a tokenizer:
+    """`directory` is that of the checkpoint, None for a mock. `wire_dtype` is what hidden states travel in
+    between stages; None for as they are computed. `text` is None for a model without a tokenizer:
     it serves token ids. `grammars` say by themselves why a checkpoint has no structured output.
     """
 
@@ -21,11 +23,16 @@ class ServedModel:
     config: ModelConfig
     fingerprint: str
     dtype: DType
+    wire_dtype: WireDType | None = None
     eos_token_ids: tuple[int, ...] = ()
     directory: Path | None = None
     is_builtin: bool = False
     text: TextCodec | None = None
     grammars: GrammarCompiler | None = None
+
+    def __post_init__(self) -> None:
+        if self.wire_dtype is not None:
+            check_can_carry(self.wire_dtype, self.dtype)
 
     @property
     def is_mock(self) -> bool:
@@ -40,13 +47,20 @@ class ServedModel:
         return "" if self.is_builtin or self.directory is None else str(self.directory.resolve())
 
 
-def model_of(checkpoint: Checkpoint, *, dtype: DType | None = None, is_builtin: bool = False) -> ServedModel:
+def model_of(
+    checkpoint: Checkpoint,
+    *,
+    dtype: DType | None = None,
+    wire_dtype: WireDType | None = None,
+    is_builtin: bool = False,
+) -> ServedModel:
     """A checkpoint to be served, in its own dtype unless given; without its tokenizer."""
     return ServedModel(
         name=MODEL_NAME if is_builtin else checkpoint.directory.name,
         config=checkpoint.config,
         fingerprint=checkpoint.fingerprint,
         dtype=dtype or checkpoint.config.dtype,
+        wire_dtype=wire_dtype,
         eos_token_ids=tuple(checkpoint.eos_token_ids),
         directory=checkpoint.directory,
         is_builtin=is_builtin,
@@ -55,13 +69,16 @@ def model_of(checkpoint: Checkpoint, *, dtype: DType | None = None, is_builtin: 
 
 def open_model(config: CoordinatorConfig) -> ServedModel:
     """Reads config and headers, never weights. Raises CheckpointError, ValueError for a dtype that does not
-    exist.
+    exist, or a wire dtype that makes nothing smaller.
     """
     dtype = DType.from_name(config.dtype) if config.dtype else None
+    wire_dtype = parse_wire_dtype(config.wire_dtype) if config.wire_dtype else None
     if config.mock_model is not None:
-        return _mock(mock_model.parse_mock_model(config.mock_model), dtype)
+        return _mock(mock_model.parse_mock_model(config.mock_model), dtype, wire_dtype)
     checkpoint = Checkpoint.open(config.model_directory or MODEL_DIRECTORY)
-    model = model_of(checkpoint, dtype=dtype, is_builtin=config.model_directory is None)
+    model = model_of(
+        checkpoint, dtype=dtype, wire_dtype=wire_dtype, is_builtin=config.model_directory is None
+    )
     model.grammars = GrammarCompiler(
         checkpoint.directory,
         vocab_size=checkpoint.config.vocab_size,
@@ -70,8 +87,11 @@ def open_model(config: CoordinatorConfig) -> ServedModel:
     return model
 
 
-def _mock(shape: ModelConfig, dtype: DType | None) -> ServedModel:
-    fingerprint = mock_model.mock_fingerprint(shape)
+def _mock(shape: ModelConfig, dtype: DType | None, wire_dtype: WireDType | None) -> ServedModel:
     return ServedModel(
-        name=mock_model.NAME, config=shape, fingerprint=fingerprint, dtype=dtype or shape.dtype
+        name=mock_model.NAME,
+        config=shape,
+        fingerprint=mock_model.mock_fingerprint(shape),
+        dtype=dtype or shape.dtype,
+        wire_dtype=wire_dtype,
     )

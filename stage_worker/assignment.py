@@ -3,9 +3,10 @@
 from dataclasses import dataclass, field, replace
 
 from checkpoint import DType
-from stageline_rpc.v1 import cluster_pb2
+from stageline_rpc.v1 import cluster_pb2, stage_pb2
 from wire.roles import StageRole
 from wire.tensors import DTYPE_FROM_MESSAGE
+from wire.wire_dtypes import WIRE_DTYPE_FROM_MESSAGE, WireDType, check_can_carry
 
 _ROLES: dict[int, StageRole] = {
     cluster_pb2.STAGE_ROLE_FIRST: StageRole.FIRST,
@@ -26,7 +27,10 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """One stage of a plan: layers [layer_begin, layer_end), KV capacity, and the upper bounds of a step."""
+    """One stage of a plan: layers [layer_begin, layer_end), KV capacity, and the upper bounds of a step.
+
+    `wire_dtype` is what it sends hidden states in; None for as they are computed.
+    """
 
     plan_id: int
     stage: int
@@ -43,6 +47,7 @@ class Assignment:
     max_step_sequences: int
     max_sequence_tokens: int
     model_shape: ModelShape = field(default_factory=ModelShape)
+    wire_dtype: WireDType | None = None
 
     def __post_init__(self) -> None:
         expected = StageRole.of_stage(self.stage, self.num_stages)
@@ -50,6 +55,8 @@ class Assignment:
             raise ValueError(
                 f"stage {self.stage} of {self.num_stages} is {expected.value}, assigned as {self.role.value}"
             )
+        if self.wire_dtype is not None:
+            check_can_carry(self.wire_dtype, self.dtype)
         if not 0 <= self.layer_begin < self.layer_end:
             raise ValueError(f"layers [{self.layer_begin}, {self.layer_end}) are no range of layers")
         for name in (
@@ -62,6 +69,11 @@ class Assignment:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")
 
+    @property
+    def sent_dtype(self) -> WireDType:
+        """What hidden states leave this stage in."""
+        return self.wire_dtype or self.dtype
+
     def loads_like(self, other: "Assignment") -> bool:
         """Whether a stage loaded for `other` serves this assignment as it is."""
         return self._without_place() == other._without_place()
@@ -73,8 +85,8 @@ class Assignment:
         return replace(self, plan_id=0, stage=stage, num_stages=num_stages, model_directory="")
 
 
-def decode_assignment(message: cluster_pb2.AssignStage) -> Assignment:
-    """Raises ValueError for what no stage can be, with the values."""
+def decode_assignment(message: cluster_pb2.AssignStage, *, wire_dtype: WireDType | None = None) -> Assignment:
+    """`wire_dtype` overrides the coordinator's. Raises ValueError for what no stage can be."""
     role = _ROLES.get(message.role)
     if role is None:
         raise ValueError(f"role number {message.role} is not known")
@@ -101,12 +113,26 @@ def decode_assignment(message: cluster_pb2.AssignStage) -> Assignment:
             vocab_size=message.model.vocab_size,
             eos_token_ids=tuple(message.model.eos_token_ids),
         ),
+        wire_dtype=wire_dtype or _assigned_wire_dtype(message.wire_dtype),
     )
 
 
-def wants(message: cluster_pb2.AssignStage, loading: Assignment) -> bool:
-    """Whether `message` asks for what is being loaded. One that makes no sense speaks against nothing."""
+def _assigned_wire_dtype(number: int) -> WireDType | None:
+    if number == stage_pb2.DTYPE_UNSPECIFIED:
+        return None
+    wire_dtype = WIRE_DTYPE_FROM_MESSAGE.get(number)
+    if wire_dtype is None:
+        raise ValueError(f"wire dtype number {number} is not known")
+    return wire_dtype
+
+
+def wants(
+    message: cluster_pb2.AssignStage, loading: Assignment, *, wire_dtype: WireDType | None = None
+) -> bool:
+    """Whether `message` asks for what is being loaded, under the worker's own `wire_dtype` if it has one.
+    One that makes no sense speaks against nothing.
+    """
     try:
-        return decode_assignment(message).loads_like(loading)
+        return decode_assignment(message, wire_dtype=wire_dtype).loads_like(loading)
     except ValueError:
         return True

@@ -7,6 +7,7 @@ from pathlib import Path
 from stage_worker.cpu_set import check_cpu_set
 from stage_worker.mock.spec import MockSpec
 from wire.addresses import parse_address, parse_peer_address
+from wire.wire_dtypes import WireDType
 
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", re.ASCII)
@@ -19,8 +20,9 @@ class WorkerConfig:
     `None` stands for: what the device has to spare (`memory_bytes`), a name of host and device (`name`),
     any free port where the coordinator is reached from (`listen`), where it listens (`advertise`), the path
     that the coordinator names (`model_directory`), every CPU that the process may use (`cpu_set`), one thread
-    for each of `cpu_set`, or torch's own choice without one (`num_threads`), and a real stage (`mock`). A
-    mock stage has neither model nor device nor threads.
+    for each of `cpu_set`, or torch's own choice without one (`num_threads`), a real stage (`mock`), and what
+    the coordinator wants hidden states to be sent in (`wire_dtype`). A mock stage has neither model nor
+    device nor threads.
     """
 
     coordinator: str
@@ -33,6 +35,7 @@ class WorkerConfig:
     num_threads: int | None
     cpu_set: tuple[int, ...] | None = None
     mock: MockSpec | None = None
+    wire_dtype: WireDType | None = None
 
     def __post_init__(self) -> None:
         parse_peer_address(self.coordinator)

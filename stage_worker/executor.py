@@ -36,7 +36,7 @@ class ExecutorStats:
 class StepExecutor:
     """Owns block tables and sequence states of one stage, and what computes for it.
 
-    Used from one thread only; `stats` and `max_hidden_bytes` may be read from anywhere.
+    Used from one thread only; `stats` and `rules` may be read from anywhere.
     """
 
     def __init__(self, assignment: Assignment, compute: StageCompute) -> None:
@@ -45,8 +45,7 @@ class StepExecutor:
         self._num_blocks = assignment.num_blocks
         self._block_size = assignment.block_size
         self._compute = compute
-        self._rules = StepRules.of(assignment, hidden_size=compute.hidden_size, vocab_size=compute.vocab_size)
-        self.max_hidden_bytes = self._rules.max_hidden_bytes
+        self.rules = StepRules.of(assignment, hidden_size=compute.hidden_size, vocab_size=compute.vocab_size)
         self._busy_s = 0.0
         self._refused: StepFault | None = None
         self._epoch = 0
@@ -111,10 +110,10 @@ class StepExecutor:
 
     def _run(self, frame: Frame) -> StageOutput:
         step = frame.step
-        check_hidden_states(frame, self._rules)
-        check_limits(step, self._rules)
+        check_hidden_states(frame, self.rules)
+        check_limits(step, self.rules)
         self._apply(step)
-        layouts = slice_layouts(step.slices, self._sequences, self._tables, self._rules)
+        layouts = slice_layouts(step.slices, self._sequences, self._tables, self.rules)
         computed = self._compute.compute(frame, layouts) if layouts else None
         for part in step.slices:
             self._sequences.get(part.sequence).advance(part)

@@ -8,6 +8,7 @@ from wire.channels import PROTOCOL_VERSION
 from wire.errors import HandshakeMismatch, StaleStream
 from wire.ids import Incarnation, id_text
 from wire.tensors import DTYPE_FROM_MESSAGE, DTYPE_TO_MESSAGE
+from wire.wire_dtypes import CHOICES, WIRE_DTYPE_FROM_MESSAGE, WireDType, can_carry, number_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +76,7 @@ def hop_hello(epoch: Epoch, assignment: Assignment, incarnation: Incarnation) ->
         layer_end=assignment.layer_end,
         block_size=assignment.block_size,
         num_blocks=assignment.num_blocks,
+        wire_dtype=number_of(None if assignment.role.has_head else assignment.wire_dtype),
     )
 
 
@@ -112,6 +114,25 @@ def check_hop(hello: stage_pb2.HopHello, epoch: Epoch, assignment: Assignment) -
     ):
         if expected != got:
             raise HandshakeMismatch(what, expected=expected, got=got)
+    declared_dtype(hello, assignment)
+
+
+def declared_dtype(hello: stage_pb2.HopHello, assignment: Assignment) -> WireDType:
+    """What the stream's hidden states come in. Raises HandshakeMismatch for what this stage cannot take."""
+    if hello.wire_dtype == stage_pb2.DTYPE_UNSPECIFIED:
+        return assignment.dtype
+    wire_dtype = WIRE_DTYPE_FROM_MESSAGE.get(hello.wire_dtype)
+    if wire_dtype is None or not can_carry(wire_dtype, assignment.dtype):
+        possible = [
+            assignment.dtype,
+            *(each for each in CHOICES.values() if can_carry(each, assignment.dtype)),
+        ]
+        raise HandshakeMismatch(
+            "wire dtype",
+            expected=" or ".join(dict.fromkeys(each.value for each in possible)),
+            got=f"number {hello.wire_dtype}" if wire_dtype is None else wire_dtype.value,
+        )
+    return wire_dtype
 
 
 def _check_identity(what: str, expected: bytes, got: bytes) -> None:

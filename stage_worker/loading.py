@@ -66,7 +66,7 @@ def _load(assignment: Assignment, resources: WorkerResources, progress: LoadProg
     _check_memory(assignment, resources, weight_bytes=model.weight_bytes, kv_bytes=kv_bytes)
     model.load(checkpoint, on_progress=progress.advance)
     pages = _new_pages(assignment, checkpoint.config, resources.device)
-    compute = ModelCompute(model, pages, _grammars(assignment, checkpoint))
+    compute = ModelCompute(model, pages, _grammars(assignment, checkpoint), wire_dtype=assignment.sent_dtype)
     executor = StepExecutor(assignment, compute)
     loaded = time.perf_counter()
     warm_up(executor, assignment, checkpoint.config, budget_s=_warmup_budget_s(resources.device))

@@ -13,23 +13,34 @@ from stage_worker.sampling import Sampler
 from stage_worker.sampling.grammar_masks import GrammarMasks
 from stage_worker.slice_layout import SliceLayout
 from stage_worker.stage_compute import Computed, StageCompute
-from stage_worker.tensor_views import from_view, to_view
+from stage_worker.tensor_views import from_wire, to_wire
 from wire.errors import StepFault, StepFaultKind
 from wire.frames import Frame
 from wire.ids import SequenceKey
 from wire.steps import SliceResult, StartRecord, Step
+from wire.wire_dtypes import WireDType
 
 
 class ModelCompute(StageCompute):
     """Owns model, pages and, with the head, the sampler of one stage; used from the compute thread only."""
 
-    def __init__(self, model: DecoderStage, pages: KvPages, grammars: GrammarMasks | None = None) -> None:
-        """`pages` are for the layers of `model`; `grammars` are for a stage with the head."""
+    def __init__(
+        self,
+        model: DecoderStage,
+        pages: KvPages,
+        grammars: GrammarMasks | None = None,
+        *,
+        wire_dtype: WireDType | None = None,
+    ) -> None:
+        """`pages` are for the layers of `model`; `grammars` are for a stage with the head. Hidden states go
+        on in `wire_dtype`, as they are computed unless given.
+        """
         self.hidden_size = model.config.hidden_size
         self.vocab_size = model.config.vocab_size
         self._model = model
         self._pages = pages
         self._grammars = grammars
+        self._wire_dtype = wire_dtype or model.dtype
         self._sampler: Sampler | None = None
 
     def begin_epoch(self, *, stage: int) -> None:
@@ -53,11 +64,13 @@ class ModelCompute(StageCompute):
         layout = model.layout(list(layouts), block_size=self._pages.block_size)
         self._check_writes(layout)
         hidden = model.forward(self._input(frame), layout, self._pages)
-        return to_view(hidden) if self._sampler is None else self._answer(frame.step, hidden, self._sampler)
+        if self._sampler is None:
+            return to_wire(hidden, self._wire_dtype)
+        return self._answer(frame.step, hidden, self._sampler)
 
     def _input(self, frame: Frame) -> Tensor:
         if frame.hidden is not None:
-            return from_view(frame.hidden, device=self._model.device)
+            return from_wire(frame.hidden, device=self._model.device, dtype=self._model.torch_dtype)
         tokens = [token for part in frame.step.slices for token in part.tokens]
         return self._model.embed(torch.tensor(tokens, dtype=torch.int64))
 

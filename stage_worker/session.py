@@ -10,13 +10,14 @@ from typing import Any, TypeVar
 from stage_worker.assignment import Assignment
 from stage_worker.backend import RanStep, StageBackend
 from stage_worker.executor import StepExecutor
-from stage_worker.handshake import Epoch, check_hop
+from stage_worker.handshake import Epoch, check_hop, declared_dtype
 from stage_worker.hop import Hop
 from stage_worker.outputs import ReceivedFrame, TimedOutput
 from stageline_rpc.v1 import stage_pb2
 from wire.errors import StaleStream, StepFault, StepFaultKind
 from wire.frames import FrameAssembler
 from wire.steps import FaultReport, StageTime
+from wire.wire_dtypes import WireDType
 
 E = TypeVar("E", bound=Exception)
 
@@ -68,6 +69,7 @@ class EpochSession:
         self._num_queued = 0
         self._next_step_id = 0
         self._has_stream = False
+        self._wire_dtype: WireDType = assignment.dtype
         self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task[None] | None = None
 
@@ -95,6 +97,7 @@ class EpochSession:
                 f"stage {self._assignment.stage} has its stream of epoch {self.epoch.number} already"
             )
         self._has_stream = True
+        self._wire_dtype = declared_dtype(hello, self._assignment)
 
     async def receive(self, messages: AsyncIterator[bytes]) -> None:
         """Feeds the accepted stream, whose hello has been taken, into the stage until it ends.
@@ -114,7 +117,9 @@ class EpochSession:
     async def _read(self, messages: AsyncIterator[bytes]) -> None:
         """Faults go the way of the frames, so that every frame before a broken one is computed first."""
         assembler = FrameAssembler(
-            max_payload_bytes=self._executor.max_hidden_bytes, num_stages_before=self._assignment.stage
+            max_payload_bytes=self._executor.rules.max_hidden_bytes(self._wire_dtype),
+            num_stages_before=self._assignment.stage,
+            wire_dtype=self._wire_dtype,
         )
         try:
             async for message in messages:

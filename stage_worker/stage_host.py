@@ -16,6 +16,7 @@ from wire.errors import StaleStream, StepFaultKind
 from wire.ids import Incarnation, new_incarnation
 from wire.step_codec import encode_fault
 from wire.steps import FaultReport
+from wire.wire_dtypes import WireDType
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +45,10 @@ class StageHost:
         coordinator: str,
         backend: StageBackend,
         on_serving: Callable[[bool], None],
+        wire_dtype: WireDType | None = None,
     ) -> None:
         """`coordinator` is where this worker reaches it: the address of `Join`, and of LAST's results.
+        `wire_dtype` overrides what the coordinator wants hidden states to be sent in.
 
         `on_serving` is told whenever an epoch becomes or stops being active here.
         """
@@ -53,6 +56,7 @@ class StageHost:
         self._incarnation = new_incarnation()
         self._backend = backend
         self._on_serving = on_serving
+        self._wire_dtype = wire_dtype
         self._orders: asyncio.Queue[tuple[Order | _Disconnected, Reply]] = asyncio.Queue()
         self._loaded: LoadedStage | None = None
         self._loading: Assignment | None = None
@@ -145,7 +149,7 @@ class StageHost:
     async def _assign(self, message: cluster_pb2.AssignStage) -> cluster_pb2.WorkerMessage:
         """Loads, or finds loaded already, what the message asks for."""
         try:
-            assignment = decode_assignment(message)
+            assignment = decode_assignment(message, wire_dtype=self._wire_dtype)
             if self._loaded is not None and assignment.loads_like(self._loaded.assignment):
                 self._loaded = self._loaded.placed(assignment)
             else:
@@ -181,7 +185,7 @@ class StageHost:
     def _give_up_load(self, *, unless_for: cluster_pb2.AssignStage | None = None) -> None:
         if self._loading is None or self._load_progress is None:
             return
-        if unless_for is None or not wants(unless_for, self._loading):
+        if unless_for is None or not wants(unless_for, self._loading, wire_dtype=self._wire_dtype):
             self._load_progress.cancel()
 
     async def _begin_epoch(self, epoch: Epoch, reply: Reply) -> None:

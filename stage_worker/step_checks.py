@@ -13,6 +13,7 @@ from wire.errors import StepFault, StepFaultKind
 from wire.frames import Frame
 from wire.ids import SequenceKey
 from wire.steps import Prefill, Slice, Step
+from wire.wire_dtypes import WireDType, can_carry, payload_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,14 +43,13 @@ class StepRules:
             max_sequence_tokens=assignment.max_sequence_tokens,
         )
 
-    @property
-    def max_hidden_bytes(self) -> int:
-        """The largest payload that a frame into this stage can have."""
-        return self.max_step_tokens * self.hidden_size * self.dtype.size_bytes if self.takes_hidden else 0
+    def max_hidden_bytes(self, wire_dtype: WireDType) -> int:
+        """The largest payload of a frame into this stage, whose hidden states come in `wire_dtype`."""
+        return payload_bytes(wire_dtype, (self.max_step_tokens, self.hidden_size)) if self.takes_hidden else 0
 
 
 def check_hidden_states(frame: Frame, rules: StepRules) -> None:
-    """Hidden states are there exactly when they are due, in the right shape and dtype."""
+    """Hidden states are there exactly when they are due, in the right shape and a possible dtype."""
     hidden, step = frame.hidden, frame.step
     if hidden is None:
         if rules.takes_hidden and step.slices:
@@ -63,7 +63,7 @@ def check_hidden_states(frame: Frame, rules: StepRules) -> None:
         raise StepFault(
             StepFaultKind.HIDDEN_STATES_UNEXPECTED, f"hidden states {hidden.shape} came, but {why}"
         )
-    if hidden.dtype is not rules.dtype:
+    if not can_carry(hidden.dtype, rules.dtype):
         raise StepFault(
             StepFaultKind.DTYPE, f"hidden states in {hidden.dtype.value}, expected {rules.dtype.value}"
         )

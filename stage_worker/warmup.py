@@ -11,7 +11,7 @@ from kvcache import ActiveSequence, BlockPool
 from stage_worker.assignment import Assignment
 from stage_worker.executor import StepExecutor
 from stage_worker.models import TORCH_DTYPES
-from stage_worker.tensor_views import to_view
+from stage_worker.tensor_views import to_wire
 from wire.frames import Frame
 from wire.ids import RequestId, SequenceKey
 from wire.step_codec import encode_step
@@ -160,7 +160,8 @@ class _WarmupSteps:
             return Frame(step, encode_step(step), None)
         shape = (step.num_tokens, self._config.hidden_size)
         hidden = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        return Frame(step, encode_step(step), to_view(hidden.to(TORCH_DTYPES[self._assignment.dtype])))
+        hidden = hidden.to(TORCH_DTYPES[self._assignment.dtype])
+        return Frame(step, encode_step(step), to_wire(hidden, self._assignment.sent_dtype))
 
     def _new_key(self) -> SequenceKey:
         self._num_requests += 1

@@ -41,6 +41,7 @@ class Worker:
             coordinator=config.coordinator,
             backend=self._backend,
             on_serving=self._set_serving,
+            wire_dtype=config.wire_dtype,
         )
         self._membership = Membership(
             coordinator=config.coordinator,

@@ -17,6 +17,7 @@ from wire.stage_times import decode_stage_times, encode_stage_times
 from wire.step_codec import decode_step
 from wire.steps import StageTime, Step
 from wire.tensors import TensorView, decode_tensor, encode_header
+from wire.wire_dtypes import WireDType
 
 CHUNK_BYTES = 1024 * 1024
 """Payload per message; gRPC moves 1 MiB messages 2-3 times faster than one large message."""
@@ -110,9 +111,18 @@ class FrameAssembler:
     The payload of a frame that came in one message is a view of that message.
     """
 
-    def __init__(self, *, max_payload_bytes: int, num_stages_before: int | None = None) -> None:
-        """`num_stages_before` stages have computed the frames of this stream already; None for any number."""
+    def __init__(
+        self,
+        *,
+        max_payload_bytes: int,
+        num_stages_before: int | None = None,
+        wire_dtype: WireDType | None = None,
+    ) -> None:
+        """`num_stages_before` stages have computed the frames of this stream already; None for any number.
+        `wire_dtype` is what the stream's hidden states were declared to come in; None for anything.
+        """
         self._max_payload_bytes = max_payload_bytes
+        self._wire_dtype = wire_dtype
         self._num_stages_before = num_stages_before
         self._parts: _Parts | None = None
 
@@ -148,6 +158,14 @@ class FrameAssembler:
                 f"frame payload of {size_bytes} bytes or more, expected at most {self._max_payload_bytes}",
             )
 
+    def _check_declared(self, hidden: TensorView | None) -> None:
+        declared = self._wire_dtype
+        if hidden is not None and declared is not None and hidden.dtype is not declared:
+            raise StepFault(
+                StepFaultKind.DTYPE,
+                f"hidden states in {hidden.dtype.value}, expected {declared.value}, as the hello said",
+            )
+
     def _decode(self, first: _Parts) -> Frame:
         actual = first.actual_checksum
         if actual != first.checksum:
@@ -157,6 +175,7 @@ class FrameAssembler:
         step = decode_step(first.step)
         try:
             hidden = _decode_hidden(first, step)
+            self._check_declared(hidden)
             stage_times = decode_stage_times(first.stage_times, num_stages=self._num_stages_before)
         except StepFault as fault:
             fault.step_id = step.step_id

@@ -1,12 +1,12 @@
 """Tensors on the wire, without torch: a header that states dtype, shape and byte order, and raw bytes."""
 
-import math
 import sys
 from dataclasses import dataclass
 
 from checkpoint.dtypes import DType
 from stageline_rpc.v1 import stage_pb2
 from wire.errors import StepFault, StepFaultKind
+from wire.wire_dtypes import WIRE_DTYPE_FROM_MESSAGE, WIRE_DTYPE_TO_MESSAGE, WireDType, payload_bytes
 
 DTYPE_TO_MESSAGE: dict[DType, stage_pb2.DType.ValueType] = {
     DType.BF16: stage_pb2.DTYPE_BF16,
@@ -21,9 +21,12 @@ if sys.byteorder != "little":  # pragma: no cover
 
 @dataclass(slots=True, unsafe_hash=True)
 class TensorView:
-    """A dense, row-major, little-endian tensor over bytes that somebody else owns. Not modified once made."""
+    """A dense, row-major, little-endian tensor over bytes that somebody else owns. Not modified once made.
 
-    dtype: DType
+    With a ScaledDType, the scales of its rows follow its elements.
+    """
+
+    dtype: WireDType
     shape: tuple[int, ...]
     data: bytes | bytearray | memoryview
 
@@ -36,13 +39,13 @@ class TensorView:
 
     @property
     def size_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.size_bytes
+        return payload_bytes(self.dtype, self.shape)
 
 
 def encode_header(tensor: TensorView, *, step_id: int, step_checksum: int) -> stage_pb2.TensorHeader:
     """The header of hidden states that were computed for the step with this id and checksum."""
     return stage_pb2.TensorHeader(
-        dtype=DTYPE_TO_MESSAGE[tensor.dtype],
+        dtype=WIRE_DTYPE_TO_MESSAGE[tensor.dtype],
         shape=tensor.shape,
         byte_order=stage_pb2.BYTE_ORDER_LITTLE_ENDIAN,
         size_bytes=tensor.size_bytes,
@@ -53,7 +56,7 @@ def encode_header(tensor: TensorView, *, step_id: int, step_checksum: int) -> st
 
 def decode_tensor(header: stage_pb2.TensorHeader, payload: bytes | bytearray | memoryview) -> TensorView:
     """The tensor behind `header` and `payload`. Raises StepFault (DTYPE or SHAPE) with the numbers."""
-    dtype = DTYPE_FROM_MESSAGE.get(header.dtype)
+    dtype = WIRE_DTYPE_FROM_MESSAGE.get(header.dtype)
     if dtype is None:
         raise StepFault(StepFaultKind.DTYPE, f"hidden states of unknown dtype number {header.dtype}")
     if header.byte_order != stage_pb2.BYTE_ORDER_LITTLE_ENDIAN:
@@ -61,7 +64,7 @@ def decode_tensor(header: stage_pb2.TensorHeader, payload: bytes | bytearray | m
             StepFaultKind.DTYPE, f"hidden states of unknown byte order number {header.byte_order}"
         )
     shape = tuple(header.shape)
-    expected = math.prod(shape) * dtype.size_bytes
+    expected = payload_bytes(dtype, shape)
     if not expected == header.size_bytes == len(payload):
         raise StepFault(
             StepFaultKind.SHAPE,

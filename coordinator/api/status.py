@@ -11,6 +11,7 @@ from coordinator.requests.engine import Engine
 from coordinator.scheduling.lifecycle import SequenceState
 from stageline_rpc.v1 import cluster_pb2, inference_pb2
 from wire.tensors import DTYPE_TO_MESSAGE
+from wire.wire_dtypes import number_of
 
 PHASE_TO_MESSAGE: dict[ClusterPhase, cluster_pb2.ClusterState.ValueType] = {
     ClusterPhase.WAITING_FOR_WORKERS: cluster_pb2.CLUSTER_STATE_WAITING_FOR_WORKERS,
@@ -61,6 +62,7 @@ class StatusReporter:
             model=self._model.name,
             fingerprint=self._model.fingerprint,
             dtype=DTYPE_TO_MESSAGE[self._model.dtype if plan is None else plan.dtype],
+            wire_dtype=number_of(self._model.wire_dtype),
             state=PHASE_TO_MESSAGE[state.phase],
             detail=state.detail,
             epoch=state.epoch,

@@ -10,6 +10,7 @@ from wire.errors import HandshakeMismatch, InvalidRequest
 from wire.ids import Incarnation
 from wire.roles import StageRole
 from wire.tensors import DTYPE_TO_MESSAGE
+from wire.wire_dtypes import number_of
 
 ROLE_TO_MESSAGE: dict[StageRole, cluster_pb2.StageRole.ValueType] = {
     StageRole.FIRST: cluster_pb2.STAGE_ROLE_FIRST,
@@ -67,6 +68,7 @@ def encode_assign(action: AssignStage, model: ServedModel) -> cluster_pb2.Coordi
         max_step_tokens=plan.limits.max_step_tokens,
         max_step_sequences=plan.limits.max_step_sequences,
         max_sequence_tokens=plan.max_sequence_tokens,
+        wire_dtype=number_of(model.wire_dtype),
     )
     return cluster_pb2.CoordinatorMessage(assign=assign)
 

@@ -1,9 +1,7 @@
 """What a mock stage puts in the place of computation: hidden states of the right shape, known tokens."""
 
-import math
 from collections.abc import Collection, Sequence
 
-from checkpoint import DType
 from stage_worker.assignment import Assignment
 from stage_worker.slice_layout import SliceLayout
 from stage_worker.stage_compute import Computed, StageCompute
@@ -12,6 +10,7 @@ from wire.frames import Frame
 from wire.ids import SequenceKey
 from wire.steps import Slice, SliceError, SliceResult, StartRecord, Step
 from wire.tensors import TensorView
+from wire.wire_dtypes import payload_bytes
 
 
 def mock_token(token: int, position: int, *, vocab_size: int, eos_token_ids: Collection[int] = ()) -> int:
@@ -28,7 +27,9 @@ def mock_token(token: int, position: int, *, vocab_size: int, eos_token_ids: Col
 
 
 class MockCompute(StageCompute):
-    """Stands for the layers of one stage: FIRST makes zeros, all others pass on what came."""
+    """Stands for the layers of one stage: FIRST makes zeros, all others pass on what came, or zeros where it
+    came in another dtype than they send.
+    """
 
     def __init__(self, assignment: Assignment) -> None:
         """Raises ValueError when the assignment does not say what the model is like."""
@@ -42,11 +43,11 @@ class MockCompute(StageCompute):
         self.vocab_size = shape.vocab_size
         self._eos_token_ids = frozenset(shape.eos_token_ids)
         self._has_head = assignment.role.has_head
-        self._dtype: DType = assignment.dtype
+        self._dtype = assignment.sent_dtype
         self._stage = assignment.stage
         # Never written to, so the system backs it with one page of zeros.
         self._zeros = memoryview(
-            bytes(assignment.max_step_tokens * self.hidden_size * self._dtype.size_bytes)
+            bytes(payload_bytes(self._dtype, (assignment.max_step_tokens, self.hidden_size)))
         )
         self._unanswerable: dict[SequenceKey, str] = {}
 
@@ -66,10 +67,10 @@ class MockCompute(StageCompute):
     def compute(self, frame: Frame, layouts: Sequence[SliceLayout]) -> Computed:
         if self._has_head:
             return self._answer(frame.step)
-        if frame.hidden is not None:
+        if frame.hidden is not None and frame.hidden.dtype is self._dtype:
             return frame.hidden
         shape = (frame.step.num_tokens, self.hidden_size)
-        return TensorView(self._dtype, shape, self._zeros[: math.prod(shape) * self._dtype.size_bytes])
+        return TensorView(self._dtype, shape, self._zeros[: payload_bytes(self._dtype, shape)])
 
     def _answer(self, step: Step) -> tuple[SliceResult, ...]:
         return tuple([self._result(part) for part in step.slices if part.is_answered])

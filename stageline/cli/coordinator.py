@@ -16,6 +16,7 @@ def coordinator(
     model: options.Model = None,
     layers: options.Layers = None,
     dtype: options.Dtype = None,
+    wire_dtype: options.WireDtype = None,
     block_size: options.BlockSize = 16,
     max_step_tokens: options.MaxStepTokens = 512,
     max_step_sequences: options.MaxStepSequences = 64,
@@ -42,6 +43,7 @@ def coordinator(
             num_stages=stages,
             layers=options.parse_layers(layers),
             dtype=dtype,
+            wire_dtype=wire_dtype,
             block_size=block_size,
             max_step_tokens=max_step_tokens,
             max_step_sequences=max_step_sequences,
@@ -71,6 +73,7 @@ def flags_of(config: CoordinatorConfig) -> tuple[str, ...]:
     values = {
         "--layers": None if config.layers is None else ",".join(map(str, config.layers)),
         "--dtype": config.dtype,
+        "--wire-dtype": config.wire_dtype,
         "--block-size": config.block_size,
         "--max-step-tokens": config.max_step_tokens,
         "--max-step-sequences": config.max_step_sequences,

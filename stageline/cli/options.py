@@ -113,6 +113,13 @@ Dtype: TypeAlias = Annotated[
     str | None,
     typer.Option(metavar="bf16|f16|f32", help="What to compute in; the checkpoint's own unless given."),
 ]
+WireDtype: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="bf16|fp8|int8",
+        help="What hidden states travel in between stages, smaller and less exact; as computed unless given.",
+    ),
+]
 BlockSize: TypeAlias = Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of a KV block.")]
 MaxStepTokens: TypeAlias = Annotated[
     int, typer.Option(metavar="N", min=1, help="Most tokens of a step; longer prompts go in chunks.")

@@ -7,6 +7,7 @@ from rich.text import Text
 
 from stageline.cli.sizes import format_size
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
+from wire.wire_dtypes import WIRE_DTYPE_FROM_MESSAGE
 
 _NOTHING = "-"
 
@@ -40,6 +41,8 @@ def describe_cluster(status: cluster_pb2.GetStatusResponse) -> str:
     reason = f": {status.detail}" if status.detail else ""
     epoch = f", epoch {status.epoch}" if status.epoch else ""
     stages = "1 stage" if status.num_stages == 1 else f"{status.num_stages} stages"
+    if status.wire_dtype:
+        dtype += f" (between stages in {WIRE_DTYPE_FROM_MESSAGE[status.wire_dtype].value})"
     return f"{status.model} in {dtype}, {stages}{epoch}\n{_state(status)}{reason}"
 
 

@@ -8,6 +8,7 @@ from stage_worker.config import WorkerConfig
 from stage_worker.cpu_set import parse_cpu_set, pin_to
 from stage_worker.mock.spec import MockSpec
 from stageline.cli import options
+from wire.wire_dtypes import parse_wire_dtype
 
 
 def worker(
@@ -23,6 +24,7 @@ def worker(
     threads: options.Threads = None,
     mock: options.Mock = None,
     cpu_set: options.CpuSet = None,
+    wire_dtype: options.WireDtype = None,
 ) -> int:
     """Join a coordinator, and run the stage that it assigns until it is ended.
 
@@ -40,6 +42,7 @@ def worker(
             num_threads=threads,
             mock=None if mock is None else MockSpec.parse(mock),
             cpu_set=None if cpu_set is None else parse_cpu_set(cpu_set),
+            wire_dtype=None if wire_dtype is None else parse_wire_dtype(wire_dtype),
         )
     )
     if config.cpu_set is not None:

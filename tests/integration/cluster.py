@@ -1,7 +1,7 @@
 """A whole cluster in this process: a coordinator and workers, each with a real server on port 0."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from stageline.output import FinishReason, Usage
 from stageline_rpc.v1 import cluster_pb2
 from tests.integration.stream_proxy import CoordinatorProxy, HopProxy
 from wire.ids import RequestId, id_text, new_request_id
+from wire.wire_dtypes import WireDType
 
 DEADLINE_S = 30.0
 """For everything that has to happen at all; nothing waits this long unless it is broken."""
@@ -92,8 +93,8 @@ class Cluster:
     Workers are named w0, w1, ...; the plan puts them in this order. `hop_proxies` are stages whose frames
     come through a HopProxy. With `waits=False` nothing is waited for and only `num_workers` workers are
     started. With `mock` the stages are mock ones, and `mock_model` may be served. Texts are served with
-    `has_text`; `client_key` and what follows it are the coordinator's own
-    settings, at their defaults.
+    `has_text`; `client_key` and what follows it are the coordinator's own settings, at their defaults.
+    `worker_wire_dtypes` are those of workers, by name, that override `wire_dtype`.
     """
 
     def __init__(
@@ -119,9 +120,13 @@ class Cluster:
         priority_age_s: float = 10.0,
         mock: MockSpec | None = None,
         mock_model: str | None = None,
+        dtype: str = "f32",
+        wire_dtype: str | None = None,
+        worker_wire_dtypes: Mapping[str, WireDType] | None = None,
     ) -> None:
         self.num_stages = len(layers)
         self._mock = mock
+        self._worker_wire_dtypes = worker_wire_dtypes or {}
         self._num_workers = len(layers) if num_workers is None else num_workers
         self._hop_proxies = hop_proxies
         self._worker_memory_bytes = worker_memory_bytes
@@ -130,7 +135,8 @@ class Cluster:
             listen="127.0.0.1:0",
             num_stages=len(layers),
             layers=layers,
-            dtype=None if mock_model else "f32",
+            dtype=None if mock_model else dtype,
+            wire_dtype=wire_dtype,
             mock_model=mock_model,
             block_size=block_size,
             max_step_tokens=max_step_tokens,
@@ -218,6 +224,7 @@ class Cluster:
             model_directory=model_directory,
             num_threads=None if self._mock else 1,
             mock=self._mock,
+            wire_dtype=self._worker_wire_dtypes.get(name),
         )
 
     async def generate(self, ask: Ask, into: Answer | None = None) -> Answer:

@@ -398,6 +398,7 @@ class AssignStage(_message.Message):
     MAX_STEP_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_STEP_SEQUENCES_FIELD_NUMBER: _builtins.int
     MAX_SEQUENCE_TOKENS_FIELD_NUMBER: _builtins.int
+    WIRE_DTYPE_FIELD_NUMBER: _builtins.int
     plan_id: _builtins.int
     """Grows with every plan of this coordinator."""
     stage: _builtins.int
@@ -413,6 +414,8 @@ class AssignStage(_message.Message):
     """Upper bounds of a step: tokens and sequences."""
     max_step_sequences: _builtins.int
     max_sequence_tokens: _builtins.int
+    wire_dtype: _stage_pb2.DType.ValueType
+    """What to send hidden states in, unless the worker itself says otherwise; unspecified: in `dtype`."""
     @_builtins.property
     def model(self) -> Global___ModelRef: ...
     def __init__(
@@ -431,10 +434,11 @@ class AssignStage(_message.Message):
         max_step_tokens: _builtins.int = ...,
         max_step_sequences: _builtins.int = ...,
         max_sequence_tokens: _builtins.int = ...,
+        wire_dtype: _stage_pb2.DType.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "max_sequence_tokens", b"max_sequence_tokens", "max_step_sequences", b"max_step_sequences", "max_step_tokens", b"max_step_tokens", "model", b"model", "num_blocks", b"num_blocks", "num_stages", b"num_stages", "plan_id", b"plan_id", "role", b"role", "stage", b"stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "max_sequence_tokens", b"max_sequence_tokens", "max_step_sequences", b"max_step_sequences", "max_step_tokens", b"max_step_tokens", "model", b"model", "num_blocks", b"num_blocks", "num_stages", b"num_stages", "plan_id", b"plan_id", "role", b"role", "stage", b"stage", "wire_dtype", b"wire_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -782,6 +786,7 @@ class GetStatusResponse(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
     HEALTH_FIELD_NUMBER: _builtins.int
+    WIRE_DTYPE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     fingerprint: _builtins.str
     dtype: _stage_pb2.DType.ValueType
@@ -793,6 +798,8 @@ class GetStatusResponse(_message.Message):
     block_size: _builtins.int
     num_blocks: _builtins.int
     health: Global___Health.ValueType
+    wire_dtype: _stage_pb2.DType.ValueType
+    """What the coordinator asks workers to send hidden states in; unspecified: in `dtype`."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
     @_builtins.property
@@ -812,10 +819,11 @@ class GetStatusResponse(_message.Message):
         workers: _abc.Iterable[Global___WorkerStatus] | None = ...,
         requests: Global___RequestCounts | None = ...,
         health: Global___Health.ValueType = ...,
+        wire_dtype: _stage_pb2.DType.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "detail", b"detail", "dtype", b"dtype", "epoch", b"epoch", "fingerprint", b"fingerprint", "health", b"health", "model", b"model", "num_blocks", b"num_blocks", "num_stages", b"num_stages", "requests", b"requests", "state", b"state", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "detail", b"detail", "dtype", b"dtype", "epoch", b"epoch", "fingerprint", b"fingerprint", "health", b"health", "model", b"model", "num_blocks", b"num_blocks", "num_stages", b"num_stages", "requests", b"requests", "state", b"state", "wire_dtype", b"wire_dtype", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

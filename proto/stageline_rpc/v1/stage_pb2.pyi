@@ -34,13 +34,21 @@ class _DTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DType.ValueType
     DTYPE_BF16: _DType.ValueType  # 1
     DTYPE_F16: _DType.ValueType  # 2
     DTYPE_F32: _DType.ValueType  # 3
+    DTYPE_F8_E4M3: _DType.ValueType  # 4
+    DTYPE_I8: _DType.ValueType  # 5
 
-class DType(_DType, metaclass=_DTypeEnumTypeWrapper): ...
+class DType(_DType, metaclass=_DTypeEnumTypeWrapper):
+    """The last two are for hidden states between stages only. Their payload is the elements, row-major, one byte each, and
+    behind them one float32 LE per row, which multiplies every element of the row. E4M3 is the variant without
+    infinities (1 sign, 4 exponent, 3 fraction bits; bias 7; 0x7F and 0xFF are NaN).
+    """
 
 DTYPE_UNSPECIFIED: DType.ValueType  # 0
 DTYPE_BF16: DType.ValueType  # 1
 DTYPE_F16: DType.ValueType  # 2
 DTYPE_F32: DType.ValueType  # 3
+DTYPE_F8_E4M3: DType.ValueType  # 4
+DTYPE_I8: DType.ValueType  # 5
 Global___DType: _TypeAlias = DType  # noqa: Y015
 
 class _ByteOrder:
@@ -187,6 +195,7 @@ class HopHello(_message.Message):
     LAYER_END_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    WIRE_DTYPE_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     coordinator_incarnation: _builtins.bytes
     """UUIDv7 (16 bytes) of the coordinator process that began the epoch."""
@@ -203,6 +212,8 @@ class HopHello(_message.Message):
     """
     block_size: _builtins.int
     num_blocks: _builtins.int
+    wire_dtype: Global___DType.ValueType
+    """What the sender's hidden states come in; unspecified: in `dtype`. The receiver refuses frames in anything else."""
     def __init__(
         self,
         *,
@@ -216,10 +227,11 @@ class HopHello(_message.Message):
         layer_end: _builtins.int = ...,
         block_size: _builtins.int = ...,
         num_blocks: _builtins.int = ...,
+        wire_dtype: Global___DType.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "coordinator_incarnation", b"coordinator_incarnation", "dtype", b"dtype", "epoch", b"epoch", "fingerprint", b"fingerprint", "layer_end", b"layer_end", "num_blocks", b"num_blocks", "protocol_version", b"protocol_version", "sender_incarnation", b"sender_incarnation", "sender_stage", b"sender_stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "coordinator_incarnation", b"coordinator_incarnation", "dtype", b"dtype", "epoch", b"epoch", "fingerprint", b"fingerprint", "layer_end", b"layer_end", "num_blocks", b"num_blocks", "protocol_version", b"protocol_version", "sender_incarnation", b"sender_incarnation", "sender_stage", b"sender_stage", "wire_dtype", b"wire_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -8,7 +8,9 @@ import pytest
 from coordinator.config import CoordinatorConfig
 from stage_worker.config import WorkerConfig
 from stageline.cli import main
+from stageline.cli.coordinator import flags_of
 from stageline.version import VERSION
+from wire.wire_dtypes import ScaledDType
 
 
 @pytest.mark.parametrize(
@@ -46,6 +48,12 @@ from stageline.version import VERSION
         ("coordinator --stages 2 --layers 3,4,5", "layers 3,4,5 are for 3 stages, but there are 2"),
         ("coordinator --stages 2 --layers 3,0", "layers 3,0 leave a stage without layers"),
         ("coordinator --stages 2 --dtype f64", "dtype 'f64' is none of bf16, f16, f32"),
+        ("coordinator --stages 2 --wire-dtype int4", "wire dtype 'int4' is none of bf16, fp8, int8"),
+        ("coordinator --stages 1 --wire-dtype fp8", "wire_dtype fp8 is for hidden states between stages"),
+        ("coordinator --stages 2 --dtype f16 --wire-dtype bf16", "bf16 does not make hidden states in f16"),
+        ("up --wire-dtype f32", "wire dtype 'f32' is none of bf16, fp8, int8"),
+        ("up --workers 1 --wire-dtype bf16", "between stages, but there is one stage"),
+        ("worker --wire-dtype FP8", "wire dtype 'FP8' is none of bf16, fp8, int8"),
         (
             "coordinator --stages 2 --max-step-tokens 8",
             "max_step_tokens 8 is less than one block of 16 tokens",
@@ -123,7 +131,7 @@ def test_the_coordinators_flags_become_its_config(tmp_path: Path, monkeypatch: p
     line = (
         f"coordinator --model {tmp_path} --listen [::1]:0 --stages 3 --layers 10,12,10 --dtype bf16 "
         "--block-size 32 --max-step-tokens 256 --max-step-sequences 8 --max-model-len 4096 "
-        "--kv-tokens 9999 --queue-size 5"
+        "--kv-tokens 9999 --queue-size 5 --wire-dtype int8"
     )
     assert main(line.split()) == 3
     assert seen == [
@@ -139,15 +147,19 @@ def test_the_coordinators_flags_become_its_config(tmp_path: Path, monkeypatch: p
             max_sequence_tokens=4096,
             max_kv_tokens=9999,
             queue_size=5,
+            wire_dtype="int8",
         )
     ]
+    again = ["coordinator", "--model", str(tmp_path), "--listen", "[::1]:0", "--stages", "3"]
+    assert main([*again, *flags_of(seen[0])]) == 3
+    assert seen[1] == seen[0]
 
 
 def test_the_workers_flags_become_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = _catch_config(monkeypatch, "stage_worker.app")
     line = (
         "worker --coordinator head:7480 --device cuda:1 --memory 1.5GiB --name gpu-a --listen 0.0.0.0:9000 "
-        f"--advertise gpu-a:9000 --model {tmp_path} --threads 4"
+        f"--advertise gpu-a:9000 --model {tmp_path} --threads 4 --wire-dtype fp8"
     )
     assert main(line.split()) == 3
     assert seen == [
@@ -160,6 +172,7 @@ def test_the_workers_flags_become_its_config(tmp_path: Path, monkeypatch: pytest
             advertise="gpu-a:9000",
             model_directory=tmp_path,
             num_threads=4,
+            wire_dtype=ScaledDType.F8_E4M3,
         )
     ]
 

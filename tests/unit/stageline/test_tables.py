@@ -105,6 +105,14 @@ def test_the_status_fits_into_110_columns_with_one_line_for_each_worker() -> Non
     assert lines[-1] == "spare: out of work"
 
 
+def test_the_status_says_what_travels_between_stages_if_that_is_something_else() -> None:
+    status = cluster_pb2.GetStatusResponse()
+    status.CopyFrom(STATUS)
+    for number, name in ((stage_pb2.DTYPE_F8_E4M3, "fp8"), (stage_pb2.DTYPE_I8, "int8")):
+        status.wire_dtype = number
+        assert f"llama in bf16 (between stages in {name}), 2 stages" in _render(status_view(status))[0]
+
+
 def test_the_reason_of_a_failed_worker_is_told_once() -> None:
     reason = "layers 0-3 need 2.0 GiB"
     out = cluster_pb2.WORKER_STATE_QUARANTINED
