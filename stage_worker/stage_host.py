@@ -67,6 +67,11 @@ class StageHost:
         """The highest epoch that this process has taken part in."""
         return self._last_epoch
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether a stage is being loaded or warmed up."""
+        return self._loading is not None
+
     def submit(self, order: Order, reply: Reply) -> None:
         """Carries out `order` after those before it; a load gives way to another assignment."""
         if isinstance(order, cluster_pb2.AssignStage):
