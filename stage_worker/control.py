@@ -19,8 +19,8 @@ FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 1.0
 
 LOADING_BEATS = 4
-"""Heartbeats in an interval while a stage loads. The tables of a large tokenizer hold the interpreter for most
-of a second, in which no Python thread runs: that silence must not be added to one that was there already."""
+"""Heartbeats in an interval while a stage loads. The tables of a large tokenizer hold the interpreter for
+most of a second: that silence must not be added to one that was there already."""
 
 # Waiting does not help against these: the two do not fit, or it is no coordinator that answers.
 _FATAL = (
