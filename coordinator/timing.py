@@ -8,7 +8,9 @@ from dataclasses import dataclass, fields
 class ClusterTiming:
     """All in seconds.
 
-    A worker's heartbeats come every `heartbeat_interval_s`; after `lease_s` of silence it is lost. A lost one
+    A worker's heartbeats come every `heartbeat_interval_s`; after `lease_s` of silence it is lost, or after
+    `loading_lease_s` while it loads: it serves nobody then, and a tokenizer may keep its interpreter for
+    seconds. A lost one
     may come back within `return_grace_s` before its layers are shared out among the others. Who is to leave
     finishes what runs within `drain_timeout_s`, where nobody can take its place. An epoch
     that is not connected after `epoch_timeout_s` is started again. Requests wait `recovery_timeout_s` for a
@@ -19,6 +21,7 @@ class ClusterTiming:
 
     heartbeat_interval_s: float = 0.5
     lease_s: float = 2.0
+    loading_lease_s: float = 10.0
     return_grace_s: float = 1.0
     drain_timeout_s: float = 30.0
     epoch_timeout_s: float = 10.0

@@ -39,7 +39,18 @@ class StageBackend(ABC):
 
     @abstractmethod
     async def load(self, assignment: Assignment, progress: LoadProgress) -> LoadedStage:
-        """The stage that is assigned. Raises StageLoadError; then nothing is kept."""
+        """The stage that is assigned. Ends the one that was loaded before, whose executor must not be used
+        any more: its pages are dropped first, then the weights that the new stage does not share, and only
+        what is missing is read.
+
+        Raises StageLoadError; then no stage is loaded. A failure leaves nothing in memory. LoadGivenUp leaves
+        the parts that were complete (whole layers), which the assignment that it gave way to may share.
+        """
+
+    @abstractmethod
+    async def holds(self, loaded: LoadedStage, assignment: Assignment) -> bool:
+        """Whether `loaded`, the stage that was loaded last, serves `assignment` as it is: the same stage of
+        the same files."""
 
     @abstractmethod
     async def begin_epoch(self, executor: StepExecutor, number: int, *, stage: int) -> None:

@@ -18,6 +18,10 @@ WELCOME_TIMEOUT_S = 10.0
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 1.0
 
+LOADING_BEATS = 4
+"""Heartbeats in an interval while a stage loads. The tables of a large tokenizer hold the interpreter for
+most of a second: that silence must not be added to one that was there already."""
+
 # Waiting does not help against these: the two do not fit, or it is no coordinator that answers.
 _FATAL = (
     grpc.StatusCode.FAILED_PRECONDITION,
@@ -106,9 +110,7 @@ class Membership:
         self._backoff_s, self._waits_for = FIRST_BACKOFF_S, ""
         log.info("joined the coordinator at %s", self._coordinator)
         connection = self._connection = _Connection(call)
-        heartbeats = asyncio.create_task(
-            _beat(connection, self._heartbeat, welcome.heartbeat_interval_ms / 1000)
-        )
+        heartbeats = asyncio.create_task(self._beat(connection, welcome.heartbeat_interval_ms / 1000))
         writer = asyncio.create_task(connection.write())
         try:
             return await self._read(call, connection)
@@ -118,6 +120,11 @@ class Membership:
                 task.cancel()
             await asyncio.gather(heartbeats, writer, return_exceptions=True)
             self._host.disconnected()
+
+    async def _beat(self, connection: "_Connection", interval_s: float) -> None:
+        while True:
+            connection.send(cluster_pb2.WorkerMessage(heartbeat=self._heartbeat()))
+            await asyncio.sleep(interval_s / LOADING_BEATS if self._host.is_loading else interval_s)
 
     async def _welcome(self, call: Call) -> cluster_pb2.Welcome:
         await _write(call, cluster_pb2.WorkerMessage(hello=self._new_hello()))
@@ -173,14 +180,6 @@ class _Connection:
         """Until the stream breaks, which the reader notices too."""
         while True:
             await _write(self._call, await self._outbox.get())
-
-
-async def _beat(
-    connection: _Connection, heartbeat: Callable[[], cluster_pb2.Heartbeat], interval_s: float
-) -> None:
-    while True:
-        connection.send(cluster_pb2.WorkerMessage(heartbeat=heartbeat()))
-        await asyncio.sleep(interval_s)
 
 
 async def _write(call: Call, message: cluster_pb2.WorkerMessage) -> None:

@@ -162,7 +162,8 @@ class StepExecutor:
 
     def _refuse(self, fault: StepFault, step: Step) -> StepFault:
         if self._refused is None and step.epoch == self._epoch:
-            self._refused = fault
+            # Without its traceback, which holds on to everything that the step has used.
+            self._refused = StepFault(fault.kind, fault.message)
         fault.step_id = step.step_id
         fault.request_ids = tuple(dict.fromkeys((*step.request_ids, *fault.request_ids)))
         return fault

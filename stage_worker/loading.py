@@ -12,10 +12,9 @@ from checkpoint import Checkpoint, ModelConfig, kv_bytes_per_token_per_layer
 from kvcache.pages import KvPages
 from stage_worker.assignment import Assignment
 from stage_worker.executor import StepExecutor
-from stage_worker.model_compute import ModelCompute
 from stage_worker.models import TORCH_DTYPES, DecoderStage
-from stage_worker.sampling.grammar_masks import GrammarMasks
-from stage_worker.stage_load import LoadedStage, LoadProgress, StageLoadError
+from stage_worker.resident import ResidentModel
+from stage_worker.stage_load import LoadedStage, LoadGivenUp, LoadProgress, StageLoadError
 from stage_worker.warmup import warm_up
 from wire.errors import HandshakeMismatch, ServingError
 
@@ -32,11 +31,32 @@ class WorkerResources:
 
 
 def load_stage(
-    assignment: Assignment, resources: WorkerResources, progress: LoadProgress | None = None
+    assignment: Assignment,
+    resources: WorkerResources,
+    progress: LoadProgress | None = None,
+    resident: ResidentModel | None = None,
 ) -> LoadedStage:
-    """Runs on the compute thread. Raises StageLoadError; then nothing is kept."""
+    """Runs on the compute thread. Ends the stage of `resident`, keeps of it what the assigned stage shares.
+
+    Raises StageLoadError. Then no stage is there; `resident` holds nothing, or, if the load was given up, the
+    parts that were complete.
+    """
+    resident = resident or ResidentModel()
     try:
-        return _load(assignment, resources, progress or LoadProgress())
+        return _load_or_explain(assignment, resources, progress or LoadProgress(), resident)
+    except LoadGivenUp:
+        resident.end_stage()
+        raise
+    except StageLoadError:
+        resident.clear()
+        raise
+
+
+def _load_or_explain(
+    assignment: Assignment, resources: WorkerResources, progress: LoadProgress, resident: ResidentModel
+) -> LoadedStage:
+    try:
+        return _load(assignment, resources, progress, resident)
     except StageLoadError:
         raise
     except ServingError as error:
@@ -49,9 +69,12 @@ def load_stage(
         raise StageLoadError(f"{resources.device}: {type(error).__name__}: {error}") from error
 
 
-def _load(assignment: Assignment, resources: WorkerResources, progress: LoadProgress) -> LoadedStage:
+def _load(
+    assignment: Assignment, resources: WorkerResources, progress: LoadProgress, resident: ResidentModel
+) -> LoadedStage:
     started = time.perf_counter()
-    checkpoint = Checkpoint.open(_directory(assignment, resources))
+    resident.end_stage()
+    checkpoint = Checkpoint.open(model_directory(assignment, resources))
     _check_model(assignment, checkpoint)
     model = DecoderStage(
         checkpoint.config,
@@ -64,9 +87,13 @@ def _load(assignment: Assignment, resources: WorkerResources, progress: LoadProg
     )
     kv_bytes = _kv_bytes(assignment, checkpoint.config)
     _check_memory(assignment, resources, weight_bytes=model.weight_bytes, kv_bytes=kv_bytes)
-    model.load(checkpoint, on_progress=progress.advance)
+    if not assignment.role.has_head:
+        resident.drop_grammars()
+    read = model.load(checkpoint, parts=resident.parts, progress=progress)
+    log.info("%s; read_bytes=%d", read, read.num_bytes)
     pages = _new_pages(assignment, checkpoint.config, resources.device)
-    compute = ModelCompute(model, pages, _grammars(assignment, checkpoint), wire_dtype=assignment.sent_dtype)
+    grammars = resident.grammars(checkpoint) if assignment.role.has_head else None
+    compute = resident.begin_stage(model, pages, grammars, wire_dtype=assignment.sent_dtype)
     executor = StepExecutor(assignment, compute)
     loaded = time.perf_counter()
     warm_up(executor, assignment, checkpoint.config, budget_s=_warmup_budget_s(resources.device))
@@ -75,12 +102,14 @@ def _load(assignment: Assignment, resources: WorkerResources, progress: LoadProg
         executor=executor,
         weight_bytes=model.weight_bytes,
         kv_bytes=kv_bytes,
+        read_bytes=progress.read_bytes,
         load_ms=round((loaded - started) * 1e3),
         warmup_ms=round((time.perf_counter() - loaded) * 1e3),
     )
 
 
-def _directory(assignment: Assignment, resources: WorkerResources) -> Path:
+def model_directory(assignment: Assignment, resources: WorkerResources) -> Path:
+    """Where this worker finds the assigned model: its own path goes before the coordinator's."""
     if resources.model_directory is not None:
         return resources.model_directory
     return Path(assignment.model_directory) if assignment.model_directory else MODEL_DIRECTORY
@@ -126,20 +155,6 @@ def _kv_bytes(assignment: Assignment, config: ModelConfig) -> int:
     num_tokens = assignment.num_blocks * assignment.block_size
     num_layers = assignment.layer_end - assignment.layer_begin
     return num_layers * num_tokens * kv_bytes_per_token_per_layer(config, assignment.dtype)
-
-
-def _grammars(assignment: Assignment, checkpoint: Checkpoint) -> GrammarMasks | None:
-    """On the stage with the head; its tables are built now, because that holds the process up."""
-    if not assignment.role.has_head:
-        return None
-    grammars = GrammarMasks(
-        checkpoint.directory,
-        vocab_size=checkpoint.config.vocab_size,
-        eos_token_ids=checkpoint.eos_token_ids,
-    )
-    if (problem := grammars.load()) is not None:
-        log.info("no structured output: %s", problem)
-    return grammars
 
 
 def _new_pages(assignment: Assignment, config: ModelConfig, device: torch.device) -> KvPages:

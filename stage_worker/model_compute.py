@@ -49,6 +49,11 @@ class ModelCompute(StageCompute):
         if self._model.has_head:
             self._sampler = Sampler(vocab_size=self.vocab_size, stage=stage, grammars=self._grammars)
 
+    def close(self) -> None:
+        """Lets go of model and pages, whoever still refers to this; nothing can be computed any more."""
+        del self._model, self._pages
+        self._sampler = None
+
     @torch.inference_mode()
     def start(self, record: StartRecord) -> None:
         if self._sampler is not None:

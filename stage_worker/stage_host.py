@@ -75,6 +75,11 @@ class StageHost:
         """The highest epoch that this process has taken part in."""
         return self._last_epoch
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether a stage is being loaded or warmed up."""
+        return self._loading is not None
+
     def submit(self, order: Order, reply: Reply) -> None:
         """Carries out `order` after those before it; a load gives way to another assignment."""
         if isinstance(order, cluster_pb2.AssignStage):
@@ -150,7 +155,7 @@ class StageHost:
         """Loads, or finds loaded already, what the message asks for."""
         try:
             assignment = decode_assignment(message, wire_dtype=self._wire_dtype)
-            if self._loaded is not None and assignment.loads_like(self._loaded.assignment):
+            if self._loaded is not None and await self._backend.holds(self._loaded, assignment):
                 self._loaded = self._loaded.placed(assignment)
             else:
                 await self._load(assignment)
@@ -163,7 +168,7 @@ class StageHost:
         return cluster_pb2.WorkerMessage(loaded=_loaded_message(self._loaded))
 
     async def _load(self, assignment: Assignment) -> None:
-        """The stage before goes first: both may not fit side by side."""
+        """The stage before goes first: both may not fit side by side. The backend may keep parts of it."""
         await self._end_session()
         self._loaded = None
         log.info(
@@ -179,7 +184,12 @@ class StageHost:
             loaded = await self._backend.load(assignment, self._load_progress)
         finally:
             self._loading = None
-        log.info("loaded in %d ms, warmed up in %d ms", loaded.load_ms, loaded.warmup_ms)
+        log.info(
+            "loaded in %d ms, warmed up in %d ms, read_bytes=%d",
+            loaded.load_ms,
+            loaded.warmup_ms,
+            loaded.read_bytes,
+        )
         self._loaded = loaded
 
     def _give_up_load(self, *, unless_for: cluster_pb2.AssignStage | None = None) -> None:
@@ -251,6 +261,7 @@ def _loaded_message(loaded: LoadedStage) -> cluster_pb2.StageLoaded:
         weight_bytes=loaded.weight_bytes,
         kv_bytes=loaded.kv_bytes,
         load_ms=loaded.load_ms,
+        read_bytes=loaded.read_bytes,
         warmup_ms=loaded.warmup_ms,
     )
 

@@ -10,32 +10,56 @@ class StageLoadError(Exception):
     """This worker cannot run what it was assigned; the text has the reason and the numbers."""
 
 
+class LoadGivenUp(StageLoadError):
+    """Another assignment has taken its place."""
+
+
 class LoadProgress:
-    """How far a load is, and the wish that it end; shared between the event loop and whoever loads."""
+    """How far a load is, and the wish that it end; shared between the event loop and whoever loads.
+
+    What is in memory already is no part of it.
+    """
 
     def __init__(self) -> None:
-        self.fraction = 0.0
+        self.read_bytes = 0
+        self._expected_bytes: int | None = None
         self._is_cancelled = False
 
+    @property
+    def fraction(self) -> float:
+        """Of the bytes that this load reads; 0 before it is known how many, 1 when none are missing."""
+        if self._expected_bytes is None:
+            return 0.0
+        return self.read_bytes / self._expected_bytes if self._expected_bytes else 1.0
+
     def cancel(self) -> None:
-        """Ends the load at the next tensor."""
+        """Ends the load at the next piece."""
         self._is_cancelled = True
 
-    def advance(self, fraction: float) -> None:
-        """Raises StageLoadError when the load is not wanted any more."""
+    def expect(self, num_bytes: int) -> None:
+        """The load is going to read `num_bytes` of the checkpoint. Raises LoadGivenUp, see `advance`."""
+        self._expected_bytes = num_bytes
+        self.advance(0)
+
+    def advance(self, num_bytes: int) -> None:
+        """It has read `num_bytes` more. Raises LoadGivenUp when it is not wanted any more."""
+        self.read_bytes += num_bytes
         if self._is_cancelled:
-            raise StageLoadError(f"the load was given up at {fraction:.0%}")
-        self.fraction = fraction
+            raise LoadGivenUp(f"the load was given up at {self.fraction:.0%}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedStage:
-    """A warm stage with empty pages, and what it took. `executor` belongs to the backend that loaded it."""
+    """A warm stage with empty pages, and what it took. `executor` belongs to the backend that loaded it.
+
+    `read_bytes` were read of the checkpoint; the weights beyond them were in memory already.
+    """
 
     assignment: Assignment
     executor: StepExecutor
     weight_bytes: int
     kv_bytes: int
+    read_bytes: int
     load_ms: int
     warmup_ms: int
 

@@ -11,8 +11,9 @@ from stage_worker.compute import ComputeThread
 from stage_worker.config import WorkerConfig
 from stage_worker.device import default_memory_bytes, has_native_bf16, parse_device
 from stage_worker.executor import StepExecutor
-from stage_worker.loading import WorkerResources, load_stage
+from stage_worker.loading import WorkerResources, load_stage, model_directory
 from stage_worker.outputs import ReceivedFrame
+from stage_worker.resident import ResidentModel
 from stage_worker.stage_load import LoadedStage, LoadProgress
 from wire.frames import Frame
 
@@ -28,6 +29,7 @@ class TorchBackend(StageBackend):
         self._resources = WorkerResources(
             device=device, memory_bytes=self.memory_bytes, model_directory=config.model_directory
         )
+        self._resident = ResidentModel()
         self._thread = ComputeThread(on_start=lambda: _set_threads(config.compute_threads))
 
     @property
@@ -35,7 +37,12 @@ class TorchBackend(StageBackend):
         return not has_native_bf16(self._resources.device)
 
     async def load(self, assignment: Assignment, progress: LoadProgress) -> LoadedStage:
-        return await self._thread.run(load_stage, assignment, self._resources, progress)
+        return await self._thread.run(load_stage, assignment, self._resources, progress, self._resident)
+
+    async def holds(self, loaded: LoadedStage, assignment: Assignment) -> bool:
+        if not assignment.loads_like(loaded.assignment):
+            return False
+        return await self._thread.run(self._resident.is_of, model_directory(assignment, self._resources))
 
     async def begin_epoch(self, executor: StepExecutor, number: int, *, stage: int) -> None:
         await self._thread.run(executor.begin_epoch, number, stage=stage)

@@ -8,9 +8,10 @@ counted to the process only while its window is open.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 import torch
 from torch import Tensor
@@ -21,23 +22,51 @@ from stage_worker.models.torch_dtypes import TORCH_DTYPES
 WINDOW_BYTES = 32 * 1024 * 1024
 
 
+class ReadProgress(Protocol):
+    """Is told how a load gets on; what it raises ends the load."""
+
+    def expect(self, num_bytes: int) -> None:
+        """So many bytes of the checkpoint are going to be read."""
+
+    def advance(self, num_bytes: int) -> None:
+        """So many more have been."""
+
+
+class _NoProgress:
+    def expect(self, num_bytes: int) -> None: ...
+
+    def advance(self, num_bytes: int) -> None: ...
+
+
+NO_PROGRESS: ReadProgress = _NoProgress()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileIdentity:
+    """One file of a checkpoint as it was when it was looked at. Whoever writes to it or puts another in its
+    place changes `status`: device, inode, size in bytes, and time of the last change in ns; None: not there.
+
+    The fingerprint does not tell apart two checkpoints that differ in the values of their weights alone.
+    """
+
+    name: str
+    status: tuple[int, int, int, int] | None
+
+
 @torch.inference_mode()
 def load_tensors(
     checkpoint: Checkpoint,
     destinations: Mapping[str, Tensor],
     *,
     window_bytes: int = WINDOW_BYTES,
-    on_progress: Callable[[float], None] | None = None,
+    progress: ReadProgress = NO_PROGRESS,
 ) -> None:
     """Fill each destination: contiguous, shaped as the checkpoint's tensor of that name, any dtype or device.
 
-    Files are read in order of position; after each tensor `on_progress` is told the fraction of all elements
-    that are in place, and what it raises ends the load. Raises CheckpointNotFound when a file cannot be
-    opened, BadHeader when it has become shorter since its header was read, ValueError when a weight does not
-    fit into the run dtype (float16 ends at 65504).
+    Files are read in order of position; after each window `progress` is told, and what it raises ends the
+    load. Raises CheckpointNotFound when a file cannot be opened, BadHeader when it has become shorter since
+    its header was read, ValueError when a weight does not fit into the run dtype (float16 ends at 65504).
     """
-    num_elements = sum(destination.numel() for destination in destinations.values())
-    num_loaded = 0
     by_file: dict[str, list[tuple[TensorEntry, str]]] = {}
     for name in destinations:
         entry = checkpoint.tensors[name]
@@ -46,10 +75,27 @@ def load_tensors(
         path = checkpoint.directory / file
         with _open(path, max(entry.end for entry, _ in entries)) as stream:
             for entry, name in sorted(entries, key=lambda item: item[0].begin):
-                _load_tensor(stream, entry, destinations[name], name, window_bytes)
-                num_loaded += destinations[name].numel()
-                if on_progress is not None:
-                    on_progress(num_loaded / num_elements)
+                for num_bytes in _load_tensor(stream, entry, destinations[name], name, window_bytes):
+                    progress.advance(num_bytes)
+
+
+def file_identities(checkpoint: Checkpoint) -> tuple[FileIdentity, ...]:
+    """Of all files that hold weights, by name."""
+    names = {entry.file for entry in checkpoint.tensors.values()}
+    return look_at(checkpoint.directory, sorted(names))
+
+
+def look_at(directory: Path, names: Iterable[str]) -> tuple[FileIdentity, ...]:
+    """The files of these names as they are now."""
+    return tuple(FileIdentity(name=name, status=_status(directory / name)) for name in names)
+
+
+def _status(path: Path) -> tuple[int, int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_ctime_ns
 
 
 def _open(path: Path, end: int) -> BinaryIO:
@@ -66,7 +112,8 @@ def _open(path: Path, end: int) -> BinaryIO:
 
 def _load_tensor(
     stream: BinaryIO, entry: TensorEntry, destination: Tensor, name: str, window_bytes: int
-) -> None:
+) -> Iterator[int]:
+    """Yields after each window how many bytes of the file it was."""
     assert tuple(destination.shape) == entry.shape, f"{name}: {tuple(destination.shape)} for {entry.shape}"
     flat = destination.view(-1)
     item_bytes = entry.dtype.size_bytes
@@ -75,6 +122,7 @@ def _load_tensor(
         window = flat[(begin - entry.begin) // item_bytes : (end - entry.begin) // item_bytes]
         _copy_window(stream, begin, TORCH_DTYPES[entry.dtype], window)
         _check_range(window, entry, name)
+        yield end - begin
 
 
 def _copy_window(stream: BinaryIO, begin: int, dtype: torch.dtype, destination: Tensor) -> None:

@@ -166,6 +166,7 @@ class Controller:
             case "heartbeat":
                 connection.heartbeat = message.heartbeat
             case "loaded":
+                connection.is_loading = False
                 log.info(
                     "worker %s is ready (%d ms)", name, message.loaded.load_ms + message.loaded.warmup_ms
                 )
@@ -175,6 +176,7 @@ class Controller:
                 connection.heartbeat.kv_bytes = message.loaded.kv_bytes
                 self._carry_out(self.state.loaded(name, message.loaded.plan_id))
             case "load_failed":
+                connection.is_loading = False
                 failed = message.load_failed
                 log.error("worker %s could not load its stage: %s", name, failed.reason)
                 self._carry_out(self.state.load_failed(name, failed.plan_id, failed.reason))
@@ -286,7 +288,9 @@ class Controller:
             "worker %s gets stage %d (%s), layers %d-%d",
             *(action.worker.name, stage.stage, stage.role.value, stage.layer_begin, stage.layer_end - 1),
         )
-        self.connections[action.worker.name].send(encode_assign(action, self._model))
+        connection = self.connections[action.worker.name]
+        connection.is_loading = True
+        connection.send(encode_assign(action, self._model))
 
     async def _begin_epoch(self, action: BeginEpoch) -> None:
         await asyncio.sleep(action.delay_s)

@@ -56,11 +56,14 @@ class Watch:
     def _check(self, now_s: float) -> None:
         for connection in list(self._connections()):
             silence_s = now_s - connection.heard_at_s
-            if silence_s > self._timing.lease_s:
+            lease_s = self._timing.lease_s
+            if connection.is_loading:
+                lease_s = max(lease_s, self._timing.loading_lease_s)
+            if silence_s > lease_s:
                 self._on_lease_over(connection, f"no heartbeat for {silence_s:.1f} s")
                 self.restart()
                 continue
-            is_silent = silence_s > self._timing.lease_s / 2
+            is_silent = silence_s > lease_s / 2
             if is_silent != connection.is_silent:
                 connection.is_silent = is_silent
                 self._on_silence(connection, is_silent)

@@ -16,6 +16,7 @@ class WorkerConnection:
         self.heartbeat = cluster_pb2.Heartbeat()
         self.heard_at_s = now_s
         self.is_silent = False
+        self.is_loading = False
         self.warmup_ms = 0
         self.close_reason = ""
         self._is_closed = asyncio.Event()

@@ -42,9 +42,13 @@ class MockBackend(StageBackend):
             executor=StepExecutor(assignment, compute),
             weight_bytes=0,
             kv_bytes=0,
+            read_bytes=0,
             load_ms=0,
             warmup_ms=0,
         )
+
+    async def holds(self, loaded: LoadedStage, assignment: Assignment) -> bool:
+        return assignment.loads_like(loaded.assignment)
 
     async def begin_epoch(self, executor: StepExecutor, number: int, *, stage: int) -> None:
         executor.begin_epoch(number, stage=stage)

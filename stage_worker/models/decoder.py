@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -24,15 +23,15 @@ from torch.nn.functional import embedding
 from checkpoint import Checkpoint, DType, ModelConfig, stage_weight_bytes
 from stage_worker.models.attention_views import ViewRules
 from stage_worker.models.kernels import Kernels
-from stage_worker.models.layer_weights import allocate_stage
-from stage_worker.models.loaded_stage import LoadedWeights, finish
 from stage_worker.models.norms import rms_norm
 from stage_worker.models.paged_kv import PagedKv
+from stage_worker.models.part_loader import PartLoader, PartsRead
 from stage_worker.models.rope import Rope
+from stage_worker.models.stage_parts import LoadedWeights, NeededParts, PartsOrigin, StageParts
 from stage_worker.models.step_layout import StepLayout
 from stage_worker.models.torch_dtypes import TORCH_DTYPES
 from stage_worker.slice_layout import SliceLayout
-from stage_worker.weights import load_tensors
+from stage_worker.weights import NO_PROGRESS, ReadProgress, file_identities
 
 log = logging.getLogger(__name__)
 
@@ -93,26 +92,27 @@ class DecoderStage:
         )
 
     @torch.inference_mode()
-    def load(self, checkpoint: Checkpoint, *, on_progress: Callable[[float], None] | None = None) -> None:
-        """Read this stage's tensors, and no others, converting them to the run dtype.
+    def load(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        parts: StageParts | None = None,
+        progress: ReadProgress = NO_PROGRESS,
+    ) -> PartsRead:
+        """Read those of this stage's tensors, and no others, that are not among `parts` already, converting
+        them to the run dtype. What else is in `parts` is dropped first; afterwards they are this stage's.
 
-        `on_progress` is told the fraction that is loaded; what it raises ends the load.
-
-        Raises ValueError when the checkpoint's config is not the stage's, and what `load_tensors` raises;
-        the stage then stays without weights.
+        Raises ValueError when the checkpoint's config is not the stage's, and what `load_tensors` and
+        `progress` raise; the stage then stays without weights, and `parts` holds those that are complete.
         """
         if checkpoint.config != self.config:
             raise ValueError(f"the checkpoint in {checkpoint.directory} has another config than this stage")
-        weights, destinations = allocate_stage(
-            self.config,
-            self.layers,
-            self._new_tensor,
-            has_embeddings=self.has_embeddings,
-            has_head=self.has_head,
-        )
-        load_tensors(checkpoint, destinations, on_progress=on_progress)
-        destinations.clear()
-        self._weights = finish(weights, self.config, self.kernels, windows=self.windows)
+        parts = StageParts() if parts is None else parts
+        needed = self._needed()
+        parts.retain(needed, self._origin(checkpoint))
+        loader = PartLoader(checkpoint, parts, needed, kernels=self.kernels, new=self._new_tensor)
+        read = loader.load(progress)
+        self._weights = parts.weights(needed)
         log.info(
             "layers [%d, %d) in %s on %s: %s",
             self.layers.start,
@@ -121,6 +121,7 @@ class DecoderStage:
             self.device,
             self.kernels,
         )
+        return read
 
     @torch.inference_mode()
     def layout(self, slices: list[SliceLayout], *, block_size: int) -> StepLayout:
@@ -165,8 +166,8 @@ class DecoderStage:
         if step.writes.begun is not None:
             pages.clear(step.writes.begun)
         hidden = self._with_fewest_rows(hidden)
-        for layer in self._loaded().layers:
-            hidden = layer.forward(hidden, step, pages)
+        for index, layer in enumerate(self._loaded().layers):
+            hidden = layer.forward(hidden, step, pages, index)
         return hidden[: step.num_tokens]
 
     @torch.inference_mode()
@@ -190,6 +191,23 @@ class DecoderStage:
         if missing <= 0:
             return hidden
         return torch.cat((hidden, hidden.new_zeros(missing, hidden.shape[1])))
+
+    def _needed(self) -> NeededParts:
+        return NeededParts(
+            layers=self.layers,
+            has_embeddings=self.has_embeddings,
+            has_head=self.has_head,
+            is_tied=self.config.tie_word_embeddings,
+        )
+
+    def _origin(self, checkpoint: Checkpoint) -> PartsOrigin:
+        return PartsOrigin(
+            fingerprint=checkpoint.fingerprint,
+            files=file_identities(checkpoint),
+            dtype=self.torch_dtype,
+            device=self.device,
+            kernels=self.kernels,
+        )
 
     def _loaded(self) -> LoadedWeights:
         assert self._weights is not None, "the stage's weights are not loaded"

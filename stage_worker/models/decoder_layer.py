@@ -16,13 +16,13 @@ from stage_worker.models.step_layout import StepLayout
 
 
 class DecoderLayer:
-    """Everything about a layer that no step changes."""
+    """Everything about a layer that neither a step changes nor the stage that it is part of."""
 
     def __init__(
-        self, config: ModelConfig, weights: LayerWeights, kernels: Kernels, *, layer: int, window: int | None
+        self, config: ModelConfig, weights: LayerWeights, kernels: Kernels, *, window: int | None
     ) -> None:
-        """`layer` counts from the stage's first. Weights that are packed are not kept as given."""
-        self._layer, self._window = layer, window
+        """Weights that are packed are not kept as given."""
+        self._window = window
         self._operations = operations(kernels)
         self._eps = config.rms_norm_eps
         self._head_dim = config.head_dim
@@ -35,18 +35,20 @@ class DecoderLayer:
         self._gate_up = project(weights.gate_up, weights.gate_up_bias, kernels)
         self._down = project(weights.down, weights.down_bias, kernels)
 
-    def forward(self, hidden: Tensor, step: StepLayout, pages: PagedKv) -> Tensor:
+    def forward(self, hidden: Tensor, step: StepLayout, pages: PagedKv, layer: int) -> Tensor:
         """Hidden states after this layer, of the shape of `hidden` [m, hidden_size], which stays as it is.
+
+        Its keys and values are those of `layer` in `pages`, which counts from the stage's first.
 
         `m` is the step's number of tokens, or more: rows behind those are computed, but attend to nothing.
         """
         normed = self._operations.rms_norm(hidden, self._input_norm, self._eps)
-        hidden = self._o.added_to(hidden, self._attention(normed, step, pages))
+        hidden = self._o.added_to(hidden, self._attention(normed, step, pages, layer))
         normed = self._operations.rms_norm(hidden, self._mlp_norm, self._eps)
         # SwiGLU. Source: Shazeer 2020, arXiv:2002.05202.
         return self._down.added_to(hidden, self._operations.gate(self._gate_up(normed)))
 
-    def _attention(self, normed: Tensor, step: StepLayout, pages: PagedKv) -> Tensor:
+    def _attention(self, normed: Tensor, step: StepLayout, pages: PagedKv, layer: int) -> Tensor:
         """[m, heads * head_dim]: what attention mixed, zeros behind the step's tokens."""
         num_rows, num_tokens, num_heads = normed.shape[0], step.num_tokens, self._num_heads
         heads = self._qkv(normed).view(num_rows, -1, self._head_dim)[:num_tokens]
@@ -56,7 +58,7 @@ class DecoderLayer:
             query.copy_(rms_norm(query, self._q_norm, self._eps))
             key.copy_(rms_norm(key, self._k_norm, self._eps))
         # All slices are written before any attends, since slices may share pages.
-        self._operations.rotate_and_write(heads, num_heads, self._layer, step, pages)
+        self._operations.rotate_and_write(heads, num_heads, layer, step, pages)
         new = normed.new_empty if num_rows == num_tokens else normed.new_zeros
         mixed = new(num_rows, num_heads, self._head_dim)
         attend(
@@ -64,7 +66,7 @@ class DecoderLayer:
             fresh,
             mixed[:num_tokens],
             operations=self._operations,
-            layer=self._layer,
+            layer=layer,
             window=self._window,
             step=step,
             pages=pages,

@@ -1,4 +1,4 @@
-"""The weight tensors of a stage, with fused projections, and where each checkpoint tensor goes in them."""
+"""The weight tensors of a layer, with fused projections, and where each checkpoint tensor goes in them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from checkpoint import ModelConfig
-from checkpoint.tensors import EMBEDDINGS, FINAL_NORM, OUTPUT_HEAD, layer_tensor_name
+from checkpoint.tensors import layer_tensor_name
 
 Destinations = dict[str, Tensor]
 """For each checkpoint tensor the contiguous view that it is loaded into."""
@@ -34,17 +34,6 @@ class LayerWeights:
     gate_up_bias: Tensor | None
     down: Tensor
     down_bias: Tensor | None
-
-
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class StageWeights:
-    """All weights of a stage. `embeddings` is None without FIRST's part, `final_norm` and `head` without
-    LAST's. A tied head on a stage that has the embeddings is the same tensor."""
-
-    layers: list[LayerWeights]
-    embeddings: Tensor | None
-    final_norm: Tensor | None
-    head: Tensor | None
 
 
 def allocate_layer(config: ModelConfig, layer: int, new: NewTensor) -> tuple[LayerWeights, Destinations]:
@@ -76,36 +65,6 @@ def allocate_layer(config: ModelConfig, layer: int, new: NewTensor) -> tuple[Lay
         gate_up_bias=stacked(_suffixed(gate_up, "bias")) if config.mlp_bias else None,
         down=one("mlp.down_proj.weight", hidden, inner),
         down_bias=one("mlp.down_proj.bias", hidden) if config.mlp_bias else None,
-    )
-    return weights, places
-
-
-def allocate_stage(
-    config: ModelConfig,
-    layers: range,
-    new: NewTensor,
-    *,
-    has_embeddings: bool,
-    has_head: bool,
-) -> tuple[StageWeights, Destinations]:
-    """Uninitialised weights of a stage with the model's `layers`, and their destinations."""
-    matrix = (config.vocab_size, config.hidden_size)
-    places: Destinations = {}
-    allocated = [allocate_layer(config, layer, new) for layer in layers]
-    for _, layer_places in allocated:
-        places |= layer_places
-    embeddings = final_norm = head = None
-    if has_embeddings:
-        embeddings = places[EMBEDDINGS] = new(*matrix)
-    if has_head:
-        final_norm = places[FINAL_NORM] = new(config.hidden_size)
-        name = EMBEDDINGS if config.tie_word_embeddings else OUTPUT_HEAD
-        head = places[name] if name in places else places.setdefault(name, new(*matrix))
-    weights = StageWeights(
-        layers=[layer for layer, _ in allocated],
-        embeddings=embeddings,
-        final_norm=final_norm,
-        head=head,
     )
     return weights, places
 

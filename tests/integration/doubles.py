@@ -5,6 +5,7 @@
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import suppress
 from typing import Any
@@ -32,6 +33,7 @@ class WorkerLink:
         self.orders: asyncio.Queue[cluster_pb2.CoordinatorMessage | None] = asyncio.Queue()
         self.answers: asyncio.Queue[cluster_pb2.WorkerMessage] = asyncio.Queue()
         self.heartbeats: list[cluster_pb2.Heartbeat] = []
+        self.heard_at_s: list[float] = []
         self.heartbeat_came = asyncio.Event()
         self.has_ended = asyncio.Event()
 
@@ -137,6 +139,7 @@ async def _collect_answers(requests: AsyncIterator[cluster_pb2.WorkerMessage], l
     async for message in requests:
         if message.WhichOneof("message") == "heartbeat":
             link.heartbeats.append(message.heartbeat)
+            link.heard_at_s.append(time.monotonic())
             link.heartbeat_came.set()
         else:
             link.answers.put_nowait(message)

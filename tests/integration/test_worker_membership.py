@@ -203,9 +203,9 @@ async def test_a_load_gives_way_to_another_assignment(
     loop = asyncio.get_running_loop()
     advance, cancel = loading.LoadProgress.advance, loading.LoadProgress.cancel
 
-    def gated(progress: loading.LoadProgress, fraction: float) -> None:
-        advance(progress, fraction)
-        if fraction > 0.5 and not go_on.is_set():
+    def gated(progress: loading.LoadProgress, num_bytes: int) -> None:
+        advance(progress, num_bytes)
+        if 0.5 < progress.fraction < 1.0 and not go_on.is_set():
             loop.call_soon_threadsafe(half_loaded.set)
             assert go_on.wait(DEADLINE_S)
 

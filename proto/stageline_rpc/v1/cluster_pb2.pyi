@@ -322,7 +322,7 @@ class Heartbeat(_message.Message):
     busy_us: _builtins.int
     """Time spent computing steps since the process started, in microseconds."""
     load_progress: _builtins.float
-    """Fraction of the stage's weights that are loaded, 0 to 1."""
+    """Of what has to be read of the checkpoint for the assigned stage, the fraction that has been, 0 to 1."""
     @_builtins.property
     def kv(self) -> Global___KvUsage: ...
     def __init__(
@@ -489,11 +489,14 @@ class StageLoaded(_message.Message):
     KV_BYTES_FIELD_NUMBER: _builtins.int
     LOAD_MS_FIELD_NUMBER: _builtins.int
     WARMUP_MS_FIELD_NUMBER: _builtins.int
+    READ_BYTES_FIELD_NUMBER: _builtins.int
     plan_id: _builtins.int
     weight_bytes: _builtins.int
     kv_bytes: _builtins.int
     load_ms: _builtins.int
     warmup_ms: _builtins.int
+    read_bytes: _builtins.int
+    """Bytes of the checkpoint that were read for this assignment; weights that were in memory already are not read again."""
     def __init__(
         self,
         *,
@@ -502,10 +505,11 @@ class StageLoaded(_message.Message):
         kv_bytes: _builtins.int = ...,
         load_ms: _builtins.int = ...,
         warmup_ms: _builtins.int = ...,
+        read_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_bytes", b"kv_bytes", "load_ms", b"load_ms", "plan_id", b"plan_id", "warmup_ms", b"warmup_ms", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_bytes", b"kv_bytes", "load_ms", b"load_ms", "plan_id", b"plan_id", "read_bytes", b"read_bytes", "warmup_ms", b"warmup_ms", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

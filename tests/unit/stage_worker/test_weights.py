@@ -150,11 +150,18 @@ PROGRAM = """
 import re, sys
 import torch
 from checkpoint import Checkpoint, DType
-from stage_worker.models import DecoderStage
+from stage_worker.models import DecoderStage, StageParts
 torch.set_num_threads(1)
 checkpoint = Checkpoint.open(sys.argv[1])
-stage = DecoderStage(checkpoint.config, layer_begin=5, layer_end=10, has_embeddings=False, has_head=False,
-                     dtype=DType.from_name(sys.argv[2]))
+parts = StageParts()
+def new_stage(begin, end):
+    return DecoderStage(checkpoint.config, layer_begin=begin, layer_end=end, has_embeddings=False,
+                        has_head=False, dtype=DType.from_name(sys.argv[2]))
+if sys.argv[3] == "drop late":
+    StageParts._drop_layers = lambda self, keep: None
+for stage_before in sys.argv[4:]:
+    new_stage(*map(int, stage_before.split("-"))).load(checkpoint, parts=parts)
+stage = new_stage(5, 10)
 if sys.argv[3] == "keep mappings":
     import mmap
     from stage_worker import weights
@@ -162,7 +169,7 @@ if sys.argv[3] == "keep mappings":
         def close(self): kept.append(self)
     kept = []
     weights.mmap.mmap = KeptMapping
-stage.load(checkpoint)
+stage.load(checkpoint, parts=parts)
 print(stage.weight_bytes, re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1])
 """
 
@@ -175,9 +182,10 @@ def large_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
     shutil.rmtree(directory)
 
 
-def measure(directory: Path, dtype: str, mode: str = "") -> tuple[int, int]:
-    """(weights, peak resident memory) in bytes of a fresh process that loads layers 5 to 9."""
-    command = [sys.executable, "-c", PROGRAM, str(directory), dtype, mode]
+def measure(directory: Path, dtype: str, mode: str = "", *stages_before: str) -> tuple[int, int]:
+    """(weights, peak resident memory) in bytes of a fresh process that loads layers 5 to 9, perhaps after
+    other stages of as many layers ("2-7")."""
+    command = [sys.executable, "-c", PROGRAM, str(directory), dtype, mode, *stages_before]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
     weight_bytes, peak_kib = result.stdout.split()
@@ -197,4 +205,17 @@ def test_peak_memory_while_loading_stays_near_the_stage_s_own_weights(
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="VmHWM is read from /proc")
 def test_the_memory_bound_notices_windows_that_stay_mapped(large_checkpoint: Path) -> None:
     weight_bytes, peak = measure(large_checkpoint, "bf16", "keep mappings")
+    assert peak > 1.15 * weight_bytes + 400e6
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="VmHWM is read from /proc")
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+def test_the_peak_stays_there_when_stages_follow_one_another(dtype: str, large_checkpoint: Path) -> None:
+    weight_bytes, peak = measure(large_checkpoint, dtype, "", "2-7", "10-15", "7-12", "0-5", "3-8")
+    assert peak < 1.15 * weight_bytes + 400e6
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="VmHWM is read from /proc")
+def test_the_memory_bound_notices_layers_that_are_dropped_late(large_checkpoint: Path) -> None:
+    weight_bytes, peak = measure(large_checkpoint, "bf16", "drop late", "0-5")
     assert peak > 1.15 * weight_bytes + 400e6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 
@@ -11,9 +12,9 @@ from torch import Tensor
 
 from checkpoint import Checkpoint, DType
 from stage_worker.models import DecoderStage
+from stage_worker.models.decoder_layer import DecoderLayer
 from stage_worker.models.kernels import PLAIN, AttentionMethod, Kernels
-from stage_worker.models.layer_weights import allocate_stage
-from stage_worker.models.loaded_stage import finish
+from stage_worker.models.layer_weights import allocate_layer
 from stage_worker.models.projections import PackedProjection, PlainProjection
 from stage_worker.slice_layout import SliceLayout
 from tests.checkpoints import make_checkpoint
@@ -178,19 +179,13 @@ def test_packed_weights_are_in_memory_once(
 ) -> None:
     config = checkpoints["llama"].config
     skip_unless_possible(kernels, config)
-    weights, destinations = allocate_stage(
-        config,
-        range(LAYERS),
-        lambda *size: torch.zeros(size, dtype=torch.bfloat16),
-        has_embeddings=False,
-        has_head=True,
-    )
-    matrices = [weakref.ref(layer.gate_up) for layer in weights.layers]
-    destinations.clear()
-    finished = finish(weights, config, kernels, windows=[None] * LAYERS)
+    new = functools.partial(torch.zeros, dtype=torch.bfloat16)
+    weights, destinations = allocate_layer(config, 0, new)
+    matrix = weakref.ref(weights.gate_up)
+    layer = DecoderLayer(config, weights, kernels, window=None)
+    del weights, destinations
     gc.collect()
-    assert len(finished.layers) == LAYERS
-    assert [matrix() is not None for matrix in matrices] == [is_kept] * LAYERS
+    assert (matrix() is not None) is is_kept, layer
 
 
 def test_only_bfloat16_on_a_cpu_departs_from_what_every_device_can(
