@@ -11,7 +11,14 @@ import pytest
 from stageline import Client
 from stageline_rpc.v1 import cluster_pb2
 from tests.e2e.clusters import is_serving
-from tests.e2e.recovery_setup import SHORT_PROMPTS, config, ends_as_if_nothing_had_been, now_s, serves_as_ever
+from tests.e2e.recovery_setup import (
+    DEADLINE_S,
+    SHORT_PROMPTS,
+    config,
+    ends_as_if_nothing_had_been,
+    now_s,
+    serves_as_ever,
+)
 from tests.faults.cluster import FaultyCluster
 from tests.faults.figures import Figures
 from tests.faults.streams import Streams, undisturbed
