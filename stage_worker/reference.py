@@ -90,7 +90,8 @@ def _check_size(request: ReferenceRequest, checkpoint: Checkpoint, free_bytes: i
 
 
 def _compute(request: ReferenceRequest, checkpoint: Checkpoint, progress: LoadProgress) -> Reference:
-    logits = StreamedModel(checkpoint, request.dtype, on_progress=progress.advance).logits(list(request.tokens))
+    model = StreamedModel(checkpoint, request.dtype, on_progress=progress.advance)
+    logits, rounded = model.logits(list(request.tokens))
     for row in non_finite_rows(logits):
         raise HandshakeMismatch(
             f"logits of the checkpoint in {request.dtype.value}",
@@ -100,4 +101,5 @@ def _compute(request: ReferenceRequest, checkpoint: Checkpoint, progress: LoadPr
     following = [*request.tokens[1:], int(logits[-1].argmax())]
     rows = token_logprobs(logits, following, [request.num_top] * len(following))
     spread = math.sqrt(float(logits.var(dim=-1, correction=0).mean()))
-    return Reference(request.tokens, rows, spread)
+    lost = rounded.log_softmax(dim=-1) - logits.log_softmax(dim=-1)
+    return Reference(request.tokens, rows, spread, math.sqrt(float(lost.square().mean())))

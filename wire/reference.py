@@ -1,6 +1,5 @@
 """What a model answers to a short prompt: what the logits of a pipeline are compared with."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stageline_rpc.v1 import stage_pb2
@@ -17,12 +16,14 @@ _GOLDEN = 0.6180339887498949
 class Reference:
     """`rows[i]` are log-probabilities after tokens[0] to tokens[i]: of the token that follows, or for the
     last row of the most likely one, and of the most likely ones. `logit_spread` is the standard deviation of
-    the logits over the vocabulary, in the root mean square over the rows.
+    the logits over the vocabulary, `rounding` is what rounding to the run dtype does to the log-probabilities;
+    both in the root mean square.
     """
 
     tokens: tuple[int, ...]
     rows: tuple[TokenLogprobs, ...]
     logit_spread: float
+    rounding: float
 
 
 def check_prompt(vocab_size: int) -> tuple[int, ...]:
@@ -30,9 +31,9 @@ def check_prompt(vocab_size: int) -> tuple[int, ...]:
     return tuple(int((index + 0.5) * _GOLDEN % 1 * vocab_size) for index in range(NUM_PROMPT_TOKENS))
 
 
-def encode_reference(rows: Sequence[TokenLogprobs], *, logit_spread: float) -> stage_pb2.ReferenceResponse:
-    message = stage_pb2.ReferenceResponse(logit_spread=logit_spread)
-    for row in rows:
+def encode_reference(reference: Reference) -> stage_pb2.ReferenceResponse:
+    message = stage_pb2.ReferenceResponse(logit_spread=reference.logit_spread, rounding=reference.rounding)
+    for row in reference.rows:
         encode_logprobs(row, message.rows.add())
     return message
 
@@ -42,4 +43,4 @@ def decode_reference(message: stage_pb2.ReferenceResponse, tokens: tuple[int, ..
     rows = tuple(decode_logprobs(row) for row in message.rows)
     if len(rows) != len(tokens):
         raise ValueError(f"a reference of {len(rows)} rows for {len(tokens)} tokens")
-    return Reference(tokens, rows, message.logit_spread)
+    return Reference(tokens, rows, message.logit_spread, message.rounding)

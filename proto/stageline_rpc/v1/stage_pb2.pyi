@@ -923,8 +923,11 @@ class ReferenceResponse(_message.Message):
 
     ROWS_FIELD_NUMBER: _builtins.int
     LOGIT_SPREAD_FIELD_NUMBER: _builtins.int
+    ROUNDING_FIELD_NUMBER: _builtins.int
     logit_spread: _builtins.float
     """Standard deviation of the logits over the vocabulary, in the root mean square over the rows."""
+    rounding: _builtins.float
+    """What log-probabilities change by where everything is rounded to `dtype` on the way, in the root mean square."""
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepLogprobs]:
         """One for each token: of the token that follows it, and for the last one of the most likely token."""
@@ -934,10 +937,11 @@ class ReferenceResponse(_message.Message):
         *,
         rows: _abc.Iterable[Global___StepLogprobs] | None = ...,
         logit_spread: _builtins.float = ...,
+        rounding: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logit_spread", b"logit_spread", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logit_spread", b"logit_spread", "rounding", b"rounding", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
