@@ -30,6 +30,12 @@ class WorkerResources:
     memory_bytes: int
     model_directory: Path | None
 
+    def directory(self, coordinators: str) -> Path:
+        """Where the model is here; `coordinators` is the coordinator's path, "" for the built-in model."""
+        if self.model_directory is not None:
+            return self.model_directory
+        return Path(coordinators) if coordinators else MODEL_DIRECTORY
+
 
 def load_stage(
     assignment: Assignment, resources: WorkerResources, progress: LoadProgress | None = None
@@ -51,7 +57,7 @@ def load_stage(
 
 def _load(assignment: Assignment, resources: WorkerResources, progress: LoadProgress) -> LoadedStage:
     started = time.perf_counter()
-    checkpoint = Checkpoint.open(_directory(assignment, resources))
+    checkpoint = Checkpoint.open(resources.directory(assignment.model_directory))
     _check_model(assignment, checkpoint)
     model = DecoderStage(
         checkpoint.config,
@@ -78,12 +84,6 @@ def _load(assignment: Assignment, resources: WorkerResources, progress: LoadProg
         load_ms=round((loaded - started) * 1e3),
         warmup_ms=round((time.perf_counter() - loaded) * 1e3),
     )
-
-
-def _directory(assignment: Assignment, resources: WorkerResources) -> Path:
-    if resources.model_directory is not None:
-        return resources.model_directory
-    return Path(assignment.model_directory) if assignment.model_directory else MODEL_DIRECTORY
 
 
 def _check_model(assignment: Assignment, checkpoint: Checkpoint) -> None:

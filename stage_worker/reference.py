@@ -5,54 +5,20 @@ a GPU's memory, and is not wrong where the device or its kernels are.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
-from checkpoint import Checkpoint, CheckpointError, DType
+from torch import Tensor
+
+from checkpoint import Checkpoint, CheckpointError
+from stage_worker.reference_request import ReferenceRequest
 from stage_worker.sampling.finite import non_finite_rows
 from stage_worker.sampling.logprobs import token_logprobs
 from stage_worker.stage_load import LoadProgress, StageLoadError
 from stage_worker.streamed_model import StreamedModel
-from stageline_rpc.v1 import stage_pb2
 from wire.errors import HandshakeMismatch, InvalidRequest, Overloaded, StaleStream
 from wire.reference import Reference
-from wire.tensors import DTYPE_FROM_MESSAGE
-
-MAX_TOKENS = 64
-MAX_TOP = 1024
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReferenceRequest:
-    """`directory` is the coordinator's own path, "" for the built-in model. The most likely `num_top` tokens
-    are told of each row.
-    """
-
-    directory: str
-    fingerprint: str
-    dtype: DType
-    tokens: tuple[int, ...]
-    num_top: int
-
-    def __post_init__(self) -> None:
-        if not 1 <= len(self.tokens) <= MAX_TOKENS:
-            raise InvalidRequest(f"a reference for {len(self.tokens)} tokens, of 1 to {MAX_TOKENS} possible")
-        if self.num_top > MAX_TOP:
-            raise InvalidRequest(f"{self.num_top} most likely tokens, of at most {MAX_TOP}")
-
-
-def decode_request(message: stage_pb2.ReferenceRequest) -> ReferenceRequest:
-    """Raises InvalidRequest for what no reference can be computed of."""
-    dtype = DTYPE_FROM_MESSAGE.get(message.dtype)
-    if dtype is None:
-        raise InvalidRequest(f"dtype number {message.dtype} is not known")
-    return ReferenceRequest(
-        directory=message.directory,
-        fingerprint=message.fingerprint,
-        dtype=dtype,
-        tokens=tuple(message.tokens),
-        num_top=message.num_top,
-    )
+from wire.steps import TokenLogprobs
 
 
 def compute_reference(
@@ -101,5 +67,14 @@ def _compute(request: ReferenceRequest, checkpoint: Checkpoint, progress: LoadPr
     following = [*request.tokens[1:], int(logits[-1].argmax())]
     rows = token_logprobs(logits, following, [request.num_top] * len(following))
     spread = math.sqrt(float(logits.var(dim=-1, correction=0).mean()))
-    lost = rounded.log_softmax(dim=-1) - logits.log_softmax(dim=-1)
-    return Reference(request.tokens, rows, spread, math.sqrt(float(lost.square().mean())))
+    return Reference(request.tokens, rows, spread, _rounding(rows, rounded.log_softmax(dim=-1)))
+
+
+def _rounding(rows: Sequence[TokenLogprobs], rounded: Tensor) -> float:
+    """Root mean square of what the listed tokens differ by; `rounded` [n, vocab_size]."""
+    squares = [
+        (float(values[token]) - logprob) ** 2
+        for row, values in zip(rows, rounded, strict=True)
+        for token, logprob in {row.token: row.logprob, **dict(row.top)}.items()
+    ]
+    return math.sqrt(math.fsum(squares) / len(squares))

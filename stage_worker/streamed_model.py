@@ -50,7 +50,9 @@ class StreamedModel:
         width = max(config.hidden_size, config.intermediate_size, config.q_size)
         largest = max(math.prod(entry.shape) for entry in checkpoint.tensors.values())
         block = min(largest, max(BLOCK_ELEMENTS, width))
-        of_a_layer = 6 * config.hidden_size + 3 * (config.q_size + 2 * config.kv_size + config.intermediate_size)
+        of_a_layer = 6 * config.hidden_size + 3 * (
+            config.q_size + 2 * config.kv_size + config.intermediate_size
+        )
         of_the_head = 6 * config.vocab_size
         return block * (8 + dtype.size_bytes) + 8 * num_tokens * (of_a_layer + of_the_head)
 
@@ -71,9 +73,7 @@ class StreamedModel:
         config, name = self._config, f"{layer_tensor_name(layer, 'self_attn')}."
         normed = self._norm(hidden, layer_tensor_name(layer, "input_layernorm.weight"))
         query, key, value = (
-            self._project(normed, f"{name}{part}_proj", has_bias=config.qkv_bias).unflatten(
-                -1, (-1, config.head_dim)
-            )
+            self._heads(self._project(normed, f"{name}{part}_proj", has_bias=config.qkv_bias))
             for part in "qkv"
         )
         if config.qk_norm:
@@ -81,6 +81,9 @@ class StreamedModel:
             key = self._norm(key, f"{name}k_norm.weight")
         mixed = self._mix(self._rotated(query), self._rotated(key), value, config.layer_windows[layer])
         return self._rounded(hidden + self._project(mixed, f"{name}o_proj", has_bias=config.o_bias))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:2], -1, self._config.head_dim)
 
     def _mix(self, query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
         """[2, n, heads * head_dim] for query [2, n, heads, head_dim], key and value of as many kv_heads."""

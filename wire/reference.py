@@ -15,9 +15,10 @@ _GOLDEN = 0.6180339887498949
 @dataclass(frozen=True, slots=True)
 class Reference:
     """`rows[i]` are log-probabilities after tokens[0] to tokens[i]: of the token that follows, or for the
-    last row of the most likely one, and of the most likely ones. `logit_spread` is the standard deviation of
-    the logits over the vocabulary, `rounding` is what rounding to the run dtype does to the log-probabilities;
-    both in the root mean square.
+    last row of the most likely one, and of the most likely ones.
+
+    `logit_spread` is the standard deviation of the logits over the vocabulary; `rounding` is what rounding to
+    the run dtype on the way changes these log-probabilities by. Both are root mean squares over the rows.
     """
 
     tokens: tuple[int, ...]
