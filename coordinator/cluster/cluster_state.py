@@ -6,6 +6,8 @@ WAITING_FOR_WORKERS -> LOADING -> STARTING_EPOCH -> SERVING
          `----------------+--------------+-------------'   a worker is lost, a step is faulty, a stream breaks
 ```
 
+The first epoch of a plan goes to CHECKING in the place of SERVING, where a self-check is wanted.
+
 `BLOCKED` stands for WAITING_FOR_WORKERS with enough workers but no plan that fits them.
 """
 
@@ -14,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from coordinator.cluster.self_check_refusals import PlanRefusals
 from coordinator.planning.plan import Plan, PlanImpossible, StagePlan, WorkerCapacity
 from wire.errors import HandshakeMismatch, NameInUse
 from wire.ids import Incarnation
@@ -25,8 +28,12 @@ class ClusterPhase(Enum):
     WAITING_FOR_WORKERS = auto()
     LOADING = auto()
     STARTING_EPOCH = auto()
+    CHECKING = auto()
     SERVING = auto()
     BLOCKED = auto()
+
+
+_ACTIVE = (ClusterPhase.STARTING_EPOCH, ClusterPhase.CHECKING, ClusterPhase.SERVING)
 
 
 class WorkerState(Enum):
@@ -109,7 +116,15 @@ class StartServing:
     plan: Plan
 
 
-Action = AssignStage | BeginEpoch | StopServing | StartServing
+@dataclass(frozen=True, slots=True)
+class CheckPlan:
+    """Every stage of `epoch` is ready and connected, and this plan has never been checked."""
+
+    epoch: int
+    plan: Plan
+
+
+Action = AssignStage | BeginEpoch | StopServing | StartServing | CheckPlan
 
 MAX_EPOCH_DELAY_S = 2.0
 """Longest pause before another try when epoch after epoch ends without a single result."""
@@ -124,9 +139,11 @@ class ClusterState:
         num_stages: int,
         make_plan: Callable[[Sequence[WorkerCapacity]], Plan],
         is_mock_model: bool = False,
+        needs_check: bool = False,
     ) -> None:
         """`make_plan` may raise PlanImpossible; it is given workers in the order in which to use them. A mock
-        model has no weights, so real stages have nothing to load.
+        model has no weights, so real stages have nothing to load. With `needs_check`, a plan serves after it
+        was checked.
         """
         self.num_stages = num_stages
         self.phase = ClusterPhase.WAITING_FOR_WORKERS
@@ -134,7 +151,10 @@ class ClusterState:
         self.epoch = 0
         self.plan: Plan | None = None
         self.workers: dict[str, WorkerRecord] = {}
-        self._make_plan = make_plan
+        self._refusals = PlanRefusals()
+        self._make_plan = self._refusals.guard(make_plan)
+        self._needs_check = needs_check
+        self._checked_plan_id = 0
         self._is_mock_model = is_mock_model
         self._previous: Plan | None = None
         self._plan_id = 0
@@ -163,6 +183,7 @@ class ClusterState:
             actions = self.lose(identity.name, known.identity.incarnation, "replaced by a new process")
         else:
             actions = []
+        self._refusals.forget(identity.name)
         self.workers[identity.name] = WorkerRecord(identity)
         return actions + self._advance()
 
@@ -237,13 +258,26 @@ class ClusterState:
 
     def epoch_failed(self, epoch: int, reason: str) -> list[Action]:
         """A step was faulty, a stream broke, or the epoch was not ready in time. Old ones change nothing."""
-        if epoch != self.epoch or self.phase not in (ClusterPhase.STARTING_EPOCH, ClusterPhase.SERVING):
+        if epoch != self.epoch or self.phase not in _ACTIVE:
             return []
         return [StopServing(epoch, reason), *self._begin_epoch(reason)]
 
+    def checked(self, epoch: int, problem: str | None) -> list[Action]:
+        """The plan was checked in `epoch`. A good one serves, in an epoch of its own, because every epoch
+        begins with empty pools. One with a problem is refused, until one of its workers joins anew.
+        """
+        if epoch != self.epoch or self.phase is not ClusterPhase.CHECKING or self.plan is None:
+            return []
+        if problem is None:
+            self._checked_plan_id = self._plan_id
+            self._num_fruitless_epochs = 0
+            return self._begin_epoch()
+        self._refusals.add(self.plan, problem)
+        return self._give_up_plan("")
+
     def _give_up_plan(self, reason: str) -> list[Action]:
         actions: list[Action] = []
-        if self.phase in (ClusterPhase.STARTING_EPOCH, ClusterPhase.SERVING):
+        if self.phase in _ACTIVE:
             actions.append(StopServing(self.epoch, reason))
         if self.plan is not None:
             self._previous, self.plan = self.plan, None
@@ -347,6 +381,9 @@ class ClusterState:
             return []
         names = {stage.worker for stage in self.plan.stages}
         if names <= self._ready and self._is_link_open and self._are_results_open:
+            if self._needs_check and self._checked_plan_id != self._plan_id:
+                self.phase, self.detail = ClusterPhase.CHECKING, "the self-check is under way"
+                return [CheckPlan(epoch, self.plan)]
             self.phase, self.detail = ClusterPhase.SERVING, ""
             return [StartServing(epoch, self.plan)]
         return []

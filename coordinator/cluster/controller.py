@@ -13,6 +13,7 @@ from coordinator.cluster.cluster_state import (
     Action,
     AssignStage,
     BeginEpoch,
+    CheckPlan,
     ClusterPhase,
     ClusterState,
     StartServing,
@@ -21,6 +22,8 @@ from coordinator.cluster.cluster_state import (
 )
 from coordinator.cluster.messages import check_results_hello, encode_assign, encode_begin, encode_hop_hello
 from coordinator.cluster.pipeline_link import LinkBroken, PipelineLink
+from coordinator.cluster.self_check import SelfCheck
+from coordinator.cluster.self_check_references import ReferenceSource
 from coordinator.cluster.step_limits import PaceSettings, scheduler_limits
 from coordinator.cluster.worker_connection import WorkerConnection
 from coordinator.model import ServedModel
@@ -53,8 +56,10 @@ class Controller:
         timing: ClusterTiming,
         pace: PaceSettings | None = None,
         prefix_caching: bool = True,
+        self_check: SelfCheck | None = None,
     ) -> None:
         self.state = state
+        self.self_check = self_check
         self.connections: dict[str, WorkerConnection] = {}
         self.timing = timing
         self.incarnation = incarnation
@@ -180,6 +185,9 @@ class Controller:
 
     def complete(self, epoch: int, result: StepResult) -> None:
         """A result on the stream of `epoch`. Raises StaleStream when that epoch is over."""
+        if epoch == self.state.epoch and self.state.phase is ClusterPhase.CHECKING and self.self_check:
+            self.self_check.take(result)
+            return
         if epoch != self.state.epoch or self.state.phase is not ClusterPhase.SERVING:
             raise StaleStream(f"epoch {epoch} is over")
         self.state.result_arrived()
@@ -209,6 +217,8 @@ class Controller:
                     self._stop_serving(action)
                 case StartServing():
                     self._start_serving(action)
+                case CheckPlan():
+                    self._spawn(self._check_plan(action))
                 case _:
                     assert_never(action)
 
@@ -243,6 +253,18 @@ class Controller:
     def _check_started(self, epoch: int) -> None:
         if self.state.phase is ClusterPhase.STARTING_EPOCH:
             self.fail_epoch(epoch, f"not every stage was ready within {self.timing.epoch_timeout_s:g} s")
+
+    async def _check_plan(self, action: CheckPlan) -> None:
+        assert self._link is not None and self.self_check is not None
+        sources = [_reference_source(each) for each in self.connections.values()]
+        try:
+            verdict = await self.self_check.run(action.plan, action.epoch, self._link.send, sources)
+        except TimeoutError:
+            self.fail_epoch(action.epoch, "the step of the self-check was not answered in time")
+            return
+        level = logging.INFO if verdict.is_good else logging.ERROR
+        log.log(level, "self-check %s", verdict.text)
+        self._carry_out(self.state.checked(action.epoch, None if verdict.is_good else verdict.text))
 
     def _start_serving(self, action: StartServing) -> None:
         assert self._link is not None
@@ -307,6 +329,12 @@ class Controller:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a controller task failed", exc_info=error)
+
+
+def _reference_source(connection: WorkerConnection) -> ReferenceSource:
+    identity, heartbeat = connection.identity, connection.heartbeat
+    held_bytes = heartbeat.weight_bytes + heartbeat.kv_bytes
+    return ReferenceSource(identity.name, identity.address, identity.memory_bytes - held_bytes)
 
 
 def _check_tokens(result: StepResult, *, vocab_size: int) -> None:
