@@ -16,6 +16,8 @@ from coordinator.api.session import Sessions
 from coordinator.api.status import StatusReporter
 from coordinator.cluster.cluster_state import ClusterState
 from coordinator.cluster.controller import Controller
+from coordinator.cluster.self_check import SelfCheck
+from coordinator.cluster.self_check_references import References
 from coordinator.cluster.step_limits import PaceSettings
 from coordinator.config import CoordinatorConfig
 from coordinator.model import ServedModel, open_model
@@ -52,6 +54,7 @@ class CoordinatorServer:
             num_stages=config.num_stages,
             make_plan=lambda workers: plan_for(config, model, workers),
             is_mock_model=model.is_mock,
+            needs_check=config.wants_self_check,
         )
         incarnation = new_incarnation()
         timing = timing or ClusterTiming()
@@ -63,6 +66,11 @@ class CoordinatorServer:
             timing=timing,
             pace=PaceSettings(
                 steps_in_flight=config.steps_in_flight, max_decode_slowdown=config.max_decode_slowdown
+            ),
+            self_check=(
+                SelfCheck(References(model), vocab_size=model.config.vocab_size)
+                if config.wants_self_check
+                else None
             ),
         )
         self._sweep_interval_s = timing.sweep_interval_s

@@ -23,7 +23,7 @@ class CoordinatorConfig:
     is `max_unread_tokens` behind. Waiting for `priority_age_s` is worth one class of priority.
     `mock_model`, such as "layers=64", is served by mock stages in the place of a model. `steps_in_flight`
     None lets measured times decide. Prefill may make decodes take up to `max_decode_slowdown` times as long
-    as they would alone.
+    as they would alone. `self_check` None checks the built-in model before it serves, and no other.
     """
 
     model_directory: Path | None
@@ -44,6 +44,7 @@ class CoordinatorConfig:
     steps_in_flight: int | None = None
     max_decode_slowdown: float = 1.4
     mock_model: str | None = None
+    self_check: bool | None = None
 
     def __post_init__(self) -> None:
         parse_address(self.listen)
@@ -71,10 +72,19 @@ class CoordinatorConfig:
             )
         if self.mock_model is not None:
             parse_mock_model(self.mock_model)
+            if self.self_check:
+                raise ValueError("--self-check needs weights to check: not together with --mock-model")
             if self.model_directory is not None:
                 raise ValueError("--mock-model is served in the place of a model: not together with --model")
         self._check_layers()
         self._check_step_tokens()
+
+    @property
+    def wants_self_check(self) -> bool:
+        """Plans are checked before they serve."""
+        if self.self_check is None:
+            return self.model_directory is None and self.mock_model is None
+        return self.self_check
 
     def _check_layers(self) -> None:
         if self.layers is None:

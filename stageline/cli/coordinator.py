@@ -29,6 +29,7 @@ def coordinator(
     steps_in_flight: options.StepsInFlight = None,
     max_decode_slowdown: options.MaxDecodeSlowdown = 1.4,
     mock_model: options.MockModel = None,
+    self_check: options.SelfCheck = None,
 ) -> int:
     """Plan the stages, and serve clients and workers until it is ended."""
     config = options.build_config(
@@ -51,6 +52,7 @@ def coordinator(
             steps_in_flight=steps_in_flight,
             max_decode_slowdown=max_decode_slowdown,
             mock_model=mock_model,
+            self_check=self_check,
         )
     )
     from coordinator.app import run  # imported late: the other commands need none of it
@@ -77,4 +79,7 @@ def flags_of(config: CoordinatorConfig) -> tuple[str, ...]:
         "--max-decode-slowdown": config.max_decode_slowdown,
         "--mock-model": config.mock_model,
     }
-    return tuple(part for flag, value in values.items() if value is not None for part in (flag, str(value)))
+    given = [part for flag, value in values.items() if value is not None for part in (flag, str(value))]
+    if config.self_check is not None:
+        given.append("--self-check" if config.self_check else "--no-self-check")
+    return tuple(given)

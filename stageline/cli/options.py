@@ -167,6 +167,13 @@ MaxDecodeSlowdown: TypeAlias = Annotated[
     float,
     typer.Option(metavar="X", help="How many times as long prefill may make decodes take, on average."),
 ]
+SelfCheck: TypeAlias = Annotated[
+    bool | None,
+    typer.Option(
+        "--self-check/--no-self-check",
+        help="Compare logits with a reference before serving; the built-in model's only unless given.",
+    ),
+]
 Memory: TypeAlias = Annotated[
     int | None,
     typer.Option(

@@ -52,6 +52,7 @@ def up(
     steps_in_flight: options.StepsInFlight = None,
     max_decode_slowdown: options.MaxDecodeSlowdown = 1.4,
     mock_model: options.MockModel = None,
+    self_check: options.SelfCheck = None,
     mock: Annotated[
         list[str] | None,
         typer.Option(metavar="TIMES", help="Mock stages, as in step=20ms; once for all, or once for each."),
@@ -79,7 +80,10 @@ def up(
             steps_in_flight=steps_in_flight,
             max_decode_slowdown=max_decode_slowdown,
             mock_model=mock_model,
+            self_check=self_check,
         )
+        if self_check and mock:
+            raise ValueError("--self-check needs stages that compute: not together with --mock")
         cluster = LocalClusterConfig(
             num_workers=workers,
             model_directory=model,
