@@ -6,8 +6,7 @@ WAITING_FOR_WORKERS -> LOADING -> STARTING_EPOCH -> SERVING
          `----------------+--------------+-------------'   a worker is lost, a step is faulty, a stream breaks
 ```
 
-The first epoch of a plan goes to CHECKING in the place of SERVING, where a self-check is wanted.
-
+Where a self-check is wanted, the first epoch of a plan goes to CHECKING in the place of SERVING.
 `BLOCKED` stands for WAITING_FOR_WORKERS with enough workers but no plan that fits them.
 """
 
@@ -142,8 +141,7 @@ class ClusterState:
         needs_check: bool = False,
     ) -> None:
         """`make_plan` may raise PlanImpossible; it is given workers in the order in which to use them. A mock
-        model has no weights, so real stages have nothing to load. With `needs_check`, a plan serves after it
-        was checked.
+        model has no weights, so real stages have nothing to load. `needs_check`: only checked plans serve.
         """
         self.num_stages = num_stages
         self.phase = ClusterPhase.WAITING_FOR_WORKERS
@@ -172,7 +170,7 @@ class ClusterState:
 
     @property
     def has_mock_stages(self) -> bool:
-        """The plan has stages that compute nothing: then all of them are such."""
+        """The stages of the plan compute nothing."""
         return any(each.identity.is_mock for each in self.stage_workers)
 
     def join(self, identity: WorkerIdentity) -> list[Action]:
@@ -268,14 +266,12 @@ class ClusterState:
         return [StopServing(epoch, reason), *self._begin_epoch(reason)]
 
     def checked(self, epoch: int, problem: str | None) -> list[Action]:
-        """The plan was checked in `epoch`. A good one serves, in an epoch of its own, because every epoch
-        begins with empty pools. One with a problem is refused, until one of its workers joins anew.
-        """
+        """The plan was checked in `epoch`. A good one serves, in an epoch of its own with empty pools; one
+        with a problem is refused until one of its workers joins anew."""
         if epoch != self.epoch or self.phase is not ClusterPhase.CHECKING or self.plan is None:
             return []
         if problem is None:
-            self._checked_plan_id = self._plan_id
-            self._num_fruitless_epochs = 0
+            self._checked_plan_id, self._num_fruitless_epochs = self._plan_id, 0
             return self._begin_epoch()
         self._refusals.add(self.plan, problem)
         return self._give_up_plan("")
