@@ -19,6 +19,8 @@ from coordinator.api.session import Sessions
 from coordinator.api.status import StatusReporter
 from coordinator.cluster.cluster_state import ClusterState
 from coordinator.cluster.controller import Controller
+from coordinator.cluster.self_check import SelfCheck
+from coordinator.cluster.self_check_references import References
 from coordinator.cluster.step_limits import PaceSettings
 from coordinator.config import CoordinatorConfig
 from coordinator.model import ServedModel, open_model
@@ -56,6 +58,7 @@ class CoordinatorServer:
             make_plan=lambda workers: plan_for(config, model, workers),
             is_mock_model=model.is_mock,
             return_grace_s=(timing or config.timing).return_grace_s,
+            needs_check=config.wants_self_check,
         )
         incarnation = new_incarnation()
         timing = timing or config.timing
@@ -70,6 +73,11 @@ class CoordinatorServer:
                 steps_in_flight=config.steps_in_flight, max_decode_slowdown=config.max_decode_slowdown
             ),
             on_serving=self._health.set_serving,
+            self_check=(
+                SelfCheck(References(model), vocab_size=model.config.vocab_size)
+                if config.wants_self_check
+                else None
+            ),
         )
         self._sweep_interval_s = timing.sweep_interval_s
         self._sweeper: asyncio.Task[None] | None = None

@@ -26,7 +26,8 @@ class CoordinatorConfig:
     of their calls' metadata). A request is cancelled when its reader is `max_unread_tokens` behind. Waiting
     for `priority_age_s` is worth one class of priority. `mock_model`, such as "layers=64", is served by mock
     stages in the place of a model. `steps_in_flight` None lets measured times decide. Prefill may make
-    decodes take up to `max_decode_slowdown` times as long as they would alone.
+    decodes take up to `max_decode_slowdown` times as long as they would alone. `self_check` None checks the
+    built-in model before it serves, and no other.
 
     A worker sends a heartbeat every `heartbeat_s` and is lost after `lease_s` without. Requests wait for
     `recovery_timeout_s` for a pipeline; whoever has to leave finishes what runs within `drain_timeout_s`.
@@ -55,6 +56,7 @@ class CoordinatorConfig:
     lease_s: float = 2.0
     recovery_timeout_s: float = 30.0
     drain_timeout_s: float = 30.0
+    self_check: bool | None = None
 
     @property
     def timing(self) -> ClusterTiming:
@@ -94,6 +96,8 @@ class CoordinatorConfig:
             )
         if self.mock_model is not None:
             parse_mock_model(self.mock_model)
+            if self.self_check:
+                raise ValueError("--self-check needs weights to check: not together with --mock-model")
             if self.model_directory is not None:
                 raise ValueError("--mock-model is served in the place of a model: not together with --model")
         _ = self.timing
@@ -106,6 +110,13 @@ class CoordinatorConfig:
             raise ValueError(f"wire_dtype {name} is for hidden states between stages, but there is one stage")
         if self.dtype is not None:
             check_can_carry(wire_dtype, DType.from_name(self.dtype))
+
+    @property
+    def wants_self_check(self) -> bool:
+        """Plans are checked before they serve."""
+        if self.self_check is None:
+            return self.model_directory is None and self.mock_model is None
+        return self.self_check
 
     def _check_layers(self) -> None:
         if self.layers is None:

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from stage_worker.assignment import Assignment
 from stage_worker.executor import StepExecutor
 from stage_worker.outputs import ReceivedFrame, StageOutput
+from stage_worker.reference_request import ReferenceRequest
 from stage_worker.stage_load import LoadedStage, LoadProgress
+from wire.errors import InvalidRequest
+from wire.reference import Reference
 
 
 @dataclass(slots=True)
@@ -59,6 +62,12 @@ class StageBackend(ABC):
     @abstractmethod
     def submit(self, executor: StepExecutor, received: ReceivedFrame) -> "asyncio.Future[RanStep]":
         """Begins one step, after everything that was begun before. It ends with a StepFault, or so."""
+
+    async def reference(self, request: ReferenceRequest, *, held_bytes: int) -> Reference:
+        """What the checkpoint itself answers, while anything else goes on; the loaded stage holds
+        `held_bytes`. Raises ServingError.
+        """
+        raise InvalidRequest("a mock stage has no weights to compute a reference with")
 
     @abstractmethod
     def stop(self, *, timeout_s: float) -> bool:

@@ -29,6 +29,12 @@ class WorkerResources:
     memory_bytes: int
     model_directory: Path | None
 
+    def directory(self, coordinators: str) -> Path:
+        """Where the model is here; `coordinators` is the coordinator's path, "" for the built-in model."""
+        if self.model_directory is not None:
+            return self.model_directory
+        return Path(coordinators) if coordinators else MODEL_DIRECTORY
+
 
 def load_stage(
     assignment: Assignment,
@@ -74,7 +80,7 @@ def _load(
 ) -> LoadedStage:
     started = time.perf_counter()
     resident.end_stage()
-    checkpoint = Checkpoint.open(model_directory(assignment, resources))
+    checkpoint = Checkpoint.open(resources.directory(assignment.model_directory))
     _check_model(assignment, checkpoint)
     model = DecoderStage(
         checkpoint.config,
@@ -106,13 +112,6 @@ def _load(
         load_ms=round((loaded - started) * 1e3),
         warmup_ms=round((time.perf_counter() - loaded) * 1e3),
     )
-
-
-def model_directory(assignment: Assignment, resources: WorkerResources) -> Path:
-    """Where this worker finds the assigned model: its own path goes before the coordinator's."""
-    if resources.model_directory is not None:
-        return resources.model_directory
-    return Path(assignment.model_directory) if assignment.model_directory else MODEL_DIRECTORY
 
 
 def _check_model(assignment: Assignment, checkpoint: Checkpoint) -> None:

@@ -1,4 +1,4 @@
-"""The Stage service: hello, accepted, then chunks."""
+"""The Stage service: hello, accepted, then chunks; and references."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -7,10 +7,13 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
+from stage_worker.reference_request import decode_request
 from stage_worker.stage_host import StageHost
 from stageline_rpc.v1 import stage_pb2
 from wire.errors import HandshakeMismatch, StaleStream
 from wire.forward_call import Messages, forward_handler
+from wire.reference import encode_reference
+from wire.reference_call import reference_handler
 
 HELLO_TIMEOUT_S = 10.0
 
@@ -22,7 +25,9 @@ class StageService:
         self._host = host
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        server.add_generic_rpc_handlers((forward_handler(self.forward),))
+        server.add_generic_rpc_handlers(
+            (forward_handler(self.forward), reference_handler(self.compute_reference))
+        )
 
     async def forward(
         self, messages: Messages, context: grpc.aio.ServicerContext[Any, Any]
@@ -31,6 +36,12 @@ class StageService:
         session = await self._host.accept(await _hello(aiter(messages)))
         yield stage_pb2.ForwardResponse(accepted=stage_pb2.HopAccepted())
         await session.receive(messages)
+
+    async def compute_reference(
+        self, request: stage_pb2.ReferenceRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> stage_pb2.ReferenceResponse:
+        """`Stage.ComputeReference`."""
+        return encode_reference(await self._host.reference(decode_request(request)))
 
 
 async def _hello(messages: Messages) -> stage_pb2.HopHello:

@@ -9,11 +9,13 @@ from stage_worker.assignment import Assignment, decode_assignment, wants
 from stage_worker.backend import StageBackend
 from stage_worker.handshake import Epoch, check_protocol, decode_epoch, epoch_problem, hop_hello
 from stage_worker.hop import Hop, hop_to_coordinator, hop_to_stage
+from stage_worker.reference_request import ReferenceRequest
 from stage_worker.session import EpochSession
 from stage_worker.stage_load import LoadedStage, LoadProgress, StageLoadError
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
-from wire.errors import StaleStream, StepFaultKind
+from wire.errors import Overloaded, StaleStream, StepFaultKind
 from wire.ids import Incarnation, new_incarnation
+from wire.reference import Reference
 from wire.step_codec import encode_fault
 from wire.steps import FaultReport
 from wire.wire_dtypes import WireDType
@@ -118,6 +120,14 @@ class StageHost:
             raise StaleStream(f"stream of epoch {hello.epoch}, which is over")
         self._session.accept(hello)
         return self._session
+
+    async def reference(self, request: ReferenceRequest) -> Reference:
+        """What this worker's checkpoint answers. Raises ServingError."""
+        if self._loading is not None:
+            raise Overloaded("the worker is loading a stage")
+        loaded = self._loaded
+        held_bytes = 0 if loaded is None else loaded.weight_bytes + loaded.kv_bytes
+        return await self._backend.reference(request, held_bytes=held_bytes)
 
     def heartbeat(self) -> cluster_pb2.Heartbeat:
         """The state of this moment; `resident_bytes` is left to the caller."""

@@ -11,15 +11,20 @@ from stage_worker.compute import ComputeThread
 from stage_worker.config import WorkerConfig
 from stage_worker.device import default_memory_bytes, has_native_bf16, parse_device
 from stage_worker.executor import StepExecutor
-from stage_worker.loading import WorkerResources, load_stage, model_directory
+from stage_worker.loading import WorkerResources, load_stage
 from stage_worker.outputs import ReceivedFrame
+from stage_worker.reference import compute_reference
+from stage_worker.reference_request import ReferenceRequest
 from stage_worker.resident import ResidentModel
 from stage_worker.stage_load import LoadedStage, LoadProgress
 from wire.frames import Frame
+from wire.reference import Reference
+
+CPU = torch.device("cpu")
 
 
 class TorchBackend(StageBackend):
-    """Owner of the compute thread."""
+    """Owner of the compute thread, and of another for references: steps and loads never wait for those."""
 
     def __init__(self, config: WorkerConfig) -> None:
         """Raises ValueError for a device that is not here."""
@@ -31,6 +36,7 @@ class TorchBackend(StageBackend):
         )
         self._resident = ResidentModel()
         self._thread = ComputeThread(on_start=lambda: _set_threads(config.compute_threads))
+        self._references = ComputeThread(on_start=lambda: _set_threads(config.compute_threads))
 
     @property
     def lacks_bf16(self) -> bool:
@@ -42,7 +48,9 @@ class TorchBackend(StageBackend):
     async def holds(self, loaded: LoadedStage, assignment: Assignment) -> bool:
         if not assignment.loads_like(loaded.assignment):
             return False
-        return await self._thread.run(self._resident.is_of, model_directory(assignment, self._resources))
+        return await self._thread.run(
+            self._resident.is_of, self._resources.directory(assignment.model_directory)
+        )
 
     async def begin_epoch(self, executor: StepExecutor, number: int, *, stage: int) -> None:
         await self._thread.run(executor.begin_epoch, number, stage=stage)
@@ -50,8 +58,27 @@ class TorchBackend(StageBackend):
     def submit(self, executor: StepExecutor, received: ReceivedFrame) -> "asyncio.Future[RanStep]":
         return self._thread.submit(_run, executor, received.frame)
 
+    async def reference(self, request: ReferenceRequest, *, held_bytes: int) -> Reference:
+        progress = LoadProgress()
+        try:
+            return await self._references.run(
+                compute_reference,
+                request,
+                self._resources.directory(request.directory),
+                free_bytes=self._free_bytes(held_bytes),
+                progress=progress,
+            )
+        finally:
+            progress.cancel()
+
     def stop(self, *, timeout_s: float) -> bool:
+        self._references.stop(timeout_s=0)
         return self._thread.stop(timeout_s=timeout_s)
+
+    def _free_bytes(self, held_bytes: int) -> int:
+        """A reference is computed in the memory of the host, which a GPU's budget does not cover."""
+        device = self._resources.device
+        return self.memory_bytes - held_bytes if device.type == "cpu" else default_memory_bytes(CPU)
 
 
 def _run(executor: StepExecutor, frame: Frame) -> RanStep:

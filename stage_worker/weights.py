@@ -7,9 +7,10 @@ counted to the process only while its window is open.
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -96,6 +97,24 @@ def _status(path: Path) -> tuple[int, int, int, int] | None:
     except OSError:
         return None
     return found.st_dev, found.st_ino, found.st_size, found.st_ctime_ns
+
+
+@torch.inference_mode()
+def load_rows(checkpoint: Checkpoint, name: str, destination: Tensor, *, first_row: int) -> None:
+    """Fill `destination` with as many rows of the tensor `name`, from `first_row` on, as it has.
+
+    It is contiguous, of any dtype, and like the tensor but for the number of rows. Raises what
+    `load_tensors` raises.
+    """
+    whole = checkpoint.tensors[name]
+    row_bytes = math.prod(whole.shape[1:]) * whole.dtype.size_bytes
+    begin = whole.begin + first_row * row_bytes
+    end = begin + len(destination) * row_bytes
+    assert tuple(destination.shape[1:]) == whole.shape[1:] and end <= whole.end, f"rows of {name}"
+    rows = replace(whole, shape=tuple(destination.shape), begin=begin, end=end)
+    with _open(checkpoint.directory / whole.file, end) as stream:
+        for _ in _load_tensor(stream, rows, destination, name, WINDOW_BYTES):
+            pass
 
 
 def _open(path: Path, end: int) -> BinaryIO:

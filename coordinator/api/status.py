@@ -17,6 +17,7 @@ PHASE_TO_MESSAGE: dict[ClusterPhase, cluster_pb2.ClusterState.ValueType] = {
     ClusterPhase.WAITING_FOR_WORKERS: cluster_pb2.CLUSTER_STATE_WAITING_FOR_WORKERS,
     ClusterPhase.LOADING: cluster_pb2.CLUSTER_STATE_LOADING,
     ClusterPhase.STARTING_EPOCH: cluster_pb2.CLUSTER_STATE_STARTING_EPOCH,
+    ClusterPhase.CHECKING: cluster_pb2.CLUSTER_STATE_CHECKING,
     ClusterPhase.SERVING: cluster_pb2.CLUSTER_STATE_SERVING,
     ClusterPhase.BLOCKED: cluster_pb2.CLUSTER_STATE_BLOCKED,
 }
@@ -72,7 +73,14 @@ class StatusReporter:
             workers=[self._worker(record) for record in self._in_stage_order()],
             requests=self._requests(),
             health=self._controller.health,
+            self_check=self._self_check(),
         )
+
+    def _self_check(self) -> str:
+        check = self._controller.self_check
+        if check is None:
+            return "off"
+        return "off: mock stages compute nothing" if self._controller.state.has_mock_stages else check.text
 
     def _in_stage_order(self) -> list[WorkerRecord]:
         def order(record: WorkerRecord) -> tuple[bool, int, str]:

@@ -59,6 +59,14 @@ class StartServing:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckPlan:
+    """Every stage of `epoch` is ready and connected, and this plan has never been checked."""
+
+    epoch: int
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
 class Disconnect:
     """This worker is of no use as it is: end its stream, as if it were lost. It may join again."""
 
@@ -107,5 +115,13 @@ class StartTimer:
 
 
 Action = (
-    AssignStage | BeginEpoch | StopServing | StartServing | Disconnect | LetGo | FinishRunning | StartTimer
+    AssignStage
+    | BeginEpoch
+    | StopServing
+    | StartServing
+    | CheckPlan
+    | Disconnect
+    | LetGo
+    | FinishRunning
+    | StartTimer
 )

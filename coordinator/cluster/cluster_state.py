@@ -6,6 +6,7 @@ WAITING_FOR_WORKERS -> LOADING -> STARTING_EPOCH -> SERVING
          `----------------+--------------+-------------'   a worker is lost, a step is faulty, a stream breaks
 ```
 
+Where a self-check is wanted, the first epoch of a plan goes to CHECKING in the place of SERVING.
 `BLOCKED` stands for WAITING_FOR_WORKERS with enough workers but no plan that fits them.
 """
 
@@ -16,6 +17,7 @@ from coordinator.cluster.actions import (
     Action,
     AssignStage,
     BeginEpoch,
+    CheckPlan,
     Disconnect,
     EndCause,
     FinishRunning,
@@ -35,6 +37,7 @@ from coordinator.cluster.membership import (
     WorkerRecord,
     WorkerState,
 )
+from coordinator.cluster.self_check_refusals import PlanRefusals
 from coordinator.planning.plan import Plan, PlanImpossible
 from wire.ids import Incarnation
 
@@ -52,11 +55,12 @@ class ClusterPhase(Enum):
     WAITING_FOR_WORKERS = auto()
     LOADING = auto()
     STARTING_EPOCH = auto()
+    CHECKING = auto()
     SERVING = auto()
     BLOCKED = auto()
 
 
-_ACTIVE = (ClusterPhase.STARTING_EPOCH, ClusterPhase.SERVING)
+_ACTIVE = (ClusterPhase.STARTING_EPOCH, ClusterPhase.CHECKING, ClusterPhase.SERVING)
 
 
 class ClusterState:
@@ -74,10 +78,11 @@ class ClusterState:
         is_mock_model: bool = False,
         return_grace_s: float = RETURN_GRACE_S,
         first_epoch: int = 1,
+        needs_check: bool = False,
     ) -> None:
         """`make_plan` may raise PlanImpossible; it is given workers in the order in which to use them. A mock
         model has no weights, so real stages have nothing to load. Epochs count from `first_epoch` on, or from
-        above what the workers have seen.
+        above what the workers have seen. `needs_check`: only checked plans serve.
         """
         self.num_stages = num_stages
         self.phase = ClusterPhase.WAITING_FOR_WORKERS
@@ -86,7 +91,10 @@ class ClusterState:
         self.plan: Plan | None = None
         self.workers = Members()
         self.has_served = False
-        self._make_plan = make_plan
+        self._refusals = PlanRefusals()
+        self._make_plan = self._refusals.guard(make_plan)
+        self._needs_check = needs_check
+        self._checked_plan_id = 0
         self._is_mock_model = is_mock_model
         self._return_grace_s = return_grace_s
         self._template: Plan | None = None
@@ -104,6 +112,11 @@ class ClusterState:
         """The workers of the present plan, in stage order; empty without a plan."""
         return () if self.plan is None else tuple(self.workers[stage.worker] for stage in self.plan.stages)
 
+    @property
+    def has_mock_stages(self) -> bool:
+        """The stages of the plan compute nothing."""
+        return any(each.identity.is_mock for each in self.stage_workers)
+
     # Membership
 
     def join(self, identity: WorkerIdentity) -> list[Action]:
@@ -114,6 +127,7 @@ class ClusterState:
         actions: list[Action] = []
         if known is not None:
             actions = self.lose(identity.name, known.identity.incarnation, "replaced by a new process")
+        self._refusals.forget(identity.name)
         hold_s = self.workers.add(identity)
         if hold_s:
             return [*actions, StartTimer(hold_s, Release(identity.name, identity.incarnation))]
@@ -257,6 +271,17 @@ class ClusterState:
                 receiver.is_unreachable, receiver.detail = False, ""
         return self.epoch_failed(epoch, reason)
 
+    def checked(self, epoch: int, problem: str | None) -> list[Action]:
+        """The plan was checked in `epoch`. A good one serves, in an epoch of its own with empty pools; one
+        with a problem is refused until one of its workers joins anew."""
+        if epoch != self.epoch or self.phase is not ClusterPhase.CHECKING or self.plan is None:
+            return []
+        if problem is None:
+            self._checked_plan_id, self._num_fruitless_epochs = self._plan_id, 0
+            return self._begin_epoch()
+        self._refusals.add(self.plan, problem)
+        return self._give_up_plan("", EndCause.FAULT)
+
     # Plans
 
     def _give_up_plan(self, reason: str, cause: EndCause) -> list[Action]:
@@ -362,6 +387,9 @@ class ClusterState:
             return []
         names = {stage.worker for stage in self.plan.stages}
         if names <= self._ready and self._is_link_open and self._are_results_open:
+            if self._needs_check and self._checked_plan_id != self._plan_id and not self.has_mock_stages:
+                self.phase, self.detail = ClusterPhase.CHECKING, "the self-check is under way"
+                return [CheckPlan(epoch, self.plan)]
             self.phase, self.detail, self.has_served = ClusterPhase.SERVING, "", True
             return [StartServing(epoch, self.plan)]
         return []

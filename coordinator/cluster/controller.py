@@ -14,6 +14,7 @@ from coordinator.cluster.actions import (
     Action,
     AssignStage,
     BeginEpoch,
+    CheckPlan,
     Disconnect,
     EndCause,
     FinishRunning,
@@ -26,6 +27,8 @@ from coordinator.cluster.cluster_state import ClusterPhase, ClusterState
 from coordinator.cluster.membership import WorkerIdentity
 from coordinator.cluster.messages import check_results_hello, encode_assign, encode_begin, encode_hop_hello
 from coordinator.cluster.pipeline_link import LinkBroken, PipelineLink
+from coordinator.cluster.self_check import SelfCheck
+from coordinator.cluster.self_check_references import ReferenceSource
 from coordinator.cluster.step_limits import PaceSettings, scheduler_limits
 from coordinator.cluster.watch import Watch
 from coordinator.cluster.worker_connection import WorkerConnection
@@ -65,9 +68,11 @@ class Controller:
         pace: PaceSettings | None = None,
         prefix_caching: bool = True,
         on_serving: Callable[[bool], None] = lambda _: None,
+        self_check: SelfCheck | None = None,
     ) -> None:
         """`on_serving` is told whenever tokens begin or cease to be produced."""
         self.state = state
+        self.self_check = self_check
         self.connections: dict[str, WorkerConnection] = {}
         self.timing = timing
         self.incarnation = incarnation
@@ -242,6 +247,9 @@ class Controller:
 
     def complete(self, epoch: int, result: StepResult) -> None:
         """A result on the stream of `epoch`. Raises StaleStream when that epoch is over."""
+        if epoch == self.state.epoch and self.state.phase is ClusterPhase.CHECKING and self.self_check:
+            self.self_check.take(result)
+            return
         if epoch != self.state.epoch or self.state.phase is not ClusterPhase.SERVING:
             raise StaleStream(f"epoch {epoch} is over")
         self.state.result_arrived()
@@ -279,6 +287,8 @@ class Controller:
                     self._let_go(action)
                 case FinishRunning():
                     self._spawn(self._finish_running(action))
+                case CheckPlan():
+                    self._spawn(self._check_plan(action))
                 case _:
                     assert_never(action)
 
@@ -345,6 +355,18 @@ class Controller:
             self._awaited.append((condition, met))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(met.wait(), self.timing.drain_timeout_s)
+
+    async def _check_plan(self, action: CheckPlan) -> None:
+        assert self._link is not None and self.self_check is not None
+        sources = [_reference_source(each) for each in self.connections.values()]
+        try:
+            verdict = await self.self_check.run(action.plan, action.epoch, self._link.send, sources)
+        except TimeoutError:
+            self.fail_epoch(action.epoch, "the step of the self-check was not answered in time")
+            return
+        level = logging.INFO if verdict.is_good else logging.ERROR
+        log.log(level, "self-check %s", verdict.text)
+        self._carry_out(self.state.checked(action.epoch, None if verdict.is_good else verdict.text))
 
     def _start_serving(self, action: StartServing) -> None:
         assert self._link is not None
@@ -440,6 +462,12 @@ class Controller:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a controller task failed", exc_info=error)
+
+
+def _reference_source(connection: WorkerConnection) -> ReferenceSource:
+    identity, heartbeat = connection.identity, connection.heartbeat
+    held_bytes = heartbeat.weight_bytes + heartbeat.kv_bytes
+    return ReferenceSource(identity.name, identity.address, identity.memory_bytes - held_bytes)
 
 
 def _check_tokens(result: StepResult, *, vocab_size: int) -> None:

@@ -34,6 +34,7 @@ def coordinator(
     recovery_timeout: options.RecoveryTimeout = 30.0,
     drain_timeout: options.DrainTimeout = 30.0,
     mock_model: options.MockModel = None,
+    self_check: options.SelfCheck = None,
 ) -> int:
     """Plan the stages, and serve clients and workers until it is ended."""
     config = options.build_config(
@@ -61,6 +62,7 @@ def coordinator(
             recovery_timeout_s=recovery_timeout,
             drain_timeout_s=drain_timeout,
             mock_model=mock_model,
+            self_check=self_check,
         )
     )
     from coordinator.app import run  # imported late: the other commands need none of it
@@ -92,4 +94,7 @@ def flags_of(config: CoordinatorConfig) -> tuple[str, ...]:
         "--recovery-timeout": config.recovery_timeout_s,
         "--drain-timeout": config.drain_timeout_s,
     }
-    return tuple(part for flag, value in values.items() if value is not None for part in (flag, str(value)))
+    given = [part for flag, value in values.items() if value is not None for part in (flag, str(value))]
+    if config.self_check is not None:
+        given.append("--self-check" if config.self_check else "--no-self-check")
+    return tuple(given)

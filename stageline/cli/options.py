@@ -189,6 +189,13 @@ DrainTimeout: TypeAlias = Annotated[
         metavar="SECONDS", help="How long to finish what runs before a worker or the coordinator ends."
     ),
 ]
+SelfCheck: TypeAlias = Annotated[
+    bool | None,
+    typer.Option(
+        "--self-check/--no-self-check",
+        help="Compare logits with a reference before serving; the built-in model's only unless given.",
+    ),
+]
 Memory: TypeAlias = Annotated[
     int | None,
     typer.Option(

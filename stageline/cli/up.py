@@ -63,6 +63,7 @@ def up(
     recovery_timeout: options.RecoveryTimeout = 30.0,
     drain_timeout: options.DrainTimeout = 30.0,
     mock_model: options.MockModel = None,
+    self_check: options.SelfCheck = None,
     mock: Annotated[
         list[str] | None,
         typer.Option(metavar="TIMES", help="Mock stages, as in step=20ms; once for all, or once for each."),
@@ -97,7 +98,10 @@ def up(
             recovery_timeout_s=recovery_timeout,
             drain_timeout_s=drain_timeout,
             mock_model=mock_model,
+            self_check=self_check,
         )
+        if self_check and mock:
+            raise ValueError("--self-check needs stages that compute: not together with --mock")
         cluster = LocalClusterConfig(
             num_workers=num_workers,
             model_directory=model,

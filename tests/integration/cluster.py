@@ -123,6 +123,7 @@ class Cluster:
         dtype: str = "f32",
         wire_dtype: str | None = None,
         worker_wire_dtypes: Mapping[str, WireDType] | None = None,
+        self_check: bool | None = None,
     ) -> None:
         self.num_stages = len(layers)
         self._mock = mock
@@ -148,6 +149,7 @@ class Cluster:
             max_client_requests=max_client_requests,
             max_unread_tokens=max_unread_tokens,
             priority_age_s=priority_age_s,
+            self_check=self_check,
         )
         self.server = CoordinatorServer(self._config, _model_of(self._config, has_text=has_text), timing)
         self.coordinator_proxy = CoordinatorProxy() if is_coordinator_proxied else None

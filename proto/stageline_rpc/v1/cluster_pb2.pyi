@@ -84,6 +84,8 @@ class _ClusterStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ClusterS
     CLUSTER_STATE_SERVING: _ClusterState.ValueType  # 4
     CLUSTER_STATE_BLOCKED: _ClusterState.ValueType  # 5
     """No plan fits the workers; `detail` has the numbers."""
+    CLUSTER_STATE_CHECKING: _ClusterState.ValueType  # 6
+    """The stages are connected and answer a prompt whose logits are known."""
 
 class ClusterState(_ClusterState, metaclass=_ClusterStateEnumTypeWrapper): ...
 
@@ -94,6 +96,8 @@ CLUSTER_STATE_STARTING_EPOCH: ClusterState.ValueType  # 3
 CLUSTER_STATE_SERVING: ClusterState.ValueType  # 4
 CLUSTER_STATE_BLOCKED: ClusterState.ValueType  # 5
 """No plan fits the workers; `detail` has the numbers."""
+CLUSTER_STATE_CHECKING: ClusterState.ValueType  # 6
+"""The stages are connected and answer a prompt whose logits are known."""
 Global___ClusterState: _TypeAlias = ClusterState  # noqa: Y015
 
 class _WorkerState:
@@ -789,6 +793,7 @@ class GetStatusResponse(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
+    SELF_CHECK_FIELD_NUMBER: _builtins.int
     HEALTH_FIELD_NUMBER: _builtins.int
     WIRE_DTYPE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
@@ -801,6 +806,8 @@ class GetStatusResponse(_message.Message):
     num_stages: _builtins.int
     block_size: _builtins.int
     num_blocks: _builtins.int
+    self_check: _builtins.str
+    """Whether the logits of this plan were compared with a reference, and what came of it, in a sentence."""
     health: Global___Health.ValueType
     wire_dtype: _stage_pb2.DType.ValueType
     """What the coordinator asks workers to send hidden states in; unspecified: in `dtype`."""
@@ -822,12 +829,13 @@ class GetStatusResponse(_message.Message):
         num_blocks: _builtins.int = ...,
         workers: _abc.Iterable[Global___WorkerStatus] | None = ...,
         requests: Global___RequestCounts | None = ...,
+        self_check: _builtins.str = ...,
         health: Global___Health.ValueType = ...,
         wire_dtype: _stage_pb2.DType.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "detail", b"detail", "dtype", b"dtype", "epoch", b"epoch", "fingerprint", b"fingerprint", "health", b"health", "model", b"model", "num_blocks", b"num_blocks", "num_stages", b"num_stages", "requests", b"requests", "state", b"state", "wire_dtype", b"wire_dtype", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "detail", b"detail", "dtype", b"dtype", "epoch", b"epoch", "fingerprint", b"fingerprint", "health", b"health", "model", b"model", "num_blocks", b"num_blocks", "num_stages", b"num_stages", "requests", b"requests", "self_check", b"self_check", "state", b"state", "wire_dtype", b"wire_dtype", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

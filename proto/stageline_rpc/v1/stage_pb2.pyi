@@ -899,6 +899,71 @@ class Promote(_message.Message):
 Global___Promote: _TypeAlias = Promote  # noqa: Y015
 
 @_typing.final
+class ReferenceRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIRECTORY_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_TOP_FIELD_NUMBER: _builtins.int
+    directory: _builtins.str
+    """As in ModelRef."""
+    fingerprint: _builtins.str
+    dtype: Global___DType.ValueType
+    """Weights are rounded to it before they are computed with."""
+    num_top: _builtins.int
+    """How many of the most likely tokens to tell with each row."""
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        directory: _builtins.str = ...,
+        fingerprint: _builtins.str = ...,
+        dtype: Global___DType.ValueType = ...,
+        tokens: _abc.Iterable[_builtins.int] | None = ...,
+        num_top: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "dtype", b"dtype", "fingerprint", b"fingerprint", "num_top", b"num_top", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReferenceRequest: _TypeAlias = ReferenceRequest  # noqa: Y015
+
+@_typing.final
+class ReferenceResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROWS_FIELD_NUMBER: _builtins.int
+    LOGIT_SPREAD_FIELD_NUMBER: _builtins.int
+    ROUNDING_FIELD_NUMBER: _builtins.int
+    logit_spread: _builtins.float
+    """Standard deviation of the logits over the vocabulary, in the root mean square over the rows."""
+    rounding: _builtins.float
+    """What log-probabilities change by where everything is rounded to `dtype` on the way, in the root mean square."""
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepLogprobs]:
+        """One for each token: of the token that follows it, and for the last one of the most likely token."""
+
+    def __init__(
+        self,
+        *,
+        rows: _abc.Iterable[Global___StepLogprobs] | None = ...,
+        logit_spread: _builtins.float = ...,
+        rounding: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logit_spread", b"logit_spread", "rounding", b"rounding", "rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReferenceResponse: _TypeAlias = ReferenceResponse  # noqa: Y015
+
+@_typing.final
 class DeliverRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

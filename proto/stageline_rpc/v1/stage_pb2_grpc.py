@@ -39,6 +39,11 @@ class StageStub:
                 request_serializer=stageline__rpc_dot_v1_dot_stage__pb2.ForwardRequest.SerializeToString,
                 response_deserializer=stageline__rpc_dot_v1_dot_stage__pb2.ForwardResponse.FromString,
                 _registered_method=True)
+        self.ComputeReference = channel.unary_unary(
+                '/stageline.v1.Stage/ComputeReference',
+                request_serializer=stageline__rpc_dot_v1_dot_stage__pb2.ReferenceRequest.SerializeToString,
+                response_deserializer=stageline__rpc_dot_v1_dot_stage__pb2.ReferenceResponse.FromString,
+                _registered_method=True)
 
 
 class StageServicer:
@@ -53,6 +58,15 @@ class StageServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ComputeReference(self, request, context):
+        """What the checkpoint on this worker's disk answers to a short prompt, computed in float32 from weights that are read,
+        used and dropped; no loaded stage and no other worker takes part. FAILED_PRECONDITION where the checkpoint is not
+        the one asked for or cannot be read, RESOURCE_EXHAUSTED with the numbers where memory is short or the worker loads.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_StageServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -60,6 +74,11 @@ def add_StageServicer_to_server(servicer, server):
                     servicer.Forward,
                     request_deserializer=stageline__rpc_dot_v1_dot_stage__pb2.ForwardRequest.FromString,
                     response_serializer=stageline__rpc_dot_v1_dot_stage__pb2.ForwardResponse.SerializeToString,
+            ),
+            'ComputeReference': grpc.unary_unary_rpc_method_handler(
+                    servicer.ComputeReference,
+                    request_deserializer=stageline__rpc_dot_v1_dot_stage__pb2.ReferenceRequest.FromString,
+                    response_serializer=stageline__rpc_dot_v1_dot_stage__pb2.ReferenceResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -89,6 +108,33 @@ class Stage:
             '/stageline.v1.Stage/Forward',
             stageline__rpc_dot_v1_dot_stage__pb2.ForwardRequest.SerializeToString,
             stageline__rpc_dot_v1_dot_stage__pb2.ForwardResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ComputeReference(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stageline.v1.Stage/ComputeReference',
+            stageline__rpc_dot_v1_dot_stage__pb2.ReferenceRequest.SerializeToString,
+            stageline__rpc_dot_v1_dot_stage__pb2.ReferenceResponse.FromString,
             options,
             channel_credentials,
             insecure,

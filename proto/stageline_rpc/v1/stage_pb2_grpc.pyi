@@ -24,6 +24,11 @@ class StageStub:
     message is `hello`; the receiver answers `accepted`, or ends the call with FAILED_PRECONDITION and both values of
     what does not match. Afterwards every message is a chunk of a frame, and the receiver sends nothing more.
     """
+    ComputeReference: _aio.UnaryUnaryMultiCallable[_stage_pb2.ReferenceRequest, _stage_pb2.ReferenceResponse]
+    """What the checkpoint on this worker's disk answers to a short prompt, computed in float32 from weights that are read,
+    used and dropped; no loaded stage and no other worker takes part. FAILED_PRECONDITION where the checkpoint is not
+    the one asked for or cannot be read, RESOURCE_EXHAUSTED with the numbers where memory is short or the worker loads.
+    """
 
 class StageServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -35,6 +40,17 @@ class StageServicer(metaclass=_abc_1.ABCMeta):
         """One long-lived stream per hop and epoch: from the coordinator to FIRST, and from each stage to the next. The first
         message is `hello`; the receiver answers `accepted`, or ends the call with FAILED_PRECONDITION and both values of
         what does not match. Afterwards every message is a chunk of a frame, and the receiver sends nothing more.
+        """
+
+    @_abc_1.abstractmethod
+    def ComputeReference(
+        self,
+        request: _stage_pb2.ReferenceRequest,
+        context: _aio.ServicerContext[_stage_pb2.ReferenceRequest, _abc.Awaitable[_stage_pb2.ReferenceResponse]],
+    ) -> _abc.Awaitable[_stage_pb2.ReferenceResponse]:
+        """What the checkpoint on this worker's disk answers to a short prompt, computed in float32 from weights that are read,
+        used and dropped; no loaded stage and no other worker takes part. FAILED_PRECONDITION where the checkpoint is not
+        the one asked for or cannot be read, RESOURCE_EXHAUSTED with the numbers where memory is short or the worker loads.
         """
 
 def add_StageServicer_to_server(servicer: StageServicer, server: _aio.Server) -> None: ...

@@ -155,6 +155,35 @@ def test_the_coordinators_flags_become_its_config(tmp_path: Path, monkeypatch: p
     assert seen[1] == seen[0]
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"), [((), None), (("--self-check",), True), (("--no-self-check",), False)]
+)
+def test_the_self_check_can_be_told_and_is_handed_on(
+    monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], expected: bool | None
+) -> None:
+    seen = _catch_config(monkeypatch, "coordinator.app")
+    assert main(["coordinator", "--stages", "3", *flags]) == 3
+    assert seen[0].self_check is expected
+    handed_on = [flag for flag in flags_of(seen[0]) if "self-check" in flag]
+    assert handed_on == list(flags)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("coordinator --stages 2 --mock-model layers=4 --self-check", "not together with --mock-model"),
+        ("up --mock step=1ms --self-check", "not together with --mock"),
+    ],
+)
+def test_what_computes_nothing_cannot_be_checked(
+    capsys: pytest.CaptureFixture[str], line: str, message: str
+) -> None:
+    assert main(line.split()) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
 def test_the_workers_flags_become_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = _catch_config(monkeypatch, "stage_worker.app")
     line = (

@@ -41,6 +41,7 @@ STATUS = cluster_pb2.GetStatusResponse(
         _worker(1, cluster_pb2.STAGE_ROLE_LAST, (19, 20)),
         _worker(0, cluster_pb2.STAGE_ROLE_FIRST, (0, 19)),
     ],
+    self_check="passed: by a hair",
     requests=cluster_pb2.RequestCounts(
         waiting=1,
         prefill=2,
@@ -102,6 +103,7 @@ def test_the_status_fits_into_110_columns_with_one_line_for_each_worker() -> Non
     assert "Prompts: 50 of 200 tokens from the cache (25.0%), 7 preemptions" in lines
     assert "Requests: 1 waiting, 2 in prefill, 3 in decode, 0 steps in flight, 0 detached" in lines
     assert "Ended: 4 finished, 5 cancelled, 6 failed, 0 kept" in lines
+    assert "Self-check passed: by a hair" in lines
     assert lines[-1] == "spare: out of work"
 
 

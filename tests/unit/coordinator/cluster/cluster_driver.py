@@ -24,6 +24,7 @@ def identity_of(
     address: str | None = None,
     memory_bytes: int = 1000,
     last_epoch: int = 0,
+    is_mock: bool = False,
 ) -> WorkerIdentity:
     """A worker as it says hello."""
     return WorkerIdentity(
@@ -34,6 +35,7 @@ def identity_of(
         memory_bytes=memory_bytes,
         last_epoch=last_epoch,
         pid=1,
+        is_mock=is_mock,
     )
 
 
@@ -63,10 +65,12 @@ def plan_of(workers: Sequence[WorkerCapacity], *, needed_bytes: int) -> Plan:
 class ClusterDriver:
     """A state, and the events that come in bundles."""
 
-    def __init__(self, *, num_stages: int, needed_bytes: int = 0) -> None:
+    def __init__(self, *, num_stages: int, needed_bytes: int = 0, needs_check: bool = False) -> None:
         self.needed_bytes = needed_bytes
         self.state = ClusterState(
-            num_stages=num_stages, make_plan=lambda workers: plan_of(workers, needed_bytes=needed_bytes)
+            num_stages=num_stages,
+            make_plan=lambda workers: plan_of(workers, needed_bytes=needed_bytes),
+            needs_check=needs_check,
         )
 
     @property
@@ -86,6 +90,7 @@ class ClusterDriver:
         address: str | None = None,
         memory_bytes: int = 1000,
         last_epoch: int = 0,
+        is_mock: bool = False,
     ) -> list[Action]:
         return self.state.join(
             identity_of(
@@ -94,6 +99,7 @@ class ClusterDriver:
                 address=address,
                 memory_bytes=memory_bytes,
                 last_epoch=last_epoch,
+                is_mock=is_mock,
             )
         )
 

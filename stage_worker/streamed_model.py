@@ -1,0 +1,143 @@
+"""A model that is computed straight from its files, a few rows of a matrix at a time: in float32, and beside
+that with everything rounded to the run dtype, which shows how much rounding matters in this model.
+
+It shares with the stages the frequencies of the rotary embedding and nothing else, and never holds a layer:
+`BLOCK_ELEMENTS` weights are in memory at once, whatever the model's size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+from checkpoint import Checkpoint, DType
+from checkpoint.tensors import EMBEDDINGS, FINAL_NORM, OUTPUT_HEAD, layer_tensor_name
+from stage_worker.models.rope import Rope
+from stage_worker.models.torch_dtypes import TORCH_DTYPES
+from stage_worker.weights import load_rows
+
+BLOCK_ELEMENTS = 1 << 22
+
+
+class StreamedModel:
+    """One sequence, from its first token on, without a cache; on the CPU, whatever device a worker has.
+
+    Hidden states are [2, n, width]: exact ones, and those that are rounded after every operation.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, dtype: DType, *, on_progress: Callable[[float], None] = lambda _: None
+    ) -> None:
+        """Weights are rounded to `dtype` for both. `on_progress` is told the fraction of the layers that are
+        computed; what it raises ends the computation, within one matrix.
+        """
+        self._checkpoint = checkpoint
+        self._config = checkpoint.config
+        self._dtype = TORCH_DTYPES[dtype]
+        self._on_progress = on_progress
+        self._fraction = 0.0
+
+    @staticmethod
+    def memory_bytes(checkpoint: Checkpoint, dtype: DType, num_tokens: int) -> int:
+        """The most that `logits` takes: a block of weights as read and in float32, a window of the file, and
+        what the tokens need in a layer and at the head.
+        """
+        config = checkpoint.config
+        width = max(config.hidden_size, config.intermediate_size, config.q_size)
+        largest = max(math.prod(entry.shape) for entry in checkpoint.tensors.values())
+        block = min(largest, max(BLOCK_ELEMENTS, width))
+        of_a_layer = 6 * config.hidden_size + 3 * (
+            config.q_size + 2 * config.kv_size + config.intermediate_size
+        )
+        of_the_head = 6 * config.vocab_size
+        return block * (8 + dtype.size_bytes) + 8 * num_tokens * (of_a_layer + of_the_head)
+
+    @torch.inference_mode()
+    def logits(self, token_ids: list[int]) -> Tensor:
+        """Logits float32 [2, n, vocab_size] after each of n tokens: exact, and rounded on the way. Raises
+        what `load_tensors` raises.
+        """
+        embedded = torch.cat([self._rows(EMBEDDINGS, token, token + 1) for token in token_ids])
+        hidden = torch.stack((embedded, embedded))
+        for layer in range(self._config.num_layers):
+            self._fraction = layer / self._config.num_layers
+            hidden = self._mlp(self._attention(hidden, layer), layer)
+        head = EMBEDDINGS if self._config.tie_word_embeddings else OUTPUT_HEAD
+        return self._product(self._norm(hidden, FINAL_NORM), head)
+
+    def _attention(self, hidden: Tensor, layer: int) -> Tensor:
+        config, name = self._config, f"{layer_tensor_name(layer, 'self_attn')}."
+        normed = self._norm(hidden, layer_tensor_name(layer, "input_layernorm.weight"))
+        query, key, value = (
+            self._heads(self._project(normed, f"{name}{part}_proj", has_bias=config.qkv_bias))
+            for part in "qkv"
+        )
+        if config.qk_norm:
+            query = self._norm(query, f"{name}q_norm.weight")
+            key = self._norm(key, f"{name}k_norm.weight")
+        mixed = self._mix(self._rotated(query), self._rotated(key), value, config.layer_windows[layer])
+        return self._rounded(hidden + self._project(mixed, f"{name}o_proj", has_bias=config.o_bias))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:2], -1, self._config.head_dim)
+
+    def _mix(self, query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
+        """[2, n, heads * head_dim] for query [2, n, heads, head_dim], key and value of as many kv_heads."""
+        num_tokens, num_heads, head_dim = query.shape[1:]
+        queries, keys, values = (
+            x.repeat_interleave(num_heads // x.shape[2], dim=2).transpose(1, 2) for x in (query, key, value)
+        )
+        positions = torch.arange(num_tokens)
+        distance = positions[:, None] - positions
+        is_hidden = (distance < 0) | (distance >= (window or num_tokens))
+        scores = queries @ keys.transpose(2, 3) / math.sqrt(head_dim)
+        weights = self._rounded(scores.masked_fill(is_hidden, -math.inf).softmax(dim=-1))
+        return self._rounded((weights @ values).transpose(1, 2).flatten(2))
+
+    def _rotated(self, heads: Tensor) -> Tensor:
+        """Turned by the position's angles; element i of a head is paired with i + head_dim / 2."""
+        rope = Rope(self._config, torch.float32, heads.device)
+        cos, sin = rope.cos_sin(range(heads.shape[1]))
+        first, second = heads.chunk(2, dim=-1)
+        return self._rounded(heads * cos + torch.cat((second, first), dim=-1) * sin)
+
+    def _mlp(self, hidden: Tensor, layer: int) -> Tensor:
+        has_bias, name = self._config.mlp_bias, f"{layer_tensor_name(layer, 'mlp')}."
+        normed = self._norm(hidden, layer_tensor_name(layer, "post_attention_layernorm.weight"))
+        gate = self._rounded(silu(self._project(normed, f"{name}gate_proj", has_bias=has_bias)))
+        inner = self._rounded(gate * self._project(normed, f"{name}up_proj", has_bias=has_bias))
+        return self._rounded(hidden + self._project(inner, f"{name}down_proj", has_bias=has_bias))
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        scale = torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self._config.rms_norm_eps)
+        return self._rounded(self._rounded(x * scale) * self._rows(name, 0, x.shape[-1]))
+
+    def _project(self, x: Tensor, name: str, *, has_bias: bool) -> Tensor:
+        return self._product(x, f"{name}.weight", f"{name}.bias" if has_bias else None)
+
+    def _product(self, x: Tensor, weight: str, bias: str | None = None) -> Tensor:
+        """[2, n, out] for x [2, n, in]."""
+        num_rows, width = self._checkpoint.tensors[weight].shape
+        step = max(1, BLOCK_ELEMENTS // width)
+        blocks = (
+            self._rows(weight, first, min(first + step, num_rows)) for first in range(0, num_rows, step)
+        )
+        product = torch.cat([linear(x, block) for block in blocks], dim=-1)
+        return self._rounded(product if bias is None else product + self._rows(bias, 0, num_rows))
+
+    def _rows(self, name: str, begin: int, end: int) -> Tensor:
+        """Rows [begin, end) of a tensor, rounded to the run dtype, in float32."""
+        self._on_progress(self._fraction)
+        shape = self._checkpoint.tensors[name].shape
+        rows = torch.empty((end - begin, *shape[1:]), dtype=self._dtype)
+        load_rows(self._checkpoint, name, rows, first_row=begin)
+        return rows.float()
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        """`x` [2, ...], of which the second is rounded."""
+        x[1] = x[1].to(self._dtype)
+        return x

@@ -1,0 +1,136 @@
+"""`Stage.ComputeReference` of a worker that has other things to do."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from checkpoint import Checkpoint
+from stage_worker import torch_backend
+from stage_worker.mock.spec import MockSpec
+from stage_worker.reference_request import ReferenceRequest
+from stage_worker.stage_load import LoadedStage, LoadProgress, StageLoadError
+from stage_worker.torch_backend import TorchBackend
+from stageline_rpc.v1 import cluster_pb2, stage_pb2
+from tests.integration.cluster import DEADLINE_S, Ask, Cluster
+from wire.errors import StaleStream
+from wire.reference import Reference
+from wire.reference_call import compute_reference
+
+
+async def ask(
+    cluster: Cluster, directory: Path, *, fingerprint: str | None = None
+) -> stage_pb2.ReferenceResponse:
+    request = stage_pb2.ReferenceRequest(
+        directory=str(directory),
+        fingerprint=fingerprint or Checkpoint.open(directory).fingerprint,
+        dtype=stage_pb2.DTYPE_F32,
+        tokens=[1, 2, 3],
+        num_top=4,
+    )
+    address = cluster.workers["w0"].worker.listen_address
+    return await compute_reference(address, request, timeout_s=DEADLINE_S)
+
+
+class Endless:
+    """A computation that goes on until nobody wants it any more."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.has_begun = threading.Event()
+        self.has_ended = threading.Event()
+        monkeypatch.setattr(torch_backend, "compute_reference", self._compute)
+
+    def _compute(
+        self, request: ReferenceRequest, directory: Path, *, free_bytes: int, progress: LoadProgress
+    ) -> Reference:
+        self.has_begun.set()
+        pause = threading.Event()
+        try:
+            while not pause.wait(0.001):
+                progress.advance(0.5)
+        except StageLoadError as error:
+            raise StaleStream("ended") from error
+        finally:
+            self.has_ended.set()
+        raise AssertionError
+
+
+async def set_in_time(event: threading.Event) -> None:
+    assert await asyncio.to_thread(event.wait, DEADLINE_S)
+
+
+async def test_a_worker_with_a_stage_answers(tiny_llama: Path) -> None:
+    async with Cluster(tiny_llama, layers=(3,)) as cluster:
+        response = await ask(cluster, tiny_llama)
+    assert [row.token for row in response.rows][:2] == [2, 3]
+    assert [len(row.top_tokens) for row in response.rows] == [4, 4, 4]
+
+
+async def test_steps_and_heartbeats_do_not_wait_for_a_reference_and_it_ends_when_nobody_waits_for_it(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endless = Endless(monkeypatch)
+    async with Cluster(tiny_llama, layers=(1, 2)) as cluster:
+        asked = asyncio.create_task(ask(cluster, tiny_llama))
+        await set_in_time(endless.has_begun)
+        connection = cluster.server.controller.connections["w0"]
+        heard_at_s = connection.heard_at_s
+        assert (await cluster.generate(Ask(prompt=(1, 2, 3), max_tokens=5))).succeeded
+        await cluster.wait_status(lambda _: connection.heard_at_s > heard_at_s)
+        assert not endless.has_ended.is_set()
+        asked.cancel()
+        await set_in_time(endless.has_ended)
+
+
+async def test_another_checkpoint_is_a_failed_precondition(tiny_llama: Path) -> None:
+    async with Cluster(tiny_llama, layers=(3,)) as cluster:
+        with pytest.raises(grpc.aio.AioRpcError, match="fingerprint") as caught:
+            await ask(cluster, tiny_llama, fingerprint="0123")
+    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_a_worker_whose_memory_is_full_refuses_with_the_numbers(tiny_llama: Path) -> None:
+    async with Cluster(tiny_llama, layers=(3,)) as cluster:
+        heartbeat = cluster.server.controller.connections["w0"].heartbeat
+        backend: Any = cluster.workers["w0"].worker._backend
+        backend.memory_bytes = heartbeat.weight_bytes + heartbeat.kv_bytes + 5
+        with pytest.raises(grpc.aio.AioRpcError, match="bytes of memory, and 5 are free") as caught:
+            await ask(cluster, tiny_llama)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_a_worker_that_loads_refuses(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_load = asyncio.Event()
+    load = TorchBackend.load
+
+    async def waiting(backend: TorchBackend, *arguments: Any) -> LoadedStage:
+        await may_load.wait()
+        return await load(backend, *arguments)
+
+    monkeypatch.setattr(TorchBackend, "load", waiting)
+    async with Cluster(tiny_llama, layers=(3,), waits=False) as cluster:
+        worker: Any = cluster.workers["w0"].worker
+        await cluster.wait_status(lambda _: worker._host._loading is not None)
+        with pytest.raises(grpc.aio.AioRpcError, match="the worker is loading a stage") as caught:
+            await ask(cluster, tiny_llama)
+        may_load.set()
+        await cluster.wait_state(cluster_pb2.CLUSTER_STATE_SERVING)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_a_mock_stage_has_nothing_to_compute_one_with(tiny_llama: Path) -> None:
+    async with Cluster(tiny_llama, layers=(3,), mock=MockSpec.parse("step=1ms")) as cluster:
+        with pytest.raises(grpc.aio.AioRpcError, match="a mock stage has no weights") as caught:
+            await ask(cluster, tiny_llama)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_mock_stages_of_a_real_model_are_not_checked() -> None:
+    async with Cluster(None, layers=(6, 6), mock=MockSpec.parse("step=1ms")) as cluster:
+        status = await cluster.client.status()
+    assert (status.epoch, status.self_check) == (1, "off: mock stages compute nothing")

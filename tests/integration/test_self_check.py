@@ -1,0 +1,197 @@
+"""A plan whose logits are wrong never serves, whatever is wrong with a stage; a good one serves at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoint import Checkpoint
+from stage_worker import loading, torch_backend
+from stage_worker.models import DecoderStage
+from stage_worker.models.rope import Rope
+from stage_worker.reference_request import ReferenceRequest
+from stage_worker.torch_backend import TorchBackend
+from stageline_rpc.v1 import cluster_pb2
+from tests.checkpoints import make_checkpoint
+from tests.integration.cluster import Ask, Cluster
+from wire.errors import Overloaded
+from wire.reference import Reference
+
+LAYERS = (2, 2, 2)
+ASK = Ask(prompt=(1, 2, 3, 4, 5), max_tokens=4)
+
+Fault = Callable[[DecoderStage], None]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("checked") / "model", "llama", num_layers=sum(LAYERS))
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
+    """Every stage that begins with layer 2 has `fault` once it is loaded; references have not."""
+
+    class FaultyStage(DecoderStage):
+        @torch.inference_mode()
+        def load(self, checkpoint: Checkpoint, **options: object) -> None:
+            super().load(checkpoint, **options)  # type: ignore[arg-type]
+            if self.layers.start == LAYERS[0]:
+                fault(self)
+
+    monkeypatch.setattr(loading, "DecoderStage", FaultyStage)
+
+
+def skips_a_layer(stage: DecoderStage) -> None:
+    stage._weights = replace(stage._loaded(), layers=stage._loaded().layers[:1])
+
+
+def runs_a_layer_twice(stage: DecoderStage) -> None:
+    first, second = stage._loaded().layers
+    stage._weights = replace(stage._loaded(), layers=(first, second, second))
+
+
+def swaps_two_layers(stage: DecoderStage) -> None:
+    stage._weights = replace(stage._loaded(), layers=stage._loaded().layers[::-1])
+
+
+def has_another_rope_base(stage: DecoderStage) -> None:
+    rope = replace(stage.config.rope, theta=2 * stage.config.rope.theta)
+    stage._rope = Rope(replace(stage.config, rope=rope), stage.torch_dtype, stage.device)
+
+
+def has_another_eps(stage: DecoderStage) -> None:
+    for layer in stage._loaded().layers:
+        layer._eps *= 100
+
+
+def zeroes(part: str) -> Fault:
+    def fault(stage: DecoderStage) -> None:
+        getattr(stage._loaded().layers[1], part).weight.zero_()
+
+    fault.__name__ = f"zeroes{part}"
+    return fault
+
+
+def zeroes_a_norm(stage: DecoderStage) -> None:
+    stage._loaded().layers[0]._mlp_norm.zero_()
+
+
+FAULTS = [
+    skips_a_layer,
+    runs_a_layer_twice,
+    swaps_two_layers,
+    has_another_rope_base,
+    has_another_eps,
+    zeroes_a_norm,
+    *(zeroes(part) for part in ("_qkv", "_o", "_gate_up", "_down")),
+]
+
+
+def is_decided(status: cluster_pb2.GetStatusResponse) -> bool:
+    return status.state in (cluster_pb2.CLUSTER_STATE_SERVING, cluster_pb2.CLUSTER_STATE_BLOCKED)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+async def test_a_plan_with_a_faulty_stage_never_serves(
+    model: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
+) -> None:
+    plant(monkeypatch, fault)
+    async with Cluster(model, layers=LAYERS, self_check=True, waits=False) as cluster:
+        status = await cluster.wait_status(is_decided)
+    assert status.state == cluster_pb2.CLUSTER_STATE_BLOCKED
+    assert "the self-check of w0, w1, w2 failed: the log-probabilities of 8 tokens differ" in status.detail
+    assert status.self_check.startswith("failed: the log-probabilities of 8 tokens differ from the reference")
+
+
+async def test_logits_that_are_not_finite_are_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, lambda stage: stage._loaded().layers[0]._mlp_norm.fill_(math.nan))
+    async with Cluster(model, layers=LAYERS, self_check=True, waits=False) as cluster:
+        status = await cluster.wait_status(is_decided)
+    assert status.state == cluster_pb2.CLUSTER_STATE_BLOCKED
+    assert "are not finite" in status.detail
+
+
+async def test_a_good_plan_serves_in_an_epoch_after_the_one_of_its_check(model: Path) -> None:
+    async with Cluster(model, layers=LAYERS, self_check=True) as cluster:
+        status = await cluster.client.status()
+        assert cluster.epoch == 2
+        assert status.self_check.startswith(
+            "passed: the log-probabilities of 8 tokens differ from the reference"
+        )
+        answer = await cluster.generate(ASK)
+        await cluster.wait_drained()
+    async with Cluster(model, layers=LAYERS) as cluster:
+        assert (await cluster.client.status()).self_check == "off"
+        assert (await cluster.generate(ASK.again())).tokens == answer.tokens
+
+
+async def test_a_worker_that_was_cured_makes_a_refused_plan_good(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Cluster(model, layers=LAYERS, self_check=True, waits=False) as cluster:
+        with monkeypatch.context() as ill:
+            plant(ill, skips_a_layer)
+            status = await cluster.wait_status(is_decided)
+            assert status.state == cluster_pb2.CLUSTER_STATE_BLOCKED
+        await cluster.workers["w1"].stop()
+        await cluster.start_worker("w1")
+        await cluster.wait_state(cluster_pb2.CLUSTER_STATE_SERVING)
+        assert (await cluster.generate(ASK)).succeeded
+
+
+async def test_a_new_epoch_of_a_checked_plan_is_not_checked_and_a_new_plan_is(model: Path) -> None:
+    async with Cluster(model, layers=LAYERS, self_check=True) as cluster:
+        controller = cluster.server.controller
+        controller.fail_epoch(cluster.epoch, "for the test")
+        await cluster.wait_state(cluster_pb2.CLUSTER_STATE_SERVING)
+        assert cluster.epoch == 3
+        await cluster.workers["w2"].stop()
+        await cluster.wait_status(lambda status: status.state != cluster_pb2.CLUSTER_STATE_SERVING)
+        await cluster.start_worker("w2")
+        await cluster.wait_state(cluster_pb2.CLUSTER_STATE_SERVING)
+        assert cluster.epoch == 5
+
+
+async def test_a_reference_is_computed_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    compute = torch_backend.compute_reference
+
+    def counting(request: ReferenceRequest, *arguments: Path, **options: object) -> Reference:
+        asked.append(request.fingerprint)
+        return compute(request, *arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch_backend, "compute_reference", counting)
+    async with Cluster(model, layers=LAYERS, self_check=True) as cluster:
+        await cluster.workers["w2"].stop()
+        await cluster.wait_status(lambda status: status.state != cluster_pb2.CLUSTER_STATE_SERVING)
+        await cluster.start_worker("w2")
+        await cluster.wait_state(cluster_pb2.CLUSTER_STATE_SERVING)
+    assert len(asked) == 1
+
+
+async def test_without_a_reference_only_finiteness_is_checked_and_status_says_why(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(backend: TorchBackend, request: ReferenceRequest, *, held_bytes: int) -> Reference:
+        raise Overloaded("a reference takes 7 bytes of memory, and 5 are free")
+
+    monkeypatch.setattr(TorchBackend, "reference", refuse)
+    async with Cluster(model, layers=LAYERS, self_check=True) as cluster:
+        text = (await cluster.client.status()).self_check
+    assert text.startswith("finite only, because there is no reference: worker w")
+    assert text.count("a reference takes 7 bytes of memory, and 5 are free") == 3
+
+
+async def test_a_step_of_fewer_tokens_checks_fewer(model: Path) -> None:
+    async with Cluster(model, layers=LAYERS, self_check=True, block_size=3, max_step_tokens=5) as cluster:
+        assert "of 5 tokens" in (await cluster.client.status()).self_check
+
+
+async def test_the_built_in_model_is_checked_by_what_was_recorded_of_it() -> None:
+    async with Cluster(None, layers=(4, 4, 4)) as cluster:
+        assert "from the recorded reference" in (await cluster.client.status()).self_check
