@@ -23,7 +23,8 @@ class CoordinatorConfig:
     is `max_unread_tokens` behind. Waiting for `priority_age_s` is worth one class of priority.
     `mock_model`, such as "layers=64", is served by mock stages in the place of a model. `steps_in_flight`
     None lets measured times decide. Prefill may make decodes take up to `max_decode_slowdown` times as long
-    as they would alone.
+    as they would alone. With a `journal`, requests survive the coordinator: the next one with the same file
+    goes on with them, and waits `reattach_timeout_s` for the clients of those that nobody asked to keep.
     """
 
     model_directory: Path | None
@@ -44,6 +45,8 @@ class CoordinatorConfig:
     steps_in_flight: int | None = None
     max_decode_slowdown: float = 1.4
     mock_model: str | None = None
+    journal: Path | None = None
+    reattach_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
         parse_address(self.listen)
@@ -65,6 +68,10 @@ class CoordinatorConfig:
             )
         if not 0 < self.priority_age_s < math.inf:
             raise ValueError(f"priority_age_s is {self.priority_age_s:g}, but must be positive and finite")
+        if not 0 < self.reattach_timeout_s < math.inf:
+            raise ValueError(
+                f"reattach_timeout_s is {self.reattach_timeout_s:g}, but must be positive and finite"
+            )
         if not 1 < self.max_decode_slowdown < math.inf:
             raise ValueError(
                 f"max_decode_slowdown is {self.max_decode_slowdown:g}, but must be above 1 and finite"

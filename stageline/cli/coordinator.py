@@ -29,6 +29,8 @@ def coordinator(
     steps_in_flight: options.StepsInFlight = None,
     max_decode_slowdown: options.MaxDecodeSlowdown = 1.4,
     mock_model: options.MockModel = None,
+    journal: options.Journal = None,
+    reattach_timeout: options.ReattachTimeout = 60.0,
 ) -> int:
     """Plan the stages, and serve clients and workers until it is ended."""
     config = options.build_config(
@@ -51,6 +53,8 @@ def coordinator(
             steps_in_flight=steps_in_flight,
             max_decode_slowdown=max_decode_slowdown,
             mock_model=mock_model,
+            journal=journal,
+            reattach_timeout_s=reattach_timeout,
         )
     )
     from coordinator.app import run  # imported late: the other commands need none of it
@@ -76,5 +80,7 @@ def flags_of(config: CoordinatorConfig) -> tuple[str, ...]:
         "--steps-in-flight": config.steps_in_flight,
         "--max-decode-slowdown": config.max_decode_slowdown,
         "--mock-model": config.mock_model,
+        "--journal": config.journal,
+        "--reattach-timeout": config.reattach_timeout_s,
     }
     return tuple(part for flag, value in values.items() if value is not None for part in (flag, str(value)))

@@ -167,6 +167,19 @@ MaxDecodeSlowdown: TypeAlias = Annotated[
     float,
     typer.Option(metavar="X", help="How many times as long prefill may make decodes take, on average."),
 ]
+Journal: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        dir_okay=False,
+        resolve_path=True,
+        metavar="PATH",
+        help="File that requests survive the coordinator in; made if it is not there.",
+    ),
+]
+ReattachTimeout: TypeAlias = Annotated[
+    float,
+    typer.Option(metavar="SECONDS", help="How long requests of the journal wait for their clients."),
+]
 Memory: TypeAlias = Annotated[
     int | None,
     typer.Option(

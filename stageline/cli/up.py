@@ -52,6 +52,8 @@ def up(
     steps_in_flight: options.StepsInFlight = None,
     max_decode_slowdown: options.MaxDecodeSlowdown = 1.4,
     mock_model: options.MockModel = None,
+    journal: options.Journal = None,
+    reattach_timeout: options.ReattachTimeout = 60.0,
     mock: Annotated[
         list[str] | None,
         typer.Option(metavar="TIMES", help="Mock stages, as in step=20ms; once for all, or once for each."),
@@ -79,6 +81,8 @@ def up(
             steps_in_flight=steps_in_flight,
             max_decode_slowdown=max_decode_slowdown,
             mock_model=mock_model,
+            journal=journal,
+            reattach_timeout_s=reattach_timeout,
         )
         cluster = LocalClusterConfig(
             num_workers=workers,
