@@ -1,6 +1,7 @@
 """One client request from its message to whoever reads it."""
 
 import asyncio
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
@@ -24,6 +25,10 @@ from coordinator.requests.engine import Ended, Engine
 from coordinator.requests.request import Request
 from coordinator.scheduling.order import Priority, QueueOrder, queue_order
 from stageline_rpc.v1 import inference_pb2
+from wire.errors import InvalidRequest
+from wire.ids import id_text
+
+log = logging.getLogger(__name__)
 
 TOKENIZER_THREADS = 2
 """Texts that are tokenized at once; the queue's bound holds for those that wait."""
@@ -96,7 +101,11 @@ class Sessions:
         def place(priority: Priority, choice: int) -> QueueOrder:
             return self._place(priority, accepted.arrived_at + ahead_s, arrival, choice)
 
-        restored_request = restored(journalled, self._model, place)
+        try:
+            restored_request = restored(journalled, self._model, place)
+        except InvalidRequest as error:
+            log.error("request %s cannot be taken up: %s", id_text(accepted.request_id), error)
+            return False
         request, ended_at = restored_request.request, restored_request.ended_at
         if accepted.deadline_at is not None:
             request.deadline_s = accepted.deadline_at + ahead_s

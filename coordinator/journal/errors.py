@@ -2,7 +2,7 @@
 
 
 class JournalUnusable(Exception):
-    """A file that cannot be this coordinator's journal. One line, which names the file; nothing was changed."""
+    """A file that cannot be this coordinator's journal: one line that names it. Nothing was changed."""
 
 
 class JournalFailed(Exception):

@@ -18,7 +18,7 @@ from coordinator.journal.codec import encode_progress, encode_step, encode_token
 from coordinator.journal.database import ServedIdentity, open_database
 from coordinator.journal.errors import JournalFailed, JournalUnusable
 from coordinator.journal.records import AcceptedRequest, End, Entry, JournalledRequest, RequestProgress
-from coordinator.journal.replay import replay
+from coordinator.journal.replay import read_journal
 from wire.ids import RequestId
 
 LOG_ROWS = 4096
@@ -43,11 +43,17 @@ class Journal:
         self._database = open_database(path, identity)
         self._connection = self._database.connection
         try:
-            self._read()
+            left = read_journal(self._connection)
         except (ValueError, KeyError, TypeError, sqlite3.Error) as error:
             self._database.close()
             text = f"journal {path} is damaged: {error!r}; move it away to start without it"
             raise JournalUnusable(text) from error
+        self.epoch = left.epoch
+        self._requests = [each.request for each in left.requests]
+        self._known = {
+            each.request.accepted.request_id: _Known(each.number, each.folded_until) for each in left.requests
+        }
+        self._first_row, self._last_row = left.first_row, left.last_row
         self._checkpoints = Checkpoints(path)
 
     def has(self, request_id: RequestId) -> bool:
@@ -121,12 +127,10 @@ class Journal:
 
     def due_to_fold(self) -> list[RequestId]:
         """Requests that hold up the end of old rows, the oldest first; some of them if they are many."""
-        due = [each for each, known in self._known.items() if self._age(known) > LOG_ROWS]
-        if not due:
+        ages = [(each, self._last_row - known.folded_until) for each, known in self._known.items()]
+        if max((age for _, age in ages), default=0) <= LOG_ROWS:
             return []
-        return [each for each, known in self._known.items() if self._age(known) > LOG_ROWS // 2][
-            :MOST_AT_ONCE
-        ]
+        return [each for each, age in ages if age > LOG_ROWS // 2][:MOST_AT_ONCE]
 
     def fold(self, progress: Sequence[tuple[RequestId, RequestProgress]]) -> None:
         """Takes all that these requests have put out until now."""
@@ -158,22 +162,6 @@ class Journal:
         self._checkpoints.close()
         self._database.close()
 
-    def _age(self, known: _Known) -> int:
-        return self._last_row - known.folded_until
-
-    def _read(self) -> None:
-        replayed = replay(self._connection)
-        self._requests: list[JournalledRequest] = [each.request for each in replayed]
-        self._known = {
-            each.request.accepted.request_id: _Known(each.number, each.folded_until) for each in replayed
-        }
-        [epoch] = self._connection.execute("SELECT value FROM meta WHERE key = 'epoch'").fetchone()
-        self.epoch = int(epoch)
-        first, last = self._connection.execute("SELECT min(number), max(number) FROM log").fetchone()
-        # A row's number is never used again while a request says that it has been folded until there.
-        self._last_row: int = max(last or 0, *(each.folded_until for each in replayed), 0)
-        self._first_row: int = self._last_row + 1 if first is None else first
-
     @contextmanager
     def _writing(self) -> Iterator[None]:
         try:
@@ -184,7 +172,7 @@ class Journal:
 
 
 _INSERT_REQUEST = """
-INSERT INTO requests (id, client, message, prompt, bad_words, grammar, grammar_checksum, arrived_at, deadline_at,
-                      folded_until)
+INSERT INTO requests (id, client, message, prompt, bad_words, grammar, grammar_checksum, arrived_at,
+                      deadline_at, folded_until)
 VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 """

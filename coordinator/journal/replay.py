@@ -26,8 +26,28 @@ class ReplayedRequest:
     request: JournalledRequest
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftBehind:
+    """All that a journal has. Rows [first_row, last_row] are there; `last_row` is never used again."""
+
+    requests: list[ReplayedRequest]
+    epoch: int
+    first_row: int
+    last_row: int
+
+
+def read_journal(connection: sqlite3.Connection) -> LeftBehind:
+    """Raises ValueError, KeyError or TypeError for rows that nobody has written so."""
+    requests = replay(connection)
+    [epoch] = connection.execute("SELECT value FROM meta WHERE key = 'epoch'").fetchone()
+    first, last = connection.execute("SELECT min(number), max(number) FROM log").fetchone()
+    last_row = max(last or 0, *(each.folded_until for each in requests), 0)
+    first_row = last_row + 1 if first is None else first
+    return LeftBehind(requests=requests, epoch=epoch, first_row=first_row, last_row=last_row)
+
+
 def replay(connection: sqlite3.Connection) -> list[ReplayedRequest]:
-    """In the order in which they were accepted. Raises ValueError or KeyError for rows that nobody wrote."""
+    """The requests in the order in which they were accepted."""
     replayed = {each.number: each for each in _requests(connection)}
     for row, at, text in connection.execute("SELECT number, at, entries FROM log ORDER BY number"):
         for number, entry in decode_step(text):

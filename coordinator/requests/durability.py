@@ -1,4 +1,4 @@
-"""What the engine does for requests that are to survive it: says it to a journal before anybody hears of it."""
+"""What requests need to survive their coordinator: a journal hears of everything before anybody else does."""
 
 import logging
 import time
@@ -62,10 +62,8 @@ class Durability:
         journal = self.journal
         if journal is None:
             return True
-        has = journal.has
-        entries = [
-            _entry(each) for each in progress if each.error is None and has(each.sequence.key.request_id)
-        ]
+        known = (each for each in progress if journal.has(each.sequence.key.request_id))
+        entries = [_entry(each) for each in known if each.error is None]
         if entries:
             self._write(lambda: journal.add_step(entries, at=self.wall_clock()))
         return self.failure is None
