@@ -11,10 +11,12 @@ from coordinator.journal.records import AcceptedRequest, ChoiceProgress, End, En
 from coordinator.requests.registry import Registry
 from coordinator.requests.request import Request
 from coordinator.scheduling.answers import Progress
-from wire.errors import ClusterUnavailable
+from wire.errors import ClusterUnavailable, RequestSuspended
 from wire.ids import RequestId
 
 log = logging.getLogger(__name__)
+
+SUSPENDED = "the coordinator is stopping; the request goes on when it is back"
 
 
 @dataclass(slots=True)
@@ -30,10 +32,17 @@ class Durability:
     reattach_timeout_s: float = 60.0
     wall_clock: Callable[[], float] = time.time
     failure: str | None = None
+    is_suspended: bool = False
     _leaving: dict[RequestId, float] = field(default_factory=dict)
 
+    def check_here(self) -> None:
+        """Raises RequestSuspended when requests are left to the next coordinator."""
+        if self.is_suspended:
+            raise RequestSuspended(SUSPENDED)
+
     def check(self) -> None:
-        """Raises ClusterUnavailable when nothing can be promised any more."""
+        """Raises ClusterUnavailable when nothing can be promised any more, and RequestSuspended."""
+        self.check_here()
         if self.failure is not None:
             raise ClusterUnavailable(f"requests are not accepted any more: {self.failure}")
 
@@ -97,9 +106,11 @@ class Durability:
     def suspend(self) -> bool:
         """What is in the journal is left to whoever opens it next. False: there is none that can be."""
         journal, self.journal = self.journal, None
-        if journal is not None:
-            journal.close()
-        return journal is not None and self.failure is None
+        if journal is None:
+            return False
+        journal.close()
+        self.is_suspended = self.failure is None
+        return self.is_suspended
 
     def _tidy(self, journal: Journal, registry: Registry) -> None:
         now_at = self.wall_clock()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from coordinator.journal.records import AcceptedRequest
 from coordinator.requests.admission import Admission, AdmissionLimits
 from coordinator.requests.attachment import Attachment, Positions
-from coordinator.requests.durability import Durability
+from coordinator.requests.durability import SUSPENDED, Durability
 from coordinator.requests.pace import Pace
 from coordinator.requests.registry import Registry
 from coordinator.requests.request import Choice, Request
@@ -136,6 +136,7 @@ class Engine:
 
         Nothing here awaits, so this happens between two steps, and the old reader gets nothing after it.
         """
+        self._durability.check_here()
         attachment = self._attach(self._registry.find(request_id), positions, deadline_s)
         self._durability.read_until(attachment.request, deadline_s, now_s=self._clock())
         return attachment
@@ -153,9 +154,8 @@ class Engine:
     def suspend(self) -> None:
         """Leaves what is live to the next coordinator, if there is a journal to leave it in."""
         if self._durability.suspend():
-            text = "the coordinator is stopping; the request goes on when it is back"
             for request in self._registry.live:
-                self._fail(request, RequestSuspended(text))
+                self._fail(request, RequestSuspended(SUSPENDED))
 
     def leave(self, attachment: Attachment) -> None:
         """The call of this reader has ended: the request goes on without one, or is cancelled."""
