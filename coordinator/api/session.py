@@ -21,8 +21,9 @@ from coordinator.cluster.controller import Controller
 from coordinator.journal.records import AcceptedRequest, JournalledRequest
 from coordinator.model import ServedModel
 from coordinator.requests.attachment import Attachment
-from coordinator.requests.engine import Ended, Engine
+from coordinator.requests.engine import Engine
 from coordinator.requests.request import Request
+from coordinator.requests.resumption import take_up
 from coordinator.scheduling.order import Priority, QueueOrder, queue_order
 from stageline_rpc.v1 import inference_pb2
 from wire.errors import InvalidRequest
@@ -102,17 +103,16 @@ class Sessions:
             return self._place(priority, accepted.arrived_at + ahead_s, arrival, choice)
 
         try:
-            restored_request = restored(journalled, self._model, place)
+            request = restored(journalled, self._model, place)
         except InvalidRequest as error:
             log.error("request %s cannot be taken up: %s", id_text(accepted.request_id), error)
             return False
-        request, ended_at = restored_request.request, restored_request.ended_at
+        ended = take_up(request, journalled.progress, journalled.end)
         if accepted.deadline_at is not None:
             request.deadline_s = accepted.deadline_at + ahead_s
         if request.keep_s is None:
             request.awaited_until_s = now_s + durability.reattach_timeout_s
-        ended = None if ended_at is None else Ended(ended_at + ahead_s, restored_request.error)
-        self._engine.resume(request, ended=ended)
+        self._engine.resume(request, ended=ended and ended.on_clock(ahead_s))
         return ended is None
 
     def _place(self, priority: Priority, arrived_s: float, arrival: int, choice: int) -> QueueOrder:

@@ -16,6 +16,7 @@ from coordinator.requests.durability import SUSPENDED, Durability
 from coordinator.requests.pace import Pace
 from coordinator.requests.registry import Registry
 from coordinator.requests.request import Choice, Request
+from coordinator.requests.resumption import Ended
 from coordinator.scheduling.answers import Progress
 from coordinator.scheduling.kv_feed import KvFeed
 from coordinator.scheduling.kv_log import KvLog
@@ -49,14 +50,6 @@ class RequestTotals:
     cancelled: int = 0
     failed: int = 0
     orphaned: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """When a request ended, on the engine's clock, and the error that ended it, if it did not finish."""
-
-    at_s: float
-    error: ServingError | None
 
 
 class Engine:
@@ -142,7 +135,9 @@ class Engine:
         return attachment
 
     def resume(self, request: Request, *, ended: Ended | None) -> None:
-        """Takes back a request of a former coordinator, which nobody reads yet. `ended`: it is kept only."""
+        """Takes a request of a former coordinator, which nobody reads yet. `ended`, on the engine's clock: it
+        is kept only.
+        """
         request.left_s = self._clock()
         self._registry.add(request)
         if ended is not None:
