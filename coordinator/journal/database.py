@@ -120,7 +120,11 @@ def _connected(path: Path, identity: ServedIdentity) -> sqlite3.Connection:
 def _unusable(path: Path, error: sqlite3.Error) -> JournalUnusable:
     if isinstance(error, sqlite3.OperationalError):
         return JournalUnusable(f"journal {path} cannot be written: {error}")
-    return JournalUnusable(f"journal {path} is damaged: {error}; move it away to start without it")
+    return damaged(path, error)
+
+
+def damaged(path: Path, what: object) -> JournalUnusable:
+    return JournalUnusable(f"journal {path} is damaged: {what}; move it away to start without it")
 
 
 def _prepare(connection: sqlite3.Connection, path: Path, identity: ServedIdentity) -> None:
@@ -150,11 +154,11 @@ def _check(connection: sqlite3.Connection, path: Path, identity: ServedIdentity)
         raise JournalUnusable(f"{path} is no journal, but a database of something else")
     if (version := _number(connection, "PRAGMA user_version")) != SCHEMA_VERSION:
         raise JournalUnusable(
-            f"journal {path} has version {version}; this coordinator knows {SCHEMA_VERSION}"
+            f"journal {path} has version {version}; this coordinator knows version {SCHEMA_VERSION}"
         )
     [verdict] = connection.execute("PRAGMA quick_check(1)").fetchone()
     if verdict != "ok":
-        raise JournalUnusable(f"journal {path} is damaged: {verdict}; move it away to start without it")
+        raise damaged(path, verdict.splitlines()[-1])
     meta = dict(connection.execute("SELECT key, value FROM meta").fetchall())
     written = ServedIdentity(meta["fingerprint"], meta["dtype"])
     if written != identity:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from coordinator.journal.checkpoints import Checkpoints
 from coordinator.journal.codec import encode_progress, encode_step, encode_tokens
-from coordinator.journal.database import ServedIdentity, open_database
-from coordinator.journal.errors import JournalFailed, JournalUnusable
+from coordinator.journal.database import ServedIdentity, damaged, open_database
+from coordinator.journal.errors import JournalFailed
 from coordinator.journal.records import AcceptedRequest, End, Entry, JournalledRequest, RequestProgress
 from coordinator.journal.replay import read_journal
 from wire.ids import RequestId
@@ -46,8 +46,7 @@ class Journal:
             left = read_journal(self._connection)
         except (ValueError, KeyError, TypeError, sqlite3.Error) as error:
             self._database.close()
-            text = f"journal {path} is damaged: {error!r}; move it away to start without it"
-            raise JournalUnusable(text) from error
+            raise damaged(path, repr(error)) from error
         self.epoch = left.epoch
         self._requests = [each.request for each in left.requests]
         self._known = {
@@ -81,7 +80,7 @@ class Journal:
             *(accepted.arrived_at, accepted.deadline_at, self._last_row),
         )
         self.forget([accepted.request_id])
-        with self._writing():
+        with self._writing(4 * len(accepted.prompt) + len(accepted.message)):
             cursor = self._connection.execute(_INSERT_REQUEST, row)
         assert cursor.lastrowid is not None
         self._known[accepted.request_id] = _Known(cursor.lastrowid, self._last_row)
@@ -90,7 +89,7 @@ class Journal:
         """Takes all that one step has added."""
         numbered = [(self._known[each.request_id].number, each) for each in entries]
         text = encode_step(numbered)
-        with self._writing():
+        with self._writing(len(text)):
             self._connection.execute("INSERT INTO log VALUES (?, ?, ?)", (self._last_row + 1, at, text))
         self._last_row += 1
 
@@ -136,7 +135,7 @@ class Journal:
         """Takes all that these requests have put out until now."""
         known = [(self._known[request_id], each) for request_id, each in progress]
         rows = [(encode_progress(each), self._last_row, of.number) for of, each in known]
-        with self._writing():
+        with self._writing(sum(len(text) for text, _, _ in rows)):
             self._connection.execute("BEGIN")
             self._connection.executemany(
                 "UPDATE requests SET folded = ?, folded_until = ? WHERE number = ?", rows
@@ -155,7 +154,7 @@ class Journal:
                 self._connection.execute("PRAGMA incremental_vacuum(256)").fetchall()
             self._first_row = until + 1
         with self._writing():
-            self._checkpoints.run_if_due()
+            self._checkpoints.run_if_due(self._connection)
 
     def close(self) -> None:
         """Lets another coordinator have it. Once."""
@@ -163,12 +162,12 @@ class Journal:
         self._database.close()
 
     @contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _writing(self, size_bytes: int = 0) -> Iterator[None]:
         try:
             yield
         except sqlite3.Error as error:
             raise JournalFailed(f"journal {self.path} cannot be written: {error}") from error
-        self._checkpoints.note_write()
+        self._checkpoints.note_write(size_bytes)
 
 
 _INSERT_REQUEST = """
