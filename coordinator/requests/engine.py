@@ -145,6 +145,7 @@ class Engine:
             self._registry.end(request)
         for sequence in request.live_sequences:
             self._scheduler.add(sequence)
+        self._pump()
 
     def suspend(self) -> None:
         """Leaves what is live to the next coordinator, if there is a journal to leave it in."""
