@@ -119,6 +119,7 @@ class Cluster:
         priority_age_s: float = 10.0,
         mock: MockSpec | None = None,
         mock_model: str | None = None,
+        journal: Path | None = None,
     ) -> None:
         self.num_stages = len(layers)
         self._mock = mock
@@ -142,6 +143,7 @@ class Cluster:
             max_client_requests=max_client_requests,
             max_unread_tokens=max_unread_tokens,
             priority_age_s=priority_age_s,
+            journal=journal,
         )
         self.server = CoordinatorServer(self._config, _model_of(self._config, has_text=has_text), timing)
         self.coordinator_proxy = CoordinatorProxy() if is_coordinator_proxied else None
