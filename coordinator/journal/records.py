@@ -28,9 +28,9 @@ class AcceptedRequest:
     deadline_at: float | None
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Entry:
-    """What one step has added to one choice.
+    """What one step has added to one choice. (Not frozen: there is one for every token.)
 
     `num_cached_tokens` and `num_restarts` are those of its sequence now.
     """

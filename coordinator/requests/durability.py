@@ -154,15 +154,14 @@ def progress_of(request: Request, now_at: float) -> RequestProgress:
 
 
 def _entry(progress: Progress) -> Entry:
-    sequence = progress.sequence
-    is_first = sequence.num_generated_tokens <= 1
+    sequence, key = progress.sequence, progress.sequence.key
     return Entry(
-        request_id=sequence.key.request_id,
-        choice=sequence.key.choice,
-        token=progress.token,
-        logprobs=progress.logprobs,
-        prompt_logprobs=progress.prompt_logprobs,
-        finish_reason=progress.finish_reason,
-        num_cached_tokens=sequence.num_cached_tokens if is_first else 0,
-        num_restarts=sequence.num_restarts,
+        key.request_id,
+        key.choice,
+        progress.token,
+        progress.logprobs,
+        progress.prompt_logprobs,
+        progress.finish_reason,
+        sequence.num_cached_tokens if sequence.num_generated_tokens <= 1 else 0,
+        sequence.num_restarts,
     )
