@@ -6,6 +6,7 @@ import logging
 import signal
 import sys
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -23,9 +24,13 @@ from coordinator.cluster.self_check import SelfCheck
 from coordinator.cluster.self_check_references import References
 from coordinator.cluster.step_limits import PaceSettings
 from coordinator.config import CoordinatorConfig
+from coordinator.journal.database import ServedIdentity
+from coordinator.journal.errors import JournalUnusable
+from coordinator.journal.journal import Journal
 from coordinator.model import ServedModel, open_model
 from coordinator.planning.served_plan import plan_for
 from coordinator.requests.admission import AdmissionLimits
+from coordinator.requests.durability import Durability
 from coordinator.requests.engine import Engine
 from coordinator.text.tokenizer import TokenizerError, load_text_codec
 from coordinator.timing import ClusterTiming
@@ -46,12 +51,14 @@ class CoordinatorServer:
         self, config: CoordinatorConfig, model: ServedModel, timing: ClusterTiming | None = None
     ) -> None:
         self._config = config
+        self.journal = None if config.journal is None else open_journal(config.journal, model)
         self.engine = Engine(
             AdmissionLimits(
                 queue_size=config.queue_size,
                 max_client_requests=config.max_client_requests,
                 max_unread_tokens=config.max_unread_tokens,
-            )
+            ),
+            durability=Durability(self.journal, config.reattach_timeout_s),
         )
         state = ClusterState(
             num_stages=config.num_stages,
@@ -60,6 +67,8 @@ class CoordinatorServer:
             return_grace_s=(timing or config.timing).return_grace_s,
             needs_check=config.wants_self_check,
         )
+        if self.journal is not None:
+            state.epoch = self.journal.epoch
         incarnation = new_incarnation()
         timing = timing or config.timing
         self._health = CoordinatorHealth()
@@ -83,6 +92,9 @@ class CoordinatorServer:
         self._sweeper: asyncio.Task[None] | None = None
         status = StatusReporter(self.controller, self.engine, model)
         self._sessions = Sessions(self.engine, self.controller, model, priority_age_s=config.priority_age_s)
+        if self.journal is not None and (requests := self.journal.take_requests()):
+            num_live = self._sessions.resume(requests)
+            log.info("%d requests are in the journal, %d of them live", len(requests), num_live)
         callers = Callers(config.client_key, self.engine.now_s)
         self._server = new_server()
         inference_pb2_grpc.add_InferenceServicer_to_server(
@@ -114,6 +126,7 @@ class CoordinatorServer:
         if self._sweeper is not None:
             self._sweeper.cancel()
             await asyncio.wait([self._sweeper])
+        self.engine.suspend()
         await self.controller.close()
         self._sessions.close()
         self.engine.kv_feed.close()
@@ -124,6 +137,11 @@ class CoordinatorServer:
         while True:
             await asyncio.sleep(self._sweep_interval_s)
             self.engine.sweep()
+
+
+def open_journal(path: Path, model: ServedModel) -> Journal:
+    """Raises JournalUnusable."""
+    return Journal(path, ServedIdentity(model.fingerprint, model.dtype.value))
 
 
 def run(config: CoordinatorConfig) -> int:
@@ -138,7 +156,7 @@ def run(config: CoordinatorConfig) -> int:
         if model.grammars is not None and (problem := model.grammars.load()) is not None:
             log.info("no structured output: %s", problem)
         uvloop.run(_serve(config, model))
-    except (CheckpointError, TokenizerError, ValueError, OSError) as error:
+    except (CheckpointError, TokenizerError, JournalUnusable, ValueError, OSError) as error:
         print(f"stageline: error: {error}", file=sys.stderr)
         return 1
     return 0
@@ -158,7 +176,7 @@ async def _serve(config: CoordinatorConfig, model: ServedModel) -> None:
         "serving model %s (%s), waiting for %d workers", model.name, model.dtype.value, config.num_stages
     )
     await _first_of(stopping.wait(), draining.wait())
-    if not stopping.is_set():
+    if not stopping.is_set() and server.journal is None:
         log.info("finishing what runs; a second SIGTERM does not wait")
         await _first_of(stopping.wait(), server.drain())
     log.info("stopping")

@@ -29,6 +29,9 @@ class CoordinatorConfig:
     decodes take up to `max_decode_slowdown` times as long as they would alone. `self_check` None checks the
     built-in model before it serves, and no other.
 
+    With a `journal`, requests survive the coordinator: the next one with the same file goes on with them, and
+    waits `reattach_timeout_s` for the clients of those that nobody asked to keep.
+
     A worker sends a heartbeat every `heartbeat_s` and is lost after `lease_s` without. Requests wait for
     `recovery_timeout_s` for a pipeline; whoever has to leave finishes what runs within `drain_timeout_s`.
     """
@@ -51,6 +54,8 @@ class CoordinatorConfig:
     steps_in_flight: int | None = None
     max_decode_slowdown: float = 1.4
     mock_model: str | None = None
+    journal: Path | None = None
+    reattach_timeout_s: float = 60.0
     wire_dtype: str | None = None
     heartbeat_s: float = 0.5
     lease_s: float = 2.0
@@ -90,6 +95,10 @@ class CoordinatorConfig:
             )
         if not 0 < self.priority_age_s < math.inf:
             raise ValueError(f"priority_age_s is {self.priority_age_s:g}, but must be positive and finite")
+        if not 0 < self.reattach_timeout_s < math.inf:
+            raise ValueError(
+                f"reattach_timeout_s is {self.reattach_timeout_s:g}, but must be positive and finite"
+            )
         if not 1 < self.max_decode_slowdown < math.inf:
             raise ValueError(
                 f"max_decode_slowdown is {self.max_decode_slowdown:g}, but must be above 1 and finite"

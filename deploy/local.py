@@ -101,6 +101,13 @@ class LocalCluster:
         await _end([self.process(name)], grace_s=0)
         return await self._start(name, self._lines[name])
 
+    async def restart_coordinator(self) -> LocalProcess:
+        """Starts the coordinator again where it listened; one that still runs is killed first."""
+        await _end([self.coordinator], grace_s=0)
+        line = list(self._lines[COORDINATOR])
+        line[line.index("--listen") + 1] = self.address
+        return await self._start(COORDINATOR, line)
+
     async def next_exit(self) -> LocalProcess:
         """Waits until a process ends that `stop` has not ended, and returns it; each exit is told once."""
         return await self._exits.get()

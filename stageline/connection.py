@@ -8,8 +8,9 @@ from typing import TypeVar
 import grpc.aio
 
 from stageline.errors import Cancelled, Unavailable, from_rpc_error
-from stageline.status_details import StatusDetails
+from stageline.status_details import SUSPENDED, StatusDetails
 from wire.addresses import parse_peer_address
+from wire.calls import JOURNALLED_KEY
 from wire.channels import client_channel
 
 CLOSED = "the client was closed during the call"
@@ -81,13 +82,26 @@ async def answer(call: Awaitable[_Response]) -> _Response:
 def is_connection_loss(error: grpc.aio.AioRpcError) -> bool:
     """Whether the connection may have ended the call, and not the coordinator.
 
-    gRPC makes up a status then: UNAVAILABLE for a connection that is lost, several others for a stream that
-    was reset (by a proxy in between), never with details. A coordinator's own UNAVAILABLE without details
-    looks the same.
+    gRPC makes up a status then, never with details: UNAVAILABLE for a connection that is lost, CANCELLED for
+    a call that reached a server just when it ended, several others for a stream that was reset (by a proxy in
+    between). A coordinator's own UNAVAILABLE without details looks the same. One that stops and leaves the
+    request to the next one is as good as lost.
     """
-    if StatusDetails.of(error).is_present:
-        return False
-    return error.code() == grpc.StatusCode.UNAVAILABLE or "RST_STREAM" in (error.details() or "")
+    details = StatusDetails.of(error)
+    if details.is_present:
+        return details.reason == SUSPENDED
+    return _is_made_up(error.code(), error.details() or "")
+
+
+def _is_made_up(code: grpc.StatusCode, text: str) -> bool:
+    if code == grpc.StatusCode.CANCELLED and text == "CANCELLED":
+        return True
+    return code == grpc.StatusCode.UNAVAILABLE or "RST_STREAM" in text
+
+
+def is_journalled(error: grpc.aio.AioRpcError) -> bool:
+    """Whether the coordinator had said that the request would survive it."""
+    return any(key == JOURNALLED_KEY for key, _ in error.initial_metadata() or ())
 
 
 def _is_task_cancelled() -> bool:

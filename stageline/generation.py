@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import grpc.aio
 
-from stageline.connection import CLOSED, Connection, is_connection_loss, typed_errors
+from stageline.connection import CLOSED, Connection, is_connection_loss, is_journalled, typed_errors
 from stageline.continuity import Continuity
 from stageline.errors import Cancelled, Unavailable, from_rpc_error
 from stageline.output import GenerateOutput, output_from
@@ -27,7 +27,8 @@ if TYPE_CHECKING:  # these classes are generic in the stubs only
 class Ask:
     """What is wanted: a request that is to be sent, or (`request` None) one that is to be attached to.
 
-    With `reattaches`, a call that the connection ends is followed by another one.
+    With `reattaches`, a call that the connection ends is followed by another one; else only where the
+    coordinator has said that the request is in its journal.
     """
 
     request_id: str
@@ -54,6 +55,7 @@ class Generation:
         self._waits = waits
         self._reattachment = Reattachment(can_generate=ask.request is not None)
         self._loss = ""
+        self._reattaches = ask.reattaches
 
     async def outputs(self) -> AsyncGenerator[GenerateOutput, None]:
         """Raises errors of the StagelineError tree."""
@@ -72,6 +74,7 @@ class Generation:
                     self._continuity.check_finished()
                     return
                 except grpc.aio.AioRpcError as error:
+                    self._reattaches |= is_journalled(error)
                     if self._has_all(error):
                         return
                     self._check_worth_another_call(error)
@@ -104,12 +107,12 @@ class Generation:
 
     def _has_all(self, error: grpc.aio.AioRpcError) -> bool:
         """Whether the connection was lost between the last message and the status that ends the call."""
-        return self._ask.reattaches and self._continuity.is_complete and is_connection_loss(error)
+        return self._reattaches and self._continuity.is_complete and is_connection_loss(error)
 
     def _check_worth_another_call(self, error: grpc.aio.AioRpcError) -> None:
         """Raises the error that ends the generation, unless another call may go on."""
         typed = from_rpc_error(error)
-        if not self._ask.reattaches:
+        if not self._reattaches:
             raise typed from None
         is_loss = is_connection_loss(error)
         if is_loss:

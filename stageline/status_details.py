@@ -13,6 +13,9 @@ from google.rpc import error_details_pb2, status_pb2
 SUPERSEDED = "SUPERSEDED"
 """ErrorInfo.reason of a call whose request another call has attached to."""
 
+SUSPENDED = "REQUEST_SUSPENDED"
+"""ErrorInfo.reason of a call whose request the next coordinator goes on with."""
+
 _KEY = "grpc-status-details-bin"
 
 

@@ -17,6 +17,7 @@ ServingError
 |- DeadlinePassed            DEADLINE_EXCEEDED
 |- Superseded                ABORTED              another call reads this request now
 |- ClusterUnavailable        UNAVAILABLE          no stages in time
+|- RequestSuspended          UNAVAILABLE          the coordinator stops; the next one goes on with the request
 `- StepFault                 ABORTED              a stage refuses a step, and with it the epoch
 ```
 """
@@ -101,6 +102,10 @@ class ClusterUnavailable(ServingError):
     """There are no stages to serve with, and none came in time."""
 
 
+class RequestSuspended(ServingError):
+    """The coordinator stops, and whoever opens its journal next goes on with the request."""
+
+
 class StepFaultKind(Enum):
     """Why a stage refused a step. Values are those of the wire enum."""
 
@@ -172,6 +177,7 @@ STATUS_OF_ERROR: dict[type[ServingError], grpc.StatusCode] = {
     DeadlinePassed: grpc.StatusCode.DEADLINE_EXCEEDED,
     Superseded: grpc.StatusCode.ABORTED,
     ClusterUnavailable: grpc.StatusCode.UNAVAILABLE,
+    RequestSuspended: grpc.StatusCode.UNAVAILABLE,
     StepFault: grpc.StatusCode.ABORTED,
 }
 

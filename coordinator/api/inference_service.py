@@ -13,7 +13,7 @@ from coordinator.api.status import StatusReporter
 from coordinator.requests.attachment import Attachment, Positions
 from coordinator.requests.engine import Engine
 from stageline_rpc.v1 import inference_pb2, inference_pb2_grpc
-from wire.calls import when_call_ends
+from wire.calls import JOURNALLED_KEY, when_call_ends
 from wire.errors import InvalidRequest
 from wire.ids import RequestId, parse_request_id
 
@@ -64,6 +64,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, attachment: Attachment, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         when_call_ends(context, lambda: self._engine.leave(attachment))
+        if self._engine.durability.journal is not None:
+            await context.send_initial_metadata(((JOURNALLED_KEY, "1"),))
         async for output in attachment.outputs():
             yield encode_output(output)
 

@@ -131,16 +131,16 @@ def make_request(
     request_id: RequestId,
     *,
     model: ServedModel,
-    plan: Plan,
+    plan: Plan | None,
     client: str,
     place: Callable[[Priority, int], QueueOrder],
 ) -> Request:
-    """`place` gives each choice its place in the queue.
+    """`place` gives each choice its place in the queue. Without a plan, the message's `max_tokens` holds.
 
     Raises InvalidRequest for parameters out of range and for a sequence that can never fit.
     """
     prompt = resolved.prompt
-    max_tokens = _max_tokens(message, len(prompt), model, plan)
+    max_tokens = message.max_tokens if plan is None else _max_tokens(message, len(prompt), model, plan)
     generation = resolve_generation(
         message.sampling,
         _vocabulary(model),

@@ -1,6 +1,7 @@
 """One client request from its message to whoever reads it."""
 
 import asyncio
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
@@ -15,12 +16,20 @@ from coordinator.api.intake import (
     request_id_of,
     resolve,
 )
+from coordinator.api.restoration import accepted_of, restored
 from coordinator.cluster.controller import Controller
+from coordinator.journal.records import AcceptedRequest, JournalledRequest
 from coordinator.model import ServedModel
 from coordinator.requests.attachment import Attachment
 from coordinator.requests.engine import Engine
+from coordinator.requests.request import Request
+from coordinator.requests.resumption import take_up
 from coordinator.scheduling.order import Priority, QueueOrder, queue_order
 from stageline_rpc.v1 import inference_pb2
+from wire.errors import InvalidRequest
+from wire.ids import id_text
+
+log = logging.getLogger(__name__)
 
 TOKENIZER_THREADS = 2
 """Texts that are tokenized at once; the queue's bound holds for those that wait."""
@@ -52,9 +61,7 @@ class Sessions:
         arrived_s, arrival = self._engine.now_s(), next(self._arrivals)
 
         def place(priority: Priority, choice: int) -> QueueOrder:
-            return queue_order(
-                priority, arrived_s=arrived_s, arrival=arrival, choice=choice, age_s=self._priority_age_s
-            )
+            return self._place(priority, arrived_s, arrival, choice)
 
         with self._engine.admission.preparing(caller.client):
             resolved = await self._resolve(message)
@@ -71,11 +78,62 @@ class Sessions:
             if message.sampling.echo:
                 loop = asyncio.get_running_loop()
                 await loop.run_in_executor(self._tokenizers, make_echoed_text, request)
-        return self._engine.submit(request, deadline_s=caller.deadline_s)
+        return self._engine.submit(
+            request,
+            deadline_s=caller.deadline_s,
+            accepted=self._accepted(message, resolved, request, arrived_s, caller.deadline_s),
+        )
+
+    def resume(self, journalled: list[JournalledRequest]) -> int:
+        """Takes up what a former coordinator has left, in its old order; how many of them are live. To be
+        called before anything is accepted.
+        """
+        return sum(self._resume(each) for each in journalled)
 
     def close(self) -> None:
         """Ends the tokenizer's threads as soon as they are idle."""
         self._tokenizers.shutdown(wait=False, cancel_futures=True)
+
+    def _resume(self, journalled: JournalledRequest) -> bool:
+        durability, now_s = self._engine.durability, self._engine.now_s()
+        ahead_s = now_s - durability.wall_clock()  # of the wall's clock
+        accepted, arrival = journalled.accepted, next(self._arrivals)
+
+        def place(priority: Priority, choice: int) -> QueueOrder:
+            return self._place(priority, accepted.arrived_at + ahead_s, arrival, choice)
+
+        try:
+            request = restored(journalled, self._model, place)
+        except InvalidRequest as error:
+            log.error("request %s cannot be taken up: %s", id_text(accepted.request_id), error)
+            return False
+        ended = take_up(request, journalled.progress, journalled.end)
+        if accepted.deadline_at is not None:
+            request.deadline_s = accepted.deadline_at + ahead_s
+        if request.keep_s is None:
+            request.awaited_until_s = now_s + durability.reattach_timeout_s
+        self._engine.resume(request, ended=ended and ended.on_clock(ahead_s))
+        return ended is None
+
+    def _place(self, priority: Priority, arrived_s: float, arrival: int, choice: int) -> QueueOrder:
+        return queue_order(
+            priority, arrived_s=arrived_s, arrival=arrival, choice=choice, age_s=self._priority_age_s
+        )
+
+    def _accepted(
+        self,
+        message: inference_pb2.GenerateRequest,
+        resolved: Resolved,
+        request: Request,
+        arrived_s: float,
+        deadline_s: float | None,
+    ) -> AcceptedRequest | None:
+        durability, now_s = self._engine.durability, self._engine.now_s()
+        if durability.journal is None:
+            return None
+        arrived_at, deadline_at = (durability.at(each, now_s=now_s) for each in (arrived_s, deadline_s))
+        assert arrived_at is not None
+        return accepted_of(message, resolved, request, arrived_at=arrived_at, deadline_at=deadline_at)
 
     async def _resolve(self, message: inference_pb2.GenerateRequest) -> Resolved:
         """Texts take milliseconds to tokenize, and the event loop has streams to serve; ids take none."""

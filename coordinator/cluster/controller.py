@@ -99,8 +99,10 @@ class Controller:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        """Begins to watch leases and steps."""
+        """Begins to watch leases and steps. Requests that are here already wait as long as after a loss."""
         self._spawn(self._watch.run())
+        if self._engine.registry.live:
+            self._limit_waiting()
 
     async def close(self) -> None:
         """Fails what is live, ends every worker's stream and every task."""
@@ -274,6 +276,7 @@ class Controller:
                     self._assign(action)
                 case BeginEpoch():
                     self._begun = action
+                    self._engine.durability.begin_epoch(action.epoch)
                     self._spawn(self._begin_epoch(action))
                 case StopServing():
                     self._stop_serving(action)
@@ -401,6 +404,9 @@ class Controller:
         message = cluster_pb2.CoordinatorMessage(end_epoch=cluster_pb2.EndEpoch(epoch=action.epoch))
         for connection in self.connections.values():
             connection.send(message)
+        self._limit_waiting()
+
+    def _limit_waiting(self) -> None:
         if self._unavailable_timer is None:
             self._unavailable_timer = asyncio.get_running_loop().call_later(
                 self.timing.recovery_timeout_s, self._give_up_waiting

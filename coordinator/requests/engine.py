@@ -9,11 +9,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from coordinator.journal.records import AcceptedRequest
 from coordinator.requests.admission import Admission, AdmissionLimits
 from coordinator.requests.attachment import Attachment, Positions
+from coordinator.requests.durability import SUSPENDED, Durability
 from coordinator.requests.pace import Pace
 from coordinator.requests.registry import Registry
 from coordinator.requests.request import Choice, Request
+from coordinator.requests.resumption import Ended
 from coordinator.scheduling.answers import Progress
 from coordinator.scheduling.in_flight import OverdueStep
 from coordinator.scheduling.kv_feed import KvFeed
@@ -27,6 +30,7 @@ from wire.errors import (
     DeadlinePassed,
     RequestCancelled,
     RequestPoisoned,
+    RequestSuspended,
     ServingError,
     StepFailed,
 )
@@ -57,8 +61,15 @@ class RequestTotals:
 class Engine:
     """Owner of the scheduler and of the requests."""
 
-    def __init__(self, limits: AdmissionLimits, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        limits: AdmissionLimits,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        durability: Durability | None = None,
+    ) -> None:
         self._limits = limits
+        self._durability = durability or Durability()
         self._clock = clock
         self._scheduler = Scheduler()
         self._registry = Registry()
@@ -74,6 +85,11 @@ class Engine:
         return self._clock()
 
     @property
+    def durability(self) -> Durability:
+        """For whoever tells it what the engine does not know."""
+        return self._durability
+
+    @property
     def scheduler(self) -> Scheduler:
         """For reading only."""
         return self._scheduler
@@ -87,16 +103,23 @@ class Engine:
     def live_sequences(self) -> list[Sequence]:
         return [sequence for request in self._registry.live for sequence in request.live_sequences]
 
-    def submit(self, request: Request, *, deadline_s: float | None = None) -> Attachment:
-        """Accepts a request, which the caller reads.
+    def submit(
+        self,
+        request: Request,
+        *,
+        deadline_s: float | None = None,
+        accepted: AcceptedRequest | None = None,
+    ) -> Attachment:
+        """Accepts a request, which the caller reads. `accepted` is what makes it survive this process.
 
         `deadline_s`, on the engine's clock, cancels it. Raises RequestExists, Overloaded when the queue is
-        full, and ClusterUnavailable when the plan has become too small for it.
+        full, and ClusterUnavailable when the plan has become too small for it or the journal cannot take it.
         """
         self._registry.check_new(request.id)
         self.admission.check_queue()
         if (error := self._misfit(request)) is not None:
             raise error
+        self._durability.accept(accepted)
         self._registry.add(request)
         attachment = self._attach(request, Positions(), deadline_s)
         for choice in request.choices:
@@ -112,7 +135,29 @@ class Engine:
 
         Nothing here awaits, so this happens between two steps, and the old reader gets nothing after it.
         """
-        return self._attach(self._registry.find(request_id), positions, deadline_s)
+        self._durability.check_here()
+        attachment = self._attach(self._registry.find(request_id), positions, deadline_s)
+        self._durability.read_until(attachment.request, deadline_s, now_s=self._clock())
+        return attachment
+
+    def resume(self, request: Request, *, ended: Ended | None) -> None:
+        """Takes a request of a former coordinator, which nobody reads yet. `ended`, on the engine's clock: it
+        is kept only.
+        """
+        request.left_s = self._clock()
+        self._registry.add(request)
+        if ended is not None:
+            request.end(ended.at_s, ended.error)
+            self._registry.end(request)
+        for sequence in request.live_sequences:
+            self._scheduler.add(sequence)
+        self._pump()
+
+    def suspend(self) -> None:
+        """Leaves what is live to the next coordinator, if there is a journal to leave it in."""
+        if self._durability.suspend():
+            for request in self._registry.live:
+                self._fail(request, RequestSuspended(SUSPENDED))
 
     def leave(self, attachment: Attachment) -> None:
         """The call of this reader has ended: the request goes on without one, or is cancelled."""
@@ -122,7 +167,7 @@ class Engine:
         request.attachment, request.left_s = None, self._clock()
         if not request.is_live:
             return
-        if not self._cancel_if_late(request) and request.keep_s is None:
+        if not self._cancel_if_late(request) and not request.is_kept:
             self._cancel(request, RequestCancelled("the client has left"))
         self._pump()
 
@@ -222,8 +267,11 @@ class Engine:
 
     def complete(self, result: StepResult) -> None:
         """Takes the answer of LAST to the oldest step. Raises ResultMismatch."""
-        for progress in self._scheduler.complete(result, self._clock()):
-            self._deliver(progress)
+        progress = self._scheduler.complete(result, self._clock())
+        if self._durability.add_step(progress):
+            for each in progress:
+                self._deliver(each)
+        self._fail_undurable()
         self._pump()
 
     def sweep(self) -> None:
@@ -233,9 +281,16 @@ class Engine:
         reads and nobody asked to keep is an orphan: there is no way to make one, so each is a defect that is
         counted, and its pages come back all the same.
         """
-        self._registry.expire(self._clock())
+        now_s = self._clock()
+        self._registry.expire(now_s)
+        self._durability.sweep(self._registry)
+        self._fail_undurable()
         for request in self._registry.live:
             if self._cancel_if_late(request) or request.attachment is not None or request.keep_s is not None:
+                continue
+            if request.awaited_until_s is not None:
+                if request.awaited_until_s <= now_s:
+                    self._cancel(request, RequestCancelled("the client has not come back"))
                 continue
             self._count_orphan(f"request {id_text(request.id)}")
             self._cancel(request, RequestCancelled("nobody reads this request"))
@@ -257,7 +312,7 @@ class Engine:
         attachment = Attachment(request, positions)
         if request.attachment is not None:
             request.attachment.supersede()
-        request.attachment, request.deadline_s = attachment, deadline_s
+        request.attachment, request.deadline_s, request.awaited_until_s = attachment, deadline_s, None
         return attachment
 
     def _deliver(self, progress: Progress) -> None:
@@ -319,6 +374,11 @@ class Engine:
         self._pace.note_end(now_s)
         request.end(now_s, error)
         self._registry.end(request)
+        self._durability.end(request)
+
+    def _fail_undurable(self) -> None:
+        if (failure := self._durability.failure) is not None:
+            self.fail_all(failure)
 
     def _count_orphan(self, what: str) -> None:
         log.error("%s had nobody to end it: this is a defect", what)

@@ -46,6 +46,10 @@ class Registry:
     def live_request(self, request_id: RequestId) -> Request | None:
         return self._live.get(request_id)
 
+    def has(self, request_id: RequestId) -> bool:
+        """It is live or kept."""
+        return request_id in self._live or request_id in self._kept
+
     def find(self, request_id: RequestId) -> Request:
         """A live or a kept request. Raises RequestNotFound."""
         request = self._live.get(request_id) or self._kept.get(request_id)
@@ -59,7 +63,7 @@ class Registry:
         self._num_live_of[request.client] -= 1
         if not self._num_live_of[request.client]:
             del self._num_live_of[request.client]
-        if request.keep_s is not None:
+        if request.is_kept:
             self._kept[request.id] = request
             if len(self._kept) > MAX_KEPT:
                 del self._kept[next(iter(self._kept))]

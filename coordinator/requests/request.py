@@ -65,6 +65,8 @@ class Request:
         self.left_s = 0.0
         self.num_faults = 0
         self.num_deaths_alone = 0
+        self.awaited_until_s: float | None = None
+        """Its reader was cut off by the end of a coordinator, and is expected back until then."""
         self.add_prompt_logprobs(())
 
     @property
@@ -88,7 +90,12 @@ class Request:
     @property
     def is_detached(self) -> bool:
         """Nobody reads it, and that is as it should be."""
-        return self.attachment is None and self.keep_s is not None
+        return self.attachment is None and self.is_kept
+
+    @property
+    def is_kept(self) -> bool:
+        """Without a reader it goes on, and its output is kept when it has ended."""
+        return self.keep_s is not None or self.awaited_until_s is not None
 
     @property
     def live_sequences(self) -> list[Sequence]:
@@ -116,6 +123,11 @@ class Request:
         num_known = len(self._prompt_logprobs) + 1
         return num_known if num_known > 1 or self.num_prompt_tokens == 1 else 0
 
+    @property
+    def known_prompt_logprobs(self) -> list[TokenLogprobs]:
+        """From the prompt's second token on, with as many of the most likely tokens as were computed."""
+        return list(self._prompt_logprobs)
+
     def prompt_logprobs(self, start: int, end: int) -> tuple[TokenLogprobs | None, ...]:
         """Those of the prompt's tokens [start, end), which are known, as the client wants them."""
         assert self.num_top_prompt_logprobs is not None
@@ -131,7 +143,7 @@ class Request:
         """When its output is forgotten; None while it is live or read."""
         if self._ended_s is None or self.attachment is not None:
             return None
-        return max(self._ended_s, self.left_s) + (self.keep_s or 0.0)
+        return max(max(self._ended_s, self.left_s) + (self.keep_s or 0.0), self.awaited_until_s or 0.0)
 
     def add_prompt_logprobs(self, logprobs: Items[TokenLogprobs]) -> None:
         """Takes those that follow the known ones."""

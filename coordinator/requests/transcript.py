@@ -96,6 +96,12 @@ class Transcript:
         """Tokens that pieces can have now."""
         return 0 if self._is_waiting else len(self._tokens)
 
+    @property
+    def generated_logprobs(self) -> list[TokenLogprobs]:
+        """Those of the tokens after the prompt; none where none were asked for."""
+        logprobs = self._logprobs or []
+        return [each for each in logprobs[0 if self._is_waiting else self._num_prompt_tokens :] if each]
+
     def set_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs | None]) -> None:
         """One per token of the echoed prompt, once; the first one is None."""
         assert self._is_waiting and self._logprobs is not None, "log-probabilities of no echoed prompt"

@@ -127,8 +127,8 @@ class Scheduler:
         self._kv = self._limits = self._pace = None
 
     def add(self, sequence: Sequence) -> None:
-        """Puts a WAITING sequence into the queue, where its order says."""
-        assert sequence.state is SequenceState.WAITING
+        """Puts a queued sequence into the queue, where its order says."""
+        assert sequence.state.is_queued
         sequence.start_at_generation(self._used.next_of(sequence.key))
         insort(self._queue, sequence, key=_ORDER)
 

@@ -174,10 +174,36 @@ class Sequence:
         """Its newest token is here and not handed out yet."""
         return self._state is SequenceState.DECODE and not self._is_token_due
 
+    def take_up(
+        self, tokens: tuple[int, ...], *, num_scored: int, num_cached_tokens: int, num_restarts: int
+    ) -> None:
+        """Goes on where a former process has left it: with tokens, as after a preemption."""
+        assert self._state is SequenceState.WAITING
+        self._tokens += tokens
+        self._num_scored = num_scored
+        self._num_cached_tokens = num_cached_tokens
+        self._first_generation = -num_restarts
+        if tokens or num_scored:
+            self._first_generation -= 1
+            self._move_to(SequenceState.PREFILL)
+            self._move_to(SequenceState.PREEMPTED)
+
+    def take_up_finished(
+        self, tokens: tuple[int, ...], *, num_cached_tokens: int, num_restarts: int, reason: FinishReason
+    ) -> None:
+        """Is what a former process has made of it."""
+        assert self._state is SequenceState.WAITING
+        self._tokens += tokens
+        self._num_cached_tokens = num_cached_tokens
+        self._first_generation = -num_restarts
+        self._move_to(SequenceState.PREFILL)
+        self.finish(reason)
+
     def start_at_generation(self, generation: int) -> None:
         """Counts (re)starts from here on, where an earlier sequence of the same key has used the others."""
-        assert self._state is SequenceState.WAITING
-        self._generation = self._first_generation = generation
+        assert self._state.is_queued
+        self._first_generation += generation - self._generation
+        self._generation = generation
 
     def begin_prefill(self, kv: ActiveSequence, *, num_cached_tokens: int) -> None:
         """Starts, or starts again: computes all tokens so far but the leading cached ones."""

@@ -35,6 +35,8 @@ def coordinator(
     drain_timeout: options.DrainTimeout = 30.0,
     mock_model: options.MockModel = None,
     self_check: options.SelfCheck = None,
+    journal: options.Journal = None,
+    reattach_timeout: options.ReattachTimeout = 60.0,
 ) -> int:
     """Plan the stages, and serve clients and workers until it is ended."""
     config = options.build_config(
@@ -63,6 +65,8 @@ def coordinator(
             drain_timeout_s=drain_timeout,
             mock_model=mock_model,
             self_check=self_check,
+            journal=journal,
+            reattach_timeout_s=reattach_timeout,
         )
     )
     from coordinator.app import run  # imported late: the other commands need none of it
@@ -93,6 +97,8 @@ def flags_of(config: CoordinatorConfig) -> tuple[str, ...]:
         "--lease": config.lease_s,
         "--recovery-timeout": config.recovery_timeout_s,
         "--drain-timeout": config.drain_timeout_s,
+        "--journal": config.journal,
+        "--reattach-timeout": config.reattach_timeout_s,
     }
     given = [part for flag, value in values.items() if value is not None for part in (flag, str(value))]
     if config.self_check is not None:

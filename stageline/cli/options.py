@@ -196,6 +196,19 @@ SelfCheck: TypeAlias = Annotated[
         help="Compare logits with a reference before serving; the built-in model's only unless given.",
     ),
 ]
+Journal: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        dir_okay=False,
+        resolve_path=True,
+        metavar="PATH",
+        help="File that requests survive the coordinator in; made if it is not there.",
+    ),
+]
+ReattachTimeout: TypeAlias = Annotated[
+    float,
+    typer.Option(metavar="SECONDS", help="How long requests of the journal wait for their clients."),
+]
 Memory: TypeAlias = Annotated[
     int | None,
     typer.Option(

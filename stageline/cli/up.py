@@ -64,6 +64,8 @@ def up(
     drain_timeout: options.DrainTimeout = 30.0,
     mock_model: options.MockModel = None,
     self_check: options.SelfCheck = None,
+    journal: options.Journal = None,
+    reattach_timeout: options.ReattachTimeout = 60.0,
     mock: Annotated[
         list[str] | None,
         typer.Option(metavar="TIMES", help="Mock stages, as in step=20ms; once for all, or once for each."),
@@ -99,6 +101,8 @@ def up(
             drain_timeout_s=drain_timeout,
             mock_model=mock_model,
             self_check=self_check,
+            journal=journal,
+            reattach_timeout_s=reattach_timeout,
         )
         if self_check and mock:
             raise ValueError("--self-check needs stages that compute: not together with --mock")

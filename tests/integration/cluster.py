@@ -124,6 +124,7 @@ class Cluster:
         wire_dtype: str | None = None,
         worker_wire_dtypes: Mapping[str, WireDType] | None = None,
         self_check: bool | None = None,
+        journal: Path | None = None,
     ) -> None:
         self.num_stages = len(layers)
         self._mock = mock
@@ -150,6 +151,7 @@ class Cluster:
             max_unread_tokens=max_unread_tokens,
             priority_age_s=priority_age_s,
             self_check=self_check,
+            journal=journal,
         )
         self.server = CoordinatorServer(self._config, _model_of(self._config, has_text=has_text), timing)
         self.coordinator_proxy = CoordinatorProxy() if is_coordinator_proxied else None

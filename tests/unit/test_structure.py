@@ -11,6 +11,7 @@ PACKAGES = (
     "coordinator",
     "coordinator/api",
     "coordinator/cluster",
+    "coordinator/journal",
     "coordinator/planning",
     "coordinator/requests",
     "coordinator/scheduling",

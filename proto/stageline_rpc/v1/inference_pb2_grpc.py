@@ -69,6 +69,9 @@ class InferenceServicer:
         has too many requests; google.rpc.RetryInfo in the status details says when to try again), UNAVAILABLE (no stage
         workers in time), DEADLINE_EXCEEDED, CANCELLED (by Cancel, or because the client read too slowly), ABORTED (the step
         that carried this request was faulty, or another call has attached to the request), INTERNAL.
+
+        With initial metadata `stageline-journalled` the request survives the coordinator: when the connection breaks, or the
+        call ends with UNAVAILABLE and the reason REQUEST_SUSPENDED, Attach finds it at the next coordinator.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

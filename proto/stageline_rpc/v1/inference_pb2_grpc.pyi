@@ -28,6 +28,9 @@ class InferenceStub:
     has too many requests; google.rpc.RetryInfo in the status details says when to try again), UNAVAILABLE (no stage
     workers in time), DEADLINE_EXCEEDED, CANCELLED (by Cancel, or because the client read too slowly), ABORTED (the step
     that carried this request was faulty, or another call has attached to the request), INTERNAL.
+
+    With initial metadata `stageline-journalled` the request survives the coordinator: when the connection breaks, or the
+    call ends with UNAVAILABLE and the reason REQUEST_SUSPENDED, Attach finds it at the next coordinator.
     """
     Attach: _aio.UnaryStreamMultiCallable[_inference_pb2.AttachRequest, _inference_pb2.GenerateResponse]
     """Continues the messages of a request from given tokens on, on this call instead of the one before, which ends with
@@ -57,6 +60,9 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         has too many requests; google.rpc.RetryInfo in the status details says when to try again), UNAVAILABLE (no stage
         workers in time), DEADLINE_EXCEEDED, CANCELLED (by Cancel, or because the client read too slowly), ABORTED (the step
         that carried this request was faulty, or another call has attached to the request), INTERNAL.
+
+        With initial metadata `stageline-journalled` the request survives the coordinator: when the connection breaks, or the
+        call ends with UNAVAILABLE and the reason REQUEST_SUSPENDED, Attach finds it at the next coordinator.
         """
 
     @_abc_1.abstractmethod

@@ -371,10 +371,11 @@ async def test_closing_the_client_while_it_pauses_is_one_clear_error(served: Ser
         await reading
 
 
-async def test_a_stream_that_was_reset_is_a_lost_connection_whatever_its_status() -> None:
+async def test_a_stream_that_was_reset_or_dropped_is_a_lost_connection_whatever_its_status() -> None:
     for text, code in [
         ("Stream removed (RST_STREAM (Received RST_STREAM with error code 2))", grpc.StatusCode.INTERNAL),
         ("Stream removed (RST_STREAM (Received RST_STREAM with error code 8))", grpc.StatusCode.CANCELLED),
+        ("CANCELLED", grpc.StatusCode.CANCELLED),
     ]:
         error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=text)
         assert is_connection_loss(error)

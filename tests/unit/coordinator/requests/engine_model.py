@@ -7,8 +7,10 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from typing import cast
 
+from coordinator.journal.records import AcceptedRequest
 from coordinator.requests.admission import AdmissionLimits
 from coordinator.requests.attachment import Attachment, Output, Positions
+from coordinator.requests.durability import Durability
 from coordinator.requests.engine import Engine
 from coordinator.requests.request import Request
 from coordinator.scheduling.kv_log import KvLog
@@ -122,9 +124,12 @@ class EngineModel:
         num_stages: int = 1,
         limits: SchedulerLimits = LIMITS,
         admission: AdmissionLimits | None = None,
+        durability: Durability | None = None,
     ) -> None:
         self.now_s = 1000.0
-        self.engine = Engine(admission or AdmissionLimits(queue_size=64), clock=lambda: self.now_s)
+        self.engine = Engine(
+            admission or AdmissionLimits(queue_size=64), clock=lambda: self.now_s, durability=durability
+        )
         self.error_at: Callable[[Slice], bool] = lambda part: False
         self.sent: list[Step] = []
         self.epoch = 0
@@ -201,8 +206,10 @@ class EngineModel:
 
     # Calls
 
-    def submit(self, request: Request, *, deadline_s: float | None = None) -> Call:
-        return self._call(self.engine.submit(request, deadline_s=deadline_s))
+    def submit(
+        self, request: Request, *, deadline_s: float | None = None, accepted: AcceptedRequest | None = None
+    ) -> Call:
+        return self._call(self.engine.submit(request, deadline_s=deadline_s, accepted=accepted))
 
     def attach(
         self,

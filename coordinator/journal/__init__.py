@@ -1,0 +1,1 @@
+"""What a coordinator must not forget when its process ends."""

@@ -1,0 +1,171 @@
+"""The journal's file: an SQLite database that one coordinator at a time may open."""
+
+import fcntl
+import os
+import sqlite3
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from coordinator.journal.errors import JournalUnusable
+
+SCHEMA_VERSION = 1
+APPLICATION_ID = 0x53474A4C  # "SGJL"
+
+_SCHEMA = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value NOT NULL) WITHOUT ROWID;
+CREATE TABLE requests (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    id BLOB NOT NULL UNIQUE,
+    client TEXT NOT NULL,
+    message BLOB NOT NULL,
+    prompt BLOB NOT NULL,
+    bad_words TEXT NOT NULL,
+    grammar TEXT,
+    grammar_checksum TEXT,
+    arrived_at REAL NOT NULL,
+    deadline_at REAL,
+    ended_at REAL,
+    error_kind TEXT,
+    error_text TEXT,
+    folded TEXT,
+    folded_until INTEGER NOT NULL
+);
+CREATE TABLE log (number INTEGER PRIMARY KEY, at REAL NOT NULL, entries TEXT NOT NULL);
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedIdentity:
+    """Whose tokens the journal has: the model's fingerprint, and what it is computed in."""
+
+    fingerprint: str
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.fingerprint} in {self.dtype}"
+
+
+class FileLock:
+    """Held until `release`, or until the process ends, however it does."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises BlockingIOError when another one is held, OSError when the file cannot be made."""
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Lets others have it. Once."""
+        os.close(self._descriptor)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenDatabase:
+    """A database of the right kind, with the lock that keeps others away."""
+
+    connection: sqlite3.Connection
+    lock: FileLock
+
+    def close(self) -> None:
+        with suppress(sqlite3.Error):  # what could not be written has been told already
+            self.connection.close()
+        self.lock.release()
+
+
+def open_database(path: Path, identity: ServedIdentity) -> OpenDatabase:
+    """Opens the journal at `path`, or begins one. Raises JournalUnusable, and then nothing has changed."""
+    try:
+        lock = FileLock(path.with_name(f"{path.name}.lock"))
+    except BlockingIOError:
+        raise JournalUnusable(f"journal {path} is in use by another coordinator") from None
+    except OSError as error:
+        raise JournalUnusable(f"journal {path} cannot be written: {error.strerror}") from error
+    try:
+        return OpenDatabase(_connected(path, identity), lock)
+    except BaseException:
+        lock.release()
+        raise
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """Every statement is a transaction of its own. A commit survives the end of the process; whether the last
+    ones survive a loss of power is left to the disk, which keeps them consistent.
+    """
+    connection = sqlite3.connect(path, isolation_level=None, timeout=5.0)
+    connection.execute("PRAGMA synchronous = NORMAL")
+    connection.execute("PRAGMA wal_autocheckpoint = 0")
+    return connection
+
+
+def _connected(path: Path, identity: ServedIdentity) -> sqlite3.Connection:
+    try:
+        connection = connect(path)
+    except sqlite3.Error as error:
+        raise _unusable(path, error) from error
+    try:
+        _prepare(connection, path, identity)
+    except sqlite3.Error as error:
+        connection.close()
+        raise _unusable(path, error) from error
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _unusable(path: Path, error: sqlite3.Error) -> JournalUnusable:
+    if isinstance(error, sqlite3.OperationalError):
+        return JournalUnusable(f"journal {path} cannot be written: {error}")
+    return damaged(path, error)
+
+
+def damaged(path: Path, what: object) -> JournalUnusable:
+    return JournalUnusable(f"journal {path} is damaged: {what}; move it away to start without it")
+
+
+def _prepare(connection: sqlite3.Connection, path: Path, identity: ServedIdentity) -> None:
+    num_tables = _number(connection, "SELECT count(*) FROM sqlite_master")
+    if num_tables:
+        _check(connection, path, identity)
+    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA journal_size_limit = 16777216")
+    connection.execute("BEGIN IMMEDIATE")  # says now that it cannot be written, and not with a request
+    if not num_tables:
+        _create(connection, identity)
+    connection.execute("COMMIT")
+
+
+def _create(connection: sqlite3.Connection, identity: ServedIdentity) -> None:
+    for statement in _SCHEMA.split(";"):
+        connection.execute(statement)
+    rows = {"fingerprint": identity.fingerprint, "dtype": identity.dtype, "epoch": 0}
+    connection.executemany("INSERT INTO meta VALUES (?, ?)", rows.items())
+    connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+
+def _check(connection: sqlite3.Connection, path: Path, identity: ServedIdentity) -> None:
+    if _number(connection, "PRAGMA application_id") != APPLICATION_ID:
+        raise JournalUnusable(f"{path} is no journal, but a database of something else")
+    if (version := _number(connection, "PRAGMA user_version")) != SCHEMA_VERSION:
+        raise JournalUnusable(
+            f"journal {path} has version {version}; this coordinator knows version {SCHEMA_VERSION}"
+        )
+    [verdict] = connection.execute("PRAGMA quick_check(1)").fetchone()
+    if verdict != "ok":
+        raise damaged(path, verdict.splitlines()[-1])
+    meta = dict(connection.execute("SELECT key, value FROM meta").fetchall())
+    written = ServedIdentity(meta["fingerprint"], meta["dtype"])
+    if written != identity:
+        raise JournalUnusable(f"journal {path} is of another model: {written}, not {identity}")
+
+
+def _number(connection: sqlite3.Connection, query: str) -> int:
+    [number] = connection.execute(query).fetchone()
+    assert isinstance(number, int)
+    return number

@@ -1,0 +1,167 @@
+"""What requests need to survive their coordinator: a journal hears of everything before anybody else does."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from coordinator.journal.errors import JournalFailed
+from coordinator.journal.journal import Journal
+from coordinator.journal.records import AcceptedRequest, ChoiceProgress, End, Entry, RequestProgress
+from coordinator.requests.registry import Registry
+from coordinator.requests.request import Request
+from coordinator.scheduling.answers import Progress
+from wire.errors import ClusterUnavailable, RequestSuspended
+from wire.ids import RequestId
+
+log = logging.getLogger(__name__)
+
+SUSPENDED = "the coordinator is stopping; the request goes on when it is back"
+
+
+@dataclass(slots=True)
+class Durability:
+    """Without a `journal` it does nothing. After the first write that fails it refuses everything: `failure`
+    says why.
+
+    The tokens of a request that has finished may still be on their way to its client when this process ends,
+    so it stays in the journal for `reattach_timeout_s` although nobody asked to keep it.
+    """
+
+    journal: Journal | None = None
+    reattach_timeout_s: float = 60.0
+    wall_clock: Callable[[], float] = time.time
+    failure: str | None = None
+    is_suspended: bool = False
+    _leaving: dict[RequestId, float] = field(default_factory=dict)
+
+    def check_here(self) -> None:
+        """Raises RequestSuspended when requests are left to the next coordinator."""
+        if self.is_suspended:
+            raise RequestSuspended(SUSPENDED)
+
+    def check(self) -> None:
+        """Raises ClusterUnavailable when nothing can be promised any more, and RequestSuspended."""
+        self.check_here()
+        if self.failure is not None:
+            raise ClusterUnavailable(f"requests are not accepted any more: {self.failure}")
+
+    def accept(self, accepted: AcceptedRequest | None) -> None:
+        """A request is about to be accepted. Raises ClusterUnavailable."""
+        self.check()
+        if self.journal is not None and accepted is not None:
+            self._leaving.pop(accepted.request_id, None)
+            journal = self.journal
+            self._write(lambda: journal.accept(accepted))
+            self.check()
+
+    def read_until(self, request: Request, deadline_s: float | None, *, now_s: float) -> None:
+        """A call reads this request from now on, with its own deadline, on the clock that `now_s` is of."""
+        journal = self._journal_of(request)
+        if journal is not None:
+            deadline_at = self.at(deadline_s, now_s=now_s)
+            self._write(lambda: journal.set_deadline(request.id, deadline_at))
+
+    def at(self, time_s: float | None, *, now_s: float) -> float | None:
+        """A time of the clock that `now_s` is of, on that of the wall."""
+        return None if time_s is None else self.wall_clock() + time_s - now_s
+
+    def add_step(self, progress: Sequence[Progress]) -> bool:
+        """All that a step has brought; False: it is not durable, and nobody may see it."""
+        journal = self.journal
+        if journal is None:
+            return True
+        known = (each for each in progress if journal.has(each.sequence.key.request_id))
+        entries = [_entry(each) for each in known if each.error is None]
+        if entries:
+            self._write(lambda: journal.add_step(entries, at=self.wall_clock()))
+        return self.failure is None
+
+    def end(self, request: Request) -> None:
+        """A request has ended."""
+        journal = self._journal_of(request)
+        if journal is None:
+            return
+        if request.error is None:
+            if request.keep_s is None:
+                self._leaving[request.id] = self.wall_clock() + self.reattach_timeout_s
+        elif request.is_kept:
+            end = End(self.wall_clock(), type(request.error).__name__, str(request.error))
+            self._write(lambda: journal.end(request.id, end))
+        else:
+            self._write(lambda: journal.forget([request.id]))
+
+    def begin_epoch(self, epoch: int) -> None:
+        """No coordinator after this one begins an epoch that is not above it."""
+        journal = self.journal
+        if journal is not None:
+            self._write(lambda: journal.set_epoch(epoch))
+
+    def sweep(self, registry: Registry) -> None:
+        """Forgets what the registry has forgotten, and keeps the journal short; to be called now and then."""
+        journal = self.journal
+        if journal is not None:
+            self._write(lambda: self._tidy(journal, registry))
+
+    def suspend(self) -> bool:
+        """What is in the journal is left to whoever opens it next. False: there is none that can be."""
+        journal, self.journal = self.journal, None
+        if journal is None:
+            return False
+        journal.close()
+        self.is_suspended = self.failure is None
+        return self.is_suspended
+
+    def _tidy(self, journal: Journal, registry: Registry) -> None:
+        now_at = self.wall_clock()
+        for request_id in [each for each, until_at in self._leaving.items() if until_at <= now_at]:
+            del self._leaving[request_id]
+        journal.forget([each for each in journal.ids if each not in self._leaving and not registry.has(each)])
+        due = [registry.find(each) for each in journal.due_to_fold() if registry.has(each)]
+        if due:
+            journal.fold([(each.id, progress_of(each, now_at)) for each in due])
+        journal.trim()
+
+    def _journal_of(self, request: Request) -> Journal | None:
+        return self.journal if self.journal is not None and self.journal.has(request.id) else None
+
+    def _write(self, write: Callable[[], None]) -> None:
+        if self.failure is not None:
+            return
+        try:
+            write()
+        except JournalFailed as error:
+            self.failure = str(error)
+            log.error("%s; live requests fail, and no request is accepted any more", error)
+
+
+def progress_of(request: Request, now_at: float) -> RequestProgress:
+    """All that a request has put out."""
+    return RequestProgress(
+        prompt_logprobs=request.known_prompt_logprobs,
+        choices={
+            choice.index: ChoiceProgress(
+                tokens=list(choice.sequence.generated_tokens),
+                logprobs=choice.transcript.generated_logprobs,
+                finish_reason=choice.transcript.finish_reason,
+                num_cached_tokens=choice.sequence.num_cached_tokens,
+                num_restarts=choice.sequence.num_restarts,
+            )
+            for choice in request.choices
+        },
+        last_at=now_at,
+    )
+
+
+def _entry(progress: Progress) -> Entry:
+    sequence, key = progress.sequence, progress.sequence.key
+    return Entry(
+        key.request_id,
+        key.choice,
+        progress.token,
+        progress.logprobs,
+        progress.prompt_logprobs,
+        progress.finish_reason,
+        sequence.num_cached_tokens if sequence.num_generated_tokens <= 1 else 0,
+        sequence.num_restarts,
+    )

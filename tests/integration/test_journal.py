@@ -1,0 +1,144 @@
+"""A coordinator that is gone from one moment to the next, and one that goes on with what it has left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AsyncExitStack, aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stageline.completion import Completion, Completions
+from stageline.errors import Unavailable
+from stageline.output import GenerateOutput
+from tests.integration.cluster import DEADLINE_S, Cluster
+from tests.unit.coordinator.journal.journals import crashed
+from wire.ids import id_text, new_request_id
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 30}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+ASKS: Mapping[str, dict[str, Any]] = {
+    "greedy": {},
+    "seeded": {"temperature": 1.0, "seed": 7},
+    "several choices": {"temperature": 1.0, "seed": 8, "n": 3},
+    "log-probabilities": {"logprobs": 3, "prompt_logprobs": 2},
+    "an echo with log-probabilities": {"echo": True, "logprobs": 1, "temperature": 1.0, "seed": 9},
+    "a stop string": {"stop": ["race"], "temperature": 0.7, "seed": 10},
+    "bad words": {"bad_words": ["was", "girl"], "repetition_penalty": 1.3},
+    "a JSON schema": {"json_schema": SCHEMA, "temperature": 1.0, "seed": 1},
+    "a detached request": {"on_disconnect": "detach", "priority": "high"},
+}
+PROMPT = "Once upon a time, there was"
+NUM_TOKENS = 48
+
+
+class Story:
+    """What has come of one request, over both coordinators."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.request_id = id_text(new_request_id())
+        self.positions: dict[int, int] = {}
+        self.completions = Completions()
+        self._options = options
+        self._is_whole = False
+
+    def begin(self, cluster: Cluster) -> AsyncGenerator[GenerateOutput, None]:
+        return cluster.client.generate(
+            PROMPT,
+            max_tokens=NUM_TOKENS,
+            request_id=self.request_id,
+            timeout_s=DEADLINE_S,
+            **self._options,
+        )
+
+    def take(self, output: GenerateOutput) -> None:
+        self.completions.add(output)
+        end = output.first_token_index + len(output.token_ids)
+        self.positions[output.choice] = end
+
+    async def read_some(self, cluster: Cluster, stack: AsyncExitStack) -> None:
+        """A few messages; the call stays open."""
+        outputs = await stack.enter_async_context(aclosing(self.begin(cluster)))
+        for _ in range(6):
+            self.take(await anext(outputs))
+
+    async def read_rest(self, cluster: Cluster) -> list[Completion]:
+        attached = cluster.client.attach(self.request_id, positions=self.positions, timeout_s=DEADLINE_S)
+        async with aclosing(attached) as outputs:
+            async for output in outputs:
+                self.take(output)
+        return self.completions.in_order()
+
+
+def new_cluster(journal: Path | None) -> Cluster:
+    return Cluster(None, layers=(6, 6), has_text=True, max_kv_tokens=4096, journal=journal)
+
+
+async def undisturbed(cluster: Cluster, options: dict[str, Any]) -> list[Completion]:
+    story = Story(options)
+    async for output in story.begin(cluster):
+        story.take(output)
+    return story.completions.in_order()
+
+
+async def test_clients_that_attach_again_get_what_an_undisturbed_run_gives(tmp_path: Path) -> None:
+    stories = {name: Story(options) for name, options in ASKS.items()}
+    async with new_cluster(tmp_path / "j.db") as first:
+        alone = {name: await undisturbed(first, options) for name, options in ASKS.items()}
+        epoch = first.epoch
+        async with AsyncExitStack() as stack:
+            await asyncio.gather(*(story.read_some(first, stack) for story in stories.values()))
+            journal = crashed(tmp_path / "j.db", tmp_path / "after")
+    async with new_cluster(journal) as second:
+        assert second.epoch > epoch
+        wholes = await asyncio.gather(*(story.read_rest(second) for story in stories.values()))
+        status = await second.wait_drained()
+        assert (status.requests.failed, status.requests.cancelled, status.requests.orphaned) == (0, 0, 0)
+    for name, whole in zip(stories, wholes, strict=True):
+        assert_same(whole, alone[name])
+
+
+def assert_same(got: list[Completion], expected: list[Completion]) -> None:
+    assert len(got) == len(expected)
+    for one, other in zip(got, expected, strict=True):
+        assert (one.token_ids, one.text, one.finish_reason) == (
+            other.token_ids,
+            other.text,
+            other.finish_reason,
+        )
+        for mine, theirs in ((one.logprobs, other.logprobs), (one.prompt_logprobs, other.prompt_logprobs)):
+            assert [each.token_id for each in mine or ()] == [each.token_id for each in theirs or ()]
+            assert [each.logprob or 0.0 for each in mine or ()] == pytest.approx(
+                [each.logprob or 0.0 for each in theirs or ()], abs=1e-3
+            )
+
+
+async def test_a_drawn_seed_is_drawn_once(tmp_path: Path) -> None:
+    story = Story({"temperature": 1.0})
+    async with new_cluster(tmp_path / "j.db") as first, AsyncExitStack() as stack:
+        await story.read_some(first, stack)
+        journal = crashed(tmp_path / "j.db", tmp_path / "after")
+    async with new_cluster(journal) as second:
+        [whole] = await story.read_rest(second)
+        assert whole.usage is not None
+        [again] = await undisturbed(second, {"temperature": 1.0, "seed": whole.usage.seed})
+    assert whole.token_ids == again.token_ids
+
+
+async def test_without_workers_the_requests_of_a_journal_wait_and_then_fail(tmp_path: Path) -> None:
+    story = Story({})
+    async with new_cluster(tmp_path / "j.db") as first, AsyncExitStack() as stack:
+        await story.read_some(first, stack)
+        journal = crashed(tmp_path / "j.db", tmp_path / "after")
+    second = Cluster(None, layers=(6, 6), num_workers=0, waits=False, has_text=True, journal=journal)
+    async with second:
+        status = await second.wait_status(lambda status: status.requests.failed == 1)
+        assert status.requests.waiting == 0
+        with pytest.raises(Unavailable, match="no pipeline within 10 s: waiting for 2 workers"):
+            await story.read_rest(second)

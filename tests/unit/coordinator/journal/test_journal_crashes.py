@@ -1,0 +1,135 @@
+"""Whenever the process ends, the journal has what was committed until then, and nothing else."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from coordinator.journal.journal import Journal
+from coordinator.journal.records import End
+from tests.unit.coordinator.journal.journals import (
+    IDENTITY,
+    Expected,
+    accepted_request,
+    crashed,
+    entries_of,
+    opened,
+)
+from wire.ids import RequestId
+
+
+class JournalMachine(RuleBasedStateMachine):
+    """Every state that was ever committed is remembered, to be met again where a crash cuts the log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.directory = Path(tempfile.mkdtemp(prefix="journal-"))
+        self.path = self.directory / "journal.db"
+        self.journal = Journal(self.path, IDENTITY)
+        self.expected = Expected()
+        self.history = [self.expected.copy()]
+        self.num_crashes = 0
+
+    def teardown(self) -> None:
+        self.journal.close()
+        shutil.rmtree(self.directory)
+
+    @property
+    def ids(self) -> list[RequestId]:
+        return list(self.expected.requests)
+
+    @rule()
+    def accept(self) -> None:
+        accepted = accepted_request()
+        self.journal.accept(accepted)
+        self.expected.accept(accepted)
+
+    @precondition(lambda self: self.ids)
+    @rule(data=st.data())
+    def accept_an_id_again(self, data: st.DataObject) -> None:
+        accepted = accepted_request(data.draw(st.sampled_from(self.ids)), num_tokens=1)
+        self.journal.accept(accepted)
+        del self.expected.requests[accepted.request_id]
+        self.history.append(self.expected.copy())  # the old one goes first
+        self.expected.accept(accepted)
+
+    @precondition(lambda self: self.ids)
+    @rule(data=st.data(), at=st.floats(0, 1e9))
+    def step(self, data: st.DataObject, at: float) -> None:
+        chosen = data.draw(st.lists(st.sampled_from(self.ids), min_size=1, max_size=4))
+        entries = [data.draw(entries_of(each)) for each in chosen]
+        self.journal.add_step(entries, at=at)
+        self.expected.add_step(entries, at)
+
+    @precondition(lambda self: self.ids)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        request_id, end = data.draw(st.sampled_from(self.ids)), End(7.0, "StepFailed", "it says “why”")
+        self.journal.end(request_id, end)
+        self.expected.end(request_id, end)
+
+    @precondition(lambda self: self.ids)
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        request_ids = data.draw(st.lists(st.sampled_from(self.ids), unique=True))
+        self.journal.forget(request_ids)
+        for request_id in request_ids:
+            del self.expected.requests[request_id]
+
+    @precondition(lambda self: self.ids)
+    @rule(data=st.data())
+    def fold(self, data: st.DataObject) -> None:
+        chosen = data.draw(st.lists(st.sampled_from(self.ids), min_size=1, unique=True))
+        self.journal.fold([(each, self.expected.requests[each].progress) for each in chosen])
+
+    @rule()
+    def trim(self) -> None:
+        self.journal.trim()
+
+    @rule()
+    def begin_epoch(self) -> None:
+        self.expected.epoch += 1
+        self.journal.set_epoch(self.expected.epoch)
+
+    @rule(ends_well=st.booleans())
+    def come_back(self, ends_well: bool) -> None:
+        if ends_well:
+            self.journal.close()
+            self.history = []  # what is in the file itself cannot be cut off
+        else:
+            self.num_crashes += 1
+            old, self.path = self.path, crashed(self.path, self.directory / f"after-{self.num_crashes}")
+            assert old != self.path
+            self.journal.close()
+        self.journal = Journal(self.path, IDENTITY)
+        assert self.journal.take_requests() == list(self.expected.requests.values())
+        assert self.journal.epoch == self.expected.epoch
+
+    @rule(share=st.floats(0, 1))
+    def crash_with_a_part_of_the_log(self, share: float) -> None:
+        wal = Path(f"{self.path}-wal")
+        num_bytes = round(share * wal.stat().st_size) if wal.exists() else 0
+        with tempfile.TemporaryDirectory() as directory:
+            copy = crashed(self.path, Path(directory), wal_bytes=num_bytes)
+            with opened(copy) as journal:
+                left = Expected({each.accepted.request_id: each for each in journal.take_requests()})
+                left.epoch = journal.epoch
+        assert left in self.history
+
+    @invariant()
+    def remember(self) -> None:
+        self.history.append(self.expected.copy())
+
+
+TestJournalMachine = JournalMachine.TestCase
+TestJournalMachine.settings = settings(
+    max_examples=40,
+    stateful_step_count=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
