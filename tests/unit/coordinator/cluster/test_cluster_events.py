@@ -35,8 +35,10 @@ WITHOUT_PLAN = (ClusterPhase.WAITING_FOR_WORKERS, ClusterPhase.BLOCKED)
 class ClusterEvents(RuleBasedStateMachine):
     """Workers that come, load, fault, leave and go at random, and a witness of what is decided."""
 
-    @initialize(num_stages=st.integers(1, 4), needed_bytes=st.sampled_from([0, 250]))
-    def start(self, num_stages: int, needed_bytes: int) -> None:
+    @initialize(
+        num_stages=st.integers(1, 4), needed_bytes=st.sampled_from([0, 0, 250]), num_joined=st.integers(0, 4)
+    )
+    def start(self, num_stages: int, needed_bytes: int, num_joined: int) -> None:
         self.cluster = ClusterDriver(num_stages=num_stages, needed_bytes=needed_bytes)
         self.state = self.cluster.state
         self.epochs: list[int] = []
@@ -51,6 +53,9 @@ class ClusterEvents(RuleBasedStateMachine):
         self.timers: list[Release | Shrink] = []
         self.let_go: set[WorkerIdentity] = set()
         self.finishing: list[WorkerIdentity] = []
+        for name in "abcd"[:num_joined]:
+            self.join(name, 100, 0)
+        self.serve()
 
     # Events
 
@@ -109,13 +114,25 @@ class ClusterEvents(RuleBasedStateMachine):
             self.timers.remove(timer)
         self.check(self.state.elapsed(timer))
 
-    @rule(name=names, is_late=st.booleans())
-    def loaded(self, name: str, is_late: bool) -> None:
-        self.check(self.state.loaded(name, self.plan_id - is_late))
-
     @rule()
     def load_all(self) -> None:
         self.check(self.cluster.load_all())
+
+    @rule(kind=st.sampled_from(["loaded", "load_failed", "epoch_ready"]), name=names, age=st.integers(0, 1))
+    def hear_of_a_worker(self, kind: str, name: str, age: int) -> None:
+        """Also what is late, and from those without a stage."""
+        match kind:
+            case "loaded":
+                self.check(self.state.loaded(name, self.plan_id - age))
+            case "load_failed":
+                self.check(self.state.load_failed(name, self.plan_id - age, "no such file"))
+            case _:
+                self.check(self.state.epoch_ready(name, self.state.epoch - age))
+
+    @rule(age=st.integers(0, 1), is_link=st.booleans())
+    def hear_of_a_stream(self, age: int, is_link: bool) -> None:
+        opened = self.state.link_open if is_link else self.state.results_open
+        self.check(opened(self.state.epoch - age))
 
     @rule(place=places)
     def stage_fails_to_load(self, place: int) -> None:
@@ -128,25 +145,10 @@ class ClusterEvents(RuleBasedStateMachine):
         if stage_names := self.cluster.stage_names:
             self.check(self.cluster.lose(stage_names[place % len(stage_names)]))
 
-    @rule(name=names, is_late=st.booleans())
-    def load_failed(self, name: str, is_late: bool) -> None:
-        self.check(self.state.load_failed(name, self.plan_id - is_late, "no such file"))
-
-    @rule(name=names, age=st.integers(0, 1))
-    def epoch_ready(self, name: str, age: int) -> None:
-        self.check(self.state.epoch_ready(name, self.state.epoch - age))
-
     @rule()
-    def get_ready(self) -> None:
+    def serve(self) -> None:
+        self.check(self.cluster.load_all())
         self.check(self.cluster.get_ready())
-
-    @rule(age=st.integers(0, 1))
-    def link_open(self, age: int) -> None:
-        self.check(self.state.link_open(self.state.epoch - age))
-
-    @rule(age=st.integers(0, 1))
-    def results_open(self, age: int) -> None:
-        self.check(self.state.results_open(self.state.epoch - age))
 
     @rule(age=st.sampled_from([0, 0, 0, 1]))
     def epoch_failed(self, age: int) -> None:

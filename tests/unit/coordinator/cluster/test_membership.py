@@ -160,7 +160,10 @@ def test_a_worker_that_waits_is_not_used_and_says_why() -> None:
     assert cluster.stage_names == ["a", "c"]
     assert cluster.state.elapsed(timer.timer) == []
     assert (shown(cluster, "b"), cluster.state.workers["b"].detail) == (WorkerState.SPARE, "")
+    cluster.lose("a")
+    assert cluster.stage_names == ["b", "c"]
     assert cluster.state.elapsed(timer.timer) == []
+    assert shown(cluster, "b") is WorkerState.LOADING
 
 
 def test_the_hold_of_an_older_incarnation_releases_nobody() -> None:

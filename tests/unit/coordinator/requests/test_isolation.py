@@ -274,6 +274,9 @@ def test_to_finish_what_runs_starts_nothing_new(new_model: NewModel) -> None:
     _, calls = submit_all(model, [wish_of(1), wish_of(2)])
     model.run_step()
     assert not model.engine.is_idle
+    model.stop()
+    assert not model.engine.is_idle, "it has begun, and goes on in the next epoch"
+    model.start(64)
     model.engine.finish_running()
     late = wish_of(3).request(arrival=9)
     late_call = model.submit(late)
