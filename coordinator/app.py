@@ -119,7 +119,7 @@ class CoordinatorServer:
 
     async def drain(self) -> None:
         """Takes nothing new, and finishes what is live, within the limit of the configuration."""
-        await self.controller.drain_all()
+        await self.controller.availability.drain()
 
     async def stop(self) -> None:
         """Fails what is live, closes every stream."""

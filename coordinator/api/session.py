@@ -65,7 +65,7 @@ class Sessions:
 
         with self._engine.admission.preparing(caller.client):
             resolved = await self._resolve(message)
-            plan = await self._controller.wait_serving()
+            plan = await self._controller.availability.wait_serving()
             request = make_request(
                 message,
                 resolved,

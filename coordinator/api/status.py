@@ -72,7 +72,7 @@ class StatusReporter:
             num_blocks=0 if plan is None else plan.num_blocks,
             workers=[self._worker(record) for record in self._in_stage_order()],
             requests=self._requests(),
-            health=self._controller.health,
+            health=self._controller.availability.health,
             self_check=self._self_check(),
         )
 

@@ -5,7 +5,6 @@ one.
 """
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Coroutine
 from typing import assert_never
@@ -23,9 +22,11 @@ from coordinator.cluster.actions import (
     StartTimer,
     StopServing,
 )
+from coordinator.cluster.availability import STOPPING, Availability
 from coordinator.cluster.cluster_state import ClusterPhase, ClusterState
 from coordinator.cluster.membership import WorkerIdentity
 from coordinator.cluster.messages import check_results_hello, encode_assign, encode_begin, encode_hop_hello
+from coordinator.cluster.overdue import overdue_fault
 from coordinator.cluster.pipeline_link import LinkBroken, PipelineLink
 from coordinator.cluster.self_check import SelfCheck
 from coordinator.cluster.self_check_references import ReferenceSource
@@ -33,25 +34,17 @@ from coordinator.cluster.step_limits import PaceSettings, scheduler_limits
 from coordinator.cluster.watch import Watch
 from coordinator.cluster.worker_connection import WorkerConnection
 from coordinator.model import ServedModel
-from coordinator.planning.plan import Plan
 from coordinator.requests.engine import Engine
 from coordinator.scheduling.in_flight import ResultMismatch
 from coordinator.scheduling.kv_log import KvLog
 from coordinator.scheduling.kv_window import KvWindow
 from coordinator.timing import ClusterTiming
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
-from wire.errors import ClusterUnavailable, StaleStream, StepFaultKind, WorkerNotFound
+from wire.errors import StaleStream, WorkerNotFound
 from wire.ids import Incarnation
 from wire.steps import FaultReport, StepResult
 
 log = logging.getLogger(__name__)
-
-STOPPING = "the coordinator is stopping"
-DRAINING = "the coordinator finishes what runs, and takes no new requests"
-
-_MIN_UNKNOWN_S = 10.0
-_WARMUPS = 8
-"""How many times the warm-up of all stages the first steps may take, before anything is known of steps."""
 
 
 class Controller:
@@ -73,6 +66,7 @@ class Controller:
         """`on_serving` is told whenever tokens begin or cease to be produced."""
         self.state = state
         self.self_check = self_check
+        self.availability = Availability(state, engine, timing, on_serving)
         self.connections: dict[str, WorkerConnection] = {}
         self.timing = timing
         self.incarnation = incarnation
@@ -80,14 +74,8 @@ class Controller:
         self._model = model
         self._pace = pace or PaceSettings()
         self._prefix_caching = prefix_caching
-        self._on_serving = on_serving
         self._begun: BeginEpoch | None = None
         self._link: PipelineLink | None = None
-        self._is_serving = asyncio.Event()
-        self._is_closing = False
-        self._is_draining = False
-        self._awaited: list[tuple[Callable[[], bool], asyncio.Event]] = []
-        self._unavailable_timer: asyncio.TimerHandle | None = None
         self._watch = Watch(
             timing,
             connections=lambda: self.connections.values(),
@@ -102,41 +90,20 @@ class Controller:
         """Begins to watch leases and steps. Requests that are here already wait as long as after a loss."""
         self._spawn(self._watch.run())
         if self._engine.registry.live:
-            self._limit_waiting()
+            self.availability.limit_waiting()
 
     async def close(self) -> None:
         """Fails what is live, ends every worker's stream and every task."""
-        self._is_closing = True
-        self._is_serving.set()
-        self._engine.fail_all(STOPPING)
+        self.availability.close()
         if self.state.phase is ClusterPhase.SERVING:
             self._engine.stop_epoch()
         for connection in self.connections.values():
             connection.close(STOPPING)
-        if self._unavailable_timer is not None:
-            self._unavailable_timer.cancel()
         if self._link is not None:
             await self._link.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def wait_serving(self) -> Plan:
-        """The plan that serves, as soon as there is one. Raises ClusterUnavailable after the recovery time,
-        and when the coordinator stops.
-        """
-        if self._is_draining:
-            raise ClusterUnavailable(DRAINING)
-        try:
-            async with asyncio.timeout(self.timing.recovery_timeout_s):
-                # The event may be cleared again before a waiter runs.
-                while not self._is_closing and self.state.phase is not ClusterPhase.SERVING:
-                    await self._is_serving.wait()
-        except TimeoutError:
-            raise ClusterUnavailable(self._unavailable_text()) from None
-        if self._is_closing or self.state.plan is None:
-            raise ClusterUnavailable(STOPPING)
-        return self.state.plan
 
     def join(self, identity: WorkerIdentity) -> WorkerConnection:
         """A worker's stream is open. Raises NameInUse."""
@@ -221,21 +188,6 @@ class Controller:
         log.info("worker %s is to leave", name)
         self._carry_out(self.state.drain(name))
         await connection.wait_closed()
-
-    async def drain_all(self) -> None:
-        """Takes no new requests; returns when those that are here have ended, or their time is over."""
-        self._is_draining = True
-        self._on_serving(False)
-        await self._wait_until(lambda: not self._engine.registry.live)
-
-    @property
-    def health(self) -> cluster_pb2.Health.ValueType:
-        """What a client may expect."""
-        if self._is_draining:
-            return cluster_pb2.HEALTH_DRAINING
-        if self.state.phase is ClusterPhase.SERVING:
-            return cluster_pb2.HEALTH_SERVING
-        return cluster_pb2.HEALTH_DEGRADED if self.state.has_served else cluster_pb2.HEALTH_STARTING
 
     def open_results(self, hello: stage_pb2.HopHello) -> int:
         """LAST opens its stream of results: returns the epoch. Raises StaleStream or HandshakeMismatch."""
@@ -348,16 +300,8 @@ class Controller:
         """Nobody can take the layers of this worker: what runs is finished before it goes."""
         log.info("worker %s leaves when what runs is finished", action.worker.name)
         self._engine.finish_running()
-        await self._wait_until(lambda: self._engine.is_idle)
+        await self.availability.wait_until(lambda: self._engine.is_idle)
         self._carry_out(self.state.drained(action.worker.name, action.worker.incarnation))
-
-    async def _wait_until(self, condition: Callable[[], bool]) -> None:
-        """Waits for it, but not longer than the limit for drains."""
-        if not condition():
-            met = asyncio.Event()
-            self._awaited.append((condition, met))
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(met.wait(), self.timing.drain_timeout_s)
 
     async def _check_plan(self, action: CheckPlan) -> None:
         assert self._link is not None and self.self_check is not None
@@ -382,11 +326,7 @@ class Controller:
         )
         limits = scheduler_limits(plan, self._pace, hidden_size=self._model.config.hidden_size)
         log.info("serving: epoch %d, %d stages", action.epoch, len(plan.stages))
-        self._is_serving.set()
-        self._on_serving(True)
-        if self._unavailable_timer is not None:
-            self._unavailable_timer.cancel()
-            self._unavailable_timer = None
+        self.availability.begin()
         self._engine.start_epoch(
             action.epoch, kv, limits, self._link.send, max_sequence_tokens=plan.max_sequence_tokens
         )
@@ -394,30 +334,16 @@ class Controller:
     def _stop_serving(self, action: StopServing) -> None:
         log.warning("epoch %d is over: %s", action.epoch, action.reason)
         self._watch.restart()
-        if self._is_serving.is_set():
-            self._is_serving.clear()
+        if self.availability.is_serving:
             if action.cause is EndCause.DEATH:
                 self._engine.note_death(action.reason)
             self._engine.stop_epoch()
-            self._on_serving(False)
+            self.availability.end()
         self._replace_link(None)
         message = cluster_pb2.CoordinatorMessage(end_epoch=cluster_pb2.EndEpoch(epoch=action.epoch))
         for connection in self.connections.values():
             connection.send(message)
-        self._limit_waiting()
-
-    def _limit_waiting(self) -> None:
-        if self._unavailable_timer is None:
-            self._unavailable_timer = asyncio.get_running_loop().call_later(
-                self.timing.recovery_timeout_s, self._give_up_waiting
-            )
-
-    def _give_up_waiting(self) -> None:
-        self._unavailable_timer = None
-        self._engine.fail_all(self._unavailable_text())
-
-    def _unavailable_text(self) -> str:
-        return f"no pipeline within {self.timing.recovery_timeout_s:g} s: {self.state.detail}"
+        self.availability.limit_waiting()
 
     def _replace_link(self, link: PipelineLink | None) -> None:
         if self._link is not None:
@@ -429,35 +355,12 @@ class Controller:
         self.state.note_silence(identity.name, identity.incarnation, is_silent=is_silent)
 
     def _look_around(self) -> None:
-        for condition, met in self._awaited:
-            if condition():
-                met.set()
-        self._awaited = [(condition, met) for condition, met in self._awaited if not met.is_set()]
-        self._check_oldest_step()
-
-    def _check_oldest_step(self) -> None:
-        """An answer that does not come is a fault, which nobody else reports."""
+        self.availability.look_around()
         if self.state.phase is not ClusterPhase.SERVING:
             return
         workers = [self.connections.get(each.identity.name) for each in self.state.stage_workers]
-        warmup_s = sum(each.warmup_ms for each in workers if each is not None) / 1000
-        overdue = self._engine.overdue_step(unknown_s=max(_MIN_UNKNOWN_S, _WARMUPS * warmup_s))
-        if overdue is None:
-            return
-        step_id = overdue.step.step_id
-        # Heartbeats tell how many steps of the epoch a stage has computed.
-        missing = (each is None or each.heartbeat.num_steps <= step_id for each in workers)
-        stage = next((index for index, is_missing in enumerate(missing) if is_missing), len(workers) - 1)
-        text = f"no answer for {overdue.waited_s:.1f} s, where {overdue.limit_s:.1f} s is the limit"
-        report = FaultReport(
-            epoch=overdue.step.epoch,
-            step_id=step_id,
-            stage=stage,
-            kind=StepFaultKind.OVERDUE,
-            message=text,
-            request_ids=overdue.step.request_ids,
-        )
-        self.report_fault(report)
+        if (fault := overdue_fault(self._engine, workers)) is not None:
+            self.report_fault(fault)
 
     def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)
