@@ -49,7 +49,6 @@ class ClusterEvents(RuleBasedStateMachine):
         self.last_delay_s = 0.0
         self.num_incarnations = 0
         self.plan_id = 0
-        self.has_planned = False
         self.assigned: list[AssignStage] = []
         self.timers: list[Release | Shrink] = []
         self.let_go: set[WorkerIdentity] = set()
@@ -227,7 +226,7 @@ class ClusterEvents(RuleBasedStateMachine):
         assert not record.is_draining and not record.is_unreachable
         assert record.state is WorkerState.LOADING
         self.assigned.append(assign)
-        self.plan_id, self.has_planned = assign.plan_id, True
+        self.plan_id = assign.plan_id
 
     def check_begin(self, begin: BeginEpoch) -> None:
         assert self.in_force is None, "a new epoch while another is in force"
@@ -272,9 +271,9 @@ class ClusterEvents(RuleBasedStateMachine):
 
     @invariant()
     def whoever_waits_for_workers_has_a_timer_or_nobody(self) -> None:
-        """Once there was a plan, a few workers do not wait for ever for those who do not come."""
+        """Once the cluster has served, a few workers do not wait for ever for those who do not come."""
         state = self.state
-        if not self.has_planned or state.plan is not None or not self.usable:
+        if not state.has_served or state.plan is not None or not self.usable:
             return
         has_timer = Shrink(state._num_losses) in self.timers
         assert has_timer or "needed" in state.detail, "waits for ever"
