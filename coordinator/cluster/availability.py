@@ -93,17 +93,17 @@ class Availability:
     async def wait_until(self, condition: Callable[[], bool]) -> None:
         """Waits for it, but not longer than the limit for drains. Needs `look_around` now and then."""
         if not condition():
-            met = asyncio.Event()
-            self._awaited.append((condition, met))
+            waiting = (condition, asyncio.Event())
+            self._awaited.append(waiting)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(met.wait(), self._timing.drain_timeout_s)
+                await asyncio.wait_for(waiting[1].wait(), self._timing.drain_timeout_s)
+            self._awaited = [each for each in self._awaited if each is not waiting]
 
     def look_around(self) -> None:
         """Tells those who wait for something that it has come."""
         for condition, met in self._awaited:
             if condition():
                 met.set()
-        self._awaited = [(condition, met) for condition, met in self._awaited if not met.is_set()]
 
     def close(self) -> None:
         """Nobody waits any more; live requests fail."""

@@ -165,6 +165,7 @@ class ClusterState:
             self.workers.remove(name)
             return self._advance()
         self.workers.note_loss(name)
+        self.workers.try_all_again()
         self._num_losses += 1
         self._waits_for_return = self.has_served
         actions = self._give_up_plan(f"worker {name} is lost: {reason}", EndCause.DEATH)

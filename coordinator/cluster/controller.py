@@ -328,7 +328,13 @@ class Controller:
         log.info("serving: epoch %d, %d stages", action.epoch, len(plan.stages))
         self.availability.begin()
         self._engine.start_epoch(
-            action.epoch, kv, limits, self._link.send, max_sequence_tokens=plan.max_sequence_tokens
+            action.epoch,
+            kv,
+            limits,
+            self._link.send,
+            max_sequence_tokens=plan.max_sequence_tokens,
+            # Whoever drains while nobody can take its layers waits for what runs.
+            starts_new=not any(record.is_draining for record in self.state.stage_workers),
         )
 
     def _stop_serving(self, action: StopServing) -> None:

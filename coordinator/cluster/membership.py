@@ -146,6 +146,11 @@ class Members:
         """It was lost while it had a stage."""
         self._losses[name] += 1
 
+    def try_all_again(self) -> None:
+        """Those who are left are few: who was not reached before may be reached now."""
+        for record in self:
+            record.is_unreachable = False
+
     def note_steady(self) -> None:
         """All has gone well for a while."""
         self._losses.clear()

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from coordinator.cluster.worker_connection import WorkerConnection
 from coordinator.timing import ClusterTiming
 
+_MOST_LATE = 4
+"""So often in a row, to be late is an excuse for workers that seem silent."""
 _STEADY_S = 30.0
 """After so long without a break, earlier losses of a worker are not held against it."""
 
@@ -44,10 +46,12 @@ class Watch:
         loop = asyncio.get_running_loop()
         interval_s = self._timing.heartbeat_interval_s / 2
         self.restart()
+        num_late = 0
         while True:
             due_s = loop.time() + interval_s
             await asyncio.sleep(interval_s)
-            if loop.time() - due_s > interval_s:
+            num_late = num_late + 1 if loop.time() - due_s > interval_s else 0
+            if 0 < num_late <= _MOST_LATE:
                 # This process was held up, so heartbeats may be here that nobody has read.
                 continue
             self._check(loop.time())

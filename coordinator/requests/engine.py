@@ -190,8 +190,10 @@ class Engine:
         send: Callable[[Step], None],
         *,
         max_sequence_tokens: int,
+        starts_new: bool = True,
     ) -> None:
-        """Begins to hand out steps through `send`, which must not block.
+        """Begins to hand out steps through `send`, which must not block; without `starts_new`, only those of
+        requests that have begun.
 
         A live request that was accepted under a larger plan, and can never fit under this one, fails: at the
         head of the queue it would hold up all others for ever.
@@ -200,7 +202,7 @@ class Engine:
         for request in self._registry.live:
             if (error := self._misfit(request)) is not None:
                 self._fail(request, error)
-        self._scheduler.begin_epoch(epoch, kv, limits)
+        self._scheduler.begin_epoch(epoch, kv, limits, starts_new=starts_new)
         self.kv_feed.begin_epoch(epoch, block_size=kv.block_size, cached_blocks=kv.cached_blocks)
         self._send = send
         self._pump()

@@ -82,8 +82,9 @@ class Scheduler:
         """The ledger of the present epoch; None between epochs."""
         return self._kv
 
-    def begin_epoch(self, epoch: int, kv: KvLog, limits: SchedulerLimits) -> None:
-        """Starts with an empty ledger; every sequence is in the queue, oldest first.
+    def begin_epoch(self, epoch: int, kv: KvLog, limits: SchedulerLimits, *, starts_new: bool = True) -> None:
+        """Starts with an empty ledger; every sequence is in the queue, oldest first. Without `starts_new`,
+        only what has begun goes on.
 
         Raises ValueError for an epoch that is not above the last one, and for steps that hold less than a
         block: a prompt that is longer than a step could never begin.
@@ -98,7 +99,7 @@ class Scheduler:
         self._epoch, self._kv, self._limits = epoch, kv, limits
         self._pace = Pace(limits, self.times)
         self._next_step_id = 0
-        self._starts_new = True
+        self._starts_new = starts_new
 
     @property
     def lone_suspect(self) -> Sequence | None:

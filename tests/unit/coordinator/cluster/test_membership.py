@@ -291,6 +291,11 @@ def test_a_stage_that_is_not_reached_twice_is_done_without() -> None:
     assert cluster.stage_names == ["a", "c"]
     record = cluster.state.workers["b"]
     assert (record.shown_state, record.detail) == (WorkerState.SUSPECT, "cannot send")
+    cluster.load_all()
+    cluster.get_ready()
+    assert kinds(cluster.lose("c")) == [StopServing, StartTimer]
+    assert kinds(cluster.state.elapsed(Shrink(1))) == [AssignStage, AssignStage]
+    assert cluster.stage_names == ["a", "b"], "it may be reached now"
 
 
 def test_failures_to_reach_a_stage_count_only_in_a_row() -> None:

@@ -108,6 +108,15 @@ async def test_a_coordinator_that_was_held_up_loses_nobody(seen: Seen) -> None:
     assert (seen.said, seen.num_ticks) == ([], 2)
 
 
+async def test_a_coordinator_that_is_always_late_still_loses_who_is_silent(seen: Seen) -> None:
+    seen.held_up_s = 1.0
+    await seen.pass_ticks(4)
+    assert (seen.said, seen.num_ticks) == ([], 0)
+    await seen.pass_ticks(5)
+    assert seen.num_ticks == 1
+    assert {name for name, _ in seen.said} == {"a", "b"}
+
+
 async def test_half_a_minute_without_a_break_is_steady(seen: Seen) -> None:
     seen.before_tick = lambda: [seen.hear(name) for name in "ab"] and None
     await seen.pass_ticks(120)

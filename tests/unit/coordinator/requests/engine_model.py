@@ -162,7 +162,7 @@ class EngineModel:
         assert self.engine.scheduler.kv is not None
         return self.engine.scheduler.kv
 
-    def start(self, num_blocks: int) -> None:
+    def start(self, num_blocks: int, *, starts_new: bool = True) -> None:
         self.epoch += 1
         self.stages = [
             StageReplica(num_blocks=num_blocks, block_size=BLOCK_SIZE, limits=self._limits)
@@ -174,6 +174,7 @@ class EngineModel:
             self._limits,
             self._send,
             max_sequence_tokens=num_blocks * BLOCK_SIZE,
+            starts_new=starts_new,
         )
 
     def stop(self) -> None:

@@ -286,6 +286,10 @@ def test_to_finish_what_runs_starts_nothing_new(new_model: NewModel) -> None:
     assert model.engine.is_idle
     assert (late.is_live, late.is_queued) == (True, True)
     model.stop()
+    model.start(64, starts_new=False)
+    model.run()
+    assert late.is_queued, "a new epoch changes nothing of that by itself"
+    model.stop()
     model.start(64)
     model.run()
     check_whole(late_call, wish_of(3))
