@@ -13,6 +13,7 @@ from stage_worker.outputs import ReceivedFrame, StageOutput
 from stage_worker.stage_load import LoadedStage, LoadProgress, StageLoadError
 from wire.errors import StepFault
 
+_MOST_MS = (1 << 32) - 1
 MEMORY_BYTES = 1 << 40
 """Weights take none of a mock's memory, but plans are made as if they did."""
 
@@ -44,11 +45,18 @@ class MockBackend(StageBackend):
             kv_bytes=0,
             read_bytes=0,
             load_ms=0,
-            warmup_ms=0,
+            warmup_ms=self._warmup_ms(assignment),
         )
 
     async def holds(self, loaded: LoadedStage, assignment: Assignment) -> bool:
         return assignment.loads_like(loaded.assignment)
+
+    def _warmup_ms(self, assignment: Assignment) -> int:
+        """What a warm-up would have taken: it tells the coordinator how long the first steps may take."""
+        longest_s = self._spec.longest_step_s(
+            num_tokens=assignment.max_step_tokens, context=assignment.max_sequence_tokens
+        )
+        return min(round(longest_s * 1000), _MOST_MS)
 
     async def begin_epoch(self, executor: StepExecutor, number: int, *, stage: int) -> None:
         executor.begin_epoch(number, stage=stage)

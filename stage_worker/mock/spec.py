@@ -37,6 +37,10 @@ class MockSpec:
             times[name] = _parse_time(name, value)
         return cls(**times)
 
+    def longest_step_s(self, *, num_tokens: int, context: int) -> float:
+        """What a step of so many tokens takes at most, none of which attends to more than `context`."""
+        return self.step + num_tokens * (self.token + self.context * context / 1000)
+
     def step_s(self, slices: Collection[Slice]) -> float:
         """What a step of these slices takes; nothing when there are none."""
         if not (self.token or self.context):

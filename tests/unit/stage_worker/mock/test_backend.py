@@ -174,3 +174,16 @@ async def _a_little_later() -> None:
     async with asyncio.timeout(DEADLINE_S):
         await other.submit(other.log.step())
     other.backend.stop(timeout_s=0)
+
+
+async def test_the_first_steps_may_take_as_long_as_the_spec_says() -> None:
+    assignment = mock_assignment(stage=0)
+    size, length = assignment.max_step_tokens, assignment.max_sequence_tokens
+    for times, longest_ms in (
+        ("step=20ms", 20),
+        ("step=20ms,token=1ms", 20 + size),
+        ("context=1ms", round(size * length / 1000)),
+        ("context=3600s", min(round(3600 * size * length), (1 << 32) - 1)),
+    ):
+        loaded = await MockBackend(MockSpec.parse(times)).load(assignment, LoadProgress())
+        assert loaded.warmup_ms == longest_ms
