@@ -11,13 +11,16 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 SECONDS ?= 600
 PROTOS := $(wildcard proto/stageline_rpc/v1/*.proto)
 
-.PHONY: demo test test-all lint proto bench chaos venv clean
+.PHONY: demo test test-chaos test-all lint proto bench chaos venv clean
 
 demo: venv
 	@$(BIN)/stageline demo
 
 test: lint
-	@$(BIN)/python -m pytest -q -m "not slow"
+	@$(BIN)/python -m pytest -q -m "not slow and not chaos"
+
+test-chaos: venv
+	@$(BIN)/python -m pytest -q -m chaos
 
 test-all: lint
 	@$(BIN)/python -m pytest -q

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.chaos.run import ChaosConfig, run_chaos
 
 SECONDS = 60.0
 SEED = 1
 
 
+@pytest.mark.chaos
 async def test_a_minute_of_random_faults_gives_no_wrong_token_and_leaves_nothing_behind(
     free_address: str,
 ) -> None:
