@@ -46,6 +46,28 @@ async def test_too_few_workers_are_unavailable_with_the_reason(varied_llama: Pat
         assert "2 of 3 workers are here" in answer.error.message
 
 
+async def test_survivors_that_are_too_small_leave_requests_with_the_numbers(varied_llama: Path) -> None:
+    """One cannot hold what three did, and it is said what is missing and where."""
+    timing = replace(TEST_TIMING, recovery_timeout_s=2.0, return_grace_s=0.1)
+    async with Cluster(varied_llama, layers=LAYERS, timing=timing, worker_memory_bytes=880_000) as cluster:
+        async with cluster.generating(mixed_asks(2, max_tokens=120)) as answers:
+            async with asyncio.timeout(DEADLINE_S):
+                while not all(answer.tokens for answer in answers):
+                    await asyncio.sleep(0.002)
+            for name in ("w1", "w2"):
+                await cluster.workers[name].stop()
+            await cluster.wait_state(cluster_pb2.CLUSTER_STATE_BLOCKED)
+            answers.append(await cluster.generate(Ask(prompt=(1,), max_tokens=4)))
+        for answer in answers:
+            assert answer.error is not None
+            assert answer.error.code == "UNAVAILABLE"
+            assert re.search(r"layers 0-2 need .*KiB.* w0 has 859\.4 KiB", answer.error.message)
+        for name in ("w1", "w2"):
+            await cluster.start_worker(name)
+        again = await cluster.generate(Ask(prompt=(1,), max_tokens=4))
+        assert again.error is None
+
+
 async def test_live_requests_fail_when_a_worker_stays_away(varied_llama: Path, solo: SoloRuns) -> None:
     async with Cluster(varied_llama, layers=LAYERS, timing=IMPATIENT) as cluster:
         async with cluster.generating(mixed_asks(4, max_tokens=120)) as answers:
