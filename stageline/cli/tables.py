@@ -42,9 +42,19 @@ def describe_cluster(status: cluster_pb2.GetStatusResponse) -> str:
     reason = f": {status.detail}" if status.detail else ""
     epoch = f", epoch {status.epoch}" if status.epoch else ""
     stages = "1 stage" if status.num_stages == 1 else f"{status.num_stages} stages"
+    num_planned = sum(worker.HasField("stage") for worker in status.workers)
+    if 0 < num_planned < status.num_stages:
+        stages = f"{num_planned} of {stages}"
     if status.wire_dtype:
         dtype += f" (between stages in {WIRE_DTYPE_FROM_MESSAGE[status.wire_dtype].value})"
-    return f"{status.model} in {dtype}, {stages}{epoch}\n{_state(status)}{reason}"
+    return f"{status.model} in {dtype}, {stages}{epoch}\n{_health(status)}{_state(status)}{reason}"
+
+
+def _health(status: cluster_pb2.GetStatusResponse) -> str:
+    """What a client may expect, where the state alone does not say it."""
+    if status.health in (cluster_pb2.HEALTH_DEGRADED, cluster_pb2.HEALTH_DRAINING):
+        return f"{_name(cluster_pb2.Health.Name(status.health), 'HEALTH_')}, "
+    return ""
 
 
 def describe_kv_cache(status: cluster_pb2.GetStatusResponse) -> str:

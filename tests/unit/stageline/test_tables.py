@@ -1,6 +1,6 @@
 from rich.console import Console, RenderableType
 
-from stageline.cli.tables import describe_start, status_view, topology_view
+from stageline.cli.tables import describe_cluster, describe_start, status_view, topology_view
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
 
 
@@ -137,3 +137,15 @@ def test_the_start_is_described_with_what_each_worker_has_loaded() -> None:
         ],
     )
     assert describe_start(status) == "loading, a 25%"
+
+
+def test_the_status_says_when_stages_are_missing_and_when_a_client_has_to_wait() -> None:
+    status = cluster_pb2.GetStatusResponse()
+    status.CopyFrom(STATUS)
+    del status.workers[1]
+    assert describe_cluster(status).startswith("llama in bf16, 1 of 2 stages, epoch 3\nserving")
+    status.health = cluster_pb2.HEALTH_DEGRADED
+    status.state, status.detail = cluster_pb2.CLUSTER_STATE_LOADING, "worker b is lost"
+    assert describe_cluster(status).endswith("\ndegraded, loading: worker b is lost")
+    status.health = cluster_pb2.HEALTH_SERVING
+    assert describe_cluster(status).endswith("\nloading: worker b is lost")
