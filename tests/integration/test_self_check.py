@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 from checkpoint import Checkpoint
 from stage_worker import loading, torch_backend
 from stage_worker.models import DecoderStage
+from stage_worker.models.part_loader import PartsRead
 from stage_worker.models.rope import Rope
 from stage_worker.reference_request import ReferenceRequest
 from stage_worker.torch_backend import TorchBackend
@@ -38,10 +40,11 @@ def plant(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
 
     class FaultyStage(DecoderStage):
         @torch.inference_mode()
-        def load(self, checkpoint: Checkpoint, **options: object) -> None:
-            super().load(checkpoint, **options)  # type: ignore[arg-type]
+        def load(self, checkpoint: Checkpoint, **options: Any) -> PartsRead:
+            read = super().load(checkpoint, **options)
             if self.layers.start == LAYERS[0]:
                 fault(self)
+            return read
 
     monkeypatch.setattr(loading, "DecoderStage", FaultyStage)
 
@@ -52,7 +55,12 @@ def skips_a_layer(stage: DecoderStage) -> None:
 
 def runs_a_layer_twice(stage: DecoderStage) -> None:
     first, second = stage._loaded().layers
-    stage._weights = replace(stage._loaded(), layers=(first, second, second))
+
+    class Twice:
+        def forward(self, hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
+            return second.forward(second.forward(hidden, *rest), *rest)
+
+    stage._weights = replace(stage._loaded(), layers=(first, Twice()))  # type: ignore[arg-type]
 
 
 def swaps_two_layers(stage: DecoderStage) -> None:

@@ -59,6 +59,9 @@ class SimBackend(StageBackend):
             warmup_ms=1,
         )
 
+    async def holds(self, loaded: LoadedStage, assignment: Assignment) -> bool:
+        return assignment.loads_like(loaded.assignment)
+
     async def begin_epoch(self, executor: StepExecutor, number: int, *, stage: int) -> None:
         self._on_epoch(number)
         executor.begin_epoch(number, stage=stage)
