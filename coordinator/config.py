@@ -52,7 +52,7 @@ class CoordinatorConfig:
     max_unread_tokens: int = 4096
     priority_age_s: float = 10.0
     steps_in_flight: int | None = None
-    max_decode_slowdown: float = 1.4
+    max_decode_slowdown: float = 1.3
     mock_model: str | None = None
     journal: Path | None = None
     reattach_timeout_s: float = 60.0

@@ -16,7 +16,7 @@ class PaceSettings:
     """
 
     steps_in_flight: int | None = None
-    max_decode_slowdown: float = 1.4
+    max_decode_slowdown: float = 1.3
 
 
 def scheduler_limits(plan: Plan, settings: PaceSettings, *, hidden_size: int) -> SchedulerLimits:

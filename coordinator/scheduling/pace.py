@@ -14,7 +14,7 @@ EQUAL_TIME = 1.15
 """A chunk may take so many times the time of a full one at the start of a prompt before it is cut shorter."""
 SPARE = 0.3
 """How far, as a share, a step of prefill may be off its size to end with a prompt: two halves cost more."""
-PEAK = 1.1
+PEAK = 0.85
 """What the chunks of one step may add to the time between two tokens, in such times without prefill; more
 only where prefill may slow decodes down by half and more on average.
 """

@@ -28,7 +28,7 @@ def coordinator(
     max_unread_tokens: options.MaxUnreadTokens = 4096,
     priority_age: options.PriorityAge = 10.0,
     steps_in_flight: options.StepsInFlight = None,
-    max_decode_slowdown: options.MaxDecodeSlowdown = 1.4,
+    max_decode_slowdown: options.MaxDecodeSlowdown = 1.3,
     heartbeat: options.Heartbeat = 0.5,
     lease: options.Lease = 2.0,
     recovery_timeout: options.RecoveryTimeout = 30.0,

@@ -205,8 +205,8 @@ def test_what_is_left_of_a_prompt_does_not_wait_for_more_than_it_costs() -> None
     while not pace.chunk_tokens(load, PrefillLoad(20), start=492, end=512):
         pace.note_step(load, prefill_us=0)
         waited += 1
-    # It had 22,550 us, spent 32,000, and saves 4,100 us a step, of which 20 tokens take 2,000.
-    assert waited == 2
+    # It had 17,425 us, spent 32,000, and saves 4,100 us a step, of which 20 tokens take 2,000.
+    assert waited == 4
 
 
 def test_chunks_that_cost_nothing_are_full() -> None:
