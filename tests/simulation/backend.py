@@ -55,6 +55,7 @@ class SimBackend(StageBackend):
             executor=StepExecutor(assignment, SimCompute(assignment)),
             weight_bytes=1,
             kv_bytes=1,
+            read_bytes=1,
             load_ms=1,
             warmup_ms=1,
         )
