@@ -181,7 +181,7 @@ async def _serve(cluster: LocalCluster, console: Console) -> None:
 def _tell_of_lost_worker(cluster: LocalCluster, process: LocalProcess, console: Console) -> None:
     console.print(str(process.failure()), markup=False, highlight=False, soft_wrap=True, style="red")
     console.print(
-        "The coordinator waits for a worker to take its place. To start it again:\n"
+        "The others take over its layers, if they can hold them. To start it again:\n"
         f"  stageline {shlex.join(cluster.worker_line(process.name))}",
         markup=False,
         highlight=False,
