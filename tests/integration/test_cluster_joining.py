@@ -69,7 +69,8 @@ async def test_survivors_that_are_too_small_leave_requests_with_the_numbers(vari
 
 
 async def test_live_requests_fail_when_a_worker_stays_away(varied_llama: Path, solo: SoloRuns) -> None:
-    async with Cluster(varied_llama, layers=LAYERS, timing=IMPATIENT) as cluster:
+    timing = replace(IMPATIENT, return_grace_s=DEADLINE_S)
+    async with Cluster(varied_llama, layers=LAYERS, timing=timing) as cluster:
         async with cluster.generating(mixed_asks(4, max_tokens=120)) as answers:
             async with asyncio.timeout(DEADLINE_S):
                 while not all(answer.tokens for answer in answers):
