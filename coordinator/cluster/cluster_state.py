@@ -66,8 +66,8 @@ _ACTIVE = (ClusterPhase.STARTING_EPOCH, ClusterPhase.CHECKING, ClusterPhase.SERV
 class ClusterState:
     """One owner feeds it events and carries out the actions it returns, in order.
 
-    Until it has served, a plan has `num_stages` stages. Later ones have fewer while there are fewer workers,
-    and as many again when workers come back.
+    Until it has served, or a worker was told to leave, a plan has `num_stages` stages. Later ones have fewer
+    while there are fewer workers, and as many again when workers come back.
     """
 
     def __init__(
@@ -99,6 +99,7 @@ class ClusterState:
         self._return_grace_s = return_grace_s
         self._template: Plan | None = None
         self._waits_for_return = False
+        self._has_drained = False
         self._num_losses = 0
         self._plan_id = 0
         self._ready: set[str] = set()
@@ -181,6 +182,7 @@ class ClusterState:
         record.is_draining = True
         if record.stage is None:
             return self._dismiss()
+        self._has_drained = True
         return self._move_from(record) or [FinishRunning(record.identity)]
 
     def drained(self, name: str, incarnation: Incarnation) -> list[Action]:
@@ -341,7 +343,7 @@ class ClusterState:
         return self._stop(reason, EndCause.REPLANNED) + self._assign(plan)
 
     def _new_plan(self, *, may_shrink: bool) -> Plan:
-        may_shrink = may_shrink and self.has_served
+        may_shrink = may_shrink and (self.has_served or self._has_drained)
         return self.workers.plan(self._template, self.num_stages, self._make_plan, may_shrink=may_shrink)
 
     def _assign(self, plan: Plan) -> list[Action]:

@@ -220,6 +220,13 @@ def test_whoever_leaves_hands_its_layers_to_those_who_stay() -> None:
     assert cluster.stage_names == ["a", "c"]
 
 
+def test_a_cluster_does_without_one_that_leaves_before_it_has_served() -> None:
+    cluster = ClusterDriver(num_stages=3)
+    cluster.join_all("a", "b", "c")
+    assert kinds(cluster.state.drain("b")) == [AssignStage, AssignStage, LetGo]
+    assert cluster.stage_names == ["a", "c"]
+
+
 def test_the_last_one_finishes_what_runs_before_it_leaves() -> None:
     cluster = ClusterDriver(num_stages=1).serving()
     worker = identity_of("a")
