@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from telemetry.spans import Attr, SpanName
+from telemetry.spans import SPANS, Attr, SpanName
 from tests.otlp_collector import CollectedSpan
 
+ATTRIBUTES: dict[str, set[str]] = {spec.name: set(spec.attributes) for spec in SPANS}
 WORK = {SpanName.STAGE_PREFILL: SpanName.PREFILL_CHUNK, SpanName.STAGE_DECODE: SpanName.DECODE}
 
 
@@ -34,6 +35,9 @@ class Tree:
 
     def check_connected(self) -> None:
         """Every span but the root has a parent here, stages lie below the right work, no id comes twice."""
+        for each in self.spans:
+            unknown = set(each.attributes) - ATTRIBUTES[each.name]
+            assert not unknown, f"{each.name} has {unknown}, which nobody has heard of"
         by_id = {each.span.span_id: each for each in self.spans}
         assert len(by_id) == len(self.spans), "a span came twice"
         for each in self.spans:
