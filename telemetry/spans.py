@@ -185,8 +185,8 @@ SPANS = (
         WORKER,
         SpanName.DECODE,
         _STAGE,
-        "Decode steps on one stage, the first 16, the next 32, 64, ..., at most 4,096: from the first byte of "
-        "the first one to the last output being ready. In between the stage computes other steps, too.",
+        "Decode steps on one stage, the first 16, the next 32, 64, ..., at most 4,096: from the first byte "
+        "of the first one to the last output being ready. In between the stage computes other steps, too.",
     ),
     SpanSpec(
         SpanName.CLUSTER_RECOVERY,

@@ -58,8 +58,8 @@ class Tree:
                 assert late_us <= slack_us, f"{where} ends {late_us:.0f} us late"
 
     def unexplained_share(self, work: CollectedSpan) -> float:
-        """By which part of what the coordinator observed of a chunk's or a decode's steps the times of stages and
-        hops, added up, are off.
+        """By which part of what the coordinator observed of a chunk's or a decode's steps the times of stages
+        and hops, added up, are off.
         """
         parts = work.attributes[Attr.RESULT_DURATION]
         for stage in self.children(work):
