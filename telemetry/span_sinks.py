@@ -72,10 +72,11 @@ class QueueSink(SpanSink):
         self._queue.clear()
 
     async def _run(self) -> None:
-        while not self._is_closing.is_set():
+        is_closing = False
+        while not is_closing:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(DELAY_S):
-                    await self._is_closing.wait()
+                    is_closing = await self._is_closing.wait()
             while self._queue:
                 await self._pass_on()
                 # Whatever else is due goes first.
