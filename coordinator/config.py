@@ -8,6 +8,7 @@ from pathlib import Path
 from checkpoint import DType
 from coordinator.mock_model import parse_mock_model
 from coordinator.timing import ClusterTiming
+from telemetry.logs import DEFAULT_LOGS, LogSettings
 from wire.addresses import parse_address
 from wire.wire_dtypes import check_can_carry, parse_wire_dtype
 
@@ -62,6 +63,7 @@ class CoordinatorConfig:
     recovery_timeout_s: float = 30.0
     drain_timeout_s: float = 30.0
     self_check: bool | None = None
+    logs: LogSettings = DEFAULT_LOGS
 
     @property
     def timing(self) -> ClusterTiming:

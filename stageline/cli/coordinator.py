@@ -6,6 +6,7 @@ import typer
 
 from coordinator.config import CoordinatorConfig
 from stageline.cli import options
+from telemetry.logs import LogFormat, LogLevel, LogSettings
 
 
 def coordinator(
@@ -37,6 +38,8 @@ def coordinator(
     self_check: options.SelfCheck = None,
     journal: options.Journal = None,
     reattach_timeout: options.ReattachTimeout = 60.0,
+    log_format: options.LogFormat = LogFormat.CONSOLE,
+    log_level: options.LogLevel = LogLevel.INFO,
 ) -> int:
     """Plan the stages, and serve clients and workers until it is ended."""
     config = options.build_config(
@@ -67,6 +70,7 @@ def coordinator(
             self_check=self_check,
             journal=journal,
             reattach_timeout_s=reattach_timeout,
+            logs=LogSettings(format=log_format, level=log_level),
         )
     )
     from coordinator.app import run  # imported late: the other commands need none of it
@@ -103,4 +107,4 @@ def flags_of(config: CoordinatorConfig) -> tuple[str, ...]:
     given = [part for flag, value in values.items() if value is not None for part in (flag, str(value))]
     if config.self_check is not None:
         given.append("--self-check" if config.self_check else "--no-self-check")
-    return tuple(given)
+    return (*given, *config.logs.flags)

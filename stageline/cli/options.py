@@ -7,6 +7,7 @@ from typing import Annotated, TypeAlias, TypeVar
 import typer
 
 from stageline.cli.sizes import parse_size
+from telemetry import logs
 from wire.addresses import parse_address, parse_peer_address
 
 DEFAULT_ADDRESS = "127.0.0.1:7480"
@@ -208,6 +209,14 @@ Journal: TypeAlias = Annotated[
 ReattachTimeout: TypeAlias = Annotated[
     float,
     typer.Option(metavar="SECONDS", help="How long requests of the journal wait for their clients."),
+]
+LogFormat: TypeAlias = Annotated[
+    logs.LogFormat,
+    typer.Option(envvar="STAGELINE_LOG_FORMAT", help="Lines for people, or one JSON object per line."),
+]
+LogLevel: TypeAlias = Annotated[
+    logs.LogLevel,
+    typer.Option(envvar="STAGELINE_LOG_LEVEL", help="The least that is logged; requests are debug."),
 ]
 Memory: TypeAlias = Annotated[
     int | None,

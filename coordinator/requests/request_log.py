@@ -1,0 +1,73 @@
+"""What the log says of single requests: how they come and go at debug, and those that we have failed."""
+
+import logging
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+
+from opentelemetry.trace import SpanContext
+
+from coordinator.requests.observer import EngineObserver
+from coordinator.requests.request import Request
+from coordinator.scheduling.sequence import Sequence
+from wire.errors import (
+    DeadlinePassed,
+    RequestCancelled,
+    RequestPoisoned,
+    RequestSuspended,
+    ServingError,
+)
+from wire.ids import id_text
+from wire.log_fields import about
+
+log = logging.getLogger(__name__)
+
+_WISHED = (DeadlinePassed, RequestCancelled, RequestSuspended)
+"""What the client wanted, or goes on elsewhere."""
+
+
+class RequestLog(EngineObserver):
+    """Nothing that a request meets where all is well is above debug, and no step is in the log at all."""
+
+    def __init__(self, trace_of: Callable[[Request], SpanContext | None] = lambda _: None) -> None:
+        """`trace_of` is asked for a request's span while the request is live, and when it has just ended."""
+        self._trace_of = trace_of
+
+    def accepted(self, request: Request, now_s: float) -> None:
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug(
+                "request %s is accepted: %d prompt tokens, %d choices, %d tokens at most for each",
+                id_text(request.id),
+                request.num_prompt_tokens,
+                len(request.choices),
+                request.max_sequence_tokens - request.num_prompt_tokens,
+                extra=self._about(request),
+            )
+
+    def preempted(self, sequences: Items[Sequence], now_s: float) -> None:
+        for sequence in sequences:
+            log.debug(
+                "sequence %s has given up its blocks", sequence.key, extra=about(request_id=sequence.key[0])
+            )
+
+    def ended(self, request: Request, error: ServingError | None, now_s: float) -> None:
+        level = level_of(error)
+        if not log.isEnabledFor(level):
+            return
+        if error is None:
+            num_tokens = sum(len(each.sequence.generated_tokens) for each in request.choices)
+            text = f"has finished with {num_tokens} tokens"
+        else:
+            text = f"{'has ended' if level == logging.DEBUG else 'failed'}: {type(error).__name__}: {error}"
+        log.log(level, "request %s %s", id_text(request.id), text, extra=self._about(request))
+
+    def _about(self, request: Request) -> dict[str, object]:
+        return about(request_id=request.id, trace=self._trace_of(request))
+
+
+def level_of(error: ServingError | None) -> int:
+    """How loudly the end of a request is told: an error where it may have cost workers, a warning where it is
+    ours to explain.
+    """
+    if isinstance(error, RequestPoisoned):
+        return logging.ERROR
+    return logging.DEBUG if error is None or isinstance(error, _WISHED) else logging.WARNING
