@@ -70,7 +70,7 @@ async def _end(worker: Worker, status: int) -> int:
     if not await worker.stop():
         # A large step or tensor is still under way, and the interpreter must not wait for it.
         sys.stdout.flush()
-        sys.stderr.flush()
+        logging.shutdown()
         os._exit(status)
     return status
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 
+from telemetry.log_writer import LogWriter
 from wire.log_fields import FIELDS
 
 PACKAGES = (
@@ -64,9 +65,9 @@ DEFAULT_LOGS = LogSettings()
 
 def configure(settings: LogSettings, process: str, *, worker: str | None = None) -> None:
     """Sends the log of this process, which is a "coordinator" or a "worker", to stderr. To be called by entry
-    points, and again as soon as a worker knows its name.
+    points, and again as soon as a worker knows its name. Before `os._exit`, call `logging.shutdown`.
     """
-    handler = logging.StreamHandler(sys.stderr)
+    handler = LogWriter(sys.stderr.fileno())
     handler.setFormatter(_formatter(settings.format, process, worker))
     level = settings.level.number
     logging.basicConfig(handlers=[handler], level=max(level, logging.WARNING), force=True)

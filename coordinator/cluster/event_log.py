@@ -2,12 +2,13 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from coordinator.cluster.actions import AssignStage, BeginEpoch, EndCause, StopServing
 from coordinator.cluster.membership import WorkerIdentity
 from coordinator.cluster.self_check import Verdict
 from coordinator.planning.plan import Plan
+from coordinator.scheduling.sequence import Sequence
 from stageline_rpc.v1 import cluster_pb2
 from wire.log_fields import about
 from wire.steps import FaultReport
@@ -64,12 +65,17 @@ class EventLog:
     def unexpected(self, worker: str, message: str | None) -> None:
         log.warning("worker %s sent %s, which is not expected", worker, message, extra=about(worker=worker))
 
-    def faulty(self, report: FaultReport) -> None:
+    def faulty(self, report: FaultReport, in_step: Iterable[Sequence]) -> None:
+        """`in_step` are the sequences of the faulty step, which its stage may not have been able to tell."""
+        named = (*(each.key.request_id for each in in_step), *report.request_ids)
         log.error(
             "step fault: %s",
             report,
             extra=about(
-                epoch=report.epoch, step=report.step_id, stage=report.stage, request_ids=report.request_ids
+                epoch=report.epoch,
+                step=report.step_id,
+                stage=report.stage,
+                request_ids=dict.fromkeys(named),
             ),
         )
 

@@ -35,11 +35,11 @@ class RequestLog(EngineObserver):
     def accepted(self, request: Request, now_s: float) -> None:
         if log.isEnabledFor(logging.DEBUG):
             log.debug(
-                "request %s is accepted: %d prompt tokens, %d choices, %d tokens at most for each",
+                "request %s is accepted (prompt tokens: %d, at most %d with what is generated; choices: %d)",
                 id_text(request.id),
                 request.num_prompt_tokens,
+                request.max_sequence_tokens,
                 len(request.choices),
-                request.max_sequence_tokens - request.num_prompt_tokens,
                 extra=self._about(request),
             )
 
