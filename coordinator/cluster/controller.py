@@ -166,7 +166,9 @@ class Controller:
         """A stage refuses a step: everything starts again in a new epoch."""
         if report.epoch != self.state.epoch:
             return
-        self._events.faulty(report, self._engine.scheduler.sequences_in_step(report.step_id))
+        workers = dict(enumerate(each.identity.name for each in self.state.stage_workers))
+        in_step = self._engine.scheduler.sequences_in_step(report.step_id)
+        self._events.faulty(report, in_step, workers.get(report.stage))
         if not report.kind.blames_requests:
             # Where the next stage is gone, its own end says more than that it cannot be reached.
             asyncio.get_running_loop().call_later(self.timing.report_grace_s, self._fail_hop, report)

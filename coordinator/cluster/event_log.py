@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from coordinator.cluster.actions import AssignStage, BeginEpoch, EndCause, StopServing
 from coordinator.cluster.membership import WorkerIdentity
 from coordinator.cluster.self_check import Verdict
-from coordinator.planning.plan import Plan
+from coordinator.planning.plan import Plan, StagePlan
 from coordinator.scheduling.sequence import Sequence
 from stageline_rpc.v1 import cluster_pb2
 from wire.log_fields import about
@@ -38,11 +38,11 @@ class EventLog:
         stage = action.stage
         if stage.stage == 0:
             stages = action.plan.stages
-            ranges = [f"{each.layer_begin}-{each.layer_end - 1} on {each.worker}" for each in stages]
+            ranges = (f"{_layers(each)} on {each.worker}" for each in stages)
             log.info("plan %d: layers %s", action.plan_id, ", ".join(ranges))
         log.debug(
-            "worker %s gets stage %d (%s), layers %d-%d",
-            *(action.worker.name, stage.stage, stage.role.value, stage.layer_begin, stage.layer_end - 1),
+            "worker %s gets stage %d (%s), layers %s",
+            *(action.worker.name, stage.stage, stage.role.value, _layers(stage)),
             extra=about(worker=action.worker.name, stage=stage.stage),
         )
 
@@ -65,16 +65,20 @@ class EventLog:
     def unexpected(self, worker: str, message: str | None) -> None:
         log.warning("worker %s sent %s, which is not expected", worker, message, extra=about(worker=worker))
 
-    def faulty(self, report: FaultReport, in_step: Iterable[Sequence]) -> None:
-        """`in_step` are the sequences of the faulty step, which its stage may not have been able to tell."""
+    def faulty(self, report: FaultReport, in_step: Iterable[Sequence], worker: str | None) -> None:
+        """`in_step` are the sequences of the faulty step, which its stage may not have been able to tell;
+        `worker` has the stage. That a stage does not reach the next one may be the end of that one only.
+        """
         named = (*(each.key.request_id for each in in_step), *report.request_ids)
-        log.error(
+        log.log(
+            logging.ERROR if report.kind.blames_requests else logging.WARNING,
             "step fault: %s",
             report,
             extra=about(
                 epoch=report.epoch,
                 step=report.step_id,
                 stage=report.stage,
+                worker=worker,
                 request_ids=dict.fromkeys(named),
             ),
         )
@@ -107,3 +111,8 @@ class EventLog:
             self._stopped_s = self._clock()
         level = logging.INFO if action.cause is EndCause.REPLANNED else logging.WARNING
         log.log(level, "epoch %d is over: %s", action.epoch, action.reason, extra=about(epoch=action.epoch))
+
+
+def _layers(stage: StagePlan) -> str:
+    first, last = stage.layer_begin, stage.layer_end - 1
+    return str(first) if first == last else f"{first}-{last}"

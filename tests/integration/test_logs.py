@@ -144,6 +144,7 @@ async def test_a_step_fault_names_epoch_step_stage_and_requests(lines: Lines) ->
             assert [line.step] == [each.step_id for each in injection.steps]
         carried = {id_text(each.sequence.request_id) for step in injection.steps for each in step.slices}
         assert set(coordinator.request_ids) == carried
+        assert coordinator.worker == "w1"
         over, again = lines.the("epoch 1 is over: stage 1, step "), lines.the(r"serving: epoch 2, .*, again")
         assert (over.levelno, over.epoch) == (logging.WARNING, 1)
         assert (again.levelno, again.epoch) == (logging.INFO, 2)
