@@ -1,14 +1,8 @@
 """What a line of the log is about, beside its words: `log.info("...", extra=about(epoch=3))`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from wire.ids import RequestId, id_text
-
-if TYPE_CHECKING:
-    from opentelemetry.trace import SpanContext
 
 FIELDS = (
     "request_id",
@@ -33,11 +27,13 @@ def about(
     stage: int | None = None,
     worker: str | None = None,
     duration_s: float | None = None,
-    trace: SpanContext | None = None,
+    trace_id: str | None = None,
+    span_id: str | None = None,
 ) -> dict[str, object]:
     """Those that are known, for `extra`. Ids become text as it is used everywhere, also in `stageline trace`.
 
-    `request_ids` is for what concerns all requests of a step.
+    `request_ids` is for what concerns all requests of a step. `trace_id` and `span_id` have 32 and 16
+    hexadecimal digits.
     """
     known: dict[str, object] = {
         "request_id": None if request_id is None else id_text(request_id),
@@ -47,7 +43,7 @@ def about(
         "stage": stage,
         "worker": worker,
         "duration_s": None if duration_s is None else round(duration_s, 3),
-        "trace_id": None if trace is None else f"{trace.trace_id:032x}",
-        "span_id": None if trace is None else f"{trace.span_id:016x}",
+        "trace_id": trace_id,
+        "span_id": span_id,
     }
     return {name: value for name, value in known.items() if value is not None}

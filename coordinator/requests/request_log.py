@@ -4,8 +4,6 @@ import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 
-from opentelemetry.trace import SpanContext
-
 from coordinator.requests.observer import EngineObserver
 from coordinator.requests.request import Request
 from coordinator.scheduling.sequence import Sequence
@@ -28,9 +26,9 @@ _WISHED = (DeadlinePassed, RequestCancelled, RequestSuspended)
 class RequestLog(EngineObserver):
     """Nothing that a request meets where all is well is above debug, and no step is in the log at all."""
 
-    def __init__(self, trace_of: Callable[[Request], SpanContext | None] = lambda _: None) -> None:
-        """`trace_of` is asked for a request's span while the request is live, and when it has just ended."""
-        self._trace_of = trace_of
+    def __init__(self, trace_id_of: Callable[[Request], str | None] = lambda _: None) -> None:
+        """`trace_id_of` is asked while a request is live, and when it has just ended."""
+        self._trace_id_of = trace_id_of
 
     def accepted(self, request: Request, now_s: float) -> None:
         if log.isEnabledFor(logging.DEBUG):
@@ -61,7 +59,7 @@ class RequestLog(EngineObserver):
         log.log(level, "request %s %s", id_text(request.id), text, extra=self._about(request))
 
     def _about(self, request: Request) -> dict[str, object]:
-        return about(request_id=request.id, trace=self._trace_of(request))
+        return about(request_id=request.id, trace_id=self._trace_id_of(request))
 
 
 def level_of(error: ServingError | None) -> int:

@@ -11,7 +11,6 @@ import tomllib
 from typing import Any
 
 import pytest
-from opentelemetry.trace import SpanContext
 
 from telemetry.logs import (
     PACKAGES,
@@ -25,7 +24,7 @@ from tests.shared_files import REPOSITORY
 from wire.ids import id_text, new_request_id
 from wire.log_fields import FIELDS, about
 
-TRACE = SpanContext(0x4BF92F3577B34DA6A3CE929D0E0E4736, 0x00F067AA0BA902B7, is_remote=False)
+TRACE = {"trace_id": "4bf92f3577b34da6a3ce929d0e0e4736", "span_id": "00f067aa0ba902b7"}
 
 
 def record(
@@ -44,14 +43,14 @@ def test_a_console_line_is_for_people() -> None:
 
 
 def test_a_console_line_ends_with_the_trace_and_names_other_libraries() -> None:
-    line = ConsoleFormatter("coordinator").format(record("odd", name="asyncio", **about(trace=TRACE)))
+    line = ConsoleFormatter("coordinator").format(record("odd", name="asyncio", **about(**TRACE)))
     assert line.endswith(" WARNING asyncio: odd (trace 4bf92f3577b34da6a3ce929d0e0e4736)")
 
 
 def test_a_json_line_has_words_and_fields() -> None:
     request_id = new_request_id()
     extra = about(
-        request_id=request_id, epoch=3, step=0, stage=1, worker="gpu-a", duration_s=0.31234, trace=TRACE
+        request_id=request_id, epoch=3, step=0, stage=1, worker="gpu-a", duration_s=0.31234, **TRACE
     )
     line = JsonFormatter("coordinator").format(record('a "line"\nof %s', "two", **extra))
     assert "\n" not in line
@@ -87,6 +86,14 @@ def test_a_traceback_stays_in_its_line() -> None:
     assert line["message"] == "step 3 failed"
     assert line["exception"].startswith("Traceback ")
     assert line["exception"].endswith("RuntimeError: broken")
+
+
+def test_the_document_explains_every_field() -> None:
+    document = (
+        (REPOSITORY / "docs" / "telemetry.md").read_text().split("## Logs\n", 1)[1].split("\n## ", 1)[0]
+    )
+    cells = re.findall(r"^\| (`[^|]*) \|", document, flags=re.MULTILINE)
+    assert tuple(name for cell in cells for name in re.findall(r"`(\w+)`", cell)) == FIELDS
 
 
 def test_what_is_not_known_is_not_written() -> None:
