@@ -4,7 +4,6 @@ import asyncio
 import gc
 import logging
 import signal
-import sys
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -33,10 +32,12 @@ from coordinator.planning.served_plan import plan_for
 from coordinator.requests.admission import AdmissionLimits
 from coordinator.requests.durability import Durability
 from coordinator.requests.engine import Engine
+from coordinator.requests.request_log import RequestLog
 from coordinator.text.tokenizer import TokenizerError, load_text_codec
 from coordinator.timing import ClusterTiming
 from coordinator.tracing.request_traces import RequestTraces
 from stageline_rpc.v1 import cluster_pb2_grpc, inference_pb2_grpc, stage_pb2_grpc
+from telemetry import logs
 from telemetry.process import new_recorder
 from telemetry.span_sinks import StoreSink
 from telemetry.spans import COORDINATOR
@@ -74,7 +75,7 @@ class CoordinatorServer:
                 max_unread_tokens=config.max_unread_tokens,
             ),
             durability=Durability(self.journal, config.reattach_timeout_s),
-            observers=(traces,),
+            observers=(traces, RequestLog()),
         )
         state = ClusterState(
             num_stages=config.num_stages,
@@ -165,9 +166,7 @@ def open_journal(path: Path, model: ServedModel) -> Journal:
 
 def run(config: CoordinatorConfig) -> int:
     """Serves until SIGTERM or SIGINT. Returns the exit code; what goes wrong is one line on stderr."""
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
+    logs.configure(config.logs, "coordinator")
     try:
         model = open_model(config)
         if model.directory is not None:
@@ -176,7 +175,7 @@ def run(config: CoordinatorConfig) -> int:
             log.info("no structured output: %s", problem)
         uvloop.run(_serve(config, model))
     except (CheckpointError, TokenizerError, JournalUnusable, ValueError, OSError) as error:
-        print(f"stageline: error: {error}", file=sys.stderr)
+        logs.say_last(config.logs, f"stageline: error: {error}")
         return 1
     return 0
 

@@ -9,6 +9,7 @@ from coordinator.config import CoordinatorConfig
 from stageline.cli import options
 from stageline.version import VERSION
 from telemetry.environment import read_environment
+from telemetry.logs import LogFormat, LogLevel, LogSettings
 
 
 def coordinator(
@@ -41,6 +42,8 @@ def coordinator(
     journal: options.Journal = None,
     reattach_timeout: options.ReattachTimeout = 60.0,
     trace_sample: options.TraceSample = None,
+    log_format: options.LogFormat = LogFormat.CONSOLE,
+    log_level: options.LogLevel = LogLevel.INFO,
 ) -> int:
     """Plan the stages, and serve clients and workers until it is ended."""
     config = options.build_config(
@@ -73,6 +76,7 @@ def coordinator(
             reattach_timeout_s=reattach_timeout,
             trace_sample=trace_sample,
             telemetry=read_environment(os.environ, version=VERSION),
+            logs=LogSettings(format=log_format, level=log_level),
         )
     )
     from coordinator.app import run  # imported late: the other commands need none of it
@@ -110,4 +114,4 @@ def flags_of(config: CoordinatorConfig) -> tuple[str, ...]:
     given = [part for flag, value in values.items() if value is not None for part in (flag, str(value))]
     if config.self_check is not None:
         given.append("--self-check" if config.self_check else "--no-self-check")
-    return tuple(given)
+    return (*given, *config.logs.flags)

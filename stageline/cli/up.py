@@ -16,6 +16,7 @@ from stageline.cli.preflight import check_plan
 from stageline.cli.progress import wait_until_serving
 from stageline.cli.tables import describe_cluster, describe_kv_cache, topology_view
 from stageline.client import Client
+from telemetry.logs import LogFormat, LogLevel, LogSettings
 
 _GENERATE_TEXT = 'generate "Once upon a time"'
 _GENERATE_IDS = "generate --token-ids 1,2,3"
@@ -67,6 +68,8 @@ def up(
     journal: options.Journal = None,
     reattach_timeout: options.ReattachTimeout = 60.0,
     trace_sample: options.TraceSample = None,
+    log_format: options.LogFormat = LogFormat.CONSOLE,
+    log_level: options.LogLevel = LogLevel.INFO,
     mock: Annotated[
         list[str] | None,
         typer.Option(metavar="TIMES", help="Mock stages, as in step=20ms; once for all, or once for each."),
@@ -105,6 +108,7 @@ def up(
             journal=journal,
             reattach_timeout_s=reattach_timeout,
             trace_sample=trace_sample,
+            logs=LogSettings(format=log_format, level=log_level),
         )
         if self_check and mock:
             raise ValueError("--self-check needs stages that compute: not together with --mock")
@@ -118,6 +122,7 @@ def up(
             mocks=tuple(mock or ()),
             pins_workers=pin,
             coordinator_arguments=flags_of(coordinator),
+            worker_arguments=(coordinator.logs.flags,) * num_workers,
         )
         return coordinator, cluster
 
