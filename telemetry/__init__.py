@@ -1,0 +1,1 @@
+"""What a running cluster tells about itself: spans, metrics, logs."""
