@@ -1,108 +1,8 @@
-"""Every metric that Stageline records, in one table; docs/telemetry.md says what they mean.
+"""Every metric that Stageline records, in one table; docs/telemetry.md says what they mean."""
 
-Names and units follow OpenTelemetry's conventions (dots, UCUM); the names for Prometheus are derived from
-them by OpenTelemetry's rules for that. A label has a short name in Prometheus and is an attribute elsewhere.
-"""
+from telemetry.metrics.metric import Kind, Label, Metric, Process
 
-import re
-from dataclasses import dataclass
-from enum import Enum
-
-
-class Kind(Enum):
-    """COUNTER only grows, UP_DOWN is a sum that also shrinks, GAUGE is read off, HISTOGRAM counts values."""
-
-    COUNTER = "counter"
-    UP_DOWN = "up-down counter"
-    GAUGE = "gauge"
-    HISTOGRAM = "histogram"
-
-
-class Process(Enum):
-    """Which process records a metric; the value is its service.name."""
-
-    COORDINATOR = "stageline-coordinator"
-    WORKER = "stageline-worker"
-
-
-OTHER = "other"
-"""The label value that stands for all that have no series of their own."""
-
-
-@dataclass(frozen=True, slots=True)
-class Label:
-    """What tells the series of a metric apart: one of `values`, or without them at most `most` different ones.
-
-    `name` is the label in Prometheus, `attribute` that of OpenTelemetry.
-    """
-
-    name: str
-    attribute: str
-    values: tuple[str, ...] = ()
-    most: int = 0
-
-    def __post_init__(self) -> None:
-        if not self.values and self.most < 1:
-            raise ValueError(f"label {self.name!r} has neither values nor a limit on how many")
-
-    @property
-    def num_values(self) -> int:
-        """The most that there are, without OTHER."""
-        return len(self.values) or self.most
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Metric:
-    """One metric. A worker's has the label `worker` too, where the coordinator shows it.
-
-    `bounds` are the upper bounds of a histogram's buckets, inclusive, in `unit`.
-    """
-
-    name: str
-    kind: Kind
-    unit: str
-    process: Process
-    description: str
-    labels: tuple[Label, ...] = ()
-    bounds: tuple[float, ...] = ()
-
-    def __post_init__(self) -> None:
-        if (self.kind is Kind.HISTOGRAM) != bool(self.bounds):
-            raise ValueError(f"{self.name} is a {self.kind.value} with {len(self.bounds)} bucket bounds")
-        if list(self.bounds) != sorted(set(self.bounds)):
-            raise ValueError(f"the bucket bounds of {self.name} do not ascend: {self.bounds}")
-
-    @property
-    def prometheus_name(self) -> str:
-        """Of its family: with the unit, and `_total` for a counter."""
-        name = re.sub(r"[^a-zA-Z0-9]+", "_", self.name)
-        if unit := self.prometheus_unit:
-            name = name if name.endswith(f"_{unit}") else f"{name}_{unit}"
-        return f"{name}_total" if self.kind is Kind.COUNTER else name
-
-    @property
-    def prometheus_unit(self) -> str:
-        """The word that ends its name; what is counted, in braces in UCUM, is none."""
-        if self.unit == "1":
-            return "ratio" if self.kind is Kind.GAUGE else ""
-        return _UNIT_WORDS[self.unit] if not self.unit.startswith("{") else ""
-
-    @property
-    def is_monotonic(self) -> bool:
-        return self.kind is Kind.COUNTER
-
-    @property
-    def max_series(self) -> int:
-        """Different label values that it may have, OTHER not counted."""
-        product = 1
-        for label in self.labels:
-            product *= label.num_values
-        return product
-
-
-_UNIT_WORDS = {"s": "seconds", "By": "bytes"}
-
-STAGE = Label("stage", "stageline.stage.index", most=256)
+STAGE = Label("stage", "stageline.stage.index", most=256, is_integer=True)
 WORKER = Label("worker", "stageline.worker.name", most=512)
 REQUEST_STATE = Label(
     "state", "stageline.request.state", values=("preparing", "queued", "prefill", "decode")
@@ -129,7 +29,7 @@ _RECOVERY_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0)
 
 
 def _of(
-    process: Process,
+    processes: tuple[Process, ...],
     name: str,
     kind: Kind,
     unit: str,
@@ -141,14 +41,14 @@ def _of(
         name=name,
         kind=kind,
         unit=unit,
-        process=process,
+        processes=processes,
         description=description,
         labels=labels,
         bounds=bounds,
     )
 
 
-_COORDINATOR, _WORKER = Process.COORDINATOR, Process.WORKER
+_COORDINATOR, _WORKER, _BOTH = (Process.COORDINATOR,), (Process.WORKER,), tuple(Process)
 _COUNTER, _UP_DOWN, _GAUGE, _HISTOGRAM = Kind.COUNTER, Kind.UP_DOWN, Kind.GAUGE, Kind.HISTOGRAM
 
 REQUESTS = _of(
@@ -276,7 +176,8 @@ BUBBLE = _of(
     "stageline.pipeline.bubble",
     _GAUGE,
     "1",
-    "Of the last 10 s with steps in flight, the share in which a stage did not compute; the mean of all stages.",
+    "Of the time with steps in flight in the last 10 s, the share in which a stage computed nothing; the mean "
+    "of all stages.",
 )
 WORKERS = _of(
     _COORDINATOR, "stageline.workers", _UP_DOWN, "{worker}", "Workers, by their state.", WORKER_STATE
@@ -377,15 +278,22 @@ STAGE_MEMORY = _of(
     MEMORY_KIND,
 )
 RESIDENT_MEMORY = _of(
-    _WORKER, "stageline.worker.resident_memory", _UP_DOWN, "By", "Memory that the process holds."
+    _BOTH, "stageline.process.resident_memory", _UP_DOWN, "By", "Memory that the process holds."
 )
 FAILED_EXPORTS = _of(
-    _WORKER,
+    _BOTH,
     "stageline.metrics.exports.failed",
     _COUNTER,
     "{export}",
-    "Exports of this worker's metrics that were not taken.",
+    "Exports of this process's metrics that nobody took.",
     DESTINATION,
+)
+SERIES_OVERFLOWS = _of(
+    _BOTH,
+    "stageline.metrics.overflows",
+    _COUNTER,
+    "{lookup}",
+    "Values that went to the series `other`, because there were too many series.",
 )
 
 METRICS: tuple[Metric, ...] = tuple(each for each in vars().values() if isinstance(each, Metric))
