@@ -47,8 +47,9 @@ def decode_metrics(message: metrics_pb2.ResourceMetrics, process: Process) -> Sn
             if metric is None or process not in metric.processes or each.name in metrics:
                 continue
             data_points = list(_data_points(each, metric))[: metric.max_series + 1]
-            points = [point for point in (_decode_point(data, metric) for data in data_points) if point]
-            metrics[each.name] = MetricPoints(metric, tuple(points))
+            decoded = [point for point in (_decode_point(data, metric) for data in data_points) if point]
+            points = {point.labels: point for point in decoded}
+            metrics[each.name] = MetricPoints(metric, tuple(points.values()))
             for data in data_points[:1]:
                 start_ns, time_ns = max(start_ns, data.start_time_unix_nano), data.time_unix_nano
     return Snapshot(start_ns, time_ns, tuple(metrics.values()))
