@@ -20,7 +20,7 @@ from telemetry.metrics.snapshot import Snapshot, TakeSnapshot
 
 log = logging.getLogger(__name__)
 
-_LAST_EXPORT_TIMEOUT_S = 1.0
+_LAST_EXPORT_TIMEOUT_S = 0.5
 
 
 class CollectorExport:
@@ -79,16 +79,21 @@ class CollectorExport:
             self._num_dropped += 1
 
     def _end(self) -> None:
-        try:
-            self._next.put(None, timeout=_LAST_EXPORT_TIMEOUT_S)
-        except Full:
-            log.debug("the last metrics are lost: an export has not ended")
-        self._thread.join(_LAST_EXPORT_TIMEOUT_S)
+        if self._thread.is_alive():
+            try:
+                self._next.put(None, timeout=_LAST_EXPORT_TIMEOUT_S)
+            except Full:
+                log.debug("the last metrics are lost: an export has not ended")
+            self._thread.join(_LAST_EXPORT_TIMEOUT_S)
         if self._exporter is not None:
             self._exporter.shutdown(timeout_millis=0)
 
     def _export(self) -> None:
-        self._exporter = exporter = self._new_exporter(self._protocol)
+        try:
+            self._exporter = exporter = self._new_exporter(self._protocol)
+        except Exception as error:
+            log.error("metrics are not exported: %s", error)
+            return
         resource = Resource.create(dict(self._resource))
         while (snapshot := self._next.get()) is not None:
             self._note(exporter_took=self._try(exporter, sdk_metrics(snapshot, resource)))
