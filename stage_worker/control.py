@@ -11,6 +11,7 @@ import grpc
 from stage_worker.stage_host import StageHost
 from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc
 from wire.channels import client_channel
+from wire.clock import ClusterClock, Exchange, wall_clock_us
 
 log = logging.getLogger(__name__)
 
@@ -58,12 +59,14 @@ class Membership:
         new_hello: Callable[[], cluster_pb2.WorkerHello],
         heartbeat: Callable[[], cluster_pb2.Heartbeat],
         host: StageHost,
+        clock: ClusterClock,
     ) -> None:
-        """`new_hello` and `heartbeat` are asked for the state of the moment."""
+        """`new_hello` and `heartbeat` are asked for the state of the moment; `clock` learns from the answers."""
         self._coordinator = coordinator
         self._new_hello = new_hello
         self._heartbeat = heartbeat
         self._host = host
+        self._clock = clock
         self._backoff_s = FIRST_BACKOFF_S
         self._waits_for = ""
         self._connection: _Connection | None = None
@@ -123,7 +126,12 @@ class Membership:
 
     async def _beat(self, connection: "_Connection", interval_s: float) -> None:
         while True:
-            connection.send(cluster_pb2.WorkerMessage(heartbeat=self._heartbeat()))
+            self._clock.refresh()
+            heartbeat = self._heartbeat()
+            heartbeat.clock_offset_us = self._clock.offset_us
+            heartbeat.clock_uncertainty_us = self._clock.uncertainty_us or 0
+            heartbeat.sent_at_us = wall_clock_us()
+            connection.send(cluster_pb2.WorkerMessage(heartbeat=heartbeat))
             await asyncio.sleep(interval_s / LOADING_BEATS if self._host.is_loading else interval_s)
 
     async def _welcome(self, call: Call) -> cluster_pb2.Welcome:
@@ -147,6 +155,13 @@ class Membership:
                     self._host.submit(message.begin_epoch, connection.send)
                 case "end_epoch":
                     self._host.submit(message.end_epoch, connection.send)
+                case "heartbeat_answer":
+                    answer = message.heartbeat_answer
+                    self._clock.note(
+                        Exchange(
+                            answer.sent_at_us, answer.received_at_us, answer.answered_at_us, wall_clock_us()
+                        )
+                    )
                 case "leave":
                     return _Left(message.leave.reason, message.leave.exit_process)
                 case unknown:

@@ -123,6 +123,12 @@ def hop_to_coordinator(address: str, hello: stage_pb2.HopHello) -> Hop:
 def _encode(timed: TimedOutput) -> Iterable[Request]:
     output = timed.output
     if isinstance(output, HandedOn):
-        return encode_frame(output.step_bytes, output.step_id, output.hidden, timed.stage_times)
-    result = StepResult(output.epoch, output.step_id, output.results, timed.stage_times)
+        return encode_frame(
+            output.step_bytes,
+            output.step_id,
+            output.hidden,
+            timed.stage_times,
+            ready_at_us=timed.ready_at_us,
+        )
+    result = StepResult(output.epoch, output.step_id, output.results, timed.stage_times, timed.ready_at_us)
     return (encode_result_frame(result),)

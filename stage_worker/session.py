@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -12,8 +12,10 @@ from stage_worker.backend import RanStep, StageBackend
 from stage_worker.executor import StepExecutor
 from stage_worker.handshake import Epoch, check_hop, declared_dtype
 from stage_worker.hop import Hop
-from stage_worker.outputs import ReceivedFrame, TimedOutput
+from stage_worker.outputs import ReceivedFrame, StepTiming, TimedOutput
+from stage_worker.step_observer import StepObserver
 from stageline_rpc.v1 import stage_pb2
+from wire.clock import ClusterClock
 from wire.errors import StaleStream, StepFault, StepFaultKind
 from wire.frames import FrameAssembler
 from wire.steps import FaultReport, StageTime
@@ -54,6 +56,8 @@ class EpochSession:
         hop: Hop,
         on_ready: Callable[[], None],
         on_refused: Callable[[FaultReport | None], None],
+        clock: ClusterClock,
+        observers: Sequence[StepObserver] = (),
     ) -> None:
         """`on_refused` is called at most once, when the epoch ends from inside; without a report, somebody
         further on has reported."""
@@ -65,6 +69,8 @@ class EpochSession:
         self._hop = hop
         self._on_ready = on_ready
         self._on_refused = on_refused
+        self._clock = clock
+        self._observers = tuple(observers)
         self._inbox: asyncio.Queue[_Queued | StepFault] = asyncio.Queue(QUEUED_FRAMES)
         self._num_queued = 0
         self._next_step_id = 0
@@ -121,12 +127,15 @@ class EpochSession:
             num_stages_before=self._assignment.stage,
             wire_dtype=self._wire_dtype,
         )
+        began_s: float | None = None
         try:
             async for message in messages:
-                arrived_s = time.monotonic()
+                began_s = began_s or time.monotonic()
                 frame = assembler.add(message)
                 if frame is not None:
-                    await self._take(ReceivedFrame(frame, arrived_s))
+                    received = ReceivedFrame(frame, time.monotonic(), began_s)
+                    began_s = None
+                    await self._take(received)
             assembler.finish()
         except StepFault as fault:
             await self._refuse(fault)
@@ -142,10 +151,10 @@ class EpochSession:
         if not running.done() or running.exception() is not None:
             await self._queue(_Queued(received, running))
             return
-        output = _timed(running.result(), received, self._assignment.stage)
+        output = self._timed(running.result(), received)
         self._next_step_id = received.frame.step.step_id + 1
         try:
-            await self._hop.send(output)
+            await self._send(output, received)
         except (StepFault, StaleStream):
             # The watcher of the hop finds the same, and ends the epoch.
             await asyncio.wait({self._over})
@@ -162,6 +171,8 @@ class EpochSession:
         try:
             await self._backend.begin_epoch(self._executor, self.epoch.number, stage=self._assignment.stage)
             await self._hop.dial()
+            for observer in self._observers:
+                observer.epoch_began(self._assignment, self.epoch.number)
             self.is_serving = True
             self._on_ready()
             async with asyncio.TaskGroup() as tasks:
@@ -176,32 +187,65 @@ class EpochSession:
             self._fail(StepFault(StepFaultKind.DEVICE, "unexpected error; the worker's log has the detail"))
         finally:
             self.is_serving = False
+            for observer in self._observers:
+                observer.epoch_over()
             await self._hop.close()
 
     async def _serve(self) -> None:
         """Computes frame after frame. An output is sent while the next frame is computed."""
-        ready: TimedOutput | None = None
+        ready: tuple[TimedOutput, ReceivedFrame] | None = None
         while True:
             queued = await self._inbox.get()
             if isinstance(queued, StepFault):
-                await self._send(ready)
+                await self._send_if(ready)
                 raise queued
             received = queued.received
             running = queued.running or self._backend.submit(self._executor, received)
             try:
-                await self._send(ready)
-                ready = _timed(await running, received, self._assignment.stage)
+                await self._send_if(ready)
+                ready = self._timed(await running, received), received
             finally:
                 _let_go(running)
             self._next_step_id = received.frame.step.step_id + 1
             if self._inbox.empty():
-                await self._send(ready)
+                await self._send_if(ready)
                 ready = None
             self._num_queued -= 1
 
-    async def _send(self, output: TimedOutput | None) -> None:
-        if output is not None:
-            await self._hop.send(output)
+    async def _send_if(self, ready: tuple[TimedOutput, ReceivedFrame] | None) -> None:
+        if ready is not None:
+            await self._send(*ready)
+
+    async def _send(self, output: TimedOutput, received: ReceivedFrame) -> None:
+        """Tells the observers afterwards: nothing that they do holds up the next stage."""
+        await self._hop.send(output)
+        sent_s = time.monotonic()
+        for observer in self._observers:
+            observer.step_done(received.frame, output, sent_s)
+
+    def _timed(self, ran: RanStep, received: ReceivedFrame) -> TimedOutput:
+        """The output with the times of all stages so far; unknown ones stay unknown."""
+        frame, clock = received.frame, self._clock
+        hop_us = 0
+        if frame.ready_at_us:
+            hop_us = clock.at_us(received.began_s) - frame.ready_at_us
+        timing = StepTiming(
+            received.began_s,
+            received.at_s,
+            ran.started_s,
+            ran.ended_s,
+            hop_us / 1e6 if frame.ready_at_us else None,
+        )
+        ready_at_us = clock.at_us(ran.ended_s)
+        if len(frame.stage_times) != self._assignment.stage:
+            return TimedOutput(ran.output, (), 0, timing)
+        own = StageTime(
+            wait_us=round((ran.started_s - received.at_s) * 1e6),
+            compute_us=round((ran.ended_s - ran.started_s) * 1e6),
+            hop_us=hop_us,
+            receive_us=round((received.at_s - received.began_s) * 1e6),
+        )
+        return TimedOutput(ran.output, (*frame.stage_times, own), ready_at_us, timing)
 
     def _fail(self, fault: StepFault) -> None:
         """Reports the first fault, unless the epoch was ended from outside."""
@@ -231,18 +275,6 @@ class EpochSession:
     def _end(self, reason: str) -> None:
         if not self._over.done():
             self._over.set_result(reason)
-
-
-def _timed(ran: RanStep, received: ReceivedFrame, stage: int) -> TimedOutput:
-    """The output with the times of all stages so far; unknown ones stay unknown."""
-    before = received.frame.stage_times
-    if len(before) != stage:
-        return TimedOutput(ran.output, ())
-    own = StageTime(
-        wait_us=round((ran.started_s - received.at_s) * 1e6),
-        compute_us=round((ran.ended_s - ran.started_s) * 1e6),
-    )
-    return TimedOutput(ran.output, (*before, own))
 
 
 def _let_go(running: "asyncio.Future[RanStep]") -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from stage_worker.assignment import Assignment, decode_assignment, wants
@@ -12,7 +12,9 @@ from stage_worker.hop import Hop, hop_to_coordinator, hop_to_stage
 from stage_worker.reference_request import ReferenceRequest
 from stage_worker.session import EpochSession
 from stage_worker.stage_load import LoadedStage, LoadProgress, StageLoadError
+from stage_worker.step_observer import StepObserver
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
+from wire.clock import ClusterClock
 from wire.errors import Overloaded, StaleStream, StepFaultKind
 from wire.ids import Incarnation, new_incarnation
 from wire.reference import Reference
@@ -48,6 +50,8 @@ class StageHost:
         backend: StageBackend,
         on_serving: Callable[[bool], None],
         wire_dtype: WireDType | None = None,
+        clock: ClusterClock | None = None,
+        observers: Sequence[StepObserver] = (),
     ) -> None:
         """`coordinator` is where this worker reaches it: the address of `Join`, and of LAST's results.
         `wire_dtype` overrides what the coordinator wants hidden states to be sent in.
@@ -59,6 +63,8 @@ class StageHost:
         self._backend = backend
         self._on_serving = on_serving
         self._wire_dtype = wire_dtype
+        self._clock = clock or ClusterClock()
+        self._observers = tuple(observers)
         self._orders: asyncio.Queue[tuple[Order | _Disconnected, Reply]] = asyncio.Queue()
         self._loaded: LoadedStage | None = None
         self._loading: Assignment | None = None
@@ -249,6 +255,8 @@ class StageHost:
             hop=self._new_hop(epoch, loaded.assignment),
             on_ready=on_ready,
             on_refused=on_refused,
+            clock=self._clock,
+            observers=self._observers,
         )
 
     def _new_hop(self, epoch: Epoch, assignment: Assignment) -> Hop:

@@ -20,6 +20,7 @@ from stage_worker.stage_host import StageHost
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
 from wire.addresses import Address, parse_address, parse_peer_address
 from wire.channels import PROTOCOL_VERSION, bind, new_server
+from wire.clock import ClusterClock
 
 log = logging.getLogger(__name__)
 
@@ -37,17 +38,20 @@ class Worker:
         self._health = health_aio.HealthServicer()
         self._backend = _new_backend(config)
         self._server = new_server()
+        clock = ClusterClock()
         self._host = StageHost(
             coordinator=config.coordinator,
             backend=self._backend,
             on_serving=self._set_serving,
             wire_dtype=config.wire_dtype,
+            clock=clock,
         )
         self._membership = Membership(
             coordinator=config.coordinator,
             new_hello=self._hello,
             heartbeat=self._heartbeat,
             host=self._host,
+            clock=clock,
         )
         self._health_tasks: set[asyncio.Task[None]] = set()
         self.listen_address = ""

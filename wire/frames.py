@@ -27,14 +27,16 @@ _LENGTHS = struct.Struct("<QQQ")
 
 @dataclass(slots=True, unsafe_hash=True)
 class Frame:
-    """A step with its serialised form, the hidden states that came with it, and what the stages before have
-    spent on it. Not modified once it is made, like everything in `wire.steps`.
+    """A step with its serialised form, the hidden states that came with it, what the stages before have spent
+    on it, and when the sender had it ready (microseconds of the coordinator's clock since 1970, or 0). Not
+    modified once it is made, like everything in `wire.steps`.
     """
 
     step: Step
     step_bytes: bytes
     hidden: TensorView | None
     stage_times: tuple[StageTime, ...] = ()
+    ready_at_us: int = 0
 
 
 def frame_checksum(step: bytes, hidden: bytes, stage_times: bytes, payload: Payload) -> int:
@@ -50,10 +52,16 @@ def _begin_checksum(step: bytes, hidden: bytes, stage_times: bytes) -> xxhash.xx
 
 
 def encode_frame(
-    step_bytes: bytes, step_id: int, hidden: TensorView | None, stage_times: Sequence[StageTime] = ()
+    step_bytes: bytes,
+    step_id: int,
+    hidden: TensorView | None,
+    stage_times: Sequence[StageTime] = (),
+    *,
+    ready_at_us: int = 0,
 ) -> Iterator[bytes]:
     """The serialised messages of one frame, in order. `hidden` is None into FIRST and for a step without
-    slices; `stage_times` are those of the stages up to the sending one.
+    slices; `stage_times` are those of the stages up to the sending one, which had the frame ready at
+    `ready_at_us`.
     """
     header = b""
     payload = memoryview(b"")
@@ -61,7 +69,7 @@ def encode_frame(
         message = encode_header(hidden, step_id=step_id, step_checksum=xxhash.xxh3_64_intdigest(step_bytes))
         header = message.SerializeToString()
         payload = memoryview(hidden.data).cast("B")
-    times = encode_stage_times(stage_times)
+    times = encode_stage_times(stage_times, ready_at_us=ready_at_us)
     first = stage_pb2.FrameChunk(
         step=step_bytes,
         hidden=header,
@@ -176,12 +184,12 @@ class FrameAssembler:
         try:
             hidden = _decode_hidden(first, step)
             self._check_declared(hidden)
-            stage_times = decode_stage_times(first.stage_times, num_stages=self._num_stages_before)
+            times, ready_at_us = decode_stage_times(first.stage_times, num_stages=self._num_stages_before)
         except StepFault as fault:
             fault.step_id = step.step_id
             fault.request_ids = step.request_ids
             raise
-        return Frame(step, first.step, hidden, stage_times)
+        return Frame(step, first.step, hidden, times, ready_at_us)
 
 
 def _check_further(chunk: stage_pb2.FrameChunk, payload: Payload) -> None:

@@ -39,9 +39,6 @@ def encode_step(step: Step) -> bytes:
         signal = message.signals.add()
         _set_key(signal.sequence, entry.sequence)
         encode_signal(entry.signal, signal)
-    if step.traceparent:
-        message.trace.traceparent = step.traceparent
-        message.trace.tracestate = step.tracestate
     return message.SerializeToString()
 
 
@@ -71,7 +68,6 @@ def _decode_step(message: stage_pb2.Step) -> Step:
     slices = [_decode_slice(part) for part in message.slices]
     if message.HasField("decodes"):
         slices = decode_decodes(message.decodes) + slices
-    has_trace = message.HasField("trace")
     return Step(
         epoch=message.epoch,
         step_id=message.step_id,
@@ -82,14 +78,14 @@ def _decode_step(message: stage_pb2.Step) -> Step:
             [SequenceSignal(_decode_key(entry.sequence), decode_signal(entry)) for entry in message.signals]
         ),
         digest=message.digest,
-        traceparent=message.trace.traceparent if has_trace else "",
-        tracestate=message.trace.tracestate if has_trace else "",
     )
 
 
 def encode_result(result: StepResult) -> stage_pb2.StepResult:
     message = stage_pb2.StepResult(
-        epoch=result.epoch, step_id=result.step_id, stage_times=encode_stage_times(result.stage_times)
+        epoch=result.epoch,
+        step_id=result.step_id,
+        stage_times=encode_stage_times(result.stage_times, ready_at_us=result.ready_at_us),
     )
     num_tokens = encode_tokens(result.results, message.tokens)
     for entry in result.results[num_tokens:]:
@@ -117,7 +113,8 @@ def decode_result(message: stage_pb2.StepResult) -> StepResult:
     results = [_decode_slice_result(entry) for entry in message.results]
     if message.HasField("tokens"):
         results = decode_tokens(message.tokens) + results
-    return StepResult(message.epoch, message.step_id, tuple(results), decode_stage_times(message.stage_times))
+    times, ready_at_us = decode_stage_times(message.stage_times)
+    return StepResult(message.epoch, message.step_id, tuple(results), times, ready_at_us)
 
 
 def encode_fault(report: FaultReport) -> cluster_pb2.StepFault:
@@ -215,6 +212,8 @@ def _add_start(message: stage_pb2.Step, start: StartRecord) -> None:
     )
     _set_key(record.sequence, start.sequence)
     encode_sampling(start.sampling, record.sampling)
+    if start.traceparent:
+        record.traceparent = start.traceparent
 
 
 def _decode_start(message: stage_pb2.StartRecord) -> StartRecord:
@@ -224,6 +223,7 @@ def _decode_start(message: stage_pb2.StartRecord) -> StartRecord:
         message.num_prompt_tokens,
         tuple(message.tokens),
         decode_sampling(message.sampling),
+        message.traceparent,
     )
 
 

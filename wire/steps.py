@@ -109,13 +109,17 @@ class StepSampling:
 
 @dataclass(frozen=True, slots=True)
 class StartRecord:
-    """Makes a (sequence, generation) known to every stage; `tokens` are all tokens so far."""
+    """Makes a (sequence, generation) known to every stage; `tokens` are all tokens so far.
+
+    `traceparent` (W3C) is that of the request's span; empty where it is not traced.
+    """
 
     sequence: SequenceKey
     generation: int
     num_prompt_tokens: int
     tokens: tuple[int, ...]
     sampling: StepSampling
+    traceparent: str = ""
 
     @property
     def most_bytes(self) -> int:
@@ -154,8 +158,6 @@ class Step:
     ends: tuple[EndRecord, ...] = ()
     signals: tuple[SequenceSignal, ...] = ()
     digest: int = 0
-    traceparent: str = ""
-    tracestate: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -206,14 +208,18 @@ class SliceResult:
 
 @dataclass(slots=True, unsafe_hash=True)
 class StageTime:
-    """What one stage spent on a step, in microseconds of its own clock.
+    """What one stage spent on a step, in microseconds.
 
-    `wait_us`: from the whole frame being there to the start of its computation; `compute_us`: from there to
-    its output being ready to send.
+    `hop_us`: from the sender having it ready to the first byte here, by two clocks that are compared, so it
+    may be a little off, and below 0; `receive_us`: from there to the whole frame being here and checked;
+    `wait_us`: from there to the start of its computation; `compute_us`: from there to its output being
+    ready to send.
     """
 
     wait_us: int
     compute_us: int
+    hop_us: int = 0
+    receive_us: int = 0
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -221,12 +227,14 @@ class StepResult:
     """The answer to one frame; `results` has one entry per slice that is sampled or scored, in order.
 
     `stage_times` has one entry per stage, from FIRST to LAST, or none where they are not known.
+    `ready_at_us`: when LAST had it ready to send, in microseconds of the coordinator's clock since 1970, or 0.
     """
 
     epoch: int
     step_id: int
     results: tuple[SliceResult, ...] = ()
     stage_times: tuple[StageTime, ...] = ()
+    ready_at_us: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

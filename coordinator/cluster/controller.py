@@ -138,7 +138,7 @@ class Controller:
         connection.heard_at_s = asyncio.get_running_loop().time()
         match message.WhichOneof("message"):
             case "heartbeat":
-                connection.heartbeat = message.heartbeat
+                connection.beat(message.heartbeat)
             case "loaded":
                 connection.is_loading = False
                 log.info(

@@ -8,6 +8,7 @@ import grpc
 
 from stageline_rpc.v1 import stage_pb2
 from wire.channels import client_channel
+from wire.clock import wall_clock_us
 from wire.forward_call import ForwardCall, open_forward
 from wire.frames import encode_frame
 from wire.step_codec import encode_step
@@ -25,19 +26,29 @@ class LinkBroken(Exception):
 class PipelineLink:
     """One `Stage.Forward` stream. Steps go out in the order of `send`; the scheduler bounds their number."""
 
-    def __init__(self, address: str, hello: stage_pb2.HopHello, on_broken: Callable[[str], None]) -> None:
-        """`on_broken` is called at most once, with the reason, when an open stream ends by itself."""
+    def __init__(
+        self,
+        address: str,
+        hello: stage_pb2.HopHello,
+        on_broken: Callable[[str], None],
+        *,
+        now_us: Callable[[], int] = wall_clock_us,
+    ) -> None:
+        """`on_broken` is called at most once, with the reason, when an open stream ends by itself. `now_us`:
+        microseconds since 1970.
+        """
         self._channel = client_channel(address)
         self._address = address
         self._hello = hello
         self._on_broken = on_broken
-        self._steps: asyncio.Queue[Step] = asyncio.Queue()
+        self._now_us = now_us
+        self._steps: asyncio.Queue[tuple[Step, int]] = asyncio.Queue()
         self._call: ForwardCall | None = None
         self._watcher: asyncio.Task[None] | None = None
 
     def send(self, step: Step) -> None:
         """Queues a step; never blocks."""
-        self._steps.put_nowait(step)
+        self._steps.put_nowait((step, self._now_us()))
 
     async def open(self) -> None:
         """Dials FIRST and waits until it accepts. Raises LinkBroken with the reason."""
@@ -66,8 +77,8 @@ class PipelineLink:
     async def _requests(self) -> AsyncIterator[bytes]:
         yield stage_pb2.ForwardRequest(hello=self._hello).SerializeToString()
         while True:
-            step = await self._steps.get()
-            for message in encode_frame(encode_step(step), step.step_id, None):
+            step, ready_at_us = await self._steps.get()
+            for message in encode_frame(encode_step(step), step.step_id, None, ready_at_us=ready_at_us):
                 yield message
 
     async def _watch(self, call: ForwardCall) -> None:

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 
 from coordinator.cluster.membership import WorkerIdentity
 from stageline_rpc.v1 import cluster_pb2
+from wire.clock import wall_clock_us
 
 
 class WorkerConnection:
@@ -23,8 +24,18 @@ class WorkerConnection:
         self._outbox: asyncio.Queue[cluster_pb2.CoordinatorMessage | None] = asyncio.Queue()
 
     def send(self, message: cluster_pb2.CoordinatorMessage) -> None:
-        """Queues a message. There are a handful per epoch, so the queue needs no bound."""
+        """Queues a message. There are a handful per epoch, and one per heartbeat: no bound is needed."""
         self._outbox.put_nowait(message)
+
+    def beat(self, heartbeat: cluster_pb2.Heartbeat) -> None:
+        """Takes a heartbeat, and answers it with the time of this clock if that is wanted."""
+        self.heartbeat = heartbeat
+        if heartbeat.sent_at_us:
+            now_us = wall_clock_us()
+            answer = cluster_pb2.HeartbeatAnswer(
+                sent_at_us=heartbeat.sent_at_us, received_at_us=now_us, answered_at_us=now_us
+            )
+            self.send(cluster_pb2.CoordinatorMessage(heartbeat_answer=answer))
 
     def close(self, reason: str) -> None:
         """Ends the stream once the messages before are out."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from coordinator.requests.pace import Pace
 from coordinator.requests.registry import Registry
-from wire.errors import Overloaded
+from coordinator.requests.request import Request
+from wire.errors import ClusterUnavailable, Overloaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,3 +75,14 @@ class Admission:
     def _refuse(self, reason: str) -> None:
         retry_after_s = self._pace.retry_after_s
         raise Overloaded(f"{reason}; try again in {retry_after_s:.1f} s", retry_after_s=retry_after_s)
+
+
+def misfit(request: Request, max_sequence_tokens: int | None) -> ClusterUnavailable | None:
+    """Why the present plan, of so many tokens per request (None: there is none), can never hold a request
+    that was accepted under another one.
+    """
+    needed = request.max_sequence_tokens
+    if max_sequence_tokens is None or needed <= max_sequence_tokens:
+        return None
+    reason = f"the cluster was planned anew and holds {max_sequence_tokens} tokens per request"
+    return ClusterUnavailable(f"{reason}; this one may need {needed}")

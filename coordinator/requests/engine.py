@@ -6,17 +6,20 @@ the engine hands out steps for as long as the scheduler has any.
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence as Items
 
 from coordinator.journal.records import AcceptedRequest
-from coordinator.requests.admission import Admission, AdmissionLimits
+from coordinator.requests.admission import Admission, AdmissionLimits, misfit
 from coordinator.requests.attachment import Attachment, Positions
 from coordinator.requests.durability import SUSPENDED, Durability
+from coordinator.requests.observer import EngineObserver, Observers
 from coordinator.requests.pace import Pace
 from coordinator.requests.registry import Registry
 from coordinator.requests.request import Choice, Request
 from coordinator.requests.resumption import Ended
+from coordinator.requests.totals import RequestTotals
 from coordinator.scheduling.answers import Progress
 from coordinator.scheduling.in_flight import OverdueStep
 from coordinator.scheduling.kv_feed import KvFeed
@@ -46,18 +49,6 @@ MAX_DEATHS_ALONE = 2
 """The death of a worker while one request runs alone may be chance; the second one is not."""
 
 
-@dataclass(slots=True)
-class RequestTotals:
-    """Requests that have ended, since the coordinator started. `orphaned` of the cancelled ones were found by
-    the sweeper.
-    """
-
-    finished: int = 0
-    cancelled: int = 0
-    failed: int = 0
-    orphaned: int = 0
-
-
 class Engine:
     """Owner of the scheduler and of the requests."""
 
@@ -67,6 +58,7 @@ class Engine:
         *,
         clock: Callable[[], float] = time.monotonic,
         durability: Durability | None = None,
+        observers: Items[EngineObserver] = (),
     ) -> None:
         self._limits = limits
         self._durability = durability or Durability()
@@ -75,7 +67,9 @@ class Engine:
         self._registry = Registry()
         self._pace = Pace()
         self.admission = Admission(limits, self._registry, self._pace)
+        self._observers = Observers(observers)
         self._send: Callable[[Step], None] | None = None
+        self._sent_s = deque[float]()
         self._max_sequence_tokens: int | None = None
         self.totals = RequestTotals()
         self.kv_feed = KvFeed()
@@ -117,11 +111,12 @@ class Engine:
         """
         self._registry.check_new(request.id)
         self.admission.check_queue()
-        if (error := self._misfit(request)) is not None:
+        if (error := misfit(request, self._max_sequence_tokens)) is not None:
             raise error
         self._durability.accept(accepted)
         self._registry.add(request)
         attachment = self._attach(request, Positions(), deadline_s)
+        self._observers.accepted(request, self._clock())
         for choice in request.choices:
             self._scheduler.add(choice.sequence)
         self._pump()
@@ -149,6 +144,8 @@ class Engine:
         if ended is not None:
             request.end(ended.at_s, ended.error)
             self._registry.end(request)
+        else:
+            self._observers.accepted(request, self._clock())
         for sequence in request.live_sequences:
             self._scheduler.add(sequence)
         self._pump()
@@ -200,10 +197,11 @@ class Engine:
         """
         self._max_sequence_tokens = max_sequence_tokens
         for request in self._registry.live:
-            if (error := self._misfit(request)) is not None:
+            if (error := misfit(request, max_sequence_tokens)) is not None:
                 self._fail(request, error)
         self._scheduler.begin_epoch(epoch, kv, limits, starts_new=starts_new)
         self.kv_feed.begin_epoch(epoch, block_size=kv.block_size, cached_blocks=kv.cached_blocks)
+        self._observers.epoch_started(epoch, self._clock())
         self._send = send
         self._pump()
 
@@ -220,8 +218,10 @@ class Engine:
     def stop_epoch(self) -> None:
         """Stops handing out steps; live requests go back to the queue with their tokens."""
         self._send = self._max_sequence_tokens = None
+        self._sent_s.clear()
         self._scheduler.end_epoch()
         self.kv_feed.end_epoch()
+        self._observers.epoch_stopped(self._clock())
 
     def note_fault(self, fault: FaultReport) -> None:
         """A step was refused; to be called before `stop_epoch`. Its requests are tried again, twice at most.
@@ -269,7 +269,9 @@ class Engine:
 
     def complete(self, result: StepResult) -> None:
         """Takes the answer of LAST to the oldest step. Raises ResultMismatch."""
-        progress = self._scheduler.complete(result, self._clock())
+        now_s = self._clock()
+        progress = self._scheduler.complete(result, now_s)
+        self._observers.step_answered(result, progress, self._sent_s.popleft(), now_s)
         if self._durability.add_step(progress):
             for each in progress:
                 self._deliver(each)
@@ -301,14 +303,6 @@ class Engine:
                 self._count_orphan(f"sequence {sequence.key}")
                 self._scheduler.drop(sequence, SequenceState.CANCELLED)
         self._pump()
-
-    def _misfit(self, request: Request) -> ClusterUnavailable | None:
-        """Why the present plan can never hold a request that was accepted under another one."""
-        limit, needed = self._max_sequence_tokens, request.max_sequence_tokens
-        if limit is None or needed <= limit:
-            return None
-        reason = f"the cluster was planned anew and holds {limit} tokens per request"
-        return ClusterUnavailable(f"{reason}; this one may need {needed}")
 
     def _attach(self, request: Request, positions: Positions, deadline_s: float | None) -> Attachment:
         attachment = Attachment(request, positions)
@@ -377,6 +371,7 @@ class Engine:
         request.end(now_s, error)
         self._registry.end(request)
         self._durability.end(request)
+        self._observers.ended(request, error, now_s)
 
     def _fail_undurable(self) -> None:
         if (failure := self._durability.failure) is not None:
@@ -390,6 +385,11 @@ class Engine:
         if self._send is None:
             return
         while (step := self._scheduler.next_step(self._clock())) is not None:
+            sent_s = self._clock()
+            if preempted := self._scheduler.take_preempted():
+                self._observers.preempted(preempted, sent_s)
+            self._observers.step_sent(step, sent_s)
+            self._sent_s.append(sent_s)
             self._send(step)
         if (kv := self._scheduler.kv) is not None:
             self.kv_feed.publish(kv.take_events())

@@ -46,6 +46,7 @@ class Scheduler:
 
     def __init__(self) -> None:
         self._queue: list[Sequence] = []
+        self._preempted: list[Sequence] = []
         self._running: dict[SequenceKey, Sequence] = {}
         self._prefilling: dict[SequenceKey, Sequence] = {}
         self._decoding = Decoding()
@@ -119,6 +120,7 @@ class Scheduler:
         for sequence in self._running.values():
             sequence.preempt()
         self._queue = sorted((*self._running.values(), *self._queue), key=_ORDER)
+        self._preempted.clear()
         self._running.clear()
         self._prefilling.clear()
         self._decoding.clear()
@@ -259,8 +261,14 @@ class Scheduler:
         self._used.note_ended(sequence.key, sequence.generation)
         self._release(sequence.release(keep_content=keep_content))
 
+    def take_preempted(self) -> list[Sequence]:
+        """Those that had to give up their blocks since this was asked last."""
+        preempted, self._preempted = self._preempted, []
+        return preempted
+
     def _requeue(self, sequence: Sequence) -> None:
         """A running sequence waits again, with its tokens."""
+        self._preempted.append(sequence)
         self._stop_running(sequence)
         self._release(sequence.preempt())
         insort(self._queue, sequence, key=_ORDER)

@@ -6,8 +6,9 @@ from pathlib import Path
 from tests.frame_messages import encode_frame
 from tests.integration.scenario import ScriptedLog
 from tests.integration.stage_bench import new_assignment, stage_bench
+from wire.ids import SequenceKey, new_request_id
 from wire.step_codec import encode_step
-from wire.steps import Step
+from wire.steps import StartRecord, Step, StepSampling
 
 NUM_FRAMES = 400
 FRAME_BYTES = 256 * 1024
@@ -23,9 +24,13 @@ async def test_a_next_stage_that_does_not_read_holds_the_sender_back(tiny_llama:
         predecessor = await bench.predecessor()
         first, hidden = ScriptedLog(bench.assignment, epoch).next_frame()
         padding = "x" * FRAME_BYTES
+        starts = [
+            StartRecord(SequenceKey(new_request_id(), 0), 0, 1, (1,), StepSampling(), padding)
+            for _ in range(1, NUM_FRAMES)
+        ]
         steps = [first] + [
-            Step(epoch=epoch, step_id=number, digest=first.digest, traceparent="00", tracestate=padding)
-            for number in range(1, NUM_FRAMES)
+            Step(epoch=epoch, step_id=number, digest=first.digest, starts=(start,))
+            for number, start in enumerate(starts, 1)
         ]
 
         async def send_all() -> None:

@@ -20,6 +20,7 @@ PACKAGES = (
     "stage_worker/mock",
     "stage_worker/models",
     "stage_worker/sampling",
+    "telemetry",
     "wire",
     "kvcache",
     "checkpoint",

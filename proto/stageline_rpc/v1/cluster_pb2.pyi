@@ -192,6 +192,7 @@ class CoordinatorMessage(_message.Message):
     BEGIN_EPOCH_FIELD_NUMBER: _builtins.int
     LEAVE_FIELD_NUMBER: _builtins.int
     END_EPOCH_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_ANSWER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -202,6 +203,8 @@ class CoordinatorMessage(_message.Message):
     def leave(self) -> Global___Leave: ...
     @_builtins.property
     def end_epoch(self) -> Global___EndEpoch: ...
+    @_builtins.property
+    def heartbeat_answer(self) -> Global___HeartbeatAnswer: ...
     def __init__(
         self,
         *,
@@ -210,16 +213,46 @@ class CoordinatorMessage(_message.Message):
         begin_epoch: Global___BeginEpoch | None = ...,
         leave: Global___Leave | None = ...,
         end_epoch: Global___EndEpoch | None = ...,
+        heartbeat_answer: Global___HeartbeatAnswer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "begin_epoch", b"begin_epoch", "end_epoch", b"end_epoch", "leave", b"leave", "message", b"message", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "begin_epoch", b"begin_epoch", "end_epoch", b"end_epoch", "heartbeat_answer", b"heartbeat_answer", "leave", b"leave", "message", b"message", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "begin_epoch", b"begin_epoch", "end_epoch", b"end_epoch", "leave", b"leave", "message", b"message", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "begin_epoch", b"begin_epoch", "end_epoch", b"end_epoch", "heartbeat_answer", b"heartbeat_answer", "leave", b"leave", "message", b"message", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "assign", "begin_epoch", "leave", "end_epoch"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "assign", "begin_epoch", "leave", "end_epoch", "heartbeat_answer"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___CoordinatorMessage: _TypeAlias = CoordinatorMessage  # noqa: Y015
+
+@_typing.final
+class HeartbeatAnswer(_message.Message):
+    """With when the worker had it back: how far apart the two clocks are. Microseconds since 1970."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SENT_AT_US_FIELD_NUMBER: _builtins.int
+    RECEIVED_AT_US_FIELD_NUMBER: _builtins.int
+    ANSWERED_AT_US_FIELD_NUMBER: _builtins.int
+    sent_at_us: _builtins.int
+    """As the heartbeat said, by the worker's clock."""
+    received_at_us: _builtins.int
+    """By the coordinator's clock."""
+    answered_at_us: _builtins.int
+    def __init__(
+        self,
+        *,
+        sent_at_us: _builtins.int = ...,
+        received_at_us: _builtins.int = ...,
+        answered_at_us: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answered_at_us", b"answered_at_us", "received_at_us", b"received_at_us", "sent_at_us", b"sent_at_us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeartbeatAnswer: _TypeAlias = HeartbeatAnswer  # noqa: Y015
 
 @_typing.final
 class WorkerHello(_message.Message):
@@ -316,6 +349,9 @@ class Heartbeat(_message.Message):
     KV_FIELD_NUMBER: _builtins.int
     BUSY_US_FIELD_NUMBER: _builtins.int
     LOAD_PROGRESS_FIELD_NUMBER: _builtins.int
+    SENT_AT_US_FIELD_NUMBER: _builtins.int
+    CLOCK_OFFSET_US_FIELD_NUMBER: _builtins.int
+    CLOCK_UNCERTAINTY_US_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """0 while the worker holds no stage."""
     num_steps: _builtins.int
@@ -327,6 +363,13 @@ class Heartbeat(_message.Message):
     """Time spent computing steps since the process started, in microseconds."""
     load_progress: _builtins.float
     """Of what has to be read of the checkpoint for the assigned stage, the fraction that has been, 0 to 1."""
+    sent_at_us: _builtins.int
+    """When this was sent, by the worker's clock, in microseconds since 1970; 0: no answer is wanted."""
+    clock_offset_us: _builtins.int
+    """What the worker adds to its clock to have the coordinator's, in microseconds, and by how much that may be off
+    (0: not known yet). An offset below its uncertainty is taken for 0.
+    """
+    clock_uncertainty_us: _builtins.int
     @_builtins.property
     def kv(self) -> Global___KvUsage: ...
     def __init__(
@@ -340,10 +383,13 @@ class Heartbeat(_message.Message):
         kv: Global___KvUsage | None = ...,
         busy_us: _builtins.int = ...,
         load_progress: _builtins.float = ...,
+        sent_at_us: _builtins.int = ...,
+        clock_offset_us: _builtins.int = ...,
+        clock_uncertainty_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_us", b"busy_us", "epoch", b"epoch", "kv", b"kv", "kv_bytes", b"kv_bytes", "load_progress", b"load_progress", "num_steps", b"num_steps", "resident_bytes", b"resident_bytes", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_us", b"busy_us", "clock_offset_us", b"clock_offset_us", "clock_uncertainty_us", b"clock_uncertainty_us", "epoch", b"epoch", "kv", b"kv", "kv_bytes", b"kv_bytes", "load_progress", b"load_progress", "num_steps", b"num_steps", "resident_bytes", b"resident_bytes", "sent_at_us", b"sent_at_us", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

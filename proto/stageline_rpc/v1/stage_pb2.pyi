@@ -261,8 +261,10 @@ class FrameChunk(_message.Message):
     """Consecutive pieces of the hidden states."""
     is_last: _builtins.bool
     stage_times: _builtins.bytes
-    """First chunk only: what the stages before have spent on this step, from FIRST on; two u32 LE for each, in
-    microseconds: from the whole frame being there to the start of its computation, and from there to its output.
+    """First chunk only: when the sender had the frame ready, u64 LE, in microseconds of the coordinator's clock since
+    1970; then what the stages before have spent on this step, from FIRST on, four times 32 bits LE for each, in
+    microseconds: from the sender having it ready to the first byte here (signed: two clocks are compared), to the
+    whole frame being here and checked, to the start of its computation, to its output.
     """
     def __init__(
         self,
@@ -333,7 +335,6 @@ class Step(_message.Message):
     ENDS_FIELD_NUMBER: _builtins.int
     SIGNALS_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
-    TRACE_FIELD_NUMBER: _builtins.int
     DECODES_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     step_id: _builtins.int
@@ -351,10 +352,6 @@ class Step(_message.Message):
         """In the order in which the ledger applied them."""
 
     @_builtins.property
-    def trace(self) -> Global___TraceContext:
-        """W3C trace context: trace ids of the requests of this step, for spans."""
-
-    @_builtins.property
     def decodes(self) -> Global___DecodeColumns:
         """The slices before `slices`."""
 
@@ -368,38 +365,15 @@ class Step(_message.Message):
         ends: _abc.Iterable[Global___EndRecord] | None = ...,
         signals: _abc.Iterable[Global___SequenceSignal] | None = ...,
         digest: _builtins.int = ...,
-        trace: Global___TraceContext | None = ...,
         decodes: Global___DecodeColumns | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["decodes", b"decodes", "trace", b"trace"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decodes", b"decodes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decodes", b"decodes", "digest", b"digest", "ends", b"ends", "epoch", b"epoch", "signals", b"signals", "slices", b"slices", "starts", b"starts", "step_id", b"step_id", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decodes", b"decodes", "digest", b"digest", "ends", b"ends", "epoch", b"epoch", "signals", b"signals", "slices", b"slices", "starts", b"starts", "step_id", b"step_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Step: _TypeAlias = Step  # noqa: Y015
-
-@_typing.final
-class TraceContext(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TRACEPARENT_FIELD_NUMBER: _builtins.int
-    TRACESTATE_FIELD_NUMBER: _builtins.int
-    traceparent: _builtins.str
-    tracestate: _builtins.str
-    def __init__(
-        self,
-        *,
-        traceparent: _builtins.str = ...,
-        tracestate: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___TraceContext: _TypeAlias = TraceContext  # noqa: Y015
 
 @_typing.final
 class DecodeColumns(_message.Message):
@@ -570,8 +544,11 @@ class StartRecord(_message.Message):
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     num_prompt_tokens: _builtins.int
+    traceparent: _builtins.str
+    """W3C trace context of the request's span; empty where the request is not traced."""
     @_builtins.property
     def sequence(self) -> Global___SequenceKey: ...
     @_builtins.property
@@ -588,10 +565,11 @@ class StartRecord(_message.Message):
         num_prompt_tokens: _builtins.int = ...,
         tokens: _abc.Iterable[_builtins.int] | None = ...,
         sampling: Global___StepSampling | None = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "sequence", b"sequence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "num_prompt_tokens", b"num_prompt_tokens", "sampling", b"sampling", "sequence", b"sequence", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "num_prompt_tokens", b"num_prompt_tokens", "sampling", b"sampling", "sequence", b"sequence", "tokens", b"tokens", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -84,14 +84,13 @@ samplings = st.builds(
     prompt_logprobs=U32,
     grammar=st.none() | st.builds(GrammarSpec, definition=TEXT, tokenizer_checksum=U64),
 )
-start_records = st.builds(StartRecord, sequence_keys, U32, U32, tokens, samplings)
+start_records = st.builds(StartRecord, sequence_keys, U32, U32, tokens, samplings, TEXT)
 end_records = st.builds(EndRecord, sequence_keys, U32)
 
 
 @st.composite
 def steps(draw: st.DrawFn) -> Step:
-    """Any step; trace state only comes with a trace parent."""
-    traceparent = draw(TEXT)
+    """Any step."""
     return Step(
         epoch=draw(U64),
         step_id=draw(U64),
@@ -100,8 +99,6 @@ def steps(draw: st.DrawFn) -> Step:
         ends=draw(st.lists(end_records, max_size=3).map(tuple)),
         signals=draw(st.lists(sequence_signals, max_size=5).map(tuple)),
         digest=draw(U64),
-        traceparent=traceparent,
-        tracestate=draw(TEXT) if traceparent else "",
     )
 
 
@@ -155,8 +152,6 @@ def example_step(*, step_id: int = 7, num_tokens: int = 2) -> Step:
             SequenceSignal(two, Destroy(PartialBlock(0))),
         ),
         digest=18,
-        traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
-        tracestate="a=b",
     )
 
 

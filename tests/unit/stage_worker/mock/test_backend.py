@@ -29,7 +29,7 @@ SHORT = MockSpec(step=0.02)
 
 
 def received(step: Step, *, at_s: float) -> ReceivedFrame:
-    return ReceivedFrame(Frame(step, encode_step(step), None), at_s)
+    return ReceivedFrame(Frame(step, encode_step(step), None), at_s, at_s)
 
 
 class Bench:
