@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import logging
+import os
 import signal
 import sys
 from collections.abc import Coroutine
@@ -28,6 +29,7 @@ from coordinator.journal.database import ServedIdentity
 from coordinator.journal.errors import JournalUnusable
 from coordinator.journal.journal import Journal
 from coordinator.model import ServedModel, open_model
+from coordinator.observing.coordinator_metrics import CoordinatorMetrics
 from coordinator.planning.served_plan import plan_for
 from coordinator.requests.admission import AdmissionLimits
 from coordinator.requests.durability import Durability
@@ -35,6 +37,7 @@ from coordinator.requests.engine import Engine
 from coordinator.text.tokenizer import TokenizerError, load_text_codec
 from coordinator.timing import ClusterTiming
 from stageline_rpc.v1 import cluster_pb2_grpc, inference_pb2_grpc, stage_pb2_grpc
+from telemetry.metrics.export_settings import MetricsExport, metrics_export
 from wire.addresses import parse_address
 from wire.channels import bind, new_server
 from wire.ids import new_incarnation
@@ -48,9 +51,14 @@ class CoordinatorServer:
     """All parts of a coordinator, bound and started together. `address` is where it listens."""
 
     def __init__(
-        self, config: CoordinatorConfig, model: ServedModel, timing: ClusterTiming | None = None
+        self,
+        config: CoordinatorConfig,
+        model: ServedModel,
+        timing: ClusterTiming | None = None,
+        metrics_export: MetricsExport | None = None,
     ) -> None:
         self._config = config
+        self.metrics = CoordinatorMetrics(metrics_export or MetricsExport())
         self.journal = None if config.journal is None else open_journal(config.journal, model)
         self.engine = Engine(
             AdmissionLimits(
@@ -59,6 +67,7 @@ class CoordinatorServer:
                 max_unread_tokens=config.max_unread_tokens,
             ),
             durability=Durability(self.journal, config.reattach_timeout_s),
+            observers=self.metrics.observers,
         )
         state = ClusterState(
             num_stages=config.num_stages,
@@ -82,12 +91,14 @@ class CoordinatorServer:
                 steps_in_flight=config.steps_in_flight, max_decode_slowdown=config.max_decode_slowdown
             ),
             on_serving=self._health.set_serving,
+            on_epoch_end=self.metrics.pipeline.note_end,
             self_check=(
                 SelfCheck(References(model), vocab_size=model.config.vocab_size)
                 if config.wants_self_check
                 else None
             ),
         )
+        self.metrics.watch(self.engine, self.controller)
         self._sweep_interval_s = timing.sweep_interval_s
         self._sweeper: asyncio.Task[None] | None = None
         status = StatusReporter(self.controller, self.engine, model)
@@ -115,6 +126,7 @@ class CoordinatorServer:
         await self._health.start()
         await self._server.start()
         self.controller.start()
+        self.metrics.start(self.address)
         self._sweeper = asyncio.create_task(self._sweep(), name="sweeper")
 
     async def drain(self) -> None:
@@ -130,6 +142,7 @@ class CoordinatorServer:
         await self.controller.close()
         self._sessions.close()
         self.engine.kv_feed.close()
+        await self.metrics.close()
         await self._health.stop()
         await self._server.stop(STOP_GRACE_S)
 
@@ -167,7 +180,7 @@ async def _serve(config: CoordinatorConfig, model: ServedModel) -> None:
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, stopping.set)
     loop.add_signal_handler(signal.SIGTERM, lambda: (stopping if draining.is_set() else draining).set())
-    server = CoordinatorServer(config, model)
+    server = CoordinatorServer(config, model, metrics_export=metrics_export(os.environ))
     await server.start()
     # What is here now stays: looking through it again and again would hold up steps for tens of milliseconds.
     gc.freeze()

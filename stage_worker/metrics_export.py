@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 import grpc
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceResponse
@@ -32,12 +33,12 @@ class CoordinatorExport:
     async def run(self) -> None:
         """Until cancelled."""
         async with client_channel(self._coordinator) as channel:
-            stub = MetricsServiceStub(channel)
+            stub: Any = MetricsServiceStub(channel)  # type: ignore[no-untyped-call]  # has no types
             while True:
                 await asyncio.sleep(self._interval_s)
                 await self._export(stub)
 
-    async def _export(self, stub: MetricsServiceStub) -> None:
+    async def _export(self, stub: Any) -> None:
         request = encode_metrics(self._take_snapshot(), self._resource)
         try:
             response: ExportMetricsServiceResponse = await stub.Export(request, timeout=DEADLINE_S)

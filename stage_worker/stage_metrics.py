@@ -18,7 +18,7 @@ from stage_worker.outputs import HandedOn, TimedOutput
 from stage_worker.stage_load import LoadedStage
 from stage_worker.step_observer import StepObserver
 from telemetry.metrics import definitions
-from telemetry.metrics.registry import Distribution, Family, Number, Registry
+from telemetry.metrics.registry import Distribution, Number, Registry
 from wire.frames import Frame
 from wire.tensors import TensorView
 

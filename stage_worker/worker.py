@@ -17,7 +17,9 @@ from stage_worker.mock.backend import MockBackend
 from stage_worker.process_memory import resident_bytes
 from stage_worker.service import StageService
 from stage_worker.stage_host import StageHost
+from stage_worker.worker_metrics import WorkerMetrics
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
+from telemetry.metrics.export_settings import MetricsExport
 from wire.addresses import Address, parse_address, parse_peer_address
 from wire.channels import PROTOCOL_VERSION, bind, new_server
 from wire.clock import ClusterClock
@@ -32,9 +34,10 @@ _STOP_GRACE_S = 0.5
 class Worker:
     """Made, started, run and stopped once, in one event loop."""
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, metrics_export: MetricsExport | None = None) -> None:
         """Raises ValueError for a device that is not here. Binds nothing yet."""
         self._config = config
+        self.metrics = WorkerMetrics(metrics_export or MetricsExport())
         self._health = health_aio.HealthServicer()
         self._backend = _new_backend(config)
         self._server = new_server()
@@ -45,6 +48,7 @@ class Worker:
             on_serving=self._set_serving,
             wire_dtype=config.wire_dtype,
             clock=clock,
+            observers=(self.metrics.stage,),
         )
         self._membership = Membership(
             coordinator=config.coordinator,
@@ -77,6 +81,7 @@ class Worker:
         self.name = self.name or f"{socket.gethostname()}-{port}"
         await self._report_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         await self._server.start()
+        self.metrics.start(self.name, self._config.coordinator, self._host)
 
     async def run(self) -> None:
         """A member of the cluster until the coordinator asks the process to end. Raises JoinRefused."""
@@ -97,6 +102,7 @@ class Worker:
 
     async def stop(self) -> bool:
         """Ends server and backend; False when the backend is still busy."""
+        await self.metrics.close()
         await self._server.stop(_STOP_GRACE_S)
         await _cancel(self._health_tasks)
         return self._backend.stop(timeout_s=_STOP_GRACE_S)

@@ -16,9 +16,9 @@ class _Second:
 class BubbleWindow:
     """The last ten seconds, by the second.
 
-    Bubble = 1 - computed / active, where `active` is the time with at least one step in flight, and `computed`
-    the mean over all stages of the time that answered steps were computed there. A step counts when it is
-    answered, so of steps that take longer than the window the share is a rough one.
+    Bubble = 1 - computed / active, where `active` is the time with at least one step in flight, and
+    `computed` the mean over all stages of the time that answered steps were computed there. A step counts
+    when it is answered, so of steps that take longer than the window the share is a rough one.
     """
 
     def __init__(self) -> None:

@@ -9,7 +9,6 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from queue import Full, Queue
-from typing import Protocol
 
 from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult, MetricsData
 from opentelemetry.sdk.resources import Resource

@@ -4,9 +4,7 @@ from telemetry.metrics.metric import Kind, Label, Metric, Process
 
 STAGE = Label("stage", "stageline.stage.index", most=256, is_integer=True)
 WORKER = Label("worker", "stageline.worker.name", most=512)
-REQUEST_STATE = Label(
-    "state", "stageline.request.state", values=("preparing", "queued", "prefill", "decode")
-)
+REQUEST_STATE = Label("state", "stageline.request.state", values=("preparing", "queued", "prefill", "decode"))
 OUTCOME = Label("outcome", "stageline.request.outcome", values=("finished", "cancelled", "failed"))
 REASON = Label("reason", "stageline.reason", values=("death", "fault", "broken", "replanned"))
 STEP_PART = Label("part", "stageline.step.part", values=("hop", "receive", "wait", "compute"))
@@ -176,8 +174,8 @@ BUBBLE = _of(
     "stageline.pipeline.bubble",
     _GAUGE,
     "1",
-    "Of the time with steps in flight in the last 10 s, the share in which a stage computed nothing; the mean "
-    "of all stages.",
+    "Of the time with steps in flight in the last 10 s, the share in which a stage computed nothing; "
+    "the mean of all stages.",
 )
 WORKERS = _of(
     _COORDINATOR, "stageline.workers", _UP_DOWN, "{worker}", "Workers, by their state.", WORKER_STATE

@@ -31,7 +31,7 @@ OTHER = "other"
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """What tells the series of a metric apart: one of `values`, or without them at most `most` different ones.
+    """What tells the series of a metric apart: one of `values`, or else at most `most` different ones.
 
     `name` is the label in Prometheus, `attribute` that of OpenTelemetry, where its values are integers if
     `is_integer`.

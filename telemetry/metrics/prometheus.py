@@ -8,7 +8,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric as FamilyText
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from telemetry.metrics.definitions import WORKER
 from telemetry.metrics.metric import Kind, Metric, Process
@@ -80,8 +79,9 @@ def _add_points(family: _Family, points: MetricPoints, worker: str) -> None:
 
 
 def _cumulative(bounds: tuple[float, ...], buckets: Buckets) -> list[tuple[str, float]]:
-    total, cumulative = 0, []
+    total = 0.0
+    cumulative: list[tuple[str, float]] = []
     for bound, count in zip((*bounds, math.inf), buckets.counts, strict=True):
         total += count
-        cumulative.append((floatToGoString(bound), total))
+        cumulative.append(("+Inf" if bound == math.inf else str(float(bound)), total))
     return cumulative

@@ -58,7 +58,7 @@ class Family(Generic[Series]):
 
     def __init__(self, metric: Metric, new_series: Callable[[], Series], overflows: Number) -> None:
         self.metric = metric
-        self._new_series = new_series
+        self._new_series: Callable[[], Series] = new_series
         self._overflows = overflows
         self._series: dict[tuple[str, ...], Series] = {}
 
@@ -107,14 +107,14 @@ class Registry:
     def number(self, metric: Metric) -> Family[Number]:
         """The family of a counter or gauge; once for each metric."""
         assert metric.kind is not Kind.HISTOGRAM, metric.name
-        family = Family(metric, Number, self._overflows)
+        family: Family[Number] = Family(metric, Number, self._overflows)
         self._keep(family)
         return family
 
     def distribution(self, metric: Metric) -> Family[Distribution]:
         """The family of a histogram; once for each metric."""
         assert metric.kind is Kind.HISTOGRAM, metric.name
-        family = Family(metric, lambda: Distribution(metric.bounds), self._overflows)
+        family: Family[Distribution] = Family(metric, lambda: Distribution(metric.bounds), self._overflows)
         self._keep(family)
         return family
 

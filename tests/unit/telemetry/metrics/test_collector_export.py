@@ -1,4 +1,4 @@
-"""Exports to a collector through the SDK's exporter: one that takes them, refuses them, hangs, is not there."""
+"""Exports to a collector through the SDK's exporter: it takes them, refuses them, hangs, is not there."""
 
 import asyncio
 import logging

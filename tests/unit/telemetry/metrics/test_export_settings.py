@@ -50,7 +50,11 @@ def test_the_interval_is_in_milliseconds() -> None:
         ({"OTEL_METRIC_EXPORT_INTERVAL": "0"}, "'0'", MetricsExport(collector=OtlpProtocol.GRPC)),
         ({"OTEL_METRIC_EXPORT_INTERVAL": "1s"}, "'1s'", MetricsExport(collector=OtlpProtocol.GRPC)),
         ({"OTEL_METRICS_EXPORTER": "console"}, "'console'", MetricsExport()),
-        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}, "http/json", MetricsExport(collector=OtlpProtocol.GRPC)),
+        (
+            {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"},
+            "http/json",
+            MetricsExport(collector=OtlpProtocol.GRPC),
+        ),
     ],
 )
 def test_what_makes_no_sense_is_warned_of(

@@ -43,9 +43,7 @@ def test_buckets_are_cumulative() -> None:
     found = values(parser.text_string_to_metric_families(text.decode()))
 
     def bucket(bound: str) -> float:
-        return found[
-            f"stageline_request_duration_seconds_bucket[('le', '{bound}'), ('outcome', 'failed')]"
-        ]
+        return found[f"stageline_request_duration_seconds_bucket[('le', '{bound}'), ('outcome', 'failed')]"]
 
     bounds = ("0.01", "0.02", "0.2", "0.5", "500.0", "+Inf")
     assert [bucket(bound) for bound in bounds] == [0, 1, 1, 3, 3, 4]

@@ -74,7 +74,7 @@ def test_more_series_than_a_label_may_have_become_one_and_are_counted() -> None:
 
 def test_labels_that_are_not_defined_are_refused() -> None:
     family = Registry(start_ns=START_NS).number(metric(Kind.COUNTER, STATE))
-    with pytest.raises(ValueError, match="'c' is no state of stageline.test"):
+    with pytest.raises(ValueError, match=r"'c' is no state of stageline\.test"):
         family.of("c")
     with pytest.raises(ValueError, match="1 labels"):
         family.of("a", "b")
