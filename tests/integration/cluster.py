@@ -20,6 +20,7 @@ from stageline.client import Client
 from stageline.errors import StagelineError
 from stageline.output import FinishReason, Usage
 from stageline_rpc.v1 import cluster_pb2
+from telemetry.metrics.export_settings import MetricsExport
 from tests.integration.stream_proxy import CoordinatorProxy, HopProxy
 from wire.ids import RequestId, id_text, new_request_id
 from wire.wire_dtypes import WireDType
@@ -125,6 +126,7 @@ class Cluster:
         worker_wire_dtypes: Mapping[str, WireDType] | None = None,
         self_check: bool | None = None,
         journal: Path | None = None,
+        metrics_export: MetricsExport | None = None,
     ) -> None:
         self.num_stages = len(layers)
         self._mock = mock
@@ -153,7 +155,10 @@ class Cluster:
             self_check=self_check,
             journal=journal,
         )
-        self.server = CoordinatorServer(self._config, _model_of(self._config, has_text=has_text), timing)
+        self._metrics_export = metrics_export
+        self.server = CoordinatorServer(
+            self._config, _model_of(self._config, has_text=has_text), timing, metrics_export
+        )
         self.coordinator_proxy = CoordinatorProxy() if is_coordinator_proxied else None
         self.workers: dict[str, RunningWorker] = {}
         self._retired: list[RunningWorker] = []
@@ -205,7 +210,8 @@ class Cluster:
         proxy = HopProxy() if is_proxied else None
         if proxy is not None:
             await proxy.start()
-        worker = Worker(self.worker_config(name, proxy, model_directory=model_directory))
+        config = self.worker_config(name, proxy, model_directory=model_directory)
+        worker = Worker(config, self._metrics_export)
         await worker.start()
         if proxy is not None:
             proxy.target = worker.listen_address
