@@ -163,14 +163,15 @@ async def test_a_worker_that_was_lost_is_a_recovery() -> None:
         )
         async with cluster.generating([Ask(prompt=(1, 2, 3), max_tokens=200)]) as answers:
             await cluster.scrape_until(lambda _: len(answers[0].tokens) > 5)
-            await cluster.workers["w1"].stop()
+            lost = cluster.server.controller.state.stage_workers[1].identity.name
+            await cluster.workers[lost].stop()
         assert answers[0].succeeded
         scraped = await cluster.scrape()
         assert scraped.get("stageline_recoveries_total") == 1
         assert scraped.get("stageline_recovery_duration_seconds_count") == 1
         assert scraped.get("stageline_recoveries_total", reason="death") == 1
         # Its last metrics stay for a while.
-        assert scraped.has("stageline_process_resident_memory_bytes", worker="w1")
+        assert scraped.has("stageline_process_resident_memory_bytes", worker=lost)
 
 
 async def test_open_metrics_of_a_whole_cluster_is_sound() -> None:
