@@ -103,7 +103,7 @@ class PipelineMetrics(EngineObserver):
             self._stages.append(_StageTotals())
         computed_us = 0
         for totals, time in zip(self._stages, times, strict=False):
-            totals.hop += time.hop_us
+            totals.hop += max(0, time.hop_us)
             totals.receive += time.receive_us
             totals.wait += time.wait_us
             totals.compute += time.compute_us

@@ -31,7 +31,7 @@ class Readouts:
         registry.read_with(self._read)
 
     def _read(self) -> None:
-        states = Counter(map(_state, self._engine.registry.live))
+        states = Counter(map(request_state, self._engine.registry.live))
         states["preparing"] = self._engine.admission.num_preparing
         for state in definitions.REQUEST_STATE.values:
             self._requests.of(state).set(states[state])
@@ -49,7 +49,7 @@ class Readouts:
             self._workers.of(state).set(workers[state])
 
 
-def _state(request: Request) -> str:
+def request_state(request: Request) -> str:
     """A request is as far as the choice that is least far."""
     states = [sequence.state for sequence in request.live_sequences]
     if any(state.is_queued for state in states):
