@@ -2,9 +2,9 @@
 
     python -m bench.telemetry_metrics [--steps 2000]
 
-Times are medians of microseconds; other processes should be quiet. "step" is everything that a step costs in the
-coordinator's observers, from deciding on it to its answer: a real engine hands out steps and gets answers, in
-which every sequence gets a token. "text" is written on a thread beside the event loop.
+Times are medians of microseconds; other processes should be quiet. "step" is everything that a step costs in
+the coordinator's observers, from deciding on it to its answer: a real engine hands out steps and gets
+answers, in which every sequence gets a token. "text" is written on a thread beside the event loop.
 """
 
 from __future__ import annotations
