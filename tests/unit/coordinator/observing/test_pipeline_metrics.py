@@ -112,8 +112,13 @@ def test_recoveries_are_counted_with_their_cause_and_how_long_they_took() -> Non
 def test_an_end_without_a_cause_is_the_end_of_the_coordinator() -> None:
     watched = WatchedEngine()
     watched.start_epoch()
-    watched.stop_epoch()
-    assert sum(watched.value(definitions.RECOVERIES, each) for each in definitions.REASON.values) == 0
+    watched.pipeline.note_end(EndCause.BROKEN)
+    for _ in range(2):
+        watched.stop_epoch()
+        watched.now_s += 1.0
+        watched.start_epoch()
+    assert watched.times(definitions.RECOVERY_TIME, "broken") == (1, 1.0)
+    assert sum(watched.value(definitions.RECOVERIES, each) for each in definitions.REASON.values) == 1
 
 
 def test_every_cause_has_its_label() -> None:
