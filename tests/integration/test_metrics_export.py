@@ -1,7 +1,6 @@
 """Where metrics go besides the text: from workers to their coordinator, and from all to a collector."""
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import replace
 
 import grpc
@@ -44,9 +43,9 @@ def total(snapshot: Snapshot, name: str) -> float:
 
 
 @pytest.fixture
-def collector_variables(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+def collector_variables(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
-    yield monkeypatch
+    return monkeypatch
 
 
 async def test_a_collector_gets_the_metrics_of_all_processes(collector_variables: pytest.MonkeyPatch) -> None:
