@@ -13,7 +13,7 @@ from telemetry.metrics.otlp import decode_metrics, resource_attributes
 from telemetry.metrics.snapshot import Snapshot
 from tests.integration.asks import mixed_asks
 from tests.integration.metrics_cluster import MetricsCluster
-from tests.otlp_collector import DEADLINE_S, MetricsCollector
+from tests.metrics_collector import DEADLINE_S, MetricsCollector
 from tests.unit.telemetry.metrics.snapshots import worker_snapshot
 
 RESOURCE = {"service.name": "stageline-worker", "service.instance.id": "w0"}
