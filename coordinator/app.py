@@ -3,12 +3,12 @@
 import asyncio
 import gc
 import logging
-import os
 import signal
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import uvloop
 
@@ -36,10 +36,14 @@ from coordinator.requests.durability import Durability
 from coordinator.requests.engine import Engine
 from coordinator.text.tokenizer import TokenizerError, load_text_codec
 from coordinator.timing import ClusterTiming
+from coordinator.tracing.request_traces import RequestTraces
 from stageline_rpc.v1 import cluster_pb2_grpc, inference_pb2_grpc, stage_pb2_grpc
-from telemetry.metrics.export_settings import MetricsExport, metrics_export
+from telemetry.process import new_recorder
+from telemetry.span_sinks import StoreSink
+from telemetry.spans import COORDINATOR
 from wire.addresses import parse_address
 from wire.channels import bind, new_server
+from wire.clock import ClusterClock
 from wire.ids import new_incarnation
 
 log = logging.getLogger(__name__)
@@ -51,15 +55,17 @@ class CoordinatorServer:
     """All parts of a coordinator, bound and started together. `address` is where it listens."""
 
     def __init__(
-        self,
-        config: CoordinatorConfig,
-        model: ServedModel,
-        timing: ClusterTiming | None = None,
-        metrics_export: MetricsExport | None = None,
+        self, config: CoordinatorConfig, model: ServedModel, timing: ClusterTiming | None = None
     ) -> None:
         self._config = config
-        self.metrics = CoordinatorMetrics(metrics_export or MetricsExport())
         self.journal = None if config.journal is None else open_journal(config.journal, model)
+        incarnation, clock = new_incarnation(), ClusterClock()
+        instance = str(UUID(bytes=incarnation))
+        self.recorder = new_recorder(
+            COORDINATOR, StoreSink(lambda spans: None), config.telemetry, clock, instance=instance
+        )
+        self.metrics = CoordinatorMetrics(config.telemetry, instance=instance)
+        traces = RequestTraces(self.recorder, config.sampler, model=model.name)
         self.engine = Engine(
             AdmissionLimits(
                 queue_size=config.queue_size,
@@ -67,7 +73,7 @@ class CoordinatorServer:
                 max_unread_tokens=config.max_unread_tokens,
             ),
             durability=Durability(self.journal, config.reattach_timeout_s),
-            observers=self.metrics.observers,
+            observers=(traces, *self.metrics.observers),
         )
         state = ClusterState(
             num_stages=config.num_stages,
@@ -78,7 +84,6 @@ class CoordinatorServer:
         )
         if self.journal is not None:
             state.epoch = self.journal.epoch
-        incarnation = new_incarnation()
         timing = timing or config.timing
         self._health = CoordinatorHealth()
         self.controller = Controller(
@@ -98,11 +103,13 @@ class CoordinatorServer:
                 else None
             ),
         )
-        self.metrics.watch(self.engine, self.controller)
+        self.metrics.watch(self.engine, self.controller, num_dropped_spans=lambda: self.recorder.num_dropped)
         self._sweep_interval_s = timing.sweep_interval_s
         self._sweeper: asyncio.Task[None] | None = None
         status = StatusReporter(self.controller, self.engine, model)
-        self._sessions = Sessions(self.engine, self.controller, model, priority_age_s=config.priority_age_s)
+        self._sessions = Sessions(
+            self.engine, self.controller, model, traces, priority_age_s=config.priority_age_s
+        )
         if self.journal is not None and (requests := self.journal.take_requests()):
             num_live = self._sessions.resume(requests)
             log.info("%d requests are in the journal, %d of them live", len(requests), num_live)
@@ -125,8 +132,9 @@ class CoordinatorServer:
         self.address = f"{self._config.listen.rpartition(':')[0]}:{port}"
         await self._health.start()
         await self._server.start()
+        self.recorder.start()
         self.controller.start()
-        self.metrics.start(self.address)
+        self.metrics.start()
         self._sweeper = asyncio.create_task(self._sweep(), name="sweeper")
 
     async def drain(self) -> None:
@@ -144,6 +152,7 @@ class CoordinatorServer:
         self.engine.kv_feed.close()
         await self.metrics.close()
         await self._health.stop()
+        await self.recorder.close()
         await self._server.stop(STOP_GRACE_S)
 
     async def _sweep(self) -> None:
@@ -180,7 +189,7 @@ async def _serve(config: CoordinatorConfig, model: ServedModel) -> None:
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, stopping.set)
     loop.add_signal_handler(signal.SIGTERM, lambda: (stopping if draining.is_set() else draining).set())
-    server = CoordinatorServer(config, model, metrics_export=metrics_export(os.environ))
+    server = CoordinatorServer(config, model)
     await server.start()
     # What is here now stays: looking through it again and again would hold up steps for tens of milliseconds.
     gc.freeze()

@@ -12,7 +12,6 @@ import uvloop
 from stage_worker.config import WorkerConfig
 from stage_worker.control import JoinRefused
 from stage_worker.worker import Worker
-from telemetry.metrics.export_settings import metrics_export
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +28,7 @@ def run(config: WorkerConfig) -> int:
 
 async def _main(config: WorkerConfig) -> int:
     try:
-        worker = Worker(config, metrics_export(os.environ))
+        worker = Worker(config)
         await worker.start()
     except (ValueError, OSError) as error:
         return _fail(error)

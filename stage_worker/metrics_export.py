@@ -33,7 +33,7 @@ class CoordinatorExport:
     async def run(self) -> None:
         """Until cancelled."""
         async with client_channel(self._coordinator) as channel:
-            stub: Any = MetricsServiceStub(channel)  # type: ignore[no-untyped-call]  # has no types
+            stub: Any = MetricsServiceStub(channel)
             while True:
                 await asyncio.sleep(self._interval_s)
                 await self._export(stub)

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 from stage_worker.metrics_export import CoordinatorExport
 from stage_worker.process_memory import resident_bytes
 from stage_worker.stage_metrics import ObservedStage, StageMetrics
+from telemetry.environment import TelemetrySettings
 from telemetry.metrics import definitions
-from telemetry.metrics.export_settings import MetricsExport
 from telemetry.metrics.metric import Process
 from telemetry.metrics.registry import Registry
 from telemetry.metrics.snapshot import Snapshot
+from telemetry.span_recorder import new_resource
 
 if TYPE_CHECKING:
     from telemetry.metrics.collector_export import CollectorExport
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 class WorkerMetrics:
     """Used from the event loop only. `stage` is for the sessions; `start` once the worker has its name."""
 
-    def __init__(self, export: MetricsExport) -> None:
-        self._settings = export
+    def __init__(self, settings: TelemetrySettings) -> None:
+        self._settings = settings
         self._registry = Registry(start_ns=time.time_ns())
         self.stage = StageMetrics(self._registry)
         self._memory = self._registry.number(definitions.RESIDENT_MEMORY).of()
@@ -41,18 +42,24 @@ class WorkerMetrics:
         settings = self._settings
         if settings.is_disabled:
             return
-        resource = {"service.name": Process.WORKER.value, "service.instance.id": name}
+        export, service = settings.metrics, Process.WORKER.value
         self._to_coordinator = CoordinatorExport(
-            coordinator, self.snapshot, resource, interval_s=settings.to_coordinator_interval_s
+            coordinator,
+            self.snapshot,
+            {"service.name": service, "service.instance.id": name},
+            interval_s=export.to_coordinator_interval_s,
         )
         self._task = asyncio.create_task(self._to_coordinator.run(), name="metrics-to-coordinator")
-        if settings.collector is None:
+        if export.collector is None:
             return
-        # Imported late: the SDK is some MB that a worker without a collector does not need.
+        # Imported late: some MB that a worker without a collector does not need.
         from telemetry.metrics.collector_export import CollectorExport
 
+        resource = new_resource(
+            settings.service_name or service, instance=name, version=settings.service_version
+        )
         self._to_collector = CollectorExport(
-            settings.collector, self.snapshot, resource, interval_s=settings.interval_s
+            export.collector, self.snapshot, resource, interval_s=export.interval_s
         )
         self._to_collector.start()
 

@@ -16,12 +16,13 @@ from coordinator.observing.request_metrics import RequestMetrics
 from coordinator.observing.worker_metrics import WorkerMetrics, exposed_workers
 from coordinator.requests.engine import Engine
 from coordinator.requests.observer import EngineObserver
+from telemetry.environment import TelemetrySettings
 from telemetry.metrics import definitions
-from telemetry.metrics.export_settings import MetricsExport
 from telemetry.metrics.metric import Process
 from telemetry.metrics.prometheus import Exposed, prometheus_text
 from telemetry.metrics.registry import Registry
 from telemetry.metrics.snapshot import Snapshot
+from telemetry.span_recorder import new_resource
 
 if TYPE_CHECKING:
     from telemetry.metrics.collector_export import CollectorExport
@@ -30,8 +31,10 @@ if TYPE_CHECKING:
 class CoordinatorMetrics:
     """Used from the event loop only. `observers` are for the engine; `watch` it before `start`."""
 
-    def __init__(self, export: MetricsExport) -> None:
-        self._settings = export
+    def __init__(self, settings: TelemetrySettings, *, instance: str) -> None:
+        """`instance` tells coordinators apart, in a collector."""
+        self._settings = settings
+        self._instance = instance
         self._registry = Registry(start_ns=time.time_ns())
         self.pipeline = PipelineMetrics(self._registry)
         self.observers: tuple[EngineObserver, ...] = (RequestMetrics(self._registry), self.pipeline)
@@ -50,18 +53,20 @@ class CoordinatorMetrics:
         self._registry.read_with(lambda: self.pipeline.read(engine.now_s()))
         self._registry.read_with(self._read)
 
-    def start(self, instance: str) -> None:
-        """Exports to the collector from now on, if there is one; `instance` tells coordinators apart."""
-        protocol = self._settings.collector
-        if protocol is None:
+    def start(self) -> None:
+        """Exports to the collector from now on, if there is one."""
+        settings, export = self._settings, self._settings.metrics
+        if settings.is_disabled or export.collector is None:
             return
         from telemetry.metrics.collector_export import CollectorExport
 
+        resource = new_resource(
+            settings.service_name or Process.COORDINATOR.value,
+            instance=self._instance,
+            version=settings.service_version,
+        )
         self._export = CollectorExport(
-            protocol,
-            self.snapshot,
-            {"service.name": Process.COORDINATOR.value, "service.instance.id": instance},
-            interval_s=self._settings.interval_s,
+            export.collector, self.snapshot, resource, interval_s=export.interval_s
         )
         self._export.start()
 

@@ -63,19 +63,19 @@ class PipelineMetrics(EngineObserver):
         """Why the epoch is about to be stopped."""
         self._cause = cause
 
-    def epoch_stopped(self, now_s: float) -> None:
+    def epoch_stopped(self, reason: str, now_s: float) -> None:
         if self._num_in_flight:
             self._count_active(now_s)
         self._num_in_flight = 0
         if self._cause is not None:
-            reason = self._cause.name.lower()
-            self._recoveries.of(reason).add()
-            self._broken, self._cause = (now_s, reason), None
+            cause = self._cause.name.lower()
+            self._recoveries.of(cause).add()
+            self._broken, self._cause = (now_s, cause), None
 
     def epoch_started(self, epoch: int, now_s: float) -> None:
         if self._broken is not None:
-            broken_s, reason = self._broken
-            self._recovery_time.of(reason).observe(now_s - broken_s)
+            broken_s, cause = self._broken
+            self._recovery_time.of(cause).observe(now_s - broken_s)
             self._broken = None
 
     def read(self, now_s: float) -> None:

@@ -7,7 +7,7 @@ A collector that is slow gets fewer snapshots, and one that is down none; nothin
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from queue import Full, Queue
 
 from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult, MetricsData
@@ -29,7 +29,7 @@ class CollectorExport:
         self,
         protocol: OtlpProtocol,
         take_snapshot: TakeSnapshot,
-        resource: Mapping[str, str],
+        resource: Resource,
         *,
         interval_s: float,
         new_exporter: Callable[[OtlpProtocol], MetricExporter] | None = None,
@@ -93,9 +93,8 @@ class CollectorExport:
         except Exception as error:
             log.error("metrics are not exported: %s", error)
             return
-        resource = Resource.create(dict(self._resource))
         while (snapshot := self._next.get()) is not None:
-            self._note(exporter_took=self._try(exporter, sdk_metrics(snapshot, resource)))
+            self._note(exporter_took=self._try(exporter, sdk_metrics(snapshot, self._resource)))
 
     def _try(self, exporter: MetricExporter, data: MetricsData) -> bool:
         try:

@@ -1,11 +1,8 @@
 """Where metrics are exported to, as OpenTelemetry's standard variables say."""
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-
-log = logging.getLogger(__name__)
 
 DEFAULT_INTERVAL_S = 60.0
 """OpenTelemetry's own."""
@@ -20,42 +17,37 @@ class OtlpProtocol(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricsExport:
-    """`collector` None: there is none. With `is_disabled` a worker does not tell the coordinator either.
+    """`collector` None: there is none.
 
     Endpoint, headers, certificates, compression and timeout are read from the environment by the SDK's
     exporter itself.
     """
 
-    is_disabled: bool = False
     collector: OtlpProtocol | None = None
     interval_s: float = DEFAULT_INTERVAL_S
     to_coordinator_interval_s: float = 2.0
 
 
+NO_COLLECTOR = MetricsExport()
+
+
 def metrics_export(environment: Mapping[str, str]) -> MetricsExport:
-    """As the variables OTEL_* say; as OpenTelemetry wants it, a value that makes no sense is warned of and
-    ignored.
-    """
-    if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
-        return MetricsExport(is_disabled=True)
+    """As the variables OTEL_* say. Raises ValueError for a value that nobody would act on."""
     return MetricsExport(collector=_collector(environment), interval_s=_interval_s(environment))
 
 
 def _collector(environment: Mapping[str, str]) -> OtlpProtocol | None:
-    if not _of_metrics(environment, "ENDPOINT"):
-        return None
     exporter = environment.get("OTEL_METRICS_EXPORTER", "").strip() or "otlp"
-    if exporter != "otlp":
-        if exporter != "none":
-            log.warning("OTEL_METRICS_EXPORTER is %r; only otlp and none are known, so it is none", exporter)
+    if exporter not in ("otlp", "none"):
+        raise ValueError(f"OTEL_METRICS_EXPORTER is {exporter!r}, but only otlp and none are there")
+    if exporter == "none" or not _of_metrics(environment, "ENDPOINT"):
         return None
     protocol = _of_metrics(environment, "PROTOCOL") or OtlpProtocol.GRPC.value
     try:
         return OtlpProtocol(protocol)
     except ValueError:
         known = ", ".join(each.value for each in OtlpProtocol)
-        log.warning("the OTLP protocol %r is none of %s; metrics go by grpc", protocol, known)
-        return OtlpProtocol.GRPC
+        raise ValueError(f"OTLP protocol {protocol!r} is none of {known}") from None
 
 
 def _of_metrics(environment: Mapping[str, str], what: str) -> str:
@@ -69,10 +61,7 @@ def _interval_s(environment: Mapping[str, str]) -> float:
     if not text:
         return DEFAULT_INTERVAL_S
     if not text.isdecimal() or int(text) < 1:
-        log.warning(
-            "OTEL_METRIC_EXPORT_INTERVAL is %r, but must be a whole number of milliseconds; it is %g s",
-            text,
-            DEFAULT_INTERVAL_S,
+        raise ValueError(
+            f"OTEL_METRIC_EXPORT_INTERVAL is {text!r}, but must be a whole number of milliseconds"
         )
-        return DEFAULT_INTERVAL_S
     return int(text) / 1000

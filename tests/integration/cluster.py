@@ -20,7 +20,7 @@ from stageline.client import Client
 from stageline.errors import StagelineError
 from stageline.output import FinishReason, Usage
 from stageline_rpc.v1 import cluster_pb2
-from telemetry.metrics.export_settings import MetricsExport
+from telemetry.environment import NO_SETTINGS, TelemetrySettings
 from tests.integration.stream_proxy import CoordinatorProxy, HopProxy
 from wire.ids import RequestId, id_text, new_request_id
 from wire.wire_dtypes import WireDType
@@ -126,7 +126,7 @@ class Cluster:
         worker_wire_dtypes: Mapping[str, WireDType] | None = None,
         self_check: bool | None = None,
         journal: Path | None = None,
-        metrics_export: MetricsExport | None = None,
+        telemetry: TelemetrySettings = NO_SETTINGS,
     ) -> None:
         self.num_stages = len(layers)
         self._mock = mock
@@ -154,11 +154,9 @@ class Cluster:
             priority_age_s=priority_age_s,
             self_check=self_check,
             journal=journal,
+            telemetry=telemetry,
         )
-        self._metrics_export = metrics_export
-        self.server = CoordinatorServer(
-            self._config, _model_of(self._config, has_text=has_text), timing, metrics_export
-        )
+        self.server = CoordinatorServer(self._config, _model_of(self._config, has_text=has_text), timing)
         self.coordinator_proxy = CoordinatorProxy() if is_coordinator_proxied else None
         self.workers: dict[str, RunningWorker] = {}
         self._retired: list[RunningWorker] = []
@@ -210,8 +208,7 @@ class Cluster:
         proxy = HopProxy() if is_proxied else None
         if proxy is not None:
             await proxy.start()
-        config = self.worker_config(name, proxy, model_directory=model_directory)
-        worker = Worker(config, self._metrics_export)
+        worker = Worker(self.worker_config(name, proxy, model_directory=model_directory))
         await worker.start()
         if proxy is not None:
             proxy.target = worker.listen_address
@@ -235,6 +232,7 @@ class Cluster:
             num_threads=None if self._mock else 1,
             mock=self._mock,
             wire_dtype=self._worker_wire_dtypes.get(name),
+            telemetry=self._config.telemetry,
         )
 
     async def generate(self, ask: Ask, into: Answer | None = None) -> Answer:

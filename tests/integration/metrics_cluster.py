@@ -19,12 +19,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from coordinator.observing.coordinator_metrics import CoordinatorMetrics
 from stage_worker.config import WorkerConfig
 from stage_worker.mock.spec import MockSpec
+from telemetry.environment import TelemetrySettings
 from telemetry.metrics.export_settings import MetricsExport
 from tests.integration.cluster import DEADLINE_S, Cluster
 
 VOCAB_SIZE = 512
 HIDDEN = 32
-EXPORT = MetricsExport(to_coordinator_interval_s=0.02)
+TELEMETRY = TelemetrySettings(metrics=MetricsExport(to_coordinator_interval_s=0.02))
 
 
 class Scraped:
@@ -54,7 +55,7 @@ class MetricsCluster(Cluster):
 
     def __init__(self, *times: str, num_stages: int, **settings: Any) -> None:
         self._times = [MockSpec.parse(text) for text in times]
-        defaults = {"max_kv_tokens": 4096, "metrics_export": EXPORT}
+        defaults = {"max_kv_tokens": 4096, "telemetry": TELEMETRY}
         super().__init__(
             None,
             mock=self._times[0],

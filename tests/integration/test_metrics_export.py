@@ -7,6 +7,7 @@ import grpc
 import pytest
 
 from stage_worker.metrics_export import CoordinatorExport
+from telemetry.environment import TelemetrySettings
 from telemetry.metrics.export_settings import MetricsExport, OtlpProtocol
 from telemetry.metrics.metric import Process
 from telemetry.metrics.otlp import decode_metrics, resource_attributes
@@ -17,11 +18,12 @@ from tests.metrics_collector import DEADLINE_S, MetricsCollector
 from tests.unit.telemetry.metrics.snapshots import worker_snapshot
 
 RESOURCE = {"service.name": "stageline-worker", "service.instance.id": "w0"}
-TO_COLLECTOR = MetricsExport(collector=OtlpProtocol.GRPC, interval_s=0.05, to_coordinator_interval_s=0.02)
+QUICK = MetricsExport(collector=OtlpProtocol.GRPC, interval_s=0.05, to_coordinator_interval_s=0.02)
+AT_THE_END = replace(QUICK, interval_s=3600)
 
 
 def last_snapshots(collector: MetricsCollector) -> dict[str, Snapshot]:
-    """By service and instance; the coordinator's instance is its address."""
+    """By service and instance; the coordinator's instance is a UUID."""
     found = {}
     for request in collector.requests:
         for metrics in request.resource_metrics:
@@ -51,8 +53,9 @@ def collector_variables(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 async def test_a_collector_gets_the_metrics_of_all_processes(collector_variables: pytest.MonkeyPatch) -> None:
     async with MetricsCollector() as collector:
         collector_variables.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://{collector.address}")
-        at_the_end = replace(TO_COLLECTOR, interval_s=3600)
-        async with MetricsCluster("step=1ms", num_stages=3, metrics_export=at_the_end) as cluster:
+        async with MetricsCluster(
+            "step=1ms", num_stages=3, telemetry=TelemetrySettings(metrics=AT_THE_END)
+        ) as cluster:
             await cluster.generate_all(mixed_asks(6, max_tokens=10))
             await cluster.wait_drained()
             scraped = await cluster.scrape()
@@ -76,7 +79,9 @@ async def test_a_collector_that_hangs_holds_up_no_token(collector_variables: pyt
     async with MetricsCollector() as collector:
         collector.may_answer.clear()
         collector_variables.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://{collector.address}")
-        async with MetricsCluster("step=1ms", num_stages=2, metrics_export=TO_COLLECTOR) as cluster:
+        async with MetricsCluster(
+            "step=1ms", num_stages=2, telemetry=TelemetrySettings(metrics=QUICK)
+        ) as cluster:
             await collector.wait_calls(3)
             answers = await cluster.generate_all(mixed_asks(6, max_tokens=10))
             assert all(answer.succeeded for answer in answers)
@@ -123,8 +128,8 @@ async def test_a_coordinator_that_does_not_answer_costs_one_export_at_a_time(
 
 
 async def test_with_the_sdk_disabled_workers_tell_nobody() -> None:
-    off = MetricsExport(is_disabled=True)
-    async with MetricsCluster("step=1ms", num_stages=2, metrics_export=off) as cluster:
+    off = TelemetrySettings(is_disabled=True)
+    async with MetricsCluster("step=1ms", num_stages=2, telemetry=off) as cluster:
         await cluster.generate_all(mixed_asks(2, max_tokens=5))
         scraped = await cluster.scrape()
         assert scraped.get("stageline_generated_tokens_total") == 10

@@ -12,10 +12,11 @@ from telemetry.metrics.export_settings import OtlpProtocol
 from telemetry.metrics.metric import Process
 from telemetry.metrics.otlp import decode_metrics, resource_attributes
 from telemetry.metrics.snapshot import Snapshot
+from telemetry.span_recorder import new_resource
 from tests.metrics_collector import DEADLINE_S, MetricsCollector
 from tests.unit.telemetry.metrics.snapshots import worker_snapshot
 
-RESOURCE = {"service.name": "stageline-worker", "service.instance.id": "w0"}
+RESOURCE = new_resource("stageline-worker", instance="w0", version="1.2")
 
 
 @pytest.fixture(autouse=True)
@@ -45,8 +46,8 @@ async def test_a_collector_gets_every_metric_again_and_again(monkeypatch: pytest
         num_sent = len(collector.requests)
     (found,) = collector.requests[-1].resource_metrics
     resource = resource_attributes(found)
-    assert {key: resource[key] for key in RESOURCE} == RESOURCE
-    assert resource["telemetry.sdk.name"] == "opentelemetry"
+    assert resource == RESOURCE.attributes
+    assert resource["service.instance.id"] == "w0"
     expected = tuple(each for each in worker_snapshot().metrics if each.points)
     assert decode_metrics(found, Process.WORKER).metrics == expected
     assert (export.num_failed, num_sent >= 3) == (0, True)

@@ -1,9 +1,10 @@
 """The standard variables."""
 
-import logging
+import re
 
 import pytest
 
+from telemetry.environment import read_environment
 from telemetry.metrics.export_settings import MetricsExport, OtlpProtocol, metrics_export
 
 ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4317"}
@@ -18,7 +19,7 @@ def test_without_an_endpoint_there_is_no_collector() -> None:
 @pytest.mark.parametrize("name", ["OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT"])
 def test_an_endpoint_is_enough(name: str) -> None:
     export = metrics_export({name: "http://collector:4317"})
-    assert (export.collector, export.interval_s, export.is_disabled) == (OtlpProtocol.GRPC, 60.0, False)
+    assert (export.collector, export.interval_s) == (OtlpProtocol.GRPC, 60.0)
 
 
 def test_the_variable_for_metrics_is_above_the_one_for_everything() -> None:
@@ -29,15 +30,15 @@ def test_the_variable_for_metrics_is_above_the_one_for_everything() -> None:
     assert metrics_export(ENDPOINT | protocols).collector is OtlpProtocol.HTTP
 
 
-def test_exporter_none_is_about_the_collector_only() -> None:
-    export = metrics_export(ENDPOINT | {"OTEL_METRICS_EXPORTER": "none"})
-    assert (export.collector, export.is_disabled) == (None, False)
+def test_exporter_none_is_no_collector() -> None:
+    assert metrics_export(ENDPOINT | {"OTEL_METRICS_EXPORTER": "none"}).collector is None
 
 
-def test_a_disabled_sdk_exports_nothing() -> None:
-    export = metrics_export(ENDPOINT | {"OTEL_SDK_DISABLED": "TRUE"})
-    assert (export.collector, export.is_disabled) == (None, True)
-    assert metrics_export(ENDPOINT | {"OTEL_SDK_DISABLED": "false"}).collector is OtlpProtocol.GRPC
+def test_they_are_part_of_what_the_environment_says() -> None:
+    settings = read_environment(ENDPOINT | {"OTEL_METRIC_EXPORT_INTERVAL": "1500"}, version="1")
+    assert settings.metrics == MetricsExport(collector=OtlpProtocol.GRPC, interval_s=1.5)
+    off = read_environment(ENDPOINT | {"OTEL_SDK_DISABLED": "TRUE"}, version="1")
+    assert (off.is_disabled, off.metrics.collector) == (True, None)
 
 
 def test_the_interval_is_in_milliseconds() -> None:
@@ -45,22 +46,14 @@ def test_the_interval_is_in_milliseconds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("variables", "says", "expected"),
+    ("variables", "says"),
     [
-        ({"OTEL_METRIC_EXPORT_INTERVAL": "0"}, "'0'", MetricsExport(collector=OtlpProtocol.GRPC)),
-        ({"OTEL_METRIC_EXPORT_INTERVAL": "1s"}, "'1s'", MetricsExport(collector=OtlpProtocol.GRPC)),
-        ({"OTEL_METRICS_EXPORTER": "console"}, "'console'", MetricsExport()),
-        (
-            {"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"},
-            "http/json",
-            MetricsExport(collector=OtlpProtocol.GRPC),
-        ),
+        ({"OTEL_METRIC_EXPORT_INTERVAL": "0"}, "'0', but must be a whole number of milliseconds"),
+        ({"OTEL_METRIC_EXPORT_INTERVAL": "1s"}, "'1s', but must be a whole number of milliseconds"),
+        ({"OTEL_METRICS_EXPORTER": "console"}, "'console', but only otlp and none are there"),
+        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}, "'http/json' is none of grpc, http/protobuf"),
     ],
 )
-def test_what_makes_no_sense_is_warned_of(
-    variables: dict[str, str], says: str, expected: MetricsExport, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        assert metrics_export(ENDPOINT | variables) == expected
-    (record,) = caplog.records
-    assert says in record.getMessage()
+def test_what_nobody_would_act_on_is_refused(variables: dict[str, str], says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        metrics_export(ENDPOINT | variables)
