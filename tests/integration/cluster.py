@@ -126,6 +126,7 @@ class Cluster:
         worker_wire_dtypes: Mapping[str, WireDType] | None = None,
         self_check: bool | None = None,
         journal: Path | None = None,
+        trace_sample: float | None = None,
         telemetry: TelemetrySettings = NO_SETTINGS,
     ) -> None:
         self.num_stages = len(layers)
@@ -154,6 +155,7 @@ class Cluster:
             priority_age_s=priority_age_s,
             self_check=self_check,
             journal=journal,
+            trace_sample=trace_sample,
             telemetry=telemetry,
         )
         self.server = CoordinatorServer(self._config, _model_of(self._config, has_text=has_text), timing)
