@@ -28,6 +28,7 @@ from coordinator.journal.database import ServedIdentity
 from coordinator.journal.errors import JournalUnusable
 from coordinator.journal.journal import Journal
 from coordinator.model import ServedModel, open_model
+from coordinator.observing.coordinator_metrics import CoordinatorMetrics
 from coordinator.planning.served_plan import plan_for
 from coordinator.requests.admission import AdmissionLimits
 from coordinator.requests.durability import Durability
@@ -60,13 +61,11 @@ class CoordinatorServer:
         self._config = config
         self.journal = None if config.journal is None else open_journal(config.journal, model)
         incarnation, clock = new_incarnation(), ClusterClock()
+        instance = str(UUID(bytes=incarnation))
         self.recorder = new_recorder(
-            COORDINATOR,
-            StoreSink(lambda spans: None),
-            config.telemetry,
-            clock,
-            instance=str(UUID(bytes=incarnation)),
+            COORDINATOR, StoreSink(lambda spans: None), config.telemetry, clock, instance=instance
         )
+        self.metrics = CoordinatorMetrics(config.telemetry, instance=instance)
         traces = RequestTraces(self.recorder, config.sampler, model=model.name)
         self.engine = Engine(
             AdmissionLimits(
@@ -75,7 +74,7 @@ class CoordinatorServer:
                 max_unread_tokens=config.max_unread_tokens,
             ),
             durability=Durability(self.journal, config.reattach_timeout_s),
-            observers=(traces, RequestLog()),
+            observers=(traces, RequestLog(), *self.metrics.observers),
         )
         state = ClusterState(
             num_stages=config.num_stages,
@@ -98,12 +97,14 @@ class CoordinatorServer:
                 steps_in_flight=config.steps_in_flight, max_decode_slowdown=config.max_decode_slowdown
             ),
             on_serving=self._health.set_serving,
+            on_epoch_end=self.metrics.pipeline.note_end,
             self_check=(
                 SelfCheck(References(model), vocab_size=model.config.vocab_size)
                 if config.wants_self_check
                 else None
             ),
         )
+        self.metrics.watch(self.engine, self.controller, num_dropped_spans=lambda: self.recorder.num_dropped)
         self._sweep_interval_s = timing.sweep_interval_s
         self._sweeper: asyncio.Task[None] | None = None
         status = StatusReporter(self.controller, self.engine, model)
@@ -134,6 +135,7 @@ class CoordinatorServer:
         await self._server.start()
         self.recorder.start()
         self.controller.start()
+        self.metrics.start()
         self._sweeper = asyncio.create_task(self._sweep(), name="sweeper")
 
     async def drain(self) -> None:
@@ -149,6 +151,7 @@ class CoordinatorServer:
         await self.controller.close()
         self._sessions.close()
         self.engine.kv_feed.close()
+        await self.metrics.close()
         await self._health.stop()
         await self.recorder.close()
         await self._server.stop(STOP_GRACE_S)

@@ -80,6 +80,11 @@ class EpochSession:
         self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task[None] | None = None
 
+    @property
+    def is_idle(self) -> bool:
+        """It serves, and no frame waits or is computed."""
+        return self.is_serving and not self._num_queued
+
     def start(self) -> None:
         """Resets the stage, dials the next one and serves, in a task of its own."""
         self._task = asyncio.create_task(self._run(), name=f"epoch-{self.epoch.number}")

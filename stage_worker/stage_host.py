@@ -85,6 +85,16 @@ class StageHost:
         return self._last_epoch
 
     @property
+    def loaded(self) -> LoadedStage | None:
+        """The stage that is in memory and warm; for reading only."""
+        return self._loaded
+
+    @property
+    def is_idle(self) -> bool:
+        """An epoch serves, and no frame waits or is computed."""
+        return self._session is not None and self._session.is_idle
+
+    @property
     def is_loading(self) -> bool:
         """Whether a stage is being loaded or warmed up."""
         return self._loading is not None

@@ -62,15 +62,18 @@ class Controller:
         pace: PaceSettings | None = None,
         prefix_caching: bool = True,
         on_serving: Callable[[bool], None] = lambda _: None,
+        on_epoch_end: Callable[[EndCause], None] = lambda _: None,
         self_check: SelfCheck | None = None,
     ) -> None:
-        """`on_serving` is told whenever tokens begin or cease to be produced."""
+        """`on_serving` is told whenever tokens begin or cease to be produced, `on_epoch_end` just before they
+        cease, and why."""
         self.state = state
         self.self_check = self_check
         self.availability = Availability(state, engine, timing, on_serving)
         self.connections: dict[str, WorkerConnection] = {}
         self.timing = timing
         self.incarnation = incarnation
+        self._on_epoch_end = on_epoch_end
         self._engine = engine
         self._model = model
         self._pace = pace or PaceSettings()
@@ -341,6 +344,7 @@ class Controller:
         if self.availability.is_serving:
             if action.cause is EndCause.DEATH:
                 self._engine.note_death(action.reason)
+            self._on_epoch_end(action.cause)
             self._engine.stop_epoch(action.reason)
             self.availability.end()
         self._replace_link(None)

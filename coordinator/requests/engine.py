@@ -385,8 +385,9 @@ class Engine:
     def _pump(self) -> None:
         if self._send is None:
             return
-        while (step := self._scheduler.next_step(self._clock())) is not None:
+        while (step := self._scheduler.next_step(asked_s := self._clock())) is not None:
             sent_s = self._clock()
+            self._observers.step_scheduled(sent_s - asked_s)
             if preempted := self._scheduler.take_preempted():
                 self._observers.preempted(preempted, sent_s)
             self._observers.step_sent(step, sent_s)

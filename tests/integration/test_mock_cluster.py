@@ -22,7 +22,7 @@ from tests.integration.asks import mixed_asks
 from tests.integration.cluster import DEADLINE_S, Answer, Ask, Cluster
 from tests.mock_answers import mock_tokens
 from wire.frames import Frame
-from wire.steps import StageTime, StepResult
+from wire.steps import StepResult
 
 VOCAB_SIZE = 512
 TIMES = "step=500us,token=10us,context=20us"
