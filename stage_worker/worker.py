@@ -89,7 +89,6 @@ class Worker:
         self._start_telemetry()
         await self._report_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         await self._server.start()
-        self.metrics.start(self.name, self._config.coordinator, self._host)
 
     async def run(self) -> None:
         """A member of the cluster until the coordinator asks the process to end. Raises JoinRefused."""
@@ -125,6 +124,7 @@ class Worker:
         )
         self._observers.append(StageSpans(self._recorder, worker=self.name))
         self._recorder.start()
+        self.metrics.start(self.name, config.coordinator, self._host, self._recorder)
 
     async def _listen_address(self) -> Address:
         """As configured; otherwise a free port where the coordinator is reached from, and nowhere else."""

@@ -12,7 +12,7 @@ from telemetry.metrics import definitions
 from telemetry.metrics.metric import Process
 from telemetry.metrics.registry import Registry
 from telemetry.metrics.snapshot import Snapshot
-from telemetry.span_recorder import new_resource
+from telemetry.span_recorder import SpanRecorder, new_resource
 
 if TYPE_CHECKING:
     from telemetry.metrics.collector_export import CollectorExport
@@ -26,7 +26,9 @@ class WorkerMetrics:
         self._registry = Registry(start_ns=time.time_ns())
         self.stage = StageMetrics(self._registry)
         self._memory = self._registry.number(definitions.RESIDENT_MEMORY).of()
+        self._dropped_spans = self._registry.number(definitions.DROPPED_SPANS).of()
         self._failed_exports = self._registry.number(definitions.FAILED_EXPORTS)
+        self._spans: SpanRecorder | None = None
         self._to_coordinator: CoordinatorExport | None = None
         self._to_collector: CollectorExport | None = None
         self._task: asyncio.Task[None] | None = None
@@ -36,9 +38,10 @@ class WorkerMetrics:
         """All metrics as of now."""
         return self._registry.snapshot(time.time_ns())
 
-    def start(self, name: str, coordinator: str, stage: ObservedStage) -> None:
+    def start(self, name: str, coordinator: str, stage: ObservedStage, spans: SpanRecorder) -> None:
         """Exports from now on: to the coordinator, and to the collector if there is one."""
         self.stage.watch(stage)
+        self._spans = spans
         settings = self._settings
         if settings.is_disabled:
             return
@@ -73,6 +76,8 @@ class WorkerMetrics:
 
     def _read(self) -> None:
         self._memory.set(resident_bytes())
+        if self._spans is not None:
+            self._dropped_spans.set(self._spans.num_dropped)
         if self._to_coordinator is not None:
             self._failed_exports.of("coordinator").set(self._to_coordinator.num_failed)
         if self._to_collector is not None:

@@ -181,7 +181,7 @@ WORKERS = _of(
     _COORDINATOR, "stageline.workers", _UP_DOWN, "{worker}", "Workers, by their state.", WORKER_STATE
 )
 DROPPED_SPANS = _of(
-    _COORDINATOR, "stageline.spans.dropped", _COUNTER, "{span}", "Spans that were recorded and not kept."
+    _BOTH, "stageline.spans.dropped", _COUNTER, "{span}", "Spans that were recorded and not kept."
 )
 BUSY_TIME = _of(
     _WORKER, "stageline.stage.busy.time", _COUNTER, "s", "Time in which the stage computed a step.", STAGE
