@@ -140,7 +140,7 @@ def _travelling(shares: Iterable[Share]) -> list[_Part]:
 def _concentrated(
     by_place: Mapping[StagePlace, float], *, at_one: tuple[str, str], elsewhere: str
 ) -> list[_Part]:
-    """A stage is named where more than half of it is, and twice what is usual; else all are taken together."""
+    """One stage is named where more than half of it is, and twice what is usual; else all together."""
     if not by_place:
         return []
     place = max(by_place, key=by_place.__getitem__)
