@@ -8,6 +8,7 @@ import sys
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import uvloop
 
@@ -34,9 +35,14 @@ from coordinator.requests.durability import Durability
 from coordinator.requests.engine import Engine
 from coordinator.text.tokenizer import TokenizerError, load_text_codec
 from coordinator.timing import ClusterTiming
+from coordinator.tracing.request_traces import RequestTraces
 from stageline_rpc.v1 import cluster_pb2_grpc, inference_pb2_grpc, stage_pb2_grpc
+from telemetry.process import new_recorder
+from telemetry.span_sinks import StoreSink
+from telemetry.spans import COORDINATOR
 from wire.addresses import parse_address
 from wire.channels import bind, new_server
+from wire.clock import ClusterClock
 from wire.ids import new_incarnation
 
 log = logging.getLogger(__name__)
@@ -52,6 +58,15 @@ class CoordinatorServer:
     ) -> None:
         self._config = config
         self.journal = None if config.journal is None else open_journal(config.journal, model)
+        incarnation, clock = new_incarnation(), ClusterClock()
+        self.recorder = new_recorder(
+            COORDINATOR,
+            StoreSink(lambda spans: None),
+            config.telemetry,
+            clock,
+            instance=str(UUID(bytes=incarnation)),
+        )
+        traces = RequestTraces(self.recorder, config.sampler, model=model.name)
         self.engine = Engine(
             AdmissionLimits(
                 queue_size=config.queue_size,
@@ -59,6 +74,7 @@ class CoordinatorServer:
                 max_unread_tokens=config.max_unread_tokens,
             ),
             durability=Durability(self.journal, config.reattach_timeout_s),
+            observers=(traces,),
         )
         state = ClusterState(
             num_stages=config.num_stages,
@@ -69,7 +85,6 @@ class CoordinatorServer:
         )
         if self.journal is not None:
             state.epoch = self.journal.epoch
-        incarnation = new_incarnation()
         timing = timing or config.timing
         self._health = CoordinatorHealth()
         self.controller = Controller(
@@ -91,7 +106,9 @@ class CoordinatorServer:
         self._sweep_interval_s = timing.sweep_interval_s
         self._sweeper: asyncio.Task[None] | None = None
         status = StatusReporter(self.controller, self.engine, model)
-        self._sessions = Sessions(self.engine, self.controller, model, priority_age_s=config.priority_age_s)
+        self._sessions = Sessions(
+            self.engine, self.controller, model, traces, priority_age_s=config.priority_age_s
+        )
         if self.journal is not None and (requests := self.journal.take_requests()):
             num_live = self._sessions.resume(requests)
             log.info("%d requests are in the journal, %d of them live", len(requests), num_live)
@@ -114,6 +131,7 @@ class CoordinatorServer:
         self.address = f"{self._config.listen.rpartition(':')[0]}:{port}"
         await self._health.start()
         await self._server.start()
+        self.recorder.start()
         self.controller.start()
         self._sweeper = asyncio.create_task(self._sweep(), name="sweeper")
 
@@ -131,6 +149,7 @@ class CoordinatorServer:
         self._sessions.close()
         self.engine.kv_feed.close()
         await self._health.stop()
+        await self.recorder.close()
         await self._server.stop(STOP_GRACE_S)
 
     async def _sweep(self) -> None:

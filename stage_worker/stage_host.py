@@ -64,7 +64,7 @@ class StageHost:
         self._on_serving = on_serving
         self._wire_dtype = wire_dtype
         self._clock = clock or ClusterClock()
-        self._observers = tuple(observers)
+        self._observers = observers
         self._orders: asyncio.Queue[tuple[Order | _Disconnected, Reply]] = asyncio.Queue()
         self._loaded: LoadedStage | None = None
         self._loading: Assignment | None = None

@@ -25,9 +25,11 @@ from coordinator.requests.engine import Engine
 from coordinator.requests.request import Request
 from coordinator.requests.resumption import take_up
 from coordinator.scheduling.order import Priority, QueueOrder, queue_order
+from coordinator.tracing.request_trace import RequestTrace
+from coordinator.tracing.request_traces import RequestTraces
 from stageline_rpc.v1 import inference_pb2
 from wire.errors import InvalidRequest
-from wire.ids import id_text
+from wire.ids import RequestId, id_text
 
 log = logging.getLogger(__name__)
 
@@ -39,12 +41,19 @@ class Sessions:
     """Accepts requests."""
 
     def __init__(
-        self, engine: Engine, controller: Controller, model: ServedModel, *, priority_age_s: float
+        self,
+        engine: Engine,
+        controller: Controller,
+        model: ServedModel,
+        traces: RequestTraces,
+        *,
+        priority_age_s: float,
     ) -> None:
         """Waiting for `priority_age_s` is worth one class of priority."""
         self._engine = engine
         self._controller = controller
         self._model = model
+        self._traces = traces
         self._priority_age_s = priority_age_s
         self._arrivals = count()
         self._tokenizers = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
@@ -56,9 +65,20 @@ class Sessions:
         time.
         """
         refuse_unknown_fields(message)
-        request_id = request_id_of(message)
+        request_id, arrived_s = request_id_of(message), self._engine.now_s()
+        with self._traces.arrival(request_id, caller.span, arrived_s) as trace:
+            return await self._accept(message, caller, request_id, arrived_s, trace)
+
+    async def _accept(
+        self,
+        message: inference_pb2.GenerateRequest,
+        caller: Caller,
+        request_id: RequestId,
+        arrived_s: float,
+        trace: RequestTrace,
+    ) -> Attachment:
         self._engine.registry.check_new(request_id)
-        arrived_s, arrival = self._engine.now_s(), next(self._arrivals)
+        arrival = next(self._arrivals)
 
         def place(priority: Priority, choice: int) -> QueueOrder:
             return self._place(priority, arrived_s, arrival, choice)
@@ -78,6 +98,7 @@ class Sessions:
             if message.sampling.echo:
                 loop = asyncio.get_running_loop()
                 await loop.run_in_executor(self._tokenizers, make_echoed_text, request)
+        request.trace = trace
         return self._engine.submit(
             request,
             deadline_s=caller.deadline_s,

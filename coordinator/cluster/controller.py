@@ -343,7 +343,7 @@ class Controller:
         if self.availability.is_serving:
             if action.cause is EndCause.DEATH:
                 self._engine.note_death(action.reason)
-            self._engine.stop_epoch()
+            self._engine.stop_epoch(action.reason)
             self.availability.end()
         self._replace_link(None)
         message = cluster_pb2.CoordinatorMessage(end_epoch=cluster_pb2.EndEpoch(epoch=action.epoch))

@@ -215,13 +215,13 @@ class Engine:
         queued = (each.state is SequenceState.PREEMPTED for each in self._scheduler.queue)
         return not self._scheduler.running and not any(queued)
 
-    def stop_epoch(self) -> None:
+    def stop_epoch(self, reason: str = "") -> None:
         """Stops handing out steps; live requests go back to the queue with their tokens."""
         self._send = self._max_sequence_tokens = None
         self._sent_s.clear()
         self._scheduler.end_epoch()
         self.kv_feed.end_epoch()
-        self._observers.epoch_stopped(self._clock())
+        self._observers.epoch_stopped(reason, self._clock())
 
     def note_fault(self, fault: FaultReport) -> None:
         """A step was refused; to be called before `stop_epoch`. Its requests are tried again, twice at most.

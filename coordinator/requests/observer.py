@@ -31,7 +31,7 @@ class EngineObserver:
     def epoch_started(self, epoch: int, now_s: float) -> None:
         """Steps of this epoch can be handed out."""
 
-    def epoch_stopped(self, now_s: float) -> None:
+    def epoch_stopped(self, reason: str, now_s: float) -> None:
         """What was in flight is void; what was running is in the queue again."""
 
     def ended(self, request: Request, error: ServingError | None, now_s: float) -> None:
@@ -66,9 +66,9 @@ class Observers(EngineObserver):
         for each in self._all:
             each.epoch_started(epoch, now_s)
 
-    def epoch_stopped(self, now_s: float) -> None:
+    def epoch_stopped(self, reason: str, now_s: float) -> None:
         for each in self._all:
-            each.epoch_stopped(now_s)
+            each.epoch_stopped(reason, now_s)
 
     def ended(self, request: Request, error: ServingError | None, now_s: float) -> None:
         for each in self._all:

@@ -1,11 +1,14 @@
 """`stageline coordinator`: one coordinator in this process."""
 
+import os
 from typing import Annotated
 
 import typer
 
 from coordinator.config import CoordinatorConfig
 from stageline.cli import options
+from stageline.version import VERSION
+from telemetry.environment import read_environment
 
 
 def coordinator(
@@ -37,6 +40,7 @@ def coordinator(
     self_check: options.SelfCheck = None,
     journal: options.Journal = None,
     reattach_timeout: options.ReattachTimeout = 60.0,
+    trace_sample: options.TraceSample = None,
 ) -> int:
     """Plan the stages, and serve clients and workers until it is ended."""
     config = options.build_config(
@@ -67,6 +71,8 @@ def coordinator(
             self_check=self_check,
             journal=journal,
             reattach_timeout_s=reattach_timeout,
+            trace_sample=trace_sample,
+            telemetry=read_environment(os.environ, version=VERSION),
         )
     )
     from coordinator.app import run  # imported late: the other commands need none of it
@@ -99,6 +105,7 @@ def flags_of(config: CoordinatorConfig) -> tuple[str, ...]:
         "--drain-timeout": config.drain_timeout_s,
         "--journal": config.journal,
         "--reattach-timeout": config.reattach_timeout_s,
+        "--trace-sample": config.trace_sample,
     }
     given = [part for flag, value in values.items() if value is not None for part in (flag, str(value))]
     if config.self_check is not None:

@@ -209,6 +209,13 @@ ReattachTimeout: TypeAlias = Annotated[
     float,
     typer.Option(metavar="SECONDS", help="How long requests of the journal wait for their clients."),
 ]
+TraceSample: TypeAlias = Annotated[
+    float | None,
+    typer.Option(
+        metavar="RATIO",
+        help="Which part of requests to trace, 0 to 1; OTEL_TRACES_SAMPLER or all unless given.",
+    ),
+]
 Memory: TypeAlias = Annotated[
     int | None,
     typer.Option(

@@ -66,6 +66,7 @@ def up(
     self_check: options.SelfCheck = None,
     journal: options.Journal = None,
     reattach_timeout: options.ReattachTimeout = 60.0,
+    trace_sample: options.TraceSample = None,
     mock: Annotated[
         list[str] | None,
         typer.Option(metavar="TIMES", help="Mock stages, as in step=20ms; once for all, or once for each."),
@@ -103,6 +104,7 @@ def up(
             self_check=self_check,
             journal=journal,
             reattach_timeout_s=reattach_timeout,
+            trace_sample=trace_sample,
         )
         if self_check and mock:
             raise ValueError("--self-check needs stages that compute: not together with --mock")

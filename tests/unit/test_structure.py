@@ -16,6 +16,7 @@ PACKAGES = (
     "coordinator/requests",
     "coordinator/scheduling",
     "coordinator/text",
+    "coordinator/tracing",
     "stage_worker",
     "stage_worker/mock",
     "stage_worker/models",
