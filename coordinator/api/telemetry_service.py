@@ -20,6 +20,11 @@ class TelemetryService(telemetry_pb2_grpc.TelemetryServicer):
         self._store = store
         self._traces = traces
 
+    async def GetActivity(  # noqa: N802
+        self, request: telemetry_pb2.GetActivityRequest, context: Context
+    ) -> telemetry_pb2.GetActivityResponse:
+        return telemetry_pb2.GetActivityResponse()
+
     async def ListTraces(  # noqa: N802
         self, request: telemetry_pb2.ListTracesRequest, context: Context
     ) -> telemetry_pb2.ListTracesResponse:

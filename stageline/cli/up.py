@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from coordinator.config import CoordinatorConfig
+from coordinator.config import DEFAULT_TRACE_BYTES, CoordinatorConfig
 from deploy import LocalCluster, LocalClusterConfig, LocalProcess
 from stageline.cli import options
 from stageline.cli.coordinator import flags_of
@@ -67,6 +67,9 @@ def up(
     journal: options.Journal = None,
     reattach_timeout: options.ReattachTimeout = 60.0,
     trace_sample: options.TraceSample = None,
+    trace_store: options.TraceStore = 512,
+    trace_bytes: options.TraceBytes = None,
+    trace_db: options.TraceDb = None,
     mock: Annotated[
         list[str] | None,
         typer.Option(metavar="TIMES", help="Mock stages, as in step=20ms; once for all, or once for each."),
@@ -105,6 +108,9 @@ def up(
             journal=journal,
             reattach_timeout_s=reattach_timeout,
             trace_sample=trace_sample,
+            trace_store=trace_store,
+            trace_bytes=trace_bytes or DEFAULT_TRACE_BYTES,
+            trace_db=trace_db,
         )
         if self_check and mock:
             raise ValueError("--self-check needs stages that compute: not together with --mock")
