@@ -130,11 +130,11 @@ def _travelling(shares: Iterable[Share]) -> list[_Part]:
     hops = _by_place(shares, Cause.HOP, Cause.RECEIVE)
     if back_s > math.fsum(hops.values()):
         return [
-            _Part(back_s, "on the network from the last stage back to the coordinator"),
-            _Part(math.fsum(hops.values()), "on the network between stages"),
+            _Part(back_s, "in transit from the last stage back to the coordinator"),
+            _Part(math.fsum(hops.values()), "in transit between stages"),
         ]
-    parts = _concentrated(hops, at_one=("on the network on the way into", ""), elsewhere="on the network")
-    return [*parts, _Part(back_s, "on the network back to the coordinator")]
+    parts = _concentrated(hops, at_one=("in transit into", ""), elsewhere="in transit between stages")
+    return [*parts, _Part(back_s, "in transit back to the coordinator")]
 
 
 def _concentrated(
