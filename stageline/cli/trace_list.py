@@ -48,7 +48,7 @@ def trace_list_view(response: telemetry_pb2.ListTracesResponse, *, width: int) -
 
 def _row(each: telemetry_pb2.TraceSummary, *, is_wide: bool) -> tuple[str | Text, ...]:
     return (
-        each.request_id if is_wide else each.request_id[-12:],
+        each.request_id if is_wide else each.request_id[-8:],
         datetime.fromtimestamp(each.started_at_ns / NS_PER_S).strftime("%H:%M:%S"),
         Text(each.outcome, style="" if each.outcome == "finished" else "red"),
         f"{each.prompt_tokens}+{each.completion_tokens}",

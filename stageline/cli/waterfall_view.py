@@ -14,7 +14,7 @@ from telemetry.spans import Attr
 from telemetry.trace_view.explain import explain, format_seconds
 from telemetry.trace_view.read_model import NS_PER_S, RequestTrace, StageWork
 from telemetry.trace_view.slow_stage import slowest_stage
-from telemetry.trace_view.waterfall import Row, Segment, SegmentKind, Waterfall, waterfall
+from telemetry.trace_view.waterfall import STAGE_KINDS, Row, Segment, SegmentKind, Waterfall, waterfall
 
 MOST_LABEL = 22
 _LEAST_BARS = 20
@@ -128,11 +128,14 @@ def _legend(view: Waterfall) -> Text:
     """Of what can be seen."""
     kinds = {segment.kind for row in view.rows for segment in row.segments}
     legend = Text()
-    for kind in (kind for kind in SegmentKind if kind in kinds):
-        look = _LOOKS[kind]
-        legend.append(look.character, look.style).append(f" {kind.value}  ")
+    for of_stages in (False, True):
+        for kind in (kind for kind in SegmentKind if kind in kinds and (kind in STAGE_KINDS) == of_stages):
+            look = _LOOKS[kind]
+            legend.append(look.character, look.style).append(f" {kind.value}  ")
+        legend.append("\n")
     if any(segment.is_share for row in view.rows for segment in row.segments):
-        legend.append("\nMany decode steps are drawn as one: how much of each, and not when.", "dim")
+        legend.append("Many decode steps are drawn as one: how much of each, and not when.", "dim")
+    legend.rstrip()
     return legend
 
 

@@ -42,14 +42,18 @@ def explain(trace: RequestTrace) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Three digits or so: 12.3 s, 2.41 s, 812 ms, 8.1 ms, 85 us."""
-    if seconds >= 99.95:
-        return f"{seconds:.0f} s"
+    """Three digits: 123 s, 12.3 s, 2.41 s, 812 ms, 8.10 ms, 85 us."""
     if seconds >= 0.9995:
-        return f"{seconds:.3g} s"
+        return f"{_three_digits(seconds)} s"
     if seconds >= 0.0009995:
-        return f"{seconds * 1e3:.3g} ms" if seconds < 0.0995 else f"{seconds * 1e3:.0f} ms"
+        return f"{_three_digits(seconds * 1e3)} ms"
     return f"{seconds * 1e6:.0f} us"
+
+
+def _three_digits(number: float) -> str:
+    if number >= 99.95:
+        return f"{number:.0f}"
+    return f"{number:.1f}" if number >= 9.995 else f"{number:.2f}"
 
 
 class _Names:
