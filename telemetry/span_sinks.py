@@ -49,6 +49,7 @@ class QueueSink(SpanSink):
     def __init__(self) -> None:
         self.num_dropped = 0
         self._queue: deque[ReadableSpan] = deque()
+        self._is_closing = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     def offer(self, span: ReadableSpan) -> None:
@@ -61,19 +62,22 @@ class QueueSink(SpanSink):
         self._task = asyncio.create_task(self._run(), name="spans")
 
     async def close(self) -> None:
-        if self._task is None:
+        task, self._task = self._task, None
+        if task is None:
             return
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-        self._task = None
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(SEND_TIMEOUT_S):
-                while self._queue:
-                    await self._pass_on()
+        self._is_closing.set()
+        await asyncio.wait({task}, timeout=SEND_TIMEOUT_S)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        self.num_dropped += len(self._queue)
+        self._queue.clear()
 
     async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(DELAY_S)
+        is_closing = False
+        while not is_closing:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(DELAY_S):
+                    is_closing = await self._is_closing.wait()
             while self._queue:
                 await self._pass_on()
                 # Whatever else is due goes first.

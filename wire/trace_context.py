@@ -52,3 +52,10 @@ def work_span(request: SpanContext, *, choice: int, generation: int, start: int)
         trace_flags=request.trace_flags,
         trace_state=request.trace_state,
     )
+
+
+def trace_headers() -> tuple[tuple[str, str], ...]:
+    """Of the span that the caller is in, as metadata of a call; nothing outside of one."""
+    carrier: dict[str, str] = {}
+    _PROPAGATOR.inject(carrier)
+    return tuple(carrier.items())

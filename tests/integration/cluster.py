@@ -20,6 +20,7 @@ from stageline.client import Client
 from stageline.errors import StagelineError
 from stageline.output import FinishReason, Usage
 from stageline_rpc.v1 import cluster_pb2
+from telemetry.environment import NO_SETTINGS, TelemetrySettings
 from tests.integration.stream_proxy import CoordinatorProxy, HopProxy
 from wire.ids import RequestId, id_text, new_request_id
 from wire.wire_dtypes import WireDType
@@ -125,6 +126,8 @@ class Cluster:
         worker_wire_dtypes: Mapping[str, WireDType] | None = None,
         self_check: bool | None = None,
         journal: Path | None = None,
+        trace_sample: float | None = None,
+        telemetry: TelemetrySettings = NO_SETTINGS,
     ) -> None:
         self.num_stages = len(layers)
         self._mock = mock
@@ -152,6 +155,8 @@ class Cluster:
             priority_age_s=priority_age_s,
             self_check=self_check,
             journal=journal,
+            trace_sample=trace_sample,
+            telemetry=telemetry,
         )
         self.server = CoordinatorServer(self._config, _model_of(self._config, has_text=has_text), timing)
         self.coordinator_proxy = CoordinatorProxy() if is_coordinator_proxied else None
@@ -229,6 +234,7 @@ class Cluster:
             num_threads=None if self._mock else 1,
             mock=self._mock,
             wire_dtype=self._worker_wire_dtypes.get(name),
+            telemetry=self._config.telemetry,
         )
 
     async def generate(self, ask: Ask, into: Answer | None = None) -> Answer:

@@ -1,277 +1,188 @@
-"""Traces through the coordinator's port: what exporters send, what clients ask, and what a cluster tells."""
+"""What a collector gets of requests: one connected tree each, whatever happens to them."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import Any
 
-import grpc
 import pytest
-from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
-from opentelemetry.proto.metrics.v1.metrics_pb2 import (
-    Gauge,
-    Metric,
-    NumberDataPoint,
-    ResourceMetrics,
-    ScopeMetrics,
-)
-from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, TracesData
+from opentelemetry.trace import NonRecordingSpan, use_span
 
-from coordinator.api import otlp_services
-from coordinator.api.otlp_services import MetricsService, TraceService
-from coordinator.app import CoordinatorServer
-from coordinator.config import CoordinatorConfig
-from coordinator.model import open_model
-from coordinator.observing.trace_file import TraceFileUnusable
-from coordinator.observing.trace_store import StoreLimits, TraceStore
-from stageline.client import Client
-from stageline.errors import InvalidRequest, RequestNotFound
-from telemetry.trace_view.explain import explain
-from telemetry.trace_view.read_model import RequestTrace, read_spans, request_trace
-from telemetry.trace_view.slow_stage import slowest_stage
-from tests.integration.cluster import DEADLINE_S, Ask
-from tests.integration.test_mock_cluster import mock_cluster
-from tests.otlp_spans import REQUEST_ID, served
-from wire.channels import bind, client_channel, new_server
+import telemetry.collector_sink
+from stage_worker.mock.spec import MockSpec
+from stageline.errors import StagelineError
+from telemetry.environment import TelemetrySettings, read_environment
+from telemetry.spans import Attr, SpanName
+from tests.integration.cluster import Ask, Cluster
+from tests.otlp_collector import CollectedSpan, Collector, collector
+from tests.traces import Tree
 from wire.ids import id_text
+from wire.trace_context import parse_traceparent
 
-
-def export_request(spans: list[ResourceSpans]) -> trace_service_pb2.ExportTraceServiceRequest:
-    return trace_service_pb2.ExportTraceServiceRequest(resource_spans=spans)
-
-
-def config(trace_db: Path | None = None) -> CoordinatorConfig:
-    return CoordinatorConfig(
-        model_directory=None,
-        mock_model="layers=2,hidden=32,vocab=512",
-        listen="127.0.0.1:0",
-        num_stages=2,
-        layers=None,
-        dtype=None,
-        block_size=8,
-        max_step_tokens=32,
-        max_step_sequences=4,
-        max_sequence_tokens=None,
-        max_kv_tokens=None,
-        queue_size=4,
-        trace_db=trace_db,
-    )
-
-
-async def started(config: CoordinatorConfig) -> CoordinatorServer:
-    server = CoordinatorServer(config, open_model(config))
-    await server.start()
-    return server
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+CALLER = "b7ad6b7169203331"
+MOCK_MODEL = "layers=3,hidden=64"
+SPEC = MockSpec.parse("step=3ms,token=0.02ms")
 
 
 @pytest.fixture
-async def coordinator() -> AsyncIterator[CoordinatorServer]:
-    """Without workers: nothing but what is sent to it."""
-    server = await started(config())
-    yield server
-    await server.stop()
+async def collecting(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Collector]:
+    async with collector() as servicer:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://{servicer.address}")
+        yield servicer
 
 
-@pytest.fixture
-async def channel(coordinator: CoordinatorServer) -> AsyncIterator[grpc.aio.Channel]:
-    async with client_channel(coordinator.address) as channel:
-        yield channel
+def settings_of(servicer: Collector) -> TelemetrySettings:
+    return read_environment({"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://{servicer.address}"}, version="test")
 
 
-def read(data: bytes, request_id: str) -> RequestTrace:
-    return request_trace(read_spans(TracesData.FromString(data)), request_id)
-
-
-async def test_what_an_exporter_sends_is_what_a_client_gets(
-    coordinator: CoordinatorServer, channel: grpc.aio.Channel
-) -> None:
-    maker = served((0.2, 0.4, 0.2))
-    response = await trace_service_pb2_grpc.TraceServiceStub(channel).Export(
-        export_request(maker.spans), timeout=DEADLINE_S
+def mock_cluster(
+    servicer: Collector, *, max_kv_tokens: int = 1024, trace_sample: float | None = None
+) -> Cluster:
+    return Cluster(
+        None,
+        layers=(1, 1, 1),
+        mock=SPEC,
+        mock_model=MOCK_MODEL,
+        max_kv_tokens=max_kv_tokens,
+        trace_sample=trace_sample,
+        telemetry=settings_of(servicer),
     )
-    assert not response.HasField("partial_success")
-    async with Client(coordinator.address) as client:
-        found = await client.trace(REQUEST_ID)
-        by_part = await client.trace(REQUEST_ID[:9])
-        listed = await client.traces()
-    assert found.request_id == by_part.request_id == REQUEST_ID
-    assert found.trace_id == maker.trace_id.hex()
-    assert read(found.traces_data, REQUEST_ID) == maker.trace()
-    [line] = listed.traces
-    assert (line.request_id, line.prompt_tokens, line.completion_tokens) == (REQUEST_ID, 100, 50)
-    assert (line.slowest_stage.worker, line.slowest_stage.times_the_others) == (
-        "worker-1",
-        pytest.approx(2.0),
-    )
-    assert line.duration_s == pytest.approx(maker.trace().duration_s)
 
 
-async def test_the_list_is_as_long_as_is_asked_for_and_follows_what_comes(
-    coordinator: CoordinatorServer,
+def roots(spans: list[CollectedSpan]) -> list[CollectedSpan]:
+    return [each for each in spans if each.name == SpanName.GENERATE]
+
+
+def num_traced_steps(spans: list[CollectedSpan], trace_id: str) -> int:
+    stages = Tree.of(spans, trace_id).named(SpanName.STAGE_PREFILL, SpanName.STAGE_DECODE)
+    return sum(each.attributes[Attr.NUM_STEPS] for each in stages)
+
+
+async def test_a_callers_trace_goes_on_through_all_stages(collecting: Collector) -> None:
+    caller = parse_traceparent(f"00-{TRACE_ID}-{CALLER}-01")
+    assert caller is not None
+    ask = Ask(prompt=tuple(range(1, 76)), max_tokens=50)
+    async with mock_cluster(collecting) as cluster:
+        with use_span(NonRecordingSpan(caller)):
+            answer = await cluster.generate(ask)
+        assert answer.usage is not None
+        # Three chunks of at most 32 tokens, and a step for each token but the first, on three stages each.
+        await collecting.wait_until(
+            lambda spans: len(roots(spans)) == 1 and num_traced_steps(spans, TRACE_ID) == 3 * (3 + 49)
+        )
+    tree = Tree.of(collecting.spans, TRACE_ID)
+    tree.check_connected()
+    tree.check_nested(slack_us=2)
+    assert tree.root.span.parent_span_id.hex() == CALLER
+    assert len({each.process for each in tree.spans}) == 4
+    assert tree.num_generated == len(answer.tokens) == tree.root.attributes[Attr.COMPLETION_TOKENS] == 50
+    chunks = tree.named(SpanName.PREFILL_CHUNK)
+    assert [each.attributes[Attr.TOKENS] for each in chunks] == [32, 32, 11]
+    for work in (*chunks, *tree.named(SpanName.DECODE)):
+        stages = tree.children(work)
+        assert {each.attributes[Attr.STAGE_INDEX] for each in stages} == {0, 1, 2}
+        assert sum(each.attributes[Attr.TOKENS] for each in stages) == 3 * work.attributes[Attr.TOKENS]
+        assert tree.unexplained_share(work) < 0.05
+
+
+async def test_the_root_says_who_asked_for_what_and_how_long_it_took(collecting: Collector) -> None:
+    ask = Ask(prompt=(1, 2, 3), max_tokens=4, seed=5)
+    async with mock_cluster(collecting) as cluster:
+        await cluster.generate(ask)
+        await collecting.wait_until(lambda spans: len(roots(spans)) == 1)
+    attributes = roots(collecting.spans)[0].attributes
+    assert attributes[Attr.REQUEST_ID] == id_text(ask.request_id)
+    assert attributes[Attr.REQUEST_MAX_TOKENS] == 4
+    assert attributes[Attr.REQUEST_TEMPERATURE] == 1.0
+    assert attributes[Attr.PROMPT_TOKENS] == 3
+    assert attributes[Attr.OUTCOME] == "finished"
+    first_token = attributes[Attr.TIME_IN_QUEUE] + attributes[Attr.TIME_IN_PREFILL]
+    assert attributes[Attr.TIME_TO_FIRST_TOKEN] == pytest.approx(first_token)
+    assert attributes[Attr.E2E] == pytest.approx(first_token + attributes[Attr.TIME_IN_DECODE])
+
+
+async def test_a_preempted_request_stays_one_trace_and_is_recorded_though_not_sampled(
+    collecting: Collector,
 ) -> None:
-    makers = [
-        served(request_id=f"r{number}", trace_id=bytes([number] * 16), begin_ns=number * 10**9)
-        for number in (1, 2, 3)
-    ]
-    late = makers[2].spans.pop(5)
-    for maker in makers:
-        coordinator.trace_store.add(maker.spans)
-    async with Client(coordinator.address) as client:
-        assert [each.request_id for each in (await client.traces(2)).traces] == ["r3", "r2"]
-        before = (await client.traces()).traces
-        coordinator.trace_store.add([late])
-        after = (await client.traces(1)).traces
-        again = (await client.traces()).traces
-    assert [each.request_id for each in before] == [each.request_id for each in again] == ["r3", "r2", "r1"]
-    assert after[0].spans == again[0].spans == before[0].spans + 1
-    assert again[1:] == before[1:]
+    asks = [Ask(prompt=tuple(range(first, first + 24)), max_tokens=60) for first in (1, 100)]
+    async with mock_cluster(collecting, max_kv_tokens=128, trace_sample=0.0) as cluster:
+        await cluster.generate_all(asks)
+        await collecting.wait_until(lambda spans: len(roots(spans)) == 1)
+        await collecting.wait_until(
+            lambda spans: any(each.name == SpanName.STAGE_DECODE for each in spans), timeout_s=10
+        )
+    (root,) = roots(collecting.spans)
+    assert root.attributes[Attr.REQUEST_ID] == id_text(asks[1].request_id)
+    assert root.attributes[Attr.NUM_PREEMPTIONS] >= 1
+    tree = Tree.of(collecting.spans, root.span.trace_id.hex())
+    tree.check_connected()
+    assert len(tree.named(SpanName.PREEMPTION)) == root.attributes[Attr.NUM_PREEMPTIONS]
+    assert tree.num_generated >= 60
+    generations = {each.attributes[Attr.GENERATION] for each in tree.named(SpanName.STAGE_DECODE)}
+    assert 0 not in generations, "nobody knew yet that this one would be of interest"
 
 
-async def test_a_request_that_is_not_kept_is_not_found_and_an_unclear_one_is_refused(
-    coordinator: CoordinatorServer,
+async def test_a_trace_stays_connected_when_a_worker_dies(collecting: Collector) -> None:
+    ask = Ask(prompt=tuple(range(1, 40)), max_tokens=80)
+    async with mock_cluster(collecting) as cluster:
+        async with cluster.generating([ask]) as (answer,):
+            while len(answer.tokens) < 20:
+                await asyncio.sleep(0.005)
+            await cluster.workers["w1"].stop()
+            await cluster.start_worker("w1")
+        assert answer.succeeded
+        await collecting.wait_until(lambda spans: len(roots(spans)) == 1)
+        trace_id = roots(collecting.spans)[0].span.trace_id.hex()
+        await collecting.wait_until(
+            lambda spans: (
+                {
+                    each.attributes[Attr.STAGE_INDEX]
+                    for each in Tree.of(spans, trace_id).named(SpanName.STAGE_DECODE)
+                    if each.attributes[Attr.GENERATION] == 1
+                }
+                == {0, 1, 2}
+            )
+        )
+    tree = Tree.of(collecting.spans, trace_id)
+    tree.check_connected()
+    (recovery,) = tree.named(SpanName.RECOVERY)
+    assert "w1" in recovery.attributes[Attr.REASON]
+    assert tree.root.attributes[Attr.NUM_RECOVERIES] == 1
+    assert any(each.name == SpanName.CLUSTER_RECOVERY for each in collecting.spans)
+
+
+async def test_a_request_that_is_refused_is_recorded_though_not_sampled(collecting: Collector) -> None:
+    async with mock_cluster(collecting, trace_sample=0.0) as cluster:
+        served = await cluster.generate(Ask(prompt=(1, 2), max_tokens=2))
+        refused = await cluster.generate(Ask(prompt=(1, 2), max_tokens=10**6))
+        assert served.succeeded
+        assert isinstance(refused.error, StagelineError)
+        await collecting.wait_until(lambda spans: len(roots(spans)) == 1)
+    (root,) = roots(collecting.spans)
+    assert root.span.status.code == 2
+    assert root.attributes[Attr.OUTCOME] == "failed"
+    assert root.attributes[Attr.REQUEST_ID] == id_text(refused.ask.request_id)
+
+
+async def test_what_nobody_samples_is_not_recorded(collecting: Collector) -> None:
+    async with mock_cluster(collecting, trace_sample=0.0) as cluster:
+        assert (await cluster.generate(Ask(prompt=(1, 2), max_tokens=20))).succeeded
+        assert cluster.server.recorder.num_recorded == 0
+
+
+async def test_a_collector_that_hangs_holds_nothing_up_and_what_is_lost_is_counted(
+    collecting: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for number in (1, 2):
-        coordinator.trace_store.add(served(request_id=f"same{number}", trace_id=bytes([number] * 16)).spans)
-    async with Client(coordinator.address) as client:
-        with pytest.raises(RequestNotFound, match="no trace of request other is kept"):
-            await client.trace("other")
-        with pytest.raises(InvalidRequest, match="same may be any of 2 requests"):
-            await client.trace("same")
-
-
-async def test_spans_that_cannot_be_kept_are_told_in_the_answer(
-    coordinator: CoordinatorServer, channel: grpc.aio.Channel
-) -> None:
-    bad = ResourceSpans(scope_spans=[ScopeSpans(spans=[Span(trace_id=b"short", span_id=b"s" * 8)])])
-    export = trace_service_pb2_grpc.TraceServiceStub(channel).Export
-    response = await export(export_request([*served().spans, bad, bad]), timeout=DEADLINE_S)
-    assert response.partial_success.rejected_spans == 2
-    assert (
-        response.partial_success.error_message == "2 spans without a trace id of 16 bytes and a span id of 8"
-    )
-    assert len(coordinator.trace_store.find(REQUEST_ID).spans) == len(served().spans)
-
-
-async def test_spans_of_a_trace_that_made_room_are_told_in_the_answer() -> None:
-    store = TraceStore(StoreLimits(num_traces=1))
-    first, *late = served(trace_id=b"1" * 16).spans
-    async with _serving(store) as export:
-        await export(export_request([first]), timeout=DEADLINE_S)
-        await export(export_request(served(trace_id=b"2" * 16).spans), timeout=DEADLINE_S)
-        response = await export(export_request(late), timeout=DEADLINE_S)
-    assert response.partial_success.rejected_spans == len(late)
-    assert "traces that had to make room" in response.partial_success.error_message
-
-
-async def test_a_batch_that_is_too_large_is_refused_whole(
-    coordinator: CoordinatorServer, channel: grpc.aio.Channel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(otlp_services, "MAX_EXPORT_BYTES", 1000)
-    export = trace_service_pb2_grpc.TraceServiceStub(channel).Export
-    response = await export(export_request(served().spans), timeout=DEADLINE_S)
-    assert response.partial_success.rejected_spans == len(served().spans)
-    assert "1000 are the most" in response.partial_success.error_message
-    assert coordinator.trace_store.num_traces == 0
-
-
-async def test_metrics_are_taken_and_handed_on() -> None:
-    seen: list[metrics_service_pb2.ExportMetricsServiceRequest] = []
-
-    def on_metrics(request: metrics_service_pb2.ExportMetricsServiceRequest) -> int:
-        seen.append(request)
-        return 2
-
-    point = NumberDataPoint(as_int=1)
-    metric = Metric(name="x", gauge=Gauge(data_points=[point, point, point]))
-    request = metrics_service_pb2.ExportMetricsServiceRequest(
-        resource_metrics=[ResourceMetrics(scope_metrics=[ScopeMetrics(metrics=[metric])])]
-    )
-    server = new_server()
-    metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(MetricsService(on_metrics), server)
-    port = bind(server, "127.0.0.1:0")
-    await server.start()
-    try:
-        async with client_channel(f"127.0.0.1:{port}") as channel:
-            stub = metrics_service_pb2_grpc.MetricsServiceStub(channel)
-            response = await stub.Export(request, timeout=DEADLINE_S)
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(otlp_services, "MAX_EXPORT_BYTES", 10)
-                too_large = await stub.Export(request, timeout=DEADLINE_S)
-    finally:
-        await server.stop(0)
-    assert seen == [request]
-    assert response.partial_success.rejected_data_points == 2
-    assert too_large.partial_success.rejected_data_points == 3
-
-
-async def test_a_coordinator_without_metrics_takes_them_all(channel: grpc.aio.Channel) -> None:
-    stub = metrics_service_pb2_grpc.MetricsServiceStub(channel)
-    response = await stub.Export(metrics_service_pb2.ExportMetricsServiceRequest(), timeout=DEADLINE_S)
-    assert not response.HasField("partial_success")
-
-
-async def test_traces_survive_the_coordinator(tmp_path: Path) -> None:
-    path = tmp_path / "traces.db"
-    server = await started(config(path))
-    server.trace_store.add(served().spans)
-    await server.stop()
-    server = await started(config(path))
-    try:
-        async with Client(server.address) as client:
-            found = await client.trace(REQUEST_ID)
-        assert read(found.traces_data, REQUEST_ID) == served().trace()
-    finally:
-        await server.stop()
-
-
-async def test_a_file_that_cannot_be_used_is_told_before_anything_is_served(tmp_path: Path) -> None:
-    path = tmp_path / "traces.db"
-    path.write_text("something else")
-    with pytest.raises(TraceFileUnusable, match=f"trace file {path} cannot be used: file is not a database"):
-        await started(config(path))
-
-
-async def test_a_stage_that_is_slow_on_purpose_is_named() -> None:
-    ask = Ask(prompt=tuple(range(40)), max_tokens=20)
-    async with mock_cluster(4, "step=4ms", "step=4ms", "step=8ms", "step=4ms") as cluster:
-        async with cluster.generating([ask, ask.again(), ask.again()]):
-            pass
-        trace = await _whole_trace(cluster.client, id_text(ask.request_id), num_decode_steps=19, num_stages=4)
-    slow = slowest_stage(trace)
-    assert slow is not None
-    assert (slow.place.worker, slow.place.index, slow.stands_out) == ("w2", 2, True)
-    assert "stage 2 (w2, layers 4-5)" in explain(trace)
-
-
-async def _whole_trace(
-    client: Client, request_id: str, *, num_decode_steps: int, num_stages: int
-) -> RequestTrace:
-    """Spans of several processes come one after another."""
-    async with asyncio.timeout(DEADLINE_S):
-        while True:
-            try:
-                found = await client.trace(request_id)
-            except RequestNotFound:
-                await asyncio.sleep(0.02)
-                continue
-            trace = read(found.traces_data, request_id)
-            num_steps = [work.num_steps for work in trace.stages]
-            if len(num_steps) == num_stages and min(num_steps) > num_decode_steps:
-                return trace
-            await asyncio.sleep(0.02)
-
-
-@asynccontextmanager
-async def _serving(store: TraceStore) -> AsyncIterator[Any]:
-    """The `Export` of a server that has nothing but a TraceService."""
-    server = new_server()
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(TraceService(store), server)
-    port = bind(server, "127.0.0.1:0")
-    await server.start()
-    async with client_channel(f"127.0.0.1:{port}") as channel:
-        yield trace_service_pb2_grpc.TraceServiceStub(channel).Export
-    await server.stop(0)
+    monkeypatch.setattr(telemetry.collector_sink, "QUEUED_SPANS", 16)
+    monkeypatch.setattr(telemetry.collector_sink, "BATCH_SPANS", 4)
+    collecting.may_answer.clear()
+    asks = [Ask(prompt=(1, 2, 3), max_tokens=8) for _ in range(12)]
+    async with mock_cluster(collecting) as cluster:
+        answers = await cluster.generate_all(asks)
+        assert all(each.succeeded for each in answers)
+        recorder = cluster.server.recorder
+        # Each has an intake, a queue, a chunk, decode work and the request itself.
+        assert recorder.num_recorded >= 5 * len(asks)
+        assert recorder.num_dropped >= recorder.num_recorded - 16 - 4
+        collecting.may_answer.set()

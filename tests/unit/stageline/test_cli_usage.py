@@ -10,6 +10,7 @@ from stage_worker.config import WorkerConfig
 from stageline.cli import main
 from stageline.cli.coordinator import flags_of
 from stageline.version import VERSION
+from telemetry.environment import read_environment
 from wire.wire_dtypes import ScaledDType
 
 
@@ -152,6 +153,7 @@ def test_the_coordinators_flags_become_its_config(tmp_path: Path, monkeypatch: p
             trace_store=7,
             trace_bytes=5 * 2**20,
             trace_db=tmp_path / "traces.db",
+            telemetry=read_environment({}, version=VERSION),
         )
     ]
     again = ["coordinator", "--model", str(tmp_path), "--listen", "[::1]:0", "--stages", "3"]
@@ -206,6 +208,7 @@ def test_the_workers_flags_become_its_config(tmp_path: Path, monkeypatch: pytest
             model_directory=tmp_path,
             num_threads=4,
             wire_dtype=ScaledDType.F8_E4M3,
+            telemetry=read_environment({}, version=VERSION),
         )
     ]
 
