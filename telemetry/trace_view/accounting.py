@@ -102,7 +102,8 @@ def _mix(span: TraceSpan, trace: RequestTrace) -> Mapping[Key, float]:
     if name not in _STEPS:
         return {(_CAUSES[name], None): 1.0}
     seconds = _recorded(trace.children.get(span.span_id, ()))
-    seconds[Cause.RESULT, None] = span.measure(Attr.RESULT_DURATION) or 0.0
+    seconds[Cause.RESULT, None] = span.signed(Attr.RESULT_DURATION) or 0.0
+    _balance(seconds)
     recorded_s = math.fsum(seconds.values())
     stated_s = span.measure(Attr.STEP_DURATION)
     in_steps_s = min(span.duration_s, max(recorded_s, span.duration_s if stated_s is None else stated_s))
@@ -110,6 +111,17 @@ def _mix(span: TraceSpan, trace: RequestTrace) -> Mapping[Key, float]:
     seconds[Cause.TURN, None] = max(0.0, span.duration_s - in_steps_s)
     whole_s = math.fsum(seconds.values())
     return {key: part_s / whole_s for key, part_s in seconds.items()} if whole_s else {}
+
+
+def _balance(seconds: dict[Key, float]) -> None:
+    """A clock that is off makes the way to its host longer and the way from there shorter, or the other way
+    round, by as much: what is less than nothing is taken from the other ways.
+    """
+    ways = [key for key in seconds if key[0] in (Cause.HOP, Cause.RESULT)]
+    positive_s = math.fsum(max(0.0, seconds[key]) for key in ways)
+    left_s = max(0.0, math.fsum(seconds[key] for key in ways))
+    for key in ways:
+        seconds[key] = max(0.0, seconds[key]) * left_s / positive_s if positive_s else 0.0
 
 
 def _recorded(stage_spans: Iterable[TraceSpan]) -> dict[Key, float]:

@@ -42,7 +42,9 @@ def explain(trace: RequestTrace) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Three digits: 123 s, 12.3 s, 2.41 s, 812 ms, 8.10 ms, 85 us."""
+    """Three digits: 123 s, 12.3 s, 2.41 s, 812 ms, 8.10 ms, 85 us, -85 us."""
+    if seconds < 0:
+        return f"-{format_seconds(-seconds)}"
     if seconds >= 0.9995:
         return f"{_three_digits(seconds)} s"
     if seconds >= 0.0009995:

@@ -48,13 +48,16 @@ class TraceSpan:
         return (self.end_ns - self.start_ns) / NS_PER_S
 
     def measure(self, key: Attr) -> float | None:
-        """A duration in seconds, or a mean; None where it is absent, and no less than 0: clocks of two hosts
-        are never quite equal.
-        """
+        """A duration in seconds, or a mean, no less than 0; None where it is absent."""
+        value = self.signed(key)
+        return None if value is None else max(0.0, value)
+
+    def signed(self, key: Attr) -> float | None:
+        """The same for what is between two hosts: it is negative where their clocks differ by more."""
         value = self.attributes.get(key)
         if isinstance(value, str | bool | None) or not math.isfinite(value):
             return None
-        return max(0.0, float(value))
+        return float(value)
 
     def number(self, key: Attr, default: int = 0) -> int:
         """A count or an index."""
@@ -106,7 +109,7 @@ class StagePlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
-    """Seconds; docs/telemetry.md says where each begins and ends."""
+    """Seconds; docs/telemetry.md says where each begins and ends. A hop may be negative: see `signed`."""
 
     hop_s: float = 0.0
     receive_s: float = 0.0
@@ -118,7 +121,7 @@ class StageTimes:
     def of(cls, span: TraceSpan) -> "StageTimes":
         """What is absent counts as nothing."""
         return cls(
-            hop_s=span.measure(Attr.HOP_DURATION) or 0.0,
+            hop_s=span.signed(Attr.HOP_DURATION) or 0.0,
             receive_s=span.measure(Attr.RECEIVE_DURATION) or 0.0,
             wait_s=span.measure(Attr.WAIT_DURATION) or 0.0,
             compute_s=span.measure(Attr.COMPUTE_DURATION) or 0.0,

@@ -106,9 +106,10 @@ def _stage_rows(trace: RequestTrace) -> Iterator[Row]:
 def _of_stage(span: TraceSpan, trace: RequestTrace) -> Iterator[Segment]:
     """The span begins with the first byte of its first step: the hop before it has its end there."""
     times = StageTimes.of(span)
+    hop_s = max(0.0, times.hop_s)
     num_steps = max(1, span.number(Attr.NUM_STEPS, 1))
-    at_s = trace.since_start_s(span.start_ns) - times.hop_s / num_steps
-    lengths = (times.hop_s, times.receive_s, times.wait_s, times.compute_s, times.send_s)
+    at_s = trace.since_start_s(span.start_ns) - hop_s / num_steps
+    lengths = (hop_s, times.receive_s, times.wait_s, times.compute_s, times.send_s)
     for kind, length_s in zip(STAGE_KINDS, lengths, strict=True):
         if length_s > 0:
             yield _segment(span, kind, at_s, at_s + length_s, is_share=num_steps > 1)

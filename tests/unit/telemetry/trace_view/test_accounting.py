@@ -92,6 +92,24 @@ def test_stages_that_tell_more_than_there_was_get_their_share_of_it() -> None:
     assert spent(maker.trace()) == pytest.approx({(Cause.COMPUTE, 0): 0.75, (Cause.COMPUTE, 1): 0.25})
 
 
+def test_a_clock_that_is_off_moves_no_time_from_one_cause_to_another() -> None:
+    times = [Times(0.2, hop=0.08), Times(0.2, hop=0.1), Times(0.2, hop=0.1)]
+    off = [Times(0.2, hop=0.08), Times(0.2, hop=0.1 - 0.15), Times(0.2, hop=0.1 + 0.15)]
+    found = []
+    for stages in (times, off):
+        maker = SpanMaker()
+        maker.decode(0.0, 1.0, stages, result=0.12)
+        maker.root(1.0)
+        found.append(spent(maker.trace()))
+    for key in ((Cause.COMPUTE, 0), (Cause.COMPUTE, 1), (Cause.COMPUTE, 2)):
+        assert found[0][key] == found[1][key] == pytest.approx(0.2)
+    ways = [
+        sum(seconds for (cause, _), seconds in each.items() if cause in (Cause.HOP, Cause.RESULT))
+        for each in found
+    ]
+    assert ways == pytest.approx([0.4, 0.4])
+
+
 def test_what_lies_outside_the_request_does_not_count() -> None:
     maker = SpanMaker()
     maker.queue(-1.0, 0.5)

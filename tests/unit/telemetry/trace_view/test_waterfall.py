@@ -50,6 +50,16 @@ def test_decode_segments_are_shares_that_begin_where_the_work_began() -> None:
     assert compute.num_steps == 16
 
 
+def test_a_hop_that_seems_to_take_less_than_nothing_is_not_drawn() -> None:
+    maker = SpanMaker()
+    maker.chunk(0.5, [Times(0.2, hop=-0.05)])
+    maker.root(2.0)
+    (row,) = (row for row in waterfall(maker.trace()).rows if row.place is not None)
+    (compute,) = row.segments
+    assert compute.kind is SegmentKind.COMPUTE
+    assert (compute.start_s, compute.end_s) == (pytest.approx(0.45), pytest.approx(0.65))
+
+
 def test_the_coordinator_has_a_row_for_everything_that_happened() -> None:
     maker = SpanMaker()
     maker.add(SpanName.INTAKE, 0.0, 0.1)
