@@ -163,7 +163,7 @@ def _elsewhere(trace: RequestTrace, shares: Iterable[Share]) -> list[_Part]:
         Cause.TURN: "between steps, while other sequences were computed",
         Cause.RECOVERY: f"recovering{_occasions(trace, SpanName.RECOVERY)}",
         Cause.PREEMPTION: f"preempted{_occasions(trace, SpanName.PREEMPTION)}",
-        Cause.INTAKE: "taking the request in",
+        Cause.INTAKE: "before the queue (checks, tokenizer, no pipeline yet)",
         Cause.UNRECORDED: "in steps of which not every stage has told its times",
         Cause.COORDINATOR: "in the coordinator",
     }
