@@ -115,12 +115,12 @@ class TraceFile:
             self._file_lock.release()
 
     def _run(self) -> None:
-        while not self._closing.is_set():
+        is_closing = False
+        while not is_closing:
             self._news.wait()
-            self._closing.wait(DELAY_S)
+            is_closing = self._closing.wait(DELAY_S)
             self._news.clear()
             self._write_pending()
-        self._write_pending()
 
     def _write_pending(self) -> None:
         while batch := self._take_batch():

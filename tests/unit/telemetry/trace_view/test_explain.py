@@ -63,6 +63,12 @@ def test_waiting_everywhere_names_nobody() -> None:
     )
 
 
+def test_waiting_a_little_more_at_one_stage_names_nobody() -> None:
+    assert explain(decoded(Times(0.2, wait=0.25), Times(0.2, wait=0.35)).trace()).startswith(
+        "1.00 s: 60 % waiting behind other steps at the stages; "
+    )
+
+
 def test_a_slow_hop_is_named() -> None:
     stages = (Times(0.1), Times(0.1, hop=0.5, receive=0.1), Times(0.1), Times(0.1))
     assert explain(decoded(*stages).trace()).startswith(
