@@ -4,7 +4,6 @@ import asyncio
 import gc
 import logging
 import signal
-import sys
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from coordinator.journal.database import ServedIdentity
 from coordinator.journal.errors import JournalUnusable
 from coordinator.journal.journal import Journal
 from coordinator.model import ServedModel, open_model
+from coordinator.observing.coordinator_metrics import CoordinatorMetrics
 from coordinator.observing.trace_file import TraceFile, TraceFileUnusable
 from coordinator.observing.trace_reader import TraceReader
 from coordinator.observing.trace_store import StoreLimits, TraceStore
@@ -40,10 +40,12 @@ from coordinator.planning.served_plan import plan_for
 from coordinator.requests.admission import AdmissionLimits
 from coordinator.requests.durability import Durability
 from coordinator.requests.engine import Engine
+from coordinator.requests.request_log import RequestLog
 from coordinator.text.tokenizer import TokenizerError, load_text_codec
 from coordinator.timing import ClusterTiming
 from coordinator.tracing.request_traces import RequestTraces
 from stageline_rpc.v1 import cluster_pb2_grpc, inference_pb2_grpc, stage_pb2_grpc, telemetry_pb2_grpc
+from telemetry import logs
 from telemetry.process import new_recorder
 from telemetry.span_sinks import StoreSink
 from telemetry.spans import COORDINATOR
@@ -68,13 +70,11 @@ class CoordinatorServer:
         self.trace_store = open_trace_store(config)
         self.trace_reader = TraceReader(self.trace_store)
         incarnation, clock = new_incarnation(), ClusterClock()
+        instance = str(UUID(bytes=incarnation))
         self.recorder = new_recorder(
-            COORDINATOR,
-            StoreSink(self.trace_store.add),
-            config.telemetry,
-            clock,
-            instance=str(UUID(bytes=incarnation)),
+            COORDINATOR, StoreSink(self.trace_store.add), config.telemetry, clock, instance=instance
         )
+        self.metrics = CoordinatorMetrics(config.telemetry, instance=instance)
         traces = RequestTraces(self.recorder, config.sampler, model=model.name)
         self.engine = Engine(
             AdmissionLimits(
@@ -83,7 +83,7 @@ class CoordinatorServer:
                 max_unread_tokens=config.max_unread_tokens,
             ),
             durability=Durability(self.journal, config.reattach_timeout_s),
-            observers=(traces,),
+            observers=(traces, RequestLog(), *self.metrics.observers),
         )
         state = ClusterState(
             num_stages=config.num_stages,
@@ -106,12 +106,14 @@ class CoordinatorServer:
                 steps_in_flight=config.steps_in_flight, max_decode_slowdown=config.max_decode_slowdown
             ),
             on_serving=self._health.set_serving,
+            on_epoch_end=self.metrics.pipeline.note_end,
             self_check=(
                 SelfCheck(References(model), vocab_size=model.config.vocab_size)
                 if config.wants_self_check
                 else None
             ),
         )
+        self.metrics.watch(self.engine, self.controller, num_dropped_spans=lambda: self.recorder.num_dropped)
         self._sweep_interval_s = timing.sweep_interval_s
         self._sweeper: asyncio.Task[None] | None = None
         status = StatusReporter(self.controller, self.engine, model)
@@ -136,7 +138,9 @@ class CoordinatorServer:
         trace_service_pb2_grpc.add_TraceServiceServicer_to_server(
             TraceService(self.trace_store), self._server
         )
-        metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(MetricsService(), self._server)
+        metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(
+            MetricsService(self.metrics.take), self._server
+        )
         self._health.add_to(self._server)
         self.address = config.listen
 
@@ -149,6 +153,7 @@ class CoordinatorServer:
         await self._server.start()
         self.recorder.start()
         self.controller.start()
+        self.metrics.start()
         self._sweeper = asyncio.create_task(self._sweep(), name="sweeper")
 
     async def drain(self) -> None:
@@ -164,6 +169,7 @@ class CoordinatorServer:
         await self.controller.close()
         self._sessions.close()
         self.engine.kv_feed.close()
+        await self.metrics.close()
         await self._health.stop()
         await self.recorder.close()
         await self._server.stop(STOP_GRACE_S)
@@ -192,9 +198,7 @@ def open_trace_store(config: CoordinatorConfig) -> TraceStore:
 
 def run(config: CoordinatorConfig) -> int:
     """Serves until SIGTERM or SIGINT. Returns the exit code; what goes wrong is one line on stderr."""
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
+    logs.configure(config.logs, "coordinator")
     try:
         model = open_model(config)
         if model.directory is not None:
@@ -210,7 +214,7 @@ def run(config: CoordinatorConfig) -> int:
         ValueError,
         OSError,
     ) as error:
-        print(f"stageline: error: {error}", file=sys.stderr)
+        logs.say_last(config.logs, f"stageline: error: {error}")
         return 1
     return 0
 

@@ -11,6 +11,7 @@ from checkpoint import DType
 from coordinator.mock_model import parse_mock_model
 from coordinator.timing import ClusterTiming
 from telemetry.environment import NO_SETTINGS, TelemetrySettings
+from telemetry.logs import DEFAULT_LOGS, LogSettings
 from telemetry.sampling import ratio_sampler
 from wire.addresses import parse_address
 from wire.wire_dtypes import check_can_carry, parse_wire_dtype
@@ -76,6 +77,7 @@ class CoordinatorConfig:
     trace_bytes: int = DEFAULT_TRACE_BYTES
     trace_db: Path | None = None
     telemetry: TelemetrySettings = NO_SETTINGS
+    logs: LogSettings = DEFAULT_LOGS
 
     @property
     def sampler(self) -> Sampler:

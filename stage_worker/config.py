@@ -7,6 +7,7 @@ from pathlib import Path
 from stage_worker.cpu_set import check_cpu_set
 from stage_worker.mock.spec import MockSpec
 from telemetry.environment import NO_SETTINGS, TelemetrySettings
+from telemetry.logs import DEFAULT_LOGS, LogSettings
 from wire.addresses import parse_address, parse_peer_address
 from wire.wire_dtypes import WireDType
 
@@ -38,6 +39,7 @@ class WorkerConfig:
     mock: MockSpec | None = None
     wire_dtype: WireDType | None = None
     telemetry: TelemetrySettings = NO_SETTINGS
+    logs: LogSettings = DEFAULT_LOGS
 
     def __post_init__(self) -> None:
         parse_peer_address(self.coordinator)

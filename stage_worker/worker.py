@@ -19,6 +19,7 @@ from stage_worker.service import StageService
 from stage_worker.stage_host import StageHost
 from stage_worker.step_observer import StepObserver
 from stage_worker.step_spans import StageSpans
+from stage_worker.worker_metrics import WorkerMetrics
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
 from telemetry.process import new_recorder
 from telemetry.span_recorder import SpanRecorder
@@ -41,12 +42,13 @@ class Worker:
     def __init__(self, config: WorkerConfig) -> None:
         """Raises ValueError for a device that is not here. Binds nothing yet."""
         self._config = config
+        self.metrics = WorkerMetrics(config.telemetry)
         self._health = health_aio.HealthServicer()
         self._backend = _new_backend(config)
         self._server = new_server()
         self._clock = ClusterClock()
         self._recorder: SpanRecorder | None = None
-        self._observers: list[StepObserver] = []
+        self._observers: list[StepObserver] = [self.metrics.stage]
         self._host = StageHost(
             coordinator=config.coordinator,
             backend=self._backend,
@@ -107,6 +109,7 @@ class Worker:
 
     async def stop(self) -> bool:
         """Ends server and backend; False when the backend is still busy."""
+        await self.metrics.close()
         await self._server.stop(_STOP_GRACE_S)
         if self._recorder is not None:
             await self._recorder.close()
@@ -121,6 +124,7 @@ class Worker:
         )
         self._observers.append(StageSpans(self._recorder, worker=self.name))
         self._recorder.start()
+        self.metrics.start(self.name, config.coordinator, self._host, self._recorder)
 
     async def _listen_address(self) -> Address:
         """As configured; otherwise a free port where the coordinator is reached from, and nowhere else."""

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased, Sampler, TraceIdRatioBased
 
+from telemetry.metrics.export_settings import NO_COLLECTOR, MetricsExport, metrics_export
+
 PROTOCOLS = ("grpc", "http/protobuf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TelemetrySettings:
     """`protocol`: how traces go to a collector; None where there is none. `sampler` None: what the command
-    line says. `service_name` None: our own.
+    line says. `service_name` None: our own. `metrics`: where those go.
     """
 
     is_disabled: bool = False
@@ -23,6 +25,7 @@ class TelemetrySettings:
     sampler: Sampler | None = None
     service_name: str | None = None
     service_version: str = "unknown"
+    metrics: MetricsExport = NO_COLLECTOR
 
 
 NO_SETTINGS = TelemetrySettings()
@@ -38,6 +41,7 @@ def read_environment(environment: Mapping[str, str], *, version: str) -> Telemet
         sampler=_sampler(environment),
         service_name=environment.get("OTEL_SERVICE_NAME") or None,
         service_version=version,
+        metrics=metrics_export(environment),
     )
 
 

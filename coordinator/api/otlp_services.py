@@ -15,7 +15,7 @@ MAX_EXPORT_BYTES = 4 * 1024 * 1024
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 OnMetrics: TypeAlias = Callable[[metrics_service_pb2.ExportMetricsServiceRequest], int]
-"""Takes metrics and returns how many data points it has refused."""
+"""Takes metrics, and returns of how many resources it has refused them."""
 
 
 class TraceService(trace_service_pb2_grpc.TraceServiceServicer):
@@ -48,7 +48,7 @@ class MetricsService(metrics_service_pb2_grpc.MetricsServiceServicer):
         if request.ByteSize() > MAX_EXPORT_BYTES:
             return _partial_metrics(_num_points(request), _too_large(request.ByteSize()))
         num_refused = 0 if self._on_metrics is None else self._on_metrics(request)
-        return _partial_metrics(num_refused, "metrics that nobody here knows")
+        return _partial_metrics(num_refused, f"metrics of {num_refused} resources that nobody here knows")
 
 
 def _partial_trace(num_rejected: int, reason: str) -> trace_service_pb2.ExportTraceServiceResponse:

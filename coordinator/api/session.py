@@ -20,6 +20,7 @@ from coordinator.api.restoration import accepted_of, restored
 from coordinator.cluster.controller import Controller
 from coordinator.journal.records import AcceptedRequest, JournalledRequest
 from coordinator.model import ServedModel
+from coordinator.planning.plan import Plan
 from coordinator.requests.attachment import Attachment
 from coordinator.requests.engine import Engine
 from coordinator.requests.request import Request
@@ -28,8 +29,9 @@ from coordinator.scheduling.order import Priority, QueueOrder, queue_order
 from coordinator.tracing.request_trace import RequestTrace
 from coordinator.tracing.request_traces import RequestTraces
 from stageline_rpc.v1 import inference_pb2
-from wire.errors import InvalidRequest
+from wire.errors import ClusterUnavailable, InvalidRequest
 from wire.ids import RequestId, id_text
+from wire.log_fields import about
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +87,7 @@ class Sessions:
 
         with self._engine.admission.preparing(caller.client):
             resolved = await self._resolve(message)
-            plan = await self._controller.availability.wait_serving()
+            plan = await self._plan_for(request_id)
             request = make_request(
                 message,
                 resolved,
@@ -115,6 +117,21 @@ class Sessions:
         """Ends the tokenizer's threads as soon as they are idle."""
         self._tokenizers.shutdown(wait=False, cancel_futures=True)
 
+    async def _plan_for(self, request_id: RequestId) -> Plan:
+        """Raises ClusterUnavailable, of which clients that come too late are told and nobody else."""
+        availability = self._controller.availability
+        try:
+            return await availability.wait_serving()
+        except ClusterUnavailable as error:
+            level = logging.DEBUG if availability.is_ending else logging.WARNING
+            log.log(
+                level,
+                "request %s is not taken: %s",
+                *(id_text(request_id), error),
+                extra=about(request_id=request_id),
+            )
+            raise
+
     def _resume(self, journalled: JournalledRequest) -> bool:
         durability, now_s = self._engine.durability, self._engine.now_s()
         ahead_s = now_s - durability.wall_clock()  # of the wall's clock
@@ -126,7 +143,11 @@ class Sessions:
         try:
             request = restored(journalled, self._model, place)
         except InvalidRequest as error:
-            log.error("request %s cannot be taken up: %s", id_text(accepted.request_id), error)
+            log.error(
+                "request %s cannot be taken up: %s",
+                *(id_text(accepted.request_id), error),
+                extra=about(request_id=accepted.request_id),
+            )
             return False
         ended = take_up(request, journalled.progress, journalled.end)
         if accepted.deadline_at is not None:

@@ -17,6 +17,9 @@ class EngineObserver:
     def accepted(self, request: Request, now_s: float) -> None:
         """A request is in the queue, or taken up from a former coordinator."""
 
+    def step_scheduled(self, duration_s: float) -> None:
+        """Deciding what the step computes that is handed out next has taken so long."""
+
     def step_sent(self, step: Step, now_s: float) -> None:
         """A step is handed out: decodes come before prompt chunks in it."""
 
@@ -47,6 +50,10 @@ class Observers(EngineObserver):
     def accepted(self, request: Request, now_s: float) -> None:
         for each in self._all:
             each.accepted(request, now_s)
+
+    def step_scheduled(self, duration_s: float) -> None:
+        for each in self._all:
+            each.step_scheduled(duration_s)
 
     def step_sent(self, step: Step, now_s: float) -> None:
         for each in self._all:

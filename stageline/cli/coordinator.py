@@ -9,6 +9,7 @@ from coordinator.config import DEFAULT_TRACE_BYTES, CoordinatorConfig
 from stageline.cli import options
 from stageline.version import VERSION
 from telemetry.environment import read_environment
+from telemetry.logs import LogFormat, LogLevel, LogSettings
 
 
 def coordinator(
@@ -44,6 +45,8 @@ def coordinator(
     trace_store: options.TraceStore = 512,
     trace_bytes: options.TraceBytes = None,
     trace_db: options.TraceDb = None,
+    log_format: options.LogFormat = LogFormat.CONSOLE,
+    log_level: options.LogLevel = LogLevel.INFO,
 ) -> int:
     """Plan the stages, and serve clients and workers until it is ended."""
     config = options.build_config(
@@ -79,6 +82,7 @@ def coordinator(
             trace_bytes=trace_bytes or DEFAULT_TRACE_BYTES,
             trace_db=trace_db,
             telemetry=read_environment(os.environ, version=VERSION),
+            logs=LogSettings(format=log_format, level=log_level),
         )
     )
     from coordinator.app import run  # imported late: the other commands need none of it
@@ -119,4 +123,4 @@ def flags_of(config: CoordinatorConfig) -> tuple[str, ...]:
     given = [part for flag, value in values.items() if value is not None for part in (flag, str(value))]
     if config.self_check is not None:
         given.append("--self-check" if config.self_check else "--no-self-check")
-    return tuple(given)
+    return (*given, *config.logs.flags)

@@ -7,6 +7,7 @@ from typing import Annotated, TypeAlias, TypeVar
 import typer
 
 from stageline.cli.sizes import parse_size
+from telemetry import logs
 from wire.addresses import parse_address, parse_peer_address
 
 DEFAULT_ADDRESS = "127.0.0.1:7480"
@@ -233,6 +234,14 @@ TraceDb: TypeAlias = Annotated[
         metavar="PATH",
         help="File that traces survive the coordinator in; made if it is not there.",
     ),
+]
+LogFormat: TypeAlias = Annotated[
+    logs.LogFormat,
+    typer.Option(envvar="STAGELINE_LOG_FORMAT", help="Lines for people, or one JSON object per line."),
+]
+LogLevel: TypeAlias = Annotated[
+    logs.LogLevel,
+    typer.Option(envvar="STAGELINE_LOG_LEVEL", help="The least that is logged; requests are debug."),
 ]
 Memory: TypeAlias = Annotated[
     int | None,

@@ -16,6 +16,7 @@ from stageline.cli.preflight import check_plan
 from stageline.cli.progress import wait_until_serving
 from stageline.cli.tables import describe_cluster, describe_kv_cache, topology_view
 from stageline.client import Client
+from telemetry.logs import LogFormat, LogLevel, LogSettings
 
 _GENERATE_TEXT = 'generate "Once upon a time"'
 _GENERATE_IDS = "generate --token-ids 1,2,3"
@@ -70,6 +71,8 @@ def up(
     trace_store: options.TraceStore = 512,
     trace_bytes: options.TraceBytes = None,
     trace_db: options.TraceDb = None,
+    log_format: options.LogFormat = LogFormat.CONSOLE,
+    log_level: options.LogLevel = LogLevel.INFO,
     mock: Annotated[
         list[str] | None,
         typer.Option(metavar="TIMES", help="Mock stages, as in step=20ms; once for all, or once for each."),
@@ -111,6 +114,7 @@ def up(
             trace_store=trace_store,
             trace_bytes=trace_bytes or DEFAULT_TRACE_BYTES,
             trace_db=trace_db,
+            logs=LogSettings(format=log_format, level=log_level),
         )
         if self_check and mock:
             raise ValueError("--self-check needs stages that compute: not together with --mock")
@@ -124,6 +128,7 @@ def up(
             mocks=tuple(mock or ()),
             pins_workers=pin,
             coordinator_arguments=flags_of(coordinator),
+            worker_arguments=(coordinator.logs.flags,) * num_workers,
         )
         return coordinator, cluster
 
