@@ -85,9 +85,13 @@ def account(trace: RequestTrace) -> tuple[Share, ...]:
     for span in _activities(trace):
         for key, fraction in _mix(span, trace).items():
             spent[key] += active_s.get(span.span_id, 0.0) * fraction
+    steps = trace.named(*_STEPS)
+    first_end_ns = min((span.end_ns for span in steps), default=0)
+    last_start_ns = max((span.start_ns for span in steps), default=0)
     for interval in intervals:
         if not interval.active:
-            spent[_cause_of_nothing(interval, trace), None] += interval.length_s
+            is_between = first_end_ns <= interval.start_ns and interval.end_ns <= last_start_ns
+            spent[Cause.TURN if is_between else Cause.COORDINATOR, None] += interval.length_s
     shares = [Share(*key, seconds) for key, seconds in spent.items() if seconds > 0]
     return tuple(sorted(shares, key=lambda share: -share.seconds))
 
@@ -146,15 +150,6 @@ def _active_seconds(intervals: Iterable[_Interval]) -> Mapping[str, float]:
             for span in spans:
                 found[span.span_id] += interval.length_s / (len(foremost) * len(spans))
     return found
-
-
-def _cause_of_nothing(interval: _Interval, trace: RequestTrace) -> Cause:
-    """Between the first step and the last one the request waits to be in the next."""
-    steps = trace.named(*_STEPS)
-    is_between = any(span.end_ns <= interval.start_ns for span in steps) and any(
-        span.start_ns >= interval.end_ns for span in steps
-    )
-    return Cause.TURN if is_between else Cause.COORDINATOR
 
 
 def _intervals(trace: RequestTrace) -> Iterator[_Interval]:
