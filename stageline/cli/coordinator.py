@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from coordinator.config import CoordinatorConfig
+from coordinator.config import DEFAULT_TRACE_BYTES, CoordinatorConfig
 from stageline.cli import options
 from stageline.version import VERSION
 from telemetry.environment import read_environment
@@ -42,6 +42,9 @@ def coordinator(
     journal: options.Journal = None,
     reattach_timeout: options.ReattachTimeout = 60.0,
     trace_sample: options.TraceSample = None,
+    trace_store: options.TraceStore = 512,
+    trace_bytes: options.TraceBytes = None,
+    trace_db: options.TraceDb = None,
     log_format: options.LogFormat = LogFormat.CONSOLE,
     log_level: options.LogLevel = LogLevel.INFO,
 ) -> int:
@@ -75,6 +78,9 @@ def coordinator(
             journal=journal,
             reattach_timeout_s=reattach_timeout,
             trace_sample=trace_sample,
+            trace_store=trace_store,
+            trace_bytes=trace_bytes or DEFAULT_TRACE_BYTES,
+            trace_db=trace_db,
             telemetry=read_environment(os.environ, version=VERSION),
             logs=LogSettings(format=log_format, level=log_level),
         )
@@ -110,6 +116,9 @@ def flags_of(config: CoordinatorConfig) -> tuple[str, ...]:
         "--journal": config.journal,
         "--reattach-timeout": config.reattach_timeout_s,
         "--trace-sample": config.trace_sample,
+        "--trace-store": config.trace_store,
+        "--trace-bytes": f"{config.trace_bytes}B",
+        "--trace-db": config.trace_db,
     }
     given = [part for flag, value in values.items() if value is not None for part in (flag, str(value))]
     if config.self_check is not None:

@@ -23,6 +23,7 @@ PACKAGES = (
     "stage_worker/models",
     "stage_worker/sampling",
     "telemetry",
+    "telemetry/trace_view",
     "telemetry/metrics",
     "wire",
     "kvcache",

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n stageline_rpc/v1/telemetry.proto\x12\x0cstageline.v1\"\'\n\x11ListTracesRequest\x12\x12\n\nmax_traces\x18\x01 \x01(\r\"F\n\x12ListTracesResponse\x12*\n\x06traces\x18\x01 \x03(\x0b\x32\x1a.stageline.v1.TraceSummaryJ\x04\x08\x02\x10\x0b\"4\n\x0cTraceSummary\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08trace_id\x18\x02 \x01(\t\"%\n\x0fGetTraceRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"S\n\x10GetTraceResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08trace_id\x18\x02 \x01(\t\x12\x13\n\x0btraces_data\x18\x03 \x01(\x0cJ\x04\x08\x04\x10\x0b\"\x14\n\x12GetActivityRequest\"\x15\n\x13GetActivityResponse2\xfb\x01\n\tTelemetry\x12O\n\nListTraces\x12\x1f.stageline.v1.ListTracesRequest\x1a .stageline.v1.ListTracesResponse\x12I\n\x08GetTrace\x12\x1d.stageline.v1.GetTraceRequest\x1a\x1e.stageline.v1.GetTraceResponse\x12R\n\x0bGetActivity\x12 .stageline.v1.GetActivityRequest\x1a!.stageline.v1.GetActivityResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n stageline_rpc/v1/telemetry.proto\x12\x0cstageline.v1\"\'\n\x11ListTracesRequest\x12\x12\n\nmax_traces\x18\x01 \x01(\r\"}\n\x12ListTracesResponse\x12*\n\x06traces\x18\x01 \x03(\x0b\x32\x1a.stageline.v1.TraceSummary\x12\x1a\n\x12num_dropped_traces\x18\x02 \x01(\x04\x12\x19\n\x11num_dropped_spans\x18\x03 \x01(\x04J\x04\x08\x04\x10\x0b\"\x83\x03\n\x0cTraceSummary\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08trace_id\x18\x02 \x01(\t\x12\x15\n\rstarted_at_ns\x18\x03 \x01(\x04\x12\x12\n\nduration_s\x18\x04 \x01(\x01\x12\x0f\n\x07outcome\x18\x05 \x01(\t\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x07 \x01(\r\x12\x1c\n\x0ftime_in_queue_s\x18\x08 \x01(\x01H\x00\x88\x01\x01\x12\"\n\x15time_to_first_token_s\x18\t \x01(\x01H\x01\x88\x01\x01\x12\x31\n\rslowest_stage\x18\n \x01(\x0b\x32\x1a.stageline.v1.SlowestStage\x12\x13\n\x0bpreemptions\x18\x0b \x01(\r\x12\x12\n\nrecoveries\x18\x0c \x01(\r\x12\r\n\x05spans\x18\r \x01(\rB\x12\n\x10_time_in_queue_sB\x18\n\x16_time_to_first_token_sJ\x04\x08\x0e\x10\x15\"\x9c\x01\n\x0cSlowestStage\x12\r\n\x05stage\x18\x01 \x01(\r\x12\x0e\n\x06worker\x18\x02 \x01(\t\x12\x13\n\x0blayer_begin\x18\x03 \x01(\r\x12\x11\n\tlayer_end\x18\x04 \x01(\r\x12\x11\n\tcompute_s\x18\x05 \x01(\x01\x12\x1d\n\x10times_the_others\x18\x06 \x01(\x01H\x00\x88\x01\x01\x42\x13\n\x11_times_the_others\"%\n\x0fGetTraceRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"S\n\x10GetTraceResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08trace_id\x18\x02 \x01(\t\x12\x13\n\x0btraces_data\x18\x03 \x01(\x0cJ\x04\x08\x04\x10\x0b\"\x14\n\x12GetActivityRequest\"\x15\n\x13GetActivityResponse2\xfb\x01\n\tTelemetry\x12O\n\nListTraces\x12\x1f.stageline.v1.ListTracesRequest\x1a .stageline.v1.ListTracesResponse\x12I\n\x08GetTrace\x12\x1d.stageline.v1.GetTraceRequest\x1a\x1e.stageline.v1.GetTraceResponse\x12R\n\x0bGetActivity\x12 .stageline.v1.GetActivityRequest\x1a!.stageline.v1.GetActivityResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,17 +34,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTTRACESREQUEST']._serialized_start=50
   _globals['_LISTTRACESREQUEST']._serialized_end=89
   _globals['_LISTTRACESRESPONSE']._serialized_start=91
-  _globals['_LISTTRACESRESPONSE']._serialized_end=161
-  _globals['_TRACESUMMARY']._serialized_start=163
-  _globals['_TRACESUMMARY']._serialized_end=215
-  _globals['_GETTRACEREQUEST']._serialized_start=217
-  _globals['_GETTRACEREQUEST']._serialized_end=254
-  _globals['_GETTRACERESPONSE']._serialized_start=256
-  _globals['_GETTRACERESPONSE']._serialized_end=339
-  _globals['_GETACTIVITYREQUEST']._serialized_start=341
-  _globals['_GETACTIVITYREQUEST']._serialized_end=361
-  _globals['_GETACTIVITYRESPONSE']._serialized_start=363
-  _globals['_GETACTIVITYRESPONSE']._serialized_end=384
-  _globals['_TELEMETRY']._serialized_start=387
-  _globals['_TELEMETRY']._serialized_end=638
+  _globals['_LISTTRACESRESPONSE']._serialized_end=216
+  _globals['_TRACESUMMARY']._serialized_start=219
+  _globals['_TRACESUMMARY']._serialized_end=606
+  _globals['_SLOWESTSTAGE']._serialized_start=609
+  _globals['_SLOWESTSTAGE']._serialized_end=765
+  _globals['_GETTRACEREQUEST']._serialized_start=767
+  _globals['_GETTRACEREQUEST']._serialized_end=804
+  _globals['_GETTRACERESPONSE']._serialized_start=806
+  _globals['_GETTRACERESPONSE']._serialized_end=889
+  _globals['_GETACTIVITYREQUEST']._serialized_start=891
+  _globals['_GETACTIVITYREQUEST']._serialized_end=911
+  _globals['_GETACTIVITYRESPONSE']._serialized_start=913
+  _globals['_GETACTIVITYRESPONSE']._serialized_end=934
+  _globals['_TELEMETRY']._serialized_start=937
+  _globals['_TELEMETRY']._serialized_end=1188
 # @@protoc_insertion_point(module_scope)
