@@ -10,7 +10,6 @@ Where a self-check is wanted, the first epoch of a plan goes to CHECKING in the 
 `BLOCKED` stands for WAITING_FOR_WORKERS with enough workers but no plan that fits them.
 """
 
-from collections import Counter
 from enum import Enum, auto
 
 from coordinator.cluster.actions import (
@@ -28,25 +27,21 @@ from coordinator.cluster.actions import (
     StartTimer,
     StopServing,
 )
+from coordinator.cluster.epoch_signs import EpochSigns
 from coordinator.cluster.membership import (
     MAX_FAILED_LOADS,
-    MakePlan,
     Members,
-    TooFewWorkers,
     WorkerIdentity,
     WorkerRecord,
     WorkerState,
 )
-from coordinator.cluster.self_check_refusals import PlanRefusals
+from coordinator.cluster.plan_choice import MakePlan, PlanChoice, TooFewWorkers
+from coordinator.cluster.setbacks import Setbacks
 from coordinator.planning.plan import Plan, PlanImpossible
 from wire.ids import Incarnation
 
-MAX_EPOCH_DELAY_S = 2.0
-"""Longest pause before another try when epoch after epoch ends without a single result."""
 RETURN_GRACE_S = 1.0
 """How long a lost worker may take to come back before its layers are shared out among the others."""
-MAX_HOP_FAILURES = 2
-"""Epochs in a row in which a stage does not reach the next one, before the plan does without that one."""
 
 
 class ClusterPhase(Enum):
@@ -91,22 +86,17 @@ class ClusterState:
         self.plan: Plan | None = None
         self.workers = Members()
         self.has_served = False
-        self._refusals = PlanRefusals()
-        self._make_plan = self._refusals.guard(make_plan)
+        self._choice = PlanChoice(num_stages, make_plan)
         self._needs_check = needs_check
         self._checked_plan_id = 0
         self._is_mock_model = is_mock_model
         self._return_grace_s = return_grace_s
-        self._template: Plan | None = None
         self._waits_for_return = False
         self._has_drained = False
         self._num_losses = 0
         self._plan_id = 0
-        self._ready: set[str] = set()
-        self._is_link_open = False
-        self._are_results_open = False
-        self._num_fruitless_epochs = 0
-        self._hop_failures = Counter[str]()
+        self._signs = EpochSigns()
+        self._setbacks = Setbacks()
 
     @property
     def stage_workers(self) -> tuple[WorkerRecord, ...]:
@@ -128,7 +118,7 @@ class ClusterState:
         actions: list[Action] = []
         if known is not None:
             actions = self.lose(identity.name, known.identity.incarnation, "replaced by a new process")
-        self._refusals.forget(identity.name)
+        self._choice.refusals.forget(identity.name)
         hold_s = self.workers.add(identity)
         if hold_s:
             return [*actions, StartTimer(hold_s, Release(identity.name, identity.incarnation))]
@@ -222,24 +212,26 @@ class ClusterState:
     def epoch_ready(self, name: str, epoch: int) -> list[Action]:
         """A stage has empty pools and is connected to the next one."""
         if epoch == self.epoch:
-            self._ready.add(name)
+            self._signs.note_ready(name)
         return self._maybe_serve(epoch)
 
     def link_open(self, epoch: int) -> list[Action]:
         """FIRST has accepted the coordinator's stream."""
-        self._is_link_open |= epoch == self.epoch
+        if epoch == self.epoch:
+            self._signs.note_link()
         return self._maybe_serve(epoch)
 
     def results_open(self, epoch: int) -> list[Action]:
         """LAST has opened its stream of results."""
-        self._are_results_open |= epoch == self.epoch
+        if epoch == self.epoch:
+            self._signs.note_results()
         return self._maybe_serve(epoch)
 
     def epoch_late(self, epoch: int, reason: str) -> list[Action]:
         """The epoch has not started in time: stages that are not ready are as good as lost."""
         if epoch != self.epoch or self.phase is not ClusterPhase.STARTING_EPOCH:
             return []
-        late = [each for each in self.stage_workers if each.identity.name not in self._ready]
+        late = [each for each in self.stage_workers if not self._signs.is_ready(each.identity.name)]
         if 0 < len(late) < len(self.stage_workers):
             return [Disconnect(each.identity, reason) for each in late]
         return self.epoch_failed(epoch, reason)
@@ -248,9 +240,7 @@ class ClusterState:
 
     def result_arrived(self) -> None:
         """The present epoch bears fruit."""
-        self._num_fruitless_epochs = 0
-        if self._hop_failures:
-            self._hop_failures.clear()
+        self._setbacks.bear_fruit()
 
     def epoch_failed(self, epoch: int, reason: str, cause: EndCause = EndCause.BROKEN) -> list[Action]:
         """A step was faulty, a stream broke, or the epoch was not ready in time. Old ones change nothing."""
@@ -266,8 +256,7 @@ class ClusterState:
             return []
         if stage + 1 < len(self.plan.stages):
             receiver = self.stage_workers[stage + 1]
-            self._hop_failures[receiver.identity.name] += 1
-            if self._hop_failures[receiver.identity.name] >= MAX_HOP_FAILURES:
+            if self._setbacks.note_unreached(receiver.identity.name):
                 receiver.is_unreachable, receiver.detail = True, reason
                 if actions := self._move_from(receiver, reason):
                     return actions
@@ -280,9 +269,10 @@ class ClusterState:
         if epoch != self.epoch or self.phase is not ClusterPhase.CHECKING or self.plan is None:
             return []
         if problem is None:
-            self._checked_plan_id, self._num_fruitless_epochs = self._plan_id, 0
+            self._checked_plan_id = self._plan_id
+            self._setbacks.bear_fruit()
             return self._begin_epoch()
-        self._refusals.add(self.plan, problem)
+        self._choice.refusals.add(self.plan, problem)
         return self._give_up_plan("", EndCause.FAULT)
 
     # Plans
@@ -344,16 +334,15 @@ class ClusterState:
 
     def _new_plan(self, *, may_shrink: bool) -> Plan:
         may_shrink = may_shrink and (self.has_served or self._has_drained)
-        return self.workers.plan(self._template, self.num_stages, self._make_plan, may_shrink=may_shrink)
+        return self._choice.best(self.workers, may_shrink=may_shrink)
 
     def _assign(self, plan: Plan) -> list[Action]:
         self.workers.release_stages()
         self.plan = plan
-        if len(plan.stages) == self.num_stages:
-            self._template = plan
+        self._choice.keep_places(plan)
         self._waits_for_return = False
         self._plan_id += 1
-        self._hop_failures.clear()
+        self._setbacks.start_over()
         self.phase, self.detail = ClusterPhase.LOADING, "workers are loading their layers"
         actions: list[Action] = []
         for stage in plan.stages:
@@ -374,22 +363,16 @@ class ClusterState:
         assert self.plan is not None
         workers = tuple(each.identity for each in self.stage_workers)
         self.epoch = max(self.epoch, *(each.last_epoch for each in workers)) + 1
-        self._ready.clear()
-        self._is_link_open = self._are_results_open = False
+        self._signs.clear()
         self.phase = ClusterPhase.STARTING_EPOCH
         self.detail = f"starting epoch {self.epoch}" + (f": {reason}" if reason else "")
-        delay_s = 0.0
-        if self._num_fruitless_epochs:
-            # The exponent is bounded: 2**1024 is no float.
-            delay_s = min(MAX_EPOCH_DELAY_S, 0.05 * 2 ** min(self._num_fruitless_epochs, 10))
-        self._num_fruitless_epochs += 1
+        delay_s = self._setbacks.next_delay_s()
         return [BeginEpoch(self.epoch, self._plan_id, self.plan, workers, delay_s)]
 
     def _maybe_serve(self, epoch: int) -> list[Action]:
         if epoch != self.epoch or self.phase is not ClusterPhase.STARTING_EPOCH or self.plan is None:
             return []
-        names = {stage.worker for stage in self.plan.stages}
-        if names <= self._ready and self._is_link_open and self._are_results_open:
+        if self._signs.are_complete({stage.worker for stage in self.plan.stages}):
             if self._needs_check and self._checked_plan_id != self._plan_id and not self.has_mock_stages:
                 self.phase, self.detail = ClusterPhase.CHECKING, "the self-check is under way"
                 return [CheckPlan(epoch, self.plan)]

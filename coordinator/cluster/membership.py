@@ -1,12 +1,11 @@
 """Who is in the cluster, and who of them may be given a stage. Pure."""
 
-import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from coordinator.planning.plan import Plan, PlanImpossible, StagePlan, WorkerCapacity
+from coordinator.planning.plan import StagePlan
 from wire.errors import HandshakeMismatch, NameInUse
 from wire.ids import Incarnation
 
@@ -14,8 +13,6 @@ MAX_FAILED_LOADS = 2
 """The second failure is no accident."""
 _FIRST_HOLD_S = 0.5
 _MAX_HOLD_S = 30.0
-
-MakePlan = Callable[[Sequence[WorkerCapacity]], Plan]
 
 
 class WorkerState(Enum):
@@ -172,56 +169,3 @@ class Members:
         """Who is out, and why; empty if nobody is."""
         out = [each for each in self if each.state is WorkerState.QUARANTINED]
         return "".join(f"; {each.identity.name} failed: {each.detail}" for each in out)
-
-    def plan(self, template: Plan | None, num_stages: int, make_plan: MakePlan, *, may_shrink: bool) -> Plan:
-        """A plan for the workers that are usable now.
-
-        Those with a stage in `template`, the last plan with all stages, keep their place; others take the
-        places of those who are gone, by name, so that the order of arrival does not matter. Where no plan
-        fits those, the workers with the most memory are taken. With `may_shrink` the plan may have fewer
-        stages than `num_stages`. Raises TooFewWorkers or PlanImpossible.
-        """
-        usable = {each.identity.name: each for each in self if each.is_usable}
-        if not usable or (len(usable) < num_stages and not may_shrink):
-            raise TooFewWorkers(f"{len(usable)} of {num_stages} workers are here{self.quarantine}")
-        chosen = _in_places(usable, template, num_stages)
-        try:
-            return make_plan(_capacities(chosen))
-        except PlanImpossible as error:
-            by_size = sorted(usable.values(), key=lambda each: (-each.identity.memory_bytes, _by_name(each)))
-            largest = sorted(by_size[:num_stages], key=_by_name)
-            if {each.identity.name for each in largest} == {each.identity.name for each in chosen}:
-                raise PlanImpossible(f"{error}{self.quarantine}") from None
-        return make_plan(_capacities(largest))
-
-
-class TooFewWorkers(Exception):
-    """Fewer than the plan needs; the message says how many there are."""
-
-
-def _in_places(usable: dict[str, WorkerRecord], template: Plan | None, num_stages: int) -> list[WorkerRecord]:
-    """As many as there are stages, in stage order. One that could not load its layers gives way to others."""
-    stages = template.stages if template else ()
-    places: list[WorkerRecord | None] = [
-        record if (record := usable.get(stage.worker)) and not record.num_failed_loads else None
-        for stage in stages
-    ]
-    others = [record for record in usable.values() if record not in places]
-    newcomers = iter(sorted(others, key=lambda each: (each.num_failed_loads, _by_name(each))))
-    places += [None] * (num_stages - len(places))
-    filled = [place or next(newcomers, None) for place in places]
-    return [record for record in filled if record is not None]
-
-
-def _capacities(records: list[WorkerRecord]) -> list[WorkerCapacity]:
-    identities = [each.identity for each in records]
-    return [
-        WorkerCapacity(name=each.name, memory_bytes=each.memory_bytes, lacks_bf16=each.lacks_bf16)
-        for each in identities
-    ]
-
-
-def _by_name(record: WorkerRecord) -> list[tuple[bool, int, str]]:
-    """Sorts "gpu-10" after "gpu-9"."""
-    parts = re.split(r"(\d+)", record.identity.name)
-    return [(not part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts]

@@ -1,0 +1,40 @@
+"""What has gone wrong since the last result. Pure."""
+
+from collections import Counter
+
+MAX_EPOCH_DELAY_S = 2.0
+"""Longest pause before another try when epoch after epoch ends without a single result."""
+MAX_HOP_FAILURES = 2
+"""Epochs in a row in which a stage does not reach the next one, before the plan does without that one."""
+
+
+class Setbacks:
+    """Counted in a row: a result makes up for all of them."""
+
+    def __init__(self) -> None:
+        self._num_fruitless = 0
+        self._hop_failures = Counter[str]()
+
+    def next_delay_s(self) -> float:
+        """An epoch is to begin, after this pause."""
+        delay_s = 0.0
+        if self._num_fruitless:
+            # The exponent is bounded: 2**1024 is no float.
+            delay_s = min(MAX_EPOCH_DELAY_S, 0.05 * 2 ** min(self._num_fruitless, 10))
+        self._num_fruitless += 1
+        return delay_s
+
+    def bear_fruit(self) -> None:
+        """A result has come."""
+        self._num_fruitless = 0
+        if self._hop_failures:
+            self._hop_failures.clear()
+
+    def start_over(self) -> None:
+        """With another plan: who was not reached by whom says nothing of it."""
+        self._hop_failures.clear()
+
+    def note_unreached(self, worker: str) -> bool:
+        """The stage before does not reach this worker; True when that is to be taken for lasting."""
+        self._hop_failures[worker] += 1
+        return self._hop_failures[worker] >= MAX_HOP_FAILURES
