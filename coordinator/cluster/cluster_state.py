@@ -158,7 +158,7 @@ class ClusterState:
         self.workers.note_loss(name)
         self.workers.try_all_again()
         self._num_losses += 1
-        self._waits_for_return = self.has_served
+        self._waits_for_return = self._may_shrink
         actions = self._give_up_plan(f"worker {name} is lost: {reason}", EndCause.DEATH)
         if self.plan is None and self._waits_for_return:
             actions.append(StartTimer(self._return_grace_s, Shrink(self._num_losses)))
@@ -333,8 +333,11 @@ class ClusterState:
         return self._stop(reason, EndCause.REPLANNED) + self._assign(plan)
 
     def _new_plan(self, *, may_shrink: bool) -> Plan:
-        may_shrink = may_shrink and (self.has_served or self._has_drained)
-        return self._choice.best(self.workers, may_shrink=may_shrink)
+        return self._choice.best(self.workers, may_shrink=may_shrink and self._may_shrink)
+
+    @property
+    def _may_shrink(self) -> bool:
+        return self.has_served or self._has_drained
 
     def _assign(self, plan: Plan) -> list[Action]:
         self.workers.release_stages()
