@@ -171,7 +171,8 @@ class StageHost:
         """Loads, or finds loaded already, what the message asks for."""
         try:
             assignment = decode_assignment(message, wire_dtype=self._wire_dtype)
-            if self._loaded is not None and await self._backend.holds(self._loaded, assignment):
+            if not assignment.reads_again and await self._holds(assignment):
+                assert self._loaded is not None
                 self._loaded = self._loaded.placed(assignment)
             else:
                 await self._load(assignment)
@@ -182,6 +183,9 @@ class StageHost:
             )
         assert self._loaded is not None
         return cluster_pb2.WorkerMessage(loaded=_loaded_message(self._loaded))
+
+    async def _holds(self, assignment: Assignment) -> bool:
+        return self._loaded is not None and await self._backend.holds(self._loaded, assignment)
 
     async def _load(self, assignment: Assignment) -> None:
         """The stage before goes first: both may not fit side by side. The backend may keep parts of it."""

@@ -96,7 +96,7 @@ class StatusReporter:
             address=identity.address,
             device=identity.device,
             state=WORKER_STATE_TO_MESSAGE[record.shown_state],
-            detail=record.detail,
+            detail=record.shown_detail,
             memory_bytes=identity.memory_bytes,
             pid=identity.pid,
         )

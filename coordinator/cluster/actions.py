@@ -22,12 +22,15 @@ class EndCause(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AssignStage:
-    """Tell `worker` to load `stage` of plan `plan_id`."""
+    """Tell `worker` to load `stage` of plan `plan_id`. `reads_again`: nothing that it has in memory is
+    trusted.
+    """
 
     worker: WorkerIdentity
     plan_id: int
     plan: Plan
     stage: StagePlan
+    reads_again: bool = False
 
 
 @dataclass(frozen=True, slots=True)

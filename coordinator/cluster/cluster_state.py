@@ -118,8 +118,8 @@ class ClusterState:
         actions: list[Action] = []
         if known is not None:
             actions = self.lose(identity.name, known.identity.incarnation, "replaced by a new process")
-        self._choice.refusals.forget(identity.name)
         hold_s = self.workers.add(identity)
+        self._choice.forget(identity.name, self.workers)
         if hold_s:
             return [*actions, StartTimer(hold_s, Release(identity.name, identity.incarnation))]
         return actions + self._improve()
@@ -204,10 +204,11 @@ class ClusterState:
         if record is None or plan_id != self._plan_id or record.state is not WorkerState.LOADING:
             return []
         record.num_failed_loads += 1
-        record.detail = reason
+        record.detail = f"could not load its stage: {reason}"
         if record.num_failed_loads >= MAX_FAILED_LOADS:
-            record.state = WorkerState.QUARANTINED
-        return self._give_up_plan(f"worker {name} could not load its stage: {reason}", EndCause.FAULT)
+            record.quarantine(record.detail)
+        is_out = record.state is WorkerState.QUARANTINED
+        return self._give_up_plan("" if is_out else f"worker {name} {record.detail}", EndCause.FAULT)
 
     def epoch_ready(self, name: str, epoch: int) -> list[Action]:
         """A stage has empty pools and is connected to the next one."""
@@ -265,15 +266,19 @@ class ClusterState:
 
     def checked(self, epoch: int, problem: str | None) -> list[Action]:
         """The plan was checked in `epoch`. A good one serves, in an epoch of its own with empty pools; one
-        with a problem is refused until one of its workers joins anew."""
+        with a problem is not made again, and the next best is tried.
+        """
         if epoch != self.epoch or self.phase is not ClusterPhase.CHECKING or self.plan is None:
             return []
         if problem is None:
             self._checked_plan_id = self._plan_id
+            self._choice.note_passed(self.plan, self.workers)
             self._setbacks.bear_fruit()
             return self._begin_epoch()
-        self._choice.refusals.add(self.plan, problem)
-        return self._give_up_plan("", EndCause.FAULT)
+        self._choice.note_failed(self.plan, problem, self.workers)
+        actions = self._stop(f"the self-check {problem}", EndCause.FAULT)
+        self.plan = None
+        return actions + self._advance()
 
     # Plans
 
@@ -289,7 +294,6 @@ class ClusterState:
         """A new plan, if there is none and one is possible."""
         if self.plan is not None:
             return []
-        prefix = f"{reason}; " if reason else ""
         try:
             plan = self._new_plan(may_shrink=not self._waits_for_return)
         except TooFewWorkers as error:
@@ -299,7 +303,7 @@ class ClusterState:
         else:
             return self._assign(plan)
         self.phase = ClusterPhase.BLOCKED if is_blocked else ClusterPhase.WAITING_FOR_WORKERS
-        self.detail = f"{prefix}{text}"
+        self.detail = f"{reason}; {text}" if reason else text
         self.workers.release_stages()
         return self._dismiss()
 
@@ -351,7 +355,8 @@ class ClusterState:
         for stage in plan.stages:
             record = self.workers[stage.worker]
             record.state, record.stage = WorkerState.LOADING, stage
-            actions.append(AssignStage(record.identity, self._plan_id, plan, stage))
+            reads_again = bool(record.doubts)
+            actions.append(AssignStage(record.identity, self._plan_id, plan, stage, reads_again))
         return actions + self._dismiss()
 
     def _dismiss(self) -> list[Action]:

@@ -17,7 +17,7 @@ _MAX_HOLD_S = 30.0
 
 class WorkerState(Enum):
     """What one worker is doing. JOINING: it was lost again and again, and has to wait before it is used.
-    SUSPECT: it is silent, but not for long enough to be lost.
+    SUSPECT: it is silent, but not for long enough to be lost, or it may have spoilt a plan and is used last.
     """
 
     JOINING = auto()
@@ -58,6 +58,8 @@ class WorkerRecord:
     is_draining: bool = False
     is_dismissed: bool = False
     is_unreachable: bool = False
+    doubts: tuple[str, ...] = ()
+    """How plans have failed that it may have spoilt."""
 
     @property
     def is_live(self) -> bool:
@@ -69,6 +71,15 @@ class WorkerRecord:
         out = (WorkerState.LOST, WorkerState.QUARANTINED, WorkerState.JOINING)
         return self.state not in out and not self.is_draining and not self.is_unreachable
 
+    def quarantine(self, reason: str) -> None:
+        """It is not given a stage before it joins anew."""
+        self.state, self.detail = WorkerState.QUARANTINED, reason
+
+    @property
+    def shown_detail(self) -> str:
+        """Why it is in the state that is shown."""
+        return self.detail or next(reversed(self.doubts), "")
+
     @property
     def shown_state(self) -> WorkerState:
         """Its state as operators see it."""
@@ -76,7 +87,9 @@ class WorkerRecord:
             return self.state
         if self.is_draining:
             return WorkerState.DRAINING
-        return WorkerState.SUSPECT if self.is_silent or self.is_unreachable else self.state
+        is_doubtful = bool(self.doubts) and self.stage is None
+        is_suspect = self.is_silent or self.is_unreachable or is_doubtful
+        return WorkerState.SUSPECT if is_suspect else self.state
 
 
 class Members:
@@ -168,4 +181,4 @@ class Members:
     def quarantine(self) -> str:
         """Who is out, and why; empty if nobody is."""
         out = [each for each in self if each.state is WorkerState.QUARANTINED]
-        return "".join(f"; {each.identity.name} failed: {each.detail}" for each in out)
+        return "".join(f"; worker {each.identity.name} is out: {each.detail}" for each in out)

@@ -69,6 +69,7 @@ def encode_assign(action: AssignStage, model: ServedModel) -> cluster_pb2.Coordi
         max_step_sequences=plan.limits.max_step_sequences,
         max_sequence_tokens=plan.max_sequence_tokens,
         wire_dtype=number_of(model.wire_dtype),
+        reads_again=action.reads_again,
     )
     return cluster_pb2.CoordinatorMessage(assign=assign)
 

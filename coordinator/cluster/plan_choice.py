@@ -1,11 +1,15 @@
 """Which workers run which layers next. Pure."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations, islice
 
 from coordinator.cluster.membership import Members, WorkerRecord
-from coordinator.cluster.self_check_refusals import PlanRefusals
+from coordinator.cluster.self_check_refusals import PlanRefusals, PlanRefused
 from coordinator.planning.plan import Plan, PlanImpossible, WorkerCapacity
+
+MOST_CHOICES = 64
+"""Sets of workers that are looked at for one number of stages, where others have failed."""
 
 MakePlan = Callable[[Sequence[WorkerCapacity]], Plan]
 
@@ -19,10 +23,11 @@ class PlanChoice:
 
     def __init__(self, num_stages: int, make_plan: MakePlan) -> None:
         """`make_plan` may raise PlanImpossible; it is given workers in the order in which to use them."""
-        self.refusals = PlanRefusals()
         self._num_stages = num_stages
-        self._make_plan = self.refusals.guard(make_plan)
+        self._make_plan = make_plan
+        self._refusals = PlanRefusals()
         self._template: Plan | None = None
+        self._good_template: Plan | None = None
 
     def keep_places(self, plan: Plan) -> None:
         """Later plans look like this one, if it has all stages."""
@@ -34,36 +39,89 @@ class PlanChoice:
 
         Those with a stage in the last plan with all stages keep their place; others take the places of those
         who are gone, by name, so that the order of arrival does not matter. Where no plan fits those, the
-        workers with the most memory are taken. With `may_shrink` the plan may have fewer stages than were
-        asked for. Raises TooFewWorkers or PlanImpossible.
+        workers with the most memory are taken, and where that plan has failed its self-check, others. With
+        `may_shrink` the plan may have fewer stages than were asked for, if it must. Raises TooFewWorkers or
+        PlanImpossible.
         """
-        num_stages = self._num_stages
-        usable = {each.identity.name: each for each in members if each.is_usable}
-        if not usable or (len(usable) < num_stages and not may_shrink):
-            raise TooFewWorkers(f"{len(usable)} of {num_stages} workers are here{members.quarantine}")
-        chosen = _in_places(usable, self._template, num_stages)
-        try:
-            return self._make_plan(_capacities(chosen))
-        except PlanImpossible as error:
-            by_size = sorted(usable.values(), key=lambda each: (-each.identity.memory_bytes, _by_name(each)))
-            largest = sorted(by_size[:num_stages], key=_by_name)
-            if {each.identity.name for each in largest} == {each.identity.name for each in chosen}:
-                raise PlanImpossible(f"{error}{members.quarantine}") from None
-        return self._make_plan(_capacities(largest))
+        usable = [each for each in members if each.is_usable]
+        if not usable or (len(usable) < self._num_stages and not may_shrink):
+            raise TooFewWorkers(f"{len(usable)} of {self._num_stages} workers are here{members.quarantine}")
+        most = min(len(usable), self._num_stages)
+        problem: PlanImpossible | None = None
+        for num_stages in range(most, 0, -1) if may_shrink else (most,):
+            for chosen in self._choices(usable, num_stages):
+                try:
+                    plan = self._make_plan(_capacities(chosen))
+                    self._refusals.check(plan)
+                    return plan
+                except PlanImpossible as error:
+                    problem = _more_telling(problem, error, is_first_size=num_stages == most)
+        raise PlanImpossible(f"{problem}{members.quarantine}")
+
+    def note_failed(self, plan: Plan, problem: str, members: Members) -> None:
+        """The plan has failed its self-check, and is not made again."""
+        self._refusals.add(plan, problem)
+        self._template = self._good_template
+        self._note_doubts(members)
+
+    def note_passed(self, plan: Plan, members: Members) -> None:
+        """The plan has passed its self-check; whoever alone can have spoilt another is out."""
+        self._refusals.add_passed(plan)
+        self._good_template = self._template
+        self._note_doubts(members)
+        for name, problem in self._refusals.culprits().items():
+            record = members.find(name)
+            if record is not None and record.stage is None:
+                record.quarantine(problem)
+
+    def forget(self, worker: str, members: Members) -> None:
+        """A new process has this name."""
+        self._refusals.forget(worker)
+        self._note_doubts(members)
+
+    def _note_doubts(self, members: Members) -> None:
+        for record in members:
+            record.doubts = tuple(self._refusals.doubts(record.identity.name))
+
+    def _choices(self, usable: list[WorkerRecord], num_stages: int) -> Iterator[list[WorkerRecord]]:
+        """Sets of so many workers in stage order, the best first."""
+        by_rank = sorted(usable, key=self._rank)
+        by_size = sorted(usable, key=lambda each: (-each.identity.memory_bytes, _by_name(each)))
+        choices = [by_rank[:num_stages], by_size[:num_stages]]
+        if any(record.doubts for record in usable):
+            choices += map(list, islice(combinations(by_rank, num_stages), MOST_CHOICES))
+        seen = set[frozenset[str]]()
+        for chosen in choices:
+            names = frozenset(each.identity.name for each in chosen)
+            if names not in seen:
+                seen.add(names)
+                yield self._in_places(chosen)
+
+    def _rank(self, record: WorkerRecord) -> tuple[object, ...]:
+        """Who has spoilt plans, or could not load, gives way to others."""
+        return (len(record.doubts), record.num_failed_loads, not self._has_place(record), _by_name(record))
+
+    def _has_place(self, record: WorkerRecord) -> bool:
+        stages = self._template.stages if self._template else ()
+        return any(stage.worker == record.identity.name for stage in stages)
+
+    def _in_places(self, chosen: list[WorkerRecord]) -> list[WorkerRecord]:
+        """In stage order, as few as there may be."""
+        stages = self._template.stages if self._template else ()
+        by_name = {each.identity.name: each for each in chosen}
+        places = [by_name.pop(stage.worker, None) for stage in stages]
+        newcomers = iter(sorted(by_name.values(), key=_by_name))
+        filled = [place or next(newcomers, None) for place in places]
+        return [record for record in (*filled, *newcomers) if record is not None]
 
 
-def _in_places(usable: dict[str, WorkerRecord], template: Plan | None, num_stages: int) -> list[WorkerRecord]:
-    """As many as there are stages, in stage order. One that could not load its layers gives way to others."""
-    stages = template.stages if template else ()
-    places: list[WorkerRecord | None] = [
-        record if (record := usable.get(stage.worker)) and not record.num_failed_loads else None
-        for stage in stages
-    ]
-    others = [record for record in usable.values() if record not in places]
-    newcomers = iter(sorted(others, key=lambda each: (each.num_failed_loads, _by_name(each))))
-    places += [None] * (num_stages - len(places))
-    filled = [place or next(newcomers, None) for place in places]
-    return [record for record in filled if record is not None]
+def _more_telling(
+    before: PlanImpossible | None, error: PlanImpossible, *, is_first_size: bool
+) -> PlanImpossible:
+    """A check that has failed says most, then what the largest workers lack, who are tried after others."""
+    if before is None or isinstance(error, PlanRefused):
+        return error if not isinstance(before, PlanRefused) else before
+    return error if is_first_size and not isinstance(before, PlanRefused) else before
 
 
 def _capacities(records: list[WorkerRecord]) -> list[WorkerCapacity]:

@@ -112,11 +112,15 @@ class _WorkerStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerSta
     WORKER_STATE_READY: _WorkerState.ValueType  # 3
     WORKER_STATE_LOST: _WorkerState.ValueType  # 4
     WORKER_STATE_QUARANTINED: _WorkerState.ValueType  # 6
-    """It failed to load its layers twice, and is not tried again before it joins anew."""
+    """It failed to load its layers twice, or it alone can be why a plan failed its self-check, and is not tried again
+    before it joins anew.
+    """
     WORKER_STATE_JOINING: _WorkerState.ValueType  # 7
     """It was lost again and again, and has to wait before it is used."""
     WORKER_STATE_SUSPECT: _WorkerState.ValueType  # 8
-    """It is silent, or not reached by the stage before it, but not lost."""
+    """It is silent, or not reached by the stage before it, but not lost; or a plan with it has failed its self-check, and
+    it may be the cause: it is used last.
+    """
     WORKER_STATE_DRAINING: _WorkerState.ValueType  # 9
     """It leaves as soon as it has no layers any more."""
 
@@ -128,11 +132,15 @@ WORKER_STATE_LOADING: WorkerState.ValueType  # 2
 WORKER_STATE_READY: WorkerState.ValueType  # 3
 WORKER_STATE_LOST: WorkerState.ValueType  # 4
 WORKER_STATE_QUARANTINED: WorkerState.ValueType  # 6
-"""It failed to load its layers twice, and is not tried again before it joins anew."""
+"""It failed to load its layers twice, or it alone can be why a plan failed its self-check, and is not tried again
+before it joins anew.
+"""
 WORKER_STATE_JOINING: WorkerState.ValueType  # 7
 """It was lost again and again, and has to wait before it is used."""
 WORKER_STATE_SUSPECT: WorkerState.ValueType  # 8
-"""It is silent, or not reached by the stage before it, but not lost."""
+"""It is silent, or not reached by the stage before it, but not lost; or a plan with it has failed its self-check, and
+it may be the cause: it is used last.
+"""
 WORKER_STATE_DRAINING: WorkerState.ValueType  # 9
 """It leaves as soon as it has no layers any more."""
 Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
@@ -449,6 +457,7 @@ class AssignStage(_message.Message):
     MAX_STEP_SEQUENCES_FIELD_NUMBER: _builtins.int
     MAX_SEQUENCE_TOKENS_FIELD_NUMBER: _builtins.int
     WIRE_DTYPE_FIELD_NUMBER: _builtins.int
+    READS_AGAIN_FIELD_NUMBER: _builtins.int
     plan_id: _builtins.int
     """Grows with every plan of this coordinator."""
     stage: _builtins.int
@@ -466,6 +475,8 @@ class AssignStage(_message.Message):
     max_sequence_tokens: _builtins.int
     wire_dtype: _stage_pb2.DType.ValueType
     """What to send hidden states in, unless the worker itself says otherwise; unspecified: in `dtype`."""
+    reads_again: _builtins.bool
+    """What the worker has in memory of the model is not trusted: drop it, and read everything again."""
     @_builtins.property
     def model(self) -> Global___ModelRef: ...
     def __init__(
@@ -485,10 +496,11 @@ class AssignStage(_message.Message):
         max_step_sequences: _builtins.int = ...,
         max_sequence_tokens: _builtins.int = ...,
         wire_dtype: _stage_pb2.DType.ValueType = ...,
+        reads_again: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "max_sequence_tokens", b"max_sequence_tokens", "max_step_sequences", b"max_step_sequences", "max_step_tokens", b"max_step_tokens", "model", b"model", "num_blocks", b"num_blocks", "num_stages", b"num_stages", "plan_id", b"plan_id", "role", b"role", "stage", b"stage", "wire_dtype", b"wire_dtype"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "max_sequence_tokens", b"max_sequence_tokens", "max_step_sequences", b"max_step_sequences", "max_step_tokens", b"max_step_tokens", "model", b"model", "num_blocks", b"num_blocks", "num_stages", b"num_stages", "plan_id", b"plan_id", "reads_again", b"reads_again", "role", b"role", "stage", b"stage", "wire_dtype", b"wire_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -282,7 +282,7 @@ def test_a_worker_that_cannot_load_is_tried_again_once() -> None:
     cluster.join_all("a", "b")
     assert [type(action) for action in cluster.fail_load("b")] == [AssignStage] * 2
     assert cluster.stage_names == ["a", "b"]
-    assert cluster.state.workers["b"].detail == "no such file"
+    assert cluster.state.workers["b"].detail == "could not load its stage: no such file"
     assert isinstance(cluster.load_all()[-1], BeginEpoch)
     assert cluster.state.workers["b"].detail == ""
 
@@ -294,7 +294,7 @@ def test_a_worker_that_cannot_load_twice_is_out_and_says_why() -> None:
     assert cluster.fail_load("a", "disk gone") == []
     assert cluster.state.phase is ClusterPhase.BLOCKED
     assert cluster.state.detail == (
-        "worker a could not load its stage: disk gone; 0 of 1 workers are here; a failed: disk gone"
+        "0 of 1 workers are here; worker a is out: could not load its stage: disk gone"
     )
     record = cluster.state.workers["a"]
     assert (record.state, record.shown_state) == (WorkerState.QUARANTINED, WorkerState.QUARANTINED)
@@ -325,7 +325,7 @@ def test_before_it_has_served_a_cluster_waits_for_all_workers() -> None:
     cluster.fail_load("b")
     assert cluster.fail_load("b") == []
     assert cluster.state.phase is ClusterPhase.BLOCKED
-    assert "b failed" in cluster.state.detail
+    assert "worker b is out" in cluster.state.detail
 
 
 def test_a_worker_that_is_out_is_used_again_when_it_is_new() -> None:
