@@ -2,10 +2,10 @@
 
 import asyncio
 
-from coordinator.cluster.cluster_state import ClusterPhase
 from coordinator.cluster.controller import Controller
 from coordinator.cluster.membership import WorkerRecord, WorkerState
 from coordinator.cluster.messages import ROLE_TO_MESSAGE
+from coordinator.cluster.phase import ClusterPhase
 from coordinator.model import ServedModel
 from coordinator.requests.engine import Engine
 from coordinator.scheduling.lifecycle import SequenceState

@@ -10,8 +10,6 @@ Where a self-check is wanted, the first epoch of a plan goes to CHECKING in the 
 `BLOCKED` stands for WAITING_FOR_WORKERS with enough workers but no plan that fits them.
 """
 
-from enum import Enum, auto
-
 from coordinator.cluster.actions import (
     Action,
     AssignStage,
@@ -29,12 +27,12 @@ from coordinator.cluster.actions import (
 )
 from coordinator.cluster.epoch_signs import EpochSigns
 from coordinator.cluster.membership import (
-    MAX_FAILED_LOADS,
     Members,
     WorkerIdentity,
     WorkerRecord,
     WorkerState,
 )
+from coordinator.cluster.phase import ACTIVE, ClusterPhase
 from coordinator.cluster.plan_choice import MakePlan, PlanChoice, TooFewWorkers
 from coordinator.cluster.setbacks import Setbacks
 from coordinator.planning.plan import Plan, PlanImpossible
@@ -42,20 +40,6 @@ from wire.ids import Incarnation
 
 RETURN_GRACE_S = 1.0
 """How long a lost worker may take to come back before its layers are shared out among the others."""
-
-
-class ClusterPhase(Enum):
-    """What the cluster is doing as a whole."""
-
-    WAITING_FOR_WORKERS = auto()
-    LOADING = auto()
-    STARTING_EPOCH = auto()
-    CHECKING = auto()
-    SERVING = auto()
-    BLOCKED = auto()
-
-
-_ACTIVE = (ClusterPhase.STARTING_EPOCH, ClusterPhase.CHECKING, ClusterPhase.SERVING)
 
 
 class ClusterState:
@@ -203,11 +187,7 @@ class ClusterState:
         record = self.workers.find(name)
         if record is None or plan_id != self._plan_id or record.state is not WorkerState.LOADING:
             return []
-        record.num_failed_loads += 1
-        record.detail = f"could not load its stage: {reason}"
-        if record.num_failed_loads >= MAX_FAILED_LOADS:
-            record.quarantine(record.detail)
-        is_out = record.state is WorkerState.QUARANTINED
+        is_out = record.fail_to_load(reason)
         return self._give_up_plan("" if is_out else f"worker {name} {record.detail}", EndCause.FAULT)
 
     def epoch_ready(self, name: str, epoch: int) -> list[Action]:
@@ -243,17 +223,28 @@ class ClusterState:
         """The present epoch bears fruit."""
         self._setbacks.bear_fruit()
 
+    def token_arrived(self) -> None:
+        """Somebody has got on, in the present epoch."""
+        self._setbacks.note_token()
+
+    @property
+    def trouble(self) -> str:
+        """What keeps epochs from bearing tokens; empty if nothing does."""
+        return self._setbacks.text if self.phase in ACTIVE else ""
+
     def epoch_failed(self, epoch: int, reason: str, cause: EndCause = EndCause.BROKEN) -> list[Action]:
         """A step was faulty, a stream broke, or the epoch was not ready in time. Old ones change nothing."""
-        if epoch != self.epoch or self.phase not in _ACTIVE:
+        if epoch != self.epoch or self.phase not in ACTIVE:
             return []
+        if cause is EndCause.BROKEN and self._setbacks.note_break(reason):
+            cause = EndCause.FRUITLESS
         return [StopServing(epoch, reason, cause), *self._begin_epoch(reason)]
 
     def hop_failed(self, epoch: int, stage: int, reason: str) -> list[Action]:
         """`stage` does not reach the next one. When that happens again, the plan does without the next one,
         if it can.
         """
-        if epoch != self.epoch or self.phase not in _ACTIVE or self.plan is None:
+        if epoch != self.epoch or self.phase not in ACTIVE or self.plan is None:
             return []
         if stage + 1 < len(self.plan.stages):
             receiver = self.stage_workers[stage + 1]
@@ -288,7 +279,7 @@ class ClusterState:
         return actions + self._advance(reason)
 
     def _stop(self, reason: str, cause: EndCause) -> list[Action]:
-        return [StopServing(self.epoch, reason, cause)] if self.phase in _ACTIVE else []
+        return [StopServing(self.epoch, reason, cause)] if self.phase in ACTIVE else []
 
     def _advance(self, reason: str = "") -> list[Action]:
         """A new plan, if there is none and one is possible."""

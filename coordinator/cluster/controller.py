@@ -23,13 +23,14 @@ from coordinator.cluster.actions import (
     StopServing,
 )
 from coordinator.cluster.availability import STOPPING, Availability
-from coordinator.cluster.cluster_state import ClusterPhase, ClusterState
+from coordinator.cluster.cluster_state import ClusterState
+from coordinator.cluster.connections import Connections
 from coordinator.cluster.membership import WorkerIdentity
 from coordinator.cluster.messages import check_results_hello, encode_assign, encode_begin, encode_hop_hello
 from coordinator.cluster.overdue import overdue_fault
+from coordinator.cluster.phase import ClusterPhase
 from coordinator.cluster.pipeline_link import LinkBroken, PipelineLink
 from coordinator.cluster.self_check import SelfCheck
-from coordinator.cluster.self_check_references import ReferenceSource
 from coordinator.cluster.step_limits import PaceSettings, scheduler_limits
 from coordinator.cluster.watch import Watch
 from coordinator.cluster.worker_connection import WorkerConnection
@@ -67,7 +68,7 @@ class Controller:
         self.state = state
         self.self_check = self_check
         self.availability = Availability(state, engine, timing, on_serving)
-        self.connections: dict[str, WorkerConnection] = {}
+        self.connections = Connections()
         self.timing = timing
         self.incarnation = incarnation
         self._engine = engine
@@ -97,8 +98,7 @@ class Controller:
         self.availability.close()
         if self.state.phase is ClusterPhase.SERVING:
             self._engine.stop_epoch()
-        for connection in self.connections.values():
-            connection.close(STOPPING)
+        self.connections.close_all(STOPPING)
         if self._link is not None:
             await self._link.close()
         for task in self._tasks:
@@ -108,10 +108,8 @@ class Controller:
     def join(self, identity: WorkerIdentity) -> WorkerConnection:
         """A worker's stream is open. Raises NameInUse."""
         actions = self.state.join(identity)
-        if (old := self.connections.get(identity.name)) is not None:
-            old.close("replaced by a new process of the same name")
         connection = WorkerConnection(identity, now_s=asyncio.get_running_loop().time())
-        self.connections[identity.name] = connection
+        self.connections.put(connection)
         log.info("worker %s joined from %s (%s)", identity.name, identity.address, identity.device)
         welcome = cluster_pb2.Welcome(
             coordinator_incarnation=self.incarnation,
@@ -126,9 +124,8 @@ class Controller:
         """A worker's stream has ended."""
         name = connection.identity.name
         connection.close(reason)
-        if self.connections.get(name) is not connection:
+        if not self.connections.remove(connection):
             return  # It has left, or the worker has dialled again and this is the end of its old stream.
-        del self.connections[name]
         log.info("worker %s left: %s", name, reason)
         self._carry_out(self.state.lose(name, connection.identity.incarnation, reason))
 
@@ -172,7 +169,7 @@ class Controller:
             asyncio.get_running_loop().call_later(self.timing.report_grace_s, self._fail_hop, report)
             return
         if self.state.phase is ClusterPhase.SERVING:
-            self._engine.note_fault(report)
+            self._engine.blame.note_fault(report)
         self._carry_out(self.state.epoch_failed(report.epoch, str(report), EndCause.FAULT))
 
     def _fail_hop(self, report: FaultReport) -> None:
@@ -209,9 +206,13 @@ class Controller:
         self.state.result_arrived()
         try:
             _check_tokens(result, vocab_size=self._model.config.vocab_size)
-            self._engine.complete(result)
+            num_tokens = self._engine.complete(result)
         except ResultMismatch as error:
             self.fail_epoch(epoch, str(error))
+            return
+        if num_tokens:
+            self.state.token_arrived()
+        self.availability.note_result(has_tokens=num_tokens > 0)
 
     def stream_broke(self, epoch: int, reason: str) -> None:
         """A stream of this epoch has ended. Whoever knows why has a moment to say it first."""
@@ -266,7 +267,10 @@ class Controller:
             self.connections[worker.name].send(message)
         hello = encode_hop_hello(action, incarnation=self.incarnation, fingerprint=self._model.fingerprint)
         link = PipelineLink(
-            action.workers[0].address, hello, lambda reason: self.stream_broke(action.epoch, reason)
+            action.workers[0].address,
+            hello,
+            lambda reason: self.stream_broke(action.epoch, reason),
+            worker=action.workers[0].name,
         )
         self._replace_link(link)
         asyncio.get_running_loop().call_later(self.timing.epoch_timeout_s, self._check_started, action.epoch)
@@ -286,13 +290,11 @@ class Controller:
         loop.call_later(action.delay_s, lambda: self._carry_out(self.state.elapsed(action.timer)))
 
     def _disconnect(self, action: Disconnect) -> None:
-        connection = self.connections.get(action.worker.name)
-        if connection is not None and connection.identity is action.worker:
+        if (connection := self.connections.of(action.worker)) is not None:
             self.leave(connection, action.reason)
 
     def _let_go(self, action: LetGo) -> None:
-        connection = self.connections.get(action.worker.name)
-        if connection is not None and connection.identity is action.worker:
+        if (connection := self.connections.of(action.worker)) is not None:
             leave = cluster_pb2.Leave(reason=action.reason, exit_process=True)
             connection.send(cluster_pb2.CoordinatorMessage(leave=leave))
 
@@ -305,7 +307,7 @@ class Controller:
 
     async def _check_plan(self, action: CheckPlan) -> None:
         assert self._link is not None and self.self_check is not None
-        sources = [_reference_source(each) for each in self.connections.values()]
+        sources = self.connections.reference_sources
         try:
             verdict = await self.self_check.run(action.plan, action.epoch, self._link.send, sources)
         except TimeoutError:
@@ -341,15 +343,21 @@ class Controller:
         log.warning("epoch %d is over: %s", action.epoch, action.reason)
         self._watch.restart()
         if self.availability.is_serving:
-            if action.cause is EndCause.DEATH:
-                self._engine.note_death(action.reason)
+            self._blame(action)
             self._engine.stop_epoch()
             self.availability.end()
         self._replace_link(None)
-        message = cluster_pb2.CoordinatorMessage(end_epoch=cluster_pb2.EndEpoch(epoch=action.epoch))
-        for connection in self.connections.values():
-            connection.send(message)
+        end = cluster_pb2.EndEpoch(epoch=action.epoch)
+        self.connections.send_all(cluster_pb2.CoordinatorMessage(end_epoch=end))
         self.availability.limit_waiting()
+
+    def _blame(self, action: StopServing) -> None:
+        match action.cause:
+            case EndCause.DEATH:
+                self._engine.blame.note_death(action.reason)
+            case EndCause.BROKEN | EndCause.FRUITLESS:
+                is_lasting = action.cause is EndCause.FRUITLESS
+                self._engine.blame.note_break(action.reason, is_lasting=is_lasting)
 
     def _replace_link(self, link: PipelineLink | None) -> None:
         if self._link is not None:
@@ -364,7 +372,7 @@ class Controller:
         self.availability.look_around()
         if self.state.phase is not ClusterPhase.SERVING:
             return
-        workers = [self.connections.get(each.identity.name) for each in self.state.stage_workers]
+        workers = self.connections.of_stages(each.identity for each in self.state.stage_workers)
         if (fault := overdue_fault(self._engine, workers)) is not None:
             self.report_fault(fault)
 
@@ -377,12 +385,6 @@ class Controller:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a controller task failed", exc_info=error)
-
-
-def _reference_source(connection: WorkerConnection) -> ReferenceSource:
-    identity, heartbeat = connection.identity, connection.heartbeat
-    held_bytes = heartbeat.weight_bytes + heartbeat.kv_bytes
-    return ReferenceSource(identity.name, identity.address, identity.memory_bytes - held_bytes)
 
 
 def _check_tokens(result: StepResult, *, vocab_size: int) -> None:

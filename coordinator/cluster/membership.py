@@ -75,6 +75,14 @@ class WorkerRecord:
         """It is not given a stage before it joins anew."""
         self.state, self.detail = WorkerState.QUARANTINED, reason
 
+    def fail_to_load(self, reason: str) -> bool:
+        """Once more; True when it is not tried again."""
+        self.num_failed_loads += 1
+        self.detail = f"could not load its stage: {reason}"
+        if self.num_failed_loads >= MAX_FAILED_LOADS:
+            self.quarantine(self.detail)
+        return self.num_failed_loads >= MAX_FAILED_LOADS
+
     @property
     def shown_detail(self) -> str:
         """Why it is in the state that is shown."""

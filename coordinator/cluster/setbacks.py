@@ -6,14 +6,25 @@ MAX_EPOCH_DELAY_S = 2.0
 """Longest pause before another try when epoch after epoch ends without a single result."""
 MAX_HOP_FAILURES = 2
 """Epochs in a row in which a stage does not reach the next one, before the plan does without that one."""
+MAX_BREAKS = 3
+"""Epochs in a row that break without a token, before what they computed is suspected."""
 
 
 class Setbacks:
-    """Counted in a row: a result makes up for all of them."""
+    """Counted in a row: a result makes up for epochs that bore none, a token for those that broke."""
 
     def __init__(self) -> None:
         self._num_fruitless = 0
+        self._num_breaks = 0
+        self._last_break = ""
         self._hop_failures = Counter[str]()
+
+    @property
+    def text(self) -> str:
+        """How often epochs have broken since the last token, and why; empty if none has."""
+        if self._num_breaks < 2:
+            return self._last_break
+        return f"{self._last_break}, and so or in a like way ended {self._num_breaks} epochs without a token"
 
     def next_delay_s(self) -> float:
         """An epoch is to begin, after this pause."""
@@ -29,6 +40,17 @@ class Setbacks:
         self._num_fruitless = 0
         if self._hop_failures:
             self._hop_failures.clear()
+
+    def note_token(self) -> None:
+        """Somebody has got on."""
+        if self._num_breaks:
+            self._num_breaks, self._last_break = 0, ""
+
+    def note_break(self, reason: str) -> bool:
+        """An epoch has broken; True when that is to be taken for lasting."""
+        self._num_breaks += 1
+        self._last_break = reason
+        return self._num_breaks >= MAX_BREAKS
 
     def start_over(self) -> None:
         """With another plan: who was not reached by whom says nothing of it."""

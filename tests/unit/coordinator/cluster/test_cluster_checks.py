@@ -13,8 +13,8 @@ from coordinator.cluster.actions import (
     StartServing,
     StopServing,
 )
-from coordinator.cluster.cluster_state import ClusterPhase
 from coordinator.cluster.membership import WorkerState
+from coordinator.cluster.phase import ClusterPhase
 from tests.unit.coordinator.cluster.cluster_driver import ClusterDriver
 
 

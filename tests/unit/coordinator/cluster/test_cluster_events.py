@@ -20,8 +20,8 @@ from coordinator.cluster.actions import (
     StartTimer,
     StopServing,
 )
-from coordinator.cluster.cluster_state import ClusterPhase
 from coordinator.cluster.membership import WorkerIdentity, WorkerRecord, WorkerState
+from coordinator.cluster.phase import ClusterPhase
 from coordinator.cluster.setbacks import MAX_EPOCH_DELAY_S
 from tests.unit.coordinator.cluster.cluster_driver import ClusterDriver
 from wire.errors import NameInUse

@@ -16,8 +16,8 @@ from coordinator.cluster.actions import (
     StartTimer,
     StopServing,
 )
-from coordinator.cluster.cluster_state import ClusterPhase
 from coordinator.cluster.membership import WorkerState
+from coordinator.cluster.phase import ClusterPhase
 from coordinator.cluster.setbacks import MAX_EPOCH_DELAY_S
 from tests.unit.coordinator.cluster.cluster_driver import WAITS_FOR_RETURN, ClusterDriver, identity_of
 from wire.errors import NameInUse

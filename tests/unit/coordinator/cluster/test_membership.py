@@ -17,8 +17,8 @@ from coordinator.cluster.actions import (
     StartTimer,
     StopServing,
 )
-from coordinator.cluster.cluster_state import ClusterPhase
 from coordinator.cluster.membership import WorkerState
+from coordinator.cluster.phase import ClusterPhase
 from tests.unit.coordinator.cluster.cluster_driver import (
     WAITS_FOR_RETURN,
     ClusterDriver,
