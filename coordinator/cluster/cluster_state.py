@@ -38,6 +38,8 @@ from coordinator.cluster.setbacks import Setbacks
 from coordinator.planning.plan import Plan, PlanImpossible
 from wire.ids import Incarnation
 
+REJOIN_S = 2.0
+"""How long workers may take to find a coordinator that is back, before it does without the others."""
 RETURN_GRACE_S = 1.0
 """How long a lost worker may take to come back before its layers are shared out among the others."""
 
@@ -56,26 +58,28 @@ class ClusterState:
         make_plan: MakePlan,
         is_mock_model: bool = False,
         return_grace_s: float = RETURN_GRACE_S,
-        first_epoch: int = 1,
+        last_epoch: int = 0,
+        has_served: bool = False,
         needs_check: bool = False,
     ) -> None:
         """`make_plan` may raise PlanImpossible; it is given workers in the order in which to use them. A mock
-        model has no weights, so real stages have nothing to load. Epochs count from `first_epoch` on, or from
-        above what the workers have seen. `needs_check`: only checked plans serve.
+        model has no weights, so real stages have nothing to load. Epochs count from above `last_epoch`, and
+        from above what the workers have seen. `has_served`: a former coordinator has; whoever is lost since
+        then has its time to come back. `needs_check`: only checked plans serve.
         """
         self.num_stages = num_stages
         self.phase = ClusterPhase.WAITING_FOR_WORKERS
         self.detail = f"waiting for {num_stages} workers"
-        self.epoch = first_epoch - 1
+        self.epoch = last_epoch
         self.plan: Plan | None = None
         self.workers = Members()
-        self.has_served = False
+        self.has_served = has_served
         self._choice = PlanChoice(num_stages, make_plan)
         self._needs_check = needs_check
         self._checked_plan_id = 0
         self._is_mock_model = is_mock_model
         self._return_grace_s = return_grace_s
-        self._waits_for_return = False
+        self._waits_for_return = has_served
         self._has_drained = False
         self._num_losses = 0
         self._plan_id = 0
@@ -86,6 +90,12 @@ class ClusterState:
     def stage_workers(self) -> tuple[WorkerRecord, ...]:
         """The workers of the present plan, in stage order; empty without a plan."""
         return () if self.plan is None else tuple(self.workers[stage.worker] for stage in self.plan.stages)
+
+    def start(self) -> list[Action]:
+        """Workers may join from now on. To be called once."""
+        if not self.has_served:
+            return []
+        return [StartTimer(max(self._return_grace_s, REJOIN_S), Shrink(self._num_losses))]
 
     @property
     def has_mock_stages(self) -> bool:

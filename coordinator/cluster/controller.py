@@ -90,6 +90,7 @@ class Controller:
     def start(self) -> None:
         """Begins to watch leases and steps. Requests that are here already wait as long as after a loss."""
         self._spawn(self._watch.run())
+        self._carry_out(self.state.start())
         if self._engine.registry.live:
             self.availability.limit_waiting()
 
@@ -328,6 +329,7 @@ class Controller:
         )
         limits = scheduler_limits(plan, self._pace, hidden_size=self._model.config.hidden_size)
         log.info("serving: epoch %d, %d stages", action.epoch, len(plan.stages))
+        self._engine.durability.note_served()
         self.availability.begin()
         self._engine.start_epoch(
             action.epoch,

@@ -65,12 +65,22 @@ def plan_of(workers: Sequence[WorkerCapacity], *, needed_bytes: int) -> Plan:
 class ClusterDriver:
     """A state, and the events that come in bundles."""
 
-    def __init__(self, *, num_stages: int, needed_bytes: int = 0, needs_check: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        num_stages: int,
+        needed_bytes: int = 0,
+        needs_check: bool = False,
+        has_served: bool = False,
+        last_epoch: int = 0,
+    ) -> None:
         self.needed_bytes = needed_bytes
         self.state = ClusterState(
             num_stages=num_stages,
             make_plan=lambda workers: plan_of(workers, needed_bytes=needed_bytes),
             needs_check=needs_check,
+            has_served=has_served,
+            last_epoch=last_epoch,
         )
 
     @property

@@ -17,6 +17,7 @@ from coordinator.cluster.actions import (
     StartTimer,
     StopServing,
 )
+from coordinator.cluster.cluster_state import REJOIN_S
 from coordinator.cluster.membership import WorkerState
 from coordinator.cluster.phase import ClusterPhase
 from tests.unit.coordinator.cluster.cluster_driver import (
@@ -124,6 +125,40 @@ def test_survivors_of_which_one_fails_to_load_once_try_again() -> None:
     cluster.shrink()
     assert kinds(cluster.fail_load("b")) == [AssignStage] * 2
     assert cluster.stage_names == ["a", "b"]
+
+
+# After a coordinator that has served
+
+
+def test_a_coordinator_after_one_that_served_waits_and_then_does_without_the_lost() -> (
+    None
+):
+    cluster = ClusterDriver(num_stages=3, has_served=True, last_epoch=7)
+    assert cluster.state.start() == [StartTimer(REJOIN_S, Shrink(0))]
+    assert cluster.join_all("a", "c") == []
+    assert cluster.state.phase is ClusterPhase.WAITING_FOR_WORKERS
+    assert kinds(cluster.shrink(0)) == [AssignStage] * 2
+    begin = cluster.load_all()[-1]
+    assert isinstance(begin, BeginEpoch) and begin.epoch == 8
+
+
+def test_with_all_workers_it_waits_for_nothing() -> None:
+    cluster = ClusterDriver(num_stages=2, has_served=True)
+    cluster.state.start()
+    assert kinds(cluster.join_all("a", "b")) == [AssignStage] * 2
+    cluster.load_all()
+    assert cluster.shrink(0) == []
+
+
+def test_without_anybody_it_takes_whoever_comes_after_that_time() -> None:
+    cluster = ClusterDriver(num_stages=2, has_served=True)
+    cluster.state.start()
+    assert cluster.shrink(0) == []
+    assert kinds(cluster.join("b")) == [AssignStage]
+
+
+def test_a_first_coordinator_waits_for_all() -> None:
+    assert ClusterDriver(num_stages=2).state.start() == []
 
 
 # Workers that are lost again and again
