@@ -28,7 +28,7 @@ EPOCH_WAIT_S = 10.0
 """How long a stream of an epoch may wait for that epoch's BeginEpoch."""
 
 Reply = Callable[[cluster_pb2.WorkerMessage], None]
-Order = cluster_pb2.AssignStage | cluster_pb2.BeginEpoch | cluster_pb2.EndEpoch
+Order = cluster_pb2.AssignStage | cluster_pb2.BeginEpoch | cluster_pb2.EndEpoch | cluster_pb2.Serving
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class StageHost:
         """`coordinator` is where this worker reaches it: the address of `Join`, and of LAST's results.
         `wire_dtype` overrides what the coordinator wants hidden states to be sent in.
 
-        `on_serving` is told whenever an epoch becomes or stops being active here.
+        `on_serving` is told whenever the coordinator begins or ceases to serve requests with this stage.
         """
         self._coordinator = coordinator
         self._incarnation = new_incarnation()
@@ -164,6 +164,10 @@ class StageHost:
             case cluster_pb2.EndEpoch():
                 if self._session is not None and self._session.epoch.number == order.epoch:
                     await self._end_session()
+            case cluster_pb2.Serving():
+                session = self._session
+                if session is not None and session.epoch.number == order.epoch:
+                    self._on_serving(order.is_serving and session.is_serving)
             case _Disconnected():
                 await self._end_session()
 
@@ -243,7 +247,6 @@ class StageHost:
     def _new_session(self, epoch: Epoch, loaded: LoadedStage, reply: Reply) -> EpochSession:
         def on_ready() -> None:
             log.info("epoch %d: stage %d is ready", epoch.number, loaded.assignment.stage)
-            self._on_serving(True)
             reply(cluster_pb2.WorkerMessage(epoch_ready=cluster_pb2.EpochReady(epoch=epoch.number)))
 
         def on_refused(report: FaultReport | None) -> None:

@@ -33,6 +33,7 @@ class Availability:
         self._on_serving = on_serving
         self._serving = asyncio.Event()
         self._is_draining = False
+        self._starts_new = True
         self._is_closing = False
         self._waiting_since_s: float | None = None
         self._serving_since_s = 0.0
@@ -49,7 +50,7 @@ class Availability:
         if self._is_draining:
             return cluster_pb2.HEALTH_DRAINING
         if self._state.phase is ClusterPhase.SERVING:
-            return cluster_pb2.HEALTH_SERVING
+            return cluster_pb2.HEALTH_SERVING if self._starts_new else cluster_pb2.HEALTH_DRAINING
         return cluster_pb2.HEALTH_DEGRADED if self._state.has_served else cluster_pb2.HEALTH_STARTING
 
     async def wait_serving(self) -> Plan:
@@ -69,13 +70,21 @@ class Availability:
             raise ClusterUnavailable(STOPPING)
         return self._state.plan
 
-    def begin(self) -> None:
-        """An epoch serves from now on. Whoever waits goes on waiting until there is a token."""
+    def begin(self, *, starts_new: bool = True) -> None:
+        """An epoch serves from now on; without `starts_new`, only what has begun. Whoever waits goes on
+        waiting until there is a token.
+        """
         self._serving.set()
         self._serving_since_s = self._engine.now_s()
         if not self._engine.registry.live:
             self._waiting_since_s = None
-        self._on_serving(not self._is_draining)
+        self._starts_new = starts_new
+        self._on_serving(starts_new and not self._is_draining)
+
+    def finish_running(self) -> None:
+        """Nothing new begins in this epoch."""
+        self._starts_new = False
+        self._on_serving(False)
 
     def note_result(self, *, has_tokens: bool) -> None:
         """The present epoch bears fruit. Parts of prompts count when that has gone on for long enough: an

@@ -26,7 +26,14 @@ from coordinator.cluster.availability import STOPPING, Availability
 from coordinator.cluster.cluster_state import ClusterState
 from coordinator.cluster.connections import Connections
 from coordinator.cluster.membership import WorkerIdentity
-from coordinator.cluster.messages import check_results_hello, encode_assign, encode_begin, encode_hop_hello
+from coordinator.cluster.messages import (
+    check_results_hello,
+    encode_assign,
+    encode_begin,
+    encode_hop_hello,
+    encode_serving,
+    encode_welcome,
+)
 from coordinator.cluster.overdue import overdue_fault
 from coordinator.cluster.phase import ClusterPhase
 from coordinator.cluster.pipeline_link import LinkBroken, PipelineLink
@@ -112,12 +119,7 @@ class Controller:
         connection = WorkerConnection(identity, now_s=asyncio.get_running_loop().time())
         self.connections.put(connection)
         log.info("worker %s joined from %s (%s)", identity.name, identity.address, identity.device)
-        welcome = cluster_pb2.Welcome(
-            coordinator_incarnation=self.incarnation,
-            heartbeat_interval_ms=round(self.timing.heartbeat_interval_s * 1000),
-            lease_ms=round(self.timing.lease_s * 1000),
-        )
-        connection.send(cluster_pb2.CoordinatorMessage(welcome=welcome))
+        connection.send(encode_welcome(self.incarnation, self.timing))
         self._carry_out(actions)
         return connection
 
@@ -303,6 +305,8 @@ class Controller:
         """Nobody can take the layers of this worker: what runs is finished before it goes."""
         log.info("worker %s leaves when what runs is finished", action.worker.name)
         self._engine.finish_running()
+        self.availability.finish_running()
+        self.connections.send_all(encode_serving(self.state.epoch, is_serving=False))
         await self.availability.wait_until(lambda: self._engine.is_idle)
         self._carry_out(self.state.drained(action.worker.name, action.worker.incarnation))
 
@@ -330,15 +334,17 @@ class Controller:
         limits = scheduler_limits(plan, self._pace, hidden_size=self._model.config.hidden_size)
         log.info("serving: epoch %d, %d stages", action.epoch, len(plan.stages))
         self._engine.durability.note_served()
-        self.availability.begin()
+        # Whoever drains while nobody can take its layers waits for what runs.
+        starts_new = not any(record.is_draining for record in self.state.stage_workers)
+        self.availability.begin(starts_new=starts_new)
+        self.connections.send_all(encode_serving(action.epoch, is_serving=starts_new))
         self._engine.start_epoch(
             action.epoch,
             kv,
             limits,
             self._link.send,
             max_sequence_tokens=plan.max_sequence_tokens,
-            # Whoever drains while nobody can take its layers waits for what runs.
-            starts_new=not any(record.is_draining for record in self.state.stage_workers),
+            starts_new=starts_new,
         )
 
     def _stop_serving(self, action: StopServing) -> None:

@@ -110,7 +110,7 @@ class CoordinatorDouble(cluster_pb2_grpc.ClusterServicer, stage_pb2_grpc.StepRes
         link = WorkerLink((await anext(request_iterator)).hello)
         self.links.put_nowait(link)
         welcome = cluster_pb2.Welcome(
-            coordinator_incarnation=self.incarnation, heartbeat_interval_ms=HEARTBEAT_MS, lease_ms=5000
+            coordinator_incarnation=self.incarnation, heartbeat_interval_ms=HEARTBEAT_MS
         )
         yield cluster_pb2.CoordinatorMessage(welcome=welcome)
         reader = asyncio.create_task(_collect_answers(request_iterator, link))

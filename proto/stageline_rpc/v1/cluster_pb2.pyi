@@ -201,6 +201,7 @@ class CoordinatorMessage(_message.Message):
     LEAVE_FIELD_NUMBER: _builtins.int
     END_EPOCH_FIELD_NUMBER: _builtins.int
     HEARTBEAT_ANSWER_FIELD_NUMBER: _builtins.int
+    SERVING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -213,6 +214,8 @@ class CoordinatorMessage(_message.Message):
     def end_epoch(self) -> Global___EndEpoch: ...
     @_builtins.property
     def heartbeat_answer(self) -> Global___HeartbeatAnswer: ...
+    @_builtins.property
+    def serving(self) -> Global___Serving: ...
     def __init__(
         self,
         *,
@@ -222,16 +225,41 @@ class CoordinatorMessage(_message.Message):
         leave: Global___Leave | None = ...,
         end_epoch: Global___EndEpoch | None = ...,
         heartbeat_answer: Global___HeartbeatAnswer | None = ...,
+        serving: Global___Serving | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "begin_epoch", b"begin_epoch", "end_epoch", b"end_epoch", "heartbeat_answer", b"heartbeat_answer", "leave", b"leave", "message", b"message", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "begin_epoch", b"begin_epoch", "end_epoch", b"end_epoch", "heartbeat_answer", b"heartbeat_answer", "leave", b"leave", "message", b"message", "serving", b"serving", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "begin_epoch", b"begin_epoch", "end_epoch", b"end_epoch", "heartbeat_answer", b"heartbeat_answer", "leave", b"leave", "message", b"message", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "begin_epoch", b"begin_epoch", "end_epoch", b"end_epoch", "heartbeat_answer", b"heartbeat_answer", "leave", b"leave", "message", b"message", "serving", b"serving", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "assign", "begin_epoch", "leave", "end_epoch", "heartbeat_answer"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "assign", "begin_epoch", "leave", "end_epoch", "heartbeat_answer", "serving"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___CoordinatorMessage: _TypeAlias = CoordinatorMessage  # noqa: Y015
+
+@_typing.final
+class Serving(_message.Message):
+    """Whether new requests are served in this epoch: what a stage says of its own health."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    IS_SERVING_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    is_serving: _builtins.bool
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        is_serving: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "is_serving", b"is_serving"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Serving: _TypeAlias = Serving  # noqa: Y015
 
 @_typing.final
 class HeartbeatAnswer(_message.Message):
@@ -326,20 +354,27 @@ class Welcome(_message.Message):
     COORDINATOR_INCARNATION_FIELD_NUMBER: _builtins.int
     HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
+    DRAIN_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     coordinator_incarnation: _builtins.bytes
     heartbeat_interval_ms: _builtins.int
-    """How often to send heartbeats, and after how much silence either side gives the other up, in milliseconds."""
+    """How often to send heartbeats, each of which is answered, in milliseconds."""
     lease_ms: _builtins.int
+    """After how much silence of the coordinator the worker dials again, in milliseconds; 0: never. Longer than the
+    coordinator's own patience, as nobody else waits for this worker meanwhile.
+    """
+    drain_timeout_ms: _builtins.int
+    """How long the coordinator lets a worker that leaves finish what runs, in milliseconds."""
     def __init__(
         self,
         *,
         coordinator_incarnation: _builtins.bytes = ...,
         heartbeat_interval_ms: _builtins.int = ...,
         lease_ms: _builtins.int = ...,
+        drain_timeout_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_incarnation", b"coordinator_incarnation", "heartbeat_interval_ms", b"heartbeat_interval_ms", "lease_ms", b"lease_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_incarnation", b"coordinator_incarnation", "drain_timeout_ms", b"drain_timeout_ms", "heartbeat_interval_ms", b"heartbeat_interval_ms", "lease_ms", b"lease_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

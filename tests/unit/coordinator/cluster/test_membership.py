@@ -130,9 +130,7 @@ def test_survivors_of_which_one_fails_to_load_once_try_again() -> None:
 # After a coordinator that has served
 
 
-def test_a_coordinator_after_one_that_served_waits_and_then_does_without_the_lost() -> (
-    None
-):
+def test_a_coordinator_after_one_that_served_waits_and_then_does_without_the_lost() -> None:
     cluster = ClusterDriver(num_stages=3, has_served=True, last_epoch=7)
     assert cluster.state.start() == [StartTimer(REJOIN_S, Shrink(0))]
     assert cluster.join_all("a", "c") == []
