@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvcache import KvCacheError
 from kvcache.pages import KvPages
+from stage_worker.finite_states import are_finite, check_answered, check_handed_on
 from stage_worker.models import DecoderStage, StepLayout
 from stage_worker.sampling import Sampler
 from stage_worker.sampling.grammar_masks import GrammarMasks
@@ -17,7 +18,7 @@ from stage_worker.tensor_views import from_wire, to_wire
 from wire.errors import StepFault, StepFaultKind
 from wire.frames import Frame
 from wire.ids import SequenceKey
-from wire.steps import SliceResult, StartRecord, Step
+from wire.steps import SliceError, SliceResult, StartRecord, Step
 from wire.wire_dtypes import WireDType
 
 
@@ -70,8 +71,17 @@ class ModelCompute(StageCompute):
         self._check_writes(layout)
         hidden = model.forward(self._input(frame), layout, self._pages)
         if self._sampler is None:
+            if not are_finite(hidden):
+                check_handed_on(frame.step, self._incoming(frame), hidden)
             return to_wire(hidden, self._wire_dtype)
-        return self._answer(frame.step, hidden, self._sampler)
+        results = self._answer(frame.step, hidden, self._sampler)
+        if any(isinstance(result.outcome, SliceError) for result in results):
+            check_answered(frame.step, self._incoming(frame), hidden, results)
+        return results
+
+    def _incoming(self, frame: Frame) -> Tensor | None:
+        """Once more, as the layers may have worked in place; None for tokens."""
+        return None if frame.hidden is None else self._input(frame)
 
     def _input(self, frame: Frame) -> Tensor:
         if frame.hidden is not None:

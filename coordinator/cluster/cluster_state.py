@@ -34,14 +34,11 @@ from coordinator.cluster.membership import (
 )
 from coordinator.cluster.phase import ACTIVE, ClusterPhase
 from coordinator.cluster.plan_choice import MakePlan, PlanChoice, TooFewWorkers
+from coordinator.cluster.return_grace import RETURN_GRACE_S, ReturnGrace
 from coordinator.cluster.setbacks import Setbacks
 from coordinator.planning.plan import Plan, PlanImpossible
 from wire.ids import Incarnation
-
-REJOIN_S = 2.0
-"""How long workers may take to find a coordinator that is back, before it does without the others."""
-RETURN_GRACE_S = 1.0
-"""How long a lost worker may take to come back before its layers are shared out among the others."""
+from wire.steps import FaultReport
 
 
 class ClusterState:
@@ -78,10 +75,8 @@ class ClusterState:
         self._needs_check = needs_check
         self._checked_plan_id = 0
         self._is_mock_model = is_mock_model
-        self._return_grace_s = return_grace_s
-        self._waits_for_return = has_served
+        self._grace = ReturnGrace(return_grace_s)
         self._has_drained = False
-        self._num_losses = 0
         self._plan_id = 0
         self._signs = EpochSigns()
         self._setbacks = Setbacks()
@@ -93,9 +88,7 @@ class ClusterState:
 
     def start(self) -> list[Action]:
         """Workers may join from now on. To be called once."""
-        if not self.has_served:
-            return []
-        return [StartTimer(max(self._return_grace_s, REJOIN_S), Shrink(self._num_losses))]
+        return [self._grace.await_all()] if self.has_served else []
 
     @property
     def has_mock_stages(self) -> bool:
@@ -122,22 +115,9 @@ class ClusterState:
         """The time of a StartTimer is over. One that is out of date changes nothing."""
         match timer:
             case Release(name, incarnation):
-                record = self.workers.live(name, incarnation)
-                if record is None or record.state is not WorkerState.JOINING:
-                    return []
-                record.state, record.detail = WorkerState.SPARE, ""
-                return self._improve()
-            case Shrink(num_losses):
-                if num_losses != self._num_losses or self.plan is not None:
-                    return []
-                self._waits_for_return = False
-                return self._advance(self.detail)
-
-    def note_silence(self, name: str, incarnation: Incarnation, *, is_silent: bool) -> None:
-        """Heartbeats of a worker are missing, or are there again; it is not lost yet."""
-        record = self.workers.live(name, incarnation)
-        if record is not None:
-            record.is_silent = is_silent
+                return self._improve() if self.workers.release(name, incarnation) else []
+            case Shrink():
+                return self._advance(self.detail) if self._grace.end(timer) else []
 
     def lose(self, name: str, incarnation: Incarnation, reason: str) -> list[Action]:
         """A worker's stream is broken, or its lease has expired. An older incarnation changes nothing."""
@@ -151,11 +131,10 @@ class ClusterState:
             return self._advance()
         self.workers.note_loss(name)
         self.workers.try_all_again()
-        self._num_losses += 1
-        self._waits_for_return = self._may_shrink
+        self._grace.note_loss(is_granted=self._may_shrink)
         actions = self._give_up_plan(f"worker {name} is lost: {reason}", EndCause.DEATH)
-        if self.plan is None and self._waits_for_return:
-            actions.append(StartTimer(self._return_grace_s, Shrink(self._num_losses)))
+        if self.plan is None and self._grace.is_running:
+            actions.append(self._grace.timer())
         return actions
 
     def drain(self, name: str) -> list[Action]:
@@ -167,7 +146,7 @@ class ClusterState:
         if record.stage is None:
             return self._dismiss()
         self._has_drained = True
-        return self._move_from(record) or [FinishRunning(record.identity)]
+        return self._move_from(f"worker {name} is drained") or [FinishRunning(record.identity)]
 
     def drained(self, name: str, incarnation: Incarnation) -> list[Action]:
         """Nothing runs any more that a worker has to finish before it leaves."""
@@ -179,6 +158,7 @@ class ClusterState:
     def note_steady(self) -> None:
         """The cluster has served for a while without a break."""
         self.workers.note_steady()
+        self._setbacks.note_steady()
 
     # Loading and starting
 
@@ -244,7 +224,7 @@ class ClusterState:
 
     def epoch_failed(self, epoch: int, reason: str, cause: EndCause = EndCause.BROKEN) -> list[Action]:
         """A step was faulty, a stream broke, or the epoch was not ready in time. Old ones change nothing."""
-        if epoch != self.epoch or self.phase not in ACTIVE:
+        if not self._is_active(epoch):
             return []
         if cause is EndCause.BROKEN and self._setbacks.note_break(reason):
             cause = EndCause.FRUITLESS
@@ -254,16 +234,41 @@ class ClusterState:
         """`stage` does not reach the next one. When that happens again, the plan does without the next one,
         if it can.
         """
-        if epoch != self.epoch or self.phase not in ACTIVE or self.plan is None:
+        if not self._is_active(epoch):
             return []
-        if stage + 1 < len(self.plan.stages):
+        if stage + 1 < len(self.stage_workers):
             receiver = self.stage_workers[stage + 1]
-            if self._setbacks.note_unreached(receiver.identity.name):
-                receiver.is_unreachable, receiver.detail = True, reason
-                if actions := self._move_from(receiver, reason):
-                    return actions
-                receiver.is_unreachable, receiver.detail = False, ""
+            if self._setbacks.note_unreached(receiver.identity.name) and (
+                actions := self._do_without(receiver, reason, EndCause.REPLANNED)
+            ):
+                return actions
         return self.epoch_failed(epoch, reason)
+
+    def stage_failed(self, fault: FaultReport) -> list[Action]:
+        """What a stage computes is not finite. When that happens again, the plan does without that one, if it
+        can.
+        """
+        if not self._is_active(fault.epoch):
+            return []
+        if fault.stage < len(self.stage_workers):
+            record = self.stage_workers[fault.stage]
+            record.has_spoilt = True
+            if self._setbacks.note_spoilt(record.identity.name, fault.request_ids) and (
+                actions := self._do_without(record, str(fault), EndCause.FAULT)
+            ):
+                return actions
+        return self.epoch_failed(fault.epoch, str(fault), EndCause.FAULT)
+
+    def _is_active(self, epoch: int) -> bool:
+        return epoch == self.epoch and self.phase in ACTIVE
+
+    def _do_without(self, record: WorkerRecord, reason: str, cause: EndCause) -> list[Action]:
+        """Nothing, if there is no plan without it."""
+        record.is_left_out, record.detail = True, reason
+        actions = self._move_from(reason, cause)
+        if not actions:
+            record.is_left_out, record.detail = False, ""
+        return actions
 
     def checked(self, epoch: int, problem: str | None) -> list[Action]:
         """The plan was checked in `epoch`. A good one serves, in an epoch of its own with empty pools; one
@@ -296,7 +301,7 @@ class ClusterState:
         if self.plan is not None:
             return []
         try:
-            plan = self._new_plan(may_shrink=not self._waits_for_return)
+            plan = self._new_plan(may_shrink=not self._grace.is_running)
         except TooFewWorkers as error:
             is_blocked, text = bool(self.workers.quarantine), str(error)
         except PlanImpossible as error:
@@ -315,7 +320,8 @@ class ClusterState:
         if self.plan is None:
             return self._advance()
         for record in self.stage_workers:
-            if record.is_draining and (actions := self._move_from(record)):
+            reason = f"worker {record.identity.name} is drained"
+            if record.is_draining and (actions := self._move_from(reason)):
                 return actions
         if len(self.plan.stages) == self.num_stages:
             return []
@@ -328,14 +334,13 @@ class ClusterState:
         reason = f"{len(plan.stages)} workers in the place of {len(self.plan.stages)}"
         return self._stop(reason, EndCause.REPLANNED) + self._assign(plan)
 
-    def _move_from(self, record: WorkerRecord, reason: str = "") -> list[Action]:
-        """A plan without this worker, which is not usable any more; nothing if there is none."""
+    def _move_from(self, reason: str, cause: EndCause = EndCause.REPLANNED) -> list[Action]:
+        """A plan without those who are not usable any more; nothing if there is none."""
         try:
             plan = self._new_plan(may_shrink=True)
         except (PlanImpossible, TooFewWorkers):
             return []
-        reason = reason or f"worker {record.identity.name} is drained"
-        return self._stop(reason, EndCause.REPLANNED) + self._assign(plan)
+        return self._stop(reason, cause) + self._assign(plan)
 
     def _new_plan(self, *, may_shrink: bool) -> Plan:
         return self._choice.best(self.workers, may_shrink=may_shrink and self._may_shrink)
@@ -348,7 +353,7 @@ class ClusterState:
         self.workers.release_stages()
         self.plan = plan
         self._choice.keep_places(plan)
-        self._waits_for_return = False
+        self._grace.is_running = False
         self._plan_id += 1
         self._setbacks.start_over()
         self.phase, self.detail = ClusterPhase.LOADING, "workers are loading their layers"
@@ -356,17 +361,13 @@ class ClusterState:
         for stage in plan.stages:
             record = self.workers[stage.worker]
             record.state, record.stage = WorkerState.LOADING, stage
-            reads_again = bool(record.doubts)
+            reads_again = bool(record.doubts) or record.has_spoilt
             actions.append(AssignStage(record.identity, self._plan_id, plan, stage, reads_again))
         return actions + self._dismiss()
 
     def _dismiss(self) -> list[Action]:
         """Who is to leave, and has no stage any more, goes. Once."""
-        leaving = [each for each in self.workers if each.is_live and each.is_draining and not each.stage]
-        dismissed = [each for each in leaving if not each.is_dismissed]
-        for record in dismissed:
-            record.is_dismissed = True
-        return [LetGo(record.identity, "drained") for record in dismissed]
+        return [LetGo(record.identity, "drained") for record in self.workers.dismiss()]
 
     def _begin_epoch(self, reason: str = "") -> list[Action]:
         assert self.plan is not None

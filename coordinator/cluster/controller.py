@@ -27,16 +27,15 @@ from coordinator.cluster.cluster_state import ClusterState
 from coordinator.cluster.connections import Connections
 from coordinator.cluster.membership import WorkerIdentity
 from coordinator.cluster.messages import (
-    check_results_hello,
     encode_assign,
     encode_begin,
-    encode_hop_hello,
     encode_serving,
     encode_welcome,
 )
 from coordinator.cluster.overdue import overdue_fault
 from coordinator.cluster.phase import ClusterPhase
-from coordinator.cluster.pipeline_link import LinkBroken, PipelineLink
+from coordinator.cluster.pipeline import Pipeline
+from coordinator.cluster.pipeline_link import LinkBroken
 from coordinator.cluster.self_check import SelfCheck
 from coordinator.cluster.step_limits import PaceSettings, scheduler_limits
 from coordinator.cluster.watch import Watch
@@ -48,7 +47,7 @@ from coordinator.scheduling.kv_log import KvLog
 from coordinator.scheduling.kv_window import KvWindow
 from coordinator.timing import ClusterTiming
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
-from wire.errors import StaleStream, WorkerNotFound
+from wire.errors import StaleStream, StepFaultKind, WorkerNotFound
 from wire.ids import Incarnation
 from wire.steps import FaultReport, StepResult
 
@@ -82,8 +81,7 @@ class Controller:
         self._model = model
         self._pace = pace or PaceSettings()
         self._prefix_caching = prefix_caching
-        self._begun: BeginEpoch | None = None
-        self._link: PipelineLink | None = None
+        self._pipeline = Pipeline(incarnation=incarnation, fingerprint=model.fingerprint)
         self._watch = Watch(
             timing,
             connections=lambda: self.connections.values(),
@@ -107,8 +105,8 @@ class Controller:
         if self.state.phase is ClusterPhase.SERVING:
             self._engine.stop_epoch()
         self.connections.close_all(STOPPING)
-        if self._link is not None:
-            await self._link.close()
+        if (link := self._pipeline.release()) is not None:
+            await link.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -173,7 +171,10 @@ class Controller:
             return
         if self.state.phase is ClusterPhase.SERVING:
             self._engine.blame.note_fault(report)
-        self._carry_out(self.state.epoch_failed(report.epoch, str(report), EndCause.FAULT))
+        if report.kind is StepFaultKind.NON_FINITE:
+            self._carry_out(self.state.stage_failed(report))
+        else:
+            self._carry_out(self.state.epoch_failed(report.epoch, str(report), EndCause.FAULT))
 
     def _fail_hop(self, report: FaultReport) -> None:
         self._carry_out(self.state.hop_failed(report.epoch, report.stage, str(report)))
@@ -191,11 +192,7 @@ class Controller:
 
     def open_results(self, hello: stage_pb2.HopHello) -> int:
         """LAST opens its stream of results: returns the epoch. Raises StaleStream or HandshakeMismatch."""
-        if self._begun is None or hello.epoch != self.state.epoch:
-            raise StaleStream(f"results of epoch {hello.epoch}; the present epoch is {self.state.epoch}")
-        check_results_hello(
-            hello, self._begun, incarnation=self.incarnation, fingerprint=self._model.fingerprint
-        )
+        self._pipeline.check_results(hello, epoch=self.state.epoch)
         self._carry_out(self.state.results_open(hello.epoch))
         return hello.epoch
 
@@ -231,7 +228,7 @@ class Controller:
                 case AssignStage():
                     self._assign(action)
                 case BeginEpoch():
-                    self._begun = action
+                    self._pipeline.expect(action)
                     self._engine.durability.begin_epoch(action.epoch)
                     self._spawn(self._begin_epoch(action))
                 case StopServing():
@@ -268,14 +265,8 @@ class Controller:
         message = encode_begin(action, incarnation=self.incarnation)
         for worker in action.workers:
             self.connections[worker.name].send(message)
-        hello = encode_hop_hello(action, incarnation=self.incarnation, fingerprint=self._model.fingerprint)
-        link = PipelineLink(
-            action.workers[0].address,
-            hello,
-            lambda reason: self.stream_broke(action.epoch, reason),
-            worker=action.workers[0].name,
-        )
-        self._replace_link(link)
+        self._release_link()
+        link = self._pipeline.new_link(action, lambda reason: self.stream_broke(action.epoch, reason))
         asyncio.get_running_loop().call_later(self.timing.epoch_timeout_s, self._check_started, action.epoch)
         try:
             await link.open()
@@ -311,10 +302,10 @@ class Controller:
         self._carry_out(self.state.drained(action.worker.name, action.worker.incarnation))
 
     async def _check_plan(self, action: CheckPlan) -> None:
-        assert self._link is not None and self.self_check is not None
+        assert self.self_check is not None
         sources = self.connections.reference_sources
         try:
-            verdict = await self.self_check.run(action.plan, action.epoch, self._link.send, sources)
+            verdict = await self.self_check.run(action.plan, action.epoch, self._pipeline.send, sources)
         except TimeoutError:
             self.fail_epoch(action.epoch, "the step of the self-check was not answered in time")
             return
@@ -323,7 +314,6 @@ class Controller:
         self._carry_out(self.state.checked(action.epoch, None if verdict.is_good else verdict.text))
 
     def _start_serving(self, action: StartServing) -> None:
-        assert self._link is not None
         plan = action.plan
         kv = KvLog(
             num_blocks=plan.num_blocks,
@@ -342,7 +332,7 @@ class Controller:
             action.epoch,
             kv,
             limits,
-            self._link.send,
+            self._pipeline.send,
             max_sequence_tokens=plan.max_sequence_tokens,
             starts_new=starts_new,
         )
@@ -354,7 +344,7 @@ class Controller:
             self._blame(action)
             self._engine.stop_epoch()
             self.availability.end()
-        self._replace_link(None)
+        self._release_link()
         end = cluster_pb2.EndEpoch(epoch=action.epoch)
         self.connections.send_all(cluster_pb2.CoordinatorMessage(end_epoch=end))
         self.availability.limit_waiting()
@@ -367,14 +357,13 @@ class Controller:
                 is_lasting = action.cause is EndCause.FRUITLESS
                 self._engine.blame.note_break(action.reason, is_lasting=is_lasting)
 
-    def _replace_link(self, link: PipelineLink | None) -> None:
-        if self._link is not None:
-            self._spawn(self._link.close())
-        self._link = link
+    def _release_link(self) -> None:
+        if (link := self._pipeline.release()) is not None:
+            self._spawn(link.close())
 
     def _note_silence(self, connection: WorkerConnection, is_silent: bool) -> None:
         identity = connection.identity
-        self.state.note_silence(identity.name, identity.incarnation, is_silent=is_silent)
+        self.state.workers.note_silence(identity.name, identity.incarnation, is_silent=is_silent)
 
     def _look_around(self) -> None:
         self.availability.look_around()

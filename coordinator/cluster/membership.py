@@ -57,7 +57,8 @@ class WorkerRecord:
     is_silent: bool = False
     is_draining: bool = False
     is_dismissed: bool = False
-    is_unreachable: bool = False
+    is_left_out: bool = False
+    has_spoilt: bool = False
     doubts: tuple[str, ...] = ()
     """How plans have failed that it may have spoilt."""
 
@@ -69,7 +70,7 @@ class WorkerRecord:
     def is_usable(self) -> bool:
         """May be given a stage. A worker in quarantine stays out until it joins anew."""
         out = (WorkerState.LOST, WorkerState.QUARANTINED, WorkerState.JOINING)
-        return self.state not in out and not self.is_draining and not self.is_unreachable
+        return self.state not in out and not self.is_draining and not self.is_left_out
 
     def quarantine(self, reason: str) -> None:
         """It is not given a stage before it joins anew."""
@@ -96,7 +97,7 @@ class WorkerRecord:
         if self.is_draining:
             return WorkerState.DRAINING
         is_doubtful = bool(self.doubts) and self.stage is None
-        is_suspect = self.is_silent or self.is_unreachable or is_doubtful
+        is_suspect = self.is_silent or self.is_left_out or is_doubtful
         return WorkerState.SUSPECT if is_suspect else self.state
 
 
@@ -160,14 +161,38 @@ class Members:
         self._records[identity.name] = record
         return hold_s
 
+    def note_silence(self, name: str, incarnation: Incarnation, *, is_silent: bool) -> None:
+        """Heartbeats of a worker are missing, or are there again; it is not lost yet."""
+        record = self.live(name, incarnation)
+        if record is not None:
+            record.is_silent = is_silent
+
+    def release(self, name: str, incarnation: Incarnation) -> bool:
+        """The time that a worker had to wait is over; False if it does not wait any more."""
+        record = self.live(name, incarnation)
+        if record is None or record.state is not WorkerState.JOINING:
+            return False
+        record.state, record.detail = WorkerState.SPARE, ""
+        return True
+
+    def dismiss(self) -> list[WorkerRecord]:
+        """Those who are to leave and have no stage any more, once."""
+        leaving = [each for each in self if each.is_live and each.is_draining and each.stage is None]
+        dismissed = [each for each in leaving if not each.is_dismissed]
+        for record in dismissed:
+            record.is_dismissed = True
+        return dismissed
+
     def note_loss(self, name: str) -> None:
         """It was lost while it had a stage."""
         self._losses[name] += 1
 
     def try_all_again(self) -> None:
-        """Those who are left are few: who was not reached before may be reached now."""
+        """Those who are left are few: who was not reached before may be reached now, and who has computed
+        what was not finite reads its layers again.
+        """
         for record in self:
-            record.is_unreachable = False
+            record.is_left_out = False
 
     def note_steady(self) -> None:
         """All has gone well for a while."""

@@ -1,11 +1,16 @@
 """What has gone wrong since the last result. Pure."""
 
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Collection
+
+from wire.ids import RequestId
 
 MAX_EPOCH_DELAY_S = 2.0
 """Longest pause before another try when epoch after epoch ends without a single result."""
 MAX_HOP_FAILURES = 2
 """Epochs in a row in which a stage does not reach the next one, before the plan does without that one."""
+MAX_SPOILT = 2
+"""Steps that a stage spoils before the plan does without it."""
 MAX_BREAKS = 3
 """Epochs in a row that break without a token, before what they computed is suspected."""
 
@@ -18,6 +23,7 @@ class Setbacks:
         self._num_breaks = 0
         self._last_break = ""
         self._hop_failures = Counter[str]()
+        self._spoilt = dict[str, deque[frozenset[RequestId]]]()
 
     @property
     def text(self) -> str:
@@ -55,6 +61,20 @@ class Setbacks:
     def start_over(self) -> None:
         """With another plan: who was not reached by whom says nothing of it."""
         self._hop_failures.clear()
+        self._spoilt.clear()
+
+    def note_steady(self) -> None:
+        """All has gone well for a while."""
+        self._spoilt.clear()
+
+    def note_spoilt(self, worker: str, requests: Collection[RequestId]) -> bool:
+        """What this worker computed for these requests was not finite; True when it is not to be trusted:
+        once more, and not always for the same single request. Results in between make up for nothing: they
+        may be of steps that it did not spoil.
+        """
+        steps = self._spoilt.setdefault(worker, deque(maxlen=8))
+        steps.append(frozenset(requests))
+        return len(steps) >= MAX_SPOILT and len(frozenset().union(*steps)) > 1
 
     def note_unreached(self, worker: str) -> bool:
         """The stage before does not reach this worker; True when that is to be taken for lasting."""

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from checkpoint import DType
 from coordinator.cluster.actions import Action, Shrink, StartTimer
-from coordinator.cluster.cluster_state import RETURN_GRACE_S, ClusterState
+from coordinator.cluster.cluster_state import ClusterState
 from coordinator.cluster.membership import WorkerIdentity
+from coordinator.cluster.return_grace import RETURN_GRACE_S
 from coordinator.planning.plan import Plan, PlanImpossible, StagePlan, StepLimits, WorkerCapacity
 from wire.ids import Incarnation
 from wire.roles import StageRole

@@ -151,7 +151,7 @@ class Checks:
 
     def lose(self, name: str) -> Checks:
         self._note(self.cluster.lose(name))
-        self._note(self.cluster.shrink(self.state._num_losses))
+        self._note(self.cluster.shrink(self.state._grace._num_losses))
         return self.settle()
 
     def settle(self) -> Checks:

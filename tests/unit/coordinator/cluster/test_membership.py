@@ -17,9 +17,9 @@ from coordinator.cluster.actions import (
     StartTimer,
     StopServing,
 )
-from coordinator.cluster.cluster_state import REJOIN_S
 from coordinator.cluster.membership import WorkerState
 from coordinator.cluster.phase import ClusterPhase
+from coordinator.cluster.return_grace import REJOIN_S
 from tests.unit.coordinator.cluster.cluster_driver import (
     WAITS_FOR_RETURN,
     ClusterDriver,
@@ -314,12 +314,12 @@ def test_nobody_is_given_a_stage_while_it_leaves() -> None:
 def test_a_silent_worker_is_suspect_until_it_is_heard_again() -> None:
     cluster = ClusterDriver(num_stages=1).serving()
     incarnation = identity_of("a").incarnation
-    cluster.state.note_silence("a", incarnation, is_silent=True)
+    cluster.state.workers.note_silence("a", incarnation, is_silent=True)
     assert shown(cluster, "a") is WorkerState.SUSPECT
     assert cluster.state.phase is ClusterPhase.SERVING
-    cluster.state.note_silence("a", identity_of("a", incarnation=2).incarnation, is_silent=False)
+    cluster.state.workers.note_silence("a", identity_of("a", incarnation=2).incarnation, is_silent=False)
     assert shown(cluster, "a") is WorkerState.SUSPECT
-    cluster.state.note_silence("a", incarnation, is_silent=False)
+    cluster.state.workers.note_silence("a", incarnation, is_silent=False)
     assert shown(cluster, "a") is WorkerState.READY
 
 

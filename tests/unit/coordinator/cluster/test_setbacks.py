@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from coordinator.cluster.actions import EndCause, StopServing
+from coordinator.cluster.actions import Action, AssignStage, BeginEpoch, EndCause, StopServing
+from coordinator.cluster.membership import WorkerState
 from tests.unit.coordinator.cluster.cluster_driver import ClusterDriver
+from wire.errors import StepFaultKind
+from wire.ids import RequestId
+from wire.steps import FaultReport
 
 
 def cause_of(cluster: ClusterDriver, reason: str = "it broke") -> EndCause:
@@ -49,3 +53,75 @@ def test_the_trouble_is_told_with_its_number_and_ends_with_a_token() -> None:
     )
     cluster.state.token_arrived()
     assert cluster.state.trouble == ""
+
+
+# Stages whose results are not finite
+
+
+def kinds(actions: list[Action]) -> list[type]:
+    return [type(action) for action in actions]
+
+
+def fault(epoch: int, stage: int, *requests: int) -> FaultReport:
+    """Of these requests, or of two others in each epoch."""
+    ids = tuple(RequestId(bytes([each]) * 16) for each in requests or (10 * epoch, 10 * epoch + 1))
+    return FaultReport(
+        epoch=epoch,
+        step_id=0,
+        stage=stage,
+        kind=StepFaultKind.NON_FINITE,
+        message="numbers",
+        request_ids=ids,
+    )
+
+
+def test_one_request_alone_does_not_speak_against_a_stage_and_another_does() -> None:
+    cluster = ClusterDriver(num_stages=2).serving()
+    for epoch in (1, 2, 3):
+        assert kinds(cluster.state.stage_failed(fault(epoch, 1, 7))) == [StopServing, BeginEpoch]
+    assert kinds(cluster.state.stage_failed(fault(4, 1, 8))) == [StopServing, AssignStage]
+
+
+def test_a_stage_that_spoils_two_steps_is_done_without() -> None:
+    cluster = ClusterDriver(num_stages=3).serving()
+    assert kinds(cluster.state.stage_failed(fault(1, 1))) == [StopServing, BeginEpoch]
+    cluster.get_ready()
+    cluster.state.result_arrived()
+    cluster.state.token_arrived()
+    actions = cluster.state.stage_failed(fault(2, 1))
+    assert kinds(actions) == [StopServing, AssignStage, AssignStage]
+    assert isinstance(actions[0], StopServing) and actions[0].cause is EndCause.FAULT
+    assert cluster.stage_names == ["a", "c"]
+    record = cluster.state.workers["b"]
+    assert (record.shown_state, record.shown_detail) == (
+        WorkerState.SUSPECT,
+        "stage 1, step 0: NON_FINITE: numbers",
+    )
+
+
+def test_where_nobody_can_take_its_place_it_is_tried_again() -> None:
+    cluster = ClusterDriver(num_stages=2, needed_bytes=1500).serving()
+    for epoch in (1, 2, 3):
+        assert kinds(cluster.state.stage_failed(fault(epoch, 1))) == [StopServing, BeginEpoch]
+    assert cluster.state.workers["b"].shown_state is WorkerState.READY
+
+
+def test_when_it_is_used_again_it_reads_its_layers_again() -> None:
+    cluster = ClusterDriver(num_stages=2).serving()
+    for epoch in (1, 2):
+        cluster.state.stage_failed(fault(epoch, 1))
+    assert cluster.stage_names == ["a"]
+    cluster.lose("a")
+    (assign,) = cluster.shrink()
+    assert isinstance(assign, AssignStage)
+    assert (assign.worker.name, assign.reads_again) == ("b", True)
+
+
+def test_what_was_long_ago_does_not_count_and_what_is_late_changes_nothing() -> None:
+    cluster = ClusterDriver(num_stages=3).serving()
+    cluster.state.stage_failed(fault(1, 1))
+    assert cluster.state.stage_failed(fault(1, 1)) == []
+    cluster.get_ready()
+    cluster.state.note_steady()
+    assert kinds(cluster.state.stage_failed(fault(2, 1))) == [StopServing, BeginEpoch]
+    assert kinds(cluster.state.stage_failed(fault(3, 0))) == [StopServing, BeginEpoch]
