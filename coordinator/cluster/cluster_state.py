@@ -386,6 +386,12 @@ class ClusterState:
             if self._needs_check and self._checked_plan_id != self._plan_id and not self.has_mock_stages:
                 self.phase, self.detail = ClusterPhase.CHECKING, "the self-check is under way"
                 return [CheckPlan(epoch, self.plan)]
-            self.phase, self.detail, self.has_served = ClusterPhase.SERVING, "", True
+            self.phase, self.has_served = ClusterPhase.SERVING, True
+            self.detail = ""
+            if len(self.plan.stages) == self.num_stages:
+                self.workers.forget_lost()
+            else:
+                shrunk = f"with {len(self.plan.stages)} of {self.num_stages} stages"
+                self.detail = f"{shrunk}{self.workers.missed}{self.workers.quarantine}"
             return [StartServing(epoch, self.plan)]
         return []

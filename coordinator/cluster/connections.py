@@ -7,9 +7,16 @@ from coordinator.cluster.self_check_references import ReferenceSource
 from coordinator.cluster.worker_connection import WorkerConnection
 from stageline_rpc.v1 import cluster_pb2
 
+MAX_DEPARTED = 64
+
 
 class Connections(dict[str, WorkerConnection]):
     """By the worker's name: of several that dialled under one name, the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.departed: dict[str, WorkerConnection] = {}
+        """Those of the last workers that have gone and have not come back."""
 
     def put(self, connection: WorkerConnection) -> None:
         """This one counts from now on."""
@@ -17,12 +24,17 @@ class Connections(dict[str, WorkerConnection]):
         if (old := self.get(name)) is not None:
             old.close("replaced by a new process of the same name")
         self[name] = connection
+        self.departed.pop(name, None)
 
     def remove(self, connection: WorkerConnection) -> bool:
         """Its stream has ended; False when it did not count any more."""
         if self.get(connection.identity.name) is not connection:
             return False
-        del self[connection.identity.name]
+        name = connection.identity.name
+        del self[name]
+        self.departed[name] = connection
+        for forgotten in list(self.departed)[:-MAX_DEPARTED]:
+            del self.departed[forgotten]
         return True
 
     def of(self, worker: WorkerIdentity) -> WorkerConnection | None:

@@ -11,6 +11,8 @@ from wire.ids import Incarnation
 
 MAX_FAILED_LOADS = 2
 """The second failure is no accident."""
+MAX_LOST = 8
+"""Lost workers that are remembered."""
 _FIRST_HOLD_S = 0.5
 _MAX_HOLD_S = 30.0
 
@@ -106,6 +108,7 @@ class Members:
 
     def __init__(self) -> None:
         self._records: dict[str, WorkerRecord] = {}
+        self._lost: dict[str, WorkerRecord] = {}
         self._losses = Counter[str]()
 
     def __iter__(self) -> Iterator[WorkerRecord]:
@@ -155,6 +158,7 @@ class Members:
         num_losses = self._losses[identity.name]
         hold_s = min(_MAX_HOLD_S, _FIRST_HOLD_S * 2.0 ** min(num_losses - 2, 10)) if num_losses > 1 else 0.0
         record = WorkerRecord(identity)
+        self._lost.pop(identity.name, None)
         if hold_s:
             record.state = WorkerState.JOINING
             record.detail = f"lost {num_losses} times; it waits {hold_s:g} s before it is used"
@@ -201,14 +205,36 @@ class Members:
     def remove(self, name: str) -> None:
         del self._records[name]
 
+    @property
+    def lost(self) -> tuple[WorkerRecord, ...]:
+        """Who had a stage and has not come back, the last one last: what operators want to know."""
+        return tuple(self._lost.values())
+
+    @property
+    def missed(self) -> str:
+        """Who is lost; empty if nobody is."""
+        return "".join(f"; worker {each.identity.name} is lost" for each in self.lost)
+
+    def forget_lost(self) -> None:
+        """Nobody is missed any more."""
+        self._lost.clear()
+
     def release_stages(self) -> None:
-        """Nobody has a stage; those who are lost are forgotten."""
+        """Nobody has a stage; those who are lost are no members any more."""
         for record in self:
-            record.stage = None
             if record.state is WorkerState.LOST:
                 self.remove(record.identity.name)
-            elif record.state in (WorkerState.LOADING, WorkerState.READY):
+                self._note_lost(record)
+            record.stage = None
+            if record.state in (WorkerState.LOADING, WorkerState.READY):
                 record.state = WorkerState.SPARE
+
+    def _note_lost(self, record: WorkerRecord) -> None:
+        if record.stage is not None and not record.is_draining:
+            record.detail = f"{record.detail}; it had {record.stage.layers_text}"
+            self._lost[record.identity.name] = record
+            for name in list(self._lost)[:-MAX_LOST]:
+                del self._lost[name]
 
     @property
     def quarantine(self) -> str:

@@ -6,10 +6,12 @@ from itertools import combinations, islice
 
 from coordinator.cluster.membership import Members, WorkerRecord
 from coordinator.cluster.self_check_refusals import PlanRefusals, PlanRefused
-from coordinator.planning.plan import Plan, PlanImpossible, WorkerCapacity
+from coordinator.planning.plan import Plan, PlanImpossible, WorkerCapacity, format_size
 
 MOST_CHOICES = 64
 """Sets of workers that are looked at for one number of stages, where others have failed."""
+
+ROOM_FOR_ANYTHING_BYTES = 1 << 60
 
 MakePlan = Callable[[Sequence[WorkerCapacity]], Plan]
 
@@ -45,18 +47,43 @@ class PlanChoice:
         """
         usable = [each for each in members if each.is_usable]
         if not usable or (len(usable) < self._num_stages and not may_shrink):
-            raise TooFewWorkers(f"{len(usable)} of {self._num_stages} workers are here{members.quarantine}")
+            here = f"{len(usable)} of {self._num_stages} workers are here"
+            raise TooFewWorkers(f"{here}{self._what_is_missing(usable)}{members.quarantine}")
         most = min(len(usable), self._num_stages)
         problem: PlanImpossible | None = None
         for num_stages in range(most, 0, -1) if may_shrink else (most,):
             for chosen in self._choices(usable, num_stages):
                 try:
-                    plan = self._make_plan(_capacities(chosen))
+                    plan = self._make_plan(list(map(_capacity, chosen)))
                     self._refusals.check(plan)
                     return plan
                 except PlanImpossible as error:
                     problem = _more_telling(problem, error, is_first_size=num_stages == most)
         raise PlanImpossible(f"{problem}{members.quarantine}")
+
+    def _what_is_missing(self, usable: list[WorkerRecord]) -> str:
+        """Which layers have nobody, as if workers with room for anything took the free places."""
+        places = self._places(usable)
+        places += [None] * (self._num_stages - len(places))
+        capacities = [
+            _imaginary(place) if record is None else _capacity(record) for place, record in enumerate(places)
+        ]
+        try:
+            plan = self._make_plan(capacities)
+        except PlanImpossible:
+            return ""
+        names = {each.identity.name for each in usable}
+        missing = [stage for stage in plan.stages if stage.worker not in names]
+        layers = ", ".join(
+            f"{stage.layers_text} need{'s' * (stage.num_layers == 1)} {format_size(stage.weight_bytes)}"
+            for stage in missing
+        )
+        room = ", ".join(
+            f"worker {stage.worker} {format_size(stage.memory_bytes - stage.weight_bytes)}"
+            for stage in plan.stages
+            if stage.worker in names
+        )
+        return f"; {layers} for weights" + (f"; free: {room}" if room else "")
 
     def note_failed(self, plan: Plan, problem: str, members: Members) -> None:
         """The plan has failed its self-check, and is not made again."""
@@ -107,12 +134,16 @@ class PlanChoice:
 
     def _in_places(self, chosen: list[WorkerRecord]) -> list[WorkerRecord]:
         """In stage order, as few as there may be."""
+        return [record for record in self._places(chosen) if record is not None]
+
+    def _places(self, chosen: list[WorkerRecord]) -> list[WorkerRecord | None]:
+        """In stage order; None for a place that nobody takes."""
         stages = self._template.stages if self._template else ()
         by_name = {each.identity.name: each for each in chosen}
         places = [by_name.pop(stage.worker, None) for stage in stages]
         newcomers = iter(sorted(by_name.values(), key=_by_name))
         filled = [place or next(newcomers, None) for place in places]
-        return [record for record in (*filled, *newcomers) if record is not None]
+        return [*filled, *newcomers]
 
 
 def _more_telling(
@@ -124,12 +155,14 @@ def _more_telling(
     return error if is_first_size and not isinstance(before, PlanRefused) else before
 
 
-def _capacities(records: list[WorkerRecord]) -> list[WorkerCapacity]:
-    identities = [each.identity for each in records]
-    return [
-        WorkerCapacity(name=each.name, memory_bytes=each.memory_bytes, lacks_bf16=each.lacks_bf16)
-        for each in identities
-    ]
+def _capacity(record: WorkerRecord) -> WorkerCapacity:
+    worker = record.identity
+    return WorkerCapacity(name=worker.name, memory_bytes=worker.memory_bytes, lacks_bf16=worker.lacks_bf16)
+
+
+def _imaginary(place: int) -> WorkerCapacity:
+    """No worker's name has a space."""
+    return WorkerCapacity(name=f"worker to come {place}", memory_bytes=ROOM_FOR_ANYTHING_BYTES)
 
 
 def _by_name(record: WorkerRecord) -> list[tuple[bool, int, str]]:

@@ -37,7 +37,9 @@ def test_nothing_happens_before_the_last_worker_is_here() -> None:
     assert cluster.join("a") == []
     assert cluster.join("b") == []
     assert cluster.state.phase is ClusterPhase.WAITING_FOR_WORKERS
-    assert cluster.state.detail == "2 of 3 workers are here"
+    assert cluster.state.detail == (
+        "2 of 3 workers are here; layer 2 needs 1 B for weights; free: worker a 999 B, worker b 999 B"
+    )
     actions = cluster.join("c")
     assert [type(action) for action in actions] == [AssignStage] * 3
     assert cluster.state.phase is ClusterPhase.LOADING
@@ -197,7 +199,10 @@ def test_a_lost_worker_stops_serving_and_the_others_wait() -> None:
         WAITS_FOR_RETURN,
     ]
     assert cluster.state.phase is ClusterPhase.WAITING_FOR_WORKERS
-    assert cluster.state.detail == "worker b is lost: its stream broke; 2 of 3 workers are here"
+    assert cluster.state.detail == (
+        "worker b is lost: its stream broke; 2 of 3 workers are here; layer 1 needs 1 B for weights; "
+        "free: worker a 999 B, worker c 999 B"
+    )
     assert cluster.state.plan is None
     assert cluster.state.epoch_failed(1, "late") == []
     assert cluster.names == {"a", "c"}
@@ -251,7 +256,7 @@ def test_those_who_wait_are_counted_anew_when_one_leaves() -> None:
     cluster = ClusterDriver(num_stages=3)
     cluster.join_all("a", "b")
     cluster.lose("a")
-    assert cluster.state.detail.endswith("1 of 3 workers are here")
+    assert cluster.state.detail.startswith("1 of 3 workers are here; ")
 
 
 def test_a_restarted_worker_replaces_itself() -> None:
@@ -294,7 +299,8 @@ def test_a_worker_that_cannot_load_twice_is_out_and_says_why() -> None:
     assert cluster.fail_load("a", "disk gone") == []
     assert cluster.state.phase is ClusterPhase.BLOCKED
     assert cluster.state.detail == (
-        "0 of 1 workers are here; worker a is out: could not load its stage: disk gone"
+        "0 of 1 workers are here; layer 0 needs 1 B for weights; "
+        "worker a is out: could not load its stage: disk gone"
     )
     record = cluster.state.workers["a"]
     assert (record.state, record.shown_state) == (WorkerState.QUARANTINED, WorkerState.QUARANTINED)
@@ -354,7 +360,7 @@ def test_when_the_worker_that_could_not_load_leaves_the_rest_only_waits() -> Non
     cluster.fail_load("b")
     cluster.lose("b")
     assert cluster.state.phase is ClusterPhase.WAITING_FOR_WORKERS
-    assert cluster.state.detail.endswith("0 of 1 workers are here")
+    assert cluster.state.detail.endswith("0 of 1 workers are here; layer 0 needs 1 B for weights")
 
 
 def test_a_failure_of_an_older_plan_changes_nothing() -> None:
