@@ -1,23 +1,21 @@
 """Hidden states and logits that are not finite: whether a request is the cause, or this stage.
 
-A row that is not finite fails its request alone, on LAST. But where a step has such rows of two requests, or
-no others at all, and they came in finite, the stage has a fault: its step is computed again.
+What a request brings itself (a token whose embedding is not finite, rows that came in so, or pages that hold
+such rows) fails it alone, on LAST. But where nothing that came in finite goes on finite, the stage has a
+fault: its step is computed again.
 """
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from stageline_rpc.v1 import stage_pb2
 from wire.errors import StepFault, StepFaultKind
-from wire.ids import RequestId
-from wire.steps import SliceError, SliceResult, Step
-
-LEAST_REQUESTS = 2
-"""That are not finite in one step, where others are, before it is the stage's fault."""
+from wire.ids import SequenceKey
+from wire.steps import Slice, SliceError, SliceResult, Step
 
 
 def are_finite(hidden: Tensor) -> bool:
@@ -27,49 +25,66 @@ def are_finite(hidden: Tensor) -> bool:
     return math.isfinite(hidden.sum(dtype=torch.float32).item())
 
 
-def check_handed_on(step: Step, incoming: Tensor | None, outgoing: Tensor) -> None:
-    """For hidden states that are not all finite: raises StepFault if that is this stage's doing. `incoming`
-    is None on FIRST, where tokens come in; both are [tokens, hidden_size].
-    """
-    _check(step, incoming, outgoing, _bad_requests(step, outgoing))
+class FiniteStates:
+    """Remembers which sequences are not finite by themselves; used by the compute thread only."""
+
+    def __init__(self) -> None:
+        self._tainted: set[SequenceKey] = set()
+
+    def clear(self) -> None:
+        """No sequence is known any more."""
+        self._tainted.clear()
+
+    def end(self, sequence: SequenceKey) -> None:
+        self._tainted.discard(sequence)
+
+    def check_handed_on(self, step: Step, outgoing: Tensor, incoming: Callable[[], Tensor]) -> None:
+        """Raises StepFault if this stage has spoilt the step. Both are [tokens, hidden_size]; what came in is
+        asked for only where something is not finite.
+        """
+        if not are_finite(outgoing):
+            # A part of a prompt may be finite up to what is not.
+            good = [bool(rows.any()) for rows in _finite_rows(step, outgoing)]
+            self._check(step.slices, good, step, incoming())
+
+    def check_answered(
+        self, step: Step, results: Sequence[SliceResult], incoming: Callable[[], Tensor]
+    ) -> None:
+        """The same for results whose logits may not be finite."""
+        outcomes = {result.sequence: result.outcome for result in results}
+        if not any(isinstance(outcome, SliceError) for outcome in outcomes.values()):
+            return
+        answered = [part for part in step.slices if part.sequence in outcomes]
+        good = [not _is_not_finite(outcomes[part.sequence]) for part in answered]
+        if not all(good):
+            self._check(answered, good, step, incoming())
+
+    def _check(self, parts: Sequence[Slice], good: list[bool], step: Step, incoming: Tensor) -> None:
+        came_good = self._came_good(step, incoming)
+        judged = [is_good for part, is_good in zip(parts, good, strict=True) if part.sequence in came_good]
+        if judged and not any(judged):
+            raise StepFault(
+                StepFaultKind.NON_FINITE,
+                f"nothing that this stage has computed for {len(judged)} of {len(step.slices)} sequences is "
+                "finite, but what came in for them is",
+            )
+        self._tainted.update(part.sequence for part in step.slices if part.sequence not in came_good)
+
+    def _came_good(self, step: Step, incoming: Tensor) -> set[SequenceKey]:
+        return {
+            part.sequence
+            for part, rows in zip(step.slices, _finite_rows(step, incoming), strict=True)
+            if part.sequence not in self._tainted and bool(rows.all())
+        }
 
 
-def check_answered(
-    step: Step, incoming: Tensor | None, outgoing: Tensor, results: Sequence[SliceResult]
-) -> None:
-    """The same for results whose logits are not finite; `outgoing` is what they were made of."""
-    bad = {
-        result.sequence.request_id
-        for result in results
-        if isinstance(result.outcome, SliceError)
-        and result.outcome.kind == stage_pb2.SliceError.KIND_NON_FINITE_LOGITS
-    }
-    if bad:
-        _check(step, incoming, outgoing, bad)
-
-
-def _check(step: Step, incoming: Tensor | None, outgoing: Tensor, bad: set[RequestId]) -> None:
-    if len(bad) < LEAST_REQUESTS and _good_rows(outgoing).any():
-        return
-    num_requests = len({part.sequence.request_id for part in step.slices})
-    spoilt = bad if incoming is None else bad - _bad_requests(step, incoming)
-    if len(spoilt) >= min(LEAST_REQUESTS, num_requests):
-        raise StepFault(
-            StepFaultKind.NON_FINITE,
-            f"what this stage has computed for {len(spoilt)} of {num_requests} requests is not finite, but "
-            "what came in for them is",
-        )
-
-
-def _good_rows(hidden: Tensor) -> Tensor:
-    return hidden.isfinite().all(dim=1)
-
-
-def _bad_requests(step: Step, hidden: Tensor) -> set[RequestId]:
-    is_good = _good_rows(hidden).tolist()
+def _finite_rows(step: Step, hidden: Tensor) -> list[Tensor]:
+    """Which rows are finite, bool [tokens] for each slice."""
+    are_good = hidden.isfinite().all(dim=1)
     ends = itertools.accumulate(len(part.tokens) for part in step.slices)
-    return {
-        part.sequence.request_id
-        for part, end in zip(step.slices, ends, strict=True)
-        if not all(is_good[end - len(part.tokens) : end])
-    }
+    return [are_good[end - len(part.tokens) : end] for part, end in zip(step.slices, ends, strict=True)]
+
+
+def _is_not_finite(outcome: object) -> bool:
+    kind = stage_pb2.SliceError.KIND_NON_FINITE_LOGITS
+    return isinstance(outcome, SliceError) and outcome.kind == kind

@@ -37,4 +37,4 @@ async def test_requests_of_a_stage_that_computes_nothing_finite_go_on_without_it
     assert f"w{stage}" not in places(status)
     (left_out,) = (worker for worker in status.workers if worker.name == f"w{stage}")
     assert left_out.state == cluster_pb2.WORKER_STATE_SUSPECT
-    assert "is not finite" in left_out.detail
+    assert "NON_FINITE" in left_out.detail
