@@ -90,10 +90,10 @@ class CoordinatorServer:
             make_plan=lambda workers: plan_for(config, model, workers),
             is_mock_model=model.is_mock,
             return_grace_s=(timing or config.timing).return_grace_s,
+            last_epoch=0 if self.journal is None else self.journal.epoch,
+            has_served=self.journal is not None and self.journal.has_served,
             needs_check=config.wants_self_check,
         )
-        if self.journal is not None:
-            state.epoch = self.journal.epoch
         timing = timing or config.timing
         self._health = CoordinatorHealth()
         self.controller = Controller(

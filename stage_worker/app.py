@@ -16,8 +16,6 @@ from telemetry import logs
 
 log = logging.getLogger(__name__)
 
-_LEAVE_TIMEOUT_S = 120.0
-
 
 def run(config: WorkerConfig) -> int:
     """Runs a worker until it is asked to end (0) or cannot go on (1, after one line on stderr)."""
@@ -58,7 +56,8 @@ def _leave(worker: Worker, task: "asyncio.Task[None]") -> None:
         _stop_on("SIGTERM", task)
         return
     log.info("SIGTERM: handing over; a second one does not wait")
-    loop.call_later(_LEAVE_TIMEOUT_S, _stop_on, f"no leave within {_LEAVE_TIMEOUT_S:g} s", task)
+    timeout_s = worker.leave_timeout_s
+    loop.call_later(timeout_s, _stop_on, f"no leave within {timeout_s:g} s", task)
 
 
 def _stop_on(name: str, task: "asyncio.Task[None]") -> None:

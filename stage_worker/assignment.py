@@ -29,7 +29,8 @@ class ModelShape:
 class Assignment:
     """One stage of a plan: layers [layer_begin, layer_end), KV capacity, and the upper bounds of a step.
 
-    `wire_dtype` is what it sends hidden states in; None for as they are computed.
+    `wire_dtype` is what it sends hidden states in; None for as they are computed. `reads_again`: what is in
+    memory of the model must not be used.
     """
 
     plan_id: int
@@ -48,6 +49,7 @@ class Assignment:
     max_sequence_tokens: int
     model_shape: ModelShape = field(default_factory=ModelShape)
     wire_dtype: WireDType | None = None
+    reads_again: bool = False
 
     def __post_init__(self) -> None:
         expected = StageRole.of_stage(self.stage, self.num_stages)
@@ -79,10 +81,12 @@ class Assignment:
         return self._without_place() == other._without_place()
 
     def _without_place(self) -> "Assignment":
-        """Without place in the plan and path of the model, neither of which changes what is loaded."""
+        """Without what does not change what is loaded: place in the plan, path of the model, trust."""
         num_stages = 1 if self.role is StageRole.ONLY else 3
         stage = {StageRole.FIRST: 0, StageRole.ONLY: 0, StageRole.MIDDLE: 1, StageRole.LAST: 2}[self.role]
-        return replace(self, plan_id=0, stage=stage, num_stages=num_stages, model_directory="")
+        return replace(
+            self, plan_id=0, stage=stage, num_stages=num_stages, model_directory="", reads_again=False
+        )
 
 
 def decode_assignment(message: cluster_pb2.AssignStage, *, wire_dtype: WireDType | None = None) -> Assignment:
@@ -114,6 +118,7 @@ def decode_assignment(message: cluster_pb2.AssignStage, *, wire_dtype: WireDType
             eos_token_ids=tuple(message.model.eos_token_ids),
         ),
         wire_dtype=wire_dtype or _assigned_wire_dtype(message.wire_dtype),
+        reads_again=message.reads_again,
     )
 
 

@@ -16,6 +16,8 @@ from wire.clock import ClusterClock, Exchange, wall_clock_us
 log = logging.getLogger(__name__)
 
 WELCOME_TIMEOUT_S = 10.0
+LOADING_TIMEOUT_S = 120.0
+"""What others may take to load the layers of a worker that leaves."""
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 1.0
 
@@ -35,6 +37,10 @@ Call = grpc.aio.StreamStreamCall[cluster_pb2.WorkerMessage, cluster_pb2.Coordina
 
 class JoinRefused(Exception):
     """The coordinator does not take this worker, and would not later."""
+
+
+class CoordinatorSilent(Exception):
+    """It does not answer any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +77,8 @@ class Membership:
         self._waits_for = ""
         self._connection: _Connection | None = None
         self._is_leaving = False
+        self.leave_timeout_s = LOADING_TIMEOUT_S
+        """How long to wait for the coordinator, once it was asked to do without this worker."""
 
     def ask_to_leave(self) -> bool:
         """Asks the coordinator to do without this worker; `run` returns when it does, or is gone. False when
@@ -87,7 +95,7 @@ class Membership:
         while True:
             try:
                 left = await self._join_once()
-            except (grpc.aio.AioRpcError, TimeoutError) as error:
+            except (grpc.aio.AioRpcError, TimeoutError, CoordinatorSilent) as error:
                 self._say_waiting(error)
             else:
                 log.info("the coordinator asks this worker to leave: %s", left.reason)
@@ -111,12 +119,13 @@ class Membership:
         async with asyncio.timeout(WELCOME_TIMEOUT_S):
             welcome = await self._welcome(call)
         self._backoff_s, self._waits_for = FIRST_BACKOFF_S, ""
+        self.leave_timeout_s = welcome.drain_timeout_ms / 1000 + LOADING_TIMEOUT_S
         log.info("joined the coordinator at %s", self._coordinator)
         connection = self._connection = _Connection(call)
         heartbeats = asyncio.create_task(self._beat(connection, welcome.heartbeat_interval_ms / 1000))
         writer = asyncio.create_task(connection.write())
         try:
-            return await self._read(call, connection)
+            return await self._read(call, connection, lease_s=welcome.lease_ms / 1000 or None)
         finally:
             self._connection = None
             for task in (heartbeats, writer):
@@ -145,9 +154,14 @@ class Membership:
             raise JoinRefused(f"the coordinator at {self._coordinator} wants heartbeats every 0 ms")
         return message.welcome
 
-    async def _read(self, call: Call, connection: "_Connection") -> _Left:
+    async def _read(self, call: Call, connection: "_Connection", *, lease_s: float | None) -> _Left:
+        """Every heartbeat is answered: a coordinator that is silent for `lease_s` is not reached any more."""
         while True:
-            message = await _read(call)
+            try:
+                async with asyncio.timeout(lease_s):
+                    message = await _read(call)
+            except TimeoutError:
+                raise CoordinatorSilent(f"silent for {lease_s:g} s") from None
             match message.WhichOneof("message"):
                 case "assign":
                     self._host.submit(message.assign, connection.send)
@@ -155,6 +169,8 @@ class Membership:
                     self._host.submit(message.begin_epoch, connection.send)
                 case "end_epoch":
                     self._host.submit(message.end_epoch, connection.send)
+                case "serving":
+                    self._host.submit(message.serving, connection.send)
                 case "heartbeat_answer":
                     answer = message.heartbeat_answer
                     self._clock.note(
@@ -174,6 +190,8 @@ class Membership:
             kind, reason = error.code().name, f"{error.code().name}: {error.details()}"
             if error.code() in _FATAL:
                 raise JoinRefused(f"the coordinator at {self._coordinator} refuses this worker: {reason}")
+        elif isinstance(error, CoordinatorSilent):
+            kind = reason = str(error)
         else:
             reason = f"no welcome within {WELCOME_TIMEOUT_S:g} s"
         if self._waits_for != kind:

@@ -48,6 +48,8 @@ def load_stage(
     parts that were complete.
     """
     resident = resident or ResidentModel()
+    if assignment.reads_again:
+        resident.clear()
     try:
         return _load_or_explain(assignment, resources, progress or LoadProgress(), resident)
     except LoadGivenUp:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvcache import KvCacheError
 from kvcache.pages import KvPages
+from stage_worker.finite_states import FiniteStates
 from stage_worker.models import DecoderStage, StepLayout
 from stage_worker.sampling import Sampler
 from stage_worker.sampling.grammar_masks import GrammarMasks
@@ -42,8 +43,10 @@ class ModelCompute(StageCompute):
         self._grammars = grammars
         self._wire_dtype = wire_dtype or model.dtype
         self._sampler: Sampler | None = None
+        self._finite = FiniteStates()
 
     def begin_epoch(self, *, stage: int) -> None:
+        self._finite.clear()
         if self._grammars is not None:
             self._grammars.clear()
         if self._model.has_head:
@@ -60,6 +63,7 @@ class ModelCompute(StageCompute):
             self._sampler.start(record)
 
     def end(self, sequence: SequenceKey) -> None:
+        self._finite.end(sequence)
         if self._sampler is not None:
             self._sampler.end(sequence)
 
@@ -70,8 +74,11 @@ class ModelCompute(StageCompute):
         self._check_writes(layout)
         hidden = model.forward(self._input(frame), layout, self._pages)
         if self._sampler is None:
+            self._finite.check_handed_on(frame.step, hidden, lambda: self._input(frame))
             return to_wire(hidden, self._wire_dtype)
-        return self._answer(frame.step, hidden, self._sampler)
+        results = self._answer(frame.step, hidden, self._sampler)
+        self._finite.check_answered(frame.step, results, lambda: self._input(frame))
+        return results
 
     def _input(self, frame: Frame) -> Tensor:
         if frame.hidden is not None:

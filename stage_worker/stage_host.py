@@ -29,7 +29,7 @@ EPOCH_WAIT_S = 10.0
 """How long a stream of an epoch may wait for that epoch's BeginEpoch."""
 
 Reply = Callable[[cluster_pb2.WorkerMessage], None]
-Order = cluster_pb2.AssignStage | cluster_pb2.BeginEpoch | cluster_pb2.EndEpoch
+Order = cluster_pb2.AssignStage | cluster_pb2.BeginEpoch | cluster_pb2.EndEpoch | cluster_pb2.Serving
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class StageHost:
         """`coordinator` is where this worker reaches it: the address of `Join`, and of LAST's results.
         `wire_dtype` overrides what the coordinator wants hidden states to be sent in.
 
-        `on_serving` is told whenever an epoch becomes or stops being active here.
+        `on_serving` is told whenever the coordinator begins or ceases to serve requests with this stage.
         """
         self._coordinator = coordinator
         self._incarnation = new_incarnation()
@@ -175,6 +175,10 @@ class StageHost:
             case cluster_pb2.EndEpoch():
                 if self._session is not None and self._session.epoch.number == order.epoch:
                     await self._end_session()
+            case cluster_pb2.Serving():
+                session = self._session
+                if session is not None and session.epoch.number == order.epoch:
+                    self._on_serving(order.is_serving and session.is_serving)
             case _Disconnected():
                 await self._end_session()
 
@@ -182,7 +186,8 @@ class StageHost:
         """Loads, or finds loaded already, what the message asks for."""
         try:
             assignment = decode_assignment(message, wire_dtype=self._wire_dtype)
-            if self._loaded is not None and await self._backend.holds(self._loaded, assignment):
+            if not assignment.reads_again and await self._holds(assignment):
+                assert self._loaded is not None
                 self._loaded = self._loaded.placed(assignment)
             else:
                 await self._load(assignment)
@@ -195,6 +200,9 @@ class StageHost:
             )
         assert self._loaded is not None
         return cluster_pb2.WorkerMessage(loaded=_loaded_message(self._loaded))
+
+    async def _holds(self, assignment: Assignment) -> bool:
+        return self._loaded is not None and await self._backend.holds(self._loaded, assignment)
 
     async def _load(self, assignment: Assignment) -> None:
         """The stage before goes first: both may not fit side by side. The backend may keep parts of it."""
@@ -259,7 +267,6 @@ class StageHost:
                 *(epoch.number, stage),
                 extra=about(epoch=epoch.number, stage=stage),
             )
-            self._on_serving(True)
             reply(cluster_pb2.WorkerMessage(epoch_ready=cluster_pb2.EpochReady(epoch=epoch.number)))
 
         def on_refused(report: FaultReport | None) -> None:

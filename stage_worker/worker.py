@@ -107,6 +107,11 @@ class Worker:
         """Hands the layers over to others, then `run` returns. False when no coordinator is there to ask."""
         return self._membership.ask_to_leave()
 
+    @property
+    def leave_timeout_s(self) -> float:
+        """How long leaving may take, as the coordinator has it."""
+        return self._membership.leave_timeout_s
+
     async def stop(self) -> bool:
         """Ends server and backend; False when the backend is still busy."""
         await self.metrics.close()

@@ -30,12 +30,14 @@ class TelemetrySettings:
 
 NO_SETTINGS = TelemetrySettings()
 """Where no variable is set."""
+DISABLED = TelemetrySettings(is_disabled=True, sampler=ALWAYS_OFF)
+"""Nothing is recorded, and nothing sent."""
 
 
 def read_environment(environment: Mapping[str, str], *, version: str) -> TelemetrySettings:
     """`version` is that of the program. Raises ValueError for a value that nobody would act on."""
     if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
-        return TelemetrySettings(is_disabled=True, sampler=ALWAYS_OFF)
+        return DISABLED
     return TelemetrySettings(
         protocol=_protocol(environment),
         sampler=_sampler(environment),

@@ -1,17 +1,22 @@
 """What `GetStatus` and `GetModel` answer."""
 
 import asyncio
+import math
+from collections.abc import Iterator
 
-from coordinator.cluster.cluster_state import ClusterPhase
 from coordinator.cluster.controller import Controller
 from coordinator.cluster.membership import WorkerRecord, WorkerState
 from coordinator.cluster.messages import ROLE_TO_MESSAGE
+from coordinator.cluster.phase import ClusterPhase
 from coordinator.model import ServedModel
 from coordinator.requests.engine import Engine
 from coordinator.scheduling.lifecycle import SequenceState
 from stageline_rpc.v1 import cluster_pb2, inference_pb2
 from wire.tensors import DTYPE_TO_MESSAGE
 from wire.wire_dtypes import number_of
+
+LOST_SHOWN_S = 600.0
+"""How long a lost worker is listed."""
 
 PHASE_TO_MESSAGE: dict[ClusterPhase, cluster_pb2.ClusterState.ValueType] = {
     ClusterPhase.WAITING_FOR_WORKERS: cluster_pb2.CLUSTER_STATE_WAITING_FOR_WORKERS,
@@ -70,7 +75,10 @@ class StatusReporter:
             num_stages=state.num_stages,
             block_size=0 if plan is None else plan.block_size,
             num_blocks=0 if plan is None else plan.num_blocks,
-            workers=[self._worker(record) for record in self._in_stage_order()],
+            workers=[
+                *(self._worker(record) for record in self._in_stage_order()),
+                *self._lost_workers(),
+            ],
             requests=self._requests(),
             health=self._controller.availability.health,
             self_check=self._self_check(),
@@ -89,6 +97,18 @@ class StatusReporter:
 
         return sorted(self._controller.state.workers, key=order)
 
+    def _lost_workers(self) -> Iterator[cluster_pb2.WorkerStatus]:
+        """Those who are missed, unless that was long ago."""
+        now_s = asyncio.get_running_loop().time()
+        for record in self._controller.state.workers.lost:
+            connection = self._controller.connections.departed.get(record.identity.name)
+            age_s = math.inf if connection is None else now_s - connection.heard_at_s
+            if age_s < LOST_SHOWN_S:
+                status = self._worker(record)
+                status.detail = f"last heard of {age_s:.0f} s ago; {record.detail}"
+                status.heartbeat_age_ms = round(age_s * 1000)
+                yield status
+
     def _worker(self, record: WorkerRecord) -> cluster_pb2.WorkerStatus:
         identity = record.identity
         status = cluster_pb2.WorkerStatus(
@@ -96,7 +116,7 @@ class StatusReporter:
             address=identity.address,
             device=identity.device,
             state=WORKER_STATE_TO_MESSAGE[record.shown_state],
-            detail=record.detail,
+            detail=record.shown_detail,
             memory_bytes=identity.memory_bytes,
             pid=identity.pid,
         )

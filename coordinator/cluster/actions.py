@@ -10,24 +10,29 @@ from wire.ids import Incarnation
 
 class EndCause(Enum):
     """Why an epoch ends. DEATH: a worker of it is lost, and what it computed may be why. FAULT: a stage
-    refused a step, or its answer did not come. BROKEN: a stream ended for no known reason. REPLANNED: all is
-    well, but there is a better plan.
+    refused a step, or its answer did not come. BROKEN: a stream ended for no known reason. FRUITLESS: so it
+    did in the epochs before, without a token in between, and what is in the steps may be why. REPLANNED: all
+    is well, but there is a better plan.
     """
 
     DEATH = auto()
     FAULT = auto()
     BROKEN = auto()
+    FRUITLESS = auto()
     REPLANNED = auto()
 
 
 @dataclass(frozen=True, slots=True)
 class AssignStage:
-    """Tell `worker` to load `stage` of plan `plan_id`."""
+    """Tell `worker` to load `stage` of plan `plan_id`. `reads_again`: nothing that it has in memory is
+    trusted.
+    """
 
     worker: WorkerIdentity
     plan_id: int
     plan: Plan
     stage: StagePlan
+    reads_again: bool = False
 
 
 @dataclass(frozen=True, slots=True)

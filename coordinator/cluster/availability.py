@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
-from coordinator.cluster.cluster_state import ClusterPhase, ClusterState
+from coordinator.cluster.cluster_state import ClusterState
+from coordinator.cluster.phase import ClusterPhase
 from coordinator.planning.plan import Plan
 from coordinator.requests.engine import Engine
 from coordinator.timing import ClusterTiming
@@ -32,8 +33,10 @@ class Availability:
         self._on_serving = on_serving
         self._serving = asyncio.Event()
         self._is_draining = False
+        self._starts_new = True
         self._is_closing = False
-        self._give_up_timer: asyncio.TimerHandle | None = None
+        self._waiting_since_s: float | None = None
+        self._serving_since_s = 0.0
         self._awaited: list[tuple[Callable[[], bool], asyncio.Event]] = []
 
     @property
@@ -52,7 +55,7 @@ class Availability:
         if self._is_draining:
             return cluster_pb2.HEALTH_DRAINING
         if self._state.phase is ClusterPhase.SERVING:
-            return cluster_pb2.HEALTH_SERVING
+            return cluster_pb2.HEALTH_SERVING if self._starts_new else cluster_pb2.HEALTH_DRAINING
         return cluster_pb2.HEALTH_DEGRADED if self._state.has_served else cluster_pb2.HEALTH_STARTING
 
     async def wait_serving(self) -> Plan:
@@ -72,11 +75,28 @@ class Availability:
             raise ClusterUnavailable(STOPPING)
         return self._state.plan
 
-    def begin(self) -> None:
-        """An epoch serves from now on."""
+    def begin(self, *, starts_new: bool = True) -> None:
+        """An epoch serves from now on; without `starts_new`, only what has begun. Whoever waits goes on
+        waiting until there is a token.
+        """
         self._serving.set()
-        self._stop_timer()
-        self._on_serving(not self._is_draining)
+        self._serving_since_s = self._engine.now_s()
+        if not self._engine.registry.live:
+            self._waiting_since_s = None
+        self._starts_new = starts_new
+        self._on_serving(starts_new and not self._is_draining)
+
+    def finish_running(self) -> None:
+        """Nothing new begins in this epoch."""
+        self._starts_new = False
+        self._on_serving(False)
+
+    def note_result(self, *, has_tokens: bool) -> None:
+        """The present epoch bears fruit. Parts of prompts count when that has gone on for long enough: an
+        epoch after another may end behind the first.
+        """
+        if self._waiting_since_s is not None and (has_tokens or self._is_long_since(self._serving_since_s)):
+            self._waiting_since_s = None
 
     def end(self) -> None:
         """No epoch serves any more."""
@@ -85,9 +105,9 @@ class Availability:
 
     def limit_waiting(self) -> None:
         """Live requests wait for the recovery time, from now on unless they do already."""
-        if self._give_up_timer is None:
-            loop = asyncio.get_running_loop()
-            self._give_up_timer = loop.call_later(self._timing.recovery_timeout_s, self._give_up)
+        if self._waiting_since_s is None:
+            self._waiting_since_s = self._engine.now_s()
+        self._give_up_late()
 
     async def drain(self) -> None:
         """Takes no new requests; returns when those that are here have ended, or their time is over."""
@@ -105,7 +125,10 @@ class Availability:
             self._awaited = [each for each in self._awaited if each is not waiting]
 
     def look_around(self) -> None:
-        """Tells those who wait for something that it has come."""
+        """Tells those who wait for something that it has come, and those who wait for too long. To be called
+        now and then.
+        """
+        self._give_up_late()
         for condition, met in self._awaited:
             if condition():
                 met.set()
@@ -114,17 +137,20 @@ class Availability:
         """Nobody waits any more; live requests fail."""
         self._is_closing = True
         self._serving.set()
-        self._stop_timer()
         self._engine.fail_all(STOPPING)
 
-    def _give_up(self) -> None:
-        self._give_up_timer = None
-        self._engine.fail_all(self._missing())
+    def _give_up_late(self) -> None:
+        """While an epoch serves, an answer comes or is overdue."""
+        since_s = self._waiting_since_s
+        if since_s is not None and not self.is_serving and self._is_long_since(since_s):
+            late_s = self._engine.now_s() - self._timing.recovery_timeout_s
+            self._engine.fail_waiting(late_s, self._missing())
+
+    def _is_long_since(self, since_s: float) -> bool:
+        return self._engine.now_s() - since_s >= self._timing.recovery_timeout_s
 
     def _missing(self) -> str:
-        return f"no pipeline within {self._timing.recovery_timeout_s:g} s: {self._state.detail}"
-
-    def _stop_timer(self) -> None:
-        if self._give_up_timer is not None:
-            self._give_up_timer.cancel()
-            self._give_up_timer = None
+        limit = f"{self._timing.recovery_timeout_s:g} s"
+        if trouble := self._state.trouble:
+            return f"no token within {limit}: {trouble}"
+        return f"no pipeline within {limit}: {self._state.detail}"

@@ -10,9 +10,6 @@ Where a self-check is wanted, the first epoch of a plan goes to CHECKING in the 
 `BLOCKED` stands for WAITING_FOR_WORKERS with enough workers but no plan that fits them.
 """
 
-from collections import Counter
-from enum import Enum, auto
-
 from coordinator.cluster.actions import (
     Action,
     AssignStage,
@@ -28,39 +25,20 @@ from coordinator.cluster.actions import (
     StartTimer,
     StopServing,
 )
+from coordinator.cluster.epoch_signs import EpochSigns
 from coordinator.cluster.membership import (
-    MAX_FAILED_LOADS,
-    MakePlan,
     Members,
-    TooFewWorkers,
     WorkerIdentity,
     WorkerRecord,
     WorkerState,
 )
-from coordinator.cluster.self_check_refusals import PlanRefusals
+from coordinator.cluster.phase import ACTIVE, ClusterPhase
+from coordinator.cluster.plan_choice import MakePlan, PlanChoice, TooFewWorkers
+from coordinator.cluster.return_grace import RETURN_GRACE_S, ReturnGrace
+from coordinator.cluster.setbacks import Setbacks
 from coordinator.planning.plan import Plan, PlanImpossible
 from wire.ids import Incarnation
-
-MAX_EPOCH_DELAY_S = 2.0
-"""Longest pause before another try when epoch after epoch ends without a single result."""
-RETURN_GRACE_S = 1.0
-"""How long a lost worker may take to come back before its layers are shared out among the others."""
-MAX_HOP_FAILURES = 2
-"""Epochs in a row in which a stage does not reach the next one, before the plan does without that one."""
-
-
-class ClusterPhase(Enum):
-    """What the cluster is doing as a whole."""
-
-    WAITING_FOR_WORKERS = auto()
-    LOADING = auto()
-    STARTING_EPOCH = auto()
-    CHECKING = auto()
-    SERVING = auto()
-    BLOCKED = auto()
-
-
-_ACTIVE = (ClusterPhase.STARTING_EPOCH, ClusterPhase.CHECKING, ClusterPhase.SERVING)
+from wire.steps import FaultReport
 
 
 class ClusterState:
@@ -77,41 +55,40 @@ class ClusterState:
         make_plan: MakePlan,
         is_mock_model: bool = False,
         return_grace_s: float = RETURN_GRACE_S,
-        first_epoch: int = 1,
+        last_epoch: int = 0,
+        has_served: bool = False,
         needs_check: bool = False,
     ) -> None:
         """`make_plan` may raise PlanImpossible; it is given workers in the order in which to use them. A mock
-        model has no weights, so real stages have nothing to load. Epochs count from `first_epoch` on, or from
-        above what the workers have seen. `needs_check`: only checked plans serve.
+        model has no weights, so real stages have nothing to load. Epochs count from above `last_epoch`, and
+        from above what the workers have seen. `has_served`: a former coordinator has; whoever is lost since
+        then has its time to come back. `needs_check`: only checked plans serve.
         """
         self.num_stages = num_stages
         self.phase = ClusterPhase.WAITING_FOR_WORKERS
         self.detail = f"waiting for {num_stages} workers"
-        self.epoch = first_epoch - 1
+        self.epoch = last_epoch
         self.plan: Plan | None = None
         self.workers = Members()
-        self.has_served = False
-        self._refusals = PlanRefusals()
-        self._make_plan = self._refusals.guard(make_plan)
+        self.has_served = has_served
+        self._choice = PlanChoice(num_stages, make_plan)
         self._needs_check = needs_check
         self._checked_plan_id = 0
         self._is_mock_model = is_mock_model
-        self._return_grace_s = return_grace_s
-        self._template: Plan | None = None
-        self._waits_for_return = False
-        self._may_shrink = False
-        self._num_losses = 0
+        self._grace = ReturnGrace(return_grace_s)
+        self._has_drained = False
         self._plan_id = 0
-        self._ready: set[str] = set()
-        self._is_link_open = False
-        self._are_results_open = False
-        self._num_fruitless_epochs = 0
-        self._hop_failures = Counter[str]()
+        self._signs = EpochSigns()
+        self._setbacks = Setbacks()
 
     @property
     def stage_workers(self) -> tuple[WorkerRecord, ...]:
         """The workers of the present plan, in stage order; empty without a plan."""
         return () if self.plan is None else tuple(self.workers[stage.worker] for stage in self.plan.stages)
+
+    def start(self) -> list[Action]:
+        """Workers may join from now on. To be called once."""
+        return [self._grace.await_all()] if self.has_served else []
 
     @property
     def has_mock_stages(self) -> bool:
@@ -128,8 +105,8 @@ class ClusterState:
         actions: list[Action] = []
         if known is not None:
             actions = self.lose(identity.name, known.identity.incarnation, "replaced by a new process")
-        self._refusals.forget(identity.name)
         hold_s = self.workers.add(identity)
+        self._choice.forget(identity.name, self.workers)
         if hold_s:
             return [*actions, StartTimer(hold_s, Release(identity.name, identity.incarnation))]
         return actions + self._improve()
@@ -138,22 +115,9 @@ class ClusterState:
         """The time of a StartTimer is over. One that is out of date changes nothing."""
         match timer:
             case Release(name, incarnation):
-                record = self.workers.live(name, incarnation)
-                if record is None or record.state is not WorkerState.JOINING:
-                    return []
-                record.state, record.detail = WorkerState.SPARE, ""
-                return self._improve()
-            case Shrink(num_losses):
-                if num_losses != self._num_losses or self.plan is not None:
-                    return []
-                self._waits_for_return = False
-                return self._advance(self.detail)
-
-    def note_silence(self, name: str, incarnation: Incarnation, *, is_silent: bool) -> None:
-        """Heartbeats of a worker are missing, or are there again; it is not lost yet."""
-        record = self.workers.live(name, incarnation)
-        if record is not None:
-            record.is_silent = is_silent
+                return self._improve() if self.workers.release(name, incarnation) else []
+            case Shrink():
+                return self._advance(self.detail) if self._grace.end(timer) else []
 
     def lose(self, name: str, incarnation: Incarnation, reason: str) -> list[Action]:
         """A worker's stream is broken, or its lease has expired. An older incarnation changes nothing."""
@@ -167,11 +131,10 @@ class ClusterState:
             return self._advance()
         self.workers.note_loss(name)
         self.workers.try_all_again()
-        self._num_losses += 1
-        self._waits_for_return = self._may_shrink
+        self._grace.note_loss(is_granted=self._may_shrink)
         actions = self._give_up_plan(f"worker {name} is lost: {reason}", EndCause.DEATH)
-        if self.plan is None and self._waits_for_return:
-            actions.append(StartTimer(self._return_grace_s, Shrink(self._num_losses)))
+        if self.plan is None and self._grace.is_running:
+            actions.append(self._grace.timer())
         return actions
 
     def drain(self, name: str) -> list[Action]:
@@ -182,8 +145,8 @@ class ClusterState:
         record.is_draining = True
         if record.stage is None:
             return self._dismiss()
-        self._may_shrink = True
-        return self._move_from(record) or [FinishRunning(record.identity)]
+        self._has_drained = True
+        return self._move_from(f"worker {name} is drained") or [FinishRunning(record.identity)]
 
     def drained(self, name: str, incarnation: Incarnation) -> list[Action]:
         """Nothing runs any more that a worker has to finish before it leaves."""
@@ -195,6 +158,7 @@ class ClusterState:
     def note_steady(self) -> None:
         """The cluster has served for a while without a break."""
         self.workers.note_steady()
+        self._setbacks.note_steady()
 
     # Loading and starting
 
@@ -213,33 +177,32 @@ class ClusterState:
         record = self.workers.find(name)
         if record is None or plan_id != self._plan_id or record.state is not WorkerState.LOADING:
             return []
-        record.num_failed_loads += 1
-        record.detail = reason
-        if record.num_failed_loads >= MAX_FAILED_LOADS:
-            record.state = WorkerState.QUARANTINED
-        return self._give_up_plan(f"worker {name} could not load its stage: {reason}", EndCause.FAULT)
+        is_out = record.fail_to_load(reason)
+        return self._give_up_plan("" if is_out else f"worker {name} {record.detail}", EndCause.FAULT)
 
     def epoch_ready(self, name: str, epoch: int) -> list[Action]:
         """A stage has empty pools and is connected to the next one."""
         if epoch == self.epoch:
-            self._ready.add(name)
+            self._signs.note_ready(name)
         return self._maybe_serve(epoch)
 
     def link_open(self, epoch: int) -> list[Action]:
         """FIRST has accepted the coordinator's stream."""
-        self._is_link_open |= epoch == self.epoch
+        if epoch == self.epoch:
+            self._signs.note_link()
         return self._maybe_serve(epoch)
 
     def results_open(self, epoch: int) -> list[Action]:
         """LAST has opened its stream of results."""
-        self._are_results_open |= epoch == self.epoch
+        if epoch == self.epoch:
+            self._signs.note_results()
         return self._maybe_serve(epoch)
 
     def epoch_late(self, epoch: int, reason: str) -> list[Action]:
         """The epoch has not started in time: stages that are not ready are as good as lost."""
         if epoch != self.epoch or self.phase is not ClusterPhase.STARTING_EPOCH:
             return []
-        late = [each for each in self.stage_workers if each.identity.name not in self._ready]
+        late = [each for each in self.stage_workers if not self._signs.is_ready(each.identity.name)]
         if 0 < len(late) < len(self.stage_workers):
             return [Disconnect(each.identity, reason) for each in late]
         return self.epoch_failed(epoch, reason)
@@ -248,42 +211,80 @@ class ClusterState:
 
     def result_arrived(self) -> None:
         """The present epoch bears fruit."""
-        self._num_fruitless_epochs = 0
-        if self._hop_failures:
-            self._hop_failures.clear()
+        self._setbacks.bear_fruit()
+
+    def token_arrived(self) -> None:
+        """Somebody has got on, in the present epoch."""
+        self._setbacks.note_token()
+
+    @property
+    def trouble(self) -> str:
+        """What keeps epochs from bearing tokens; empty if nothing does."""
+        return self._setbacks.text if self.phase in ACTIVE else ""
 
     def epoch_failed(self, epoch: int, reason: str, cause: EndCause = EndCause.BROKEN) -> list[Action]:
         """A step was faulty, a stream broke, or the epoch was not ready in time. Old ones change nothing."""
-        if epoch != self.epoch or self.phase not in _ACTIVE:
+        if not self._is_active(epoch):
             return []
+        if cause is EndCause.BROKEN and self._setbacks.note_break(reason):
+            cause = EndCause.FRUITLESS
         return [StopServing(epoch, reason, cause), *self._begin_epoch(reason)]
 
     def hop_failed(self, epoch: int, stage: int, reason: str) -> list[Action]:
         """`stage` does not reach the next one. When that happens again, the plan does without the next one,
         if it can.
         """
-        if epoch != self.epoch or self.phase not in _ACTIVE or self.plan is None:
+        if not self._is_active(epoch):
             return []
-        if stage + 1 < len(self.plan.stages):
+        if stage + 1 < len(self.stage_workers):
             receiver = self.stage_workers[stage + 1]
-            self._hop_failures[receiver.identity.name] += 1
-            if self._hop_failures[receiver.identity.name] >= MAX_HOP_FAILURES:
-                receiver.is_unreachable, receiver.detail = True, reason
-                if actions := self._move_from(receiver, reason):
-                    return actions
-                receiver.is_unreachable, receiver.detail = False, ""
+            if self._setbacks.note_unreached(receiver.identity.name) and (
+                actions := self._do_without(receiver, reason, EndCause.REPLANNED)
+            ):
+                return actions
         return self.epoch_failed(epoch, reason)
+
+    def stage_failed(self, fault: FaultReport) -> list[Action]:
+        """What a stage computes is not finite. When that happens again, the plan does without that one, if it
+        can.
+        """
+        if not self._is_active(fault.epoch):
+            return []
+        if fault.stage < len(self.stage_workers):
+            record = self.stage_workers[fault.stage]
+            record.has_spoilt = True
+            if self._setbacks.note_spoilt(record.identity.name, fault.request_ids) and (
+                actions := self._do_without(record, str(fault), EndCause.FAULT)
+            ):
+                return actions
+        return self.epoch_failed(fault.epoch, str(fault), EndCause.FAULT)
+
+    def _is_active(self, epoch: int) -> bool:
+        return epoch == self.epoch and self.phase in ACTIVE
+
+    def _do_without(self, record: WorkerRecord, reason: str, cause: EndCause) -> list[Action]:
+        """Nothing, if there is no plan without it."""
+        record.is_left_out, record.detail = True, reason
+        actions = self._move_from(reason, cause)
+        if not actions:
+            record.is_left_out, record.detail = False, ""
+        return actions
 
     def checked(self, epoch: int, problem: str | None) -> list[Action]:
         """The plan was checked in `epoch`. A good one serves, in an epoch of its own with empty pools; one
-        with a problem is refused until one of its workers joins anew."""
+        with a problem is not made again, and the next best is tried.
+        """
         if epoch != self.epoch or self.phase is not ClusterPhase.CHECKING or self.plan is None:
             return []
         if problem is None:
-            self._checked_plan_id, self._num_fruitless_epochs = self._plan_id, 0
+            self._checked_plan_id = self._plan_id
+            self._choice.note_passed(self.plan, self.workers)
+            self._setbacks.bear_fruit()
             return self._begin_epoch()
-        self._refusals.add(self.plan, problem)
-        return self._give_up_plan("", EndCause.FAULT)
+        self._choice.note_failed(self.plan, problem, self.workers)
+        actions = self._stop(f"the self-check {problem}", EndCause.FAULT)
+        self.plan = None
+        return actions + self._advance()
 
     # Plans
 
@@ -293,15 +294,14 @@ class ClusterState:
         return actions + self._advance(reason)
 
     def _stop(self, reason: str, cause: EndCause) -> list[Action]:
-        return [StopServing(self.epoch, reason, cause)] if self.phase in _ACTIVE else []
+        return [StopServing(self.epoch, reason, cause)] if self.phase in ACTIVE else []
 
     def _advance(self, reason: str = "") -> list[Action]:
         """A new plan, if there is none and one is possible."""
         if self.plan is not None:
             return []
-        prefix = f"{reason}; " if reason else ""
         try:
-            plan = self._new_plan(may_shrink=not self._waits_for_return)
+            plan = self._new_plan(may_shrink=not self._grace.is_running)
         except TooFewWorkers as error:
             is_blocked, text = bool(self.workers.quarantine), str(error)
         except PlanImpossible as error:
@@ -309,7 +309,7 @@ class ClusterState:
         else:
             return self._assign(plan)
         self.phase = ClusterPhase.BLOCKED if is_blocked else ClusterPhase.WAITING_FOR_WORKERS
-        self.detail = f"{prefix}{text}"
+        self.detail = f"{reason}; {text}" if reason else text
         self.workers.release_stages()
         return self._dismiss()
 
@@ -320,7 +320,8 @@ class ClusterState:
         if self.plan is None:
             return self._advance()
         for record in self.stage_workers:
-            if record.is_draining and (actions := self._move_from(record)):
+            reason = f"worker {record.identity.name} is drained"
+            if record.is_draining and (actions := self._move_from(reason)):
                 return actions
         if len(self.plan.stages) == self.num_stages:
             return []
@@ -333,67 +334,64 @@ class ClusterState:
         reason = f"{len(plan.stages)} workers in the place of {len(self.plan.stages)}"
         return self._stop(reason, EndCause.REPLANNED) + self._assign(plan)
 
-    def _move_from(self, record: WorkerRecord, reason: str = "") -> list[Action]:
-        """A plan without this worker, which is not usable any more; nothing if there is none."""
+    def _move_from(self, reason: str, cause: EndCause = EndCause.REPLANNED) -> list[Action]:
+        """A plan without those who are not usable any more; nothing if there is none."""
         try:
             plan = self._new_plan(may_shrink=True)
         except (PlanImpossible, TooFewWorkers):
             return []
-        reason = reason or f"worker {record.identity.name} is drained"
-        return self._stop(reason, EndCause.REPLANNED) + self._assign(plan)
+        return self._stop(reason, cause) + self._assign(plan)
 
     def _new_plan(self, *, may_shrink: bool) -> Plan:
-        may_shrink = may_shrink and self._may_shrink
-        return self.workers.plan(self._template, self.num_stages, self._make_plan, may_shrink=may_shrink)
+        return self._choice.best(self.workers, may_shrink=may_shrink and self._may_shrink)
+
+    @property
+    def _may_shrink(self) -> bool:
+        return self.has_served or self._has_drained
 
     def _assign(self, plan: Plan) -> list[Action]:
         self.workers.release_stages()
         self.plan = plan
-        if len(plan.stages) == self.num_stages:
-            self._template = plan
-        self._waits_for_return = False
+        self._choice.keep_places(plan)
+        self._grace.is_running = False
         self._plan_id += 1
-        self._hop_failures.clear()
+        self._setbacks.start_over()
         self.phase, self.detail = ClusterPhase.LOADING, "workers are loading their layers"
         actions: list[Action] = []
         for stage in plan.stages:
             record = self.workers[stage.worker]
             record.state, record.stage = WorkerState.LOADING, stage
-            actions.append(AssignStage(record.identity, self._plan_id, plan, stage))
+            reads_again = bool(record.doubts) or record.has_spoilt
+            actions.append(AssignStage(record.identity, self._plan_id, plan, stage, reads_again))
         return actions + self._dismiss()
 
     def _dismiss(self) -> list[Action]:
         """Who is to leave, and has no stage any more, goes. Once."""
-        leaving = [each for each in self.workers if each.is_live and each.is_draining and not each.stage]
-        dismissed = [each for each in leaving if not each.is_dismissed]
-        for record in dismissed:
-            record.is_dismissed = True
-        return [LetGo(record.identity, "drained") for record in dismissed]
+        return [LetGo(record.identity, "drained") for record in self.workers.dismiss()]
 
     def _begin_epoch(self, reason: str = "") -> list[Action]:
         assert self.plan is not None
         workers = tuple(each.identity for each in self.stage_workers)
         self.epoch = max(self.epoch, *(each.last_epoch for each in workers)) + 1
-        self._ready.clear()
-        self._is_link_open = self._are_results_open = False
+        self._signs.clear()
         self.phase = ClusterPhase.STARTING_EPOCH
         self.detail = f"starting epoch {self.epoch}" + (f": {reason}" if reason else "")
-        delay_s = 0.0
-        if self._num_fruitless_epochs:
-            # The exponent is bounded: 2**1024 is no float.
-            delay_s = min(MAX_EPOCH_DELAY_S, 0.05 * 2 ** min(self._num_fruitless_epochs, 10))
-        self._num_fruitless_epochs += 1
+        delay_s = self._setbacks.next_delay_s()
         return [BeginEpoch(self.epoch, self._plan_id, self.plan, workers, delay_s)]
 
     def _maybe_serve(self, epoch: int) -> list[Action]:
         if epoch != self.epoch or self.phase is not ClusterPhase.STARTING_EPOCH or self.plan is None:
             return []
-        names = {stage.worker for stage in self.plan.stages}
-        if names <= self._ready and self._is_link_open and self._are_results_open:
+        if self._signs.are_complete({stage.worker for stage in self.plan.stages}):
             if self._needs_check and self._checked_plan_id != self._plan_id and not self.has_mock_stages:
                 self.phase, self.detail = ClusterPhase.CHECKING, "the self-check is under way"
                 return [CheckPlan(epoch, self.plan)]
-            self.phase, self.detail = ClusterPhase.SERVING, ""
-            self.has_served = self._may_shrink = True
+            self.phase, self.has_served = ClusterPhase.SERVING, True
+            self.detail = ""
+            if len(self.plan.stages) == self.num_stages:
+                self.workers.forget_lost()
+            else:
+                shrunk = f"with {len(self.plan.stages)} of {self.num_stages} stages"
+                self.detail = f"{shrunk}{self.workers.missed}{self.workers.quarantine}"
             return [StartServing(epoch, self.plan)]
         return []

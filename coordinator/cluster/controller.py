@@ -23,14 +23,21 @@ from coordinator.cluster.actions import (
     StopServing,
 )
 from coordinator.cluster.availability import STOPPING, Availability
-from coordinator.cluster.cluster_state import ClusterPhase, ClusterState
+from coordinator.cluster.cluster_state import ClusterState
+from coordinator.cluster.connections import Connections
 from coordinator.cluster.event_log import EventLog
 from coordinator.cluster.membership import WorkerIdentity
-from coordinator.cluster.messages import check_results_hello, encode_assign, encode_begin, encode_hop_hello
+from coordinator.cluster.messages import (
+    encode_assign,
+    encode_begin,
+    encode_serving,
+    encode_welcome,
+)
 from coordinator.cluster.overdue import overdue_fault
-from coordinator.cluster.pipeline_link import LinkBroken, PipelineLink
+from coordinator.cluster.phase import ClusterPhase
+from coordinator.cluster.pipeline import Pipeline
+from coordinator.cluster.pipeline_link import LinkBroken
 from coordinator.cluster.self_check import SelfCheck
-from coordinator.cluster.self_check_references import ReferenceSource
 from coordinator.cluster.step_limits import PaceSettings, scheduler_limits
 from coordinator.cluster.watch import Watch
 from coordinator.cluster.worker_connection import WorkerConnection
@@ -41,7 +48,7 @@ from coordinator.scheduling.kv_log import KvLog
 from coordinator.scheduling.kv_window import KvWindow
 from coordinator.timing import ClusterTiming
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
-from wire.errors import StaleStream, WorkerNotFound
+from wire.errors import StaleStream, StepFaultKind, WorkerNotFound
 from wire.ids import Incarnation
 from wire.steps import FaultReport, StepResult
 
@@ -70,7 +77,7 @@ class Controller:
         self.state = state
         self.self_check = self_check
         self.availability = Availability(state, engine, timing, on_serving)
-        self.connections: dict[str, WorkerConnection] = {}
+        self.connections = Connections()
         self.timing = timing
         self.incarnation = incarnation
         self._on_epoch_end = on_epoch_end
@@ -79,8 +86,7 @@ class Controller:
         self._pace = pace or PaceSettings()
         self._prefix_caching = prefix_caching
         self._events = EventLog()
-        self._begun: BeginEpoch | None = None
-        self._link: PipelineLink | None = None
+        self._pipeline = Pipeline(incarnation=incarnation, fingerprint=model.fingerprint)
         self._watch = Watch(
             timing,
             connections=lambda: self.connections.values(),
@@ -94,6 +100,7 @@ class Controller:
     def start(self) -> None:
         """Begins to watch leases and steps. Requests that are here already wait as long as after a loss."""
         self._spawn(self._watch.run())
+        self._carry_out(self.state.start())
         if self._engine.registry.live:
             self.availability.limit_waiting()
 
@@ -102,10 +109,9 @@ class Controller:
         self.availability.close()
         if self.state.phase is ClusterPhase.SERVING:
             self._engine.stop_epoch()
-        for connection in self.connections.values():
-            connection.close(STOPPING)
-        if self._link is not None:
-            await self._link.close()
+        self.connections.close_all(STOPPING)
+        if (link := self._pipeline.release()) is not None:
+            await link.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -113,17 +119,10 @@ class Controller:
     def join(self, identity: WorkerIdentity) -> WorkerConnection:
         """A worker's stream is open. Raises NameInUse."""
         actions = self.state.join(identity)
-        if (old := self.connections.get(identity.name)) is not None:
-            old.close("replaced by a new process of the same name")
         connection = WorkerConnection(identity, now_s=asyncio.get_running_loop().time())
-        self.connections[identity.name] = connection
+        self.connections.put(connection)
         self._events.joined(identity)
-        welcome = cluster_pb2.Welcome(
-            coordinator_incarnation=self.incarnation,
-            heartbeat_interval_ms=round(self.timing.heartbeat_interval_s * 1000),
-            lease_ms=round(self.timing.lease_s * 1000),
-        )
-        connection.send(cluster_pb2.CoordinatorMessage(welcome=welcome))
+        connection.send(encode_welcome(self.incarnation, self.timing))
         self._carry_out(actions)
         return connection
 
@@ -131,9 +130,8 @@ class Controller:
         """A worker's stream has ended."""
         name = connection.identity.name
         connection.close(reason)
-        if self.connections.get(name) is not connection:
+        if not self.connections.remove(connection):
             return  # It has left, or the worker has dialled again and this is the end of its old stream.
-        del self.connections[name]
         self._events.left(name, reason)
         self._carry_out(self.state.lose(name, connection.identity.incarnation, reason))
 
@@ -177,8 +175,11 @@ class Controller:
             asyncio.get_running_loop().call_later(self.timing.report_grace_s, self._fail_hop, report)
             return
         if self.state.phase is ClusterPhase.SERVING:
-            self._engine.note_fault(report)
-        self._carry_out(self.state.epoch_failed(report.epoch, str(report), EndCause.FAULT))
+            self._engine.blame.note_fault(report)
+        if report.kind is StepFaultKind.NON_FINITE:
+            self._carry_out(self.state.stage_failed(report))
+        else:
+            self._carry_out(self.state.epoch_failed(report.epoch, str(report), EndCause.FAULT))
 
     def _fail_hop(self, report: FaultReport) -> None:
         self._carry_out(self.state.hop_failed(report.epoch, report.stage, str(report)))
@@ -196,11 +197,7 @@ class Controller:
 
     def open_results(self, hello: stage_pb2.HopHello) -> int:
         """LAST opens its stream of results: returns the epoch. Raises StaleStream or HandshakeMismatch."""
-        if self._begun is None or hello.epoch != self.state.epoch:
-            raise StaleStream(f"results of epoch {hello.epoch}; the present epoch is {self.state.epoch}")
-        check_results_hello(
-            hello, self._begun, incarnation=self.incarnation, fingerprint=self._model.fingerprint
-        )
+        self._pipeline.check_results(hello, epoch=self.state.epoch)
         self._carry_out(self.state.results_open(hello.epoch))
         return hello.epoch
 
@@ -214,9 +211,13 @@ class Controller:
         self.state.result_arrived()
         try:
             _check_tokens(result, vocab_size=self._model.config.vocab_size)
-            self._engine.complete(result)
+            num_tokens = self._engine.complete(result)
         except ResultMismatch as error:
             self.fail_epoch(epoch, str(error))
+            return
+        if num_tokens:
+            self.state.token_arrived()
+        self.availability.note_result(has_tokens=num_tokens > 0)
 
     def stream_broke(self, epoch: int, reason: str) -> None:
         """A stream of this epoch has ended. Whoever knows why has a moment to say it first."""
@@ -232,7 +233,7 @@ class Controller:
                 case AssignStage():
                     self._assign(action)
                 case BeginEpoch():
-                    self._begun = action
+                    self._pipeline.expect(action)
                     self._engine.durability.begin_epoch(action.epoch)
                     self._spawn(self._begin_epoch(action))
                 case StopServing():
@@ -266,11 +267,8 @@ class Controller:
         message = encode_begin(action, incarnation=self.incarnation)
         for worker in action.workers:
             self.connections[worker.name].send(message)
-        hello = encode_hop_hello(action, incarnation=self.incarnation, fingerprint=self._model.fingerprint)
-        link = PipelineLink(
-            action.workers[0].address, hello, lambda reason: self.stream_broke(action.epoch, reason)
-        )
-        self._replace_link(link)
+        self._release_link()
+        link = self._pipeline.new_link(action, lambda reason: self.stream_broke(action.epoch, reason))
         asyncio.get_running_loop().call_later(self.timing.epoch_timeout_s, self._check_started, action.epoch)
         try:
             await link.open()
@@ -288,13 +286,11 @@ class Controller:
         loop.call_later(action.delay_s, lambda: self._carry_out(self.state.elapsed(action.timer)))
 
     def _disconnect(self, action: Disconnect) -> None:
-        connection = self.connections.get(action.worker.name)
-        if connection is not None and connection.identity is action.worker:
+        if (connection := self.connections.of(action.worker)) is not None:
             self.leave(connection, action.reason)
 
     def _let_go(self, action: LetGo) -> None:
-        connection = self.connections.get(action.worker.name)
-        if connection is not None and connection.identity is action.worker:
+        if (connection := self.connections.of(action.worker)) is not None:
             leave = cluster_pb2.Leave(reason=action.reason, exit_process=True)
             connection.send(cluster_pb2.CoordinatorMessage(leave=leave))
 
@@ -302,14 +298,16 @@ class Controller:
         """Nobody can take the layers of this worker: what runs is finished before it goes."""
         self._events.finishing(action.worker.name)
         self._engine.finish_running()
+        self.availability.finish_running()
+        self.connections.send_all(encode_serving(self.state.epoch, is_serving=False))
         await self.availability.wait_until(lambda: self._engine.is_idle)
         self._carry_out(self.state.drained(action.worker.name, action.worker.incarnation))
 
     async def _check_plan(self, action: CheckPlan) -> None:
-        assert self._link is not None and self.self_check is not None
-        sources = [_reference_source(each) for each in self.connections.values()]
+        assert self.self_check is not None
+        sources = self.connections.reference_sources
         try:
-            verdict = await self.self_check.run(action.plan, action.epoch, self._link.send, sources)
+            verdict = await self.self_check.run(action.plan, action.epoch, self._pipeline.send, sources)
         except TimeoutError:
             self.fail_epoch(action.epoch, "the step of the self-check was not answered in time")
             return
@@ -317,7 +315,6 @@ class Controller:
         self._carry_out(self.state.checked(action.epoch, None if verdict.is_good else verdict.text))
 
     def _start_serving(self, action: StartServing) -> None:
-        assert self._link is not None
         plan = action.plan
         kv = KvLog(
             num_blocks=plan.num_blocks,
@@ -327,46 +324,54 @@ class Controller:
         )
         limits = scheduler_limits(plan, self._pace, hidden_size=self._model.config.hidden_size)
         self._events.serving(action.epoch, plan)
-        self.availability.begin()
+        self._engine.durability.note_served()
+        # Whoever drains while nobody can take its layers waits for what runs.
+        starts_new = not any(record.is_draining for record in self.state.stage_workers)
+        self.availability.begin(starts_new=starts_new)
+        self.connections.send_all(encode_serving(action.epoch, is_serving=starts_new))
         self._engine.start_epoch(
             action.epoch,
             kv,
             limits,
-            self._link.send,
+            self._pipeline.send,
             max_sequence_tokens=plan.max_sequence_tokens,
-            # Whoever drains while nobody can take its layers waits for what runs.
-            starts_new=not any(record.is_draining for record in self.state.stage_workers),
+            starts_new=starts_new,
         )
 
     def _stop_serving(self, action: StopServing) -> None:
         self._events.over(action, was_serving=self.availability.is_serving)
         self._watch.restart()
         if self.availability.is_serving:
-            if action.cause is EndCause.DEATH:
-                self._engine.note_death(action.reason)
+            self._blame(action)
             self._on_epoch_end(action.cause)
             self._engine.stop_epoch(action.reason)
             self.availability.end()
-        self._replace_link(None)
-        message = cluster_pb2.CoordinatorMessage(end_epoch=cluster_pb2.EndEpoch(epoch=action.epoch))
-        for connection in self.connections.values():
-            connection.send(message)
+        self._release_link()
+        end = cluster_pb2.EndEpoch(epoch=action.epoch)
+        self.connections.send_all(cluster_pb2.CoordinatorMessage(end_epoch=end))
         self.availability.limit_waiting()
 
-    def _replace_link(self, link: PipelineLink | None) -> None:
-        if self._link is not None:
-            self._spawn(self._link.close())
-        self._link = link
+    def _blame(self, action: StopServing) -> None:
+        match action.cause:
+            case EndCause.DEATH:
+                self._engine.blame.note_death(action.reason)
+            case EndCause.BROKEN | EndCause.FRUITLESS:
+                is_lasting = action.cause is EndCause.FRUITLESS
+                self._engine.blame.note_break(action.reason, is_lasting=is_lasting)
+
+    def _release_link(self) -> None:
+        if (link := self._pipeline.release()) is not None:
+            self._spawn(link.close())
 
     def _note_silence(self, connection: WorkerConnection, is_silent: bool) -> None:
         identity = connection.identity
-        self.state.note_silence(identity.name, identity.incarnation, is_silent=is_silent)
+        self.state.workers.note_silence(identity.name, identity.incarnation, is_silent=is_silent)
 
     def _look_around(self) -> None:
         self.availability.look_around()
         if self.state.phase is not ClusterPhase.SERVING:
             return
-        workers = [self.connections.get(each.identity.name) for each in self.state.stage_workers]
+        workers = self.connections.of_stages(each.identity for each in self.state.stage_workers)
         if (fault := overdue_fault(self._engine, workers)) is not None:
             self.report_fault(fault)
 
@@ -379,12 +384,6 @@ class Controller:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a controller task failed", exc_info=error)
-
-
-def _reference_source(connection: WorkerConnection) -> ReferenceSource:
-    identity, heartbeat = connection.identity, connection.heartbeat
-    held_bytes = heartbeat.weight_bytes + heartbeat.kv_bytes
-    return ReferenceSource(identity.name, identity.address, identity.memory_bytes - held_bytes)
 
 
 def _check_tokens(result: StepResult, *, vocab_size: int) -> None:

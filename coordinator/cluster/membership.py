@@ -1,26 +1,25 @@
 """Who is in the cluster, and who of them may be given a stage. Pure."""
 
-import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from coordinator.planning.plan import Plan, PlanImpossible, StagePlan, WorkerCapacity
+from coordinator.planning.plan import StagePlan
 from wire.errors import HandshakeMismatch, NameInUse
 from wire.ids import Incarnation
 
 MAX_FAILED_LOADS = 2
 """The second failure is no accident."""
+MAX_LOST = 8
+"""Lost workers that are remembered."""
 _FIRST_HOLD_S = 0.5
 _MAX_HOLD_S = 30.0
-
-MakePlan = Callable[[Sequence[WorkerCapacity]], Plan]
 
 
 class WorkerState(Enum):
     """What one worker is doing. JOINING: it was lost again and again, and has to wait before it is used.
-    SUSPECT: it is silent, but not for long enough to be lost.
+    SUSPECT: it is silent, but not for long enough to be lost, or it may have spoilt a plan and is used last.
     """
 
     JOINING = auto()
@@ -60,7 +59,10 @@ class WorkerRecord:
     is_silent: bool = False
     is_draining: bool = False
     is_dismissed: bool = False
-    is_unreachable: bool = False
+    is_left_out: bool = False
+    has_spoilt: bool = False
+    doubts: tuple[str, ...] = ()
+    """How plans have failed that it may have spoilt."""
 
     @property
     def is_live(self) -> bool:
@@ -70,7 +72,24 @@ class WorkerRecord:
     def is_usable(self) -> bool:
         """May be given a stage. A worker in quarantine stays out until it joins anew."""
         out = (WorkerState.LOST, WorkerState.QUARANTINED, WorkerState.JOINING)
-        return self.state not in out and not self.is_draining and not self.is_unreachable
+        return self.state not in out and not self.is_draining and not self.is_left_out
+
+    def quarantine(self, reason: str) -> None:
+        """It is not given a stage before it joins anew."""
+        self.state, self.detail = WorkerState.QUARANTINED, reason
+
+    def fail_to_load(self, reason: str) -> bool:
+        """Once more; True when it is not tried again."""
+        self.num_failed_loads += 1
+        self.detail = f"could not load its stage: {reason}"
+        if self.num_failed_loads >= MAX_FAILED_LOADS:
+            self.quarantine(self.detail)
+        return self.num_failed_loads >= MAX_FAILED_LOADS
+
+    @property
+    def shown_detail(self) -> str:
+        """Why it is in the state that is shown."""
+        return self.detail or next(reversed(self.doubts), "")
 
     @property
     def shown_state(self) -> WorkerState:
@@ -79,7 +98,9 @@ class WorkerRecord:
             return self.state
         if self.is_draining:
             return WorkerState.DRAINING
-        return WorkerState.SUSPECT if self.is_silent or self.is_unreachable else self.state
+        is_doubtful = bool(self.doubts) and self.stage is None
+        is_suspect = self.is_silent or self.is_left_out or is_doubtful
+        return WorkerState.SUSPECT if is_suspect else self.state
 
 
 class Members:
@@ -87,6 +108,7 @@ class Members:
 
     def __init__(self) -> None:
         self._records: dict[str, WorkerRecord] = {}
+        self._lost: dict[str, WorkerRecord] = {}
         self._losses = Counter[str]()
 
     def __iter__(self) -> Iterator[WorkerRecord]:
@@ -136,20 +158,45 @@ class Members:
         num_losses = self._losses[identity.name]
         hold_s = min(_MAX_HOLD_S, _FIRST_HOLD_S * 2.0 ** min(num_losses - 2, 10)) if num_losses > 1 else 0.0
         record = WorkerRecord(identity)
+        self._lost.pop(identity.name, None)
         if hold_s:
             record.state = WorkerState.JOINING
             record.detail = f"lost {num_losses} times; it waits {hold_s:g} s before it is used"
         self._records[identity.name] = record
         return hold_s
 
+    def note_silence(self, name: str, incarnation: Incarnation, *, is_silent: bool) -> None:
+        """Heartbeats of a worker are missing, or are there again; it is not lost yet."""
+        record = self.live(name, incarnation)
+        if record is not None:
+            record.is_silent = is_silent
+
+    def release(self, name: str, incarnation: Incarnation) -> bool:
+        """The time that a worker had to wait is over; False if it does not wait any more."""
+        record = self.live(name, incarnation)
+        if record is None or record.state is not WorkerState.JOINING:
+            return False
+        record.state, record.detail = WorkerState.SPARE, ""
+        return True
+
+    def dismiss(self) -> list[WorkerRecord]:
+        """Those who are to leave and have no stage any more, once."""
+        leaving = [each for each in self if each.is_live and each.is_draining and each.stage is None]
+        dismissed = [each for each in leaving if not each.is_dismissed]
+        for record in dismissed:
+            record.is_dismissed = True
+        return dismissed
+
     def note_loss(self, name: str) -> None:
         """It was lost while it had a stage."""
         self._losses[name] += 1
 
     def try_all_again(self) -> None:
-        """Those who are left are few: who was not reached before may be reached now."""
+        """Those who are left are few: who was not reached before may be reached now, and who has computed
+        what was not finite reads its layers again.
+        """
         for record in self:
-            record.is_unreachable = False
+            record.is_left_out = False
 
     def note_steady(self) -> None:
         """All has gone well for a while."""
@@ -158,70 +205,39 @@ class Members:
     def remove(self, name: str) -> None:
         del self._records[name]
 
+    @property
+    def lost(self) -> tuple[WorkerRecord, ...]:
+        """Who had a stage and has not come back, the last one last: what operators want to know."""
+        return tuple(self._lost.values())
+
+    @property
+    def missed(self) -> str:
+        """Who is lost; empty if nobody is."""
+        return "".join(f"; worker {each.identity.name} is lost" for each in self.lost)
+
+    def forget_lost(self) -> None:
+        """Nobody is missed any more."""
+        self._lost.clear()
+
     def release_stages(self) -> None:
-        """Nobody has a stage; those who are lost are forgotten."""
+        """Nobody has a stage; those who are lost are no members any more."""
         for record in self:
-            record.stage = None
             if record.state is WorkerState.LOST:
                 self.remove(record.identity.name)
-            elif record.state in (WorkerState.LOADING, WorkerState.READY):
+                self._note_lost(record)
+            record.stage = None
+            if record.state in (WorkerState.LOADING, WorkerState.READY):
                 record.state = WorkerState.SPARE
+
+    def _note_lost(self, record: WorkerRecord) -> None:
+        if record.stage is not None and not record.is_draining:
+            record.detail = f"{record.detail}; it had {record.stage.layers_text}"
+            self._lost[record.identity.name] = record
+            for name in list(self._lost)[:-MAX_LOST]:
+                del self._lost[name]
 
     @property
     def quarantine(self) -> str:
         """Who is out, and why; empty if nobody is."""
         out = [each for each in self if each.state is WorkerState.QUARANTINED]
-        return "".join(f"; {each.identity.name} failed: {each.detail}" for each in out)
-
-    def plan(self, template: Plan | None, num_stages: int, make_plan: MakePlan, *, may_shrink: bool) -> Plan:
-        """A plan for the workers that are usable now.
-
-        Those with a stage in `template`, the last plan with all stages, keep their place; others take the
-        places of those who are gone, by name, so that the order of arrival does not matter. Where no plan
-        fits those, the workers with the most memory are taken. With `may_shrink` the plan may have fewer
-        stages than `num_stages`. Raises TooFewWorkers or PlanImpossible.
-        """
-        usable = {each.identity.name: each for each in self if each.is_usable}
-        if not usable or (len(usable) < num_stages and not may_shrink):
-            raise TooFewWorkers(f"{len(usable)} of {num_stages} workers are here{self.quarantine}")
-        chosen = _in_places(usable, template, num_stages)
-        try:
-            return make_plan(_capacities(chosen))
-        except PlanImpossible as error:
-            by_size = sorted(usable.values(), key=lambda each: (-each.identity.memory_bytes, _by_name(each)))
-            largest = sorted(by_size[:num_stages], key=_by_name)
-            if {each.identity.name for each in largest} == {each.identity.name for each in chosen}:
-                raise PlanImpossible(f"{error}{self.quarantine}") from None
-        return make_plan(_capacities(largest))
-
-
-class TooFewWorkers(Exception):
-    """Fewer than the plan needs; the message says how many there are."""
-
-
-def _in_places(usable: dict[str, WorkerRecord], template: Plan | None, num_stages: int) -> list[WorkerRecord]:
-    """As many as there are stages, in stage order. One that could not load its layers gives way to others."""
-    stages = template.stages if template else ()
-    places: list[WorkerRecord | None] = [
-        record if (record := usable.get(stage.worker)) and not record.num_failed_loads else None
-        for stage in stages
-    ]
-    others = [record for record in usable.values() if record not in places]
-    newcomers = iter(sorted(others, key=lambda each: (each.num_failed_loads, _by_name(each))))
-    places += [None] * (num_stages - len(places))
-    filled = [place or next(newcomers, None) for place in places]
-    return [record for record in filled if record is not None]
-
-
-def _capacities(records: list[WorkerRecord]) -> list[WorkerCapacity]:
-    identities = [each.identity for each in records]
-    return [
-        WorkerCapacity(name=each.name, memory_bytes=each.memory_bytes, lacks_bf16=each.lacks_bf16)
-        for each in identities
-    ]
-
-
-def _by_name(record: WorkerRecord) -> list[tuple[bool, int, str]]:
-    """Sorts "gpu-10" after "gpu-9"."""
-    parts = re.split(r"(\d+)", record.identity.name)
-    return [(not part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts]
+        return "".join(f"; worker {each.identity.name} is out: {each.detail}" for each in out)

@@ -3,6 +3,7 @@
 from coordinator.cluster.actions import AssignStage, BeginEpoch
 from coordinator.cluster.membership import WorkerIdentity
 from coordinator.model import ServedModel
+from coordinator.timing import ClusterTiming
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
 from wire.addresses import parse_peer_address
 from wire.channels import PROTOCOL_VERSION
@@ -69,6 +70,7 @@ def encode_assign(action: AssignStage, model: ServedModel) -> cluster_pb2.Coordi
         max_step_sequences=plan.limits.max_step_sequences,
         max_sequence_tokens=plan.max_sequence_tokens,
         wire_dtype=number_of(model.wire_dtype),
+        reads_again=action.reads_again,
     )
     return cluster_pb2.CoordinatorMessage(assign=assign)
 
@@ -91,6 +93,21 @@ def encode_begin(action: BeginEpoch, *, incarnation: Incarnation) -> cluster_pb2
         stages=stages,
     )
     return cluster_pb2.CoordinatorMessage(begin_epoch=begin)
+
+
+def encode_welcome(incarnation: Incarnation, timing: ClusterTiming) -> cluster_pb2.CoordinatorMessage:
+    welcome = cluster_pb2.Welcome(
+        coordinator_incarnation=incarnation,
+        heartbeat_interval_ms=round(timing.heartbeat_interval_s * 1000),
+        lease_ms=round(max(timing.lease_s, timing.loading_lease_s) * 1000),
+        drain_timeout_ms=round(timing.drain_timeout_s * 1000),
+    )
+    return cluster_pb2.CoordinatorMessage(welcome=welcome)
+
+
+def encode_serving(epoch: int, *, is_serving: bool) -> cluster_pb2.CoordinatorMessage:
+    """Whether new requests are served in `epoch`."""
+    return cluster_pb2.CoordinatorMessage(serving=cluster_pb2.Serving(epoch=epoch, is_serving=is_serving))
 
 
 def encode_hop_hello(action: BeginEpoch, *, incarnation: Incarnation, fingerprint: str) -> stage_pb2.HopHello:

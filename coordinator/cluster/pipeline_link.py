@@ -33,13 +33,14 @@ class PipelineLink:
         hello: stage_pb2.HopHello,
         on_broken: Callable[[str], None],
         *,
+        worker: str = "FIRST",
         now_us: Callable[[], int] = wall_clock_us,
     ) -> None:
         """`on_broken` is called at most once, with the reason, when an open stream ends by itself. `now_us`:
-        microseconds since 1970.
+        microseconds since 1970. `worker` is who listens at `address`.
         """
+        self._where = f"stage 0 (worker {worker} at {address})"
         self._channel = client_channel(address)
-        self._address = address
         self._hello = hello
         self._on_broken = on_broken
         self._now_us = now_us
@@ -58,12 +59,12 @@ class PipelineLink:
             async with asyncio.timeout(OPEN_TIMEOUT_S):
                 response = await self._call.read()
         except TimeoutError:
-            raise LinkBroken(f"FIRST at {self._address} did not accept within {OPEN_TIMEOUT_S:g} s") from None
+            raise LinkBroken(f"{self._where} did not accept within {OPEN_TIMEOUT_S:g} s") from None
         except grpc.aio.AioRpcError as error:
-            raise LinkBroken(f"FIRST at {self._address} refused: {error.details()}") from error
+            raise LinkBroken(f"{self._where} refused: {error.details()}") from error
         if not isinstance(response, stage_pb2.ForwardResponse):
-            raise LinkBroken(f"FIRST at {self._address} ended the stream instead of accepting it")
-        log.debug("FIRST at %s accepts steps", self._address, extra=about(epoch=self._hello.epoch))
+            raise LinkBroken(f"{self._where} ended the stream instead of accepting it")
+        log.debug("%s accepts steps", self._where, extra=about(epoch=self._hello.epoch))
         self._watcher = asyncio.create_task(self._watch(self._call))
 
     async def close(self) -> None:
@@ -86,7 +87,7 @@ class PipelineLink:
     async def _watch(self, call: ForwardCall) -> None:
         try:
             await call.read()
-            reason = f"FIRST at {self._address} ended the stream"
+            reason = f"{self._where} ended the stream"
         except grpc.aio.AioRpcError as error:
-            reason = f"the stream to FIRST at {self._address} broke: {error.code().name} {error.details()}"
+            reason = f"the connection to {self._where} broke: {error.code().name} {error.details()}"
         self._on_broken(reason)

@@ -38,6 +38,7 @@ class SelfCheck:
         self._vocab_size = vocab_size
         self._answer_timeout_s = answer_timeout_s
         self._answer: asyncio.Future[StepResult] | None = None
+        self._is_disputed = False
 
     async def run(
         self, plan: Plan, epoch: int, send: Callable[[Step], None], sources: Sequence[ReferenceSource]
@@ -54,8 +55,28 @@ class SelfCheck:
         async with asyncio.timeout(self._answer_timeout_s):
             result = await self._answer
         verdict = judge(result, len(prompt), known)
+        if isinstance(known, KnownReference) and known.worker and (self._is_disputed or not verdict.is_good):
+            verdict = await self._outvoted(result, known, plan, sources)
         self.text = verdict.text
         return verdict
+
+    async def _outvoted(
+        self, result: StepResult, known: KnownReference, plan: Plan, sources: Sequence[ReferenceSource]
+    ) -> Verdict:
+        """A worker whose reference differs may be what is wrong: others are asked, and most decide."""
+        opinions = [known, *await self._references.others(plan.dtype, known, sources)]
+        judged = [(each, judge(result, len(known.reference.tokens), each)) for each in opinions]
+        passed = [each for each in judged if each[1].is_good]
+        failed = [each for each in judged if not each[1].is_good]
+        self._is_disputed = len(passed) == len(failed)
+        if len(passed) > len(failed):
+            self._references.settle(plan.dtype, passed[0][0])
+            return Verdict(
+                True, passed[0][1].text + "".join(f"; not so from {each.origin}" for each, _ in failed)
+            )
+        return Verdict(
+            False, failed[0][1].text + "".join(f", but not from {each.origin}" for each, _ in passed)
+        )
 
     def take(self, result: StepResult) -> None:
         """What the pipeline answers."""

@@ -19,6 +19,8 @@ from wire.tensors import DTYPE_TO_MESSAGE
 
 REFERENCE_TIMEOUT_S = 120.0
 """For all workers that are asked together: a checkpoint of 140 GB is read at 1.2 GB/s."""
+MOST_OTHERS = 2
+"""Workers that are asked beside the first, where a plan and a reference differ: three can outvote one."""
 
 
 class NoReference(Exception):
@@ -36,10 +38,11 @@ class ReferenceSource:
 
 @dataclass(frozen=True, slots=True)
 class KnownReference:
-    """`origin`, as in "recorded reference"."""
+    """`origin`, as in "the recorded reference"; `worker` is who has computed it, if one has."""
 
     reference: Reference
     origin: str
+    worker: str = ""
 
 
 class References:
@@ -70,6 +73,26 @@ class References:
             known = self._known[dtype, tokens] = await self._ask(dtype, tokens, sources)
         return known
 
+    async def others(
+        self, dtype: DType, known: KnownReference, sources: Sequence[ReferenceSource]
+    ) -> list[KnownReference]:
+        """What other workers than the one of `known` say to the same prompt: two of them at most, as many as
+        answer.
+        """
+        found: list[KnownReference] = []
+        rest = [source for source in sources if source.worker != known.worker]
+        while rest and len(found) < MOST_OTHERS:
+            try:
+                found.append(await self._ask(dtype, known.reference.tokens, rest))
+            except NoReference:
+                break
+            rest = [source for source in rest if source.worker not in (each.worker for each in found)]
+        return found
+
+    def settle(self, dtype: DType, known: KnownReference) -> None:
+        """This one is taken from now on."""
+        self._known[dtype, known.reference.tokens] = known
+
     async def _ask(
         self, dtype: DType, tokens: tuple[int, ...], sources: Sequence[ReferenceSource]
     ) -> KnownReference:
@@ -83,7 +106,8 @@ class References:
                         reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
                         refusals.append(f"worker {source.worker}: {reason}")
                     else:
-                        return KnownReference(reference, f"the reference of worker {source.worker}")
+                        origin = f"the reference of worker {source.worker}"
+                        return KnownReference(reference, origin, source.worker)
         except TimeoutError:
             refusals.append(f"no reference within {self._timeout_s:g} s")
         raise NoReference("; ".join(refusals) or "no worker can be asked")

@@ -1,45 +1,86 @@
-"""Plans that have failed their self-check, which are not made again. Pure."""
+"""Plans that have failed their self-check, which are not made again, and who may be why. Pure."""
 
-from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from coordinator.planning.plan import Plan, PlanImpossible, WorkerCapacity
+from coordinator.planning.plan import Plan, PlanImpossible, StagePlan
 
-_Placement = tuple[tuple[str, int, int], ...]
+
+class PlanRefused(PlanImpossible):
+    """This very plan has failed its self-check; the text says how."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one worker computes in a plan: layers, with -1 for the embedding and one more for the head."""
+
+    worker: str
+    layers: range
+
+    @classmethod
+    def of(cls, stage: StagePlan) -> "_Part":
+        begin = stage.layer_begin - stage.role.has_embeddings
+        return cls(stage.worker, range(begin, stage.layer_end + stage.role.has_head))
+
+
+_Placement = tuple[_Part, ...]
 
 
 class PlanRefusals:
-    """What was wrong with plans, by who runs which layers in them."""
+    """What was wrong with plans, by who runs which layers in them.
+
+    A worker is above doubt for those layers with which it was part of a plan that has passed. Of every plan
+    that has failed, one of the others must be the cause.
+    """
 
     def __init__(self) -> None:
         self._problems: dict[_Placement, str] = {}
+        self._proven: dict[str, set[int]] = {}
 
     def add(self, plan: Plan, problem: str) -> None:
         """This plan, and any other that gives the same layers to the same workers, is refused."""
-        self._problems[_placement(plan)] = problem
+        names = ", ".join(stage.worker for stage in plan.stages)
+        self._problems[_placement(plan)] = f"the self-check of {names} {problem}"
+
+    def add_passed(self, plan: Plan) -> None:
+        """Nothing is wrong with these workers as far as they run these layers."""
+        for part in _placement(plan):
+            self._proven.setdefault(part.worker, set()).update(part.layers)
 
     def forget(self, worker: str) -> None:
-        """A new process has this name: what was wrong with plans that it was part of says nothing of it."""
+        """A new process has this name: what is known of the one before says nothing of it."""
+        self._proven.pop(worker, None)
         self._problems = {
             placement: problem
             for placement, problem in self._problems.items()
-            if worker not in (name for name, _, _ in placement)
+            if worker not in (part.worker for part in placement)
         }
 
-    def guard(
-        self, make_plan: Callable[[Sequence[WorkerCapacity]], Plan]
-    ) -> Callable[[Sequence[WorkerCapacity]], Plan]:
-        """`make_plan`, which raises PlanImpossible for a plan that is refused."""
+    def check(self, plan: Plan) -> None:
+        """Raises PlanRefused."""
+        problem = self._problems.get(_placement(plan))
+        if problem is not None:
+            raise PlanRefused(problem)
 
-        def make_other_plan(workers: Sequence[WorkerCapacity]) -> Plan:
-            plan = make_plan(workers)
-            problem = self._problems.get(_placement(plan))
-            if problem is not None:
-                names = ", ".join(stage.worker for stage in plan.stages)
-                raise PlanImpossible(f"the self-check of {names} {problem}")
-            return plan
+    def doubts(self, worker: str) -> list[str]:
+        """How the plans failed that this worker may have spoilt, the last one last."""
+        return [
+            problem for placement, problem in self._problems.items() if worker in self._suspects(placement)
+        ]
 
-        return make_other_plan
+    def culprits(self) -> dict[str, str]:
+        """Workers that must be the cause, because nobody else can be, with how their plan failed."""
+        return {
+            suspects[0]: problem
+            for placement, problem in self._problems.items()
+            if len(suspects := self._suspects(placement)) == 1
+        }
+
+    def _suspects(self, placement: _Placement) -> list[str]:
+        return [part.worker for part in placement if not self._is_proven(part)]
+
+    def _is_proven(self, part: _Part) -> bool:
+        return self._proven.get(part.worker, set()).issuperset(part.layers)
 
 
 def _placement(plan: Plan) -> _Placement:
-    return tuple((stage.worker, stage.layer_begin, stage.layer_end) for stage in plan.stages)
+    return tuple(map(_Part.of, plan.stages))

@@ -35,7 +35,9 @@ class _Known:
 
 
 class Journal:
-    """The only writer. `epoch` is the highest that a former coordinator has begun, 0 for none."""
+    """The only writer. `epoch` is the highest that a former coordinator has begun, 0 for none; `has_served`
+    says whether any has served.
+    """
 
     def __init__(self, path: Path, identity: ServedIdentity) -> None:
         """Opens the journal at `path`, or begins one there. Raises JournalUnusable."""
@@ -48,6 +50,7 @@ class Journal:
             self._database.close()
             raise damaged(path, repr(error)) from error
         self.epoch = left.epoch
+        self.has_served = left.has_served
         self._requests = [each.request for each in left.requests]
         self._known = {
             each.request.accepted.request_id: _Known(each.number, each.folded_until) for each in left.requests
@@ -123,6 +126,13 @@ class Journal:
         """The epoch that begins."""
         with self._writing():
             self._connection.execute("UPDATE meta SET value = ? WHERE key = 'epoch'", (epoch,))
+
+    def set_served(self) -> None:
+        """The cluster serves. Written once."""
+        if not self.has_served:
+            with self._writing():
+                self._connection.execute("INSERT OR REPLACE INTO meta VALUES ('has_served', 1)")
+            self.has_served = True
 
     def due_to_fold(self) -> list[RequestId]:
         """Requests that hold up the end of old rows, the oldest first; some of them if they are many."""

@@ -32,6 +32,7 @@ class LeftBehind:
 
     requests: list[ReplayedRequest]
     epoch: int
+    has_served: bool
     first_row: int
     last_row: int
 
@@ -39,11 +40,17 @@ class LeftBehind:
 def read_journal(connection: sqlite3.Connection) -> LeftBehind:
     """Raises ValueError, KeyError or TypeError for rows that nobody has written so."""
     requests = replay(connection)
-    [epoch] = connection.execute("SELECT value FROM meta WHERE key = 'epoch'").fetchone()
+    meta = dict(connection.execute("SELECT key, value FROM meta").fetchall())
     first, last = connection.execute("SELECT min(number), max(number) FROM log").fetchone()
     last_row = max(last or 0, *(each.folded_until for each in requests), 0)
     first_row = last_row + 1 if first is None else first
-    return LeftBehind(requests=requests, epoch=epoch, first_row=first_row, last_row=last_row)
+    return LeftBehind(
+        requests=requests,
+        epoch=meta["epoch"],
+        has_served=bool(meta.get("has_served", 0)),
+        first_row=first_row,
+        last_row=last_row,
+    )
 
 
 def replay(connection: sqlite3.Connection) -> list[ReplayedRequest]:

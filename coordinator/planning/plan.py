@@ -75,6 +75,11 @@ class StagePlan:
         return self.layer_end - self.layer_begin
 
     @property
+    def layers_text(self) -> str:
+        """As people read it: "layers 4-7"."""
+        return span_text(self.layer_begin, self.layer_end)
+
+    @property
     def total_bytes(self) -> int:
         """Weights, KV pages and activations together."""
         return self.weight_bytes + self.kv_bytes + self.activation_bytes
@@ -109,6 +114,12 @@ class Plan:
     def max_sequence_tokens(self) -> int:
         """The longest sequence that is accepted: bound by model, by `--max-model-len` and by the cache."""
         return min(self.limits.max_sequence_tokens, self.num_kv_tokens)
+
+
+def span_text(layer_begin: int, layer_end: int) -> str:
+    """`span_text(4, 8)` is "layers 4-7"."""
+    last = layer_end - 1
+    return f"layer {last}" if layer_begin == last else f"layers {layer_begin}-{last}"
 
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")

@@ -97,6 +97,12 @@ class Durability:
         if journal is not None:
             self._write(lambda: journal.set_epoch(epoch))
 
+    def note_served(self) -> None:
+        """Whoever comes after this coordinator need not wait for all stages."""
+        journal = self.journal
+        if journal is not None:
+            self._write(journal.set_served)
+
     def sweep(self, registry: Registry) -> None:
         """Forgets what the registry has forgotten, and keeps the journal short; to be called now and then."""
         journal = self.journal

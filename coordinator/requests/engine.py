@@ -13,6 +13,7 @@ from collections.abc import Sequence as Items
 from coordinator.journal.records import AcceptedRequest
 from coordinator.requests.admission import Admission, AdmissionLimits, misfit
 from coordinator.requests.attachment import Attachment, Positions
+from coordinator.requests.blame import Blame
 from coordinator.requests.durability import SUSPENDED, Durability
 from coordinator.requests.observer import EngineObserver, Observers
 from coordinator.requests.pace import Pace
@@ -32,22 +33,16 @@ from wire.errors import (
     ClusterUnavailable,
     DeadlinePassed,
     RequestCancelled,
-    RequestPoisoned,
     RequestSuspended,
     ServingError,
-    StepFailed,
 )
 from wire.ids import RequestId, id_text
 from wire.log_fields import about
-from wire.steps import FaultReport, Step, StepResult
+from wire.steps import Step, StepResult
 
 log = logging.getLogger(__name__)
 
 DEADLINE_SLACK_S = 0.05
-MAX_RETRIES = 2
-"""How often a request is computed again after a faulty step."""
-MAX_DEATHS_ALONE = 2
-"""The death of a worker while one request runs alone may be chance; the second one is not."""
 
 
 class Engine:
@@ -67,6 +62,7 @@ class Engine:
         self._scheduler = Scheduler()
         self._registry = Registry()
         self._pace = Pace()
+        self.blame = Blame(self._scheduler, self._registry, self._fail)
         self.admission = Admission(limits, self._registry, self._pace)
         self._observers = Observers(observers)
         self._send: Callable[[Step], None] | None = None
@@ -117,7 +113,8 @@ class Engine:
         self._durability.accept(accepted)
         self._registry.add(request)
         attachment = self._attach(request, Positions(), deadline_s)
-        self._observers.accepted(request, self._clock())
+        request.accepted_s = self._clock()
+        self._observers.accepted(request, request.accepted_s)
         for choice in request.choices:
             self._scheduler.add(choice.sequence)
         self._pump()
@@ -140,7 +137,7 @@ class Engine:
         """Takes a request of a former coordinator, which nobody reads yet. `ended`, on the engine's clock: it
         is kept only.
         """
-        request.left_s = self._clock()
+        request.accepted_s = request.left_s = self._clock()
         self._registry.add(request)
         if ended is not None:
             request.end(ended.at_s, ended.error)
@@ -224,41 +221,6 @@ class Engine:
         self.kv_feed.end_epoch()
         self._observers.epoch_stopped(reason, self._clock())
 
-    def note_fault(self, fault: FaultReport) -> None:
-        """A step was refused; to be called before `stop_epoch`. Its requests are tried again, twice at most.
-
-        They are those that the report names. Where the frame was too broken to tell, they are those of the
-        step that the stage expected; where its step id was wrong, no such step may be in flight. The last try
-        is alone: one of them may be the cause, and they must not fail together.
-        """
-        in_step = (sequence.key.request_id for sequence in self._scheduler.sequences_in_step(fault.step_id))
-        for request_id in dict.fromkeys((*in_step, *fault.request_ids)):
-            request = self._registry.live_request(request_id)
-            running = [] if request is None else [x for x in request.live_sequences if not x.state.is_queued]
-            if request is None or not running:
-                continue
-            request.num_faults += 1
-            if request.num_faults > MAX_RETRIES:
-                text = f"all {request.num_faults} steps that computed this request were refused; the last"
-                self._fail(request, StepFailed(f"{text}: {fault}"))
-            elif request.num_faults == MAX_RETRIES:
-                self._scheduler.suspect(running)
-
-    def note_death(self, reason: str) -> None:
-        """A worker has died; to be called before `stop_epoch`. What it left unfinished runs alone next.
-
-        A request that ran alone when a worker died, and again when the next one did, without a token in
-        between, fails.
-        """
-        alone = self._scheduler.lone_suspect
-        request = alone and self._registry.live_request(alone.key.request_id)
-        if request:
-            request.num_deaths_alone += 1
-            if request.num_deaths_alone >= MAX_DEATHS_ALONE:
-                text = f"{request.num_deaths_alone} workers were lost while this request alone ran; the last"
-                self._fail(request, RequestPoisoned(f"{text}: {reason}"))
-        self._scheduler.suspect(self._scheduler.unfinished)
-
     def overdue_step(self, *, unknown_s: float) -> OverdueStep | None:
         """The step whose answer should have come; `unknown_s` is the limit while steps are not known."""
         return self._scheduler.overdue_step(self._clock(), unknown_s=unknown_s)
@@ -268,16 +230,27 @@ class Engine:
         for request in self._registry.live:
             self._fail(request, ClusterUnavailable(reason))
 
-    def complete(self, result: StepResult) -> None:
-        """Takes the answer of LAST to the oldest step. Raises ResultMismatch."""
+    def fail_waiting(self, since_s: float, reason: str) -> None:
+        """Fails as UNAVAILABLE those live requests that have been here `since_s`, on this engine's clock."""
+        for request in self._registry.live:
+            if request.accepted_s <= since_s:
+                self._fail(request, ClusterUnavailable(reason))
+
+    def complete(self, result: StepResult) -> int:
+        """Takes the answer of LAST to the oldest step. Returns how many tokens it has brought. Raises
+        ResultMismatch.
+        """
         now_s = self._clock()
         progress = self._scheduler.complete(result, now_s)
         self._observers.step_answered(result, progress, self._sent_s.popleft(), now_s)
         if self._durability.add_step(progress):
             for each in progress:
                 self._deliver(each)
+        num_tokens = sum(each.token is not None for each in progress)
+        self.blame.note_tokens(num_tokens)
         self._fail_undurable()
         self._pump()
+        return num_tokens
 
     def sweep(self) -> None:
         """Ends what has outlived its time; to be called now and then.
@@ -321,7 +294,7 @@ class Engine:
             self._fail(request, progress.error)
             return
         if progress.token is not None:
-            request.num_deaths_alone = 0
+            request.num_deaths_alone = request.num_breaks_alone = 0
         request.add_prompt_logprobs(progress.prompt_logprobs)
         self._write(request.choices[key.choice], progress)
         if request.is_finished:

@@ -70,10 +70,13 @@ class Request:
         self._ended_s: float | None = None
         self.attachment: Attachment | None = None
         self.deadline_s: float | None = None
+        self.accepted_s = 0.0
         self.left_s = 0.0
         self.num_faults = 0
         self.num_deaths_alone = 0
         self.trace: Trace | None = None
+        self.num_breaks_alone = 0
+        self.num_tokens_before_breaks = 0
         self.awaited_until_s: float | None = None
         """Its reader was cut off by the end of a coordinator, and is expected back until then."""
         self.add_prompt_logprobs(())

@@ -52,7 +52,7 @@ class Scheduler:
         self._decoding = Decoding()
         self._burst_tokens = 0
         self._in_flight = StepsInFlight()
-        self._isolation = Isolation()
+        self.isolation = Isolation()
         self._starts_new = True
         self._ends: list[EndRecord] = []
         self._used = UsedGenerations()
@@ -105,11 +105,7 @@ class Scheduler:
     @property
     def lone_suspect(self) -> Sequence | None:
         """The suspect that runs now, alone; None while none does."""
-        return next(filter(self._isolation.is_suspect, self._running.values()), None)
-
-    def suspect(self, sequences: Iterable[Sequence]) -> None:
-        """These are to run alone, in the next epoch, until each of them has got a token."""
-        self._isolation.suspect(sequences)
+        return next(filter(self.isolation.is_suspect, self._running.values()), None)
 
     def finish_running(self) -> None:
         """From now on, in this epoch, only what has begun goes on."""
@@ -143,7 +139,7 @@ class Scheduler:
         if sequence.key in self._running:
             self._leave(sequence)
         else:
-            self._isolation.discard(sequence)
+            self.isolation.discard(sequence)
             self._used.note_ended(sequence.key, sequence.generation)
             self._queue.remove(sequence)
 
@@ -246,7 +242,7 @@ class Scheduler:
         reason = sequence.accept_token(outcome)
         if reason is not None:
             self._leave(sequence)
-        elif self._isolation.must_make_way(sequence):
+        elif self.isolation.must_make_way(sequence):
             self._requeue(sequence)
         else:
             self._decoding.make_ready(sequence)
@@ -257,7 +253,7 @@ class Scheduler:
     def _leave(self, sequence: Sequence, *, keep_content: bool = True) -> None:
         """A running sequence has ended: its blocks are freed with the next step."""
         self._stop_running(sequence)
-        self._isolation.discard(sequence)
+        self.isolation.discard(sequence)
         self._used.note_ended(sequence.key, sequence.generation)
         self._release(sequence.release(keep_content=keep_content))
 
@@ -354,10 +350,10 @@ class Scheduler:
         return sequence
 
     def _next_in_queue(self) -> Sequence | None:
-        if self._isolation.is_active:
+        if self.isolation.is_active:
             # What has ended may still be computed, and must not be blamed on whoever comes next.
             is_busy = self._running or self._in_flight
-            return None if is_busy else self._isolation.next_of(self._queue)
+            return None if is_busy else self.isolation.next_of(self._queue)
         if self._starts_new:
             return self._queue[0] if self._queue else None
         return next((each for each in self._queue if each.state is SequenceState.PREEMPTED), None)

@@ -6,7 +6,7 @@ STAGE = Label("stage", "stageline.stage.index", most=256, is_integer=True)
 WORKER = Label("worker", "stageline.worker.name", most=512)
 REQUEST_STATE = Label("state", "stageline.request.state", values=("preparing", "queued", "prefill", "decode"))
 OUTCOME = Label("outcome", "stageline.request.outcome", values=("finished", "cancelled", "failed"))
-REASON = Label("reason", "stageline.reason", values=("death", "fault", "broken", "replanned"))
+REASON = Label("reason", "stageline.reason", values=("death", "fault", "broken", "fruitless", "replanned"))
 STEP_PART = Label("part", "stageline.step.part", values=("hop", "receive", "wait", "compute"))
 WORKER_STATE = Label(
     "state",

@@ -66,6 +66,7 @@ class ByteProxy:
         self.address = ""
         self.num_connections = 0
         self.most_delay_s = 0.0
+        self.resets_after_bytes: int | None = None
         self._connect = connect
         self._has_target = asyncio.Event()
         self.target = target
@@ -124,6 +125,12 @@ class ByteProxy:
             _reset(writer)
         self._writers.clear()
 
+    def reset_after(self, num_bytes: int | None) -> None:
+        """Every connection from now on is reset once it has carried so many bytes to the target; None ends
+        that.
+        """
+        self.resets_after_bytes = num_bytes
+
     def flip(self, direction: Direction, *, within_bytes: int) -> Flip:
         """Falsifies one bit somewhere in the next `within_bytes` bytes of this direction."""
         flip = Flip(direction, self._generator.randrange(within_bytes), self._generator.randrange(8))
@@ -155,8 +162,13 @@ class ByteProxy:
     async def _pass_on(
         self, direction: Direction, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
+        limit, num_bytes = self.resets_after_bytes, 0
         try:
             while data := await reader.read(READ_BYTES):
+                num_bytes += len(data)
+                if limit is not None and direction is Direction.FORTH and num_bytes > limit:
+                    _reset(writer)
+                    return
                 if self.most_delay_s:
                     await asyncio.sleep(self._generator.uniform(0, self.most_delay_s))
                 await self._is_flowing.wait()

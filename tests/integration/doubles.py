@@ -75,6 +75,7 @@ class CoordinatorDouble(cluster_pb2_grpc.ClusterServicer, stage_pb2_grpc.StepRes
         self.hop_hellos: asyncio.Queue[stage_pb2.HopHello] = asyncio.Queue()
         self.results: asyncio.Queue[StepResult] = asyncio.Queue()
         self.num_ignored = 0
+        self.lease_ms = self.drain_timeout_ms = 0
         self._server = new_server()
         self.address = ""
 
@@ -110,7 +111,10 @@ class CoordinatorDouble(cluster_pb2_grpc.ClusterServicer, stage_pb2_grpc.StepRes
         link = WorkerLink((await anext(request_iterator)).hello)
         self.links.put_nowait(link)
         welcome = cluster_pb2.Welcome(
-            coordinator_incarnation=self.incarnation, heartbeat_interval_ms=HEARTBEAT_MS, lease_ms=5000
+            coordinator_incarnation=self.incarnation,
+            heartbeat_interval_ms=HEARTBEAT_MS,
+            lease_ms=self.lease_ms,
+            drain_timeout_ms=self.drain_timeout_ms,
         )
         yield cluster_pb2.CoordinatorMessage(welcome=welcome)
         reader = asyncio.create_task(_collect_answers(request_iterator, link))

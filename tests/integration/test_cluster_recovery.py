@@ -17,6 +17,7 @@ from stage_worker.hop import Hop
 from stage_worker.session import EpochSession
 from stageline.errors import ServerError
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
+from telemetry.environment import DISABLED
 from tests.checkpoints import make_checkpoint
 from tests.integration.alterations import cut, drop, flip_byte
 from tests.integration.asks import VOCAB_SIZE, SoloRuns, mixed_asks
@@ -239,7 +240,8 @@ class Footprint:
 
 
 async def test_many_epochs_leave_no_tasks_files_or_objects(varied_llama: Path) -> None:
-    async with Cluster(varied_llama, layers=LAYERS, hop_proxies=[1]) as cluster:
+    # Exporters connect when they first have something to say.
+    async with Cluster(varied_llama, layers=LAYERS, hop_proxies=[1], telemetry=DISABLED) as cluster:
 
         async def one_fault(alter: Alteration) -> None:
             epoch = cluster.epoch

@@ -116,6 +116,15 @@ async def test_the_last_worker_finishes_what_runs_and_what_waits_is_served_by_th
             await cluster.wait_status(
                 lambda status: status.workers[0].state == cluster_pb2.WORKER_STATE_DRAINING
             )
+            address = cluster.workers["w0"].worker.listen_address
+            await until_health(address, NOT_SERVING, STAGE)
+            assert await health(cluster.address) == NOT_SERVING
+            status = await cluster.client.status()
+            assert (status.state, status.health) == (
+                cluster_pb2.CLUSTER_STATE_SERVING,
+                cluster_pb2.HEALTH_DRAINING,
+            )
+            assert not all(len(each.tokens) == 60 for each in answers), "it was over too soon to see"
             late = Ask(prompt=(5, 6, 7), max_tokens=9)
             waiting = asyncio.create_task(cluster.generate(late))
             await leaving
@@ -182,7 +191,8 @@ async def test_a_worker_serves_while_it_takes_part_in_an_epoch() -> None:
     async with mock_cluster(1) as cluster:
         await start_spare(cluster)
         first, spare = (cluster.workers[name].worker.listen_address for name in ("w0", "w1"))
-        assert (await health(first, STAGE), await health(spare, STAGE)) == (SERVING, NOT_SERVING)
+        await until_health(first, SERVING, STAGE)
+        assert await health(spare, STAGE) == NOT_SERVING
         await cluster.workers["w0"].stop()
         await until_health(spare, SERVING, STAGE)
 

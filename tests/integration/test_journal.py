@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import pytest
 from stageline.completion import Completion, Completions
 from stageline.errors import Unavailable
 from stageline.output import GenerateOutput
-from tests.integration.cluster import DEADLINE_S, Cluster
+from stageline_rpc.v1 import cluster_pb2
+from tests.integration.cluster import DEADLINE_S, TEST_TIMING, Cluster
 from tests.unit.coordinator.journal.journals import crashed
 from wire.ids import id_text, new_request_id
 
@@ -142,3 +144,23 @@ async def test_without_workers_the_requests_of_a_journal_wait_and_then_fail(tmp_
         assert status.requests.waiting == 0
         with pytest.raises(Unavailable, match="no pipeline within 10 s: waiting for 2 workers"):
             await story.read_rest(second)
+
+
+async def test_a_coordinator_that_follows_one_that_served_goes_on_with_fewer_workers(tmp_path: Path) -> None:
+    """Two of three are left: as after a loss, they do without the third, and health says so meanwhile."""
+    story = Story({})
+    fast = replace(TEST_TIMING, return_grace_s=0.05)
+    layers = (4, 4, 4)
+    first = Cluster(None, layers=layers, has_text=True, journal=tmp_path / "j.db", timing=fast)
+    async with first, AsyncExitStack() as stack:
+        await story.read_some(first, stack)
+        journal = crashed(tmp_path / "j.db", tmp_path / "after")
+    second = Cluster(
+        None, layers=layers, num_workers=2, waits=False, has_text=True, journal=journal, timing=fast
+    )
+    async with second:
+        assert (await second.client.status()).health == cluster_pb2.HEALTH_DEGRADED
+        [whole] = await story.read_rest(second)
+        assert whole.usage is not None and whole.usage.completion_tokens == NUM_TOKENS
+        status = await second.client.status()
+        assert (status.health, status.requests.failed) == (cluster_pb2.HEALTH_SERVING, 0)

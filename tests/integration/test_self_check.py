@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from builtin_model import MODEL_DIRECTORY
 from checkpoint import Checkpoint
 from stage_worker import loading, torch_backend
 from stage_worker.models import DecoderStage
@@ -20,7 +23,7 @@ from stage_worker.reference_request import ReferenceRequest
 from stage_worker.torch_backend import TorchBackend
 from stageline_rpc.v1 import cluster_pb2
 from tests.checkpoints import make_checkpoint
-from tests.integration.cluster import Ask, Cluster
+from tests.integration.cluster import TEST_TIMING, Ask, Cluster
 from wire.errors import Overloaded
 from wire.reference import Reference
 
@@ -121,7 +124,7 @@ async def test_logits_that_are_not_finite_are_named(model: Path, monkeypatch: py
     async with Cluster(model, layers=LAYERS, self_check=True, waits=False) as cluster:
         status = await cluster.wait_status(is_decided)
     assert status.state == cluster_pb2.CLUSTER_STATE_BLOCKED
-    assert "are not finite" in status.detail
+    assert "finite" in status.detail
 
 
 async def test_a_good_plan_serves_in_an_epoch_after_the_one_of_its_check(model: Path) -> None:
@@ -203,3 +206,48 @@ async def test_a_step_of_fewer_tokens_checks_fewer(model: Path) -> None:
 async def test_the_built_in_model_is_checked_by_what_was_recorded_of_it() -> None:
     async with Cluster(None, layers=(4, 4, 4)) as cluster:
         assert "from the recorded reference" in (await cluster.client.status()).self_check
+
+
+def zeroed_copy_of_the_built_in_model(directory: Path) -> Path:
+    """Its headers, and so its fingerprint, are the same; every weight of its second layer is 0."""
+    copy = shutil.copytree(MODEL_DIRECTORY, directory / "zeroed")
+    (file,) = copy.glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    size = int.from_bytes(data[:8], "little")
+    for name, tensor in json.loads(data[8 : 8 + size]).items():
+        if name.startswith("model.layers.1."):
+            begin, end = (8 + size + offset for offset in tensor["data_offsets"])
+            data[begin:end] = bytes(end - begin)
+    file.write_bytes(data)
+    return copy
+
+
+async def test_a_bad_worker_that_joins_does_not_take_a_good_cluster_down(tmp_path: Path) -> None:
+    """Real weights that are zero on one worker only: it is put aside, and the others serve again."""
+    zeroed = zeroed_copy_of_the_built_in_model(tmp_path)
+    async with Cluster(None, layers=(4, 4, 4), timing=replace(TEST_TIMING, return_grace_s=0.05)) as cluster:
+        answer = await cluster.generate(ASK)
+        await cluster.workers["w0"].stop()
+        await cluster.wait_status(lambda status: is_serving_with(status, 2))
+        async with cluster.generating([replace(ASK.again(), max_tokens=200)]) as (running,):
+            await cluster.start_worker("w0", model_directory=zeroed)
+            status = await cluster.wait_status(
+                lambda status: is_serving_with(status, 2) and quarantined(status) != {}
+            )
+        assert list(quarantined(status)) == ["w0"]
+        assert "the self-check of w0, w1, w2 failed" in quarantined(status)["w0"]
+        assert running.succeeded and running.tokens[: len(answer.tokens)] == answer.tokens
+        await cluster.workers["w0"].stop()
+        await cluster.start_worker("w0")
+        await cluster.wait_status(lambda status: is_serving_with(status, 3))
+        assert (await cluster.generate(ASK.again())).tokens == answer.tokens
+
+
+def is_serving_with(status: cluster_pb2.GetStatusResponse, num_stages: int) -> bool:
+    stages = [worker for worker in status.workers if worker.HasField("stage")]
+    return status.state == cluster_pb2.CLUSTER_STATE_SERVING and len(stages) == num_stages
+
+
+def quarantined(status: cluster_pb2.GetStatusResponse) -> dict[str, str]:
+    state = cluster_pb2.WORKER_STATE_QUARANTINED
+    return {worker.name: worker.detail for worker in status.workers if worker.state == state}

@@ -183,7 +183,7 @@ async def test_a_next_stage_that_has_reported_already_is_not_reported_again(tiny
         assert bench.link.answers.empty()
 
 
-async def test_health_says_serving_only_while_an_epoch_is_active(assignment: Assignment) -> None:
+async def test_health_says_serving_only_while_the_coordinator_does(assignment: Assignment) -> None:
     async with stage_bench(assignment) as bench, client_channel(bench.worker.advertised_address) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         serving, not_serving = (
@@ -195,12 +195,22 @@ async def test_health_says_serving_only_while_an_epoch_is_active(assignment: Ass
             async with asyncio.timeout(DEADLINE_S):
                 return int((await watch.read()).status)
 
+        def serve(epoch: int, *, is_serving: bool = True) -> None:
+            bench.link.send(serving=cluster_pb2.Serving(epoch=epoch, is_serving=is_serving))
+
         assert await status() == not_serving
         await bench.begin_epoch()
+        serve(bench.epoch - 1)
+        serve(bench.epoch)
+        assert await status() == serving
+        serve(bench.epoch, is_serving=False)
+        assert await status() == not_serving
+        serve(bench.epoch)
         assert await status() == serving
         bench.link.send(end_epoch=cluster_pb2.EndEpoch(epoch=bench.epoch))
         assert await status() == not_serving
         predecessor, log = await one_step(bench)
+        serve(bench.epoch)
         assert await status() == serving
         step, hidden = log.next_frame()
         await predecessor.send(encode_frame(encode_step(step)[:-1], step.step_id, hidden))

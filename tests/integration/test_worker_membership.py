@@ -16,7 +16,7 @@ import pytest
 from checkpoint import DType
 from stage_worker import loading, torch_backend
 from stage_worker.assignment import Assignment
-from stage_worker.control import JoinRefused
+from stage_worker.control import LOADING_TIMEOUT_S, JoinRefused
 from stage_worker.worker import Worker
 from stageline_rpc.v1 import cluster_pb2
 from tests.integration.doubles import DEADLINE_S, CoordinatorDouble, WorkerLink
@@ -339,3 +339,25 @@ async def test_leave_ends_the_process_if_it_says_so(coordinator: CoordinatorDoub
     again.send(leave=cluster_pb2.Leave(reason="the cluster goes down", exit_process=True))
     await asyncio.wait_for(task, DEADLINE_S)
     assert await worker.stop()
+
+
+async def test_a_coordinator_that_answers_nothing_for_its_lease_is_dialled_again(
+    coordinator: CoordinatorDouble, caplog: pytest.LogCaptureFixture
+) -> None:
+    """This one answers no heartbeat, as one behind a partition."""
+    coordinator.lease_ms = 100
+    with caplog.at_level(logging.INFO):
+        async with running_worker(worker_config(coordinator.address)):
+            first, second = await coordinator.link(), await coordinator.link()
+    assert first.hello.incarnation != second.hello.incarnation
+    assert "(silent for 0.1 s)" in caplog.text
+
+
+async def test_how_long_leaving_may_take_is_for_the_coordinator_to_say(
+    coordinator: CoordinatorDouble,
+) -> None:
+    coordinator.drain_timeout_ms = 600_000
+    async with running_worker(worker_config(coordinator.address)) as worker:
+        link = await coordinator.link()
+        await link.next_heartbeat()
+        assert worker.leave_timeout_s == 600 + LOADING_TIMEOUT_S

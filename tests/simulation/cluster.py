@@ -23,6 +23,7 @@ from stage_worker.config import WorkerConfig
 from stage_worker.executor import StepExecutor
 from stage_worker.mock.spec import MockSpec
 from stage_worker.worker import Worker
+from telemetry.environment import DISABLED
 from tests.simulation.backend import Machine, SimBackend
 from tests.simulation.network import Channel, Network, Server
 from tests.simulation.observed import ObservedState
@@ -126,6 +127,7 @@ class Cluster:
             queue_size=64,
             mock_model=f"layers={NUM_LAYERS},hidden=1,ffn=1,heads=1,kv_heads=1,head_dim=1,"
             f"vocab={VOCAB_SIZE},max_len=96",
+            telemetry=DISABLED,
         )
         assert config.mock_model is not None
         model_config = mock_model.parse_mock_model(config.mock_model)
@@ -151,6 +153,7 @@ class Cluster:
             model_directory=None,
             num_threads=None,
             mock=MockSpec(),
+            telemetry=DISABLED,
         )
         backend = SimBackend(host.machine, lambda epoch: self.oracle.epoch_begins(host.name, epoch))
         with patch.object(stage_worker.worker, "_new_backend", lambda config: backend):

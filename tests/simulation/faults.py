@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from coordinator.cluster.cluster_state import ClusterPhase
 from coordinator.cluster.membership import WorkerState
+from coordinator.cluster.phase import ClusterPhase
 from tests.simulation.cluster import Cluster, Host
 from tests.simulation.network import Direction
 

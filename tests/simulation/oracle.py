@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from coordinator.app import CoordinatorServer
-from coordinator.cluster.cluster_state import ClusterPhase
+from coordinator.cluster.phase import ClusterPhase
 from kvcache import IntegrityBroken
 from tests.simulation.virtual_loop import BEGAN_S
 from wire.errors import StepFaultKind
@@ -42,20 +42,22 @@ class Oracle:
         self._server = server
         complete = server.engine.complete
 
-        def checked(result: StepResult) -> None:
+        def checked(result: StepResult) -> int:
             state = server.controller.state
             if state.phase is not ClusterPhase.SERVING or result.epoch != state.epoch:
                 self.note(
                     f"a result of epoch {result.epoch} counts in epoch {state.epoch}, {state.phase.name}"
                 )
-            complete(result)
+            num_tokens = complete(result)
             if result.step_id != self._answered.get(result.epoch, -1) + 1:
                 self.note(f"step {result.step_id} follows {self._answered.get(result.epoch, -1)}")
             self._answered[result.epoch] = result.step_id
             self.num_results += 1
-            self._served_s = self._loop.time()
+            if num_tokens:
+                self._served_s = self._loop.time()
             if self.num_results % EACH_RESULTS == 0:
                 self._check_ledger()
+            return num_tokens
 
         report_fault = server.controller.report_fault
 
@@ -75,7 +77,7 @@ class Oracle:
 
     @property
     def unserved_s(self) -> float:
-        """Since the last result that counted."""
+        """Since the last token that counted."""
         return self._loop.time() - self._served_s
 
     def epoch_begins(self, worker: str, epoch: int) -> None:

@@ -7,8 +7,10 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from coordinator.cluster.cluster_state import Action, BeginEpoch, ClusterPhase, ClusterState
+from coordinator.cluster.actions import Action, BeginEpoch
+from coordinator.cluster.cluster_state import ClusterState
 from coordinator.cluster.controller import Controller
+from coordinator.cluster.phase import ClusterPhase
 from coordinator.scheduling.in_flight import ResultMismatch
 from coordinator.scheduling.kv_log import KvLog
 from coordinator.scheduling.lifecycle import SequenceState

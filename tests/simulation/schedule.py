@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from random import Random
 
-from coordinator.cluster.cluster_state import ClusterPhase
+from coordinator.cluster.phase import ClusterPhase
 from tests.simulation.cluster import Cluster, Shape, simulated
 from tests.simulation.customers import Customer, Visit, draw_customers, late_guest
 from tests.simulation.faults import FAULTS, Fault, fail_load, kill, relieve

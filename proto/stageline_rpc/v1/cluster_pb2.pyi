@@ -112,11 +112,15 @@ class _WorkerStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerSta
     WORKER_STATE_READY: _WorkerState.ValueType  # 3
     WORKER_STATE_LOST: _WorkerState.ValueType  # 4
     WORKER_STATE_QUARANTINED: _WorkerState.ValueType  # 6
-    """It failed to load its layers twice, and is not tried again before it joins anew."""
+    """It failed to load its layers twice, or it alone can be why a plan failed its self-check, and is not tried again
+    before it joins anew.
+    """
     WORKER_STATE_JOINING: _WorkerState.ValueType  # 7
     """It was lost again and again, and has to wait before it is used."""
     WORKER_STATE_SUSPECT: _WorkerState.ValueType  # 8
-    """It is silent, or not reached by the stage before it, but not lost."""
+    """It is silent, or not reached by the stage before it, but not lost; or a plan with it has failed its self-check, and
+    it may be the cause: it is used last.
+    """
     WORKER_STATE_DRAINING: _WorkerState.ValueType  # 9
     """It leaves as soon as it has no layers any more."""
 
@@ -128,11 +132,15 @@ WORKER_STATE_LOADING: WorkerState.ValueType  # 2
 WORKER_STATE_READY: WorkerState.ValueType  # 3
 WORKER_STATE_LOST: WorkerState.ValueType  # 4
 WORKER_STATE_QUARANTINED: WorkerState.ValueType  # 6
-"""It failed to load its layers twice, and is not tried again before it joins anew."""
+"""It failed to load its layers twice, or it alone can be why a plan failed its self-check, and is not tried again
+before it joins anew.
+"""
 WORKER_STATE_JOINING: WorkerState.ValueType  # 7
 """It was lost again and again, and has to wait before it is used."""
 WORKER_STATE_SUSPECT: WorkerState.ValueType  # 8
-"""It is silent, or not reached by the stage before it, but not lost."""
+"""It is silent, or not reached by the stage before it, but not lost; or a plan with it has failed its self-check, and
+it may be the cause: it is used last.
+"""
 WORKER_STATE_DRAINING: WorkerState.ValueType  # 9
 """It leaves as soon as it has no layers any more."""
 Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
@@ -193,6 +201,7 @@ class CoordinatorMessage(_message.Message):
     LEAVE_FIELD_NUMBER: _builtins.int
     END_EPOCH_FIELD_NUMBER: _builtins.int
     HEARTBEAT_ANSWER_FIELD_NUMBER: _builtins.int
+    SERVING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -205,6 +214,8 @@ class CoordinatorMessage(_message.Message):
     def end_epoch(self) -> Global___EndEpoch: ...
     @_builtins.property
     def heartbeat_answer(self) -> Global___HeartbeatAnswer: ...
+    @_builtins.property
+    def serving(self) -> Global___Serving: ...
     def __init__(
         self,
         *,
@@ -214,16 +225,41 @@ class CoordinatorMessage(_message.Message):
         leave: Global___Leave | None = ...,
         end_epoch: Global___EndEpoch | None = ...,
         heartbeat_answer: Global___HeartbeatAnswer | None = ...,
+        serving: Global___Serving | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "begin_epoch", b"begin_epoch", "end_epoch", b"end_epoch", "heartbeat_answer", b"heartbeat_answer", "leave", b"leave", "message", b"message", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "begin_epoch", b"begin_epoch", "end_epoch", b"end_epoch", "heartbeat_answer", b"heartbeat_answer", "leave", b"leave", "message", b"message", "serving", b"serving", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "begin_epoch", b"begin_epoch", "end_epoch", b"end_epoch", "heartbeat_answer", b"heartbeat_answer", "leave", b"leave", "message", b"message", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "begin_epoch", b"begin_epoch", "end_epoch", b"end_epoch", "heartbeat_answer", b"heartbeat_answer", "leave", b"leave", "message", b"message", "serving", b"serving", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "assign", "begin_epoch", "leave", "end_epoch", "heartbeat_answer"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "assign", "begin_epoch", "leave", "end_epoch", "heartbeat_answer", "serving"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___CoordinatorMessage: _TypeAlias = CoordinatorMessage  # noqa: Y015
+
+@_typing.final
+class Serving(_message.Message):
+    """Whether new requests are served in this epoch: what a stage says of its own health."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    IS_SERVING_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    is_serving: _builtins.bool
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        is_serving: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "is_serving", b"is_serving"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Serving: _TypeAlias = Serving  # noqa: Y015
 
 @_typing.final
 class HeartbeatAnswer(_message.Message):
@@ -318,20 +354,27 @@ class Welcome(_message.Message):
     COORDINATOR_INCARNATION_FIELD_NUMBER: _builtins.int
     HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
+    DRAIN_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     coordinator_incarnation: _builtins.bytes
     heartbeat_interval_ms: _builtins.int
-    """How often to send heartbeats, and after how much silence either side gives the other up, in milliseconds."""
+    """How often to send heartbeats, each of which is answered, in milliseconds."""
     lease_ms: _builtins.int
+    """After how much silence of the coordinator the worker dials again, in milliseconds; 0: never. Longer than the
+    coordinator's own patience, as nobody else waits for this worker meanwhile.
+    """
+    drain_timeout_ms: _builtins.int
+    """How long the coordinator lets a worker that leaves finish what runs, in milliseconds."""
     def __init__(
         self,
         *,
         coordinator_incarnation: _builtins.bytes = ...,
         heartbeat_interval_ms: _builtins.int = ...,
         lease_ms: _builtins.int = ...,
+        drain_timeout_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_incarnation", b"coordinator_incarnation", "heartbeat_interval_ms", b"heartbeat_interval_ms", "lease_ms", b"lease_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_incarnation", b"coordinator_incarnation", "drain_timeout_ms", b"drain_timeout_ms", "heartbeat_interval_ms", b"heartbeat_interval_ms", "lease_ms", b"lease_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -449,6 +492,7 @@ class AssignStage(_message.Message):
     MAX_STEP_SEQUENCES_FIELD_NUMBER: _builtins.int
     MAX_SEQUENCE_TOKENS_FIELD_NUMBER: _builtins.int
     WIRE_DTYPE_FIELD_NUMBER: _builtins.int
+    READS_AGAIN_FIELD_NUMBER: _builtins.int
     plan_id: _builtins.int
     """Grows with every plan of this coordinator."""
     stage: _builtins.int
@@ -466,6 +510,8 @@ class AssignStage(_message.Message):
     max_sequence_tokens: _builtins.int
     wire_dtype: _stage_pb2.DType.ValueType
     """What to send hidden states in, unless the worker itself says otherwise; unspecified: in `dtype`."""
+    reads_again: _builtins.bool
+    """What the worker has in memory of the model is not trusted: drop it, and read everything again."""
     @_builtins.property
     def model(self) -> Global___ModelRef: ...
     def __init__(
@@ -485,10 +531,11 @@ class AssignStage(_message.Message):
         max_step_sequences: _builtins.int = ...,
         max_sequence_tokens: _builtins.int = ...,
         wire_dtype: _stage_pb2.DType.ValueType = ...,
+        reads_again: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "max_sequence_tokens", b"max_sequence_tokens", "max_step_sequences", b"max_step_sequences", "max_step_tokens", b"max_step_tokens", "model", b"model", "num_blocks", b"num_blocks", "num_stages", b"num_stages", "plan_id", b"plan_id", "role", b"role", "stage", b"stage", "wire_dtype", b"wire_dtype"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "max_sequence_tokens", b"max_sequence_tokens", "max_step_sequences", b"max_step_sequences", "max_step_tokens", b"max_step_tokens", "model", b"model", "num_blocks", b"num_blocks", "num_stages", b"num_stages", "plan_id", b"plan_id", "reads_again", b"reads_again", "role", b"role", "stage", b"stage", "wire_dtype", b"wire_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

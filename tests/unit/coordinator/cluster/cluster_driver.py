@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from checkpoint import DType
 from coordinator.cluster.actions import Action, Shrink, StartTimer
-from coordinator.cluster.cluster_state import RETURN_GRACE_S, ClusterState
+from coordinator.cluster.cluster_state import ClusterState
 from coordinator.cluster.membership import WorkerIdentity
+from coordinator.cluster.return_grace import RETURN_GRACE_S
 from coordinator.planning.plan import Plan, PlanImpossible, StagePlan, StepLimits, WorkerCapacity
 from wire.ids import Incarnation
 from wire.roles import StageRole
@@ -65,12 +66,22 @@ def plan_of(workers: Sequence[WorkerCapacity], *, needed_bytes: int) -> Plan:
 class ClusterDriver:
     """A state, and the events that come in bundles."""
 
-    def __init__(self, *, num_stages: int, needed_bytes: int = 0, needs_check: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        num_stages: int,
+        needed_bytes: int = 0,
+        needs_check: bool = False,
+        has_served: bool = False,
+        last_epoch: int = 0,
+    ) -> None:
         self.needed_bytes = needed_bytes
         self.state = ClusterState(
             num_stages=num_stages,
             make_plan=lambda workers: plan_of(workers, needed_bytes=needed_bytes),
             needs_check=needs_check,
+            has_served=has_served,
+            last_epoch=last_epoch,
         )
 
     @property

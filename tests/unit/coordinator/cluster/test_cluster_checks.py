@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.cluster.cluster_state import (
+from coordinator.cluster.actions import (
+    Action,
     AssignStage,
     BeginEpoch,
     CheckPlan,
-    ClusterPhase,
+    EndCause,
     StartServing,
     StopServing,
 )
+from coordinator.cluster.membership import WorkerState
+from coordinator.cluster.phase import ClusterPhase
 from tests.unit.coordinator.cluster.cluster_driver import ClusterDriver
 
 
@@ -92,12 +95,12 @@ def test_a_plan_with_a_problem_is_given_up_and_says_why() -> None:
     assert cluster.state.detail == "the self-check of a, b failed: numbers"
 
 
-def test_a_refused_plan_is_not_made_again_when_somebody_else_comes_or_goes() -> None:
+def test_a_refused_plan_is_not_made_again_when_somebody_leaves() -> None:
     cluster = checking()
     cluster.state.checked(1, "failed: numbers")
-    assert cluster.join("c") == []
-    assert cluster.state.phase is ClusterPhase.BLOCKED
-    assert cluster.lose("c") == []
+    cluster.join("c", memory_bytes=0)
+    assert cluster.stage_names == ["a", "c"]
+    cluster.lose("c")
     assert cluster.state.phase is ClusterPhase.BLOCKED
 
 
@@ -125,3 +128,141 @@ def test_mock_stages_are_not_checked() -> None:
     cluster.join("a", is_mock=True)
     cluster.load_all()
     assert [type(action) for action in cluster.get_ready()] == [StartServing]
+
+
+# What is tried instead
+
+
+class Checks:
+    """A cluster whose plans pass or fail by who has which layer: `bad` names (worker, layer) pairs."""
+
+    def __init__(self, *, num_stages: int, bad: set[tuple[str, int]], needed_bytes: int = 0) -> None:
+        self.cluster = ClusterDriver(num_stages=num_stages, needs_check=True, needed_bytes=needed_bytes)
+        self.state = self.cluster.state
+        self.bad = bad
+        self.checked: list[str] = []
+        self.read_again: list[str] = []
+
+    def join(self, *names: str) -> Checks:
+        for name in names:
+            self._note(self.cluster.join(name))
+            self.settle()
+        return self
+
+    def lose(self, name: str) -> Checks:
+        self._note(self.cluster.lose(name))
+        self._note(self.cluster.shrink(self.state._grace._num_losses))
+        return self.settle()
+
+    def settle(self) -> Checks:
+        """Loads and checks until the cluster serves, or waits."""
+        while self.state.plan is not None and self.state.phase is not ClusterPhase.SERVING:
+            self.cluster.load_all()
+            self.cluster.get_ready()
+            if self.state.phase is ClusterPhase.CHECKING:
+                self.checked.append("".join(self.cluster.stage_names))
+                assert len(self.checked) < 50, "plans are tried for ever"
+                self._note(self.state.checked(self.state.epoch, self._problem()))
+        return self
+
+    def quarantined(self) -> dict[str, str]:
+        out = (each for each in self.state.workers if each.state is WorkerState.QUARANTINED)
+        return {each.identity.name: each.detail for each in out}
+
+    def _problem(self) -> str | None:
+        assert self.state.plan is not None
+        held = {(stage.worker, stage.layer_begin) for stage in self.state.plan.stages}
+        return "failed: numbers" if held & self.bad else None
+
+    def _note(self, actions: list[Action]) -> None:
+        assigned = [each for each in actions if isinstance(each, AssignStage)]
+        self.read_again += [each.worker.name for each in assigned if each.reads_again]
+
+
+def everywhere(*names: str) -> set[tuple[str, int]]:
+    return {(name, layer) for name in names for layer in range(8)}
+
+
+def test_a_bad_newcomer_is_put_aside_and_the_plan_before_serves_again() -> None:
+    checks = Checks(num_stages=3, bad=everywhere("d")).join("a", "b", "c")
+    checks.lose("c")
+    assert checks.cluster.stage_names == ["a", "b"]
+    checks.join("d")
+    assert checks.state.phase is ClusterPhase.SERVING
+    assert checks.cluster.stage_names == ["a", "b"]
+    assert checks.checked == ["abc", "ab", "abd", "ab"]
+    assert checks.quarantined() == {"d": "the self-check of a, b, d failed: numbers"}
+    checks.join("e")
+    assert checks.cluster.stage_names == ["a", "b", "e"]
+
+
+def test_a_bad_spare_gives_way_to_another_spare() -> None:
+    checks = Checks(num_stages=2, bad=everywhere("x")).join("a", "b", "x", "y")
+    checks.lose("b")
+    assert checks.state.phase is ClusterPhase.SERVING
+    assert checks.checked == ["ab", "ax", "ay"]
+    assert set(checks.quarantined()) == {"x"}
+
+
+def test_a_bad_spare_gives_way_to_those_who_are_left() -> None:
+    checks = Checks(num_stages=2, bad=everywhere("x")).join("a", "b", "x")
+    checks.lose("b")
+    assert checks.checked == ["ab", "ax", "a"]
+    assert checks.cluster.stage_names == ["a"]
+    assert set(checks.quarantined()) == {"x"}
+
+
+@pytest.mark.parametrize("bad", "abc")
+def test_of_workers_that_are_all_new_the_bad_one_is_found(bad: str) -> None:
+    checks = Checks(num_stages=3, bad=everywhere(bad)).join("a", "b", "c", "d")
+    assert checks.state.phase is ClusterPhase.SERVING
+    assert set(checks.quarantined()) == {bad}
+    assert bad not in checks.cluster.stage_names
+
+
+def test_two_bad_ones_among_many_are_found() -> None:
+    checks = Checks(num_stages=3, bad=everywhere("b", "d")).join("a", "b", "c", "d", "e")
+    assert sorted(checks.cluster.stage_names) == ["a", "c", "e"]
+    checks.lose("e")
+    assert checks.state.phase is ClusterPhase.SERVING
+    assert set(checks.quarantined()) <= {"b", "d"}
+    assert not {"b", "d"} & set(checks.cluster.stage_names)
+
+
+def test_a_worker_that_is_bad_with_some_layers_only_serves_with_others() -> None:
+    """It was above doubt for its first layer, and is not for another."""
+    checks = Checks(num_stages=2, bad={("b", 0)}).join("a", "b")
+    checks.lose("a")
+    assert checks.state.phase is ClusterPhase.BLOCKED
+    assert "the self-check of b failed: numbers" in checks.state.detail
+    checks.join("c")
+    assert checks.state.phase is ClusterPhase.SERVING
+    assert checks.cluster.stage_names == ["c", "b"]
+
+
+def test_who_may_be_bad_is_suspect_says_why_and_reads_its_layers_again() -> None:
+    checks = Checks(num_stages=2, bad=everywhere("a", "b")).join("a", "b")
+    record = checks.state.workers["a"]
+    assert (record.shown_state, record.shown_detail) == (
+        WorkerState.SUSPECT,
+        "the self-check of a, b failed: numbers",
+    )
+    checks.join("c")
+    assert checks.checked == ["ab", "ac", "bc"]
+    assert checks.read_again == ["a", "b", "c"]
+    assert checks.state.phase is ClusterPhase.BLOCKED
+
+
+def test_a_failed_check_is_a_reason_for_the_end_of_its_epoch() -> None:
+    cluster = checking()
+    (stop,) = cluster.state.checked(1, "failed: numbers")
+    assert stop == StopServing(1, "the self-check failed: numbers", EndCause.FAULT)
+
+
+def test_one_that_has_become_bad_is_found() -> None:
+    """It was above doubt with one layer, and fails alone with all of them."""
+    checks = Checks(num_stages=2, bad=set()).join("a", "b", "c")
+    checks.bad = everywhere("a")
+    checks.lose("b")
+    assert checks.checked == ["ab", "ac", "a", "c"]
+    assert set(checks.quarantined()) == {"a"}

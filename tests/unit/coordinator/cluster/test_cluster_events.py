@@ -20,8 +20,9 @@ from coordinator.cluster.actions import (
     StartTimer,
     StopServing,
 )
-from coordinator.cluster.cluster_state import MAX_EPOCH_DELAY_S, ClusterPhase
 from coordinator.cluster.membership import WorkerIdentity, WorkerRecord, WorkerState
+from coordinator.cluster.phase import ClusterPhase
+from coordinator.cluster.setbacks import MAX_EPOCH_DELAY_S
 from tests.unit.coordinator.cluster.cluster_driver import ClusterDriver
 from wire.errors import NameInUse
 
@@ -87,7 +88,7 @@ class ClusterEvents(RuleBasedStateMachine):
     def note_silence(self, name: str, is_silent: bool) -> None:
         record = self.state.workers.find(name)
         if record is not None:
-            self.state.note_silence(name, record.identity.incarnation, is_silent=is_silent)
+            self.state.workers.note_silence(name, record.identity.incarnation, is_silent=is_silent)
             assert record.is_silent == is_silent
 
     @rule()
@@ -223,7 +224,7 @@ class ClusterEvents(RuleBasedStateMachine):
         assert assign.plan_id > self.plan_id or self.assigned, "an old plan"
         record = self.state.workers[assign.worker.name]
         assert record.identity is assign.worker
-        assert not record.is_draining and not record.is_unreachable
+        assert not record.is_draining and not record.is_left_out
         assert record.state is WorkerState.LOADING
         self.assigned.append(assign)
         self.plan_id = assign.plan_id
@@ -275,7 +276,7 @@ class ClusterEvents(RuleBasedStateMachine):
         state = self.state
         if not state.has_served or state.plan is not None or not self.usable:
             return
-        has_timer = Shrink(state._num_losses) in self.timers
+        has_timer = Shrink(state._grace._num_losses) in self.timers
         assert has_timer or "needed" in state.detail, "waits for ever"
 
     @invariant()

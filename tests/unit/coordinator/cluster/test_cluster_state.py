@@ -16,8 +16,9 @@ from coordinator.cluster.actions import (
     StartTimer,
     StopServing,
 )
-from coordinator.cluster.cluster_state import MAX_EPOCH_DELAY_S, ClusterPhase
 from coordinator.cluster.membership import WorkerState
+from coordinator.cluster.phase import ClusterPhase
+from coordinator.cluster.setbacks import MAX_EPOCH_DELAY_S
 from tests.unit.coordinator.cluster.cluster_driver import WAITS_FOR_RETURN, ClusterDriver, identity_of
 from wire.errors import NameInUse
 
@@ -36,7 +37,9 @@ def test_nothing_happens_before_the_last_worker_is_here() -> None:
     assert cluster.join("a") == []
     assert cluster.join("b") == []
     assert cluster.state.phase is ClusterPhase.WAITING_FOR_WORKERS
-    assert cluster.state.detail == "2 of 3 workers are here"
+    assert cluster.state.detail == (
+        "2 of 3 workers are here; layer 2 needs 1 B for weights; free: worker a 999 B, worker b 999 B"
+    )
     actions = cluster.join("c")
     assert [type(action) for action in actions] == [AssignStage] * 3
     assert cluster.state.phase is ClusterPhase.LOADING
@@ -196,7 +199,10 @@ def test_a_lost_worker_stops_serving_and_the_others_wait() -> None:
         WAITS_FOR_RETURN,
     ]
     assert cluster.state.phase is ClusterPhase.WAITING_FOR_WORKERS
-    assert cluster.state.detail == "worker b is lost: its stream broke; 2 of 3 workers are here"
+    assert cluster.state.detail == (
+        "worker b is lost: its stream broke; 2 of 3 workers are here; layer 1 needs 1 B for weights; "
+        "free: worker a 999 B, worker c 999 B"
+    )
     assert cluster.state.plan is None
     assert cluster.state.epoch_failed(1, "late") == []
     assert cluster.names == {"a", "c"}
@@ -250,7 +256,7 @@ def test_those_who_wait_are_counted_anew_when_one_leaves() -> None:
     cluster = ClusterDriver(num_stages=3)
     cluster.join_all("a", "b")
     cluster.lose("a")
-    assert cluster.state.detail.endswith("1 of 3 workers are here")
+    assert cluster.state.detail.startswith("1 of 3 workers are here; ")
 
 
 def test_a_restarted_worker_replaces_itself() -> None:
@@ -281,7 +287,7 @@ def test_a_worker_that_cannot_load_is_tried_again_once() -> None:
     cluster.join_all("a", "b")
     assert [type(action) for action in cluster.fail_load("b")] == [AssignStage] * 2
     assert cluster.stage_names == ["a", "b"]
-    assert cluster.state.workers["b"].detail == "no such file"
+    assert cluster.state.workers["b"].detail == "could not load its stage: no such file"
     assert isinstance(cluster.load_all()[-1], BeginEpoch)
     assert cluster.state.workers["b"].detail == ""
 
@@ -293,7 +299,8 @@ def test_a_worker_that_cannot_load_twice_is_out_and_says_why() -> None:
     assert cluster.fail_load("a", "disk gone") == []
     assert cluster.state.phase is ClusterPhase.BLOCKED
     assert cluster.state.detail == (
-        "worker a could not load its stage: disk gone; 0 of 1 workers are here; a failed: disk gone"
+        "0 of 1 workers are here; layer 0 needs 1 B for weights; "
+        "worker a is out: could not load its stage: disk gone"
     )
     record = cluster.state.workers["a"]
     assert (record.state, record.shown_state) == (WorkerState.QUARANTINED, WorkerState.QUARANTINED)
@@ -324,7 +331,7 @@ def test_before_it_has_served_a_cluster_waits_for_all_workers() -> None:
     cluster.fail_load("b")
     assert cluster.fail_load("b") == []
     assert cluster.state.phase is ClusterPhase.BLOCKED
-    assert "b failed" in cluster.state.detail
+    assert "worker b is out" in cluster.state.detail
 
 
 def test_a_worker_that_is_out_is_used_again_when_it_is_new() -> None:
@@ -353,7 +360,7 @@ def test_when_the_worker_that_could_not_load_leaves_the_rest_only_waits() -> Non
     cluster.fail_load("b")
     cluster.lose("b")
     assert cluster.state.phase is ClusterPhase.WAITING_FOR_WORKERS
-    assert cluster.state.detail.endswith("0 of 1 workers are here")
+    assert cluster.state.detail.endswith("0 of 1 workers are here; layer 0 needs 1 B for weights")
 
 
 def test_a_failure_of_an_older_plan_changes_nothing() -> None:

@@ -17,8 +17,9 @@ from coordinator.cluster.actions import (
     StartTimer,
     StopServing,
 )
-from coordinator.cluster.cluster_state import ClusterPhase
-from coordinator.cluster.membership import WorkerState
+from coordinator.cluster.membership import MAX_LOST, WorkerState
+from coordinator.cluster.phase import ClusterPhase
+from coordinator.cluster.return_grace import REJOIN_S
 from tests.unit.coordinator.cluster.cluster_driver import (
     WAITS_FOR_RETURN,
     ClusterDriver,
@@ -124,6 +125,38 @@ def test_survivors_of_which_one_fails_to_load_once_try_again() -> None:
     cluster.shrink()
     assert kinds(cluster.fail_load("b")) == [AssignStage] * 2
     assert cluster.stage_names == ["a", "b"]
+
+
+# After a coordinator that has served
+
+
+def test_a_coordinator_after_one_that_served_waits_and_then_does_without_the_lost() -> None:
+    cluster = ClusterDriver(num_stages=3, has_served=True, last_epoch=7)
+    assert cluster.state.start() == [StartTimer(REJOIN_S, Shrink(0))]
+    assert cluster.join_all("a", "c") == []
+    assert cluster.state.phase is ClusterPhase.WAITING_FOR_WORKERS
+    assert kinds(cluster.shrink(0)) == [AssignStage] * 2
+    begin = cluster.load_all()[-1]
+    assert isinstance(begin, BeginEpoch) and begin.epoch == 8
+
+
+def test_with_all_workers_it_waits_for_nothing() -> None:
+    cluster = ClusterDriver(num_stages=2, has_served=True)
+    cluster.state.start()
+    assert kinds(cluster.join_all("a", "b")) == [AssignStage] * 2
+    cluster.load_all()
+    assert cluster.shrink(0) == []
+
+
+def test_without_anybody_it_takes_whoever_comes_after_that_time() -> None:
+    cluster = ClusterDriver(num_stages=2, has_served=True)
+    cluster.state.start()
+    assert cluster.shrink(0) == []
+    assert kinds(cluster.join("b")) == [AssignStage]
+
+
+def test_a_first_coordinator_waits_for_all() -> None:
+    assert ClusterDriver(num_stages=2).state.start() == []
 
 
 # Workers that are lost again and again
@@ -237,7 +270,7 @@ def test_the_last_one_finishes_what_runs_before_it_leaves() -> None:
         LetGo(worker, "drained"),
     ]
     assert cluster.state.drained("a", worker.incarnation) == []
-    assert cluster.state.detail == "worker a is drained; 0 of 1 workers are here"
+    assert cluster.state.detail.startswith("worker a is drained; 0 of 1 workers are here; ")
 
 
 def test_those_who_stay_say_what_they_lack_and_wait_for_no_return() -> None:
@@ -272,7 +305,7 @@ def test_nobody_is_given_a_stage_while_it_leaves() -> None:
     cluster.join("a")
     assert kinds(cluster.state.drain("a")) == [LetGo]
     assert cluster.join("b") == []
-    assert cluster.state.detail == "1 of 2 workers are here"
+    assert cluster.state.detail.startswith("1 of 2 workers are here; ")
 
 
 # Silence, neighbours, lateness
@@ -281,12 +314,12 @@ def test_nobody_is_given_a_stage_while_it_leaves() -> None:
 def test_a_silent_worker_is_suspect_until_it_is_heard_again() -> None:
     cluster = ClusterDriver(num_stages=1).serving()
     incarnation = identity_of("a").incarnation
-    cluster.state.note_silence("a", incarnation, is_silent=True)
+    cluster.state.workers.note_silence("a", incarnation, is_silent=True)
     assert shown(cluster, "a") is WorkerState.SUSPECT
     assert cluster.state.phase is ClusterPhase.SERVING
-    cluster.state.note_silence("a", identity_of("a", incarnation=2).incarnation, is_silent=False)
+    cluster.state.workers.note_silence("a", identity_of("a", incarnation=2).incarnation, is_silent=False)
     assert shown(cluster, "a") is WorkerState.SUSPECT
-    cluster.state.note_silence("a", incarnation, is_silent=False)
+    cluster.state.workers.note_silence("a", incarnation, is_silent=False)
     assert shown(cluster, "a") is WorkerState.READY
 
 
@@ -354,3 +387,53 @@ def test_where_all_or_none_are_ready_nobody_is_to_blame_for_the_delay(ready: str
 def test_an_epoch_that_serves_is_not_late() -> None:
     cluster = ClusterDriver(num_stages=2).serving()
     assert cluster.state.epoch_late(1, "late") == []
+
+
+# Who is missed
+
+
+def missed(cluster: ClusterDriver) -> dict[str, str]:
+    return {each.identity.name: each.detail for each in cluster.state.workers.lost}
+
+
+def test_a_lost_worker_is_missed_until_all_stages_serve_again() -> None:
+    cluster = ClusterDriver(num_stages=3).serving()
+    assert cluster.state.detail == ""
+    cluster.lose("b", "no heartbeat for 2.1 s")
+    assert missed(cluster) == {"b": "no heartbeat for 2.1 s; it had layer 1"}
+    cluster.shrink()
+    cluster.load_all()
+    cluster.get_ready()
+    assert list(missed(cluster)) == ["b"]
+    assert cluster.state.detail == "with 2 of 3 stages; worker b is lost"
+    cluster.join("d")
+    assert list(missed(cluster)) == ["b"], "no tokens come of the new plan yet"
+    cluster.load_all()
+    cluster.get_ready()
+    assert missed(cluster) == {}
+    assert cluster.state.detail == ""
+
+
+def test_one_that_is_back_is_not_missed() -> None:
+    cluster = ClusterDriver(num_stages=2).serving()
+    cluster.lose("b")
+    cluster.join("b", incarnation=2)
+    assert missed(cluster) == {}
+
+
+def test_spares_and_those_who_have_left_are_not_missed() -> None:
+    cluster = ClusterDriver(num_stages=2).serving()
+    cluster.join("spare")
+    cluster.lose("spare")
+    cluster.state.drain("a")
+    cluster.lose("a")
+    assert missed(cluster) == {}
+
+
+def test_only_a_few_are_remembered() -> None:
+    cluster = ClusterDriver(num_stages=1).serving()
+    for number in range(12):
+        cluster.lose(cluster.stage_names[0])
+        cluster.join(f"worker-{number}")
+    assert len(missed(cluster)) == MAX_LOST
+    assert "worker-10" in missed(cluster)

@@ -332,3 +332,83 @@ def test_the_built_in_model_is_checked_unless_told(settings: dict[str, Any], exp
 def test_a_mock_model_cannot_be_checked() -> None:
     with pytest.raises(ValueError, match="--self-check needs weights"):
         config(mock_model="layers=4", self_check=True)
+
+
+# Workers that disagree
+
+
+WRONG = replace(REFERENCE, rows=(ROWS[0], replace(ROWS[1], logprob=-9.0)))
+
+
+class Opinions:
+    """Workers that answer, some of them wrongly."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *wrong: str) -> None:
+        self.wrong = wrong
+        self.asked: list[str] = []
+        monkeypatch.setattr(self_check_references, "compute_reference", self._compute)
+
+    async def _compute(
+        self, address: str, request: stage_pb2.ReferenceRequest, *, timeout_s: float
+    ) -> stage_pb2.ReferenceResponse:
+        name = address.partition(":")[0]
+        self.asked.append(name)
+        return encode_reference(WRONG if name in self.wrong else REFERENCE)
+
+
+def sources(*names: str) -> tuple[ReferenceSource, ...]:
+    """The first one has the most memory."""
+    return tuple(ReferenceSource(name, f"{name}:1", 100 - place) for place, name in enumerate(names))
+
+
+async def run_check(
+    check: SelfCheck, names: tuple[ReferenceSource, ...], rows: tuple[TokenLogprobs, ...] = ROWS
+) -> tuple[bool, str]:
+    verdict = await check.run(plan(max_step_tokens=2), 5, lambda step: check.take(answer(step, rows)), names)
+    return verdict.is_good, verdict.text
+
+
+async def test_one_worker_with_a_wrong_reference_does_not_refuse_a_good_plan(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opinions = Opinions(monkeypatch, "a")
+    check = SelfCheck(References(served), vocab_size=9)
+    is_good, text = await run_check(check, sources("a", "b", "c", "d"))
+    assert is_good, text
+    assert opinions.asked == ["a", "b", "c"]
+    assert text.endswith("; not so from the reference of worker a")
+    assert (await run_check(check, sources("a", "b", "c", "d")))[0]
+    assert opinions.asked == ["a", "b", "c"], "the right one is kept"
+
+
+async def test_a_bad_plan_is_refused_by_all(served: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    Opinions(monkeypatch)
+    check = SelfCheck(References(served), vocab_size=9)
+    is_good, text = await run_check(check, sources("a", "b", "c"), WRONG.rows)
+    assert not is_good
+    assert "but not from" not in text
+
+
+async def test_where_one_stands_against_one_nothing_passes(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody can tell which of the two workers is wrong, whichever of them runs the plan."""
+    Opinions(monkeypatch, "a")
+    check = SelfCheck(References(served), vocab_size=9)
+    is_good, text = await run_check(check, sources("a", "b"))
+    assert not is_good
+    assert text.endswith("but not from the reference of worker b")
+    assert not (await run_check(check, sources("a", "b"), WRONG.rows))[0]
+    assert (await run_check(check, sources("a", "b", "c")))[0]
+
+
+async def test_what_was_recorded_is_not_disputed(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opinions = Opinions(monkeypatch)
+    references = References(served)
+    recorded = replace(WRONG, tokens=check_prompt(9)[:2])
+    references.settle(DType.F32, KnownReference(recorded, "the recorded reference"))
+    check = SelfCheck(references, vocab_size=9)
+    assert not (await run_check(check, sources("a", "b", "c")))[0]
+    assert opinions.asked == []

@@ -236,3 +236,13 @@ def change(path: Path, statement: str) -> None:
     connection.execute(statement)
     connection.commit()
     connection.close()
+
+
+def test_that_it_has_served_is_known_to_whoever_opens_it_next(tmp_path: Path) -> None:
+    with opened(tmp_path / "j.db") as journal:
+        assert not journal.has_served
+        journal.set_served()
+        journal.set_served()
+        assert journal.has_served
+    with opened(tmp_path / "j.db") as journal:
+        assert journal.has_served

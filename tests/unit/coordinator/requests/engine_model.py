@@ -187,7 +187,7 @@ class EngineModel:
 
     def die(self, reason: str = "worker b is lost") -> None:
         """A worker dies."""
-        self.engine.note_death(reason)
+        self.engine.blame.note_death(reason)
         self.stop()
 
     def fault(
@@ -198,7 +198,7 @@ class EngineModel:
         kind: StepFaultKind = StepFaultKind.POSITION,
     ) -> None:
         """A stage refuses a step."""
-        self.engine.note_fault(
+        self.engine.blame.note_fault(
             FaultReport(
                 epoch=self.epoch, step_id=step_id, stage=0, kind=kind, message="", request_ids=request_ids
             )

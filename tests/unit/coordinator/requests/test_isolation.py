@@ -325,3 +325,64 @@ def test_the_engine_asks_its_clock_whether_a_step_is_overdue(new_model: NewModel
     assert (late.step, late.waited_s, late.limit_s) == (model.sent[-1], 5.5, 5.0)
     model.stop()
     assert model.engine.overdue_step(unknown_s=5.0) is None
+
+
+# Streams that break
+
+
+def run_over_breaks(model: EngineModel, breaks: Callable[[Step], bool], *, most: int) -> int:
+    """Runs until nothing moves; the stream breaks when it is to carry a step that `breaks`. Returns how often
+    it broke; from the third time in a row without a token on that is taken for lasting.
+    """
+    num_breaks = num_in_a_row = 0
+    for _ in range(20_000):
+        stage = next((i for i in reversed(range(len(model.queues))) if model.queues[i]), None)
+        if model.deliver():
+            num_in_a_row = 0
+        elif stage is None:
+            return num_breaks
+        elif breaks(model.queues[stage][0]):
+            num_breaks, num_in_a_row = num_breaks + 1, num_in_a_row + 1
+            assert num_breaks <= most, "the cluster goes round in circles"
+            model.engine.blame.note_break("it broke", is_lasting=num_in_a_row >= 3)
+            model.stop()
+            model.start(64)
+        else:
+            model.advance(stage)
+    raise AssertionError("the steps do not end")
+
+
+def test_a_request_that_breaks_every_stream_fails_and_the_others_are_served(new_model: NewModel) -> None:
+    model = new_model(num_stages=2)
+    wishes = [wish_of(number) for number in range(6)]
+    requests, calls = submit_all(model, wishes)
+    bad = requests[0]
+    num_breaks = run_over_breaks(model, killing(bad.id), most=12)
+    assert num_breaks >= 3
+    assert isinstance(bad.error, StepFailed)
+    assert str(bad.error) == "3 streams broke while this request alone ran; the last: it broke"
+    for call, wish in list(zip(calls, wishes, strict=True))[1:]:
+        call.read_all()
+        check_whole(call, wish)
+    model.check_idle()
+
+
+def test_where_every_stream_breaks_nobody_is_the_cause_and_all_have_their_turn(
+    new_model: NewModel,
+) -> None:
+    model = new_model()
+    requests, _ = submit_all(model, [wish_of(number) for number in range(3)])
+    for _ in range(3):
+        model.engine.blame.note_break("it broke", is_lasting=True)
+        model.stop()
+        model.start(64)
+    alone: list[RequestId] = []
+    for _ in range(9):
+        suspect = model.engine.scheduler.lone_suspect
+        assert suspect is not None
+        alone.append(suspect.key.request_id)
+        model.engine.blame.note_break("it broke", is_lasting=True)
+        model.stop()
+        model.start(64)
+    assert all(alone.count(request.id) >= 3 for request in requests)
+    assert all(request.error is None for request in requests)

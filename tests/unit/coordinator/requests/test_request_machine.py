@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from coordinator.requests.admission import AdmissionLimits
-from coordinator.requests.engine import DEADLINE_SLACK_S, MAX_DEATHS_ALONE, MAX_RETRIES
+from coordinator.requests.blame import MAX_DEATHS_ALONE, MAX_RETRIES
+from coordinator.requests.engine import DEADLINE_SLACK_S
 from coordinator.requests.request import Request
 from coordinator.scheduling.lifecycle import SequenceState
 from coordinator.scheduling.pace import SchedulerLimits

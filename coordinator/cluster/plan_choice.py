@@ -1,0 +1,171 @@
+"""Which workers run which layers next. Pure."""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations, islice
+
+from coordinator.cluster.membership import Members, WorkerRecord
+from coordinator.cluster.self_check_refusals import PlanRefusals, PlanRefused
+from coordinator.planning.plan import Plan, PlanImpossible, WorkerCapacity, format_size
+
+MOST_CHOICES = 64
+"""Sets of workers that are looked at for one number of stages, where others have failed."""
+
+ROOM_FOR_ANYTHING_BYTES = 1 << 60
+
+MakePlan = Callable[[Sequence[WorkerCapacity]], Plan]
+
+
+class TooFewWorkers(Exception):
+    """Fewer than the plan needs; the message says how many there are."""
+
+
+class PlanChoice:
+    """Remembers the last plan with all stages, whose places are kept, and the plans that are not good."""
+
+    def __init__(self, num_stages: int, make_plan: MakePlan) -> None:
+        """`make_plan` may raise PlanImpossible; it is given workers in the order in which to use them."""
+        self._num_stages = num_stages
+        self._make_plan = make_plan
+        self._refusals = PlanRefusals()
+        self._template: Plan | None = None
+        self._good_template: Plan | None = None
+
+    def keep_places(self, plan: Plan) -> None:
+        """Later plans look like this one, if it has all stages."""
+        if len(plan.stages) == self._num_stages:
+            self._template = plan
+
+    def best(self, members: Members, *, may_shrink: bool) -> Plan:
+        """A plan for the workers that are usable now.
+
+        Those with a stage in the last plan with all stages keep their place; others take the places of those
+        who are gone, by name, so that the order of arrival does not matter. Where no plan fits those, the
+        workers with the most memory are taken, and where that plan has failed its self-check, others. With
+        `may_shrink` the plan may have fewer stages than were asked for, if it must. Raises TooFewWorkers or
+        PlanImpossible.
+        """
+        usable = [each for each in members if each.is_usable]
+        if not usable or (len(usable) < self._num_stages and not may_shrink):
+            here = f"{len(usable)} of {self._num_stages} workers are here"
+            raise TooFewWorkers(f"{here}{self._what_is_missing(usable)}{members.quarantine}")
+        most = min(len(usable), self._num_stages)
+        problem: PlanImpossible | None = None
+        for num_stages in range(most, 0, -1) if may_shrink else (most,):
+            for chosen in self._choices(usable, num_stages):
+                try:
+                    plan = self._make_plan(list(map(_capacity, chosen)))
+                    self._refusals.check(plan)
+                    return plan
+                except PlanImpossible as error:
+                    problem = _more_telling(problem, error, is_first_size=num_stages == most)
+        raise PlanImpossible(f"{problem}{members.quarantine}")
+
+    def _what_is_missing(self, usable: list[WorkerRecord]) -> str:
+        """Which layers have nobody, as if workers with room for anything took the free places."""
+        places = self._places(usable)
+        places += [None] * (self._num_stages - len(places))
+        capacities = [
+            _imaginary(place) if record is None else _capacity(record) for place, record in enumerate(places)
+        ]
+        try:
+            plan = self._make_plan(capacities)
+        except PlanImpossible:
+            return ""
+        names = {each.identity.name for each in usable}
+        missing = [stage for stage in plan.stages if stage.worker not in names]
+        layers = ", ".join(
+            f"{stage.layers_text} need{'s' * (stage.num_layers == 1)} {format_size(stage.weight_bytes)}"
+            for stage in missing
+        )
+        room = ", ".join(
+            f"worker {stage.worker} {format_size(stage.memory_bytes - stage.weight_bytes)}"
+            for stage in plan.stages
+            if stage.worker in names
+        )
+        return f"; {layers} for weights" + (f"; free: {room}" if room else "")
+
+    def note_failed(self, plan: Plan, problem: str, members: Members) -> None:
+        """The plan has failed its self-check, and is not made again."""
+        self._refusals.add(plan, problem)
+        self._template = self._good_template
+        self._note_doubts(members)
+
+    def note_passed(self, plan: Plan, members: Members) -> None:
+        """The plan has passed its self-check; whoever alone can have spoilt another is out."""
+        self._refusals.add_passed(plan)
+        self._good_template = self._template
+        self._note_doubts(members)
+        for name, problem in self._refusals.culprits().items():
+            record = members.find(name)
+            if record is not None and record.stage is None:
+                record.quarantine(problem)
+
+    def forget(self, worker: str, members: Members) -> None:
+        """A new process has this name."""
+        self._refusals.forget(worker)
+        self._note_doubts(members)
+
+    def _note_doubts(self, members: Members) -> None:
+        for record in members:
+            record.doubts = tuple(self._refusals.doubts(record.identity.name))
+
+    def _choices(self, usable: list[WorkerRecord], num_stages: int) -> Iterator[list[WorkerRecord]]:
+        """Sets of so many workers in stage order, the best first."""
+        by_rank = sorted(usable, key=self._rank)
+        by_size = sorted(usable, key=lambda each: (-each.identity.memory_bytes, _by_name(each)))
+        choices = [by_rank[:num_stages], by_size[:num_stages]]
+        if any(record.doubts for record in usable):
+            choices += map(list, islice(combinations(by_rank, num_stages), MOST_CHOICES))
+        seen = set[frozenset[str]]()
+        for chosen in choices:
+            names = frozenset(each.identity.name for each in chosen)
+            if names not in seen:
+                seen.add(names)
+                yield self._in_places(chosen)
+
+    def _rank(self, record: WorkerRecord) -> tuple[object, ...]:
+        """Who has spoilt plans, or could not load, gives way to others."""
+        return (len(record.doubts), record.num_failed_loads, not self._has_place(record), _by_name(record))
+
+    def _has_place(self, record: WorkerRecord) -> bool:
+        stages = self._template.stages if self._template else ()
+        return any(stage.worker == record.identity.name for stage in stages)
+
+    def _in_places(self, chosen: list[WorkerRecord]) -> list[WorkerRecord]:
+        """In stage order, as few as there may be."""
+        return [record for record in self._places(chosen) if record is not None]
+
+    def _places(self, chosen: list[WorkerRecord]) -> list[WorkerRecord | None]:
+        """In stage order; None for a place that nobody takes."""
+        stages = self._template.stages if self._template else ()
+        by_name = {each.identity.name: each for each in chosen}
+        places = [by_name.pop(stage.worker, None) for stage in stages]
+        newcomers = iter(sorted(by_name.values(), key=_by_name))
+        filled = [place or next(newcomers, None) for place in places]
+        return [*filled, *newcomers]
+
+
+def _more_telling(
+    before: PlanImpossible | None, error: PlanImpossible, *, is_first_size: bool
+) -> PlanImpossible:
+    """A check that has failed says most, then what the largest workers lack, who are tried after others."""
+    if before is None or isinstance(error, PlanRefused):
+        return error if not isinstance(before, PlanRefused) else before
+    return error if is_first_size and not isinstance(before, PlanRefused) else before
+
+
+def _capacity(record: WorkerRecord) -> WorkerCapacity:
+    worker = record.identity
+    return WorkerCapacity(name=worker.name, memory_bytes=worker.memory_bytes, lacks_bf16=worker.lacks_bf16)
+
+
+def _imaginary(place: int) -> WorkerCapacity:
+    """No worker's name has a space."""
+    return WorkerCapacity(name=f"worker to come {place}", memory_bytes=ROOM_FOR_ANYTHING_BYTES)
+
+
+def _by_name(record: WorkerRecord) -> list[tuple[bool, int, str]]:
+    """Sorts "gpu-10" after "gpu-9"."""
+    parts = re.split(r"(\d+)", record.identity.name)
+    return [(not part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts]

@@ -1,0 +1,91 @@
+"""Who may be why steps fail, streams break and workers die: tried again, tried alone, and given up."""
+
+from collections.abc import Callable
+
+from coordinator.requests.registry import Registry
+from coordinator.requests.request import Request
+from coordinator.scheduling.scheduler import Scheduler
+from wire.errors import RequestPoisoned, ServingError, StepFailed
+from wire.steps import FaultReport
+
+MAX_RETRIES = 2
+"""How often a request is computed again after a faulty step."""
+MAX_DEATHS_ALONE = 2
+"""The death of a worker while one request runs alone may be chance; the second one is not."""
+MAX_BREAKS_ALONE = 3
+"""Streams that break while one request runs alone, and do not while others run."""
+
+
+class Blame:
+    """All of it is to be called before the epoch is stopped, while it is known what was unfinished."""
+
+    def __init__(
+        self, scheduler: Scheduler, registry: Registry, fail: Callable[[Request, ServingError], None]
+    ) -> None:
+        self._scheduler = scheduler
+        self._isolation = scheduler.isolation
+        self._registry = registry
+        self._fail = fail
+        self._num_tokens = 0
+
+    def note_tokens(self, count: int) -> None:
+        """A step has brought so many tokens, for anybody."""
+        self._num_tokens += count
+
+    def note_fault(self, fault: FaultReport) -> None:
+        """A step was refused. Its requests are tried again, twice at most.
+
+        They are those that the report names. Where the frame was too broken to tell, they are those of the
+        step that the stage expected; where its step id was wrong, no such step may be in flight. The last try
+        is alone: one of them may be the cause, and they must not fail together.
+        """
+        in_step = (sequence.key.request_id for sequence in self._scheduler.sequences_in_step(fault.step_id))
+        for request_id in dict.fromkeys((*in_step, *fault.request_ids)):
+            request = self._registry.live_request(request_id)
+            running = [] if request is None else [x for x in request.live_sequences if not x.state.is_queued]
+            if request is None or not running:
+                continue
+            request.num_faults += 1
+            if request.num_faults > MAX_RETRIES:
+                text = f"all {request.num_faults} steps that computed this request were refused; the last"
+                self._fail(request, StepFailed(f"{text}: {fault}"))
+            elif request.num_faults == MAX_RETRIES:
+                self._isolation.suspect(running)
+
+    def note_death(self, reason: str) -> None:
+        """A worker has died. What it left unfinished runs alone next.
+
+        A request that ran alone when a worker died, and again when the next one did, without a token in
+        between, fails.
+        """
+        request = self._lone_suspect()
+        if request is not None:
+            request.num_deaths_alone += 1
+            if request.num_deaths_alone >= MAX_DEATHS_ALONE:
+                text = f"{request.num_deaths_alone} workers were lost while this request alone ran; the last"
+                self._fail(request, RequestPoisoned(f"{text}: {reason}"))
+        self._isolation.suspect(self._scheduler.unfinished)
+
+    def note_break(self, reason: str, *, is_lasting: bool) -> None:
+        """A stream has broken, and nobody knows why. Where that `is_lasting`, what was unfinished runs alone
+        next, in turn with one more of the queue each time.
+
+        A request that ran alone each time fails, if others had tokens meanwhile: it is not the network.
+        """
+        request = self._lone_suspect()
+        if request is not None:
+            if not request.num_breaks_alone:
+                request.num_tokens_before_breaks = self._num_tokens
+            request.num_breaks_alone += 1
+            self._isolation.give_way(request.live_sequences)
+            has_others = self._num_tokens > request.num_tokens_before_breaks
+            if request.num_breaks_alone >= MAX_BREAKS_ALONE and has_others:
+                text = f"{request.num_breaks_alone} streams broke while this request alone ran; the last"
+                self._fail(request, StepFailed(f"{text}: {reason}"))
+        if is_lasting:
+            next_one = self._isolation.others(self._scheduler.queue)[:1]
+            self._isolation.suspect((*self._scheduler.unfinished, *next_one))
+
+    def _lone_suspect(self) -> Request | None:
+        alone = self._scheduler.lone_suspect
+        return None if alone is None else self._registry.live_request(alone.key.request_id)

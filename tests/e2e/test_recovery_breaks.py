@@ -1,0 +1,40 @@
+"""A connection that breaks again and again: waiting has an end, and a cause is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from stageline import Client, Unavailable
+from tests.e2e.recovery_setup import DEADLINE_S, SHORT_PROMPTS, config, is_idle, serves_as_ever
+from tests.faults.cluster import FaultyCluster
+from tests.faults.streams import Streams, undisturbed
+
+RECOVERY_TIMEOUT_S = 4
+LEAST_BYTES = 700
+"""A stream opens, and no frame of a prompt passes."""
+
+
+async def test_a_connection_that_breaks_on_every_try_fails_the_requests_in_time(
+    steady: Path, tmp_path: Path
+) -> None:
+    """That from the coordinator, which nobody can do without."""
+    made = config(
+        steady, 2, num_stages=2, logs=tmp_path, flags=("--recovery-timeout", str(RECOVERY_TIMEOUT_S))
+    )
+    async with FaultyCluster(made, has_proxies=True) as cluster, Client(cluster.address) as client:
+        expected = await undisturbed(client, SHORT_PROMPTS)
+        line = cluster.lines[(await cluster.places())["FIRST"]].into
+        streams = Streams(client, SHORT_PROMPTS, cache_salt="breaks")
+        await streams.all_have(2)
+        line.reset_after(LEAST_BYTES)
+        line.cut()
+        await streams.end(timeout_s=DEADLINE_S)
+        errors = [stream.error for stream in streams.all if stream.error is not None]
+        assert errors and all(isinstance(error, Unavailable) for error in errors), errors
+        assert all(
+            "no token within 4 s" in str(error) and "without a token" in str(error) for error in errors
+        )
+        line.reset_after(None)
+        line.cut()
+        await serves_as_ever(client, SHORT_PROMPTS, expected, salt="breaks")
+        await cluster.until(is_idle)

@@ -1,0 +1,40 @@
+"""A stage whose weights have become NaN: its requests are computed elsewhere, and are right."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from stageline_rpc.v1 import cluster_pb2
+from tests.integration.asks import SoloRuns, mixed_asks
+from tests.integration.cluster import Cluster
+from tests.integration.test_drain import places
+
+LAYERS = (1, 1, 1)
+
+
+def spoil(cluster: Cluster, name: str) -> None:
+    """What this worker holds in memory is not finite any more; its files are as they were."""
+    backend = cluster.workers[name].worker._backend
+    compute = backend._resident._compute  # type: ignore[attr-defined]
+    with torch.inference_mode():
+        compute._model._loaded().layers[0]._mlp_norm.fill_(math.nan)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+async def test_requests_of_a_stage_that_computes_nothing_finite_go_on_without_it(
+    tiny_llama: Path, stage: int
+) -> None:
+    asks = mixed_asks(8)
+    async with Cluster(tiny_llama, layers=LAYERS) as cluster:
+        spoil(cluster, f"w{stage}")
+        answers = await cluster.generate_all(asks)
+        status = await cluster.client.status()
+    SoloRuns(tiny_llama).check(answers)
+    assert f"w{stage}" not in places(status)
+    (left_out,) = (worker for worker in status.workers if worker.name == f"w{stage}")
+    assert left_out.state == cluster_pb2.WORKER_STATE_SUSPECT
+    assert "NON_FINITE" in left_out.detail

@@ -1,0 +1,131 @@
+"""How long requests wait while nothing gets on, and what they are told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from coordinator.cluster.availability import Availability
+from coordinator.requests.request import Request
+from coordinator.timing import ClusterTiming
+from tests.unit.coordinator.cluster.cluster_driver import ClusterDriver
+from tests.unit.coordinator.requests.engine_model import EngineModel
+from tests.unit.coordinator.requests.wishes import Wish
+from wire.errors import ClusterUnavailable
+
+TIMEOUT_S = 30.0
+
+
+class Waiting:
+    """A cluster of two stages with its engine, on a clock that the test turns."""
+
+    def __init__(self, model: EngineModel) -> None:
+        self.model = model
+        self.cluster = ClusterDriver(num_stages=2).serving()
+        timing = replace(ClusterTiming(), recovery_timeout_s=TIMEOUT_S)
+        self.availability = Availability(self.cluster.state, model.engine, timing)
+        self.availability.begin()
+
+    def submit(self) -> Request:
+        request = Wish(prompt=(1, 2, 3), max_tokens=8).request(arrival=0)
+        self.model.submit(request)
+        return request
+
+    def break_epoch(self) -> None:
+        """The present epoch breaks; the next one has not begun."""
+        self.cluster.state.epoch_failed(self.cluster.state.epoch, "the connection to stage 0 broke")
+        if self.model.is_serving:
+            self.model.stop()
+        self.availability.end()
+        self.availability.limit_waiting()
+
+    def serve_again(self) -> None:
+        self.cluster.get_ready()
+        self.model.start(64)
+        self.availability.begin()
+
+    def pass_s(self, seconds: float) -> None:
+        self.model.now_s += seconds
+        self.availability.look_around()
+
+
+@pytest.fixture
+def waiting() -> Iterator[Waiting]:
+    model = EngineModel()
+    yield Waiting(model)
+    model.close()
+
+
+def test_epochs_that_begin_and_break_do_not_prolong_the_wait(waiting: Waiting) -> None:
+    request = waiting.submit()
+    waiting.break_epoch()
+    for _ in range(7):
+        waiting.pass_s(4.0)
+        assert request.error is None
+        waiting.serve_again()
+        waiting.break_epoch()
+    waiting.pass_s(4.0)
+    assert isinstance(request.error, ClusterUnavailable)
+    assert str(request.error) == (
+        "no token within 30 s: the connection to stage 0 broke, and so or in a like way ended 8 epochs "
+        "without a token"
+    )
+
+
+def test_a_token_ends_the_wait(waiting: Waiting) -> None:
+    request = waiting.submit()
+    waiting.break_epoch()
+    waiting.pass_s(29.0)
+    waiting.serve_again()
+    waiting.availability.note_result(has_tokens=True)
+    waiting.break_epoch()
+    waiting.pass_s(29.0)
+    assert request.error is None
+    waiting.pass_s(1.0)
+    assert request.error is not None
+
+
+def test_a_part_of_a_prompt_ends_the_wait_only_after_a_while(waiting: Waiting) -> None:
+    request = waiting.submit()
+    waiting.break_epoch()
+    waiting.serve_again()
+    waiting.pass_s(29.0)
+    waiting.availability.note_result(has_tokens=False)
+    waiting.pass_s(1.0)
+    waiting.availability.note_result(has_tokens=False)
+    waiting.break_epoch()
+    assert request.error is None
+    waiting.pass_s(30.0)
+    assert request.error is not None
+
+
+def test_an_epoch_that_serves_is_given_time(waiting: Waiting) -> None:
+    """A long step is no reason to fail: its answer comes, or is overdue."""
+    request = waiting.submit()
+    waiting.break_epoch()
+    waiting.serve_again()
+    waiting.pass_s(100.0)
+    assert request.error is None
+
+
+def test_whoever_came_later_waits_for_its_own_time(waiting: Waiting) -> None:
+    old = waiting.submit()
+    waiting.break_epoch()
+    waiting.pass_s(20.0)
+    new = waiting.submit()
+    waiting.pass_s(10.0)
+    assert old.error is not None and new.error is None
+    waiting.pass_s(20.0)
+    assert new.error is not None
+
+
+def test_nobody_waits_longer_because_of_a_trouble_before_its_time(waiting: Waiting) -> None:
+    waiting.break_epoch()
+    waiting.pass_s(29.0)
+    waiting.serve_again()
+    request = waiting.submit()
+    waiting.break_epoch()
+    waiting.pass_s(29.0)
+    assert request.error is None

@@ -1,0 +1,127 @@
+"""Epochs that break, one after another: what is suspected, and what is said."""
+
+from __future__ import annotations
+
+from coordinator.cluster.actions import Action, AssignStage, BeginEpoch, EndCause, StopServing
+from coordinator.cluster.membership import WorkerState
+from tests.unit.coordinator.cluster.cluster_driver import ClusterDriver
+from wire.errors import StepFaultKind
+from wire.ids import RequestId
+from wire.steps import FaultReport
+
+
+def cause_of(cluster: ClusterDriver, reason: str = "it broke") -> EndCause:
+    """That of the end of the present epoch, which breaks; another one serves after it."""
+    stop = cluster.state.epoch_failed(cluster.state.epoch, reason)[0]
+    assert isinstance(stop, StopServing)
+    cluster.get_ready()
+    return stop.cause
+
+
+def test_an_epoch_that_breaks_blames_nobody_and_the_third_in_a_row_does() -> None:
+    cluster = ClusterDriver(num_stages=2).serving()
+    causes = [cause_of(cluster) for _ in range(4)]
+    assert causes == [EndCause.BROKEN, EndCause.BROKEN, EndCause.FRUITLESS, EndCause.FRUITLESS]
+
+
+def test_a_token_makes_up_for_what_broke_and_a_part_of_a_prompt_does_not() -> None:
+    cluster = ClusterDriver(num_stages=2).serving()
+    for _ in range(2):
+        cause_of(cluster)
+        cluster.state.result_arrived()
+    assert cause_of(cluster) is EndCause.FRUITLESS
+    cluster.state.token_arrived()
+    assert cause_of(cluster) is EndCause.BROKEN
+
+
+def test_a_faulty_step_is_no_break() -> None:
+    cluster = ClusterDriver(num_stages=2).serving()
+    for _ in range(4):
+        (stop, _) = cluster.state.epoch_failed(cluster.state.epoch, "SHAPE", EndCause.FAULT)
+        assert isinstance(stop, StopServing) and stop.cause is EndCause.FAULT
+        cluster.get_ready()
+
+
+def test_the_trouble_is_told_with_its_number_and_ends_with_a_token() -> None:
+    cluster = ClusterDriver(num_stages=2).serving()
+    assert cluster.state.trouble == ""
+    cause_of(cluster, "the connection to stage 0 broke")
+    assert cluster.state.trouble == "the connection to stage 0 broke"
+    cause_of(cluster, "the connection to stage 0 broke")
+    assert cluster.state.trouble == (
+        "the connection to stage 0 broke, and so or in a like way ended 2 epochs without a token"
+    )
+    cluster.state.token_arrived()
+    assert cluster.state.trouble == ""
+
+
+# Stages whose results are not finite
+
+
+def kinds(actions: list[Action]) -> list[type]:
+    return [type(action) for action in actions]
+
+
+def fault(epoch: int, stage: int, *requests: int) -> FaultReport:
+    """Of these requests, or of two others in each epoch."""
+    ids = tuple(RequestId(bytes([each]) * 16) for each in requests or (10 * epoch, 10 * epoch + 1))
+    return FaultReport(
+        epoch=epoch,
+        step_id=0,
+        stage=stage,
+        kind=StepFaultKind.NON_FINITE,
+        message="numbers",
+        request_ids=ids,
+    )
+
+
+def test_one_request_alone_does_not_speak_against_a_stage_and_another_does() -> None:
+    cluster = ClusterDriver(num_stages=2).serving()
+    for epoch in (1, 2, 3):
+        assert kinds(cluster.state.stage_failed(fault(epoch, 1, 7))) == [StopServing, BeginEpoch]
+    assert kinds(cluster.state.stage_failed(fault(4, 1, 8))) == [StopServing, AssignStage]
+
+
+def test_a_stage_that_spoils_two_steps_is_done_without() -> None:
+    cluster = ClusterDriver(num_stages=3).serving()
+    assert kinds(cluster.state.stage_failed(fault(1, 1))) == [StopServing, BeginEpoch]
+    cluster.get_ready()
+    cluster.state.result_arrived()
+    cluster.state.token_arrived()
+    actions = cluster.state.stage_failed(fault(2, 1))
+    assert kinds(actions) == [StopServing, AssignStage, AssignStage]
+    assert isinstance(actions[0], StopServing) and actions[0].cause is EndCause.FAULT
+    assert cluster.stage_names == ["a", "c"]
+    record = cluster.state.workers["b"]
+    assert (record.shown_state, record.shown_detail) == (
+        WorkerState.SUSPECT,
+        "stage 1, step 0: NON_FINITE: numbers",
+    )
+
+
+def test_where_nobody_can_take_its_place_it_is_tried_again() -> None:
+    cluster = ClusterDriver(num_stages=2, needed_bytes=1500).serving()
+    for epoch in (1, 2, 3):
+        assert kinds(cluster.state.stage_failed(fault(epoch, 1))) == [StopServing, BeginEpoch]
+    assert cluster.state.workers["b"].shown_state is WorkerState.READY
+
+
+def test_when_it_is_used_again_it_reads_its_layers_again() -> None:
+    cluster = ClusterDriver(num_stages=2).serving()
+    for epoch in (1, 2):
+        cluster.state.stage_failed(fault(epoch, 1))
+    assert cluster.stage_names == ["a"]
+    cluster.lose("a")
+    (assign,) = cluster.shrink()
+    assert isinstance(assign, AssignStage)
+    assert (assign.worker.name, assign.reads_again) == ("b", True)
+
+
+def test_what_was_long_ago_does_not_count_and_what_is_late_changes_nothing() -> None:
+    cluster = ClusterDriver(num_stages=3).serving()
+    cluster.state.stage_failed(fault(1, 1))
+    assert cluster.state.stage_failed(fault(1, 1)) == []
+    cluster.get_ready()
+    cluster.state.note_steady()
+    assert kinds(cluster.state.stage_failed(fault(2, 1))) == [StopServing, BeginEpoch]
+    assert kinds(cluster.state.stage_failed(fault(3, 0))) == [StopServing, BeginEpoch]
