@@ -5,6 +5,7 @@ import gc
 import logging
 import signal
 import sys
+import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ from typing import Any
 import uvloop
 
 from checkpoint import CheckpointError
+from coordinator.api.activity import ActivityReporter
 from coordinator.api.callers import Callers
 from coordinator.api.cluster_service import ClusterService, StepResultsService
 from coordinator.api.health import CoordinatorHealth
 from coordinator.api.inference_service import InferenceService
 from coordinator.api.session import Sessions
 from coordinator.api.status import StatusReporter
+from coordinator.api.telemetry_service import TelemetryService
 from coordinator.cluster.cluster_state import ClusterState
 from coordinator.cluster.controller import Controller
 from coordinator.cluster.self_check import SelfCheck
@@ -28,13 +31,14 @@ from coordinator.journal.database import ServedIdentity
 from coordinator.journal.errors import JournalUnusable
 from coordinator.journal.journal import Journal
 from coordinator.model import ServedModel, open_model
+from coordinator.observing.activity_recorder import ActivityRecorder
 from coordinator.planning.served_plan import plan_for
 from coordinator.requests.admission import AdmissionLimits
 from coordinator.requests.durability import Durability
 from coordinator.requests.engine import Engine
 from coordinator.text.tokenizer import TokenizerError, load_text_codec
 from coordinator.timing import ClusterTiming
-from stageline_rpc.v1 import cluster_pb2_grpc, inference_pb2_grpc, stage_pb2_grpc
+from stageline_rpc.v1 import cluster_pb2_grpc, inference_pb2_grpc, stage_pb2_grpc, telemetry_pb2_grpc
 from wire.addresses import parse_address
 from wire.channels import bind, new_server
 from wire.ids import new_incarnation
@@ -52,6 +56,7 @@ class CoordinatorServer:
     ) -> None:
         self._config = config
         self.journal = None if config.journal is None else open_journal(config.journal, model)
+        recorder = ActivityRecorder(time.monotonic())
         self.engine = Engine(
             AdmissionLimits(
                 queue_size=config.queue_size,
@@ -59,6 +64,7 @@ class CoordinatorServer:
                 max_unread_tokens=config.max_unread_tokens,
             ),
             durability=Durability(self.journal, config.reattach_timeout_s),
+            observers=(recorder,),
         )
         state = ClusterState(
             num_stages=config.num_stages,
@@ -91,6 +97,7 @@ class CoordinatorServer:
         self._sweep_interval_s = timing.sweep_interval_s
         self._sweeper: asyncio.Task[None] | None = None
         status = StatusReporter(self.controller, self.engine, model)
+        activity = ActivityReporter(recorder, self.controller, self.engine)
         self._sessions = Sessions(self.engine, self.controller, model, priority_age_s=config.priority_age_s)
         if self.journal is not None and (requests := self.journal.take_requests()):
             num_live = self._sessions.resume(requests)
@@ -103,6 +110,7 @@ class CoordinatorServer:
         cluster_pb2_grpc.add_ClusterServicer_to_server(
             ClusterService(self.controller, status, self.engine.kv_feed), self._server
         )
+        telemetry_pb2_grpc.add_TelemetryServicer_to_server(TelemetryService(activity), self._server)
         stage_pb2_grpc.add_StepResultsServicer_to_server(StepResultsService(self.controller), self._server)
         self._health.add_to(self._server)
         self.address = config.listen

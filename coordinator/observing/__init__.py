@@ -1,0 +1,1 @@
+"""What the coordinator remembers of the last minutes, for whoever looks."""
