@@ -1,5 +1,7 @@
 """The coordinator process."""
 
+from __future__ import annotations
+
 import asyncio
 import gc
 import logging
@@ -8,7 +10,7 @@ import sys
 import time
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvloop
 
@@ -42,6 +44,9 @@ from stageline_rpc.v1 import cluster_pb2_grpc, inference_pb2_grpc, stage_pb2_grp
 from wire.addresses import parse_address
 from wire.channels import bind, new_server
 from wire.ids import new_incarnation
+
+if TYPE_CHECKING:
+    from coordinator.dashboard.server import DashboardServer
 
 log = logging.getLogger(__name__)
 
@@ -111,15 +116,32 @@ class CoordinatorServer:
             ClusterService(self.controller, status, self.engine.kv_feed), self._server
         )
         telemetry_pb2_grpc.add_TelemetryServicer_to_server(TelemetryService(activity), self._server)
+        self.dashboard = None if config.http is None else self._dashboard(config.http, status, activity)
         stage_pb2_grpc.add_StepResultsServicer_to_server(StepResultsService(self.controller), self._server)
         self._health.add_to(self._server)
         self.address = config.listen
 
+    def _dashboard(self, listen: str, status: StatusReporter, activity: ActivityReporter) -> DashboardServer:
+        # Imported late: aiohttp takes some 20 MB, and not every coordinator has a dashboard.
+        from coordinator.dashboard.server import DashboardServer
+        from coordinator.dashboard.sources import NoTraces, Sources
+
+        sources = Sources(
+            status=status,
+            activity=activity,
+            engine=self.engine,
+            controller=self.controller,
+            traces=NoTraces(),
+        )
+        return DashboardServer(sources, listen=listen, token=self._config.http_token)
+
     async def start(self) -> None:
-        """Raises OSError when the address cannot be had."""
+        """Raises OSError when an address cannot be had."""
         wanted = parse_address(self._config.listen)
         port = bind(self._server, str(wanted))
         self.address = f"{self._config.listen.rpartition(':')[0]}:{port}"
+        if self.dashboard is not None:
+            await self.dashboard.start()
         await self._health.start()
         await self._server.start()
         self.controller.start()
@@ -134,6 +156,8 @@ class CoordinatorServer:
         if self._sweeper is not None:
             self._sweeper.cancel()
             await asyncio.wait([self._sweeper])
+        if self.dashboard is not None:
+            await self.dashboard.stop()
         self.engine.suspend()
         await self.controller.close()
         self._sessions.close()
@@ -179,6 +203,8 @@ async def _serve(config: CoordinatorConfig, model: ServedModel) -> None:
     await server.start()
     # What is here now stays: looking through it again and again would hold up steps for tens of milliseconds.
     gc.freeze()
+    if server.dashboard is not None:
+        print(f"dashboard {server.dashboard.url}", flush=True)
     print(f"stageline coordinator listening on {server.address}", flush=True)
     log.info(
         "serving model %s (%s), waiting for %d workers", model.name, model.dtype.value, config.num_stages

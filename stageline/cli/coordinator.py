@@ -37,6 +37,9 @@ def coordinator(
     self_check: options.SelfCheck = None,
     journal: options.Journal = None,
     reattach_timeout: options.ReattachTimeout = 60.0,
+    http: options.Http = options.DEFAULT_HTTP,
+    no_http: options.NoHttp = False,
+    http_token_file: options.HttpTokenFile = None,
 ) -> int:
     """Plan the stages, and serve clients and workers until it is ended."""
     config = options.build_config(
@@ -67,6 +70,8 @@ def coordinator(
             self_check=self_check,
             journal=journal,
             reattach_timeout_s=reattach_timeout,
+            http=None if no_http else http,
+            http_token=options.read_http_token(http_token_file),
         )
     )
     from coordinator.app import run  # imported late: the other commands need none of it
@@ -75,7 +80,10 @@ def coordinator(
 
 
 def flags_of(config: CoordinatorConfig) -> tuple[str, ...]:
-    """The flags that give another coordinator this config; without where it listens, stages and model."""
+    """The flags that give another coordinator this config.
+
+    They do not say where it listens (`http` neither), stages, model, and the token.
+    """
     values = {
         "--layers": None if config.layers is None else ",".join(map(str, config.layers)),
         "--dtype": config.dtype,

@@ -66,6 +66,9 @@ def up(
     self_check: options.SelfCheck = None,
     journal: options.Journal = None,
     reattach_timeout: options.ReattachTimeout = 60.0,
+    http: options.Http = options.ANY_HTTP,
+    no_http: options.NoHttp = False,
+    http_token_file: options.HttpTokenFile = None,
     mock: Annotated[
         list[str] | None,
         typer.Option(metavar="TIMES", help="Mock stages, as in step=20ms; once for all, or once for each."),
@@ -103,6 +106,8 @@ def up(
             self_check=self_check,
             journal=journal,
             reattach_timeout_s=reattach_timeout,
+            http=None if no_http else http,
+            http_token=options.read_http_token(http_token_file),
         )
         if self_check and mock:
             raise ValueError("--self-check needs stages that compute: not together with --mock")
@@ -115,7 +120,11 @@ def up(
             num_threads=threads,
             mocks=tuple(mock or ()),
             pins_workers=pin,
-            coordinator_arguments=flags_of(coordinator),
+            http=coordinator.http,
+            coordinator_arguments=(
+                *flags_of(coordinator),
+                *(() if http_token_file is None else ("--http-token-file", str(http_token_file))),
+            ),
         )
         return coordinator, cluster
 
@@ -166,6 +175,8 @@ async def _serve(cluster: LocalCluster, console: Console) -> None:
     console.print(describe_cluster(status), highlight=False)
     console.print(topology_view(status))
     console.print(describe_kv_cache(status), highlight=False)
+    if cluster.dashboard_url is not None:
+        console.print(f"dashboard {cluster.dashboard_url}", highlight=False)
     console.print(
         f"Serving at [bold]{cluster.address}[/]. Ctrl-C ends it. In another terminal:\n"
         f"  {_client_command(cluster, generate)}\n  {_client_command(cluster, 'status')}",

@@ -148,6 +148,7 @@ def test_the_coordinators_flags_become_its_config(tmp_path: Path, monkeypatch: p
             max_kv_tokens=9999,
             queue_size=5,
             wire_dtype="int8",
+            http="127.0.0.1:7481",
         )
     ]
     again = ["coordinator", "--model", str(tmp_path), "--listen", "[::1]:0", "--stages", "3"]
