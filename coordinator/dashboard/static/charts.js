@@ -1,7 +1,6 @@
-// Lines over the last five minutes, with the values under the pointer or the arrow keys.
+// Lines over the last minutes, five at most, with the values under the pointer or the arrow keys.
 import { clock, element } from "./format.js";
 
-const SPAN_S = 300;
 const HEIGHT = 150;
 const MARGIN = { left: 46, right: 8, top: 8, bottom: 20 };
 
@@ -27,10 +26,12 @@ export class Chart {
     new ResizeObserver(() => this.#draw()).observe(figure);
   }
 
-  // `seconds`: start_us -> second; `lastUs`: the last whole second; `unixOffset`: from that clock to the wall's.
-  show(seconds, lastUs, unixOffset) {
+  // `seconds`: start_us -> second; `lastUs`: the last whole second of `spanS`; `unixOffset`: from that clock to the wall's.
+  show(seconds, lastUs, unixOffset, spanS) {
+    if (spanS !== this.spanS) this.cursor = null;
+    this.spanS = spanS;
     this.points = [];
-    for (let age = SPAN_S - 1; age >= 0; age--) {
+    for (let age = spanS - 1; age >= 0; age--) {
       const startUs = lastUs - age * 1e6;
       const second = seconds.get(startUs);
       const values = this.lines.map((line) => (second ? line.value(second) : null) ?? this.whole);
@@ -46,7 +47,7 @@ export class Chart {
     const plotHeight = HEIGHT - MARGIN.top - MARGIN.bottom;
     const most = Math.max(0, ...this.points.flatMap((point) => point.values.map((value) => value ?? 0)));
     const [top, tick] = scale(most);
-    const x = (index) => MARGIN.left + (index / (SPAN_S - 1)) * plotWidth;
+    const x = (index) => MARGIN.left + (index / (this.spanS - 1)) * plotWidth;
     const y = (value) => MARGIN.top + plotHeight - (value / top) * plotHeight;
     this.plot = { x, plotWidth };
     const parts = [];
@@ -54,10 +55,10 @@ export class Chart {
       parts.push(svg("line", { class: "grid", x1: MARGIN.left, x2: width - MARGIN.right, y1: y(value), y2: y(value) }));
       parts.push(svg("text", { x: MARGIN.left - 6, y: y(value) + 3.5, "text-anchor": "end" }, this.format(value)));
     }
-    for (const minutes of [5, 4, 3, 2, 1, 0]) {
-      const at = MARGIN.left + (1 - minutes / 5) * plotWidth;
-      const anchor = minutes === 0 ? "end" : minutes === 5 ? "start" : "middle";
-      parts.push(svg("text", { x: at, y: HEIGHT - 5, "text-anchor": anchor }, minutes ? `−${minutes}\u202fmin` : "now"));
+    for (let age = 0; age <= this.spanS; age += this.spanS > 120 ? 60 : this.spanS / 4) {
+      const at = MARGIN.left + (1 - age / this.spanS) * plotWidth;
+      const text = age === 0 ? "now" : age % 60 ? `−${age}\u202fs` : `−${age / 60}\u202fmin`;
+      parts.push(svg("text", { x: at, y: HEIGHT - 5, "text-anchor": age === 0 ? "end" : "middle" }, text));
     }
     this.lines.forEach((line, which) => parts.push(...this.#line(line, which, x, y)));
     if (this.cursor !== null) {
@@ -92,7 +93,7 @@ export class Chart {
     const point = this.points[this.cursor ?? this.points.length - 1];
     const when = this.cursor === null ? [] : [element("li", {}, clock(point.at))];
     const items = this.lines.map((line, which) =>
-      element("li", {}, element("i", { class: `key ${line.className}` }), `${line.label} ${point.values[which] === null ? "–" : this.format(point.values[which])}`));
+      element("li", {}, element("i", { class: `key ${line.className}` }), `${line.label}${line.label ? " " : ""}${point.values[which] === null ? "–" : this.format(point.values[which])}`));
     this.legend.replaceChildren(...when, ...items);
     this.svg.setAttribute("aria-label", `${this.title}. ${items.map((item) => item.textContent).join(", ")}`);
   }
@@ -100,13 +101,13 @@ export class Chart {
   #moveTo(event) {
     if (!this.plot) return;
     const share = (event.clientX - this.svg.getBoundingClientRect().left - MARGIN.left) / this.plot.plotWidth;
-    this.#setCursor(Math.max(0, Math.min(SPAN_S - 1, Math.round(share * (SPAN_S - 1)))));
+    this.#setCursor(Math.max(0, Math.min(this.spanS - 1, Math.round(share * (this.spanS - 1)))));
   }
 
   #key(event) {
     const moves = { ArrowLeft: -1, ArrowRight: 1, PageUp: -30, PageDown: 30 };
     if (!(event.key in moves)) return;
-    this.#setCursor(Math.max(0, Math.min(SPAN_S - 1, (this.cursor ?? SPAN_S - 1) + moves[event.key])));
+    this.#setCursor(Math.max(0, Math.min(this.spanS - 1, (this.cursor ?? this.spanS - 1) + moves[event.key])));
     event.preventDefault();
   }
 

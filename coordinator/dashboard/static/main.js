@@ -23,23 +23,22 @@ let heardMs = null;
 const canAct = () => Boolean(status?.can_act && token());
 const timeline = new Timeline(byId("timeline"), byId("step"), store);
 const topology = new Topology(byId("stages"), byId("others"), drain);
-const trace = new TraceView(byId("trace"), { find: (id) => requests.find(id), nowUs: () => store.nowUs(), canAct });
+const trace = new TraceView(byId("trace"), { find: (id) => requests.find(id), nowUs: () => activity.now_us, canAct });
 const requests = new Requests(byId("rows"), byId("no-requests"), byId("filter"), (id) => trace.open(id));
 const charts = [
-  new Chart(byId("throughput"), {
-    title: "Throughput", unit: "tokens/s", whole: 0, format: rate,
-    lines: [
-      { label: "generated", className: "c-decode", isArea: true, value: (second) => second.generated_tokens },
-      { label: "prefilled", className: "c-prefill", value: (second) => second.prefill_tokens },
-    ],
-  }),
+  throughputChart("generated", "Generated", "c-decode", (second) => second.generated_tokens),
+  throughputChart("prefilled", "Prefilled", "c-prefill", (second) => second.prefill_tokens),
   latencyChart("first-token", "Time to first token", (second) => second.first_token, "c-mixed"),
   latencyChart("inter-token", "Between tokens", (second) => second.inter_token, "c-decode"),
 ];
 
+function throughputChart(id, title, className, value) {
+  return new Chart(byId(id), { title, unit: "tokens/s", whole: 0, format: rate, lines: [{ label: "", className, isArea: true, value }] });
+}
+
 function latencyChart(id, title, of, className) {
   return new Chart(byId(id), {
-    title, unit: "p50 and p95 of each second", format: (value) => (value === 0 ? "0" : duration(value)),
+    title, unit: "of each second", format: (value) => (value === 0 ? "0" : duration(value)),
     lines: [
       { label: "p50", className, value: (second) => of(second)[0] },
       { label: "p95", className: `${className} dashed`, isDashed: true, value: (second) => of(second)[1] },
@@ -80,6 +79,7 @@ function show() {
   showFigures();
   showCharts();
   requests.show(activity.requests, activity.now_us);
+  trace.refresh();
   const counts = status.requests;
   byId("request-counts").textContent =
     `${grouped(counts.waiting)} waiting · ${grouped(counts.prefill)} in prefill · ${grouped(counts.decode)} in decode · ` +
@@ -141,7 +141,8 @@ function showCharts() {
   const oldest = activity.now_us - HISTORY_US - 2e6;
   for (const start of seconds.keys()) if (start < oldest) seconds.delete(start);
   const lastUs = Math.floor(activity.now_us / 1e6) * 1e6 - 1e6;
-  for (const chart of charts) chart.show(seconds, lastUs, store.unixOffset);
+  const spanS = [60, 120, 300].find((span) => span >= activity.uptime_s) ?? 300;
+  for (const chart of charts) chart.show(seconds, lastUs, store.unixOffset, spanS);
 }
 
 async function drain(name) {

@@ -58,7 +58,7 @@ export class Topology {
     set(card, "busy", load ? percent(load.busy_share) : "–", [load?.busy_share ?? 0], "of the last 10 s");
     const held = worker.weight_bytes + worker.kv_bytes;
     const memory = worker.memory_bytes || held || 1;
-    set(card, "memory", `${bytes(held)}${worker.memory_bytes ? ` of ${bytes(worker.memory_bytes)}` : ""}`,
+    set(card, "memory", held ? `${bytes(held)}${worker.memory_bytes ? ` of ${bytes(worker.memory_bytes)}` : ""}` : "–",
       [worker.weight_bytes / memory, worker.kv_bytes / memory], `weights ${bytes(worker.weight_bytes)}, KV cache ${bytes(worker.kv_bytes)}, process ${bytes(worker.resident_bytes)}`);
     const { active, inactive, free } = worker.blocks;
     const blocks = active + inactive + free || 1;

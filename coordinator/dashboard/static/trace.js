@@ -23,19 +23,30 @@ export class TraceView {
     this.cancel.addEventListener("click", () => this.#cancel());
   }
 
-  async open(id) {
+  open(id) {
     this.id = id;
+    this.isWhole = false;
     this.opener = document.activeElement;
     this.dialog.querySelector("#trace-title").replaceChildren("Request ", element("span", { class: "id" }, id));
-    const request = this.find(id);
-    this.cancel.hidden = !(request?.is_live && this.canAct());
     this.body.replaceChildren(element("p", { class: "note" }, "Reading the trace …"));
     if (!this.dialog.open) this.dialog.showModal();
+    return this.refresh();
+  }
+
+  // The spans of a live request are on their way until it ends; its milestones are known meanwhile.
+  async refresh() {
+    if (this.id === null || this.isWhole) return;
+    const [id, request] = [this.id, this.find(this.id)];
+    this.cancel.hidden = !(request?.is_live && this.canAct());
+    if (request?.is_live) return this.#showWithout(request, "Its trace is complete when it has ended");
+    this.isWhole = true;
     try {
       const trace = await getTrace(id);
       if (this.id === id) this.#show(trace);
     } catch (error) {
-      if (this.id === id) this.#showWithout(request, error);
+      const isMissing = error instanceof ApiError && error.status === 404;
+      const why = isMissing ? "No trace of this request is kept" : `The trace cannot be read (${error.message})`;
+      if (this.id === id) this.#showWithout(request, why);
     }
   }
 
@@ -74,8 +85,7 @@ export class TraceView {
     );
   }
 
-  #showWithout(request, error) {
-    const why = error instanceof ApiError && error.status === 404 ? "No trace of this request is kept" : `The trace cannot be read (${error.message})`;
+  #showWithout(request, why) {
     if (!request) return this.body.replaceChildren(element("p", { class: "sentence" }, `${why}.`));
     const now = this.nowUs();
     const times = milestones(request, now);
