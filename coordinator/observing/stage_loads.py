@@ -4,6 +4,7 @@ The times of a step are known when it is answered. So what a stage has done late
 steps are in flight; its shares then end with the last computation that is known of it.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -41,14 +42,16 @@ def stage_loads(
         return []
     num_stages = len(known[-1].stage_times)
     known = [each for each in known if len(each.stage_times) == num_stages]
-    computed = list(zip(*[list(each.computed()) for each in known], strict=True))
+    begin_s = max(now_s - KEPT_S, began_s)
+    # Only steps that were handed out before the window can have been computed before it.
+    early = [list(each.computed()) for each in known if each.sent.sent_s < begin_s]
+    ends_s = [end_s for _, end_s in known[-1].computed()]
     runs = list(_runs(steps, in_flight, now_s))
     loads = []
-    for stage, intervals in enumerate(computed):
-        times = [each.stage_times[stage] for each in known]
-        end_s = min(now_s, intervals[-1][1]) if in_flight else now_s
-        window = (max(now_s - KEPT_S, began_s), end_s)
-        loads.append(_load(times, intervals, runs, window))
+    for stage, times in enumerate(zip(*[each.stage_times for each in known], strict=True)):
+        window = (begin_s, min(now_s, ends_s[stage]) if in_flight else now_s)
+        before_s = _overlap_s([each[stage] for each in early], (-math.inf, begin_s))
+        loads.append(_load(times, before_s, _overlap_s(runs, window), window))
     return loads
 
 
@@ -57,24 +60,23 @@ def bubble_share(loads: Sequence[StageLoad]) -> float | None:
     return sum(each.bubble_share for each in loads) / len(loads) if loads else None
 
 
-def _load(
-    times: Sequence[StageTime], intervals: Sequence[Interval], runs: Sequence[Interval], window: Interval
-) -> StageLoad:
-    busy_s = _overlap_s(intervals, window)
-    in_flight_s = max(_overlap_s(runs, window), 1e-9)
+def _load(times: Sequence[StageTime], before_s: float, in_flight_s: float, window: Interval) -> StageLoad:
+    """`before_s` of what was computed was computed before the window."""
     count = len(times)
+    compute_s = sum([each.compute_us for each in times]) / 1e6
+    busy_s = compute_s - before_s
     return StageLoad(
         num_steps=count,
-        busy_share=_share(busy_s, max(window[1] - window[0], 1e-9)),
+        busy_share=_share(busy_s, window[1] - window[0]),
         bubble_share=1 - _share(busy_s, in_flight_s),
-        compute_s=sum(each.compute_us for each in times) / count / 1e6,
-        wait_s=sum(each.wait_us for each in times) / count / 1e6,
-        hop_s=sum(each.hop_us + each.receive_us for each in times) / count / 1e6,
+        compute_s=compute_s / count,
+        wait_s=sum([each.wait_us for each in times]) / count / 1e6,
+        hop_s=sum([each.hop_us + each.receive_us for each in times]) / count / 1e6,
     )
 
 
 def _share(part_s: float, whole_s: float) -> float:
-    return min(1.0, part_s / whole_s)
+    return min(1.0, max(0.0, part_s) / max(whole_s, 1e-9))
 
 
 def _overlap_s(intervals: Sequence[Interval], window: Interval) -> float:

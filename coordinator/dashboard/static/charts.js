@@ -53,7 +53,7 @@ export class Chart {
     const parts = [];
     for (let value = 0; value <= top + tick / 2; value += tick) {
       parts.push(svg("line", { class: "grid", x1: MARGIN.left, x2: width - MARGIN.right, y1: y(value), y2: y(value) }));
-      parts.push(svg("text", { x: MARGIN.left - 6, y: y(value) + 3.5, "text-anchor": "end" }, this.format(value)));
+      parts.push(svg("text", { x: MARGIN.left - 6, y: y(value) + 3.5, "text-anchor": "end" }, this.format(value).replace(/\.0+(?=\D|$)/, "")));
     }
     for (let age = 0; age <= this.spanS; age += this.spanS > 120 ? 60 : this.spanS / 4) {
       const at = MARGIN.left + (1 - age / this.spanS) * plotWidth;

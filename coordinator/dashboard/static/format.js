@@ -28,7 +28,7 @@ export function rate(value) {
 
 export function percent(share) {
   if (share === null || share === undefined) return "–";
-  return `${Math.round(share * 100)}${GAP}%`;
+  return `${share > 0 && share < 0.0995 ? (share * 100).toFixed(1) : Math.round(share * 100)}${GAP}%`;
 }
 
 export function bytes(size) {
