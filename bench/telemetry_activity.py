@@ -2,9 +2,9 @@
 
     python -m bench.telemetry_activity [--steps 3000]
 
-"a step" is `ActivityRecorder.step_sent` and `.step_answered` together, for a step of decodes, each of which gets
-a token, in a pipeline of 8 stages with 4 steps in flight. "a look" is what one poll of a dashboard takes: on the
-event loop, and on a thread beside it.
+"a step" is `ActivityRecorder.step_sent` and `.step_answered` together, for a step of decodes, each of which
+gets a token, in a pipeline of 8 stages with 4 steps in flight. "a look" is what one poll of a dashboard
+takes: on the event loop, and on a thread beside it.
 """
 
 from __future__ import annotations

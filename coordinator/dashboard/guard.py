@@ -16,6 +16,7 @@ log = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 REQUEST_TIMEOUT_S = 15.0
+MAX_BODY_BYTES = 4096
 SECURITY_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -26,6 +27,7 @@ SECURITY_HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
+_KEPT_HEADERS = frozenset({hdrs.ALLOW, hdrs.WWW_AUTHENTICATE})
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
@@ -60,11 +62,16 @@ class Guard:
         if not self._is_served(request):
             # A page of another site may have had its own name resolve to this machine.
             return error_response(421, f"the name {request.host!r} is not served here")
+        if request.body_exists and (request.content_length or MAX_BODY_BYTES + 1) > MAX_BODY_BYTES:
+            return error_response(413, f"no request here has a body of more than {MAX_BODY_BYTES} bytes")
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
                 return await handler(request)
         except web.HTTPException as error:
-            return error_response(error.status, error.text or error.reason)
+            response = error_response(error.status, error.text or error.reason)
+            for name in _KEPT_HEADERS & error.headers.keys():
+                response.headers[name] = error.headers[name]
+            return response
         except ServingError as error:
             return error_response(409, str(error))
         except TimeoutError:

@@ -4,12 +4,11 @@ import socket
 
 from aiohttp import web
 
-from coordinator.dashboard.guard import Guard, add_security_headers
+from coordinator.dashboard.guard import MAX_BODY_BYTES, Guard, add_security_headers
 from coordinator.dashboard.routes import Routes
 from coordinator.dashboard.sources import Sources
 from wire.addresses import Address, parse_address
 
-MAX_BODY_BYTES = 4096
 MAX_HEADER_BYTES = 8190
 KEEPALIVE_S = 30.0
 STOP_GRACE_S = 1.0

@@ -45,7 +45,7 @@ def describe_pipeline(loads: Sequence[StageLoad], workers: Sequence[str], *, ove
         return f"{who} is the slowest: {busy}, {found.ratio:.1f} x the median step time."
     return (
         f"No stage stands out: {who} takes longest, {found.ratio:.2f} x the median step time, and is {busy}; "
-        f"{bubble_share(loads):.0%} of the stages' time are bubbles.".replace("%", " %")
+        f"{_percent(bubble_share(loads) or 0.0)} of the stages' time are bubbles."
     )
 
 
@@ -55,4 +55,8 @@ def _name(stage: int, workers: Sequence[str]) -> str:
 
 
 def _busy(load: StageLoad) -> str:
-    return f"{load.busy_share * 100:.0f} % busy"
+    return f"{_percent(load.busy_share)} busy"
+
+
+def _percent(share: float) -> str:
+    return f"{share * 100:.0f} %"

@@ -125,6 +125,8 @@ class Cluster:
         worker_wire_dtypes: Mapping[str, WireDType] | None = None,
         self_check: bool | None = None,
         journal: Path | None = None,
+        http: str | None = None,
+        http_token: str | None = None,
     ) -> None:
         self.num_stages = len(layers)
         self._mock = mock
@@ -152,6 +154,8 @@ class Cluster:
             priority_age_s=priority_age_s,
             self_check=self_check,
             journal=journal,
+            http=http,
+            http_token=http_token,
         )
         self.server = CoordinatorServer(self._config, _model_of(self._config, has_text=has_text), timing)
         self.coordinator_proxy = CoordinatorProxy() if is_coordinator_proxied else None
