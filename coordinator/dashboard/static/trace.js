@@ -5,6 +5,8 @@ import { milestones } from "./requests.js";
 import { hideTip, notice, showTip } from "./tip.js";
 
 const LANE_PX = 17;
+const LABELS_PX = 150;
+const CHARACTER_PX = 6.3;
 const ORDER = ["intake", "queue", "prefill", "decode", "preemption", "recovery", "hop", "receive", "wait", "compute", "send"];
 const MEANING = {
   intake: "prompt to tokens, checks", queue: "waiting to be scheduled", prefill: "steps with chunks of the prompt", decode: "steps with one token each",
@@ -122,10 +124,11 @@ function legend(kinds) {
 
 function waterfall(rows, endS, slowest) {
   const made = element("div", { class: "waterfall", role: "img", "aria-label": rows.map((row) => `${row.title} ${duration(total(row))}`).join(", ") });
+  const trackPx = document.getElementById("trace-body").clientWidth - LABELS_PX;
   for (const row of rows) {
     const mark = row.stage !== undefined && row.stage === slowest ? "▲ " : "";
     made.append(element("div", { class: "label" }, `${mark}${row.title}`, row.note ? element("small", {}, row.note) : null));
-    made.append(lanes(row, endS));
+    made.append(lanes(row, endS, trackPx));
   }
   const axis = element("div", { class: "axis" });
   for (const share of [0, 0.25, 0.5, 0.75, 1]) {
@@ -139,22 +142,28 @@ function waterfall(rows, endS, slowest) {
 
 const total = (row) => row.segments.reduce((sum, segment) => sum + segment.end_s - segment.start_s, 0);
 
-function lanes(row, endS) {
+function lanes(row, endS, trackPx) {
   const ends = [];
   const track = element("div", { class: "lanes" });
   for (const segment of [...row.segments].sort((a, b) => a.start_s - b.start_s)) {
     let lane = ends.findIndex((end) => end <= segment.start_s + 1e-9);
     if (lane < 0) lane = ends.push(0) - 1;
     ends[lane] = segment.end_s;
-    track.append(drawn(segment, lane, endS || 1));
+    track.append(drawn(segment, lane, endS || 1, trackPx));
   }
   track.style.height = `${Math.max(1, ends.length) * LANE_PX + 1}px`;
   return track;
 }
 
-function drawn(segment, lane, endS) {
+// The longest of its names that has room, or none.
+function label(segment, widthPx) {
+  const names = [`${segment.kind} ${duration(segment.end_s - segment.start_s)}`, segment.kind];
+  return names.find((name) => name.length * CHARACTER_PX + 9 <= widthPx) ?? "";
+}
+
+function drawn(segment, lane, endS, trackPx) {
   const share = (segment.end_s - segment.start_s) / endS;
-  const made = element("div", { class: `segment k-${segment.kind}${share < 0.012 ? " narrow" : ""}` }, share > 0.045 ? `${segment.kind} ${duration(segment.end_s - segment.start_s)}` : "");
+  const made = element("div", { class: `segment k-${segment.kind}${share * trackPx < 12 ? " narrow" : ""}` }, label(segment, share * trackPx));
   made.style.left = `${Math.max(0, segment.start_s / endS) * 100}%`;
   made.style.width = `${share * 100}%`;
   made.style.top = `${lane * LANE_PX + 1}px`;
