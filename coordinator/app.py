@@ -6,11 +6,11 @@ import asyncio
 import gc
 import logging
 import signal
-import sys
 import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import UUID
 
 import uvloop
 
@@ -34,15 +34,23 @@ from coordinator.journal.errors import JournalUnusable
 from coordinator.journal.journal import Journal
 from coordinator.model import ServedModel, open_model
 from coordinator.observing.activity_recorder import ActivityRecorder
+from coordinator.observing.coordinator_metrics import CoordinatorMetrics
 from coordinator.planning.served_plan import plan_for
 from coordinator.requests.admission import AdmissionLimits
 from coordinator.requests.durability import Durability
 from coordinator.requests.engine import Engine
+from coordinator.requests.request_log import RequestLog
 from coordinator.text.tokenizer import TokenizerError, load_text_codec
 from coordinator.timing import ClusterTiming
+from coordinator.tracing.request_traces import RequestTraces
 from stageline_rpc.v1 import cluster_pb2_grpc, inference_pb2_grpc, stage_pb2_grpc, telemetry_pb2_grpc
+from telemetry import logs
+from telemetry.process import new_recorder
+from telemetry.span_sinks import StoreSink
+from telemetry.spans import COORDINATOR
 from wire.addresses import parse_address
 from wire.channels import bind, new_server
+from wire.clock import ClusterClock
 from wire.ids import new_incarnation
 
 if TYPE_CHECKING:
@@ -61,7 +69,14 @@ class CoordinatorServer:
     ) -> None:
         self._config = config
         self.journal = None if config.journal is None else open_journal(config.journal, model)
-        recorder = ActivityRecorder(time.monotonic())
+        self.activity = ActivityRecorder(time.monotonic())
+        incarnation, clock = new_incarnation(), ClusterClock()
+        instance = str(UUID(bytes=incarnation))
+        self.recorder = new_recorder(
+            COORDINATOR, StoreSink(lambda spans: None), config.telemetry, clock, instance=instance
+        )
+        self.metrics = CoordinatorMetrics(config.telemetry, instance=instance)
+        traces = RequestTraces(self.recorder, config.sampler, model=model.name)
         self.engine = Engine(
             AdmissionLimits(
                 queue_size=config.queue_size,
@@ -69,7 +84,7 @@ class CoordinatorServer:
                 max_unread_tokens=config.max_unread_tokens,
             ),
             durability=Durability(self.journal, config.reattach_timeout_s),
-            observers=(recorder,),
+            observers=(traces, RequestLog(), *self.metrics.observers, self.activity),
         )
         state = ClusterState(
             num_stages=config.num_stages,
@@ -80,7 +95,6 @@ class CoordinatorServer:
         )
         if self.journal is not None:
             state.epoch = self.journal.epoch
-        incarnation = new_incarnation()
         timing = timing or config.timing
         self._health = CoordinatorHealth()
         self.controller = Controller(
@@ -93,17 +107,21 @@ class CoordinatorServer:
                 steps_in_flight=config.steps_in_flight, max_decode_slowdown=config.max_decode_slowdown
             ),
             on_serving=self._health.set_serving,
+            on_epoch_end=self.metrics.pipeline.note_end,
             self_check=(
                 SelfCheck(References(model), vocab_size=model.config.vocab_size)
                 if config.wants_self_check
                 else None
             ),
         )
+        self.metrics.watch(self.engine, self.controller, num_dropped_spans=lambda: self.recorder.num_dropped)
         self._sweep_interval_s = timing.sweep_interval_s
         self._sweeper: asyncio.Task[None] | None = None
         status = StatusReporter(self.controller, self.engine, model)
-        activity = ActivityReporter(recorder, self.controller, self.engine)
-        self._sessions = Sessions(self.engine, self.controller, model, priority_age_s=config.priority_age_s)
+        activity = ActivityReporter(self.activity, self.controller, self.engine)
+        self._sessions = Sessions(
+            self.engine, self.controller, model, traces, priority_age_s=config.priority_age_s
+        )
         if self.journal is not None and (requests := self.journal.take_requests()):
             num_live = self._sessions.resume(requests)
             log.info("%d requests are in the journal, %d of them live", len(requests), num_live)
@@ -132,6 +150,7 @@ class CoordinatorServer:
             engine=self.engine,
             controller=self.controller,
             traces=NoTraces(),
+            metrics=self.metrics.metrics_text,
         )
         return DashboardServer(sources, listen=listen, token=self._config.http_token)
 
@@ -144,7 +163,9 @@ class CoordinatorServer:
             await self.dashboard.start()
         await self._health.start()
         await self._server.start()
+        self.recorder.start()
         self.controller.start()
+        self.metrics.start()
         self._sweeper = asyncio.create_task(self._sweep(), name="sweeper")
 
     async def drain(self) -> None:
@@ -162,7 +183,9 @@ class CoordinatorServer:
         await self.controller.close()
         self._sessions.close()
         self.engine.kv_feed.close()
+        await self.metrics.close()
         await self._health.stop()
+        await self.recorder.close()
         await self._server.stop(STOP_GRACE_S)
 
     async def _sweep(self) -> None:
@@ -178,9 +201,7 @@ def open_journal(path: Path, model: ServedModel) -> Journal:
 
 def run(config: CoordinatorConfig) -> int:
     """Serves until SIGTERM or SIGINT. Returns the exit code; what goes wrong is one line on stderr."""
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
+    logs.configure(config.logs, "coordinator")
     try:
         model = open_model(config)
         if model.directory is not None:
@@ -189,7 +210,7 @@ def run(config: CoordinatorConfig) -> int:
             log.info("no structured output: %s", problem)
         uvloop.run(_serve(config, model))
     except (CheckpointError, TokenizerError, JournalUnusable, ValueError, OSError) as error:
-        print(f"stageline: error: {error}", file=sys.stderr)
+        logs.say_last(config.logs, f"stageline: error: {error}")
         return 1
     return 0
 

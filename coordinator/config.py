@@ -5,9 +5,14 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from opentelemetry.sdk.trace.sampling import Sampler
+
 from checkpoint import DType
 from coordinator.mock_model import parse_mock_model
 from coordinator.timing import ClusterTiming
+from telemetry.environment import NO_SETTINGS, TelemetrySettings
+from telemetry.logs import DEFAULT_LOGS, LogSettings
+from telemetry.sampling import ratio_sampler
 from wire.addresses import parse_address
 from wire.wire_dtypes import check_can_carry, parse_wire_dtype
 
@@ -38,6 +43,9 @@ class CoordinatorConfig:
 
     The dashboard is served on `http` (HOST:PORT), or not at all. Whoever has the `http_token` may cancel
     requests and drain workers there; without one nobody may.
+
+    Of the requests whose callers have not decided about it, `trace_sample` (0 to 1) are traced; None leaves
+    that to `telemetry`, which is what OpenTelemetry's variables say.
     """
 
     model_directory: Path | None
@@ -68,6 +76,18 @@ class CoordinatorConfig:
     self_check: bool | None = None
     http: str | None = None
     http_token: str | None = field(default=None, repr=False)
+    trace_sample: float | None = None
+    telemetry: TelemetrySettings = NO_SETTINGS
+    logs: LogSettings = DEFAULT_LOGS
+
+    @property
+    def sampler(self) -> Sampler:
+        """Which requests are traced: `trace_sample` of those whose callers have not decided, or what the
+        environment says, or all.
+        """
+        if self.trace_sample is None and self.telemetry.sampler is not None:
+            return self.telemetry.sampler
+        return ratio_sampler(1.0 if self.trace_sample is None else self.trace_sample)
 
     @property
     def timing(self) -> ClusterTiming:
@@ -109,6 +129,8 @@ class CoordinatorConfig:
             raise ValueError(
                 f"reattach_timeout_s is {self.reattach_timeout_s:g}, but must be positive and finite"
             )
+        if self.trace_sample is not None and not 0 <= self.trace_sample <= 1:
+            raise ValueError(f"trace_sample is {self.trace_sample:g}, but must be from 0 to 1")
         if not 1 < self.max_decode_slowdown < math.inf:
             raise ValueError(
                 f"max_decode_slowdown is {self.max_decode_slowdown:g}, but must be above 1 and finite"

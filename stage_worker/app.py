@@ -12,6 +12,7 @@ import uvloop
 from stage_worker.config import WorkerConfig
 from stage_worker.control import JoinRefused
 from stage_worker.worker import Worker
+from telemetry import logs
 
 log = logging.getLogger(__name__)
 
@@ -20,9 +21,7 @@ _LEAVE_TIMEOUT_S = 120.0
 
 def run(config: WorkerConfig) -> int:
     """Runs a worker until it is asked to end (0) or cannot go on (1, after one line on stderr)."""
-    logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s worker: %(message)s"
-    )
+    logs.configure(config.logs, "worker", worker=config.name)
     return uvloop.run(_main(config))
 
 
@@ -31,7 +30,8 @@ async def _main(config: WorkerConfig) -> int:
         worker = Worker(config)
         await worker.start()
     except (ValueError, OSError) as error:
-        return _fail(error)
+        return _fail(config, error)
+    logs.configure(config.logs, "worker", worker=worker.name)
     # What is here now stays: looking through it again and again would hold up steps for tens of milliseconds.
     gc.freeze()
     task = asyncio.create_task(worker.run())
@@ -44,7 +44,7 @@ async def _main(config: WorkerConfig) -> int:
     except asyncio.CancelledError:
         status = 0
     except JoinRefused as error:
-        status = _fail(error)
+        status = _fail(config, error)
     else:
         status = 0
     return await _end(worker, status)
@@ -70,11 +70,11 @@ async def _end(worker: Worker, status: int) -> int:
     if not await worker.stop():
         # A large step or tensor is still under way, and the interpreter must not wait for it.
         sys.stdout.flush()
-        sys.stderr.flush()
+        logging.shutdown()
         os._exit(status)
     return status
 
 
-def _fail(error: Exception) -> int:
-    print(f"stageline worker: {error}", file=sys.stderr, flush=True)
+def _fail(config: WorkerConfig, error: Exception) -> int:
+    logs.say_last(config.logs, f"stageline worker: {error}")
     return 1

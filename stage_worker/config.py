@@ -6,6 +6,8 @@ from pathlib import Path
 
 from stage_worker.cpu_set import check_cpu_set
 from stage_worker.mock.spec import MockSpec
+from telemetry.environment import NO_SETTINGS, TelemetrySettings
+from telemetry.logs import DEFAULT_LOGS, LogSettings
 from wire.addresses import parse_address, parse_peer_address
 from wire.wire_dtypes import WireDType
 
@@ -22,7 +24,7 @@ class WorkerConfig:
     that the coordinator names (`model_directory`), every CPU that the process may use (`cpu_set`), one thread
     for each of `cpu_set`, or torch's own choice without one (`num_threads`), a real stage (`mock`), and what
     the coordinator wants hidden states to be sent in (`wire_dtype`). A mock stage has neither model nor
-    device nor threads.
+    device nor threads. `telemetry` is what OpenTelemetry's variables say.
     """
 
     coordinator: str
@@ -36,6 +38,8 @@ class WorkerConfig:
     cpu_set: tuple[int, ...] | None = None
     mock: MockSpec | None = None
     wire_dtype: WireDType | None = None
+    telemetry: TelemetrySettings = NO_SETTINGS
+    logs: LogSettings = DEFAULT_LOGS
 
     def __post_init__(self) -> None:
         parse_peer_address(self.coordinator)

@@ -61,7 +61,7 @@ class Membership:
         host: StageHost,
         clock: ClusterClock,
     ) -> None:
-        """`new_hello` and `heartbeat` are asked for the state of the moment; `clock` learns from the answers."""
+        """`new_hello` and `heartbeat` are asked for the state of the moment, `clock` hears the answers."""
         self._coordinator = coordinator
         self._new_hello = new_hello
         self._heartbeat = heartbeat

@@ -15,6 +15,7 @@ from stage_worker.stage_compute import StageCompute
 from stage_worker.step_checks import StepRules, check_hidden_states, check_limits, slice_layouts
 from wire.errors import StepFault, StepFaultKind
 from wire.frames import Frame
+from wire.log_fields import about
 from wire.steps import Step, StepResult
 
 log = logging.getLogger(__name__)
@@ -68,7 +69,12 @@ class StepExecutor:
         except StepFault as fault:
             raise self._refuse(fault, frame.step) from fault.__cause__
         except Exception as error:
-            log.exception("step %d failed", frame.step.step_id)
+            step = frame.step
+            log.exception(
+                "step %d failed",
+                step.step_id,
+                extra=about(epoch=step.epoch, step=step.step_id, request_ids=step.request_ids),
+            )
             device_fault = StepFault(StepFaultKind.DEVICE, f"{type(error).__name__}: {error}")
             raise self._refuse(device_fault, frame.step) from error
         self._next_step_id += 1

@@ -96,7 +96,7 @@ def _load(
     if not assignment.role.has_head:
         resident.drop_grammars()
     read = model.load(checkpoint, parts=resident.parts, progress=progress)
-    log.info("%s; read_bytes=%d", read, read.num_bytes)
+    log.debug("%s; read_bytes=%d", read, read.num_bytes)
     pages = _new_pages(assignment, checkpoint.config, resources.device)
     grammars = resident.grammars(checkpoint) if assignment.role.has_head else None
     compute = resident.begin_stage(model, pages, grammars, wire_dtype=assignment.sent_dtype)

@@ -18,6 +18,7 @@ from stageline_rpc.v1 import stage_pb2
 from wire.clock import ClusterClock
 from wire.errors import StaleStream, StepFault, StepFaultKind
 from wire.frames import FrameAssembler
+from wire.log_fields import about
 from wire.steps import FaultReport, StageTime
 from wire.wire_dtypes import WireDType
 
@@ -78,6 +79,11 @@ class EpochSession:
         self._wire_dtype: WireDType = assignment.dtype
         self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """It serves, and no frame waits or is computed."""
+        return self.is_serving and not self._num_queued
 
     def start(self) -> None:
         """Resets the stage, dials the next one and serves, in a task of its own."""
@@ -183,7 +189,9 @@ class EpochSession:
         except* StaleStream as ends:
             self._stop_quietly(str(_first(ends)))
         except* Exception as errors:
-            log.exception("unexpected error in epoch %d", self.epoch.number, exc_info=errors)
+            log.exception(
+                "unexpected error in epoch %d", self.epoch.number, exc_info=errors, extra=self._about()
+            )
             self._fail(StepFault(StepFaultKind.DEVICE, "unexpected error; the worker's log has the detail"))
         finally:
             self.is_serving = False
@@ -254,7 +262,11 @@ class EpochSession:
         if fault.step_id is None:
             fault.step_id = self._next_step_id
         description = fault.describe(stage=self._assignment.stage)
-        log.error("epoch %d refused: %s", self.epoch.number, description)
+        log.error(
+            "epoch %d refused: %s",
+            *(self.epoch.number, description),
+            extra=self._about() | about(step=fault.step_id, request_ids=fault.request_ids),
+        )
         report = FaultReport(
             epoch=self.epoch.number,
             step_id=fault.step_id,
@@ -268,9 +280,12 @@ class EpochSession:
 
     def _stop_quietly(self, reason: str) -> None:
         if not self._over.done():
-            log.info("epoch %d ends: %s", self.epoch.number, reason)
+            log.info("epoch %d ends: %s", self.epoch.number, reason, extra=self._about())
             self._on_refused(None)
             self._end(f"epoch {self.epoch.number} is over: {reason}")
+
+    def _about(self) -> dict[str, object]:
+        return about(epoch=self.epoch.number, stage=self._assignment.stage)
 
     def _end(self, reason: str) -> None:
         if not self._over.done():

@@ -17,6 +17,7 @@ from stageline_rpc.v1 import cluster_pb2, stage_pb2
 from wire.clock import ClusterClock
 from wire.errors import Overloaded, StaleStream, StepFaultKind
 from wire.ids import Incarnation, new_incarnation
+from wire.log_fields import about
 from wire.reference import Reference
 from wire.step_codec import encode_fault
 from wire.steps import FaultReport
@@ -64,7 +65,7 @@ class StageHost:
         self._on_serving = on_serving
         self._wire_dtype = wire_dtype
         self._clock = clock or ClusterClock()
-        self._observers = tuple(observers)
+        self._observers = observers
         self._orders: asyncio.Queue[tuple[Order | _Disconnected, Reply]] = asyncio.Queue()
         self._loaded: LoadedStage | None = None
         self._loading: Assignment | None = None
@@ -82,6 +83,16 @@ class StageHost:
     def last_epoch(self) -> int:
         """The highest epoch that this process has taken part in."""
         return self._last_epoch
+
+    @property
+    def loaded(self) -> LoadedStage | None:
+        """The stage that is in memory and warm; for reading only."""
+        return self._loaded
+
+    @property
+    def is_idle(self) -> bool:
+        """An epoch serves, and no frame waits or is computed."""
+        return self._session is not None and self._session.is_idle
 
     @property
     def is_loading(self) -> bool:
@@ -176,7 +187,9 @@ class StageHost:
             else:
                 await self._load(assignment)
         except (ValueError, StageLoadError) as error:
-            log.error("plan %d cannot be loaded: %s", message.plan_id, error)
+            log.error(
+                "plan %d cannot be loaded: %s", message.plan_id, error, extra=about(stage=message.stage)
+            )
             return cluster_pb2.WorkerMessage(
                 load_failed=cluster_pb2.LoadFailed(plan_id=message.plan_id, reason=str(error))
             )
@@ -194,6 +207,7 @@ class StageHost:
             assignment.role.value,
             assignment.stage,
             assignment.num_stages,
+            extra=about(stage=assignment.stage),
         )
         self._loading, self._load_progress = assignment, LoadProgress()
         try:
@@ -205,6 +219,7 @@ class StageHost:
             loaded.load_ms,
             loaded.warmup_ms,
             loaded.read_bytes,
+            extra=about(stage=assignment.stage),
         )
         self._loaded = loaded
 
@@ -219,7 +234,7 @@ class StageHost:
         assignment = self._loaded.assignment if self._loaded else None
         problem = epoch_problem(epoch, assignment, incarnation=self._incarnation, last_epoch=self._last_epoch)
         if problem is not None:
-            log.error("epoch %d cannot begin: %s", epoch.number, problem)
+            log.error("epoch %d cannot begin: %s", epoch.number, problem, extra=about(epoch=epoch.number))
             report = FaultReport(
                 epoch=epoch.number,
                 step_id=0,
@@ -238,7 +253,12 @@ class StageHost:
 
     def _new_session(self, epoch: Epoch, loaded: LoadedStage, reply: Reply) -> EpochSession:
         def on_ready() -> None:
-            log.info("epoch %d: stage %d is ready", epoch.number, loaded.assignment.stage)
+            stage = loaded.assignment.stage
+            log.info(
+                "epoch %d: stage %d is ready",
+                *(epoch.number, stage),
+                extra=about(epoch=epoch.number, stage=stage),
+            )
             self._on_serving(True)
             reply(cluster_pb2.WorkerMessage(epoch_ready=cluster_pb2.EpochReady(epoch=epoch.number)))
 

@@ -17,7 +17,14 @@ from stage_worker.mock.backend import MockBackend
 from stage_worker.process_memory import resident_bytes
 from stage_worker.service import StageService
 from stage_worker.stage_host import StageHost
+from stage_worker.step_observer import StepObserver
+from stage_worker.step_spans import StageSpans
+from stage_worker.worker_metrics import WorkerMetrics
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
+from telemetry.process import new_recorder
+from telemetry.span_recorder import SpanRecorder
+from telemetry.span_sinks import CoordinatorSink
+from telemetry.spans import WORKER
 from wire.addresses import Address, parse_address, parse_peer_address
 from wire.channels import PROTOCOL_VERSION, bind, new_server
 from wire.clock import ClusterClock
@@ -35,23 +42,27 @@ class Worker:
     def __init__(self, config: WorkerConfig) -> None:
         """Raises ValueError for a device that is not here. Binds nothing yet."""
         self._config = config
+        self.metrics = WorkerMetrics(config.telemetry)
         self._health = health_aio.HealthServicer()
         self._backend = _new_backend(config)
         self._server = new_server()
-        clock = ClusterClock()
+        self._clock = ClusterClock()
+        self._recorder: SpanRecorder | None = None
+        self._observers: list[StepObserver] = [self.metrics.stage]
         self._host = StageHost(
             coordinator=config.coordinator,
             backend=self._backend,
             on_serving=self._set_serving,
             wire_dtype=config.wire_dtype,
-            clock=clock,
+            clock=self._clock,
+            observers=self._observers,
         )
         self._membership = Membership(
             coordinator=config.coordinator,
             new_hello=self._hello,
             heartbeat=self._heartbeat,
             host=self._host,
-            clock=clock,
+            clock=self._clock,
         )
         self._health_tasks: set[asyncio.Task[None]] = set()
         self.listen_address = ""
@@ -75,6 +86,7 @@ class Worker:
                 self.advertised_address,
             )
         self.name = self.name or f"{socket.gethostname()}-{port}"
+        self._start_telemetry()
         await self._report_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         await self._server.start()
 
@@ -97,9 +109,22 @@ class Worker:
 
     async def stop(self) -> bool:
         """Ends server and backend; False when the backend is still busy."""
+        await self.metrics.close()
         await self._server.stop(_STOP_GRACE_S)
+        if self._recorder is not None:
+            await self._recorder.close()
         await _cancel(self._health_tasks)
         return self._backend.stop(timeout_s=_STOP_GRACE_S)
+
+    def _start_telemetry(self) -> None:
+        """Once the worker's name is known."""
+        config = self._config
+        self._recorder = new_recorder(
+            WORKER, CoordinatorSink(config.coordinator), config.telemetry, self._clock, instance=self.name
+        )
+        self._observers.append(StageSpans(self._recorder, worker=self.name))
+        self._recorder.start()
+        self.metrics.start(self.name, config.coordinator, self._host, self._recorder)
 
     async def _listen_address(self) -> Address:
         """As configured; otherwise a free port where the coordinator is reached from, and nowhere else."""

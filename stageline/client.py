@@ -62,7 +62,8 @@ class Client:
         """Generates completions of a text, of token ids, or of a conversation, and yields them as they grow.
 
         `GenerateOptions` lists the keywords; what is left out or None has the server's default. Raises
-        InvalidRequest at once for values that a message cannot carry.
+        InvalidRequest at once for values that a message cannot carry. Called inside a span of OpenTelemetry,
+        the request's trace goes on below it.
 
         Leaving the loop, closing the generator, cancelling the task or losing the connection cancels the
         request on the server. With `on_disconnect="detach"` (or `Detach(keep_s=...)`) it goes on instead:

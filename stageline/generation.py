@@ -15,6 +15,7 @@ from stageline.output import GenerateOutput, output_from
 from stageline.patience import Patience
 from stageline.reattachment import Reattachment, Way
 from stageline_rpc.v1 import inference_pb2, inference_pb2_grpc
+from wire.trace_context import trace_headers
 
 if TYPE_CHECKING:  # these classes are generic in the stubs only
     _Call: TypeAlias = (
@@ -87,7 +88,7 @@ class Generation:
         timeout_s = self._patience.time_left_s(_now_s())
         if self._reattachment.way is Way.GENERATE:
             assert self._ask.request is not None, "a request that is not at hand is never sent"
-            return stub.Generate(self._ask.request, timeout=timeout_s)
+            return stub.Generate(self._ask.request, timeout=timeout_s, metadata=trace_headers())
         return stub.Attach(self._attach_request(), timeout=timeout_s)
 
     def _attach_request(self) -> inference_pb2.AttachRequest:

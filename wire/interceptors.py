@@ -11,6 +11,8 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from wire.errors import InvalidRequest, ServingError, status_of
+from wire.ids import parse_request_id
+from wire.log_fields import about
 from wire.status_details import details_of
 
 log = logging.getLogger(__name__)
@@ -70,7 +72,7 @@ def _guard_unary(behaviour: Callable[[Any, Context], Awaitable[Any]], name: str)
             _refuse_undecodable(request)
             return await behaviour(request, context)
         except Exception as error:
-            await _abort(context, error, name)
+            await _abort(context, error, name, request)
 
     return guarded
 
@@ -89,16 +91,26 @@ def _guard_stream(behaviour: Callable[[Any, Context], AsyncIterator[Any]], name:
             async for response in behaviour(request, context):
                 yield response
         except Exception as error:
-            await _abort(context, error, name)
+            await _abort(context, error, name, request)
 
     return guarded
 
 
-async def _abort(context: Context, error: Exception, name: str) -> None:
+async def _abort(context: Context, error: Exception, name: str, request: Any) -> None:
     # grpc's own: an abort that was meant, a client that is gone, a server that stops. It knows what to do.
     if isinstance(error, grpc.aio.BaseError) and not isinstance(error, grpc.aio.UsageError):
         raise error
-    if not isinstance(error, ServingError):
-        log.exception("unexpected error in %s", name, exc_info=error)
     code, text = status_of(error)
+    if not isinstance(error, ServingError):
+        log.exception("unexpected error in %s", name, exc_info=error, extra=_about(request))
+    else:
+        log.debug("%s ends as %s: %s", name, code.name, text, extra=_about(request))
     await context.abort(code, text, trailing_metadata=details_of(error))
+
+
+def _about(request: Any) -> dict[str, object]:
+    """The request that a message is about, if it names one."""
+    try:
+        return about(request_id=parse_request_id(request.request_id))
+    except (AttributeError, TypeError, ValueError):
+        return {}

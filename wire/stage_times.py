@@ -1,8 +1,7 @@
 """What stages have spent on a step, as it travels.
 
-8 bytes: when the sender had this ready to send, in microseconds of the coordinator's clock since 1970, 0 where
-that is not known; then 16 bytes for each stage, from FIRST on: hop (signed), receive, wait, compute. All of
-it is little-endian.
+8 bytes: when the sender had this ready to send, in microseconds of the coordinator's clock since 1970, or 0;
+then 16 bytes for each stage, from FIRST on: hop (signed), receive, wait, compute. All of it little-endian.
 """
 
 import struct

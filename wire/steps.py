@@ -227,7 +227,7 @@ class StepResult:
     """The answer to one frame; `results` has one entry per slice that is sampled or scored, in order.
 
     `stage_times` has one entry per stage, from FIRST to LAST, or none where they are not known.
-    `ready_at_us`: when LAST had it ready to send, in microseconds of the coordinator's clock since 1970, or 0.
+    `ready_at_us`: when LAST had it ready, in microseconds of the coordinator's clock since 1970, or 0.
     """
 
     epoch: int

@@ -157,5 +157,8 @@ def _request(request: RequestActivity) -> telemetry_pb2.RequestActivity:
 
 def _epoch(epoch: EpochSpan) -> telemetry_pb2.EpochActivity:
     return telemetry_pb2.EpochActivity(
-        epoch=epoch.epoch, started_us=_us(epoch.started_s), stopped_us=_maybe_us(epoch.stopped_s)
+        epoch=epoch.epoch,
+        started_us=_us(epoch.started_s),
+        stopped_us=_maybe_us(epoch.stopped_s),
+        reason=epoch.reason,
     )

@@ -7,14 +7,20 @@ from typing import Any
 from urllib.parse import unquote
 
 import grpc
+from opentelemetry.trace import SpanContext
+
+from wire.trace_context import parse_traceparent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """`client` is whose limits hold; `deadline_s` is on the clock that it was read with, None for none."""
+    """`client` is whose limits hold; `deadline_s` is on the clock that it was read with, None for none.
+    `span` is what the caller traces itself under, by W3C's headers.
+    """
 
     client: str
     deadline_s: float | None
+    span: SpanContext | None = None
 
 
 class Callers:
@@ -32,12 +38,20 @@ class Callers:
         return Caller(
             client=self._named(untyped.invocation_metadata()) or address_of(untyped.peer()),
             deadline_s=self._clock() + remaining_s if has_deadline else None,
+            span=_span_of(untyped.invocation_metadata()),
         )
 
     def _named(self, metadata: Any) -> str | None:
         if self._client_key is None:
             return None
         return next((str(value) for key, value in metadata or () if key == self._client_key), None)
+
+
+def _span_of(metadata: Any) -> SpanContext | None:
+    headers = {key: str(value) for key, value in metadata or () if key in ("traceparent", "tracestate")}
+    if "traceparent" not in headers:
+        return None
+    return parse_traceparent(headers["traceparent"], headers.get("tracestate", ""))
 
 
 def address_of(peer: str) -> str:

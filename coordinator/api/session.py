@@ -20,14 +20,18 @@ from coordinator.api.restoration import accepted_of, restored
 from coordinator.cluster.controller import Controller
 from coordinator.journal.records import AcceptedRequest, JournalledRequest
 from coordinator.model import ServedModel
+from coordinator.planning.plan import Plan
 from coordinator.requests.attachment import Attachment
 from coordinator.requests.engine import Engine
 from coordinator.requests.request import Request
 from coordinator.requests.resumption import take_up
 from coordinator.scheduling.order import Priority, QueueOrder, queue_order
+from coordinator.tracing.request_trace import RequestTrace
+from coordinator.tracing.request_traces import RequestTraces
 from stageline_rpc.v1 import inference_pb2
-from wire.errors import InvalidRequest
-from wire.ids import id_text
+from wire.errors import ClusterUnavailable, InvalidRequest
+from wire.ids import RequestId, id_text
+from wire.log_fields import about
 
 log = logging.getLogger(__name__)
 
@@ -39,12 +43,19 @@ class Sessions:
     """Accepts requests."""
 
     def __init__(
-        self, engine: Engine, controller: Controller, model: ServedModel, *, priority_age_s: float
+        self,
+        engine: Engine,
+        controller: Controller,
+        model: ServedModel,
+        traces: RequestTraces,
+        *,
+        priority_age_s: float,
     ) -> None:
         """Waiting for `priority_age_s` is worth one class of priority."""
         self._engine = engine
         self._controller = controller
         self._model = model
+        self._traces = traces
         self._priority_age_s = priority_age_s
         self._arrivals = count()
         self._tokenizers = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
@@ -56,16 +67,27 @@ class Sessions:
         time.
         """
         refuse_unknown_fields(message)
-        request_id = request_id_of(message)
+        request_id, arrived_s = request_id_of(message), self._engine.now_s()
+        with self._traces.arrival(request_id, caller.span, arrived_s) as trace:
+            return await self._accept(message, caller, request_id, arrived_s, trace)
+
+    async def _accept(
+        self,
+        message: inference_pb2.GenerateRequest,
+        caller: Caller,
+        request_id: RequestId,
+        arrived_s: float,
+        trace: RequestTrace,
+    ) -> Attachment:
         self._engine.registry.check_new(request_id)
-        arrived_s, arrival = self._engine.now_s(), next(self._arrivals)
+        arrival = next(self._arrivals)
 
         def place(priority: Priority, choice: int) -> QueueOrder:
             return self._place(priority, arrived_s, arrival, choice)
 
         with self._engine.admission.preparing(caller.client):
             resolved = await self._resolve(message)
-            plan = await self._controller.availability.wait_serving()
+            plan = await self._plan_for(request_id)
             request = make_request(
                 message,
                 resolved,
@@ -78,6 +100,7 @@ class Sessions:
             if message.sampling.echo:
                 loop = asyncio.get_running_loop()
                 await loop.run_in_executor(self._tokenizers, make_echoed_text, request)
+        request.trace = trace
         return self._engine.submit(
             request,
             deadline_s=caller.deadline_s,
@@ -94,6 +117,21 @@ class Sessions:
         """Ends the tokenizer's threads as soon as they are idle."""
         self._tokenizers.shutdown(wait=False, cancel_futures=True)
 
+    async def _plan_for(self, request_id: RequestId) -> Plan:
+        """Raises ClusterUnavailable, of which clients that come too late are told and nobody else."""
+        availability = self._controller.availability
+        try:
+            return await availability.wait_serving()
+        except ClusterUnavailable as error:
+            level = logging.DEBUG if availability.is_ending else logging.WARNING
+            log.log(
+                level,
+                "request %s is not taken: %s",
+                *(id_text(request_id), error),
+                extra=about(request_id=request_id),
+            )
+            raise
+
     def _resume(self, journalled: JournalledRequest) -> bool:
         durability, now_s = self._engine.durability, self._engine.now_s()
         ahead_s = now_s - durability.wall_clock()  # of the wall's clock
@@ -105,7 +143,11 @@ class Sessions:
         try:
             request = restored(journalled, self._model, place)
         except InvalidRequest as error:
-            log.error("request %s cannot be taken up: %s", id_text(accepted.request_id), error)
+            log.error(
+                "request %s cannot be taken up: %s",
+                *(id_text(accepted.request_id), error),
+                extra=about(request_id=accepted.request_id),
+            )
             return False
         ended = take_up(request, journalled.progress, journalled.end)
         if accepted.deadline_at is not None:

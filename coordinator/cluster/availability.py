@@ -42,6 +42,11 @@ class Availability:
         return self._serving.is_set()
 
     @property
+    def is_ending(self) -> bool:
+        """The coordinator is about to end, and takes no new requests."""
+        return self._is_draining or self._is_closing
+
+    @property
     def health(self) -> cluster_pb2.Health.ValueType:
         """What a client may expect."""
         if self._is_draining:

@@ -99,7 +99,7 @@ class ClusterState:
         self._return_grace_s = return_grace_s
         self._template: Plan | None = None
         self._waits_for_return = False
-        self._has_drained = False
+        self._may_shrink = False
         self._num_losses = 0
         self._plan_id = 0
         self._ready: set[str] = set()
@@ -168,7 +168,7 @@ class ClusterState:
         self.workers.note_loss(name)
         self.workers.try_all_again()
         self._num_losses += 1
-        self._waits_for_return = self.has_served
+        self._waits_for_return = self._may_shrink
         actions = self._give_up_plan(f"worker {name} is lost: {reason}", EndCause.DEATH)
         if self.plan is None and self._waits_for_return:
             actions.append(StartTimer(self._return_grace_s, Shrink(self._num_losses)))
@@ -182,7 +182,7 @@ class ClusterState:
         record.is_draining = True
         if record.stage is None:
             return self._dismiss()
-        self._has_drained = True
+        self._may_shrink = True
         return self._move_from(record) or [FinishRunning(record.identity)]
 
     def drained(self, name: str, incarnation: Incarnation) -> list[Action]:
@@ -343,7 +343,7 @@ class ClusterState:
         return self._stop(reason, EndCause.REPLANNED) + self._assign(plan)
 
     def _new_plan(self, *, may_shrink: bool) -> Plan:
-        may_shrink = may_shrink and (self.has_served or self._has_drained)
+        may_shrink = may_shrink and self._may_shrink
         return self.workers.plan(self._template, self.num_stages, self._make_plan, may_shrink=may_shrink)
 
     def _assign(self, plan: Plan) -> list[Action]:
@@ -393,6 +393,7 @@ class ClusterState:
             if self._needs_check and self._checked_plan_id != self._plan_id and not self.has_mock_stages:
                 self.phase, self.detail = ClusterPhase.CHECKING, "the self-check is under way"
                 return [CheckPlan(epoch, self.plan)]
-            self.phase, self.detail, self.has_served = ClusterPhase.SERVING, "", True
+            self.phase, self.detail = ClusterPhase.SERVING, ""
+            self.has_served = self._may_shrink = True
             return [StartServing(epoch, self.plan)]
         return []

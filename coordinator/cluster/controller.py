@@ -24,6 +24,7 @@ from coordinator.cluster.actions import (
 )
 from coordinator.cluster.availability import STOPPING, Availability
 from coordinator.cluster.cluster_state import ClusterPhase, ClusterState
+from coordinator.cluster.event_log import EventLog
 from coordinator.cluster.membership import WorkerIdentity
 from coordinator.cluster.messages import check_results_hello, encode_assign, encode_begin, encode_hop_hello
 from coordinator.cluster.overdue import overdue_fault
@@ -61,19 +62,23 @@ class Controller:
         pace: PaceSettings | None = None,
         prefix_caching: bool = True,
         on_serving: Callable[[bool], None] = lambda _: None,
+        on_epoch_end: Callable[[EndCause], None] = lambda _: None,
         self_check: SelfCheck | None = None,
     ) -> None:
-        """`on_serving` is told whenever tokens begin or cease to be produced."""
+        """`on_serving` is told whenever tokens begin or cease to be produced, `on_epoch_end` just before they
+        cease, and why."""
         self.state = state
         self.self_check = self_check
         self.availability = Availability(state, engine, timing, on_serving)
         self.connections: dict[str, WorkerConnection] = {}
         self.timing = timing
         self.incarnation = incarnation
+        self._on_epoch_end = on_epoch_end
         self._engine = engine
         self._model = model
         self._pace = pace or PaceSettings()
         self._prefix_caching = prefix_caching
+        self._events = EventLog()
         self._begun: BeginEpoch | None = None
         self._link: PipelineLink | None = None
         self._watch = Watch(
@@ -112,7 +117,7 @@ class Controller:
             old.close("replaced by a new process of the same name")
         connection = WorkerConnection(identity, now_s=asyncio.get_running_loop().time())
         self.connections[identity.name] = connection
-        log.info("worker %s joined from %s (%s)", identity.name, identity.address, identity.device)
+        self._events.joined(identity)
         welcome = cluster_pb2.Welcome(
             coordinator_incarnation=self.incarnation,
             heartbeat_interval_ms=round(self.timing.heartbeat_interval_s * 1000),
@@ -129,7 +134,7 @@ class Controller:
         if self.connections.get(name) is not connection:
             return  # It has left, or the worker has dialled again and this is the end of its old stream.
         del self.connections[name]
-        log.info("worker %s left: %s", name, reason)
+        self._events.left(name, reason)
         self._carry_out(self.state.lose(name, connection.identity.incarnation, reason))
 
     def receive(self, connection: WorkerConnection, message: cluster_pb2.WorkerMessage) -> None:
@@ -141,9 +146,7 @@ class Controller:
                 connection.beat(message.heartbeat)
             case "loaded":
                 connection.is_loading = False
-                log.info(
-                    "worker %s is ready (%d ms)", name, message.loaded.load_ms + message.loaded.warmup_ms
-                )
+                self._events.loaded(name, message.loaded)
                 # The next heartbeat tells the same, but status is asked as soon as the cluster serves.
                 connection.warmup_ms = message.loaded.warmup_ms
                 connection.heartbeat.weight_bytes = message.loaded.weight_bytes
@@ -152,21 +155,23 @@ class Controller:
             case "load_failed":
                 connection.is_loading = False
                 failed = message.load_failed
-                log.error("worker %s could not load its stage: %s", name, failed.reason)
+                self._events.load_failed(name, failed.reason)
                 self._carry_out(self.state.load_failed(name, failed.plan_id, failed.reason))
             case "epoch_ready":
                 self._carry_out(self.state.epoch_ready(name, message.epoch_ready.epoch))
             case "wants_drain":
-                log.info("worker %s wants to leave", name)
+                self._events.leaving(name, asks_itself=True)
                 self._carry_out(self.state.drain(name))
             case unknown:
-                log.warning("worker %s sent %s, which is not expected", name, unknown)
+                self._events.unexpected(name, unknown)
 
     def report_fault(self, report: FaultReport) -> None:
         """A stage refuses a step: everything starts again in a new epoch."""
         if report.epoch != self.state.epoch:
             return
-        log.error("step fault: %s", report)
+        workers = dict(enumerate(each.identity.name for each in self.state.stage_workers))
+        in_step = self._engine.scheduler.sequences_in_step(report.step_id)
+        self._events.faulty(report, in_step, workers.get(report.stage))
         if not report.kind.blames_requests:
             # Where the next stage is gone, its own end says more than that it cannot be reached.
             asyncio.get_running_loop().call_later(self.timing.report_grace_s, self._fail_hop, report)
@@ -185,7 +190,7 @@ class Controller:
         connection = self.connections.get(name)
         if connection is None:
             raise WorkerNotFound(f"no worker {name!r} is here")
-        log.info("worker %s is to leave", name)
+        self._events.leaving(name, asks_itself=False)
         self._carry_out(self.state.drain(name))
         await connection.wait_closed()
 
@@ -248,11 +253,7 @@ class Controller:
                     assert_never(action)
 
     def _assign(self, action: AssignStage) -> None:
-        stage = action.stage
-        log.info(
-            "worker %s gets stage %d (%s), layers %d-%d",
-            *(action.worker.name, stage.stage, stage.role.value, stage.layer_begin, stage.layer_end - 1),
-        )
+        self._events.assigned(action)
         connection = self.connections[action.worker.name]
         connection.is_loading = True
         connection.send(encode_assign(action, self._model))
@@ -261,6 +262,7 @@ class Controller:
         await asyncio.sleep(action.delay_s)
         if action.epoch != self.state.epoch or self.state.phase is not ClusterPhase.STARTING_EPOCH:
             return
+        self._events.beginning(action)
         message = encode_begin(action, incarnation=self.incarnation)
         for worker in action.workers:
             self.connections[worker.name].send(message)
@@ -298,7 +300,7 @@ class Controller:
 
     async def _finish_running(self, action: FinishRunning) -> None:
         """Nobody can take the layers of this worker: what runs is finished before it goes."""
-        log.info("worker %s leaves when what runs is finished", action.worker.name)
+        self._events.finishing(action.worker.name)
         self._engine.finish_running()
         await self.availability.wait_until(lambda: self._engine.is_idle)
         self._carry_out(self.state.drained(action.worker.name, action.worker.incarnation))
@@ -311,8 +313,7 @@ class Controller:
         except TimeoutError:
             self.fail_epoch(action.epoch, "the step of the self-check was not answered in time")
             return
-        level = logging.INFO if verdict.is_good else logging.ERROR
-        log.log(level, "self-check %s", verdict.text)
+        self._events.checked(action.epoch, verdict)
         self._carry_out(self.state.checked(action.epoch, None if verdict.is_good else verdict.text))
 
     def _start_serving(self, action: StartServing) -> None:
@@ -325,7 +326,7 @@ class Controller:
             window=KvWindow.of(self._model.config.layer_windows, plan.limits.max_step_tokens),
         )
         limits = scheduler_limits(plan, self._pace, hidden_size=self._model.config.hidden_size)
-        log.info("serving: epoch %d, %d stages", action.epoch, len(plan.stages))
+        self._events.serving(action.epoch, plan)
         self.availability.begin()
         self._engine.start_epoch(
             action.epoch,
@@ -338,12 +339,13 @@ class Controller:
         )
 
     def _stop_serving(self, action: StopServing) -> None:
-        log.warning("epoch %d is over: %s", action.epoch, action.reason)
+        self._events.over(action, was_serving=self.availability.is_serving)
         self._watch.restart()
         if self.availability.is_serving:
             if action.cause is EndCause.DEATH:
                 self._engine.note_death(action.reason)
-            self._engine.stop_epoch()
+            self._on_epoch_end(action.cause)
+            self._engine.stop_epoch(action.reason)
             self.availability.end()
         self._replace_link(None)
         message = cluster_pb2.CoordinatorMessage(end_epoch=cluster_pb2.EndEpoch(epoch=action.epoch))

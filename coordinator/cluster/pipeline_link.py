@@ -11,6 +11,7 @@ from wire.channels import client_channel
 from wire.clock import wall_clock_us
 from wire.forward_call import ForwardCall, open_forward
 from wire.frames import encode_frame
+from wire.log_fields import about
 from wire.step_codec import encode_step
 from wire.steps import Step
 
@@ -62,6 +63,7 @@ class PipelineLink:
             raise LinkBroken(f"FIRST at {self._address} refused: {error.details()}") from error
         if not isinstance(response, stage_pb2.ForwardResponse):
             raise LinkBroken(f"FIRST at {self._address} ended the stream instead of accepting it")
+        log.debug("FIRST at %s accepts steps", self._address, extra=about(epoch=self._hello.epoch))
         self._watcher = asyncio.create_task(self._watch(self._call))
 
     async def close(self) -> None:

@@ -31,6 +31,7 @@ def activity_json(snapshot: Snapshot, *, after_step: int, since_us: int) -> byte
                     "epoch": each.epoch,
                     "started_us": _us(each.started_s),
                     "stopped_us": _maybe_us(each.stopped_s),
+                    "reason": each.reason,
                 }
                 for each in snapshot.epochs
             ],

@@ -1,1 +1,1 @@
-"""What the coordinator remembers of the last minutes, for whoever looks."""
+"""What the coordinator knows about the run of its pipeline, for those who look at it."""

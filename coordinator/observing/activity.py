@@ -15,11 +15,12 @@ MAX_STAGE_TIMES = 8000
 
 @dataclass(frozen=True, slots=True)
 class EpochSpan:
-    """When steps of an epoch could be handed out; `stopped_s` None: they still can."""
+    """When steps of an epoch could be handed out, and why it ended; `stopped_s` None: they still can."""
 
     epoch: int
     started_s: float
     stopped_s: float | None
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,10 +60,10 @@ class ActivityRecorder(EngineObserver):
     def epoch_started(self, epoch: int, now_s: float) -> None:
         self._epochs.append(EpochSpan(epoch, now_s, None))
 
-    def epoch_stopped(self, now_s: float) -> None:
+    def epoch_stopped(self, reason: str, now_s: float) -> None:
         self._steps.void()
         if self._epochs and self._epochs[-1].stopped_s is None:
-            self._epochs[-1] = replace(self._epochs[-1], stopped_s=now_s)
+            self._epochs[-1] = replace(self._epochs[-1], stopped_s=now_s, reason=reason)
 
     def ended(self, request: Request, error: ServingError | None, now_s: float) -> None:
         self._requests.end(request, error, now_s)

@@ -38,6 +38,7 @@ from wire.errors import (
     StepFailed,
 )
 from wire.ids import RequestId, id_text
+from wire.log_fields import about
 from wire.steps import FaultReport, Step, StepResult
 
 log = logging.getLogger(__name__)
@@ -215,13 +216,13 @@ class Engine:
         queued = (each.state is SequenceState.PREEMPTED for each in self._scheduler.queue)
         return not self._scheduler.running and not any(queued)
 
-    def stop_epoch(self) -> None:
+    def stop_epoch(self, reason: str = "") -> None:
         """Stops handing out steps; live requests go back to the queue with their tokens."""
         self._send = self._max_sequence_tokens = None
         self._sent_s.clear()
         self._scheduler.end_epoch()
         self.kv_feed.end_epoch()
-        self._observers.epoch_stopped(self._clock())
+        self._observers.epoch_stopped(reason, self._clock())
 
     def note_fault(self, fault: FaultReport) -> None:
         """A step was refused; to be called before `stop_epoch`. Its requests are tried again, twice at most.
@@ -296,11 +297,11 @@ class Engine:
                 if request.awaited_until_s <= now_s:
                     self._cancel(request, RequestCancelled("the client has not come back"))
                 continue
-            self._count_orphan(f"request {id_text(request.id)}")
+            self._count_orphan(f"request {id_text(request.id)}", request.id)
             self._cancel(request, RequestCancelled("nobody reads this request"))
         for sequence in (*self._scheduler.running, *self._scheduler.queue):
             if self._registry.live_request(sequence.key.request_id) is None:
-                self._count_orphan(f"sequence {sequence.key}")
+                self._count_orphan(f"sequence {sequence.key}", sequence.key.request_id)
                 self._scheduler.drop(sequence, SequenceState.CANCELLED)
         self._pump()
 
@@ -377,15 +378,16 @@ class Engine:
         if (failure := self._durability.failure) is not None:
             self.fail_all(failure)
 
-    def _count_orphan(self, what: str) -> None:
-        log.error("%s had nobody to end it: this is a defect", what)
+    def _count_orphan(self, what: str, request_id: RequestId) -> None:
+        log.error("%s had nobody to end it: this is a defect", what, extra=about(request_id=request_id))
         self.totals.orphaned += 1
 
     def _pump(self) -> None:
         if self._send is None:
             return
-        while (step := self._scheduler.next_step(self._clock())) is not None:
+        while (step := self._scheduler.next_step(asked_s := self._clock())) is not None:
             sent_s = self._clock()
+            self._observers.step_scheduled(sent_s - asked_s)
             if preempted := self._scheduler.take_preempted():
                 self._observers.preempted(preempted, sent_s)
             self._observers.step_sent(step, sent_s)

@@ -17,6 +17,9 @@ class EngineObserver:
     def accepted(self, request: Request, now_s: float) -> None:
         """A request is in the queue, or taken up from a former coordinator."""
 
+    def step_scheduled(self, duration_s: float) -> None:
+        """Deciding what the step computes that is handed out next has taken so long."""
+
     def step_sent(self, step: Step, now_s: float) -> None:
         """A step is handed out: decodes come before prompt chunks in it."""
 
@@ -31,7 +34,7 @@ class EngineObserver:
     def epoch_started(self, epoch: int, now_s: float) -> None:
         """Steps of this epoch can be handed out."""
 
-    def epoch_stopped(self, now_s: float) -> None:
+    def epoch_stopped(self, reason: str, now_s: float) -> None:
         """What was in flight is void; what was running is in the queue again."""
 
     def ended(self, request: Request, error: ServingError | None, now_s: float) -> None:
@@ -47,6 +50,10 @@ class Observers(EngineObserver):
     def accepted(self, request: Request, now_s: float) -> None:
         for each in self._all:
             each.accepted(request, now_s)
+
+    def step_scheduled(self, duration_s: float) -> None:
+        for each in self._all:
+            each.step_scheduled(duration_s)
 
     def step_sent(self, step: Step, now_s: float) -> None:
         for each in self._all:
@@ -66,9 +73,9 @@ class Observers(EngineObserver):
         for each in self._all:
             each.epoch_started(epoch, now_s)
 
-    def epoch_stopped(self, now_s: float) -> None:
+    def epoch_stopped(self, reason: str, now_s: float) -> None:
         for each in self._all:
-            each.epoch_stopped(now_s)
+            each.epoch_stopped(reason, now_s)
 
     def ended(self, request: Request, error: ServingError | None, now_s: float) -> None:
         for each in self._all:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from coordinator.requests.transcript import Transcript
 from coordinator.scheduling.sequence import Sequence
@@ -26,6 +26,14 @@ class Choice:
     @property
     def index(self) -> int:
         return self.sequence.key.choice
+
+
+class Trace(Protocol):
+    """The trace of a request, as far as requests know it."""
+
+    @property
+    def trace_id(self) -> str:
+        """32 hexadecimal digits."""
 
 
 class Request:
@@ -65,6 +73,7 @@ class Request:
         self.left_s = 0.0
         self.num_faults = 0
         self.num_deaths_alone = 0
+        self.trace: Trace | None = None
         self.awaited_until_s: float | None = None
         """Its reader was cut off by the end of a coordinator, and is expected back until then."""
         self.add_prompt_logprobs(())

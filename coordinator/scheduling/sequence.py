@@ -75,6 +75,8 @@ class Sequence:
         self._num_prefill_tokens = 0
         self._is_started = False
         self._is_token_due = False
+        self.traceparent = ""
+        """Of the request's span, under which stages record what they do; empty where they do not."""
 
     @property
     def key(self) -> SequenceKey:
@@ -285,7 +287,9 @@ class Sequence:
             return None
         self._is_started = True
         tokens = tuple(self._tokens)
-        return StartRecord(self._key, self._generation, self._num_prompt_tokens, tokens, self._sampling)
+        return StartRecord(
+            self._key, self._generation, self._num_prompt_tokens, tokens, self._sampling, self.traceparent
+        )
 
     def end(self, state: SequenceState) -> None:
         """Goes to CANCELLED or FAILED."""

@@ -1,11 +1,15 @@
 """`stageline coordinator`: one coordinator in this process."""
 
+import os
 from typing import Annotated
 
 import typer
 
 from coordinator.config import CoordinatorConfig
 from stageline.cli import options
+from stageline.version import VERSION
+from telemetry.environment import read_environment
+from telemetry.logs import LogFormat, LogLevel, LogSettings
 
 
 def coordinator(
@@ -40,6 +44,9 @@ def coordinator(
     http: options.Http = options.DEFAULT_HTTP,
     no_http: options.NoHttp = False,
     http_token_file: options.HttpTokenFile = None,
+    trace_sample: options.TraceSample = None,
+    log_format: options.LogFormat = LogFormat.CONSOLE,
+    log_level: options.LogLevel = LogLevel.INFO,
 ) -> int:
     """Plan the stages, and serve clients and workers until it is ended."""
     config = options.build_config(
@@ -72,6 +79,9 @@ def coordinator(
             reattach_timeout_s=reattach_timeout,
             http=None if no_http else http,
             http_token=options.read_http_token(http_token_file),
+            trace_sample=trace_sample,
+            telemetry=read_environment(os.environ, version=VERSION),
+            logs=LogSettings(format=log_format, level=log_level),
         )
     )
     from coordinator.app import run  # imported late: the other commands need none of it
@@ -107,8 +117,9 @@ def flags_of(config: CoordinatorConfig) -> tuple[str, ...]:
         "--drain-timeout": config.drain_timeout_s,
         "--journal": config.journal,
         "--reattach-timeout": config.reattach_timeout_s,
+        "--trace-sample": config.trace_sample,
     }
     given = [part for flag, value in values.items() if value is not None for part in (flag, str(value))]
     if config.self_check is not None:
         given.append("--self-check" if config.self_check else "--no-self-check")
-    return tuple(given)
+    return (*given, *config.logs.flags)

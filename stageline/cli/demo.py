@@ -40,7 +40,11 @@ def demo() -> int:
         max_kv_tokens=_KV_TOKENS,
         queue_size=256,
     )
-    cluster = LocalClusterConfig(num_workers=_NUM_WORKERS, coordinator_arguments=flags_of(coordinator))
+    cluster = LocalClusterConfig(
+        num_workers=_NUM_WORKERS,
+        coordinator_arguments=flags_of(coordinator),
+        worker_arguments=(coordinator.logs.flags,) * _NUM_WORKERS,
+    )
     check_plan(coordinator, cluster)
     asyncio.run(run_demo(cluster))
     return 0

@@ -8,6 +8,7 @@ from typing import Annotated, TypeAlias, TypeVar
 import typer
 
 from stageline.cli.sizes import parse_size
+from telemetry import logs
 from wire.addresses import parse_address, parse_peer_address
 
 DEFAULT_ADDRESS = "127.0.0.1:7480"
@@ -241,6 +242,21 @@ HttpTokenFile: TypeAlias = Annotated[
         help="Has the token with which the dashboard may cancel requests and drain workers; "
         "else STAGELINE_HTTP_TOKEN, if that is set.",
     ),
+]
+TraceSample: TypeAlias = Annotated[
+    float | None,
+    typer.Option(
+        metavar="RATIO",
+        help="Which part of requests to trace, 0 to 1; OTEL_TRACES_SAMPLER or all unless given.",
+    ),
+]
+LogFormat: TypeAlias = Annotated[
+    logs.LogFormat,
+    typer.Option(envvar="STAGELINE_LOG_FORMAT", help="Lines for people, or one JSON object per line."),
+]
+LogLevel: TypeAlias = Annotated[
+    logs.LogLevel,
+    typer.Option(envvar="STAGELINE_LOG_LEVEL", help="The least that is logged; requests are debug."),
 ]
 Memory: TypeAlias = Annotated[
     int | None,

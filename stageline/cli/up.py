@@ -16,6 +16,7 @@ from stageline.cli.preflight import check_plan
 from stageline.cli.progress import wait_until_serving
 from stageline.cli.tables import describe_cluster, describe_kv_cache, topology_view
 from stageline.client import Client
+from telemetry.logs import LogFormat, LogLevel, LogSettings
 
 _GENERATE_TEXT = 'generate "Once upon a time"'
 _GENERATE_IDS = "generate --token-ids 1,2,3"
@@ -69,6 +70,9 @@ def up(
     http: options.Http = options.ANY_HTTP,
     no_http: options.NoHttp = False,
     http_token_file: options.HttpTokenFile = None,
+    trace_sample: options.TraceSample = None,
+    log_format: options.LogFormat = LogFormat.CONSOLE,
+    log_level: options.LogLevel = LogLevel.INFO,
     mock: Annotated[
         list[str] | None,
         typer.Option(metavar="TIMES", help="Mock stages, as in step=20ms; once for all, or once for each."),
@@ -108,6 +112,8 @@ def up(
             reattach_timeout_s=reattach_timeout,
             http=None if no_http else http,
             http_token=options.read_http_token(http_token_file),
+            trace_sample=trace_sample,
+            logs=LogSettings(format=log_format, level=log_level),
         )
         if self_check and mock:
             raise ValueError("--self-check needs stages that compute: not together with --mock")
@@ -125,6 +131,7 @@ def up(
                 *flags_of(coordinator),
                 *(() if http_token_file is None else ("--http-token-file", str(http_token_file))),
             ),
+            worker_arguments=(coordinator.logs.flags,) * num_workers,
         )
         return coordinator, cluster
 

@@ -1,5 +1,6 @@
 """`stageline worker`: one stage worker in this process."""
 
+import os
 from typing import Annotated
 
 import typer
@@ -8,6 +9,9 @@ from stage_worker.config import WorkerConfig
 from stage_worker.cpu_set import parse_cpu_set, pin_to
 from stage_worker.mock.spec import MockSpec
 from stageline.cli import options
+from stageline.version import VERSION
+from telemetry.environment import read_environment
+from telemetry.logs import LogFormat, LogLevel, LogSettings
 from wire.wire_dtypes import parse_wire_dtype
 
 
@@ -25,6 +29,8 @@ def worker(
     mock: options.Mock = None,
     cpu_set: options.CpuSet = None,
     wire_dtype: options.WireDtype = None,
+    log_format: options.LogFormat = LogFormat.CONSOLE,
+    log_level: options.LogLevel = LogLevel.INFO,
 ) -> int:
     """Join a coordinator, and run the stage that it assigns until it is ended.
 
@@ -43,6 +49,8 @@ def worker(
             mock=None if mock is None else MockSpec.parse(mock),
             cpu_set=None if cpu_set is None else parse_cpu_set(cpu_set),
             wire_dtype=None if wire_dtype is None else parse_wire_dtype(wire_dtype),
+            telemetry=read_environment(os.environ, version=VERSION),
+            logs=LogSettings(format=log_format, level=log_level),
         )
     )
     if config.cpu_set is not None:

@@ -20,6 +20,7 @@ from stageline.client import Client
 from stageline.errors import StagelineError
 from stageline.output import FinishReason, Usage
 from stageline_rpc.v1 import cluster_pb2
+from telemetry.environment import NO_SETTINGS, TelemetrySettings
 from tests.integration.stream_proxy import CoordinatorProxy, HopProxy
 from wire.ids import RequestId, id_text, new_request_id
 from wire.wire_dtypes import WireDType
@@ -127,6 +128,8 @@ class Cluster:
         journal: Path | None = None,
         http: str | None = None,
         http_token: str | None = None,
+        trace_sample: float | None = None,
+        telemetry: TelemetrySettings = NO_SETTINGS,
     ) -> None:
         self.num_stages = len(layers)
         self._mock = mock
@@ -156,6 +159,8 @@ class Cluster:
             journal=journal,
             http=http,
             http_token=http_token,
+            trace_sample=trace_sample,
+            telemetry=telemetry,
         )
         self.server = CoordinatorServer(self._config, _model_of(self._config, has_text=has_text), timing)
         self.coordinator_proxy = CoordinatorProxy() if is_coordinator_proxied else None
@@ -233,6 +238,7 @@ class Cluster:
             num_threads=None if self._mock else 1,
             mock=self._mock,
             wire_dtype=self._worker_wire_dtypes.get(name),
+            telemetry=self._config.telemetry,
         )
 
     async def generate(self, ask: Ask, into: Answer | None = None) -> Answer:

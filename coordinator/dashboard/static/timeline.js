@@ -100,27 +100,30 @@ export class Timeline {
 
   #rows(pen, plot) {
     const colours = this.colours;
-    const gaps = this.#withoutEpoch(plot);
+    this.gaps = this.#withoutEpoch(plot);
     for (let stage = 0; stage < plot.stages; stage++) {
       const y = stage * plot.pitch + (plot.pitch - plot.block) / 2;
       pen.fillStyle = colours.track;
       pen.fillRect(plot.left, y, plot.width, plot.block);
       pen.fillStyle = colours.hatch;
-      for (const [begin, end] of gaps) this.#hatch(pen, begin, y, end - begin, plot.block);
+      for (const gap of this.gaps) this.#hatch(pen, gap.left, y, gap.right - gap.left, plot.block);
     }
   }
 
   // Where no steps can be handed out: before the first epoch, and between two.
   #withoutEpoch(plot) {
     const gaps = [];
-    let freeFromUs = plot.beginUs;
+    let [freeFromUs, reason] = [-Infinity, "the pipeline has not started yet"];
+    const add = (untilUs) => gaps.push({ beginUs: freeFromUs, endUs: untilUs, reason });
     for (const epoch of this.store.epochs) {
-      const stoppedUs = epoch.stopped_us ?? Infinity;
-      if (epoch.started_us > freeFromUs) gaps.push([freeFromUs, Math.min(epoch.started_us, plot.endUs)]);
-      freeFromUs = Math.max(freeFromUs, stoppedUs);
+      if (epoch.started_us > freeFromUs) add(epoch.started_us);
+      freeFromUs = epoch.stopped_us ?? Infinity;
+      reason = `epoch ${epoch.epoch} has ended: ${epoch.reason}`;
     }
-    if (freeFromUs < plot.endUs) gaps.push([freeFromUs, plot.endUs]);
-    return gaps.filter(([begin, end]) => end > begin).map(([begin, end]) => [plot.x(begin), plot.x(end)]);
+    add(Infinity);
+    return gaps
+      .filter((gap) => gap.endUs > gap.beginUs && gap.endUs > plot.beginUs && gap.beginUs < plot.endUs)
+      .map((gap) => ({ ...gap, left: plot.x(Math.max(gap.beginUs, plot.beginUs)), right: plot.x(Math.min(gap.endUs, plot.endUs)) }));
   }
 
   #hatch(pen, x, y, width, height) {
@@ -229,7 +232,7 @@ export class Timeline {
     const box = this.canvas.getBoundingClientRect();
     const [x, y] = [event.clientX - box.left, event.clientY - box.top];
     const block = this.blocks.find((each) => x >= each.left && x <= each.right && y >= each.top && y <= each.bottom);
-    if (!block) return this.#unpoint();
+    if (!block) return this.#pointAtGap(event, x);
     this.pointed = block.step;
     const { step, stage } = block;
     const [begin, end] = step.computed.slice(2 * stage, 2 * stage + 2);
@@ -237,10 +240,18 @@ export class Timeline {
     if (this.heldUs !== null || this.still.matches) this.draw();
   }
 
+  #pointAtGap(event, x) {
+    this.#unpoint();
+    const gap = this.gaps?.find((each) => x >= each.left && x <= each.right);
+    if (!gap) return;
+    const length = gap.endUs - gap.beginUs;
+    showTip(event.clientX, event.clientY, `No steps${Number.isFinite(length) ? ` for ${duration(length / 1e6)}` : ""}`, [gap.reason]);
+  }
+
   #unpoint() {
+    hideTip();
     if (!this.pointed) return;
     this.pointed = null;
-    hideTip();
     if (this.heldUs !== null || this.still.matches) this.draw();
   }
 

@@ -621,20 +621,24 @@ class EpochActivity(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     STARTED_US_FIELD_NUMBER: _builtins.int
     STOPPED_US_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     started_us: _builtins.int
     stopped_us: _builtins.int
     """Unset: they still can."""
+    reason: _builtins.str
+    """Why it ended."""
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         started_us: _builtins.int = ...,
         stopped_us: _builtins.int | None = ...,
+        reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stopped_us", b"_stopped_us", "stopped_us", b"stopped_us"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stopped_us", b"_stopped_us", "epoch", b"epoch", "started_us", b"started_us", "stopped_us", b"stopped_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stopped_us", b"_stopped_us", "epoch", b"epoch", "reason", b"reason", "started_us", b"started_us", "stopped_us", b"stopped_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stopped_us: _TypeAlias = _typing.Literal["stopped_us"]  # noqa: Y015
     _WhichOneofArgType__stopped_us: _TypeAlias = _typing.Literal["_stopped_us", b"_stopped_us"]  # noqa: Y015

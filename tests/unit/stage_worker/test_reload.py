@@ -108,7 +108,7 @@ def layer_bytes(directory: Path, count: int) -> int:
 
 def test_only_layers_that_moved_are_read(worker: Worker, caplog: pytest.LogCaptureFixture) -> None:
     worker.load(0, 6)
-    caplog.set_level("INFO", logger="stage_worker.loading")
+    caplog.set_level("DEBUG", logger="stage_worker.loading")
     loaded = worker.load(0, 7)
     assert loaded.read_bytes == worker.progress.read_bytes == layer_bytes(worker.directory, 1)
     assert worker.progress.fraction == 1.0

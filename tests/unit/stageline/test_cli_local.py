@@ -113,6 +113,16 @@ def test_up_suggests_a_prompt_that_the_model_takes(launch: Launch, has_tokenizer
     _read_until(launcher, f"stageline generate {prompt} --coordinator")
 
 
+def test_all_processes_of_up_log_as_it_was_told(launch: Launch) -> None:
+    launcher, pids, _ = _start_up(launch, STAGELINE_LOG_FORMAT="json", STAGELINE_LOG_LEVEL="debug")
+    flags = ["--log-format", "json", "--log-level", "debug"]
+    for pid in pids:
+        line = psutil.Process(pid).cmdline()
+        assert line[line.index("--log-format") :][:4] == flags
+    launcher.terminate()
+    assert launcher.wait(GRACE_S) == 0
+
+
 def test_up_reports_a_lost_worker_and_goes_on(launch: Launch) -> None:
     launcher, pids, _ = _start_up(launch)
     os.kill(pids[1], signal.SIGKILL)

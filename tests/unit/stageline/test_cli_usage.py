@@ -10,6 +10,8 @@ from stage_worker.config import WorkerConfig
 from stageline.cli import main
 from stageline.cli.coordinator import flags_of
 from stageline.version import VERSION
+from telemetry.environment import read_environment
+from telemetry.logs import LogFormat, LogLevel, LogSettings
 from wire.wire_dtypes import ScaledDType
 
 
@@ -149,11 +151,31 @@ def test_the_coordinators_flags_become_its_config(tmp_path: Path, monkeypatch: p
             queue_size=5,
             wire_dtype="int8",
             http="127.0.0.1:7481",
+            telemetry=read_environment({}, version=VERSION),
         )
     ]
     again = ["coordinator", "--model", str(tmp_path), "--listen", "[::1]:0", "--stages", "3"]
     assert main([*again, *flags_of(seen[0])]) == 3
     assert seen[1] == seen[0]
+
+
+@pytest.mark.parametrize("line", ["coordinator --stages 3", "worker"])
+def test_how_to_log_comes_from_flags_or_the_environment(monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    app = "coordinator.app" if line.startswith("coordinator") else "stage_worker.app"
+    seen = _catch_config(monkeypatch, app)
+    debug_json = LogSettings(format=LogFormat.JSON, level=LogLevel.DEBUG)
+    assert main(line.split()) == 3
+    assert main([*line.split(), "--log-format", "json", "--log-level", "debug"]) == 3
+    monkeypatch.setenv("STAGELINE_LOG_FORMAT", "json")
+    monkeypatch.setenv("STAGELINE_LOG_LEVEL", "debug")
+    assert main(line.split()) == 3
+    assert main([*line.split(), *LogSettings().flags]) == 3
+    assert [each.logs for each in seen] == [LogSettings(), debug_json, debug_json, LogSettings()]
+
+
+def test_a_log_format_that_there_is_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["worker", "--log-format", "xml"]) == 2
+    assert "'xml' is not one of 'console', 'json'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -203,6 +225,7 @@ def test_the_workers_flags_become_its_config(tmp_path: Path, monkeypatch: pytest
             model_directory=tmp_path,
             num_threads=4,
             wire_dtype=ScaledDType.F8_E4M3,
+            telemetry=read_environment({}, version=VERSION),
         )
     ]
 

@@ -169,13 +169,13 @@ def test_an_epoch_that_stops_voids_what_is_in_flight() -> None:
     story = Story()
     story.recorder.epoch_started(3, 1000.0)
     story.recorder.step_sent(step(0), 1000.1)
-    story.recorder.epoch_stopped(1000.5)
+    story.recorder.epoch_stopped("worker w1 is lost", 1000.5)
     story.recorder.epoch_started(4, 1001.0)
     snapshot = story.at(1002.0)
     assert snapshot.in_flight == ()
-    assert [(each.epoch, each.started_s, each.stopped_s) for each in snapshot.epochs] == [
-        (3, 1000.0, 1000.5),
-        (4, 1001.0, None),
+    assert [(each.epoch, each.started_s, each.stopped_s, each.reason) for each in snapshot.epochs] == [
+        (3, 1000.0, 1000.5, "worker w1 is lost"),
+        (4, 1001.0, None, ""),
     ]
 
 

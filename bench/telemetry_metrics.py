@@ -1,0 +1,200 @@
+"""What metrics cost: a step on the coordinator and on a worker, a snapshot, an export, a scrape.
+
+    python -m bench.telemetry_metrics [--steps 2000]
+
+Times are medians of microseconds; other processes should be quiet. "step" is everything that a step costs in
+the coordinator's observers, from deciding on it to its answer: a real engine hands out steps and gets
+answers, in which every sequence gets a token. "text" is written on a thread beside the event loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+from bench.figures.coordinator_cost import _kv_log, _limits, _request
+from checkpoint import DType
+from coordinator.observing.pipeline_metrics import PipelineMetrics
+from coordinator.observing.request_metrics import RequestMetrics
+from coordinator.observing.worker_metrics import WorkerMetrics, exposed_workers
+from coordinator.requests.admission import AdmissionLimits
+from coordinator.requests.engine import Engine
+from coordinator.requests.observer import EngineObserver, Observers
+from coordinator.scheduling.answers import Progress
+from stage_worker.assignment import Assignment, ModelShape
+from stage_worker.outputs import HandedOn, StepTiming, TimedOutput
+from stage_worker.stage_metrics import StageMetrics
+from telemetry.metrics import definitions
+from telemetry.metrics.metric import Process
+from telemetry.metrics.otlp import encode_metrics
+from telemetry.metrics.prometheus import Exposed, prometheus_text
+from telemetry.metrics.registry import Registry
+from wire.frames import Frame
+from wire.roles import StageRole
+from wire.steps import SliceResult, StageTime, Step, StepResult
+from wire.tensors import TensorView
+
+NUM_STAGES = 8
+STAGE_TIMES = (StageTime(100, 20_000, 200, 30),) * NUM_STAGES
+WARM_UP = 50
+
+
+class TimedObserver(EngineObserver):
+    """Passes on what a step causes, and notes how long that took, step by step."""
+
+    def __init__(self, observers: Sequence[EngineObserver]) -> None:
+        self._inner = Observers(observers)
+        self._spent_ns = 0
+        self.steps_us: list[float] = []
+        self.accepted = self._inner.accepted  # type: ignore[method-assign]
+
+    def step_scheduled(self, duration_s: float) -> None:
+        began = time.perf_counter_ns()
+        self._inner.step_scheduled(duration_s)
+        self._spent_ns += time.perf_counter_ns() - began
+
+    def step_sent(self, step: Step, now_s: float) -> None:
+        began = time.perf_counter_ns()
+        self._inner.step_sent(step, now_s)
+        self._spent_ns += time.perf_counter_ns() - began
+        self.steps_us.append(self._spent_ns / 1e3)
+        self._spent_ns = 0
+
+    def step_answered(
+        self, result: StepResult, progress: Sequence[Progress], sent_s: float, now_s: float
+    ) -> None:
+        began = time.perf_counter_ns()
+        self._inner.step_answered(result, progress, sent_s, now_s)
+        self._spent_ns += time.perf_counter_ns() - began
+
+
+def coordinator_step_us(num_sequences: int, num_steps: int) -> float:
+    """One step in flight at a time, all sequences in each."""
+    registry = Registry(start_ns=0)
+    observer = TimedObserver((RequestMetrics(registry), PipelineMetrics(registry)))
+    limits = AdmissionLimits(queue_size=2 * num_sequences, max_unread_tokens=1 << 30)
+    engine = Engine(limits, observers=(observer,))
+    sent: list[Step] = []
+    engine.start_epoch(1, _kv_log(), _limits(1), sent.append, max_sequence_tokens=1 << 20)
+    for index in range(num_sequences):
+        engine.submit(_request(index))
+    steady = 0
+    while steady < num_steps + WARM_UP:
+        step = sent.pop()
+        steady = steady + 1 if len(step.slices) == num_sequences and not step.starts else 0
+        results = tuple(
+            SliceResult(part.sequence, part.generation, 7) for part in step.slices if part.is_answered
+        )
+        engine.complete(StepResult(step.epoch, step.step_id, results, STAGE_TIMES))
+    return statistics.median(observer.steps_us[-num_steps:])
+
+
+def worker_step_us(num_steps: int) -> float:
+    metrics = _stage_metrics(Registry(start_ns=0))
+    hidden = TensorView(DType.BF16, (16, 64), bytes(16 * 64 * 2))
+    frame = Frame(Step(epoch=1, step_id=0), b"", hidden)
+    times = []
+    for index in range(num_steps):
+        output = TimedOutput(HandedOn(0, b"", hidden), (), 0, StepTiming(index, index, index, index + 0.5, 0))
+        times.append(_median_us(lambda output=output: metrics.step_done(frame, output, 1.0), 1))  # type: ignore[misc]
+    return statistics.median(times)
+
+
+def _stage_metrics(registry: Registry, stage: int = 0) -> StageMetrics:
+    metrics = StageMetrics(registry)
+    metrics.epoch_began(
+        Assignment(
+            plan_id=1,
+            stage=stage,
+            num_stages=NUM_STAGES,
+            role=StageRole.of_stage(stage, NUM_STAGES),
+            layer_begin=stage,
+            layer_end=stage + 1,
+            model_directory="",
+            fingerprint="",
+            dtype=DType.BF16,
+            block_size=16,
+            num_blocks=64,
+            max_step_tokens=64,
+            max_step_sequences=8,
+            max_sequence_tokens=64,
+            model_shape=ModelShape(hidden_size=64, vocab_size=64, eos_token_ids=()),
+        ),
+        1,
+    )
+    return metrics
+
+
+def _worker_registry(stage: int) -> Registry:
+    """With about as many series as a worker has."""
+    registry = Registry(start_ns=0)
+    _stage_metrics(registry, stage % NUM_STAGES)
+    registry.number(definitions.RESIDENT_MEMORY).of().set(7e7)
+    registry.number(definitions.FAILED_EXPORTS).of("coordinator").set(1)
+    return registry
+
+
+def _coordinator_registry() -> Registry:
+    registry = Registry(start_ns=0)
+    RequestMetrics(registry)
+    pipeline = PipelineMetrics(registry)
+    pipeline.step_sent(Step(epoch=1, step_id=0), 0.0)
+    pipeline.step_answered(StepResult(1, 0, (), STAGE_TIMES), (), 0.0, 1.0)
+    registry.read_with(lambda: pipeline.read(1.0))
+    return registry
+
+
+def _median_us(action: Callable[[], object], rounds: int) -> float:
+    times = []
+    for _ in range(rounds):
+        began = time.perf_counter_ns()
+        action()
+        times.append((time.perf_counter_ns() - began) / 1e3)
+    return statistics.median(times)
+
+
+def scrape_us(num_workers: int) -> tuple[float, float, float, int]:
+    """Taking one worker's export, the snapshot, the text; and the text's size in bytes."""
+    kept = WorkerMetrics(lambda: {f"w{index}" for index in range(num_workers)})
+    for index in range(num_workers):
+        resource = {"service.name": Process.WORKER.value, "service.instance.id": f"w{index}"}
+        request = encode_metrics(_worker_registry(index).snapshot(1), resource)
+        assert kept.take(request, 0.0) == 0
+    taking_us = _median_us(lambda: kept.take(request, 0.0), 200)
+    registry = _coordinator_registry()
+    snapshot_us = _median_us(lambda: registry.snapshot(1), 200)
+    snapshot = registry.snapshot(1)
+
+    def text() -> bytes:
+        return prometheus_text([Exposed("", snapshot), *exposed_workers(kept.last())], "")[0]
+
+    return taking_us, snapshot_us, _median_us(text, 10), len(text())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=2000)
+    num_steps = parser.parse_args().steps
+    for num_sequences, limit_us in ((4, 20), (256, 100)):
+        step_us = coordinator_step_us(num_sequences, num_steps)
+        print(f"coordinator, a step of {num_sequences:>3} sequences  {step_us:8.1f} us (at most {limit_us})")
+    print(f"worker, a step                      {worker_step_us(num_steps):8.1f} us")
+    registry = _worker_registry(0)
+    print(f"worker, a snapshot                  {_median_us(lambda: registry.snapshot(1), 500):8.1f} us")
+    snapshot = registry.snapshot(1)
+    encoding_us = _median_us(lambda: encode_metrics(snapshot, {}).SerializeToString(), 500)
+    print(f"worker, its message                 {encoding_us:8.1f} us")
+    for num_workers in (8, 64):
+        taking_us, snapshot_us, text_us, size = scrape_us(num_workers)
+        print(
+            f"coordinator with {num_workers:>2} workers: an export taken {taking_us:.1f} us, a snapshot "
+            f"{snapshot_us:.1f} us, the text {text_us / 1000:.1f} ms on its thread, {size} bytes"
+        )
+
+
+if __name__ == "__main__":
+    main()

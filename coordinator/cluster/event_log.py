@@ -1,0 +1,118 @@
+"""The log of a cluster's life: one line for each event, and none for what passes between them."""
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+from coordinator.cluster.actions import AssignStage, BeginEpoch, EndCause, StopServing
+from coordinator.cluster.membership import WorkerIdentity
+from coordinator.cluster.self_check import Verdict
+from coordinator.planning.plan import Plan, StagePlan
+from coordinator.scheduling.sequence import Sequence
+from stageline_rpc.v1 import cluster_pb2
+from wire.log_fields import about
+from wire.steps import FaultReport
+
+log = logging.getLogger(__name__)
+
+
+class EventLog:
+    """Whoever carries an event out says so here."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._stopped_s: float | None = None
+
+    def joined(self, worker: WorkerIdentity) -> None:
+        log.info(
+            "worker %s joined from %s (%s)",
+            *(worker.name, worker.address, worker.device),
+            extra=about(worker=worker.name),
+        )
+
+    def left(self, worker: str, reason: str) -> None:
+        log.info("worker %s left: %s", worker, reason, extra=about(worker=worker))
+
+    def assigned(self, action: AssignStage) -> None:
+        """One line for the plan, which is that of its first stage."""
+        stage = action.stage
+        if stage.stage == 0:
+            stages = action.plan.stages
+            ranges = (f"{_layers(each)} on {each.worker}" for each in stages)
+            log.info("plan %d: layers %s", action.plan_id, ", ".join(ranges))
+        log.debug(
+            "worker %s gets stage %d (%s), layers %s",
+            *(action.worker.name, stage.stage, stage.role.value, _layers(stage)),
+            extra=about(worker=action.worker.name, stage=stage.stage),
+        )
+
+    def loaded(self, worker: str, loaded: cluster_pb2.StageLoaded) -> None:
+        duration_ms = loaded.load_ms + loaded.warmup_ms
+        log.info("worker %s is ready (%d ms)", worker, duration_ms, extra=about(worker=worker))
+
+    def load_failed(self, worker: str, reason: str) -> None:
+        log.error("worker %s could not load its stage: %s", worker, reason, extra=about(worker=worker))
+
+    def leaving(self, worker: str, *, asks_itself: bool) -> None:
+        """A drain begins."""
+        wish = "wants to leave" if asks_itself else "is to leave"
+        log.info("worker %s %s", worker, wish, extra=about(worker=worker))
+
+    def finishing(self, worker: str) -> None:
+        """Nobody can take the layers of a worker that is to leave."""
+        log.debug("worker %s leaves when what runs is finished", worker, extra=about(worker=worker))
+
+    def unexpected(self, worker: str, message: str | None) -> None:
+        log.warning("worker %s sent %s, which is not expected", worker, message, extra=about(worker=worker))
+
+    def faulty(self, report: FaultReport, in_step: Iterable[Sequence], worker: str | None) -> None:
+        """`in_step` are the sequences of the faulty step, which its stage may not have been able to tell;
+        `worker` has the stage. That a stage does not reach the next one may be the end of that one only.
+        """
+        named = (*(each.key.request_id for each in in_step), *report.request_ids)
+        log.log(
+            logging.ERROR if report.kind.blames_requests else logging.WARNING,
+            "step fault: %s",
+            report,
+            extra=about(
+                epoch=report.epoch,
+                step=report.step_id,
+                stage=report.stage,
+                worker=worker,
+                request_ids=dict.fromkeys(named),
+            ),
+        )
+
+    def beginning(self, action: BeginEpoch) -> None:
+        log.debug(
+            "epoch %d begins on %d workers",
+            *(action.epoch, len(action.workers)),
+            extra=about(epoch=action.epoch),
+        )
+
+    def checked(self, epoch: int, verdict: Verdict) -> None:
+        level = logging.INFO if verdict.is_good else logging.ERROR
+        log.log(level, "self-check %s", verdict.text, extra=about(epoch=epoch))
+
+    def serving(self, epoch: int, plan: Plan) -> None:
+        """An epoch serves: the first one, or the end of a recovery."""
+        stopped_s, self._stopped_s = self._stopped_s, None
+        duration_s = None if stopped_s is None else self._clock() - stopped_s
+        pause = "" if duration_s is None else f", again after {duration_s:.2f} s"
+        log.info(
+            "serving: epoch %d, %d stages%s",
+            *(epoch, len(plan.stages), pause),
+            extra=about(epoch=epoch, duration_s=duration_s),
+        )
+
+    def over(self, action: StopServing, *, was_serving: bool) -> None:
+        """An epoch is over: a recovery begins, unless one has begun already."""
+        if was_serving:
+            self._stopped_s = self._clock()
+        level = logging.INFO if action.cause is EndCause.REPLANNED else logging.WARNING
+        log.log(level, "epoch %d is over: %s", action.epoch, action.reason, extra=about(epoch=action.epoch))
+
+
+def _layers(stage: StagePlan) -> str:
+    first, last = stage.layer_begin, stage.layer_end - 1
+    return str(first) if first == last else f"{first}-{last}"

@@ -1,0 +1,1 @@
+"""The spans of requests, as the coordinator sees them."""

@@ -1,0 +1,167 @@
+"""What one stage does with its time, and what goes through it.
+
+The time of an epoch is cut at the moments that the session knows of every step, in the order of the steps:
+
+    wait: computed(before) -> received      nothing was queued and nothing computed
+    (rest): received or computed(before), the later -> started      handing over to whoever computes
+    busy: started -> ready
+    send: ready -> sent                     while the next step is computed
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from stage_worker.assignment import Assignment
+from stage_worker.outputs import HandedOn, TimedOutput
+from stage_worker.stage_load import LoadedStage
+from stage_worker.step_observer import StepObserver
+from telemetry.metrics import definitions
+from telemetry.metrics.registry import Distribution, Number, Registry
+from wire.frames import Frame
+from wire.tensors import TensorView
+
+
+class ObservedStage(Protocol):
+    """What is read off the stage now and then."""
+
+    @property
+    def loaded(self) -> LoadedStage | None: ...
+
+    @property
+    def is_idle(self) -> bool:
+        """An epoch serves, and no frame waits or is computed."""
+
+
+@dataclass(slots=True)
+class _Series:
+    """Of one stage; `wait_s` is exact up to the last step, what is told may be some microseconds ahead."""
+
+    busy: Number
+    wait: Number
+    send: Number
+    serving: Number
+    step_time: Distribution
+    received: Number
+    sent: Number
+    received_bytes: Number
+    sent_bytes: Number
+    hits: Number
+    wanted: Number
+    wait_s: float = 0.0
+
+
+class StageMetrics(StepObserver):
+    """Recorded on the event loop. The stage may change; its series then go on as those of another."""
+
+    def __init__(self, registry: Registry, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._busy = registry.number(definitions.BUSY_TIME)
+        self._wait = registry.number(definitions.WAIT_TIME)
+        self._send = registry.number(definitions.SEND_TIME)
+        self._serving = registry.number(definitions.SERVING_TIME)
+        self._step_time = registry.distribution(definitions.STAGE_STEP_TIME)
+        self._frames = registry.number(definitions.FRAMES)
+        self._bytes = registry.number(definitions.ACTIVATION_BYTES)
+        self._hits = registry.number(definitions.PREFIX_HITS)
+        self._wanted = registry.number(definitions.PREFIX_WANTED)
+        self._blocks = registry.number(definitions.KV_BLOCKS)
+        self._load_time = registry.number(definitions.LOAD_TIME)
+        self._memory = registry.number(definitions.STAGE_MEMORY)
+        self._by_stage: dict[int, _Series] = {}
+        self._now: _Series | None = None
+        self._counted_s = 0.0
+        self._computed_s = 0.0
+        self._num_hits = self._num_wanted = 0
+        self._stage: ObservedStage | None = None
+        registry.read_with(self._read)
+
+    def watch(self, stage: ObservedStage) -> None:
+        """Reads off this one; once."""
+        self._stage = stage
+
+    def epoch_began(self, assignment: Assignment, epoch: int) -> None:
+        stage = assignment.stage
+        if stage not in self._by_stage:
+            self._by_stage[stage] = self._series(str(stage))
+        self._now = self._by_stage[stage]
+        self._counted_s = self._computed_s = self._clock()
+        self._num_hits = self._num_wanted = 0
+
+    def step_done(self, frame: Frame, output: TimedOutput, sent_s: float) -> None:
+        series, timing = self._now, output.timing
+        if series is None:
+            return
+        compute_s = timing.ready_s - timing.started_s
+        series.busy.value += compute_s
+        series.step_time.observe(compute_s)
+        series.send.value += sent_s - timing.ready_s
+        series.wait_s += max(0.0, timing.received_s - self._computed_s)
+        self._computed_s = timing.ready_s
+        series.received.value += 1
+        series.received_bytes.value += _num_bytes(frame.hidden)
+        series.sent.value += 1
+        if isinstance(output.output, HandedOn):
+            series.sent_bytes.value += _num_bytes(output.output.hidden)
+
+    def epoch_over(self) -> None:
+        self._read_counters()
+        self._now = None
+
+    def _series(self, stage: str) -> _Series:
+        receive, transmit = definitions.DIRECTION.values
+        return _Series(
+            busy=self._busy.of(stage),
+            wait=self._wait.of(stage),
+            send=self._send.of(stage),
+            serving=self._serving.of(stage),
+            step_time=self._step_time.of(stage),
+            received=self._frames.of(stage, receive),
+            sent=self._frames.of(stage, transmit),
+            received_bytes=self._bytes.of(stage, receive),
+            sent_bytes=self._bytes.of(stage, transmit),
+            hits=self._hits.of(stage),
+            wanted=self._wanted.of(stage),
+        )
+
+    def _read(self) -> None:
+        self._read_counters()
+        for family in (self._blocks, self._load_time, self._memory):
+            family.clear()
+        if self._stage is not None and (loaded := self._stage.loaded) is not None:
+            self._read_stage(loaded)
+
+    def _read_counters(self) -> None:
+        """Those that grow while an epoch serves, whether steps come or not."""
+        series, stage = self._now, self._stage
+        if series is None or stage is None:
+            return
+        now_s = self._clock()
+        series.serving.value += now_s - self._counted_s
+        self._counted_s = now_s
+        idle_s = max(0.0, now_s - self._computed_s) if stage.is_idle else 0.0
+        # A step may be done and not told of yet: then this was ahead, and must not go back.
+        series.wait.value = max(series.wait.value, series.wait_s + idle_s)
+        if stage.loaded is not None:
+            stats = stage.loaded.executor.stats
+            series.hits.value += stats.blocks_hit - self._num_hits
+            series.wanted.value += stats.blocks_wanted - self._num_wanted
+            self._num_hits, self._num_wanted = stats.blocks_hit, stats.blocks_wanted
+
+    def _read_stage(self, loaded: LoadedStage) -> None:
+        stage, stats = str(loaded.assignment.stage), loaded.executor.stats
+        for state, count in (
+            ("active", stats.blocks_active),
+            ("inactive", stats.blocks_inactive),
+            ("free", stats.blocks_free),
+        ):
+            self._blocks.of(stage, state).set(count)
+        self._load_time.of(stage, "load").set(loaded.load_ms / 1000)
+        self._load_time.of(stage, "warmup").set(loaded.warmup_ms / 1000)
+        self._memory.of(stage, "weights").set(loaded.weight_bytes)
+        self._memory.of(stage, "kv").set(loaded.kv_bytes)
+
+
+def _num_bytes(hidden: TensorView | None) -> int:
+    return 0 if hidden is None else memoryview(hidden.data).nbytes

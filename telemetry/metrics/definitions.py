@@ -1,0 +1,298 @@
+"""Every metric that Stageline records, in one table; docs/telemetry.md says what they mean."""
+
+from telemetry.metrics.metric import Kind, Label, Metric, Process
+
+STAGE = Label("stage", "stageline.stage.index", most=256, is_integer=True)
+WORKER = Label("worker", "stageline.worker.name", most=512)
+REQUEST_STATE = Label("state", "stageline.request.state", values=("preparing", "queued", "prefill", "decode"))
+OUTCOME = Label("outcome", "stageline.request.outcome", values=("finished", "cancelled", "failed"))
+REASON = Label("reason", "stageline.reason", values=("death", "fault", "broken", "replanned"))
+STEP_PART = Label("part", "stageline.step.part", values=("hop", "receive", "wait", "compute"))
+WORKER_STATE = Label(
+    "state",
+    "stageline.worker.state",
+    values=("joining", "spare", "loading", "ready", "suspect", "draining", "lost", "quarantined"),
+)
+DIRECTION = Label("direction", "network.io.direction", values=("receive", "transmit"))
+BLOCK_STATE = Label("state", "stageline.kv.block.state", values=("active", "inactive", "free"))
+MEMORY_KIND = Label("kind", "stageline.memory.kind", values=("weights", "kv"))
+LOAD_PHASE = Label("phase", "stageline.load.phase", values=("load", "warmup"))
+DESTINATION = Label("destination", "stageline.destination", values=("coordinator", "collector"))
+
+_SHORT_S = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
+_STEP_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+_TOKEN_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+_REQUEST_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
+_RECOVERY_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0)
+
+
+def _of(
+    processes: tuple[Process, ...],
+    name: str,
+    kind: Kind,
+    unit: str,
+    description: str,
+    *labels: Label,
+    bounds: tuple[float, ...] = (),
+) -> Metric:
+    return Metric(
+        name=name,
+        kind=kind,
+        unit=unit,
+        processes=processes,
+        description=description,
+        labels=labels,
+        bounds=bounds,
+    )
+
+
+_COORDINATOR, _WORKER, _BOTH = (Process.COORDINATOR,), (Process.WORKER,), tuple(Process)
+_COUNTER, _UP_DOWN, _GAUGE, _HISTOGRAM = Kind.COUNTER, Kind.UP_DOWN, Kind.GAUGE, Kind.HISTOGRAM
+
+REQUESTS = _of(
+    _COORDINATOR,
+    "stageline.request.active",
+    _UP_DOWN,
+    "{request}",
+    "Requests that have not ended, by what they are doing now.",
+    REQUEST_STATE,
+)
+REQUESTS_ENDED = _of(
+    _COORDINATOR, "stageline.request.ended", _COUNTER, "{request}", "Requests that have ended.", OUTCOME
+)
+QUEUE_TIME = _of(
+    _COORDINATOR,
+    "stageline.request.queue.duration",
+    _HISTOGRAM,
+    "s",
+    "From accepting a request to handing out its first step.",
+    bounds=_REQUEST_S,
+)
+FIRST_TOKEN_TIME = _of(
+    _COORDINATOR,
+    "stageline.request.time_to_first_token",
+    _HISTOGRAM,
+    "s",
+    "From accepting a request to its first token.",
+    bounds=_REQUEST_S,
+)
+INTER_TOKEN_TIME = _of(
+    _COORDINATOR,
+    "stageline.request.inter_token_latency",
+    _HISTOGRAM,
+    "s",
+    "From one token of a choice to its next, whatever came in between.",
+    bounds=_TOKEN_S,
+)
+REQUEST_TIME = _of(
+    _COORDINATOR,
+    "stageline.request.duration",
+    _HISTOGRAM,
+    "s",
+    "From accepting a request to its end.",
+    OUTCOME,
+    bounds=_REQUEST_S,
+)
+PROMPT_TOKENS = _of(
+    _COORDINATOR,
+    "stageline.prompt.tokens",
+    _COUNTER,
+    "{token}",
+    "Prompt tokens of the choices that have begun, cached ones too.",
+)
+CACHED_TOKENS = _of(
+    _COORDINATOR,
+    "stageline.prompt.cached_tokens",
+    _COUNTER,
+    "{token}",
+    "Prompt tokens that were not computed, because the cache had them.",
+)
+GENERATED_TOKENS = _of(
+    _COORDINATOR, "stageline.generated.tokens", _COUNTER, "{token}", "Tokens that were generated."
+)
+PREEMPTIONS = _of(
+    _COORDINATOR,
+    "stageline.preemptions",
+    _COUNTER,
+    "{preemption}",
+    "Choices that had to give up their blocks to others.",
+)
+RECOVERIES = _of(
+    _COORDINATOR,
+    "stageline.recoveries",
+    _COUNTER,
+    "{recovery}",
+    "Epochs that ended while requests were served, by the reason.",
+    REASON,
+)
+RECOVERY_TIME = _of(
+    _COORDINATOR,
+    "stageline.recovery.duration",
+    _HISTOGRAM,
+    "s",
+    "From the end of an epoch to the first moment at which the next one takes steps.",
+    REASON,
+    bounds=_RECOVERY_S,
+)
+STEPS_IN_FLIGHT = _of(
+    _COORDINATOR, "stageline.steps.in_flight", _UP_DOWN, "{step}", "Steps that are not answered yet."
+)
+STEP_TIME = _of(
+    _COORDINATOR,
+    "stageline.step.duration",
+    _HISTOGRAM,
+    "s",
+    "From handing out a step to its answer.",
+    bounds=_STEP_S,
+)
+STEP_PART_TIME = _of(
+    _COORDINATOR,
+    "stageline.step.part.time",
+    _COUNTER,
+    "s",
+    "What answered steps have spent at each stage and on the way to it.",
+    STAGE,
+    STEP_PART,
+)
+SCHEDULER_TIME = _of(
+    _COORDINATOR,
+    "stageline.scheduler.duration",
+    _HISTOGRAM,
+    "s",
+    "Deciding what a step computes.",
+    bounds=_SHORT_S,
+)
+ACTIVE_TIME = _of(
+    _COORDINATOR,
+    "stageline.pipeline.active.time",
+    _COUNTER,
+    "s",
+    "Time in which at least one step was in flight.",
+)
+BUBBLE = _of(
+    _COORDINATOR,
+    "stageline.pipeline.bubble",
+    _GAUGE,
+    "1",
+    "Of the time with steps in flight in the last 10 s, the share in which a stage computed nothing; "
+    "the mean of all stages.",
+)
+WORKERS = _of(
+    _COORDINATOR, "stageline.workers", _UP_DOWN, "{worker}", "Workers, by their state.", WORKER_STATE
+)
+DROPPED_SPANS = _of(
+    _BOTH, "stageline.spans.dropped", _COUNTER, "{span}", "Spans that were recorded and not kept."
+)
+BUSY_TIME = _of(
+    _WORKER, "stageline.stage.busy.time", _COUNTER, "s", "Time in which the stage computed a step.", STAGE
+)
+WAIT_TIME = _of(
+    _WORKER,
+    "stageline.stage.wait.time",
+    _COUNTER,
+    "s",
+    "Time of an epoch in which the stage had nothing to compute.",
+    STAGE,
+)
+SEND_TIME = _of(
+    _WORKER,
+    "stageline.stage.send.time",
+    _COUNTER,
+    "s",
+    "From an output's being ready to the transport's having taken it; overlaps the next step's computation.",
+    STAGE,
+)
+SERVING_TIME = _of(
+    _WORKER,
+    "stageline.stage.serving.time",
+    _COUNTER,
+    "s",
+    "Time in which an epoch served here: busy, waiting, and handing over between the two.",
+    STAGE,
+)
+STAGE_STEP_TIME = _of(
+    _WORKER,
+    "stageline.stage.step.duration",
+    _HISTOGRAM,
+    "s",
+    "Computing one step.",
+    STAGE,
+    bounds=_STEP_S,
+)
+FRAMES = _of(
+    _WORKER,
+    "stageline.stage.frames",
+    _COUNTER,
+    "{frame}",
+    "Frames that came in and were computed; outputs that went on.",
+    STAGE,
+    DIRECTION,
+)
+ACTIVATION_BYTES = _of(
+    _WORKER,
+    "stageline.stage.activation.io",
+    _COUNTER,
+    "By",
+    "Hidden states that came in and went on.",
+    STAGE,
+    DIRECTION,
+)
+KV_BLOCKS = _of(
+    _WORKER,
+    "stageline.kv.blocks",
+    _UP_DOWN,
+    "{block}",
+    "Blocks of the KV cache: in use, kept for prefix hits, free.",
+    STAGE,
+    BLOCK_STATE,
+)
+PREFIX_WANTED = _of(
+    _WORKER,
+    "stageline.kv.prefix.wanted",
+    _COUNTER,
+    "{block}",
+    "Full blocks that sequences wanted from the cache.",
+    STAGE,
+)
+PREFIX_HITS = _of(
+    _WORKER, "stageline.kv.prefix.hits", _COUNTER, "{block}", "Those of them that were there.", STAGE
+)
+LOAD_TIME = _of(
+    _WORKER,
+    "stageline.stage.load.duration",
+    _GAUGE,
+    "s",
+    "What the present stage took to load, and to warm up.",
+    STAGE,
+    LOAD_PHASE,
+)
+STAGE_MEMORY = _of(
+    _WORKER,
+    "stageline.stage.memory",
+    _UP_DOWN,
+    "By",
+    "Memory of the present stage's weights and KV pages.",
+    STAGE,
+    MEMORY_KIND,
+)
+RESIDENT_MEMORY = _of(
+    _BOTH, "stageline.process.resident_memory", _UP_DOWN, "By", "Memory that the process holds."
+)
+FAILED_EXPORTS = _of(
+    _BOTH,
+    "stageline.metrics.exports.failed",
+    _COUNTER,
+    "{export}",
+    "Exports of this process's metrics that nobody took.",
+    DESTINATION,
+)
+SERIES_OVERFLOWS = _of(
+    _BOTH,
+    "stageline.metrics.overflows",
+    _COUNTER,
+    "{lookup}",
+    "Values that went to the series `other`, because there were too many series.",
+)
+
+METRICS: tuple[Metric, ...] = tuple(each for each in vars().values() if isinstance(each, Metric))
+"""In the order of the table in docs/telemetry.md."""

@@ -1,0 +1,103 @@
+"""Finished spans, from facts to whoever takes them."""
+
+import random
+from collections.abc import Sequence
+
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import Event, ReadableSpan
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode
+
+from telemetry.span_sinks import SpanSink
+from telemetry.spans import SpanName
+from wire.clock import ClusterClock
+
+Attributes = dict[str, str | int | float | bool]
+"""Keys are those of `telemetry.spans.Attr`."""
+
+_SCOPE = InstrumentationScope("stageline")
+_OK = Status(StatusCode.UNSET)
+
+
+class SpanRecorder:
+    """One per process. Spans are recorded when they are over, so nothing has to be kept open; times are on
+    the clock of `time.monotonic`, and become those of the coordinator's clock here.
+    """
+
+    def __init__(self, resource: Resource, clock: ClusterClock, sinks: Sequence[SpanSink]) -> None:
+        self._resource = resource
+        self._clock = clock
+        self._sinks = tuple(sinks)
+        self.num_recorded = 0
+
+    @property
+    def clock(self) -> ClusterClock:
+        """The clock that spans are on."""
+        return self._clock
+
+    @property
+    def num_dropped(self) -> int:
+        """Spans that a sink did not take, counted once for each sink."""
+        return sum(sink.num_dropped for sink in self._sinks)
+
+    def start(self) -> None:
+        """Begins to pass spans on."""
+        for sink in self._sinks:
+            sink.start()
+
+    async def close(self) -> None:
+        """Passes on what is there."""
+        for sink in self._sinks:
+            await sink.close()
+
+    def record(
+        self,
+        name: SpanName,
+        context: SpanContext,
+        parent: SpanContext | None,
+        *,
+        start_s: float,
+        end_s: float,
+        attributes: Attributes,
+        error: str | None = None,
+        events: Sequence[tuple[str, float]] = (),
+        is_server: bool = False,
+    ) -> None:
+        """A span that is over; `error` says why it is one. `events` are names, and when."""
+        at_us = self._clock.at_us
+        span = ReadableSpan(
+            name,
+            context,
+            parent,
+            self._resource,
+            attributes,
+            events=[Event(event, timestamp=at_us(when_s) * 1000) for event, when_s in events],
+            kind=SpanKind.SERVER if is_server else SpanKind.INTERNAL,
+            status=_OK if error is None else Status(StatusCode.ERROR, error),
+            start_time=at_us(start_s) * 1000,
+            end_time=at_us(end_s) * 1000,
+            instrumentation_scope=_SCOPE,
+        )
+        self.num_recorded += 1
+        for sink in self._sinks:
+            sink.offer(span)
+
+
+def new_resource(service: str, *, instance: str, version: str) -> Resource:
+    """What spans and metrics of this process say about it; OTEL_RESOURCE_ATTRIBUTES may say more."""
+    own = {"service.name": service, "service.instance.id": instance, "service.version": version}
+    return (
+        Resource({"service.namespace": "stageline"})
+        .merge(OTELResourceDetector().detect())
+        .merge(Resource(own))
+    )
+
+
+def new_span_id() -> int:
+    """A random id; never 0."""
+    return random.getrandbits(64) or 1
+
+
+def new_trace_id() -> int:
+    """A random id; never 0."""
+    return random.getrandbits(128) or 1

@@ -1,0 +1,138 @@
+"""Where finished spans go. No sink ever makes anybody wait: what finds no room is dropped, and counted."""
+
+import asyncio
+import contextlib
+import logging
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import grpc
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.sdk.trace import ReadableSpan
+
+from wire.channels import client_channel
+
+log = logging.getLogger(__name__)
+
+QUEUED_SPANS = 4096
+BATCH_SPANS = 16
+"""Spans that are encoded at once: 100 us each, during which nothing else happens in this process."""
+DELAY_S = 0.2
+"""How long a span waits for others, so that many travel together."""
+SEND_TIMEOUT_S = 3.0
+
+
+class SpanSink(ABC):
+    """Takes finished spans. Used on the event loop only."""
+
+    num_dropped: int = 0
+
+    @abstractmethod
+    def offer(self, span: ReadableSpan) -> None:
+        """Takes a span, or drops it."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Begins to pass spans on."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Passes on what is there, within a moment, and ends."""
+
+
+class QueueSink(SpanSink):
+    """A bounded queue, and a task that hands small batches of encoded spans to whoever takes them."""
+
+    def __init__(self) -> None:
+        self.num_dropped = 0
+        self._queue: deque[ReadableSpan] = deque()
+        self._is_closing = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def offer(self, span: ReadableSpan) -> None:
+        if len(self._queue) >= QUEUED_SPANS:
+            self.num_dropped += 1
+        else:
+            self._queue.append(span)
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="spans")
+
+    async def close(self) -> None:
+        task, self._task = self._task, None
+        if task is None:
+            return
+        self._is_closing.set()
+        await asyncio.wait({task}, timeout=SEND_TIMEOUT_S)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        self.num_dropped += len(self._queue)
+        self._queue.clear()
+
+    async def _run(self) -> None:
+        is_closing = False
+        while not is_closing:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(DELAY_S):
+                    is_closing = await self._is_closing.wait()
+            while self._queue:
+                await self._pass_on()
+                # Whatever else is due goes first.
+                await asyncio.sleep(0)
+
+    async def _pass_on(self) -> None:
+        batch = [self._queue.popleft() for _ in range(min(BATCH_SPANS, len(self._queue)))]
+        is_taken = False
+        try:
+            is_taken = await self.deliver(encode_spans(batch))
+        finally:
+            if not is_taken:
+                self.num_dropped += len(batch)
+
+    @abstractmethod
+    async def deliver(self, request: trace_service_pb2.ExportTraceServiceRequest) -> bool:
+        """Whether it was taken."""
+
+
+class StoreSink(QueueSink):
+    """Into a store in this process."""
+
+    def __init__(self, add: Callable[[Sequence[object]], None]) -> None:
+        """`add` takes the `ResourceSpans` of a batch."""
+        super().__init__()
+        self._add = add
+
+    async def deliver(self, request: trace_service_pb2.ExportTraceServiceRequest) -> bool:
+        self._add(request.resource_spans)
+        return True
+
+
+class CoordinatorSink(QueueSink):
+    """To the coordinator's `TraceService`. While it does not answer, spans are dropped, not kept."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__()
+        self._address = address
+        self._channel: grpc.aio.Channel | None = None
+        self._is_silent = False
+
+    async def deliver(self, request: trace_service_pb2.ExportTraceServiceRequest) -> bool:
+        if self._channel is None:
+            self._channel = client_channel(self._address)
+        export = trace_service_pb2_grpc.TraceServiceStub(self._channel).Export
+        try:
+            await export(request, timeout=SEND_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            if not self._is_silent:
+                log.debug("the coordinator does not take spans: %s", error.details())
+            self._is_silent = True
+            return False
+        self._is_silent = False
+        return True
+
+    async def close(self) -> None:
+        await super().close()
+        if self._channel is not None:
+            await self._channel.close()

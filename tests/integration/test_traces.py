@@ -1,0 +1,188 @@
+"""What a collector gets of requests: one connected tree each, whatever happens to them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from opentelemetry.trace import NonRecordingSpan, use_span
+
+import telemetry.collector_sink
+from stage_worker.mock.spec import MockSpec
+from stageline.errors import StagelineError
+from telemetry.environment import TelemetrySettings, read_environment
+from telemetry.spans import Attr, SpanName
+from tests.integration.cluster import Ask, Cluster
+from tests.otlp_collector import CollectedSpan, Collector, collector
+from tests.traces import Tree
+from wire.ids import id_text
+from wire.trace_context import parse_traceparent
+
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+CALLER = "b7ad6b7169203331"
+MOCK_MODEL = "layers=3,hidden=64"
+SPEC = MockSpec.parse("step=3ms,token=0.02ms")
+
+
+@pytest.fixture
+async def collecting(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Collector]:
+    async with collector() as servicer:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://{servicer.address}")
+        yield servicer
+
+
+def settings_of(servicer: Collector) -> TelemetrySettings:
+    return read_environment({"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://{servicer.address}"}, version="test")
+
+
+def mock_cluster(
+    servicer: Collector, *, max_kv_tokens: int = 1024, trace_sample: float | None = None
+) -> Cluster:
+    return Cluster(
+        None,
+        layers=(1, 1, 1),
+        mock=SPEC,
+        mock_model=MOCK_MODEL,
+        max_kv_tokens=max_kv_tokens,
+        trace_sample=trace_sample,
+        telemetry=settings_of(servicer),
+    )
+
+
+def roots(spans: list[CollectedSpan]) -> list[CollectedSpan]:
+    return [each for each in spans if each.name == SpanName.GENERATE]
+
+
+def num_traced_steps(spans: list[CollectedSpan], trace_id: str) -> int:
+    stages = Tree.of(spans, trace_id).named(SpanName.STAGE_PREFILL, SpanName.STAGE_DECODE)
+    return sum(each.attributes[Attr.NUM_STEPS] for each in stages)
+
+
+async def test_a_callers_trace_goes_on_through_all_stages(collecting: Collector) -> None:
+    caller = parse_traceparent(f"00-{TRACE_ID}-{CALLER}-01")
+    assert caller is not None
+    ask = Ask(prompt=tuple(range(1, 76)), max_tokens=50)
+    async with mock_cluster(collecting) as cluster:
+        with use_span(NonRecordingSpan(caller)):
+            answer = await cluster.generate(ask)
+        assert answer.usage is not None
+        # Three chunks of at most 32 tokens, and a step for each token but the first, on three stages each.
+        await collecting.wait_until(
+            lambda spans: len(roots(spans)) == 1 and num_traced_steps(spans, TRACE_ID) == 3 * (3 + 49)
+        )
+    tree = Tree.of(collecting.spans, TRACE_ID)
+    tree.check_connected()
+    tree.check_nested(slack_us=2)
+    assert tree.root.span.parent_span_id.hex() == CALLER
+    assert len({each.process for each in tree.spans}) == 4
+    assert tree.num_generated == len(answer.tokens) == tree.root.attributes[Attr.COMPLETION_TOKENS] == 50
+    chunks = tree.named(SpanName.PREFILL_CHUNK)
+    assert [each.attributes[Attr.TOKENS] for each in chunks] == [32, 32, 11]
+    for work in (*chunks, *tree.named(SpanName.DECODE)):
+        stages = tree.children(work)
+        assert {each.attributes[Attr.STAGE_INDEX] for each in stages} == {0, 1, 2}
+        assert sum(each.attributes[Attr.TOKENS] for each in stages) == 3 * work.attributes[Attr.TOKENS]
+        assert tree.unexplained_share(work) < 0.05
+
+
+async def test_the_root_says_who_asked_for_what_and_how_long_it_took(collecting: Collector) -> None:
+    ask = Ask(prompt=(1, 2, 3), max_tokens=4, seed=5)
+    async with mock_cluster(collecting) as cluster:
+        await cluster.generate(ask)
+        await collecting.wait_until(lambda spans: len(roots(spans)) == 1)
+    attributes = roots(collecting.spans)[0].attributes
+    assert attributes[Attr.REQUEST_ID] == id_text(ask.request_id)
+    assert attributes[Attr.REQUEST_MAX_TOKENS] == 4
+    assert attributes[Attr.REQUEST_TEMPERATURE] == 1.0
+    assert attributes[Attr.PROMPT_TOKENS] == 3
+    assert attributes[Attr.OUTCOME] == "finished"
+    first_token = attributes[Attr.TIME_IN_QUEUE] + attributes[Attr.TIME_IN_PREFILL]
+    assert attributes[Attr.TIME_TO_FIRST_TOKEN] == pytest.approx(first_token)
+    assert attributes[Attr.E2E] == pytest.approx(first_token + attributes[Attr.TIME_IN_DECODE])
+
+
+async def test_a_preempted_request_stays_one_trace_and_is_recorded_though_not_sampled(
+    collecting: Collector,
+) -> None:
+    asks = [Ask(prompt=tuple(range(first, first + 24)), max_tokens=60) for first in (1, 100)]
+    async with mock_cluster(collecting, max_kv_tokens=128, trace_sample=0.0) as cluster:
+        await cluster.generate_all(asks)
+        await collecting.wait_until(lambda spans: len(roots(spans)) == 1)
+        await collecting.wait_until(
+            lambda spans: any(each.name == SpanName.STAGE_DECODE for each in spans), timeout_s=10
+        )
+    (root,) = roots(collecting.spans)
+    assert root.attributes[Attr.REQUEST_ID] == id_text(asks[1].request_id)
+    assert root.attributes[Attr.NUM_PREEMPTIONS] >= 1
+    tree = Tree.of(collecting.spans, root.span.trace_id.hex())
+    tree.check_connected()
+    assert len(tree.named(SpanName.PREEMPTION)) == root.attributes[Attr.NUM_PREEMPTIONS]
+    assert tree.num_generated >= 60
+    generations = {each.attributes[Attr.GENERATION] for each in tree.named(SpanName.STAGE_DECODE)}
+    assert 0 not in generations, "nobody knew yet that this one would be of interest"
+
+
+async def test_a_trace_stays_connected_when_a_worker_dies(collecting: Collector) -> None:
+    ask = Ask(prompt=tuple(range(1, 40)), max_tokens=80)
+    async with mock_cluster(collecting) as cluster:
+        async with cluster.generating([ask]) as (answer,):
+            while len(answer.tokens) < 20:
+                await asyncio.sleep(0.005)
+            await cluster.workers["w1"].stop()
+            await cluster.start_worker("w1")
+        assert answer.succeeded
+        await collecting.wait_until(lambda spans: len(roots(spans)) == 1)
+        trace_id = roots(collecting.spans)[0].span.trace_id.hex()
+        await collecting.wait_until(
+            lambda spans: (
+                {
+                    each.attributes[Attr.STAGE_INDEX]
+                    for each in Tree.of(spans, trace_id).named(SpanName.STAGE_DECODE)
+                    if each.attributes[Attr.GENERATION] == 1
+                }
+                == {0, 1, 2}
+            )
+        )
+    tree = Tree.of(collecting.spans, trace_id)
+    tree.check_connected()
+    (recovery,) = tree.named(SpanName.RECOVERY)
+    assert "w1" in recovery.attributes[Attr.REASON]
+    assert tree.root.attributes[Attr.NUM_RECOVERIES] == 1
+    assert any(each.name == SpanName.CLUSTER_RECOVERY for each in collecting.spans)
+
+
+async def test_a_request_that_is_refused_is_recorded_though_not_sampled(collecting: Collector) -> None:
+    async with mock_cluster(collecting, trace_sample=0.0) as cluster:
+        served = await cluster.generate(Ask(prompt=(1, 2), max_tokens=2))
+        refused = await cluster.generate(Ask(prompt=(1, 2), max_tokens=10**6))
+        assert served.succeeded
+        assert isinstance(refused.error, StagelineError)
+        await collecting.wait_until(lambda spans: len(roots(spans)) == 1)
+    (root,) = roots(collecting.spans)
+    assert root.span.status.code == 2
+    assert root.attributes[Attr.OUTCOME] == "failed"
+    assert root.attributes[Attr.REQUEST_ID] == id_text(refused.ask.request_id)
+
+
+async def test_what_nobody_samples_is_not_recorded(collecting: Collector) -> None:
+    async with mock_cluster(collecting, trace_sample=0.0) as cluster:
+        assert (await cluster.generate(Ask(prompt=(1, 2), max_tokens=20))).succeeded
+        assert cluster.server.recorder.num_recorded == 0
+
+
+async def test_a_collector_that_hangs_holds_nothing_up_and_what_is_lost_is_counted(
+    collecting: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(telemetry.collector_sink, "QUEUED_SPANS", 16)
+    monkeypatch.setattr(telemetry.collector_sink, "BATCH_SPANS", 4)
+    collecting.may_answer.clear()
+    asks = [Ask(prompt=(1, 2, 3), max_tokens=8) for _ in range(12)]
+    async with mock_cluster(collecting) as cluster:
+        answers = await cluster.generate_all(asks)
+        assert all(each.succeeded for each in answers)
+        recorder = cluster.server.recorder
+        # Each has an intake, a queue, a chunk, decode work and the request itself.
+        assert recorder.num_recorded >= 5 * len(asks)
+        assert recorder.num_dropped >= recorder.num_recorded - 16 - 4
+        collecting.may_answer.set()

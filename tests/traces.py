@@ -1,0 +1,75 @@
+"""Traces as a collector has them: whose child is whose, and what must hold of every one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from telemetry.spans import SPANS, Attr, SpanName
+from tests.otlp_collector import CollectedSpan
+
+ATTRIBUTES: dict[str, set[str]] = {spec.name: set(spec.attributes) for spec in SPANS}
+WORK = {SpanName.STAGE_PREFILL: SpanName.PREFILL_CHUNK, SpanName.STAGE_DECODE: SpanName.DECODE}
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """All spans of one trace; the root is its request's."""
+
+    spans: tuple[CollectedSpan, ...]
+
+    @classmethod
+    def of(cls, spans: Iterable[CollectedSpan], trace_id: str) -> Tree:
+        return cls(tuple(each for each in spans if each.span.trace_id.hex() == trace_id))
+
+    @property
+    def root(self) -> CollectedSpan:
+        (root,) = self.named(SpanName.GENERATE)
+        return root
+
+    def named(self, *names: SpanName) -> list[CollectedSpan]:
+        return [each for each in self.spans if each.name in names]
+
+    def children(self, parent: CollectedSpan) -> list[CollectedSpan]:
+        return [each for each in self.spans if each.span.parent_span_id == parent.span.span_id]
+
+    def check_connected(self) -> None:
+        """Every span but the root has a parent here, stages lie below the right work, no id comes twice."""
+        for each in self.spans:
+            unknown = set(each.attributes) - ATTRIBUTES[each.name]
+            assert not unknown, f"{each.name} has {unknown}, which nobody has heard of"
+        by_id = {each.span.span_id: each for each in self.spans}
+        assert len(by_id) == len(self.spans), "a span came twice"
+        for each in self.spans:
+            if each is self.root:
+                continue
+            parent = by_id.get(each.span.parent_span_id)
+            assert parent is not None, f"{each.name} of {each.process} has no parent"
+            assert parent.name == WORK.get(SpanName(each.name), SpanName.GENERATE)
+
+    def check_nested(self, *, slack_us: float) -> None:
+        """Every child lies inside its parent, but for `slack_us`: times of one clock have microseconds."""
+        for parent in self.spans:
+            for child in self.children(parent):
+                where = f"{child.name} of {child.process} in {parent.name}"
+                early_us = (parent.span.start_time_unix_nano - child.span.start_time_unix_nano) / 1000
+                late_us = (child.span.end_time_unix_nano - parent.span.end_time_unix_nano) / 1000
+                assert early_us <= slack_us, f"{where} begins {early_us:.0f} us early"
+                assert late_us <= slack_us, f"{where} ends {late_us:.0f} us late"
+
+    def unexplained_share(self, work: CollectedSpan) -> float:
+        """By which part of what the coordinator observed of a chunk's or a decode's steps the times of stages
+        and hops, added up, are off.
+        """
+        parts = work.attributes[Attr.RESULT_DURATION]
+        for stage in self.children(work):
+            for part in (Attr.HOP_DURATION, Attr.RECEIVE_DURATION, Attr.WAIT_DURATION, Attr.COMPUTE_DURATION):
+                parts += stage.attributes[part]
+        observed: float = work.attributes[Attr.STEP_DURATION]
+        return abs(parts - observed) / observed
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens that the spans tell of: one for each prefill that was finished, and those of decode work."""
+        decodes = self.named(SpanName.DECODE)
+        return len(decodes) + sum(each.attributes[Attr.TOKENS] for each in decodes)

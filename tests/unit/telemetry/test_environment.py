@@ -1,0 +1,82 @@
+"""OpenTelemetry's variables."""
+
+from __future__ import annotations
+
+import pytest
+from opentelemetry.trace import SpanContext, TraceFlags
+
+from telemetry.environment import read_environment
+from telemetry.sampling import is_sampled, ratio_sampler
+
+ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4317"}
+SAMPLED, UNSAMPLED = (
+    SpanContext(1, 2, is_remote=True, trace_flags=TraceFlags(flags)) for flags in (TraceFlags.SAMPLED, 0)
+)
+
+
+@pytest.mark.parametrize(
+    ("environment", "protocol"),
+    [
+        ({}, None),
+        (ENDPOINT, "grpc"),
+        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://x"}, "grpc"),
+        ({"OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": "http://x"}, None),
+        ({**ENDPOINT, "OTEL_TRACES_EXPORTER": "none"}, None),
+        ({**ENDPOINT, "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, "http/protobuf"),
+        (
+            {
+                **ENDPOINT,
+                "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
+                "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "grpc",
+            },
+            "grpc",
+        ),
+        ({**ENDPOINT, "OTEL_SDK_DISABLED": "true"}, None),
+    ],
+)
+def test_spans_go_to_a_collector_where_one_is_named(
+    environment: dict[str, str], protocol: str | None
+) -> None:
+    assert read_environment(environment, version="1").protocol == protocol
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({**ENDPOINT, "OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}, "'http/json' is none of grpc"),
+        ({"OTEL_TRACES_EXPORTER": "zipkin"}, "'zipkin'"),
+        ({"OTEL_TRACES_SAMPLER": "sometimes"}, "'sometimes'"),
+        ({"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "1.5"}, "'1.5'"),
+        ({"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "nan"}, "'nan'"),
+    ],
+)
+def test_what_nobody_would_act_on_is_refused(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_environment(environment, version="1")
+
+
+@pytest.mark.parametrize(
+    ("name", "alone", "below_sampled", "below_unsampled"),
+    [
+        ("always_on", True, True, True),
+        ("always_off", False, False, False),
+        ("parentbased_always_on", True, True, False),
+        ("parentbased_always_off", False, True, False),
+    ],
+)
+def test_samplers_have_their_standard_meaning(
+    name: str, alone: bool, below_sampled: bool, below_unsampled: bool
+) -> None:
+    sampler = read_environment({"OTEL_TRACES_SAMPLER": name}, version="1").sampler
+    assert sampler is not None
+    decisions = [is_sampled(sampler, 1, parent, "span") for parent in (None, SAMPLED, UNSAMPLED)]
+    assert decisions == [alone, below_sampled, below_unsampled]
+
+
+def test_a_ratio_is_of_those_whose_callers_have_not_decided() -> None:
+    sampler = ratio_sampler(0.25)
+    ids = range(1, 2**64, 2**64 // 4000)
+    share = sum(is_sampled(sampler, trace_id, None, "span") for trace_id in ids) / len(ids)
+    assert share == pytest.approx(0.25, abs=0.01)
+    assert is_sampled(sampler, 1, SAMPLED, "span")
+    assert not is_sampled(ratio_sampler(1.0), 1, UNSAMPLED, "span")

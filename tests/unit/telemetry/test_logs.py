@@ -1,0 +1,168 @@
+"""How lines look, and what is written at which level."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import subprocess
+import sys
+import tomllib
+from typing import Any
+
+import pytest
+
+from telemetry.logs import (
+    PACKAGES,
+    ConsoleFormatter,
+    JsonFormatter,
+    LogFormat,
+    LogLevel,
+    LogSettings,
+)
+from tests.shared_files import REPOSITORY
+from wire.ids import id_text, new_request_id
+from wire.log_fields import FIELDS, about
+
+TRACE = {"trace_id": "4bf92f3577b34da6a3ce929d0e0e4736", "span_id": "00f067aa0ba902b7"}
+
+
+def record(
+    message: str, *arguments: object, name: str = "coordinator.app", **extra: Any
+) -> logging.LogRecord:
+    logger = logging.Logger(name)
+    made = logger.makeRecord(name, logging.WARNING, __file__, 1, message, arguments, None, extra=extra)
+    made.created, made.msecs = 1769860800.25, 250.0
+    return made
+
+
+def test_a_console_line_is_for_people() -> None:
+    formatter = ConsoleFormatter("worker", "gpu-a")
+    line = formatter.format(record("epoch %d: stage %d is ready", 3, 1, **about(epoch=3, stage=1)))
+    assert re.fullmatch(r"\S+ \S+,250 WARNING worker gpu-a: epoch 3: stage 1 is ready", line)
+
+
+def test_a_console_line_ends_with_the_trace_and_names_other_libraries() -> None:
+    line = ConsoleFormatter("coordinator").format(record("odd", name="asyncio", **about(**TRACE)))
+    assert line.endswith(" WARNING asyncio: odd (trace 4bf92f3577b34da6a3ce929d0e0e4736)")
+
+
+def test_a_json_line_has_words_and_fields() -> None:
+    request_id = new_request_id()
+    extra = about(
+        request_id=request_id, epoch=3, step=0, stage=1, worker="gpu-a", duration_s=0.31234, **TRACE
+    )
+    line = JsonFormatter("coordinator").format(record('a "line"\nof %s', "two", **extra))
+    assert "\n" not in line
+    assert json.loads(line) == {
+        "ts": "2026-01-31T12:00:00.250Z",
+        "level": "warning",
+        "process": "coordinator",
+        "logger": "coordinator.app",
+        "message": 'a "line"\nof two',
+        "request_id": id_text(request_id),
+        "epoch": 3,
+        "step": 0,
+        "stage": 1,
+        "worker": "gpu-a",
+        "duration_s": 0.312,
+        "trace_id": "4bf92f3577b34da6a3ce929d0e0e4736",
+        "span_id": "00f067aa0ba902b7",
+    }
+
+
+def test_a_json_line_says_which_worker_wrote_it() -> None:
+    formatter = JsonFormatter("worker", "gpu-a")
+    assert json.loads(formatter.format(record("joined")))["worker"] == "gpu-a"
+
+
+def test_a_traceback_stays_in_its_line() -> None:
+    try:
+        raise RuntimeError("broken")
+    except RuntimeError:
+        made = record("step 3 failed")
+        made.exc_info = sys.exc_info()
+    line = json.loads(JsonFormatter("worker").format(made))
+    assert line["message"] == "step 3 failed"
+    assert line["exception"].startswith("Traceback ")
+    assert line["exception"].endswith("RuntimeError: broken")
+
+
+def test_the_document_explains_every_field() -> None:
+    document = (
+        (REPOSITORY / "docs" / "telemetry.md").read_text().split("## Logs\n", 1)[1].split("\n## ", 1)[0]
+    )
+    cells = re.findall(r"^\| (`[^|]*) \|", document, flags=re.MULTILINE)
+    assert tuple(name for cell in cells for name in re.findall(r"`(\w+)`", cell)) == FIELDS
+
+
+def test_what_is_not_known_is_not_written() -> None:
+    assert about(step=0) == {"step": 0}
+    assert about(request_ids=()) == {}
+
+
+def test_no_field_hides_one_of_logging() -> None:
+    assert not set(FIELDS) & set(vars(logging.makeLogRecord({})))
+
+
+def test_the_level_is_that_of_every_package_of_ours() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    roots = set(project["tool"]["importlinter"]["root_packages"]) - {"stageline_rpc"}
+    assert set(PACKAGES) == roots
+
+
+@pytest.mark.parametrize(
+    ("level", "written"),
+    [
+        (LogLevel.DEBUG, ["wire DEBUG", "wire INFO", "wire WARNING", "other WARNING", "wire ERROR"]),
+        (LogLevel.INFO, ["wire INFO", "wire WARNING", "other WARNING", "wire ERROR"]),
+        (LogLevel.ERROR, ["wire ERROR"]),
+    ],
+)
+def test_of_other_libraries_only_warnings_are_written(level: LogLevel, written: list[str]) -> None:
+    script = """
+for level in (10, 20, 30):
+    for name in ("wire", "other"):
+        logging.getLogger(name).log(level, "%s %s", name, logging.getLevelName(level))
+logging.getLogger("wire").error("wire ERROR")
+"""
+    lines = stderr_of(script, LogSettings(format=LogFormat.JSON, level=level))
+    assert [json.loads(line)["message"] for line in lines] == written
+
+
+def test_the_last_line_and_warnings_are_objects_too() -> None:
+    script = """
+import warnings
+warnings.warn("old", stacklevel=1)
+logs.say_last(settings, "stageline worker: no way")
+"""
+    warned, last = map(json.loads, stderr_of(script, LogSettings(format=LogFormat.JSON)))
+    assert "UserWarning: old" in warned["message"]
+    assert (last["level"], last["message"]) == ("critical", "stageline worker: no way")
+
+
+def test_the_last_line_of_a_console_is_nothing_else() -> None:
+    assert stderr_of('logs.say_last(settings, "stageline worker: no way")', LogSettings()) == [
+        "stageline worker: no way"
+    ]
+
+
+def stderr_of(script: str, settings: LogSettings) -> list[str]:
+    """What a process of its own writes, since the log of this one belongs to pytest."""
+    begin = f"""
+import logging
+from telemetry import logs
+settings = logs.LogSettings(
+    format=logs.LogFormat("{settings.format.value}"), level=logs.LogLevel("{settings.level.value}")
+)
+logs.configure(settings, "worker", worker="gpu-a")
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", begin + script],
+        env={"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'proto'}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return ran.stderr.splitlines()

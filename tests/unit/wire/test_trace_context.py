@@ -1,0 +1,74 @@
+"""Trace contexts as they travel."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, use_span
+
+from wire.trace_context import (
+    DECODE,
+    format_traceparent,
+    parse_traceparent,
+    span_context,
+    trace_headers,
+    work_span,
+)
+
+HEADER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def test_a_header_is_read_and_written() -> None:
+    context = parse_traceparent(HEADER, "vendor=1")
+    assert context is not None
+    assert f"{context.trace_id:032x}" == "0af7651916cd43dd8448eb211c80319c"
+    assert context.trace_flags.sampled
+    assert context.trace_state.get("vendor") == "1"
+    assert format_traceparent(context) == HEADER
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "",
+        "x" * 10_000,
+        "00-00000000000000000000000000000000-b7ad6b7169203331-01",
+        "00-0af7651916cd43dd8448eb211c80319c-0000000000000000-01",
+        "ff-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+        "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331",
+    ],
+)
+def test_what_is_no_header_is_ignored(header: str) -> None:
+    assert parse_traceparent(header) is None
+
+
+@given(st.text())
+def test_no_text_is_an_error(header: str) -> None:
+    parse_traceparent(header)
+
+
+def test_work_has_one_id_that_both_ends_know_and_that_nothing_else_has() -> None:
+    request = span_context(1 << 100, 7)
+    places = [
+        (choice, generation, start)
+        for choice in range(3)
+        for generation in range(3)
+        for start in (0, 512, DECODE)
+    ]
+    spans = {
+        work_span(request, choice=choice, generation=generation, start=start).span_id
+        for choice, generation, start in places
+    }
+    assert len(spans) == len(places)
+    stage_side = parse_traceparent(format_traceparent(request))
+    assert stage_side is not None
+    one, other = (work_span(each, choice=1, generation=2, start=64) for each in (request, stage_side))
+    assert (one.trace_id, one.span_id, one.trace_flags) == (other.trace_id, other.span_id, other.trace_flags)
+
+
+def test_a_calls_metadata_has_the_span_that_it_is_made_in() -> None:
+    assert trace_headers() == ()
+    context = SpanContext(5, 6, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+    with use_span(NonRecordingSpan(context)):
+        assert dict(trace_headers())["traceparent"] == format_traceparent(context)
