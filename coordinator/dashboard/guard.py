@@ -21,6 +21,7 @@ SECURITY_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
+    "Server": "stageline",
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
     "Referrer-Policy": "no-referrer",
@@ -40,7 +41,7 @@ def error_response(status: int, text: str) -> web.Response:
 async def add_security_headers(request: web.Request, response: web.StreamResponse) -> None:
     """To every response, also to those that say that something is not here."""
     for name, value in SECURITY_HEADERS.items():
-        response.headers.setdefault(name, value)
+        response.headers[name] = value
     response.headers.setdefault(hdrs.CACHE_CONTROL, "no-store")
 
 

@@ -123,6 +123,7 @@ def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str
         "attach",
         "cancel",
         "status",
+        "top",
         "bench",
     ):
         assert f" {command} " in output

@@ -155,6 +155,7 @@ async def test_every_answer_has_the_headers_that_browsers_heed(http: Http, path:
     assert "frame-ancestors 'none'" in headers["Content-Security-Policy"]
     assert headers["X-Content-Type-Options"] == "nosniff"
     assert headers["X-Frame-Options"] == "DENY"
+    assert headers["Server"] == "stageline"
 
 
 @pytest.mark.parametrize("name", ["evil.example", "evil.example:7481", "127.0.0.1.evil.example", ""])
