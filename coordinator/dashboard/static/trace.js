@@ -28,7 +28,6 @@ export class TraceView {
   open(id) {
     this.id = id;
     this.isWhole = false;
-    this.opener = document.activeElement;
     this.dialog.querySelector("#trace-title").replaceChildren("Request ", element("span", { class: "id" }, id));
     this.body.replaceChildren(element("p", { class: "note" }, "Reading the trace …"));
     if (!this.dialog.open) this.dialog.showModal();
@@ -55,7 +54,6 @@ export class TraceView {
   #leave() {
     this.id = null;
     hideTip();
-    this.opener?.focus?.({ preventScroll: true });
   }
 
   async #cancel() {
