@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 import uvloop
+from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2_grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
 
 from checkpoint import CheckpointError
 from coordinator.api.activity import ActivityReporter
@@ -20,6 +22,7 @@ from coordinator.api.callers import Callers
 from coordinator.api.cluster_service import ClusterService, StepResultsService
 from coordinator.api.health import CoordinatorHealth
 from coordinator.api.inference_service import InferenceService
+from coordinator.api.otlp_services import MetricsService, TraceService
 from coordinator.api.session import Sessions
 from coordinator.api.status import StatusReporter
 from coordinator.api.telemetry_service import TelemetryService
@@ -35,6 +38,9 @@ from coordinator.journal.journal import Journal
 from coordinator.model import ServedModel, open_model
 from coordinator.observing.activity_recorder import ActivityRecorder
 from coordinator.observing.coordinator_metrics import CoordinatorMetrics
+from coordinator.observing.trace_file import TraceFile, TraceFileUnusable
+from coordinator.observing.trace_reader import TraceReader
+from coordinator.observing.trace_store import StoreLimits, TraceStore
 from coordinator.planning.served_plan import plan_for
 from coordinator.requests.admission import AdmissionLimits
 from coordinator.requests.durability import Durability
@@ -70,10 +76,12 @@ class CoordinatorServer:
         self._config = config
         self.journal = None if config.journal is None else open_journal(config.journal, model)
         self.activity = ActivityRecorder(time.monotonic())
+        self.trace_store = open_trace_store(config)
+        self.trace_reader = TraceReader(self.trace_store)
         incarnation, clock = new_incarnation(), ClusterClock()
         instance = str(UUID(bytes=incarnation))
         self.recorder = new_recorder(
-            COORDINATOR, StoreSink(lambda spans: None), config.telemetry, clock, instance=instance
+            COORDINATOR, StoreSink(self.trace_store.add), config.telemetry, clock, instance=instance
         )
         self.metrics = CoordinatorMetrics(config.telemetry, instance=instance)
         traces = RequestTraces(self.recorder, config.sampler, model=model.name)
@@ -133,23 +141,31 @@ class CoordinatorServer:
         cluster_pb2_grpc.add_ClusterServicer_to_server(
             ClusterService(self.controller, status, self.engine.kv_feed), self._server
         )
-        telemetry_pb2_grpc.add_TelemetryServicer_to_server(TelemetryService(activity), self._server)
         self.dashboard = None if config.http is None else self._dashboard(config.http, status, activity)
         stage_pb2_grpc.add_StepResultsServicer_to_server(StepResultsService(self.controller), self._server)
+        telemetry_pb2_grpc.add_TelemetryServicer_to_server(
+            TelemetryService(self.trace_store, self.trace_reader, activity), self._server
+        )
+        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(
+            TraceService(self.trace_store), self._server
+        )
+        metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(
+            MetricsService(self.metrics.take), self._server
+        )
         self._health.add_to(self._server)
         self.address = config.listen
 
     def _dashboard(self, listen: str, status: StatusReporter, activity: ActivityReporter) -> DashboardServer:
         # Imported late: aiohttp takes some 20 MB, and not every coordinator has a dashboard.
         from coordinator.dashboard.server import DashboardServer
-        from coordinator.dashboard.sources import NoTraces, Sources
+        from coordinator.dashboard.sources import Sources
 
         sources = Sources(
             status=status,
             activity=activity,
             engine=self.engine,
             controller=self.controller,
-            traces=NoTraces(),
+            traces=self.trace_reader,
             metrics=self.metrics.metrics_text,
         )
         return DashboardServer(sources, listen=listen, token=self._config.http_token)
@@ -187,6 +203,8 @@ class CoordinatorServer:
         await self._health.stop()
         await self.recorder.close()
         await self._server.stop(STOP_GRACE_S)
+        self.trace_reader.close()
+        await asyncio.get_running_loop().run_in_executor(None, self.trace_store.close)
 
     async def _sweep(self) -> None:
         while True:
@@ -199,6 +217,15 @@ def open_journal(path: Path, model: ServedModel) -> Journal:
     return Journal(path, ServedIdentity(model.fingerprint, model.dtype.value))
 
 
+def open_trace_store(config: CoordinatorConfig) -> TraceStore:
+    """Raises TraceFileUnusable."""
+    limits = StoreLimits(num_traces=config.trace_store, size_bytes=config.trace_bytes)
+    if config.trace_db is None:
+        return TraceStore(limits)
+    file = TraceFile(config.trace_db, num_traces=limits.num_traces, size_bytes=limits.size_bytes)
+    return TraceStore(limits, file)
+
+
 def run(config: CoordinatorConfig) -> int:
     """Serves until SIGTERM or SIGINT. Returns the exit code; what goes wrong is one line on stderr."""
     logs.configure(config.logs, "coordinator")
@@ -209,7 +236,14 @@ def run(config: CoordinatorConfig) -> int:
         if model.grammars is not None and (problem := model.grammars.load()) is not None:
             log.info("no structured output: %s", problem)
         uvloop.run(_serve(config, model))
-    except (CheckpointError, TokenizerError, JournalUnusable, ValueError, OSError) as error:
+    except (
+        CheckpointError,
+        TokenizerError,
+        JournalUnusable,
+        TraceFileUnusable,
+        ValueError,
+        OSError,
+    ) as error:
         logs.say_last(config.logs, f"stageline: error: {error}")
         return 1
     return 0

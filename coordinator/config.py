@@ -16,6 +16,7 @@ from telemetry.sampling import ratio_sampler
 from wire.addresses import parse_address
 from wire.wire_dtypes import check_can_carry, parse_wire_dtype
 
+DEFAULT_TRACE_BYTES = 64 * 1024 * 1024
 DTYPES = ("bf16", "f16", "f32")
 MIN_TOKEN_LENGTH = 16
 _METADATA_KEY = re.compile(r"[a-z0-9_.-]+(?<!-bin)")
@@ -45,7 +46,8 @@ class CoordinatorConfig:
     requests and drain workers there; without one nobody may.
 
     Of the requests whose callers have not decided about it, `trace_sample` (0 to 1) are traced; None leaves
-    that to `telemetry`, which is what OpenTelemetry's variables say.
+    that to `telemetry`, which is what OpenTelemetry's variables say. The newest traces are kept,
+    `trace_store` and `trace_bytes` at most, and with `trace_db` in that file as well.
     """
 
     model_directory: Path | None
@@ -77,6 +79,9 @@ class CoordinatorConfig:
     http: str | None = None
     http_token: str | None = field(default=None, repr=False)
     trace_sample: float | None = None
+    trace_store: int = 512
+    trace_bytes: int = DEFAULT_TRACE_BYTES
+    trace_db: Path | None = None
     telemetry: TelemetrySettings = NO_SETTINGS
     logs: LogSettings = DEFAULT_LOGS
 
@@ -113,6 +118,8 @@ class CoordinatorConfig:
             "max_client_requests",
             "max_unread_tokens",
             "steps_in_flight",
+            "trace_store",
+            "trace_bytes",
         ):
             _check_at_least_one(name, getattr(self, name))
         if self.dtype is not None and self.dtype not in DTYPES:

@@ -160,8 +160,28 @@ class Client:
         stub = cluster_pb2_grpc.ClusterStub(channel)
         return await answer(stub.GetStatus(cluster_pb2.GetStatusRequest(), timeout=_UNARY_TIMEOUT_S))
 
+    async def traces(self, max_traces: int | None = None) -> telemetry_pb2.ListTracesResponse:
+        """The requests whose traces the coordinator keeps, newest first; all of them unless told."""
+        stub = await self._telemetry()
+        wanted = 0 if max_traces is None else values.uint32("max_traces", max_traces)
+        request = telemetry_pb2.ListTracesRequest(max_traces=wanted)
+        return await answer(stub.ListTraces(request, timeout=_UNARY_TIMEOUT_S))
+
+    async def trace(self, request_id: str) -> telemetry_pb2.GetTraceResponse:
+        """All spans of a request, by its id, by the beginning or the end of it, or by the id of its trace.
+
+        Raises RequestNotFound when none is kept, and InvalidRequest when several are meant.
+        """
+        stub = await self._telemetry()
+        request = telemetry_pb2.GetTraceRequest(request_id=values.text("request_id", request_id))
+        return await answer(stub.GetTrace(request, timeout=_UNARY_TIMEOUT_S))
+
     def _outputs(self, ask: Ask, continuity: Continuity) -> AsyncGenerator[GenerateOutput, None]:
         return Generation(self._connection, ask, continuity, self._waits).outputs()
+
+    async def _telemetry(self) -> telemetry_pb2_grpc.TelemetryStub:
+        channel = await self._connection.ready(self._waits.connect_timeout_s)
+        return telemetry_pb2_grpc.TelemetryStub(channel)
 
     async def _inference(self) -> inference_pb2_grpc.InferenceStub:
         channel = await self._connection.ready(self._waits.connect_timeout_s)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import grpc
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans
 from opentelemetry.sdk.trace import ReadableSpan
 
 from wire.channels import client_channel
@@ -99,7 +100,7 @@ class QueueSink(SpanSink):
 class StoreSink(QueueSink):
     """Into a store in this process."""
 
-    def __init__(self, add: Callable[[Sequence[object]], None]) -> None:
+    def __init__(self, add: Callable[[Sequence[ResourceSpans]], object]) -> None:
         """`add` takes the `ResourceSpans` of a batch."""
         super().__init__()
         self._add = add

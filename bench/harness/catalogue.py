@@ -71,6 +71,12 @@ GROUPS = (
         about_s=40,
     ),
     Group(
+        name="telemetry",
+        about="requests on 8 mock stages, all of them traced : without telemetry",
+        module="bench.figures.telemetry",
+        about_s=60,
+    ),
+    Group(
         name="memory",
         about="resident memory of real workers",
         module="bench.figures.memory",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from bench.harness.cluster import BenchCluster
 from deploy import LocalClusterConfig
@@ -12,12 +12,18 @@ HIDDEN_SIZE = 1024
 MAX_TOKENS = 16384
 
 
-def mock_cluster(specs: Sequence[str], *, coordinator_arguments: Sequence[str] = ()) -> BenchCluster:
+def mock_cluster(
+    specs: Sequence[str],
+    *,
+    coordinator_arguments: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> BenchCluster:
     """One mock stage for each spec (`step=20ms,token=0.05ms`), not started yet."""
     model = f"layers={len(specs)},hidden={HIDDEN_SIZE},vocab={VOCAB_SIZE},max_len={MAX_TOKENS}"
     config = LocalClusterConfig(
         num_workers=len(specs),
         mocks=tuple(specs),
         coordinator_arguments=("--mock-model", model, *coordinator_arguments),
+        environment=environment or {},
     )
     return BenchCluster(config, vocab_size=VOCAB_SIZE)

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import hdrs, web
 
-from wire.errors import ServingError
+from wire.errors import InvalidRequest, RequestNotFound, ServingError
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +28,7 @@ SECURITY_HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
+_STATUSES: dict[type[ServingError], int] = {RequestNotFound: 404, InvalidRequest: 400}
 _KEPT_HEADERS = frozenset({hdrs.ALLOW, hdrs.WWW_AUTHENTICATE})
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
@@ -74,7 +75,7 @@ class Guard:
                 response.headers[name] = error.headers[name]
             return response
         except ServingError as error:
-            return error_response(409, str(error))
+            return error_response(_STATUSES.get(type(error), 409), str(error))
         except TimeoutError:
             return error_response(504, f"no answer within {REQUEST_TIMEOUT_S:g} s")
         except Exception:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from aiohttp import hdrs, web
@@ -78,16 +79,15 @@ class Routes:
         return web.Response(body=body, content_type="application/json")
 
     async def traces(self, request: web.Request) -> web.Response:
-        async with self._threads:
-            return _json_response({"traces": list(await self._sources.traces.list())})
+        """The requests whose traces are kept, latest first."""
+        found = await self._sources.traces.summaries()
+        return _json_response({"traces": [asdict(each) for each in found]})
 
     async def trace(self, request: web.Request) -> web.Response:
-        request_id = request.match_info["request_id"]
+        """By the id of its request, or the beginning of it."""
+        facts = await self._sources.traces.facts(request.match_info["request_id"])
         async with self._threads:
-            trace = await self._sources.traces.get(request_id)
-            if trace is None:
-                raise web.HTTPNotFound(text=f"no trace of request {request_id} is kept")
-            body = await asyncio.to_thread(to_json, trace)
+            body = await asyncio.to_thread(to_json, facts)
         return web.Response(body=body, content_type="application/json")
 
     async def metrics(self, request: web.Request) -> web.Response:

@@ -1,1 +1,1 @@
-"""What the coordinator knows about the run of its pipeline, for those who look at it."""
+"""What the coordinator knows of what has happened: it watches, keeps and tells, and changes nothing."""

@@ -18,6 +18,7 @@ from stageline.cli.generate import generate
 from stageline.cli.plan import plan
 from stageline.cli.status import status
 from stageline.cli.top import top
+from stageline.cli.trace import trace
 from stageline.cli.up import up
 from stageline.cli.worker import worker
 from stageline.errors import Overloaded, StagelineError
@@ -46,6 +47,7 @@ app.command("cancel", rich_help_panel=_USE)(cancel)
 app.command("drain", rich_help_panel=_SERVE)(drain)
 app.command("status", rich_help_panel=_USE)(status)
 app.command("top", rich_help_panel=_USE)(top)
+app.command("trace", rich_help_panel=_USE)(trace)
 app.add_typer(bench, name="bench", rich_help_panel=_USE)
 
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from coordinator.config import CoordinatorConfig
+from coordinator.config import DEFAULT_TRACE_BYTES, CoordinatorConfig
 from stageline.cli import options
 from stageline.version import VERSION
 from telemetry.environment import read_environment
@@ -45,6 +45,9 @@ def coordinator(
     no_http: options.NoHttp = False,
     http_token_file: options.HttpTokenFile = None,
     trace_sample: options.TraceSample = None,
+    trace_store: options.TraceStore = 512,
+    trace_bytes: options.TraceBytes = None,
+    trace_db: options.TraceDb = None,
     log_format: options.LogFormat = LogFormat.CONSOLE,
     log_level: options.LogLevel = LogLevel.INFO,
 ) -> int:
@@ -80,6 +83,9 @@ def coordinator(
             http=None if no_http else http,
             http_token=options.read_http_token(http_token_file),
             trace_sample=trace_sample,
+            trace_store=trace_store,
+            trace_bytes=trace_bytes or DEFAULT_TRACE_BYTES,
+            trace_db=trace_db,
             telemetry=read_environment(os.environ, version=VERSION),
             logs=LogSettings(format=log_format, level=log_level),
         )
@@ -118,6 +124,9 @@ def flags_of(config: CoordinatorConfig) -> tuple[str, ...]:
         "--journal": config.journal,
         "--reattach-timeout": config.reattach_timeout_s,
         "--trace-sample": config.trace_sample,
+        "--trace-store": config.trace_store,
+        "--trace-bytes": f"{config.trace_bytes}B",
+        "--trace-db": config.trace_db,
     }
     given = [part for flag, value in values.items() if value is not None for part in (flag, str(value))]
     if config.self_check is not None:

@@ -250,6 +250,24 @@ TraceSample: TypeAlias = Annotated[
         help="Which part of requests to trace, 0 to 1; OTEL_TRACES_SAMPLER or all unless given.",
     ),
 ]
+TraceStore: TypeAlias = Annotated[
+    int, typer.Option(metavar="COUNT", min=1, help="Traces that the coordinator keeps; older ones go.")
+]
+TraceBytes: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        parser=_parser(parse_size), metavar="SIZE", help="Memory that they may take; 64MiB unless given."
+    ),
+]
+TraceDb: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        dir_okay=False,
+        resolve_path=True,
+        metavar="PATH",
+        help="File that traces survive the coordinator in; made if it is not there.",
+    ),
+]
 LogFormat: TypeAlias = Annotated[
     logs.LogFormat,
     typer.Option(envvar="STAGELINE_LOG_FORMAT", help="Lines for people, or one JSON object per line."),

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from coordinator.config import CoordinatorConfig
+from coordinator.config import DEFAULT_TRACE_BYTES, CoordinatorConfig
 from deploy import LocalCluster, LocalClusterConfig, LocalProcess
 from stageline.cli import options
 from stageline.cli.coordinator import flags_of
@@ -71,6 +71,9 @@ def up(
     no_http: options.NoHttp = False,
     http_token_file: options.HttpTokenFile = None,
     trace_sample: options.TraceSample = None,
+    trace_store: options.TraceStore = 512,
+    trace_bytes: options.TraceBytes = None,
+    trace_db: options.TraceDb = None,
     log_format: options.LogFormat = LogFormat.CONSOLE,
     log_level: options.LogLevel = LogLevel.INFO,
     mock: Annotated[
@@ -113,6 +116,9 @@ def up(
             http=None if no_http else http,
             http_token=options.read_http_token(http_token_file),
             trace_sample=trace_sample,
+            trace_store=trace_store,
+            trace_bytes=trace_bytes or DEFAULT_TRACE_BYTES,
+            trace_db=trace_db,
             logs=LogSettings(format=log_format, level=log_level),
         )
         if self_check and mock:

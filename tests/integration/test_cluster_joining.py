@@ -64,6 +64,7 @@ async def test_survivors_that_are_too_small_leave_requests_with_the_numbers(vari
             assert re.search(r"layers 0-2 need .*KiB.* w0 has 859\.4 KiB", answer.error.message)
         for name in ("w1", "w2"):
             await cluster.start_worker(name)
+        await cluster.wait_state(cluster_pb2.CLUSTER_STATE_SERVING)
         again = await cluster.generate(Ask(prompt=(1,), max_tokens=4))
         assert again.error is None
 
@@ -82,6 +83,7 @@ async def test_live_requests_fail_when_a_worker_stays_away(varied_llama: Path, s
             assert "w1" in answer.error.message
             assert answer.tokens == solo.tokens(answer.ask)[: len(answer.tokens)]
         await cluster.start_worker("w1")
+        await cluster.wait_state(cluster_pb2.CLUSTER_STATE_SERVING)
         solo.check(await cluster.generate_all(mixed_asks(2)))
         await cluster.wait_drained()
 

@@ -100,6 +100,22 @@ async def test_a_stage_made_slow_on_purpose_is_named_everywhere() -> None:
             assert "…" not in shown
 
 
+async def test_a_request_has_its_trace_with_all_stages_and_the_slow_one_named() -> None:
+    async with served(3, *SLOW_LAST) as cluster:
+        asks = mixed_asks(4, max_tokens=40)
+        check(await cluster.generate_all(asks))
+        wanted = {id_text(each.request_id) for each in asks}
+        async with asyncio.timeout(DEADLINE_S):
+            while {each["request_id"] for each in (await get(cluster, "api/traces"))["traces"]} != wanted:
+                await asyncio.sleep(0.05)
+            path = f"api/traces/{id_text(asks[0].request_id)}"
+            while len((trace := await get(cluster, path))["stages"]) < 3 or not trace["slowest_stage"]:
+                await asyncio.sleep(0.05)
+        assert trace["slowest_stage"]["worker"] == "w2"
+        assert {row["title"] for row in trace["rows"]} >= {"queue", "prefill", "decode", "stage 0", "stage 2"}
+        assert trace["completion_tokens"] == 40
+
+
 async def test_another_epoch_is_told_with_the_pause_before_it() -> None:
     async with served(3) as cluster:
         async with cluster.generating(mixed_asks(6, max_tokens=60)) as answers:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from playwright.async_api import Browser, Page, async_playwright, expect
 
-from coordinator.dashboard.sources import NoTraces
+from coordinator.observing.trace_reader import TraceReader
 from tests.integration.asks import mixed_asks
 from tests.integration.cluster import Cluster
 from tests.integration.test_dashboard import TOKEN, served, url
@@ -98,10 +98,10 @@ async def test_the_page_shows_stages_steps_and_who_is_slow(browser: Browser) -> 
 async def test_a_trace_is_opened_and_closed_with_the_keyboard(
     browser: Browser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def get(self: NoTraces, request_id: str) -> Mapping[str, Any]:
-        return traced_request(request_id)
+    async def facts(self: TraceReader, wanted: str) -> Mapping[str, Any]:
+        return traced_request(wanted)
 
-    monkeypatch.setattr(NoTraces, "get", get)
+    monkeypatch.setattr(TraceReader, "facts", facts)
     async with served(3, *SLOW_LAST) as cluster, opened(browser, cluster) as watched:
         page = watched.page
         await cluster.generate_all(mixed_asks(3, max_tokens=5))

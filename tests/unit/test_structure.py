@@ -24,6 +24,7 @@ PACKAGES = (
     "stage_worker/models",
     "stage_worker/sampling",
     "telemetry",
+    "telemetry/trace_view",
     "telemetry/metrics",
     "wire",
     "kvcache",

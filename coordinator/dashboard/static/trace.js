@@ -4,6 +4,8 @@ import { duration, element, grouped, percent, plural, rate } from "./format.js";
 import { milestones } from "./requests.js";
 import { hideTip, notice, showTip } from "./tip.js";
 
+// Workers send their spans a few seconds after they have ended.
+const SPANS_COME_US = 8e6;
 const LANE_PX = 17;
 const LABELS_PX = 150;
 const CHARACTER_PX = 6.3;
@@ -40,13 +42,14 @@ export class TraceView {
     const [id, request] = [this.id, this.find(this.id)];
     this.cancel.hidden = !(request?.is_live && this.canAct());
     if (request?.is_live) return this.#showWithout(request, "Its trace is complete when it has ended");
-    this.isWhole = true;
+    this.isWhole = !request || this.nowUs() - request.ended_us > SPANS_COME_US;
     try {
       const trace = await getTrace(id);
       if (this.id === id) this.#show(trace);
     } catch (error) {
       const isMissing = error instanceof ApiError && error.status === 404;
-      const why = isMissing ? "No trace of this request is kept" : `The trace cannot be read (${error.message})`;
+      const missing = this.isWhole ? "No trace of this request is kept" : "Its spans are on their way";
+      const why = isMissing ? missing : `The trace cannot be read (${error.message})`;
       if (this.id === id) this.#showWithout(request, why);
     }
   }

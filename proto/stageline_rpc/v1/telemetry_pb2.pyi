@@ -94,16 +94,23 @@ class ListTracesResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TRACES_FIELD_NUMBER: _builtins.int
+    NUM_DROPPED_TRACES_FIELD_NUMBER: _builtins.int
+    NUM_DROPPED_SPANS_FIELD_NUMBER: _builtins.int
+    num_dropped_traces: _builtins.int
+    """Since the coordinator started; they made room for newer ones."""
+    num_dropped_spans: _builtins.int
     @_builtins.property
     def traces(self) -> _containers.RepeatedCompositeFieldContainer[Global___TraceSummary]: ...
     def __init__(
         self,
         *,
         traces: _abc.Iterable[Global___TraceSummary] | None = ...,
+        num_dropped_traces: _builtins.int = ...,
+        num_dropped_spans: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["traces", b"traces"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_dropped_spans", b"num_dropped_spans", "num_dropped_traces", b"num_dropped_traces", "traces", b"traces"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -115,22 +122,108 @@ class TraceSummary(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     TRACE_ID_FIELD_NUMBER: _builtins.int
+    STARTED_AT_NS_FIELD_NUMBER: _builtins.int
+    DURATION_S_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
+    TIME_IN_QUEUE_S_FIELD_NUMBER: _builtins.int
+    TIME_TO_FIRST_TOKEN_S_FIELD_NUMBER: _builtins.int
+    SLOWEST_STAGE_FIELD_NUMBER: _builtins.int
+    PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    RECOVERIES_FIELD_NUMBER: _builtins.int
+    SPANS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     trace_id: _builtins.str
     """32 hexadecimal digits."""
+    started_at_ns: _builtins.int
+    """Nanoseconds since 1970."""
+    duration_s: _builtins.float
+    outcome: _builtins.str
+    """finished, cancelled or failed."""
+    prompt_tokens: _builtins.int
+    completion_tokens: _builtins.int
+    """Of all choices."""
+    time_in_queue_s: _builtins.float
+    time_to_first_token_s: _builtins.float
+    """Unset: none has come."""
+    preemptions: _builtins.int
+    recoveries: _builtins.int
+    spans: _builtins.int
+    @_builtins.property
+    def slowest_stage(self) -> Global___SlowestStage:
+        """Unset: no stage has told of its work."""
+
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         trace_id: _builtins.str = ...,
+        started_at_ns: _builtins.int = ...,
+        duration_s: _builtins.float = ...,
+        outcome: _builtins.str = ...,
+        prompt_tokens: _builtins.int = ...,
+        completion_tokens: _builtins.int = ...,
+        time_in_queue_s: _builtins.float | None = ...,
+        time_to_first_token_s: _builtins.float | None = ...,
+        slowest_stage: Global___SlowestStage | None = ...,
+        preemptions: _builtins.int = ...,
+        recoveries: _builtins.int = ...,
+        spans: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_time_in_queue_s", b"_time_in_queue_s", "_time_to_first_token_s", b"_time_to_first_token_s", "slowest_stage", b"slowest_stage", "time_in_queue_s", b"time_in_queue_s", "time_to_first_token_s", b"time_to_first_token_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "trace_id", b"trace_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_time_in_queue_s", b"_time_in_queue_s", "_time_to_first_token_s", b"_time_to_first_token_s", "completion_tokens", b"completion_tokens", "duration_s", b"duration_s", "outcome", b"outcome", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "recoveries", b"recoveries", "request_id", b"request_id", "slowest_stage", b"slowest_stage", "spans", b"spans", "started_at_ns", b"started_at_ns", "time_in_queue_s", b"time_in_queue_s", "time_to_first_token_s", b"time_to_first_token_s", "trace_id", b"trace_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__time_in_queue_s: _TypeAlias = _typing.Literal["time_in_queue_s"]  # noqa: Y015
+    _WhichOneofArgType__time_in_queue_s: _TypeAlias = _typing.Literal["_time_in_queue_s", b"_time_in_queue_s"]  # noqa: Y015
+    _WhichOneofReturnType__time_to_first_token_s: _TypeAlias = _typing.Literal["time_to_first_token_s"]  # noqa: Y015
+    _WhichOneofArgType__time_to_first_token_s: _TypeAlias = _typing.Literal["_time_to_first_token_s", b"_time_to_first_token_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__time_in_queue_s) -> _WhichOneofReturnType__time_in_queue_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__time_to_first_token_s) -> _WhichOneofReturnType__time_to_first_token_s | None: ...
 
 Global___TraceSummary: _TypeAlias = TraceSummary  # noqa: Y015
+
+@_typing.final
+class SlowestStage(_message.Message):
+    """The stage that has computed longest for a request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: _builtins.int
+    WORKER_FIELD_NUMBER: _builtins.int
+    LAYER_BEGIN_FIELD_NUMBER: _builtins.int
+    LAYER_END_FIELD_NUMBER: _builtins.int
+    COMPUTE_S_FIELD_NUMBER: _builtins.int
+    TIMES_THE_OTHERS_FIELD_NUMBER: _builtins.int
+    stage: _builtins.int
+    worker: _builtins.str
+    layer_begin: _builtins.int
+    layer_end: _builtins.int
+    compute_s: _builtins.float
+    times_the_others: _builtins.float
+    """Its time by that of the median of the other stages in the same steps; unset: there are no others."""
+    def __init__(
+        self,
+        *,
+        stage: _builtins.int = ...,
+        worker: _builtins.str = ...,
+        layer_begin: _builtins.int = ...,
+        layer_end: _builtins.int = ...,
+        compute_s: _builtins.float = ...,
+        times_the_others: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_times_the_others", b"_times_the_others", "times_the_others", b"times_the_others"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_times_the_others", b"_times_the_others", "compute_s", b"compute_s", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "stage", b"stage", "times_the_others", b"times_the_others", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__times_the_others: _TypeAlias = _typing.Literal["times_the_others"]  # noqa: Y015
+    _WhichOneofArgType__times_the_others: _TypeAlias = _typing.Literal["_times_the_others", b"_times_the_others"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__times_the_others) -> _WhichOneofReturnType__times_the_others | None: ...
+
+Global___SlowestStage: _TypeAlias = SlowestStage  # noqa: Y015
 
 @_typing.final
 class GetTraceRequest(_message.Message):
@@ -138,7 +231,7 @@ class GetTraceRequest(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """A request id, or the first digits of one."""
+    """A request id, the beginning or the end of one, or the id of a trace."""
     def __init__(
         self,
         *,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,8 +17,9 @@ from coordinator.dashboard.server import DashboardServer
 from coordinator.dashboard.sources import Sources
 from coordinator.observing.activity_recorder import ActivityRecorder
 from stageline_rpc.v1 import cluster_pb2, inference_pb2
+from telemetry.trace_view.summary import TraceSummary
 from tests.unit.coordinator.observing.makers import new_request, result, sequence_of, step
-from wire.errors import WorkerNotFound
+from wire.errors import InvalidRequest, RequestNotFound, WorkerNotFound
 from wire.ids import RequestId, id_text, new_request_id
 
 TOKEN = "correct-horse-battery"
@@ -41,7 +43,12 @@ class Coordinator:
     def sources(self) -> Sources:
         own: Any = self
         return Sources(
-            status=own, activity=own, engine=own, controller=own, traces=Traces(), metrics=self.metrics
+            status=own,
+            activity=own,
+            engine=own,
+            controller=own,
+            traces=cast(Any, Traces()),
+            metrics=self.metrics,
         )
 
     @property
@@ -83,11 +90,31 @@ class Coordinator:
 class Traces:
     """Keeps one."""
 
-    async def list(self) -> Sequence[Mapping[str, Any]]:
-        return [{"request_id": "0199"}]
+    async def summaries(self) -> list[TraceSummary]:
+        return [
+            TraceSummary(
+                request_id="0199",
+                trace_id="5b8e",
+                started_ns=1,
+                duration_s=1.0,
+                outcome="finished",
+                num_prompt_tokens=3,
+                num_completion_tokens=4,
+                time_in_queue_s=None,
+                time_to_first_token_s=0.5,
+                slowest=None,
+                num_preemptions=0,
+                num_recoveries=0,
+                num_spans=9,
+            )
+        ]
 
-    async def get(self, request_id: str) -> Mapping[str, Any] | None:
-        return {"request_id": "0199", "explanation": "1 s: all of it."} if request_id == "0199" else None
+    async def facts(self, wanted: str) -> dict[str, Any]:
+        if wanted == "0":
+            raise InvalidRequest("0 may be any of 2 requests")
+        if wanted != "0199":
+            raise RequestNotFound(f"no trace of request {wanted} is kept")
+        return {"request_id": "0199", "explanation": "1 s: all of it."}
 
 
 Http = TestClient[Any, Any]
@@ -213,11 +240,13 @@ async def test_numbers_that_are_none_are_refused(http: Http, query: str) -> None
 
 
 async def test_traces_are_listed_and_read(http: Http) -> None:
-    assert await (await http.get("/api/traces")).json() == {"traces": [{"request_id": "0199"}]}
+    (summary,) = (await (await http.get("/api/traces")).json())["traces"]
+    assert (summary["request_id"], summary["num_spans"], summary["slowest"]) == ("0199", 9, None)
     assert (await (await http.get("/api/traces/0199")).json())["explanation"] == "1 s: all of it."
     missing = await http.get("/api/traces/abc")
     assert missing.status == 404
     assert await error_of(missing) == "no trace of request abc is kept"
+    assert (await http.get("/api/traces/0")).status == 400
 
 
 async def test_metrics_come_in_the_form_that_is_accepted(http: Http) -> None:
@@ -326,14 +355,11 @@ async def test_defects_are_logged_and_not_shown(
 async def test_who_takes_too_long_is_answered_all_the_same(
     coordinator: Coordinator, http: Http, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def never(self: object) -> Sequence[Mapping[str, Any]]:
-        import asyncio
-
+    async def never(self: object) -> None:
         await asyncio.Event().wait()
-        return ()
 
     monkeypatch.setattr(guard, "REQUEST_TIMEOUT_S", 0.01)
-    monkeypatch.setattr(Traces, "list", never)
+    monkeypatch.setattr(Traces, "summaries", never)
     assert (await http.get("/api/traces")).status == 504
 
 

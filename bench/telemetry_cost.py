@@ -1,6 +1,6 @@
-"""What metrics cost: a step on the coordinator and on a worker, a snapshot, an export, a scrape.
+"""What telemetry costs: a step on the coordinator and on a worker, a span, a snapshot, an export, a scrape.
 
-    python -m bench.telemetry_metrics [--steps 2000]
+    python -m bench.telemetry_cost [--steps 2000]
 
 Times are medians of microseconds; other processes should be quiet. "step" is everything that a step costs in
 the coordinator's observers, from deciding on it to its answer: a real engine hands out steps and gets
@@ -14,6 +14,9 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.trace import ReadableSpan
+
 from bench.figures.coordinator_cost import _kv_log, _limits, _request
 from checkpoint import DType
 from coordinator.observing.pipeline_metrics import PipelineMetrics
@@ -23,18 +26,36 @@ from coordinator.requests.admission import AdmissionLimits
 from coordinator.requests.engine import Engine
 from coordinator.requests.observer import EngineObserver, Observers
 from coordinator.scheduling.answers import Progress
+from coordinator.tracing.request_traces import RequestTraces
 from stage_worker.assignment import Assignment, ModelShape
 from stage_worker.outputs import HandedOn, StepTiming, TimedOutput
 from stage_worker.stage_metrics import StageMetrics
+from stage_worker.step_spans import StageSpans
 from telemetry.metrics import definitions
 from telemetry.metrics.metric import Process
 from telemetry.metrics.otlp import encode_metrics
 from telemetry.metrics.prometheus import Exposed, prometheus_text
 from telemetry.metrics.registry import Registry
+from telemetry.sampling import ratio_sampler
+from telemetry.span_recorder import SpanRecorder, new_resource
+from telemetry.span_sinks import SpanSink
+from wire.clock import ClusterClock
 from wire.frames import Frame
+from wire.ids import SequenceKey, new_request_id
 from wire.roles import StageRole
-from wire.steps import SliceResult, StageTime, Step, StepResult
+from wire.steps import (
+    Decode,
+    Prefill,
+    Slice,
+    SliceResult,
+    StageTime,
+    StartRecord,
+    Step,
+    StepResult,
+    StepSampling,
+)
 from wire.tensors import TensorView
+from wire.trace_context import format_traceparent, span_context
 
 NUM_STAGES = 8
 STAGE_TIMES = (StageTime(100, 20_000, 200, 30),) * NUM_STAGES
@@ -70,10 +91,37 @@ class TimedObserver(EngineObserver):
         self._spent_ns += time.perf_counter_ns() - began
 
 
-def coordinator_step_us(num_sequences: int, num_steps: int) -> float:
-    """One step in flight at a time, all sequences in each."""
+class NoSink(SpanSink):
+    """Takes everything and keeps nothing."""
+
+    num_dropped = 0
+
+    def offer(self, span: ReadableSpan) -> None:
+        pass
+
+    def start(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
+def _recorder(sink: SpanSink) -> SpanRecorder:
+    return SpanRecorder(new_resource("bench", instance="bench", version="0"), ClusterClock(), (sink,))
+
+
+def metric_observers() -> list[EngineObserver]:
     registry = Registry(start_ns=0)
-    observer = TimedObserver((RequestMetrics(registry), PipelineMetrics(registry)))
+    return [RequestMetrics(registry), PipelineMetrics(registry)]
+
+
+def trace_observers() -> list[EngineObserver]:
+    return [RequestTraces(_recorder(NoSink()), ratio_sampler(1.0), model="bench")]
+
+
+def coordinator_step_us(observers: Sequence[EngineObserver], num_sequences: int, num_steps: int) -> float:
+    """One step in flight at a time, all sequences in each."""
+    observer = TimedObserver(observers)
     limits = AdmissionLimits(queue_size=2 * num_sequences, max_unread_tokens=1 << 30)
     engine = Engine(limits, observers=(observer,))
     sent: list[Step] = []
@@ -91,6 +139,49 @@ def coordinator_step_us(num_sequences: int, num_steps: int) -> float:
     return statistics.median(observer.steps_us[-num_steps:])
 
 
+def span_step_us(num_sequences: int, num_steps: int) -> float:
+    """A decode step on a stage, all of whose sequences are traced: the mean, with the spans that it ends."""
+    spans = StageSpans(_recorder(NoSink()), worker="bench")
+    spans.epoch_began(_assignment(0), 1)
+    keys = [SequenceKey(new_request_id(), 0) for _ in range(num_sequences)]
+    parent = format_traceparent(span_context(1, 2))
+    starts = tuple(StartRecord(key, 0, 1, (1,), StepSampling(), parent) for key in keys)
+    output = TimedOutput(HandedOn(0, b"", None), (), 0, StepTiming(1.0, 1.1, 1.2, 1.3, 0.1))
+    spans.step_done(Frame(Step(epoch=1, step_id=0, starts=starts), b"", None), output, 1.4)
+    slices = tuple(Slice(key, 0, (1,), Decode(1)) for key in keys)
+    frames = [Frame(Step(epoch=1, step_id=step_id, slices=slices), b"", None) for step_id in range(num_steps)]
+    began = time.perf_counter_ns()
+    for frame in frames:
+        spans.step_done(frame, output, 1.4)
+    return (time.perf_counter_ns() - began) / 1e3 / num_steps
+
+
+def encoded_span_us() -> float:
+    """A span of a stage, encoded for the wire among 15 others."""
+    sink = KeptSpans()
+    spans = StageSpans(_recorder(sink), worker="bench")
+    spans.epoch_began(_assignment(0), 1)
+    parent = format_traceparent(span_context(1, 2))
+    output = TimedOutput(HandedOn(0, b"", None), (), 0, StepTiming(1.0, 1.1, 1.2, 1.3, 0.1))
+    for _ in range(16):
+        key = SequenceKey(new_request_id(), 0)
+        start = StartRecord(key, 0, 1, (1,), StepSampling(), parent)
+        part = Slice(key, 0, (1,), Prefill(0, 1, 1))
+        step = Step(epoch=1, step_id=0, starts=(start,), slices=(part,))
+        spans.step_done(Frame(step, b"", None), output, 1.4)
+    return _median_us(lambda: encode_spans(sink.spans).SerializeToString(), 200) / 16
+
+
+class KeptSpans(NoSink):
+    """Keeps them."""
+
+    def __init__(self) -> None:
+        self.spans: list[ReadableSpan] = []
+
+    def offer(self, span: ReadableSpan) -> None:
+        self.spans.append(span)
+
+
 def worker_step_us(num_steps: int) -> float:
     metrics = _stage_metrics(Registry(start_ns=0))
     hidden = TensorView(DType.BF16, (16, 64), bytes(16 * 64 * 2))
@@ -104,27 +195,28 @@ def worker_step_us(num_steps: int) -> float:
 
 def _stage_metrics(registry: Registry, stage: int = 0) -> StageMetrics:
     metrics = StageMetrics(registry)
-    metrics.epoch_began(
-        Assignment(
-            plan_id=1,
-            stage=stage,
-            num_stages=NUM_STAGES,
-            role=StageRole.of_stage(stage, NUM_STAGES),
-            layer_begin=stage,
-            layer_end=stage + 1,
-            model_directory="",
-            fingerprint="",
-            dtype=DType.BF16,
-            block_size=16,
-            num_blocks=64,
-            max_step_tokens=64,
-            max_step_sequences=8,
-            max_sequence_tokens=64,
-            model_shape=ModelShape(hidden_size=64, vocab_size=64, eos_token_ids=()),
-        ),
-        1,
-    )
+    metrics.epoch_began(_assignment(stage), 1)
     return metrics
+
+
+def _assignment(stage: int) -> Assignment:
+    return Assignment(
+        plan_id=1,
+        stage=stage,
+        num_stages=NUM_STAGES,
+        role=StageRole.of_stage(stage, NUM_STAGES),
+        layer_begin=stage,
+        layer_end=stage + 1,
+        model_directory="",
+        fingerprint="",
+        dtype=DType.BF16,
+        block_size=16,
+        num_blocks=64,
+        max_step_tokens=64,
+        max_step_sequences=8,
+        max_sequence_tokens=64,
+        model_shape=ModelShape(hidden_size=64, vocab_size=64, eos_token_ids=()),
+    )
 
 
 def _worker_registry(stage: int) -> Registry:
@@ -179,10 +271,16 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=2000)
     num_steps = parser.parse_args().steps
-    for num_sequences, limit_us in ((4, 20), (256, 100)):
-        step_us = coordinator_step_us(num_sequences, num_steps)
-        print(f"coordinator, a step of {num_sequences:>3} sequences  {step_us:8.1f} us (at most {limit_us})")
-    print(f"worker, a step                      {worker_step_us(num_steps):8.1f} us")
+    for num_sequences in (4, 64, 256):
+        metrics_us = coordinator_step_us(metric_observers(), num_sequences, num_steps)
+        traces_us = coordinator_step_us(trace_observers(), num_sequences, num_steps)
+        of_stage_us = span_step_us(num_sequences, num_steps)
+        print(
+            f"a step of {num_sequences:>3} sequences: coordinator {metrics_us:.1f} us metrics, "
+            f"{traces_us:.1f} us spans; stage {of_stage_us:.1f} us spans"
+        )
+    print(f"worker, metrics of a step           {worker_step_us(num_steps):8.1f} us")
+    print(f"worker, a span encoded              {encoded_span_us():8.1f} us")
     registry = _worker_registry(0)
     print(f"worker, a snapshot                  {_median_us(lambda: registry.snapshot(1), 500):8.1f} us")
     snapshot = registry.snapshot(1)

@@ -1,0 +1,274 @@
+"""Recent traces: spans of all processes, as they were sent, within bounds of number and bytes."""
+
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, TracesData
+
+from coordinator.observing.kept_trace import KeptSpan, KeptTrace
+from coordinator.observing.trace_file import TraceFile
+from telemetry.spans import Attr, SpanName
+from wire.errors import InvalidRequest, RequestNotFound
+
+PIECE_SPANS = 64
+"""So many spans are taken in at once; a few microseconds each."""
+REMEMBERED_DROPS = 4096
+"""Traces that were dropped and are still known, so that late spans do not bring a stump of them back."""
+MOST_TRACE_BYTES = 12 * 1024 * 1024
+"""What one trace may have of the store: it has to fit into an answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreLimits:
+    """Bounds of the store: of all traces together."""
+
+    num_traces: int = 512
+    size_bytes: int = 64 * 1024 * 1024
+
+    @property
+    def trace_bytes(self) -> int:
+        """The bound of one trace."""
+        return min(MOST_TRACE_BYTES, max(1, self.size_bytes // 4))
+
+
+@dataclass(slots=True)
+class StoreCounts:
+    """Spans since the coordinator started. `dropped` were in a trace that was dropped, came after that, or
+    had no room in theirs; `refused` had no valid ids.
+    """
+
+    taken: int = 0
+    repeated: int = 0
+    dropped: int = 0
+    refused: int = 0
+    dropped_traces: int = 0
+
+
+@dataclass(slots=True)
+class Taken:
+    """What came of spans that were sent: some belong to traces that are gone, some have no valid ids."""
+
+    num_dropped: int = 0
+    num_refused: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FoundTrace:
+    """One request's spans as they were sent. `version` changes when spans are added to its trace."""
+
+    request_id: str
+    trace_id: str
+    version: int
+    spans: tuple[KeptSpan, ...]
+
+    def data(self) -> TracesData:
+        """As one message, which takes about 10 us for each span."""
+        by_source: dict[bytes, list[bytes]] = {}
+        for span in self.spans:
+            by_source.setdefault(span.source, []).append(span.message)
+        return TracesData(resource_spans=[_resource_spans(*each) for each in by_source.items()])
+
+
+@dataclass(slots=True)
+class _Dropped:
+    """The newest of a bounded number of ids."""
+
+    ids: dict[bytes, None] = field(default_factory=dict)
+
+    def add(self, trace_id: bytes) -> None:
+        self.ids[trace_id] = None
+        if len(self.ids) > REMEMBERED_DROPS:
+            del self.ids[next(iter(self.ids))]
+
+
+class TraceStore:
+    """Spans may come late, repeatedly and in any order. Any thread may call; nobody waits long.
+
+    The oldest trace makes room, and within a trace that alone is too large the oldest span. What is kept is
+    also written to `file`, and what it has is taken over.
+    """
+
+    def __init__(self, limits: StoreLimits | None = None, file: TraceFile | None = None) -> None:
+        self.limits = limits or StoreLimits()
+        self.counts = StoreCounts()
+        self._lock = threading.Lock()
+        self._traces: dict[bytes, KeptTrace] = {}
+        self._requests: dict[str, KeptTrace] = {}
+        self._size_bytes = 0
+        self._dropped = _Dropped()
+        self._sources: dict[bytes, bytes] = {}
+        self._file: TraceFile | None = None
+        if file is not None:
+            self._take_over(file)
+
+    @property
+    def size_bytes(self) -> int:
+        """What the kept spans take, about."""
+        return self._size_bytes
+
+    @property
+    def num_traces(self) -> int:
+        return len(self._traces)
+
+    def add(self, resource_spans: Iterable[ResourceSpans]) -> Taken:
+        """Takes spans in; a few microseconds each."""
+        taken = Taken()
+        for _ in self.adding(resource_spans, taken):
+            pass
+        return taken
+
+    def adding(self, resource_spans: Iterable[ResourceSpans], taken: Taken) -> Iterator[None]:
+        """The same in pieces, for an event loop that has something else to do between them."""
+        num_spans = 0
+        for message in resource_spans:
+            for scope_spans in message.scope_spans:
+                source = self._source(message, scope_spans)
+                for span in scope_spans.spans:
+                    self._add(source, span, taken)
+                    num_spans += 1
+                    if num_spans % PIECE_SPANS == 0:
+                        yield
+
+    def recent(self, num_requests: int | None = None) -> list[FoundTrace]:
+        """Requests whose trace is kept, those that began last first."""
+        with self._lock:
+            newest = sorted(
+                (
+                    (trace.roots[request_id].start_ns, request_id)
+                    for request_id, trace in self._requests.items()
+                ),
+                reverse=True,
+            )[:num_requests]
+        found = []
+        for _, request_id in newest:
+            with self._lock:
+                if request_id in self._requests:
+                    found.append(self._found(request_id))
+        return found
+
+    def find(self, wanted: str) -> FoundTrace:
+        """By a request id, by the beginning or the end of one, or by a trace id. Raises RequestNotFound, and
+        InvalidRequest where several requests are meant.
+        """
+        with self._lock:
+            return self._found(self._request_id(wanted))
+
+    def close(self) -> None:
+        """Writes what is still to be written."""
+        if self._file is not None:
+            self._file.close()
+
+    def _take_over(self, file: TraceFile) -> None:
+        for trace_id, span in file.read():
+            self._take(trace_id, span, Taken())
+        self.counts = StoreCounts()
+        self._file = file
+
+    def _request_id(self, wanted: str) -> str:
+        wanted = wanted.strip().lower()
+        if wanted in self._requests:
+            return wanted
+        found = [
+            request_id
+            for request_id, trace in self._requests.items()
+            if wanted
+            and (request_id.startswith(wanted) or request_id.endswith(wanted) or trace.id.hex() == wanted)
+        ]
+        if not found:
+            raise RequestNotFound(f"no trace of request {wanted} is kept")
+        if len(found) > 1:
+            raise InvalidRequest(f"{wanted} may be any of {len(found)} requests: {found[0]}, {found[1]} ...")
+        return found[0]
+
+    def _found(self, request_id: str) -> FoundTrace:
+        trace = self._requests[request_id]
+        return FoundTrace(request_id, trace.id.hex(), trace.version, trace.spans_of(request_id))
+
+    def _source(self, message: ResourceSpans, scope_spans: ScopeSpans) -> bytes:
+        """Who recorded a span: `ResourceSpans` without spans. Equal ones are kept once."""
+        source = ResourceSpans(
+            resource=message.resource,
+            scope_spans=[ScopeSpans(scope=scope_spans.scope, schema_url=scope_spans.schema_url)],
+            schema_url=message.schema_url,
+        ).SerializeToString(deterministic=True)
+        known = self._sources.get(source)
+        if known is not None:
+            return known
+        if len(self._sources) >= REMEMBERED_DROPS:
+            self._sources.clear()
+        return self._sources.setdefault(source, source)
+
+    def _add(self, source: bytes, span: Span, taken: Taken) -> None:
+        if len(span.trace_id) != 16 or len(span.span_id) != 8:
+            taken.num_refused += 1
+            self.counts.refused += 1
+            return
+        kept = KeptSpan(
+            span_id=span.span_id,
+            parent_id=span.parent_span_id,
+            request_id=_request_id_of(span),
+            start_ns=span.start_time_unix_nano,
+            source=source,
+            message=span.SerializeToString(),
+        )
+        self._take(span.trace_id, kept, taken)
+
+    def _take(self, trace_id: bytes, span: KeptSpan, taken: Taken) -> None:
+        with self._lock:
+            if trace_id in self._dropped.ids or span.size_bytes > self.limits.trace_bytes:
+                taken.num_dropped += 1
+                self.counts.dropped += 1
+                return
+            trace = self._traces.get(trace_id)
+            if trace is None:
+                trace = self._traces[trace_id] = KeptTrace(trace_id)
+            if not trace.add(span):
+                self.counts.repeated += 1
+                return
+            self.counts.taken += 1
+            self._size_bytes += span.size_bytes
+            if span.request_id is not None:
+                self._requests.setdefault(span.request_id, trace)
+            if self._file is not None:
+                self._file.write(trace_id, span)
+            self._make_room(trace)
+
+    def _make_room(self, latest: KeptTrace) -> None:
+        while latest.size_bytes > self.limits.trace_bytes:
+            oldest = latest.drop_oldest()
+            self._size_bytes -= oldest.size_bytes
+            self.counts.dropped += 1
+            self._forget_request(oldest.request_id, latest)
+        while len(self._traces) > self.limits.num_traces or self._size_bytes > self.limits.size_bytes:
+            self._drop_trace(next(iter(self._traces.values())))
+
+    def _drop_trace(self, trace: KeptTrace) -> None:
+        del self._traces[trace.id]
+        self._size_bytes -= trace.size_bytes
+        self.counts.dropped += len(trace.spans)
+        self.counts.dropped_traces += 1
+        self._dropped.add(trace.id)
+        for request_id in trace.roots:
+            self._forget_request(request_id, trace)
+
+    def _forget_request(self, request_id: str | None, trace: KeptTrace) -> None:
+        if request_id is not None and self._requests.get(request_id) is trace:
+            del self._requests[request_id]
+
+
+def _request_id_of(span: Span) -> str | None:
+    """Whose root it is; None for every other span."""
+    if span.name != SpanName.GENERATE:
+        return None
+    for pair in span.attributes:
+        if pair.key == Attr.REQUEST_ID:
+            return pair.value.string_value.lower() or None
+    return None
+
+
+def _resource_spans(source: bytes, messages: Iterable[bytes]) -> ResourceSpans:
+    resource_spans = ResourceSpans.FromString(source)
+    for message in messages:
+        resource_spans.scope_spans[0].spans.add().MergeFromString(message)
+    return resource_spans

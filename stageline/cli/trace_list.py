@@ -1,0 +1,71 @@
+"""Recent requests as a table, a line each."""
+
+from datetime import datetime
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from stageline_rpc.v1 import telemetry_pb2
+from telemetry.trace_view.explain import format_seconds
+from telemetry.trace_view.read_model import NS_PER_S
+from telemetry.trace_view.slow_stage import STANDS_OUT
+
+_NOTHING = "-"
+_WIDTH_OF_IDS = 104
+"""Whole ids fit from here on. Below, their ends are shown: they begin with a time, and so all alike."""
+_COLUMNS = {
+    "Request": "left",
+    "When": "left",
+    "State": "left",
+    "Tokens": "right",
+    "Queue": "right",
+    "First": "right",
+    "Total": "right",
+    "Slowest": "left",
+}
+
+
+def trace_list_view(response: telemetry_pb2.ListTracesResponse, *, width: int) -> RenderableType:
+    """What `stageline trace` shows without a request; fits into 80 columns."""
+    if not response.traces:
+        return Text("No request has been traced yet.")
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", show_edge=False, padding=(0, 1, 0, 0))
+    for name, side in _COLUMNS.items():
+        table.add_column(name, justify="right" if side == "right" else "left", no_wrap=True)
+    for each in response.traces:
+        table.add_row(*_row(each, is_wide=width >= _WIDTH_OF_IDS))
+    remarks = [
+        "Tokens: prompt + completion. First: time to the first token.",
+        "Slowest: the stage that computed longest, and how many times as long as the median of the others.",
+        "stageline trace REQUEST shows one of them.",
+    ]
+    if response.num_dropped_traces:
+        remarks.append(f"{response.num_dropped_traces} older traces have made room.")
+    return Group(table, "", Text("\n".join(remarks), style="dim"))
+
+
+def _row(each: telemetry_pb2.TraceSummary, *, is_wide: bool) -> tuple[str | Text, ...]:
+    return (
+        each.request_id if is_wide else each.request_id[-8:],
+        datetime.fromtimestamp(each.started_at_ns / NS_PER_S).strftime("%H:%M:%S"),
+        Text(each.outcome, style="" if each.outcome == "finished" else "red"),
+        f"{each.prompt_tokens}+{each.completion_tokens}",
+        format_seconds(each.time_in_queue_s) if each.HasField("time_in_queue_s") else _NOTHING,
+        format_seconds(each.time_to_first_token_s) if each.HasField("time_to_first_token_s") else _NOTHING,
+        format_seconds(each.duration_s),
+        _slowest(each),
+    )
+
+
+def _slowest(each: telemetry_pb2.TraceSummary) -> Text | str:
+    if not each.HasField("slowest_stage"):
+        return _NOTHING
+    slow = each.slowest_stage
+    if not slow.HasField("times_the_others"):
+        return f"{slow.stage} {slow.worker}"
+    stands_out = slow.times_the_others >= STANDS_OUT
+    return Text(
+        f"{slow.stage} {slow.worker} {slow.times_the_others:.1f}x", style="bold yellow" if stands_out else ""
+    )

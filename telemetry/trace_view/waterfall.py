@@ -1,0 +1,148 @@
+"""A request as rows of segments on one time axis: what the coordinator did with it, and each stage."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from telemetry.spans import Attr, SpanName
+from telemetry.trace_view.read_model import RequestTrace, StagePlace, StageTimes, TraceSpan
+
+
+class SegmentKind(StrEnum):
+    """What a segment is. The first six are the coordinator's, the others those of a stage."""
+
+    INTAKE = "intake"
+    QUEUE = "queue"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    PREEMPTION = "preemption"
+    RECOVERY = "recovery"
+    HOP = "hop"
+    RECEIVE = "receive"
+    WAIT = "wait"
+    COMPUTE = "compute"
+    SEND = "send"
+
+
+STAGE_KINDS = (
+    SegmentKind.HOP,
+    SegmentKind.RECEIVE,
+    SegmentKind.WAIT,
+    SegmentKind.COMPUTE,
+    SegmentKind.SEND,
+)
+COORDINATOR_KINDS = {
+    SpanName.INTAKE: SegmentKind.INTAKE,
+    SpanName.QUEUE: SegmentKind.QUEUE,
+    SpanName.PREFILL_CHUNK: SegmentKind.PREFILL,
+    SpanName.DECODE: SegmentKind.DECODE,
+    SpanName.PREEMPTION: SegmentKind.PREEMPTION,
+    SpanName.RECOVERY: SegmentKind.RECOVERY,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Seconds since the request's start; a hop may begin before it by as much as two clocks differ.
+
+    With `is_share` it is its part of a span that covers many steps: as long as what it stands for took
+    together, but not where each of them was.
+    """
+
+    kind: SegmentKind
+    start_s: float
+    end_s: float
+    span_id: str
+    choice: int
+    num_steps: int
+    num_tokens: int
+    is_share: bool = False
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """`place` is the stage, and None for a row of the coordinator. Segments may overlap."""
+
+    title: str
+    place: StagePlace | None
+    segments: tuple[Segment, ...]
+
+    def total_s(self, kind: SegmentKind) -> float:
+        return sum(segment.duration_s for segment in self.segments if segment.kind is kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Waterfall:
+    """Rows of the coordinator come before those of the stages; `end_s` is where the last segment ends."""
+
+    duration_s: float
+    end_s: float
+    rows: tuple[Row, ...]
+
+
+def waterfall(trace: RequestTrace) -> Waterfall:
+    """Rows without segments are left out."""
+    rows = [*_coordinator_rows(trace), *_stage_rows(trace)]
+    ends = [segment.end_s for row in rows for segment in row.segments]
+    return Waterfall(trace.duration_s, max(trace.duration_s, *ends, 0.0), tuple(rows))
+
+
+def _coordinator_rows(trace: RequestTrace) -> Iterator[Row]:
+    for name, kind in COORDINATOR_KINDS.items():
+        if spans := trace.named(name):
+            yield Row(kind.value, None, tuple(_whole(span, kind, trace) for span in spans))
+
+
+def _stage_rows(trace: RequestTrace) -> Iterator[Row]:
+    for work in trace.stages:
+        segments = (segment for span in work.spans for segment in _of_stage(span, trace))
+        yield Row(f"stage {work.place.index}", work.place, tuple(segments))
+
+
+def _of_stage(span: TraceSpan, trace: RequestTrace) -> Iterator[Segment]:
+    """The span begins with the first byte of its first step: the hop before it has its end there."""
+    times = StageTimes.of(span)
+    hop_s = max(0.0, times.hop_s)
+    num_steps = max(1, span.number(Attr.NUM_STEPS, 1))
+    at_s = trace.since_start_s(span.start_ns) - hop_s / num_steps
+    lengths = (hop_s, times.receive_s, times.wait_s, times.compute_s, times.send_s)
+    for kind, length_s in zip(STAGE_KINDS, lengths, strict=True):
+        if length_s > 0:
+            yield _segment(span, kind, at_s, at_s + length_s, is_share=num_steps > 1)
+        at_s += length_s
+
+
+def _whole(span: TraceSpan, kind: SegmentKind, trace: RequestTrace) -> Segment:
+    return _segment(span, kind, trace.since_start_s(span.start_ns), trace.since_start_s(span.end_ns))
+
+
+def _segment(
+    span: TraceSpan, kind: SegmentKind, start_s: float, end_s: float, *, is_share: bool = False
+) -> Segment:
+    return Segment(
+        kind=kind,
+        start_s=start_s,
+        end_s=end_s,
+        span_id=span.span_id,
+        choice=span.choice or 0,
+        num_steps=span.number(Attr.NUM_STEPS),
+        num_tokens=span.number(Attr.TOKENS),
+        is_share=is_share,
+    )
+
+
+def lanes(segments: Iterable[Segment]) -> list[list[Segment]]:
+    """Shared out so that no two of one lane overlap, over as few lanes as that takes."""
+    found: list[list[Segment]] = []
+    for segment in sorted(segments, key=lambda segment: (segment.start_s, segment.end_s)):
+        for lane in found:
+            if lane[-1].end_s <= segment.start_s:
+                lane.append(segment)
+                break
+        else:
+            found.append([segment])
+    return found

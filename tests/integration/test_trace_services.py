@@ -1,0 +1,277 @@
+"""Traces through the coordinator's port: what exporters send, what clients ask, and what a cluster tells."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.proto.metrics.v1.metrics_pb2 import (
+    Gauge,
+    Metric,
+    NumberDataPoint,
+    ResourceMetrics,
+    ScopeMetrics,
+)
+from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, TracesData
+
+from coordinator.api import otlp_services
+from coordinator.api.otlp_services import MetricsService, TraceService
+from coordinator.app import CoordinatorServer
+from coordinator.config import CoordinatorConfig
+from coordinator.model import open_model
+from coordinator.observing.trace_file import TraceFileUnusable
+from coordinator.observing.trace_store import StoreLimits, TraceStore
+from stageline.client import Client
+from stageline.errors import InvalidRequest, RequestNotFound
+from telemetry.trace_view.explain import explain
+from telemetry.trace_view.read_model import RequestTrace, read_spans, request_trace
+from telemetry.trace_view.slow_stage import slowest_stage
+from tests.integration.cluster import DEADLINE_S, Ask
+from tests.integration.test_mock_cluster import mock_cluster
+from tests.otlp_spans import REQUEST_ID, served
+from wire.channels import bind, client_channel, new_server
+from wire.ids import id_text
+
+
+def export_request(spans: list[ResourceSpans]) -> trace_service_pb2.ExportTraceServiceRequest:
+    return trace_service_pb2.ExportTraceServiceRequest(resource_spans=spans)
+
+
+def config(trace_db: Path | None = None) -> CoordinatorConfig:
+    return CoordinatorConfig(
+        model_directory=None,
+        mock_model="layers=2,hidden=32,vocab=512",
+        listen="127.0.0.1:0",
+        num_stages=2,
+        layers=None,
+        dtype=None,
+        block_size=8,
+        max_step_tokens=32,
+        max_step_sequences=4,
+        max_sequence_tokens=None,
+        max_kv_tokens=None,
+        queue_size=4,
+        trace_db=trace_db,
+    )
+
+
+async def started(config: CoordinatorConfig) -> CoordinatorServer:
+    server = CoordinatorServer(config, open_model(config))
+    await server.start()
+    return server
+
+
+@pytest.fixture
+async def coordinator() -> AsyncIterator[CoordinatorServer]:
+    """Without workers: nothing but what is sent to it."""
+    server = await started(config())
+    yield server
+    await server.stop()
+
+
+@pytest.fixture
+async def channel(coordinator: CoordinatorServer) -> AsyncIterator[grpc.aio.Channel]:
+    async with client_channel(coordinator.address) as channel:
+        yield channel
+
+
+def read(data: bytes, request_id: str) -> RequestTrace:
+    return request_trace(read_spans(TracesData.FromString(data)), request_id)
+
+
+async def test_what_an_exporter_sends_is_what_a_client_gets(
+    coordinator: CoordinatorServer, channel: grpc.aio.Channel
+) -> None:
+    maker = served((0.2, 0.4, 0.2))
+    response = await trace_service_pb2_grpc.TraceServiceStub(channel).Export(
+        export_request(maker.spans), timeout=DEADLINE_S
+    )
+    assert not response.HasField("partial_success")
+    async with Client(coordinator.address) as client:
+        found = await client.trace(REQUEST_ID)
+        by_part = await client.trace(REQUEST_ID[:9])
+        listed = await client.traces()
+    assert found.request_id == by_part.request_id == REQUEST_ID
+    assert found.trace_id == maker.trace_id.hex()
+    assert read(found.traces_data, REQUEST_ID) == maker.trace()
+    [line] = listed.traces
+    assert (line.request_id, line.prompt_tokens, line.completion_tokens) == (REQUEST_ID, 100, 50)
+    assert (line.slowest_stage.worker, line.slowest_stage.times_the_others) == (
+        "worker-1",
+        pytest.approx(2.0),
+    )
+    assert line.duration_s == pytest.approx(maker.trace().duration_s)
+
+
+async def test_the_list_is_as_long_as_is_asked_for_and_follows_what_comes(
+    coordinator: CoordinatorServer,
+) -> None:
+    makers = [
+        served(request_id=f"r{number}", trace_id=bytes([number] * 16), begin_ns=number * 10**9)
+        for number in (1, 2, 3)
+    ]
+    late = makers[2].spans.pop(5)
+    for maker in makers:
+        coordinator.trace_store.add(maker.spans)
+    async with Client(coordinator.address) as client:
+        assert [each.request_id for each in (await client.traces(2)).traces] == ["r3", "r2"]
+        before = (await client.traces()).traces
+        coordinator.trace_store.add([late])
+        after = (await client.traces(1)).traces
+        again = (await client.traces()).traces
+    assert [each.request_id for each in before] == [each.request_id for each in again] == ["r3", "r2", "r1"]
+    assert after[0].spans == again[0].spans == before[0].spans + 1
+    assert again[1:] == before[1:]
+
+
+async def test_a_request_that_is_not_kept_is_not_found_and_an_unclear_one_is_refused(
+    coordinator: CoordinatorServer,
+) -> None:
+    for number in (1, 2):
+        coordinator.trace_store.add(served(request_id=f"same{number}", trace_id=bytes([number] * 16)).spans)
+    async with Client(coordinator.address) as client:
+        with pytest.raises(RequestNotFound, match="no trace of request other is kept"):
+            await client.trace("other")
+        with pytest.raises(InvalidRequest, match="same may be any of 2 requests"):
+            await client.trace("same")
+
+
+async def test_spans_that_cannot_be_kept_are_told_in_the_answer(
+    coordinator: CoordinatorServer, channel: grpc.aio.Channel
+) -> None:
+    bad = ResourceSpans(scope_spans=[ScopeSpans(spans=[Span(trace_id=b"short", span_id=b"s" * 8)])])
+    export = trace_service_pb2_grpc.TraceServiceStub(channel).Export
+    response = await export(export_request([*served().spans, bad, bad]), timeout=DEADLINE_S)
+    assert response.partial_success.rejected_spans == 2
+    assert (
+        response.partial_success.error_message == "2 spans without a trace id of 16 bytes and a span id of 8"
+    )
+    assert len(coordinator.trace_store.find(REQUEST_ID).spans) == len(served().spans)
+
+
+async def test_spans_of_a_trace_that_made_room_are_told_in_the_answer() -> None:
+    store = TraceStore(StoreLimits(num_traces=1))
+    first, *late = served(trace_id=b"1" * 16).spans
+    async with _serving(store) as export:
+        await export(export_request([first]), timeout=DEADLINE_S)
+        await export(export_request(served(trace_id=b"2" * 16).spans), timeout=DEADLINE_S)
+        response = await export(export_request(late), timeout=DEADLINE_S)
+    assert response.partial_success.rejected_spans == len(late)
+    assert "traces that had to make room" in response.partial_success.error_message
+
+
+async def test_a_batch_that_is_too_large_is_refused_whole(
+    coordinator: CoordinatorServer, channel: grpc.aio.Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(otlp_services, "MAX_EXPORT_BYTES", 1000)
+    export = trace_service_pb2_grpc.TraceServiceStub(channel).Export
+    response = await export(export_request(served().spans), timeout=DEADLINE_S)
+    assert response.partial_success.rejected_spans == len(served().spans)
+    assert "1000 are the most" in response.partial_success.error_message
+    assert coordinator.trace_store.num_traces == 0
+
+
+async def test_metrics_are_taken_and_handed_on() -> None:
+    seen: list[metrics_service_pb2.ExportMetricsServiceRequest] = []
+
+    def on_metrics(request: metrics_service_pb2.ExportMetricsServiceRequest) -> int:
+        seen.append(request)
+        return 2
+
+    point = NumberDataPoint(as_int=1)
+    metric = Metric(name="x", gauge=Gauge(data_points=[point, point, point]))
+    request = metrics_service_pb2.ExportMetricsServiceRequest(
+        resource_metrics=[ResourceMetrics(scope_metrics=[ScopeMetrics(metrics=[metric])])]
+    )
+    server = new_server()
+    metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(MetricsService(on_metrics), server)
+    port = bind(server, "127.0.0.1:0")
+    await server.start()
+    try:
+        async with client_channel(f"127.0.0.1:{port}") as channel:
+            stub = metrics_service_pb2_grpc.MetricsServiceStub(channel)
+            response = await stub.Export(request, timeout=DEADLINE_S)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(otlp_services, "MAX_EXPORT_BYTES", 10)
+                too_large = await stub.Export(request, timeout=DEADLINE_S)
+    finally:
+        await server.stop(0)
+    assert seen == [request]
+    assert response.partial_success.rejected_data_points == 2
+    assert too_large.partial_success.rejected_data_points == 3
+
+
+async def test_a_coordinator_without_metrics_takes_them_all(channel: grpc.aio.Channel) -> None:
+    stub = metrics_service_pb2_grpc.MetricsServiceStub(channel)
+    response = await stub.Export(metrics_service_pb2.ExportMetricsServiceRequest(), timeout=DEADLINE_S)
+    assert not response.HasField("partial_success")
+
+
+async def test_traces_survive_the_coordinator(tmp_path: Path) -> None:
+    path = tmp_path / "traces.db"
+    server = await started(config(path))
+    server.trace_store.add(served().spans)
+    await server.stop()
+    server = await started(config(path))
+    try:
+        async with Client(server.address) as client:
+            found = await client.trace(REQUEST_ID)
+        assert read(found.traces_data, REQUEST_ID) == served().trace()
+    finally:
+        await server.stop()
+
+
+async def test_a_file_that_cannot_be_used_is_told_before_anything_is_served(tmp_path: Path) -> None:
+    path = tmp_path / "traces.db"
+    path.write_text("something else")
+    with pytest.raises(TraceFileUnusable, match=f"trace file {path} cannot be used: file is not a database"):
+        await started(config(path))
+
+
+async def test_a_stage_that_is_slow_on_purpose_is_named() -> None:
+    ask = Ask(prompt=tuple(range(40)), max_tokens=20)
+    async with mock_cluster(4, "step=4ms", "step=4ms", "step=8ms", "step=4ms") as cluster:
+        async with cluster.generating([ask, ask.again(), ask.again()]):
+            pass
+        trace = await _whole_trace(cluster.client, id_text(ask.request_id), num_decode_steps=19, num_stages=4)
+    slow = slowest_stage(trace)
+    assert slow is not None
+    assert (slow.place.worker, slow.place.index, slow.stands_out) == ("w2", 2, True)
+    assert "stage 2 (w2, layers 4-5)" in explain(trace)
+
+
+async def _whole_trace(
+    client: Client, request_id: str, *, num_decode_steps: int, num_stages: int
+) -> RequestTrace:
+    """Spans of several processes come one after another."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            try:
+                found = await client.trace(request_id)
+            except RequestNotFound:
+                await asyncio.sleep(0.02)
+                continue
+            trace = read(found.traces_data, request_id)
+            num_steps = [work.num_steps for work in trace.stages]
+            if len(num_steps) == num_stages and min(num_steps) > num_decode_steps:
+                return trace
+            await asyncio.sleep(0.02)
+
+
+@asynccontextmanager
+async def _serving(store: TraceStore) -> AsyncIterator[Any]:
+    """The `Export` of a server that has nothing but a TraceService."""
+    server = new_server()
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(TraceService(store), server)
+    port = bind(server, "127.0.0.1:0")
+    await server.start()
+    async with client_channel(f"127.0.0.1:{port}") as channel:
+        yield trace_service_pb2_grpc.TraceServiceStub(channel).Export
+    await server.stop(0)

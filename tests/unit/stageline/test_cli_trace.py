@@ -1,0 +1,243 @@
+"""`stageline trace` against a real trace service, which runs on a thread of its own."""
+
+import asyncio
+import json
+import re
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from coordinator.api.telemetry_service import TelemetryService
+from coordinator.observing.trace_reader import TraceReader
+from coordinator.observing.trace_store import StoreLimits, TraceStore
+from stageline.cli import main
+from stageline.cli.waterfall_view import waterfall_view
+from stageline_rpc.v1 import telemetry_pb2_grpc
+from telemetry.spans import Attr, SpanName
+from tests.otlp_spans import REQUEST_ID, SpanMaker, Times, served
+from wire.channels import bind, new_server
+
+OTHER_ID = "01890a5d-ffff-774b-bcce-000000000001"
+
+
+class Served:
+    """A coordinator that knows nothing but traces."""
+
+    def __init__(self) -> None:
+        self.store = TraceStore(StoreLimits(num_traces=2))
+        self._ready: Future[str] = Future()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),))
+        self._thread.start()
+        self.address = self._ready.result(30)
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._ended.set)
+        self._thread.join(30)
+        self._loop.close()
+
+    async def _serve(self) -> None:
+        self._ended = asyncio.Event()
+        server, reader = new_server(), TraceReader(self.store)
+        telemetry_pb2_grpc.add_TelemetryServicer_to_server(TelemetryService(self.store, reader), server)
+        port = bind(server, "127.0.0.1:0")
+        await server.start()
+        self._ready.set_result(f"127.0.0.1:{port}")
+        await self._ended.wait()
+        await server.stop(0)
+        reader.close()
+
+
+@pytest.fixture
+def coordinator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    """Knows one request that finished and one that failed; the first was newer."""
+    served_traces = Served()
+    monkeypatch.setenv("STAGELINE_COORDINATOR", served_traces.address)
+    monkeypatch.setenv("COLUMNS", "80")
+    served_traces.store.add(served((0.2, 0.4, 0.2)).spans)
+    failed = SpanMaker(
+        request_id=OTHER_ID, trace_id=b"f" * 16, begin_ns=1_780_000_000_000_000_000, outcome="failed"
+    )
+    failed.queue(0.0, 1.5)
+    failed.root(1.5, error="no stages in time")
+    served_traces.store.add(failed.spans)
+    yield served_traces
+    served_traces.stop()
+
+
+@pytest.mark.usefixtures("coordinator")
+def test_without_a_request_recent_ones_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    newest, oldest = (line.split() for line in lines[2:4])
+    assert newest[0] == REQUEST_ID[-8:]
+    assert newest[2:] == [
+        *("finished", "100+50", "250", "ms", "500", "ms", "1.04", "s"),
+        *("1", "worker-1", "2.0x"),
+    ]
+    assert oldest[0] == OTHER_ID[-8:]
+    assert oldest[2] == "failed"
+    assert oldest[-1] == "-"
+
+
+@pytest.mark.usefixtures("coordinator")
+def test_a_wide_terminal_shows_whole_ids(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    assert main(["trace", "--limit", "1"]) == 0
+    output = capsys.readouterr().out
+    assert REQUEST_ID in output
+    assert OTHER_ID not in output
+
+
+def test_traces_that_made_room_are_mentioned(coordinator: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    coordinator.store.add(served(request_id="new", trace_id=b"n" * 16).spans)
+    assert main(["trace"]) == 0
+    assert "1 older traces have made room." in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("coordinator")
+def test_the_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [each["request_id"] for each in listed["traces"]] == [REQUEST_ID, OTHER_ID]
+    assert listed["traces"][0]["slowest_stage"]["worker"] == "worker-1"
+    assert listed["num_dropped_traces"] == "0"
+
+
+@pytest.mark.usefixtures("coordinator")
+@pytest.mark.parametrize("wanted", [REQUEST_ID, REQUEST_ID[:11], REQUEST_ID[-8:], bytes(range(16)).hex()])
+def test_a_request_is_drawn_and_explained(wanted: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", wanted]) == 0
+    output = capsys.readouterr().out
+    assert max(map(len, output.splitlines())) <= 80
+    assert f"Request {REQUEST_ID}, finished" in output
+    words = " ".join(output.split())
+    assert words.endswith(
+        "1.04 s: 42 % computing on stage 1 (worker-1, layers 4-7), which takes 2.0 x as long as the median "
+        "stage; 42 % computing on the other 2 stages; 10 % in the queue."
+    )
+
+
+@pytest.mark.usefixtures("coordinator")
+def test_a_request_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", REQUEST_ID, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["request_id"] == REQUEST_ID
+    assert facts["slowest_stage"]["worker"] == "worker-1"
+
+
+@pytest.mark.usefixtures("coordinator")
+def test_a_request_for_perfetto(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.json"
+    assert main(["trace", REQUEST_ID, "--perfetto", str(path)]) == 0
+    assert {each["ph"] for each in json.loads(path.read_text())["traceEvents"]} == {"X", "M"}
+    assert REQUEST_ID in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("coordinator")
+@pytest.mark.parametrize(
+    ("line", "exit_code", "says"),
+    [
+        (["nobody"], 1, "no trace of request nobody is kept; `stageline trace` lists those that are"),
+        (["01890a5d"], 1, "01890a5d may be any of 2 requests: "),
+        ([REQUEST_ID, "--perfetto", "/no/such/place"], 1, "cannot write /no/such/place: No such file"),
+        (["--perfetto", "x.json"], 2, "--perfetto is for one request: give its id"),
+        ([REQUEST_ID, "--limit", "3"], 2, "--limit is for the list"),
+        (["--limit", "0"], 2, "--limit"),
+    ],
+)
+def test_failures_are_one_line_and_an_exit_code(
+    line: list[str], exit_code: int, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trace", *line]) == exit_code
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert says in output.err
+    assert output.err.count("\n") == 1
+
+
+def test_no_coordinator_is_one_line(unused_address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", "--coordinator", unused_address]) == 1
+    assert f"no coordinator at {unused_address}" in capsys.readouterr().err
+
+
+def test_a_coordinator_without_traces_says_so(
+    coordinator: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator.store, "recent", lambda num_requests: [])
+    assert main(["trace"]) == 0
+    assert capsys.readouterr().out == "No request has been traced yet.\n"
+
+
+def drawn(maker: SpanMaker, width: int = 80) -> list[str]:
+    """The lines of a waterfall, without colours."""
+    console = Console(width=width, color_system=None)
+    with console.capture() as capture:
+        console.print(waterfall_view(maker.trace(), width=width))
+    return capture.get().splitlines()
+
+
+def test_what_happened_is_told_apart_without_colours() -> None:
+    maker = SpanMaker()
+    maker.add(SpanName.INTAKE, 0.0, 1.0)
+    maker.queue(1.0, 2.0)
+    maker.add(SpanName.PREEMPTION, 2.0, 3.0, {Attr.CHOICE: 0})
+    maker.add(SpanName.RECOVERY, 3.0, 4.0, {Attr.CHOICE: 0})
+    end = maker.chunk(4.0, [Times(1.0, wait=1.0, hop=1.0, receive=1.0, send=1.0)], result=1.0)
+    maker.decode(end, 10.0, [])
+    maker.root(10.0)
+    width = 20 + len("stage 0 worker-0") + 2
+    bars = {
+        line[:16].strip(): line[17:].rstrip()
+        for line in drawn(maker, width)
+        if re.match(r"(intake|queue|p|d|recov|stage 0)", line)
+    }
+    assert bars == {
+        "intake": "ii",
+        "queue": "  qq",
+        "preemption": "    xx",
+        "recovery": "      !!",
+        "prefill": "        pppppppppp",
+        "decode": " " * 18 + "dd",
+        "stage 0 worker-0": "        >>rr--##ss",
+    }
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_a_picture_fits_its_width(width: int) -> None:
+    maker = SpanMaker()
+    maker.decode(0.0, 1.0, [Times(0.1)] * 3, workers=["worker-with-a-name-that-goes-on"] * 3)
+    maker.root(1.0)
+    lines = drawn(maker, width)
+    axis = next(line for line in lines if "|0 s" in line)
+    assert axis.endswith("1.00 s|")
+    assert len(axis) <= width
+    bars = [line for line in lines if line.startswith("stage ")]
+    assert len(bars) == 3
+    assert max(map(len, bars)) <= width
+
+
+def test_times_on_the_axis_stand_where_they_are() -> None:
+    maker = SpanMaker()
+    maker.queue(0.0, 6.0)
+    maker.root(6.0)
+    axis, bar = (line for line in drawn(maker, 67) if "|" in line or line.startswith("queue"))
+    assert len(bar.rstrip()) == 66
+    assert axis.index("|1.20 s") == len("queue ") + 12
+    assert axis.index("|2.40 s") == len("queue ") + 24
+
+
+def test_a_request_that_no_stage_worked_on_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    maker = SpanMaker(outcome="failed")
+    maker.root(0.0, error="it is too long")
+    lines = drawn(maker)
+    assert "Error: it is too long" in lines
+    assert "No stage has told what it did." in lines
+    assert lines[-1] == "failed after 0 us: no time was spent."

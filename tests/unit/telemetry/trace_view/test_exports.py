@@ -1,0 +1,89 @@
+"""Traces as Chrome trace JSON and as plain data."""
+
+import itertools
+import json
+from collections import defaultdict
+from typing import Any
+
+import pytest
+
+from telemetry.trace_view.explain import explain
+from telemetry.trace_view.facts import trace_facts
+from telemetry.trace_view.perfetto import perfetto
+from telemetry.trace_view.read_model import RequestTrace
+from telemetry.trace_view.summary import summary
+from tests.otlp_spans import BEGIN_NS, REQUEST_ID, SpanMaker, Times, served
+
+
+@pytest.fixture
+def trace() -> RequestTrace:
+    maker = served((0.2, 0.4, 0.2))
+    maker.chunk(0.11, [Times(0.02), Times(0.04), Times(0.02)])
+    return maker.trace()
+
+
+def test_every_process_and_thread_has_a_name(trace: RequestTrace) -> None:
+    events = json.loads(json.dumps(perfetto(trace)))["traceEvents"]
+    processes = {each["pid"]: each["args"]["name"] for each in _named(events, "process_name")}
+    assert list(processes.values()) == ["coordinator", "worker-0", "worker-1", "worker-2"]
+    threads = {(each["pid"], each["tid"]): each["args"]["name"] for each in _named(events, "thread_name")}
+    spans = [each for each in events if each["ph"] == "X"]
+    assert {(each["pid"], each["tid"]) for each in spans} == threads.keys()
+    assert {"request", "queue", "prefill", "decode", "stage 1, layers 4-7"} == set(threads.values()) - {
+        "stage 0, layers 0-3",
+        "stage 2, layers 8-11",
+    }
+    assert {each["ph"] for each in events} == {"X", "M"}
+
+
+def test_times_are_microseconds_and_threads_do_not_overlap(trace: RequestTrace) -> None:
+    events = perfetto(trace)["traceEvents"]
+    by_thread: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            assert event["ts"] >= 0
+            assert event["dur"] >= 0
+            by_thread[event["pid"], event["tid"]].append(event)
+    for of_thread in by_thread.values():
+        for before, after in itertools.pairwise(of_thread):
+            assert round((before["ts"] + before["dur"]) * 1000) <= round(after["ts"] * 1000)
+    (queue,) = (event for event in events if event["name"] == "queue")
+    assert (queue["ts"], queue["dur"]) == (0.0, 100_000.0)
+
+
+def test_a_hop_that_seems_to_begin_before_the_request_has_no_negative_time() -> None:
+    maker = SpanMaker()
+    maker.chunk(-0.002, [Times(0.1, hop=0.01)])
+    maker.root(1.0)
+    events = perfetto(maker.trace())["traceEvents"]
+    assert min(event["ts"] for event in events if event["ph"] == "X") == 0.0
+    (root,) = (event for event in events if event.get("cat") == "request")
+    assert root["ts"] == pytest.approx(2000.0)
+
+
+def test_facts_are_json_and_add_up(trace: RequestTrace) -> None:
+    facts = json.loads(json.dumps(trace_facts(trace)))
+    assert facts["request_id"] == REQUEST_ID
+    assert facts["explanation"] == explain(trace)
+    assert facts["started_at"] == BEGIN_NS / 1e9
+    assert sum(share["share"] for share in facts["shares"]) == pytest.approx(1.0)
+    assert (facts["slowest_stage"]["stage"], facts["slowest_stage"]["worker"]) == (1, "worker-1")
+    assert [stage["worker"] for stage in facts["stages"]] == ["worker-0", "worker-1", "worker-2"]
+    rows = {row["title"]: row for row in facts["rows"]}
+    of_stage = [each for each in rows["stage 1"]["segments"] if each["kind"] == "compute"]
+    seconds = sum(each["end_s"] - each["start_s"] for each in of_stage)
+    assert seconds == pytest.approx(facts["stages"][1]["compute_s"])
+
+
+def test_a_summary_says_what_the_root_says() -> None:
+    line = summary(served((0.2, 0.4, 0.2)).trace())
+    assert (line.request_id, line.outcome, line.started_ns) == (REQUEST_ID, "finished", BEGIN_NS)
+    assert (line.num_prompt_tokens, line.num_completion_tokens) == (100, 50)
+    assert (line.time_in_queue_s, line.time_to_first_token_s) == (0.25, 0.5)
+    assert line.slowest is not None
+    assert line.slowest.place.worker == "worker-1"
+    assert line.num_spans == 10
+
+
+def _named(events: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    return [event for event in events if event["name"] == name]

@@ -1,0 +1,107 @@
+"""Rows and segments: where prefill was, and how much of everything decoding took."""
+
+import itertools
+
+import pytest
+
+from telemetry.spans import Attr, SpanName
+from telemetry.trace_view.waterfall import STAGE_KINDS, Segment, SegmentKind, lanes, waterfall
+from tests.otlp_spans import SpanMaker, Times, served
+
+
+def test_segments_of_a_stage_add_up_to_what_its_spans_say() -> None:
+    trace = served((0.2, 0.4, 0.2)).trace()
+    rows = [row for row in waterfall(trace).rows if row.place is not None]
+    assert [row.place for row in rows] == [work.place for work in trace.stages]
+    for row, work in zip(rows, trace.stages, strict=True):
+        times = work.times
+        expected = (times.hop_s, times.receive_s, times.wait_s, times.compute_s, times.send_s)
+        assert [row.total_s(kind) for kind in STAGE_KINDS] == pytest.approx(expected, abs=1e-9)
+
+
+def test_prefill_segments_are_where_they_were() -> None:
+    maker = SpanMaker()
+    maker.chunk(0.5, [Times(0.2, wait=0.1, hop=0.05, receive=0.02, send=0.01), Times(0.3)])
+    maker.root(2.0)
+    first, second = (row for row in waterfall(maker.trace()).rows if row.place is not None)
+    ends = [(each.kind.value, each.start_s, each.end_s) for each in first.segments]
+    assert ends == [
+        ("hop", pytest.approx(0.5), pytest.approx(0.55)),
+        ("receive", pytest.approx(0.55), pytest.approx(0.57)),
+        ("wait", pytest.approx(0.57), pytest.approx(0.67)),
+        ("compute", pytest.approx(0.67), pytest.approx(0.87)),
+        ("send", pytest.approx(0.87), pytest.approx(0.88)),
+    ]
+    assert not any(each.is_share for each in first.segments)
+    (compute,) = second.segments
+    assert (compute.start_s, compute.end_s) == (pytest.approx(0.87), pytest.approx(1.17))
+
+
+def test_decode_segments_are_shares_that_begin_where_the_work_began() -> None:
+    maker = SpanMaker()
+    maker.decode(1.0, 3.0, [Times(0.8, hop=0.16)], steps=16)
+    maker.root(3.0)
+    (row,) = (row for row in waterfall(maker.trace()).rows if row.place is not None)
+    hop, compute = row.segments
+    assert hop.start_s == pytest.approx(1.0)
+    assert (hop.duration_s, compute.duration_s) == (pytest.approx(0.16), pytest.approx(0.8))
+    assert hop.is_share
+    assert compute.is_share
+    assert compute.num_steps == 16
+
+
+def test_a_hop_that_seems_to_take_less_than_nothing_is_not_drawn() -> None:
+    maker = SpanMaker()
+    maker.chunk(0.5, [Times(0.2, hop=-0.05)])
+    maker.root(2.0)
+    (row,) = (row for row in waterfall(maker.trace()).rows if row.place is not None)
+    (compute,) = row.segments
+    assert compute.kind is SegmentKind.COMPUTE
+    assert (compute.start_s, compute.end_s) == (pytest.approx(0.45), pytest.approx(0.65))
+
+
+def test_the_coordinator_has_a_row_for_everything_that_happened() -> None:
+    maker = SpanMaker()
+    maker.add(SpanName.INTAKE, 0.0, 0.1)
+    maker.queue(0.1, 0.2, choice=1)
+    maker.chunk(0.2, [Times(0.1)])
+    maker.decode(0.3, 0.4, [Times(0.1)])
+    maker.add(SpanName.PREEMPTION, 0.4, 0.5, {Attr.CHOICE: 0})
+    maker.add(SpanName.RECOVERY, 0.5, 0.6, {Attr.CHOICE: 0})
+    maker.root(1.0)
+    view = waterfall(maker.trace())
+    titles = [row.title for row in view.rows]
+    assert titles == ["intake", "queue", "prefill", "decode", "preemption", "recovery", "stage 0"]
+    (queue,) = view.rows[1].segments
+    assert (queue.kind, queue.choice) == (SegmentKind.QUEUE, 1)
+    assert (queue.start_s, queue.end_s) == (pytest.approx(0.1), pytest.approx(0.2))
+    assert (view.duration_s, view.end_s) == (1.0, 1.0)
+
+
+def test_the_axis_reaches_to_the_last_segment() -> None:
+    maker = SpanMaker()
+    maker.decode(0.0, 1.5, [Times(0.1)])
+    maker.root(1.0)
+    view = waterfall(maker.trace())
+    assert (view.duration_s, view.end_s) == (1.0, 1.5)
+
+
+def test_a_lane_has_nothing_that_overlaps() -> None:
+    segments = [_segment(0.0, 2.0), _segment(1.0, 3.0), _segment(2.0, 2.5), _segment(3.0, 4.0)]
+    found = lanes(segments)
+    assert len(found) == 2
+    assert sorted(itertools.chain(*found), key=lambda each: each.start_s) == segments
+    for lane in found:
+        assert all(before.end_s <= after.start_s for before, after in itertools.pairwise(lane))
+
+
+def _segment(start_s: float, end_s: float) -> Segment:
+    return Segment(
+        kind=SegmentKind.PREFILL,
+        start_s=start_s,
+        end_s=end_s,
+        span_id="",
+        choice=0,
+        num_steps=1,
+        num_tokens=1,
+    )
