@@ -1,12 +1,15 @@
 """The coordinator process."""
 
+from __future__ import annotations
+
 import asyncio
 import gc
 import logging
 import signal
+import time
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 import uvloop
@@ -14,6 +17,7 @@ from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2_grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
 
 from checkpoint import CheckpointError
+from coordinator.api.activity import ActivityReporter
 from coordinator.api.callers import Callers
 from coordinator.api.cluster_service import ClusterService, StepResultsService
 from coordinator.api.health import CoordinatorHealth
@@ -32,6 +36,7 @@ from coordinator.journal.database import ServedIdentity
 from coordinator.journal.errors import JournalUnusable
 from coordinator.journal.journal import Journal
 from coordinator.model import ServedModel, open_model
+from coordinator.observing.activity_recorder import ActivityRecorder
 from coordinator.observing.coordinator_metrics import CoordinatorMetrics
 from coordinator.observing.trace_file import TraceFile, TraceFileUnusable
 from coordinator.observing.trace_reader import TraceReader
@@ -54,6 +59,9 @@ from wire.channels import bind, new_server
 from wire.clock import ClusterClock
 from wire.ids import new_incarnation
 
+if TYPE_CHECKING:
+    from coordinator.dashboard.server import DashboardServer
+
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 2.0
@@ -67,6 +75,7 @@ class CoordinatorServer:
     ) -> None:
         self._config = config
         self.journal = None if config.journal is None else open_journal(config.journal, model)
+        self.activity = ActivityRecorder(time.monotonic())
         self.trace_store = open_trace_store(config)
         self.trace_reader = TraceReader(self.trace_store)
         incarnation, clock = new_incarnation(), ClusterClock()
@@ -83,7 +92,7 @@ class CoordinatorServer:
                 max_unread_tokens=config.max_unread_tokens,
             ),
             durability=Durability(self.journal, config.reattach_timeout_s),
-            observers=(traces, RequestLog(), *self.metrics.observers),
+            observers=(traces, RequestLog(), *self.metrics.observers, self.activity),
         )
         state = ClusterState(
             num_stages=config.num_stages,
@@ -117,6 +126,7 @@ class CoordinatorServer:
         self._sweep_interval_s = timing.sweep_interval_s
         self._sweeper: asyncio.Task[None] | None = None
         status = StatusReporter(self.controller, self.engine, model)
+        activity = ActivityReporter(self.activity, self.controller, self.engine)
         self._sessions = Sessions(
             self.engine, self.controller, model, traces, priority_age_s=config.priority_age_s
         )
@@ -131,9 +141,10 @@ class CoordinatorServer:
         cluster_pb2_grpc.add_ClusterServicer_to_server(
             ClusterService(self.controller, status, self.engine.kv_feed), self._server
         )
+        self.dashboard = None if config.http is None else self._dashboard(config.http, status, activity)
         stage_pb2_grpc.add_StepResultsServicer_to_server(StepResultsService(self.controller), self._server)
         telemetry_pb2_grpc.add_TelemetryServicer_to_server(
-            TelemetryService(self.trace_store, self.trace_reader), self._server
+            TelemetryService(self.trace_store, self.trace_reader, activity), self._server
         )
         trace_service_pb2_grpc.add_TraceServiceServicer_to_server(
             TraceService(self.trace_store), self._server
@@ -144,11 +155,28 @@ class CoordinatorServer:
         self._health.add_to(self._server)
         self.address = config.listen
 
+    def _dashboard(self, listen: str, status: StatusReporter, activity: ActivityReporter) -> DashboardServer:
+        # Imported late: aiohttp takes some 20 MB, and not every coordinator has a dashboard.
+        from coordinator.dashboard.server import DashboardServer
+        from coordinator.dashboard.sources import Sources
+
+        sources = Sources(
+            status=status,
+            activity=activity,
+            engine=self.engine,
+            controller=self.controller,
+            traces=self.trace_reader,
+            metrics=self.metrics.metrics_text,
+        )
+        return DashboardServer(sources, listen=listen, token=self._config.http_token)
+
     async def start(self) -> None:
-        """Raises OSError when the address cannot be had."""
+        """Raises OSError when an address cannot be had."""
         wanted = parse_address(self._config.listen)
         port = bind(self._server, str(wanted))
         self.address = f"{self._config.listen.rpartition(':')[0]}:{port}"
+        if self.dashboard is not None:
+            await self.dashboard.start()
         await self._health.start()
         await self._server.start()
         self.recorder.start()
@@ -165,6 +193,8 @@ class CoordinatorServer:
         if self._sweeper is not None:
             self._sweeper.cancel()
             await asyncio.wait([self._sweeper])
+        if self.dashboard is not None:
+            await self.dashboard.stop()
         self.engine.suspend()
         await self.controller.close()
         self._sessions.close()
@@ -228,6 +258,8 @@ async def _serve(config: CoordinatorConfig, model: ServedModel) -> None:
     await server.start()
     # What is here now stays: looking through it again and again would hold up steps for tens of milliseconds.
     gc.freeze()
+    if server.dashboard is not None:
+        print(f"dashboard {server.dashboard.url}", flush=True)
     print(f"stageline coordinator listening on {server.address}", flush=True)
     log.info(
         "serving model %s (%s), waiting for %d workers", model.name, model.dtype.value, config.num_stages

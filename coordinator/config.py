@@ -2,7 +2,7 @@
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from opentelemetry.sdk.trace.sampling import Sampler
@@ -18,6 +18,7 @@ from wire.wire_dtypes import check_can_carry, parse_wire_dtype
 
 DEFAULT_TRACE_BYTES = 64 * 1024 * 1024
 DTYPES = ("bf16", "f16", "f32")
+MIN_TOKEN_LENGTH = 16
 _METADATA_KEY = re.compile(r"[a-z0-9_.-]+(?<!-bin)")
 
 
@@ -40,6 +41,9 @@ class CoordinatorConfig:
 
     A worker sends a heartbeat every `heartbeat_s` and is lost after `lease_s` without. Requests wait for
     `recovery_timeout_s` for a pipeline; whoever has to leave finishes what runs within `drain_timeout_s`.
+
+    The dashboard is served on `http` (HOST:PORT), or not at all. Whoever has the `http_token` may cancel
+    requests and drain workers there; without one nobody may.
 
     Of the requests whose callers have not decided about it, `trace_sample` (0 to 1) are traced; None leaves
     that to `telemetry`, which is what OpenTelemetry's variables say. The newest traces are kept,
@@ -72,6 +76,8 @@ class CoordinatorConfig:
     recovery_timeout_s: float = 30.0
     drain_timeout_s: float = 30.0
     self_check: bool | None = None
+    http: str | None = None
+    http_token: str | None = field(default=None, repr=False)
     trace_sample: float | None = None
     trace_store: int = 512
     trace_bytes: int = DEFAULT_TRACE_BYTES
@@ -100,6 +106,10 @@ class CoordinatorConfig:
 
     def __post_init__(self) -> None:
         parse_address(self.listen)
+        if self.http is not None:
+            parse_address(self.http)
+        if self.http_token is not None:
+            _check_token(self.http_token)
         for name in ("num_stages", "block_size", "max_step_tokens", "max_step_sequences", "queue_size"):
             _check_at_least_one(name, getattr(self, name))
         for name in (
@@ -173,6 +183,14 @@ class CoordinatorConfig:
             raise ValueError(
                 f"max_step_tokens {self.max_step_tokens} is less than one block of {self.block_size} tokens"
             )
+
+
+def _check_token(token: str) -> None:
+    if len(token) < MIN_TOKEN_LENGTH or not re.fullmatch(r"[\x21-\x7e]+", token):
+        raise ValueError(
+            f"the HTTP token has {len(token)} characters, but must have at least {MIN_TOKEN_LENGTH}, "
+            "all of them printable ASCII without spaces"
+        )
 
 
 def _check_at_least_one(name: str, value: int | None) -> None:

@@ -75,6 +75,11 @@ class LocalCluster:
         return self._address
 
     @property
+    def dashboard_url(self) -> str | None:
+        """Where the coordinator serves its dashboard; None where it serves none."""
+        return self.coordinator.dashboard_url()
+
+    @property
     def coordinator(self) -> LocalProcess:
         """The coordinator's process."""
         return self._processes[COORDINATOR]

@@ -20,7 +20,8 @@ class LocalClusterConfig:
 
     `num_stages` is the number of workers unless given. `devices` is one for all workers or one for each.
     `memory_bytes` (per worker) and `num_threads` are an even share of the machine unless given.
-    `mocks` makes mock stages, with one spec for all or one for each.
+    `mocks` makes mock stages, with one spec for all or one for each. The coordinator serves its dashboard on
+    `http` (HOST:PORT), if that is given.
     Workers on the CPU keep to cores of their own (`pins_workers`), if there is one for each of their threads.
     `worker_arguments` is empty, or has the additional arguments of each worker. `environment` is added to
     this process's. Without `log_directory` logs go to a temporary one, removed at the end unless something
@@ -35,6 +36,7 @@ class LocalClusterConfig:
     memory_bytes: int | None = None
     num_threads: int | None = None
     mocks: tuple[str, ...] = ()
+    http: str | None = None
     pins_workers: bool = True
     coordinator_arguments: tuple[str, ...] = ()
     worker_arguments: tuple[tuple[str, ...], ...] = ()
@@ -79,6 +81,7 @@ class LocalClusterConfig:
         """What follows `stageline` on the coordinator's command line."""
         num_stages = self.num_stages or self.num_workers
         line = ["coordinator", "--listen", self.listen, "--stages", str(num_stages)]
+        line += ["--no-http"] if self.http is None else ["--http", self.http]
         if self.model_directory is not None:
             line += ["--model", str(self.model_directory)]
         return [*line, *self.coordinator_arguments]

@@ -12,6 +12,7 @@ from deploy import leash
 from deploy.errors import ClusterFailed
 
 _LISTENING = re.compile(r"^stageline (?:coordinator|worker \S+) listening on (\S+)\n", re.MULTILINE)
+_DASHBOARD = re.compile(r"^dashboard (http://\S+)\n", re.MULTILINE)
 _POLL_INTERVAL_S = 0.03
 # gRPC's core would log every connection that ends; what matters our processes say themselves.
 _ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "GRPC_VERBOSITY": "NONE"}
@@ -88,6 +89,11 @@ class LocalProcess:
         lines = "\n".join(f"  | {line}" for line in self.last_lines()) or "  | (nothing logged)"
         how = self.describe_exit()
         return ClusterFailed(f"{self.name} (pid {self.pid}) ended: {how}; its log {self.log} says\n{lines}")
+
+    def dashboard_url(self) -> str | None:
+        """From its line `dashboard http://...`, which comes before it listens."""
+        found = _DASHBOARD.search(self.read_log())
+        return None if found is None else found[1]
 
     async def listening_address(self, *, timeout_s: float) -> str:
         """HOST:PORT from its line `stageline ... listening on HOST:PORT`. Raises ClusterFailed."""

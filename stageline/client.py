@@ -144,6 +144,16 @@ class Client:
         except RequestNotFound as error:
             raise WorkerNotFound(error.message) from None
 
+    async def activity(self, *, after_step: int = 0, since_us: int = 0) -> telemetry_pb2.GetActivityResponse:
+        """What the pipeline has done in the last seconds.
+
+        Leaves out the steps up to number `after_step`, and the seconds before `since_us`.
+        """
+        channel = await self._connection.ready(self._waits.connect_timeout_s)
+        stub = telemetry_pb2_grpc.TelemetryStub(channel)
+        request = telemetry_pb2.GetActivityRequest(after_step=after_step, since_us=since_us)
+        return await answer(stub.GetActivity(request, timeout=_UNARY_TIMEOUT_S))
+
     async def status(self) -> cluster_pb2.GetStatusResponse:
         """The plan, the workers, memory, KV use and requests, as of now."""
         channel = await self._connection.ready(self._waits.connect_timeout_s)

@@ -4,6 +4,7 @@ from typing import Any
 
 import grpc
 
+from coordinator.api.activity import ActivityReporter
 from coordinator.api.intake import refuse_unknown_fields
 from coordinator.api.trace_messages import encode_summary
 from coordinator.observing.trace_reader import TraceReader
@@ -16,14 +17,16 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class TelemetryService(telemetry_pb2_grpc.TelemetryServicer):
     """What `stageline top` and `stageline trace` ask."""
 
-    def __init__(self, store: TraceStore, traces: TraceReader) -> None:
+    def __init__(self, store: TraceStore, traces: TraceReader, activity: ActivityReporter) -> None:
         self._store = store
         self._traces = traces
+        self._activity = activity
 
     async def GetActivity(  # noqa: N802
         self, request: telemetry_pb2.GetActivityRequest, context: Context
     ) -> telemetry_pb2.GetActivityResponse:
-        return telemetry_pb2.GetActivityResponse()
+        refuse_unknown_fields(request)
+        return await self._activity.activity(request)
 
     async def ListTraces(  # noqa: N802
         self, request: telemetry_pb2.ListTracesRequest, context: Context

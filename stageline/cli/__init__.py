@@ -17,6 +17,7 @@ from stageline.cli.failures import FAILURE, INTERRUPTED, CommandFailed, report
 from stageline.cli.generate import generate
 from stageline.cli.plan import plan
 from stageline.cli.status import status
+from stageline.cli.top import top
 from stageline.cli.trace import trace
 from stageline.cli.up import up
 from stageline.cli.worker import worker
@@ -45,6 +46,7 @@ app.command("attach", rich_help_panel=_USE)(attach)
 app.command("cancel", rich_help_panel=_USE)(cancel)
 app.command("drain", rich_help_panel=_SERVE)(drain)
 app.command("status", rich_help_panel=_USE)(status)
+app.command("top", rich_help_panel=_USE)(top)
 app.command("trace", rich_help_panel=_USE)(trace)
 app.add_typer(bench, name="bench", rich_help_panel=_USE)
 

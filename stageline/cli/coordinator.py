@@ -41,6 +41,9 @@ def coordinator(
     self_check: options.SelfCheck = None,
     journal: options.Journal = None,
     reattach_timeout: options.ReattachTimeout = 60.0,
+    http: options.Http = options.DEFAULT_HTTP,
+    no_http: options.NoHttp = False,
+    http_token_file: options.HttpTokenFile = None,
     trace_sample: options.TraceSample = None,
     trace_store: options.TraceStore = 512,
     trace_bytes: options.TraceBytes = None,
@@ -77,6 +80,8 @@ def coordinator(
             self_check=self_check,
             journal=journal,
             reattach_timeout_s=reattach_timeout,
+            http=None if no_http else http,
+            http_token=options.read_http_token(http_token_file),
             trace_sample=trace_sample,
             trace_store=trace_store,
             trace_bytes=trace_bytes or DEFAULT_TRACE_BYTES,
@@ -91,7 +96,10 @@ def coordinator(
 
 
 def flags_of(config: CoordinatorConfig) -> tuple[str, ...]:
-    """The flags that give another coordinator this config; without where it listens, stages and model."""
+    """The flags that give another coordinator this config.
+
+    They do not say where it listens (`http` neither), stages, model, and the token.
+    """
     values = {
         "--layers": None if config.layers is None else ",".join(map(str, config.layers)),
         "--dtype": config.dtype,

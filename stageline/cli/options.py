@@ -1,5 +1,6 @@
 """Options that several commands share, and the words that explain them."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, TypeAlias, TypeVar
@@ -11,9 +12,21 @@ from telemetry import logs
 from wire.addresses import parse_address, parse_peer_address
 
 DEFAULT_ADDRESS = "127.0.0.1:7480"
+DEFAULT_HTTP = "127.0.0.1:7481"
+ANY_HTTP = "127.0.0.1:0"
 
 _Config = TypeVar("_Config")
 _Value = TypeVar("_Value")
+
+
+def read_http_token(path: Path | None) -> str | None:
+    """The token in the file, or in the environment; None where there is neither. Raises ValueError."""
+    if path is None:
+        return os.environ.get("STAGELINE_HTTP_TOKEN") or None
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--http-token-file {path} cannot be read: {error}") from None
 
 
 def build_config(make: Callable[[], _Config]) -> _Config:
@@ -209,6 +222,26 @@ Journal: TypeAlias = Annotated[
 ReattachTimeout: TypeAlias = Annotated[
     float,
     typer.Option(metavar="SECONDS", help="How long requests of the journal wait for their clients."),
+]
+Http: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        parser=_parser(_listen),
+        metavar="HOST:PORT",
+        help="Where to serve the dashboard and /metrics; port 0 takes a free one.",
+    ),
+]
+NoHttp: TypeAlias = Annotated[bool, typer.Option("--no-http", help="Serve neither dashboard nor metrics.")]
+HttpTokenFile: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        exists=True,
+        dir_okay=False,
+        resolve_path=True,
+        metavar="FILE",
+        help="Has the token with which the dashboard may cancel requests and drain workers; "
+        "else STAGELINE_HTTP_TOKEN, if that is set.",
+    ),
 ]
 TraceSample: TypeAlias = Annotated[
     float | None,

@@ -67,6 +67,9 @@ def up(
     self_check: options.SelfCheck = None,
     journal: options.Journal = None,
     reattach_timeout: options.ReattachTimeout = 60.0,
+    http: options.Http = options.ANY_HTTP,
+    no_http: options.NoHttp = False,
+    http_token_file: options.HttpTokenFile = None,
     trace_sample: options.TraceSample = None,
     trace_store: options.TraceStore = 512,
     trace_bytes: options.TraceBytes = None,
@@ -110,6 +113,8 @@ def up(
             self_check=self_check,
             journal=journal,
             reattach_timeout_s=reattach_timeout,
+            http=None if no_http else http,
+            http_token=options.read_http_token(http_token_file),
             trace_sample=trace_sample,
             trace_store=trace_store,
             trace_bytes=trace_bytes or DEFAULT_TRACE_BYTES,
@@ -127,7 +132,11 @@ def up(
             num_threads=threads,
             mocks=tuple(mock or ()),
             pins_workers=pin,
-            coordinator_arguments=flags_of(coordinator),
+            http=coordinator.http,
+            coordinator_arguments=(
+                *flags_of(coordinator),
+                *(() if http_token_file is None else ("--http-token-file", str(http_token_file))),
+            ),
             worker_arguments=(coordinator.logs.flags,) * num_workers,
         )
         return coordinator, cluster
@@ -179,6 +188,8 @@ async def _serve(cluster: LocalCluster, console: Console) -> None:
     console.print(describe_cluster(status), highlight=False)
     console.print(topology_view(status))
     console.print(describe_kv_cache(status), highlight=False)
+    if cluster.dashboard_url is not None:
+        console.print(f"dashboard {cluster.dashboard_url}", highlight=False)
     console.print(
         f"Serving at [bold]{cluster.address}[/]. Ctrl-C ends it. In another terminal:\n"
         f"  {_client_command(cluster, generate)}\n  {_client_command(cluster, 'status')}",

@@ -90,7 +90,8 @@ class Shell:
     async def coordinator(self, *arguments: str, name: str = "coordinator") -> tuple[LocalProcess, str]:
         """Starts a coordinator, on a free port unless told; returns it with its address."""
         listen = () if "--listen" in arguments else ("--listen", "127.0.0.1:0")
-        process = await self.start(name, "coordinator", *listen, *arguments)
+        http = () if "--http" in arguments else ("--no-http",)
+        process = await self.start(name, "coordinator", *listen, *http, *arguments)
         return process, await process.listening_address(timeout_s=60)
 
 

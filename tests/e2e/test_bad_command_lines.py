@@ -41,7 +41,7 @@ async def test_a_client_without_a_coordinator_says_so_soon(free_address: str) ->
 
 async def test_a_port_in_use_is_refused(served: Served, tmp_path: Path) -> None:
     commands: tuple[tuple[str, ...], ...] = (
-        ("coordinator", "--stages", "1", "--listen", served.address),
+        ("coordinator", "--stages", "1", "--listen", served.address, "--no-http"),
         ("worker", "--coordinator", served.address, "--listen", served.address),
         ("up", "--workers", "1", "--listen", served.address),
     )

@@ -151,7 +151,7 @@ async def test_a_journal_that_cannot_be_used_is_one_line_and_exit_code_1(tmp_pat
 
 async def _refused(path: Path) -> str:
     run = await run_stageline(
-        "coordinator", "--stages", "1", "--listen", "127.0.0.1:0", "--journal", str(path)
+        "coordinator", "--stages", "1", "--listen", "127.0.0.1:0", "--no-http", "--journal", str(path)
     )
     assert run.code == 1
     return run.the_error()

@@ -126,6 +126,8 @@ class Cluster:
         worker_wire_dtypes: Mapping[str, WireDType] | None = None,
         self_check: bool | None = None,
         journal: Path | None = None,
+        http: str | None = None,
+        http_token: str | None = None,
         trace_sample: float | None = None,
         telemetry: TelemetrySettings = NO_SETTINGS,
     ) -> None:
@@ -155,6 +157,8 @@ class Cluster:
             priority_age_s=priority_age_s,
             self_check=self_check,
             journal=journal,
+            http=http,
+            http_token=http_token,
             trace_sample=trace_sample,
             telemetry=telemetry,
         )

@@ -11,6 +11,7 @@ PACKAGES = (
     "coordinator",
     "coordinator/api",
     "coordinator/cluster",
+    "coordinator/dashboard",
     "coordinator/journal",
     "coordinator/observing",
     "coordinator/planning",

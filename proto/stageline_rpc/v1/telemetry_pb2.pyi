@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -17,6 +18,56 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _StepKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _StepKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StepKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    STEP_KIND_UNSPECIFIED: _StepKind.ValueType  # 0
+    STEP_KIND_PREFILL: _StepKind.ValueType  # 1
+    STEP_KIND_DECODE: _StepKind.ValueType  # 2
+    STEP_KIND_MIXED: _StepKind.ValueType  # 3
+    STEP_KIND_EMPTY: _StepKind.ValueType  # 4
+    """Records and signals only."""
+
+class StepKind(_StepKind, metaclass=_StepKindEnumTypeWrapper): ...
+
+STEP_KIND_UNSPECIFIED: StepKind.ValueType  # 0
+STEP_KIND_PREFILL: StepKind.ValueType  # 1
+STEP_KIND_DECODE: StepKind.ValueType  # 2
+STEP_KIND_MIXED: StepKind.ValueType  # 3
+STEP_KIND_EMPTY: StepKind.ValueType  # 4
+"""Records and signals only."""
+Global___StepKind: _TypeAlias = StepKind  # noqa: Y015
+
+class _RequestPhase:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RequestPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RequestPhase.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REQUEST_PHASE_UNSPECIFIED: _RequestPhase.ValueType  # 0
+    REQUEST_PHASE_WAITING: _RequestPhase.ValueType  # 1
+    REQUEST_PHASE_PREFILL: _RequestPhase.ValueType  # 2
+    REQUEST_PHASE_DECODE: _RequestPhase.ValueType  # 3
+    REQUEST_PHASE_PREEMPTED: _RequestPhase.ValueType  # 4
+    REQUEST_PHASE_FINISHED: _RequestPhase.ValueType  # 5
+    REQUEST_PHASE_CANCELLED: _RequestPhase.ValueType  # 6
+    REQUEST_PHASE_FAILED: _RequestPhase.ValueType  # 7
+
+class RequestPhase(_RequestPhase, metaclass=_RequestPhaseEnumTypeWrapper): ...
+
+REQUEST_PHASE_UNSPECIFIED: RequestPhase.ValueType  # 0
+REQUEST_PHASE_WAITING: RequestPhase.ValueType  # 1
+REQUEST_PHASE_PREFILL: RequestPhase.ValueType  # 2
+REQUEST_PHASE_DECODE: RequestPhase.ValueType  # 3
+REQUEST_PHASE_PREEMPTED: RequestPhase.ValueType  # 4
+REQUEST_PHASE_FINISHED: RequestPhase.ValueType  # 5
+REQUEST_PHASE_CANCELLED: RequestPhase.ValueType  # 6
+REQUEST_PHASE_FAILED: RequestPhase.ValueType  # 7
+Global___RequestPhase: _TypeAlias = RequestPhase  # noqa: Y015
 
 @_typing.final
 class ListTracesRequest(_message.Message):
@@ -224,12 +275,21 @@ Global___GetTraceResponse: _TypeAlias = GetTraceResponse  # noqa: Y015
 class GetActivityRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    AFTER_STEP_FIELD_NUMBER: _builtins.int
+    SINCE_US_FIELD_NUMBER: _builtins.int
+    after_step: _builtins.int
+    """Only steps that were answered after the one of this number; 0: all that are kept."""
+    since_us: _builtins.int
+    """Only seconds that began at or after this time, in the clock of `now_us`; 0: all that are kept."""
     def __init__(
         self,
+        *,
+        after_step: _builtins.int = ...,
+        since_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_step", b"after_step", "since_us", b"since_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -237,15 +297,444 @@ Global___GetActivityRequest: _TypeAlias = GetActivityRequest  # noqa: Y015
 
 @_typing.final
 class GetActivityResponse(_message.Message):
+    """Times that end in `_us` and have no other explanation are microseconds of the coordinator's monotonic clock."""
+
     DESCRIPTOR: _descriptor.Descriptor
+
+    NOW_US_FIELD_NUMBER: _builtins.int
+    NOW_UNIX_US_FIELD_NUMBER: _builtins.int
+    UPTIME_US_FIELD_NUMBER: _builtins.int
+    SUMMARY_FIELD_NUMBER: _builtins.int
+    SLOWEST_STAGE_FIELD_NUMBER: _builtins.int
+    OVER_S_FIELD_NUMBER: _builtins.int
+    STAGES_FIELD_NUMBER: _builtins.int
+    BUBBLE_SHARE_FIELD_NUMBER: _builtins.int
+    RATES_FIELD_NUMBER: _builtins.int
+    NUM_ANSWERED_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    EPOCHS_FIELD_NUMBER: _builtins.int
+    now_us: _builtins.int
+    now_unix_us: _builtins.int
+    """The same moment, in microseconds since 1970."""
+    uptime_us: _builtins.int
+    summary: _builtins.str
+    """Which stage holds up the others, in a sentence."""
+    slowest_stage: _builtins.int
+    """That stage; unset where none stands out."""
+    over_s: _builtins.float
+    """What `stages` and `bubble_share` are over."""
+    bubble_share: _builtins.float
+    """Of the time in which steps are in flight, the share in which a stage does not compute; the mean over the stages."""
+    num_answered: _builtins.int
+    """Steps answered since the coordinator started; the number of the last one."""
+    @_builtins.property
+    def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageActivity]:
+        """In order; empty where no step was answered lately."""
+
+    @_builtins.property
+    def rates(self) -> Global___ActivityRates: ...
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepActivity]:
+        """Of the last ten seconds at most, oldest first; where they are many, the latest."""
+
+    @_builtins.property
+    def in_flight(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepInFlight]: ...
+    @_builtins.property
+    def seconds(self) -> _containers.RepeatedCompositeFieldContainer[Global___SecondActivity]:
+        """Of the last five minutes, oldest first; seconds in which nothing happened are left out."""
+
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestActivity]:
+        """Live ones, oldest first; then those that have ended, latest first. Some hundred at most."""
+
+    @_builtins.property
+    def epochs(self) -> _containers.RepeatedCompositeFieldContainer[Global___EpochActivity]:
+        """The last ones, oldest first."""
 
     def __init__(
         self,
+        *,
+        now_us: _builtins.int = ...,
+        now_unix_us: _builtins.int = ...,
+        uptime_us: _builtins.int = ...,
+        summary: _builtins.str = ...,
+        slowest_stage: _builtins.int | None = ...,
+        over_s: _builtins.float = ...,
+        stages: _abc.Iterable[Global___StageActivity] | None = ...,
+        bubble_share: _builtins.float = ...,
+        rates: Global___ActivityRates | None = ...,
+        num_answered: _builtins.int = ...,
+        steps: _abc.Iterable[Global___StepActivity] | None = ...,
+        in_flight: _abc.Iterable[Global___StepInFlight] | None = ...,
+        seconds: _abc.Iterable[Global___SecondActivity] | None = ...,
+        requests: _abc.Iterable[Global___RequestActivity] | None = ...,
+        epochs: _abc.Iterable[Global___EpochActivity] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_slowest_stage", b"_slowest_stage", "rates", b"rates", "slowest_stage", b"slowest_stage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_slowest_stage", b"_slowest_stage", "bubble_share", b"bubble_share", "epochs", b"epochs", "in_flight", b"in_flight", "now_unix_us", b"now_unix_us", "now_us", b"now_us", "num_answered", b"num_answered", "over_s", b"over_s", "rates", b"rates", "requests", b"requests", "seconds", b"seconds", "slowest_stage", b"slowest_stage", "stages", b"stages", "steps", b"steps", "summary", b"summary", "uptime_us", b"uptime_us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__slowest_stage: _TypeAlias = _typing.Literal["slowest_stage"]  # noqa: Y015
+    _WhichOneofArgType__slowest_stage: _TypeAlias = _typing.Literal["_slowest_stage", b"_slowest_stage"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__slowest_stage) -> _WhichOneofReturnType__slowest_stage | None: ...
+
+Global___GetActivityResponse: _TypeAlias = GetActivityResponse  # noqa: Y015
+
+@_typing.final
+class StageActivity(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: _builtins.int
+    WORKER_FIELD_NUMBER: _builtins.int
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
+    BUSY_SHARE_FIELD_NUMBER: _builtins.int
+    BUBBLE_SHARE_FIELD_NUMBER: _builtins.int
+    COMPUTE_US_FIELD_NUMBER: _builtins.int
+    WAIT_US_FIELD_NUMBER: _builtins.int
+    HOP_US_FIELD_NUMBER: _builtins.int
+    stage: _builtins.int
+    worker: _builtins.str
+    num_steps: _builtins.int
+    busy_share: _builtins.float
+    """Of all time, the share in which it computes."""
+    bubble_share: _builtins.float
+    compute_us: _builtins.float
+    """Means per step, in microseconds: computing; waiting for the steps before; from the sender's output being ready to
+    the frame being here.
+    """
+    wait_us: _builtins.float
+    hop_us: _builtins.float
+    def __init__(
+        self,
+        *,
+        stage: _builtins.int = ...,
+        worker: _builtins.str = ...,
+        num_steps: _builtins.int = ...,
+        busy_share: _builtins.float = ...,
+        bubble_share: _builtins.float = ...,
+        compute_us: _builtins.float = ...,
+        wait_us: _builtins.float = ...,
+        hop_us: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bubble_share", b"bubble_share", "busy_share", b"busy_share", "compute_us", b"compute_us", "hop_us", b"hop_us", "num_steps", b"num_steps", "stage", b"stage", "wait_us", b"wait_us", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___GetActivityResponse: _TypeAlias = GetActivityResponse  # noqa: Y015
+Global___StageActivity: _TypeAlias = StageActivity  # noqa: Y015
+
+@_typing.final
+class StepActivity(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    STEP_ID_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    NUM_SEQUENCES_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    SENT_US_FIELD_NUMBER: _builtins.int
+    ANSWERED_US_FIELD_NUMBER: _builtins.int
+    COMPUTED_US_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    epoch: _builtins.int
+    step_id: _builtins.int
+    kind: Global___StepKind.ValueType
+    num_sequences: _builtins.int
+    num_tokens: _builtins.int
+    sent_us: _builtins.int
+    answered_us: _builtins.int
+    @_builtins.property
+    def computed_us(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """For each stage, when its computation began and when it ended, in microseconds after `sent_us`; empty where unknown."""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        step_id: _builtins.int = ...,
+        kind: Global___StepKind.ValueType = ...,
+        num_sequences: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+        sent_us: _builtins.int = ...,
+        answered_us: _builtins.int = ...,
+        computed_us: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answered_us", b"answered_us", "computed_us", b"computed_us", "epoch", b"epoch", "kind", b"kind", "num_sequences", b"num_sequences", "num_tokens", b"num_tokens", "number", b"number", "sent_us", b"sent_us", "step_id", b"step_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepActivity: _TypeAlias = StepActivity  # noqa: Y015
+
+@_typing.final
+class StepInFlight(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    STEP_ID_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    NUM_SEQUENCES_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    SENT_US_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    step_id: _builtins.int
+    kind: Global___StepKind.ValueType
+    num_sequences: _builtins.int
+    num_tokens: _builtins.int
+    sent_us: _builtins.int
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        step_id: _builtins.int = ...,
+        kind: Global___StepKind.ValueType = ...,
+        num_sequences: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+        sent_us: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "kind", b"kind", "num_sequences", b"num_sequences", "num_tokens", b"num_tokens", "sent_us", b"sent_us", "step_id", b"step_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepInFlight: _TypeAlias = StepInFlight  # noqa: Y015
+
+@_typing.final
+class ActivityRates(_message.Message):
+    """Of the last `over_s` seconds, each per second."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OVER_S_FIELD_NUMBER: _builtins.int
+    GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    REQUESTS_ACCEPTED_FIELD_NUMBER: _builtins.int
+    REQUESTS_FINISHED_FIELD_NUMBER: _builtins.int
+    REQUESTS_UNFINISHED_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    INTER_TOKEN_FIELD_NUMBER: _builtins.int
+    over_s: _builtins.float
+    generated_tokens: _builtins.float
+    prefill_tokens: _builtins.float
+    steps: _builtins.float
+    requests_accepted: _builtins.float
+    requests_finished: _builtins.float
+    requests_unfinished: _builtins.float
+    """Ended with an error, or cancelled."""
+    @_builtins.property
+    def first_token(self) -> Global___Quantiles:
+        """From a request being accepted to its first token."""
+
+    @_builtins.property
+    def inter_token(self) -> Global___Quantiles:
+        """From one token of a choice to its next."""
+
+    def __init__(
+        self,
+        *,
+        over_s: _builtins.float = ...,
+        generated_tokens: _builtins.float = ...,
+        prefill_tokens: _builtins.float = ...,
+        steps: _builtins.float = ...,
+        requests_accepted: _builtins.float = ...,
+        requests_finished: _builtins.float = ...,
+        requests_unfinished: _builtins.float = ...,
+        first_token: Global___Quantiles | None = ...,
+        inter_token: Global___Quantiles | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["first_token", b"first_token", "inter_token", b"inter_token"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token", b"first_token", "generated_tokens", b"generated_tokens", "inter_token", b"inter_token", "over_s", b"over_s", "prefill_tokens", b"prefill_tokens", "requests_accepted", b"requests_accepted", "requests_finished", b"requests_finished", "requests_unfinished", b"requests_unfinished", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ActivityRates: _TypeAlias = ActivityRates  # noqa: Y015
+
+@_typing.final
+class Quantiles(_message.Message):
+    """Of durations, in seconds, at most 1 % off."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COUNT_FIELD_NUMBER: _builtins.int
+    P50_S_FIELD_NUMBER: _builtins.int
+    P95_S_FIELD_NUMBER: _builtins.int
+    P99_S_FIELD_NUMBER: _builtins.int
+    count: _builtins.int
+    p50_s: _builtins.float
+    p95_s: _builtins.float
+    p99_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        count: _builtins.int = ...,
+        p50_s: _builtins.float = ...,
+        p95_s: _builtins.float = ...,
+        p99_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "p50_s", b"p50_s", "p95_s", b"p95_s", "p99_s", b"p99_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Quantiles: _TypeAlias = Quantiles  # noqa: Y015
+
+@_typing.final
+class SecondActivity(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_US_FIELD_NUMBER: _builtins.int
+    GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
+    UNFINISHED_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    INTER_TOKEN_FIELD_NUMBER: _builtins.int
+    start_us: _builtins.int
+    generated_tokens: _builtins.int
+    prefill_tokens: _builtins.int
+    steps: _builtins.int
+    accepted: _builtins.int
+    finished: _builtins.int
+    unfinished: _builtins.int
+    @_builtins.property
+    def first_token(self) -> Global___Quantiles: ...
+    @_builtins.property
+    def inter_token(self) -> Global___Quantiles: ...
+    def __init__(
+        self,
+        *,
+        start_us: _builtins.int = ...,
+        generated_tokens: _builtins.int = ...,
+        prefill_tokens: _builtins.int = ...,
+        steps: _builtins.int = ...,
+        accepted: _builtins.int = ...,
+        finished: _builtins.int = ...,
+        unfinished: _builtins.int = ...,
+        first_token: Global___Quantiles | None = ...,
+        inter_token: Global___Quantiles | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["first_token", b"first_token", "inter_token", b"inter_token"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "finished", b"finished", "first_token", b"first_token", "generated_tokens", b"generated_tokens", "inter_token", b"inter_token", "prefill_tokens", b"prefill_tokens", "start_us", b"start_us", "steps", b"steps", "unfinished", b"unfinished"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SecondActivity: _TypeAlias = SecondActivity  # noqa: Y015
+
+@_typing.final
+class RequestActivity(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
+    NUM_CHOICES_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_RESTARTS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_US_FIELD_NUMBER: _builtins.int
+    STARTED_US_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_US_FIELD_NUMBER: _builtins.int
+    ENDED_US_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    phase: Global___RequestPhase.ValueType
+    """Of the choice that is furthest, while it is live."""
+    num_choices: _builtins.int
+    num_prompt_tokens: _builtins.int
+    num_cached_tokens: _builtins.int
+    num_generated_tokens: _builtins.int
+    """Of all choices."""
+    max_tokens: _builtins.int
+    num_restarts: _builtins.int
+    """How often a choice went back to the queue."""
+    accepted_us: _builtins.int
+    started_us: _builtins.int
+    """Its first step was handed out; that was answered with a token; it ended."""
+    first_token_us: _builtins.int
+    ended_us: _builtins.int
+    error: _builtins.str
+    """Why it did not finish."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        phase: Global___RequestPhase.ValueType = ...,
+        num_choices: _builtins.int = ...,
+        num_prompt_tokens: _builtins.int = ...,
+        num_cached_tokens: _builtins.int = ...,
+        num_generated_tokens: _builtins.int = ...,
+        max_tokens: _builtins.int = ...,
+        num_restarts: _builtins.int = ...,
+        accepted_us: _builtins.int = ...,
+        started_us: _builtins.int | None = ...,
+        first_token_us: _builtins.int | None = ...,
+        ended_us: _builtins.int | None = ...,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_ended_us", b"_ended_us", "_first_token_us", b"_first_token_us", "_started_us", b"_started_us", "ended_us", b"ended_us", "first_token_us", b"first_token_us", "started_us", b"started_us"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ended_us", b"_ended_us", "_first_token_us", b"_first_token_us", "_started_us", b"_started_us", "accepted_us", b"accepted_us", "ended_us", b"ended_us", "error", b"error", "first_token_us", b"first_token_us", "max_tokens", b"max_tokens", "num_cached_tokens", b"num_cached_tokens", "num_choices", b"num_choices", "num_generated_tokens", b"num_generated_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_restarts", b"num_restarts", "phase", b"phase", "request_id", b"request_id", "started_us", b"started_us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__ended_us: _TypeAlias = _typing.Literal["ended_us"]  # noqa: Y015
+    _WhichOneofArgType__ended_us: _TypeAlias = _typing.Literal["_ended_us", b"_ended_us"]  # noqa: Y015
+    _WhichOneofReturnType__first_token_us: _TypeAlias = _typing.Literal["first_token_us"]  # noqa: Y015
+    _WhichOneofArgType__first_token_us: _TypeAlias = _typing.Literal["_first_token_us", b"_first_token_us"]  # noqa: Y015
+    _WhichOneofReturnType__started_us: _TypeAlias = _typing.Literal["started_us"]  # noqa: Y015
+    _WhichOneofArgType__started_us: _TypeAlias = _typing.Literal["_started_us", b"_started_us"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ended_us) -> _WhichOneofReturnType__ended_us | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__first_token_us) -> _WhichOneofReturnType__first_token_us | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__started_us) -> _WhichOneofReturnType__started_us | None: ...
+
+Global___RequestActivity: _TypeAlias = RequestActivity  # noqa: Y015
+
+@_typing.final
+class EpochActivity(_message.Message):
+    """When steps of an epoch could be handed out."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    STARTED_US_FIELD_NUMBER: _builtins.int
+    STOPPED_US_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    started_us: _builtins.int
+    stopped_us: _builtins.int
+    """Unset: they still can."""
+    reason: _builtins.str
+    """Why it ended."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        started_us: _builtins.int = ...,
+        stopped_us: _builtins.int | None = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_stopped_us", b"_stopped_us", "stopped_us", b"stopped_us"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stopped_us", b"_stopped_us", "epoch", b"epoch", "reason", b"reason", "started_us", b"started_us", "stopped_us", b"stopped_us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__stopped_us: _TypeAlias = _typing.Literal["stopped_us"]  # noqa: Y015
+    _WhichOneofArgType__stopped_us: _TypeAlias = _typing.Literal["_stopped_us", b"_stopped_us"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__stopped_us) -> _WhichOneofReturnType__stopped_us | None: ...
+
+Global___EpochActivity: _TypeAlias = EpochActivity  # noqa: Y015

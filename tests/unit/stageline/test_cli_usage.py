@@ -123,6 +123,7 @@ def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str
         "attach",
         "cancel",
         "status",
+        "top",
         "bench",
     ):
         assert f" {command} " in output
@@ -151,6 +152,7 @@ def test_the_coordinators_flags_become_its_config(tmp_path: Path, monkeypatch: p
             max_kv_tokens=9999,
             queue_size=5,
             wire_dtype="int8",
+            http="127.0.0.1:7481",
             trace_store=7,
             trace_bytes=5 * 2**20,
             trace_db=tmp_path / "traces.db",

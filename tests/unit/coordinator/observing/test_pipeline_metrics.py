@@ -106,7 +106,9 @@ def test_recoveries_are_counted_with_their_cause_and_how_long_they_took() -> Non
     watched.start_epoch()
     assert watched.times(definitions.RECOVERY_TIME, "fault") == (1, 0.5)
     assert watched.times(definitions.RECOVERY_TIME, "death") == (1, 3.0)
-    assert [watched.value(definitions.RECOVERIES, each) for each in definitions.REASON.values] == [1, 1, 0, 0, 0]
+    counts = {each: watched.value(definitions.RECOVERIES, each) for each in definitions.REASON.values}
+    assert {each for each, count in counts.items() if count} == {"death", "fault"}
+    assert sum(counts.values()) == 2
 
 
 def test_an_end_without_a_cause_is_the_end_of_the_coordinator() -> None:

@@ -1,0 +1,75 @@
+"""The HTTP server of a coordinator."""
+
+import socket
+
+from aiohttp import web
+
+from coordinator.dashboard.guard import MAX_BODY_BYTES, Guard, add_security_headers
+from coordinator.dashboard.routes import Routes
+from coordinator.dashboard.sources import Sources
+from wire.addresses import Address, parse_address
+
+MAX_HEADER_BYTES = 8190
+KEEPALIVE_S = 30.0
+STOP_GRACE_S = 1.0
+_EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+class DashboardServer:
+    """Serves `sources` on `listen` (HOST:PORT) between `start` and `stop`; `url` says where."""
+
+    def __init__(self, sources: Sources, *, listen: str, token: str | None) -> None:
+        self._address = parse_address(listen)
+        guard = Guard(self._address.host, token)
+        self._routes = Routes(sources, guard)
+        self.app = web.Application(middlewares=[guard.middleware], client_max_size=MAX_BODY_BYTES)
+        self.app.add_routes(self._routes.table())
+        self.app.on_response_prepare.append(add_security_headers)
+        self._runner: web.AppRunner | None = None
+
+    @property
+    def url(self) -> str:
+        """As it is reached from this machine."""
+        host = _EVERY_INTERFACE.get(self._address.host, self._address.host)
+        return f"http://{Address(host, self._address.port)}/"
+
+    async def start(self) -> None:
+        """Raises OSError, with one clear line, when the address cannot be had."""
+        listening = _bind(self._address)
+        self._address = Address(self._address.host, listening.getsockname()[1])
+        self._runner = web.AppRunner(
+            self.app,
+            access_log=None,
+            keepalive_timeout=KEEPALIVE_S,
+            max_line_size=MAX_HEADER_BYTES,
+            max_field_size=MAX_HEADER_BYTES,
+            shutdown_timeout=STOP_GRACE_S,
+        )
+        await self._runner.setup()
+        await web.SockSite(self._runner, listening).start()
+
+    async def stop(self) -> None:
+        """Ends every connection."""
+        self._routes.close()
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+
+def _bind(address: Address) -> socket.socket:
+    try:
+        found = socket.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        family, kind, protocol, _, sockaddr = found[0]
+        listening = socket.socket(family, kind, protocol)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(sockaddr)
+        except OSError:
+            listening.close()
+            raise
+    except OSError as error:
+        reason = error.strerror or str(error)
+        hint = "choose another port with --http HOST:PORT, or none with --no-http"
+        raise OSError(f"cannot serve the dashboard on {address}: {reason.lower()}; {hint}") from None
+    return listening

@@ -1,0 +1,117 @@
+// The table of requests, live ones first; with the keyboard one row at a time.
+import { duration, element, grouped, plural, rate, shortId } from "./format.js";
+
+const PHASE_CLASS = { decode: "quiet decode", prefill: "quiet prefill", waiting: "quiet", preempted: "warn", finished: "quiet", cancelled: "warn", failed: "bad" };
+
+export class Requests {
+  constructor(body, empty, filter, onOpen) {
+    Object.assign(this, { body, empty, filter, onOpen, rows: new Map(), list: [], nowUs: 0, current: null });
+    filter.addEventListener("input", () => this.#draw());
+    body.addEventListener("keydown", (event) => this.#key(event));
+    body.addEventListener("click", (event) => {
+      const row = event.target.closest("tr");
+      if (row) this.#open(row);
+    });
+    body.addEventListener("focusin", (event) => this.#makeCurrent(event.target.closest("tr")));
+  }
+
+  show(requests, nowUs) {
+    const live = requests.filter((each) => each.is_live).sort((a, b) => b.accepted_us - a.accepted_us);
+    this.list = [...live, ...requests.filter((each) => !each.is_live)];
+    this.nowUs = nowUs;
+    this.#draw();
+  }
+
+  find(id) {
+    return this.list.find((each) => each.id === id);
+  }
+
+  #draw() {
+    const wanted = this.filter.value.trim().toLowerCase();
+    const shown = this.list.filter((each) => !wanted || each.id.includes(wanted) || each.phase.includes(wanted));
+    const rows = shown.map((request) => this.#row(request));
+    const focused = document.activeElement;
+    if (rows.length !== this.body.children.length || rows.some((row, index) => this.body.children[index] !== row)) {
+      this.body.replaceChildren(...rows);
+      if (focused instanceof HTMLTableRowElement && focused.isConnected) focused.focus({ preventScroll: true });
+    }
+    const kept = new Set(shown.map((each) => each.id));
+    for (const id of this.rows.keys()) if (!kept.has(id)) this.rows.delete(id);
+    if (!this.current?.isConnected) this.#makeCurrent(rows[0] ?? null);
+    this.empty.hidden = rows.length > 0;
+    if (wanted && !rows.length) this.empty.textContent = `No request matches “${wanted}”.`;
+  }
+
+  #row(request) {
+    let row = this.rows.get(request.id);
+    if (!row) {
+      row = element("tr", { tabindex: "-1", "data-id": request.id, "aria-haspopup": "dialog" });
+      for (let cell = 0; cell < 10; cell++) row.append(element("td", { class: cell > 1 && cell < 9 ? "number" : cell === 9 ? "remarks" : "" }));
+      row.children[0].append(element("span", { class: "pill" }));
+      row.children[1].append(element("span", { class: "id", title: request.id }, shortId(request.id)));
+      this.rows.set(request.id, row);
+    }
+    const pill = row.children[0].firstChild;
+    const pillClass = `pill ${PHASE_CLASS[request.phase]}`;
+    if (pill.className !== pillClass) pill.className = pillClass;
+    setText(pill, request.phase);
+    const times = milestones(request, this.nowUs);
+    setText(row.children[2], grouped(request.prompt_tokens));
+    setText(row.children[3], request.cached_tokens ? grouped(request.cached_tokens) : "–");
+    setText(row.children[4], `${grouped(request.generated_tokens)} / ${grouped(request.max_tokens)}`);
+    setText(row.children[5], duration(times.queue_s));
+    setText(row.children[6], duration(times.first_token_s));
+    setText(row.children[7], times.rate === null ? "–" : rate(times.rate));
+    setText(row.children[8], duration(times.total_s));
+    setText(row.children[9], remarks(request));
+    return row;
+  }
+
+  #makeCurrent(row) {
+    if (this.current) this.current.tabIndex = -1;
+    this.current = row;
+    if (row) row.tabIndex = 0;
+  }
+
+  #open(row) {
+    this.#makeCurrent(row);
+    row.focus({ preventScroll: true });
+    this.onOpen(row.dataset.id);
+  }
+
+  #key(event) {
+    const row = event.target.closest("tr");
+    const rows = [...this.body.children];
+    const moves = { ArrowDown: 1, ArrowUp: -1, PageDown: 10, PageUp: -10, Home: -rows.length, End: rows.length };
+    if (event.key === "Enter" || event.key === " ") this.#open(row);
+    else if (event.key in moves) {
+      const index = Math.max(0, Math.min(rows.length - 1, rows.indexOf(row) + moves[event.key]));
+      rows[index].focus();
+    } else return;
+    event.preventDefault();
+  }
+}
+
+function setText(place, text) {
+  if (place.textContent !== text) place.textContent = text;
+}
+
+export function milestones(request, nowUs) {
+  const endUs = request.ended_us ?? nowUs;
+  const between = (from, to) => (from === null || to === null ? null : Math.max(0, to - from) / 1e6);
+  const decodeS = between(request.first_token_us, endUs);
+  return {
+    queue_s: between(request.accepted_us, request.started_us ?? (request.is_live ? nowUs : null)),
+    first_token_s: between(request.accepted_us, request.first_token_us),
+    total_s: between(request.accepted_us, endUs),
+    rate: decodeS && request.generated_tokens > 1 ? (request.generated_tokens - request.choices) / decodeS : null,
+  };
+}
+
+function remarks(request) {
+  const parts = [];
+  if (request.choices > 1) parts.push(plural(request.choices, "choice"));
+  if (request.restarts) parts.push(`computed again ${request.restarts === 1 ? "once" : `${request.restarts} times`}`);
+  if (request.error) parts.push(request.error);
+  return parts.join("; ");
+}

@@ -1,0 +1,92 @@
+// Which worker runs which layers, how busy it is, and what it holds.
+import { bytes, digits, duration, element, percent, plural } from "./format.js";
+
+const WORKER_CLASS = { ready: "ok", loading: "warn", suspect: "warn", draining: "warn", joining: "warn", lost: "bad", quarantined: "bad" };
+
+export class Topology {
+  constructor(stages, others, onDrain) {
+    this.stages = stages;
+    this.others = others;
+    this.onDrain = onDrain;
+    this.drawn = "";
+  }
+
+  // Cards are made anew only where something other than numbers has changed, so that focus stays.
+  show(status, activity, { canAct }) {
+    const placed = status.workers.filter((worker) => worker.stage).sort((a, b) => a.stage.index - b.stage.index);
+    const shape = JSON.stringify([placed.map((each) => [each.name, each.stage, each.state, each.device]), canAct]);
+    if (shape !== this.drawn) {
+      this.stages.classList.toggle("many", placed.length > 8);
+      this.stages.replaceChildren(...placed.map((worker) => this.#card(worker, canAct)));
+      this.drawn = shape;
+    }
+    placed.forEach((worker, index) => this.#update(this.stages.children[index], worker, activity));
+    const others = status.workers.filter((worker) => !worker.stage);
+    this.others.replaceChildren(...others.map((worker) => element("li", {}, `${worker.name}: ${worker.state}${worker.detail ? `, ${worker.detail}` : ""}`)));
+    return placed;
+  }
+
+  #card(worker, canAct) {
+    const { index, role, layer_begin: begin, layer_end: end } = worker.stage;
+    const layers = end - begin === 1 ? `layer ${begin}` : `layers ${begin}–${end - 1} (${end - begin})`;
+    const card = element("li", { class: "stage" },
+      element("header", {},
+        element("b", {}, `Stage ${index}`), element("span", { class: "name", title: worker.address }, worker.name),
+        element("span", { class: `pill ${WORKER_CLASS[worker.state] ?? ""}` }, worker.state)),
+      element("p", { class: "place", title: `${role}, process ${worker.pid} at ${worker.address}` }, `${layers} · ${role} · ${worker.device}`),
+      element("div", { class: "bars" }, ...bar("Busy", "busy", ["load"]), ...bar("Memory", "memory", ["weights", "kv"]), ...bar("KV blocks", "blocks", ["active", "inactive"])),
+      element("p", { class: "times" }),
+      element("footer", {}));
+    if (canAct) card.lastChild.append(this.#drainButton(worker.name));
+    return card;
+  }
+
+  #drainButton(name) {
+    const button = element("button", { type: "button", class: "danger" }, "Drain…");
+    button.addEventListener("click", () => {
+      if (button.dataset.armed) return this.onDrain(name);
+      button.dataset.armed = "yes";
+      button.textContent = `Move its layers and end ${name}?`;
+      setTimeout(() => { delete button.dataset.armed; button.textContent = "Drain…"; }, 5000);
+    });
+    return button;
+  }
+
+  #update(card, worker, activity) {
+    const load = activity?.stages[worker.stage.index];
+    card.classList.toggle("slowest", activity?.slowest === worker.stage.index);
+    set(card, "busy", load ? percent(load.busy_share) : "–", [load?.busy_share ?? 0], "of the last 10 s");
+    const held = worker.weight_bytes + worker.kv_bytes;
+    const memory = worker.memory_bytes || held || 1;
+    set(card, "memory", held ? `${bytes(held)}${worker.memory_bytes ? ` of ${bytes(worker.memory_bytes)}` : ""}` : "–",
+      [worker.weight_bytes / memory, worker.kv_bytes / memory], `weights ${bytes(worker.weight_bytes)}, KV cache ${bytes(worker.kv_bytes)}, process ${bytes(worker.resident_bytes)}`);
+    const { active, inactive, free } = worker.blocks;
+    const blocks = active + inactive + free || 1;
+    set(card, "blocks", `${percent(active / blocks)} of ${blocks === 1 ? "–" : plural(blocks, "block")}`, [active / blocks, inactive / blocks],
+      `${plural(active, "block")} active, ${inactive} cached, ${free} free`);
+    card.querySelector(".times").replaceChildren(...times(load, worker));
+  }
+}
+
+function times(load, worker) {
+  if (worker.state === "loading") return [element("span", {}, `loading, ${percent(worker.load_progress)} read`)];
+  if (!load || !load.num_steps) return [element("span", {}, "no steps in the last 10 s")];
+  return [["compute", load.compute_s], ["wait", load.wait_s], ["hop", load.hop_s]].map(([name, value]) =>
+    element("span", { title: `${name}: mean of ${plural(load.num_steps, "step")}` }, `${name} `, element("b", {}, duration(value))));
+}
+
+function bar(label, name, parts) {
+  return [
+    element("span", { class: "what" }, label),
+    element("span", { class: "bar", "data-bar": name }, ...parts.map((part) => element("i", { class: part }))),
+    element("span", { class: "value", "data-value": name }),
+  ];
+}
+
+function set(card, name, text, shares, title) {
+  const place = card.querySelector(`[data-bar="${name}"]`);
+  place.title = title;
+  shares.forEach((share, index) => { place.children[index].style.width = `${digits(Math.min(1, share) * 100)}%`; });
+  const value = card.querySelector(`[data-value="${name}"]`);
+  if (value.textContent !== text) value.textContent = text;
+}

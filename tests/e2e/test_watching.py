@@ -1,0 +1,96 @@
+"""`stageline top` and the dashboard, of a cluster of processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy import LocalCluster, LocalClusterConfig
+from stageline import Client
+from tests.e2e.clusters import START_TIMEOUT_S, tokens_of
+from tests.e2e.commands import ENVIRONMENT, run_stageline
+from tests.e2e.terminal import CTRL_C, Terminal
+
+pytestmark = pytest.mark.asyncio(loop_scope="package")
+
+TOKEN = "of-sixteen-characters-or-more"
+
+
+def config(tmp_path: Path, *arguments: str) -> LocalClusterConfig:
+    """Three mock stages, of which the second one is slow."""
+    return LocalClusterConfig(
+        mocks=("step=2ms", "step=5ms", "step=2ms"),
+        http="127.0.0.1:0",
+        coordinator_arguments=("--mock-model", "layers=12", *arguments),
+        environment=ENVIRONMENT,
+        log_directory=tmp_path / "logs",
+    )
+
+
+async def test_top_shows_the_pipeline_until_a_key_ends_it(tmp_path: Path) -> None:
+    async with LocalCluster(config(tmp_path)) as cluster:
+        await cluster.wait_until_serving(timeout_s=START_TIMEOUT_S)
+        async with Client(cluster.address) as client:
+            await asyncio.gather(*(tokens_of(client, [1, 2, 3], 60) for _ in range(4)))
+        once = await run_stageline("top", "--once", "--coordinator", cluster.address)
+        assert (once.code, once.stderr) == (0, "")
+        assert "Stage 1 (worker-1) is the slowest: " in once.stdout
+        assert once.stdout.count("finished") == 4
+        for key, code in (("q", 0), (CTRL_C, 130)):
+            async with Terminal("top", "--interval", "0.2", "--coordinator", cluster.address) as terminal:
+                for _ in range(2):
+                    await terminal.expect(r"Stage 1 \(worker-1\) is the slowest")
+                terminal.type(key)
+                assert await terminal.exit_code() == code
+                assert "Traceback" not in terminal.text
+        nobody = await run_stageline("top", "--once", "--coordinator", "127.0.0.1:1")
+        assert (nobody.code, nobody.stdout) == (1, "")
+        assert "no coordinator at 127.0.0.1:1" in nobody.the_error()
+
+
+async def test_the_dashboard_is_where_the_coordinator_says(tmp_path: Path) -> None:
+    token_file = tmp_path / "token"
+    token_file.write_text(f"{TOKEN}\n")
+    made = config(tmp_path, "--http-token-file", str(token_file))
+    async with LocalCluster(made) as cluster:
+        await cluster.wait_until_serving(timeout_s=START_TIMEOUT_S)
+        assert cluster.dashboard_url is not None
+        status = json.loads(await asyncio.to_thread(_read, cluster.dashboard_url + "api/status"))
+        assert (status["state"], status["num_stages"], status["can_act"]) == ("serving", 3, True)
+        assert "stageline_" in await asyncio.to_thread(_read, cluster.dashboard_url + "metrics")
+        assert TOKEN not in cluster.coordinator.read_log()
+        taken = cluster.dashboard_url.removeprefix("http://").rstrip("/")
+        second = await run_stageline(
+            "coordinator",
+            "--stages",
+            "1",
+            "--listen",
+            "127.0.0.1:0",
+            "--http",
+            taken,
+            "--mock-model",
+            "layers=1",
+        )
+        assert (second.code, second.stdout) == (1, "")
+        assert second.the_error().startswith(
+            f"stageline: error: cannot serve the dashboard on {taken}: address already in use"
+        )
+
+
+async def test_a_token_that_is_none_is_bad_usage(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("short")
+    line = ("coordinator", "--stages", "1", "--http-token-file", str(tmp_path / "token"))
+    run = await run_stageline(*line)
+    assert run.code == 2
+    assert "has 5 characters, but must have at least 16" in run.the_error()
+    assert "short" not in run.stderr
+
+
+def _read(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=10) as response:
+        return response.read().decode()

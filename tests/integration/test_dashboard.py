@@ -1,0 +1,166 @@
+"""The coordinator of a real pipeline of mock stages, asked over HTTP and gRPC what it has done."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from io import StringIO
+from typing import Any
+
+import aiohttp
+from rich.console import Console
+
+from stageline.cli.top_view import Frame, top_view
+from stageline.errors import Cancelled
+from stageline_rpc.v1 import telemetry_pb2
+from tests.integration.asks import mixed_asks
+from tests.integration.cluster import DEADLINE_S, Cluster
+from tests.integration.test_mock_cluster import check, has_tokens, mock_cluster, until
+from wire.ids import id_text
+
+TOKEN = "0123456789abcdef"
+SLOW_LAST = ("step=2ms", "step=2ms", "step=4ms")
+
+
+def served(num_stages: int = 3, *times: str, **settings: Any) -> Cluster:
+    return mock_cluster(num_stages, *times, http="127.0.0.1:0", http_token=TOKEN, **settings)
+
+
+def url(cluster: Cluster, path: str) -> str:
+    dashboard = cluster.server.dashboard
+    assert dashboard is not None
+    return dashboard.url + path
+
+
+async def get(cluster: Cluster, path: str) -> Any:
+    async with aiohttp.ClientSession() as session, session.get(url(cluster, path)) as response:
+        assert response.status == 200, await response.text()
+        return await response.json()
+
+
+async def post(cluster: Cluster, path: str) -> int:
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(url(cluster, path), headers=headers) as response,
+    ):
+        return response.status
+
+
+async def test_what_was_done_is_told_to_the_last_token() -> None:
+    async with served(3, *SLOW_LAST) as cluster:
+        asks = mixed_asks(8, max_tokens=40, prompt_lengths=(1, 8, 23, 90))
+        check(await cluster.generate_all(asks))
+        await cluster.wait_drained()
+        activity = await cluster.client.activity()
+        assert sum(each.generated_tokens for each in activity.seconds) == 8 * 40
+        prompt_tokens = sum(len(ask.prompt) for ask in asks)
+        cached_tokens = (await cluster.client.status()).requests.cached_tokens
+        assert sum(each.prefill_tokens for each in activity.seconds) == prompt_tokens - cached_tokens
+        assert {each.request_id for each in activity.requests} == {id_text(ask.request_id) for ask in asks}
+        assert {each.phase for each in activity.requests} == {telemetry_pb2.REQUEST_PHASE_FINISHED}
+        assert activity.rates.first_token.count == 8
+        assert activity.rates.inter_token.count == 8 * 39
+        assert not activity.in_flight
+
+
+async def test_stages_compute_within_the_time_of_their_step_and_one_step_at_a_time() -> None:
+    async with served(3, *SLOW_LAST) as cluster:
+        check(await cluster.generate_all(mixed_asks(8, max_tokens=40)))
+        activity = await cluster.client.activity()
+        steps = [each for each in activity.steps if each.kind != telemetry_pb2.STEP_KIND_EMPTY]
+        assert len(steps) > 40
+        slack_us = 2000  # two clocks are compared, and a mock ends between two ticks
+        for stage in range(3):
+            ends_us = 0
+            for step in steps:
+                begin_us, end_us = (
+                    step.sent_us + each for each in step.computed_us[2 * stage : 2 * stage + 2]
+                )
+                assert step.sent_us <= begin_us + slack_us
+                assert end_us <= step.answered_us + slack_us
+                assert begin_us >= ends_us - slack_us
+                ends_us = end_us
+
+
+async def test_a_stage_made_slow_on_purpose_is_named_everywhere() -> None:
+    async with served(3, *SLOW_LAST) as cluster:
+        check(await cluster.generate_all(mixed_asks(8, max_tokens=40)))
+        over_http = await get(cluster, "api/activity")
+        assert over_http["slowest"] == 2
+        assert over_http["summary"].startswith("Stage 2 (w2) is the slowest: ")
+        frame = Frame(await cluster.client.status(), await cluster.client.activity())
+        for width in (80, 120):
+            console = Console(width=width, record=True, file=StringIO())
+            console.print(top_view(frame, width=width))
+            shown = console.export_text()
+            assert "Stage 2 (w2) is the slowest: " in shown
+            assert ">2    w2" in shown
+            assert max(map(len, shown.splitlines())) <= width
+            assert "…" not in shown
+
+
+async def test_a_request_has_its_trace_with_all_stages_and_the_slow_one_named() -> None:
+    async with served(3, *SLOW_LAST) as cluster:
+        asks = mixed_asks(4, max_tokens=40)
+        check(await cluster.generate_all(asks))
+        wanted = {id_text(each.request_id) for each in asks}
+        async with asyncio.timeout(DEADLINE_S):
+            while {each["request_id"] for each in (await get(cluster, "api/traces"))["traces"]} != wanted:
+                await asyncio.sleep(0.05)
+            path = f"api/traces/{id_text(asks[0].request_id)}"
+            while len((trace := await get(cluster, path))["stages"]) < 3 or not trace["slowest_stage"]:
+                await asyncio.sleep(0.05)
+        assert trace["slowest_stage"]["worker"] == "w2"
+        assert {row["title"] for row in trace["rows"]} >= {"queue", "prefill", "decode", "stage 0", "stage 2"}
+        assert trace["completion_tokens"] == 40
+
+
+async def test_another_epoch_is_told_with_the_pause_before_it() -> None:
+    async with served(3) as cluster:
+        async with cluster.generating(mixed_asks(6, max_tokens=60)) as answers:
+            await until(partial(has_tokens, answers, 3))
+            await cluster.workers["w1"].stop()
+            await cluster.start_worker("w1")
+        check(answers)
+        first, *_, last = (await get(cluster, "api/activity"))["epochs"]
+        assert first["stopped_us"] <= last["started_us"]
+        assert last["stopped_us"] is None
+
+
+async def test_ready_follows_the_pipeline() -> None:
+    async with served(2) as cluster:
+
+        async def ready() -> int:
+            async with aiohttp.ClientSession() as session, session.get(url(cluster, "readyz")) as response:
+                return response.status
+
+        assert await ready() == 200
+        await cluster.workers["w1"].stop()
+        async with asyncio.timeout(DEADLINE_S):
+            while await ready() != 503:
+                await asyncio.sleep(0.01)
+
+
+async def test_a_cancel_over_http_ends_the_request_for_its_client() -> None:
+    async with served(3) as cluster:
+        (ask,) = mixed_asks(1, max_tokens=900)
+        async with cluster.generating([ask]) as answers:
+            await until(partial(has_tokens, answers, 3))
+            assert await post(cluster, f"api/requests/{id_text(ask.request_id)}/cancel") == 200
+        assert isinstance(answers[0].error, Cancelled)
+        (request,) = (await get(cluster, "api/activity"))["requests"]
+        assert (request["phase"], request["error"]) == ("cancelled", "the request was cancelled")
+        await cluster.wait_drained()
+
+
+async def test_a_drain_over_http_lets_the_worker_leave() -> None:
+    async with served(2, num_workers=3) as cluster:
+        await cluster.wait_status(lambda status: len(status.workers) == 3)
+        assert await post(cluster, "api/workers/w0/drain") == 202
+        await cluster.wait_status(lambda status: "w0" not in [each.name for each in status.workers])
+
+
+async def test_without_http_there_is_no_server() -> None:
+    async with mock_cluster(1) as cluster:
+        assert cluster.server.dashboard is None

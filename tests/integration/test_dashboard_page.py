@@ -1,0 +1,245 @@
+"""The dashboard's page in a real browser, on a pipeline that works meanwhile."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.async_api import Browser, Page, async_playwright, expect
+
+from coordinator.observing.trace_reader import TraceReader
+from tests.integration.asks import mixed_asks
+from tests.integration.cluster import Cluster
+from tests.integration.test_dashboard import TOKEN, served, url
+from tests.integration.traced_request import traced_request
+
+CHROMIUM = (
+    os.environ.get("STAGELINE_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+)
+SLOW_LAST = ("step=6ms", "step=6ms", "step=12ms")
+SHOWN = 20_000
+"""Milliseconds for what has to be seen at all."""
+
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="no browser: install chromium, or name one in STAGELINE_CHROMIUM"
+)
+
+
+@pytest.fixture
+async def browser() -> AsyncIterator[Browser]:
+    async with async_playwright() as playwright:
+        launched = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield launched
+        await launched.close()
+
+
+class Watched:
+    """A page, what it has complained about, and whom it has asked."""
+
+    def __init__(self, page: Page) -> None:
+        self.page = page
+        self.complaints: list[str] = []
+        self.asked: set[str] = set()
+        page.on("console", lambda message: self._hear(message.type, message.text))
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("request", lambda request: self.asked.add(request.url))
+
+    def _hear(self, kind: str, text: str) -> None:
+        if kind in ("error", "warning"):
+            self.complaints.append(text)
+
+
+@asynccontextmanager
+async def opened(browser: Browser, cluster: Cluster, **settings: Any) -> AsyncIterator[Watched]:
+    """The page of a cluster; fails where anything was wrong with it or left the coordinator."""
+    size: Any = settings.pop("viewport", {"width": 1360, "height": 1000})
+    context = await browser.new_context(viewport=size, **settings)
+    watched = Watched(await context.new_page())
+    await watched.page.goto(url(cluster, ""))
+    yield watched
+    assert watched.complaints == []
+    assert {re.match(r"https?://[^/]*/", each)[0] for each in watched.asked} == {url(cluster, "")}  # type: ignore[index]
+    await context.close()
+
+
+@asynccontextmanager
+async def at_work(cluster: Cluster, count: int = 6) -> AsyncIterator[None]:
+    """Requests run until the block ends."""
+    async with cluster.generating(mixed_asks(count, max_tokens=900)):
+        yield
+        for request in cluster.server.engine.registry.live:
+            cluster.server.engine.cancel(request.id)
+
+
+async def test_the_page_shows_stages_steps_and_who_is_slow(browser: Browser) -> None:
+    async with served(3, *SLOW_LAST, max_kv_tokens=8192) as cluster, opened(browser, cluster) as watched:
+        page = watched.page
+        async with at_work(cluster):
+            await expect(page.locator("#state")).to_have_text("serving", timeout=SHOWN)
+            await expect(page.locator("#stages > li")).to_have_count(3)
+            await expect(page.locator("#summary")).to_contain_text(
+                "Stage 2 (w2) is the slowest", timeout=SHOWN
+            )
+            await expect(page.locator(".stage.slowest")).to_contain_text("w2")
+            await expect(page.locator("#timeline")).to_have_attribute(
+                "data-blocks", re.compile(r"[1-9]\d+"), timeout=SHOWN
+            )
+            await expect(page.locator("#rows tr")).to_have_count(6)
+            await expect(page.locator("#generated .line")).to_have_attribute("d", re.compile("L"))
+        await expect(page.locator("#rows")).to_contain_text("cancelled", timeout=SHOWN)
+
+
+async def test_a_trace_is_opened_and_closed_with_the_keyboard(
+    browser: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def facts(self: TraceReader, wanted: str) -> Mapping[str, Any]:
+        return traced_request(wanted)
+
+    monkeypatch.setattr(TraceReader, "facts", facts)
+    async with served(3, *SLOW_LAST) as cluster, opened(browser, cluster) as watched:
+        page = watched.page
+        await cluster.generate_all(mixed_asks(3, max_tokens=5))
+        await expect(page.locator("#rows tr")).to_have_count(3, timeout=SHOWN)
+        for _ in range(30):
+            await page.keyboard.press("Tab")
+            if await page.evaluate("document.activeElement.tagName") == "TR":
+                break
+        await page.keyboard.press("ArrowDown")
+        chosen = await page.evaluate("document.activeElement.dataset.id")
+        assert chosen == await page.locator("#rows tr").nth(1).get_attribute("data-id")
+        await page.keyboard.press("Enter")
+        await expect(page.locator("#trace .sentence")).to_contain_text("computing on stage 2", timeout=SHOWN)
+        await expect(page.locator("#trace-title")).to_contain_text(chosen)
+        assert await page.locator("#trace .segment").count() > 30
+        await expect(page.locator("#trace .slow-row")).to_contain_text("worker-2")
+        await page.keyboard.press("Escape")
+        await expect(page.locator("#trace")).to_be_hidden()
+        assert await page.evaluate("document.activeElement.dataset.id") == chosen
+
+
+async def test_a_live_request_shows_its_milestones(browser: Browser) -> None:
+    async with (
+        served(3, *SLOW_LAST, max_kv_tokens=8192) as cluster,
+        opened(browser, cluster) as watched,
+        at_work(cluster, 1),
+    ):
+        await watched.page.locator("#rows tr").first.click(timeout=SHOWN)
+        await expect(watched.page.locator("#trace .sentence")).to_contain_text("in decode", timeout=SHOWN)
+
+
+async def test_the_pipeline_is_held_and_walked_with_the_keyboard(browser: Browser) -> None:
+    async with (
+        served(3, *SLOW_LAST, max_kv_tokens=8192) as cluster,
+        opened(browser, cluster) as watched,
+        at_work(cluster),
+    ):
+        page = watched.page
+        await expect(page.locator("#timeline")).to_have_attribute(
+            "data-blocks", re.compile(r"[1-9]\d+"), timeout=SHOWN
+        )
+        await page.locator("#timeline").focus()
+        await page.keyboard.press("ArrowLeft")
+        await expect(page.locator("#pause")).to_have_attribute("aria-pressed", "true")
+        first = await page.locator("#step").text_content()
+        assert first is not None
+        assert re.match(r"Step \d+: decode, epoch 1, .* stage 2 1\d\.\d\sms\.$", first), first
+        await page.keyboard.press("ArrowLeft")
+        assert await page.locator("#step").text_content() != first
+        await page.keyboard.press(" ")
+        await expect(page.locator("#pause")).to_have_attribute("aria-pressed", "false")
+
+
+async def test_actions_are_offered_to_whoever_has_the_token(browser: Browser) -> None:
+    async with (
+        served(3, *SLOW_LAST, max_kv_tokens=8192) as cluster,
+        opened(browser, cluster) as watched,
+        at_work(cluster, 1),
+    ):
+        page = watched.page
+        await expect(page.locator("#rows tr")).to_have_count(1, timeout=SHOWN)
+        await expect(page.get_by_role("button", name="Drain")).to_have_count(0)
+        await page.locator("#unlock").click()
+        await page.locator("#token").fill(TOKEN)
+        await page.keyboard.press("Enter")
+        await expect(page.get_by_role("button", name="Drain")).to_have_count(3)
+        await page.locator("#rows tr").first.click()
+        await page.locator("#trace-cancel").click(timeout=SHOWN)
+        await expect(page.locator("#rows tr .pill")).to_have_text("cancelled", timeout=SHOWN)
+        stored = await page.evaluate("[Object.keys(localStorage), Object.keys(sessionStorage)]")
+        assert stored == [[], ["stageline-token"]]
+
+
+async def test_it_goes_on_when_the_coordinator_answers_again(browser: Browser) -> None:
+    async with served(2) as cluster, opened(browser, cluster) as watched:
+        page = watched.page
+        await expect(page.locator("#state")).to_have_text("serving", timeout=SHOWN)
+        await page.route("**/api/**", lambda route: route.abort())
+        await expect(page.locator("#state")).to_have_text("no answer", timeout=SHOWN)
+        await page.unroute("**/api/**")
+        await expect(page.locator("#state")).to_have_text("serving", timeout=SHOWN)
+        watched.complaints.clear()  # what the browser itself says of a connection that was cut
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_it_is_light_or_dark_as_wished_and_can_be_switched(
+    browser: Browser, scheme: Any, tmp_path: Path
+) -> None:
+    async with (
+        served(3, *SLOW_LAST, max_kv_tokens=8192) as cluster,
+        opened(browser, cluster, color_scheme=scheme) as watched,
+        at_work(cluster),
+    ):
+        page = watched.page
+        await expect(page.locator("#timeline")).to_have_attribute(
+            "data-blocks", re.compile(r"[1-9]\d+"), timeout=SHOWN
+        )
+        assert await is_dark(page) == (scheme == "dark")
+        await page.screenshot(path=tmp_path / f"{scheme}.png", full_page=True)
+        await page.locator("#theme").click()
+        assert await is_dark(page) == (scheme == "light")
+        await page.reload()
+        assert await is_dark(page) == (scheme == "light")
+
+
+async def is_dark(page: Page) -> bool:
+    red = await page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0]")
+    return int(red) < 100
+
+
+async def test_it_fits_a_phone(browser: Browser) -> None:
+    phone = {"width": 375, "height": 780}
+    async with (
+        served(3, *SLOW_LAST) as cluster,
+        opened(browser, cluster, viewport=phone, is_mobile=True) as watched,
+    ):
+        await cluster.generate_all(mixed_asks(3, max_tokens=5))
+        await expect(watched.page.locator("#rows tr")).to_have_count(3, timeout=SHOWN)
+        assert await watched.page.evaluate("document.documentElement.scrollWidth") <= 375
+
+
+async def test_with_reduced_motion_it_is_drawn_once_per_answer(browser: Browser) -> None:
+    async with (
+        served(3, *SLOW_LAST, max_kv_tokens=8192) as cluster,
+        opened(browser, cluster, reduced_motion="reduce") as watched,
+        at_work(cluster),
+    ):
+        page = watched.page
+        await expect(page.locator("#timeline")).to_have_attribute(
+            "data-blocks", re.compile(r"[1-9]\d+"), timeout=SHOWN
+        )
+        draws = await page.evaluate(
+            """new Promise((done) => {
+              let draws = 0, frames = 0;
+              new MutationObserver((all) => { draws += all.length; })
+                .observe(document.getElementById("timeline"), { attributeFilter: ["data-blocks"] });
+              const tick = () => (++frames < 30 ? requestAnimationFrame(tick) : done(draws));
+              requestAnimationFrame(tick);
+            })"""
+        )
+        assert draws <= 3

@@ -1,0 +1,382 @@
+"""What the coordinator answers over HTTP, and to whom."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from aiohttp import ClientResponse
+from aiohttp.test_utils import TestClient, TestServer
+
+from coordinator.cluster.cluster_state import ClusterPhase
+from coordinator.dashboard import guard
+from coordinator.dashboard.server import DashboardServer
+from coordinator.dashboard.sources import Sources
+from coordinator.observing.activity_recorder import ActivityRecorder
+from stageline_rpc.v1 import cluster_pb2, inference_pb2
+from telemetry.trace_view.summary import TraceSummary
+from tests.unit.coordinator.observing.makers import new_request, result, sequence_of, step
+from wire.errors import InvalidRequest, RequestNotFound, WorkerNotFound
+from wire.ids import RequestId, id_text, new_request_id
+
+TOKEN = "correct-horse-battery"
+BEARER = {"Authorization": f"Bearer {TOKEN}"}
+
+
+class Coordinator:
+    """Knows one live request, one worker and one trace; remembers what was asked of it."""
+
+    def __init__(self) -> None:
+        self.request = new_request()
+        self.cancelled: list[RequestId] = []
+        self.drained: list[str] = []
+        self.phase = ClusterPhase.SERVING
+        self.health = cluster_pb2.HEALTH_SERVING
+        self.recorder = ActivityRecorder(1000.0)
+        self.recorder.accepted(self.request, 1000.0)
+        self.connections = {"worker-0": object()}
+
+    @property
+    def sources(self) -> Sources:
+        own: Any = self
+        return Sources(
+            status=own,
+            activity=own,
+            engine=own,
+            controller=own,
+            traces=cast(Any, Traces()),
+            metrics=self.metrics,
+        )
+
+    @property
+    def registry(self) -> Any:
+        return SimpleNamespace(live_request=lambda key: self.request if key == self.request.id else None)
+
+    @property
+    def state(self) -> Any:
+        return SimpleNamespace(phase=self.phase, detail="2 of 3 workers have joined")
+
+    @property
+    def availability(self) -> Any:
+        return SimpleNamespace(health=self.health)
+
+    def cluster(self) -> cluster_pb2.GetStatusResponse:
+        worker = cluster_pb2.WorkerStatus(name="worker-0", stage=0, state=cluster_pb2.WORKER_STATE_READY)
+        return cluster_pb2.GetStatusResponse(
+            model="mock", state=cluster_pb2.CLUSTER_STATE_WAITING_FOR_WORKERS, workers=[worker]
+        )
+
+    def model(self) -> inference_pb2.GetModelResponse:
+        return inference_pb2.GetModelResponse(architecture="llama")
+
+    def snapshot(self) -> Any:
+        return self.recorder.snapshot(1001.0, now_unix_s=5.0, workers=("worker-0", "worker-1"))
+
+    def cancel(self, request_id: RequestId) -> None:
+        self.cancelled.append(request_id)
+
+    async def drain(self, name: str) -> None:
+        if name not in self.connections:
+            raise WorkerNotFound(name)
+        self.drained.append(name)
+
+    async def metrics(self, accept: str) -> tuple[bytes, str]:
+        return f"# accepts {accept}\n".encode(), "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Traces:
+    """Keeps one."""
+
+    async def summaries(self) -> list[TraceSummary]:
+        return [
+            TraceSummary(
+                request_id="0199",
+                trace_id="5b8e",
+                started_ns=1,
+                duration_s=1.0,
+                outcome="finished",
+                num_prompt_tokens=3,
+                num_completion_tokens=4,
+                time_in_queue_s=None,
+                time_to_first_token_s=0.5,
+                slowest=None,
+                num_preemptions=0,
+                num_recoveries=0,
+                num_spans=9,
+            )
+        ]
+
+    async def facts(self, wanted: str) -> dict[str, Any]:
+        if wanted == "0":
+            raise InvalidRequest("0 may be any of 2 requests")
+        if wanted != "0199":
+            raise RequestNotFound(f"no trace of request {wanted} is kept")
+        return {"request_id": "0199", "explanation": "1 s: all of it."}
+
+
+Http = TestClient[Any, Any]
+
+
+@pytest.fixture
+def coordinator() -> Coordinator:
+    return Coordinator()
+
+
+async def _serve(coordinator: Coordinator, token: str | None) -> Http:
+    server = DashboardServer(coordinator.sources, listen="127.0.0.1:0", token=token)
+    client: Http = TestClient(TestServer(server.app))
+    await client.start_server()
+    return client
+
+
+@pytest.fixture
+async def http(coordinator: Coordinator) -> AsyncIterator[Http]:
+    client = await _serve(coordinator, TOKEN)
+    yield client
+    await client.close()
+
+
+@pytest.fixture
+async def read_only(coordinator: Coordinator) -> AsyncIterator[Http]:
+    client = await _serve(coordinator, None)
+    yield client
+    await client.close()
+
+
+async def error_of(response: ClientResponse) -> str:
+    return cast(str, (await response.json())["error"])
+
+
+async def test_the_page_comes_with_all_that_it_refers_to(http: Http) -> None:
+    page = await http.get("/")
+    assert page.status == 200
+    text = await page.text()
+    assert "http://" not in text
+    assert "https://" not in text
+    for name in ("main.js", "theme.js", "style.css", "trace.css", "icon.svg"):
+        assert f"/static/{name}" in text
+        response = await http.get(f"/static/{name}")
+        assert response.status == 200
+        assert response.headers["Cache-Control"] == "no-cache"
+    assert (await http.get("/static/timeline.js")).content_type == "text/javascript"
+
+
+async def test_a_file_that_the_browser_has_is_not_sent_again(http: Http) -> None:
+    first = await http.get("/static/style.css")
+    again = await http.get("/static/style.css", headers={"If-None-Match": first.headers["ETag"]})
+    assert (again.status, await again.read()) == (304, b"")
+
+
+@pytest.mark.parametrize("name", ["nothing.js", "..%2Fserver.py", "%2e%2e/%2e%2e/app.py", "static_files.py"])
+async def test_nothing_else_is_read_from_the_disk(http: Http, name: str) -> None:
+    assert (await http.get(f"/static/{name}")).status == 404
+
+
+@pytest.mark.parametrize("path", ["/", "/api/status", "/static/main.js", "/nowhere", "/api/traces/none"])
+async def test_every_answer_has_the_headers_that_browsers_heed(http: Http, path: str) -> None:
+    headers = (await http.get(path)).headers
+    assert headers["Content-Security-Policy"].startswith("default-src 'self';")
+    assert "frame-ancestors 'none'" in headers["Content-Security-Policy"]
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    assert headers["X-Frame-Options"] == "DENY"
+    assert headers["Server"] == "stageline"
+
+
+@pytest.mark.parametrize("name", ["evil.example", "evil.example:7481", "127.0.0.1.evil.example", ""])
+async def test_other_names_are_not_served_on_loopback(http: Http, name: str) -> None:
+    response = await http.get("/api/status", headers={"Host": name})
+    assert response.status == 421
+    assert "not served here" in await error_of(response)
+
+
+@pytest.mark.parametrize("name", ["localhost", "LOCALHOST:9", "127.0.0.1:7481", "[::1]:7481", "[::1]"])
+async def test_names_of_this_machine_are_served_through_any_forwarded_port(http: Http, name: str) -> None:
+    assert (await http.get("/api/status", headers={"Host": name})).status == 200
+
+
+async def test_where_it_listens_for_others_any_name_is_served(coordinator: Coordinator) -> None:
+    server = DashboardServer(coordinator.sources, listen="0.0.0.0:0", token=None)
+    async with TestClient(TestServer(server.app)) as client:
+        assert (await client.get("/api/status", headers={"Host": "gpu-a.lan:7481"})).status == 200
+
+
+async def test_status_tells_in_words_what_grpc_tells(http: Http) -> None:
+    status = await (await http.get("/api/status")).json()
+    assert (status["model"], status["state"], status["can_act"]) == ("mock", "waiting for workers", True)
+    assert status["workers"][0]["stage"] == {
+        "index": 0,
+        "role": "UNSPECIFIED",
+        "layer_begin": 0,
+        "layer_end": 0,
+    }
+
+
+async def test_activity_has_the_steps_that_the_reader_lacks(coordinator: Coordinator, http: Http) -> None:
+    sequence = sequence_of(coordinator.request)
+    for index in range(4):
+        coordinator.recorder.step_sent(step(index, decodes=[sequence]), 1000.0 + index / 10)
+        coordinator.recorder.step_answered(result(index, 10, 20), (), 0.0, 1000.1 + index / 10)
+    whole = await (await http.get("/api/activity")).json()
+    assert [each["n"] for each in whole["steps"]] == [1, 2, 3, 4]
+    assert whole["steps"][0]["computed"] == [0, 10000, 10000, 30000]
+    assert whole["steps"][0]["kind"] == "decode"
+    assert (whole["slowest"], whole["num_answered"]) == (1, 4)
+    assert whole["summary"].startswith("Stage 1 (worker-1) is the slowest: ")
+    assert whole["requests"][0]["id"] == id_text(coordinator.request.id)
+    rest = await (await http.get("/api/activity?after=3&since=1001000000")).json()
+    assert ([each["n"] for each in rest["steps"]], rest["seconds"]) == ([4], [])
+
+
+@pytest.mark.parametrize(
+    "query", ["after=-1", "after=x", "since=1e3", "after=9999999999999999999", "since=%D9%A3"]
+)
+async def test_numbers_that_are_none_are_refused(http: Http, query: str) -> None:
+    response = await http.get(f"/api/activity?{query}")
+    assert response.status == 400
+    assert "must be a whole number" in await error_of(response)
+
+
+async def test_traces_are_listed_and_read(http: Http) -> None:
+    (summary,) = (await (await http.get("/api/traces")).json())["traces"]
+    assert (summary["request_id"], summary["num_spans"], summary["slowest"]) == ("0199", 9, None)
+    assert (await (await http.get("/api/traces/0199")).json())["explanation"] == "1 s: all of it."
+    missing = await http.get("/api/traces/abc")
+    assert missing.status == 404
+    assert await error_of(missing) == "no trace of request abc is kept"
+    assert (await http.get("/api/traces/0")).status == 400
+
+
+async def test_metrics_come_in_the_form_that_is_accepted(http: Http) -> None:
+    response = await http.get("/metrics", headers={"Accept": "application/openmetrics-text"})
+    assert await response.text() == "# accepts application/openmetrics-text\n"
+    assert response.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+
+
+@pytest.mark.parametrize(
+    ("phase", "health", "status"),
+    [
+        (ClusterPhase.SERVING, cluster_pb2.HEALTH_SERVING, 200),
+        (ClusterPhase.SERVING, cluster_pb2.HEALTH_DRAINING, 503),
+        (ClusterPhase.LOADING, cluster_pb2.HEALTH_STARTING, 503),
+        (ClusterPhase.BLOCKED, cluster_pb2.HEALTH_DEGRADED, 503),
+    ],
+)
+async def test_ready_is_who_serves_and_healthy_is_who_answers(
+    coordinator: Coordinator,
+    http: Http,
+    phase: ClusterPhase,
+    health: cluster_pb2.Health.ValueType,
+    status: int,
+) -> None:
+    coordinator.phase, coordinator.health = phase, health
+    ready = await http.get("/readyz")
+    assert ready.status == status
+    assert (await ready.text() == "serving\n") == (status == 200)
+    assert (await http.get("/healthz")).status == 200
+
+
+def actions(coordinator: Coordinator) -> list[str]:
+    return [f"/api/requests/{id_text(coordinator.request.id)}/cancel", "/api/workers/worker-0/drain"]
+
+
+async def test_without_a_token_of_the_coordinator_nothing_can_be_changed(
+    coordinator: Coordinator, read_only: Http
+) -> None:
+    for path in actions(coordinator):
+        response = await read_only.post(path, headers=BEARER)
+        assert response.status == 403
+        assert "--http-token-file" in await error_of(response)
+    assert not (await (await read_only.get("/api/status")).json())["can_act"]
+    assert (coordinator.cancelled, coordinator.drained) == ([], [])
+
+
+@pytest.mark.parametrize(
+    "header",
+    [None, "", "Bearer", "Bearer ", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", f"Basic {TOKEN}", TOKEN],
+)
+async def test_a_missing_or_wrong_token_changes_nothing(
+    coordinator: Coordinator, http: Http, header: str | None
+) -> None:
+    for path in (*actions(coordinator), "/api/token"):
+        response = await http.post(path, headers={} if header is None else {"Authorization": header})
+        assert response.status == 401
+        assert response.headers["WWW-Authenticate"] == "Bearer"
+    assert (coordinator.cancelled, coordinator.drained) == ([], [])
+
+
+async def test_whoever_has_the_token_cancels_and_drains(coordinator: Coordinator, http: Http) -> None:
+    cancel, drain = actions(coordinator)
+    assert (await http.post("/api/token", headers=BEARER)).status == 200
+    assert (await http.post(cancel, headers=BEARER)).status == 200
+    assert (await http.post(drain, headers=BEARER)).status == 202
+    assert (coordinator.cancelled, coordinator.drained) == ([coordinator.request.id], ["worker-0"])
+
+
+async def test_who_is_not_here_can_be_neither_cancelled_nor_drained(http: Http) -> None:
+    gone = await http.post(f"/api/requests/{id_text(new_request_id())}/cancel", headers=BEARER)
+    assert (gone.status, (await error_of(gone))[-11:]) == (404, "is not live")
+    assert (await http.post("/api/requests/nonsense/cancel", headers=BEARER)).status == 400
+    assert (await http.post("/api/workers/worker-9/drain", headers=BEARER)).status == 404
+
+
+@pytest.mark.parametrize("path", ["/api/token", "/api/workers/worker-0/drain"])
+async def test_nothing_is_changed_by_reading(coordinator: Coordinator, http: Http, path: str) -> None:
+    assert (await http.get(path, headers=BEARER)).status == 405
+    assert coordinator.drained == []
+
+
+async def _chunks() -> AsyncIterator[bytes]:
+    yield b"some"
+    yield b"more"
+
+
+async def test_bodies_that_are_large_or_of_unknown_size_are_not_taken(http: Http) -> None:
+    for body in (b"x" * (guard.MAX_BODY_BYTES + 1), _chunks()):
+        assert (await http.post("/api/token", headers=BEARER, data=body)).status == 413
+    assert (await http.post("/api/token", headers=BEARER, data=b"x" * guard.MAX_BODY_BYTES)).status == 200
+
+
+async def test_defects_are_logged_and_not_shown(
+    coordinator: Coordinator, http: Http, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> Any:
+        raise RuntimeError("secret detail")
+
+    monkeypatch.setattr(coordinator, "cluster", fail)
+    response = await http.get("/api/status")
+    assert response.status == 500
+    assert "secret" not in await response.text()
+    assert "secret detail" in caplog.text
+
+
+async def test_who_takes_too_long_is_answered_all_the_same(
+    coordinator: Coordinator, http: Http, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(self: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(guard, "REQUEST_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(Traces, "summaries", never)
+    assert (await http.get("/api/traces")).status == 504
+
+
+async def test_a_port_that_is_taken_is_one_clear_line(coordinator: Coordinator) -> None:
+    first = DashboardServer(coordinator.sources, listen="127.0.0.1:0", token=None)
+    await first.start()
+    try:
+        taken = first.url.removeprefix("http://").rstrip("/")
+        second = DashboardServer(coordinator.sources, listen=taken, token=None)
+        with pytest.raises(
+            OSError, match=rf"^cannot serve the dashboard on {taken}: address already in use; choose"
+        ):
+            await second.start()
+    finally:
+        await first.stop()
+
+
+def test_the_url_is_one_that_can_be_opened(coordinator: Coordinator) -> None:
+    for listen, url in (("0.0.0.0:7481", "http://127.0.0.1:7481/"), ("[::]:7481", "http://[::1]:7481/")):
+        assert DashboardServer(coordinator.sources, listen=listen, token=None).url == url

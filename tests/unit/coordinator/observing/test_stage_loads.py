@@ -1,0 +1,115 @@
+"""What share of the time a stage computes, and which one is the slowest."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinator.observing.bottleneck import describe_pipeline, find_bottleneck
+from coordinator.observing.stage_loads import StageLoad, bubble_share, stage_loads
+from coordinator.observing.step_history import StepHistory
+from tests.unit.coordinator.observing.makers import new_request, result, sequence_of, step
+
+SEQUENCE = sequence_of(new_request())
+
+
+def run(history: StepHistory, *compute_ms: float, begin_s: float, end_s: float, every_s: float) -> None:
+    """One step after the other, each alone in the pipeline."""
+    count = round((end_s - begin_s) / every_s)
+    for index in range(count):
+        at_s = begin_s + index * every_s
+        history.send(step(index, decodes=[SEQUENCE]), at_s)
+        history.answer(result(index, *compute_ms), at_s + every_s)
+
+
+def loads_at(history: StepHistory, now_s: float, *, began_s: float = 0.0) -> list[StageLoad]:
+    return stage_loads(history.answered(now_s), history.in_flight(), now_s, began_s=began_s)
+
+
+def test_busy_is_a_share_of_all_time_and_bubbles_of_that_with_steps_in_flight() -> None:
+    history = StepHistory()
+    run(history, 20, 40, 20, begin_s=105.0, end_s=110.0, every_s=0.1)
+    loads = loads_at(history, 110.0)
+    assert [each.busy_share for each in loads] == pytest.approx([0.1, 0.2, 0.1])
+    assert [each.bubble_share for each in loads] == pytest.approx([0.8, 0.6, 0.8])
+    assert bubble_share(loads) == pytest.approx(0.8 * 2 / 3 + 0.2)
+    assert [each.compute_s for each in loads] == pytest.approx([0.02, 0.04, 0.02])
+
+
+def test_what_was_computed_before_the_window_does_not_count() -> None:
+    history = StepHistory()
+    history.send(step(0, decodes=[SEQUENCE]), 95.0)
+    history.answer(result(0, 10_000), 105.0)
+    (load,) = loads_at(history, 110.0)
+    assert load.busy_share == pytest.approx(0.5)
+    (load,) = loads_at(history, 110.0, began_s=104.0)
+    assert load.busy_share == pytest.approx(1 / 6)
+
+
+def test_steps_in_flight_make_no_stage_look_idle() -> None:
+    history = StepHistory()
+    run(history, 50, 50, begin_s=100.0, end_s=105.0, every_s=0.1)
+    history.send(step(99, decodes=[SEQUENCE]), 105.0)
+    loads = loads_at(history, 109.0, began_s=100.0)
+    assert [each.busy_share for each in loads] == pytest.approx([0.5, 0.5], rel=0.03)
+
+
+def test_steps_without_times_or_without_slices_tell_nothing() -> None:
+    history = StepHistory()
+    history.send(step(0), 1.0)
+    history.answer(result(0, 1, 1), 1.1)
+    history.send(step(1, decodes=[SEQUENCE]), 1.0)
+    history.answer(result(1), 1.1)
+    assert loads_at(history, 2.0) == []
+    assert bubble_share([]) is None
+
+
+def test_steps_of_another_number_of_stages_are_left_out() -> None:
+    history = StepHistory()
+    run(history, 10, 10, 10, begin_s=100.0, end_s=101.0, every_s=0.1)
+    run(history, 10, 10, begin_s=101.0, end_s=102.0, every_s=0.1)
+    assert [each.num_steps for each in loads_at(history, 102.0)] == [10, 10]
+
+
+def load(compute_ms: float, *, busy: float = 0.5, num_steps: int = 9) -> StageLoad:
+    return StageLoad(
+        num_steps=num_steps,
+        busy_share=busy,
+        bubble_share=0.25,
+        compute_s=compute_ms / 1000,
+        wait_s=0.0,
+        hop_s=0.0,
+    )
+
+
+@pytest.mark.parametrize("times", [(20, 20, 40), (20, 40), (19, 21, 20, 40)])
+def test_a_stage_that_takes_twice_as_long_is_named(times: tuple[float, ...]) -> None:
+    loads = [load(each, busy=each / 41.67) for each in times]
+    found = find_bottleneck(loads)
+    assert found is not None
+    assert (found.stage, found.ratio, found.is_notable) == (len(times) - 1, pytest.approx(2.0), True)
+    workers = [f"worker-{each}" for each in range(len(times))]
+    last = len(times) - 1
+    assert describe_pipeline(loads, workers, over_s=10) == (
+        f"Stage {last} (worker-{last}) is the slowest: 96 % busy, 2.0 x the median step time."
+    )
+
+
+def test_stages_that_are_alike_are_not_blamed() -> None:
+    loads = [load(20), load(21), load(20)]
+    found = find_bottleneck(loads)
+    assert found is not None
+    assert not found.is_notable
+    assert describe_pipeline(loads, ["a", "b", "c"], over_s=10) == (
+        "No stage stands out: Stage 1 (b) takes longest, 1.05 x the median step time, and is 50 % busy; "
+        "25 % of the stages' time are bubbles."
+    )
+
+
+def test_a_single_stage_has_none_to_compare_with() -> None:
+    assert find_bottleneck([load(20)]) is None
+    assert describe_pipeline([load(20)], ["w"], over_s=10) == "Stage 0 (w) is 50 % busy."
+    assert describe_pipeline([], [], over_s=10) == "Idle: no step in the last 10 s."
+
+
+def test_two_steps_are_too_few_to_blame_anybody() -> None:
+    assert find_bottleneck([load(20, num_steps=2), load(40, num_steps=2)]) is None
