@@ -7,7 +7,7 @@ from typing import Any
 
 from aiohttp import hdrs, web
 
-from coordinator.cluster.cluster_state import ClusterPhase
+from coordinator.cluster.phase import ClusterPhase
 from coordinator.dashboard.activity_json import activity_json, to_json
 from coordinator.dashboard.guard import Guard
 from coordinator.dashboard.sources import Sources
