@@ -190,28 +190,27 @@ async def test_metrics_are_taken_and_handed_on() -> None:
     request = metrics_service_pb2.ExportMetricsServiceRequest(
         resource_metrics=[ResourceMetrics(scope_metrics=[ScopeMetrics(metrics=[metric])])]
     )
-    server = new_server()
-    metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(MetricsService(on_metrics), server)
-    port = bind(server, "127.0.0.1:0")
-    await server.start()
-    try:
-        async with client_channel(f"127.0.0.1:{port}") as channel:
-            stub = metrics_service_pb2_grpc.MetricsServiceStub(channel)
-            response = await stub.Export(request, timeout=DEADLINE_S)
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(otlp_services, "MAX_EXPORT_BYTES", 10)
-                too_large = await stub.Export(request, timeout=DEADLINE_S)
-    finally:
-        await server.stop(0)
+    async with _serving_metrics(MetricsService(on_metrics)) as export:
+        response = await export(request, timeout=DEADLINE_S)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(otlp_services, "MAX_EXPORT_BYTES", 10)
+            too_large = await export(request, timeout=DEADLINE_S)
     assert seen == [request]
     assert response.partial_success.rejected_data_points == 2
     assert too_large.partial_success.rejected_data_points == 3
 
 
-async def test_a_coordinator_without_metrics_takes_them_all(channel: grpc.aio.Channel) -> None:
-    stub = metrics_service_pb2_grpc.MetricsServiceStub(channel)
-    response = await stub.Export(metrics_service_pb2.ExportMetricsServiceRequest(), timeout=DEADLINE_S)
+async def test_where_nobody_keeps_metrics_none_are_refused() -> None:
+    async with _serving_metrics(MetricsService()) as export:
+        response = await export(metrics_service_pb2.ExportMetricsServiceRequest(), timeout=DEADLINE_S)
     assert not response.HasField("partial_success")
+
+
+async def test_metrics_of_strangers_are_refused_by_the_coordinator(channel: grpc.aio.Channel) -> None:
+    stub = metrics_service_pb2_grpc.MetricsServiceStub(channel)
+    request = metrics_service_pb2.ExportMetricsServiceRequest(resource_metrics=[ResourceMetrics()])
+    response = await stub.Export(request, timeout=DEADLINE_S)
+    assert response.partial_success.rejected_data_points == 1
 
 
 async def test_traces_survive_the_coordinator(tmp_path: Path) -> None:
@@ -274,4 +273,16 @@ async def _serving(store: TraceStore) -> AsyncIterator[Any]:
     await server.start()
     async with client_channel(f"127.0.0.1:{port}") as channel:
         yield trace_service_pb2_grpc.TraceServiceStub(channel).Export
+    await server.stop(0)
+
+
+@asynccontextmanager
+async def _serving_metrics(service: MetricsService) -> AsyncIterator[Any]:
+    """The `Export` of a server that has nothing but this."""
+    server = new_server()
+    metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(service, server)
+    port = bind(server, "127.0.0.1:0")
+    await server.start()
+    async with client_channel(f"127.0.0.1:{port}") as channel:
+        yield metrics_service_pb2_grpc.MetricsServiceStub(channel).Export
     await server.stop(0)

@@ -118,6 +118,13 @@ def test_what_lies_outside_the_request_does_not_count() -> None:
     assert spent(maker.trace()) == pytest.approx({(Cause.QUEUE, None): 0.5, (Cause.COMPUTE, 0): 0.5})
 
 
+def test_a_decode_without_steps_takes_no_time() -> None:
+    maker = SpanMaker()
+    maker.decode(0.5, 0.5, [], steps=0)
+    maker.root(1.0)
+    assert spent(maker.trace()) == {(Cause.COORDINATOR, None): 1.0}
+
+
 def test_a_request_without_length_has_no_parts() -> None:
     maker = SpanMaker()
     maker.queue(0.0, 0.0)
