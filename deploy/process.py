@@ -56,6 +56,11 @@ class LocalProcess:
         """False once the process has ended."""
         return self._process.returncode is None
 
+    @property
+    def has_left(self) -> bool:
+        """It has ended by itself, with nothing wrong."""
+        return self._process.returncode == 0
+
     async def wait(self) -> None:
         """Returns when the process has ended."""
         await self._process.wait()

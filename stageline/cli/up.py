@@ -199,7 +199,10 @@ async def _serve(cluster: LocalCluster, console: Console) -> None:
         process = await cluster.next_exit()
         if process is cluster.coordinator:
             raise process.failure()
-        _tell_of_lost_worker(cluster, process, console)
+        if process.has_left:
+            console.print(f"{process.name} has left: its layers are with the others.", highlight=False)
+        else:
+            _tell_of_lost_worker(cluster, process, console)
 
 
 def _tell_of_lost_worker(cluster: LocalCluster, process: LocalProcess, console: Console) -> None:

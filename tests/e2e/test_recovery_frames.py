@@ -14,9 +14,8 @@ from stageline import Client
 from tests.e2e.recovery_setup import (
     DEADLINE_S,
     SHORT_PROMPTS,
-    TYPED_ERRORS,
     config,
-    ends_rightly_or_with_a_typed_error,
+    ends_as_if_nothing_had_been,
     is_idle,
     now_s,
 )
@@ -39,6 +38,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 SEED = 6
 NUM_FAULTS = 2
+"""A request is computed again after two faulty steps, so all streams must end rightly."""
 HIT_RATE = 0.2
 NOTICED_WITHIN_S = 20.0
 """Nobody may compute on from a faulty frame, also where the tokens happen to be right: a new epoch begins."""
@@ -103,7 +103,7 @@ async def test_faulty_frames_between_stages_give_no_wrong_token(
     async with asyncio.timeout(DEADLINE_S):
         await injection.happened.wait()
     faulty_s = now_s()
-    await ends_rightly_or_with_a_typed_error(cluster, streams, expected)
+    await ends_as_if_nothing_had_been(cluster, streams, expected)
     if name != "delayed":
         await cluster.until(lambda status: status.epoch > epoch, timeout_s=NOTICED_WITHIN_S)
     figures.record(f"frame {name}: pause", streams.longest_silence_s(since_s=faulty_s))
@@ -141,7 +141,7 @@ async def test_faulty_results_of_the_last_stage_give_no_wrong_token(
     async with asyncio.timeout(DEADLINE_S):
         await injection.happened.wait()
     faulty_s = now_s()
-    await ends_rightly_or_with_a_typed_error(cluster, streams, expected)
+    await ends_as_if_nothing_had_been(cluster, streams, expected)
     if name != "delayed":
         await cluster.until(lambda status: status.epoch > epoch, timeout_s=NOTICED_WITHIN_S)
     figures.record(f"result {name}: pause", streams.longest_silence_s(since_s=faulty_s))
@@ -160,7 +160,7 @@ async def test_a_lost_frame_that_no_other_follows_is_noticed(
         lost_s = now_s()
         await reading
     cluster.heal()
-    assert stream.problem(expected[0], errors=TYPED_ERRORS) == ""
+    assert stream.problem(expected[0]) == ""
     figures.record("the only frame lost: pause", longest_silence_s(stream.arrived_s, since_s=lost_s))
     await cluster.until(is_idle)
 

@@ -14,6 +14,7 @@ from stage_worker.stage_load import LoadedStage, LoadProgress, StageLoadError
 from tests.simulation.stage_compute import SimCompute
 from tests.simulation.virtual_loop import Process
 from wire.errors import StepFault
+from wire.frames import Frame
 
 MEMORY_BYTES = 1 << 30
 
@@ -25,6 +26,8 @@ class Machine:
     load_s: float = 0.2
     step_s: float = 0.004
     num_failing_loads: int = 0
+    is_bad: bool = False
+    """Its weights are wrong, which only a self-check finds."""
 
 
 class SimBackend(StageBackend):
@@ -32,10 +35,18 @@ class SimBackend(StageBackend):
 
     device = "mock"
 
-    def __init__(self, machine: Machine, on_epoch: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        machine: Machine,
+        on_epoch: Callable[[int], None],
+        is_killed_by: Callable[[Assignment, Frame], bool],
+    ) -> None:
+        """`is_killed_by` says whether the process dies when it computes a frame for its stage."""
         self.memory_bytes = MEMORY_BYTES
         self._machine = machine
         self._on_epoch = on_epoch
+        self._is_killed_by = is_killed_by
+        self._assignment: Assignment | None = None
         self._loop = Process.current().loop
         self._free_at_s = 0.0
 
@@ -50,6 +61,7 @@ class SimBackend(StageBackend):
         if self._machine.num_failing_loads:
             self._machine.num_failing_loads -= 1
             raise StageLoadError("this load was to fail")
+        self._assignment = assignment
         return LoadedStage(
             assignment=assignment,
             executor=StepExecutor(assignment, SimCompute(assignment)),
@@ -69,6 +81,9 @@ class SimBackend(StageBackend):
 
     def submit(self, executor: StepExecutor, received: ReceivedFrame) -> asyncio.Future[RanStep]:
         done: asyncio.Future[RanStep] = self._loop.create_future()
+        assert self._assignment is not None, "steps come after a load"
+        if self._is_killed_by(self._assignment, received.frame):
+            return done
         started_s = max(self._loop.time(), self._free_at_s)
         self._free_at_s = ended_s = started_s + self._machine.step_s
         try:

@@ -19,6 +19,7 @@ from coordinator.app import CoordinatorServer
 from coordinator.config import CoordinatorConfig
 from coordinator.model import ServedModel
 from coordinator.timing import ClusterTiming
+from stage_worker.assignment import Assignment
 from stage_worker.config import WorkerConfig
 from stage_worker.executor import StepExecutor
 from stage_worker.mock.spec import MockSpec
@@ -28,10 +29,13 @@ from tests.simulation.backend import Machine, SimBackend
 from tests.simulation.network import Channel, Network, Server
 from tests.simulation.observed import ObservedState
 from tests.simulation.oracle import Oracle
+from tests.simulation.self_check import SimCheck
 from tests.simulation.stage_compute import NUM_LAYERS, VOCAB_SIZE
 from tests.simulation.virtual_loop import Process, VirtualLoop
-from wire.ids import Incarnation
+from wire.frames import Frame
+from wire.ids import Incarnation, RequestId
 
+RESTART_S = 0.4
 COORDINATOR = "10.0.1.1:7000"
 TIMING = ClusterTiming(heartbeat_interval_s=0.5, lease_s=2.0, epoch_timeout_s=2.0, recovery_timeout_s=20.0)
 
@@ -45,6 +49,10 @@ class Shape:
     num_blocks: int
     block_size: int = 4
     max_step_tokens: int = 12
+    is_checked: bool = False
+    poison: frozenset[RequestId] = frozenset()
+    """Requests that kill whoever computes them in `poisoned_layer`."""
+    poisoned_layer: int = 0
 
 
 @dataclass(slots=True)
@@ -139,8 +147,25 @@ class Cluster:
         )
         self.coordinator = CoordinatorServer(config, model, TIMING)
         self.coordinator.engine._clock = self.loop.time
-        self.oracle.watch(self.coordinator)
+        untyped: Any = self.coordinator.controller
+        if shape.is_checked:
+            untyped.self_check = SimCheck(self._is_bad)
+            untyped.state._needs_check = True
+        self.oracle.watch(self.coordinator, self._is_bad if shape.is_checked else lambda name: False)
         self.loop.create_task(self.coordinator.start())
+
+    def _is_bad(self, name: str) -> bool:
+        return next(host.machine.is_bad for host in self.hosts if host.name == name)
+
+    def _kills(self, host: Host, assignment: Assignment, frame: Frame) -> bool:
+        """Whoever started the process starts it again."""
+        keys = {part.sequence.request_id for part in frame.step.slices}
+        is_here = assignment.layer_begin <= self.shape.poisoned_layer < assignment.layer_end
+        if not is_here or not keys & self.shape.poison:
+            return False
+        self.loop.call_soon(self.kill_worker, host)
+        self.loop.call_later(RESTART_S, self.start_worker, host)
+        return True
 
     async def _run_worker(self, host: Host, process: Process) -> None:
         config = WorkerConfig(
@@ -155,7 +180,11 @@ class Cluster:
             mock=MockSpec(),
             telemetry=DISABLED,
         )
-        backend = SimBackend(host.machine, lambda epoch: self.oracle.epoch_begins(host.name, epoch))
+        backend = SimBackend(
+            host.machine,
+            lambda epoch: self.oracle.epoch_begins(host.name, epoch),
+            lambda assignment, frame: self._kills(host, assignment, frame),
+        )
         with patch.object(stage_worker.worker, "_new_backend", lambda config: backend):
             worker = host.worker = Worker(config)
         try:

@@ -51,6 +51,7 @@ class Customer:
     prompt: tuple[int, ...]
     max_tokens: int
     num_choices: int
+    is_poison: bool = False
     expected: list[int] = field(default_factory=list)
     got: list[list[int]] = field(default_factory=list)
     end: str = ""
@@ -176,6 +177,8 @@ class Visit:
     async def _read(self, call: Any, got: list[list[int]]) -> None:
         while (message := await call.read()) is not grpc.aio.EOF:
             self._take(message, got[message.choice])
+        if self._customer.is_poison:
+            self._note("complete, although it kills whoever computes it")
         if any(tokens != self._customer.expected for tokens in got):
             self._note(f"complete with {got}, expected {self._customer.expected}")
         self._customer.end = "complete"

@@ -130,6 +130,17 @@ def fail_load(cluster: Cluster, random: Random) -> str:
     return f"the next load of {host.name} fails; {replace(cluster, random)}"
 
 
+def spoil_weights(cluster: Cluster, random: Random) -> str:
+    """A new process has bad weights; only where a self-check looks for them."""
+    if not cluster.shape.is_checked:
+        return ""
+    host = _some_host(cluster, random)
+    cluster.kill_worker(host)
+    host.machine.is_bad = True
+    cluster.loop.call_later(random.uniform(0.0, 1.5), cluster.start_worker, host)
+    return f"{host.name} comes back with bad weights"
+
+
 def slow_load(cluster: Cluster, random: Random) -> str:
     host = random.choice(cluster.hosts)
     host.machine.load_s = random.uniform(0.5, 3.0)
@@ -175,6 +186,7 @@ FAULTS: tuple[Fault, ...] = (
     corrupt_frame,
     truncate_frame,
     fail_load,
+    spoil_weights,
     slow_load,
     slow_stage,
     slow_network,
@@ -188,10 +200,11 @@ def relieve(cluster: Cluster) -> None:
     cluster.network.heal_all()
     for host in cluster.hosts:
         host.machine.load_s, host.machine.step_s, host.machine.num_failing_loads = 0.2, 0.004, 0
+        is_cured, host.machine.is_bad = host.machine.is_bad, False
         if host.process is not None:
             host.process.thaw()
         record = cluster.coordinator.controller.state.workers.get(host.name)
-        if host.is_up and record is not None and record.shown_state in _OUT:
+        if host.is_up and (is_cured or (record is not None and record.shown_state in _OUT)):
             cluster.kill_worker(host)
         cluster.start_worker(host)
 

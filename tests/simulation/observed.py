@@ -23,6 +23,7 @@ EVENTS = (
     "drained",
     "epoch_late",
     "hop_failed",
+    "checked",
 )
 Transition = tuple[str, str, str]
 
@@ -46,6 +47,9 @@ def _observed(event: str) -> Callable[..., Any]:
 
 
 ObservedState: type[ClusterState] = type(
-    "ObservedState", (ClusterState,), {event: _observed(event) for event in EVENTS}
+    "ObservedState",
+    (ClusterState,),
+    # Its stages are checked as real ones are.
+    {**{event: _observed(event) for event in EVENTS}, "has_mock_stages": False},
 )
 """A ClusterState that notes what it decides; "-" stands for nothing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from coordinator.app import CoordinatorServer
@@ -37,8 +38,10 @@ class Oracle:
         """Something does not hold."""
         self.problems.append(f"{self._loop.time() - BEGAN_S:.4f} s: {problem}")
 
-    def watch(self, server: CoordinatorServer) -> None:
-        """Looks at every result that is counted, and at how long nothing is served."""
+    def watch(self, server: CoordinatorServer, is_bad: Callable[[str], bool]) -> None:
+        """Looks at every result that is counted, at how long nothing is served, and at who serves: nobody who
+        `is_bad`.
+        """
         self._server = server
         complete = server.engine.complete
 
@@ -57,6 +60,9 @@ class Oracle:
                 self._served_s = self._loop.time()
             if self.num_results % EACH_RESULTS == 0:
                 self._check_ledger()
+                bad = [each.identity.name for each in state.stage_workers if is_bad(each.identity.name)]
+                if bad and state.phase is ClusterPhase.SERVING:
+                    self.note(f"{bad} serve, whose weights are bad")
             return num_tokens
 
         report_fault = server.controller.report_fault

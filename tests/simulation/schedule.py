@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
+from uuid import UUID
 
 from coordinator.cluster.phase import ClusterPhase
 from tests.simulation.cluster import Cluster, Shape, simulated
-from tests.simulation.customers import Customer, Visit, draw_customers, late_guest
-from tests.simulation.faults import FAULTS, Fault, fail_load, kill, relieve
+from tests.simulation.customers import Customer, Habit, Visit, draw_customers, late_guest
+from tests.simulation.faults import FAULTS, Fault, fail_load, kill, relieve, spoil_weights
 from tests.simulation.observed import TAKEN, Transition
 from tests.simulation.oracle import Listener
+from tests.simulation.stage_compute import NUM_LAYERS
 from tests.simulation.virtual_loop import BEGAN_S, NeverCalm
+from wire.ids import RequestId
 
 PHASES = (
     ClusterPhase.WAITING_FOR_WORKERS,
@@ -23,6 +26,8 @@ PHASES = (
     ClusterPhase.BLOCKED,
 )
 PATIENCE_S = 0.8
+CHECKED_SHARE, POISONED_SHARE = 0.25, 0.08
+"""Of schedules with a self-check, and with a request that kills whoever computes it."""
 FAULTS_FROM_S, FAULTS_UNTIL_S = 0.1, 5.0
 CALM_S = 60.0
 """When no fault lasts any more, every request must end within so long."""
@@ -73,6 +78,8 @@ def draw(seed: int, number: int) -> Schedule:
         num_stages=num_stages,
         num_workers=num_stages + random.choice((0, 0, 1, 2)),
         num_blocks=random.choice((12, 16, 24, 48)),
+        is_checked=random.random() < CHECKED_SHARE,
+        poisoned_layer=random.randrange(NUM_LAYERS),
     )
     faults: list[Strike] = []
     moment_s = random.uniform(FAULTS_FROM_S, 2.0)
@@ -80,11 +87,17 @@ def draw(seed: int, number: int) -> Schedule:
         phase = random.choice(PHASES) if random.random() < 0.4 else None
         faults.append(Strike(moment_s=moment_s, fault=random.choice(FAULTS), phase=phase))
         moment_s = min(FAULTS_UNTIL_S, moment_s + random.choice((0.02, 0.25, 0.6, 1.5)) * random.random())
+    if shape.is_checked:
+        faults[0] = replace(faults[0], fault=spoil_weights)
+    customers = draw_customers(random, shape, random.randint(4, 7))
+    if random.random() < POISONED_SHARE:
+        customers[0] = replace(customers[0], habit=Habit.READS, is_poison=True)
+        shape = replace(shape, poison=frozenset({RequestId(UUID(customers[0].request_id).bytes)}))
     return Schedule(
         seed=seed,
         number=number,
         shape=shape,
-        customers=draw_customers(random, shape, random.randint(4, 7)),
+        customers=customers,
         faults=_siege(random) if random.random() < 0.15 else faults,
     )
 

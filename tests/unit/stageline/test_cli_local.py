@@ -139,6 +139,18 @@ def test_up_reports_a_lost_worker_and_goes_on(launch: Launch) -> None:
     assert _all_ended(pids)
 
 
+def test_up_does_not_ask_for_a_worker_that_has_left(launch: Launch) -> None:
+    launcher, pids, _ = _start_up(launch)
+    os.kill(pids[1], signal.SIGINT)
+    printed = _read_until(launcher, "worker-0")
+    assert "worker-0 has left" in printed
+    assert "To start it again" not in printed
+    assert " | " not in printed
+    launcher.send_signal(signal.SIGINT)
+    launcher.communicate(timeout=20)
+    assert launcher.returncode == 0
+
+
 def test_up_ends_with_exit_code_1_when_the_coordinator_is_lost(launch: Launch) -> None:
     launcher, pids, _ = _start_up(launch)
     os.kill(pids[0], signal.SIGKILL)
