@@ -24,7 +24,7 @@ def accepted_of(
     kept.CopyFrom(message)
     if (prompt := kept.WhichOneof("prompt")) is not None:
         kept.ClearField(prompt)
-    sequence = request.choices[0].sequence
+    sequence, trace = request.choices[0].sequence, request.trace
     kept.request_id = id_text(request.id)
     kept.max_tokens = sequence.max_tokens
     kept.sampling.seed = sequence.sampling.seed
@@ -37,6 +37,8 @@ def accepted_of(
         client=request.client,
         arrived_at=arrived_at,
         deadline_at=deadline_at,
+        traceparent="" if trace is None else trace.traceparent,
+        caller_traceparent="" if trace is None else trace.caller_traceparent,
     )
 
 

@@ -152,6 +152,10 @@ class Sessions:
         ended = take_up(request, journalled.progress, journalled.end)
         if accepted.deadline_at is not None:
             request.deadline_s = accepted.deadline_at + ahead_s
+        if ended is None:
+            request.trace = self._traces.resumed(
+                accepted.traceparent, accepted.caller_traceparent, accepted.arrived_at + ahead_s
+            )
         if request.keep_s is None:
             request.awaited_until_s = now_s + durability.reattach_timeout_s
         self._engine.resume(request, ended=ended and ended.on_clock(ahead_s))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from coordinator.journal.errors import JournalUnusable
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 APPLICATION_ID = 0x53474A4C  # "SGJL"
 
 _SCHEMA = """
@@ -25,6 +25,8 @@ CREATE TABLE requests (
     grammar_checksum TEXT,
     arrived_at REAL NOT NULL,
     deadline_at REAL,
+    traceparent TEXT NOT NULL,
+    caller_traceparent TEXT NOT NULL,
     ended_at REAL,
     error_kind TEXT,
     error_text TEXT,

@@ -80,7 +80,8 @@ class Journal:
             json.dumps(accepted.bad_words),
             grammar and grammar.definition,
             grammar and str(grammar.tokenizer_checksum),
-            *(accepted.arrived_at, accepted.deadline_at, self._last_row),
+            *(accepted.arrived_at, accepted.deadline_at),
+            *(accepted.traceparent, accepted.caller_traceparent, self._last_row),
         )
         self.forget([accepted.request_id])
         with self._writing(4 * len(accepted.prompt) + len(accepted.message)):
@@ -182,6 +183,6 @@ class Journal:
 
 _INSERT_REQUEST = """
 INSERT INTO requests (id, client, message, prompt, bad_words, grammar, grammar_checksum, arrived_at,
-                      deadline_at, folded_until)
-VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+                      deadline_at, traceparent, caller_traceparent, folded_until)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 """

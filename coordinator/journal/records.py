@@ -15,7 +15,8 @@ class AcceptedRequest:
     """All that is needed to make the same request again.
 
     `message` is the client's, encoded, without its prompt, and with what was resolved when it was accepted:
-    its id, seed and `max_tokens`.
+    its id, seed and `max_tokens`. `traceparent` (W3C) is that of the request's span, which the next
+    coordinator ends, and `caller_traceparent` that of its caller, or empty.
     """
 
     request_id: RequestId
@@ -26,6 +27,8 @@ class AcceptedRequest:
     client: str
     arrived_at: float
     deadline_at: float | None
+    traceparent: str = ""
+    caller_traceparent: str = ""
 
 
 @dataclass(slots=True)

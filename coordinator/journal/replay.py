@@ -13,7 +13,7 @@ from wire.steps import GrammarSpec
 
 _COLUMNS = (
     "number, id, client, message, prompt, bad_words, grammar, grammar_checksum, arrived_at, deadline_at, "
-    "ended_at, error_kind, error_text, folded, folded_until"
+    "traceparent, caller_traceparent, ended_at, error_kind, error_text, folded, folded_until"
 )
 
 
@@ -84,6 +84,8 @@ def _accepted(
     grammar_checksum: str | None,
     arrived_at: float,
     deadline_at: float | None,
+    traceparent: str,
+    caller_traceparent: str,
 ) -> AcceptedRequest:
     words: list[list[Any]] = json.loads(bad_words)
     spec = None
@@ -98,4 +100,6 @@ def _accepted(
         grammar=spec,
         arrived_at=arrived_at,
         deadline_at=deadline_at,
+        traceparent=traceparent,
+        caller_traceparent=caller_traceparent,
     )

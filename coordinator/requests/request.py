@@ -35,6 +35,14 @@ class Trace(Protocol):
     def trace_id(self) -> str:
         """32 hexadecimal digits."""
 
+    @property
+    def traceparent(self) -> str:
+        """W3C's header, of the request's span."""
+
+    @property
+    def caller_traceparent(self) -> str:
+        """Of the span that it is below, or empty."""
+
 
 class Request:
     """Lives until each of its choices has finished, or it has ended as a whole with an error.

@@ -6,10 +6,13 @@ from opentelemetry.trace import SpanContext
 
 from telemetry.span_recorder import Attributes, SpanRecorder, new_span_id
 from telemetry.spans import Attr, SpanName
-from wire.trace_context import DECODE, span_context, work_span
+from wire.trace_context import DECODE, format_traceparent, span_context, work_span
 
 MOST_HELD_SPANS = 64
 """Spans of a request that is not sampled that are held, in case that something goes wrong with it."""
+
+
+RESUMED = "the coordinator was started again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +80,14 @@ class RequestTrace:
         *,
         is_sampled: bool,
         arrived_s: float,
-        span_id: int | None = None,
+        begun: SpanContext | None = None,
     ) -> None:
-        """`parent` is the caller's span. `span_id` is that of a trace that a former coordinator has begun."""
+        """`parent` is the caller's span, `begun` the request's own, if a former coordinator has begun it."""
         self._recorder = recorder
         self._parent = parent
         self.context = span_context(
             trace_id,
-            span_id or new_span_id(),
+            new_span_id() if begun is None else begun.span_id,
             is_sampled=is_sampled,
             tracestate=None if parent is None else parent.trace_state,
         )
@@ -95,6 +98,7 @@ class RequestTrace:
         self.num_preemptions = 0
         self.num_recoveries = 0
         self.choices: tuple[ChoiceTrace, ...] = ()
+        self._is_resumed = begun is not None
         self._held: list[_HeldSpan] = []
 
     @property
@@ -102,10 +106,26 @@ class RequestTrace:
         """32 hexadecimal digits."""
         return f"{self.context.trace_id:032x}"
 
+    @property
+    def traceparent(self) -> str:
+        """W3C's header, of the request's span."""
+        return format_traceparent(self.context)
+
+    @property
+    def caller_traceparent(self) -> str:
+        """Of the span that it is below, or empty."""
+        return "" if self._parent is None else format_traceparent(self._parent)
+
     def accept(self, num_choices: int, now_s: float) -> None:
-        """The request is in the queue."""
-        self._emit(SpanName.INTAKE, self.arrived_s, now_s, {})
+        """The request is in the queue; that of a former coordinator recovers from the loss of it."""
         self.choices = tuple(ChoiceTrace(index, now_s) for index in range(num_choices))
+        if not self._is_resumed:
+            self._emit(SpanName.INTAKE, self.arrived_s, now_s, {})
+            return
+        self.num_recoveries = 1
+        for choice in self.choices:
+            choice.waits_for, choice.reason = SpanName.RECOVERY, RESUMED
+        self.record_always()
 
     def send_chunk(self, choice: ChoiceTrace, chunk: SentChunk) -> None:
         """A prompt chunk of a choice is handed out."""

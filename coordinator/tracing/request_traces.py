@@ -20,7 +20,7 @@ from telemetry.spans import Attr, SpanName
 from wire.errors import RequestCancelled, ServingError
 from wire.ids import RequestId, SequenceKey, id_text
 from wire.steps import Prefill, Step, StepResult
-from wire.trace_context import format_traceparent, span_context
+from wire.trace_context import format_traceparent, parse_traceparent, span_context
 
 INTERNAL_ERROR = "internal error"
 
@@ -61,6 +61,22 @@ class RequestTraces(EngineObserver):
             }
             trace.end(attributes, _text(error), asyncio.get_running_loop().time())
             raise
+
+    def resumed(self, traceparent: str, caller_traceparent: str, arrived_s: float) -> RequestTrace | None:
+        """The trace of a request that a former coordinator has left, which goes on under the same span; None
+        where there is none.
+        """
+        begun = parse_traceparent(traceparent)
+        if begun is None:
+            return None
+        return RequestTrace(
+            self._recorder,
+            begun.trace_id,
+            parse_traceparent(caller_traceparent),
+            is_sampled=begun.trace_flags.sampled,
+            arrived_s=arrived_s,
+            begun=begun,
+        )
 
     def accepted(self, request: Request, now_s: float) -> None:
         trace = request.trace

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from coordinator.journal import journal as module
 from coordinator.journal.codec import decode_progress, decode_tokens, encode_progress, encode_tokens
-from coordinator.journal.database import ServedIdentity
+from coordinator.journal.database import SCHEMA_VERSION, ServedIdentity
 from coordinator.journal.errors import JournalFailed, JournalUnusable
 from coordinator.journal.journal import Journal
 from coordinator.journal.records import End, Entry, RequestProgress
@@ -152,9 +152,12 @@ def test_a_journal_of_another_model_is_refused_and_left_alone(
 def test_a_journal_of_an_unknown_version_is_refused_and_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "j.db"
     opened_once(path)
-    change(path, "PRAGMA user_version = 2")
+    change(path, f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
     before = path.read_bytes()
-    with pytest.raises(JournalUnusable, match=r"has version 2; this coordinator knows version 1$"):
+    with pytest.raises(
+        JournalUnusable,
+        match=f"has version {SCHEMA_VERSION + 1}; this coordinator knows version {SCHEMA_VERSION}$",
+    ):
         Journal(path, IDENTITY)
     assert path.read_bytes() == before
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import cast
 
 from coordinator.journal.records import AcceptedRequest
@@ -12,6 +12,7 @@ from coordinator.requests.admission import AdmissionLimits
 from coordinator.requests.attachment import Attachment, Output, Positions
 from coordinator.requests.durability import Durability
 from coordinator.requests.engine import Engine
+from coordinator.requests.observer import EngineObserver
 from coordinator.requests.request import Request
 from coordinator.scheduling.kv_log import KvLog
 from coordinator.scheduling.lifecycle import SequenceState
@@ -125,10 +126,14 @@ class EngineModel:
         limits: SchedulerLimits = LIMITS,
         admission: AdmissionLimits | None = None,
         durability: Durability | None = None,
+        observers: Sequence[EngineObserver] = (),
     ) -> None:
         self.now_s = 1000.0
         self.engine = Engine(
-            admission or AdmissionLimits(queue_size=64), clock=lambda: self.now_s, durability=durability
+            admission or AdmissionLimits(queue_size=64),
+            clock=lambda: self.now_s,
+            durability=durability,
+            observers=observers,
         )
         self.error_at: Callable[[Slice], bool] = lambda part: False
         self.sent: list[Step] = []

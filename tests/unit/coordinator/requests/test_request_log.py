@@ -27,6 +27,7 @@ class SomeTrace:
     """A trace with this id."""
 
     trace_id = TRACE_ID
+    traceparent = caller_traceparent = ""
 
 
 @pytest.mark.parametrize(
