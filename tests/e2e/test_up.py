@@ -40,7 +40,7 @@ async def test_up_serves_every_command_until_ctrl_c(tmp_path: Path) -> None:
         pids = processes_under(up.pid)
         assert len(pids) == 4
         ports = listening_ports(pids)
-        assert len(ports) == 4
+        assert len(ports) == 5, "one each, and the dashboard"
         for role, worker in (("FIRST", "worker-0"), ("MIDDLE", "worker-1"), ("LAST", "worker-2")):
             assert re.search(rf"{role}\s+{worker}\s+\d+ to \d+ \(\d+\)", up.text)
 

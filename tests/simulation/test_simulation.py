@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from tests.simulation.campaign import Tally, campaign, examine
-from tests.simulation.coverage import missing, unlisted
-from tests.simulation.schedule import LEAST_EVENTS
+from tests.simulation.coverage import DIRECTED, missing, unlisted
+from tests.simulation.directed import DIRECTED as DIRECTED_SCHEDULES
+from tests.simulation.directed import directed
+from tests.simulation.observed import Transition
+from tests.simulation.schedule import LEAST_EVENTS, run
 
 QUICK, LONG = 600, 4000
 SEED = 0
@@ -27,6 +32,16 @@ def test_whatever_fails_tokens_come_once_in_order_and_nothing_is_left() -> None:
 @pytest.mark.slow
 def test_of_many_more_schedules() -> None:
     check(campaign(SEED + 1, num_schedules=LONG))
+
+
+def test_what_random_schedules_seldom_reach_is_reached_by_directed_ones() -> None:
+    taken = Counter[Transition]()
+    for number, name in enumerate(DIRECTED_SCHEDULES):
+        verdict = run(directed(number))
+        assert not verdict.problems, name
+        taken += verdict.transitions
+    assert not missing(taken, DIRECTED)
+    assert not unlisted(taken)
 
 
 def test_a_schedule_can_be_repeated() -> None:
