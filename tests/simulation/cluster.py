@@ -99,11 +99,20 @@ class Cluster:
     def close(self) -> None:
         """Ends everything, and waits for what that takes."""
         self._is_closing = True
-        for process in (self.clients, self.coordinator_process, *(host.process for host in self.hosts)):
-            if process is not None and not process.is_dead:
+        for process in self._processes:
+            if not process.is_dead:
                 process.die()
         self.loop.most_callbacks += 100_000
-        self.loop.run_until(self.loop.time() + 60)
+        try:
+            self.loop.run_until(self.loop.time() + 60)
+        finally:
+            for process in self._processes:
+                process.drop_unfinished()
+
+    @property
+    def _processes(self) -> list[Process]:
+        hosts = (host.process for host in self.hosts)
+        return [each for each in (self.clients, self.coordinator_process, *hosts) if each is not None]
 
     def executors(self) -> list[StepExecutor]:
         """Those of the present plan, in stage order."""
