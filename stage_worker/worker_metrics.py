@@ -58,9 +58,7 @@ class WorkerMetrics:
         # Imported late: some MB that a worker without a collector does not need.
         from telemetry.metrics.collector_export import CollectorExport
 
-        resource = new_resource(
-            settings.service_name or service, instance=name, version=settings.service_version
-        )
+        resource = new_resource(service, instance=name, version=settings.service_version)
         self._to_collector = CollectorExport(
             export.collector, self.snapshot, resource, interval_s=export.interval_s
         )

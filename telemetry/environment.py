@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased, Sampler, TraceIdRatioBased
 
+from telemetry.exporter_variables import check_exporter_variables
 from telemetry.metrics.export_settings import NO_COLLECTOR, MetricsExport, metrics_export
 
 PROTOCOLS = ("grpc", "http/protobuf")
@@ -17,13 +18,12 @@ PROTOCOLS = ("grpc", "http/protobuf")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TelemetrySettings:
     """`protocol`: how traces go to a collector; None where there is none. `sampler` None: what the command
-    line says. `service_name` None: our own. `metrics`: where those go.
+    line says. `metrics`: where those go.
     """
 
     is_disabled: bool = False
     protocol: str | None = None
     sampler: Sampler | None = None
-    service_name: str | None = None
     service_version: str = "unknown"
     metrics: MetricsExport = NO_COLLECTOR
 
@@ -41,7 +41,6 @@ def read_environment(environment: Mapping[str, str], *, version: str) -> Telemet
     return TelemetrySettings(
         protocol=_protocol(environment),
         sampler=_sampler(environment),
-        service_name=environment.get("OTEL_SERVICE_NAME") or None,
         service_version=version,
         metrics=metrics_export(environment),
     )
@@ -58,6 +57,7 @@ def _protocol(environment: Mapping[str, str]) -> str | None:
     protocol = next((value for name in names if (value := environment.get(name, "").strip())), "grpc")
     if protocol not in PROTOCOLS:
         raise ValueError(f"OTLP protocol {protocol!r} is none of {', '.join(PROTOCOLS)}")
+    check_exporter_variables(environment, "TRACES")
     return protocol
 
 

@@ -11,9 +11,7 @@ def new_recorder(
     service: str, own: SpanSink, settings: TelemetrySettings, clock: ClusterClock, *, instance: str
 ) -> SpanRecorder:
     """The recorder of this process. Its spans go to `own`, and to a collector where `settings` name one."""
-    resource = new_resource(
-        settings.service_name or service, instance=instance, version=settings.service_version
-    )
+    resource = new_resource(service, instance=instance, version=settings.service_version)
     sinks: list[SpanSink] = []
     if not settings.is_disabled:
         sinks.append(own)

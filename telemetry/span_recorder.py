@@ -84,13 +84,12 @@ class SpanRecorder:
 
 
 def new_resource(service: str, *, instance: str, version: str) -> Resource:
-    """What spans and metrics of this process say about it; OTEL_RESOURCE_ATTRIBUTES may say more."""
-    own = {"service.name": service, "service.instance.id": instance, "service.version": version}
-    return (
-        Resource({"service.namespace": "stageline"})
-        .merge(OTELResourceDetector().detect())
-        .merge(Resource(own))
-    )
+    """What spans and metrics of this process say about it. OTEL_RESOURCE_ATTRIBUTES may say more, and it and
+    OTEL_SERVICE_NAME another name than `service`.
+    """
+    default = Resource({"service.namespace": "stageline", "service.name": service})
+    own = Resource({"service.instance.id": instance, "service.version": version})
+    return default.merge(OTELResourceDetector().detect()).merge(own)
 
 
 def new_span_id() -> int:

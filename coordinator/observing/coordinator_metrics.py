@@ -61,7 +61,7 @@ class CoordinatorMetrics:
         from telemetry.metrics.collector_export import CollectorExport
 
         resource = new_resource(
-            settings.service_name or Process.COORDINATOR.value,
+            Process.COORDINATOR.value,
             instance=self._instance,
             version=settings.service_version,
         )

@@ -243,6 +243,8 @@ class Engine:
         now_s = self._clock()
         progress = self._scheduler.complete(result, now_s)
         self._observers.step_answered(result, progress, self._sent_s.popleft(), now_s)
+        if made_way := self._scheduler.take_made_way():
+            self._observers.made_way(made_way, now_s)
         if self._durability.add_step(progress):
             for each in progress:
                 self._deliver(each)

@@ -31,6 +31,9 @@ class EngineObserver:
     def preempted(self, sequences: Items[Sequence], now_s: float) -> None:
         """These have given up their blocks, and are in the queue again."""
 
+    def made_way(self, sequences: Items[Sequence], now_s: float) -> None:
+        """These are in the queue again, so that those who may be why a worker was lost run alone."""
+
     def epoch_started(self, epoch: int, now_s: float) -> None:
         """Steps of this epoch can be handed out."""
 
@@ -68,6 +71,10 @@ class Observers(EngineObserver):
     def preempted(self, sequences: Items[Sequence], now_s: float) -> None:
         for each in self._all:
             each.preempted(sequences, now_s)
+
+    def made_way(self, sequences: Items[Sequence], now_s: float) -> None:
+        for each in self._all:
+            each.made_way(sequences, now_s)
 
     def epoch_started(self, epoch: int, now_s: float) -> None:
         for each in self._all:

@@ -47,6 +47,7 @@ class Scheduler:
     def __init__(self) -> None:
         self._queue: list[Sequence] = []
         self._preempted: list[Sequence] = []
+        self._made_way: list[Sequence] = []
         self._running: dict[SequenceKey, Sequence] = {}
         self._prefilling: dict[SequenceKey, Sequence] = {}
         self._decoding = Decoding()
@@ -117,6 +118,7 @@ class Scheduler:
             sequence.preempt()
         self._queue = sorted((*self._running.values(), *self._queue), key=_ORDER)
         self._preempted.clear()
+        self._made_way.clear()
         self._running.clear()
         self._prefilling.clear()
         self._decoding.clear()
@@ -244,6 +246,7 @@ class Scheduler:
             self._leave(sequence)
         elif self.isolation.must_make_way(sequence):
             self._requeue(sequence)
+            self._made_way.append(sequence)
         else:
             self._decoding.make_ready(sequence)
         if sequence.max_tokens == 0:
@@ -262,9 +265,13 @@ class Scheduler:
         preempted, self._preempted = self._preempted, []
         return preempted
 
+    def take_made_way(self) -> list[Sequence]:
+        """Those that wait again, so that suspects run alone, since this was asked last."""
+        made_way, self._made_way = self._made_way, []
+        return made_way
+
     def _requeue(self, sequence: Sequence) -> None:
         """A running sequence waits again, with its tokens."""
-        self._preempted.append(sequence)
         self._stop_running(sequence)
         self._release(sequence.preempt())
         insort(self._queue, sequence, key=_ORDER)
@@ -310,6 +317,7 @@ class Scheduler:
 
     def _preempt(self, victim: Sequence) -> None:
         self._requeue(victim)
+        self._preempted.append(victim)
         self.counts.num_preemptions += 1
 
     def _add_chunks(self, draft: Draft, kv: KvLog, limits: SchedulerLimits, pace: Pace) -> None:

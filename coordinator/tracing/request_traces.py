@@ -23,6 +23,7 @@ from wire.steps import Prefill, Step, StepResult
 from wire.trace_context import format_traceparent, parse_traceparent, span_context
 
 INTERNAL_ERROR = "internal error"
+MADE_WAY = "requests that may be why a worker was lost run alone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +138,13 @@ class RequestTraces(EngineObserver):
             if owner is not None:
                 owner.trace.num_preemptions += 1
                 owner.trace.interrupt(owner.choice, SpanName.PREEMPTION, "its blocks were needed", now_s)
+                _mark(owner.trace, sequence)
+
+    def made_way(self, sequences: Items[Sequence], now_s: float) -> None:
+        for sequence in sequences:
+            owner = self._live.get(sequence.key)
+            if owner is not None:
+                owner.trace.interrupt(owner.choice, SpanName.RECOVERY, MADE_WAY, now_s)
                 _mark(owner.trace, sequence)
 
     def epoch_started(self, epoch: int, now_s: float) -> None:

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from telemetry.exporter_variables import check_exporter_variables
+
 DEFAULT_INTERVAL_S = 60.0
 """OpenTelemetry's own."""
 
@@ -43,11 +45,10 @@ def _collector(environment: Mapping[str, str]) -> OtlpProtocol | None:
     if exporter == "none" or not _of_metrics(environment, "ENDPOINT"):
         return None
     protocol = _of_metrics(environment, "PROTOCOL") or OtlpProtocol.GRPC.value
-    try:
-        return OtlpProtocol(protocol)
-    except ValueError:
-        known = ", ".join(each.value for each in OtlpProtocol)
-        raise ValueError(f"OTLP protocol {protocol!r} is none of {known}") from None
+    if protocol not in (known := [each.value for each in OtlpProtocol]):
+        raise ValueError(f"OTLP protocol {protocol!r} is none of {', '.join(known)}")
+    check_exporter_variables(environment, "METRICS")
+    return OtlpProtocol(protocol)
 
 
 def _of_metrics(environment: Mapping[str, str], what: str) -> str:

@@ -7,6 +7,7 @@ from opentelemetry.trace import SpanContext, TraceFlags
 
 from telemetry.environment import read_environment
 from telemetry.sampling import is_sampled, ratio_sampler
+from telemetry.span_recorder import new_resource
 
 ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4317"}
 SAMPLED, UNSAMPLED = (
@@ -45,6 +46,14 @@ def test_spans_go_to_a_collector_where_one_is_named(
     [
         ({**ENDPOINT, "OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}, "'http/json' is none of grpc"),
         ({"OTEL_TRACES_EXPORTER": "zipkin"}, "'zipkin'"),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "garbage"}, "OTEL_EXPORTER_OTLP_ENDPOINT is 'garbage'"),
+        ({"OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": "ftp://x:1"}, "METRICS_ENDPOINT is 'ftp://x:1'"),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x:notaport"}, "'http://x:notaport'"),
+        ({**ENDPOINT, "OTEL_EXPORTER_OTLP_COMPRESSION": "foo"}, "COMPRESSION is 'foo'"),
+        ({**ENDPOINT, "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT": "abc"}, "TRACES_TIMEOUT is 'abc'"),
+        ({**ENDPOINT, "OTEL_EXPORTER_OTLP_TIMEOUT": "-1"}, "TIMEOUT is '-1'"),
+        ({**ENDPOINT, "OTEL_EXPORTER_OTLP_HEADERS": "garbage"}, "KEY=VALUE"),
+        ({**ENDPOINT, "OTEL_EXPORTER_OTLP_CERTIFICATE": "/nonexistent"}, "no such file"),
         ({"OTEL_TRACES_SAMPLER": "sometimes"}, "'sometimes'"),
         ({"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "1.5"}, "'1.5'"),
         ({"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "nan"}, "'nan'"),
@@ -53,6 +62,39 @@ def test_spans_go_to_a_collector_where_one_is_named(
 def test_what_nobody_would_act_on_is_refused(environment: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_environment(environment, version="1")
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": "collector:4317"},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": "https://[::1]:4317/"},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector"},
+        {
+            **ENDPOINT,
+            "OTEL_EXPORTER_OTLP_COMPRESSION": "gzip",
+            "OTEL_EXPORTER_OTLP_TIMEOUT": "2.5",
+            "OTEL_EXPORTER_OTLP_HEADERS": "api-key=a%20b,x=",
+            "OTEL_EXPORTER_OTLP_CERTIFICATE": __file__,
+        },
+        {"OTEL_EXPORTER_OTLP_COMPRESSION": "foo"},
+    ],
+)
+def test_what_exporters_can_use_is_left_to_them(environment: dict[str, str]) -> None:
+    """Without an endpoint nothing is exported, so nothing is wrong."""
+    read_environment(environment, version="1")
+
+
+def test_resources_have_the_names_that_users_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    def name() -> object:
+        return new_resource("own", instance="i", version="1").attributes["service.name"]
+
+    assert name() == "own"
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "service.name=one,team=a,service.instance.id=other")
+    assert name() == "one"
+    assert new_resource("own", instance="i", version="1").attributes["service.instance.id"] == "i"
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "two")
+    assert name() == "two"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import StatusCode
 
 from coordinator.scheduling.pace import SchedulerLimits
-from coordinator.tracing.request_traces import RequestTraces
+from coordinator.tracing.request_traces import MADE_WAY, RequestTraces
 from telemetry.sampling import ratio_sampler
 from telemetry.spans import Attr, SpanName
 from tests.unit.coordinator.requests.engine_model import EngineModel
@@ -133,6 +133,21 @@ def test_who_is_preempted_waits_and_the_pieces_make_up_the_whole(new_traced: New
         ]
         tokens = sum(int((each.attributes or {})[Attr.TOKENS]) for each in decodes)  # type: ignore[call-overload]
         assert tokens + len(decodes) == 14
+
+
+def test_who_makes_way_for_suspects_is_not_preempted(new_traced: NewTraced) -> None:
+    traced = new_traced()
+    for first in (1, 2):
+        traced.model.submit(Wish(prompt=(first,) * 4, max_tokens=12).request(arrival=first))
+    traced.run(4)
+    traced.model.die("worker b is lost")
+    traced.model.start(64)
+    traced.run()
+    assert traced.spans(SpanName.PREEMPTION) == []
+    reasons = [(each.attributes or {}).get(Attr.REASON) for each in traced.spans(SpanName.RECOVERY)]
+    assert MADE_WAY in reasons
+    roots = [each.attributes or {} for each in traced.spans(SpanName.GENERATE)]
+    assert [(each[Attr.NUM_PREEMPTIONS], each[Attr.NUM_RECOVERIES]) for each in roots] == [(0, 1)] * 2
 
 
 def test_an_error_is_recorded_and_says_why(new_traced: NewTraced) -> None:
