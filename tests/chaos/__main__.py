@@ -20,6 +20,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600.0, help="how long to disturb the cluster")
     parser.add_argument("--seed", type=int, default=None, help="what is done to whom; random unless given")
     parser.add_argument("--real", action="store_true", help="stages that compute, in the place of mock ones")
+    parser.add_argument("--no-journal", action="store_true", help="requests end with their coordinator")
     parser.add_argument(
         "--only", action="append", default=[], metavar="TEXT", help="only what has this in its name"
     )
@@ -32,7 +33,12 @@ def main() -> int:
     say = functools.partial(print, flush=True)
     say(f"seed {seed}")
     config = ChaosConfig(
-        seconds=given.seconds, seed=seed, is_real=given.real, names=tuple(given.only), say=say
+        seconds=given.seconds,
+        seed=seed,
+        is_real=given.real,
+        has_journal=not given.no_journal,
+        names=tuple(given.only),
+        say=say,
     )
     report = asyncio.run(run_chaos(config, _free_address()))
     say("\n".join(report.lines()))

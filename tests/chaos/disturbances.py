@@ -135,6 +135,16 @@ async def kill_coordinator(cluster: FaultyCluster, generator: random.Random) -> 
     await cluster.restart("coordinator")
 
 
+async def kill_coordinator_and_a_worker(cluster: FaultyCluster, generator: random.Random) -> None:
+    """The worker comes back after the coordinator, or has to be done without for a while."""
+    victim = generator.choice(cluster.worker_names)
+    await cluster.kill("coordinator", victim)
+    await pause_s(generator, 0.0, 0.5)
+    await cluster.restart("coordinator")
+    await pause_s(generator, 0.0, 5.0)
+    await cluster.restart(victim)
+
+
 def fault_of_frames(alter: Alteration) -> Inflict:
     async def inflict(cluster: FaultyCluster, generator: random.Random) -> None:
         victim = (await cluster.places())[generator.choice(("FIRST", "MIDDLE", "LAST"))]
@@ -183,6 +193,7 @@ DISTURBANCES = (
     Disturbance("freeze a worker until it is lost", freeze_until_lost),
     Disturbance("partition a worker until it is lost", partition_until_lost),
     Disturbance("kill the coordinator", kill_coordinator),
+    Disturbance("kill the coordinator and a worker", kill_coordinator_and_a_worker),
     Disturbance("slow connections", slow_bytes),
     Disturbance("stall a connection", stall_bytes, weight=2),
     Disturbance("cut a connection", cut_bytes, weight=2),

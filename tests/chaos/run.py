@@ -7,7 +7,7 @@ import random
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from deploy import ClusterFailed, LocalClusterConfig
@@ -29,13 +29,15 @@ RECOVERS_WITHIN_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChaosConfig:
-    """`is_real` computes with a small model instead of mock stages. `names` are parts of the names of the
+    """`is_real` computes with a small model instead of mock stages. With a journal requests go on under the
+    next coordinator. `names` are parts of the names of the
     disturbances to choose from; all without any.
     """
 
     seconds: float
     seed: int
     is_real: bool = False
+    has_journal: bool = True
     names: tuple[str, ...] = ()
     say: Callable[[str], None] = print
 
@@ -116,7 +118,10 @@ async def _answers(chaos: ChaosConfig, client: Client, asks: Sequence[Ask]) -> d
 
 def _cluster_config(chaos: ChaosConfig, directory: Path, free_address: str) -> LocalClusterConfig:
     logs = directory / "logs"
-    if not chaos.is_real:
-        return mock_config(NUM_WORKERS, num_stages=NUM_STAGES, logs=logs, listen=free_address)
-    model = make_steady_model(directory / "model")
-    return config(model, NUM_WORKERS, num_stages=NUM_STAGES, logs=logs, listen=free_address)
+    if chaos.is_real:
+        model = make_steady_model(directory / "model")
+        made = config(model, NUM_WORKERS, num_stages=NUM_STAGES, logs=logs, listen=free_address)
+    else:
+        made = mock_config(NUM_WORKERS, num_stages=NUM_STAGES, logs=logs, listen=free_address)
+    journal = ("--journal", str(directory / "journal.db")) if chaos.has_journal else ()
+    return replace(made, coordinator_arguments=(*made.coordinator_arguments, *journal))
