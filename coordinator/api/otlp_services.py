@@ -72,10 +72,7 @@ def _partial_metrics(num_rejected: int, reason: str) -> metrics_service_pb2.Expo
 
 
 def _reasons(taken: Taken) -> str:
-    reasons = {
-        "without a trace id of 16 bytes and a span id of 8": taken.num_refused,
-        "of traces that had to make room": taken.num_dropped,
-    }
+    reasons = {**taken.refused, "of traces that had to make room": taken.num_dropped}
     return ", ".join(f"{number} spans {reason}" for reason, number in reasons.items() if number)
 
 
