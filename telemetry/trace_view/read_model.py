@@ -282,7 +282,7 @@ def _read_span(span: Span, resource: Mapping[str, Value]) -> TraceSpan:
 
 
 def _attributes(pairs: Iterable[KeyValue]) -> Mapping[str, Value]:
-    """Those with one value; lists and maps are none of ours."""
+    """Those with one value that is a text or a finite number; lists and maps are none of ours."""
     found: dict[str, Value] = {}
     for pair in pairs:
         match pair.value.WhichOneof("value"):
@@ -292,6 +292,6 @@ def _attributes(pairs: Iterable[KeyValue]) -> Mapping[str, Value]:
                 found[pair.key] = pair.value.bool_value
             case "int_value":
                 found[pair.key] = pair.value.int_value
-            case "double_value":
+            case "double_value" if math.isfinite(pair.value.double_value):
                 found[pair.key] = pair.value.double_value
     return MappingProxyType(found)

@@ -157,8 +157,7 @@ async def test_spans_that_cannot_be_kept_are_told_in_the_answer(
     response = await export(export_request([*served().spans, bad, foreign, bad]), timeout=DEADLINE_S)
     assert response.partial_success.rejected_spans == 3
     assert response.partial_success.error_message == (
-        "2 spans without a trace id of 16 bytes and a span id of 8, "
-        "1 spans of a scope that is not stageline"
+        "2 spans without a trace id of 16 bytes and a span id of 8, 1 spans of a scope that is not stageline"
     )
     assert len(coordinator.trace_store.find(REQUEST_ID).spans) == len(served().spans)
 
@@ -188,9 +187,9 @@ async def test_a_batch_that_is_too_large_is_refused_whole(
 async def test_metrics_are_taken_and_handed_on() -> None:
     seen: list[metrics_service_pb2.ExportMetricsServiceRequest] = []
 
-    def on_metrics(request: metrics_service_pb2.ExportMetricsServiceRequest) -> list[ResourceMetrics]:
+    def on_metrics(request: metrics_service_pb2.ExportMetricsServiceRequest) -> int:
         seen.append(request)
-        return [request.resource_metrics[0]]
+        return 2
 
     point = NumberDataPoint(as_int=1)
     metric = Metric(name="x", gauge=Gauge(data_points=[point, point, point]))
@@ -215,9 +214,12 @@ async def test_where_nobody_keeps_metrics_none_are_refused() -> None:
 
 async def test_metrics_of_strangers_are_refused_by_the_coordinator(channel: grpc.aio.Channel) -> None:
     stub = metrics_service_pb2_grpc.MetricsServiceStub(channel)
-    request = metrics_service_pb2.ExportMetricsServiceRequest(resource_metrics=[ResourceMetrics()])
+    metric = Metric(name="x", gauge=Gauge(data_points=[NumberDataPoint(as_int=1)] * 7))
+    message = ResourceMetrics(scope_metrics=[ScopeMetrics(metrics=[metric, metric])])
+    request = metrics_service_pb2.ExportMetricsServiceRequest(resource_metrics=[message])
     response = await stub.Export(request, timeout=DEADLINE_S)
-    assert response.partial_success.rejected_data_points == 1
+    assert response.partial_success.rejected_data_points == 14
+    assert "14 points" in response.partial_success.error_message
 
 
 async def test_traces_survive_the_coordinator(tmp_path: Path) -> None:
