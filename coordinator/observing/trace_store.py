@@ -22,6 +22,8 @@ MOST_SOURCE_BYTES = 8 * 1024
 """The description of a process and its scope; ours take a few hundred."""
 SCOPE = "stageline"
 """Whose spans are kept. Names of services may be changed by whoever runs them, and so do not tell."""
+LEAST_PART = 4
+"""Characters of an id by which a request is found."""
 MOST_TRACE_BYTES = 12 * 1024 * 1024
 """What one trace may have of the store: it has to fit into an answer."""
 
@@ -187,11 +189,14 @@ class TraceStore:
         wanted = wanted.strip().lower()
         if wanted in self._requests:
             return wanted
+        if len(wanted) < LEAST_PART:
+            raise InvalidRequest(
+                f"{wanted!r} is too short: at least {LEAST_PART} characters of a request's id are needed"
+            )
         found = [
             request_id
             for request_id, trace in self._requests.items()
-            if wanted
-            and (request_id.startswith(wanted) or request_id.endswith(wanted) or trace.id.hex() == wanted)
+            if request_id.startswith(wanted) or request_id.endswith(wanted) or trace.id.hex() == wanted
         ]
         if not found:
             raise RequestNotFound(f"no trace of request {wanted} is kept")

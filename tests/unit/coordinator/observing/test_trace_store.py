@@ -161,9 +161,15 @@ def test_a_part_that_several_ids_have_is_refused_with_them() -> None:
         store.find("01890a5d")
 
 
-@pytest.mark.parametrize("wanted", ["", " ", "x", "1890a5d"])
+@pytest.mark.parametrize("wanted", ["xxxx", "1890a5d"])
 def test_what_is_no_part_of_an_id_is_not_found(wanted: str) -> None:
     with pytest.raises(RequestNotFound):
+        filled(1).find(wanted)
+
+
+@pytest.mark.parametrize("wanted", ["", " ", "0", " 018 ", "001"])
+def test_a_part_that_is_too_short_is_refused(wanted: str) -> None:
+    with pytest.raises(InvalidRequest, match="is too short: at least 4 characters"):
         filled(1).find(wanted)
 
 
