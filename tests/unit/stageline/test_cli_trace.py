@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -24,6 +25,7 @@ from telemetry.trace_view.summary import summary
 from tests.otlp_spans import REQUEST_ID, SpanMaker, Times, served
 from wire.channels import bind, new_server
 
+NO_ACTIVITY: Any = None
 OTHER_ID = "01890a5d-ffff-774b-bcce-000000000001"
 
 
@@ -46,7 +48,9 @@ class Served:
     async def _serve(self) -> None:
         self._ended = asyncio.Event()
         server, reader = new_server(), TraceReader(self.store)
-        telemetry_pb2_grpc.add_TelemetryServicer_to_server(TelemetryService(self.store, reader), server)
+        telemetry_pb2_grpc.add_TelemetryServicer_to_server(
+            TelemetryService(self.store, reader, NO_ACTIVITY), server
+        )
         port = bind(server, "127.0.0.1:0")
         await server.start()
         self._ready.set_result(f"127.0.0.1:{port}")
@@ -185,12 +189,13 @@ def test_a_coordinator_without_traces_says_so(
     assert capsys.readouterr().out == "No request has been traced yet.\n"
 
 
+PLANTED_ID = "01890a5d-ffff-774b-bcce-000000000003"
 PLANTED = "[/x]\x1b[31m\x9b2J\u202e"
 
 
 def planted() -> SpanMaker:
     """A trace of which every text is meant to do something to a terminal."""
-    maker = SpanMaker(outcome=f"failed{PLANTED}")
+    maker = SpanMaker(request_id=PLANTED_ID, trace_id=b"p" * 16, outcome=f"failed{PLANTED}")
     maker.queue(0.0, 1.0)
     end = maker.chunk(1.0, [Times(0.1), Times(0.1)])
     maker.decode(end, 9.0, [Times(0.1), Times(5.0)], workers=(PLANTED, f"[bold]{PLANTED}"))
@@ -203,7 +208,7 @@ def test_texts_of_spans_cannot_do_anything_to_a_terminal(
     coordinator: Served, capsys: pytest.CaptureFixture[str]
 ) -> None:
     coordinator.store.add(planted().spans)
-    for line in (["trace"], ["trace", REQUEST_ID]):
+    for line in (["trace"], ["trace", PLANTED_ID]):
         assert main(line) == 0
         output = capsys.readouterr().out
         assert all(each.isprintable() for each in output.splitlines())

@@ -374,7 +374,7 @@ async def test_defects_are_logged_and_not_shown(
 async def test_who_takes_too_long_is_answered_all_the_same(
     coordinator: Coordinator, http: Http, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def never(self: object) -> None:
+    async def never(self: object, num_requests: int) -> None:
         await asyncio.Event().wait()
 
     monkeypatch.setattr(guard, "REQUEST_TIMEOUT_S", 0.01)

@@ -149,7 +149,7 @@ def test_stages_whose_parent_has_not_come_are_shown_with_the_only_request() -> N
     assert [work.num_steps for work in read(store.find(request_id(1))).stages] == [17, 17, 17]
 
 
-@pytest.mark.parametrize("wanted", ["01890a5d-0000-7000-8000-000000000ab", "0ab1", "AB1", f" {0xAB1:032x}"])
+@pytest.mark.parametrize("wanted", ["01890a5d-0000-7000-8000-000000000ab", "0ab1", "0AB1", f" {0xAB1:032x}"])
 def test_a_request_is_found_by_a_part_of_its_id_and_by_its_trace(wanted: str) -> None:
     store = filled(0xAB1, 0xCD2)
     assert store.find(wanted).request_id == request_id(0xAB1)
