@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, InstrumentationScope, KeyValue
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, Status, TracesData
 
@@ -85,7 +85,7 @@ class SpanMaker:
                         }
                     )
                 ),
-                scope_spans=[ScopeSpans(spans=[span])],
+                scope_spans=[ScopeSpans(scope=InstrumentationScope(name="stageline"), spans=[span])],
             )
         )
         return bytes(span.span_id)

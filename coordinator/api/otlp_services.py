@@ -9,13 +9,14 @@ from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metric
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 from coordinator.observing.trace_store import Taken, TraceStore
+from coordinator.observing.worker_metrics import num_points
 
 MAX_EXPORT_BYTES = 4 * 1024 * 1024
 """What collectors take by default, too."""
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 OnMetrics: TypeAlias = Callable[[metrics_service_pb2.ExportMetricsServiceRequest], int]
-"""Takes metrics, and returns of how many resources it has refused them."""
+"""Takes metrics, and returns how many of their points it has refused."""
 
 
 class TraceService(trace_service_pb2_grpc.TraceServiceServicer):
@@ -48,7 +49,7 @@ class MetricsService(metrics_service_pb2_grpc.MetricsServiceServicer):
         if request.ByteSize() > MAX_EXPORT_BYTES:
             return _partial_metrics(_num_points(request), _too_large(request.ByteSize()))
         num_refused = 0 if self._on_metrics is None else self._on_metrics(request)
-        return _partial_metrics(num_refused, f"metrics of {num_refused} resources that nobody here knows")
+        return _partial_metrics(num_refused, f"{num_refused} points of resources that nobody here knows")
 
 
 def _partial_trace(num_rejected: int, reason: str) -> trace_service_pb2.ExportTraceServiceResponse:
@@ -72,10 +73,7 @@ def _partial_metrics(num_rejected: int, reason: str) -> metrics_service_pb2.Expo
 
 
 def _reasons(taken: Taken) -> str:
-    reasons = {
-        "without a trace id of 16 bytes and a span id of 8": taken.num_refused,
-        "of traces that had to make room": taken.num_dropped,
-    }
+    reasons = {**taken.refused, "of traces that had to make room": taken.num_dropped}
     return ", ".join(f"{number} spans {reason}" for reason, number in reasons.items() if number)
 
 
@@ -88,12 +86,4 @@ def _num_spans(request: trace_service_pb2.ExportTraceServiceRequest) -> int:
 
 
 def _num_points(request: metrics_service_pb2.ExportMetricsServiceRequest) -> int:
-    """Every kind of metric has its points in `data_points`."""
-    metrics = (
-        metric
-        for each in request.resource_metrics
-        for scope in each.scope_metrics
-        for metric in scope.metrics
-    )
-    kinds = ((metric, metric.WhichOneof("data")) for metric in metrics)
-    return sum(len(getattr(metric, kind).data_points) for metric, kind in kinds if kind is not None)
+    return sum(map(num_points, request.resource_metrics))

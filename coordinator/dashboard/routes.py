@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from aiohttp import hdrs, web
@@ -14,10 +13,14 @@ from coordinator.dashboard.sources import Sources
 from coordinator.dashboard.static_files import StaticFile, load_static_files
 from coordinator.dashboard.status_json import status_fields
 from stageline_rpc.v1 import cluster_pb2
+from telemetry.trace_view.facts import summary_facts
 from wire.ids import parse_request_id
 
 MAX_THREADS = 2
 """That work for all readers together; who comes later waits."""
+LISTED_TRACES = 100
+"""Unless told otherwise."""
+MOST_LISTED_TRACES = 512
 
 
 class Routes:
@@ -79,9 +82,14 @@ class Routes:
         return web.Response(body=body, content_type="application/json")
 
     async def traces(self, request: web.Request) -> web.Response:
-        """The requests whose traces are kept, latest first."""
-        found = await self._sources.traces.summaries()
-        return _json_response({"traces": [asdict(each) for each in found]})
+        """`?limit=N` of the requests whose traces are kept, latest first."""
+        limit = _number(request, "limit", LISTED_TRACES)
+        if not 1 <= limit <= MOST_LISTED_TRACES:
+            raise web.HTTPBadRequest(text=f"limit is {limit}, but must be 1 to {MOST_LISTED_TRACES}")
+        found = await self._sources.traces.summaries(limit)
+        async with self._threads:
+            body = await asyncio.to_thread(to_json, {"traces": [summary_facts(each) for each in found]})
+        return web.Response(body=body, content_type="application/json")
 
     async def trace(self, request: web.Request) -> web.Response:
         """By the id of its request, or the beginning of it."""
@@ -133,8 +141,8 @@ class Routes:
         return _json_response({}, status=202)
 
 
-def _number(request: web.Request, name: str) -> int:
-    text = request.query.get(name, "0")
+def _number(request: web.Request, name: str, default: int = 0) -> int:
+    text = request.query.get(name, str(default))
     if not (text.isascii() and text.isdigit() and len(text) <= 18):
         raise web.HTTPBadRequest(text=f"{name} is {text[:40]!r}, but must be a whole number")
     return int(text)

@@ -66,6 +66,7 @@ class TraceFile:
         self._pending_lock = threading.Lock()
         self._pending: deque[tuple[bytes, KeptSpan]] = deque()
         self._pending_bytes = 0
+        self._dropped: deque[bytes] = deque(maxlen=PENDING_SPANS)
         self._has_failed = False
         self._news = threading.Event()
         self._closing = threading.Event()
@@ -93,11 +94,20 @@ class TraceFile:
     def write(self, trace_id: bytes, span: KeptSpan) -> None:
         """Has it written soon. Waits for nothing: what finds no room is lost."""
         with self._pending_lock:
-            if len(self._pending) >= PENDING_SPANS or self._pending_bytes + span.size_bytes > PENDING_BYTES:
+            if len(self._pending) >= PENDING_SPANS or self._pending_bytes + _size_bytes(span) > PENDING_BYTES:
                 self.num_lost += 1
                 return
             self._pending.append((trace_id, span))
-            self._pending_bytes += span.size_bytes
+            self._pending_bytes += _size_bytes(span)
+        self._tell()
+
+    def drop(self, trace_id: bytes) -> None:
+        """Has a trace removed soon, of which nothing is written any more."""
+        with self._pending_lock:
+            self._dropped.append(trace_id)
+        self._tell()
+
+    def _tell(self) -> None:
         if not self._news.is_set():
             self._news.set()
             if self._thread.ident is None:
@@ -123,19 +133,28 @@ class TraceFile:
             self._write_pending()
 
     def _write_pending(self) -> None:
-        while batch := self._take_batch():
-            self._write_batch(batch)
+        while self._pending or self._dropped:
+            self._write_batch(*self._take_batch())
 
-    def _take_batch(self) -> list[tuple[bytes, KeptSpan]]:
+    def _take_batch(self) -> tuple[list[tuple[bytes, KeptSpan]], list[bytes]]:
+        """Spans, and traces to remove after them. A trace whose spans are not all in the batch waits."""
         with self._pending_lock:
             batch = [self._pending.popleft() for _ in range(min(BATCH_SPANS, len(self._pending)))]
-            self._pending_bytes -= sum(span.size_bytes for _, span in batch)
-            return batch
+            self._pending_bytes -= sum(_size_bytes(span) for _, span in batch)
+            waiting = {trace_id for trace_id, _ in self._pending}
+            dropped = [trace_id for trace_id in self._dropped if trace_id not in waiting]
+            self._dropped = deque(
+                (trace_id for trace_id in self._dropped if trace_id in waiting), maxlen=PENDING_SPANS
+            )
+            return batch, dropped
 
-    def _write_batch(self, batch: list[tuple[bytes, KeptSpan]]) -> None:
+    def _write_batch(self, batch: list[tuple[bytes, KeptSpan]], dropped: list[bytes]) -> None:
         try:
             with self._connection:
                 self._insert(batch)
+                self._connection.executemany(
+                    "DELETE FROM traces WHERE id = ?", [(trace_id,) for trace_id in dropped]
+                )
                 self._make_room()
         except sqlite3.Error as error:
             self.num_lost += len(batch)
@@ -153,7 +172,7 @@ class TraceFile:
         connection.executemany(_INSERT, [_row(trace_id, span) for trace_id, span in batch])
         connection.executemany(
             "UPDATE traces SET size_bytes = size_bytes + ? WHERE id = ?",
-            [(span.size_bytes, trace_id) for trace_id, span in batch],
+            [(_size_bytes(span), trace_id) for trace_id, span in batch],
         )
 
     def _make_room(self) -> None:
@@ -169,6 +188,11 @@ class TraceFile:
             """,
             (self._num_traces, self._size_bytes),
         )
+
+
+def _size_bytes(span: KeptSpan) -> int:
+    """Here every span has its source beside it."""
+    return span.size_bytes + len(span.source)
 
 
 def _row(trace_id: bytes, span: KeptSpan) -> tuple[object, ...]:

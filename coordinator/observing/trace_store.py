@@ -2,19 +2,28 @@
 
 import threading
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, TracesData
 
-from coordinator.observing.kept_trace import KeptSpan, KeptTrace
+from coordinator.observing.kept_trace import KeptSpan, KeptTrace, KeptTraces
 from coordinator.observing.trace_file import TraceFile
 from telemetry.spans import Attr, SpanName
 from wire.errors import InvalidRequest, RequestNotFound
+from wire.ids import id_text, parse_request_id
 
 PIECE_SPANS = 64
 """So many spans are taken in at once; a few microseconds each."""
 REMEMBERED_DROPS = 4096
 """Traces that were dropped and are still known, so that late spans do not bring a stump of them back."""
+KNOWN_SOURCES = 128
+"""Processes whose description is kept once for all traces."""
+MOST_SOURCE_BYTES = 8 * 1024
+"""The description of a process and its scope; ours take a few hundred."""
+SCOPE = "stageline"
+"""Whose spans are kept. Names of services may be changed by whoever runs them, and so do not tell."""
+LEAST_PART = 4
+"""Characters of an id by which a request is found."""
 MOST_TRACE_BYTES = 12 * 1024 * 1024
 """What one trace may have of the store: it has to fit into an answer."""
 
@@ -35,7 +44,7 @@ class StoreLimits:
 @dataclass(slots=True)
 class StoreCounts:
     """Spans since the coordinator started. `dropped` were in a trace that was dropped, came after that, or
-    had no room in theirs; `refused` had no valid ids.
+    had no room in theirs; `refused` had no valid ids, or were none of ours.
     """
 
     taken: int = 0
@@ -47,10 +56,19 @@ class StoreCounts:
 
 @dataclass(slots=True)
 class Taken:
-    """What came of spans that were sent: some belong to traces that are gone, some have no valid ids."""
+    """What came of spans that were sent: some belong to traces that are gone, some are refused, each for one
+    reason.
+    """
 
     num_dropped: int = 0
-    num_refused: int = 0
+    refused: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def num_refused(self) -> int:
+        return sum(self.refused.values())
+
+    def refuse(self, reason: str, num_spans: int = 1) -> None:
+        self.refused[reason] = self.refused.get(reason, 0) + num_spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +103,17 @@ class _Dropped:
 class TraceStore:
     """Spans may come late, repeatedly and in any order. Any thread may call; nobody waits long.
 
-    The oldest trace makes room, and within a trace that alone is too large the oldest span. What is kept is
-    also written to `file`, and what it has is taken over.
+    The oldest trace makes room, and within a trace that alone is too large the oldest span. Traces without a
+    request's root, and those of requests that were refused, make room first where they have more than a
+    quarter each. What is kept is also written to `file`, and what it has is taken over.
     """
 
     def __init__(self, limits: StoreLimits | None = None, file: TraceFile | None = None) -> None:
         self.limits = limits or StoreLimits()
         self.counts = StoreCounts()
         self._lock = threading.Lock()
-        self._traces: dict[bytes, KeptTrace] = {}
+        self._traces = KeptTraces()
         self._requests: dict[str, KeptTrace] = {}
-        self._size_bytes = 0
         self._dropped = _Dropped()
         self._sources: dict[bytes, bytes] = {}
         self._file: TraceFile | None = None
@@ -104,8 +122,8 @@ class TraceStore:
 
     @property
     def size_bytes(self) -> int:
-        """What the kept spans take, about."""
-        return self._size_bytes
+        """What the kept spans take, about, and for each trace who recorded them."""
+        return self._traces.size_bytes
 
     @property
     def num_traces(self) -> int:
@@ -123,8 +141,8 @@ class TraceStore:
         num_spans = 0
         for message in resource_spans:
             for scope_spans in message.scope_spans:
-                source = self._source(message, scope_spans)
-                for span in scope_spans.spans:
+                source = self._accepted_source(message, scope_spans, taken)
+                for span in scope_spans.spans if source is not None else ():
                     self._add(source, span, taken)
                     num_spans += 1
                     if num_spans % PIECE_SPANS == 0:
@@ -161,6 +179,8 @@ class TraceStore:
 
     def _take_over(self, file: TraceFile) -> None:
         for trace_id, span in file.read():
+            if span.request_id is not None:
+                span = replace(span, has_failed=_has_failed(Span.FromString(span.message)))
             self._take(trace_id, span, Taken())
         self.counts = StoreCounts()
         self._file = file
@@ -169,11 +189,14 @@ class TraceStore:
         wanted = wanted.strip().lower()
         if wanted in self._requests:
             return wanted
+        if len(wanted) < LEAST_PART:
+            raise InvalidRequest(
+                f"{wanted!r} is too short: at least {LEAST_PART} characters of a request's id are needed"
+            )
         found = [
             request_id
             for request_id, trace in self._requests.items()
-            if wanted
-            and (request_id.startswith(wanted) or request_id.endswith(wanted) or trace.id.hex() == wanted)
+            if request_id.startswith(wanted) or request_id.endswith(wanted) or trace.id.hex() == wanted
         ]
         if not found:
             raise RequestNotFound(f"no trace of request {wanted} is kept")
@@ -185,70 +208,85 @@ class TraceStore:
         trace = self._requests[request_id]
         return FoundTrace(request_id, trace.id.hex(), trace.version, trace.spans_of(request_id))
 
-    def _source(self, message: ResourceSpans, scope_spans: ScopeSpans) -> bytes:
-        """Who recorded a span: `ResourceSpans` without spans. Equal ones are kept once."""
-        source = ResourceSpans(
-            resource=message.resource,
-            scope_spans=[ScopeSpans(scope=scope_spans.scope, schema_url=scope_spans.schema_url)],
-            schema_url=message.schema_url,
-        ).SerializeToString(deterministic=True)
+    def _accepted_source(self, message: ResourceSpans, scope_spans: ScopeSpans, taken: Taken) -> bytes | None:
+        """None where these spans are refused."""
+        num_spans = len(scope_spans.spans)
+        if scope_spans.scope.name != SCOPE:
+            reason = f"of a scope that is not {SCOPE}"
+        else:
+            source = _source(message, scope_spans)
+            if len(source) <= MOST_SOURCE_BYTES:
+                return self._shared(source)
+            reason = f"of a process whose description takes more than {MOST_SOURCE_BYTES} bytes"
+        if num_spans:
+            taken.refuse(reason, num_spans)
+            self.counts.refused += num_spans
+        return None
+
+    def _shared(self, source: bytes) -> bytes:
+        """Equal ones are kept once, whatever the number of traces; `size_bytes` has them for each trace."""
         known = self._sources.get(source)
         if known is not None:
             return known
-        if len(self._sources) >= REMEMBERED_DROPS:
+        if len(self._sources) >= KNOWN_SOURCES:
             self._sources.clear()
         return self._sources.setdefault(source, source)
 
     def _add(self, source: bytes, span: Span, taken: Taken) -> None:
-        if len(span.trace_id) != 16 or len(span.span_id) != 8:
-            taken.num_refused += 1
+        try:
+            request_id = _checked(span)
+        except ValueError as error:
+            taken.refuse(str(error))
             self.counts.refused += 1
             return
         kept = KeptSpan(
             span_id=span.span_id,
             parent_id=span.parent_span_id,
-            request_id=_request_id_of(span),
+            request_id=request_id,
             start_ns=span.start_time_unix_nano,
             source=source,
             message=span.SerializeToString(),
+            has_failed=request_id is not None and _has_failed(span),
         )
         self._take(span.trace_id, kept, taken)
 
     def _take(self, trace_id: bytes, span: KeptSpan, taken: Taken) -> None:
         with self._lock:
-            if trace_id in self._dropped.ids or span.size_bytes > self.limits.trace_bytes:
+            is_too_large = span.size_bytes + len(span.source) > self.limits.trace_bytes
+            if trace_id in self._dropped.ids or is_too_large:
                 taken.num_dropped += 1
                 self.counts.dropped += 1
                 return
-            trace = self._traces.get(trace_id)
-            if trace is None:
-                trace = self._traces[trace_id] = KeptTrace(trace_id)
+            trace = self._traces.get(trace_id) or KeptTrace(trace_id)
             if not trace.add(span):
                 self.counts.repeated += 1
                 return
             self.counts.taken += 1
-            self._size_bytes += span.size_bytes
             if span.request_id is not None:
                 self._requests.setdefault(span.request_id, trace)
-            if self._file is not None:
-                self._file.write(trace_id, span)
             self._make_room(trace)
+            if self._file is not None and trace_id not in self._dropped.ids:
+                self._file.write(trace_id, span)
 
     def _make_room(self, latest: KeptTrace) -> None:
         while latest.size_bytes > self.limits.trace_bytes:
             oldest = latest.drop_oldest()
-            self._size_bytes -= oldest.size_bytes
             self.counts.dropped += 1
             self._forget_request(oldest.request_id, latest)
-        while len(self._traces) > self.limits.num_traces or self._size_bytes > self.limits.size_bytes:
-            self._drop_trace(next(iter(self._traces.values())))
+        self._traces.put(latest)
+        bounds = self.limits
+        while len(self._traces) > bounds.num_traces or self._traces.size_bytes > bounds.size_bytes:
+            self._drop_trace(
+                self._traces.first_to_go(num_traces=bounds.num_traces, size_bytes=bounds.size_bytes)
+            )
 
     def _drop_trace(self, trace: KeptTrace) -> None:
-        del self._traces[trace.id]
-        self._size_bytes -= trace.size_bytes
+        self._traces.remove(trace)
         self.counts.dropped += len(trace.spans)
         self.counts.dropped_traces += 1
         self._dropped.add(trace.id)
+        if self._file is not None:
+            self._file.drop(trace.id)
         for request_id in trace.roots:
             self._forget_request(request_id, trace)
 
@@ -257,14 +295,37 @@ class TraceStore:
             del self._requests[request_id]
 
 
-def _request_id_of(span: Span) -> str | None:
-    """Whose root it is; None for every other span."""
+def _source(message: ResourceSpans, scope_spans: ScopeSpans) -> bytes:
+    """Who recorded a span: `ResourceSpans` without spans."""
+    return ResourceSpans(
+        resource=message.resource,
+        scope_spans=[ScopeSpans(scope=scope_spans.scope, schema_url=scope_spans.schema_url)],
+        schema_url=message.schema_url,
+    ).SerializeToString(deterministic=True)
+
+
+def _checked(span: Span) -> str | None:
+    """Whose root it is; None for every other span. Raises ValueError, which says what spans are refused."""
+    if len(span.trace_id) != 16 or len(span.span_id) != 8:
+        raise ValueError("without a trace id of 16 bytes and a span id of 8")
     if span.name != SpanName.GENERATE:
         return None
-    for pair in span.attributes:
-        if pair.key == Attr.REQUEST_ID:
-            return pair.value.string_value.lower() or None
-    return None
+    text = _text(span, Attr.REQUEST_ID)
+    try:
+        is_ours = id_text(parse_request_id(text)) == text
+    except ValueError:
+        is_ours = False
+    if not is_ours:
+        raise ValueError("of requests whose id is no UUIDv7")
+    return text
+
+
+def _has_failed(root: Span) -> bool:
+    return _text(root, Attr.OUTCOME) == "failed"
+
+
+def _text(span: Span, key: Attr) -> str:
+    return next((pair.value.string_value for pair in span.attributes if pair.key == key), "")
 
 
 def _resource_spans(source: bytes, messages: Iterable[bytes]) -> ResourceSpans:

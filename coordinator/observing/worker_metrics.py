@@ -35,7 +35,7 @@ class WorkerMetrics:
         self._kept: dict[str, _Kept] = {}
 
     def take(self, request: ExportMetricsServiceRequest, now_s: float) -> int:
-        """Keeps what workers that are here say of themselves. Returns how many resources were refused."""
+        """Keeps what workers that are here say of themselves. Returns how many points were refused."""
         known = self._known()
         num_refused = 0
         for metrics in request.resource_metrics:
@@ -43,7 +43,7 @@ class WorkerMetrics:
             name = resource.get("service.instance.id", "")
             is_worker = resource.get("service.name") == Process.WORKER.value
             if not is_worker or name not in known or not self._has_room(name, metrics):
-                num_refused += 1
+                num_refused += num_points(metrics)
                 continue
             self._kept[name] = _Kept(metrics, now_s)
         return num_refused
@@ -69,3 +69,10 @@ class WorkerMetrics:
 def exposed_workers(last: dict[str, ResourceMetrics]) -> list[Exposed]:
     """What `WorkerMetrics.last` has given, read; some 100 us for each worker."""
     return [Exposed(name, decode_metrics(metrics, Process.WORKER)) for name, metrics in last.items()]
+
+
+def num_points(message: ResourceMetrics) -> int:
+    """Every kind of metric has its points in `data_points`."""
+    metrics = (metric for scope in message.scope_metrics for metric in scope.metrics)
+    kinds = ((metric, metric.WhichOneof("data")) for metric in metrics)
+    return sum(len(getattr(metric, kind).data_points) for metric, kind in kinds if kind is not None)

@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from google.protobuf import json_format
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 from rich.console import Console
 
 from stageline.cli import options
 from stageline.cli.failures import CommandFailed
-from stageline.cli.trace_list import trace_list_view
+from stageline.cli.trace_list import trace_list_facts, trace_list_view
 from stageline.cli.waterfall_view import waterfall_view
 from stageline.client import Client
 from stageline.errors import RequestNotFound
@@ -20,6 +19,9 @@ from stageline_rpc.v1 import telemetry_pb2
 from telemetry.trace_view.facts import trace_facts
 from telemetry.trace_view.perfetto import perfetto
 from telemetry.trace_view.read_model import RequestTrace, read_spans, request_trace
+
+LEAST_PART = 4
+"""Characters of an id that the coordinator looks for."""
 
 
 def trace(
@@ -52,6 +54,10 @@ def trace(
             raise typer.BadParameter("--perfetto is for one request: give its id")
         _list(asyncio.run(_traces(coordinator, limit or 20)), as_json=as_json)
         return 0
+    if len(request_id.strip()) < LEAST_PART:
+        raise typer.BadParameter(
+            f"{request_id!r} is too short: give at least {LEAST_PART} characters of a request's id"
+        )
     if limit is not None:
         raise typer.BadParameter("--limit is for the list: it does not go with a request")
     found = asyncio.run(_trace(coordinator, request_id))
@@ -80,11 +86,7 @@ async def _trace(coordinator: str, request_id: str) -> RequestTrace:
 
 def _list(response: telemetry_pb2.ListTracesResponse, *, as_json: bool) -> None:
     if as_json:
-        print(
-            json_format.MessageToJson(
-                response, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-            )
-        )
+        print(json.dumps(trace_list_facts(response), indent=2))
     else:
         console = Console()
         console.print(trace_list_view(response, width=console.width))

@@ -92,7 +92,9 @@ def _shortened(label: str, width: int) -> str:
 
 
 def _axis(end_s: float, num_cells: int) -> str:
-    """Times from left to right, each where it begins; the last one where it ends."""
+    """Times from left to right, each where it begins; the last one where it ends. Without a length, one."""
+    if end_s <= 0:
+        return "|0 s".ljust(num_cells)
     line, end = "|0 s", f"{format_seconds(end_s)}|"
     for cell in range(_TICKS_APART, num_cells - len(end) - _TICKS_APART + 1, _TICKS_APART):
         line = line.ljust(cell) + "|" + format_seconds(end_s * cell / num_cells)
@@ -152,13 +154,15 @@ def _stage_table(trace: RequestTrace) -> RenderableType:
     return table
 
 
-def _stage_row(work: StageWork) -> tuple[str, ...]:
+def _stage_row(work: StageWork) -> tuple[Text, ...]:
+    """Texts, because strings would be read as markup."""
     times = work.times
     spent = (times.hop_s, times.receive_s, times.wait_s, times.compute_s, times.send_s)
-    return (
+    cells = (
         f"{work.place.index} {_shortened(work.place.worker, MOST_LABEL)}",
         work.place.layers,
         str(work.num_steps),
         f"{work.mean_batch_size:.1f}",
         *map(format_seconds, spent),
     )
+    return tuple(map(Text, cells))

@@ -119,7 +119,7 @@ def _computing(shares: Iterable[Share], slow: SlowStage | None) -> list[_Part]:
     remark = f", which takes {_ratio(slow.ratio)} x as long as {others}"
     return [
         _Part(own_s, "computing on", slow.place, remark, is_culprit=True),
-        _Part(whole_s - own_s, f"computing on the other {_stages(len(by_place) - 1)}"),
+        _Part(whole_s - own_s, f"computing on the other {_stages(slow.num_others)}"),
     ]
 
 

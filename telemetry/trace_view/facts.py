@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from telemetry.spans import Attr
 from telemetry.trace_view.accounting import Share, account
 from telemetry.trace_view.explain import explain
 from telemetry.trace_view.read_model import NS_PER_S, RequestTrace, StagePlace, StageWork
-from telemetry.trace_view.slow_stage import slowest_stage
+from telemetry.trace_view.slow_stage import SlowStage
+from telemetry.trace_view.summary import TraceSummary, summary
 from telemetry.trace_view.waterfall import Row, Segment, waterfall
 
 
@@ -15,23 +15,44 @@ def trace_facts(trace: RequestTrace) -> dict[str, Any]:
     view = waterfall(trace)
     root = trace.root
     return {
-        "request_id": trace.request_id,
-        "trace_id": trace.trace_id,
-        "started_at": root.start_ns / NS_PER_S,
-        "duration_s": trace.duration_s,
+        **summary_facts(summary(trace)),
         "end_s": view.end_s,
-        "outcome": trace.outcome,
         "error": root.error,
         "explanation": explain(trace),
-        "prompt_tokens": root.number(Attr.PROMPT_TOKENS),
-        "completion_tokens": root.number(Attr.COMPLETION_TOKENS),
-        "time_in_queue_s": root.measure(Attr.TIME_IN_QUEUE),
-        "time_to_first_token_s": root.measure(Attr.TIME_TO_FIRST_TOKEN),
         "attributes": dict(root.attributes),
         "shares": [_share(share, trace) for share in account(trace)],
-        "slowest_stage": _slowest(trace),
         "stages": [_stage(work) for work in trace.stages],
         "rows": [_row(row) for row in view.rows],
+    }
+
+
+def summary_facts(line: TraceSummary) -> dict[str, Any]:
+    """What a list says of one request; `trace_facts` begins with the same."""
+    return {
+        "request_id": line.request_id,
+        "trace_id": line.trace_id,
+        "started_at": line.started_ns / NS_PER_S,
+        "duration_s": line.duration_s,
+        "outcome": line.outcome,
+        "prompt_tokens": line.num_prompt_tokens,
+        "completion_tokens": line.num_completion_tokens,
+        "time_in_queue_s": line.time_in_queue_s,
+        "time_to_first_token_s": line.time_to_first_token_s,
+        "slowest_stage": None if line.slowest is None else _slowest(line.slowest),
+        "preemptions": line.num_preemptions,
+        "recoveries": line.num_recoveries,
+        "spans": line.num_spans,
+    }
+
+
+def _slowest(slow: SlowStage) -> dict[str, Any]:
+    return {
+        "stage": slow.place.index,
+        "worker": slow.place.worker,
+        "layer_begin": slow.place.layer_begin,
+        "layer_end": slow.place.layer_end,
+        "compute_s": slow.compute_s,
+        "times_the_others": slow.ratio,
     }
 
 
@@ -42,13 +63,6 @@ def _share(share: Share, trace: RequestTrace) -> dict[str, Any]:
         "share": share.seconds / trace.duration_s if trace.duration_s else 0.0,
         **({} if share.place is None else _place(share.place)),
     }
-
-
-def _slowest(trace: RequestTrace) -> dict[str, Any] | None:
-    slow = slowest_stage(trace)
-    if slow is None:
-        return None
-    return {**_place(slow.place), "compute_s": slow.compute_s, "times_the_others": slow.ratio}
 
 
 def _stage(work: StageWork) -> dict[str, Any]:

@@ -203,8 +203,18 @@ class RequestTrace:
         return tuple(sorted(works, key=lambda work: (work.place.index, work.spans[0].start_ns)))
 
 
+def printable(text: str) -> str:
+    """Without what a terminal would obey: spans come from anybody. Line breaks and tabs become blanks."""
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() else " " if each.isspace() else "\N{REPLACEMENT CHARACTER}"
+        for each in text
+    )
+
+
 def read_spans(data: TracesData | Iterable[ResourceSpans]) -> list[TraceSpan]:
-    """Every span of these messages, as they come."""
+    """Every span of these messages, as they come; texts are `printable`."""
     messages = data.resource_spans if isinstance(data, TracesData) else data
     return [
         _read_span(span, resource)
@@ -271,27 +281,27 @@ def _read_span(span: Span, resource: Mapping[str, Value]) -> TraceSpan:
         trace_id=span.trace_id.hex(),
         span_id=span.span_id.hex(),
         parent_id=span.parent_span_id.hex(),
-        name=span.name,
+        name=printable(span.name),
         start_ns=span.start_time_unix_nano,
         end_ns=max(span.start_time_unix_nano, span.end_time_unix_nano),
         attributes=_attributes(span.attributes),
         process=str(resource.get(SERVICE_NAME, "")),
         instance=str(resource.get(SERVICE_INSTANCE, "")),
-        error=span.status.message if span.status.code == Status.STATUS_CODE_ERROR else None,
+        error=printable(span.status.message) if span.status.code == Status.STATUS_CODE_ERROR else None,
     )
 
 
 def _attributes(pairs: Iterable[KeyValue]) -> Mapping[str, Value]:
-    """Those with one value; lists and maps are none of ours."""
+    """Those with one value that is a text or a finite number; lists and maps are none of ours."""
     found: dict[str, Value] = {}
     for pair in pairs:
         match pair.value.WhichOneof("value"):
             case "string_value":
-                found[pair.key] = pair.value.string_value
+                found[printable(pair.key)] = printable(pair.value.string_value)
             case "bool_value":
-                found[pair.key] = pair.value.bool_value
+                found[printable(pair.key)] = pair.value.bool_value
             case "int_value":
-                found[pair.key] = pair.value.int_value
-            case "double_value":
-                found[pair.key] = pair.value.double_value
+                found[printable(pair.key)] = pair.value.int_value
+            case "double_value" if math.isfinite(pair.value.double_value):
+                found[printable(pair.key)] = pair.value.double_value
     return MappingProxyType(found)

@@ -99,7 +99,11 @@ async def test_a_trace_is_opened_and_closed_with_the_keyboard(
     browser: Browser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def facts(self: TraceReader, wanted: str) -> Mapping[str, Any]:
-        return traced_request(wanted)
+        trace = traced_request(wanted)
+        former = {"worker": "worker-9"}  # had stage 2 before a recovery
+        for name in ("rows", "stages"):
+            trace[name] = [*trace[name], {**trace[name][-1], **former}]
+        return trace
 
     monkeypatch.setattr(TraceReader, "facts", facts)
     async with served(3, *SLOW_LAST) as cluster, opened(browser, cluster) as watched:
@@ -117,7 +121,9 @@ async def test_a_trace_is_opened_and_closed_with_the_keyboard(
         await expect(page.locator("#trace .sentence")).to_contain_text("computing on stage 2", timeout=SHOWN)
         await expect(page.locator("#trace-title")).to_contain_text(chosen)
         assert await page.locator("#trace .segment").count() > 30
+        await expect(page.locator("#trace .slow-row")).to_have_count(1)
         await expect(page.locator("#trace .slow-row")).to_contain_text("worker-2")
+        await expect(page.locator("#trace .label", has_text="▲")).to_have_count(1)
         await page.keyboard.press("Escape")
         await expect(page.locator("#trace")).to_be_hidden()
         assert await page.evaluate("document.activeElement.dataset.id") == chosen

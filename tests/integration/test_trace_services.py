@@ -12,6 +12,7 @@ import grpc
 import pytest
 from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.proto.common.v1.common_pb2 import InstrumentationScope
 from opentelemetry.proto.metrics.v1.metrics_pb2 import (
     Gauge,
     Metric,
@@ -114,19 +115,20 @@ async def test_the_list_is_as_long_as_is_asked_for_and_follows_what_comes(
     coordinator: CoordinatorServer,
 ) -> None:
     makers = [
-        served(request_id=f"r{number}", trace_id=bytes([number] * 16), begin_ns=number * 10**9)
+        served(request_id=_id(number), trace_id=bytes([number] * 16), begin_ns=number * 10**9)
         for number in (1, 2, 3)
     ]
     late = makers[2].spans.pop(5)
     for maker in makers:
         coordinator.trace_store.add(maker.spans)
     async with Client(coordinator.address) as client:
-        assert [each.request_id for each in (await client.traces(2)).traces] == ["r3", "r2"]
+        assert [each.request_id for each in (await client.traces(2)).traces] == [_id(3), _id(2)]
         before = (await client.traces()).traces
         coordinator.trace_store.add([late])
         after = (await client.traces(1)).traces
         again = (await client.traces()).traces
-    assert [each.request_id for each in before] == [each.request_id for each in again] == ["r3", "r2", "r1"]
+    newest_first = [_id(3), _id(2), _id(1)]
+    assert [each.request_id for each in before] == [each.request_id for each in again] == newest_first
     assert after[0].spans == again[0].spans == before[0].spans + 1
     assert again[1:] == before[1:]
 
@@ -135,23 +137,27 @@ async def test_a_request_that_is_not_kept_is_not_found_and_an_unclear_one_is_ref
     coordinator: CoordinatorServer,
 ) -> None:
     for number in (1, 2):
-        coordinator.trace_store.add(served(request_id=f"same{number}", trace_id=bytes([number] * 16)).spans)
+        coordinator.trace_store.add(served(request_id=_id(number), trace_id=bytes([number] * 16)).spans)
     async with Client(coordinator.address) as client:
         with pytest.raises(RequestNotFound, match="no trace of request other is kept"):
             await client.trace("other")
-        with pytest.raises(InvalidRequest, match="same may be any of 2 requests"):
-            await client.trace("same")
+        with pytest.raises(InvalidRequest, match="01890a5d may be any of 2 requests"):
+            await client.trace("01890a5d")
 
 
 async def test_spans_that_cannot_be_kept_are_told_in_the_answer(
     coordinator: CoordinatorServer, channel: grpc.aio.Channel
 ) -> None:
-    bad = ResourceSpans(scope_spans=[ScopeSpans(spans=[Span(trace_id=b"short", span_id=b"s" * 8)])])
+    scope = InstrumentationScope(name="stageline")
+    bad = ResourceSpans(
+        scope_spans=[ScopeSpans(scope=scope, spans=[Span(trace_id=b"short", span_id=b"s" * 8)])]
+    )
+    foreign = ResourceSpans(scope_spans=[ScopeSpans(spans=[Span(trace_id=b"t" * 16, span_id=b"s" * 8)])])
     export = trace_service_pb2_grpc.TraceServiceStub(channel).Export
-    response = await export(export_request([*served().spans, bad, bad]), timeout=DEADLINE_S)
-    assert response.partial_success.rejected_spans == 2
-    assert (
-        response.partial_success.error_message == "2 spans without a trace id of 16 bytes and a span id of 8"
+    response = await export(export_request([*served().spans, bad, foreign, bad]), timeout=DEADLINE_S)
+    assert response.partial_success.rejected_spans == 3
+    assert response.partial_success.error_message == (
+        "2 spans without a trace id of 16 bytes and a span id of 8, 1 spans of a scope that is not stageline"
     )
     assert len(coordinator.trace_store.find(REQUEST_ID).spans) == len(served().spans)
 
@@ -208,9 +214,12 @@ async def test_where_nobody_keeps_metrics_none_are_refused() -> None:
 
 async def test_metrics_of_strangers_are_refused_by_the_coordinator(channel: grpc.aio.Channel) -> None:
     stub = metrics_service_pb2_grpc.MetricsServiceStub(channel)
-    request = metrics_service_pb2.ExportMetricsServiceRequest(resource_metrics=[ResourceMetrics()])
+    metric = Metric(name="x", gauge=Gauge(data_points=[NumberDataPoint(as_int=1)] * 7))
+    message = ResourceMetrics(scope_metrics=[ScopeMetrics(metrics=[metric, metric])])
+    request = metrics_service_pb2.ExportMetricsServiceRequest(resource_metrics=[message])
     response = await stub.Export(request, timeout=DEADLINE_S)
-    assert response.partial_success.rejected_data_points == 1
+    assert response.partial_success.rejected_data_points == 14
+    assert "14 points" in response.partial_success.error_message
 
 
 async def test_traces_survive_the_coordinator(tmp_path: Path) -> None:
@@ -244,6 +253,10 @@ async def test_a_stage_that_is_slow_on_purpose_is_named() -> None:
     assert slow is not None
     assert (slow.place.worker, slow.place.index, slow.stands_out) == ("w2", 2, True)
     assert "stage 2 (w2, layers 4-5)" in explain(trace)
+
+
+def _id(number: int) -> str:
+    return f"01890a5d-0000-7000-8000-{number:012x}"
 
 
 async def _whole_trace(

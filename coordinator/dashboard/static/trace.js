@@ -79,7 +79,7 @@ export class TraceView {
         ["In queue", duration(trace.time_in_queue_s)], ["First token", duration(trace.time_to_first_token_s)],
         ["Rate", decodeS > 0 && trace.completion_tokens > 1 ? `${rate((trace.completion_tokens - 1) / decodeS)} tokens/s` : "–"], ["Total", duration(trace.duration_s)],
       ]),
-      waterfall(trace.rows.map((row) => ({ ...row, note: row.worker })), trace.end_s, trace.slowest_stage?.stage),
+      waterfall(trace.rows.map((row) => ({ ...row, note: row.worker })), trace.end_s, trace.slowest_stage),
       legend(kinds),
       trace.rows.some((row) => row.segments.some((segment) => segment.is_share))
         ? element("p", { class: "note" }, "Decode spans cover many steps: their segments are as long as what they stand for took together, drawn one after another.") : null,
@@ -123,11 +123,16 @@ function legend(kinds) {
     ...kinds.map((kind) => element("li", { title: MEANING[kind] }, element("i", { class: `key k-${kind}` }), `${kind}: ${MEANING[kind]}`)));
 }
 
+// After a recovery another worker may have the same stage, or the same worker other layers.
+function isSamePlace(row, place) {
+  return Boolean(place) && ["stage", "worker", "layer_begin", "layer_end"].every((name) => row[name] === place[name]);
+}
+
 function waterfall(rows, endS, slowest) {
   const made = element("div", { class: "waterfall", role: "img", "aria-label": rows.map((row) => `${row.title} ${duration(total(row))}`).join(", ") });
   const trackPx = document.getElementById("trace-body").clientWidth - LABELS_PX;
   for (const row of rows) {
-    const mark = row.stage !== undefined && row.stage === slowest ? "▲ " : "";
+    const mark = isSamePlace(row, slowest) ? "▲ " : "";
     made.append(element("div", { class: "label" }, `${mark}${row.title}`, row.note ? element("small", {}, row.note) : null));
     made.append(lanes(row, endS, trackPx));
   }
@@ -179,7 +184,7 @@ function drawn(segment, lane, endS, trackPx) {
 function totals(trace) {
   const head = ["Stage", "Worker", "Layers", "Steps", "Mean batch", "Hop", "Receive", "Wait", "Compute", "Send"];
   const rows = trace.stages.map((stage) =>
-    element("tr", { class: stage.stage === trace.slowest_stage?.stage ? "slow-row" : "" },
+    element("tr", { class: isSamePlace(stage, trace.slowest_stage) ? "slow-row" : "" },
       ...[stage.stage, stage.worker, `${stage.layer_begin}–${stage.layer_end - 1}`, grouped(stage.steps), stage.mean_batch_size?.toFixed(1) ?? "–",
         ...[stage.hop_s, stage.receive_s, stage.wait_s, stage.compute_s, stage.send_s].map(duration)].map((text, index) =>
         element("td", { class: index > 2 ? "number" : "" }, String(text)))));

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -15,12 +16,16 @@ from coordinator.api.telemetry_service import TelemetryService
 from coordinator.observing.trace_reader import TraceReader
 from coordinator.observing.trace_store import StoreLimits, TraceStore
 from stageline.cli import main
+from stageline.cli.trace_list import trace_list_view
 from stageline.cli.waterfall_view import waterfall_view
-from stageline_rpc.v1 import telemetry_pb2_grpc
+from stageline_rpc.v1 import telemetry_pb2, telemetry_pb2_grpc
 from telemetry.spans import Attr, SpanName
+from telemetry.trace_view.facts import summary_facts
+from telemetry.trace_view.summary import summary
 from tests.otlp_spans import REQUEST_ID, SpanMaker, Times, served
 from wire.channels import bind, new_server
 
+NO_ACTIVITY: Any = None
 OTHER_ID = "01890a5d-ffff-774b-bcce-000000000001"
 
 
@@ -43,7 +48,9 @@ class Served:
     async def _serve(self) -> None:
         self._ended = asyncio.Event()
         server, reader = new_server(), TraceReader(self.store)
-        telemetry_pb2_grpc.add_TelemetryServicer_to_server(TelemetryService(self.store, reader), server)
+        telemetry_pb2_grpc.add_TelemetryServicer_to_server(
+            TelemetryService(self.store, reader, NO_ACTIVITY), server
+        )
         port = bind(server, "127.0.0.1:0")
         await server.start()
         self._ready.set_result(f"127.0.0.1:{port}")
@@ -97,7 +104,7 @@ def test_a_wide_terminal_shows_whole_ids(
 
 
 def test_traces_that_made_room_are_mentioned(coordinator: Served, capsys: pytest.CaptureFixture[str]) -> None:
-    coordinator.store.add(served(request_id="new", trace_id=b"n" * 16).spans)
+    coordinator.store.add(served(request_id=OTHER_ID[:-1] + "2", trace_id=b"n" * 16).spans)
     assert main(["trace"]) == 0
     assert "1 older traces have made room." in capsys.readouterr().out
 
@@ -108,7 +115,11 @@ def test_the_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     listed = json.loads(capsys.readouterr().out)
     assert [each["request_id"] for each in listed["traces"]] == [REQUEST_ID, OTHER_ID]
     assert listed["traces"][0]["slowest_stage"]["worker"] == "worker-1"
-    assert listed["num_dropped_traces"] == "0"
+    assert (listed["num_dropped_traces"], listed["num_dropped_spans"]) == (0, 0)
+    assert listed["traces"][0] == summary_facts(summary(served((0.2, 0.4, 0.2)).trace()))
+    assert listed["traces"][1]["slowest_stage"] is None
+    assert main(["trace", REQUEST_ID, "--json"]) == 0
+    assert listed["traces"][0].items() <= json.loads(capsys.readouterr().out).items()
 
 
 @pytest.mark.usefixtures("coordinator")
@@ -151,6 +162,8 @@ def test_a_request_for_perfetto(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["--perfetto", "x.json"], 2, "--perfetto is for one request: give its id"),
         ([REQUEST_ID, "--limit", "3"], 2, "--limit is for the list"),
         (["--limit", "0"], 2, "--limit"),
+        ([""], 2, "'' is too short: give at least 4 characters of a request's id"),
+        (["057"], 2, "'057' is too short"),
     ],
 )
 def test_failures_are_one_line_and_an_exit_code(
@@ -174,6 +187,55 @@ def test_a_coordinator_without_traces_says_so(
     monkeypatch.setattr(coordinator.store, "recent", lambda num_requests: [])
     assert main(["trace"]) == 0
     assert capsys.readouterr().out == "No request has been traced yet.\n"
+
+
+PLANTED_ID = "01890a5d-ffff-774b-bcce-000000000003"
+PLANTED = "[/x]\x1b[31m\x9b2J\u202e"
+
+
+def planted() -> SpanMaker:
+    """A trace of which every text is meant to do something to a terminal."""
+    maker = SpanMaker(request_id=PLANTED_ID, trace_id=b"p" * 16, outcome=f"failed{PLANTED}")
+    maker.queue(0.0, 1.0)
+    end = maker.chunk(1.0, [Times(0.1), Times(0.1)])
+    maker.decode(end, 9.0, [Times(0.1), Times(5.0)], workers=(PLANTED, f"[bold]{PLANTED}"))
+    maker.add(SpanName.RECOVERY, 6.0, 9.0, {Attr.CHOICE: 0, Attr.REASON: PLANTED})
+    maker.root(9.0, error=f"{PLANTED}\nand so on")
+    return maker
+
+
+def test_texts_of_spans_cannot_do_anything_to_a_terminal(
+    coordinator: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    coordinator.store.add(planted().spans)
+    for line in (["trace"], ["trace", PLANTED_ID]):
+        assert main(line) == 0
+        output = capsys.readouterr().out
+        assert all(each.isprintable() for each in output.splitlines())
+        assert "[/x]" in output
+
+
+def test_the_views_draw_texts_as_they_are_and_not_as_markup() -> None:
+    lines = drawn(planted())
+    assert any("[bold][/x]" in line for line in lines)
+    line = telemetry_pb2.TraceSummary(
+        request_id="[/x]\x1b[1m",
+        outcome="[/y]",
+        slowest_stage=telemetry_pb2.SlowestStage(worker="[/z]\x07"),
+    )
+    console = Console(width=80, color_system=None)
+    with console.capture() as capture:
+        console.print(trace_list_view(telemetry_pb2.ListTracesResponse(traces=[line]), width=80))
+    assert "[/y]" in capture.get()
+    assert all(each.isprintable() for each in capture.get().splitlines())
+
+
+def test_a_request_that_took_no_time_has_one_mark_on_its_axis() -> None:
+    maker = SpanMaker()
+    maker.root(0.0)
+    maker.queue(0.0, 0.0)
+    [axis] = (line for line in drawn(maker) if "|" in line)
+    assert axis.split() == ["|0", "s"]
 
 
 def drawn(maker: SpanMaker, width: int = 80) -> list[str]:

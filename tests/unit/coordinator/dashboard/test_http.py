@@ -90,7 +90,7 @@ class Coordinator:
 class Traces:
     """Keeps one."""
 
-    async def summaries(self) -> list[TraceSummary]:
+    async def summaries(self, num_requests: int | None = None) -> list[TraceSummary]:
         return [
             TraceSummary(
                 request_id="0199",
@@ -241,12 +241,31 @@ async def test_numbers_that_are_none_are_refused(http: Http, query: str) -> None
 
 async def test_traces_are_listed_and_read(http: Http) -> None:
     (summary,) = (await (await http.get("/api/traces")).json())["traces"]
-    assert (summary["request_id"], summary["num_spans"], summary["slowest"]) == ("0199", 9, None)
+    assert (summary["request_id"], summary["spans"], summary["slowest_stage"]) == ("0199", 9, None)
+    assert (summary["prompt_tokens"], summary["completion_tokens"], summary["started_at"]) == (3, 4, 1e-9)
     assert (await (await http.get("/api/traces/0199")).json())["explanation"] == "1 s: all of it."
     missing = await http.get("/api/traces/abc")
     assert missing.status == 404
     assert await error_of(missing) == "no trace of request abc is kept"
     assert (await http.get("/api/traces/0")).status == 400
+
+
+@pytest.mark.parametrize(
+    ("query", "status"),
+    [("", 200), ("?limit=512", 200), ("?limit=513", 400), ("?limit=0", 400), ("?limit=x", 400)],
+)
+async def test_so_many_traces_are_listed_at_once(
+    http: Http, query: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[int | None] = []
+
+    async def summaries(self: Traces, num_requests: int | None = None) -> list[TraceSummary]:
+        limits.append(num_requests)
+        return []
+
+    monkeypatch.setattr(Traces, "summaries", summaries)
+    assert (await http.get(f"/api/traces{query}")).status == status
+    assert limits == {"": [100], "?limit=512": [512]}.get(query, [])
 
 
 async def test_metrics_come_in_the_form_that_is_accepted(http: Http) -> None:
@@ -355,7 +374,7 @@ async def test_defects_are_logged_and_not_shown(
 async def test_who_takes_too_long_is_answered_all_the_same(
     coordinator: Coordinator, http: Http, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def never(self: object) -> None:
+    async def never(self: object, num_requests: int) -> None:
         await asyncio.Event().wait()
 
     monkeypatch.setattr(guard, "REQUEST_TIMEOUT_S", 0.01)

@@ -10,6 +10,7 @@ import pytest
 from coordinator.observing import trace_file
 from coordinator.observing.trace_file import TraceFile, TraceFileUnusable
 from coordinator.observing.trace_store import StoreLimits, TraceStore
+from tests.otlp_spans import SpanMaker
 from tests.unit.coordinator.observing.trace_batches import batch, read, request, request_id
 
 LIMITS = StoreLimits(num_traces=3)
@@ -82,9 +83,34 @@ def test_the_file_keeps_as_many_traces_as_the_store(path: Path) -> None:
 def test_the_file_keeps_as_many_bytes_as_the_store(path: Path) -> None:
     memory = TraceStore()
     memory.add(batch(1))
-    limits = StoreLimits(size_bytes=2 * memory.size_bytes)
+    spans = memory.find(request_id(1)).spans
+    limits = StoreLimits(size_bytes=2 * sum(span.size_bytes + len(span.source) for span in spans))
     written(path, *range(1, 8), limits=limits)
     assert _count(path, "traces") == 2
+
+
+def test_a_trace_that_made_room_in_the_store_leaves_the_file(path: Path) -> None:
+    limits = StoreLimits(num_traces=4)
+    store = opened(path, limits)
+    for number in range(1, 5):
+        store.add(batch(number))
+    for number in range(100, 120):
+        refused = SpanMaker(
+            request_id=request_id(number), trace_id=number.to_bytes(16, "big"), outcome="failed"
+        )
+        refused.root(0.0, error="the queue is full")
+        store.add(refused.spans)
+    before = kept(store)
+    store.close()
+    assert len(before) == 4
+    assert {request_id(2), request_id(3), request_id(4)} < set(before)
+    store = opened(path, limits)
+    assert sorted(kept(store)) == sorted(before)
+    store.add(batch(5))
+    store.add(batch(6))
+    store.add(batch(7))
+    assert kept(store)[:3] == [request_id(7), request_id(6), request_id(5)]
+    store.close()
 
 
 def test_smaller_bounds_hold_for_what_is_there_already(path: Path) -> None:

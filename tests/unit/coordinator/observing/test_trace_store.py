@@ -6,13 +6,21 @@ from typing import Any
 
 import pytest
 from opentelemetry.proto.common.v1.common_pb2 import InstrumentationScope
-from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span
+from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, Span
 
 from coordinator.observing import trace_store
 from coordinator.observing.trace_store import StoreLimits, TraceStore
 from telemetry.spans import SpanName
-from tests.otlp_spans import served
-from tests.unit.coordinator.observing.trace_batches import batch, read, request, request_id, trace_id
+from tests.otlp_spans import SpanMaker, served
+from tests.unit.coordinator.observing.trace_batches import (
+    batch,
+    of_scope,
+    read,
+    request,
+    request_id,
+    size_of,
+    trace_id,
+)
 from wire.errors import InvalidRequest, RequestNotFound
 
 NUM_SPANS = 10
@@ -70,7 +78,7 @@ def test_the_bytes_of_all_traces_are_bounded() -> None:
     assert store.size_bytes <= 5 * one_bytes
     assert kept(store) == [request_id(number) for number in (20, 19, 18, 17, 16)]
     assert store.counts.dropped_traces == 15
-    assert store.size_bytes == sum(span.size_bytes for found in store.recent() for span in found.spans)
+    assert store.size_bytes == sum(map(size_of, store.recent()))
 
 
 def test_late_spans_of_a_trace_that_is_gone_are_dropped() -> None:
@@ -108,7 +116,7 @@ def test_a_trace_that_is_too_large_loses_its_oldest_spans() -> None:
 def test_a_span_that_is_larger_than_a_trace_may_be_is_dropped() -> None:
     store = TraceStore(StoreLimits(size_bytes=4096))
     span = Span(trace_id=b"t" * 16, span_id=b"s" * 8, name="x" * 5000)
-    assert store.add([ResourceSpans(scope_spans=[ScopeSpans(spans=[span])])]).num_dropped == 1
+    assert store.add([of_scope(span)]).num_dropped == 1
     assert (store.num_traces, store.size_bytes) == (0, 0)
 
 
@@ -116,7 +124,7 @@ def test_a_span_that_is_larger_than_a_trace_may_be_is_dropped() -> None:
 def test_spans_without_valid_ids_are_refused(trace_size: int, span_size: int) -> None:
     store = TraceStore()
     span = Span(trace_id=b"t" * trace_size, span_id=b"s" * span_size)
-    assert store.add([ResourceSpans(scope_spans=[ScopeSpans(spans=[span])])]).num_refused == 1
+    assert store.add([of_scope(span)]).num_refused == 1
     assert (store.counts.refused, store.num_traces) == (1, 0)
 
 
@@ -141,7 +149,7 @@ def test_stages_whose_parent_has_not_come_are_shown_with_the_only_request() -> N
     assert [work.num_steps for work in read(store.find(request_id(1))).stages] == [17, 17, 17]
 
 
-@pytest.mark.parametrize("wanted", ["01890a5d-0000-7000-8000-000000000ab", "0ab1", "AB1", f" {0xAB1:032x}"])
+@pytest.mark.parametrize("wanted", ["01890a5d-0000-7000-8000-000000000ab", "0ab1", "0AB1", f" {0xAB1:032x}"])
 def test_a_request_is_found_by_a_part_of_its_id_and_by_its_trace(wanted: str) -> None:
     store = filled(0xAB1, 0xCD2)
     assert store.find(wanted).request_id == request_id(0xAB1)
@@ -153,9 +161,15 @@ def test_a_part_that_several_ids_have_is_refused_with_them() -> None:
         store.find("01890a5d")
 
 
-@pytest.mark.parametrize("wanted", ["", " ", "x", "1890a5d"])
+@pytest.mark.parametrize("wanted", ["xxxx", "1890a5d"])
 def test_what_is_no_part_of_an_id_is_not_found(wanted: str) -> None:
     with pytest.raises(RequestNotFound):
+        filled(1).find(wanted)
+
+
+@pytest.mark.parametrize("wanted", ["", " ", "0", " 018 ", "001"])
+def test_a_part_that_is_too_short_is_refused(wanted: str) -> None:
+    with pytest.raises(InvalidRequest, match="is too short: at least 4 characters"):
         filled(1).find(wanted)
 
 
@@ -179,13 +193,86 @@ def test_who_recorded_a_span_is_kept_with_it() -> None:
     assert {_with_source(each) for each in _split(data.resource_spans)} == before
 
 
+def test_what_is_known_of_processes_counts_and_goes_with_their_traces() -> None:
+    store = TraceStore(StoreLimits(size_bytes=256 * 1024))
+    for number in range(1, 200):
+        for each in (messages := batch(number)):
+            each.schema_url = f"{number}" + "x" * 6000
+        store.add(messages)
+        assert store.size_bytes <= 256 * 1024
+        assert store.size_bytes == sum(map(size_of, store.recent()))
+    assert sum(map(len, store._sources)) <= 128 * 8 * 1024
+    assert len(store._sources) <= 128
+
+
+def test_a_process_that_says_too_much_of_itself_is_refused() -> None:
+    store = TraceStore()
+    message = of_scope(Span(trace_id=b"t" * 16, span_id=b"s" * 8))
+    message.schema_url = "x" * 10_000
+    assert store.add([message]).refused == {"of a process whose description takes more than 8192 bytes": 1}
+    assert (store.num_traces, store.counts.refused) == (0, 1)
+
+
+def test_spans_of_another_scope_are_refused_and_nothing_makes_room_for_them() -> None:
+    store = filled(1, 2, num_traces=2)
+    for number in range(100, 200):
+        span = Span(trace_id=trace_id(number), span_id=b"s" * 8)
+        assert store.add([of_scope(span, scope="foreign")]).refused == {"of a scope that is not stageline": 1}
+    assert kept(store) == [request_id(2), request_id(1)]
+
+
+@pytest.mark.parametrize(
+    "planted", ["[/x]", "\x1b[31m", "", "x", request_id(1).upper(), "{" + request_id(1) + "}", "0" * 36]
+)
+def test_a_root_of_no_request_of_ours_is_refused(planted: str) -> None:
+    store = filled(1)
+    taken = store.add(
+        [each for each in served(request_id=planted, trace_id=b"p" * 16).spans if _is_root(each)]
+    )
+    assert taken.refused == {"of requests whose id is no UUIDv7": 1}
+    assert kept(store) == [request_id(1)]
+
+
+def test_traces_without_a_root_have_a_quarter_when_room_is_needed() -> None:
+    store = filled(*range(1, 9), num_traces=8)
+    for number in range(100, 140):
+        store.add([of_scope(Span(trace_id=trace_id(number), span_id=b"s" * 8))])
+    assert kept(store) == [request_id(number) for number in (8, 7, 6, 5, 4, 3)]
+    assert store.num_traces == 8
+
+
+def test_traces_without_a_root_have_a_quarter_of_the_bytes() -> None:
+    one_bytes = filled(1).size_bytes
+    store = filled(*range(1, 9), size_bytes=8 * one_bytes)
+    for number in range(100, 140):
+        store.add([of_scope(Span(trace_id=trace_id(number), span_id=b"s" * 8, name="x" * (one_bytes // 2)))])
+    assert len(kept(store)) >= 5
+    assert store.size_bytes <= 8 * one_bytes
+
+
+def test_requests_that_were_refused_have_a_quarter_when_room_is_needed() -> None:
+    store = filled(*range(1, 9), num_traces=8)
+    for number in range(100, 140):
+        store.add(_refused(number))
+    assert kept(store) == [request_id(number) for number in (139, 138, 8, 7, 6, 5, 4, 3)]
+    store.add(batch(200))
+    assert kept(store) == [request_id(number) for number in (200, 139, 138, 8, 7, 6, 5, 4)]
+
+
+def test_an_empty_store_keeps_refused_requests_until_room_is_needed() -> None:
+    store = TraceStore(StoreLimits(num_traces=8))
+    for number in range(1, 9):
+        store.add(_refused(number))
+    assert len(kept(store)) == 8
+    for number in range(101, 107):
+        store.add(batch(number))
+    assert kept(store) == [request_id(number) for number in (106, 105, 104, 103, 102, 101, 8, 7)]
+
+
 def test_spans_are_taken_in_pieces() -> None:
     store = TraceStore()
     spans = [Span(trace_id=b"t" * 16, span_id=number.to_bytes(8, "big")) for number in range(1, 201)]
-    sizes = [
-        store.counts.taken
-        for _ in store.adding([ResourceSpans(scope_spans=[ScopeSpans(spans=spans)])], trace_store.Taken())
-    ]
+    sizes = [store.counts.taken for _ in store.adding([of_scope(*spans)], trace_store.Taken())]
     assert sizes == [64, 128, 192]
     assert store.counts.taken == 200
 
@@ -206,7 +293,23 @@ def test_several_threads_may_add_and_read() -> None:
         thread.join(30)
     assert store.num_traces == 5
     assert store.counts.dropped == 115 * NUM_SPANS
-    assert store.size_bytes == sum(span.size_bytes for found in store.recent() for span in found.spans)
+    assert store.size_bytes == sum(map(size_of, store.recent()))
+
+
+def _refused(number: int) -> list[ResourceSpans]:
+    """What the coordinator tells of a request for which there was no room."""
+    maker = SpanMaker(
+        request_id=request_id(number),
+        trace_id=trace_id(number),
+        begin_ns=1_790_000_000_000_000_000 + number * 10**9,
+        outcome="failed",
+    )
+    maker.root(0.0, error="the queue is full")
+    return maker.spans
+
+
+def _is_root(message: ResourceSpans) -> bool:
+    return message.scope_spans[0].spans[0].name == SpanName.GENERATE
 
 
 def _split(messages: Any) -> list[ResourceSpans]:

@@ -9,6 +9,9 @@ from telemetry.metrics.otlp import encode_metrics
 from telemetry.metrics.snapshot import MetricPoints
 from tests.unit.telemetry.metrics.snapshots import worker_snapshot
 
+NUM_POINTS = 6
+"""What a worker tells at once, here."""
+
 
 def export(name: str, stage: str = "0", service: str = "stageline-worker") -> ExportMetricsServiceRequest:
     resource = {"service.name": service, "service.instance.id": name}
@@ -42,7 +45,7 @@ def test_the_last_of_each_worker_counts() -> None:
 )
 def test_strangers_are_refused(request_: ExportMetricsServiceRequest) -> None:
     workers = WorkerMetrics(lambda: {"w0"})
-    assert workers.take(request_, 0.0) == 1
+    assert workers.take(request_, 0.0) == NUM_POINTS
     assert workers.last() == {}
 
 
@@ -50,14 +53,14 @@ def test_too_much_is_refused() -> None:
     workers = WorkerMetrics(lambda: {"w0"})
     request = export("w0")
     request.resource_metrics[0].schema_url = "x" * MAX_BYTES
-    assert workers.take(request, 0.0) == 1
+    assert workers.take(request, 0.0) == NUM_POINTS
 
 
 def test_there_is_room_for_so_many_workers() -> None:
     names = {f"w{index}" for index in range(definitions.WORKER.num_values + 1)}
     workers = WorkerMetrics(lambda: names)
     refused = [workers.take(export(name), 0.0) for name in sorted(names)]
-    assert refused == [0] * definitions.WORKER.num_values + [1]
+    assert refused == [0] * definitions.WORKER.num_values + [NUM_POINTS]
     assert workers.take(export("w0"), 0.0) == 0
 
 

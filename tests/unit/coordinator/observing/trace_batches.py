@@ -1,6 +1,7 @@
 """Requests' spans as they would be sent, each request in a trace of its own."""
 
-from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans
+from opentelemetry.proto.common.v1.common_pb2 import InstrumentationScope
+from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span
 
 from coordinator.observing.trace_store import FoundTrace
 from telemetry.trace_view.read_model import RequestTrace, read_spans, request_trace
@@ -31,3 +32,14 @@ def batch(number: int) -> list[ResourceSpans]:
 
 def read(found: FoundTrace) -> RequestTrace:
     return request_trace(read_spans(found.data()), found.request_id)
+
+
+def of_scope(*spans: Span, scope: str = "stageline") -> ResourceSpans:
+    """These spans in one message, of a process that says nothing of itself."""
+    return ResourceSpans(scope_spans=[ScopeSpans(scope=InstrumentationScope(name=scope), spans=spans)])
+
+
+def size_of(found: FoundTrace) -> int:
+    """What a trace of one request takes: its spans, and each of their sources once."""
+    sources = {span.source for span in found.spans}
+    return sum(span.size_bytes for span in found.spans) + sum(map(len, sources))

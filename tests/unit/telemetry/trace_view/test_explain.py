@@ -153,6 +153,40 @@ def test_stages_are_compared_within_the_epochs_that_they_shared() -> None:
     assert slow.compute_s == pytest.approx(0.2)
 
 
+def test_a_stage_that_has_not_told_of_every_step_is_compared_step_by_step() -> None:
+    maker = SpanMaker()
+    prompt_end = maker.chunk(0.0, [Times(0.1), Times(0.2), Times(0.1)])
+    parent = maker.decode(prompt_end, 9.0, [Times(0.34)], steps=34)
+    maker.stage(SpanName.STAGE_DECODE, parent, 1, 1.0, Times(0.34), steps=17, end=9.0)
+    maker.stage(SpanName.STAGE_DECODE, parent, 2, 1.0, Times(0.34), steps=34, end=9.0)
+    maker.root(9.0)
+    slow = slowest_stage(maker.trace())
+    assert slow is not None
+    assert (slow.place.index, slow.ratio, slow.num_others) == (1, pytest.approx(2.0), 2)
+
+
+def test_long_prefills_do_not_hide_that_decode_steps_are_missing() -> None:
+    maker = SpanMaker()
+    end = maker.chunk(0.0, [Times(1.0), Times(1.0)])
+    parent = maker.decode(end, 9.0, [Times(1.0)], steps=100)
+    maker.stage(SpanName.STAGE_DECODE, parent, 1, 3.0, Times(0.01), steps=1, end=9.0)
+    maker.root(9.0)
+    slow = slowest_stage(maker.trace())
+    assert slow is not None
+    assert slow.ratio == pytest.approx(1.0)
+
+
+def test_the_other_stages_are_those_of_one_epoch() -> None:
+    maker = SpanMaker()
+    maker.decode(0.0, 1.0, [Times(0.1), Times(0.2)], workers=("a", "b"))
+    maker.decode(1.0, 2.0, [Times(0.1), Times(0.2)], workers=("c", "b"), epoch=2)
+    maker.root(2.0)
+    slow = slowest_stage(maker.trace())
+    assert slow is not None
+    assert (slow.place.worker, slow.num_others) == ("b", 1)
+    assert "computing on the other stage" in explain(maker.trace())
+
+
 def test_a_trace_without_stages_has_no_slowest() -> None:
     maker = SpanMaker()
     maker.root(1.0)

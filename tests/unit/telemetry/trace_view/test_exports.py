@@ -2,11 +2,13 @@
 
 import itertools
 import json
+import math
 from collections import defaultdict
 from typing import Any
 
 import pytest
 
+from telemetry.spans import Attr
 from telemetry.trace_view.explain import explain
 from telemetry.trace_view.facts import trace_facts
 from telemetry.trace_view.perfetto import perfetto
@@ -73,6 +75,17 @@ def test_facts_are_json_and_add_up(trace: RequestTrace) -> None:
     of_stage = [each for each in rows["stage 1"]["segments"] if each["kind"] == "compute"]
     seconds = sum(each["end_s"] - each["start_s"] for each in of_stage)
     assert seconds == pytest.approx(facts["stages"][1]["compute_s"])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_no_number_in_json_is_left_out(value: float) -> None:
+    maker = SpanMaker()
+    maker.root(1.0, {Attr.TIME_IN_QUEUE: value, Attr.PROMPT_TOKENS: value, "else": value, "is": 1.5})
+    facts = json.loads(json.dumps(trace_facts(maker.trace()), allow_nan=False))
+    assert (facts["time_in_queue_s"], facts["prompt_tokens"]) == (None, 0)
+    assert facts["attributes"].get("else") is None
+    assert facts["attributes"]["is"] == 1.5
+    json.dumps(perfetto(maker.trace()), allow_nan=False)
 
 
 def test_a_summary_says_what_the_root_says() -> None:
