@@ -84,7 +84,12 @@ class CoordinatorServer:
             COORDINATOR, StoreSink(self.trace_store.add), config.telemetry, clock, instance=instance
         )
         self.metrics = CoordinatorMetrics(config.telemetry, instance=instance)
-        traces = RequestTraces(self.recorder, config.sampler, model=model.name)
+        traces = RequestTraces(
+            self.recorder,
+            config.sampler,
+            model=model.name,
+            on_refusal=self.metrics.requests.note_refusal,
+        )
         self.engine = Engine(
             AdmissionLimits(
                 queue_size=config.queue_size,
