@@ -39,7 +39,7 @@ def encode_activity(
         slowest_stage=load.slowest,
         over_s=load.over_s,
         stages=_stages(load.stages, snapshot.workers),
-        bubble_share=load.bubble_share or 0.0,
+        bubble_share=load.bubble_share,
         rates=_rates(snapshot.rates),
         num_answered=snapshot.num_answered,
         steps=[_step(each) for each in steps_after(snapshot.steps, after_step)],
