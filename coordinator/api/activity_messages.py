@@ -21,6 +21,7 @@ PHASE_TO_MESSAGE: dict[RequestPhase, telemetry_pb2.RequestPhase.ValueType] = {
     RequestPhase.PREFILL: telemetry_pb2.REQUEST_PHASE_PREFILL,
     RequestPhase.DECODE: telemetry_pb2.REQUEST_PHASE_DECODE,
     RequestPhase.PREEMPTED: telemetry_pb2.REQUEST_PHASE_PREEMPTED,
+    RequestPhase.RECOVERING: telemetry_pb2.REQUEST_PHASE_RECOVERING,
     RequestPhase.FINISHED: telemetry_pb2.REQUEST_PHASE_FINISHED,
     RequestPhase.CANCELLED: telemetry_pb2.REQUEST_PHASE_CANCELLED,
     RequestPhase.FAILED: telemetry_pb2.REQUEST_PHASE_FAILED,

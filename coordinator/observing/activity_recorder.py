@@ -57,6 +57,9 @@ class ActivityRecorder(EngineObserver):
             second.num_generated_tokens += len(sequences)
             self._note_tokens(sequences, second, now_s)
 
+    def preempted(self, sequences: Items[Sequence], now_s: float) -> None:
+        self._requests.preempt(sequences)
+
     def epoch_started(self, epoch: int, now_s: float) -> None:
         self._epochs.append(EpochSpan(epoch, now_s, None))
 

@@ -2,14 +2,14 @@
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from coordinator.requests.request import Request
 from coordinator.scheduling.lifecycle import SequenceState
 from coordinator.scheduling.sequence import Sequence
 from wire.errors import DeadlinePassed, RequestCancelled, ServingError
-from wire.ids import RequestId
+from wire.ids import RequestId, SequenceKey
 from wire.steps import StartRecord
 
 MAX_ENDED = 256
@@ -22,6 +22,7 @@ class RequestPhase(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     PREEMPTED = "preempted"
+    RECOVERING = "recovering"
     FINISHED = "finished"
     CANCELLED = "cancelled"
     FAILED = "failed"
@@ -60,6 +61,7 @@ class _Milestones:
     started_s: float | None = None
     first_token_s: float | None = None
     is_resumed: bool = False
+    preempted: set[SequenceKey] = field(default_factory=set)
 
 
 class RequestHistory:
@@ -78,8 +80,17 @@ class RequestHistory:
         """These sequences are in a step for the first time since they were queued."""
         for record in starts:
             milestones = self._live.get(record.sequence.request_id)
-            if milestones is not None and milestones.started_s is None:
+            if milestones is None:
+                continue
+            milestones.preempted.discard(record.sequence)
+            if milestones.started_s is None:
                 milestones.started_s = now_s
+
+    def preempt(self, sequences: Iterable[Sequence]) -> None:
+        """These have given up their blocks to others."""
+        for sequence in sequences:
+            if (milestones := self._live.get(sequence.key.request_id)) is not None:
+                milestones.preempted.add(sequence.key)
 
     def take_first_token(self, sequence: Sequence, now_s: float) -> float | None:
         """A sequence has got its first token; returns the seconds since its request was accepted, if it is
@@ -100,26 +111,31 @@ class RequestHistory:
     def find(self, request_id: RequestId) -> RequestActivity | None:
         """A live or kept request."""
         if (milestones := self._live.get(request_id)) is not None:
-            return _activity(milestones, _phase(milestones.request))
+            return _activity(milestones, _phase(milestones))
         return next((each for each in reversed(self._ended) if each.request_id == request_id), None)
 
     def live(self, most: int) -> tuple[RequestActivity, ...]:
         """The oldest of those that are live."""
         oldest = list(self._live.values())[:most]
-        return tuple([_activity(each, _phase(each.request)) for each in oldest])
+        return tuple([_activity(each, _phase(each)) for each in oldest])
 
     def ended(self, most: int) -> tuple[RequestActivity, ...]:
         """The latest of those that have ended, latest first."""
         return tuple(self._ended)[: -most - 1 : -1]
 
 
-def _phase(request: Request) -> RequestPhase:
-    """That of the choice which is furthest."""
-    states = {sequence.state for sequence in request.live_sequences}
-    for state in (SequenceState.DECODE, SequenceState.PREFILL, SequenceState.PREEMPTED):
-        if state in states:
+def _phase(milestones: _Milestones) -> RequestPhase:
+    """That of the choice which is furthest. Whoever is back in the queue and was not preempted recovers."""
+    states = {sequence.key: sequence.state for sequence in milestones.request.live_sequences}
+    for state in (SequenceState.DECODE, SequenceState.PREFILL):
+        if state in states.values():
             return RequestPhase[state.name]
-    return RequestPhase.WAITING if states else RequestPhase.FINISHED
+    if not states:
+        return RequestPhase.FINISHED
+    back = {key for key, state in states.items() if state is SequenceState.PREEMPTED}
+    if not back:
+        return RequestPhase.WAITING
+    return RequestPhase.PREEMPTED if back <= milestones.preempted else RequestPhase.RECOVERING
 
 
 def _outcome(error: ServingError | None) -> RequestPhase:

@@ -23,10 +23,12 @@ _LIVE = frozenset(
         telemetry_pb2.REQUEST_PHASE_PREFILL,
         telemetry_pb2.REQUEST_PHASE_DECODE,
         telemetry_pb2.REQUEST_PHASE_PREEMPTED,
+        telemetry_pb2.REQUEST_PHASE_RECOVERING,
     }
 )
 _PHASE_STYLE = {
     telemetry_pb2.REQUEST_PHASE_PREEMPTED: "yellow",
+    telemetry_pb2.REQUEST_PHASE_RECOVERING: "yellow",
     telemetry_pb2.REQUEST_PHASE_CANCELLED: "yellow",
     telemetry_pb2.REQUEST_PHASE_FAILED: "red",
 }

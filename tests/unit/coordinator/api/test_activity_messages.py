@@ -2,9 +2,17 @@
 
 import pytest
 
-from coordinator.api.activity_messages import encode_activity
+from coordinator.api.activity_messages import KIND_TO_MESSAGE, PHASE_TO_MESSAGE, encode_activity
 from coordinator.observing.activity import PipelineLoad
 from coordinator.observing.activity_recorder import ActivityRecorder
+from coordinator.observing.request_history import RequestPhase
+from coordinator.observing.step_history import StepKind
+
+
+def test_every_phase_and_kind_has_its_message() -> None:
+    assert set(PHASE_TO_MESSAGE) == set(RequestPhase)
+    assert len(set(PHASE_TO_MESSAGE.values())) == len(RequestPhase)
+    assert set(KIND_TO_MESSAGE) == set(StepKind)
 
 
 @pytest.mark.parametrize("share", [None, 0.0, 0.25])

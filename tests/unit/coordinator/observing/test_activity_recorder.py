@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 
 from coordinator.observing import per_second
@@ -12,6 +14,8 @@ from coordinator.requests.request import Request
 from coordinator.scheduling.answers import Progress
 from coordinator.scheduling.lifecycle import SequenceState
 from tests.unit.coordinator.observing.makers import new_request, result, sequence_of, step
+from tests.unit.coordinator.requests.engine_model import EngineModel
+from tests.unit.coordinator.requests.wishes import Wish
 from wire.errors import ClusterUnavailable, RequestCancelled, ServingError
 
 
@@ -129,6 +133,31 @@ def test_of_several_choices_the_first_token_counts_once() -> None:
     snapshot = story.at(1001.0)
     assert snapshot.rates.first_token.count == 1
     assert snapshot.seconds[0].num_generated_tokens == 3
+
+
+def test_who_waits_because_an_epoch_has_ended_is_not_preempted() -> None:
+    recorder = ActivityRecorder(0.0)
+    seen = set[RequestPhase]()
+
+    def phases(model: EngineModel) -> set[RequestPhase]:
+        return {each.phase for each in recorder.snapshot(model.now_s, now_unix_s=0.0).live}
+
+    with closing(EngineModel(num_blocks=8, observers=(recorder,))) as model:
+        for first in (1, 2):
+            model.submit(Wish(prompt=(first,) * 8, max_tokens=14).request(arrival=first))
+        while RequestPhase.PREEMPTED not in seen:
+            assert model.advance(0)
+            assert model.deliver()
+            seen |= phases(model)
+        assert RequestPhase.RECOVERING not in seen
+        model.die("worker b is lost")
+        assert phases(model) == {RequestPhase.RECOVERING, RequestPhase.PREEMPTED}
+        model.start(64)
+        while not phases(model) <= {RequestPhase.PREFILL, RequestPhase.DECODE}:
+            assert model.advance(0)
+            assert model.deliver()
+        model.die("worker b is lost again")
+        assert phases(model) == {RequestPhase.RECOVERING}
 
 
 @pytest.mark.parametrize(
