@@ -66,7 +66,6 @@ def _stages(loads: Iterable[StageLoad], workers: tuple[str, ...]) -> list[teleme
             worker=workers[stage] if stage < len(workers) else "",
             num_steps=load.num_steps,
             busy_share=load.busy_share,
-            bubble_share=load.bubble_share,
             compute_us=load.compute_s * 1e6,
             wait_us=load.wait_s * 1e6,
             hop_us=load.hop_s * 1e6,

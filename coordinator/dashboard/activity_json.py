@@ -83,7 +83,6 @@ def _load(load: PipelineLoad, workers: tuple[str, ...]) -> dict[str, Any]:
                 "worker": workers[stage] if stage < len(workers) else "",
                 "num_steps": each.num_steps,
                 "busy_share": each.busy_share,
-                "bubble_share": each.bubble_share,
                 "compute_s": each.compute_s,
                 "wait_s": each.wait_s,
                 "hop_s": each.hop_s,

@@ -331,7 +331,8 @@ class GetActivityResponse(_message.Message):
     over_s: _builtins.float
     """What `stages` and `bubble_share` are over."""
     bubble_share: _builtins.float
-    """Of the time in which steps are in flight, the share in which a stage does not compute; the mean over the stages.
+    """Of the time in which steps are in flight, the share in which a stage does not compute; the mean over the stages,
+    as in the metric `stageline.pipeline.bubble`.
     Unset: no step was in flight lately.
     """
     num_answered: _builtins.int
@@ -402,7 +403,6 @@ class StageActivity(_message.Message):
     WORKER_FIELD_NUMBER: _builtins.int
     NUM_STEPS_FIELD_NUMBER: _builtins.int
     BUSY_SHARE_FIELD_NUMBER: _builtins.int
-    BUBBLE_SHARE_FIELD_NUMBER: _builtins.int
     COMPUTE_US_FIELD_NUMBER: _builtins.int
     WAIT_US_FIELD_NUMBER: _builtins.int
     HOP_US_FIELD_NUMBER: _builtins.int
@@ -411,10 +411,9 @@ class StageActivity(_message.Message):
     num_steps: _builtins.int
     busy_share: _builtins.float
     """Of all time, the share in which it computes."""
-    bubble_share: _builtins.float
     compute_us: _builtins.float
     """Means per step, in microseconds: computing; waiting for the steps before; from the sender's output being ready to
-    the frame being here.
+    the first byte of the frame being here.
     """
     wait_us: _builtins.float
     hop_us: _builtins.float
@@ -425,14 +424,13 @@ class StageActivity(_message.Message):
         worker: _builtins.str = ...,
         num_steps: _builtins.int = ...,
         busy_share: _builtins.float = ...,
-        bubble_share: _builtins.float = ...,
         compute_us: _builtins.float = ...,
         wait_us: _builtins.float = ...,
         hop_us: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bubble_share", b"bubble_share", "busy_share", b"busy_share", "compute_us", b"compute_us", "hop_us", b"hop_us", "num_steps", b"num_steps", "stage", b"stage", "wait_us", b"wait_us", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_share", b"busy_share", "compute_us", b"compute_us", "hop_us", b"hop_us", "num_steps", b"num_steps", "stage", b"stage", "wait_us", b"wait_us", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
