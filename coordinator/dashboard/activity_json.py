@@ -56,7 +56,7 @@ def request_fields(request: RequestActivity) -> dict[str, Any]:
         "generated_tokens": request.num_generated_tokens,
         "max_tokens": request.max_tokens,
         "restarts": request.num_restarts,
-        "accepted_us": _us(request.accepted_s),
+        "accepted_us": _us(request.arrived_s),
         "started_us": _maybe_us(request.started_s),
         "first_token_us": _maybe_us(request.first_token_s),
         "ended_us": _maybe_us(request.ended_s),

@@ -1,4 +1,4 @@
-"""When each live and recent request was accepted, computed first, answered first, and ended. Pure."""
+"""When each live and recent request arrived, was computed first, answered first, and ended. Pure."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -36,7 +36,8 @@ class RequestPhase(StrEnum):
 class RequestActivity:
     """A request as of now. Tokens of all choices together; times on the coordinator's monotonic clock.
 
-    `started_s`: its first step was handed out; `first_token_s`: that was answered with a token.
+    `arrived_s`: the call came, or the request was accepted where nobody knows that; `started_s`: its first step
+    was handed out; `first_token_s`: that was answered with a token.
     """
 
     request_id: RequestId
@@ -47,7 +48,7 @@ class RequestActivity:
     num_generated_tokens: int
     max_tokens: int
     num_restarts: int
-    accepted_s: float
+    arrived_s: float
     started_s: float | None
     first_token_s: float | None
     ended_s: float | None
@@ -57,7 +58,7 @@ class RequestActivity:
 @dataclass(slots=True)
 class _Milestones:
     request: Request
-    accepted_s: float
+    arrived_s: float
     started_s: float | None = None
     first_token_s: float | None = None
     is_resumed: bool = False
@@ -74,7 +75,8 @@ class RequestHistory:
     def accept(self, request: Request, now_s: float) -> None:
         """A request is here. One that a former coordinator has begun has no first token to wait for."""
         is_resumed = any(choice.sequence.num_generated_tokens for choice in request.choices)
-        self._live[request.id] = _Milestones(request, now_s, is_resumed=is_resumed)
+        arrived_s = now_s if request.trace is None else request.trace.arrived_s
+        self._live[request.id] = _Milestones(request, arrived_s, is_resumed=is_resumed)
 
     def start(self, starts: Iterable[StartRecord], now_s: float) -> None:
         """These sequences are in a step for the first time since they were queued."""
@@ -93,14 +95,14 @@ class RequestHistory:
                 milestones.preempted.add(sequence.key)
 
     def take_first_token(self, sequence: Sequence, now_s: float) -> float | None:
-        """A sequence has got its first token; returns the seconds since its request was accepted, if it is
-        the first one of that.
+        """A sequence has got its first token; returns the seconds since its request arrived, if it is the
+        first one of that.
         """
         milestones = self._live.get(sequence.key.request_id)
         if milestones is None or milestones.first_token_s is not None or milestones.is_resumed:
             return None
         milestones.first_token_s = now_s
-        return now_s - milestones.accepted_s
+        return now_s - milestones.arrived_s
 
     def end(self, request: Request, error: ServingError | None, now_s: float) -> None:
         """A request has ended."""
@@ -164,7 +166,7 @@ def _activity(
         num_generated_tokens=sum(sequence.num_generated_tokens for sequence in sequences),
         max_tokens=sum(sequence.max_tokens for sequence in sequences),
         num_restarts=sum(sequence.num_restarts for sequence in sequences),
-        accepted_s=milestones.accepted_s,
+        arrived_s=milestones.arrived_s,
         started_s=milestones.started_s,
         first_token_s=milestones.first_token_s,
         ended_s=ended_s,

@@ -541,7 +541,7 @@ class ActivityRates(_message.Message):
     """Ended with an error, or cancelled."""
     @_builtins.property
     def first_token(self) -> Global___Quantiles:
-        """From a request being accepted to its first token."""
+        """From the call to its first token."""
 
     @_builtins.property
     def inter_token(self) -> Global___Quantiles:
@@ -672,6 +672,7 @@ class RequestActivity(_message.Message):
     num_restarts: _builtins.int
     """How often a choice went back to the queue."""
     accepted_us: _builtins.int
+    """The call came. Of a request that a former coordinator has accepted: 0 at least, if that was before this clock began."""
     started_us: _builtins.int
     """Its first step was handed out; that was answered with a token; it ended."""
     first_token_us: _builtins.int
