@@ -36,7 +36,7 @@ class RequestPhase(StrEnum):
 class RequestActivity:
     """A request as of now. Tokens of all choices together; times on the coordinator's monotonic clock.
 
-    `arrived_s`: the call came, or the request was accepted where nobody knows that; `started_s`: its first step
+    `arrived_s`: the call came, or else the request was accepted; `started_s`: its first step
     was handed out; `first_token_s`: that was answered with a token.
     """
 
