@@ -75,7 +75,6 @@ class CoordinatorServer:
     ) -> None:
         self._config = config
         self.journal = None if config.journal is None else open_journal(config.journal, model)
-        self.activity = ActivityRecorder(time.monotonic())
         self.trace_store = open_trace_store(config)
         self.trace_reader = TraceReader(self.trace_store)
         incarnation, clock = new_incarnation(), ClusterClock()
@@ -84,7 +83,13 @@ class CoordinatorServer:
             COORDINATOR, StoreSink(self.trace_store.add), config.telemetry, clock, instance=instance
         )
         self.metrics = CoordinatorMetrics(config.telemetry, instance=instance)
-        traces = RequestTraces(self.recorder, config.sampler, model=model.name)
+        self.activity = ActivityRecorder(time.monotonic(), bubble_share=self.metrics.pipeline.bubble_share)
+        traces = RequestTraces(
+            self.recorder,
+            config.sampler,
+            model=model.name,
+            on_refusal=self.metrics.requests.note_refusal,
+        )
         self.engine = Engine(
             AdmissionLimits(
                 queue_size=config.queue_size,

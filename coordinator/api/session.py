@@ -66,8 +66,9 @@ class Sessions:
         Raises InvalidRequest, RequestExists, Overloaded, or ClusterUnavailable when there is no pipeline in
         time.
         """
-        refuse_unknown_fields(message)
-        request_id, arrived_s = request_id_of(message), self._engine.now_s()
+        with self._traces.nameless_arrival():
+            refuse_unknown_fields(message)
+            request_id, arrived_s = request_id_of(message), self._engine.now_s()
         with self._traces.arrival(request_id, caller.span, arrived_s) as trace:
             return await self._accept(message, caller, request_id, arrived_s, trace)
 

@@ -5,6 +5,7 @@ import socket
 from aiohttp import web
 
 from coordinator.dashboard.guard import MAX_BODY_BYTES, Guard, add_security_headers
+from coordinator.dashboard.quiet_log import QuietLog
 from coordinator.dashboard.routes import Routes
 from coordinator.dashboard.sources import Sources
 from wire.addresses import Address, parse_address
@@ -40,6 +41,7 @@ class DashboardServer:
         self._runner = web.AppRunner(
             self.app,
             access_log=None,
+            logger=QuietLog(),
             keepalive_timeout=KEEPALIVE_S,
             max_line_size=MAX_HEADER_BYTES,
             max_field_size=MAX_HEADER_BYTES,

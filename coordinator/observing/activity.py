@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from coordinator.observing.bottleneck import describe_pipeline, find_bottleneck
 from coordinator.observing.per_second import PastSecond, Rates
 from coordinator.observing.request_history import RequestActivity
-from coordinator.observing.stage_loads import StageLoad, bubble_share, stage_loads
+from coordinator.observing.stage_loads import StageLoad, stage_loads
 from coordinator.observing.step_history import KEPT_S, AnsweredStep, SentStep
 
 MAX_STAGE_TIMES = 8000
@@ -28,6 +28,7 @@ class Snapshot:
     """What was recorded. Times are in seconds of the coordinator's monotonic clock, of which `now_s` was
     `now_unix_s` since 1970; it is recorded since `began_s`.
 
+    `bubble_share` is that of the metric `stageline.pipeline.bubble`, None where nothing was in flight.
     `steps` are those answered in the last seconds, of `num_answered` in all; `workers` are the names of the
     stages' workers; `seconds` and `steps` begin with the oldest, `ended` with the latest.
     """
@@ -35,6 +36,7 @@ class Snapshot:
     now_s: float
     now_unix_s: float
     began_s: float
+    bubble_share: float | None
     num_answered: int
     steps: tuple[AnsweredStep, ...]
     in_flight: tuple[SentStep, ...]
@@ -63,14 +65,16 @@ class PipelineLoad:
 def pipeline_load(snapshot: Snapshot) -> PipelineLoad:
     """Takes some milliseconds where there are many steps."""
     over_s = min(KEPT_S, snapshot.now_s - snapshot.began_s)
-    loads = stage_loads(snapshot.steps, snapshot.in_flight, snapshot.now_s, began_s=snapshot.began_s)
+    loads = stage_loads(
+        snapshot.steps, snapshot.now_s, began_s=snapshot.began_s, is_idle=not snapshot.in_flight
+    )
     found = find_bottleneck(loads)
     return PipelineLoad(
         over_s=over_s,
         stages=tuple(loads),
-        bubble_share=bubble_share(loads),
+        bubble_share=snapshot.bubble_share,
         slowest=found.stage if found is not None and found.is_notable else None,
-        summary=describe_pipeline(loads, snapshot.workers, over_s=over_s),
+        summary=describe_pipeline(loads, snapshot.workers, over_s=over_s, bubble_share=snapshot.bubble_share),
     )
 
 

@@ -5,6 +5,7 @@ when somebody asks. Every buffer is bounded.
 """
 
 from collections import Counter, deque
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import replace
 
@@ -28,7 +29,11 @@ _KEPT_EPOCHS = 32
 class ActivityRecorder(EngineObserver):
     """Records from `began_s` on, on the engine's clock."""
 
-    def __init__(self, began_s: float) -> None:
+    def __init__(
+        self, began_s: float, *, bubble_share: Callable[[float], float | None] = lambda now_s: None
+    ) -> None:
+        """`bubble_share` is asked for that of the last seconds."""
+        self._bubble_share = bubble_share
         self._began_s = began_s
         self._steps = StepHistory()
         self._seconds = PerSecond(began_s)
@@ -57,6 +62,9 @@ class ActivityRecorder(EngineObserver):
             second.num_generated_tokens += len(sequences)
             self._note_tokens(sequences, second, now_s)
 
+    def preempted(self, sequences: Items[Sequence], now_s: float) -> None:
+        self._requests.preempt(sequences)
+
     def epoch_started(self, epoch: int, now_s: float) -> None:
         self._epochs.append(EpochSpan(epoch, now_s, None))
 
@@ -81,6 +89,7 @@ class ActivityRecorder(EngineObserver):
             now_s=now_s,
             now_unix_s=now_unix_s,
             began_s=self._began_s,
+            bubble_share=self._bubble_share(now_s),
             num_answered=self._steps.num_answered,
             steps=self._steps.answered(now_s),
             in_flight=self._steps.in_flight(),

@@ -2,12 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
 
-from coordinator.observing.stage_loads import StageLoad, bubble_share
+from coordinator.observing.stage_loads import StageLoad
+from telemetry.slowness import stands_out, times_the_others
 
-NOTABLE = 1.15
-"""A stage that takes so many times as long as the median of the others is called slow."""
 _FEW_STEPS = 3
 
 
@@ -20,7 +18,7 @@ class Bottleneck:
 
     @property
     def is_notable(self) -> bool:
-        return self.ratio >= NOTABLE
+        return stands_out(self.ratio)
 
 
 def find_bottleneck(loads: Sequence[StageLoad]) -> Bottleneck | None:
@@ -29,11 +27,13 @@ def find_bottleneck(loads: Sequence[StageLoad]) -> Bottleneck | None:
         return None
     stage = max(range(len(loads)), key=lambda index: loads[index].compute_s)
     others = [load.compute_s for index, load in enumerate(loads) if index != stage]
-    middle_s = median(others)
-    return Bottleneck(stage, loads[stage].compute_s / middle_s) if middle_s > 0 else None
+    ratio = times_the_others(loads[stage].compute_s, others)
+    return None if ratio is None else Bottleneck(stage, ratio)
 
 
-def describe_pipeline(loads: Sequence[StageLoad], workers: Sequence[str], *, over_s: float) -> str:
+def describe_pipeline(
+    loads: Sequence[StageLoad], workers: Sequence[str], *, over_s: float, bubble_share: float | None
+) -> str:
     """One sentence about the last `over_s` seconds; `workers` are the names of the stages' workers."""
     if not loads or not loads[0].num_steps:
         return f"Idle: no step in the last {over_s:.0f} s."
@@ -43,10 +43,12 @@ def describe_pipeline(loads: Sequence[StageLoad], workers: Sequence[str], *, ove
     who, busy = _name(found.stage, workers), _busy(loads[found.stage])
     if found.is_notable:
         return f"{who} is the slowest: {busy}, {found.ratio:.1f} x the median step time."
-    return (
-        f"No stage stands out: {who} takes longest, {found.ratio:.2f} x the median step time, and is {busy}; "
-        f"{_percent(bubble_share(loads) or 0.0)} of the stages' time are bubbles."
+    text = (
+        f"No stage stands out: {who} takes longest, {found.ratio:.2f} x the median step time, and is {busy}"
     )
+    if bubble_share is None:
+        return f"{text}."
+    return f"{text}; {_percent(bubble_share)} of the stages' time are bubbles."
 
 
 def _name(stage: int, workers: Sequence[str]) -> str:

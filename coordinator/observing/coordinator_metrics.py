@@ -36,8 +36,9 @@ class CoordinatorMetrics:
         self._settings = settings
         self._instance = instance
         self._registry = Registry(start_ns=time.time_ns())
+        self.requests = RequestMetrics(self._registry)
         self.pipeline = PipelineMetrics(self._registry)
-        self.observers: tuple[EngineObserver, ...] = (RequestMetrics(self._registry), self.pipeline)
+        self.observers: tuple[EngineObserver, ...] = (self.requests, self.pipeline)
         self._memory = self._registry.number(definitions.RESIDENT_MEMORY).of()
         self._failed_exports = self._registry.number(definitions.FAILED_EXPORTS)
         self._export: CollectorExport | None = None

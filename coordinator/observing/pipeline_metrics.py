@@ -80,14 +80,21 @@ class PipelineMetrics(EngineObserver):
 
     def read(self, now_s: float) -> None:
         """Brings what is not counted step by step up to now."""
-        if self._num_in_flight:
-            self._count_active(now_s)
+        share = self.bubble_share(now_s)
         for stage, totals in enumerate(self._stages):
             for part in definitions.STEP_PART.values:
                 self._part_time.of(str(stage), part).set(getattr(totals, part) / 1e6)
         self._bubble.clear()
-        if (share := self._window.share(now_s)) is not None:
+        if share is not None:
             self._bubble.of().set(share)
+
+    def bubble_share(self, now_s: float) -> float | None:
+        """Of the time with steps in flight in the last seconds, the share in which stages computed nothing;
+        None where nothing was in flight.
+        """
+        if self._num_in_flight:
+            self._count_active(now_s)
+        return self._window.share(now_s)
 
     def _count_active(self, now_s: float, *, computed_s: float = 0.0) -> None:
         active_s = now_s - self._counted_s

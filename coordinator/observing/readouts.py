@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from coordinator.cluster.controller import Controller
+from coordinator.cluster.membership import Members
 from coordinator.requests.engine import Engine
 from coordinator.requests.request import Request
 from coordinator.scheduling.lifecycle import SequenceState
@@ -44,9 +45,14 @@ class Readouts:
         self._num_preemptions.set(counts.num_preemptions)
         self._num_in_flight.set(self._engine.scheduler.num_steps_in_flight)
         self._dropped_spans.set(self._num_dropped_spans())
-        workers = Counter(record.shown_state.name.lower() for record in self._controller.state.workers)
+        workers = worker_states(self._controller.state.workers)
         for state in definitions.WORKER_STATE.values:
             self._workers.of(state).set(workers[state])
+
+
+def worker_states(members: Members) -> Counter[str]:
+    """How many are in each state. Lost ones are those that are missed, not those that have left."""
+    return Counter(record.shown_state.name.lower() for record in (*members, *members.lost))
 
 
 def request_state(request: Request) -> str:

@@ -1,4 +1,4 @@
-"""How long requests wait and take, and the tokens that they get."""
+"""How long requests wait and take, the tokens that they get, and which are refused."""
 
 from collections import Counter
 from collections.abc import Sequence as Items
@@ -11,7 +11,14 @@ from coordinator.scheduling.answers import Progress
 from coordinator.scheduling.sequence import Sequence
 from telemetry.metrics import definitions
 from telemetry.metrics.registry import Registry
-from wire.errors import DeadlinePassed, RequestCancelled, ServingError
+from wire.errors import (
+    ClusterUnavailable,
+    DeadlinePassed,
+    InvalidRequest,
+    Overloaded,
+    RequestCancelled,
+    ServingError,
+)
 from wire.ids import RequestId
 from wire.steps import Step, StepResult
 
@@ -34,8 +41,15 @@ class RequestMetrics(EngineObserver):
         self._inter_token_time = registry.distribution(definitions.INTER_TOKEN_TIME).of()
         self._request_time = registry.distribution(definitions.REQUEST_TIME)
         self._num_generated = registry.number(definitions.GENERATED_TOKENS).of()
+        self._refused = registry.number(definitions.REQUESTS_REFUSED)
+        for reason in definitions.REFUSAL.values:
+            self._refused.of(reason)
         self._lives: dict[RequestId, _Life] = {}
         self._token_s: dict[Sequence, float] = {}
+
+    def note_refusal(self, error: Exception) -> None:
+        """A request is not accepted because of this."""
+        self._refused.of(_refusal(error)).add()
 
     def accepted(self, request: Request, now_s: float) -> None:
         self._lives[request.id] = _Life(now_s)
@@ -77,6 +91,14 @@ class RequestMetrics(EngineObserver):
             # What a former coordinator has begun had its first token there.
             if sequence.num_generated_tokens == 1:
                 self._first_token_time.observe(now_s - life.accepted_s)
+
+
+def _refusal(error: Exception) -> str:
+    if isinstance(error, Overloaded):
+        return "overloaded"
+    if isinstance(error, InvalidRequest):
+        return "invalid"
+    return "unavailable" if isinstance(error, ClusterUnavailable) else "other"
 
 
 def _outcome(error: ServingError | None) -> str:

@@ -31,6 +31,9 @@ class Choice:
 class Trace(Protocol):
     """The trace of a request, as far as requests know it."""
 
+    arrived_s: float
+    """When the call came, on the engine's clock."""
+
     @property
     def trace_id(self) -> str:
         """32 hexadecimal digits."""

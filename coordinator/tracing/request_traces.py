@@ -1,7 +1,7 @@
 """All requests' traces: what the engine tells, handed to those whom it concerns."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,11 +38,21 @@ class _Owner:
 class RequestTraces(EngineObserver):
     """One per coordinator."""
 
-    def __init__(self, recorder: SpanRecorder, sampler: Sampler, *, model: str) -> None:
-        """`model` is what the served model is called."""
+    def __init__(
+        self,
+        recorder: SpanRecorder,
+        sampler: Sampler,
+        *,
+        model: str,
+        on_refusal: Callable[[Exception], None] = lambda error: None,
+    ) -> None:
+        """`model` is what the served model is called. `on_refusal` is told why a call becomes no request,
+        unless its client has left.
+        """
         self._recorder = recorder
         self._sampler = sampler
         self._model = model
+        self._on_refusal = on_refusal
         self._live: dict[SequenceKey, _Owner] = {}
         self._chunks: dict[int, list[_Owner]] = {}
         self._stopped: tuple[float, str] | None = None
@@ -61,6 +71,17 @@ class RequestTraces(EngineObserver):
                 Attr.OUTCOME: _outcome(error),
             }
             trace.end(attributes, _text(error), asyncio.get_running_loop().time())
+            if isinstance(error, Exception) and not isinstance(error, RequestCancelled):
+                self._on_refusal(error)
+            raise
+
+    @contextmanager
+    def nameless_arrival(self) -> Iterator[None]:
+        """The id of a call is not known within this, so an error in it is in no trace."""
+        try:
+            yield
+        except Exception as error:
+            self._on_refusal(error)
             raise
 
     def resumed(self, traceparent: str, caller_traceparent: str, arrived_s: float) -> RequestTrace | None:

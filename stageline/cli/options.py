@@ -29,6 +29,19 @@ def read_http_token(path: Path | None) -> str | None:
         raise ValueError(f"--http-token-file {path} cannot be read: {error}") from None
 
 
+def http_address(http: str | None, default: str, *, is_off: bool, token_file: Path | None) -> str | None:
+    """Where to serve the dashboard; None: nowhere. Raises ValueError for flags that contradict each other."""
+    if not is_off:
+        return http or default
+    if http is not None:
+        raise ValueError(
+            f"--http {http} says where to serve the dashboard, --no-http not to: give one of them"
+        )
+    if token_file is not None:
+        raise ValueError("--http-token-file is for the dashboard, which --no-http does not serve")
+    return None
+
+
 def build_config(make: Callable[[], _Config]) -> _Config:
     """What `make` returns. Its ValueError is about what the user typed, so it becomes a usage error."""
     try:
@@ -224,11 +237,12 @@ ReattachTimeout: TypeAlias = Annotated[
     typer.Option(metavar="SECONDS", help="How long requests of the journal wait for their clients."),
 ]
 Http: TypeAlias = Annotated[
-    str,
+    str | None,
     typer.Option(
         parser=_parser(_listen),
         metavar="HOST:PORT",
-        help="Where to serve the dashboard and /metrics; port 0 takes a free one.",
+        help="Where to serve the dashboard and /metrics; port 0 takes a free one. Unless given, a "
+        f"coordinator serves them on {DEFAULT_HTTP}, and `up` on a free port.",
     ),
 ]
 NoHttp: TypeAlias = Annotated[bool, typer.Option("--no-http", help="Serve neither dashboard nor metrics.")]

@@ -23,10 +23,12 @@ _LIVE = frozenset(
         telemetry_pb2.REQUEST_PHASE_PREFILL,
         telemetry_pb2.REQUEST_PHASE_DECODE,
         telemetry_pb2.REQUEST_PHASE_PREEMPTED,
+        telemetry_pb2.REQUEST_PHASE_RECOVERING,
     }
 )
 _PHASE_STYLE = {
     telemetry_pb2.REQUEST_PHASE_PREEMPTED: "yellow",
+    telemetry_pb2.REQUEST_PHASE_RECOVERING: "yellow",
     telemetry_pb2.REQUEST_PHASE_CANCELLED: "yellow",
     telemetry_pb2.REQUEST_PHASE_FAILED: "red",
 }
@@ -93,9 +95,13 @@ def _figures(frame: Frame, *, width: int) -> Table:
         Text(f"{counts.steps_in_flight} in flight"),
     )
     if frame.activity.stages:
-        share = f"{frame.activity.bubble_share * 100:.0f} %"
-        table.add_row("Bubbles", f"{share} of stages' time", "", Text())
+        table.add_row("Bubbles", _bubbles(frame.activity), "", Text())
     return table
+
+
+def _bubbles(activity: telemetry_pb2.GetActivityResponse) -> str:
+    known = activity.HasField("bubble_share")
+    return f"{activity.bubble_share * 100:.0f} % of stages' time" if known else "-"
 
 
 def _quantiles(found: telemetry_pb2.Quantiles) -> tuple[str, str, Text]:

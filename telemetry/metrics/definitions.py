@@ -6,6 +6,9 @@ STAGE = Label("stage", "stageline.stage.index", most=256, is_integer=True)
 WORKER = Label("worker", "stageline.worker.name", most=512)
 REQUEST_STATE = Label("state", "stageline.request.state", values=("preparing", "queued", "prefill", "decode"))
 OUTCOME = Label("outcome", "stageline.request.outcome", values=("finished", "cancelled", "failed"))
+REFUSAL = Label(
+    "reason", "stageline.refusal.reason", values=("overloaded", "invalid", "unavailable", "other")
+)
 REASON = Label("reason", "stageline.reason", values=("death", "fault", "broken", "fruitless", "replanned"))
 STEP_PART = Label("part", "stageline.step.part", values=("hop", "receive", "wait", "compute"))
 WORKER_STATE = Label(
@@ -59,6 +62,14 @@ REQUESTS = _of(
 )
 REQUESTS_ENDED = _of(
     _COORDINATOR, "stageline.request.ended", _COUNTER, "{request}", "Requests that have ended.", OUTCOME
+)
+REQUESTS_REFUSED = _of(
+    _COORDINATOR,
+    "stageline.request.refused",
+    _COUNTER,
+    "{request}",
+    "Requests that were not accepted, by the reason.",
+    REFUSAL,
 )
 QUEUE_TIME = _of(
     _COORDINATOR,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.async_api import Browser, Page, async_playwright, expect
+from playwright.async_api import Browser, Page, Route, async_playwright, expect
 
 from coordinator.observing.trace_reader import TraceReader
 from tests.integration.asks import mixed_asks
@@ -93,6 +93,25 @@ async def test_the_page_shows_stages_steps_and_who_is_slow(browser: Browser) -> 
             await expect(page.locator("#rows tr")).to_have_count(6)
             await expect(page.locator("#generated .line")).to_have_attribute("d", re.compile("L"))
         await expect(page.locator("#rows")).to_contain_text("cancelled", timeout=SHOWN)
+
+
+async def test_a_pipeline_with_fewer_stages_says_so_and_why(browser: Browser) -> None:
+    async def shrunk(route: Route) -> None:
+        response = await route.fetch()
+        detail = "with 2 of 3 stages; worker w2 is lost"
+        await route.fulfill(
+            response=response, json={**await response.json(), "num_stages": 3, "detail": detail}
+        )
+
+    async with served(2, "step=6ms") as cluster, opened(browser, cluster) as watched:
+        facts, detail = watched.page.locator("#model-facts"), watched.page.locator("#state-detail")
+        await expect(facts).to_contain_text("· 2 stages ·", timeout=SHOWN)
+        await expect(detail).to_be_empty()
+        await watched.page.route("**/api/status", shrunk)
+        await expect(facts).to_contain_text("· 2 of 3 stages ·", timeout=SHOWN)
+        await expect(detail).to_have_text("with 2 of 3 stages; worker w2 is lost")
+        await expect(watched.page.locator("#state")).to_have_text("serving")
+        await watched.page.unroute_all(behavior="wait")
 
 
 async def test_a_trace_is_opened_and_closed_with_the_keyboard(

@@ -25,6 +25,7 @@ async def test_the_text_has_the_tokens_steps_and_blocks_of_known_requests() -> N
     async with MetricsCluster("step=1ms", num_stages=NUM_STAGES) as cluster:
         answers = await cluster.generate_all(mixed_asks(NUM_REQUESTS, max_tokens=MAX_TOKENS))
         assert all(answer.succeeded for answer in answers)
+        assert not (await cluster.generate(Ask(prompt=(1,), max_tokens=1_000_000))).succeeded
         await cluster.wait_drained()
         scraped = await cluster.scrape()
         num_steps = scraped.get("stageline_step_duration_seconds_count")
@@ -32,6 +33,8 @@ async def test_the_text_has_the_tokens_steps_and_blocks_of_known_requests() -> N
 
         assert scraped.get("stageline_request_ended_total", outcome="finished") == NUM_REQUESTS
         assert scraped.get("stageline_request_ended_total") == NUM_REQUESTS
+        assert scraped.get("stageline_request_refused_total", reason="invalid") == 1
+        assert scraped.get("stageline_request_refused_total") == 1
         assert scraped.get("stageline_request_active") == 0
         assert scraped.get("stageline_prompt_tokens_total") == NUM_PROMPT_TOKENS
         assert scraped.get("stageline_prompt_cached_tokens_total") == 0

@@ -91,10 +91,12 @@ function showHead() {
   const isDraining = status.health === "draining";
   state.textContent = isDraining ? "draining" : status.state;
   state.className = `pill ${isDraining ? "warn" : STATE_CLASS[status.state] ?? ""}`;
-  byId("state-detail").textContent = status.state === "serving" ? "" : status.detail;
+  byId("state-detail").textContent = status.detail;
   byId("model").textContent = status.model;
   const wire = status.wire_dtype ? ` (${status.wire_dtype} between stages)` : "";
-  byId("model-facts").textContent = `${status.dtype}${wire} · ${plural(status.num_stages, "stage")} · epoch ${status.epoch} · up ${duration(activity.uptime_s)}`;
+  const numPlaced = status.workers.filter((worker) => worker.stage).length;
+  const few = numPlaced > 0 && numPlaced < status.num_stages ? `${numPlaced} of ` : "";
+  byId("model-facts").textContent = `${status.dtype}${wire} · ${few}${plural(status.num_stages, "stage")} · epoch ${status.epoch} · up ${duration(activity.uptime_s)}`;
   byId("freshness").textContent = clock(activity.now_unix_s);
   const unlock = byId("unlock");
   unlock.hidden = !status.can_act;

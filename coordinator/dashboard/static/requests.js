@@ -1,7 +1,7 @@
 // The table of requests, live ones first; with the keyboard one row at a time.
 import { duration, element, grouped, plural, rate, shortId } from "./format.js";
 
-const PHASE_CLASS = { decode: "quiet decode", prefill: "quiet prefill", waiting: "quiet", preempted: "warn", finished: "quiet", cancelled: "warn", failed: "bad" };
+const PHASE_CLASS = { decode: "quiet decode", prefill: "quiet prefill", waiting: "quiet", preempted: "warn", recovering: "warn", finished: "quiet", cancelled: "warn", failed: "bad" };
 
 export class Requests {
   constructor(body, empty, filter, onOpen) {

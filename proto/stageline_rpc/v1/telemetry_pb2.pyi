@@ -56,6 +56,8 @@ class _RequestPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RequestP
     REQUEST_PHASE_FINISHED: _RequestPhase.ValueType  # 5
     REQUEST_PHASE_CANCELLED: _RequestPhase.ValueType  # 6
     REQUEST_PHASE_FAILED: _RequestPhase.ValueType  # 7
+    REQUEST_PHASE_RECOVERING: _RequestPhase.ValueType  # 8
+    """In the queue again, because an epoch has ended under it."""
 
 class RequestPhase(_RequestPhase, metaclass=_RequestPhaseEnumTypeWrapper): ...
 
@@ -67,6 +69,8 @@ REQUEST_PHASE_PREEMPTED: RequestPhase.ValueType  # 4
 REQUEST_PHASE_FINISHED: RequestPhase.ValueType  # 5
 REQUEST_PHASE_CANCELLED: RequestPhase.ValueType  # 6
 REQUEST_PHASE_FAILED: RequestPhase.ValueType  # 7
+REQUEST_PHASE_RECOVERING: RequestPhase.ValueType  # 8
+"""In the queue again, because an epoch has ended under it."""
 Global___RequestPhase: _TypeAlias = RequestPhase  # noqa: Y015
 
 @_typing.final
@@ -327,7 +331,10 @@ class GetActivityResponse(_message.Message):
     over_s: _builtins.float
     """What `stages` and `bubble_share` are over."""
     bubble_share: _builtins.float
-    """Of the time in which steps are in flight, the share in which a stage does not compute; the mean over the stages."""
+    """Of the time in which steps are in flight, the share in which a stage does not compute; the mean over the stages,
+    as in the metric `stageline.pipeline.bubble`.
+    Unset: no step was in flight lately.
+    """
     num_answered: _builtins.int
     """Steps answered since the coordinator started; the number of the last one."""
     @_builtins.property
@@ -364,7 +371,7 @@ class GetActivityResponse(_message.Message):
         slowest_stage: _builtins.int | None = ...,
         over_s: _builtins.float = ...,
         stages: _abc.Iterable[Global___StageActivity] | None = ...,
-        bubble_share: _builtins.float = ...,
+        bubble_share: _builtins.float | None = ...,
         rates: Global___ActivityRates | None = ...,
         num_answered: _builtins.int = ...,
         steps: _abc.Iterable[Global___StepActivity] | None = ...,
@@ -373,12 +380,17 @@ class GetActivityResponse(_message.Message):
         requests: _abc.Iterable[Global___RequestActivity] | None = ...,
         epochs: _abc.Iterable[Global___EpochActivity] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_slowest_stage", b"_slowest_stage", "rates", b"rates", "slowest_stage", b"slowest_stage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_bubble_share", b"_bubble_share", "_slowest_stage", b"_slowest_stage", "bubble_share", b"bubble_share", "rates", b"rates", "slowest_stage", b"slowest_stage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_slowest_stage", b"_slowest_stage", "bubble_share", b"bubble_share", "epochs", b"epochs", "in_flight", b"in_flight", "now_unix_us", b"now_unix_us", "now_us", b"now_us", "num_answered", b"num_answered", "over_s", b"over_s", "rates", b"rates", "requests", b"requests", "seconds", b"seconds", "slowest_stage", b"slowest_stage", "stages", b"stages", "steps", b"steps", "summary", b"summary", "uptime_us", b"uptime_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bubble_share", b"_bubble_share", "_slowest_stage", b"_slowest_stage", "bubble_share", b"bubble_share", "epochs", b"epochs", "in_flight", b"in_flight", "now_unix_us", b"now_unix_us", "now_us", b"now_us", "num_answered", b"num_answered", "over_s", b"over_s", "rates", b"rates", "requests", b"requests", "seconds", b"seconds", "slowest_stage", b"slowest_stage", "stages", b"stages", "steps", b"steps", "summary", b"summary", "uptime_us", b"uptime_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__bubble_share: _TypeAlias = _typing.Literal["bubble_share"]  # noqa: Y015
+    _WhichOneofArgType__bubble_share: _TypeAlias = _typing.Literal["_bubble_share", b"_bubble_share"]  # noqa: Y015
     _WhichOneofReturnType__slowest_stage: _TypeAlias = _typing.Literal["slowest_stage"]  # noqa: Y015
     _WhichOneofArgType__slowest_stage: _TypeAlias = _typing.Literal["_slowest_stage", b"_slowest_stage"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__bubble_share) -> _WhichOneofReturnType__bubble_share | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__slowest_stage) -> _WhichOneofReturnType__slowest_stage | None: ...
 
 Global___GetActivityResponse: _TypeAlias = GetActivityResponse  # noqa: Y015
@@ -391,7 +403,6 @@ class StageActivity(_message.Message):
     WORKER_FIELD_NUMBER: _builtins.int
     NUM_STEPS_FIELD_NUMBER: _builtins.int
     BUSY_SHARE_FIELD_NUMBER: _builtins.int
-    BUBBLE_SHARE_FIELD_NUMBER: _builtins.int
     COMPUTE_US_FIELD_NUMBER: _builtins.int
     WAIT_US_FIELD_NUMBER: _builtins.int
     HOP_US_FIELD_NUMBER: _builtins.int
@@ -400,10 +411,9 @@ class StageActivity(_message.Message):
     num_steps: _builtins.int
     busy_share: _builtins.float
     """Of all time, the share in which it computes."""
-    bubble_share: _builtins.float
     compute_us: _builtins.float
     """Means per step, in microseconds: computing; waiting for the steps before; from the sender's output being ready to
-    the frame being here.
+    the first byte of the frame being here.
     """
     wait_us: _builtins.float
     hop_us: _builtins.float
@@ -414,14 +424,13 @@ class StageActivity(_message.Message):
         worker: _builtins.str = ...,
         num_steps: _builtins.int = ...,
         busy_share: _builtins.float = ...,
-        bubble_share: _builtins.float = ...,
         compute_us: _builtins.float = ...,
         wait_us: _builtins.float = ...,
         hop_us: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bubble_share", b"bubble_share", "busy_share", b"busy_share", "compute_us", b"compute_us", "hop_us", b"hop_us", "num_steps", b"num_steps", "stage", b"stage", "wait_us", b"wait_us", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_share", b"busy_share", "compute_us", b"compute_us", "hop_us", b"hop_us", "num_steps", b"num_steps", "stage", b"stage", "wait_us", b"wait_us", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -532,7 +541,7 @@ class ActivityRates(_message.Message):
     """Ended with an error, or cancelled."""
     @_builtins.property
     def first_token(self) -> Global___Quantiles:
-        """From a request being accepted to its first token."""
+        """From the call to its first token."""
 
     @_builtins.property
     def inter_token(self) -> Global___Quantiles:
@@ -663,6 +672,7 @@ class RequestActivity(_message.Message):
     num_restarts: _builtins.int
     """How often a choice went back to the queue."""
     accepted_us: _builtins.int
+    """The call came. Of a request that a former coordinator has accepted: 0 at least, if that was before this clock began."""
     started_us: _builtins.int
     """Its first step was handed out; that was answered with a token; it ended."""
     first_token_us: _builtins.int

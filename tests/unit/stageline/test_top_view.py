@@ -66,6 +66,17 @@ def test_the_pipeline_has_a_row_for_each_stage_with_bubbles_where_it_idles() -> 
     assert stage_row(text, 1) == "·" * 40 + "█" * 20
 
 
+def test_bubbles_that_nobody_knows_are_not_0() -> None:
+    def row(**known: float) -> list[str]:
+        activity = telemetry_pb2.GetActivityResponse(stages=[telemetry_pb2.StageActivity()], **known)
+        text = shown(cluster_pb2.GetStatusResponse(), activity)
+        (found,) = [line.split() for line in text.splitlines() if line.startswith("Bubbles")]
+        return found[1:]
+
+    assert row() == ["-"]
+    assert row(bubble_share=0.0)[:2] == ["0", "%"]
+
+
 def test_requests_that_live_come_first_and_as_many_as_fit() -> None:
     requests = [
         telemetry_pb2.RequestActivity(

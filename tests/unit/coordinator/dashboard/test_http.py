@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 import pytest
 from aiohttp import ClientResponse
@@ -399,3 +401,21 @@ async def test_a_port_that_is_taken_is_one_clear_line(coordinator: Coordinator) 
 def test_the_url_is_one_that_can_be_opened(coordinator: Coordinator) -> None:
     for listen, url in (("0.0.0.0:7481", "http://127.0.0.1:7481/"), ("[::]:7481", "http://[::1]:7481/")):
         assert DashboardServer(coordinator.sources, listen=listen, token=None).url == url
+
+
+@pytest.mark.parametrize("line", [b"GET /api/status HTTP/9.x\r\n\r\n", b"GET / HTTP/1.1\r\nno colon\r\n\r\n"])
+async def test_what_is_no_http_is_no_error_of_ours(line: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    server = DashboardServer(Coordinator().sources, listen="127.0.0.1:0", token=None)
+    await server.start()
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", urlsplit(server.url).port)
+        for part in (b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", line):
+            writer.write(part)
+        assert b"400" in (await reader.read()).split(b"HTTP/1.")[-1]
+        writer.close()
+    finally:
+        await server.stop()
+    heard = [each for each in caplog.records if "no HTTP" in each.getMessage()]
+    assert [each.levelno for each in heard] == [logging.DEBUG]
+    assert not any(each.exc_info or each.levelno >= logging.WARNING for each in caplog.records)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 
 from coordinator.observing import per_second
@@ -11,7 +13,12 @@ from coordinator.observing.request_history import MAX_ENDED, RequestPhase
 from coordinator.requests.request import Request
 from coordinator.scheduling.answers import Progress
 from coordinator.scheduling.lifecycle import SequenceState
+from coordinator.tracing.request_traces import RequestTraces
+from telemetry.sampling import ratio_sampler
 from tests.unit.coordinator.observing.makers import new_request, result, sequence_of, step
+from tests.unit.coordinator.requests.engine_model import EngineModel
+from tests.unit.coordinator.requests.wishes import Wish
+from tests.unit.telemetry.recording import ListSink, recorder_into
 from wire.errors import ClusterUnavailable, RequestCancelled, ServingError
 
 
@@ -60,7 +67,7 @@ def test_milestones_and_waits_of_a_request() -> None:
     story.decode(request, sent_s=1000.6, answered_s=1000.7)
     snapshot = story.at(1001.0)
     (shown,) = snapshot.live
-    assert (shown.accepted_s, shown.started_s, shown.first_token_s, shown.ended_s) == (
+    assert (shown.arrived_s, shown.started_s, shown.first_token_s, shown.ended_s) == (
         1000.0,
         1000.25,
         1000.5,
@@ -131,6 +138,46 @@ def test_of_several_choices_the_first_token_counts_once() -> None:
     assert snapshot.seconds[0].num_generated_tokens == 3
 
 
+def test_queue_and_first_token_begin_with_the_call_as_in_traces() -> None:
+    recorder, now_s = ActivityRecorder(0.0), 7.0
+    traces = RequestTraces(recorder_into(ListSink()), ratio_sampler(0.0), model="m")
+    request = new_request()
+    with traces.arrival(request.id, None, 4.0) as request.trace:
+        recorder.accepted(request, now_s)
+    sequence = sequence_of(request)
+    recorder.step_sent(step(0, chunks=[sequence], starts=[sequence]), 8.0)
+    recorder.step_answered(result(0, 1), [Progress(sequence, token=5)], 8.0, 9.0)
+    snapshot = recorder.snapshot(10.0, now_unix_s=0.0)
+    (shown,) = snapshot.live
+    assert (shown.arrived_s, shown.started_s, shown.first_token_s) == (4.0, 8.0, 9.0)
+    assert snapshot.rates.first_token.p50_s == pytest.approx(5.0, rel=0.011)
+
+
+def test_who_waits_because_an_epoch_has_ended_is_not_preempted() -> None:
+    recorder = ActivityRecorder(0.0)
+    seen = set[RequestPhase]()
+
+    def phases(model: EngineModel) -> set[RequestPhase]:
+        return {each.phase for each in recorder.snapshot(model.now_s, now_unix_s=0.0).live}
+
+    with closing(EngineModel(num_blocks=8, observers=(recorder,))) as model:
+        for first in (1, 2):
+            model.submit(Wish(prompt=(first,) * 8, max_tokens=14).request(arrival=first))
+        while RequestPhase.PREEMPTED not in seen:
+            assert model.advance(0)
+            assert model.deliver()
+            seen |= phases(model)
+        assert RequestPhase.RECOVERING not in seen
+        model.die("worker b is lost")
+        assert phases(model) == {RequestPhase.RECOVERING, RequestPhase.PREEMPTED}
+        model.start(64)
+        while not phases(model) <= {RequestPhase.PREFILL, RequestPhase.DECODE}:
+            assert model.advance(0)
+            assert model.deliver()
+        model.die("worker b is lost again")
+        assert phases(model) == {RequestPhase.RECOVERING}
+
+
 @pytest.mark.parametrize(
     ("error", "phase"),
     [
@@ -162,7 +209,7 @@ def test_nothing_is_kept_of_many_requests_but_the_last() -> None:
     assert story.recorder._requests._live == {}
     assert len(story.recorder._requests.ended(10_000)) == MAX_ENDED
     newest = story.at(1400.0).ended[0]
-    assert newest.accepted_s == 1000.0 + MAX_ENDED + 49
+    assert newest.arrived_s == 1000.0 + MAX_ENDED + 49
 
 
 def test_an_epoch_that_stops_voids_what_is_in_flight() -> None:

@@ -3,6 +3,8 @@
 import pytest
 
 from coordinator.cluster.actions import EndCause
+from coordinator.observing.activity import pipeline_load
+from coordinator.observing.activity_recorder import ActivityRecorder
 from coordinator.observing.bubble import WINDOW_S, BubbleWindow
 from telemetry.metrics import definitions
 from tests.unit.coordinator.observing.watched_engine import WatchedEngine
@@ -69,6 +71,22 @@ def test_the_bubble_is_what_the_mean_stage_does_not_compute() -> None:
     watched.now_s += WINDOW_S - 0.5
     watched.answer(FAST, SLOW, after_s=0.5)
     assert watched.value(definitions.BUBBLE) > 0.9
+
+
+def test_the_dashboard_has_the_bubble_of_the_metric() -> None:
+    watched = WatchedEngine()
+    recorder = ActivityRecorder(watched.now_s, bubble_share=watched.pipeline.bubble_share)
+
+    def shown() -> float | None:
+        return pipeline_load(recorder.snapshot(watched.now_s, now_unix_s=0.0)).bubble_share
+
+    watched.start_epoch()
+    assert shown() is None
+    watched.submit(max_tokens=8)
+    watched.answer(FAST, SLOW, after_s=0.5)
+    watched.now_s += 0.3
+    assert shown() == pytest.approx(0.75)
+    assert watched.value(definitions.BUBBLE) == shown()
 
 
 def test_a_bubble_stays_a_share() -> None:

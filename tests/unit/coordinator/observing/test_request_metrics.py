@@ -1,7 +1,10 @@
 """Times and tokens of requests, against a clock that the test sets."""
 
+import pytest
+
 from telemetry.metrics import definitions
 from tests.unit.coordinator.observing.watched_engine import WatchedEngine
+from wire.errors import ClusterUnavailable, InvalidRequest, Overloaded, RequestExists
 
 
 def test_a_request_waits_gets_its_tokens_and_ends() -> None:
@@ -72,3 +75,20 @@ def test_nothing_is_kept_of_what_has_ended() -> None:
     watched.engine.cancel(leaving.id)
     assert not watched.requests._lives
     assert not watched.requests._token_s
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (Overloaded("64 requests wait"), "overloaded"),
+        (InvalidRequest("no prompt"), "invalid"),
+        (ClusterUnavailable("1 of 3 workers"), "unavailable"),
+        (RequestExists("it lives"), "other"),
+        (KeyError("a defect"), "other"),
+    ],
+)
+def test_refusals_are_counted_by_their_reason(error: Exception, reason: str) -> None:
+    watched = WatchedEngine()
+    watched.requests.note_refusal(error)
+    counts = {each: watched.value(definitions.REQUESTS_REFUSED, each) for each in definitions.REFUSAL.values}
+    assert counts == {**dict.fromkeys(definitions.REFUSAL.values, 0), reason: 1}

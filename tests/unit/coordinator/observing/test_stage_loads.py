@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from coordinator.observing.bottleneck import describe_pipeline, find_bottleneck
-from coordinator.observing.stage_loads import StageLoad, bubble_share, stage_loads
+from coordinator.observing.stage_loads import StageLoad, stage_loads
 from coordinator.observing.step_history import StepHistory
+from telemetry.slowness import STANDS_OUT
 from tests.unit.coordinator.observing.makers import new_request, result, sequence_of, step
+from wire.steps import StageTime, StepResult
 
 SEQUENCE = sequence_of(new_request())
 
@@ -22,16 +24,14 @@ def run(history: StepHistory, *compute_ms: float, begin_s: float, end_s: float, 
 
 
 def loads_at(history: StepHistory, now_s: float, *, began_s: float = 0.0) -> list[StageLoad]:
-    return stage_loads(history.answered(now_s), history.in_flight(), now_s, began_s=began_s)
+    return stage_loads(history.answered(now_s), now_s, began_s=began_s, is_idle=not history.in_flight())
 
 
-def test_busy_is_a_share_of_all_time_and_bubbles_of_that_with_steps_in_flight() -> None:
+def test_busy_is_a_share_of_all_time() -> None:
     history = StepHistory()
     run(history, 20, 40, 20, begin_s=105.0, end_s=110.0, every_s=0.1)
     loads = loads_at(history, 110.0)
     assert [each.busy_share for each in loads] == pytest.approx([0.1, 0.2, 0.1])
-    assert [each.bubble_share for each in loads] == pytest.approx([0.8, 0.6, 0.8])
-    assert bubble_share(loads) == pytest.approx(0.8 * 2 / 3 + 0.2)
     assert [each.compute_s for each in loads] == pytest.approx([0.02, 0.04, 0.02])
 
 
@@ -60,7 +60,6 @@ def test_steps_without_times_or_without_slices_tell_nothing() -> None:
     history.send(step(1, decodes=[SEQUENCE]), 1.0)
     history.answer(result(1), 1.1)
     assert loads_at(history, 2.0) == []
-    assert bubble_share([]) is None
 
 
 def test_steps_of_another_number_of_stages_are_left_out() -> None:
@@ -70,11 +69,18 @@ def test_steps_of_another_number_of_stages_are_left_out() -> None:
     assert [each.num_steps for each in loads_at(history, 102.0)] == [10, 10]
 
 
+def test_a_hop_ends_with_the_first_byte_as_in_traces() -> None:
+    history = StepHistory()
+    history.send(step(0, decodes=[SEQUENCE]), 100.0)
+    times = (StageTime(4_000, 1_000, hop_us=2_000, receive_us=500), StageTime(0, 1_000, -300, 900))
+    history.answer(StepResult(1, 0, (), times), 100.1)
+    assert [each.hop_s for each in loads_at(history, 100.2)] == pytest.approx([0.002, -0.0003])
+
+
 def load(compute_ms: float, *, busy: float = 0.5, num_steps: int = 9) -> StageLoad:
     return StageLoad(
         num_steps=num_steps,
         busy_share=busy,
-        bubble_share=0.25,
         compute_s=compute_ms / 1000,
         wait_s=0.0,
         hop_s=0.0,
@@ -89,7 +95,7 @@ def test_a_stage_that_takes_twice_as_long_is_named(times: tuple[float, ...]) -> 
     assert (found.stage, found.ratio, found.is_notable) == (len(times) - 1, pytest.approx(2.0), True)
     workers = [f"worker-{each}" for each in range(len(times))]
     last = len(times) - 1
-    assert describe_pipeline(loads, workers, over_s=10) == (
+    assert describe_pipeline(loads, workers, over_s=10, bubble_share=0.25) == (
         f"Stage {last} (worker-{last}) is the slowest: 96 % busy, 2.0 x the median step time."
     )
 
@@ -99,16 +105,24 @@ def test_stages_that_are_alike_are_not_blamed() -> None:
     found = find_bottleneck(loads)
     assert found is not None
     assert not found.is_notable
-    assert describe_pipeline(loads, ["a", "b", "c"], over_s=10) == (
-        "No stage stands out: Stage 1 (b) takes longest, 1.05 x the median step time, and is 50 % busy; "
-        "25 % of the stages' time are bubbles."
-    )
+    told = "No stage stands out: Stage 1 (b) takes longest, 1.05 x the median step time, and is 50 % busy"
+    for share, more in ((0.25, "; 25 % of the stages' time are bubbles."), (None, ".")):
+        assert describe_pipeline(loads, ["a", "b", "c"], over_s=10, bubble_share=share) == told + more
+
+
+def test_a_stage_is_slow_here_when_it_is_in_traces() -> None:
+    def is_notable(ratio: float) -> bool:
+        found = find_bottleneck([load(20), load(20), load(20 * ratio)])
+        assert found is not None
+        return found.is_notable
+
+    assert (is_notable(STANDS_OUT - 0.01), is_notable(STANDS_OUT + 0.01)) == (False, True)
 
 
 def test_a_single_stage_has_none_to_compare_with() -> None:
     assert find_bottleneck([load(20)]) is None
-    assert describe_pipeline([load(20)], ["w"], over_s=10) == "Stage 0 (w) is 50 % busy."
-    assert describe_pipeline([], [], over_s=10) == "Idle: no step in the last 10 s."
+    assert describe_pipeline([load(20)], ["w"], over_s=10, bubble_share=None) == "Stage 0 (w) is 50 % busy."
+    assert describe_pipeline([], [], over_s=10, bubble_share=None) == "Idle: no step in the last 10 s."
 
 
 def test_two_steps_are_too_few_to_blame_anybody() -> None:

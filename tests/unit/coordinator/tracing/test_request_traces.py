@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import ClassVar, TypeAlias
 
@@ -16,7 +17,8 @@ from telemetry.spans import Attr, SpanName
 from tests.unit.coordinator.requests.engine_model import EngineModel
 from tests.unit.coordinator.requests.wishes import Wish
 from tests.unit.telemetry.recording import ListSink, recorder_into
-from wire.ids import id_text
+from wire.errors import InvalidRequest, Overloaded
+from wire.ids import id_text, new_request_id
 from wire.steps import Step
 from wire.trace_context import format_traceparent, parse_traceparent, span_context
 
@@ -160,6 +162,18 @@ def test_an_error_is_recorded_and_says_why(new_traced: NewTraced) -> None:
     assert root.status.status_code is StatusCode.ERROR
     assert root.status.description == "no pipeline"
     assert (root.attributes or {})[Attr.OUTCOME] == "failed"
+
+
+async def test_refusals_are_told_and_clients_that_leave_are_not() -> None:
+    told: list[Exception] = []
+    traces = RequestTraces(recorder_into(ListSink()), ratio_sampler(1.0), model="m", on_refusal=told.append)
+    errors = [Overloaded("full"), InvalidRequest("no prompt"), asyncio.CancelledError(), GeneratorExit()]
+    for error in errors:
+        with pytest.raises(type(error)), traces.arrival(new_request_id(), None, 0.0):
+            raise error
+    with pytest.raises(InvalidRequest), traces.nameless_arrival():
+        raise InvalidRequest("no id")
+    assert list(map(str, told)) == ["full", "no prompt", "no id"]
 
 
 def test_the_next_coordinator_goes_on_under_the_same_span(new_traced: NewTraced) -> None:
