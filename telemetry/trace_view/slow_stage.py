@@ -5,11 +5,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TypeAlias
 
+from telemetry.slowness import stands_out
 from telemetry.spans import Attr
 from telemetry.trace_view.read_model import RequestTrace, StagePlace, StageTimes
-
-STANDS_OUT = 1.3
-"""A stage that takes so many times as long as the others is worth a remark."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +24,7 @@ class SlowStage:
 
     @property
     def stands_out(self) -> bool:
-        return self.ratio is not None and self.ratio >= STANDS_OUT
+        return stands_out(self.ratio)
 
 
 @dataclass(slots=True)
