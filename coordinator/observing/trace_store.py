@@ -142,7 +142,9 @@ class TraceStore:
         for message in resource_spans:
             for scope_spans in message.scope_spans:
                 source = self._accepted_source(message, scope_spans, taken)
-                for span in scope_spans.spans if source is not None else ():
+                if source is None:
+                    continue
+                for span in scope_spans.spans:
                     self._add(source, span, taken)
                     num_spans += 1
                     if num_spans % PIECE_SPANS == 0:
