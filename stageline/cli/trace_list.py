@@ -9,9 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from stageline_rpc.v1 import telemetry_pb2
+from telemetry.slowness import stands_out
 from telemetry.trace_view.explain import format_seconds
 from telemetry.trace_view.read_model import NS_PER_S, printable
-from telemetry.trace_view.slow_stage import STANDS_OUT
 
 _NOTHING = "-"
 _WIDTH_OF_IDS = 104
@@ -109,10 +109,8 @@ def _slowest(each: telemetry_pb2.TraceSummary) -> Text:
     slow = each.slowest_stage
     if not slow.HasField("times_the_others"):
         return _text(f"{slow.stage} {slow.worker}")
-    stands_out = slow.times_the_others >= STANDS_OUT
-    return _text(
-        f"{slow.stage} {slow.worker} {slow.times_the_others:.1f}x", style="bold yellow" if stands_out else ""
-    )
+    style = "bold yellow" if stands_out(slow.times_the_others) else ""
+    return _text(f"{slow.stage} {slow.worker} {slow.times_the_others:.1f}x", style=style)
 
 
 def _text(text: str, style: str = "") -> Text:
