@@ -99,19 +99,10 @@ class CoordinatorServer:
             durability=Durability(self.journal, config.reattach_timeout_s),
             observers=(traces, RequestLog(), *self.metrics.observers, self.activity),
         )
-        state = ClusterState(
-            num_stages=config.num_stages,
-            make_plan=lambda workers: plan_for(config, model, workers),
-            is_mock_model=model.is_mock,
-            return_grace_s=(timing or config.timing).return_grace_s,
-            last_epoch=0 if self.journal is None else self.journal.epoch,
-            has_served=self.journal is not None and self.journal.has_served,
-            needs_check=config.wants_self_check,
-        )
         timing = timing or config.timing
         self._health = CoordinatorHealth()
         self.controller = Controller(
-            state,
+            _new_state(config, model, timing, self.journal),
             self.engine,
             model,
             incarnation=incarnation,
@@ -138,15 +129,20 @@ class CoordinatorServer:
         if self.journal is not None and (requests := self.journal.take_requests()):
             num_live = self._sessions.resume(requests)
             log.info("%d requests are in the journal, %d of them live", len(requests), num_live)
-        callers = Callers(config.client_key, self.engine.now_s)
+        self.dashboard = None if config.http is None else self._dashboard(config.http, status, activity)
         self._server = new_server()
+        self._add_services(status, activity)
+        self.address = config.listen
+
+    def _add_services(self, status: StatusReporter, activity: ActivityReporter) -> None:
+        """Everything that is served over gRPC."""
+        callers = Callers(self._config.client_key, self.engine.now_s)
         inference_pb2_grpc.add_InferenceServicer_to_server(
             InferenceService(self._sessions, self.engine, status, callers), self._server
         )
         cluster_pb2_grpc.add_ClusterServicer_to_server(
             ClusterService(self.controller, status, self.engine.kv_feed), self._server
         )
-        self.dashboard = None if config.http is None else self._dashboard(config.http, status, activity)
         stage_pb2_grpc.add_StepResultsServicer_to_server(StepResultsService(self.controller), self._server)
         telemetry_pb2_grpc.add_TelemetryServicer_to_server(
             TelemetryService(self.trace_store, self.trace_reader, activity), self._server
@@ -158,7 +154,6 @@ class CoordinatorServer:
             MetricsService(self.metrics.take), self._server
         )
         self._health.add_to(self._server)
-        self.address = config.listen
 
     def _dashboard(self, listen: str, status: StatusReporter, activity: ActivityReporter) -> DashboardServer:
         # Imported late: aiohttp takes some 20 MB, and not every coordinator has a dashboard.
@@ -220,6 +215,21 @@ class CoordinatorServer:
 def open_journal(path: Path, model: ServedModel) -> Journal:
     """Raises JournalUnusable."""
     return Journal(path, ServedIdentity(model.fingerprint, model.dtype.value))
+
+
+def _new_state(
+    config: CoordinatorConfig, model: ServedModel, timing: ClusterTiming, journal: Journal | None
+) -> ClusterState:
+    """Nobody is here yet; a former coordinator may have served."""
+    return ClusterState(
+        num_stages=config.num_stages,
+        make_plan=lambda workers: plan_for(config, model, workers),
+        is_mock_model=model.is_mock,
+        return_grace_s=timing.return_grace_s,
+        last_epoch=0 if journal is None else journal.epoch,
+        has_served=journal is not None and journal.has_served,
+        needs_check=config.wants_self_check,
+    )
 
 
 def open_trace_store(config: CoordinatorConfig) -> TraceStore:
