@@ -9,7 +9,7 @@ import grpc
 from wire.addresses import Address, parse_address
 from wire.interceptors import ErrorInterceptor
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 
 # A stream may be silent for minutes while a model loads, and both ends ping meanwhile: without

@@ -81,7 +81,7 @@ class StatusReporter:
             ],
             requests=self._requests(),
             health=self._controller.availability.health,
-            self_check=self._self_check(),
+            self_check=cluster_pb2.SelfCheckStatus(detail=self._self_check()),
         )
 
     def _self_check(self) -> str:

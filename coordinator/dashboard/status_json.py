@@ -23,7 +23,7 @@ def status_fields(
         "num_stages": status.num_stages,
         "block_size": status.block_size,
         "num_blocks": status.num_blocks,
-        "self_check": status.self_check,
+        "self_check": status.self_check.detail,
         "requests": _requests(status.requests),
         "workers": [_worker(each) for each in status.workers],
         "can_act": can_act,

@@ -30,7 +30,7 @@ def status_view(status: cluster_pb2.GetStatusResponse) -> RenderableType:
         describe_kv_cache(status),
         describe_kv_use(status),
         _describe_requests(status),
-        f"Self-check {status.self_check}",
+        f"Self-check {status.self_check.detail}",
         *_remarks(status),
     ]
     return Group(Text(describe_cluster(status)), "", _workers_table(status), "", Text("\n".join(lines)))

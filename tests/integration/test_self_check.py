@@ -116,7 +116,7 @@ async def test_a_plan_with_a_faulty_stage_never_serves(
         status = await cluster.wait_status(is_decided)
     assert status.state == cluster_pb2.CLUSTER_STATE_BLOCKED
     assert "the self-check of w0, w1, w2 failed: the log-probabilities of 8 tokens differ" in status.detail
-    assert status.self_check.startswith("failed: the log-probabilities of 8 tokens differ from the reference")
+    assert status.self_check.detail.startswith("failed: the log-probabilities of 8 tokens differ from the reference")
 
 
 async def test_logits_that_are_not_finite_are_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,13 +131,13 @@ async def test_a_good_plan_serves_in_an_epoch_after_the_one_of_its_check(model: 
     async with Cluster(model, layers=LAYERS, self_check=True) as cluster:
         status = await cluster.client.status()
         assert cluster.epoch == 2
-        assert status.self_check.startswith(
+        assert status.self_check.detail.startswith(
             "passed: the log-probabilities of 8 tokens differ from the reference"
         )
         answer = await cluster.generate(ASK)
         await cluster.wait_drained()
     async with Cluster(model, layers=LAYERS) as cluster:
-        assert (await cluster.client.status()).self_check == "off"
+        assert (await cluster.client.status()).self_check.detail == "off"
         assert (await cluster.generate(ASK.again())).tokens == answer.tokens
 
 

@@ -20,6 +20,28 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _WeightsCheck:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _WeightsCheckEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WeightsCheck.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    WEIGHTS_CHECK_UNSPECIFIED: _WeightsCheck.ValueType  # 0
+    WEIGHTS_CHECK_SAMPLED: _WeightsCheck.ValueType  # 1
+    """Sampled ranges of every tensor are equal."""
+    WEIGHTS_CHECK_FULL: _WeightsCheck.ValueType  # 2
+    """The hash of every byte is equal."""
+
+class WeightsCheck(_WeightsCheck, metaclass=_WeightsCheckEnumTypeWrapper):
+    """How the values of a stage's weights were compared with those of the coordinator's checkpoint."""
+
+WEIGHTS_CHECK_UNSPECIFIED: WeightsCheck.ValueType  # 0
+WEIGHTS_CHECK_SAMPLED: WeightsCheck.ValueType  # 1
+"""Sampled ranges of every tensor are equal."""
+WEIGHTS_CHECK_FULL: WeightsCheck.ValueType  # 2
+"""The hash of every byte is equal."""
+Global___WeightsCheck: _TypeAlias = WeightsCheck  # noqa: Y015
+
 class _StageRole:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -40,6 +62,54 @@ STAGE_ROLE_MIDDLE: StageRole.ValueType  # 2
 STAGE_ROLE_LAST: StageRole.ValueType  # 3
 STAGE_ROLE_ONLY: StageRole.ValueType  # 4
 Global___StageRole: _TypeAlias = StageRole  # noqa: Y015
+
+class _SelfCheckVerdict:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SelfCheckVerdictEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SelfCheckVerdict.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SELF_CHECK_VERDICT_UNSPECIFIED: _SelfCheckVerdict.ValueType  # 0
+    SELF_CHECK_VERDICT_OFF: _SelfCheckVerdict.ValueType  # 1
+    SELF_CHECK_VERDICT_NOT_RUN: _SelfCheckVerdict.ValueType  # 2
+    SELF_CHECK_VERDICT_RUNNING: _SelfCheckVerdict.ValueType  # 3
+    SELF_CHECK_VERDICT_PASSED: _SelfCheckVerdict.ValueType  # 4
+    SELF_CHECK_VERDICT_FINITE_ONLY: _SelfCheckVerdict.ValueType  # 5
+    """Log-probabilities are finite, but there is no reference to compare them with."""
+    SELF_CHECK_VERDICT_FAILED: _SelfCheckVerdict.ValueType  # 6
+
+class SelfCheckVerdict(_SelfCheckVerdict, metaclass=_SelfCheckVerdictEnumTypeWrapper): ...
+
+SELF_CHECK_VERDICT_UNSPECIFIED: SelfCheckVerdict.ValueType  # 0
+SELF_CHECK_VERDICT_OFF: SelfCheckVerdict.ValueType  # 1
+SELF_CHECK_VERDICT_NOT_RUN: SelfCheckVerdict.ValueType  # 2
+SELF_CHECK_VERDICT_RUNNING: SelfCheckVerdict.ValueType  # 3
+SELF_CHECK_VERDICT_PASSED: SelfCheckVerdict.ValueType  # 4
+SELF_CHECK_VERDICT_FINITE_ONLY: SelfCheckVerdict.ValueType  # 5
+"""Log-probabilities are finite, but there is no reference to compare them with."""
+SELF_CHECK_VERDICT_FAILED: SelfCheckVerdict.ValueType  # 6
+Global___SelfCheckVerdict: _TypeAlias = SelfCheckVerdict  # noqa: Y015
+
+class _JournalState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _JournalStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_JournalState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    JOURNAL_STATE_UNSPECIFIED: _JournalState.ValueType  # 0
+    JOURNAL_STATE_OFF: _JournalState.ValueType  # 1
+    JOURNAL_STATE_WRITING: _JournalState.ValueType  # 2
+    JOURNAL_STATE_FAILING: _JournalState.ValueType  # 3
+    """The last write failed: new requests are rejected until one succeeds."""
+
+class JournalState(_JournalState, metaclass=_JournalStateEnumTypeWrapper): ...
+
+JOURNAL_STATE_UNSPECIFIED: JournalState.ValueType  # 0
+JOURNAL_STATE_OFF: JournalState.ValueType  # 1
+JOURNAL_STATE_WRITING: JournalState.ValueType  # 2
+JOURNAL_STATE_FAILING: JournalState.ValueType  # 3
+"""The last write failed: new requests are rejected until one succeeds."""
+Global___JournalState: _TypeAlias = JournalState  # noqa: Y015
 
 class _Health:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -395,6 +465,8 @@ class Heartbeat(_message.Message):
     SENT_AT_US_FIELD_NUMBER: _builtins.int
     CLOCK_OFFSET_US_FIELD_NUMBER: _builtins.int
     CLOCK_UNCERTAINTY_US_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    KV_INTEGRITY_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """0 while the worker holds no stage."""
     num_steps: _builtins.int
@@ -413,8 +485,12 @@ class Heartbeat(_message.Message):
     (0: not known yet). An offset below its uncertainty is taken for 0.
     """
     clock_uncertainty_us: _builtins.int
+    weights: Global___WeightsCheck.ValueType
+    """How much of the loaded weights was compared with the coordinator's checkpoint."""
     @_builtins.property
     def kv(self) -> Global___KvUsage: ...
+    @_builtins.property
+    def kv_integrity(self) -> Global___KvIntegrity: ...
     def __init__(
         self,
         *,
@@ -429,14 +505,46 @@ class Heartbeat(_message.Message):
         sent_at_us: _builtins.int = ...,
         clock_offset_us: _builtins.int = ...,
         clock_uncertainty_us: _builtins.int = ...,
+        weights: Global___WeightsCheck.ValueType = ...,
+        kv_integrity: Global___KvIntegrity | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv", "kv_integrity", b"kv_integrity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_us", b"busy_us", "clock_offset_us", b"clock_offset_us", "clock_uncertainty_us", b"clock_uncertainty_us", "epoch", b"epoch", "kv", b"kv", "kv_bytes", b"kv_bytes", "load_progress", b"load_progress", "num_steps", b"num_steps", "resident_bytes", b"resident_bytes", "sent_at_us", b"sent_at_us", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_us", b"busy_us", "clock_offset_us", b"clock_offset_us", "clock_uncertainty_us", b"clock_uncertainty_us", "epoch", b"epoch", "kv", b"kv", "kv_bytes", b"kv_bytes", "kv_integrity", b"kv_integrity", "load_progress", b"load_progress", "num_steps", b"num_steps", "resident_bytes", b"resident_bytes", "sent_at_us", b"sent_at_us", "weight_bytes", b"weight_bytes", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
+
+@_typing.final
+class KvIntegrity(_message.Message):
+    """Result of the last check of a block pool: every page has one owner, and every block as many as its sequences say."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_CHECKS_FIELD_NUMBER: _builtins.int
+    CHECKED_AT_US_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    num_checks: _builtins.int
+    """Checks since the process started; 0: none yet."""
+    checked_at_us: _builtins.int
+    """Time of the last one, in microseconds since 1970."""
+    problem: _builtins.str
+    """What is wrong; empty where nothing is."""
+    def __init__(
+        self,
+        *,
+        num_checks: _builtins.int = ...,
+        checked_at_us: _builtins.int = ...,
+        problem: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checked_at_us", b"checked_at_us", "num_checks", b"num_checks", "problem", b"problem"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvIntegrity: _TypeAlias = KvIntegrity  # noqa: Y015
 
 @_typing.final
 class KvUsage(_message.Message):
@@ -587,6 +695,8 @@ class StageLoaded(_message.Message):
     LOAD_MS_FIELD_NUMBER: _builtins.int
     WARMUP_MS_FIELD_NUMBER: _builtins.int
     READ_BYTES_FIELD_NUMBER: _builtins.int
+    KERNELS_FIELD_NUMBER: _builtins.int
+    KERNELS_DETAIL_FIELD_NUMBER: _builtins.int
     plan_id: _builtins.int
     weight_bytes: _builtins.int
     kv_bytes: _builtins.int
@@ -594,6 +704,10 @@ class StageLoaded(_message.Message):
     warmup_ms: _builtins.int
     read_bytes: _builtins.int
     """Bytes of the checkpoint that were read for this assignment; weights that were in memory already are not read again."""
+    kernels: _builtins.str
+    """"compiled" or "plain"; empty for a mock stage."""
+    kernels_detail: _builtins.str
+    """Which functions compute what, and why others were not chosen."""
     def __init__(
         self,
         *,
@@ -603,10 +717,12 @@ class StageLoaded(_message.Message):
         load_ms: _builtins.int = ...,
         warmup_ms: _builtins.int = ...,
         read_bytes: _builtins.int = ...,
+        kernels: _builtins.str = ...,
+        kernels_detail: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_bytes", b"kv_bytes", "load_ms", b"load_ms", "plan_id", b"plan_id", "read_bytes", b"read_bytes", "warmup_ms", b"warmup_ms", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kernels", b"kernels", "kernels_detail", b"kernels_detail", "kv_bytes", b"kv_bytes", "load_ms", b"load_ms", "plan_id", b"plan_id", "read_bytes", b"read_bytes", "warmup_ms", b"warmup_ms", "weight_bytes", b"weight_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -646,9 +762,15 @@ class BeginEpoch(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     COORDINATOR_INCARNATION_FIELD_NUMBER: _builtins.int
     STAGES_FIELD_NUMBER: _builtins.int
+    INCOMING_SECRET_FIELD_NUMBER: _builtins.int
+    OUTGOING_SECRET_FIELD_NUMBER: _builtins.int
     plan_id: _builtins.int
     epoch: _builtins.int
     coordinator_incarnation: _builtins.bytes
+    incoming_secret: _builtins.bytes
+    """What the stream from the stage before must present in `HopHello.secret`: 32 random bytes, made for this hop and epoch."""
+    outgoing_secret: _builtins.bytes
+    """What this stage presents to the next one, LAST to the coordinator."""
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageEndpoint]:
         """All stages in order."""
@@ -660,10 +782,12 @@ class BeginEpoch(_message.Message):
         epoch: _builtins.int = ...,
         coordinator_incarnation: _builtins.bytes = ...,
         stages: _abc.Iterable[Global___StageEndpoint] | None = ...,
+        incoming_secret: _builtins.bytes = ...,
+        outgoing_secret: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_incarnation", b"coordinator_incarnation", "epoch", b"epoch", "plan_id", b"plan_id", "stages", b"stages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_incarnation", b"coordinator_incarnation", "epoch", b"epoch", "incoming_secret", b"incoming_secret", "outgoing_secret", b"outgoing_secret", "plan_id", b"plan_id", "stages", b"stages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -886,9 +1010,11 @@ class GetStatusResponse(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
-    SELF_CHECK_FIELD_NUMBER: _builtins.int
     HEALTH_FIELD_NUMBER: _builtins.int
     WIRE_DTYPE_FIELD_NUMBER: _builtins.int
+    SELF_CHECK_FIELD_NUMBER: _builtins.int
+    JOURNAL_FIELD_NUMBER: _builtins.int
+    KV_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     fingerprint: _builtins.str
     dtype: _stage_pb2.DType.ValueType
@@ -899,8 +1025,6 @@ class GetStatusResponse(_message.Message):
     num_stages: _builtins.int
     block_size: _builtins.int
     num_blocks: _builtins.int
-    self_check: _builtins.str
-    """Whether the logits of this plan were compared with a reference, and what came of it, in a sentence."""
     health: Global___Health.ValueType
     wire_dtype: _stage_pb2.DType.ValueType
     """What the coordinator asks workers to send hidden states in; unspecified: in `dtype`."""
@@ -908,6 +1032,12 @@ class GetStatusResponse(_message.Message):
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
     @_builtins.property
     def requests(self) -> Global___RequestCounts: ...
+    @_builtins.property
+    def self_check(self) -> Global___SelfCheckStatus: ...
+    @_builtins.property
+    def journal(self) -> Global___JournalStatus: ...
+    @_builtins.property
+    def kv(self) -> Global___KvStatus: ...
     def __init__(
         self,
         *,
@@ -922,17 +1052,125 @@ class GetStatusResponse(_message.Message):
         num_blocks: _builtins.int = ...,
         workers: _abc.Iterable[Global___WorkerStatus] | None = ...,
         requests: Global___RequestCounts | None = ...,
-        self_check: _builtins.str = ...,
         health: Global___Health.ValueType = ...,
         wire_dtype: _stage_pb2.DType.ValueType = ...,
+        self_check: Global___SelfCheckStatus | None = ...,
+        journal: Global___JournalStatus | None = ...,
+        kv: Global___KvStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["journal", b"journal", "kv", b"kv", "requests", b"requests", "self_check", b"self_check"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "detail", b"detail", "dtype", b"dtype", "epoch", b"epoch", "fingerprint", b"fingerprint", "health", b"health", "model", b"model", "num_blocks", b"num_blocks", "num_stages", b"num_stages", "requests", b"requests", "self_check", b"self_check", "state", b"state", "wire_dtype", b"wire_dtype", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "detail", b"detail", "dtype", b"dtype", "epoch", b"epoch", "fingerprint", b"fingerprint", "health", b"health", "journal", b"journal", "kv", b"kv", "model", b"model", "num_blocks", b"num_blocks", "num_stages", b"num_stages", "requests", b"requests", "self_check", b"self_check", "state", b"state", "wire_dtype", b"wire_dtype", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class SelfCheckStatus(_message.Message):
+    """Result of the last comparison of the pipeline's logits with a reference."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERDICT_FIELD_NUMBER: _builtins.int
+    DEVIATION_FIELD_NUMBER: _builtins.int
+    ALLOWED_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    AT_US_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    verdict: Global___SelfCheckVerdict.ValueType
+    deviation: _builtins.float
+    """Root mean square difference of the log-probabilities, as a fraction of the spread of the logits; absent where
+    nothing was compared.
+    """
+    allowed: _builtins.float
+    """The largest deviation that passes."""
+    stage: _builtins.int
+    """The stage that deviates first; absent where none does or none can be named."""
+    at_us: _builtins.int
+    """Time of the verdict, in microseconds since 1970; 0: none yet."""
+    detail: _builtins.str
+    """The verdict in a sentence, with its reason."""
+    def __init__(
+        self,
+        *,
+        verdict: Global___SelfCheckVerdict.ValueType = ...,
+        deviation: _builtins.float | None = ...,
+        allowed: _builtins.float | None = ...,
+        stage: _builtins.int | None = ...,
+        at_us: _builtins.int = ...,
+        detail: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_allowed", b"_allowed", "_deviation", b"_deviation", "_stage", b"_stage", "allowed", b"allowed", "deviation", b"deviation", "stage", b"stage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_allowed", b"_allowed", "_deviation", b"_deviation", "_stage", b"_stage", "allowed", b"allowed", "at_us", b"at_us", "detail", b"detail", "deviation", b"deviation", "stage", b"stage", "verdict", b"verdict"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__allowed: _TypeAlias = _typing.Literal["allowed"]  # noqa: Y015
+    _WhichOneofArgType__allowed: _TypeAlias = _typing.Literal["_allowed", b"_allowed"]  # noqa: Y015
+    _WhichOneofReturnType__deviation: _TypeAlias = _typing.Literal["deviation"]  # noqa: Y015
+    _WhichOneofArgType__deviation: _TypeAlias = _typing.Literal["_deviation", b"_deviation"]  # noqa: Y015
+    _WhichOneofReturnType__stage: _TypeAlias = _typing.Literal["stage"]  # noqa: Y015
+    _WhichOneofArgType__stage: _TypeAlias = _typing.Literal["_stage", b"_stage"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__allowed) -> _WhichOneofReturnType__allowed | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__deviation) -> _WhichOneofReturnType__deviation | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__stage) -> _WhichOneofReturnType__stage | None: ...
+
+Global___SelfCheckStatus: _TypeAlias = SelfCheckStatus  # noqa: Y015
+
+@_typing.final
+class JournalStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    NUM_UNWRITTEN_FIELD_NUMBER: _builtins.int
+    state: Global___JournalState.ValueType
+    detail: _builtins.str
+    """Why the journal cannot be written; empty while it can."""
+    num_unwritten: _builtins.int
+    """Requests that are accepted and not written yet."""
+    def __init__(
+        self,
+        *,
+        state: Global___JournalState.ValueType = ...,
+        detail: _builtins.str = ...,
+        num_unwritten: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "num_unwritten", b"num_unwritten", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JournalStatus: _TypeAlias = JournalStatus  # noqa: Y015
+
+@_typing.final
+class KvStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEDGER_FIELD_NUMBER: _builtins.int
+    PREFIX_CACHE_FIELD_NUMBER: _builtins.int
+    prefix_cache: _builtins.bool
+    @_builtins.property
+    def ledger(self) -> Global___KvIntegrity:
+        """Of the coordinator's ledger; those of the stages are in their heartbeats."""
+
+    def __init__(
+        self,
+        *,
+        ledger: Global___KvIntegrity | None = ...,
+        prefix_cache: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ledger", b"ledger"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ledger", b"ledger", "prefix_cache", b"prefix_cache"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvStatus: _TypeAlias = KvStatus  # noqa: Y015
 
 @_typing.final
 class WorkerStatus(_message.Message):
@@ -951,6 +1189,10 @@ class WorkerStatus(_message.Message):
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     HEARTBEAT_AGE_MS_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    KERNELS_FIELD_NUMBER: _builtins.int
+    KERNELS_DETAIL_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     address: _builtins.str
     device: _builtins.str
@@ -964,6 +1206,12 @@ class WorkerStatus(_message.Message):
     layer_end: _builtins.int
     heartbeat_age_ms: _builtins.int
     pid: _builtins.int
+    dtype: _stage_pb2.DType.ValueType
+    """What the stage computes in; unspecified for a worker without one."""
+    kernels: _builtins.str
+    """"compiled" or "plain"; empty for a mock stage and for a worker without a stage."""
+    kernels_detail: _builtins.str
+    weights: Global___WeightsCheck.ValueType
     @_builtins.property
     def heartbeat(self) -> Global___Heartbeat: ...
     def __init__(
@@ -982,10 +1230,14 @@ class WorkerStatus(_message.Message):
         heartbeat: Global___Heartbeat | None = ...,
         heartbeat_age_ms: _builtins.int = ...,
         pid: _builtins.int = ...,
+        dtype: _stage_pb2.DType.ValueType = ...,
+        kernels: _builtins.str = ...,
+        kernels_detail: _builtins.str = ...,
+        weights: Global___WeightsCheck.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stage", b"_stage", "heartbeat", b"heartbeat", "stage", b"stage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stage", b"_stage", "address", b"address", "detail", b"detail", "device", b"device", "heartbeat", b"heartbeat", "heartbeat_age_ms", b"heartbeat_age_ms", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "memory_bytes", b"memory_bytes", "name", b"name", "pid", b"pid", "role", b"role", "stage", b"stage", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stage", b"_stage", "address", b"address", "detail", b"detail", "device", b"device", "dtype", b"dtype", "heartbeat", b"heartbeat", "heartbeat_age_ms", b"heartbeat_age_ms", "kernels", b"kernels", "kernels_detail", b"kernels_detail", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "memory_bytes", b"memory_bytes", "name", b"name", "pid", b"pid", "role", b"role", "stage", b"stage", "state", b"state", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stage: _TypeAlias = _typing.Literal["stage"]  # noqa: Y015
     _WhichOneofArgType__stage: _TypeAlias = _typing.Literal["_stage", b"_stage"]  # noqa: Y015
@@ -1061,12 +1313,17 @@ Global___RequestCounts: _TypeAlias = RequestCounts  # noqa: Y015
 class KvEventsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    WITH_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    with_token_ids: _builtins.bool
+    """Tell the token ids of every block, too."""
     def __init__(
         self,
+        *,
+        with_token_ids: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["with_token_ids", b"with_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1147,20 +1404,26 @@ class KvBlock(_message.Message):
     SEQUENCE_HASH_FIELD_NUMBER: _builtins.int
     BLOCK_HASH_FIELD_NUMBER: _builtins.int
     PARENT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
     sequence_hash: _builtins.int
     block_hash: _builtins.int
     parent: _builtins.int
     """Sequence hash of the block before; absent for the first block of a sequence."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """`block_size` of them, where they were asked for."""
+
     def __init__(
         self,
         *,
         sequence_hash: _builtins.int = ...,
         block_hash: _builtins.int = ...,
         parent: _builtins.int | None = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_parent", b"_parent", "parent", b"parent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent", b"_parent", "block_hash", b"block_hash", "parent", b"parent", "sequence_hash", b"sequence_hash"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent", b"_parent", "block_hash", b"block_hash", "parent", b"parent", "sequence_hash", b"sequence_hash", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__parent: _TypeAlias = _typing.Literal["parent"]  # noqa: Y015
     _WhichOneofArgType__parent: _TypeAlias = _typing.Literal["_parent", b"_parent"]  # noqa: Y015
@@ -1217,6 +1480,7 @@ class KvStored(_message.Message):
     PARENT_FIELD_NUMBER: _builtins.int
     SEQUENCE_HASHES_FIELD_NUMBER: _builtins.int
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
     parent: _builtins.int
     @_builtins.property
     def sequence_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -1224,16 +1488,21 @@ class KvStored(_message.Message):
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """One for each sequence hash."""
 
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """`block_size` for each sequence hash, where they were asked for."""
+
     def __init__(
         self,
         *,
         parent: _builtins.int | None = ...,
         sequence_hashes: _abc.Iterable[_builtins.int] | None = ...,
         block_hashes: _abc.Iterable[_builtins.int] | None = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_parent", b"_parent", "parent", b"parent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent", b"_parent", "block_hashes", b"block_hashes", "parent", b"parent", "sequence_hashes", b"sequence_hashes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent", b"_parent", "block_hashes", b"block_hashes", "parent", b"parent", "sequence_hashes", b"sequence_hashes", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__parent: _TypeAlias = _typing.Literal["parent"]  # noqa: Y015
     _WhichOneofArgType__parent: _TypeAlias = _typing.Literal["_parent", b"_parent"]  # noqa: Y015

@@ -82,6 +82,7 @@ class GenerateRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     ON_DISCONNECT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    PREFIX_CACHE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """UUIDv7 in its usual text form. Empty: the coordinator makes one."""
     text: _builtins.str
@@ -98,6 +99,8 @@ class GenerateRequest(_message.Message):
     """First come, first served within a class. Waiting ages: a request waits for later ones of a higher class for a
     bounded time only.
     """
+    prefix_cache: _builtins.bool
+    """Whether this request shares cached blocks with others; default true."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Served by every checkpoint."""
@@ -124,17 +127,22 @@ class GenerateRequest(_message.Message):
         cache_salt: _builtins.str = ...,
         on_disconnect: Global___OnDisconnect | None = ...,
         priority: Global___Priority.ValueType = ...,
+        prefix_cache: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "conversation", b"conversation", "max_tokens", b"max_tokens", "on_disconnect", b"on_disconnect", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_prefix_cache", b"_prefix_cache", "conversation", b"conversation", "max_tokens", b"max_tokens", "on_disconnect", b"on_disconnect", "prefix_cache", b"prefix_cache", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "cache_salt", b"cache_salt", "conversation", b"conversation", "max_tokens", b"max_tokens", "on_disconnect", b"on_disconnect", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_prefix_cache", b"_prefix_cache", "cache_salt", b"cache_salt", "conversation", b"conversation", "max_tokens", b"max_tokens", "on_disconnect", b"on_disconnect", "prefix_cache", b"prefix_cache", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__prefix_cache: _TypeAlias = _typing.Literal["prefix_cache"]  # noqa: Y015
+    _WhichOneofArgType__prefix_cache: _TypeAlias = _typing.Literal["_prefix_cache", b"_prefix_cache"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "conversation"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefix_cache) -> _WhichOneofReturnType__prefix_cache | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 

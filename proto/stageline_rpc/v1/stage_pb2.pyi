@@ -196,6 +196,7 @@ class HopHello(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     WIRE_DTYPE_FIELD_NUMBER: _builtins.int
+    SECRET_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     coordinator_incarnation: _builtins.bytes
     """UUIDv7 (16 bytes) of the coordinator process that began the epoch."""
@@ -214,6 +215,8 @@ class HopHello(_message.Message):
     num_blocks: _builtins.int
     wire_dtype: Global___DType.ValueType
     """What the sender's hidden states come in; unspecified: in `dtype`. The receiver refuses frames in anything else."""
+    secret: _builtins.bytes
+    """What the coordinator gave both ends of this hop for this epoch (BeginEpoch); nobody else knows it."""
     def __init__(
         self,
         *,
@@ -228,10 +231,11 @@ class HopHello(_message.Message):
         block_size: _builtins.int = ...,
         num_blocks: _builtins.int = ...,
         wire_dtype: Global___DType.ValueType = ...,
+        secret: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "coordinator_incarnation", b"coordinator_incarnation", "dtype", b"dtype", "epoch", b"epoch", "fingerprint", b"fingerprint", "layer_end", b"layer_end", "num_blocks", b"num_blocks", "protocol_version", b"protocol_version", "sender_incarnation", b"sender_incarnation", "sender_stage", b"sender_stage", "wire_dtype", b"wire_dtype"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "coordinator_incarnation", b"coordinator_incarnation", "dtype", b"dtype", "epoch", b"epoch", "fingerprint", b"fingerprint", "layer_end", b"layer_end", "num_blocks", b"num_blocks", "protocol_version", b"protocol_version", "secret", b"secret", "sender_incarnation", b"sender_incarnation", "sender_stage", b"sender_stage", "wire_dtype", b"wire_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
