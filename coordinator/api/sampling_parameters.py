@@ -114,6 +114,22 @@ def check_bad_words(message: inference_pb2.SamplingParameters) -> None:
             raise InvalidRequest("bad_words has an empty word; each needs at least one visible character")
 
 
+def refuse_unmockable(message: inference_pb2.SamplingParameters) -> None:
+    """Raises InvalidRequest for a parameter that needs logits, which mock stages do not compute."""
+    needs_logits = {
+        "logprobs": message.HasField("logprobs"),
+        "prompt_logprobs": message.HasField("prompt_logprobs"),
+        "repetition_penalty": message.HasField("repetition_penalty") and message.repetition_penalty != 1.0,
+        "frequency_penalty": message.frequency_penalty != 0.0,
+        "presence_penalty": message.presence_penalty != 0.0,
+        message.WhichOneof("structured_output") or "": message.WhichOneof("structured_output") is not None,
+    }
+    if given := [name for name, is_given in needs_logits.items() if is_given]:
+        raise InvalidRequest(
+            f"{' and '.join(given)}: mock stages compute no logits, so they cannot honour this"
+        )
+
+
 def _within(name: str, value: float, low: float, high: float) -> float:
     if not (math.isfinite(value) and low <= value <= high):
         raise InvalidRequest(f"{name} is {value:g}, must be in [{low:g}, {high:g}]")

@@ -17,6 +17,7 @@ from coordinator.api.intake import (
     resolve,
 )
 from coordinator.api.restoration import accepted_of, restored
+from coordinator.api.sampling_parameters import refuse_unmockable
 from coordinator.cluster.controller import Controller
 from coordinator.journal.records import AcceptedRequest, JournalledRequest
 from coordinator.model import ServedModel
@@ -89,6 +90,8 @@ class Sessions:
         with self._engine.admission.preparing(caller.client):
             resolved = await self._resolve(message)
             plan = await self._plan_for(request_id)
+            if self._controller.state.has_mock_stages:
+                refuse_unmockable(message.sampling)
             request = make_request(
                 message,
                 resolved,

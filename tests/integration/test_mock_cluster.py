@@ -15,7 +15,7 @@ from stage_worker.config import WorkerConfig
 from stage_worker.control import JoinRefused
 from stage_worker.mock.spec import MockSpec
 from stage_worker.worker import Worker
-from stageline.errors import InvalidRequest, ServerError
+from stageline.errors import InvalidRequest
 from stageline_rpc.v1 import cluster_pb2
 from tests.integration.alterations import flip_byte
 from tests.integration.asks import mixed_asks
@@ -161,27 +161,59 @@ def _has_slices(frame: Frame) -> bool:
     return bool(frame.step.slices)
 
 
+WORDS = (3, 1, 4, 1, 5)
+
+
+async def test_mock_stages_sample_only_what_a_request_allows() -> None:
+    async with mock_cluster(3) as cluster:
+        allowed = [17, 300, 301, 302]
+        (limited,) = await cluster.client.complete(WORDS, max_tokens=20, allowed_token_ids=allowed)
+        assert set(limited.token_ids) <= set(allowed)
+        assert len(limited.token_ids) == 20
+        unasked = mock_tokens(WORDS, 20, vocab_size=VOCAB_SIZE)
+        banned = [unasked[0], *range(0, VOCAB_SIZE, 2)]
+        (without,) = await cluster.client.complete(
+            WORDS, max_tokens=20, bad_word_ids=[[token] for token in banned]
+        )
+        assert not set(without.token_ids) & set(banned)
+        (biased,) = await cluster.client.complete(WORDS, max_tokens=5, logit_bias={9: 100.0, 10: 1.0})
+        assert list(biased.token_ids) == [9] * 5
+        (pair,) = await cluster.client.complete(
+            WORDS, max_tokens=6, allowed_token_ids=[7, 8], bad_word_ids=[[7, 7], [8, 8]]
+        )
+        assert list(pair.token_ids) in ([7, 8] * 3, [8, 7] * 3)
+        await cluster.wait_drained()
+
+
+async def test_constraints_of_a_sequence_survive_its_recomputation() -> None:
+    wish: dict[str, Any] = {"allowed_token_ids": [7, 8, 9], "bad_word_ids": [[7, 8], [8, 9], [9, 7], [7, 7]]}
+    async with mock_cluster(2) as cluster:
+        (undisturbed,) = await cluster.client.complete(WORDS, max_tokens=400, **wish)
+        task = asyncio.create_task(cluster.client.complete(WORDS, max_tokens=400, **wish))
+        await cluster.wait_status(lambda status: status.requests.decode > 0)
+        await cluster.workers["w1"].stop()
+        await cluster.start_worker("w1")
+        (disturbed,) = await task
+        assert disturbed.usage.restarts > 0
+        assert disturbed.token_ids == undisturbed.token_ids
+
+
 @pytest.mark.parametrize(
-    ("wish", "what"),
+    ("wish", "named"),
     [
-        ({"logprobs": 2}, "log-probabilities"),
-        ({"prompt_logprobs": 2}, "prompt log-probabilities"),
-        ({"prompt_logprobs": 0, "max_tokens": 0}, "prompt log-probabilities"),
+        ({"logprobs": 2}, "logprobs"),
+        ({"prompt_logprobs": 0, "max_tokens": 0}, "prompt_logprobs"),
+        ({"repetition_penalty": 1.5, "presence_penalty": 0.5}, "repetition_penalty and presence_penalty"),
+        ({"frequency_penalty": -0.5}, "frequency_penalty"),
     ],
 )
-async def test_what_mock_stages_do_not_know_is_said_to_who_asks(wish: dict[str, int], what: str) -> None:
-    async with mock_cluster(3) as cluster:
-        epoch = cluster.epoch
-        async with cluster.generating(mixed_asks(4, max_tokens=40)) as answers:
-            await until(partial(has_tokens, answers, 2))
-            with pytest.raises(ServerError) as refused:
-                await cluster.client.complete([1, 2, 3], **({"max_tokens": 4} | wish))  # type: ignore[arg-type]
-        assert refused.value.code == "INTERNAL"
-        assert refused.value.message.startswith("stage 2, step ")
-        assert refused.value.message.endswith(f": mock stages have no {what}")
-        check(answers)
-        assert cluster.epoch == epoch
-        await cluster.wait_drained()
+async def test_what_needs_logits_is_rejected_before_it_reaches_a_mock(
+    wish: dict[str, Any], named: str
+) -> None:
+    async with mock_cluster(1) as cluster:
+        with pytest.raises(InvalidRequest, match=f"{named}: mock stages compute no logits"):
+            await cluster.client.complete([1, 2, 3], **({"max_tokens": 4} | wish))
+        assert (await cluster.client.status()).requests.failed == 0
 
 
 async def test_a_mock_model_has_neither_text_nor_structured_output() -> None:
@@ -192,9 +224,9 @@ async def test_a_mock_model_has_neither_text_nor_structured_output() -> None:
             await cluster.client.complete("Once", max_tokens=4)
 
 
-async def test_mock_stages_of_a_model_with_weights_say_that_they_have_no_structured_output() -> None:
+async def test_mock_stages_of_a_model_with_weights_have_no_structured_output() -> None:
     async with Cluster(None, layers=(4, 4, 4), mock=MockSpec.parse(TIMES), has_text=True) as cluster:
-        with pytest.raises(ServerError, match="mock stages have no structured output"):
+        with pytest.raises(InvalidRequest, match="regex: mock stages compute no logits"):
             await cluster.client.complete("Once", max_tokens=4, regex="a+")
         (completion,) = await cluster.client.complete([5, 6, 7], max_tokens=30)
         model = await cluster.client.model()

@@ -85,6 +85,8 @@ def test_last_answers_what_is_sampled_with_known_tokens() -> None:
     [
         (StepSampling(logprobs=0), "log-probabilities"),
         (StepSampling(grammar=GrammarSpec(definition="", tokenizer_checksum=1)), "structured output"),
+        (StepSampling(presence_penalty=0.5), "penalties"),
+        (StepSampling(repetition_penalty=1.5), "penalties"),
     ],
 )
 def test_what_needs_probabilities_fails_alone(sampling: StepSampling, what: str) -> None:
