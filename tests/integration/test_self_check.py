@@ -116,7 +116,8 @@ async def test_a_plan_with_a_faulty_stage_never_serves(
         status = await cluster.wait_status(is_decided)
     assert status.state == cluster_pb2.CLUSTER_STATE_BLOCKED
     assert "the self-check of w0, w1, w2 failed: the log-probabilities of 8 tokens differ" in status.detail
-    assert status.self_check.detail.startswith("failed: the log-probabilities of 8 tokens differ from the reference")
+    says = "failed: the log-probabilities of 8 tokens differ from the reference"
+    assert status.self_check.detail.startswith(says)
 
 
 async def test_logits_that_are_not_finite_are_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
