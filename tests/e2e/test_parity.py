@@ -22,7 +22,7 @@ from tests.e2e.clusters import (
     reference_tokens,
     tokens_of,
 )
-from tests.shared_files import shared_path
+from tests.repository import STORIES260K
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -66,9 +66,8 @@ async def test_the_built_in_model_by_text_on_three_workers(tmp_path: Path) -> No
 
 
 async def test_stories260k_on_five_workers(tmp_path: Path) -> None:
-    directory = shared_path("models/stories260k")
-    expected = json.loads((directory / "expected.json").read_text())
-    async with LocalCluster(config(directory, 5, log_directory=tmp_path)) as cluster:
+    expected = json.loads((STORIES260K / "expected.json").read_text())
+    async with LocalCluster(config(STORIES260K, 5, log_directory=tmp_path)) as cluster:
         await cluster.wait_until_serving(timeout_s=START_TIMEOUT_S)
         async with Client(cluster.address) as client:
             tokens = await tokens_of(client, expected["prompt_token_ids"], 256)

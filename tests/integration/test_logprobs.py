@@ -23,7 +23,7 @@ from tests.integration.cluster import DEADLINE_S, Cluster
 from tests.integration.gate import Gate
 from tests.integration.logprob_reference import LogprobReference
 from tests.integration.outputs import ChoiceOutput, Outputs
-from tests.shared_files import shared_path
+from tests.repository import STORIES260K
 from wire.frames import Frame
 from wire.steps import Prefill
 
@@ -143,17 +143,16 @@ async def test_every_cut_reports_the_log_probabilities_of_transformers(
 
 @pytest.mark.parametrize("layers", [(5,), (1, 2, 2)], ids=["1-stage", "3-stages"])
 async def test_a_trained_model_reports_the_log_probabilities_of_transformers(layers: tuple[int, ...]) -> None:
-    directory = shared_path("models/stories260k")
-    expected = json.loads((directory / "expected.json").read_text())
+    expected = json.loads((STORIES260K / "expected.json").read_text())
     # A part of the known story as prompt: it takes several chunks.
     prompt = [*expected["prompt_token_ids"], *expected["generated_token_ids"][:100]]
-    reference = LogprobReference(directory)
+    reference = LogprobReference(STORIES260K)
     calls = [
         call(expected["prompt_token_ids"], max_tokens=40),
         call(prompt, max_tokens=24),
         call(prompt, max_tokens=24, seed=5, top_p=0.9),
     ]
-    async with Cluster(directory, layers=layers, max_step_tokens=32) as cluster:
+    async with Cluster(STORIES260K, layers=layers, max_step_tokens=32) as cluster:
         answers = await run_all(cluster, calls)
     for each, outputs in zip(calls, answers, strict=True):
         each.check(outputs, reference)

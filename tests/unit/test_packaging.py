@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from setuptools import find_packages
 
-from tests.shared_files import REPOSITORY
+from tests.repository import REPOSITORY
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
 PACKAGES_FOUND = PROJECT["tool"]["setuptools"]["packages"]["find"]

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.shared_files import REPOSITORY
+from tests.repository import REPOSITORY
 
 DOCUMENT = (REPOSITORY / "docs" / "structure.md").read_text()
 PACKAGES = (

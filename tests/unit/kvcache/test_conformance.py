@@ -1,10 +1,8 @@
-"""Every case of the shared conformance vectors, which lie beside the repository."""
+"""Every case of the conformance vectors."""
 
 import json
-import os
 from collections.abc import Callable
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,23 +25,15 @@ from kvcache import (
     block_hash,
     sequence_hash,
 )
+from tests.repository import DATA
 
 Json = dict[str, Any]
 
 
-def _load() -> Json | None:
-    shared = os.environ.get("STAGELINE_SHARED") or Path(__file__).resolve().parents[4] / "shared"
-    path = Path(shared) / "conformance" / "kv_vectors.json"
-    return json.loads(path.read_text()) if path.exists() else None
-
-
-_VECTORS = _load()
+_VECTORS: Json = json.loads((DATA / "kv_vectors.json").read_text())
 
 
 def _cases(kind: str) -> list[Any]:
-    if _VECTORS is None:
-        reason = "no conformance/kv_vectors.json beside the repository; name its folder in STAGELINE_SHARED"
-        return [pytest.param(None, marks=pytest.mark.skip(reason=reason))]
     return [pytest.param(case, id=case.get("name")) for case in _VECTORS[kind]]
 
 

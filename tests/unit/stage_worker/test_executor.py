@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from coordinator.scheduling.lifecycle import SequenceState
 from stage_worker.assignment import Assignment
 from stage_worker.executor import StepExecutor
 from stage_worker.loading import WorkerResources, load_stage
+from stage_worker.model_compute import ModelCompute
 from stage_worker.models import DecoderStage
 from stage_worker.outputs import HandedOn, StageOutput
 from stageline_rpc.v1 import stage_pb2
@@ -192,6 +194,36 @@ def test_a_finished_sequence_leaves_no_block_and_no_state(stage: Stage) -> None:
     assert (stats.blocks_active, stats.blocks_inactive) == (0, 1)
     assert stats.num_steps == 2
     stage.executor.check_integrity()
+
+
+def test_an_ended_sequence_leaves_no_state_in_the_sampler(last: Stage) -> None:
+    """Of as many requests as a coordinator serves, what is left of each adds up."""
+    compute = last.executor._compute
+    assert isinstance(compute, ModelCompute)
+    assert compute._sampler is not None
+    sequence = last.log.add((1, 2, 3), sampling=StepSampling(temperature=1.0, repetition_penalty=1.1))
+    last.run(last.log.step())
+    assert compute._sampler._live.keys() == {sequence.key}
+    last.log.complete(StepResult(1, 0, (SliceResult(sequence.key, 0, 9),)))
+    last.log.scheduler.drop(sequence, SequenceState.CANCELLED)
+    last.run(last.log.step())
+    assert not compute._sampler._live
+
+
+def test_two_sequences_on_one_page_are_refused_before_anything_is_written(stage: Stage) -> None:
+    """Nothing that the accounting allows; the last line of defence where it is wrong all the same."""
+    one, two = stage.log.add((1, 2, 3)), stage.log.add((4, 5, 6))
+    stage.run(stage.log.step())
+    results = tuple(SliceResult(each.key, 0, 9) for each in (one, two))
+    stage.log.complete(StepResult(1, 0, results))
+    tables, compute = stage.executor._tables, stage.executor._compute
+    assert isinstance(compute, ModelCompute)
+    before = compute._pages.store(0).clone()
+    tables._tables[two.key].pages[0] = tables.pages(one.key)[0]
+    fault = stage.refused(stage.log.step())
+    assert fault.kind is StepFaultKind.KV_SIGNAL
+    assert "expected 2 different ones, got 1" in fault.message
+    assert torch.equal(compute._pages.store(0), before)
 
 
 def test_preempted_sequences_start_again_and_leave_no_block(directory: Path) -> None:

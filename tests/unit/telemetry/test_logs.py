@@ -20,7 +20,7 @@ from telemetry.logs import (
     LogLevel,
     LogSettings,
 )
-from tests.shared_files import REPOSITORY
+from tests.repository import REPOSITORY
 from wire.ids import id_text, new_request_id
 from wire.log_fields import FIELDS, about
 

@@ -3,7 +3,7 @@
 import re
 
 from telemetry.spans import COORDINATOR, MEANINGS, SPANS, Attr, SpanName, SpanSpec
-from tests.shared_files import REPOSITORY
+from tests.repository import REPOSITORY
 
 DOCUMENT = (REPOSITORY / "docs" / "telemetry.md").read_text()
 

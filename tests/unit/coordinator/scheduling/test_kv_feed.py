@@ -154,6 +154,20 @@ async def test_a_large_snapshot_comes_in_parts_and_an_empty_one_in_one(log: KvLo
     subscription.close()
 
 
+async def test_a_snapshot_keeps_both_hashes_and_the_parent_on_the_wire(log: KvLog, feed: KvFeed) -> None:
+    serve(log, (1, 2, 3, 4))
+    subscription = feed.subscribe()
+    (message,) = encode_snapshot(subscription.snapshot)
+    first, second = block_hash([1, 2]), block_hash([3, 4])
+    told = [
+        (block.sequence_hash, block.block_hash, block.parent if block.HasField("parent") else None)
+        for block in message.snapshot.blocks
+    ]
+    assert told == [(first, first, None), (sequence_hash(first, second), second, first)]
+    assert first != second
+    subscription.close()
+
+
 def test_changes_keep_their_fields_on_the_wire() -> None:
     stored = encode_change(KvChange(3, Stored(7, (8, 9), (1, 2), 11))).event
     assert (stored.event_id, stored.epoch, stored.stored.parent) == (11, 3, 7)

@@ -4,7 +4,7 @@ import re
 
 from telemetry.metrics.definitions import METRICS
 from telemetry.metrics.metric import Metric, Process
-from tests.shared_files import REPOSITORY
+from tests.repository import REPOSITORY
 
 DOCUMENT = (REPOSITORY / "docs" / "telemetry.md").read_text()
 RECORDERS = {Process.COORDINATOR: "coordinator", Process.WORKER: "worker"}
