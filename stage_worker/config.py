@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stage_worker.cpu_set import check_cpu_set
+from stage_worker.kernel_choice import KernelChoice
 from stage_worker.mock.spec import MockSpec
 from telemetry.environment import NO_SETTINGS, TelemetrySettings
 from telemetry.logs import DEFAULT_LOGS, LogSettings
@@ -38,6 +39,7 @@ class WorkerConfig:
     cpu_set: tuple[int, ...] | None = None
     mock: MockSpec | None = None
     wire_dtype: WireDType | None = None
+    kernels: KernelChoice = KernelChoice.AUTO
     telemetry: TelemetrySettings = NO_SETTINGS
     logs: LogSettings = DEFAULT_LOGS
 
@@ -75,6 +77,7 @@ class WorkerConfig:
                 ("--device", self.device != "cpu"),
                 ("--threads", self.num_threads is not None),
                 ("--cpu-set", self.cpu_set is not None),
+                ("--kernels", self.kernels is not KernelChoice.AUTO),
             )
             if is_given
         ]

@@ -12,6 +12,7 @@ from checkpoint import Checkpoint, ModelConfig, kv_bytes_per_token_per_layer
 from kvcache.pages import KvPages
 from stage_worker.assignment import Assignment
 from stage_worker.executor import StepExecutor
+from stage_worker.kernel_choice import KernelChoice, KernelsUnavailable
 from stage_worker.models import TORCH_DTYPES, DecoderStage
 from stage_worker.resident import ResidentModel
 from stage_worker.stage_load import LoadedStage, LoadGivenUp, LoadProgress, StageLoadError
@@ -23,11 +24,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerResources:
-    """What a worker has for a stage: `model_directory` overrides the coordinator's path."""
+    """What a worker has for a stage: `model_directory` overrides the coordinator's path, `kernels` is what to
+    compute with.
+    """
 
     device: torch.device
     memory_bytes: int
     model_directory: Path | None
+    kernels: KernelChoice = KernelChoice.AUTO
 
     def directory(self, coordinators: str) -> Path:
         """Where the model is here; `coordinators` is the coordinator's path, "" for the built-in model."""
@@ -69,6 +73,8 @@ def _load_or_explain(
         raise
     except ServingError as error:
         raise StageLoadError(str(error)) from error
+    except KernelsUnavailable as error:
+        raise StageLoadError(str(error)) from error
     except (ValueError, OSError) as error:
         raise StageLoadError(f"{type(error).__name__}: {error}") from error
     except Exception as error:
@@ -92,6 +98,7 @@ def _load(
         has_head=assignment.role.has_head,
         dtype=assignment.dtype,
         device=resources.device,
+        choice=resources.kernels,
     )
     kv_bytes = _kv_bytes(assignment, checkpoint.config)
     _check_memory(assignment, resources, weight_bytes=model.weight_bytes, kv_bytes=kv_bytes)
@@ -113,6 +120,9 @@ def _load(
         read_bytes=progress.read_bytes,
         load_ms=round((loaded - started) * 1e3),
         warmup_ms=round((time.perf_counter() - loaded) * 1e3),
+        device=str(resources.device),
+        kernels=model.kernels.choice.value,
+        kernels_detail=str(model.kernels),
     )
 
 

@@ -308,6 +308,8 @@ def _loaded_message(loaded: LoadedStage) -> cluster_pb2.StageLoaded:
         load_ms=loaded.load_ms,
         read_bytes=loaded.read_bytes,
         warmup_ms=loaded.warmup_ms,
+        kernels=loaded.kernels,
+        kernels_detail=loaded.kernels_detail,
     )
 
 

@@ -52,7 +52,8 @@ class LoadProgress:
 class LoadedStage:
     """A warm stage with empty pages, and what it took. `executor` belongs to the backend that loaded it.
 
-    `read_bytes` were read of the checkpoint; the weights beyond them were in memory already.
+    `read_bytes` were read of the checkpoint; the weights beyond them were in memory already. `kernels` is
+    "compiled" or "plain", empty for a mock; `kernels_detail` says which functions compute what, and why.
     """
 
     assignment: Assignment
@@ -62,6 +63,9 @@ class LoadedStage:
     read_bytes: int
     load_ms: int
     warmup_ms: int
+    device: str
+    kernels: str = ""
+    kernels_detail: str = ""
 
     def placed(self, assignment: Assignment) -> "LoadedStage":
         """The same loaded stage under another assignment that it serves as it is."""

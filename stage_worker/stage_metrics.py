@@ -69,6 +69,7 @@ class StageMetrics(StepObserver):
         self._blocks = registry.number(definitions.KV_BLOCKS)
         self._load_time = registry.number(definitions.LOAD_TIME)
         self._memory = registry.number(definitions.STAGE_MEMORY)
+        self._how = registry.number(definitions.STAGE_COMPUTE)
         self._by_stage: dict[int, _Series] = {}
         self._now: _Series | None = None
         self._counted_s = 0.0
@@ -127,7 +128,7 @@ class StageMetrics(StepObserver):
 
     def _read(self) -> None:
         self._read_counters()
-        for family in (self._blocks, self._load_time, self._memory):
+        for family in (self._blocks, self._load_time, self._memory, self._how):
             family.clear()
         if self._stage is not None and (loaded := self._stage.loaded) is not None:
             self._read_stage(loaded)
@@ -161,6 +162,8 @@ class StageMetrics(StepObserver):
         self._load_time.of(stage, "warmup").set(loaded.warmup_ms / 1000)
         self._memory.of(stage, "weights").set(loaded.weight_bytes)
         self._memory.of(stage, "kv").set(loaded.kv_bytes)
+        dtype = loaded.assignment.dtype.value
+        self._how.of(loaded.device, dtype, loaded.kernels or "none").set(1)
 
 
 def _num_bytes(hidden: TensorView | None) -> int:

@@ -6,6 +6,8 @@ from opentelemetry.trace import SpanContext
 
 from stage_worker.assignment import Assignment
 from stage_worker.outputs import StepTiming, TimedOutput
+from stage_worker.stage_load import LoadedStage
+from stage_worker.stage_metrics import ObservedStage
 from stage_worker.step_observer import StepObserver
 from telemetry.span_recorder import Attributes, SpanRecorder, new_span_id
 from telemetry.spans import Attr, SpanName
@@ -43,9 +45,10 @@ class _Traced:
 class StageSpans(StepObserver):
     """Records the spans of the stage that this worker holds."""
 
-    def __init__(self, recorder: SpanRecorder, *, worker: str) -> None:
-        """`worker` is its name."""
+    def __init__(self, recorder: SpanRecorder, stage: ObservedStage, *, worker: str) -> None:
+        """`worker` is its name; `stage` says how it computes."""
         self._recorder = recorder
+        self._stage = stage
         self._worker = worker
         self._live: dict[SequenceKey, _Traced] = {}
         self._of_stage: Attributes = {}
@@ -59,6 +62,8 @@ class StageSpans(StepObserver):
             Attr.LAYER_BEGIN: assignment.layer_begin,
             Attr.LAYER_END: assignment.layer_end,
             Attr.WORKER: self._worker,
+            Attr.DTYPE: assignment.dtype.value,
+            **_computes(self._stage.loaded),
         }
 
     def step_done(self, frame: Frame, output: TimedOutput, sent_s: float) -> None:
@@ -136,6 +141,13 @@ class StageSpans(StepObserver):
             end_s=steps[-1].timing.ready_s,
             attributes=attributes,
         )
+
+
+def _computes(loaded: LoadedStage | None) -> Attributes:
+    if loaded is None:
+        return {}
+    kernels: Attributes = {Attr.KERNELS: loaded.kernels} if loaded.kernels else {}
+    return {Attr.DEVICE: loaded.device, **kernels}
 
 
 def _durations(steps: list[_DoneStep]) -> Attributes:

@@ -12,6 +12,7 @@ from stage_worker.config import WorkerConfig
 from stage_worker.device import default_memory_bytes, has_native_bf16, parse_device
 from stage_worker.executor import StepExecutor
 from stage_worker.loading import WorkerResources, load_stage
+from stage_worker.models.kernels import check_choice
 from stage_worker.outputs import ReceivedFrame
 from stage_worker.reference import compute_reference
 from stage_worker.reference_request import ReferenceRequest
@@ -27,12 +28,16 @@ class TorchBackend(StageBackend):
     """Owner of the compute thread, and of another for references: steps and loads never wait for those."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        """Raises ValueError for a device that is not here."""
+        """Raises ValueError for a device that is not here, and KernelsUnavailable."""
         device = parse_device(config.device)
+        check_choice(config.kernels, device)
         self.device = str(device)
         self.memory_bytes = config.memory_bytes or default_memory_bytes(device)
         self._resources = WorkerResources(
-            device=device, memory_bytes=self.memory_bytes, model_directory=config.model_directory
+            device=device,
+            memory_bytes=self.memory_bytes,
+            model_directory=config.model_directory,
+            kernels=config.kernels,
         )
         self._resident = ResidentModel()
         self._thread = ComputeThread(on_start=lambda: _set_threads(config.compute_threads))

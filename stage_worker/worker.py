@@ -127,7 +127,7 @@ class Worker:
         self._recorder = new_recorder(
             WORKER, CoordinatorSink(config.coordinator), config.telemetry, self._clock, instance=self.name
         )
-        self._observers.append(StageSpans(self._recorder, worker=self.name))
+        self._observers.append(StageSpans(self._recorder, self._host, worker=self.name))
         self._recorder.start()
         self.metrics.start(self.name, config.coordinator, self._host, self._recorder)
 

@@ -60,6 +60,9 @@ class Attr(StrEnum):
     LAYER_BEGIN = "stageline.layer.begin"
     LAYER_END = "stageline.layer.end"
     WORKER = "stageline.worker.name"
+    DEVICE = "stageline.device"
+    DTYPE = "stageline.dtype"
+    KERNELS = "stageline.kernels"
     HOP_DURATION = "stageline.hop.duration"
     RECEIVE_DURATION = "stageline.receive.duration"
     WAIT_DURATION = "stageline.wait.duration"
@@ -96,6 +99,9 @@ _STAGE = (
     Attr.LAYER_BEGIN,
     Attr.LAYER_END,
     Attr.WORKER,
+    Attr.DEVICE,
+    Attr.DTYPE,
+    Attr.KERNELS,
     Attr.HOP_DURATION,
     Attr.RECEIVE_DURATION,
     Attr.WAIT_DURATION,
@@ -233,6 +239,9 @@ MEANINGS = {
     Attr.LAYER_BEGIN: "first layer of the stage",
     Attr.LAYER_END: "one past its last layer",
     Attr.WORKER: "name of the worker",
+    Attr.DEVICE: "what it computes on, such as `cpu` or `cuda:0`; `mock` for a mock stage",
+    Attr.DTYPE: "what it computes in: `bf16`, `f16` or `f32`",
+    Attr.KERNELS: "`compiled` or `plain` (torch's operators); absent for a mock stage",
     Attr.HOP_DURATION: "s, from the sender having the frame ready to its first byte here; the sum",
     Attr.RECEIVE_DURATION: "s, from there to the frame being whole and checked; the sum",
     Attr.WAIT_DURATION: "s, from there to the start of its computation, behind other steps; the sum",

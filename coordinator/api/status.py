@@ -124,9 +124,13 @@ class StatusReporter:
             status.stage = stage.stage
             status.role = ROLE_TO_MESSAGE[stage.role]
             status.layer_begin, status.layer_end = stage.layer_begin, stage.layer_end
+            if (plan := self._controller.state.plan) is not None:
+                status.dtype = DTYPE_TO_MESSAGE[plan.dtype]
         connection = self._controller.connections.get(identity.name)
         if connection is not None:
             status.heartbeat.CopyFrom(connection.heartbeat)
+            if stage is not None:
+                status.kernels, status.kernels_detail = connection.kernels, connection.kernels_detail
             age_s = asyncio.get_running_loop().time() - connection.heard_at_s
             status.heartbeat_age_ms = round(age_s * 1000)
         return status

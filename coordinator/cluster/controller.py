@@ -38,6 +38,7 @@ from coordinator.cluster.phase import ClusterPhase
 from coordinator.cluster.pipeline import Pipeline
 from coordinator.cluster.pipeline_link import LinkBroken
 from coordinator.cluster.self_check import SelfCheck
+from coordinator.cluster.stage_kernels import stage_kernels
 from coordinator.cluster.step_limits import PaceSettings, scheduler_limits
 from coordinator.cluster.watch import Watch
 from coordinator.cluster.worker_connection import WorkerConnection
@@ -147,6 +148,8 @@ class Controller:
                 self._events.loaded(name, message.loaded)
                 # The next heartbeat tells the same, but status is asked as soon as the cluster serves.
                 connection.warmup_ms = message.loaded.warmup_ms
+                connection.kernels = message.loaded.kernels
+                connection.kernels_detail = message.loaded.kernels_detail
                 connection.heartbeat.weight_bytes = message.loaded.weight_bytes
                 connection.heartbeat.kv_bytes = message.loaded.kv_bytes
                 self._carry_out(self.state.loaded(name, message.loaded.plan_id))
@@ -257,6 +260,7 @@ class Controller:
         self._events.assigned(action)
         connection = self.connections[action.worker.name]
         connection.is_loading = True
+        connection.kernels = connection.kernels_detail = ""
         connection.send(encode_assign(action, self._model))
 
     async def _begin_epoch(self, action: BeginEpoch) -> None:
@@ -324,6 +328,7 @@ class Controller:
         )
         limits = scheduler_limits(plan, self._pace, hidden_size=self._model.config.hidden_size)
         self._events.serving(action.epoch, plan)
+        self._events.computing([stage_kernels(each) for each in self._stage_connections()])
         self._engine.durability.note_served()
         # Whoever drains while nobody can take its layers waits for what runs.
         starts_new = not any(record.is_draining for record in self.state.stage_workers)
@@ -371,9 +376,11 @@ class Controller:
         self.availability.look_around()
         if self.state.phase is not ClusterPhase.SERVING:
             return
-        workers = self.connections.of_stages(each.identity for each in self.state.stage_workers)
-        if (fault := overdue_fault(self._engine, workers)) is not None:
+        if (fault := overdue_fault(self._engine, self._stage_connections())) is not None:
             self.report_fault(fault)
+
+    def _stage_connections(self) -> list[WorkerConnection | None]:
+        return self.connections.of_stages(each.identity for each in self.state.stage_workers)
 
     def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)

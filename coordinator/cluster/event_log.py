@@ -3,10 +3,12 @@
 import logging
 import time
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Items
 
 from coordinator.cluster.actions import AssignStage, BeginEpoch, EndCause, StopServing
 from coordinator.cluster.membership import WorkerIdentity
 from coordinator.cluster.self_check import Verdict
+from coordinator.cluster.stage_kernels import StageKernels, differing_kernels
 from coordinator.planning.plan import Plan, StagePlan
 from coordinator.scheduling.sequence import Sequence
 from stageline_rpc.v1 import cluster_pb2
@@ -22,6 +24,7 @@ class EventLog:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._stopped_s: float | None = None
+        self._differing = ""
 
     def joined(self, worker: WorkerIdentity) -> None:
         log.info(
@@ -48,7 +51,8 @@ class EventLog:
 
     def loaded(self, worker: str, loaded: cluster_pb2.StageLoaded) -> None:
         duration_ms = loaded.load_ms + loaded.warmup_ms
-        log.info("worker %s is ready (%d ms)", worker, duration_ms, extra=about(worker=worker))
+        kernels = f", {loaded.kernels} kernels" if loaded.kernels else ""
+        log.info("worker %s is ready (%d ms%s)", worker, duration_ms, kernels, extra=about(worker=worker))
 
     def load_failed(self, worker: str, reason: str) -> None:
         log.error("worker %s could not load its stage: %s", worker, reason, extra=about(worker=worker))
@@ -104,6 +108,13 @@ class EventLog:
             *(epoch, len(plan.stages), pause),
             extra=about(epoch=epoch, duration_s=duration_s),
         )
+
+    def computing(self, stages: Items[StageKernels | None]) -> None:
+        """Warns where stages compute differently, once for as long as the difference is the same."""
+        differing = differing_kernels(stages)
+        if differing and differing != self._differing:
+            log.warning("%s: the slowest sets the pace, and rounding differs from stage to stage", differing)
+        self._differing = differing
 
     def over(self, action: StopServing, *, was_serving: bool) -> None:
         """An epoch is over: a recovery begins, unless one has begun already."""

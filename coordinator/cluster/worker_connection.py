@@ -19,6 +19,7 @@ class WorkerConnection:
         self.is_silent = False
         self.is_loading = False
         self.warmup_ms = 0
+        self.kernels = self.kernels_detail = ""
         self.close_reason = ""
         self._is_closed = asyncio.Event()
         self._outbox: asyncio.Queue[cluster_pb2.CoordinatorMessage | None] = asyncio.Queue()

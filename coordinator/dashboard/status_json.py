@@ -53,6 +53,7 @@ def _worker(worker: cluster_pb2.WorkerStatus) -> dict[str, Any]:
         "name": worker.name,
         "address": worker.address,
         "device": worker.device,
+        "kernels": worker.kernels,
         "state": _word(cluster_pb2.WorkerState.Name(worker.state), "WORKER_STATE_"),
         "detail": worker.detail,
         "pid": worker.pid,

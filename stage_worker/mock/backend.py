@@ -46,6 +46,7 @@ class MockBackend(StageBackend):
             read_bytes=0,
             load_ms=0,
             warmup_ms=self._warmup_ms(assignment),
+            device=self.device,
         )
 
     async def holds(self, loaded: LoadedStage, assignment: Assignment) -> bool:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from checkpoint import Checkpoint, DType, ModelConfig, stage_weight_bytes
+from stage_worker.kernel_choice import KernelChoice
 from stage_worker.models.attention_views import ViewRules
 from stage_worker.models.kernels import Kernels
 from stage_worker.models.norms import rms_norm
@@ -59,9 +60,11 @@ class DecoderStage:
         dtype: DType,
         device: torch.device | str = "cpu",
         kernels: Kernels | None = None,
+        choice: KernelChoice = KernelChoice.AUTO,
     ) -> None:
-        """Describe the stage; `load` allocates and fills the weights. `kernels` are those of the device
-        unless given. Raises ValueError for an empty or impossible layer range."""
+        """Describe the stage; `load` allocates and fills the weights. `kernels` are those of `choice` on the
+        device unless given. Raises ValueError for an empty or impossible layer range, and
+        KernelsUnavailable."""
         if not 0 <= layer_begin < layer_end <= config.num_layers:
             raise ValueError(
                 f"layers [{layer_begin}, {layer_end}) of a model with {config.num_layers} layers"
@@ -74,7 +77,7 @@ class DecoderStage:
         self.torch_dtype = TORCH_DTYPES[dtype]
         self.device = torch.device(device)
         self.windows = config.layer_windows[layer_begin:layer_end]
-        self.kernels = kernels or Kernels.of(config, self.device, self.torch_dtype)
+        self.kernels = kernels or Kernels.of(config, self.device, self.torch_dtype, choice)
         self._windows = frozenset(self.windows)
         self._rope = Rope(config, self.torch_dtype, self.device)
         self._weights: LoadedWeights | None = None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import torch
 
 from checkpoint import ModelConfig
-from stage_worker.models.native_kernels import unavailable_because
+from stage_worker.kernel_choice import KernelChoice, KernelsUnavailable
+from stage_worker.models.native_kernels import missing_because, unavailable_because
 
 
 class AttentionMethod(Enum):
@@ -31,15 +32,26 @@ class Kernels:
     not_compiled_because: str | None = field(default=None, compare=False)
 
     @classmethod
-    def of(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Kernels:
-        """What is fastest for `dtype` on `device`, see bench/README.md.
+    def of(
+        cls,
+        config: ModelConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        choice: KernelChoice = KernelChoice.AUTO,
+    ) -> Kernels:
+        """Under AUTO what is fastest for `dtype` on `device`, see bench/README.md. Raises KernelsUnavailable
+        where COMPILED cannot be.
 
         Only bfloat16 on a CPU is special. Where a CPU has AMX, SDPA packs keys for it, which pays for
         prompts; one query per sequence is too little work to pay for packing.
         """
+        if choice is KernelChoice.PLAIN:
+            return replace(PLAIN, not_compiled_because="chosen with --kernels plain")
+        reason = _not_on(device) or _not_in(dtype) or unavailable_because(config)
+        if choice is KernelChoice.COMPILED and reason is not None:
+            raise KernelsUnavailable(f"--kernels compiled cannot be: {reason}")
         if device.type != "cpu" or dtype is not torch.bfloat16 or not _has_bf16_products():
-            return PLAIN
-        reason = unavailable_because(config)
+            return replace(PLAIN, not_compiled_because=reason)
         has_amx = torch.cpu._is_amx_tile_supported()
         return cls(
             packs_weights=True,
@@ -47,6 +59,12 @@ class Kernels:
             prefill=AttentionMethod.SDPA if has_amx else AttentionMethod.PRODUCTS,
             not_compiled_because=reason,
         )
+
+    @property
+    def choice(self) -> KernelChoice:
+        """COMPILED where compiled functions compute a layer's operations, else PLAIN."""
+        is_compiled = self.decode is AttentionMethod.IN_PLACE
+        return KernelChoice.COMPILED if is_compiled else KernelChoice.PLAIN
 
     def __str__(self) -> str:
         weights = "packed" if self.packs_weights else "plain"
@@ -56,6 +74,22 @@ class Kernels:
 
 PLAIN = Kernels(packs_weights=False, decode=AttentionMethod.SDPA, prefill=AttentionMethod.SDPA)
 """What every device and dtype can do."""
+
+
+def check_choice(choice: KernelChoice, device: torch.device) -> None:
+    """Raises KernelsUnavailable for what can be on `device` for no model and dtype."""
+    if choice is KernelChoice.COMPILED and (reason := _not_on(device) or missing_because()) is not None:
+        raise KernelsUnavailable(f"--kernels compiled cannot be: {reason}")
+
+
+def _not_on(device: torch.device) -> str | None:
+    return None if device.type == "cpu" else f"the compiled kernels are for CPUs, not for {device}"
+
+
+def _not_in(dtype: torch.dtype) -> str | None:
+    if dtype is not torch.bfloat16:
+        return f"the compiled kernels are for bf16, not for {str(dtype).removeprefix('torch.')}"
+    return None if _has_bf16_products() else "oneDNN has no bfloat16 products for this CPU"
 
 
 def _has_bf16_products() -> bool:

@@ -22,14 +22,19 @@ def load() -> ModuleType:
     return importlib.import_module(_MODULE)
 
 
-def unavailable_because(config: ModelConfig) -> str | None:
-    """Why a model of this shape cannot be computed here by the compiled functions; None if it can."""
+def missing_because() -> str | None:
+    """Why this installation or CPU has no compiled functions, whatever the model; None if it has them."""
     try:
         module = load()
     except ImportError:
         return "the compiled kernels were not built when Stageline was installed"
-    if not module.is_supported():
-        return "this CPU lacks AVX-512 with bfloat16"
+    return None if module.is_supported() else "this CPU lacks AVX-512 with bfloat16"
+
+
+def unavailable_because(config: ModelConfig) -> str | None:
+    """Why a model of this shape cannot be computed here by the compiled functions; None if it can."""
+    if (reason := missing_because()) is not None:
+        return reason
     if config.head_dim not in _HEAD_DIMS or config.q_size > _MOST_ELEMENTS:
         return f"{config.num_attention_heads} heads of {config.head_dim} are none that the kernels are for"
     if config.hidden_size % _LANES or config.intermediate_size % _LANES:

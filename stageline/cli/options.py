@@ -7,6 +7,7 @@ from typing import Annotated, TypeAlias, TypeVar
 
 import typer
 
+from stage_worker.kernel_choice import KernelChoice
 from stageline.cli.sizes import parse_size
 from telemetry import logs
 from wire.addresses import parse_address, parse_peer_address
@@ -301,6 +302,13 @@ Memory: TypeAlias = Annotated[
 Threads: TypeAlias = Annotated[
     int | None,
     typer.Option(metavar="N", min=1, help="Compute threads of a worker; by default one for each core."),
+]
+Kernels: TypeAlias = Annotated[
+    KernelChoice,
+    typer.Option(
+        help="Functions that compute a stage: the fastest possible, torch's operators only, or the compiled "
+        "kernels only (bf16 on CPUs with AVX-512).",
+    ),
 ]
 CpuSet: TypeAlias = Annotated[
     str | None,

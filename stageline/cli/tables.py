@@ -5,6 +5,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from coordinator.cluster.stage_kernels import StageKernels, differing_kernels
 from stageline.cli.sizes import format_size
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
 from wire.wire_dtypes import WIRE_DTYPE_FROM_MESSAGE
@@ -19,7 +20,7 @@ def topology_view(status: cluster_pb2.GetStatusResponse) -> RenderableType:
         if worker.HasField("stage"):
             heartbeat = worker.heartbeat
             table.add_row(
-                *_place(worker), worker.device, _size(heartbeat.weight_bytes), _size(heartbeat.kv_bytes)
+                *_place(worker), _device(worker), _size(heartbeat.weight_bytes), _size(heartbeat.kv_bytes)
             )
     return Group("", table, "")
 
@@ -80,7 +81,7 @@ def _workers_table(status: cluster_pb2.GetStatusResponse) -> Table:
     for worker in _in_stage_order(status):
         table.add_row(
             *_place(worker),
-            worker.device,
+            _device(worker),
             _name(cluster_pb2.WorkerState.Name(worker.state), "WORKER_STATE_"),
             _memory(worker),
             _kv_use(worker.heartbeat.kv),
@@ -130,11 +131,18 @@ def _describe_requests(status: cluster_pb2.GetStatusResponse) -> str:
 
 def _remarks(status: cluster_pb2.GetStatusResponse) -> list[str]:
     # The reason of a failed worker is often the cluster's as well, which the first lines give.
-    return [
+    details = [
         f"{worker.name}: {worker.detail}"
         for worker in status.workers
         if worker.detail and worker.detail not in status.detail
     ]
+    stages = [
+        StageKernels(worker.device, worker.kernels)
+        for worker in _in_stage_order(status)
+        if worker.HasField("stage")
+    ]
+    differing = differing_kernels(stages)
+    return [differing, *details] if differing else details
 
 
 def _table(*columns: str) -> Table:
@@ -156,6 +164,10 @@ def _place(worker: cluster_pb2.WorkerStatus) -> tuple[str, str, str]:
         return _NOTHING, worker.name, _NOTHING
     role = cluster_pb2.StageRole.Name(worker.role).removeprefix("STAGE_ROLE_")
     return f"{worker.stage} {role}", worker.name, _layers(worker)
+
+
+def _device(worker: cluster_pb2.WorkerStatus) -> str:
+    return f"{worker.device} {worker.kernels}" if worker.kernels else worker.device
 
 
 def _layers(worker: cluster_pb2.WorkerStatus) -> str:

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from coordinator.config import DEFAULT_TRACE_BYTES, CoordinatorConfig
 from deploy import LocalCluster, LocalClusterConfig, LocalProcess
+from stage_worker.kernel_choice import KernelChoice
 from stageline.cli import options
 from stageline.cli.coordinator import flags_of
 from stageline.cli.preflight import check_plan
@@ -44,6 +45,7 @@ def up(
     pin: Annotated[
         bool, typer.Option(help="Give each worker on the CPU cores of its own, if there are enough.")
     ] = True,
+    kernels: options.Kernels = KernelChoice.AUTO,
     layers: options.Layers = None,
     dtype: options.Dtype = None,
     wire_dtype: options.WireDtype = None,
@@ -123,6 +125,8 @@ def up(
         )
         if self_check and mock:
             raise ValueError("--self-check needs stages that compute: not together with --mock")
+        if mock and kernels is not KernelChoice.AUTO:
+            raise ValueError("a mock stage computes nothing: --mock does not go with --kernels")
         cluster = LocalClusterConfig(
             num_workers=num_workers,
             model_directory=model,
@@ -137,13 +141,17 @@ def up(
                 *flags_of(coordinator),
                 *(() if http_token_file is None else ("--http-token-file", str(http_token_file))),
             ),
-            worker_arguments=(coordinator.logs.flags,) * num_workers,
+            worker_arguments=((*coordinator.logs.flags, *_kernel_flags(kernels)),) * num_workers,
         )
         return coordinator, cluster
 
     coordinator, cluster = options.build_config(make_configs)
     check_plan(coordinator, cluster)
     return asyncio.run(run_up(cluster))
+
+
+def _kernel_flags(kernels: KernelChoice) -> tuple[str, ...]:
+    return () if kernels is KernelChoice.AUTO else ("--kernels", kernels.value)
 
 
 async def run_up(config: LocalClusterConfig) -> int:

@@ -7,6 +7,7 @@ import typer
 
 from stage_worker.config import WorkerConfig
 from stage_worker.cpu_set import parse_cpu_set, pin_to
+from stage_worker.kernel_choice import KernelChoice
 from stage_worker.mock.spec import MockSpec
 from stageline.cli import options
 from stageline.version import VERSION
@@ -29,6 +30,7 @@ def worker(
     mock: options.Mock = None,
     cpu_set: options.CpuSet = None,
     wire_dtype: options.WireDtype = None,
+    kernels: options.Kernels = KernelChoice.AUTO,
     log_format: options.LogFormat = LogFormat.CONSOLE,
     log_level: options.LogLevel = LogLevel.INFO,
 ) -> int:
@@ -49,6 +51,7 @@ def worker(
             mock=None if mock is None else MockSpec.parse(mock),
             cpu_set=None if cpu_set is None else parse_cpu_set(cpu_set),
             wire_dtype=None if wire_dtype is None else parse_wire_dtype(wire_dtype),
+            kernels=kernels,
             telemetry=read_environment(os.environ, version=VERSION),
             logs=LogSettings(format=log_format, level=log_level),
         )

@@ -19,6 +19,9 @@ WORKER_STATE = Label(
 DIRECTION = Label("direction", "network.io.direction", values=("receive", "transmit"))
 BLOCK_STATE = Label("state", "stageline.kv.block.state", values=("active", "inactive", "free"))
 MEMORY_KIND = Label("kind", "stageline.memory.kind", values=("weights", "kv"))
+DEVICE = Label("device", "stageline.device", most=1)
+DTYPE = Label("dtype", "stageline.dtype", values=("bf16", "f16", "f32"))
+KERNELS = Label("kernels", "stageline.kernels", values=("compiled", "plain", "none"))
 LOAD_PHASE = Label("phase", "stageline.load.phase", values=("load", "warmup"))
 DESTINATION = Label("destination", "stageline.destination", values=("coordinator", "collector"))
 
@@ -285,6 +288,16 @@ STAGE_MEMORY = _of(
     "Memory of the present stage's weights and KV pages.",
     STAGE,
     MEMORY_KIND,
+)
+STAGE_COMPUTE = _of(
+    _WORKER,
+    "stageline.stage.compute",
+    _GAUGE,
+    "{stage}",
+    "How the present stage computes; always 1.",
+    DEVICE,
+    DTYPE,
+    KERNELS,
 )
 RESIDENT_MEMORY = _of(
     _BOTH, "stageline.process.resident_memory", _UP_DOWN, "By", "Memory that the process holds."

@@ -70,6 +70,7 @@ class SimBackend(StageBackend):
             read_bytes=1,
             load_ms=1,
             warmup_ms=1,
+            device=self.device,
         )
 
     async def holds(self, loaded: LoadedStage, assignment: Assignment) -> bool:

@@ -14,7 +14,7 @@ export class Topology {
   // Cards are made anew only where something other than numbers has changed, so that focus stays.
   show(status, activity, { canAct }) {
     const placed = status.workers.filter((worker) => worker.stage).sort((a, b) => a.stage.index - b.stage.index);
-    const shape = JSON.stringify([placed.map((each) => [each.name, each.stage, each.state, each.device]), canAct]);
+    const shape = JSON.stringify([placed.map((each) => [each.name, each.stage, each.state, each.device, each.kernels]), canAct]);
     if (shape !== this.drawn) {
       this.stages.classList.toggle("many", placed.length > 8);
       this.stages.replaceChildren(...placed.map((worker) => this.#card(worker, canAct)));
@@ -33,7 +33,7 @@ export class Topology {
       element("header", {},
         element("b", {}, `Stage ${index}`), element("span", { class: "name", title: worker.address }, worker.name),
         element("span", { class: `pill ${WORKER_CLASS[worker.state] ?? ""}` }, worker.state)),
-      element("p", { class: "place", title: `${role}, process ${worker.pid} at ${worker.address}` }, `${layers} · ${role} · ${worker.device}`),
+      element("p", { class: "place", title: `${role}, process ${worker.pid} at ${worker.address}` }, [layers, role, worker.device, worker.kernels].filter(Boolean).join(" · ")),
       element("div", { class: "bars" }, ...bar("Busy", "busy", ["load"]), ...bar("Memory", "memory", ["weights", "kv"]), ...bar("KV blocks", "blocks", ["active", "inactive"])),
       element("p", { class: "times" }),
       element("footer", {}));

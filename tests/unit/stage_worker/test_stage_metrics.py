@@ -160,6 +160,8 @@ def test_the_present_stage_is_read_off_and_no_other() -> None:
             read_bytes=0,
             load_ms=1500,
             warmup_ms=250,
+            device="cuda:1",
+            kernels="plain",
         )
         text = str(stage)
         assert watched.values(definitions.KV_BLOCKS) == {
@@ -169,5 +171,7 @@ def test_the_present_stage_is_read_off_and_no_other() -> None:
         }
         assert watched.values(definitions.LOAD_TIME) == {(text, "load"): 1.5, (text, "warmup"): 0.25}
         assert watched.values(definitions.STAGE_MEMORY) == {(text, "weights"): 1000, (text, "kv"): 2000}
+        assert watched.values(definitions.STAGE_COMPUTE) == {("cuda:1", assignment.dtype.value, "plain"): 1}
     watched.stage.loaded = None
     assert watched.values(definitions.STAGE_MEMORY) == {}
+    assert watched.values(definitions.STAGE_COMPUTE) == {}

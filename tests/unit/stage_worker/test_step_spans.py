@@ -6,7 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stage_worker.executor import StepExecutor
+from stage_worker.mock.compute import MockCompute
 from stage_worker.outputs import HandedOn, StepTiming, TimedOutput
+from stage_worker.stage_load import LoadedStage
 from stage_worker.step_spans import MOST_DECODE_STEPS, StageSpans
 from telemetry.spans import Attr, SpanName
 from tests.unit.stage_worker.mock.mock_stages import mock_assignment
@@ -25,8 +28,21 @@ class Stage:
 
     def __init__(self) -> None:
         self.sink = ListSink()
-        self.spans = StageSpans(recorder_into(self.sink), worker="gpu-b")
-        self.spans.epoch_began(mock_assignment(stage=1), 4)
+        assignment = mock_assignment(stage=1)
+        self.loaded: LoadedStage | None = LoadedStage(
+            assignment=assignment,
+            executor=StepExecutor(assignment, MockCompute(assignment)),
+            weight_bytes=0,
+            kv_bytes=0,
+            read_bytes=0,
+            load_ms=0,
+            warmup_ms=0,
+            device="cuda:1",
+            kernels="plain",
+        )
+        self.is_idle = False
+        self.spans = StageSpans(recorder_into(self.sink), self, worker="gpu-b")
+        self.spans.epoch_began(assignment, 4)
         self.now_s = 50.0
         self.num_steps = 0
 
@@ -134,6 +150,16 @@ def test_a_choice_that_starts_again_in_the_step_in_which_it_ends_is_somebody_new
     stage.run(decode(ONE))
     stage.run(ends=(EndRecord(ONE, 1),))
     assert [each[Attr.GENERATION] for each in stage.decodes] == [0, 1]
+
+
+def test_spans_say_what_the_stage_computes_on_in_and_with() -> None:
+    stage = Stage()
+    stage.run(Slice(ONE, 0, (1, 2, 3), Prefill(0, 3, 3)), starts=(start(ONE),))
+    (span,) = stage.sink.named(SpanName.STAGE_PREFILL)
+    attributes = dict(span.attributes or {})
+    assert attributes[Attr.DEVICE] == "cuda:1"
+    assert attributes[Attr.DTYPE] == mock_assignment(stage=1).dtype.value
+    assert attributes[Attr.KERNELS] == "plain"
 
 
 def test_the_end_of_an_epoch_records_what_was_computed_in_it() -> None:

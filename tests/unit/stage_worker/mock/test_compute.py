@@ -10,6 +10,7 @@ import pytest
 from checkpoint import DType
 from stage_worker.assignment import Assignment, ModelShape
 from stage_worker.config import WorkerConfig
+from stage_worker.kernel_choice import KernelChoice
 from stage_worker.mock.compute import MockCompute, mock_token
 from stage_worker.mock.spec import MockSpec
 from tests.unit.coordinator.scheduling.pipeline_model import key_of
@@ -114,6 +115,7 @@ def test_a_mock_must_know_what_the_model_is_like() -> None:
         ({"device": "cuda"}, "--device"),
         ({"num_threads": 2}, "--threads"),
         ({"cpu_set": (0,)}, "--cpu-set"),
+        ({"kernels": KernelChoice.PLAIN}, "--kernels"),
         ({"device": "cuda:1", "num_threads": 2}, "--device and --threads"),
     ],
 )

@@ -5,15 +5,17 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from checkpoint import Checkpoint, DType
+from stage_worker.kernel_choice import KernelChoice, KernelsUnavailable
 from stage_worker.models import DecoderStage
 from stage_worker.models.decoder_layer import DecoderLayer
-from stage_worker.models.kernels import PLAIN, AttentionMethod, Kernels
+from stage_worker.models.kernels import PLAIN, AttentionMethod, Kernels, check_choice
 from stage_worker.models.layer_weights import allocate_layer
 from stage_worker.models.projections import PackedProjection, PlainProjection
 from stage_worker.slice_layout import SliceLayout
@@ -193,12 +195,40 @@ def test_only_bfloat16_on_a_cpu_departs_from_what_every_device_can(
 ) -> None:
     config = checkpoints["llama"].config
     for device, dtype in (("cpu", torch.float32), ("cpu", torch.float16), ("cuda", torch.bfloat16)):
-        assert Kernels.of(config, torch.device(device), dtype) == PLAIN
+        chosen = Kernels.of(config, torch.device(device), dtype)
+        assert chosen == PLAIN
+        assert chosen.choice is KernelChoice.PLAIN
+        assert "the compiled kernels are for" in str(chosen)
     skip_unless_possible(IN_PLACE, config)
     chosen = Kernels.of(config, torch.device("cpu"), torch.bfloat16)
     assert chosen.packs_weights
     assert chosen.decode is AttentionMethod.IN_PLACE
     assert "compiled kernels" in str(chosen)
+    assert chosen.choice is KernelChoice.COMPILED
+    assert Kernels.of(config, torch.device("cpu"), torch.bfloat16, KernelChoice.PLAIN) == PLAIN
+    assert Kernels.of(config, torch.device("cpu"), torch.bfloat16, KernelChoice.COMPILED) == chosen
+
+
+def test_compiled_kernels_that_cannot_be_are_refused_with_the_reason(
+    checkpoints: dict[str, Checkpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, cpu = checkpoints["llama"].config, torch.device("cpu")
+    skip_unless_possible(IN_PLACE, config)
+    narrow = replace(config, head_dim=16)
+    for shape, device, dtype, reason in (
+        (config, "cpu", torch.float32, "for bf16, not for float32"),
+        (config, "cuda:1", torch.bfloat16, "for CPUs, not for cuda:1"),
+        (narrow, "cpu", torch.bfloat16, "heads of 16"),
+    ):
+        with pytest.raises(KernelsUnavailable, match=f"--kernels compiled cannot be: .*{reason}"):
+            Kernels.of(shape, torch.device(device), dtype, KernelChoice.COMPILED)
+    check_choice(KernelChoice.COMPILED, cpu)
+    with pytest.raises(KernelsUnavailable, match="for CPUs, not for cuda"):
+        check_choice(KernelChoice.COMPILED, torch.device("cuda"))
+    monkeypatch.setattr("stage_worker.models.native_kernels._MODULE", "stage_worker.models._not_built")
+    with pytest.raises(KernelsUnavailable, match="were not built"):
+        check_choice(KernelChoice.COMPILED, cpu)
+    check_choice(KernelChoice.AUTO, cpu)
 
 
 def test_without_the_compiled_module_products_take_over_and_say_so(

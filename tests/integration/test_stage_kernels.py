@@ -1,0 +1,79 @@
+"""What each stage computes with is in the status, the log and the spans, and can be chosen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoint import Checkpoint
+from stage_worker.config import WorkerConfig
+from stage_worker.kernel_choice import KernelChoice
+from stageline_rpc.v1 import cluster_pb2, stage_pb2
+from tests.checkpoints import make_checkpoint
+from tests.integration.asks import mixed_asks
+from tests.integration.cluster import Cluster
+from tests.unit.stage_worker.models.kernel_choices import IN_PLACE, skip_unless_possible
+
+AUTO, PLAIN, COMPILED = KernelChoice
+
+
+class ChoosyCluster(Cluster):
+    """Workers w0, w1 with kernels of their own."""
+
+    def __init__(self, directory: Path, kernels: tuple[KernelChoice, KernelChoice], **settings: Any) -> None:
+        self._kernels = dict(zip(("w0", "w1"), kernels, strict=True))
+        super().__init__(directory, layers=(1, 1), **{"dtype": "bf16", **settings})
+
+    def worker_config(self, name: str, *arguments: Any, **more: Any) -> WorkerConfig:
+        return replace(super().worker_config(name, *arguments, **more), kernels=self._kernels[name])
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = make_checkpoint(
+        tmp_path_factory.mktemp("kernels"), "llama", num_layers=2, dtype="bfloat16", head_dim=32
+    )
+    skip_unless_possible(IN_PLACE, Checkpoint.open(made).config)
+    return made
+
+
+async def test_status_says_what_each_stage_computes_in_and_with(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with ChoosyCluster(directory, (AUTO, AUTO)) as cluster:
+        status = await cluster.client.status()
+        for worker in status.workers:
+            assert (worker.device, worker.dtype) == ("cpu", stage_pb2.DTYPE_BF16)
+            assert worker.kernels == "compiled"
+            assert "decode by compiled kernels" in worker.kernels_detail
+        answers = await cluster.generate_all(mixed_asks(4))
+        assert all(answer.succeeded for answer in answers)
+    assert "compute differently" not in caplog.text
+
+
+async def test_stages_that_differ_are_warned_of_once(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with ChoosyCluster(directory, (PLAIN, COMPILED)) as cluster:
+        status = await cluster.client.status()
+        assert [worker.kernels for worker in status.workers] == ["plain", "compiled"]
+        assert "chosen with --kernels plain" in status.workers[0].kernels_detail
+        await cluster.workers["w1"].stop()
+        await cluster.start_worker("w1")
+        await cluster.wait_status(lambda now: now.epoch > status.epoch and _serves(now))
+    warnings = [record for record in caplog.records if "compute differently" in record.message]
+    assert [record.levelname for record in warnings] == ["WARNING"]
+    assert "stage 0: plain on cpu; stage 1: compiled on cpu" in warnings[0].message
+
+
+async def test_compiled_kernels_that_cannot_be_fail_the_load_with_the_reason(directory: Path) -> None:
+    async with ChoosyCluster(directory, (AUTO, COMPILED), dtype="f32", waits=False) as cluster:
+        status = await cluster.wait_state(cluster_pb2.CLUSTER_STATE_BLOCKED)
+        assert "--kernels compiled cannot be: the compiled kernels are for bf16" in status.detail
+
+
+def _serves(status: cluster_pb2.GetStatusResponse) -> bool:
+    return status.state == cluster_pb2.CLUSTER_STATE_SERVING
