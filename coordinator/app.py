@@ -58,6 +58,7 @@ from wire.addresses import parse_address
 from wire.channels import bind, new_server
 from wire.clock import ClusterClock
 from wire.ids import new_incarnation
+from wire.reasons import error_line, reason_of
 
 if TYPE_CHECKING:
     from coordinator.dashboard.server import DashboardServer
@@ -259,7 +260,7 @@ def run(config: CoordinatorConfig) -> int:
         ValueError,
         OSError,
     ) as error:
-        logs.say_last(config.logs, f"stageline: error: {error}")
+        logs.say_last(config.logs, error_line(reason_of(error), str(error)))
         return 1
     return 0
 

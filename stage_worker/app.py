@@ -13,6 +13,7 @@ from stage_worker.config import WorkerConfig
 from stage_worker.control import JoinRefused
 from stage_worker.worker import Worker
 from telemetry import logs
+from wire.reasons import error_line, reason_of
 
 log = logging.getLogger(__name__)
 
@@ -75,5 +76,5 @@ async def _end(worker: Worker, status: int) -> int:
 
 
 def _fail(config: WorkerConfig, error: Exception) -> int:
-    logs.say_last(config.logs, f"stageline worker: {error}")
+    logs.say_last(config.logs, error_line(reason_of(error), str(error)))
     return 1

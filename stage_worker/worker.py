@@ -8,7 +8,6 @@ import socket
 from collections.abc import Iterable
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as health_aio
 
 from stage_worker.backend import StageBackend
 from stage_worker.config import WorkerConfig
@@ -28,6 +27,7 @@ from telemetry.spans import WORKER
 from wire.addresses import Address, parse_address, parse_peer_address
 from wire.channels import PROTOCOL_VERSION, bind, new_server
 from wire.clock import ClusterClock
+from wire.health import HealthServicer
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Worker:
         """Raises ValueError for a device that is not here. Binds nothing yet."""
         self._config = config
         self.metrics = WorkerMetrics(config.telemetry)
-        self._health = health_aio.HealthServicer()
+        self._health = HealthServicer()
         self._backend = _new_backend(config)
         self._server = new_server()
         self._clock = ClusterClock()

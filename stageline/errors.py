@@ -20,39 +20,50 @@ from stageline.status_details import SUPERSEDED, StatusDetails
 
 
 class StagelineError(Exception):
-    """Base of all errors that a client raises: `code` is the name of the gRPC status, `message` says more."""
+    """Base of all errors that a client raises: `code` is the name of the gRPC status, `message` says more.
+
+    `reason` is the stable code in the server's google.rpc.ErrorInfo, or the client's own (docs/errors.md); of
+    a status that gRPC made up, such as that of a lost connection, it is the name of the status.
+    """
 
     code = "UNKNOWN"
+    reason = "UNKNOWN"
 
-    def __init__(self, message: str, *, code: str | None = None) -> None:
+    def __init__(self, message: str, *, code: str | None = None, reason: str | None = None) -> None:
         super().__init__(message)
         self.message = message
         if code is not None:
             self.code = code
+        if reason is not None:
+            self.reason = reason
 
 
 class InvalidRequest(StagelineError, ValueError):
     """A parameter is out of range, or the sequence is longer than the model or the cache can hold."""
 
     code = "INVALID_ARGUMENT"
+    reason = "INVALID_REQUEST"
 
 
 class RequestExists(StagelineError):
     """A live request has this request_id."""
 
     code = "ALREADY_EXISTS"
+    reason = "REQUEST_EXISTS"
 
 
 class RequestNotFound(StagelineError):
     """No request that is live, or whose output is kept, has this request_id."""
 
     code = "NOT_FOUND"
+    reason = "REQUEST_NOT_FOUND"
 
 
 class WorkerNotFound(StagelineError):
     """No worker of this name is in the cluster."""
 
     code = "NOT_FOUND"
+    reason = "WORKER_NOT_FOUND"
 
 
 class Overloaded(StagelineError):
@@ -62,6 +73,7 @@ class Overloaded(StagelineError):
     """
 
     code = "RESOURCE_EXHAUSTED"
+    reason = "OVERLOADED"
     retry_after_s: float | None = None
 
 
@@ -69,36 +81,42 @@ class Unavailable(StagelineError):
     """No coordinator at the address, no stage workers in time, or a connection that is lost for good."""
 
     code = "UNAVAILABLE"
+    reason = "UNAVAILABLE"
 
 
 class DeadlineExceeded(StagelineError):
     """The request took longer than its timeout."""
 
     code = "DEADLINE_EXCEEDED"
+    reason = "DEADLINE_EXCEEDED"
 
 
 class Cancelled(StagelineError):
     """The server ended the call as cancelled: by Cancel, or because the client read too slowly."""
 
     code = "CANCELLED"
+    reason = "CANCELLED"
 
 
 class StepFailed(StagelineError):
     """The step that carried this request was faulty; sending the request again is safe."""
 
     code = "ABORTED"
+    reason = "STEP_FAILED"
 
 
 class Superseded(StagelineError):
     """Another call has attached to the request, which goes on there. Sending it again would double it."""
 
     code = "ABORTED"
+    reason = "SUPERSEDED"
 
 
 class ServerError(StagelineError):
     """Something went wrong on the server that is not the request's fault."""
 
     code = "INTERNAL"
+    reason = "BAD_RESPONSE"
 
 
 _KINDS: dict[str, type[StagelineError]] = {
@@ -122,7 +140,8 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> StagelineError:
     code = error.code().name
     details = StatusDetails.of(error)
     kind = Superseded if details.reason == SUPERSEDED else _KINDS.get(code, ServerError)
-    typed = kind(error.details() or f"the call ended with {code}", code=code)
+    text = error.details() or f"the call ended with {code}"
+    typed = kind(text, code=code, reason=details.reason or code)
     if isinstance(typed, Overloaded):
         typed.retry_after_s = details.retry_after_s
     return typed

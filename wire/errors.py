@@ -3,9 +3,12 @@
 ```
 ServingError
 |- InvalidRequest            INVALID_ARGUMENT     a parameter or a prompt that cannot be served
+|  `- MessageTooLarge        INVALID_ARGUMENT     more bytes or entries than the method takes
 |- RequestNotFound           NOT_FOUND
 |- RequestExists             ALREADY_EXISTS
 |- WorkerNotFound            NOT_FOUND
+|- ServiceNotFound           NOT_FOUND            the health of a service that the server does not have
+|- MethodNotFound            UNIMPLEMENTED        the server has no such method
 |- NameInUse                 ALREADY_EXISTS       a live worker elsewhere has this name
 |- Overloaded                RESOURCE_EXHAUSTED   a bounded queue is full; says when to try again
 |- HandshakeMismatch         FAILED_PRECONDITION  two ends disagree; carries both values
@@ -38,6 +41,10 @@ class InvalidRequest(ServingError):
     """A parameter or a prompt that cannot be served; the text has the numbers."""
 
 
+class MessageTooLarge(InvalidRequest):
+    """The message has more bytes, or more entries, than its method takes; sending it again is no use."""
+
+
 class RequestNotFound(ServingError):
     """No such request is live."""
 
@@ -48,6 +55,14 @@ class RequestExists(ServingError):
 
 class WorkerNotFound(ServingError):
     """No such worker is here."""
+
+
+class ServiceNotFound(ServingError):
+    """The server knows no health of this service."""
+
+
+class MethodNotFound(ServingError):
+    """The server has no such method."""
 
 
 class NameInUse(ServingError):
@@ -163,9 +178,12 @@ class StepFault(ServingError):
 
 STATUS_OF_ERROR: dict[type[ServingError], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    MessageTooLarge: grpc.StatusCode.INVALID_ARGUMENT,
     RequestNotFound: grpc.StatusCode.NOT_FOUND,
     RequestExists: grpc.StatusCode.ALREADY_EXISTS,
     WorkerNotFound: grpc.StatusCode.NOT_FOUND,
+    ServiceNotFound: grpc.StatusCode.NOT_FOUND,
+    MethodNotFound: grpc.StatusCode.UNIMPLEMENTED,
     NameInUse: grpc.StatusCode.ALREADY_EXISTS,
     Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     HandshakeMismatch: grpc.StatusCode.FAILED_PRECONDITION,

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from wire.errors import InvalidRequest, ServingError, status_of
+from wire.errors import InvalidRequest, MethodNotFound, ServingError, status_of
 from wire.ids import parse_request_id
 from wire.log_fields import about
 from wire.status_details import details_of
@@ -18,6 +18,10 @@ from wire.status_details import details_of
 log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+UNDECODABLE = "the request cannot be decoded as the message of this method"
+_SHOWN_METHOD = 100
+"""Characters of a method's name that an error repeats."""
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
@@ -33,11 +37,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
         handler: Any = await continuation(handler_call_details)
+        name = str(handler_call_details.method)
         if handler is None:
-            return handler
+            return grpc.stream_stream_rpc_method_handler(_refuse_method(name))
         if not handler.request_streaming:
             handler = handler._replace(request_deserializer=_tolerant(handler.request_deserializer))
-        name = str(handler_call_details.method)
         if handler.unary_unary is not None:
             return handler._replace(unary_unary=_guard_unary(handler.unary_unary, name))
         if handler.stream_unary is not None:
@@ -61,9 +65,16 @@ def _tolerant(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], A
     return parse
 
 
+def _refuse_method(name: str) -> Callable[..., Any]:
+    async def refuse(requests: Any, context: Context) -> None:
+        raise MethodNotFound(f"this server has no method {name[:_SHOWN_METHOD]!r}")
+
+    return _guard_unary(refuse, name)
+
+
 def _refuse_undecodable(request: Any) -> None:
     if isinstance(request, _Undecodable):
-        raise InvalidRequest("the request cannot be decoded as the message of this method")
+        raise InvalidRequest(UNDECODABLE)
 
 
 def _guard_unary(behaviour: Callable[[Any, Context], Awaitable[Any]], name: str) -> Callable[..., Any]:
@@ -100,6 +111,8 @@ async def _abort(context: Context, error: Exception, name: str, request: Any) ->
     # grpc's own: an abort that was meant, a client that is gone, a server that stops. It knows what to do.
     if isinstance(error, grpc.aio.BaseError) and not isinstance(error, grpc.aio.UsageError):
         raise error
+    if isinstance(error, DecodeError):  # in a stream; in a single message it is found before
+        error = InvalidRequest(UNDECODABLE)
     code, text = status_of(error)
     if not isinstance(error, ServingError):
         log.exception("unexpected error in %s", name, exc_info=error, extra=_about(request))

@@ -1,12 +1,11 @@
 """What a status says beside code and text, in gRPC's richer error model (google.rpc.Status)."""
 
-import re
-
 from google.protobuf.any_pb2 import Any
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2, status_pb2
 
 from wire.errors import Overloaded, ServingError, status_of
+from wire.reasons import reason_of
 
 DETAILS_KEY = "grpc-status-details-bin"
 DOMAIN = "stageline"
@@ -19,7 +18,7 @@ def details_of(error: BaseException) -> tuple[tuple[str, bytes], ...]:
     """
     code, text = status_of(error)
     number: int = code.value[0]
-    details = [error_details_pb2.ErrorInfo(reason=reason_of(error), domain=DOMAIN)]
+    details = [error_details_pb2.ErrorInfo(reason=sent_reason(error), domain=DOMAIN)]
     if isinstance(error, Overloaded) and error.retry_after_s is not None:
         delay = Duration()
         delay.FromNanoseconds(round(error.retry_after_s * 1e9))
@@ -28,11 +27,9 @@ def details_of(error: BaseException) -> tuple[tuple[str, bytes], ...]:
     return ((DETAILS_KEY, status.SerializeToString()),)
 
 
-def reason_of(error: BaseException) -> str:
-    """The kind of `error`, as ErrorInfo wants it: CLUSTER_UNAVAILABLE for ClusterUnavailable."""
-    if not isinstance(error, ServingError):
-        return "INTERNAL_ERROR"
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", type(error).__name__).upper()
+def sent_reason(error: BaseException) -> str:
+    """The reason code that a client receives: INTERNAL_ERROR for everything but a ServingError."""
+    return reason_of(error) if isinstance(error, ServingError) else "INTERNAL_ERROR"
 
 
 def _packed(message: error_details_pb2.ErrorInfo | error_details_pb2.RetryInfo) -> Any:

@@ -4,9 +4,9 @@ import asyncio
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as health_aio
 
 from stageline_rpc.v1 import inference_pb2
+from wire.health import HealthServicer
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 
@@ -15,7 +15,7 @@ class CoordinatorHealth:
     """Answers for the whole server, and for the Inference service by name."""
 
     def __init__(self) -> None:
-        self._servicer = health_aio.HealthServicer()
+        self._servicer = HealthServicer()
         self._news: asyncio.Queue[bool] = asyncio.Queue()
         self._reporter: asyncio.Task[None] | None = None
 

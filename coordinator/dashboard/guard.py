@@ -6,10 +6,12 @@ import ipaddress
 import json
 import logging
 from collections.abc import Awaitable, Callable
+from http import HTTPStatus
 
 from aiohttp import hdrs, web
 
 from wire.errors import InvalidRequest, RequestNotFound, ServingError
+from wire.reasons import reason_of
 
 log = logging.getLogger(__name__)
 
@@ -33,9 +35,9 @@ _KEPT_HEADERS = frozenset({hdrs.ALLOW, hdrs.WWW_AUTHENTICATE})
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
-def error_response(status: int, text: str) -> web.Response:
-    """What every request that fails is answered with."""
-    body = json.dumps({"error": text}).encode()
+def error_response(status: int, text: str, reason: str | None = None) -> web.Response:
+    """The response to every request that fails; `reason` is its code (default: the name of the status)."""
+    body = json.dumps({"error": text, "reason": reason or HTTPStatus(status).name}).encode()
     return web.Response(status=status, body=body, content_type="application/json")
 
 
@@ -75,7 +77,7 @@ class Guard:
                 response.headers[name] = error.headers[name]
             return response
         except ServingError as error:
-            return error_response(_STATUSES.get(type(error), 409), str(error))
+            return error_response(_STATUSES.get(type(error), 409), str(error), reason_of(error))
         except TimeoutError:
             return error_response(504, f"no answer within {REQUEST_TIMEOUT_S:g} s")
         except Exception:

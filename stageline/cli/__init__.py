@@ -13,7 +13,7 @@ from stageline.cli.chat import chat
 from stageline.cli.coordinator import coordinator
 from stageline.cli.demo import demo
 from stageline.cli.drain import drain
-from stageline.cli.failures import FAILURE, INTERRUPTED, CommandFailed, report
+from stageline.cli.failures import FAILURE, INTERRUPTED, USAGE, CommandFailed, report
 from stageline.cli.generate import generate
 from stageline.cli.plan import plan
 from stageline.cli.status import status
@@ -23,6 +23,7 @@ from stageline.cli.up import up
 from stageline.cli.worker import worker
 from stageline.errors import Overloaded, StagelineError
 from stageline.version import VERSION
+from wire.reasons import reason_of
 
 app = typer.Typer(
     name="stageline",
@@ -75,13 +76,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words = sys.argv[1:] if arguments is None else list(arguments)
         return app(words or ["--help"], prog_name="stageline", standalone_mode=False) or 0
     except typer.TyperException as error:
-        report(_one_line(error))
+        report(_one_line(error), reason=USAGE)
         return error.exit_code
     except typer.Abort:
         return INTERRUPTED
     except (StagelineError, CommandFailed, ClusterFailed, OSError) as error:
-        report(_with_hint(error))
+        report(_with_hint(error), reason=_reason(error))
         return FAILURE
+
+
+def _reason(error: Exception) -> str:
+    return error.reason if isinstance(error, StagelineError | CommandFailed) else reason_of(error)
 
 
 def _with_hint(error: Exception) -> str:

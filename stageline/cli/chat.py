@@ -33,7 +33,8 @@ def chat(
         async with Client(coordinator) as client:
             model = await client.model()
         if not model.has_chat_template:
-            raise CommandFailed(f"model {model.name} has no chat template; use `stageline generate`")
+            text = f"model {model.name} has no chat template; use `stageline generate`"
+            raise CommandFailed(text, reason="NO_CHAT_TEMPLATE")
         _say(f"Talking with {model.name}. /reset forgets the conversation, /exit ends it.")
 
     async def answer() -> str:
@@ -52,7 +53,7 @@ def chat(
                 _say("\n(stopped; your last message is forgotten)")
             except StagelineError as error:
                 history.pop()
-                report(str(error))
+                report(str(error), reason=error.reason)
     return 0
 
 

@@ -72,4 +72,5 @@ async def _complete(cluster: LocalCluster) -> Report:
             return await show_stream(outputs, live(as_token_ids=False))
     except StagelineError as error:
         lines = "\n".join(f"  | {line}" for line in cluster.coordinator.last_lines())
-        raise CommandFailed(f"{error}; the coordinator's log ends with\n{lines}") from error
+        text = f"{error}; the coordinator's log ends with\n{lines}"
+        raise CommandFailed(text, reason=error.reason) from error

@@ -2,15 +2,25 @@
 
 import sys
 
+from wire.reasons import error_line
+
 BAD_USAGE = 2
 FAILURE = 1
 INTERRUPTED = 130
 
 
+USAGE = "USAGE"
+"""Reason code of a wrong command line."""
+
+
 class CommandFailed(Exception):
-    """An expected failure; its text is the one line that the user reads."""
+    """An expected failure; its text is the one line that the user reads, `reason` its code."""
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
-def report(message: str) -> None:
-    """Writes `stageline: error: ...` to standard error."""
-    print(f"stageline: error: {message}", file=sys.stderr, flush=True)
+def report(message: str, *, reason: str) -> None:
+    """Writes `stageline: error[REASON]: ...` to standard error."""
+    print(error_line(reason, message), file=sys.stderr, flush=True)

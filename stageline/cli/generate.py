@@ -48,7 +48,8 @@ def generate(
         async with Client(coordinator) as client:
             model = await client.model()
             if isinstance(given, str) and not model.has_tokenizer:
-                raise CommandFailed(f"model {model.name} has no tokenizer: give token ids with --token-ids")
+                text = f"model {model.name} has no tokenizer: give token ids with --token-ids"
+                raise CommandFailed(text, reason="NO_TOKENIZER")
             outputs = client.generate(given, **wanted)
             if is_detached:
                 print(f"(request {request_id})", file=sys.stderr)

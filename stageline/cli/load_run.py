@@ -13,7 +13,7 @@ import uvloop
 from rich.console import Console
 
 from stageline.cli import options
-from stageline.cli.failures import FAILURE, INTERRUPTED, CommandFailed
+from stageline.cli.failures import FAILURE, INTERRUPTED, CommandFailed, report
 from stageline.load.driver import Driver
 from stageline.load.json_report import json_report
 from stageline.load.metrics import summarize
@@ -24,6 +24,7 @@ from stageline.load.record import LoadRun
 from stageline.load.report import report_view, warnings_of
 from stageline.load.session import LoadConfig, WarmupFailed, prepared
 from stageline_rpc.v1 import inference_pb2
+from wire.reasons import reason_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +66,7 @@ async def _measure(config: LoadConfig, plan: tuple[PlannedRequest, ...]) -> _Mea
         try:
             await load.warm_up()
         except WarmupFailed as error:
-            raise CommandFailed(str(error)) from None
+            raise CommandFailed(str(error), reason=reason_of(error)) from None
         started_at = datetime.now(UTC).isoformat(timespec="seconds")
         driver = load.driver()
         with _interrupted_by_ctrl_c(driver):
@@ -90,8 +91,8 @@ def _tell(measured: _Measured, files: OutputFiles) -> None:
     Console(highlight=False).print(report_view(summary, config.limits))
     for warning in warnings_of(summary):
         print(f"stageline: warning: {warning}", file=sys.stderr)
-    for error in _first_errors(run):
-        print(f"stageline: {error}", file=sys.stderr)
+    for reason, error in _first_errors(run).items():
+        report(error, reason=reason)
     if files.json is not None:
         text = json_report(config, measured.model, run, summary, started_at=measured.started_at)
         files.json.write_text(text, encoding="utf-8")
@@ -101,12 +102,10 @@ def _tell(measured: _Measured, files: OutputFiles) -> None:
         )
 
 
-def _first_errors(run: LoadRun) -> list[str]:
-    """One error of each status."""
+def _first_errors(run: LoadRun) -> dict[str, str]:
+    """The first error of each status."""
     errors: dict[str, str] = {}
     for record in run.records:
         if record.has_failed:
-            errors.setdefault(
-                record.status, f"request {record.planned.index}: {record.status}: {record.error}"
-            )
-    return list(errors.values())
+            errors.setdefault(record.status, f"request {record.planned.index}: {record.error}")
+    return errors

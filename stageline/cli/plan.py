@@ -12,6 +12,7 @@ from stageline.cli import options
 from stageline.cli.failures import CommandFailed
 from stageline.cli.plan_view import plan_json, plan_view
 from stageline.cli.sizes import parse_size
+from wire.reasons import reason_of
 
 
 def parse_workers(text: str) -> tuple[WorkerCapacity, ...]:
@@ -64,7 +65,7 @@ def plan(
         served = open_model(config)
         made = plan_for(config, served, capacities)
     except (CheckpointError, PlanImpossible) as error:
-        raise CommandFailed(str(error)) from error
+        raise CommandFailed(str(error), reason=reason_of(error)) from error
     if as_json:
         print(plan_json(made, served.name))
     else:

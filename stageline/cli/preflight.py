@@ -5,6 +5,7 @@ from coordinator.config import CoordinatorConfig
 from coordinator.planning.plan import PlanImpossible, WorkerCapacity
 from deploy import LocalClusterConfig
 from stageline.cli.failures import CommandFailed
+from wire.reasons import reason_of
 
 _UNKNOWN_MEMORY_BYTES = 2**50  # of a device that only its worker asks: no reason to refuse
 
@@ -21,4 +22,4 @@ def check_plan(coordinator: CoordinatorConfig, cluster: LocalClusterConfig) -> N
     try:
         plan_for(coordinator, open_model(coordinator), workers)
     except (CheckpointError, PlanImpossible) as error:
-        raise CommandFailed(str(error)) from error
+        raise CommandFailed(str(error), reason=reason_of(error)) from error

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from stageline.cli.failures import CommandFailed
+from stageline.cli.failures import USAGE, CommandFailed
 from stageline.completion import Completion, Completions
 from stageline.output import GenerateOutput
 
@@ -64,7 +64,7 @@ def live(*, as_token_ids: bool) -> Show:
     def show(output: GenerateOutput, completion: Completion | None) -> None:
         nonlocal num_shown
         if output.choice > 0:
-            raise CommandFailed("the request has several choices; say how many with -n")
+            raise CommandFailed("the request has several choices; say how many with -n", reason=USAGE)
         if as_token_ids:
             _write("".join(f",{token_id}" for token_id in output.token_ids)[0 if num_shown else 1 :])
             num_shown += len(output.token_ids)

@@ -19,6 +19,7 @@ from stageline_rpc.v1 import telemetry_pb2
 from telemetry.trace_view.facts import trace_facts
 from telemetry.trace_view.perfetto import perfetto
 from telemetry.trace_view.read_model import RequestTrace, read_spans, request_trace
+from wire.reasons import reason_of
 
 LEAST_PART = 4
 """Characters of an id that the coordinator looks for."""
@@ -80,7 +81,8 @@ async def _trace(coordinator: str, request_id: str) -> RequestTrace:
         try:
             response = await client.trace(request_id)
         except RequestNotFound as error:
-            raise CommandFailed(f"{error.message}; `stageline trace` lists those that are") from None
+            text = f"{error.message}; `stageline trace` lists those that are"
+            raise CommandFailed(text, reason=error.reason) from None
     return request_trace(read_spans(TracesData.FromString(response.traces_data)), response.request_id)
 
 
@@ -96,4 +98,5 @@ def _write(path: Path, content: dict[str, Any]) -> None:
     try:
         path.write_text(json.dumps(content), encoding="utf-8")
     except OSError as error:
-        raise CommandFailed(f"cannot write {path}: {error.strerror}") from None
+        text = f"cannot write {path}: {error.strerror}"
+        raise CommandFailed(text, reason=reason_of(error)) from None

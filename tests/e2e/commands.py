@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy import LocalProcess
+from tests.error_lines import parse_error_line
 from tests.fake_processes import ROOT
 
 STAGELINE = (sys.executable, "-P", "-m", "stageline")
@@ -34,7 +35,7 @@ class Finished:
         assert "Traceback" not in self.stderr
         lines = self.stderr.splitlines()
         assert len(lines) == 1, self.stderr
-        assert lines[0].startswith(("stageline: error: ", "stageline worker: "))
+        parse_error_line(lines[0])
         return lines[0]
 
 

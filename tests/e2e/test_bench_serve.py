@@ -38,7 +38,7 @@ async def test_a_load_is_measured_and_ends_with_what_came_of_it(served: Served, 
     late = await run_stageline(*line.split(), "--timeout", "0.001", *at)
     assert late.code == 1
     assert "DEADLINE_EXCEEDED   12 failed" in late.stdout
-    assert "stageline: request 0: DEADLINE_EXCEEDED: " in late.stderr
+    assert "stageline: error[DEADLINE_EXCEEDED]: request 0: " in late.stderr
     long = await run_stageline(*line.split(), "--prompt-tokens", "4090", *at)
     assert long.code == 2
     assert "4090 prompt tokens and 9 output tokens, together 4099, more than the 4096" in long.the_error()

@@ -78,7 +78,7 @@ async def test_the_dashboard_is_where_the_coordinator_says(tmp_path: Path) -> No
         )
         assert (second.code, second.stdout) == (1, "")
         assert second.the_error().startswith(
-            f"stageline: error: cannot serve the dashboard on {taken}: address already in use"
+            f"stageline: error[OS_ERROR]: cannot serve the dashboard on {taken}: address already in use"
         )
 
 

@@ -81,7 +81,8 @@ def test_text_for_a_model_without_tokenizer_is_one_clear_line(
 ) -> None:
     assert main(["generate", "hello", "--coordinator", untokenized_address]) == 1
     assert capsys.readouterr().err == (
-        "stageline: error: model fake-stories has no tokenizer: give token ids with --token-ids\n"
+        "stageline: error[NO_TOKENIZER]: model fake-stories has no tokenizer: "
+        "give token ids with --token-ids\n"
     )
 
 
@@ -89,7 +90,7 @@ def test_a_servers_refusal_is_one_line_and_exit_code_1(
     address: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["generate", "!after:ABORTED", "--coordinator", address]) == 1
-    assert capsys.readouterr().err == "stageline: error: said the server\n"
+    assert capsys.readouterr().err == "stageline: error[ABORTED]: said the server\n"
 
 
 @pytest.mark.parametrize(
@@ -106,7 +107,7 @@ def test_nobody_listening_is_one_line_and_exit_code_1(
     assert main([*command, "--coordinator", unused_address]) == 1
     output = capsys.readouterr()
     assert output.out == ""
-    assert output.err == f"stageline: error: no coordinator at {unused_address} within 0.2 s\n"
+    assert output.err == f"stageline: error[UNAVAILABLE]: no coordinator at {unused_address} within 0.2 s\n"
 
 
 def test_ctrl_c_cancels_the_request_and_is_one_line_and_exit_code_130(address: str) -> None:
@@ -183,7 +184,8 @@ def test_chat_refuses_a_model_without_a_chat_template(
 ) -> None:
     assert main(["chat", "--coordinator", untokenized_address]) == 1
     assert capsys.readouterr().err == (
-        "stageline: error: model fake-stories has no chat template; use `stageline generate`\n"
+        "stageline: error[NO_CHAT_TEMPLATE]: model fake-stories has no chat template; "
+        "use `stageline generate`\n"
     )
 
 

@@ -156,7 +156,9 @@ def test_up_ends_with_exit_code_1_when_the_coordinator_is_lost(launch: Launch) -
     os.kill(pids[0], signal.SIGKILL)
     _, errors = launcher.communicate(timeout=20)
     assert launcher.returncode == 1
-    assert errors.startswith(f"stageline: error: coordinator (pid {pids[0]}) ended: killed by SIGKILL")
+    assert errors.startswith(
+        f"stageline: error[CLUSTER_FAILED]: coordinator (pid {pids[0]}) ended: killed by SIGKILL"
+    )
     assert _all_ended(pids)
 
 
@@ -195,5 +197,5 @@ def test_a_demo_that_fails_ends_with_the_last_lines_of_the_log(launch: Launch) -
     demo = launch("demo", FAKE_FAILING_WORKER="worker-2")
     _, errors = demo.communicate(timeout=60)
     assert demo.returncode == 1
-    assert errors.startswith("stageline: error: worker-2 (pid ")
+    assert errors.startswith("stageline: error[CLUSTER_FAILED]: worker-2 (pid ")
     assert errors.endswith("  | first line\n  | out of memory\n")

@@ -19,6 +19,7 @@ from stageline.cli import main
 from stageline.cli.chat import chat
 from stageline.cli.generate import generate
 from stageline.cli.request_flags import EndingFlags, SamplingFlags
+from tests.error_lines import parse_error_line
 from tests.fake_processes import FAKE_COMMAND, FAKE_ENVIRONMENT
 from wire.ids import id_text, new_request_id, parse_request_id
 
@@ -203,12 +204,15 @@ def test_an_overloaded_server_is_one_line_with_its_hint(
     address: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["generate", "!overloaded", "--coordinator", address]) == 1
-    assert capsys.readouterr().err == "stageline: error: said the server; try again in 1.5 s\n"
+    assert parse_error_line(capsys.readouterr().err) == (
+        "RESOURCE_EXHAUSTED",
+        "said the server; try again in 1.5 s",
+    )
 
 
 def test_a_cancelled_request_is_one_line(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "!after:CANCELLED", "--coordinator", address]) == 1
-    assert capsys.readouterr().err == "stageline: error: said the server\n"
+    assert capsys.readouterr().err == "stageline: error[CANCELLED]: said the server\n"
 
 
 def test_a_detached_request_tells_its_id_and_can_be_attached_to(
@@ -238,7 +242,7 @@ def test_attaching_to_several_choices_needs_to_know_how_many(
 
     assert main(["attach", request_id, "--coordinator", address]) == 1
     assert capsys.readouterr().err == (
-        "stageline: error: the request has several choices; say how many with -n\n"
+        "stageline: error[USAGE]: the request has several choices; say how many with -n\n"
     )
     assert main(["attach", request_id, "-n", "2", "--coordinator", address]) == 0
     assert capsys.readouterr().out.count("--- choice ") == 2
@@ -271,7 +275,7 @@ def test_a_request_that_is_not_there_is_one_line(
 ) -> None:
     request_id = id_text(new_request_id())
     assert main([command, request_id, "--coordinator", address]) == 1
-    assert capsys.readouterr().err == f"stageline: error: no request {request_id}\n"
+    assert capsys.readouterr().err == f"stageline: error[NOT_FOUND]: no request {request_id}\n"
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "attach", "cancel"])

@@ -12,6 +12,7 @@ from stageline.cli.coordinator import flags_of
 from stageline.version import VERSION
 from telemetry.environment import read_environment
 from telemetry.logs import LogFormat, LogLevel, LogSettings
+from tests.error_lines import parse_error_line
 from wire.wire_dtypes import ScaledDType
 
 
@@ -104,9 +105,9 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
     assert main(line.split()) == 2
     output = capsys.readouterr()
     assert output.out == ""
-    assert output.err.startswith("stageline: error: ")
-    assert output.err.count("\n") == 1
-    assert message in output.err
+    reason, text = parse_error_line(output.err)
+    assert reason == "USAGE"
+    assert message in text
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,13 +9,26 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from stageline.status_details import StatusDetails
+from stageline_rpc.v1 import cluster_pb2_grpc, inference_pb2_grpc
 from wire.channels import bind, client_channel, new_server
 from wire.errors import INTERNAL_ERROR_TEXT, InvalidRequest, Overloaded, StepFault, StepFaultKind
+from wire.health import HealthServicer
 
 SERVICE = "test.Echo"
 Context = grpc.aio.ServicerContext[bytes, bytes]
 Raise = Callable[[Context], Awaitable[None]]
+
+
+class _ReadsFirst(cluster_pb2_grpc.ClusterServicer):
+    async def Join(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        yield await anext(aiter(request_iterator))
+
+
+def reason_in(error: grpc.aio.AioRpcError) -> str:
+    return StatusDetails.of(error).reason
 
 
 class ServerStopped(grpc.aio.BaseError):
@@ -182,6 +195,50 @@ async def test_an_unknown_method_is_unimplemented() -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await serve_and_call(raise_nothing, "Other")
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert caught.value.details() == "this server has no method '/test.Echo/Other'"
+    assert reason_in(caught.value) == "METHOD_NOT_FOUND"
+
+
+async def test_bytes_that_are_no_message_are_refused_with_a_reason() -> None:
+    server = new_server()
+    inference_pb2_grpc.add_InferenceServicer_to_server(inference_pb2_grpc.InferenceServicer(), server)
+    cluster_pb2_grpc.add_ClusterServicer_to_server(_ReadsFirst(), server)
+    port = bind(server, "127.0.0.1:0")
+    await server.start()
+
+    async def requests() -> AsyncIterator[bytes]:
+        yield b"\xff"
+
+    try:
+        async with client_channel(f"127.0.0.1:{port}") as channel:
+            for call in (
+                channel.unary_stream("/stageline.v1.Inference/Generate")(b"\xff", timeout=10),
+                channel.stream_stream("/stageline.v1.Cluster/Join")(requests(), timeout=10),
+            ):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    _ = [each async for each in call]
+                assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+                assert reason_in(caught.value) == "INVALID_REQUEST"
+    finally:
+        await server.stop(None)
+
+
+async def test_the_health_of_an_unknown_service_is_refused_with_a_reason() -> None:
+    server = new_server()
+    health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(), server)
+    port = bind(server, "127.0.0.1:0")
+    await server.start()
+    try:
+        async with client_channel(f"127.0.0.1:{port}") as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            found = await stub.Check(health_pb2.HealthCheckRequest())
+            assert found.status == health_pb2.HealthCheckResponse.SERVING
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Check(health_pb2.HealthCheckRequest(service="no.such"))
+            assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+            assert reason_in(caught.value) == "SERVICE_NOT_FOUND"
+    finally:
+        await server.stop(None)
 
 
 async def test_a_port_in_use_is_refused_in_one_line() -> None:

@@ -4,7 +4,7 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 from wire.errors import STATUS_OF_ERROR, ClusterUnavailable, Overloaded, RequestNotFound, Superseded
-from wire.status_details import DETAILS_KEY, details_of, reason_of
+from wire.status_details import DETAILS_KEY, details_of, sent_reason
 
 
 def status_in(error: BaseException) -> status_pb2.Status:
@@ -29,7 +29,7 @@ def test_every_answer_names_its_kind(error: Exception, reason: str) -> None:
 
 
 def test_no_two_kinds_have_one_name() -> None:
-    names = [reason_of(kind.__new__(kind)) for kind in STATUS_OF_ERROR]
+    names = [sent_reason(kind.__new__(kind)) for kind in STATUS_OF_ERROR]
     assert len(set(names)) == len(names)
 
 

@@ -1,0 +1,66 @@
+"""docs/errors.md lists every reason code that there is, and no other."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from checkpoint import CheckpointError
+from coordinator.journal.errors import JournalUnusable
+from coordinator.observing.trace_file import TraceFileUnusable
+from coordinator.planning.plan import PlanImpossible
+from coordinator.text.tokenizer import UnreadableTokenizer
+from deploy import ClusterFailed
+from stage_worker.control import JoinRefused
+from stageline.cli.failures import USAGE
+from stageline.errors import StagelineError
+from stageline.load.session import WarmupFailed
+from wire.errors import STATUS_OF_ERROR
+from wire.reasons import reason_of
+from wire.status_details import sent_reason
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "errors.md"
+WRITTEN_IN_COMMANDS = {USAGE, "NO_TOKENIZER", "NO_CHAT_TEMPLATE"}
+OF_PROCESSES = (
+    JournalUnusable,
+    TraceFileUnusable,
+    PlanImpossible,
+    UnreadableTokenizer,
+    ClusterFailed,
+    JoinRefused,
+    WarmupFailed,
+)
+
+
+def rows(heading: str) -> dict[str, str]:
+    """Second column by reason of the table under a heading."""
+    section = DOCUMENT.read_text(encoding="utf-8").split(f"## {heading}\n")[1].split("\n## ")[0]
+    found = re.findall(r"^\| `(\w+)` \| (\w+) \|", section, re.MULTILINE)
+    assert len(dict(found)) == len(found)
+    return dict(found)
+
+
+def test_the_document_lists_what_servers_send_with_its_status() -> None:
+    sent = {sent_reason(kind.__new__(kind)): code.name for kind, code in STATUS_OF_ERROR.items()}
+    assert rows("Reasons that servers send") == sent | {"INTERNAL_ERROR": "INTERNAL"}
+
+
+def test_the_document_lists_what_clients_and_processes_report() -> None:
+    server = rows("Reasons that servers send")
+    reported = {kind.reason for kind in family(StagelineError)} - server.keys()
+    reported |= {reason_of(kind()) for kind in family(CheckpointError) if kind is not CheckpointError}
+    reported |= {reason_of(kind.__new__(kind)) for kind in OF_PROCESSES}
+    reported |= {reason_of(OSError()), reason_of(ValueError())}
+    assert rows("Reasons of clients and processes").keys() == reported | WRITTEN_IN_COMMANDS
+
+
+def test_a_command_writes_only_reasons_that_are_listed() -> None:
+    sources = (DOCUMENT.parents[1] / "stageline" / "cli").glob("*.py")
+    written = {name for path in sources for name in re.findall(r'reason="(\w+)"', path.read_text())}
+    assert written <= WRITTEN_IN_COMMANDS
+
+
+def family(kind: type[Exception]) -> Iterator[type]:
+    """The class and all that derive from it."""
+    yield kind
+    for derived in kind.__subclasses__():
+        yield from family(derived)
