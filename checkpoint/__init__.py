@@ -1,4 +1,4 @@
-"""Reads Hugging Face safetensors checkpoints: config, headers, identity, sizes. Never loads a weight."""
+"""Reads Hugging Face safetensors checkpoints: config, headers, identity, sizes. Never loads weights."""
 
 from checkpoint.config import ModelConfig, ModelFamily, parse_config
 from checkpoint.directory import Checkpoint
@@ -8,14 +8,18 @@ from checkpoint.errors import (
     BadHeader,
     CheckpointError,
     CheckpointNotFound,
+    FileTooLarge,
     MissingTensor,
+    NotRegularFile,
     UnexpectedTensor,
     UnknownDType,
     UnsupportedFormat,
     UnsupportedModel,
     WrongShape,
 )
+from checkpoint.fingerprint import differing_parts
 from checkpoint.headers import TensorEntry
+from checkpoint.regular_files import check_regular, is_named, open_regular, read_regular
 from checkpoint.rope_config import RopeConfig, RopeKind
 from checkpoint.sizes import (
     embedding_bytes,
@@ -33,9 +37,11 @@ __all__ = [
     "CheckpointError",
     "CheckpointNotFound",
     "DType",
+    "FileTooLarge",
     "MissingTensor",
     "ModelConfig",
     "ModelFamily",
+    "NotRegularFile",
     "RopeConfig",
     "RopeKind",
     "TensorEntry",
@@ -44,11 +50,16 @@ __all__ = [
     "UnsupportedFormat",
     "UnsupportedModel",
     "WrongShape",
+    "check_regular",
+    "differing_parts",
     "embedding_bytes",
     "head_bytes",
+    "is_named",
     "kv_bytes_per_token_per_layer",
     "layer_weight_bytes",
+    "open_regular",
     "parse_config",
+    "read_regular",
     "stage_tensor_names",
     "stage_tensor_shapes",
     "stage_weight_bytes",

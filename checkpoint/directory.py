@@ -13,6 +13,7 @@ from checkpoint.fingerprint import fingerprint
 from checkpoint.generation import bos_token_id, eos_token_ids, read_generation_config
 from checkpoint.headers import TensorEntry
 from checkpoint.json_files import read_json_object
+from checkpoint.samples import sample_digest
 from checkpoint.shards import read_headers
 from checkpoint.tensors import EMBEDDINGS, verify_tensors
 
@@ -23,8 +24,8 @@ CONFIG_FILE = "config.json"
 class Checkpoint:
     """A Hugging Face safetensors directory whose config and headers have been checked.
 
-    `tensors` maps every tensor's name to its place. `fingerprint` identifies config and layout (32 hex
-    digits). `eos_token_ids` end a sequence; it may be empty.
+    `tensors` maps every tensor's name to its place. `fingerprint` identifies config, layout and
+    sampled values. `eos_token_ids` end a sequence; it may be empty.
     """
 
     directory: Path
@@ -36,7 +37,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, directory: str | Path) -> Checkpoint:
-        """Read config and headers of `directory` and check all of them; no weight is read.
+        """Read config and headers of `directory` and check all of them; of the weights, samples are read.
 
         Raises CheckpointError (see checkpoint.errors): a missing directory or file, broken JSON, a model or
         field that is not supported, tensors that are missing, unknown or of another shape.
@@ -54,7 +55,7 @@ class Checkpoint:
             directory=path,
             config=config,
             tensors=headers.tensors,
-            fingerprint=fingerprint(raw, headers.shards),
+            fingerprint=fingerprint(raw, headers.shards, sample_digest(path, headers.tensors)),
             eos_token_ids=eos_token_ids(generation, raw),
             bos_token_id=bos_token_id(generation, raw),
         )

@@ -2,6 +2,8 @@
 
 CheckpointError(ValueError)
 |- CheckpointNotFound    the directory, or a file that must be there, is absent
+|- NotRegularFile        a FIFO, a directory, a device or a socket in the place of a file
+|- FileTooLarge          a JSON file is larger than any model's
 |- UnsupportedFormat     weights exist, but not as safetensors (nothing is ever unpickled)
 |- UnsupportedModel      an architecture or a config field that the decoder does not compute
 |- BadConfig             config.json or generation_config.json is broken or contradicts itself
@@ -20,6 +22,14 @@ class CheckpointError(ValueError):
 
 class CheckpointNotFound(CheckpointError):
     """The directory, or a file that must be there, is absent."""
+
+
+class NotRegularFile(CheckpointError):
+    """A FIFO, a directory, a device or a socket in the place of a file; it is never opened."""
+
+
+class FileTooLarge(CheckpointError):
+    """A file is larger than its kind can be."""
 
 
 class UnsupportedFormat(CheckpointError):

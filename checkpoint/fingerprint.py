@@ -1,4 +1,4 @@
-"""A cheap identity of a checkpoint: equal on every host that holds the same config and tensor layout."""
+"""A cheap identity of a checkpoint: equal on every host that holds the same config, layout and values."""
 
 from __future__ import annotations
 
@@ -9,23 +9,30 @@ import xxhash
 
 from checkpoint.headers import ShardHeader
 
+PARTS = ("config", "headers", "values")
+"""What the three numbers of a fingerprint stand for."""
 
-def fingerprint(raw_config: Mapping[str, object], shards: Iterable[ShardHeader]) -> str:
-    """XXH3-128 (32 hex digits) of the config as canonical JSON and of each file's name and header.
 
-    Key order and white space of config.json do not matter. Weights are not read: two checkpoints that
-    differ in values only have the same fingerprint.
+def fingerprint(raw_config: Mapping[str, object], shards: Iterable[ShardHeader], sample_digest: int) -> str:
+    """CONFIG-HEADERS-VALUES, 16 hex digits (XXH3-64) each: the config as canonical JSON, each file's name and
+    header, and sampled values (see `checkpoint.samples`).
+
+    Key order and white space of config.json do not matter. Two checkpoints that differ in few values only
+    can have the same fingerprint; `checkpoint.full_hash` tells them apart.
     """
-    state = xxhash.xxh3_128()
     canonical = json.dumps(raw_config, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    _add(state, canonical.encode())
+    headers = xxhash.xxh3_64()
     for shard in sorted(shards, key=lambda shard: shard.file):
-        _add(state, shard.file.encode())
-        _add(state, shard.digest)
-    return state.hexdigest()
+        for part in (shard.file.encode(), shard.digest):
+            # The length goes first, so that no two lists of parts run together to the same bytes.
+            headers.update(len(part).to_bytes(8, "little") + part)
+    digests = (xxhash.xxh3_64_intdigest(canonical.encode()), headers.intdigest(), sample_digest)
+    return "-".join(f"{digest:016x}" for digest in digests)
 
 
-def _add(state: xxhash.xxh3_128, part: bytes) -> None:
-    """The length goes first, so that no two lists of parts run together to the same bytes."""
-    state.update(len(part).to_bytes(8, "little"))
-    state.update(part)
+def differing_parts(one: str, other: str) -> str:
+    """What two fingerprints differ in, as in "headers and values"; "" where that cannot be told."""
+    pairs = list(zip(PARTS, one.split("-"), other.split("-"), strict=False))
+    if len(pairs) != len(PARTS):
+        return ""
+    return " and ".join(part for part, mine, others in pairs if mine != others)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from checkpoint.errors import BadConfig
 from checkpoint.json_files import read_json_object
+from checkpoint.regular_files import is_named
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 
@@ -14,7 +15,7 @@ GENERATION_CONFIG_FILE = "generation_config.json"
 def read_generation_config(directory: Path) -> dict[str, object]:
     """generation_config.json, or an empty dict where the checkpoint has none. Raises BadConfig if broken."""
     path = directory / GENERATION_CONFIG_FILE
-    return read_json_object(path) if path.is_file() else {}
+    return read_json_object(path) if is_named(path) else {}
 
 
 def eos_token_ids(generation: Mapping[str, object], raw_config: Mapping[str, object]) -> tuple[int, ...]:

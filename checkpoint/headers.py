@@ -7,6 +7,7 @@ Source: https://github.com/huggingface/safetensors#format, whose reference reade
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -18,6 +19,7 @@ import xxhash
 from checkpoint.dtypes import DType
 from checkpoint.errors import BadHeader, CheckpointNotFound, UnsupportedModel
 from checkpoint.json_files import parse_json_object
+from checkpoint.regular_files import open_regular
 
 MAX_HEADER_BYTES = 100_000_000
 """The reference implementation's bound."""
@@ -48,13 +50,14 @@ class ShardHeader:
 def read_shard_header(directory: Path, file: str) -> ShardHeader:
     """The header of `directory / file`.
 
-    Raises CheckpointNotFound when it cannot be opened, BadHeader when anything in it disagrees with the
-    format or the file's size, UnsupportedModel for an element type that is not computed.
+    Raises CheckpointNotFound when it cannot be opened, NotRegularFile when it is no file, BadHeader when
+    anything in it disagrees with the format or the file's size, UnsupportedModel for an element type that is
+    not computed.
     """
     path = directory / file
     try:
-        with path.open("rb") as stream:
-            size_bytes = path.stat().st_size
+        with open_regular(path) as stream:
+            size_bytes = os.fstat(stream.fileno()).st_size
             header = _read_header_bytes(stream, path, size_bytes)
     except OSError as error:
         raise CheckpointNotFound(f"{path} cannot be read: {error.strerror}") from error

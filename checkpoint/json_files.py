@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from checkpoint.errors import BadConfig, CheckpointError, CheckpointNotFound
+from checkpoint.errors import BadConfig, CheckpointError
+from checkpoint.regular_files import read_regular
+
+MAX_CONFIG_BYTES = 4 * 1024 * 1024
+"""Of config.json and generation_config.json, which have some kB."""
 
 
-def read_json_object(path: Path) -> dict[str, object]:
+def read_json_object(path: Path, *, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, object]:
     """The JSON object in `path`.
 
-    Raises CheckpointNotFound when the file is absent or unreadable, BadConfig when it is not UTF-8, not
-    JSON, not an object, or names a key twice.
+    Raises CheckpointNotFound when the file is absent or unreadable, NotRegularFile when it is no file,
+    FileTooLarge, and BadConfig when it is not UTF-8, not JSON, not an object, or names a key twice.
     """
-    try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise CheckpointNotFound(f"{path} cannot be read: {error.strerror}") from error
-    return parse_json_object(text, str(path), BadConfig)
+    return parse_json_object(read_regular(path, max_bytes=max_bytes), str(path), BadConfig)
 
 
 def parse_json_object(text: bytes, source: str, error_type: type[CheckpointError]) -> dict[str, object]:

@@ -9,9 +9,12 @@ from pathlib import Path
 from checkpoint.errors import BadHeader, CheckpointNotFound, MissingTensor, UnsupportedFormat
 from checkpoint.headers import ShardHeader, TensorEntry, read_shard_header
 from checkpoint.json_files import read_json_object
+from checkpoint.regular_files import is_named
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+MAX_INDEX_BYTES = 64 * 1024 * 1024
+"""That of a model with 90,000 tensors has 9 MB."""
 
 _OTHER_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".gguf")
 
@@ -31,10 +34,10 @@ def read_headers(directory: Path) -> Headers:
     CheckpointNotFound when there are none or a shard is absent, BadHeader for a broken header or index,
     MissingTensor when a shard lacks a tensor that the index places there.
     """
-    if (directory / SINGLE_FILE).is_file():
+    if is_named(directory / SINGLE_FILE):
         shard = read_shard_header(directory, SINGLE_FILE)
         return Headers(tensors=shard.tensors, shards=(shard,))
-    if (directory / INDEX_FILE).is_file():
+    if is_named(directory / INDEX_FILE):
         return _read_sharded(directory)
     raise _nothing_to_read(directory)
 
@@ -58,7 +61,7 @@ def _read_sharded(directory: Path) -> Headers:
 
 
 def _read_weight_map(path: Path) -> dict[str, str]:
-    weight_map = read_json_object(path).get("weight_map")
+    weight_map = read_json_object(path, max_bytes=MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise BadHeader(f"{path} has no weight_map")
     for name, file in weight_map.items():

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from builtin_model import MODEL_DIRECTORY
-from checkpoint import Checkpoint, ModelConfig, kv_bytes_per_token_per_layer
+from checkpoint import Checkpoint, ModelConfig, differing_parts, kv_bytes_per_token_per_layer
 from kvcache.pages import KvPages
 from stage_worker.assignment import Assignment
 from stage_worker.executor import StepExecutor
@@ -129,11 +129,7 @@ def _load(
 def _check_model(assignment: Assignment, checkpoint: Checkpoint) -> None:
     """Raises HandshakeMismatch with the coordinator's value and this worker's own."""
     if assignment.fingerprint != checkpoint.fingerprint:
-        raise HandshakeMismatch(
-            f"model fingerprint ({checkpoint.directory})",
-            expected=assignment.fingerprint,
-            got=checkpoint.fingerprint,
-        )
+        raise fingerprint_mismatch(checkpoint, expected=assignment.fingerprint)
     num_layers = checkpoint.config.num_layers
     if assignment.layer_end > num_layers:
         raise HandshakeMismatch(
@@ -149,6 +145,15 @@ def _check_model(assignment: Assignment, checkpoint: Checkpoint) -> None:
             expected=assignment.role.value,
             got="a range that begins or ends elsewhere",
         )
+
+
+def fingerprint_mismatch(checkpoint: Checkpoint, *, expected: str) -> HandshakeMismatch:
+    """For a checkpoint of this worker with another fingerprint than `expected`; says which parts differ."""
+    parts = differing_parts(expected, checkpoint.fingerprint)
+    what = f"model fingerprint ({checkpoint.directory})"
+    return HandshakeMismatch(
+        f"{parts} of the {what}" if parts else what, expected=expected, got=checkpoint.fingerprint
+    )
 
 
 def _check_memory(

@@ -11,6 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from checkpoint import Checkpoint, CheckpointError
+from stage_worker.loading import fingerprint_mismatch
 from stage_worker.reference_request import ReferenceRequest
 from stage_worker.sampling.finite import non_finite_rows
 from stage_worker.sampling.logprobs import token_logprobs
@@ -33,9 +34,7 @@ def compute_reference(
     try:
         checkpoint = Checkpoint.open(directory)
         if checkpoint.fingerprint != request.fingerprint:
-            raise HandshakeMismatch(
-                f"model fingerprint ({directory})", expected=request.fingerprint, got=checkpoint.fingerprint
-            )
+            raise fingerprint_mismatch(checkpoint, expected=request.fingerprint)
         _check_size(request, checkpoint, free_bytes)
         return _compute(request, checkpoint, progress)
     except (CheckpointError, ValueError, OSError) as error:

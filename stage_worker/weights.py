@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import BinaryIO, Protocol
 import torch
 from torch import Tensor
 
-from checkpoint import BadHeader, Checkpoint, CheckpointNotFound, TensorEntry
+from checkpoint import BadHeader, Checkpoint, TensorEntry, open_regular
 from stage_worker.models.torch_dtypes import TORCH_DTYPES
 
 WINDOW_BYTES = 32 * 1024 * 1024
@@ -47,7 +48,7 @@ class FileIdentity:
     """One file of a checkpoint as it was when it was looked at. Whoever writes to it or puts another in its
     place changes `status`: device, inode, size in bytes, and time of the last change in ns; None: not there.
 
-    The fingerprint does not tell apart two checkpoints that differ in the values of their weights alone.
+    The fingerprint may not tell apart two checkpoints that differ in few values.
     """
 
     name: str
@@ -118,11 +119,8 @@ def load_rows(checkpoint: Checkpoint, name: str, destination: Tensor, *, first_r
 
 
 def _open(path: Path, end: int) -> BinaryIO:
-    try:
-        stream = path.open("rb")
-    except OSError as error:
-        raise CheckpointNotFound(f"{path} cannot be read: {error.strerror}") from error
-    size_bytes = path.stat().st_size
+    stream = open_regular(path)
+    size_bytes = os.fstat(stream.fileno()).st_size
     if size_bytes < end:
         stream.close()
         raise BadHeader(f"{path} has {size_bytes} bytes, its header accounted for {end}")

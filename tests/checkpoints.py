@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from checkpoint import TensorEntry
+from checkpoint.samples import sampled_ranges
+
 _SHAPE: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 112,
@@ -62,6 +65,23 @@ def edit_config(directory: Path, **changes: Any) -> Path:
     config = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
     return directory
+
+
+def flip_byte(file: Path, at: int) -> None:
+    """Changes the byte at `at`, and the same byte back."""
+    with file.open("r+b") as stream:
+        stream.seek(at)
+        octet = stream.read(1)[0]
+        stream.seek(at)
+        stream.write(bytes([octet ^ 0x41]))
+
+
+def byte_outside_of_samples(name: str, entry: TensorEntry) -> int:
+    """Place in its file of a byte that the fingerprint does not know, near the middle of the tensor."""
+    ranges = sampled_ranges(name, entry)
+    middle = (entry.begin + entry.end) // 2
+    free = (at for at in range(middle, entry.end) if all(not begin <= at < end for begin, end in ranges))
+    return next(free)
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from stageline import Client, Unavailable
 from stageline_rpc.v1 import cluster_pb2
@@ -107,6 +108,28 @@ async def test_a_worker_with_another_model_is_refused_with_both_fingerprints_and
         assert "DTYPE_BF16" in str(status)
         async with Client(address) as client:
             assert len(await tokens_of(client, llama.prompts[4], NUM_NEW_TOKENS)) == NUM_NEW_TOKENS
+
+
+async def test_a_worker_with_other_weights_of_the_same_shape_is_refused_and_serves_no_token(
+    llama: Reference, tmp_path: Path
+) -> None:
+    other = shutil.copytree(llama.directory, tmp_path / "other")
+    negated = {name: -tensor for name, tensor in load_file(other / "model.safetensors").items()}
+    save_file(negated, other / "model.safetensors", metadata={"format": "pt"})
+    async with Shell(tmp_path) as shell:
+        serve = ("--model", str(llama.directory), "--stages", "1", *STEP_FLAGS)
+        _, address = await shell.coordinator(*serve)
+        to_coordinator = ("worker", "--coordinator", address, "--name", "gpu-a", *SMALL)
+        await shell.start("wrong", *to_coordinator, "--model", str(other))
+        ends = (cluster_pb2.CLUSTER_STATE_BLOCKED, cluster_pb2.CLUSTER_STATE_SERVING)
+        blocked = await wait_for_status(
+            address, lambda status: status.state in ends, timeout_s=START_TIMEOUT_S
+        )
+        assert blocked.state == cluster_pb2.CLUSTER_STATE_BLOCKED
+        (worker,) = blocked.workers
+        assert worker.state == cluster_pb2.WORKER_STATE_QUARANTINED
+        what = f"values of the model fingerprint ({other}) mismatch: expected {blocked.fingerprint}, got"
+        assert what in worker.detail
 
 
 async def _equals_reference(address: str, reference: Reference) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import torch
 
 from builtin_model import MODEL_DIRECTORY
 from checkpoint import Checkpoint
+from checkpoint.samples import sampled_ranges
 from stage_worker import loading, torch_backend
 from stage_worker.models import DecoderStage
 from stage_worker.models.part_loader import PartsRead
@@ -210,15 +210,16 @@ async def test_the_built_in_model_is_checked_by_what_was_recorded_of_it() -> Non
 
 
 def zeroed_copy_of_the_built_in_model(directory: Path) -> Path:
-    """Its headers, and so its fingerprint, are the same; every weight of its second layer is 0."""
+    """Its fingerprint is the same; every weight of its second layer that is not sampled is 0."""
     copy = shutil.copytree(MODEL_DIRECTORY, directory / "zeroed")
     (file,) = copy.glob("*.safetensors")
     data = bytearray(file.read_bytes())
-    size = int.from_bytes(data[:8], "little")
-    for name, tensor in json.loads(data[8 : 8 + size]).items():
+    for name, entry in Checkpoint.open(copy).tensors.items():
         if name.startswith("model.layers.1."):
-            begin, end = (8 + size + offset for offset in tensor["data_offsets"])
-            data[begin:end] = bytes(end - begin)
+            sampled = {begin: data[begin:end] for begin, end in sampled_ranges(name, entry)}
+            data[entry.begin : entry.end] = bytes(entry.end - entry.begin)
+            for begin, kept in sampled.items():
+                data[begin : begin + len(kept)] = kept
     file.write_bytes(data)
     return copy
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from checkpoint import (
     UnsupportedFormat,
     UnsupportedModel,
     WrongShape,
+    differing_parts,
     embedding_bytes,
     head_bytes,
     kv_bytes_per_token_per_layer,
@@ -31,7 +33,14 @@ from checkpoint import (
     stage_tensor_names,
     stage_weight_bytes,
 )
-from tests.checkpoints import edit_config, load_reference, make_checkpoint
+from checkpoint.samples import sampled_ranges
+from tests.checkpoints import (
+    byte_outside_of_samples,
+    edit_config,
+    flip_byte,
+    load_reference,
+    make_checkpoint,
+)
 
 ROOT = Path(__file__).parents[3]
 Header = dict[str, Any]
@@ -251,21 +260,43 @@ def test_a_tensor_in_another_shard_than_the_index_says_is_refused(tmp_path: Path
         Checkpoint.open(directory)
 
 
-def test_the_fingerprint_follows_config_and_layout_but_not_values(tmp_path: Path) -> None:
+def test_the_fingerprint_follows_config_headers_and_values(tmp_path: Path) -> None:
     first = make_checkpoint(tmp_path / "a", "llama", num_layers=2)
-    second = make_checkpoint(tmp_path / "b", "llama", num_layers=2, seed=1)
-    prints = [Checkpoint.open(first).fingerprint, Checkpoint.open(second).fingerprint]
-    assert prints[0] == prints[1]
-    assert len(prints[0]) == 32
+    original = Checkpoint.open(first).fingerprint
+    assert re.fullmatch("[0-9a-f]{16}(-[0-9a-f]{16}){2}", original)
     config = json.loads((first / "config.json").read_text())
     (first / "config.json").write_text(json.dumps(dict(reversed(config.items())), indent=7))
-    assert Checkpoint.open(first).fingerprint == prints[0]
+    assert Checkpoint.open(first).fingerprint == original
+
+    others = make_checkpoint(tmp_path / "b", "llama", num_layers=2, seed=1)
+    assert differing_parts(original, Checkpoint.open(others).fingerprint) == "values"
     edit_config(first, rms_norm_eps=2e-5)
-    changed = Checkpoint.open(first).fingerprint
-    edit_header(second, lambda header: header.setdefault("__metadata__", {}).update(note="x"))
-    relabelled = Checkpoint.open(second).fingerprint
+    assert differing_parts(original, Checkpoint.open(first).fingerprint) == "config"
+    edit_header(first, lambda header: header.setdefault("__metadata__", {}).update(note="x"))
+    assert differing_parts(original, Checkpoint.open(first).fingerprint) == "config and headers"
     sharded = make_checkpoint(tmp_path / "c", "llama", num_layers=2, max_shard_size="150KB")
-    assert len({prints[0], changed, relabelled, Checkpoint.open(sharded).fingerprint}) == 4
+    assert differing_parts(original, Checkpoint.open(sharded).fingerprint) == "headers"
+    assert differing_parts(original, original) == differing_parts(original, "mock-1") == ""
+
+
+def test_every_tensor_is_in_the_fingerprint_at_both_ends_and_between(directory: Path) -> None:
+    """A byte in the middle, outside of the samples, is left to the full hash."""
+    checkpoint = Checkpoint.open(directory)
+    for name, entry in checkpoint.tensors.items():
+        ranges = sampled_ranges(name, entry)
+        places = {entry.begin, entry.end - 1, *(begin for begin, _ in ranges)}
+        assert all(fingerprint_with_other_byte(directory, at) != checkpoint.fingerprint for at in places)
+    embeddings = checkpoint.tensors["model.embed_tokens.weight"]
+    assert len(sampled_ranges("model.embed_tokens.weight", embeddings)) == 4
+    free = byte_outside_of_samples("model.embed_tokens.weight", embeddings)
+    assert fingerprint_with_other_byte(directory, free) == checkpoint.fingerprint
+
+
+def fingerprint_with_other_byte(directory: Path, at: int) -> str:
+    flip_byte(directory / "model.safetensors", at)
+    fingerprint = Checkpoint.open(directory).fingerprint
+    flip_byte(directory / "model.safetensors", at)
+    return fingerprint
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import shutil
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from checkpoint import Checkpoint, DType, stage_tensor_names
@@ -20,7 +20,7 @@ from stage_worker.models import DecoderStage, StageParts
 from stage_worker.models.kernels import PLAIN, Kernels
 from stage_worker.models.part_loader import PartsRead
 from stage_worker.slice_layout import SliceLayout
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import byte_outside_of_samples, flip_byte, make_checkpoint
 from tests.unit.stage_worker.models.kernel_choices import CHOICES, PACKED_SDPA, skip_unless_possible
 from tests.unit.stage_worker.models.pipeline import NanPages
 
@@ -209,24 +209,26 @@ def test_parts_of_another_kind_are_not_used(other: str, checkpoints: dict[str, C
 
 
 @pytest.mark.parametrize("how", ["rewritten in place", "replaced", "copied"])
-def test_weights_of_other_files_with_the_same_headers_are_not_used(how: str, tmp_path: Path) -> None:
-    """The fingerprint does not know the values of weights."""
+def test_weights_of_other_files_with_the_same_fingerprint_are_not_used(how: str, tmp_path: Path) -> None:
+    """Also where the fingerprint does not tell them apart, because the values that differ are not sampled."""
     directory = make_checkpoint(tmp_path / "model", "llama", num_layers=LAYERS)
     checkpoint, parts = Checkpoint.open(directory), StageParts()
     read_again(checkpoint, parts, dtype=DType.F32)
     file = directory / "model.safetensors"
     times = file.stat()
-    changed = {name: -tensor for name, tensor in load_file(file).items()}
+    name = "model.layers.2.mlp.gate_proj.weight"
+    free = byte_outside_of_samples(name, checkpoint.tensors[name])
+    changed = tmp_path / "changed.safetensors"
+    shutil.copyfile(file, changed)
+    flip_byte(changed, free)
     if how == "copied":
         directory = tmp_path / "copy"
         directory.mkdir()
         (directory / "config.json").write_bytes((tmp_path / "model" / "config.json").read_bytes())
     if how == "rewritten in place":
-        save_file(changed, tmp_path / "new", metadata={"format": "pt"})
-        file.write_bytes((tmp_path / "new").read_bytes())
+        file.write_bytes(changed.read_bytes())
     else:
-        save_file(changed, directory / "new", metadata={"format": "pt"})
-        (directory / "new").replace(directory / "model.safetensors")
+        changed.replace(directory / "model.safetensors")
     os.utime(directory / "model.safetensors", ns=(times.st_atime_ns, times.st_mtime_ns))
     now = Checkpoint.open(directory)
     assert now.fingerprint == checkpoint.fingerprint
