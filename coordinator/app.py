@@ -58,6 +58,7 @@ from wire.addresses import parse_address
 from wire.channels import bind, new_server
 from wire.clock import ClusterClock
 from wire.ids import new_incarnation
+from wire.peer_secrets import new_secret
 from wire.reasons import error_line, reason_of
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ class CoordinatorServer:
                 if config.wants_self_check
                 else None
             ),
+            new_secret=new_secret,
         )
         self.metrics.watch(self.engine, self.controller, num_dropped_spans=lambda: self.recorder.num_dropped)
         self._sweep_interval_s = timing.sweep_interval_s

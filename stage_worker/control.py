@@ -120,6 +120,7 @@ class Membership:
             welcome = await self._welcome(call)
         self._backoff_s, self._waits_for = FIRST_BACKOFF_S, ""
         self.leave_timeout_s = welcome.drain_timeout_ms / 1000 + LOADING_TIMEOUT_S
+        self._host.reference_access.grant(welcome)
         log.info("joined the coordinator at %s", self._coordinator)
         connection = self._connection = _Connection(call)
         heartbeats = asyncio.create_task(self._beat(connection, welcome.heartbeat_interval_ms / 1000))

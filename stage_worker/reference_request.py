@@ -30,13 +30,13 @@ class ReferenceRequest:
             raise InvalidRequest(f"{self.num_top} most likely tokens, of at most {MAX_TOP}")
 
 
-def decode_request(message: stage_pb2.ReferenceRequest) -> ReferenceRequest:
-    """Raises InvalidRequest for what no reference can be computed of."""
+def decode_request(message: stage_pb2.ReferenceRequest, directory: str) -> ReferenceRequest:
+    """For the checkpoint in `directory`. Raises InvalidRequest for what no reference can be computed of."""
     dtype = DTYPE_FROM_MESSAGE.get(message.dtype)
     if dtype is None:
         raise InvalidRequest(f"dtype number {message.dtype} is not known")
     return ReferenceRequest(
-        directory=message.directory,
+        directory=directory,
         fingerprint=message.fingerprint,
         dtype=dtype,
         tokens=tuple(message.tokens),

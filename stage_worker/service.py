@@ -41,7 +41,8 @@ class StageService:
         self, request: stage_pb2.ReferenceRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> stage_pb2.ReferenceResponse:
         """`Stage.ComputeReference`."""
-        return encode_reference(await self._host.reference(decode_request(request)))
+        directory = self._host.reference_access.check(request.secret, fingerprint=request.fingerprint)
+        return encode_reference(await self._host.reference(decode_request(request, directory)))
 
 
 async def _hello(messages: Messages) -> stage_pb2.HopHello:

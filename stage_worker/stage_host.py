@@ -9,6 +9,7 @@ from stage_worker.assignment import Assignment, decode_assignment, wants
 from stage_worker.backend import StageBackend
 from stage_worker.handshake import Epoch, check_protocol, decode_epoch, epoch_problem, hop_hello
 from stage_worker.hop import Hop, hop_to_coordinator, hop_to_stage
+from stage_worker.reference_access import ReferenceAccess
 from stage_worker.reference_request import ReferenceRequest
 from stage_worker.session import EpochSession
 from stage_worker.stage_load import LoadedStage, LoadProgress, StageLoadError
@@ -59,6 +60,7 @@ class StageHost:
 
         `on_serving` is told whenever the coordinator begins or ceases to serve requests with this stage.
         """
+        self.reference_access = ReferenceAccess()
         self._coordinator = coordinator
         self._incarnation = new_incarnation()
         self._backend = backend

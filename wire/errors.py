@@ -10,6 +10,7 @@ ServingError
 |- ServiceNotFound           NOT_FOUND            the health of a service that the server does not have
 |- MethodNotFound            UNIMPLEMENTED        the server has no such method
 |- NameInUse                 ALREADY_EXISTS       a live worker elsewhere has this name
+|- SecretMismatch            PERMISSION_DENIED    the caller does not know the secret of this hop or worker
 |- Overloaded                RESOURCE_EXHAUSTED   a bounded queue is full; says when to try again
 |- HandshakeMismatch         FAILED_PRECONDITION  two ends disagree; carries both values
 |- StaleStream               ABORTED              a stream of an epoch that is over
@@ -67,6 +68,10 @@ class MethodNotFound(ServingError):
 
 class NameInUse(ServingError):
     """A live worker elsewhere has this name."""
+
+
+class SecretMismatch(ServingError):
+    """The caller does not present the secret that this call needs; the text says nothing else."""
 
 
 class Overloaded(ServingError):
@@ -185,6 +190,7 @@ STATUS_OF_ERROR: dict[type[ServingError], grpc.StatusCode] = {
     ServiceNotFound: grpc.StatusCode.NOT_FOUND,
     MethodNotFound: grpc.StatusCode.UNIMPLEMENTED,
     NameInUse: grpc.StatusCode.ALREADY_EXISTS,
+    SecretMismatch: grpc.StatusCode.PERMISSION_DENIED,
     Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     HandshakeMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     StaleStream: grpc.StatusCode.ABORTED,

@@ -63,4 +63,5 @@ class Connections(dict[str, WorkerConnection]):
 def _reference_source(connection: WorkerConnection) -> ReferenceSource:
     identity, heartbeat = connection.identity, connection.heartbeat
     held_bytes = heartbeat.weight_bytes + heartbeat.kv_bytes
-    return ReferenceSource(identity.name, identity.address, identity.memory_bytes - held_bytes)
+    free_bytes = identity.memory_bytes - held_bytes
+    return ReferenceSource(identity.name, identity.address, free_bytes, connection.reference_secret)

@@ -51,6 +51,7 @@ from coordinator.timing import ClusterTiming
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
 from wire.errors import StaleStream, StepFaultKind, WorkerNotFound
 from wire.ids import Incarnation
+from wire.peer_secrets import new_secret
 from wire.steps import FaultReport, StepResult
 
 log = logging.getLogger(__name__)
@@ -72,15 +73,17 @@ class Controller:
         on_serving: Callable[[bool], None] = lambda _: None,
         on_epoch_end: Callable[[EndCause], None] = lambda _: None,
         self_check: SelfCheck | None = None,
+        new_secret: Callable[[], bytes] = new_secret,
     ) -> None:
         """`on_serving` is told whenever tokens begin or cease to be produced, `on_epoch_end` just before they
-        cease, and why."""
+        cease, and why. `new_secret` makes what processes of the cluster prove themselves with."""
         self.state = state
         self.self_check = self_check
         self.availability = Availability(state, engine, timing, on_serving)
         self.connections = Connections()
         self.timing = timing
         self.incarnation = incarnation
+        self._new_secret = new_secret
         self._on_epoch_end = on_epoch_end
         self._engine = engine
         self._model = model
@@ -120,10 +123,19 @@ class Controller:
     def join(self, identity: WorkerIdentity) -> WorkerConnection:
         """A worker's stream is open. Raises NameInUse."""
         actions = self.state.join(identity)
-        connection = WorkerConnection(identity, now_s=asyncio.get_running_loop().time())
+        connection = WorkerConnection(
+            identity, now_s=asyncio.get_running_loop().time(), reference_secret=self._new_secret()
+        )
         self.connections.put(connection)
         self._events.joined(identity)
-        connection.send(encode_welcome(self.incarnation, self.timing))
+        connection.send(
+            encode_welcome(
+                self.incarnation,
+                self.timing,
+                self._model,
+                reference_secret=connection.reference_secret,
+            )
+        )
         self._carry_out(actions)
         return connection
 

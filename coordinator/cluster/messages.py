@@ -56,13 +56,7 @@ def encode_assign(action: AssignStage, model: ServedModel) -> cluster_pb2.Coordi
         role=ROLE_TO_MESSAGE[stage.role],
         layer_begin=stage.layer_begin,
         layer_end=stage.layer_end,
-        model=cluster_pb2.ModelRef(
-            directory=model.directory_for_workers,
-            fingerprint=model.fingerprint,
-            hidden_size=model.config.hidden_size,
-            vocab_size=model.config.vocab_size,
-            eos_token_ids=model.eos_token_ids,
-        ),
+        model=_encode_model(model),
         dtype=DTYPE_TO_MESSAGE[plan.dtype],
         block_size=plan.block_size,
         num_blocks=plan.num_blocks,
@@ -73,6 +67,16 @@ def encode_assign(action: AssignStage, model: ServedModel) -> cluster_pb2.Coordi
         reads_again=action.reads_again,
     )
     return cluster_pb2.CoordinatorMessage(assign=assign)
+
+
+def _encode_model(model: ServedModel) -> cluster_pb2.ModelRef:
+    return cluster_pb2.ModelRef(
+        directory=model.directory_for_workers,
+        fingerprint=model.fingerprint,
+        hidden_size=model.config.hidden_size,
+        vocab_size=model.config.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+    )
 
 
 def encode_begin(action: BeginEpoch, *, incarnation: Incarnation) -> cluster_pb2.CoordinatorMessage:
@@ -95,12 +99,16 @@ def encode_begin(action: BeginEpoch, *, incarnation: Incarnation) -> cluster_pb2
     return cluster_pb2.CoordinatorMessage(begin_epoch=begin)
 
 
-def encode_welcome(incarnation: Incarnation, timing: ClusterTiming) -> cluster_pb2.CoordinatorMessage:
+def encode_welcome(
+    incarnation: Incarnation, timing: ClusterTiming, model: ServedModel, *, reference_secret: bytes
+) -> cluster_pb2.CoordinatorMessage:
     welcome = cluster_pb2.Welcome(
         coordinator_incarnation=incarnation,
         heartbeat_interval_ms=round(timing.heartbeat_interval_s * 1000),
         lease_ms=round(max(timing.lease_s, timing.loading_lease_s) * 1000),
         drain_timeout_ms=round(timing.drain_timeout_s * 1000),
+        model=_encode_model(model),
+        reference_secret=reference_secret,
     )
     return cluster_pb2.CoordinatorMessage(welcome=welcome)
 

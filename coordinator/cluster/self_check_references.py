@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
@@ -29,11 +29,12 @@ class NoReference(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ReferenceSource:
-    """A worker that can be asked."""
+    """A worker that can be asked, with the secret that it answers to."""
 
     worker: str
     address: str
     free_bytes: int
+    secret: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +115,11 @@ class References:
 
     async def _compute(self, source: ReferenceSource, dtype: DType, tokens: tuple[int, ...]) -> Reference:
         request = stage_pb2.ReferenceRequest(
-            directory=self._model.directory_for_workers,
             fingerprint=self._model.fingerprint,
             dtype=DTYPE_TO_MESSAGE[dtype],
             tokens=tokens,
             num_top=NUM_TOP,
+            secret=source.secret,
         )
         response = await compute_reference(source.address, request, timeout_s=self._timeout_s)
         return decode_reference(response, tokens)

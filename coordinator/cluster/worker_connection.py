@@ -11,9 +11,12 @@ from wire.clock import wall_clock_us
 class WorkerConnection:
     """A joined worker: messages to it, and the last heartbeat from it."""
 
-    def __init__(self, identity: WorkerIdentity, *, now_s: float) -> None:
-        """`now_s` is on the event loop's clock."""
+    def __init__(self, identity: WorkerIdentity, *, now_s: float, reference_secret: bytes = b"") -> None:
+        """`now_s` is on the event loop's clock. The worker computes references only for callers that present
+        `reference_secret`.
+        """
         self.identity = identity
+        self.reference_secret = reference_secret
         self.heartbeat = cluster_pb2.Heartbeat()
         self.heard_at_s = now_s
         self.is_silent = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,11 @@ from wire.reference_call import compute_reference
 
 
 async def ask(
-    cluster: Cluster, directory: Path, *, fingerprint: str | None = None
+    cluster: Cluster, directory: Path, *, fingerprint: str | None = None, secret: bytes | None = None
 ) -> stage_pb2.ReferenceResponse:
+    """As the coordinator asks, unless another secret is given."""
     request = stage_pb2.ReferenceRequest(
-        directory=str(directory),
+        secret=cluster.server.controller.connections["w0"].reference_secret if secret is None else secret,
         fingerprint=fingerprint or Checkpoint.open(directory).fingerprint,
         dtype=stage_pb2.DTYPE_F32,
         tokens=[1, 2, 3],
@@ -92,6 +94,29 @@ async def test_another_checkpoint_is_a_failed_precondition(tiny_llama: Path) -> 
         with pytest.raises(grpc.aio.AioRpcError, match="fingerprint") as caught:
             await ask(cluster, tiny_llama, fingerprint="0123")
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+@pytest.mark.parametrize("secret", [b"", b"\0" * 32, b"short"])
+async def test_nobody_but_the_coordinator_may_ask(tiny_llama: Path, secret: bytes) -> None:
+    async with Cluster(tiny_llama, layers=(3,)) as cluster:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await ask(cluster, tiny_llama, secret=secret)
+    assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+    assert caught.value.details() == "reference secret does not match"
+
+
+async def test_a_directory_that_the_request_names_is_never_opened(tiny_llama: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")  # whoever opens it waits for a writer
+    named = str(tmp_path).encode()
+    async with Cluster(tiny_llama, layers=(3,)) as cluster:
+        request = stage_pb2.ReferenceRequest.FromString(b"\x0a" + bytes([len(named)]) + named)
+        request.secret = cluster.server.controller.connections["w0"].reference_secret
+        request.fingerprint = Checkpoint.open(tiny_llama).fingerprint
+        request.dtype, request.num_top = stage_pb2.DTYPE_F32, 4
+        request.tokens.extend((1, 2, 3))
+        address = cluster.workers["w0"].worker.listen_address
+        response = await compute_reference(address, request, timeout_s=DEADLINE_S)
+    assert len(response.rows) == 3
 
 
 async def test_a_worker_whose_memory_is_full_refuses_with_the_numbers(tiny_llama: Path) -> None:

@@ -209,6 +209,8 @@ class Cluster:
 def simulated(cluster_random: Random) -> Iterator[None]:
     """The product without gRPC, and with ids from a seed, while this lasts."""
 
+    secrets = Random(0)
+
     def new_incarnation() -> Incarnation:
         return Incarnation(cluster_random.randbytes(16))
 
@@ -229,6 +231,7 @@ def simulated(cluster_random: Random) -> Iterator[None]:
     for name in ("stage_worker.hop", "stage_worker.control", "coordinator.cluster.pipeline_link"):
         patches.append((__import__(name, fromlist=["_"]), "client_channel", channel))
     patches += [
+        (coordinator.app, "new_secret", lambda: secrets.randbytes(32)),
         (coordinator.app, "ClusterState", ObservedState),
         (stage_worker.worker, "resident_bytes", lambda: 1),
         (Worker, "_report_health", report_health),

@@ -425,6 +425,8 @@ class Welcome(_message.Message):
     HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     DRAIN_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    REFERENCE_SECRET_FIELD_NUMBER: _builtins.int
     coordinator_incarnation: _builtins.bytes
     heartbeat_interval_ms: _builtins.int
     """How often to send heartbeats, each of which is answered, in milliseconds."""
@@ -434,6 +436,12 @@ class Welcome(_message.Message):
     """
     drain_timeout_ms: _builtins.int
     """How long the coordinator lets a worker that leaves finish what runs, in milliseconds."""
+    reference_secret: _builtins.bytes
+    """32 random bytes, made for this stream: what the coordinator presents in `Stage.ComputeReference`."""
+    @_builtins.property
+    def model(self) -> Global___ModelRef:
+        """The served checkpoint: the only one that the worker computes references from."""
+
     def __init__(
         self,
         *,
@@ -441,10 +449,12 @@ class Welcome(_message.Message):
         heartbeat_interval_ms: _builtins.int = ...,
         lease_ms: _builtins.int = ...,
         drain_timeout_ms: _builtins.int = ...,
+        model: Global___ModelRef | None = ...,
+        reference_secret: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_incarnation", b"coordinator_incarnation", "drain_timeout_ms", b"drain_timeout_ms", "heartbeat_interval_ms", b"heartbeat_interval_ms", "lease_ms", b"lease_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_incarnation", b"coordinator_incarnation", "drain_timeout_ms", b"drain_timeout_ms", "heartbeat_interval_ms", b"heartbeat_interval_ms", "lease_ms", b"lease_ms", "model", b"model", "reference_secret", b"reference_secret"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -884,32 +884,33 @@ Global___Promote: _TypeAlias = Promote  # noqa: Y015
 class ReferenceRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    DIRECTORY_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     NUM_TOP_FIELD_NUMBER: _builtins.int
-    directory: _builtins.str
-    """As in ModelRef."""
+    SECRET_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
+    """Of the checkpoint that `Welcome` named; no other one is read."""
     dtype: Global___DType.ValueType
     """Weights are rounded to it before they are computed with."""
     num_top: _builtins.int
     """How many of the most likely tokens to tell with each row."""
+    secret: _builtins.bytes
+    """`Welcome.reference_secret`: the coordinator alone may ask."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
-        directory: _builtins.str = ...,
         fingerprint: _builtins.str = ...,
         dtype: Global___DType.ValueType = ...,
         tokens: _abc.Iterable[_builtins.int] | None = ...,
         num_top: _builtins.int = ...,
+        secret: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["directory", b"directory", "dtype", b"dtype", "fingerprint", b"fingerprint", "num_top", b"num_top", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "fingerprint", b"fingerprint", "num_top", b"num_top", "secret", b"secret", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -27,7 +27,8 @@ class StageStub:
     ComputeReference: _aio.UnaryUnaryMultiCallable[_stage_pb2.ReferenceRequest, _stage_pb2.ReferenceResponse]
     """What the checkpoint on this worker's disk answers to a short prompt, computed in float32 from weights that are read,
     used and dropped; no loaded stage and no other worker takes part. FAILED_PRECONDITION where the checkpoint is not
-    the one asked for or cannot be read, RESOURCE_EXHAUSTED with the numbers where memory is short or the worker loads.
+    the one asked for or cannot be read, RESOURCE_EXHAUSTED with the numbers where memory is short or the worker loads,
+    PERMISSION_DENIED without the secret that the coordinator gave this worker.
     """
 
 class StageServicer(metaclass=_abc_1.ABCMeta):
@@ -50,7 +51,8 @@ class StageServicer(metaclass=_abc_1.ABCMeta):
     ) -> _abc.Awaitable[_stage_pb2.ReferenceResponse]:
         """What the checkpoint on this worker's disk answers to a short prompt, computed in float32 from weights that are read,
         used and dropped; no loaded stage and no other worker takes part. FAILED_PRECONDITION where the checkpoint is not
-        the one asked for or cannot be read, RESOURCE_EXHAUSTED with the numbers where memory is short or the worker loads.
+        the one asked for or cannot be read, RESOURCE_EXHAUSTED with the numbers where memory is short or the worker loads,
+        PERMISSION_DENIED without the secret that the coordinator gave this worker.
         """
 
 def add_StageServicer_to_server(servicer: StageServicer, server: _aio.Server) -> None: ...

@@ -196,7 +196,7 @@ def test_a_reference_that_nobody_waits_for_ends_early(llama: Path) -> None:
 def test_requests_have_bounds(changes: dict[str, Any], text: str) -> None:
     fields = {"fingerprint": "f", "dtype": stage_pb2.DTYPE_F32, "tokens": [1], "num_top": 20} | changes
     with pytest.raises(InvalidRequest, match=text):
-        decode_request(stage_pb2.ReferenceRequest(**fields))
+        decode_request(stage_pb2.ReferenceRequest(**fields), "")
 
 
 @pytest.mark.parametrize("dtype", list(DType))

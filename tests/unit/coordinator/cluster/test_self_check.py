@@ -218,7 +218,7 @@ class Workers:
     ) -> stage_pb2.ReferenceResponse:
         name = address.partition(":")[0]
         self.asked.append(name)
-        assert request.num_top == NUM_TOP and request.directory
+        assert request.num_top == NUM_TOP and request.secret == b""
         if name == self._silent:
             await asyncio.Event().wait()
         if name == self._refusing:
