@@ -19,7 +19,7 @@ from checkpoint.errors import (
 )
 from checkpoint.fingerprint import differing_parts
 from checkpoint.headers import TensorEntry
-from checkpoint.regular_files import check_regular, is_named, open_regular, read_regular
+from checkpoint.regular_files import is_named, open_regular
 from checkpoint.rope_config import RopeConfig, RopeKind
 from checkpoint.sizes import (
     embedding_bytes,
@@ -50,7 +50,6 @@ __all__ = [
     "UnsupportedFormat",
     "UnsupportedModel",
     "WrongShape",
-    "check_regular",
     "differing_parts",
     "embedding_bytes",
     "head_bytes",
@@ -59,7 +58,6 @@ __all__ = [
     "layer_weight_bytes",
     "open_regular",
     "parse_config",
-    "read_regular",
     "stage_tensor_names",
     "stage_tensor_shapes",
     "stage_weight_bytes",

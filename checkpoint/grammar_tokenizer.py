@@ -14,8 +14,11 @@ import xxhash
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from checkpoint.errors import UnusableTokenizer
+from checkpoint.regular_files import is_named, read_regular
 
 TOKENIZER_FILE = "tokenizer.json"
+MAX_TOKENIZER_BYTES = 256 * 1024 * 1024
+"""Of each file of a tokenizer; tokenizer.json of 262,000 ids has 33 MB."""
 MAX_LEXER_STATES = 50_000
 """Of one matcher, at 1 to 2 kB each: what a hostile regular expression can take is 100 MB and not, as by the
 library's default, 500 MB. The library's other limits bound the time of a mask to some hundred milliseconds.
@@ -48,12 +51,12 @@ class GrammarTokenizer:
         if not ends:
             raise UnusableTokenizer("the checkpoint names no end-of-sequence id, so no text could ever end")
         path = directory / TOKENIZER_FILE
-        if not path.is_file():
+        if not is_named(path):
             raise UnusableTokenizer(f"the checkpoint has no {TOKENIZER_FILE}")
         try:
-            content = path.read_bytes()
+            content = read_regular(path, max_bytes=MAX_TOKENIZER_BYTES)
             tables = _tables(content, ends)
-        except (OSError, ValueError) as error:
+        except ValueError as error:
             raise UnusableTokenizer(f"{TOKENIZER_FILE}: {one_line(str(error))}") from error
         return cls(tables, xxhash.xxh3_64_intdigest(content))
 

@@ -16,6 +16,7 @@ _KINDS = {
     stat.S_IFCHR: "a character device",
     stat.S_IFBLK: "a block device",
 }
+_READ_WHOLE = frozenset({".json", ".jinja", ".model", ".txt"})
 
 
 def is_named(path: Path) -> bool:
@@ -29,6 +30,23 @@ def check_regular(path: Path) -> None:
         _check_mode(path, path.stat())
     except OSError as error:
         raise _unreadable(path, error) from error
+
+
+def check_directory(directory: Path, *, max_bytes: int) -> None:
+    """For libraries that read what they find: nothing in `directory` blocks, and no text file is too large.
+
+    Raises NotRegularFile for an entry that is neither a file nor a directory, FileTooLarge for JSON, a
+    vocabulary or a template beyond `max_bytes`. A link to nothing is passed over: it cannot be read.
+    """
+    for entry in sorted(directory.iterdir()):
+        try:
+            status = entry.stat()
+        except OSError:
+            continue
+        if not stat.S_ISDIR(status.st_mode):
+            _check_mode(entry, status)
+        if entry.suffix in _READ_WHOLE:
+            _check_size(entry, status, max_bytes)
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -53,9 +71,7 @@ def open_regular(path: Path) -> BinaryIO:
 def read_regular(path: Path, *, max_bytes: int) -> bytes:
     """All of `path`. Raises what `open_regular` raises, and FileTooLarge with both sizes."""
     with open_regular(path) as stream:
-        size_bytes = os.fstat(stream.fileno()).st_size
-        if size_bytes > max_bytes:
-            raise FileTooLarge(f"{path} has {size_bytes} bytes, the limit is {max_bytes}")
+        _check_size(path, os.fstat(stream.fileno()), max_bytes)
         try:
             return stream.read(max_bytes)
         except OSError as error:
@@ -66,6 +82,11 @@ def _check_mode(path: Path, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "another kind of file")
         raise NotRegularFile(f"{path} is {kind}, not a regular file")
+
+
+def _check_size(path: Path, status: os.stat_result, max_bytes: int) -> None:
+    if status.st_size > max_bytes:
+        raise FileTooLarge(f"{path} has {status.st_size} bytes, the limit is {max_bytes}")
 
 
 def _unreadable(path: Path, error: OSError) -> CheckpointNotFound:

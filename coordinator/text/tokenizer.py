@@ -17,10 +17,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from checkpoint.grammar_tokenizer import MAX_TOKENIZER_BYTES
+from checkpoint.regular_files import check_directory, is_named
+
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 TOKENIZER_JSON = "tokenizer.json"
+_MORE_TEMPLATES = "additional_chat_templates"
 _OTHER_VOCABULARIES = ("tokenizer.model", "vocab.json", "tekken.json", "tiktoken.model", "spiece.model")
 
 
@@ -164,16 +168,24 @@ class TextCodec:
 def load_text_codec(directory: Path, *, model_vocab_size: int | None = None) -> TextCodec | None:
     """The codec of a checkpoint directory, or None when it has no tokenizer. Reads local files only.
 
-    Code that comes with a checkpoint is never run. Raises UnreadableTokenizer.
+    Code that comes with a checkpoint is never run. Raises UnreadableTokenizer, also for a FIFO or a device in
+    the place of any file, which the libraries would open.
     """
-    has_json = (directory / TOKENIZER_JSON).is_file()
-    if not has_json and not any((directory / name).is_file() for name in _OTHER_VOCABULARIES):
+    has_json = is_named(directory / TOKENIZER_JSON)
+    if not has_json and not any(is_named(directory / name) for name in _OTHER_VOCABULARIES):
         return None
     try:
+        _check_files(directory)
         tokenizer = _load_json(directory) if has_json else _load_other(directory)
     except Exception as error:  # the libraries raise anything, down to bare Exception from Rust
         raise UnreadableTokenizer(f"the tokenizer in {directory} cannot be loaded: {error}") from error
     return TextCodec(tokenizer, model_vocab_size=model_vocab_size)
+
+
+def _check_files(directory: Path) -> None:
+    for each in (directory, directory / _MORE_TEMPLATES):
+        if each.is_dir():
+            check_directory(each, max_bytes=MAX_TOKENIZER_BYTES)
 
 
 def _load_json(directory: Path) -> PreTrainedTokenizerBase:

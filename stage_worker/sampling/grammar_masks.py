@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from checkpoint import is_named
 from checkpoint.errors import UnusableTokenizer
 from checkpoint.grammar_tokenizer import TOKENIZER_FILE, GrammarError, GrammarMatcher, GrammarTokenizer
 from wire.ids import SequenceKey
@@ -108,7 +109,7 @@ class GrammarMasks:
         tokens = record.tokens[record.num_prompt_tokens :]
         matched = self._pool.submit(self._begin, spec, tokens)
         self._sequences[record.sequence] = _Sequence(spec, list(tokens), matched)
-        if self._directory is None or not (self._directory / TOKENIZER_FILE).is_file():
+        if self._directory is None or not is_named(self._directory / TOKENIZER_FILE):
             return f"structured output: the checkpoint has no {TOKENIZER_FILE}"
         return None
 
