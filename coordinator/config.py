@@ -31,7 +31,8 @@ class CoordinatorConfig:
     limit (`max_sequence_tokens`), as many KV tokens as the memory of the workers holds (`max_kv_tokens`), no
     bound on one client's requests, and clients that are told apart by their address (`client_key`, else a key
     of their calls' metadata). A request is cancelled when its reader is `max_unread_tokens` behind. Waiting
-    for `priority_age_s` is worth one class of priority. `mock_model`, such as "layers=64", is served by mock
+    for `priority_age_s` is worth one class of priority. Without `prefix_cache`, requests share no KV blocks.
+    `mock_model`, such as "layers=64", is served by mock
     stages in the place of a model. `steps_in_flight` None lets measured times decide. Prefill may make
     decodes take up to `max_decode_slowdown` times as long as they would alone. `self_check` None checks the
     built-in model before it serves, and no other.
@@ -64,6 +65,7 @@ class CoordinatorConfig:
     max_client_requests: int | None = None
     client_key: str | None = None
     max_unread_tokens: int = 4096
+    prefix_cache: bool = True
     priority_age_s: float = 10.0
     steps_in_flight: int | None = None
     max_decode_slowdown: float = 1.3

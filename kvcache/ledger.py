@@ -1,23 +1,24 @@
 """The coordinator's side: a pool without storage that also knows what each block holds."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kvcache.blocks import Block, Event, FullBlock, Promote, Removed, Signal, Stored, Use
 from kvcache.chain import Content
 from kvcache.errors import HashCollision, IntegrityBroken
-from kvcache.hashing import packed_block_hash, sequence_hash
+from kvcache.hashing import packed_block_hash
 from kvcache.pool import BlockPool
 from kvcache.sequence import ActiveSequence
 
 
 @dataclass(frozen=True, slots=True)
 class CachedBlock:
-    """A full block that is in the cache, as `Stored` told of it."""
+    """A full block that is in the cache, as `Stored` told of it; its tokens are little-endian u32."""
 
     sequence_hash: int
     block_hash: int
     parent: int | None
+    packed_tokens: bytes = field(default=b"", compare=False, repr=False)
 
 
 class Ledger:
@@ -25,8 +26,8 @@ class Ledger:
 
     Beside its pool it keeps the content of every full block that is present (four bytes per token, and what
     tells all tokens before it), so that two contents with one hash are noticed before anything is shared,
-    also when the blocks before have left the pool. `prepare` and `push` are the sequence's own, with such a
-    block and all after it renamed to private ids; `apply` refuses a collision that is left.
+    also when the blocks before have left the pool. `prepare`, `push` and `seal` are the sequence's own, with
+    such a block and all after it renamed to private ids; `apply` refuses a collision that is left.
     """
 
     def __init__(self, num_blocks: int, *, block_size: int) -> None:
@@ -34,6 +35,9 @@ class Ledger:
         self.pool = BlockPool(num_blocks)
         self.block_size = block_size
         self._contents: dict[int, Content] = {}
+        # Private ids among the full blocks, and those that the last signal removed.
+        self._private: set[int] = set()
+        self._private_removed: set[int] = set()
 
     @property
     def digest(self) -> int:
@@ -58,8 +62,12 @@ class Ledger:
         signals = sequence.push(token)
         return self.settle(sequence, signals) if signals else signals
 
+    def seal(self, sequence: ActiveSequence) -> list[Signal]:
+        """`sequence.seal()`, free of collisions."""
+        return self.settle(sequence, sequence.seal())
+
     def settle(self, sequence: ActiveSequence, signals: list[Signal]) -> list[Signal]:
-        """The signals of the sequence's last push, free of collisions."""
+        """The signals of the sequence's last push or seal, free of collisions."""
         while signals and isinstance(promote := signals[0], Promote):
             if promote.sequence_hash not in self._contents:
                 break
@@ -67,7 +75,7 @@ class Ledger:
             if collision is None:
                 break
             sequence.make_private(collision.block_index)
-            signals = _renamed(promote, signals[1], sequence.blocks[collision.block_index])
+            signals = _renamed(promote, signals[1:], sequence.blocks[collision.block_index])
         return signals
 
     def collision(self, sequence: ActiveSequence, signal: Use | Promote) -> HashCollision | None:
@@ -90,23 +98,44 @@ class Ledger:
         elif isinstance(signal, Promote) or (isinstance(signal, Use) and signal.block_hashes):
             entering = self._new_contents(sequence, signal)
         events = self.pool.apply(signal)
+        if self._private_removed:
+            self._private_removed = set()
+        if entering and sequence.first_private_block is not None:
+            self._private.update(_private_names(sequence, signal) & entering.keys())
         for event in events:
-            if isinstance(event, Removed):
-                for name in event.block_hashes:
-                    del self._contents[name]
-            else:
+            if isinstance(event, Stored):
                 self._keep(event, entering)
+            else:
+                self._forget(event)
         return events
 
+    def announced(self, events: tuple[Event, ...]) -> list[Event]:
+        """`events` of the last signal as others learn of them: with tokens, and without private blocks, which
+        only their own sequence can use. They keep their ids, so one that is left out leaves a gap.
+        """
+        return [told for event in events if (told := self._announced(event)) is not None]
+
+    def _announced(self, event: Event) -> Event | None:
+        if isinstance(event, Removed):
+            if not self._private_removed:
+                return event
+            names = tuple(name for name in event.block_hashes if name not in self._private_removed)
+            return replace(event, block_hashes=names) if names else None
+        # The private blocks of a sequence are its last ones.
+        count = sum(name not in self._private for name in event.sequence_hashes)
+        if not count:
+            return None
+        names, hashes = event.sequence_hashes[:count], event.block_hashes[:count]
+        packed_tokens = b"".join(self._contents[name][2] for name in names)
+        return Stored(event.parent, names, hashes, event.event_id, packed_tokens)
+
     def cached_blocks(self) -> Iterator[CachedBlock]:
-        """All full blocks, active and inactive. Hashes each one's tokens again, so it is not for every
-        step.
+        """All full blocks that others can hit, active and inactive. Hashes each one's tokens again, so it is
+        not for every step.
         """
         for name, (parent, salt, packed_tokens, _) in self._contents.items():
-            block_hash = packed_block_hash(packed_tokens, salt)
-            # A private name is no hash, and stands for the block hash too.
-            is_private = sequence_hash(parent, block_hash) != name
-            yield CachedBlock(name, name if is_private else block_hash, parent)
+            if name not in self._private:
+                yield CachedBlock(name, packed_block_hash(packed_tokens, salt), parent, packed_tokens)
 
     def check_integrity(self, sequences: Iterable[ActiveSequence] | None = None) -> None:
         """Proves the pool sound and contents kept for exactly its full blocks. Raises IntegrityBroken.
@@ -118,6 +147,8 @@ class Ledger:
         present = self.pool.full_blocks
         if present != self._contents.keys():
             raise IntegrityBroken(f"contents of {len(self._contents)} blocks for {len(present)} full blocks")
+        if not self._private <= present:
+            raise IntegrityBroken(f"{len(self._private - present)} private blocks are not in the pool")
 
     def _new_contents(self, sequence: ActiveSequence, signal: Use | Promote) -> dict[int, Content]:
         """Contents of the blocks that may enter, by sequence hash. Raises HashCollision."""
@@ -135,13 +166,33 @@ class Ledger:
                 raise HashCollision(first + offset, name)
         return entering
 
+    def _forget(self, removed: Removed) -> None:
+        for name in removed.block_hashes:
+            del self._contents[name]
+            if name in self._private:
+                self._private.remove(name)
+                self._private_removed.add(name)
+
     def _keep(self, stored: Stored, entering: dict[int, Content]) -> None:
         for name in stored.sequence_hashes:
             self._contents[name] = entering[name]
 
 
-def _renamed(promote: Promote, use: Signal, block: Block) -> list[Signal]:
-    assert isinstance(use, Use)
+def _private_names(sequence: ActiveSequence, signal: Signal) -> set[int]:
+    """Names, among those of the sequence's next signal, that are private ids."""
+    private_from = sequence.first_private_block
+    assert private_from is not None
+    assert isinstance(signal, Use | Promote)
+    first, names, _ = sequence.contents_of(signal)
+    return set(names[max(0, private_from - first) :])
+
+
+def _renamed(promote: Promote, others: list[Signal], block: Block) -> list[Signal]:
+    """`promote`, and what follows it, with the private name of `block`."""
     assert isinstance(block, FullBlock)
     name = block.sequence_hash
-    return [replace(promote, sequence_hash=name, block_hash=name), replace(use, parent=name)]
+    signals: list[Signal] = [replace(promote, sequence_hash=name, block_hash=name)]
+    for use in others:
+        assert isinstance(use, Use)
+        signals.append(replace(use, parent=name))
+    return signals

@@ -1,11 +1,48 @@
 """One sequence's view of its blocks: turns tokens into the signals that a pool applies."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import overload
 
 from kvcache.blocks import Block, Deref, Destroy, FullBlock, PartialBlock, Promote, Signal, Use
 from kvcache.chain import BlockChain, Content
 from kvcache.errors import InvalidSignal, NothingToPop, OutputLimitExceeded
 from kvcache.hashing import DEFAULT_SALT, MAX_TOKEN, pack_tokens
+
+
+class TokensView(Sequence[int]):
+    """Read-only view of a list of tokens that follows the list as it grows."""
+
+    __slots__ = ("_tokens",)
+
+    def __init__(self, tokens: list[int]) -> None:
+        self._tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._tokens)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[int, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
+        found = self._tokens[index]
+        return tuple(found) if isinstance(found, list) else found
+
+    def __eq__(self, other: object) -> bool:
+        """Equal to any list, tuple or view of the same tokens."""
+        if isinstance(other, TokensView | list | tuple):
+            return len(self) == len(other) and all(one == two for one, two in zip(self, other, strict=True))
+        return NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"TokensView({self._tokens})"
 
 
 class ActiveSequence:
@@ -36,6 +73,7 @@ class ActiveSequence:
         if max_output_tokens < 0:
             raise ValueError(f"max_output_tokens must not be negative, got {max_output_tokens}")
         self._tokens = list(tokens)
+        self._tokens_view = TokensView(self._tokens)
         self.block_size = block_size
         self.num_prompt_tokens = len(self._tokens)
         self.max_output_tokens = max_output_tokens
@@ -63,8 +101,8 @@ class ActiveSequence:
 
     @property
     def tokens(self) -> Sequence[int]:
-        """Prompt and generated tokens; a live view, not to be modified."""
-        return self._tokens
+        """Prompt and generated tokens: a read-only view that follows `push` and `pop`."""
+        return self._tokens_view
 
     @property
     def num_generated_tokens(self) -> int:
@@ -85,6 +123,11 @@ class ActiveSequence:
     def num_released_blocks(self) -> int:
         """Leading blocks that `release_before` has let go."""
         return self._num_released
+
+    @property
+    def first_private_block(self) -> int | None:
+        """Index of the first full block that has a private id in the place of a hash; None where none has."""
+        return self._chain.private_from
 
     @property
     def held_blocks(self) -> tuple[Block, ...]:
@@ -163,25 +206,39 @@ class ActiveSequence:
         if not self._up_to_date:
             self._chain.forget(len(self._tokens) // self.block_size)
         elif len(self._tokens) % self.block_size == 0:
-            self._partial = None
+            self._partial, self._just_promoted = None, False
             self._num_allocated -= 1
             self._room = 0
         else:
             self._room += 1
 
-    def free_signals(self) -> list[Signal]:
-        """One signal per block held, tail first: `Destroy` a partial, `Deref` a full one.
+    def seal(self) -> list[Signal]:
+        """The `Promote` of the last block, if it is complete and still a partial one.
 
-        Tail first makes the cache lose the ends of prefixes before their beginnings. Changes nothing.
+        For a sequence that ends: the next `push`, which would promote the block, does not come. To be called
+        only when every token is computed or in a step that was sent. Private blocks, which no other sequence
+        can hit, are not promoted.
         """
-        held = reversed(self.held_blocks)
-        return [Deref(block) if isinstance(block, FullBlock) else Destroy(block) for block in held]
+        is_private = self._chain.private_from is not None and len(self._chain) >= self._chain.private_from
+        if not self._up_to_date or self._partial is None or self._room or is_private:
+            return []
+        promote = self._complete_partial(self._partial)
+        self._partial, self._just_promoted = None, True
+        self._pop_floor = len(self._tokens)
+        return [promote]
+
+    def free_signals(self) -> list[Signal]:
+        """One signal per block held, tail first: `Destroy` a partial or private one, `Deref` a shareable one.
+
+        Tail first makes the cache lose the ends of prefixes before their beginnings. Private blocks are never
+        hit, so they would only displace others. Changes nothing.
+        """
+        signals = self._releases(self.held_blocks, self._num_released)
+        signals.reverse()
+        return signals
 
     def destroy_signals(self) -> list[Signal]:
-        """Like `free_signals`, but nothing stays cached: for content that must not, or need not, be shared.
-
-        A failed request ends this way, and so does a sequence with private ids, whose blocks nobody can hit.
-        """
+        """Like `free_signals`, but no block stays cached: for the content of a failed request."""
         return [Destroy(block) for block in reversed(self.held_blocks)]
 
     def preempt(self) -> list[Signal]:
@@ -189,7 +246,7 @@ class ActiveSequence:
         signals = self.free_signals()
         self._up_to_date = not self._tokens
         self._num_allocated = self._num_released = self._num_committed = self._room = 0
-        self._partial = None
+        self._partial, self._just_promoted = None, False
         self._pop_floor = len(self._tokens)
         # Names that are private, for want of prefix caching or after a collision, are used once.
         if self._chain.private_from is not None:
@@ -198,7 +255,8 @@ class ActiveSequence:
         return signals
 
     def release_before(self, num_tokens: int) -> list[Signal]:
-        """Gives back the allocated blocks wholly before token `num_tokens`, one `Deref` each, head first.
+        """Gives back the allocated blocks wholly before token `num_tokens`, head first: one `Deref` each, or
+        `Destroy` for a private one.
 
         The last allocated block always stays, even if `num_tokens` is beyond it. Raises ValueError for more
         tokens than there are.
@@ -207,10 +265,11 @@ class ActiveSequence:
             raise ValueError(f"cannot release before token {num_tokens} of {len(self._tokens)}")
         end = min(num_tokens // self.block_size, self._num_allocated - 1)
         released = self._chain.blocks[self._num_released : max(end, self._num_released)]
+        signals = self._releases(released, self._num_released)
         if released:
             self._num_released += len(released)
             self._pop_floor = len(self._tokens)
-        return [Deref(block) for block in released]
+        return signals
 
     def make_private(self, first_block: int) -> None:
         """Renames the full blocks from `first_block` on, and all later ones, with ids nobody else can have.
@@ -220,8 +279,9 @@ class ActiveSequence:
         still to be applied. Ends with the next preemption.
         """
         num_told = min(self._num_allocated, len(self._chain))
-        if self._just_promoted and self._up_to_date and self._room == self.block_size - 1:
-            num_told -= 1
+        if self._just_promoted and self._up_to_date:
+            is_sealed = self._partial is None
+            num_told -= is_sealed or self._room == self.block_size - 1
         if not num_told <= first_block <= len(self._chain):
             raise ValueError(f"block {first_block} cannot be renamed: blocks before {num_told} are in use")
         self._chain.make_private(first_block)
@@ -248,17 +308,32 @@ class ActiveSequence:
 
     def _open_block(self) -> list[Signal]:
         signals: list[Signal] = []
-        chain = self._chain
         if self._partial is not None:
-            chain.append(pack_tokens(self._tokens[-self.block_size :]))
-            name, parent = chain.blocks[-1].sequence_hash, chain.contents[-1][0]
-            signals.append(Promote(self._partial, name, parent, chain.block_hashes[-1]))
+            signals.append(self._complete_partial(self._partial))
         self._just_promoted = bool(signals)
         self._partial = PartialBlock(self._new_id())
-        signals.append(Use((self._partial,), (), chain.name_before(len(chain))))
+        signals.append(Use((self._partial,), (), self._chain.name_before(len(self._chain))))
         self._num_allocated += 1
         self._room = self.block_size - 1
         return signals
+
+    def _complete_partial(self, partial: PartialBlock) -> Promote:
+        """Names the block that the last tokens complete."""
+        chain = self._chain
+        chain.append(pack_tokens(self._tokens[-self.block_size :]))
+        name, parent = chain.blocks[-1].sequence_hash, chain.contents[-1][0]
+        return Promote(partial, name, parent, chain.block_hashes[-1])
+
+    def _releases(self, blocks: Iterable[Block], first_block: int) -> list[Signal]:
+        """One release for each of `blocks`, the first of which has the index `first_block`."""
+        private_from = self._chain.private_from
+        num_shareable = None if private_from is None else max(0, private_from - first_block)
+        return [
+            Deref(block)
+            if isinstance(block, FullBlock) and (num_shareable is None or index < num_shareable)
+            else Destroy(block)
+            for index, block in enumerate(blocks)
+        ]
 
     def _check_chunk(self, num_tokens: int) -> None:
         if not 0 <= num_tokens <= len(self._tokens):

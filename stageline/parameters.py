@@ -68,6 +68,8 @@ class GenerateOptions(TypedDict, total=False):
 
     cache_salt: str | None
     """Cached prefixes are shared with requests of the same salt only, which keeps tenants apart."""
+    prefix_cache: bool | None
+    """False: read no cached blocks and leave none to other requests."""
     priority: Priority | Literal["low", "normal", "high"] | None
     on_disconnect: Detach | Literal["cancel", "detach"] | None
     request_id: str | None

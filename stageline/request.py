@@ -18,6 +18,7 @@ _OF_REQUEST: dict[str, _Encode] = {
     "max_tokens": values.uint32,
     "cache_salt": values.text,
     "on_disconnect": values.on_disconnect,
+    "prefix_cache": values.flag,
     "priority": values.priority,
 }
 _OF_SAMPLING: dict[str, _Encode] = {

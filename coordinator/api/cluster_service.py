@@ -64,10 +64,11 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
     ) -> AsyncIterator[cluster_pb2.KvEventsResponse]:
         subscription = self._kv_feed.subscribe()
         when_call_ends(context, subscription.close)
-        for message in encode_snapshot(subscription.snapshot):
+        with_token_ids = request.with_token_ids
+        for message in encode_snapshot(subscription.snapshot, with_token_ids=with_token_ids):
             yield message
         async for change in subscription.changes():
-            yield encode_change(change)
+            yield encode_change(change, with_token_ids=with_token_ids)
 
     async def _read(
         self, messages: AsyncIterator[cluster_pb2.WorkerMessage], connection: WorkerConnection

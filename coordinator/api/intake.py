@@ -159,6 +159,7 @@ def make_request(
             stop_token_ids=generation.stop_token_ids,
             order=place(priority, index),
             cache_salt=message.cache_salt,
+            shares_cache=message.prefix_cache if message.HasField("prefix_cache") else True,
             # The prompt is the same for all choices: one of them scores it.
             wants_prompt_logprobs=generation.wants_prompt_logprobs and index == 0,
         )

@@ -82,7 +82,11 @@ class StatusReporter:
             requests=self._requests(),
             health=self._controller.availability.health,
             self_check=cluster_pb2.SelfCheckStatus(detail=self._self_check()),
+            kv=self._kv(),
         )
+
+    def _kv(self) -> cluster_pb2.KvStatus:
+        return cluster_pb2.KvStatus(prefix_cache=self._controller.prefix_caching)
 
     def _self_check(self) -> str:
         check = self._controller.self_check

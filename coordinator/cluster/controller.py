@@ -88,7 +88,7 @@ class Controller:
         self._engine = engine
         self._model = model
         self._pace = pace or PaceSettings()
-        self._prefix_caching = prefix_caching
+        self.prefix_caching = prefix_caching
         self._events = EventLog()
         self._pipeline = Pipeline(incarnation=incarnation, fingerprint=model.fingerprint)
         self._watch = Watch(
@@ -335,7 +335,7 @@ class Controller:
         kv = KvLog(
             num_blocks=plan.num_blocks,
             block_size=plan.block_size,
-            prefix_caching=self._prefix_caching,
+            prefix_caching=self.prefix_caching,
             window=KvWindow.of(self._model.config.layer_windows, plan.limits.max_step_tokens),
         )
         limits = scheduler_limits(plan, self._pace, hidden_size=self._model.config.hidden_size)

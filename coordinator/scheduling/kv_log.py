@@ -105,12 +105,12 @@ class KvLog:
         return pending
 
     def take_events(self) -> list[Event]:
-        """What entered and left the cache since the last call, with ids that are gap-free in the epoch."""
+        """What entered and left the cache since the last call, in order; private blocks are left out."""
         events, self._events = self._events, []
         return events
 
     def cached_blocks(self) -> Iterator[CachedBlock]:
-        """All full blocks that are in the cache now."""
+        """All full blocks that are in the cache now and that others can hit."""
         return self._ledger.cached_blocks()
 
     def plan(self, sequence: Sequence) -> AdmissionPlan:
@@ -126,7 +126,8 @@ class KvLog:
         # A cached block without owner is no longer evictable once it is used, so only owned ones are free of
         # charge.
         num_owned = sum(isinstance(block, FullBlock) and pool.refcount(block) > 0 for block in blocks)
-        num_cached_tokens = self._ledger.num_cached_tokens(active)
+        # What is scored is computed, cached or not; blocks that are there already are not written again.
+        num_cached_tokens = 0 if sequence.needs_scoring else self._ledger.num_cached_tokens(active)
         num_new_blocks = len(blocks) - num_owned
         if self._window is not None:
             # First it holds what is cached, all of it; then never more than the window and one chunk.
@@ -182,8 +183,16 @@ class KvLog:
             active.pop()
             raise
 
+    def release(self, key: SequenceKey, active: ActiveSequence, *, keep_content: bool) -> None:
+        """A sequence gives up all its blocks. Complete ones stay cached, also the last one, unless
+        `keep_content` is False. Every token of `active` is in a step that was handed out.
+        """
+        if keep_content:
+            self.free(key, active, self._ledger.seal(active))
+        self.free(key, active, active.free_signals() if keep_content else active.destroy_signals())
+
     def free(self, key: SequenceKey, active: ActiveSequence, signals: list[Signal]) -> None:
-        """Gives blocks back."""
+        """Applies `signals` that give blocks back."""
         for signal in signals:
             self._apply(key, active, signal)
 
@@ -201,7 +210,7 @@ class KvLog:
             block_size=self._block_size,
             max_output_tokens=sequence.num_tokens_to_generate,
             salt=salt_of(sequence.cache_salt) if sequence.cache_salt else DEFAULT_SALT,
-            prefix_caching=self._prefix_caching and not sequence.needs_scoring,
+            prefix_caching=self._prefix_caching and sequence.shares_cache,
             new_id=self._ids.__next__,
         )
         self._planned = _Planned(sequence, sequence.generation, active)
@@ -222,5 +231,6 @@ class KvLog:
             self.free(key, active, active.release_before(first_visible))
 
     def _apply(self, key: SequenceKey, active: ActiveSequence, signal: Signal) -> None:
-        self._events.extend(self._ledger.apply(active, signal))
+        if events := self._ledger.apply(active, signal):
+            self._events += self._ledger.announced(events)
         self._pending.append(SequenceSignal(key, signal))

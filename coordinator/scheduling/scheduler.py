@@ -258,7 +258,7 @@ class Scheduler:
         self._stop_running(sequence)
         self.isolation.discard(sequence)
         self._used.note_ended(sequence.key, sequence.generation)
-        self._release(sequence.release(keep_content=keep_content))
+        self._release(sequence.release(), keep_content=keep_content)
 
     def take_preempted(self) -> list[Sequence]:
         """Those that had to give up their blocks since this was asked last."""
@@ -281,12 +281,12 @@ class Scheduler:
         self._prefilling.pop(sequence.key, None)
         self._decoding.discard(sequence)
 
-    def _release(self, release: Release) -> None:
+    def _release(self, release: Release, *, keep_content: bool = True) -> None:
         assert self._kv is not None
         if release.end is not None:
             self._ends.append(release.end)
         if release.active is not None:
-            self._kv.free(release.key, release.active, release.signals)
+            self._kv.release(release.key, release.active, keep_content=keep_content)
 
     def _add_decodes(self, draft: Draft, kv: KvLog, num_steps: int, *, most: int) -> None:
         slices, context = draft.slices, 0

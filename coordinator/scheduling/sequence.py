@@ -5,7 +5,7 @@ from enum import Enum, auto
 
 from coordinator.scheduling.lifecycle import SequenceState, check_transition
 from coordinator.scheduling.order import QueueOrder
-from kvcache import ActiveSequence, Signal
+from kvcache import ActiveSequence
 from wire.ids import SequenceKey
 from wire.steps import Decode, EndRecord, Prefill, Slice, StartRecord, StepSampling, TokenLogprobs
 
@@ -19,12 +19,11 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """What a sequence gives up: the end record owed to the stages, if any, and the signals for its blocks."""
+    """What a sequence gives up: the end record owed to the stages, if any, and its blocks, if it held any."""
 
     key: SequenceKey
     end: EndRecord | None
     active: ActiveSequence | None
-    signals: list[Signal]
 
 
 class Sequence:
@@ -45,9 +44,11 @@ class Sequence:
         stop_token_ids: frozenset[int],
         order: QueueOrder,
         cache_salt: str = "",
+        shares_cache: bool = True,
         wants_prompt_logprobs: bool = False,
     ) -> None:
-        """Sequences share cached prefixes only with those of the same `cache_salt`.
+        """Sequences share cached prefixes only with those of the same `cache_salt`, and with none without
+        `shares_cache`.
 
         With `max_tokens` 0 the prompt is computed and nothing is generated. Raises ValueError for an empty
         prompt and a negative number of tokens.
@@ -65,6 +66,7 @@ class Sequence:
         self._stop_token_ids = stop_token_ids
         self._order = order
         self._cache_salt = cache_salt
+        self._shares_cache = shares_cache
         self._num_to_score = len(prompt) - 1 if wants_prompt_logprobs else 0
         self._num_scored = 0
         self._generation = 0
@@ -98,6 +100,11 @@ class Sequence:
     @property
     def cache_salt(self) -> str:
         return self._cache_salt
+
+    @property
+    def shares_cache(self) -> bool:
+        """Its blocks are shared with other sequences of its salt; without, they are private."""
+        return self._shares_cache
 
     @property
     def generation(self) -> int:
@@ -295,17 +302,11 @@ class Sequence:
         """Goes to CANCELLED or FAILED."""
         self._move_to(state)
 
-    def release(self, *, keep_content: bool = True) -> Release:
-        """Gives up blocks and stage state.
-
-        `keep_content` False destroys full blocks too, for content that must not be shared.
-        """
+    def release(self) -> Release:
+        """Gives up blocks and stage state."""
         end = EndRecord(self._key, self._generation) if self._is_started else None
         active, self._kv, self._is_started = self._kv, None, False
-        if active is None:
-            return Release(self._key, end, None, [])
-        signals = active.free_signals() if keep_content else active.destroy_signals()
-        return Release(self._key, end, active, signals)
+        return Release(self._key, end, active)
 
     def preempt(self) -> Release:
         """Back to the queue with all its tokens; whatever is in flight becomes a result of an older

@@ -26,6 +26,7 @@ def coordinator(
     max_step_sequences: options.MaxStepSequences = 64,
     max_model_len: options.MaxModelLen = None,
     kv_tokens: options.KvTokens = None,
+    prefix_cache: options.PrefixCache = True,
     queue_size: options.QueueSize = 256,
     max_client_requests: options.MaxClientRequests = None,
     client_key: options.ClientKey = None,
@@ -65,6 +66,7 @@ def coordinator(
             max_step_sequences=max_step_sequences,
             max_sequence_tokens=max_model_len,
             max_kv_tokens=kv_tokens,
+            prefix_cache=prefix_cache,
             queue_size=queue_size,
             max_client_requests=max_client_requests,
             client_key=client_key,
@@ -129,6 +131,8 @@ def flags_of(config: CoordinatorConfig) -> tuple[str, ...]:
         "--trace-db": config.trace_db,
     }
     given = [part for flag, value in values.items() if value is not None for part in (flag, str(value))]
+    if not config.prefix_cache:
+        given.append("--no-prefix-cache")
     if config.self_check is not None:
         given.append("--self-check" if config.self_check else "--no-self-check")
     return (*given, *config.logs.flags)

@@ -163,6 +163,13 @@ KvTokens: TypeAlias = Annotated[
     int | None,
     typer.Option(metavar="N", min=1, help="Most KV tokens to hold; what fits in memory unless given."),
 ]
+PrefixCache: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--prefix-cache/--no-prefix-cache",
+        help="Share KV blocks of equal prefixes between requests (default: share).",
+    ),
+]
 QueueSize: TypeAlias = Annotated[
     int, typer.Option(metavar="N", min=1, help="Requests that may wait; more are refused as overload.")
 ]

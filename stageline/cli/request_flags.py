@@ -121,6 +121,13 @@ class LifeFlags(TypedDict, total=False):
     cache_salt: Annotated[
         str | None, _life(metavar="TEXT", help="Share cached prefixes with requests of this salt only.")
     ]
+    prefix_cache: Annotated[
+        bool | None,
+        _life(
+            "--prefix-cache/--no-prefix-cache",
+            help="Share cached KV blocks with other requests (default: share).",
+        ),
+    ]
     priority: Annotated[Priority | None, _life(help="The class in which it waits; normal unless given.")]
     on_disconnect: Annotated[
         float | None,

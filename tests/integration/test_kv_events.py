@@ -25,6 +25,8 @@ class Router:
         self.cached: set[int] = set()
         self.next_event_id = 0
         self.epochs: list[int] = []
+        self.token_ids: list[int] = []
+        """Of all blocks that were stored, where they were asked for."""
 
     async def read_snapshot(self) -> None:
         is_last = False
@@ -43,6 +45,7 @@ class Router:
                 assert not self.cached & set(event.stored.sequence_hashes)
                 assert event.stored.HasField("parent") <= (event.stored.parent in self.cached)
                 self.cached |= set(event.stored.sequence_hashes)
+                self.token_ids += event.stored.token_ids
             case "removed":
                 assert self.cached >= set(event.removed.sequence_hashes)
                 self.cached -= set(event.removed.sequence_hashes)

@@ -118,6 +118,8 @@ class Serving(RuleBasedStateMachine):
     def finish(self, data: st.DataObject, shares: bool) -> None:
         key = self.pick(data)
         sequence = self.sequences[key]
+        for signal in self.ledger.seal(sequence) if shares else []:
+            self.send(key, signal)
         for signal in sequence.free_signals() if shares else sequence.destroy_signals():
             self.send(key, signal)
         if key in self.tables:

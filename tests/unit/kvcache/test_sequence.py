@@ -245,3 +245,52 @@ def test_a_push_stands_once_a_block_before_it_was_released() -> None:
     assert len(made.release_before(8)) == 2
     with pytest.raises(NothingToPop):
         made.pop()
+
+
+def test_the_tokens_of_a_sequence_are_read_only_and_follow_it() -> None:
+    made = allocated(3)
+    tokens = made.tokens
+    made.push(7)
+    assert tokens == [0, 1, 2, 7] == list(tokens)
+    assert (tokens[-1], tokens[1:3], len(tokens)) == (7, (1, 2), 4)
+    assert tokens != [0, 1, 2, 8]
+    assert not isinstance(tokens, list)
+    assert not hasattr(tokens, "append")
+    with pytest.raises(TypeError):
+        tokens[0] = 5  # type: ignore[index]
+    assert tokens[:1] == (0,)
+
+
+def test_sealing_promotes_a_complete_last_block_once() -> None:
+    made = allocated(3)
+    assert made.seal() == []
+    made.push(3)
+    name = block_hash([0, 1, 2, 3])
+    assert made.seal() == [Promote(PartialBlock(0), name, None, name)]
+    assert made.seal() == []
+    assert made.free_signals() == [Deref(FullBlock(name))]
+
+
+def test_sealing_leaves_alone_what_is_not_computed_or_private() -> None:
+    planned = sequence(4)
+    planned.push(4)
+    assert planned.seal() == []
+    private = allocated(3, prefix_caching=False)
+    private.push(3)
+    assert private.seal() == []
+    assert private.free_signals() == [Destroy(PartialBlock(0))]
+
+
+def test_private_full_blocks_are_destroyed() -> None:
+    made = allocated(9, prefix_caching=False)
+    assert made.release_before(5) == [Destroy(made.blocks[0])]
+    assert made.free_signals() == [Destroy(made.blocks[2]), Destroy(made.blocks[1])]
+    mixed = sequence(12)
+    mixed.commit(4)
+    mixed.make_private(1)
+    mixed.commit(12)
+    assert mixed.free_signals() == [
+        Destroy(mixed.blocks[2]),
+        Destroy(mixed.blocks[1]),
+        Deref(mixed.blocks[0]),
+    ]

@@ -7,20 +7,27 @@ from collections.abc import Iterator
 
 import pytest
 
-from coordinator.api.kv_messages import BLOCKS_PER_MESSAGE, encode_change, encode_snapshot
+import kvcache.chain
+from coordinator.api.kv_messages import (
+    BLOCKS_PER_MESSAGE,
+    TOKENS_PER_MESSAGE,
+    encode_change,
+    encode_snapshot,
+)
 from coordinator.scheduling.kv_feed import Cleared, KvChange, KvFeed, KvSubscription
 from coordinator.scheduling.kv_log import KvLog
 from coordinator.scheduling.order import QueueOrder
 from coordinator.scheduling.sequence import Sequence
 from kvcache import CachedBlock, Removed, Stored, salt_of
-from kvcache.hashing import block_hash, sequence_hash
+from kvcache.hashing import block_hash, pack_tokens, sequence_hash
 from tests.unit.coordinator.scheduling.pipeline_model import GREEDY, key_of
 from wire.errors import ClusterUnavailable, Overloaded
 
 
-def serve(log: KvLog, prompt: tuple[int, ...], *, number: int = 0, cache_salt: str = "") -> None:
-    """The blocks of a prompt come and go."""
-    sequence = Sequence(
+def new_sequence(
+    prompt: tuple[int, ...], *, number: int = 0, cache_salt: str = "", shares_cache: bool = True
+) -> Sequence:
+    return Sequence(
         key_of(number),
         prompt,
         max_tokens=1,
@@ -28,7 +35,13 @@ def serve(log: KvLog, prompt: tuple[int, ...], *, number: int = 0, cache_salt: s
         stop_token_ids=frozenset(),
         order=QueueOrder(0.0, number),
         cache_salt=cache_salt,
+        shares_cache=shares_cache,
     )
+
+
+def serve(log: KvLog, prompt: tuple[int, ...], *, number: int = 0, cache_salt: str = "") -> None:
+    """The blocks of a prompt come and go."""
+    sequence = new_sequence(prompt, number=number, cache_salt=cache_salt)
     active = log.plan(sequence).active
     log.allocate(sequence.key, active, len(prompt))
     log.free(sequence.key, active, active.free_signals())
@@ -129,13 +142,29 @@ def test_blocks_of_a_salt_are_told_with_their_own_hashes(log: KvLog) -> None:
     assert block.block_hash == block_hash([1, 2], salt_of("tenant")) != block_hash([1, 2])
 
 
-def test_private_names_are_told_as_stored_told_them() -> None:
-    log = KvLog(num_blocks=3, block_size=2, prefix_caching=False)
-    serve(log, (1, 2, 3, 4))
+def test_private_blocks_are_never_announced(log: KvLog) -> None:
+    private = new_sequence((1, 2, 3, 4, 5), shares_cache=False)
+    active = log.plan(private).active
+    log.allocate(private.key, active, 5)
+    assert list(log.cached_blocks()) == []
+    log.release(private.key, active, keep_content=True)
+    assert log.take_events() == []
+    assert (log.num_inactive, log.num_free) == (0, 3)
+
+
+def test_what_is_private_after_a_collision_is_not_announced_either(
+    log: KvLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve(log, (1, 2))
+    monkeypatch.setattr(kvcache.chain, "packed_block_hash", lambda packed, salt: block_hash([1, 2]))
+    colliding = new_sequence((5, 6, 7), number=1)
+    active = log.plan(colliding).active
+    log.allocate(colliding.key, active, 3)
+    log.release(colliding.key, active, keep_content=True)
     (stored,) = log.take_events()
-    assert isinstance(stored, Stored)
-    told = [(block.sequence_hash, block.block_hash) for block in log.cached_blocks()]
-    assert sorted(told) == sorted(zip(stored.sequence_hashes, stored.block_hashes, strict=True))
+    assert stored == Stored(None, (block_hash([1, 2]),), (block_hash([1, 2]),), stored.event_id)
+    assert [block.sequence_hash for block in log.cached_blocks()] == [block_hash([1, 2])]
+    assert (log.num_inactive, log.num_free) == (1, 2)
 
 
 async def test_a_large_snapshot_comes_in_parts_and_an_empty_one_in_one(log: KvLog, feed: KvFeed) -> None:
@@ -165,6 +194,34 @@ async def test_a_snapshot_keeps_both_hashes_and_the_parent_on_the_wire(log: KvLo
     ]
     assert told == [(first, first, None), (sequence_hash(first, second), second, first)]
     assert first != second
+    subscription.close()
+
+
+async def test_token_ids_are_told_where_they_are_asked_for(log: KvLog, feed: KvFeed) -> None:
+    serve(log, (1, 2, 3, 4))
+    feed.publish(log.take_events())
+    subscription = feed.subscribe()
+    serve(log, (7, 4_000_000_000, 8, 9), number=1)
+    feed.publish(log.take_events())
+    *_, change = await read(subscription, 2)
+    for asked, of_blocks, of_stored in (
+        (False, [[], []], []),
+        (True, [[1, 2], [3, 4]], [7, 4_000_000_000, 8, 9]),
+    ):
+        (message,) = encode_snapshot(subscription.snapshot, with_token_ids=asked)
+        assert [list(block.token_ids) for block in message.snapshot.blocks] == of_blocks
+        assert list(encode_change(change, with_token_ids=asked).event.stored.token_ids) == of_stored
+    subscription.close()
+
+
+async def test_a_snapshot_with_token_ids_comes_in_parts_of_bounded_size(feed: KvFeed) -> None:
+    block_size = TOKENS_PER_MESSAGE // 4
+    large = [CachedBlock(index, index, None, pack_tokens([2**32 - 1] * block_size)) for index in range(5)]
+    feed.begin_epoch(5, block_size=block_size, cached_blocks=lambda: large)
+    subscription = feed.subscribe()
+    parts = list(encode_snapshot(subscription.snapshot, with_token_ids=True))
+    assert [len(part.snapshot.blocks) for part in parts] == [4, 1]
+    assert max(part.ByteSize() for part in parts) < 1024 * 1024
     subscription.close()
 
 

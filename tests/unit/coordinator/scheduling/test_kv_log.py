@@ -25,7 +25,14 @@ from kvcache import (
 from tests.unit.coordinator.scheduling.pipeline_model import GREEDY, key_of
 
 
-def sequence_of(prompt: tuple[int, ...], *, number: int = 0, max_tokens: int = 50) -> Sequence:
+def sequence_of(
+    prompt: tuple[int, ...],
+    *,
+    number: int = 0,
+    max_tokens: int = 50,
+    is_scored: bool = False,
+    shares_cache: bool = True,
+) -> Sequence:
     return Sequence(
         key_of(number),
         prompt,
@@ -33,6 +40,8 @@ def sequence_of(prompt: tuple[int, ...], *, number: int = 0, max_tokens: int = 5
         sampling=GREEDY,
         stop_token_ids=frozenset(),
         order=QueueOrder(0.0, number),
+        shares_cache=shares_cache,
+        wants_prompt_logprobs=is_scored,
     )
 
 
@@ -49,6 +58,13 @@ def running(log: KvLog, prompt: tuple[int, ...], *, number: int = 0) -> Sequence
     sequence.begin_prefill(active, num_cached_tokens=0)
     sequence.take_chunk(len(prompt))
     return sequence
+
+
+def serve(log: KvLog, sequence: Sequence) -> None:
+    """The blocks of its prompt come and go."""
+    active = log.plan(sequence).active
+    log.allocate(sequence.key, active, sequence.num_tokens)
+    log.release(sequence.key, active, keep_content=True)
 
 
 def append(log: KvLog, sequence: Sequence, token: int) -> None:
@@ -196,6 +212,101 @@ def test_without_prefix_caching_equal_prompts_are_strangers() -> None:
     plan = log.plan(sequence_of((1, 2, 3), number=1))
     assert plan.num_cached_tokens == 0
     assert not set(plan.active.blocks) & set(one.blocks)
+
+
+def test_scored_prompts_leave_shared_blocks_to_others_and_read_none() -> None:
+    """Six of them, in a pool that would not hold six more copies of the prefix."""
+    log = KvLog(num_blocks=12, block_size=16)
+    prefix = tuple(range(64))
+    first = sequence_of((*prefix, 1))
+    shared_blocks = log.plan(first).active.blocks[:4]
+    serve(log, first)
+    for number in range(1, 7):
+        scored = sequence_of((*prefix, *(100 * number,) * 17), number=number, is_scored=True)
+        assert log.plan(scored).num_cached_tokens == 0
+        serve(log, scored)
+    assert log.plan(sequence_of((*prefix, 2), number=9)).num_cached_tokens == 64
+    # The last token is always recomputed: of a prompt that is all cached, one token is left.
+    assert log.plan(sequence_of(prefix, number=9)).num_cached_tokens == 63
+    cached = {FullBlock(block.sequence_hash) for block in log.cached_blocks()}
+    assert set(shared_blocks) <= cached
+
+
+def test_what_a_scored_prompt_has_computed_is_shared() -> None:
+    log = KvLog(num_blocks=12, block_size=16)
+    serve(log, sequence_of(tuple(range(70)), is_scored=True))
+    assert log.plan(sequence_of(tuple(range(70)), number=1)).num_cached_tokens == 64
+
+
+def test_private_blocks_are_free_at_once_and_displace_none() -> None:
+    log = KvLog(num_blocks=4, block_size=2)
+    serve(log, sequence_of((1, 2, 3, 4)))
+    for number in range(1, 4):
+        private = sequence_of((1, 2, 3, 4), number=number, shares_cache=False)
+        assert log.plan(private).num_cached_tokens == 0
+        serve(log, private)
+        assert (log.num_active, log.num_inactive, log.num_free) == (0, 2, 2)
+
+
+def test_a_window_destroys_private_blocks_too() -> None:
+    log = KvLog(num_blocks=8, block_size=2, window=KvWindow(2, 2))
+    private = sequence_of(tuple(range(8)), shares_cache=False)
+    active = log.plan(private).active
+    for start in range(0, 8, 2):
+        log.allocate(private.key, active, start + 2, first_query=start)
+        assert log.num_inactive == 0
+    log.release(private.key, active, keep_content=True)
+    assert (log.num_active, log.num_free) == (0, 8)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "num_appended", "num_cached"),
+    [((1, 2, 3), 1, 4), ((1, 2, 3), 0, 2), ((1,), 3, 4), ((1, 2), 0, 2), ((1, 2, 3), 3, 6)],
+)
+def test_a_block_that_is_complete_when_its_sequence_ends_can_be_hit(
+    prompt: tuple[int, ...], num_appended: int, num_cached: int
+) -> None:
+    log, replica = KvLog(num_blocks=8, block_size=2), BlockPool(8)
+    sequence = running(log, prompt)
+    for token in range(50, 50 + num_appended):
+        append(log, sequence, token)
+    computed = tuple(sequence.kv.tokens)
+    assert len(computed) == len(prompt) + num_appended
+    log.release(sequence.key, sequence.kv, keep_content=True)
+    assert log.plan(sequence_of((*computed, 7, 8), number=1)).num_cached_tokens == num_cached
+    log.check_integrity([])
+    for entry in log.take_pending():
+        replica.apply(entry.signal)
+    assert replica.digest == log.digest
+
+
+def test_what_ends_with_an_error_is_not_promoted() -> None:
+    log = KvLog(num_blocks=8, block_size=2)
+    sequence = running(log, (1, 2, 3))
+    append(log, sequence, 4)
+    log.release(sequence.key, sequence.kv, keep_content=False)
+    assert (log.num_active, log.num_inactive) == (0, 0)
+
+
+def test_the_last_block_moves_over_to_its_twin() -> None:
+    log = KvLog(num_blocks=8, block_size=2)
+    one, two = running(log, (1,)), running(log, (1,), number=1)
+    for sequence in (one, two):
+        append(log, sequence, 2)
+    for sequence in (one, two):
+        log.release(sequence.key, sequence.kv, keep_content=True)
+    assert (log.num_active, log.num_inactive, log.num_free) == (0, 1, 7)
+
+
+def test_a_last_block_whose_hash_is_taken_ends_as_a_private_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvcache.chain, "packed_block_hash", lambda packed, salt: 5)
+    log = KvLog(num_blocks=8, block_size=2)
+    admitted(log, (1, 2, 3))
+    sequence = running(log, (8,), number=1)
+    append(log, sequence, 9)
+    log.take_events()
+    log.release(sequence.key, sequence.kv, keep_content=True)
+    assert (log.num_active, log.num_inactive, log.take_events()) == (2, 0, [])
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3])

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from coordinator.scheduling.lifecycle import IllegalTransition, SequenceState
 from coordinator.scheduling.order import QueueOrder
 from coordinator.scheduling.sequence import FinishReason, Sequence
-from kvcache import ActiveSequence, Deref, Destroy
+from kvcache import ActiveSequence
 from tests.unit.coordinator.scheduling.pipeline_model import GREEDY, key_of
 from wire.steps import EndRecord, Prefill, StartRecord, TokenLogprobs
 
@@ -168,19 +168,17 @@ def test_a_queued_sequence_has_no_blocks_to_ask_for() -> None:
         _ = sequence.kv
 
 
-@pytest.mark.parametrize("keep_content", [True, False])
-def test_release_gives_up_blocks_and_stage_state_once(keep_content: bool) -> None:
+def test_release_gives_up_blocks_and_stage_state_once() -> None:
     sequence = new_sequence((1, 2, 3, 4, 5))
     kv = begin(sequence)
     kv.commit(5)
     sequence.take_start_record()
-    release = sequence.release(keep_content=keep_content)
+    release = sequence.release()
     assert release.key == sequence.key
     assert release.end == EndRecord(sequence.key, 0)
     assert release.active is kv
-    assert [type(signal) for signal in release.signals] == [Destroy, Deref if keep_content else Destroy]
     again = sequence.release()
-    assert (again.end, again.active, again.signals) == (None, None, [])
+    assert (again.end, again.active) == (None, None)
 
 
 def test_no_end_record_without_a_start_record() -> None:
