@@ -155,6 +155,7 @@ def test_the_coordinators_flags_become_its_config(tmp_path: Path, monkeypatch: p
             max_step_sequences=8,
             max_sequence_tokens=4096,
             max_kv_tokens=9999,
+            prefix_cache=False,
             queue_size=5,
             wire_dtype="int8",
             http="127.0.0.1:7481",
