@@ -12,6 +12,7 @@ import sys
 
 from tests.chaos.disturbances import DISTURBANCES
 from tests.chaos.run import ChaosConfig, run_chaos
+from tests.chaos.storm import StormConfig, run_storm
 
 
 def main() -> int:
@@ -19,6 +20,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--seconds", type=float, default=600.0, help="how long to disturb the cluster")
     parser.add_argument("--seed", type=int, default=None, help="what is done to whom; random unless given")
+    parser.add_argument("--storm", action="store_true", help="faults that wait for no recovery, half of them kill -9")
     parser.add_argument("--real", action="store_true", help="stages that compute, in the place of mock ones")
     parser.add_argument("--no-journal", action="store_true", help="requests end with their coordinator")
     parser.add_argument(
@@ -32,6 +34,11 @@ def main() -> int:
     logging.disable(logging.ERROR)
     say = functools.partial(print, flush=True)
     say(f"seed {seed}")
+    if given.storm:
+        storm = StormConfig(seconds=given.seconds, seed=seed, is_real=given.real, say=say)
+        result = asyncio.run(run_storm(storm, _free_address()))
+        say("\n".join(result.lines()))
+        return 0 if result.is_right and result.is_fast else 1
     config = ChaosConfig(
         seconds=given.seconds,
         seed=seed,
