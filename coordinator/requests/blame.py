@@ -10,8 +10,12 @@ from wire.steps import FaultReport
 
 MAX_RETRIES = 2
 """How often a request is computed again after a faulty step."""
+FORGIVEN_AFTER_TOKENS = 16
+"""With so many tokens since its last faulty step, a request is not the cause of that one."""
 MAX_DEATHS_ALONE = 2
 """The death of a worker while one request runs alone may be chance; the second one is not."""
+MAX_UNRELATED_DEATHS = 2
+"""Where workers are also lost without a request, so many more deaths while it runs alone may be chance."""
 MAX_BREAKS_ALONE = 3
 """Streams that break while one request runs alone, and do not while others run."""
 
@@ -27,25 +31,30 @@ class Blame:
         self._registry = registry
         self._fail = fail
         self._num_tokens = 0
+        self._num_setbacks = 0
 
     def note_tokens(self, count: int) -> None:
         """A step has brought so many tokens, for anybody."""
         self._num_tokens += count
 
     def note_fault(self, fault: FaultReport) -> None:
-        """A step was refused. Its requests are tried again, twice at most.
+        """A step was refused. Its requests are tried again, twice at most without progress in between.
 
         They are those that the report names. Where the frame was too broken to tell, they are those of the
         step that the stage expected; where its step id was wrong, no such step may be in flight. The last try
         is alone: one of them may be the cause, and they must not fail together.
         """
+        self._count_setback()
         in_step = (sequence.key.request_id for sequence in self._scheduler.sequences_in_step(fault.step_id))
         for request_id in dict.fromkeys((*in_step, *fault.request_ids)):
             request = self._registry.live_request(request_id)
             running = [] if request is None else [x for x in request.live_sequences if not x.state.is_queued]
             if request is None or not running:
                 continue
+            if request.num_generated_tokens >= request.num_tokens_at_fault + FORGIVEN_AFTER_TOKENS:
+                request.num_faults = 0
             request.num_faults += 1
+            request.num_tokens_at_fault = request.num_generated_tokens
             if request.num_faults > MAX_RETRIES:
                 text = f"all {request.num_faults} steps that computed this request were refused; the last"
                 self._fail(request, StepFailed(f"{text}: {fault}"))
@@ -53,18 +62,27 @@ class Blame:
                 self._isolation.suspect(running)
 
     def note_death(self, reason: str) -> None:
-        """A worker has died. What it left unfinished runs alone next.
+        """A worker has died. What it left unfinished runs apart from everything else next, in groups at
+        first; what is unfinished when a worker dies then, alone.
 
         A request that ran alone when a worker died, and again when the next one did, without a token in
-        between, fails.
+        between, fails. Losses without it in between speak for chance, and it gets another try for each.
         """
+        self._count_setback()
         request = self._lone_suspect()
         if request is not None:
+            if not request.num_deaths_alone:
+                request.num_unrelated_before_deaths = self._num_unrelated(request)
             request.num_deaths_alone += 1
-            if request.num_deaths_alone >= MAX_DEATHS_ALONE:
+            num_unrelated = self._num_unrelated(request) - request.num_unrelated_before_deaths
+            if request.num_deaths_alone >= MAX_DEATHS_ALONE + min(num_unrelated, MAX_UNRELATED_DEATHS):
                 text = f"{request.num_deaths_alone} workers were lost while this request alone ran; the last"
                 self._fail(request, RequestPoisoned(f"{text}: {reason}"))
-        self._isolation.suspect(self._scheduler.unfinished)
+        self._isolation.note_death(self._scheduler.unfinished)
+
+    def note_unrelated_death(self) -> None:
+        """A worker has died that computed nothing."""
+        self._num_setbacks += 1
 
     def note_break(self, reason: str, *, is_lasting: bool) -> None:
         """A stream has broken, and nobody knows why. Where that `is_lasting`, what was unfinished runs alone
@@ -72,6 +90,7 @@ class Blame:
 
         A request that ran alone each time fails, if others had tokens meanwhile: it is not the network.
         """
+        self._count_setback()
         request = self._lone_suspect()
         if request is not None:
             if not request.num_breaks_alone:
@@ -85,6 +104,16 @@ class Blame:
         if is_lasting:
             next_one = self._isolation.others(self._scheduler.queue)[:1]
             self._isolation.suspect((*self._scheduler.unfinished, *next_one))
+
+    def _count_setback(self) -> None:
+        self._num_setbacks += 1
+        for request_id in {sequence.key.request_id for sequence in self._scheduler.unfinished}:
+            if (request := self._registry.live_request(request_id)) is not None:
+                request.num_setbacks += 1
+
+    def _num_unrelated(self, request: Request) -> int:
+        """Setbacks without it, and a number that stays the same for this request."""
+        return self._num_setbacks - request.num_setbacks
 
     def _lone_suspect(self) -> Request | None:
         alone = self._scheduler.lone_suspect

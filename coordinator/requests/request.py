@@ -84,7 +84,11 @@ class Request:
         self.accepted_s = 0.0
         self.left_s = 0.0
         self.num_faults = 0
+        self.num_tokens_at_fault = 0
         self.num_deaths_alone = 0
+        self.num_setbacks = 0
+        """Faults, breaks and deaths that came while steps of it were unfinished."""
+        self.num_unrelated_before_deaths = 0
         self.trace: Trace | None = None
         self.num_breaks_alone = 0
         self.num_tokens_before_breaks = 0
@@ -128,6 +132,11 @@ class Request:
     def is_queued(self) -> bool:
         """One of its sequences waits for blocks."""
         return any(choice.sequence.state.is_queued for choice in self._choices)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Of all choices."""
+        return sum(choice.sequence.num_generated_tokens for choice in self._choices)
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -9,7 +9,8 @@ A step is filled with decodes first, then with prompt chunks up to the token bud
   chunk may take depends on the decodes that wait behind it (`coordinator.scheduling.pace`).
 * A decode that finds no block preempts the sequence that is last in order, and tries again in the same pass.
   The first in order therefore always gets on, and every load ends.
-* After the death of a worker, what it left unfinished runs alone first (`coordinator.scheduling.isolation`).
+* After the death of a worker, what it left unfinished runs first, apart from everything else
+  (`coordinator.scheduling.isolation`).
 """
 
 from bisect import insort
@@ -106,7 +107,7 @@ class Scheduler:
     @property
     def lone_suspect(self) -> Sequence | None:
         """The suspect that runs now, alone; None while none does."""
-        return next(filter(self.isolation.is_suspect, self._running.values()), None)
+        return next(filter(self.isolation.is_alone, self._running.values()), None)
 
     def finish_running(self) -> None:
         """From now on, in this epoch, only what has begun goes on."""
@@ -359,9 +360,7 @@ class Scheduler:
 
     def _next_in_queue(self) -> Sequence | None:
         if self.isolation.is_active:
-            # What has ended may still be computed, and must not be blamed on whoever comes next.
-            is_busy = self._running or self._in_flight
-            return None if is_busy else self.isolation.next_of(self._queue)
+            return self.isolation.next_of(self._queue, is_busy=bool(self._running or self._in_flight))
         if self._starts_new:
             return self._queue[0] if self._queue else None
         return next((each for each in self._queue if each.state is SequenceState.PREEMPTED), None)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from coordinator.requests.blame import FORGIVEN_AFTER_TOKENS, MAX_DEATHS_ALONE, MAX_UNRELATED_DEATHS
 from coordinator.requests.request import Request
 from coordinator.scheduling.lifecycle import SequenceState
 from tests.unit.coordinator.requests.conftest import NewModel
@@ -48,8 +49,10 @@ def run_to(model: EngineModel, kills: Callable[[Step], bool], *, most_deaths: in
 
 
 def check_isolation(model: EngineModel) -> None:
-    """A suspect that runs is the only one who does."""
+    """Suspects run with nobody else, and one that is to run alone is the only one who does."""
     scheduler = model.engine.scheduler
+    if scheduler.isolation.is_active:
+        assert scheduler.isolation.others(scheduler.running) == []
     if (alone := scheduler.lone_suspect) is not None:
         assert scheduler.running == (alone,)
         keys = {part.sequence for queue in model.queues for step in queue for part in step.slices}
@@ -64,16 +67,17 @@ def killing(request_id: RequestId) -> Callable[[Step], bool]:
 
 
 @pytest.mark.parametrize("num_stages", [1, 3])
-@pytest.mark.parametrize("poisonous", [0, 7, 15])
+@pytest.mark.parametrize(("poisonous", "most_deaths"), [(0, 3), (7, 4), (15, 4)])
 def test_of_sixteen_requests_the_one_that_kills_fails_and_no_other(
-    new_model: NewModel, num_stages: int, poisonous: int
+    new_model: NewModel, num_stages: int, poisonous: int, most_deaths: int
 ) -> None:
+    """The first death is among others, the second in a group of suspects unless they were few."""
     model = new_model(num_stages=num_stages)
     wishes = [wish_of(number) for number in range(16)]
     requests, calls = submit_all(model, wishes)
     bad = requests[poisonous]
-    num_deaths = run_to(model, killing(bad.id), most_deaths=3)
-    assert num_deaths == 3
+    num_deaths = run_to(model, killing(bad.id), most_deaths=most_deaths)
+    assert num_deaths == most_deaths
     assert isinstance(bad.error, RequestPoisoned)
     assert str(bad.error) == ("2 workers were lost while this request alone ran; the last: worker b is lost")
     assert ended_as(bad) is SequenceState.FAILED
@@ -98,7 +102,7 @@ def test_a_request_with_choices_that_kills_late_fails_alone(new_model: NewModel)
             for key in keys
         )
 
-    assert run_to(model, kills, most_deaths=3) == 3
+    assert run_to(model, kills, most_deaths=4) == 4
     assert isinstance(bad.error, RequestPoisoned)
     for call, wish, request in zip(calls, wishes, requests, strict=True):
         if request is not bad:
@@ -157,6 +161,69 @@ def test_suspects_run_one_at_a_time_and_newcomers_wait_for_them(new_model: NewMo
     for call, wish in zip(calls, wishes, strict=True):
         check_whole(call, wish)
     model.check_idle()
+
+
+def test_after_a_death_suspects_run_in_groups_and_after_another_one_alone(new_model: NewModel) -> None:
+    """Nine suspects: three turns for all of them; those of the group in which a worker dies run alone."""
+    model = new_model(num_stages=2)
+    wishes = [Wish(prompt=(number,) * 4, max_tokens=6) for number in range(9)]
+    requests, calls = submit_all(model, wishes)
+    while not all(request.num_generated_tokens for request in requests):
+        model.run_step()
+    model.die()
+    model.start(64)
+    scheduler = model.engine.scheduler
+    first = [request.choices[0].sequence for request in requests[:3]]
+    assert list(scheduler.running) == first
+    assert scheduler.lone_suspect is None
+    model.die()
+    model.start(64)
+    for sequence in first:
+        assert scheduler.lone_suspect is sequence
+        model.run_step()
+    for turn in (requests[3:6], requests[6:9]):
+        assert list(scheduler.running) == [request.choices[0].sequence for request in turn]
+        while set(scheduler.running) & {request.choices[0].sequence for request in turn} and (
+            scheduler.isolation.is_active
+        ):
+            model.run_step()
+            check_isolation(model)
+    model.run()
+    assert [request.num_deaths_alone for request in requests] == [0] * 9
+    for call, wish in zip(calls, wishes, strict=True):
+        check_whole(call, wish)
+    model.check_idle()
+
+
+def test_a_request_is_tried_once_more_for_each_worker_that_was_lost_without_it(new_model: NewModel) -> None:
+    """Where workers die while nothing is computed, a death while it runs alone is less of a sign."""
+    model = new_model()
+    (request,), _ = submit_all(model, [wish_of(1)])
+    model.die()
+    for num_alone in range(1, MAX_DEATHS_ALONE + MAX_UNRELATED_DEATHS):
+        model.start(64)
+        assert model.engine.scheduler.lone_suspect is request.choices[0].sequence
+        model.die()
+        for _ in range(3):
+            model.engine.blame.note_unrelated_death()
+        assert (request.error, request.num_deaths_alone) == (None, num_alone)
+    model.start(64)
+    model.die()
+    assert isinstance(request.error, RequestPoisoned), "chance has its limits"
+
+
+def test_faults_long_ago_are_forgiven(new_model: NewModel) -> None:
+    model = new_model()
+    wish = Wish(prompt=(1,) * 3, max_tokens=4 * FORGIVEN_AFTER_TOKENS)
+    (request,), (call,) = submit_all(model, [wish])
+    for num_before in range(0, 3 * FORGIVEN_AFTER_TOKENS, FORGIVEN_AFTER_TOKENS):
+        while request.num_generated_tokens < num_before:
+            model.run_step()
+        model.fault(model.sent[-1].step_id)
+        model.start(64)
+        assert request.num_faults == 1
+    model.run()
+    check_whole(call, wish)
 
 
 def test_what_was_only_in_the_queue_is_no_suspect(new_model: NewModel) -> None:
