@@ -22,7 +22,7 @@ class ClusterTiming:
     heartbeat_interval_s: float = 0.5
     lease_s: float = 2.0
     loading_lease_s: float = 10.0
-    return_grace_s: float = 1.0
+    return_grace_s: float = 0.5
     drain_timeout_s: float = 30.0
     epoch_timeout_s: float = 10.0
     recovery_timeout_s: float = 30.0

@@ -102,14 +102,17 @@ class ClusterState:
         HandshakeMismatch for a mock stage among real ones, or a real one among mocks."""
         self.workers.check_may_join(identity, is_mock_model=self._is_mock_model)
         known = self.workers.find(identity.name)
+        had_stage = known is not None and known.stage is not None
         actions: list[Action] = []
         if known is not None:
-            actions = self.lose(identity.name, known.identity.incarnation, "replaced by a new process")
+            known.is_silent = False
+            actions = self._part_with(known, "replaced by a new process")
         hold_s = self.workers.add(identity)
         self._choice.forget(identity.name, self.workers)
         if hold_s:
-            return [*actions, StartTimer(hold_s, Release(identity.name, identity.incarnation))]
-        return actions + self._improve()
+            actions.append(StartTimer(hold_s, Release(identity.name, identity.incarnation)))
+        actions += self._advance() if hold_s else self._improve()
+        return actions + (self._wait_for_return() if had_stage else [])
 
     def elapsed(self, timer: Release | Shrink) -> list[Action]:
         """The time of a StartTimer is over. One that is out of date changes nothing."""
@@ -124,18 +127,29 @@ class ClusterState:
         record = self.workers.live(name, incarnation)
         if record is None:
             return []
+        had_stage = record.stage is not None
+        actions = self._part_with(record, reason)
+        # Those who are left may be fewer than was said, or have a plan without it.
+        actions += self._advance(f"worker {name} is lost: {reason}" if had_stage else "")
+        return actions + (self._wait_for_return() if had_stage else [])
+
+    def _part_with(self, record: WorkerRecord, reason: str) -> list[Action]:
+        """It is lost, and with it the plan, if it has a stage."""
+        name = record.identity.name
         record.state, record.detail = WorkerState.LOST, reason
         if record.stage is None:
-            # Those who are left may be fewer than was said, or have a plan without it.
             self.workers.remove(name)
-            return self._advance()
+            return []
         self.workers.note_loss(name)
         self.workers.try_all_again()
-        self._grace.note_loss(is_granted=self._may_shrink)
-        actions = self._give_up_plan(f"worker {name} is lost: {reason}", EndCause.DEATH)
-        if self.plan is None and self._grace.is_running:
-            actions.append(self._grace.timer())
+        # One that was silent for the whole of its lease will not be back in a moment.
+        self._grace.note_loss(is_granted=self._may_shrink and not record.is_silent)
+        actions = self._stop(f"worker {name} is lost: {reason}", EndCause.DEATH)
+        self.plan = None
         return actions
+
+    def _wait_for_return(self) -> list[Action]:
+        return [self._grace.timer()] if self.plan is None and self._grace.is_running else []
 
     def drain(self, name: str) -> list[Action]:
         """A worker is to leave. Its layers move first; where nobody can take them, what runs is finished."""
@@ -154,6 +168,10 @@ class ClusterState:
         if record is None or not record.is_draining or record.stage is None:
             return []
         return self._give_up_plan(f"worker {name} is drained", EndCause.REPLANNED)
+
+    def note_time(self) -> None:
+        """Some time has passed, with breaks or without."""
+        self.workers.forget_half()
 
     def note_steady(self) -> None:
         """The cluster has served for a while without a break."""
@@ -301,7 +319,7 @@ class ClusterState:
         if self.plan is not None:
             return []
         try:
-            plan = self._new_plan(may_shrink=not self._grace.is_running)
+            plan = self._next_plan()
         except TooFewWorkers as error:
             is_blocked, text = bool(self.workers.quarantine), str(error)
         except PlanImpossible as error:
@@ -341,6 +359,25 @@ class ClusterState:
         except (PlanImpossible, TooFewWorkers):
             return []
         return self._stop(reason, cause) + self._assign(plan)
+
+    def _next_plan(self) -> Plan:
+        """Raises TooFewWorkers or PlanImpossible. Workers that are to wait are used where the others could
+        not serve without them.
+        """
+        try:
+            return self._new_plan(may_shrink=not self._grace.is_running)
+        except (PlanImpossible, TooFewWorkers):
+            if not any(record.is_held for record in self.workers) or self._can_do_without_held():
+                raise
+        return self._choice.best(self.workers, may_shrink=self._may_shrink, uses_held=True)
+
+    def _can_do_without_held(self) -> bool:
+        """When those who were lost have had their time to come back."""
+        try:
+            self._new_plan(may_shrink=True)
+        except (PlanImpossible, TooFewWorkers):
+            return False
+        return True
 
     def _new_plan(self, *, may_shrink: bool) -> Plan:
         return self._choice.best(self.workers, may_shrink=may_shrink and self._may_shrink)

@@ -26,7 +26,7 @@ from coordinator.cluster.availability import STOPPING, Availability
 from coordinator.cluster.cluster_state import ClusterState
 from coordinator.cluster.connections import Connections
 from coordinator.cluster.event_log import EventLog
-from coordinator.cluster.membership import WorkerIdentity
+from coordinator.cluster.membership import WorkerIdentity, WorkerRecord
 from coordinator.cluster.messages import (
     encode_assign,
     encode_begin,
@@ -98,6 +98,7 @@ class Controller:
             on_lease_over=self.leave,
             on_tick=self._look_around,
             on_steady=state.note_steady,
+            on_time=state.note_time,
         )
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -146,7 +147,14 @@ class Controller:
         if not self.connections.remove(connection):
             return  # It has left, or the worker has dialled again and this is the end of its old stream.
         self._events.left(name, reason)
+        self._note_unrelated_death(self.state.workers.find(name))
         self._carry_out(self.state.lose(name, connection.identity.incarnation, reason))
+
+    def _note_unrelated_death(self, record: WorkerRecord | None) -> None:
+        """A worker is about to be lost: it may be one that computed nothing."""
+        is_computing = record is not None and record.stage is not None and self.availability.is_serving
+        if record is not None and not record.is_draining and not is_computing:
+            self._engine.blame.note_unrelated_death()
 
     def receive(self, connection: WorkerConnection, message: cluster_pb2.WorkerMessage) -> None:
         """A message on a worker's stream."""

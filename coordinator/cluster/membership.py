@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
+from statistics import median_low
 
 from coordinator.planning.plan import StagePlan
 from wire.errors import HandshakeMismatch, NameInUse
@@ -73,6 +74,11 @@ class WorkerRecord:
         """May be given a stage. A worker in quarantine stays out until it joins anew."""
         out = (WorkerState.LOST, WorkerState.QUARANTINED, WorkerState.JOINING)
         return self.state not in out and not self.is_draining and not self.is_left_out
+
+    @property
+    def is_held(self) -> bool:
+        """May be given a stage only where the cluster cannot do without it."""
+        return self.state is WorkerState.JOINING and not self.is_draining and not self.is_left_out
 
     def quarantine(self, reason: str) -> None:
         """It is not given a stage before it joins anew."""
@@ -153,15 +159,17 @@ class Members:
 
     def add(self, identity: WorkerIdentity) -> float:
         """A worker has joined. Returns how long it has to wait, in seconds, before it is used: a worker that
-        is lost again and again would cost an epoch each time.
+        is lost again and again, while the others are not, would cost an epoch each time.
         """
-        num_losses = self._losses[identity.name]
+        num_losses = self._losses[identity.name] - self._usual_losses(identity.name)
         hold_s = min(_MAX_HOLD_S, _FIRST_HOLD_S * 2.0 ** min(num_losses - 2, 10)) if num_losses > 1 else 0.0
         record = WorkerRecord(identity)
         self._lost.pop(identity.name, None)
         if hold_s:
             record.state = WorkerState.JOINING
-            record.detail = f"lost {num_losses} times; it waits {hold_s:g} s before it is used"
+            record.detail = (
+                f"lost {self._losses[identity.name]} times; it waits {hold_s:g} s before it is used"
+            )
         self._records[identity.name] = record
         return hold_s
 
@@ -190,6 +198,15 @@ class Members:
     def note_loss(self, name: str) -> None:
         """It was lost while it had a stage."""
         self._losses[name] += 1
+
+    def _usual_losses(self, name: str) -> int:
+        """How often the others were lost: of half of them at most so often."""
+        others = {*self._records, *self._lost} - {name}
+        return median_low(self._losses[other] for other in others) if others else 0
+
+    def forget_half(self) -> None:
+        """Some time has passed: losses count for less."""
+        self._losses = Counter({name: count // 2 for name, count in self._losses.items() if count > 1})
 
     def try_all_again(self) -> None:
         """Those who are left are few: who was not reached before may be reached now, and who has computed

@@ -36,8 +36,8 @@ class PlanChoice:
         if len(plan.stages) == self._num_stages:
             self._template = plan
 
-    def best(self, members: Members, *, may_shrink: bool) -> Plan:
-        """A plan for the workers that are usable now.
+    def best(self, members: Members, *, may_shrink: bool, uses_held: bool = False) -> Plan:
+        """A plan for the workers that are usable now, with `uses_held` also for those that are to wait.
 
         Those with a stage in the last plan with all stages keep their place; others take the places of those
         who are gone, by name, so that the order of arrival does not matter. Where no plan fits those, the
@@ -45,7 +45,7 @@ class PlanChoice:
         `may_shrink` the plan may have fewer stages than were asked for, if it must. Raises TooFewWorkers or
         PlanImpossible.
         """
-        usable = [each for each in members if each.is_usable]
+        usable = [each for each in members if each.is_usable or (uses_held and each.is_held)]
         if not usable or (len(usable) < self._num_stages and not may_shrink):
             here = f"{len(usable)} of {self._num_stages} workers are here"
             raise TooFewWorkers(f"{here}{self._what_is_missing(usable)}{members.quarantine}")

@@ -59,7 +59,8 @@ class Setbacks:
         return self._num_breaks >= MAX_BREAKS
 
     def start_over(self) -> None:
-        """With another plan: who was not reached by whom says nothing of it."""
+        """With another plan, of which neither failed hops nor fruitless epochs say anything."""
+        self._num_fruitless = 0
         self._hop_failures.clear()
         self._spoilt.clear()
 

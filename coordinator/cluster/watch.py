@@ -9,7 +9,9 @@ from coordinator.timing import ClusterTiming
 _MOST_LATE = 4
 """So often in a row, to be late is an excuse for workers that seem silent."""
 _STEADY_S = 30.0
-"""After so long without a break, earlier losses of a worker are not held against it."""
+"""After so long without a break, earlier losses of a worker are not held against it; after so long with some,
+half of them.
+"""
 
 
 class Watch:
@@ -24,10 +26,11 @@ class Watch:
         on_lease_over: Callable[[WorkerConnection, str], None],
         on_tick: Callable[[], None],
         on_steady: Callable[[], None],
+        on_time: Callable[[], None] = lambda: None,
     ) -> None:
         """`on_silence` says when a worker becomes silent and when it does not any more; `on_lease_over` that
         it has been silent for too long; `on_tick` is called every time; `on_steady` when no worker was lost
-        and nobody called `restart` for a while.
+        and nobody called `restart` for a while; `on_time` after each such while, whatever happened in it.
         """
         self._timing = timing
         self._connections = connections
@@ -35,7 +38,9 @@ class Watch:
         self._on_lease_over = on_lease_over
         self._on_tick = on_tick
         self._on_steady = on_steady
+        self._on_time = on_time
         self._steady_since_s = 0.0
+        self._timed_since_s = 0.0
 
     def restart(self) -> None:
         """What is steady counts from now on."""
@@ -46,6 +51,7 @@ class Watch:
         loop = asyncio.get_running_loop()
         interval_s = self._timing.heartbeat_interval_s / 2
         self.restart()
+        self._timed_since_s = loop.time()
         num_late = 0
         while True:
             due_s = loop.time() + interval_s
@@ -74,3 +80,6 @@ class Watch:
         if now_s - self._steady_since_s > _STEADY_S:
             self._on_steady()
             self.restart()
+        if now_s - self._timed_since_s > _STEADY_S:
+            self._on_time()
+            self._timed_since_s = now_s

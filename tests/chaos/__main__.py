@@ -20,7 +20,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--seconds", type=float, default=600.0, help="how long to disturb the cluster")
     parser.add_argument("--seed", type=int, default=None, help="what is done to whom; random unless given")
-    parser.add_argument("--storm", action="store_true", help="faults that wait for no recovery, half of them kill -9")
+    parser.add_argument(
+        "--storm", action="store_true", help="faults that wait for no recovery, half of them kill -9"
+    )
     parser.add_argument("--real", action="store_true", help="stages that compute, in the place of mock ones")
     parser.add_argument("--no-journal", action="store_true", help="requests end with their coordinator")
     parser.add_argument(

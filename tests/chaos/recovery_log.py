@@ -65,7 +65,7 @@ _READY = re.compile(r"worker (\S+) is ready ")
 def spans_of(
     lines: Iterable[LogLine], coordinator_downs: Iterable[tuple[float, float]], *, end_s: float
 ) -> list[Span]:
-    """The phases one after another, without gaps. `coordinator_downs`: from its end to its listening again."""
+    """The phases one after another, without gaps. `coordinator_downs`: when it ended and listened again."""
     spans: list[Span] = []
     changes = sorted([*_changes(lines), *_downs(coordinator_downs)])
     for (begin_s, phase), (next_s, _) in zip(changes, [*changes[1:], (end_s, "")], strict=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import random
 import shutil
@@ -18,7 +17,7 @@ from deploy.local import COORDINATOR
 from stageline import Client, StagelineError
 from tests.chaos.recovery_log import LogLine, read_log, spans_of
 from tests.chaos.storm_cluster import StormCluster
-from tests.chaos.storm_faults import StormFault, draw_fault
+from tests.chaos.storm_faults import draw_fault
 from tests.chaos.storm_load import StormLoad
 from tests.chaos.storm_report import StormReport
 from tests.e2e.clusters import VOCAB_SIZE
@@ -101,7 +100,6 @@ async def _inflict_faults(
     """Draws and inflicts until the time is over; then returns when the last causes are gone."""
     now = asyncio.get_running_loop().time
     begun_s = now()
-    inflicting: set[asyncio.Task[None]] = set()
     generator = random.Random(storm.seed)
     async with asyncio.TaskGroup() as faults:
         while True:

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from deploy.local import COORDINATOR
 from stageline import Client, StagelineError
 from stageline_rpc.v1 import cluster_pb2
-from tests.faults.byte_proxy import ByteProxy, Direction
 from tests.chaos.storm_cluster import StormCluster
+from tests.faults.byte_proxy import ByteProxy, Direction
 
 STATUS_TIMEOUT_S = 0.3
-"""A coordinator that is down or busy must not hold up the storm: the victim is then drawn from all workers."""
+"""A coordinator that is down or busy does not hold up the storm: then the victim is any worker."""
 
 Inflict = Callable[[StormCluster, random.Random], Awaitable[None]]
 
@@ -143,9 +143,7 @@ def draw_fault(generator: random.Random) -> StormFault:
     return fault
 
 
-async def _workers(
-    cluster: StormCluster, condition: Callable[[cluster_pb2.WorkerStatus], bool]
-) -> list[str]:
+async def _workers(cluster: StormCluster, condition: Callable[[cluster_pb2.WorkerStatus], bool]) -> list[str]:
     """Names of the workers for which the condition holds; none when the coordinator does not answer."""
     try:
         async with asyncio.timeout(STATUS_TIMEOUT_S), Client(cluster.address) as client:

@@ -15,8 +15,8 @@ STUCK_AFTER_S = 240.0
 
 
 class Outcome(Enum):
-    """What came of one request. FAILED: an error of any kind, or no end. WRONG: other tokens than undisturbed,
-    or a token missing or twice.
+    """What came of one request. FAILED: an error of any kind, or no end. WRONG: other tokens than without a
+    storm, or a token is missing or came twice.
     """
 
     DONE = "done"
@@ -56,7 +56,12 @@ class StormLoad:
     """A closed loop: each of `num_streams` streams sends the next request when its last one has ended."""
 
     def __init__(
-        self, client: Client, asks: Sequence[Ask], expected: Callable[[Ask], Sequence[int]], *, num_streams: int
+        self,
+        client: Client,
+        asks: Sequence[Ask],
+        expected: Callable[[Ask], Sequence[int]],
+        *,
+        num_streams: int,
     ) -> None:
         self.ended: list[Ended] = []
         self.live: set[Stream] = set()

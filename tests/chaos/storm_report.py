@@ -23,7 +23,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 @dataclass(slots=True)
 class StormReport:
-    """All of one storm. `faults` are (when, name) on the clock of the event loop, `spans` on that clock too."""
+    """All of one storm. `faults` are (when, name); all times are on the clock of the event loop."""
 
     seed: int
     seconds: float
@@ -57,9 +57,7 @@ class StormReport:
     def is_fast(self) -> bool:
         """The pauses of the struck requests keep to the limits."""
         pauses_s = [each.pause_s for each in self.struck]
-        return (
-            percentile(pauses_s, 0.5) <= MEDIAN_LIMIT_S and percentile(pauses_s, 0.95) <= P95_LIMIT_S
-        )
+        return percentile(pauses_s, 0.5) <= MEDIAN_LIMIT_S and percentile(pauses_s, 0.95) <= P95_LIMIT_S
 
     def lines(self) -> list[str]:
         """The tables, then the verdicts."""
@@ -76,8 +74,11 @@ class StormReport:
             "",
             *self._phase_lines(struck),
             *self._worst_lines(struck),
-            *(f"PROBLEM: {each.outcome.value}: request {each.number}: {each.problem}"
-              for each in self.ended if each.outcome is not Outcome.DONE),
+            *(
+                f"PROBLEM: {each.outcome.value}: request {each.number}: {each.problem}"
+                for each in self.ended
+                if each.outcome is not Outcome.DONE
+            ),
             *(f"PROBLEM: {problem}" for problem in (*self.leaks, *self.errors)),
             *self._verdict_lines(struck),
         ]
@@ -90,8 +91,14 @@ class StormReport:
 
     def _start_lines(self) -> list[str]:
         starts = [
-            ("worker starts", [x.listening_s - x.started_s for x in self.restarts if x.name != "coordinator"]),
-            ("coordinator starts", [x.listening_s - x.started_s for x in self.restarts if x.name == "coordinator"]),
+            (
+                "worker starts",
+                [x.listening_s - x.started_s for x in self.restarts if x.name != "coordinator"],
+            ),
+            (
+                "coordinator starts",
+                [x.listening_s - x.started_s for x in self.restarts if x.name == "coordinator"],
+            ),
         ]
         return [
             f"{name}: {len(times)}, median {percentile(times, 0.5):.2f} s, worst {max(times):.2f} s"
@@ -111,8 +118,12 @@ class StormReport:
             for phase in Phase
             if phase in all_parts or phase in worst_parts
         ]
-        epochs = [f"{'epochs that began within it':30}{self._mean_epochs(struck):7.2f}{self._mean_epochs(worst):14.2f}"]
-        return [f"{'mean of the pause':30}{'all':>9}{'worst 5 %':>14}", *rows, *epochs]
+        num_epochs, num_of_worst = self._mean_epochs(struck), self._mean_epochs(worst)
+        return [
+            f"{'mean of the pause':30}{'all':>9}{'worst 5 %':>14}",
+            *rows,
+            f"{'epochs that began within it':30}{num_epochs:7.2f}{num_of_worst:14.2f}",
+        ]
 
     def _mean_parts(self, requests: Sequence[Ended]) -> dict[Phase, float]:
         sums: dict[Phase, float] = {}
@@ -131,7 +142,9 @@ class StormReport:
             begin_s, end_s = each.longest_gap
             parts = ", ".join(
                 f"{phase.value} {seconds:.1f}"
-                for phase, seconds in sorted(parts_of(begin_s, end_s, self.spans).items(), key=lambda x: -x[1])
+                for phase, seconds in sorted(
+                    parts_of(begin_s, end_s, self.spans).items(), key=lambda x: -x[1]
+                )
                 if seconds >= 0.05
             )
             faults = ", ".join(name for at_s, name in self.faults if begin_s - 1 <= at_s <= end_s)

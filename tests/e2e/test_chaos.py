@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.chaos.run import ChaosConfig, run_chaos
+from tests.chaos.storm import StormConfig, run_storm
 
 SECONDS = 60.0
 SEED = 1
@@ -18,3 +19,12 @@ async def test_a_minute_of_random_faults_gives_no_wrong_token_and_leaves_nothing
     assert report.problems == [], "\n".join(report.lines())
     assert report.num_finished > 0
     assert any(seen.has_new_epoch for seen in report.seen)
+
+
+@pytest.mark.chaos
+async def test_a_minute_of_faults_that_wait_for_no_recovery_fails_no_request(free_address: str) -> None:
+    """0 failed, 0 wrong, 0 leaked. Pauses are reported, not asserted: they depend on the machine."""
+    report = await run_storm(StormConfig(seconds=SECONDS, seed=SEED), free_address)
+    assert report.is_right, "\n".join(report.lines())
+    assert any(name.startswith("kill") for _, name in report.faults)
+    assert report.struck

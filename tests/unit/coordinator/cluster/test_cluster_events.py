@@ -227,6 +227,7 @@ class ClusterEvents(RuleBasedStateMachine):
         assert not record.is_draining and not record.is_left_out
         assert record.state is WorkerState.LOADING
         self.assigned.append(assign)
+        self.num_fruitless, self.last_delay_s = 0, 0.0
         self.plan_id = assign.plan_id
 
     def check_begin(self, begin: BeginEpoch) -> None:

@@ -13,7 +13,6 @@ from coordinator.cluster.actions import (
     BeginEpoch,
     EndCause,
     StartServing,
-    StartTimer,
     StopServing,
 )
 from coordinator.cluster.membership import WorkerState
@@ -182,6 +181,16 @@ def test_pauses_grow_while_epochs_bear_no_fruit_and_a_result_ends_that() -> None
     assert only_begin(cluster.state.epoch_failed(10, "fault")).delay_s == 0
 
 
+def test_another_plan_begins_without_a_pause() -> None:
+    """What ended the epochs of the last plan says nothing of this one."""
+    cluster = ClusterDriver(num_stages=2).serving()
+    cluster.join("spare")
+    for epoch in range(1, 4):
+        cluster.state.epoch_failed(epoch, "fault")
+    cluster.lose("a")
+    assert only_begin(cluster.load_all()).delay_s == 0
+
+
 def test_a_cluster_that_faults_for_days_keeps_trying() -> None:
     cluster = ClusterDriver(num_stages=1).serving()
     for epoch in range(1, 1200):
@@ -262,7 +271,7 @@ def test_those_who_wait_are_counted_anew_when_one_leaves() -> None:
 def test_a_restarted_worker_replaces_itself() -> None:
     cluster = ClusterDriver(num_stages=2).serving()
     actions = cluster.join("a", incarnation=2)
-    assert [type(action) for action in actions] == [StopServing, StartTimer, AssignStage, AssignStage]
+    assert [type(action) for action in actions] == [StopServing, AssignStage, AssignStage]
     assert cluster.shrink() == []
     assert cluster.stage_names == ["a", "b"]
     assert cluster.state.workers["a"].identity.incarnation == identity_of("a", incarnation=2).incarnation

@@ -217,6 +217,40 @@ def test_losses_are_forgiven_when_all_goes_well_for_a_while() -> None:
     assert kinds(flap(cluster, "b", 1)[0]) == [AssignStage] * 2
 
 
+def test_a_worker_that_is_lost_as_often_as_the_others_does_not_wait() -> None:
+    cluster = ClusterDriver(num_stages=3).serving()
+    for incarnation in range(2, 8):
+        for name in "abc":
+            cluster.lose(name)
+            assert kinds(cluster.join(name, incarnation=incarnation)) == [AssignStage] * 3
+
+
+def test_a_worker_without_which_there_is_no_plan_does_not_wait() -> None:
+    cluster = ClusterDriver(num_stages=2, needed_bytes=1500).serving()
+    for returned in flap(cluster, "b", 5)[1:]:
+        assert kinds(returned) == [StartTimer, AssignStage, AssignStage]
+
+
+def test_losses_count_half_after_a_while_with_breaks() -> None:
+    cluster = ClusterDriver(num_stages=2).serving()
+    flap(cluster, "b", 4)
+    cluster.state.note_time()
+    (actions,) = flap(cluster, "b", 1)
+    assert [each.delay_s for each in actions if isinstance(each, StartTimer)] == [1.0], (
+        "three losses, not five"
+    )
+    cluster.state.note_time()
+    cluster.state.note_time()
+    assert kinds(flap(cluster, "b", 1)[0]) == [AssignStage] * 2
+
+
+def test_nobody_waits_for_the_return_of_a_worker_that_was_silent() -> None:
+    cluster = ClusterDriver(num_stages=2).serving()
+    cluster.state.workers.note_silence("b", identity_of("b").incarnation, is_silent=True)
+    assert kinds(cluster.lose("b", "no heartbeat for 2.0 s")) == [StopServing, AssignStage]
+    assert cluster.stage_names == ["a"]
+
+
 def test_a_spare_may_come_and_go_as_it_likes() -> None:
     cluster = ClusterDriver(num_stages=2).serving()
     cluster.join("spare")
