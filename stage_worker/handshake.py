@@ -1,6 +1,6 @@
 """What both ends of a hop must agree on before the first frame, and the epoch that they agree in."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from stage_worker.assignment import Assignment
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
@@ -22,12 +22,21 @@ class Peer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Epoch:
-    """An activation of a plan: its number, who began it, and all stages in order."""
+    """An activation of a plan: its number, who began it, all stages in order, and the secrets of the hops
+    into and out of this stage.
+    """
 
     plan_id: int
     number: int
     coordinator_incarnation: Incarnation
     peers: tuple[Peer, ...]
+    incoming_secret: bytes = field(default=b"", repr=False)
+    outgoing_secret: bytes = field(default=b"", repr=False)
+
+    def stage_of(self, incarnation: Incarnation) -> int:
+        """The stage that this process is to run; 0 where it runs none."""
+        incarnations = [peer.incarnation for peer in self.peers]
+        return incarnations.index(incarnation) if incarnation in incarnations else 0
 
     def predecessor(self, stage: int) -> Incarnation:
         """The process that sends to `stage`: the coordinator for the first one."""
@@ -44,6 +53,8 @@ def decode_epoch(message: cluster_pb2.BeginEpoch) -> Epoch:
             Peer(worker=stage.worker, incarnation=Incarnation(stage.incarnation), address=stage.address)
             for stage in message.stages
         ),
+        incoming_secret=message.incoming_secret,
+        outgoing_secret=message.outgoing_secret,
     )
 
 
@@ -77,6 +88,7 @@ def hop_hello(epoch: Epoch, assignment: Assignment, incarnation: Incarnation) ->
         block_size=assignment.block_size,
         num_blocks=assignment.num_blocks,
         wire_dtype=number_of(None if assignment.role.has_head else assignment.wire_dtype),
+        secret=epoch.outgoing_secret,
     )
 
 
@@ -87,7 +99,7 @@ def check_protocol(hello: stage_pb2.HopHello) -> None:
 
 
 def check_hop(hello: stage_pb2.HopHello, epoch: Epoch, assignment: Assignment) -> None:
-    """Compares field by field.
+    """Compares field by field. The peer has proved by its secret that it may be told both values.
 
     Raises StaleStream unless `hello` comes from the present predecessor in `epoch`, then HandshakeMismatch
     unless it agrees with this stage.

@@ -12,6 +12,7 @@ from stage_worker.stage_host import StageHost
 from stageline_rpc.v1 import stage_pb2
 from wire.errors import HandshakeMismatch, StaleStream
 from wire.forward_call import Messages, forward_handler
+from wire.peer_host import peer_host
 from wire.reference import encode_reference
 from wire.reference_call import reference_handler
 
@@ -33,7 +34,7 @@ class StageService:
         self, messages: Messages, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[stage_pb2.ForwardResponse]:
         """`Stage.Forward`."""
-        session = await self._host.accept(await _hello(aiter(messages)))
+        session = await self._host.accept(await _hello(aiter(messages)), host=peer_host(context))
         yield stage_pb2.ForwardResponse(accepted=stage_pb2.HopAccepted())
         await session.receive(messages)
 

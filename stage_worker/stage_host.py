@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from wire.clock import ClusterClock
 from wire.errors import Overloaded, StaleStream, StepFaultKind
 from wire.ids import Incarnation, new_incarnation
 from wire.log_fields import about
+from wire.peer_secrets import HopSecrets
 from wire.reference import Reference
 from wire.step_codec import encode_fault
 from wire.steps import FaultReport
@@ -61,6 +63,7 @@ class StageHost:
         `on_serving` is told whenever the coordinator begins or ceases to serve requests with this stage.
         """
         self.reference_access = ReferenceAccess()
+        self._secrets = HopSecrets(time.monotonic)
         self._coordinator = coordinator
         self._incarnation = new_incarnation()
         self._backend = backend
@@ -121,24 +124,29 @@ class StageHost:
             self._give_up_load()
             await self._end_session()
 
-    async def accept(self, hello: stage_pb2.HopHello) -> EpochSession:
-        """The session that takes the stream, once its epoch has begun here.
+    async def accept(self, hello: stage_pb2.HopHello, *, host: str) -> EpochSession:
+        """The session that takes the stream of a peer on `host`, once its epoch has begun here.
 
-        Raises StaleStream or HandshakeMismatch; then nothing has changed.
+        Raises SecretMismatch, StaleStream or HandshakeMismatch; then nothing has changed.
         """
+        await self._wait_begun(hello.epoch)
+        self._secrets.check(hello.secret, host=host)
         check_protocol(hello)
-        try:
-            async with asyncio.timeout(EPOCH_WAIT_S):
-                while hello.epoch > self._last_epoch:
-                    await self._epoch_began.wait()
-        except TimeoutError:
-            raise StaleStream(
-                f"stream of epoch {hello.epoch}, which has not begun here within {EPOCH_WAIT_S:g} s"
-            ) from None
         if self._session is None:
             raise StaleStream(f"stream of epoch {hello.epoch}, which is over")
         self._session.accept(hello)
         return self._session
+
+    async def _wait_begun(self, epoch: int) -> None:
+        """The stage before may learn of an epoch earlier. Raises StaleStream."""
+        try:
+            async with asyncio.timeout(EPOCH_WAIT_S):
+                while epoch > self._last_epoch:
+                    await self._epoch_began.wait()
+        except TimeoutError:
+            raise StaleStream(
+                f"stream of epoch {epoch}, which has not begun here within {EPOCH_WAIT_S:g} s"
+            ) from None
 
     async def reference(self, request: ReferenceRequest) -> Reference:
         """What this worker's checkpoint answers. Raises ServingError."""
@@ -248,7 +256,7 @@ class StageHost:
             report = FaultReport(
                 epoch=epoch.number,
                 step_id=0,
-                stage=assignment.stage if assignment else 0,
+                stage=epoch.stage_of(self._incarnation),
                 kind=StepFaultKind.EPOCH,
                 message=problem,
             )
@@ -257,6 +265,7 @@ class StageHost:
         assert self._loaded is not None
         self._session = self._new_session(epoch, self._loaded, reply)
         self._session.start()
+        self._secrets.begin_epoch(epoch.incoming_secret)
         self._last_epoch = epoch.number
         began, self._epoch_began = self._epoch_began, asyncio.Event()
         began.set()

@@ -4,11 +4,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import unquote
 
 import grpc
 from opentelemetry.trace import SpanContext
 
+from wire.peer_host import peer_host
 from wire.trace_context import parse_traceparent
 
 
@@ -36,7 +36,7 @@ class Callers:
         remaining_s = untyped.time_remaining()
         has_deadline = remaining_s is not None and math.isfinite(remaining_s)
         return Caller(
-            client=self._named(untyped.invocation_metadata()) or address_of(untyped.peer()),
+            client=self._named(untyped.invocation_metadata()) or peer_host(context),
             deadline_s=self._clock() + remaining_s if has_deadline else None,
             span=_span_of(untyped.invocation_metadata()),
         )
@@ -52,9 +52,3 @@ def _span_of(metadata: Any) -> SpanContext | None:
     if "traceparent" not in headers:
         return None
     return parse_traceparent(headers["traceparent"], headers.get("tracestate", ""))
-
-
-def address_of(peer: str) -> str:
-    """The host of a gRPC peer: "ipv4:10.0.0.1:4711" is 10.0.0.1, whatever connection it comes on."""
-    kind, _, rest = unquote(peer).partition(":")
-    return rest.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else peer

@@ -16,6 +16,7 @@ from coordinator.scheduling.kv_feed import KvFeed
 from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc, stage_pb2, stage_pb2_grpc
 from wire.calls import when_call_ends
 from wire.errors import InvalidRequest, StaleStream, StepFault
+from wire.peer_host import peer_host
 from wire.result_frames import decode_result_frame
 from wire.step_codec import decode_fault
 
@@ -77,7 +78,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         try:
             async for message in messages:
                 if message.WhichOneof("message") == "fault":
-                    self._controller.report_fault(decode_fault(message.fault))
+                    self._controller.receive_fault(connection, decode_fault(message.fault))
                 else:
                     self._controller.receive(connection, message)
         except ValueError as error:
@@ -100,7 +101,7 @@ class StepResultsService(stage_pb2_grpc.StepResultsServicer):
         first = await _first(request_iterator, stage_pb2.DeliverRequest())
         if first.WhichOneof("message") != "hello":
             raise InvalidRequest("the first message of Deliver must be hello")
-        epoch = self._controller.open_results(first.hello)
+        epoch = self._controller.open_results(first.hello, host=peer_host(context))
         when_call_ends(
             context, lambda: self._controller.stream_broke(epoch, "the stream of results from LAST broke")
         )

@@ -29,7 +29,6 @@ from coordinator.cluster.event_log import EventLog
 from coordinator.cluster.membership import WorkerIdentity, WorkerRecord
 from coordinator.cluster.messages import (
     encode_assign,
-    encode_begin,
     encode_serving,
     encode_welcome,
 )
@@ -90,7 +89,9 @@ class Controller:
         self._pace = pace or PaceSettings()
         self.prefix_caching = prefix_caching
         self._events = EventLog()
-        self._pipeline = Pipeline(incarnation=incarnation, fingerprint=model.fingerprint)
+        self._pipeline = Pipeline(
+            incarnation=incarnation, fingerprint=model.fingerprint, new_secret=new_secret
+        )
         self._watch = Watch(
             timing,
             connections=lambda: self.connections.values(),
@@ -186,6 +187,15 @@ class Controller:
             case unknown:
                 self._events.unexpected(name, unknown)
 
+    def receive_fault(self, connection: WorkerConnection, report: FaultReport) -> None:
+        """A fault on a worker's stream; it counts if that worker runs the stage which the report names."""
+        stages = [each.identity for each in self.state.stage_workers]
+        is_of_stage = report.stage < len(stages) and stages[report.stage] is connection.identity
+        if report.epoch == self.state.epoch and not is_of_stage:
+            self._events.foreign_fault(connection.identity.name, report.stage)
+            return
+        self.report_fault(report)
+
     def report_fault(self, report: FaultReport) -> None:
         """A stage refuses a step: everything starts again in a new epoch."""
         if report.epoch != self.state.epoch:
@@ -218,9 +228,11 @@ class Controller:
         self._carry_out(self.state.drain(name))
         await connection.wait_closed()
 
-    def open_results(self, hello: stage_pb2.HopHello) -> int:
-        """LAST opens its stream of results: returns the epoch. Raises StaleStream or HandshakeMismatch."""
-        self._pipeline.check_results(hello, epoch=self.state.epoch)
+    def open_results(self, hello: stage_pb2.HopHello, *, host: str) -> int:
+        """LAST, on `host`, opens its stream of results: returns the epoch. Raises SecretMismatch, StaleStream
+        or HandshakeMismatch.
+        """
+        self._pipeline.accept_results(hello, epoch=self.state.epoch, host=host)
         self._carry_out(self.state.results_open(hello.epoch))
         return hello.epoch
 
@@ -288,9 +300,8 @@ class Controller:
         if action.epoch != self.state.epoch or self.state.phase is not ClusterPhase.STARTING_EPOCH:
             return
         self._events.beginning(action)
-        message = encode_begin(action, incarnation=self.incarnation)
-        for worker in action.workers:
-            self.connections[worker.name].send(message)
+        for stage, worker in enumerate(action.workers):
+            self.connections[worker.name].send(self._pipeline.begin_message(action, stage))
         self._release_link()
         link = self._pipeline.new_link(action, lambda reason: self.stream_broke(action.epoch, reason))
         asyncio.get_running_loop().call_later(self.timing.epoch_timeout_s, self._check_started, action.epoch)

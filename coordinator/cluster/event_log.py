@@ -57,6 +57,13 @@ class EventLog:
     def load_failed(self, worker: str, reason: str) -> None:
         log.error("worker %s could not load its stage: %s", worker, reason, extra=about(worker=worker))
 
+    def foreign_fault(self, worker: str, stage: int) -> None:
+        log.warning(
+            "ignored a fault that worker %s reports of stage %d, which it does not run",
+            *(worker, stage),
+            extra=about(worker=worker),
+        )
+
     def leaving(self, worker: str, *, asks_itself: bool) -> None:
         """A drain begins."""
         wish = "wants to leave" if asks_itself else "is to leave"

@@ -79,7 +79,10 @@ def _encode_model(model: ServedModel) -> cluster_pb2.ModelRef:
     )
 
 
-def encode_begin(action: BeginEpoch, *, incarnation: Incarnation) -> cluster_pb2.CoordinatorMessage:
+def encode_begin(
+    action: BeginEpoch, *, incarnation: Incarnation, incoming_secret: bytes, outgoing_secret: bytes
+) -> cluster_pb2.CoordinatorMessage:
+    """For the stage with these secrets."""
     stages = [
         cluster_pb2.StageEndpoint(
             worker=worker.name,
@@ -95,6 +98,8 @@ def encode_begin(action: BeginEpoch, *, incarnation: Incarnation) -> cluster_pb2
         epoch=action.epoch,
         coordinator_incarnation=incarnation,
         stages=stages,
+        incoming_secret=incoming_secret,
+        outgoing_secret=outgoing_secret,
     )
     return cluster_pb2.CoordinatorMessage(begin_epoch=begin)
 

@@ -175,7 +175,13 @@ def hop_hello(
         layer_end=assignment.layer_begin,
         block_size=assignment.block_size,
         num_blocks=assignment.num_blocks,
+        secret=hop_secret(epoch, assignment.stage),
     )
+
+
+def hop_secret(epoch: int, stage: int) -> bytes:
+    """Of the hop into `stage`."""
+    return b"%016d%016d" % (epoch, stage)
 
 
 def hidden_for(
@@ -224,6 +230,8 @@ class StageBench:
             epoch=self.epoch,
             coordinator_incarnation=self.coordinator.incarnation,
             stages=stages,
+            incoming_secret=hop_secret(self.epoch, stage),
+            outgoing_secret=hop_secret(self.epoch, stage + 1),
         )
 
     def hello(self) -> stage_pb2.HopHello:

@@ -12,10 +12,11 @@ from stage_worker.assignment import Assignment
 from stageline_rpc.v1 import stage_pb2
 from tests.integration.doubles import DEADLINE_S, PredecessorDouble, StreamEnded
 from tests.integration.scenario import assert_same, expected_outputs, run_scenario
-from tests.integration.stage_bench import StageBench, new_assignment, stage_bench
+from tests.integration.stage_bench import StageBench, hop_secret, new_assignment, stage_bench
 from wire.channels import PROTOCOL_VERSION
 from wire.errors import StepFaultKind
 from wire.ids import new_incarnation
+from wire.refused_tries import MAX_TRIES
 
 Change = Callable[[stage_pb2.HopHello], None]
 
@@ -93,6 +94,47 @@ async def test_a_stale_stream_is_refused_and_changes_nothing(
         assert bench.link.answers.empty()
 
 
+@pytest.mark.parametrize("secret", [b"", hop_secret(2, 2), b"\0" * 32], ids=["none", "next-hop", "guess"])
+async def test_without_the_secret_nothing_else_is_compared_or_told(
+    assignment: Assignment, secret: bytes
+) -> None:
+    async with stage_bench(assignment) as bench:
+        await bench.begin_epoch()
+        await bench.begin_epoch()
+        for change in (setting(secret=secret), setting(secret=secret, epoch=1, fingerprint="", num_blocks=0)):
+            ended = await refusal(bench, change)
+            assert (ended.code, ended.details) == (
+                grpc.StatusCode.PERMISSION_DENIED,
+                "hop secret does not match",
+            )
+        predecessor = await bench.predecessor()
+        await predecessor.close()
+        assert bench.link.answers.empty()
+
+
+async def test_the_secret_of_an_epoch_that_is_over_is_no_wrong_one(assignment: Assignment) -> None:
+    async with stage_bench(assignment) as bench:
+        await bench.begin_epoch()
+        await bench.begin_epoch()
+        ended = await refusal(bench, setting(secret=hop_secret(1, 1), epoch=1))
+        assert (ended.code, ended.details) == (
+            grpc.StatusCode.ABORTED,
+            "the stream is of an epoch that is over",
+        )
+
+
+async def test_after_many_wrong_secrets_a_right_one_from_the_same_host_passes(
+    assignment: Assignment, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with stage_bench(assignment) as bench:
+        await bench.begin_epoch()
+        said = [(await refusal(bench, setting(secret=b"x" * 32))).details for _ in range(MAX_TRIES + 2)]
+        assert said[-1] == "hop secret does not match, like 10 others of your host just now"
+        predecessor = await bench.predecessor()
+        await predecessor.close()
+    assert sum("hop secret" in line for line in caplog.messages) == MAX_TRIES
+
+
 async def test_a_second_stream_in_an_epoch_is_refused_and_the_first_goes_on(assignment: Assignment) -> None:
     async with stage_bench(assignment) as bench:
         await bench.begin_epoch()
@@ -151,7 +193,7 @@ async def test_a_stream_whose_epoch_never_begins_is_ended(
 async def test_a_stream_that_is_ahead_of_begin_epoch_waits_for_it(assignment: Assignment) -> None:
     async with stage_bench(assignment) as bench:
         hello = bench.hello()
-        hello.epoch = 1
+        hello.epoch, hello.secret = 1, hop_secret(1, 1)
         predecessor = PredecessorDouble(bench.worker.advertised_address)
         accepted = asyncio.create_task(predecessor.hello(hello))
         await bench.link.next_heartbeat()
@@ -169,6 +211,7 @@ async def test_the_stage_says_hello_to_the_next_one(assignment: Assignment) -> N
         expected.sender_stage = 1
         expected.sender_incarnation = bench.link.hello.incarnation
         expected.layer_end = 2
+        expected.secret = hop_secret(1, 2)
         assert hello == expected
 
 

@@ -18,6 +18,7 @@ from tests.integration.stage_bench import (
     Log,
     assign_message,
     hop_hello,
+    hop_secret,
     new_assignment,
     running_worker,
     worker_config,
@@ -54,13 +55,15 @@ class Pipeline:
             cluster_pb2.StageEndpoint(incarnation=link.hello.incarnation, address=link.hello.address)
             for link in self.links
         ]
-        for link in self.links:
+        for stage, link in enumerate(self.links):
             link.send(
                 begin_epoch=cluster_pb2.BeginEpoch(
                     plan_id=1,
                     epoch=epoch,
                     coordinator_incarnation=self.coordinator.incarnation,
                     stages=stages,
+                    incoming_secret=hop_secret(epoch, stage),
+                    outgoing_secret=hop_secret(epoch, stage + 1),
                 )
             )
         predecessor = PredecessorDouble(self.links[0].hello.address)

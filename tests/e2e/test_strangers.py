@@ -1,0 +1,172 @@
+"""Attacks by processes that reach every port and know what status and refusals tell, but no secret."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+from uuid import UUID
+
+import grpc
+import pytest
+import pytest_asyncio
+
+from deploy import LocalCluster, LocalClusterConfig
+from stageline import Client
+from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc, stage_pb2, stage_pb2_grpc
+from tests.e2e.clusters import START_TIMEOUT_S, tokens_of
+from tests.e2e.commands import ENVIRONMENT
+from tests.mock_answers import mock_tokens
+from wire.channels import PROTOCOL_VERSION, client_channel
+from wire.errors import StepFaultKind
+from wire.forward_call import open_forward
+from wire.ids import new_incarnation
+from wire.step_codec import encode_fault
+from wire.steps import FaultReport
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+NUM_LAYERS = 4
+VOCAB_SIZE = 1000
+NUM_TOKENS = 60
+PROMPT = [3, 1, 4]
+TRIES = 6
+DEADLINE_S = 30.0
+IDENTITY = re.compile(r"[0-9a-f]{16}|[0-9a-f]{8}-[0-9a-f]{4}-")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalCluster]:
+    config = LocalClusterConfig(
+        num_workers=2,
+        mocks=("step=10ms",),
+        coordinator_arguments=("--mock-model", f"layers={NUM_LAYERS},vocab={VOCAB_SIZE}"),
+        environment=ENVIRONMENT,
+        log_directory=tmp_path_factory.mktemp("logs"),
+    )
+    async with LocalCluster(config) as running:
+        await running.wait_until_serving(timeout_s=START_TIMEOUT_S)
+        yield running
+
+
+async def status_of(cluster: LocalCluster) -> cluster_pb2.GetStatusResponse:
+    async with Client(cluster.address) as client:
+        return await client.status()
+
+
+def hello_of(status: cluster_pb2.GetStatusResponse, *, sender_stage: int) -> stage_pb2.HopHello:
+    """With everything that a stranger can ask for."""
+    ends = {each.stage: each.layer_end for each in status.workers if each.HasField("stage")}
+    return stage_pb2.HopHello(
+        protocol_version=PROTOCOL_VERSION,
+        coordinator_incarnation=bytes(16),
+        epoch=status.epoch,
+        sender_stage=sender_stage,
+        sender_incarnation=bytes(16),
+        fingerprint=status.fingerprint,
+        dtype=status.dtype,
+        layer_end=ends.get(sender_stage, 0),
+        block_size=status.block_size,
+        num_blocks=status.num_blocks,
+    )
+
+
+def learn(hello: stage_pb2.HopHello, told: str) -> None:
+    """Puts what a refusal tells into the next try."""
+    for field, pattern in (
+        ("coordinator_incarnation", r"coordinator incarnation.* (?:expected|one is) ([0-9a-f-]{32,})"),
+        (
+            "sender_incarnation",
+            r"(?:worker incarnation|incarnation of).* (?:expected|one is) ([0-9a-f-]{32,})",
+        ),
+    ):
+        if found := re.search(pattern, told):
+            setattr(hello, field, UUID(found[1]).bytes)
+    hello.secret = os.urandom(32)
+
+
+async def refusal(call: Any) -> grpc.aio.AioRpcError | None:
+    """How the call is refused; None where it is accepted."""
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            await call.read()
+    except grpc.aio.AioRpcError as error:
+        return error
+    call.cancel()
+    return None
+
+
+def check_refusals(refusals: list[grpc.aio.AioRpcError | None]) -> None:
+    """All were refused, and none tells what to send next."""
+    assert None not in refusals, f"accepted at try {refusals.index(None) + 1}"
+    for error in refusals:
+        assert error is not None
+        assert error.code() is grpc.StatusCode.PERMISSION_DENIED
+        told = error.details() or ""
+        assert "incarnation" not in told and "fingerprint" not in told and not IDENTITY.search(told), told
+
+
+async def test_a_stranger_cannot_deliver_results(cluster: LocalCluster) -> None:
+    async with Client(cluster.address) as client:
+        answer = asyncio.create_task(tokens_of(client, PROMPT, NUM_TOKENS))
+        status = await status_of(cluster)
+        hello = hello_of(status, sender_stage=status.num_stages - 1)
+        refusals: list[grpc.aio.AioRpcError | None] = []
+        async with client_channel(cluster.address) as channel:
+            for _ in range(TRIES):
+                call = stage_pb2_grpc.StepResultsStub(channel).Deliver()
+                await call.write(stage_pb2.DeliverRequest(hello=hello))
+                refusals.append(error := await refusal(call))
+                if error is None:
+                    break
+                learn(hello, error.details() or "")
+        check_refusals(refusals)
+        assert await answer == mock_tokens(PROMPT, NUM_TOKENS, vocab_size=VOCAB_SIZE)
+    assert (await status_of(cluster)).epoch == status.epoch
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+async def test_a_stranger_cannot_send_steps(cluster: LocalCluster, stage: int) -> None:
+    status = await status_of(cluster)
+    (address,) = (each.address for each in status.workers if each.stage == stage)
+    hello = hello_of(status, sender_stage=stage - 1)
+    refusals: list[grpc.aio.AioRpcError | None] = []
+    async with client_channel(address) as channel:
+        for _ in range(TRIES):
+            call = open_forward(channel)
+            await call.write(stage_pb2.ForwardRequest(hello=hello).SerializeToString())
+            refusals.append(error := await refusal(call))
+            if error is None:
+                break
+            learn(hello, error.details() or "")
+    # A second stream of an epoch was always refused, but only after everything else was compared.
+    check_refusals(refusals)
+
+
+async def test_a_fault_of_a_stage_that_a_worker_does_not_run_is_ignored(cluster: LocalCluster) -> None:
+    """A stranger that joins as a spare reports one fault after another in the name of FIRST."""
+    status = await status_of(cluster)
+    async with client_channel(cluster.address) as channel, Client(cluster.address) as client:
+        call = cluster_pb2_grpc.ClusterStub(channel).Join()
+        hello = cluster_pb2.WorkerHello(
+            protocol_version=PROTOCOL_VERSION,
+            name="stranger",
+            incarnation=new_incarnation(),
+            address="127.0.0.1:9",
+            device="mock",
+            is_mock=True,
+            memory_bytes=1,
+        )
+        await call.write(cluster_pb2.WorkerMessage(hello=hello))
+        assert (await call.read()).WhichOneof("message") == "welcome"
+        answer = asyncio.create_task(tokens_of(client, PROMPT, NUM_TOKENS))
+        for step_id in range(5):
+            fault = FaultReport(
+                epoch=status.epoch, step_id=step_id, stage=0, kind=StepFaultKind.DEVICE, message="no"
+            )
+            await call.write(cluster_pb2.WorkerMessage(fault=encode_fault(fault)))
+        assert await answer == mock_tokens(PROMPT, NUM_TOKENS, vocab_size=VOCAB_SIZE)
+        call.cancel()
+    assert (await status_of(cluster)).epoch == status.epoch
