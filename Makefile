@@ -2,6 +2,7 @@
 # Another Python: make demo PYTHON=python3.12. Figures of one group: make bench BENCH=decode
 # Other faults than by default: make chaos SECONDS=60 SEED=3 CHAOS=--real
 # Faults that do not wait for a recovery: make chaos CHAOS=--storm
+# Growth of memory under load: make churn MINUTES=30
 
 PYTHON ?= python3
 VENV := .venv
@@ -10,9 +11,10 @@ INSTALLED := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 TORCH := $(shell grep '^torch==' constraints.txt)
 SECONDS ?= 600
+MINUTES ?= 30
 PROTOS := $(wildcard proto/stageline_rpc/v1/*.proto)
 
-.PHONY: demo test test-chaos test-all lint proto bench chaos venv clean
+.PHONY: demo test test-chaos test-all lint proto bench chaos churn venv clean
 
 demo: venv
 	@$(BIN)/stageline demo
@@ -37,6 +39,9 @@ bench: venv
 
 chaos: venv
 	@$(BIN)/python -m tests.chaos --seconds $(SECONDS) $(addprefix --seed ,$(SEED)) $(CHAOS)
+
+churn: venv
+	@$(BIN)/python -m tests.churn --minutes $(MINUTES) --rate 20
 
 proto: venv $(PROTOS)
 	@$(BIN)/python -m tests.proto_codegen proto

@@ -1,0 +1,37 @@
+"""`python -m tests.churn --minutes 30 --rate 20`: whether the coordinator keeps more and more of requests."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+import json
+import sys
+from pathlib import Path
+
+from tests.churn.run import ChurnConfig, run_churn
+
+
+def main() -> int:
+    """0 when memory and objects stay as they are and every request ended as it must; else 1."""
+    parser = argparse.ArgumentParser(prog="python -m tests.churn", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=30.0, help="duration (default 30)")
+    parser.add_argument("--rate", type=float, default=20.0, help="requests per second (default 20)")
+    parser.add_argument("--seed", type=int, default=1, help="order and content of the requests (default 1)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all samples and counts to FILE")
+    given = parser.parse_args()
+    if given.minutes <= 0 or given.rate <= 0:
+        parser.error("--minutes and --rate must be positive")
+    say = functools.partial(print, flush=True)
+    config = ChurnConfig(seconds=given.minutes * 60, rate=given.rate, seed=given.seed, say=say)
+    report = asyncio.run(run_churn(config))
+    if given.json is not None:
+        given.json.write_text(json.dumps(report.fields()))
+    for problem in report.problems[:20]:
+        say(f"PROBLEM: {problem}")
+    say(report.line())
+    return 0 if report.has_passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

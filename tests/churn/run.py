@@ -1,0 +1,119 @@
+"""One churn: real processes with mock stages, journal and trace file, and requests at a constant rate."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from deploy import LocalCluster, LocalClusterConfig
+from tests.churn.counted import COUNTS_VARIABLE
+from tests.churn.load import Churn
+from tests.churn.report import COUNTED_AT, Report, Sample
+from tests.churn.requests import KEEP_S, VOCAB_SIZE
+from tests.e2e.clusters import START_TIMEOUT_S, wait_for_status
+from tests.e2e.commands import ENVIRONMENT
+from tests.e2e.recovery_setup import is_idle
+
+NUM_WORKERS = 2
+SAMPLE_INTERVAL_S = 1.0
+COUNT_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChurnConfig:
+    seconds: float
+    rate: float
+    seed: int
+    say: Callable[[str], None] = print
+
+
+async def run_churn(churn: ChurnConfig) -> Report:
+    """Returns when the time is over and the cluster has ended."""
+    report = Report(churn.seconds, churn.rate)
+    directory = Path(tempfile.mkdtemp(prefix="stageline-churn-"))
+    counts = directory / "counts.jsonl"
+    async with LocalCluster(_cluster_config(directory, counts)) as cluster:
+        await cluster.wait_until_serving(timeout_s=START_TIMEOUT_S)
+        assert cluster.dashboard_url is not None
+        load = Churn(cluster.address, cluster.dashboard_url, rate=churn.rate, seed=churn.seed)
+        sampler = asyncio.create_task(_sample(cluster.coordinator.pid, report))
+        try:
+            await cluster.while_running(_stretches(churn, cluster, load, counts, report))
+        finally:
+            sampler.cancel()
+            await asyncio.gather(sampler, return_exceptions=True)
+            report.num_requests, report.problems = load.counts, load.problems
+        log = cluster.coordinator.read_log()
+    if "Traceback" in log:
+        report.problems.append("the coordinator's log has a traceback")
+    if report.problems:
+        report.problems.append(f"logs are in {directory}")
+    else:
+        shutil.rmtree(directory)
+    return report
+
+
+async def _stretches(
+    churn: ChurnConfig, cluster: LocalCluster, load: Churn, counts: Path, report: Report
+) -> None:
+    """The load, with a count of objects after each stretch of it, when nothing is live."""
+    done = 0.0
+    for share in COUNTED_AT:
+        await load.run((share - done) * churn.seconds)
+        done = share
+        report.counts.append(await _count(cluster, counts, len(report.counts)))
+        resident_mb = report.samples[-1].resident_bytes / 1e6
+        minutes = share * churn.seconds / 60
+        churn.say(
+            f"{minutes:5.1f} min  {load.counts.total():6} requests  {resident_mb:6.1f} MB  "
+            f"{len(load.problems)} problems"
+        )
+
+
+async def _count(cluster: LocalCluster, counts: Path, number: int) -> Mapping[str, int]:
+    await wait_for_status(
+        cluster.address, lambda status: is_idle(status) and status.requests.kept == 0, timeout_s=10 * KEEP_S
+    )
+    cluster.kill("coordinator", signal.SIGUSR1)
+    async with asyncio.timeout(COUNT_TIMEOUT_S):
+        while True:
+            lines = counts.read_text().splitlines(keepends=True) if counts.exists() else []
+            if len(lines) > number and lines[number].endswith("\n"):
+                found: dict[str, int] = json.loads(lines[number])
+                return found
+            await asyncio.sleep(0.05)
+
+
+async def _sample(pid: int, report: Report) -> None:
+    process, loop = psutil.Process(pid), asyncio.get_running_loop()
+    begun_s = loop.time()
+    while True:
+        report.samples.append(Sample(loop.time() - begun_s, process.memory_info().rss))
+        await asyncio.sleep(SAMPLE_INTERVAL_S)
+
+
+def _cluster_config(directory: Path, counts: Path) -> LocalClusterConfig:
+    """Everything on that keeps something, and small enough to be full within minutes."""
+    return LocalClusterConfig(
+        num_workers=NUM_WORKERS,
+        mocks=("step=20ms",),
+        http="127.0.0.1:0",
+        command=(sys.executable, "-m", "tests.churn.counted"),
+        coordinator_arguments=(
+            *("--mock-model", f"layers=8,vocab={VOCAB_SIZE},max_len=4096"),
+            *("--kv-tokens", "32768"),
+            *("--journal", str(directory / "journal.db")),
+            *("--trace-db", str(directory / "traces.db")),
+        ),
+        environment={**ENVIRONMENT, COUNTS_VARIABLE: str(counts)},
+        log_directory=directory / "logs",
+    )
