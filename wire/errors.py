@@ -21,6 +21,7 @@ ServingError
 |- DeadlinePassed            DEADLINE_EXCEEDED
 |- Superseded                ABORTED              another call reads this request now
 |- ClusterUnavailable        UNAVAILABLE          no stages in time
+|- JournalUnavailable        UNAVAILABLE          the journal cannot be written
 |- RequestSuspended          UNAVAILABLE          the coordinator stops; the next one goes on with the request
 `- StepFault                 ABORTED              a stage refuses a step, and with it the epoch
 ```
@@ -122,6 +123,10 @@ class ClusterUnavailable(ServingError):
     """There are no stages to serve with, and none came in time."""
 
 
+class JournalUnavailable(ServingError):
+    """The journal cannot be written, so a new request would not survive the coordinator."""
+
+
 class RequestSuspended(ServingError):
     """The coordinator stops, and whoever opens its journal next goes on with the request."""
 
@@ -201,6 +206,7 @@ STATUS_OF_ERROR: dict[type[ServingError], grpc.StatusCode] = {
     DeadlinePassed: grpc.StatusCode.DEADLINE_EXCEEDED,
     Superseded: grpc.StatusCode.ABORTED,
     ClusterUnavailable: grpc.StatusCode.UNAVAILABLE,
+    JournalUnavailable: grpc.StatusCode.UNAVAILABLE,
     RequestSuspended: grpc.StatusCode.UNAVAILABLE,
     StepFault: grpc.StatusCode.ABORTED,
 }

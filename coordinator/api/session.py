@@ -64,8 +64,8 @@ class Sessions:
     async def accept(self, message: inference_pb2.GenerateRequest, caller: Caller) -> Attachment:
         """Validates and queues a request.
 
-        Raises InvalidRequest, RequestExists, Overloaded, or ClusterUnavailable when there is no pipeline in
-        time.
+        Raises InvalidRequest, RequestExists, Overloaded, JournalUnavailable, or ClusterUnavailable when there
+        is no pipeline in time.
         """
         with self._traces.nameless_arrival():
             refuse_unknown_fields(message)
@@ -81,6 +81,7 @@ class Sessions:
         arrived_s: float,
         trace: RequestTrace,
     ) -> Attachment:
+        self._engine.durability.check()
         self._engine.registry.check_new(request_id)
         arrival = next(self._arrivals)
 

@@ -83,6 +83,7 @@ class StatusReporter:
             health=self._controller.availability.health,
             self_check=cluster_pb2.SelfCheckStatus(detail=self._self_check()),
             kv=self._kv(),
+            journal=self._journal(),
         )
 
     def _kv(self) -> cluster_pb2.KvStatus:
@@ -93,6 +94,18 @@ class StatusReporter:
         if check is None:
             return "off"
         return "off: mock stages compute nothing" if self._controller.state.has_mock_stages else check.text
+
+    def _journal(self) -> cluster_pb2.JournalStatus:
+        durability = self._engine.durability
+        if durability.journal is None:
+            return cluster_pb2.JournalStatus(state=cluster_pb2.JOURNAL_STATE_OFF)
+        if durability.failure is None:
+            return cluster_pb2.JournalStatus(state=cluster_pb2.JOURNAL_STATE_WRITING)
+        return cluster_pb2.JournalStatus(
+            state=cluster_pb2.JOURNAL_STATE_FAILING,
+            detail=durability.failure,
+            num_unwritten=durability.num_unwritten,
+        )
 
     def _in_stage_order(self) -> list[WorkerRecord]:
         def order(record: WorkerRecord) -> tuple[bool, int, str]:

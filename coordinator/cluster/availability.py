@@ -26,7 +26,7 @@ class Availability:
         timing: ClusterTiming,
         on_serving: Callable[[bool], None] = lambda _: None,
     ) -> None:
-        """`on_serving` is told whenever tokens begin or cease to be produced."""
+        """`on_serving` is told whether new requests are served, when that may have changed."""
         self._state = state
         self._engine = engine
         self._timing = timing
@@ -50,12 +50,22 @@ class Availability:
         return self._is_draining or self._is_closing
 
     @property
+    def serves_new(self) -> bool:
+        """A new request would be accepted and get tokens."""
+        welcomes = self._starts_new and not self.is_ending and self._engine.durability.failure is None
+        return self.is_serving and welcomes
+
+    @property
     def health(self) -> cluster_pb2.Health.ValueType:
         """What a client may expect."""
         if self._is_draining:
             return cluster_pb2.HEALTH_DRAINING
         if self._state.phase is ClusterPhase.SERVING:
-            return cluster_pb2.HEALTH_SERVING if self._starts_new else cluster_pb2.HEALTH_DRAINING
+            if not self._starts_new:
+                return cluster_pb2.HEALTH_DRAINING
+            if self._engine.durability.failure is None:
+                return cluster_pb2.HEALTH_SERVING
+            return cluster_pb2.HEALTH_DEGRADED
         return cluster_pb2.HEALTH_DEGRADED if self._state.has_served else cluster_pb2.HEALTH_STARTING
 
     async def wait_serving(self) -> Plan:
@@ -84,12 +94,12 @@ class Availability:
         if not self._engine.registry.live:
             self._waiting_since_s = None
         self._starts_new = starts_new
-        self._on_serving(starts_new and not self._is_draining)
+        self.report()
 
     def finish_running(self) -> None:
         """Nothing new begins in this epoch."""
         self._starts_new = False
-        self._on_serving(False)
+        self.report()
 
     def note_result(self, *, has_tokens: bool) -> None:
         """The present epoch bears fruit. Parts of prompts count when that has gone on for long enough: an
@@ -101,7 +111,7 @@ class Availability:
     def end(self) -> None:
         """No epoch serves any more."""
         self._serving.clear()
-        self._on_serving(False)
+        self.report()
 
     def limit_waiting(self) -> None:
         """Live requests wait for the recovery time, from now on unless they do already."""
@@ -112,7 +122,7 @@ class Availability:
     async def drain(self) -> None:
         """Takes no new requests; returns when those that are here have ended, or their time is over."""
         self._is_draining = True
-        self._on_serving(False)
+        self.report()
         await self.wait_until(lambda: not self._engine.registry.live)
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
@@ -132,6 +142,10 @@ class Availability:
         for condition, met in self._awaited:
             if condition():
                 met.set()
+
+    def report(self) -> None:
+        """Tells whether new requests are served."""
+        self._on_serving(self.serves_new)
 
     def close(self) -> None:
         """Nobody waits any more; live requests fail."""

@@ -74,11 +74,13 @@ class Controller:
         self_check: SelfCheck | None = None,
         new_secret: Callable[[], bytes] = new_secret,
     ) -> None:
-        """`on_serving` is told whenever tokens begin or cease to be produced, `on_epoch_end` just before they
-        cease, and why. `new_secret` makes what processes of the cluster prove themselves with."""
+        """`on_serving` is told whether new requests are served, when that may have changed; `on_epoch_end`
+        why an epoch that serves ends, just before. `new_secret` makes what processes of the cluster prove
+        themselves with."""
         self.state = state
         self.self_check = self_check
         self.availability = Availability(state, engine, timing, on_serving)
+        engine.durability.on_change = self._journal_changed
         self.connections = Connections()
         self.timing = timing
         self.incarnation = incarnation
@@ -364,7 +366,7 @@ class Controller:
         # Whoever drains while nobody can take its layers waits for what runs.
         starts_new = not any(record.is_draining for record in self.state.stage_workers)
         self.availability.begin(starts_new=starts_new)
-        self.connections.send_all(encode_serving(action.epoch, is_serving=starts_new))
+        self._send_serving()
         self._engine.start_epoch(
             action.epoch,
             kv,
@@ -373,6 +375,17 @@ class Controller:
             max_sequence_tokens=plan.max_sequence_tokens,
             starts_new=starts_new,
         )
+
+    def _send_serving(self) -> None:
+        """Tells workers whether new requests are served, for their own health."""
+        message = encode_serving(self.state.epoch, is_serving=self.availability.serves_new)
+        self.connections.send_all(message)
+
+    def _journal_changed(self) -> None:
+        """The journal can be written again, or cannot any more."""
+        self.availability.report()
+        if self.availability.is_serving:
+            self._send_serving()
 
     def _stop_serving(self, action: StopServing) -> None:
         self._events.over(action, was_serving=self.availability.is_serving)

@@ -112,6 +112,8 @@ class Routes:
         state, availability = self._sources.controller.state, self._sources.controller.availability
         if state.phase is ClusterPhase.SERVING and availability.health == cluster_pb2.HEALTH_SERVING:
             return _text_response("serving\n")
+        if (failure := self._sources.engine.durability.failure) is not None:
+            return _text_response(f"{failure}\n", status=503)
         return _text_response(f"{state.detail or state.phase.name.lower().replace('_', ' ')}\n", status=503)
 
     async def check_token(self, request: web.Request) -> web.Response:

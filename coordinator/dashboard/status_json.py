@@ -18,7 +18,7 @@ def status_fields(
         "wire_dtype": WIRE_DTYPE_FROM_MESSAGE[status.wire_dtype].value if status.wire_dtype else None,
         "state": _word(cluster_pb2.ClusterState.Name(status.state), "CLUSTER_STATE_"),
         "health": _word(cluster_pb2.Health.Name(status.health), "HEALTH_"),
-        "detail": status.detail,
+        "detail": status.detail or status.journal.detail,
         "epoch": status.epoch,
         "num_stages": status.num_stages,
         "block_size": status.block_size,

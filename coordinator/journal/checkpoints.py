@@ -8,6 +8,8 @@ from pathlib import Path
 from coordinator.journal.database import connect
 
 PAGE_BYTES = 4096
+PROBE_BYTES = 256 * 1024
+"""Room that a journal needs to be written again after a failure: enough for some requests and steps."""
 EVERY_PAGES = 512
 MOST_PAGES = 4096
 """Beyond 16 MiB, writers wait for the log to be emptied: it begins anew only when nothing is left in it."""
@@ -38,9 +40,22 @@ class Checkpoints:
             self._num_pages = 0
             self._running = self._thread.submit(self._checkpoint)
 
+    def probe(self) -> Future[None]:
+        """Writes and deletes `PROBE_BYTES`, and empties the log, on the thread. Its future raises
+        sqlite3.Error while that is not possible.
+        """
+        self._running = None
+        return self._thread.submit(self._probe)
+
     def close(self) -> None:
         """Waits for the one that runs."""
         self._thread.shutdown()
+
+    def _probe(self) -> None:
+        with closing(connect(self._path)) as connection:
+            connection.execute("INSERT OR REPLACE INTO meta VALUES ('probe', zeroblob(?))", (PROBE_BYTES,))
+            connection.execute("DELETE FROM meta WHERE key = 'probe'")
+            connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
     def _checkpoint(self) -> int:
         """Returns how many pages the log has."""

@@ -11,6 +11,8 @@ from coordinator.journal.errors import JournalUnusable
 
 SCHEMA_VERSION = 2
 APPLICATION_ID = 0x53474A4C  # "SGJL"
+WRITER_BUSY_TIMEOUT_S = 0.1
+"""The writer is on the event loop: a file that another program has locked must not hold it up."""
 
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value NOT NULL) WITHOUT ROWID;
@@ -65,12 +67,26 @@ class FileLock:
         os.close(self._descriptor)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OpenDatabase:
     """A database of the right kind, with the lock that keeps others away."""
 
+    path: Path
     connection: sqlite3.Connection
     lock: FileLock
+
+    def reconnect(self) -> None:
+        """Replaces the connection, which may have kept a state of the time before. Raises sqlite3.Error."""
+        connection = connect(self.path, busy_timeout_s=WRITER_BUSY_TIMEOUT_S)
+        try:
+            # Opens the log before the old connection lets go of it, which would empty and delete it.
+            connection.execute("SELECT count(*) FROM meta").fetchone()
+        except BaseException:
+            connection.close()
+            raise
+        with suppress(sqlite3.Error):
+            self.connection.close()
+        self.connection = connection
 
     def close(self) -> None:
         with suppress(sqlite3.Error):  # what could not be written has been told already
@@ -87,17 +103,17 @@ def open_database(path: Path, identity: ServedIdentity) -> OpenDatabase:
     except OSError as error:
         raise JournalUnusable(f"journal {path} cannot be written: {error.strerror}") from error
     try:
-        return OpenDatabase(_connected(path, identity), lock)
+        return OpenDatabase(path, _connected(path, identity), lock)
     except BaseException:
         lock.release()
         raise
 
 
-def connect(path: Path) -> sqlite3.Connection:
+def connect(path: Path, *, busy_timeout_s: float = 5.0) -> sqlite3.Connection:
     """Every statement is a transaction of its own. A commit survives the end of the process; whether the last
     ones survive a loss of power is left to the disk, which keeps them consistent.
     """
-    connection = sqlite3.connect(path, isolation_level=None, timeout=5.0)
+    connection = sqlite3.connect(path, isolation_level=None, timeout=busy_timeout_s)
     connection.execute("PRAGMA synchronous = NORMAL")
     connection.execute("PRAGMA wal_autocheckpoint = 0")
     return connection
@@ -116,6 +132,7 @@ def _connected(path: Path, identity: ServedIdentity) -> sqlite3.Connection:
     except BaseException:
         connection.close()
         raise
+    connection.execute(f"PRAGMA busy_timeout = {round(WRITER_BUSY_TIMEOUT_S * 1000)}")
     return connection
 
 

@@ -6,4 +6,4 @@ class JournalUnusable(Exception):
 
 
 class JournalFailed(Exception):
-    """A write that did not become durable. Nothing can be promised from here on."""
+    """A write that did not become durable: one line that names the file and the reason."""

@@ -9,7 +9,8 @@ some row, and of the rows after it.
 import json
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,9 +44,8 @@ class Journal:
         """Opens the journal at `path`, or begins one there. Raises JournalUnusable."""
         self.path = path
         self._database = open_database(path, identity)
-        self._connection = self._database.connection
         try:
-            left = read_journal(self._connection)
+            left = read_journal(self._database.connection)
         except (ValueError, KeyError, TypeError, sqlite3.Error) as error:
             self._database.close()
             raise damaged(path, repr(error)) from error
@@ -83,10 +83,10 @@ class Journal:
             *(accepted.arrived_at, accepted.deadline_at),
             *(accepted.traceparent, accepted.caller_traceparent, self._last_row),
         )
-        self.forget([accepted.request_id])
         with self._writing(4 * len(accepted.prompt) + len(accepted.message)):
             cursor = self._connection.execute(_INSERT_REQUEST, row)
         assert cursor.lastrowid is not None
+        self._known.pop(accepted.request_id, None)  # so that the new one is the last
         self._known[accepted.request_id] = _Known(cursor.lastrowid, self._last_row)
 
     def add_step(self, entries: Sequence[Entry], *, at: float) -> None:
@@ -94,7 +94,10 @@ class Journal:
         numbered = [(self._known[each.request_id].number, each) for each in entries]
         text = encode_step(numbered)
         with self._writing(len(text)):
-            self._connection.execute("INSERT INTO log VALUES (?, ?, ?)", (self._last_row + 1, at, text))
+            # A write that failed may have reached the file all the same: then it is written again.
+            self._connection.execute(
+                "INSERT OR REPLACE INTO log VALUES (?, ?, ?)", (self._last_row + 1, at, text)
+            )
         self._last_row += 1
 
     def set_deadline(self, request_id: RequestId, deadline_at: float | None) -> None:
@@ -115,13 +118,16 @@ class Journal:
 
     def forget(self, request_ids: Iterable[RequestId]) -> None:
         """These are not wanted any more. Unknown ones are none."""
-        known = [self._known.pop(each) for each in request_ids if each in self._known]
-        if known:
-            with self._writing():
-                self._connection.execute(
-                    "DELETE FROM requests WHERE number IN (SELECT value FROM json_each(?))",
-                    (json.dumps([each.number for each in known]),),
-                )
+        known = {each: self._known[each].number for each in request_ids if each in self._known}
+        if not known:
+            return
+        with self._writing():
+            self._connection.execute(
+                "DELETE FROM requests WHERE number IN (SELECT value FROM json_each(?))",
+                (json.dumps(list(known.values())),),
+            )
+        for request_id in known:
+            del self._known[request_id]
 
     def set_epoch(self, epoch: int) -> None:
         """The epoch that begins."""
@@ -167,22 +173,50 @@ class Journal:
         with self._writing():
             self._checkpoints.run_if_due(self._connection)
 
+    def probe(self) -> Future[None]:
+        """Tries, beside the event loop, whether there is room again. The future raises sqlite3.Error while
+        there is none. To be called only after a write that failed, and before the next one.
+        """
+        return self._checkpoints.probe()
+
+    def reconnect(self) -> None:
+        """Begins to write again, after a probe that succeeded."""
+        with self._writing():
+            self._database.reconnect()
+
     def close(self) -> None:
         """Lets another coordinator have it. Once."""
         self._checkpoints.close()
         self._database.close()
+
+    def failed(self, error: BaseException) -> JournalFailed:
+        """The error to raise for one of SQLite's."""
+        return JournalFailed(f"journal {self.path} cannot be written: {error}")
+
+    @property
+    def _connection(self) -> sqlite3.Connection:
+        return self._database.connection
+
+    def _roll_back(self) -> None:
+        """SQLite ends some transactions that fail by itself, and leaves others open."""
+        with suppress(sqlite3.Error):
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
 
     @contextmanager
     def _writing(self, size_bytes: int = 0) -> Iterator[None]:
         try:
             yield
         except sqlite3.Error as error:
-            raise JournalFailed(f"journal {self.path} cannot be written: {error}") from error
+            self._roll_back()
+            raise self.failed(error) from error
         self._checkpoints.note_write(size_bytes)
 
 
 _INSERT_REQUEST = """
-INSERT INTO requests (id, client, message, prompt, bad_words, grammar, grammar_checksum, arrived_at,
-                      deadline_at, traceparent, caller_traceparent, folded_until)
+INSERT OR REPLACE INTO requests (
+    id, client, message, prompt, bad_words, grammar, grammar_checksum, arrived_at,
+    deadline_at, traceparent, caller_traceparent, folded_until
+)
 VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 """

@@ -29,6 +29,8 @@ class Readouts:
         self._num_in_flight = registry.number(definitions.STEPS_IN_FLIGHT).of()
         self._workers = registry.number(definitions.WORKERS)
         self._dropped_spans = registry.number(definitions.DROPPED_SPANS).of()
+        self._journal_failing = registry.number(definitions.JOURNAL_FAILING).of()
+        self._num_unwritten = registry.number(definitions.JOURNAL_UNWRITTEN).of()
         registry.read_with(self._read)
 
     def _read(self) -> None:
@@ -45,6 +47,9 @@ class Readouts:
         self._num_preemptions.set(counts.num_preemptions)
         self._num_in_flight.set(self._engine.scheduler.num_steps_in_flight)
         self._dropped_spans.set(self._num_dropped_spans())
+        durability = self._engine.durability
+        self._journal_failing.set(durability.failure is not None)
+        self._num_unwritten.set(durability.num_unwritten)
         workers = worker_states(self._controller.state.workers)
         for state in definitions.WORKER_STATE.values:
             self._workers.of(state).set(workers[state])

@@ -15,6 +15,7 @@ from wire.errors import (
     ClusterUnavailable,
     DeadlinePassed,
     InvalidRequest,
+    JournalUnavailable,
     Overloaded,
     RequestCancelled,
     ServingError,
@@ -98,7 +99,7 @@ def _refusal(error: Exception) -> str:
         return "overloaded"
     if isinstance(error, InvalidRequest):
         return "invalid"
-    return "unavailable" if isinstance(error, ClusterUnavailable) else "other"
+    return "unavailable" if isinstance(error, ClusterUnavailable | JournalUnavailable) else "other"
 
 
 def _outcome(error: ServingError | None) -> str:

@@ -1,39 +1,54 @@
 """What requests need to survive their coordinator: a journal hears of everything before anybody else does."""
 
-import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
 
-from coordinator.journal.errors import JournalFailed
 from coordinator.journal.journal import Journal
 from coordinator.journal.records import AcceptedRequest, ChoiceProgress, End, Entry, RequestProgress
+from coordinator.journal.writer import JournalWriter
 from coordinator.requests.registry import Registry
 from coordinator.requests.request import Request
 from coordinator.scheduling.answers import Progress
-from wire.errors import ClusterUnavailable, RequestSuspended
+from wire.errors import JournalUnavailable, RequestSuspended
 from wire.ids import RequestId
-
-log = logging.getLogger(__name__)
 
 SUSPENDED = "the coordinator is stopping; the request goes on when it is back"
 
 
-@dataclass(slots=True)
 class Durability:
-    """Without a `journal` it does nothing. After the first write that fails it refuses everything: `failure`
-    says why.
+    """Without a `journal` it does nothing. While the journal cannot be written (`failure` says why), no new
+    request is accepted, and the records of running ones wait.
 
     The tokens of a request that has finished may still be on their way to its client when this process ends,
     so it stays in the journal for `reattach_timeout_s` although nobody asked to keep it.
     """
 
-    journal: Journal | None = None
-    reattach_timeout_s: float = 60.0
-    wall_clock: Callable[[], float] = time.time
-    failure: str | None = None
-    is_suspended: bool = False
-    _leaving: dict[RequestId, float] = field(default_factory=dict)
+    def __init__(
+        self,
+        journal: Journal | None = None,
+        reattach_timeout_s: float = 60.0,
+        *,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.journal = journal
+        self.reattach_timeout_s = reattach_timeout_s
+        self.wall_clock = wall_clock
+        self.is_suspended = False
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when `failure` has been set or cleared."""
+        self._writer = None if journal is None else JournalWriter(journal, lambda: self.on_change())
+        self._leaving: dict[RequestId, float] = {}
+        self._num_steps = 0
+
+    @property
+    def failure(self) -> str | None:
+        """Why the journal cannot be written now; None while it can, and without one."""
+        return None if self._writer is None else self._writer.failure
+
+    @property
+    def num_unwritten(self) -> int:
+        """Records of running requests that wait for the journal."""
+        return 0 if self._writer is None else self._writer.num_waiting
 
     def check_here(self) -> None:
         """Raises RequestSuspended when requests are left to the next coordinator."""
@@ -41,18 +56,20 @@ class Durability:
             raise RequestSuspended(SUSPENDED)
 
     def check(self) -> None:
-        """Raises ClusterUnavailable when nothing can be promised any more, and RequestSuspended."""
+        """Raises JournalUnavailable while no request can be accepted, and RequestSuspended."""
         self.check_here()
         if self.failure is not None:
-            raise ClusterUnavailable(f"requests are not accepted any more: {self.failure}")
+            raise JournalUnavailable(
+                f"no request is accepted until the journal can be written: {self.failure}"
+            )
 
     def accept(self, accepted: AcceptedRequest | None) -> None:
-        """A request is about to be accepted. Raises ClusterUnavailable."""
+        """Writes a request that is about to be accepted. Raises JournalUnavailable, and then it is not."""
         self.check()
-        if self.journal is not None and accepted is not None:
+        journal, writer = self.journal, self._writer
+        if journal is not None and writer is not None and accepted is not None:
             self._leaving.pop(accepted.request_id, None)
-            journal = self.journal
-            self._write(lambda: journal.accept(accepted))
+            writer.try_write(lambda: journal.accept(accepted))
             self.check()
 
     def read_until(self, request: Request, deadline_s: float | None, *, now_s: float) -> None:
@@ -60,63 +77,72 @@ class Durability:
         journal = self._journal_of(request)
         if journal is not None:
             deadline_at = self.at(deadline_s, now_s=now_s)
-            self._write(lambda: journal.set_deadline(request.id, deadline_at))
+            self._write(("deadline", request.id), lambda: journal.set_deadline(request.id, deadline_at))
 
     def at(self, time_s: float | None, *, now_s: float) -> float | None:
         """A time of the clock that `now_s` is of, on that of the wall."""
         return None if time_s is None else self.wall_clock() + time_s - now_s
 
     def add_step(self, progress: Sequence[Progress]) -> bool:
-        """All that a step has brought; False: it is not durable, and nobody may see it."""
+        """Writes all that a step has brought. False: it waits to be written, and nobody may see it before."""
         journal = self.journal
         if journal is None:
             return True
         known = (each for each in progress if journal.has(each.sequence.key.request_id))
         entries = [_entry(each) for each in known if each.error is None]
         if entries:
-            self._write(lambda: journal.add_step(entries, at=self.wall_clock()))
+            at = self.wall_clock()
+            self._num_steps += 1
+            self._write(("step", self._num_steps), lambda: journal.add_step(entries, at=at))
         return self.failure is None
 
     def end(self, request: Request) -> None:
         """A request has ended."""
-        journal = self._journal_of(request)
-        if journal is None:
+        journal, writer = self._journal_of(request), self._writer
+        if journal is None or writer is None:
             return
         if request.error is None:
             if request.keep_s is None:
                 self._leaving[request.id] = self.wall_clock() + self.reattach_timeout_s
         elif request.is_kept:
             end = End(self.wall_clock(), type(request.error).__name__, str(request.error))
-            self._write(lambda: journal.end(request.id, end))
+            self._write(("end", request.id), lambda: journal.end(request.id, end))
         else:
-            self._write(lambda: journal.forget([request.id]))
+            writer.try_write(lambda: journal.forget([request.id]))  # else the next `sweep` does it
 
     def begin_epoch(self, epoch: int) -> None:
         """No coordinator after this one begins an epoch that is not above it."""
         journal = self.journal
         if journal is not None:
-            self._write(lambda: journal.set_epoch(epoch))
+            self._write("epoch", lambda: journal.set_epoch(epoch))
 
     def note_served(self) -> None:
         """Whoever comes after this coordinator need not wait for all stages."""
         journal = self.journal
         if journal is not None:
-            self._write(journal.set_served)
+            self._write("served", journal.set_served)
+
+    def retry(self, now_s: float) -> None:
+        """Writes what waits, if there is room again; to be called now and then."""
+        if self._writer is not None:
+            self._writer.retry(now_s)
 
     def sweep(self, registry: Registry) -> None:
         """Forgets what the registry has forgotten, and keeps the journal short; to be called now and then."""
-        journal = self.journal
-        if journal is not None:
-            self._write(lambda: self._tidy(journal, registry))
+        journal, writer = self.journal, self._writer
+        if journal is not None and writer is not None:
+            writer.try_write(lambda: self._tidy(journal, registry))
 
     def suspend(self) -> bool:
-        """What is in the journal is left to whoever opens it next. False: there is none that can be."""
-        journal, self.journal = self.journal, None
-        if journal is None:
+        """What is in the journal is left to whoever opens it next. False: there is none."""
+        journal, writer = self.journal, self._writer
+        self.journal = self._writer = None
+        if journal is None or writer is None:
             return False
+        writer.flush()
         journal.close()
-        self.is_suspended = self.failure is None
-        return self.is_suspended
+        self.is_suspended = True
+        return True
 
     def _tidy(self, journal: Journal, registry: Registry) -> None:
         now_at = self.wall_clock()
@@ -131,14 +157,9 @@ class Durability:
     def _journal_of(self, request: Request) -> Journal | None:
         return self.journal if self.journal is not None and self.journal.has(request.id) else None
 
-    def _write(self, write: Callable[[], None]) -> None:
-        if self.failure is not None:
-            return
-        try:
-            write()
-        except JournalFailed as error:
-            self.failure = str(error)
-            log.error("%s; live requests fail, and no request is accepted any more", error)
+    def _write(self, key: Hashable, write: Callable[[], None]) -> None:
+        if self._writer is not None:
+            self._writer.write(key, write)
 
 
 def progress_of(request: Request, now_at: float) -> RequestProgress:

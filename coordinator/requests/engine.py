@@ -67,6 +67,7 @@ class Engine:
         self._observers = Observers(observers)
         self._send: Callable[[Step], None] | None = None
         self._sent_s = deque[float]()
+        self._held = list[Progress]()
         self._max_sequence_tokens: int | None = None
         self.totals = RequestTotals()
         self.kv_feed = KvFeed()
@@ -104,7 +105,7 @@ class Engine:
         """Accepts a request, which the caller reads. `accepted` is what makes it survive this process.
 
         `deadline_s`, on the engine's clock, cancels it. Raises RequestExists, Overloaded when the queue is
-        full, and ClusterUnavailable when the plan has become too small for it or the journal cannot take it.
+        full, ClusterUnavailable when the plan has become too small for it, and JournalUnavailable.
         """
         self._registry.check_new(request.id)
         self.admission.check_queue()
@@ -245,12 +246,11 @@ class Engine:
         self._observers.step_answered(result, progress, self._sent_s.popleft(), now_s)
         if made_way := self._scheduler.take_made_way():
             self._observers.made_way(made_way, now_s)
+        self._held += progress
         if self._durability.add_step(progress):
-            for each in progress:
-                self._deliver(each)
+            self._deliver_held()
         num_tokens = sum(each.token is not None for each in progress)
         self.blame.note_tokens(num_tokens)
-        self._fail_undurable()
         self._pump()
         return num_tokens
 
@@ -263,8 +263,10 @@ class Engine:
         """
         now_s = self._clock()
         self._registry.expire(now_s)
+        self._durability.retry(now_s)
+        if self._durability.failure is None:
+            self._deliver_held()
         self._durability.sweep(self._registry)
-        self._fail_undurable()
         for request in self._registry.live:
             if self._cancel_if_late(request) or request.attachment is not None or request.keep_s is not None:
                 continue
@@ -286,6 +288,12 @@ class Engine:
             request.attachment.supersede()
         request.attachment, request.deadline_s, request.awaited_until_s = attachment, deadline_s, None
         return attachment
+
+    def _deliver_held(self) -> None:
+        """Delivers what is in the journal by now."""
+        held, self._held = self._held, []
+        for each in held:
+            self._deliver(each)
 
     def _deliver(self, progress: Progress) -> None:
         key = progress.sequence.key
@@ -349,16 +357,15 @@ class Engine:
         self._durability.end(request)
         self._observers.ended(request, error, now_s)
 
-    def _fail_undurable(self) -> None:
-        if (failure := self._durability.failure) is not None:
-            self.fail_all(failure)
-
     def _count_orphan(self, what: str, request_id: RequestId) -> None:
         log.error("%s had nobody to end it: this is a defect", what, extra=about(request_id=request_id))
         self.totals.orphaned += 1
 
     def _pump(self) -> None:
-        if self._send is None:
+        """Hands out steps, but none while the journal cannot be written: their tokens would have to wait. So
+        what waits is bounded by the steps that were in flight, with one token of each sequence at most.
+        """
+        if self._send is None or self._durability.failure is not None:
             return
         while (step := self._scheduler.next_step(asked_s := self._clock())) is not None:
             sent_s = self._clock()

@@ -32,9 +32,18 @@ def status_view(status: cluster_pb2.GetStatusResponse) -> RenderableType:
         describe_kv_use(status),
         _describe_requests(status),
         f"Self-check {status.self_check.detail}",
+        *_journal(status.journal),
         *_remarks(status),
     ]
     return Group(Text(describe_cluster(status)), "", _workers_table(status), "", Text("\n".join(lines)))
+
+
+def _journal(journal: cluster_pb2.JournalStatus) -> list[str]:
+    if journal.state == cluster_pb2.JOURNAL_STATE_WRITING:
+        return ["Journal writing"]
+    if journal.state == cluster_pb2.JOURNAL_STATE_FAILING:
+        return [f"Journal failing, {journal.num_unwritten} records unwritten: {journal.detail}"]
+    return []
 
 
 def describe_cluster(status: cluster_pb2.GetStatusResponse) -> str:

@@ -299,6 +299,20 @@ STAGE_COMPUTE = _of(
     DTYPE,
     KERNELS,
 )
+JOURNAL_FAILING = _of(
+    _COORDINATOR,
+    "stageline.journal.failing",
+    _GAUGE,
+    "1",
+    "Whether the journal cannot be written: 1 or 0.",
+)
+JOURNAL_UNWRITTEN = _of(
+    _COORDINATOR,
+    "stageline.journal.unwritten",
+    _UP_DOWN,
+    "{record}",
+    "Records of running requests that wait for the journal.",
+)
 RESIDENT_MEMORY = _of(
     _BOTH, "stageline.process.resident_memory", _UP_DOWN, "By", "Memory that the process holds."
 )

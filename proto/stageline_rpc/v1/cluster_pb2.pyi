@@ -100,7 +100,7 @@ class _JournalStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_JournalS
     JOURNAL_STATE_OFF: _JournalState.ValueType  # 1
     JOURNAL_STATE_WRITING: _JournalState.ValueType  # 2
     JOURNAL_STATE_FAILING: _JournalState.ValueType  # 3
-    """The last write failed: new requests are rejected until one succeeds."""
+    """The last write failed: until one succeeds, new requests are rejected and running ones pause."""
 
 class JournalState(_JournalState, metaclass=_JournalStateEnumTypeWrapper): ...
 
@@ -108,7 +108,7 @@ JOURNAL_STATE_UNSPECIFIED: JournalState.ValueType  # 0
 JOURNAL_STATE_OFF: JournalState.ValueType  # 1
 JOURNAL_STATE_WRITING: JournalState.ValueType  # 2
 JOURNAL_STATE_FAILING: JournalState.ValueType  # 3
-"""The last write failed: new requests are rejected until one succeeds."""
+"""The last write failed: until one succeeds, new requests are rejected and running ones pause."""
 Global___JournalState: _TypeAlias = JournalState  # noqa: Y015
 
 class _Health:
@@ -123,7 +123,7 @@ class _HealthEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Health.ValueTy
     HEALTH_SERVING: _Health.ValueType  # 2
     """Tokens are produced."""
     HEALTH_DEGRADED: _Health.ValueType  # 3
-    """The pipeline is being put together again; requests wait meanwhile."""
+    """The pipeline is being put together again, or the journal cannot be written; requests wait meanwhile."""
     HEALTH_DRAINING: _Health.ValueType  # 4
     """The coordinator finishes what runs, and takes nothing new."""
 
@@ -136,7 +136,7 @@ HEALTH_STARTING: Health.ValueType  # 1
 HEALTH_SERVING: Health.ValueType  # 2
 """Tokens are produced."""
 HEALTH_DEGRADED: Health.ValueType  # 3
-"""The pipeline is being put together again; requests wait meanwhile."""
+"""The pipeline is being put together again, or the journal cannot be written; requests wait meanwhile."""
 HEALTH_DRAINING: Health.ValueType  # 4
 """The coordinator finishes what runs, and takes nothing new."""
 Global___Health: _TypeAlias = Health  # noqa: Y015
@@ -1141,7 +1141,7 @@ class JournalStatus(_message.Message):
     detail: _builtins.str
     """Why the journal cannot be written; empty while it can."""
     num_unwritten: _builtins.int
-    """Requests that are accepted and not written yet."""
+    """Records of running requests that are kept in memory until the journal can be written again."""
     def __init__(
         self,
         *,

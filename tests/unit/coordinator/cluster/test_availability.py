@@ -8,8 +8,10 @@ from dataclasses import replace
 import pytest
 
 from coordinator.cluster.availability import Availability
+from coordinator.requests.durability import Durability
 from coordinator.requests.request import Request
 from coordinator.timing import ClusterTiming
+from stageline_rpc.v1 import cluster_pb2
 from tests.unit.coordinator.cluster.cluster_driver import ClusterDriver
 from tests.unit.coordinator.requests.engine_model import EngineModel
 from tests.unit.coordinator.requests.wishes import Wish
@@ -25,7 +27,8 @@ class Waiting:
         self.model = model
         self.cluster = ClusterDriver(num_stages=2).serving()
         timing = replace(ClusterTiming(), recovery_timeout_s=TIMEOUT_S)
-        self.availability = Availability(self.cluster.state, model.engine, timing)
+        self.told: list[bool] = []
+        self.availability = Availability(self.cluster.state, model.engine, timing, self.told.append)
         self.availability.begin()
 
     def submit(self) -> Request:
@@ -129,3 +132,19 @@ def test_nobody_waits_longer_because_of_a_trouble_before_its_time(waiting: Waiti
     waiting.break_epoch()
     waiting.pass_s(29.0)
     assert request.error is None
+
+
+def test_while_the_journal_cannot_be_written_health_is_degraded_and_new_requests_are_not_served(
+    waiting: Waiting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    availability = waiting.availability
+    assert (availability.health, availability.serves_new) == (cluster_pb2.HEALTH_SERVING, True)
+    with monkeypatch.context() as patch:
+        patch.setattr(Durability, "failure", "journal j cannot be written: database or disk is full")
+        availability.report()
+        assert (availability.health, availability.serves_new) == (cluster_pb2.HEALTH_DEGRADED, False)
+        waiting.break_epoch()
+        waiting.serve_again()
+        assert waiting.told[-1] is False, "a new epoch does not make up for the journal"
+    availability.report()
+    assert waiting.told[-1] is True

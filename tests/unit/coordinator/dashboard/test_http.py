@@ -37,6 +37,7 @@ class Coordinator:
         self.drained: list[str] = []
         self.phase = ClusterPhase.SERVING
         self.health = cluster_pb2.HEALTH_SERVING
+        self.durability = SimpleNamespace(failure=None)
         self.recorder = ActivityRecorder(1000.0)
         self.recorder.accepted(self.request, 1000.0)
         self.connections = {"worker-0": object()}

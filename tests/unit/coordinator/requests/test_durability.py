@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,82 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.journal import journal as journal_module
-from coordinator.journal.journal import Journal
-from coordinator.requests.durability import Durability
-from coordinator.requests.request import Request
-from coordinator.requests.resumption import take_up
-from tests.unit.coordinator.journal.journals import IDENTITY, accepted_request, crashed
+from tests.unit.coordinator.requests.coordinators import GRACE_S, Coordinators
 from tests.unit.coordinator.requests.customers import Customer
-from tests.unit.coordinator.requests.engine_model import Call, EngineModel, check_whole
-from tests.unit.coordinator.requests.wishes import Wish, solo, wishes
+from tests.unit.coordinator.requests.engine_model import check_whole
+from tests.unit.coordinator.requests.wishes import Wish, wishes
 from wire.errors import (
-    ClusterUnavailable,
     DeadlinePassed,
     RequestCancelled,
     RequestNotFound,
     RequestSuspended,
 )
-from wire.ids import RequestId
-
-GRACE_S = 60.0
-
-
-class Coordinators:
-    """One after the other, each with the journal that the one before has left."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._path = directory / "journal.db"
-        self._num = 0
-        self._wishes: dict[RequestId, Wish] = {}
-        self.now_s = 1000.0
-        self._begin()
-
-    def close(self) -> None:
-        self.model.close()
-        self.durability.suspend()
-
-    def submit(self, wish: Wish, *, deadline_s: float | None = None) -> Call:
-        request = wish.request(arrival=len(self._wishes))
-        self._wishes[request.id] = wish
-        accepted = replace(accepted_request(request.id), deadline_at=deadline_s)
-        return self.model.submit(request, deadline_s=deadline_s, accepted=accepted)
-
-    def crash(self) -> None:
-        """The process ends where it is; nobody is told."""
-        self._num += 1
-        old, self._path = self._path, crashed(self._path, self._directory / str(self._num))
-        assert old != self._path
-        self.close()
-        self._begin()
-
-    def stop(self) -> None:
-        """As after SIGTERM."""
-        self.model.engine.suspend()
-        self.model.close()
-        self._begin()
-
-    def request(self, request_id: RequestId) -> Request:
-        return self.model.engine.registry.find(request_id)
-
-    def pass_time(self, seconds: float) -> None:
-        self.now_s += seconds
-        self.model.now_s = self.now_s
-        self.model.engine.sweep()
-
-    def _begin(self) -> None:
-        self.journal = Journal(self._path, IDENTITY)
-        self.durability = Durability(self.journal, GRACE_S, wall_clock=lambda: self.now_s)
-        self.model = EngineModel(num_blocks=64, num_stages=2, durability=self.durability)
-        self.model.now_s = self.now_s
-        for arrival, left in enumerate(self.journal.take_requests()):
-            request_id = left.accepted.request_id
-            request = self._wishes[request_id].request(arrival=arrival, request_id=request_id)
-            ended = take_up(request, left.progress, left.end)
-            request.deadline_s = left.accepted.deadline_at
-            if request.keep_s is None:
-                request.awaited_until_s = self.now_s + GRACE_S
-            self.model.engine.resume(request, ended=ended)
 
 
 @pytest.fixture
@@ -298,32 +231,3 @@ def test_whoever_reads_when_the_coordinator_stops_is_told_to_come_back(coordinat
         coordinators.model.attach(call.attachment.request.id)
     with pytest.raises(RequestSuspended):
         coordinators.submit(Wish())
-
-
-def test_a_journal_that_cannot_be_written_ends_everything_with_the_reason(coordinators: Coordinators) -> None:
-    calls = [coordinators.submit(Wish(max_tokens=9)) for _ in range(2)]
-    coordinators.model.run_step()
-    coordinators.model.run_step()
-    coordinators.journal._connection.close()
-    with pytest.raises(ClusterUnavailable, match=r"not accepted any more: .*journal\.db cannot be written"):
-        coordinators.submit(Wish())
-    coordinators.model.run()
-    for call in calls:
-        call.read_all()
-        assert isinstance(call.error, ClusterUnavailable)
-        assert call.tokens() == solo(Wish(max_tokens=9)).tokens[: len(call.tokens())]
-        assert len(call.tokens()) < 9
-    coordinators.model.check_idle()
-
-
-def test_tokens_that_could_not_be_written_are_never_read(coordinators: Coordinators) -> None:
-    call = coordinators.submit(Wish(max_tokens=9))
-    coordinators.model.run_step()
-    call.read_all()
-    num_durable = len(call.tokens())
-    assert num_durable > 0
-    coordinators.journal._connection.close()
-    coordinators.model.run_step()
-    call.read_all()
-    assert isinstance(call.error, ClusterUnavailable)
-    assert len(call.tokens()) == num_durable

@@ -1,0 +1,102 @@
+"""Writes that wait, in order, while the journal cannot be written, and the way back to writing them."""
+
+import logging
+import sqlite3
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
+
+from coordinator.journal.errors import JournalFailed
+from coordinator.journal.journal import Journal
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 5.0
+
+
+class JournalWriter:
+    """Writes at once while the journal can be written; after a failure, writes wait for a probe to succeed.
+
+    `failure` is the reason while the journal cannot be written, else None. The number of writes that wait is
+    bounded by the number of different keys: of two writes with one key only the later is kept.
+    """
+
+    def __init__(self, journal: Journal, on_change: Callable[[], None]) -> None:
+        """`on_change` is called after `failure` was set or cleared."""
+        self.failure: str | None = None
+        self._journal = journal
+        self._on_change = on_change
+        self._waiting: dict[Hashable, Callable[[], None]] = {}
+        self._probe: Future[None] | None = None
+        self._next_probe_s = 0.0
+        self._pause_s = FIRST_PAUSE_S
+
+    @property
+    def num_waiting(self) -> int:
+        """Writes that are not in the journal yet."""
+        return len(self._waiting)
+
+    def write(self, key: Hashable, write: Callable[[], None]) -> None:
+        """Calls `write` now, or when the journal can be written again."""
+        if not self.try_write(write):
+            self._waiting.pop(key, None)
+            self._waiting[key] = write
+
+    def try_write(self, write: Callable[[], None]) -> bool:
+        """Calls `write` now if the journal can be written. Returns whether it was written."""
+        if self.failure is not None:
+            return False
+        try:
+            write()
+        except JournalFailed as error:
+            self._fail(error)
+            return False
+        return True
+
+    def retry(self, now_s: float) -> None:
+        """Writes what waits if there is room again; to be called now and then. Waits for nothing."""
+        if self.failure is None:
+            return
+        if self._probe is None:
+            if now_s >= self._next_probe_s:
+                self._probe = self._journal.probe()
+            return
+        if not self._probe.done():
+            return
+        probe, self._probe = self._probe, None
+        try:
+            self._recover(probe)
+        except JournalFailed as error:
+            self.failure = str(error)
+            self._next_probe_s = now_s + self._pause_s
+            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+
+    def flush(self) -> None:
+        """Tries to write what waits, whatever became of the last try."""
+        try:
+            self._write_waiting()
+        except JournalFailed as error:
+            log.error("%d records are not in the journal: %s", len(self._waiting), error)
+
+    def _recover(self, probe: Future[None]) -> None:
+        """Raises JournalFailed."""
+        try:
+            probe.result()
+        except sqlite3.Error as error:
+            raise self._journal.failed(error) from error
+        self._journal.reconnect()
+        num_waiting = len(self._waiting)
+        self._write_waiting()
+        self.failure, self._next_probe_s, self._pause_s = None, 0.0, FIRST_PAUSE_S
+        log.info("the journal is written again: wrote %d records; new requests are accepted", num_waiting)
+        self._on_change()
+
+    def _write_waiting(self) -> None:
+        for key in list(self._waiting):
+            self._waiting[key]()
+            del self._waiting[key]
+
+    def _fail(self, error: JournalFailed) -> None:
+        self.failure = str(error)
+        log.error("%s; new requests are rejected and running ones pause until it can be", error)
+        self._on_change()
