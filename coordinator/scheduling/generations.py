@@ -4,8 +4,9 @@ from collections import OrderedDict
 
 from wire.ids import SequenceKey
 
-REMEMBERED = 131_072
-"""Ended sequences that are remembered: more than the ended generations that a stage remembers."""
+REMEMBERED = 16_384
+"""Ended sequences that are remembered (some 270 bytes each): more than a stage remembers ended generations,
+and more than can end while a result is in flight."""
 
 
 class UsedGenerations:

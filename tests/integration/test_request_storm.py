@@ -34,7 +34,7 @@ counted one by one; this is for what only the C core of grpc or an allocator wou
 @pytest.fixture
 def short_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ended sequences are remembered by number, so that memory is bounded, and by so many that it grows for
-    hours. Here the bounds are met in the warm-up.
+    minutes. Here the bounds are met in the warm-up.
     """
     monkeypatch.setattr(stage_worker.sequences, "ENDED_REMEMBERED", 128)
     monkeypatch.setattr(coordinator.scheduling.generations, "REMEMBERED", 256)

@@ -4,7 +4,13 @@ import pytest
 
 from coordinator.scheduling import generations
 from coordinator.scheduling.generations import UsedGenerations
+from stage_worker import sequences
 from wire.ids import SequenceKey, new_request_id
+
+
+def test_more_is_remembered_than_on_a_stage_and_takes_less_than_eight_megabytes() -> None:
+    assert generations.REMEMBERED > sequences.ENDED_REMEMBERED
+    assert generations.REMEMBERED * 270 < 8e6
 
 
 def key() -> SequenceKey:
