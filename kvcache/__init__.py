@@ -33,6 +33,7 @@ from kvcache.errors import (
     UnknownSequence,
 )
 from kvcache.hashing import DEFAULT_SALT, block_hash, salt_of, sequence_hash
+from kvcache.integrity_monitor import IntegrityMonitor, IntegrityReport
 from kvcache.ledger import CachedBlock, Ledger
 from kvcache.pool import BlockPool
 from kvcache.sequence import ActiveSequence
@@ -53,6 +54,8 @@ __all__ = [
     "FullBlock",
     "HashCollision",
     "IntegrityBroken",
+    "IntegrityMonitor",
+    "IntegrityReport",
     "InvalidSignal",
     "KvCacheError",
     "Ledger",

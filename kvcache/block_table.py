@@ -165,7 +165,7 @@ class BlockTables:
         """Proves that every refcount has its owners and every entry its page. Raises IntegrityBroken."""
         self.pool.check_integrity(block for table in self._tables.values() for block in table.blocks)
         for key, table in self._tables.items():
-            pages = [self.pool.page_of(block) for block in table.blocks]
+            pages = self.pool.pages_of(table.blocks)
             if pages != table.pages:
                 raise IntegrityBroken(f"sequence {key!r} has pages {table.pages}, its blocks lie on {pages}")
 

@@ -144,11 +144,13 @@ class Ledger:
         """
         owned = None if sequences is None else [block for each in sequences for block in each.held_blocks]
         self.pool.check_integrity(owned)
-        present = self.pool.full_blocks
-        if present != self._contents.keys():
-            raise IntegrityBroken(f"contents of {len(self._contents)} blocks for {len(present)} full blocks")
-        if not self._private <= present:
-            raise IntegrityBroken(f"{len(self._private - present)} private blocks are not in the pool")
+        if not self.pool.has_full_blocks(self._contents.keys()):
+            raise IntegrityBroken(
+                f"contents of {len(self._contents)} blocks for {self.pool.num_full} full blocks"
+            )
+        if not self._private <= self._contents.keys():
+            num_absent = len(self._private - self._contents.keys())
+            raise IntegrityBroken(f"{num_absent} private blocks are not in the pool")
 
     def _new_contents(self, sequence: ActiveSequence, signal: Use | Promote) -> dict[int, Content]:
         """Contents of the blocks that may enter, by sequence hash. Raises HashCollision."""

@@ -1,7 +1,7 @@
 """The block pool: which blocks exist, who owns them, and on which page each one lies."""
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from itertools import count
 from typing import assert_never
 
@@ -74,14 +74,14 @@ class BlockPool:
         return len(self._freed) + self.num_blocks - self._num_made
 
     @property
+    def num_full(self) -> int:
+        """Full blocks, active and inactive."""
+        return len(self._full) + len(self._inactive)
+
+    @property
     def inactive(self) -> tuple[int, ...]:
         """Sequence hashes of the inactive blocks, least recently used first."""
         return tuple(self._inactive)
-
-    @property
-    def full_blocks(self) -> frozenset[int]:
-        """Sequence hashes of all full blocks, active and inactive."""
-        return frozenset(self._full) | frozenset(self._inactive)
 
     @property
     def digest(self) -> int:
@@ -102,6 +102,15 @@ class BlockPool:
         if page is None:
             raise BlockNotActive(f"{block} is not in the pool")
         return page.number
+
+    def pages_of(self, blocks: Iterable[Block]) -> list[int]:
+        """The pages of active blocks, -1 for one that is not active."""
+        full, partial = self._full, self._partial
+        pages = [
+            full.get(block.sequence_hash) if isinstance(block, FullBlock) else partial.get(block.id)
+            for block in blocks
+        ]
+        return [-1 if page is None else page.number for page in pages]
 
     def num_cached_blocks(self, sequence: ActiveSequence) -> int:
         """Length of the leading run of the sequence's full blocks that the pool has, active or inactive."""
@@ -137,18 +146,23 @@ class BlockPool:
         check_pages(
             self.num_blocks,
             free=[*(page.number for page in self._freed), *range(self._num_made, self.num_blocks)],
-            active=[page.number for page in self._active().values()],
+            active=[page.number for pages in (self._full, self._partial) for page in pages.values()],
             inactive=[page.number for page in self._inactive.values()],
         )
         if both := self._full.keys() & self._inactive.keys():
             raise IntegrityBroken(f"{len(both)} blocks are active and inactive at once")
-        if any(page.num_owners for page in (*self._freed, *self._inactive.values())):
+        if any(page.num_owners for pages in (self._freed, self._inactive.values()) for page in pages):
             raise IntegrityBroken("a page that is free or inactive has owners")
-        check_owners({block: page.num_owners for block, page in self._active().items()}, owned)
+        check_owners(
+            {key: page.num_owners for key, page in self._full.items()},
+            {key: page.num_owners for key, page in self._partial.items()},
+            owned,
+        )
 
-    def _active(self) -> dict[Block, _Page]:
-        full: dict[Block, _Page] = {FullBlock(key): page for key, page in self._full.items()}
-        return full | {PartialBlock(key): page for key, page in self._partial.items()}
+    def has_full_blocks(self, names: Set[int]) -> bool:
+        """Whether `names` are the sequence hashes of all full blocks, active and inactive, and no others."""
+        full, inactive = self._full.keys(), self._inactive.keys()
+        return len(names) == len(full) + len(inactive) and full <= names and inactive <= names
 
     def _find(self, block: Block) -> _Page | None:
         if isinstance(block, FullBlock):

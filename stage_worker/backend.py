@@ -63,6 +63,10 @@ class StageBackend(ABC):
     def submit(self, executor: StepExecutor, received: ReceivedFrame) -> "asyncio.Future[RanStep]":
         """Begins one step, after everything that was begun before. It ends with a StepFault, or so."""
 
+    async def verify_accounting(self, executor: StepExecutor) -> None:
+        """Checks the KV accounting, after everything that was begun before. Raises StepFault."""
+        executor.verify_accounting()
+
     async def reference(self, request: ReferenceRequest, *, held_bytes: int) -> Reference:
         """What the checkpoint itself answers, while anything else goes on; the loaded stage holds
         `held_bytes`. Raises ServingError.

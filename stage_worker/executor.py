@@ -5,9 +5,9 @@ take the frame -> apply ends, starts, signals -> compare digests -> check the sl
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from kvcache import BlockTables, KvCacheError
+from kvcache import BlockTables, IntegrityMonitor, IntegrityReport, KvCacheError
 from stage_worker.assignment import Assignment
 from stage_worker.outputs import HandedOn, StageOutput
 from stage_worker.sequences import SequenceStates
@@ -32,6 +32,7 @@ class ExecutorStats:
     blocks_free: int = 0
     blocks_wanted: int = 0
     blocks_hit: int = 0
+    integrity: IntegrityReport = field(default_factory=IntegrityReport)
 
 
 class StepExecutor:
@@ -48,6 +49,7 @@ class StepExecutor:
         self._compute = compute
         self.rules = StepRules.of(assignment, hidden_size=compute.hidden_size, vocab_size=compute.vocab_size)
         self._busy_s = 0.0
+        self._integrity = IntegrityMonitor()
         self._refused: StepFault | None = None
         self._epoch = 0
         self.begin_epoch(0, stage=assignment.stage)
@@ -57,6 +59,7 @@ class StepExecutor:
         self._epoch = epoch
         self._next_step_id = 0
         self._refused = None
+        self._integrity.restart()
         self._tables = BlockTables(self._num_blocks, block_size=self._block_size)
         self._sequences = SequenceStates()
         self._compute.begin_epoch(stage=stage)
@@ -96,11 +99,22 @@ class StepExecutor:
             blocks_free=pool.num_free,
             blocks_wanted=self._tables.num_wanted_blocks,
             blocks_hit=self._tables.num_hit_blocks,
+            integrity=self._integrity.report,
         )
 
     def check_integrity(self) -> None:
         """Proves pool and block tables sound. Raises kvcache.IntegrityBroken."""
         self._tables.check_integrity()
+
+    @property
+    def is_check_due(self) -> bool:
+        """To be polled regularly: nothing is computed, and a check is due."""
+        return self._refused is None and self._integrity.is_due_when_idle()
+
+    def verify_accounting(self) -> None:
+        """Checks pool and block tables, and keeps the result in `stats`. Raises StepFault."""
+        if problem := self._integrity.run(self.check_integrity):
+            raise StepFault(StepFaultKind.KV_DIVERGENCE, f"KV accounting is broken: {problem}")
 
     def _check_order(self, step: Step) -> None:
         if step.epoch != self._epoch:
@@ -119,6 +133,8 @@ class StepExecutor:
         check_hidden_states(frame, self.rules)
         check_limits(step, self.rules)
         self._apply(step)
+        if self._integrity.count_step():
+            self.verify_accounting()
         layouts = slice_layouts(step.slices, self._sequences, self._tables, self.rules)
         computed = self._compute.compute(frame, layouts) if layouts else None
         for part in step.slices:

@@ -32,6 +32,14 @@ coordinator usually has in flight, so that waiting shows as waiting here and not
 """
 
 
+IDLE_CHECK_INTERVAL_S = 1.0
+"""How often the session looks whether steps pause, so that the KV accounting can be checked."""
+
+
+class _VerifyAccounting:
+    """A check of the KV accounting, queued behind frames."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Queued:
     """A frame that waits, or whose computation has begun already."""
@@ -72,7 +80,7 @@ class EpochSession:
         self._on_refused = on_refused
         self._clock = clock
         self._observers = tuple(observers)
-        self._inbox: asyncio.Queue[_Queued | StepFault] = asyncio.Queue(QUEUED_FRAMES)
+        self._inbox: asyncio.Queue[_Queued | _VerifyAccounting | StepFault] = asyncio.Queue(QUEUED_FRAMES)
         self._num_queued = 0
         self._next_step_id = 0
         self._has_stream = False
@@ -184,6 +192,7 @@ class EpochSession:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._serve())
                 tasks.create_task(self._hop.watch())
+                tasks.create_task(self._verify_when_idle())
         except* StepFault as faults:
             self._fail(_first(faults))
         except* StaleStream as ends:
@@ -207,6 +216,11 @@ class EpochSession:
             if isinstance(queued, StepFault):
                 await self._send_if(ready)
                 raise queued
+            if isinstance(queued, _VerifyAccounting):
+                await self._send_if(ready)
+                ready = None
+                await self._backend.verify_accounting(self._executor)
+                continue
             received = queued.received
             running = queued.running or self._backend.submit(self._executor, received)
             try:
@@ -219,6 +233,13 @@ class EpochSession:
                 await self._send_if(ready)
                 ready = None
             self._num_queued -= 1
+
+    async def _verify_when_idle(self) -> None:
+        """Until the epoch ends."""
+        while True:
+            await asyncio.sleep(IDLE_CHECK_INTERVAL_S)
+            if self._executor.is_check_due and self.is_idle:
+                await self._inbox.put(_VerifyAccounting())
 
     async def _send_if(self, ready: tuple[TimedOutput, ReceivedFrame] | None) -> None:
         if ready is not None:

@@ -172,6 +172,9 @@ class StageHost:
         heartbeat.kv.blocks_free = stats.blocks_free
         heartbeat.kv.blocks_wanted = stats.blocks_wanted
         heartbeat.kv.blocks_hit = stats.blocks_hit
+        heartbeat.kv_integrity.num_checks = stats.integrity.num_checks
+        heartbeat.kv_integrity.checked_at_us = stats.integrity.checked_at_us
+        heartbeat.kv_integrity.problem = stats.integrity.problem
         heartbeat.busy_us = round(stats.busy_s * 1e6)
         heartbeat.load_progress = 1.0
         return heartbeat

@@ -63,6 +63,9 @@ class TorchBackend(StageBackend):
     def submit(self, executor: StepExecutor, received: ReceivedFrame) -> "asyncio.Future[RanStep]":
         return self._thread.submit(_run, executor, received.frame)
 
+    async def verify_accounting(self, executor: StepExecutor) -> None:
+        await self._thread.run(executor.verify_accounting)
+
     async def reference(self, request: ReferenceRequest, *, held_bytes: int) -> Reference:
         progress = LoadProgress()
         try:

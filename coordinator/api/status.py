@@ -87,7 +87,13 @@ class StatusReporter:
         )
 
     def _kv(self) -> cluster_pb2.KvStatus:
-        return cluster_pb2.KvStatus(prefix_cache=self._controller.prefix_caching)
+        report = self._controller.ledger_check.report
+        return cluster_pb2.KvStatus(
+            prefix_cache=self._controller.prefix_caching,
+            ledger=cluster_pb2.KvIntegrity(
+                num_checks=report.num_checks, checked_at_us=report.checked_at_us, problem=report.problem
+            ),
+        )
 
     def _self_check(self) -> str:
         check = self._controller.self_check

@@ -26,6 +26,7 @@ from coordinator.cluster.availability import STOPPING, Availability
 from coordinator.cluster.cluster_state import ClusterState
 from coordinator.cluster.connections import Connections
 from coordinator.cluster.event_log import EventLog
+from coordinator.cluster.ledger_check import LedgerCheck
 from coordinator.cluster.membership import WorkerIdentity, WorkerRecord
 from coordinator.cluster.messages import (
     encode_assign,
@@ -103,6 +104,7 @@ class Controller:
             on_steady=state.note_steady,
             on_time=state.note_time,
         )
+        self.ledger_check = LedgerCheck(engine)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
@@ -255,6 +257,14 @@ class Controller:
         if num_tokens:
             self.state.token_arrived()
         self.availability.note_result(has_tokens=num_tokens > 0)
+        self._require_sound_ledger(self.ledger_check.after_step())
+
+    def _require_sound_ledger(self, problem: str) -> None:
+        """A ledger with a `problem` serves no further: the next epoch begins with an empty one."""
+        if problem:
+            self._events.ledger_broken(self.state.epoch, problem)
+            reason = f"the coordinator's KV accounting is broken: {problem}"
+            self._carry_out(self.state.epoch_failed(self.state.epoch, reason, EndCause.FAULT))
 
     def stream_broke(self, epoch: int, reason: str) -> None:
         """A stream of this epoch has ended. Whoever knows why has a moment to say it first."""
@@ -367,6 +377,7 @@ class Controller:
         starts_new = not any(record.is_draining for record in self.state.stage_workers)
         self.availability.begin(starts_new=starts_new)
         self._send_serving()
+        self.ledger_check.restart()
         self._engine.start_epoch(
             action.epoch,
             kv,
@@ -422,6 +433,8 @@ class Controller:
             return
         if (fault := overdue_fault(self._engine, self._stage_connections())) is not None:
             self.report_fault(fault)
+        else:
+            self._require_sound_ledger(self.ledger_check.when_idle())
 
     def _stage_connections(self) -> list[WorkerConnection | None]:
         return self.connections.of_stages(each.identity for each in self.state.stage_workers)

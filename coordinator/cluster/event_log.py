@@ -123,6 +123,13 @@ class EventLog:
             log.warning("%s: the slowest sets the pace, and rounding differs from stage to stage", differing)
         self._differing = differing
 
+    def ledger_broken(self, epoch: int, problem: str) -> None:
+        log.error(
+            "epoch %d ends: the coordinator's KV accounting is broken: %s",
+            *(epoch, problem),
+            extra=about(epoch=epoch),
+        )
+
     def over(self, action: StopServing, *, was_serving: bool) -> None:
         """An epoch is over: a recovery begins, unless one has begun already."""
         if was_serving:

@@ -30,6 +30,7 @@ def status_view(status: cluster_pb2.GetStatusResponse) -> RenderableType:
     lines = [
         describe_kv_cache(status),
         describe_kv_use(status),
+        describe_kv_accounting(status),
         _describe_requests(status),
         f"Self-check {status.self_check.detail}",
         *_journal(status.journal),
@@ -73,6 +74,15 @@ def describe_kv_cache(status: cluster_pb2.GetStatusResponse) -> str:
         return "KV cache: none yet"
     num_tokens = status.num_blocks * status.block_size
     return f"KV cache: {num_tokens} tokens on each stage ({status.num_blocks} blocks of {status.block_size})"
+
+
+def describe_kv_accounting(status: cluster_pb2.GetStatusResponse) -> str:
+    """Whether blocks are shared, and what the last checks of the accounting found, in one line."""
+    checks = {"the coordinator": status.kv.ledger}
+    checks |= {worker.name: worker.heartbeat.kv_integrity for worker in _in_stage_order(status)}
+    problems = (f"broken on {name}: {check.problem}" for name, check in checks.items() if check.problem)
+    result = next(problems, "checked" if status.kv.ledger.num_checks else "not checked yet")
+    return f"Prefix cache {'on' if status.kv.prefix_cache else 'off'}, KV accounting {result}"
 
 
 def describe_start(status: cluster_pb2.GetStatusResponse) -> str:

@@ -536,7 +536,7 @@ class KvIntegrity(_message.Message):
     CHECKED_AT_US_FIELD_NUMBER: _builtins.int
     PROBLEM_FIELD_NUMBER: _builtins.int
     num_checks: _builtins.int
-    """Checks since the process started; 0: none yet."""
+    """Checks since the coordinator started, on a stage since it was loaded; 0: none yet."""
     checked_at_us: _builtins.int
     """Time of the last one, in microseconds since 1970."""
     problem: _builtins.str

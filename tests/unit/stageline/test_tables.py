@@ -107,6 +107,19 @@ def test_the_status_fits_into_110_columns_with_one_line_for_each_worker() -> Non
     assert lines[-1] == "spare: out of work"
 
 
+def test_the_status_says_whether_blocks_are_shared_and_accounting_is_sound() -> None:
+    status = cluster_pb2.GetStatusResponse()
+    status.CopyFrom(STATUS)
+    assert "Prefix cache off, KV accounting not checked yet" in _render(status_view(status))
+    status.kv.prefix_cache = True
+    status.kv.ledger.num_checks = 3
+    assert "Prefix cache on, KV accounting checked" in _render(status_view(status))
+    status.workers[0].heartbeat.kv_integrity.problem = "7 free + 2 active"
+    name = status.workers[0].name
+    told = f"Prefix cache on, KV accounting broken on {name}: 7 free + 2 active"
+    assert told in _render(status_view(status))
+
+
 def test_the_status_says_what_travels_between_stages_if_that_is_something_else() -> None:
     status = cluster_pb2.GetStatusResponse()
     status.CopyFrom(STATUS)

@@ -1,0 +1,127 @@
+"""The KV accounting of coordinator and stages is checked while it serves; what is broken ends its epoch."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from kvcache import BlockPool, integrity_monitor
+from stage_worker import session
+from stageline_rpc.v1 import cluster_pb2
+from tests.integration.asks import mixed_asks
+from tests.integration.cluster import DEADLINE_S, Ask, Cluster
+
+LAYERS = (1, 2)
+
+
+@pytest.fixture
+def at_every_poll() -> Iterator[None]:
+    """While nothing is computed, the accounting is checked all the time."""
+    with (
+        mock.patch.object(integrity_monitor, "IDLE_POLLS", 1),
+        mock.patch.object(session, "IDLE_CHECK_INTERVAL_S", 0.05),
+    ):
+        yield
+
+
+@pytest.fixture
+def every_eighth_step() -> Iterator[None]:
+    with mock.patch.object(integrity_monitor, "CHECK_INTERVAL_STEPS", 8):
+        yield
+
+
+def checks(status: cluster_pb2.GetStatusResponse) -> list[cluster_pb2.KvIntegrity]:
+    return [status.kv.ledger, *(worker.heartbeat.kv_integrity for worker in status.workers)]
+
+
+def pool_of(cluster: Cluster, owner: str) -> BlockPool:
+    """The coordinator's ledger's, or that of a worker."""
+    if owner == "coordinator":
+        kv = cluster.server.engine.scheduler.kv
+        assert kv is not None
+        return kv._ledger.pool
+    loaded = cluster.workers[owner].worker._host.loaded
+    assert loaded is not None
+    return loaded.executor._tables.pool
+
+
+def lose_a_page(pool: BlockPool) -> None:
+    """A cached block disappears, and its page with it; no signal ever notices."""
+    pool._inactive.popitem(last=True)
+
+
+def give_a_page_an_owner(pool: BlockPool) -> None:
+    """A page that is free is owned."""
+    pool._freed[0].num_owners += 1
+
+
+async def test_idle_accounting_is_checked_and_status_says_so(tiny_llama: Path) -> None:
+    async with Cluster(tiny_llama, layers=LAYERS) as cluster:
+        await cluster.generate_all(mixed_asks(3))
+        status = await cluster.wait_status(lambda status: all(each.num_checks for each in checks(status)))
+        assert [each.problem for each in checks(status)] == ["", "", ""]
+        assert all(each.checked_at_us > 1_700_000_000_000_000 for each in checks(status))
+        assert cluster.epoch == status.epoch
+
+
+async def test_accounting_is_checked_while_steps_follow_each_other(
+    tiny_llama: Path, every_eighth_step: None
+) -> None:
+    async with Cluster(tiny_llama, layers=LAYERS) as cluster:
+        await cluster.generate(Ask(prompt=(1, 2, 3), max_tokens=60))
+        assert cluster.server.controller.ledger_check.report.num_checks >= 6
+        executor = cluster.workers["w0"].worker._host.loaded
+        assert executor is not None
+        assert executor.executor.stats.integrity.num_checks >= 6
+
+
+@pytest.mark.parametrize("harm", [lose_a_page, give_a_page_an_owner], ids=lambda harm: harm.__name__)
+@pytest.mark.parametrize("owner", ["coordinator", "w0", "w1"])
+async def test_broken_accounting_ends_the_epoch_while_idle(
+    tiny_llama: Path,
+    owner: str,
+    harm: Callable[[BlockPool], None],
+    at_every_poll: None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ask = Ask(prompt=tuple(range(1, 30)), max_tokens=8)
+    async with Cluster(tiny_llama, layers=LAYERS) as cluster:
+        first = await cluster.generate(ask)
+        await cluster.wait_drained()
+        epoch = cluster.epoch
+        harm(pool_of(cluster, owner))
+        status = await cluster.wait_status(
+            lambda status: status.epoch > epoch and status.state == cluster_pb2.CLUSTER_STATE_SERVING
+        )
+        problems = [record for record in caplog.records if "KV accounting" in record.getMessage()]
+        assert {record.levelno for record in problems} >= {logging.ERROR}
+        again = await cluster.generate(ask.again())
+        assert again.succeeded
+        assert again.tokens == first.tokens
+        status = await cluster.wait_status(
+            lambda status: all(each.num_checks and not each.problem for each in checks(status))
+        )
+        assert status.epoch == epoch + 1
+
+
+async def test_broken_accounting_ends_the_epoch_between_steps_and_no_request(
+    tiny_llama: Path, every_eighth_step: None
+) -> None:
+    ask = Ask(prompt=(1, 2, 3), max_tokens=100)
+    async with Cluster(tiny_llama, layers=LAYERS) as cluster:
+        expected = await cluster.generate(ask)
+        for owner in ("coordinator", "w1"):
+            epoch = cluster.epoch
+            async with cluster.generating([ask.again()]) as (answer,):
+                async with asyncio.timeout(DEADLINE_S):
+                    while len(answer.tokens) < 20:
+                        await asyncio.sleep(0.001)
+                pool_of(cluster, owner)._num_made += 1
+            assert answer.succeeded
+            assert answer.tokens == expected.tokens
+            assert cluster.epoch == epoch + 1
