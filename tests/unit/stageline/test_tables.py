@@ -41,7 +41,7 @@ STATUS = cluster_pb2.GetStatusResponse(
         _worker(1, cluster_pb2.STAGE_ROLE_LAST, (19, 20)),
         _worker(0, cluster_pb2.STAGE_ROLE_FIRST, (0, 19)),
     ],
-    self_check="passed: by a hair",
+    self_check=cluster_pb2.SelfCheckStatus(detail="passed: by a hair"),
     requests=cluster_pb2.RequestCounts(
         waiting=1,
         prefill=2,
