@@ -9,14 +9,13 @@ class ClusterTiming:
     """All in seconds.
 
     A worker's heartbeats come every `heartbeat_interval_s`; after `lease_s` of silence it is lost, or after
-    `loading_lease_s` while it loads: it serves nobody then, and a tokenizer may keep its interpreter for
-    seconds. A lost one
-    may come back within `return_grace_s` before its layers are shared out among the others. Who is to leave
-    finishes what runs within `drain_timeout_s`, where nobody can take its place. An epoch
-    that is not connected after `epoch_timeout_s` is started again. Requests wait `recovery_timeout_s` for a
-    pipeline, then fail. A stream that breaks ends its epoch after `report_grace_s`, so that the cause, which
-    comes on another connection, can come first: the report of a stage that refuses a step and so ends its
-    streams, or the end of a worker. What has outlived its time is swept every `sweep_interval_s`.
+    `loading_lease_s` while it loads the last stage, whose tokenizer may keep its interpreter for seconds. A
+    lost one may come back within `return_grace_s` before its layers are shared out among the others. Who is
+    to leave finishes what runs within `drain_timeout_s`, where nobody can take its place. An epoch that is
+    not connected after `epoch_timeout_s` is started again. Requests wait `recovery_timeout_s` for a pipeline,
+    then fail. A stream that breaks ends its epoch after `report_grace_s`, so that the cause, which comes on
+    another connection, can come first: the report of a stage that refuses a step and so ends its streams, or
+    the end of a worker. What has outlived its time is swept every `sweep_interval_s`.
     """
 
     heartbeat_interval_s: float = 0.5

@@ -19,7 +19,7 @@ WELCOME_TIMEOUT_S = 10.0
 LOADING_TIMEOUT_S = 120.0
 """What others may take to load the layers of a worker that leaves."""
 FIRST_BACKOFF_S = 0.1
-MAX_BACKOFF_S = 1.0
+MAX_BACKOFF_S = 0.5
 
 LOADING_BEATS = 4
 """Heartbeats in an interval while a stage loads. The tables of a large tokenizer hold the interpreter for

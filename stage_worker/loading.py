@@ -111,7 +111,9 @@ def _load(
     compute = resident.begin_stage(model, pages, grammars, wire_dtype=assignment.sent_dtype)
     executor = StepExecutor(assignment, compute)
     loaded = time.perf_counter()
-    warm_up(executor, assignment, checkpoint.config, budget_s=_warmup_budget_s(resources.device))
+    budget_s = _warmup_budget_s(resources.device, has_warmed_up=resident.has_warmed_up)
+    warm_up(executor, assignment, checkpoint.config, budget_s=budget_s)
+    resident.has_warmed_up = True
     return LoadedStage(
         assignment=assignment,
         executor=executor,
@@ -185,6 +187,10 @@ def _new_pages(assignment: Assignment, config: ModelConfig, device: torch.device
     )
 
 
-def _warmup_budget_s(device: torch.device) -> float:
-    """A GPU compiles kernels for the shapes, which must not happen later; a CPU only fills its caches."""
-    return 1.0 if device.type == "cpu" else 60.0
+def _warmup_budget_s(device: torch.device, *, has_warmed_up: bool) -> float:
+    """A GPU compiles kernels for the shapes, which must not happen later; a CPU only fills its caches, and
+    for a stage after the first requests wait.
+    """
+    if device.type != "cpu":
+        return 60.0
+    return 0.1 if has_warmed_up else 1.0

@@ -24,6 +24,8 @@ class ResidentModel:
 
     def __init__(self) -> None:
         self.parts = StageParts()
+        self.has_warmed_up = False
+        """A stage of this process has: kernels and threads are ready, whatever is loaded next."""
         self._compute: ModelCompute | None = None
         self._grammars: GrammarMasks | None = None
         self._grammars_of: tuple[object, ...] | None = None

@@ -27,7 +27,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     *_SHARED_OPTIONS,
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 500),
     # Every channel has its own connection: a stalled hop must not stall another through a shared one.
     ("grpc.use_local_subchannel_pool", 1),
     # Addresses are explicit; an http_proxy in the environment is for other traffic.

@@ -169,7 +169,7 @@ class Controller:
             case "heartbeat":
                 connection.beat(message.heartbeat)
             case "loaded":
-                connection.is_loading = False
+                connection.loads_tokenizer = False
                 self._events.loaded(name, message.loaded)
                 # The next heartbeat tells the same, but status is asked as soon as the cluster serves.
                 connection.warmup_ms = message.loaded.warmup_ms
@@ -179,7 +179,7 @@ class Controller:
                 connection.heartbeat.kv_bytes = message.loaded.kv_bytes
                 self._carry_out(self.state.loaded(name, message.loaded.plan_id))
             case "load_failed":
-                connection.is_loading = False
+                connection.loads_tokenizer = False
                 failed = message.load_failed
                 self._events.load_failed(name, failed.reason)
                 self._carry_out(self.state.load_failed(name, failed.plan_id, failed.reason))
@@ -303,7 +303,7 @@ class Controller:
     def _assign(self, action: AssignStage) -> None:
         self._events.assigned(action)
         connection = self.connections[action.worker.name]
-        connection.is_loading = True
+        connection.loads_tokenizer = action.stage.role.has_head and not action.worker.is_mock
         connection.kernels = connection.kernels_detail = ""
         connection.send(encode_assign(action, self._model))
 

@@ -125,8 +125,9 @@ class PlanChoice:
                 yield self._in_places(chosen)
 
     def _rank(self, record: WorkerRecord) -> tuple[object, ...]:
-        """Who has spoilt plans, or could not load, gives way to others."""
-        return (len(record.doubts), record.num_failed_loads, not self._has_place(record), _by_name(record))
+        """Who has spoilt plans, could not load or is silent gives way to others."""
+        place = (not self._has_place(record), _by_name(record))
+        return (len(record.doubts), record.num_failed_loads, record.is_silent, *place)
 
     def _has_place(self, record: WorkerRecord) -> bool:
         stages = self._template.stages if self._template else ()

@@ -6,7 +6,7 @@ RETURN_GRACE_S = 0.5
 """How long a lost worker may take to come back before its layers are shared out among the others: enough for
 one whose connection broke. A process that has to start again takes longer, and the others serve meanwhile.
 """
-REJOIN_S = 2.0
+REJOIN_S = 1.0
 """How long workers may take to find a coordinator that is back, before it does without the others."""
 
 

@@ -67,7 +67,7 @@ class Watch:
         for connection in list(self._connections()):
             silence_s = now_s - connection.heard_at_s
             lease_s = self._timing.lease_s
-            if connection.is_loading:
+            if connection.loads_tokenizer:
                 lease_s = max(lease_s, self._timing.loading_lease_s)
             if silence_s > lease_s:
                 self._on_lease_over(connection, f"no heartbeat for {silence_s:.1f} s")

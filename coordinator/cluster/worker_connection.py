@@ -20,7 +20,8 @@ class WorkerConnection:
         self.heartbeat = cluster_pb2.Heartbeat()
         self.heard_at_s = now_s
         self.is_silent = False
-        self.is_loading = False
+        self.loads_tokenizer = False
+        """Its interpreter may be held up for seconds."""
         self.warmup_ms = 0
         self.kernels = self.kernels_detail = ""
         self.close_reason = ""

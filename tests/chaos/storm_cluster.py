@@ -12,6 +12,7 @@ from typing import Self
 
 from deploy import ClusterFailed, LocalClusterConfig
 from deploy.process import LocalProcess
+from tests.e2e.clusters import START_TIMEOUT_S
 from tests.faults.cluster import FaultyCluster
 
 RESTARTS_WITHIN_S = (0.1, 1.0)
@@ -77,4 +78,5 @@ class StormCluster(FaultyCluster):
         # A process that is killed before it listens ends once more, and is started again for that.
         with contextlib.suppress(ClusterFailed):
             await self.restart(name)
+            await self.cluster.process(name).listening_address(timeout_s=START_TIMEOUT_S)
             self.restarts.append(Restart(name, ended_s, started_s, now()))

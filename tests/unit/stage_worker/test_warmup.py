@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from checkpoint import Checkpoint
+from stage_worker import loading
 from stage_worker.executor import StepExecutor
 from stage_worker.loading import WorkerResources, load_stage
+from stage_worker.resident import ResidentModel
 from stage_worker.warmup import warm_up
 from tests.checkpoints import make_checkpoint
 from tests.integration.stage_bench import Log, hidden_for, new_assignment
@@ -86,3 +88,14 @@ def test_the_first_epoch_after_it_is_as_if_it_had_not_been(directory: Path) -> N
     step = log.step()
     executor.run(Frame(step, encode_step(step), hidden_for(step, 64)))
     executor.check_integrity()
+
+
+def test_on_a_cpu_only_the_first_stage_of_a_process_takes_time_to_warm_up(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budgets_s: list[float] = []
+    monkeypatch.setattr(loading, "warm_up", lambda *_, budget_s: budgets_s.append(budget_s))
+    resident = ResidentModel()
+    for stage in (1, 2):
+        load_stage(new_assignment(directory, stage=stage), RESOURCES, resident=resident)
+    assert budgets_s == [1.0, 0.1]

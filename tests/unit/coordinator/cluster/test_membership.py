@@ -357,6 +357,14 @@ def test_a_silent_worker_is_suspect_until_it_is_heard_again() -> None:
     assert shown(cluster, "a") is WorkerState.READY
 
 
+def test_a_silent_worker_gives_way_to_spares() -> None:
+    cluster = ClusterDriver(num_stages=2).serving()
+    cluster.join_all("spare", "other")
+    cluster.state.workers.note_silence("b", identity_of("b").incarnation, is_silent=True)
+    cluster.lose("a")
+    assert sorted(cluster.stage_names) == ["other", "spare"]
+
+
 def test_a_stage_that_is_not_reached_twice_is_done_without() -> None:
     cluster = ClusterDriver(num_stages=3).serving()
     assert kinds(cluster.state.hop_failed(1, 0, "cannot send")) == [StopServing, BeginEpoch]

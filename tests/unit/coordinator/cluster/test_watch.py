@@ -23,7 +23,7 @@ class Seen:
         self.now_s = 100.0
         self.connections = [WorkerConnection(identity_of(name), now_s=self.now_s) for name in "ab"]
         self.said: list[tuple[str, bool | str]] = []
-        self.num_ticks = self.num_steady = 0
+        self.num_ticks = self.num_steady = self.num_times = 0
         self.before_tick: Callable[[], None] = lambda: None
         self.held_up_s = 0.0
         self._num_left = 0
@@ -35,6 +35,7 @@ class Seen:
             on_lease_over=self._lose,
             on_tick=self._tick,
             on_steady=self._steady,
+            on_time=self._time,
         )
 
     def get_running_loop(self) -> Seen:
@@ -70,6 +71,9 @@ class Seen:
     def _steady(self) -> None:
         self.num_steady += 1
 
+    def _time(self) -> None:
+        self.num_times += 1
+
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
@@ -86,6 +90,23 @@ async def test_silence_is_told_once_and_then_the_lease_is_over(seen: Seen) -> No
     assert seen.said == [("b", True), ("b", "no heartbeat for 2.2 s")]
     assert [each.identity.name for each in seen.connections] == ["a"]
     assert seen.num_ticks == 12
+
+
+async def test_a_worker_that_loads_a_tokenizer_may_be_silent_for_longer(seen: Seen) -> None:
+    seen.connections[1].loads_tokenizer = True
+    await seen.pass_ticks(16)
+    assert seen.said == [("a", True), ("a", "no heartbeat for 2.2 s")]
+
+
+async def test_time_passes_with_breaks_and_without(seen: Seen) -> None:
+    def break_often() -> None:
+        seen.watch.restart()
+        for name in "ab":
+            seen.hear(name)
+
+    seen.before_tick = break_often
+    await seen.pass_ticks(int(61 / TICK_S))
+    assert (seen.num_times, seen.num_steady) == (2, 0)
 
 
 async def test_who_is_heard_in_time_is_not_lost(seen: Seen) -> None:
