@@ -50,7 +50,7 @@ class LocalCluster:
     async def __aenter__(self) -> Self:
         if self._config.log_directory is None:
             self.log_directory = Path(tempfile.mkdtemp(prefix="stageline-"))
-        self.log_directory.mkdir(parents=True, exist_ok=True)
+        self.log_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
             await self._start_all()
         except BaseException:

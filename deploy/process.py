@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from deploy import leash
 from deploy.errors import ClusterFailed
@@ -16,6 +17,11 @@ _DASHBOARD = re.compile(r"^dashboard (http://\S+)\n", re.MULTILINE)
 _POLL_INTERVAL_S = 0.03
 # gRPC's core would log every connection that ends; what matters our processes say themselves.
 _ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "GRPC_VERBOSITY": "NONE"}
+
+
+def _open_log(path: Path) -> BinaryIO:
+    """For appending; a new one is its owner's alone."""
+    return open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
 class LocalProcess:
@@ -33,7 +39,7 @@ class LocalProcess:
     ) -> "LocalProcess":
         """Starts `command` (absolute path first). It dies with this process."""
         leashed = [sys.executable, "-I", "-S", leash.__file__, str(os.getpid()), *command]
-        with log.open("ab") as output:
+        with _open_log(log) as output:
             log_start = output.tell()
             process = await asyncio.create_subprocess_exec(
                 *leashed,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.journal.errors import JournalUnusable
+from coordinator.journal.private_files import create_private, make_private
 
 SCHEMA_VERSION = 2
 APPLICATION_ID = 0x53474A4C  # "SGJL"
@@ -121,12 +122,13 @@ def connect(path: Path, *, busy_timeout_s: float = 5.0) -> sqlite3.Connection:
 
 def _connected(path: Path, identity: ServedIdentity) -> sqlite3.Connection:
     try:
+        create_private(path)
         connection = connect(path)
-    except sqlite3.Error as error:
+    except (sqlite3.Error, OSError) as error:
         raise _unusable(path, error) from error
     try:
         _prepare(connection, path, identity)
-    except sqlite3.Error as error:
+    except (sqlite3.Error, OSError) as error:
         connection.close()
         raise _unusable(path, error) from error
     except BaseException:
@@ -136,7 +138,9 @@ def _connected(path: Path, identity: ServedIdentity) -> sqlite3.Connection:
     return connection
 
 
-def _unusable(path: Path, error: sqlite3.Error) -> JournalUnusable:
+def _unusable(path: Path, error: sqlite3.Error | OSError) -> JournalUnusable:
+    if isinstance(error, OSError):
+        return JournalUnusable(f"journal {path} cannot be written: {error.strerror}")
     if isinstance(error, sqlite3.OperationalError):
         return JournalUnusable(f"journal {path} cannot be written: {error}")
     return damaged(path, error)
@@ -150,6 +154,7 @@ def _prepare(connection: sqlite3.Connection, path: Path, identity: ServedIdentit
     num_tables = _number(connection, "SELECT count(*) FROM sqlite_master")
     if num_tables:
         _check(connection, path, identity)
+    make_private(path)
     connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA journal_size_limit = 16777216")

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from coordinator.journal.database import FileLock
+from coordinator.journal.private_files import create_private, make_private
 from coordinator.observing.kept_trace import KeptSpan
 
 log = logging.getLogger(__name__)
@@ -218,12 +219,13 @@ def _locked(path: Path) -> FileLock:
 
 def _opened(path: Path) -> sqlite3.Connection:
     try:
+        create_private(path)
         connection = sqlite3.connect(path, timeout=5.0, check_same_thread=False)
-    except sqlite3.Error as error:
+    except (sqlite3.Error, OSError) as error:
         raise TraceFileUnusable(f"trace file {path} cannot be opened: {error}") from error
     try:
         _prepare(connection, path)
-    except sqlite3.Error as error:
+    except (sqlite3.Error, OSError) as error:
         connection.close()
         raise TraceFileUnusable(
             f"trace file {path} cannot be used: {error}; move it away to start without it"
@@ -238,6 +240,7 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
     num_tables = _number(connection, "SELECT count(*) FROM sqlite_master")
     if num_tables:
         _check(connection, path)
+    make_private(path)
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = NORMAL")
     connection.execute("PRAGMA foreign_keys = ON")

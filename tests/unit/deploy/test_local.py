@@ -1,7 +1,9 @@
 """The launcher with fake processes, which are processes all the same."""
 
 import asyncio
+import os
 import signal
+import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -48,6 +50,20 @@ async def test_a_temporary_log_directory_is_removed_at_a_clean_end() -> None:
         await cluster.wait_until_serving(timeout_s=20)
         assert "listening on" in (cluster.log_directory / "coordinator.log").read_text()
     assert not cluster.log_directory.exists()
+
+
+async def test_logs_belong_to_their_owner_alone(tmp_path: Path) -> None:
+    directory, before = tmp_path / "new" / "logs", os.umask(0)
+    try:
+        config = LocalClusterConfig(
+            num_workers=1, command=FAKE_COMMAND, environment=FAKE_ENVIRONMENT, log_directory=directory
+        )
+        async with LocalCluster(config) as cluster:
+            await cluster.wait_until_serving(timeout_s=20)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(each.stat().st_mode) for each in directory.iterdir()} == {0o600}
 
 
 async def test_a_worker_that_ends_while_starting_fails_the_start_with_its_last_lines(
