@@ -4,6 +4,7 @@ CheckpointError(ValueError)
 |- CheckpointNotFound    the directory, or a file that must be there, is absent
 |- NotRegularFile        a FIFO, a directory, a device or a socket in the place of a file
 |- FileTooLarge          a JSON file is larger than any model's
+|- FileChanged           a file is not the one that was read before
 |- UnsupportedFormat     weights exist, but not as safetensors (nothing is ever unpickled)
 |- UnsupportedModel      an architecture or a config field that the decoder does not compute
 |- BadConfig             config.json or generation_config.json is broken or contradicts itself
@@ -30,6 +31,10 @@ class NotRegularFile(CheckpointError):
 
 class FileTooLarge(CheckpointError):
     """A file is larger than its kind can be."""
+
+
+class FileChanged(CheckpointError):
+    """A file is not the one that was read before."""
 
 
 class UnsupportedFormat(CheckpointError):

@@ -113,6 +113,7 @@ class CoordinatorServer:
                 steps_in_flight=config.steps_in_flight, max_decode_slowdown=config.max_decode_slowdown
             ),
             prefix_caching=config.prefix_cache,
+            cache_directory=config.cache_directory,
             on_serving=self._health.set_serving,
             on_epoch_end=self.metrics.pipeline.note_end,
             self_check=(

@@ -35,7 +35,7 @@ class CoordinatorConfig:
     `mock_model`, such as "layers=64", is served by mock
     stages in the place of a model. `steps_in_flight` None lets measured times decide. Prefill may make
     decodes take up to `max_decode_slowdown` times as long as they would alone. `self_check` None checks the
-    built-in model before it serves, and no other.
+    built-in model before it serves, and no other. Hashes of weights are kept in `cache_directory`, if given.
 
     With a `journal`, requests survive the coordinator: the next one with the same file goes on with them, and
     waits `reattach_timeout_s` for the clients of those that nobody asked to keep.
@@ -78,6 +78,7 @@ class CoordinatorConfig:
     recovery_timeout_s: float = 30.0
     drain_timeout_s: float = 30.0
     self_check: bool | None = None
+    cache_directory: Path | None = None
     http: str | None = None
     http_token: str | None = field(default=None, repr=False)
     trace_sample: float | None = None

@@ -15,7 +15,8 @@ class ClusterTiming:
     not connected after `epoch_timeout_s` is started again. Requests wait `recovery_timeout_s` for a pipeline,
     then fail. A stream that breaks ends its epoch after `report_grace_s`, so that the cause, which comes on
     another connection, can come first: the report of a stage that refuses a step and so ends its streams, or
-    the end of a worker. What has outlived its time is swept every `sweep_interval_s`.
+    the end of a worker. What has outlived its time is swept every `sweep_interval_s`. Weights are
+    hashed after `weights_idle_s` without a step.
     """
 
     heartbeat_interval_s: float = 0.5
@@ -27,6 +28,7 @@ class ClusterTiming:
     recovery_timeout_s: float = 30.0
     report_grace_s: float = 0.2
     sweep_interval_s: float = 1.0
+    weights_idle_s: float = 1.0
 
     def __post_init__(self) -> None:
         for field in fields(self):

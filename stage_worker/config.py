@@ -25,7 +25,8 @@ class WorkerConfig:
     that the coordinator names (`model_directory`), every CPU that the process may use (`cpu_set`), one thread
     for each of `cpu_set`, or torch's own choice without one (`num_threads`), a real stage (`mock`), and what
     the coordinator wants hidden states to be sent in (`wire_dtype`). A mock stage has neither model nor
-    device nor threads. `telemetry` is what OpenTelemetry's variables say.
+    device nor threads. Hashes of weights are kept in `cache_directory`, if given.
+    `telemetry` is what OpenTelemetry's variables say.
     """
 
     coordinator: str
@@ -40,6 +41,7 @@ class WorkerConfig:
     mock: MockSpec | None = None
     wire_dtype: WireDType | None = None
     kernels: KernelChoice = KernelChoice.AUTO
+    cache_directory: Path | None = None
     telemetry: TelemetrySettings = NO_SETTINGS
     logs: LogSettings = DEFAULT_LOGS
 

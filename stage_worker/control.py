@@ -172,6 +172,8 @@ class Membership:
                     self._host.submit(message.end_epoch, connection.send)
                 case "serving":
                     self._host.submit(message.serving, connection.send)
+                case "verify_weights":
+                    self._host.submit(message.verify_weights, connection.send)
                 case "heartbeat_answer":
                     answer = message.heartbeat_answer
                     self._clock.note(

@@ -8,7 +8,13 @@ from pathlib import Path
 import torch
 
 from builtin_model import MODEL_DIRECTORY
-from checkpoint import Checkpoint, ModelConfig, differing_parts, kv_bytes_per_token_per_layer
+from checkpoint import (
+    Checkpoint,
+    ModelConfig,
+    differing_parts,
+    kv_bytes_per_token_per_layer,
+    stage_tensor_names,
+)
 from kvcache.pages import KvPages
 from stage_worker.assignment import Assignment
 from stage_worker.executor import StepExecutor
@@ -17,6 +23,7 @@ from stage_worker.models import TORCH_DTYPES, DecoderStage
 from stage_worker.resident import ResidentModel
 from stage_worker.stage_load import LoadedStage, LoadGivenUp, LoadProgress, StageLoadError
 from stage_worker.warmup import warm_up
+from stage_worker.weights_check import LoadedFrom
 from wire.errors import HandshakeMismatch, ServingError
 
 log = logging.getLogger(__name__)
@@ -125,7 +132,20 @@ def _load(
         device=str(resources.device),
         kernels=model.kernels.choice.value,
         kernels_detail=str(model.kernels),
+        source=_source(model, checkpoint, resident),
     )
+
+
+def _source(model: DecoderStage, checkpoint: Checkpoint, resident: ResidentModel) -> LoadedFrom:
+    assert resident.parts.origin is not None, "a loaded stage has parts"
+    names = stage_tensor_names(
+        model.config,
+        model.layers.start,
+        model.layers.stop,
+        has_embeddings=model.has_embeddings,
+        has_head=model.has_head,
+    )
+    return LoadedFrom(checkpoint=checkpoint, files=resident.parts.origin.files, tensors=tuple(names))
 
 
 def _check_model(assignment: Assignment, checkpoint: Checkpoint) -> None:

@@ -5,12 +5,12 @@ import logging
 from pathlib import Path
 
 from checkpoint import Checkpoint
+from checkpoint.file_identity import look_at
 from checkpoint.grammar_tokenizer import TOKENIZER_FILE
 from kvcache.pages import KvPages
 from stage_worker.model_compute import ModelCompute
 from stage_worker.models import DecoderStage, StageParts
 from stage_worker.sampling.grammar_masks import GrammarMasks
-from stage_worker.weights import look_at
 from wire.wire_dtypes import WireDType
 
 log = logging.getLogger(__name__)

@@ -15,6 +15,7 @@ from stage_worker.reference_request import ReferenceRequest
 from stage_worker.session import EpochSession
 from stage_worker.stage_load import LoadedStage, LoadProgress, StageLoadError
 from stage_worker.step_observer import StepObserver
+from stage_worker.weights_check import WeightsVerifier
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
 from wire.clock import ClusterClock
 from wire.errors import Overloaded, StaleStream, StepFaultKind
@@ -32,7 +33,13 @@ EPOCH_WAIT_S = 10.0
 """How long a stream of an epoch may wait for that epoch's BeginEpoch."""
 
 Reply = Callable[[cluster_pb2.WorkerMessage], None]
-Order = cluster_pb2.AssignStage | cluster_pb2.BeginEpoch | cluster_pb2.EndEpoch | cluster_pb2.Serving
+Order = (
+    cluster_pb2.AssignStage
+    | cluster_pb2.BeginEpoch
+    | cluster_pb2.EndEpoch
+    | cluster_pb2.Serving
+    | cluster_pb2.VerifyWeights
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +63,7 @@ class StageHost:
         wire_dtype: WireDType | None = None,
         clock: ClusterClock | None = None,
         observers: Sequence[StepObserver] = (),
+        weights: WeightsVerifier | None = None,
     ) -> None:
         """`coordinator` is where this worker reaches it: the address of `Join`, and of LAST's results.
         `wire_dtype` overrides what the coordinator wants hidden states to be sent in.
@@ -71,6 +79,7 @@ class StageHost:
         self._wire_dtype = wire_dtype
         self._clock = clock or ClusterClock()
         self._observers = observers
+        self._weights = weights or WeightsVerifier()
         self._orders: asyncio.Queue[tuple[Order | _Disconnected, Reply]] = asyncio.Queue()
         self._loaded: LoadedStage | None = None
         self._loading: Assignment | None = None
@@ -122,6 +131,7 @@ class StageHost:
                 await self._carry_out(order, reply)
         finally:
             self._give_up_load()
+            self._weights.cancel()
             await self._end_session()
 
     async def accept(self, hello: stage_pb2.HopHello, *, host: str) -> EpochSession:
@@ -164,6 +174,7 @@ class StageHost:
             heartbeat.load_progress = self._load_progress.fraction if self._load_progress else 0.0
             return heartbeat
         stats = loaded.executor.stats
+        heartbeat.weights = self._weights.level
         heartbeat.num_steps = stats.num_steps
         heartbeat.weight_bytes = loaded.weight_bytes
         heartbeat.kv_bytes = loaded.kv_bytes
@@ -192,6 +203,9 @@ class StageHost:
                 session = self._session
                 if session is not None and session.epoch.number == order.epoch:
                     self._on_serving(order.is_serving and session.is_serving)
+            case cluster_pb2.VerifyWeights():
+                if self._loaded is not None and self._loaded.assignment.plan_id == order.plan_id:
+                    self._weights.verify(order, activity=self._activity, reply=reply)
             case _Disconnected():
                 await self._end_session()
 
@@ -204,6 +218,7 @@ class StageHost:
                 self._loaded = self._loaded.placed(assignment)
             else:
                 await self._load(assignment)
+            self._check_weights()
         except (ValueError, StageLoadError) as error:
             log.error(
                 "plan %d cannot be loaded: %s", message.plan_id, error, extra=about(stage=message.stage)
@@ -217,10 +232,27 @@ class StageHost:
     async def _holds(self, assignment: Assignment) -> bool:
         return self._loaded is not None and await self._backend.holds(self._loaded, assignment)
 
+    def _check_weights(self) -> None:
+        """The stage counts as loaded from here on. Raises StageLoadError for files known to differ."""
+        assert self._loaded is not None
+        source = self._loaded.source
+        self._weights.begin_stage(source)
+        if problem := self._weights.problem(source):
+            self._loaded = None
+            raise StageLoadError(problem)
+
+    def _activity(self) -> object | None:
+        """Changes with every step; None while one is under way, or nothing serves."""
+        loaded, session = self._loaded, self._session
+        if loaded is None or session is None or not session.is_idle:
+            return None
+        return session.epoch.number, loaded.executor.stats.num_steps
+
     async def _load(self, assignment: Assignment) -> None:
         """The stage before goes first: both may not fit side by side. The backend may keep parts of it."""
         await self._end_session()
         self._loaded = None
+        self._weights.begin_stage(None)
         log.info(
             "loading layers [%d, %d) as %s, stage %d of %d",
             assignment.layer_begin,

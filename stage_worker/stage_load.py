@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from stage_worker.assignment import Assignment
 from stage_worker.executor import StepExecutor
+from stage_worker.weights_check import LoadedFrom
 
 
 class StageLoadError(Exception):
@@ -54,6 +55,7 @@ class LoadedStage:
 
     `read_bytes` were read of the checkpoint; the weights beyond them were in memory already. `kernels` is
     "compiled" or "plain", empty for a mock; `kernels_detail` says which functions compute what, and why.
+    `source` is None for a mock.
     """
 
     assignment: Assignment
@@ -66,6 +68,7 @@ class LoadedStage:
     device: str
     kernels: str = ""
     kernels_detail: str = ""
+    source: LoadedFrom | None = None
 
     def placed(self, assignment: Assignment) -> "LoadedStage":
         """The same loaded stage under another assignment that it serves as it is."""

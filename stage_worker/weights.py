@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from checkpoint import BadHeader, Checkpoint, TensorEntry, open_regular
+from checkpoint.file_identity import FileIdentity, look_at
 from stage_worker.models.torch_dtypes import TORCH_DTYPES
 
 WINDOW_BYTES = 32 * 1024 * 1024
@@ -41,18 +42,6 @@ class _NoProgress:
 
 
 NO_PROGRESS: ReadProgress = _NoProgress()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileIdentity:
-    """One file of a checkpoint as it was when it was looked at. Whoever writes to it or puts another in its
-    place changes `status`: device, inode, size in bytes, and time of the last change in ns; None: not there.
-
-    The fingerprint may not tell apart two checkpoints that differ in few values.
-    """
-
-    name: str
-    status: tuple[int, int, int, int] | None
 
 
 @torch.inference_mode()
@@ -85,19 +74,6 @@ def file_identities(checkpoint: Checkpoint) -> tuple[FileIdentity, ...]:
     """Of all files that hold weights, by name."""
     names = {entry.file for entry in checkpoint.tensors.values()}
     return look_at(checkpoint.directory, sorted(names))
-
-
-def look_at(directory: Path, names: Iterable[str]) -> tuple[FileIdentity, ...]:
-    """The files of these names as they are now."""
-    return tuple(FileIdentity(name=name, status=_status(directory / name)) for name in names)
-
-
-def _status(path: Path) -> tuple[int, int, int, int] | None:
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_ctime_ns
 
 
 @torch.inference_mode()

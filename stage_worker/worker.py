@@ -6,9 +6,11 @@ import logging
 import os
 import socket
 from collections.abc import Iterable
+from pathlib import Path
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from checkpoint.hash_cache import CACHE_FOLDER, HashCache
 from stage_worker.backend import StageBackend
 from stage_worker.config import WorkerConfig
 from stage_worker.control import Membership
@@ -18,6 +20,7 @@ from stage_worker.service import StageService
 from stage_worker.stage_host import StageHost
 from stage_worker.step_observer import StepObserver
 from stage_worker.step_spans import StageSpans
+from stage_worker.weights_check import WeightsVerifier
 from stage_worker.worker_metrics import WorkerMetrics
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
 from telemetry.process import new_recorder
@@ -56,6 +59,7 @@ class Worker:
             wire_dtype=config.wire_dtype,
             clock=self._clock,
             observers=self._observers,
+            weights=WeightsVerifier(_hash_cache(config.cache_directory)),
         )
         self._membership = Membership(
             coordinator=config.coordinator,
@@ -169,6 +173,10 @@ class Worker:
     async def _report_health(self, status: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> None:
         for service in ("", STAGE_SERVICE):
             await self._health.set(service, status)
+
+
+def _hash_cache(directory: Path | None) -> HashCache | None:
+    return None if directory is None else HashCache(directory / CACHE_FOLDER)
 
 
 def _new_backend(config: WorkerConfig) -> StageBackend:

@@ -153,6 +153,7 @@ class StatusReporter:
         if connection is not None:
             status.heartbeat.CopyFrom(connection.heartbeat)
             if stage is not None:
+                status.weights = connection.heartbeat.weights
                 status.kernels, status.kernels_detail = connection.kernels, connection.kernels_detail
             age_s = asyncio.get_running_loop().time() - connection.heard_at_s
             status.heartbeat_age_ms = round(age_s * 1000)

@@ -91,6 +91,11 @@ class ClusterState:
         return [self._grace.await_all()] if self.has_served else []
 
     @property
+    def plan_id(self) -> int:
+        """The number of the present plan, or of the last one."""
+        return self._plan_id
+
+    @property
     def has_mock_stages(self) -> bool:
         """The stages of the plan compute nothing."""
         return any(each.identity.is_mock for each in self.stage_workers)
@@ -197,6 +202,16 @@ class ClusterState:
             return []
         is_out = record.fail_to_load(reason)
         return self._give_up_plan("" if is_out else f"worker {name} {record.detail}", EndCause.FAULT)
+
+    def weights_differ(self, name: str, plan_id: int, reason: str) -> list[Action]:
+        """The weights of a stage are not those of the coordinator's checkpoint: what it has computed may be
+        wrong. It is not used again before it joins anew.
+        """
+        record = self.workers.find(name)
+        if record is None or plan_id != self._plan_id or record.stage is None:
+            return []
+        record.quarantine(f"its weights differ: {reason}")
+        return self._give_up_plan(f"worker {name}: {record.detail}", EndCause.FAULT)
 
     def epoch_ready(self, name: str, epoch: int) -> list[Action]:
         """A stage has empty pools and is connected to the next one."""

@@ -7,6 +7,7 @@ one.
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import assert_never
 
 from coordinator.cluster.actions import (
@@ -41,6 +42,7 @@ from coordinator.cluster.self_check import SelfCheck
 from coordinator.cluster.stage_kernels import stage_kernels
 from coordinator.cluster.step_limits import PaceSettings, scheduler_limits
 from coordinator.cluster.watch import Watch
+from coordinator.cluster.weights_check import WeightsCheck
 from coordinator.cluster.worker_connection import WorkerConnection
 from coordinator.model import ServedModel
 from coordinator.requests.engine import Engine
@@ -73,6 +75,7 @@ class Controller:
         on_serving: Callable[[bool], None] = lambda _: None,
         on_epoch_end: Callable[[EndCause], None] = lambda _: None,
         self_check: SelfCheck | None = None,
+        cache_directory: Path | None = None,
         new_secret: Callable[[], bytes] = new_secret,
     ) -> None:
         """`on_serving` is told whether new requests are served, when that may have changed; `on_epoch_end`
@@ -105,11 +108,14 @@ class Controller:
             on_time=state.note_time,
         )
         self.ledger_check = LedgerCheck(engine)
+        self._weights_check = None if model.is_mock else self._new_weights_check(cache_directory)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
         """Begins to watch leases and steps. Requests that are here already wait as long as after a loss."""
         self._spawn(self._watch.run())
+        if self._weights_check is not None:
+            self._spawn(self._weights_check.run())
         self._carry_out(self.state.start())
         if self._engine.registry.live:
             self.availability.limit_waiting()
@@ -177,6 +183,8 @@ class Controller:
                 connection.kernels_detail = message.loaded.kernels_detail
                 connection.heartbeat.weight_bytes = message.loaded.weight_bytes
                 connection.heartbeat.kv_bytes = message.loaded.kv_bytes
+                if not connection.identity.is_mock:
+                    connection.heartbeat.weights = cluster_pb2.WEIGHTS_CHECK_SAMPLED
                 self._carry_out(self.state.loaded(name, message.loaded.plan_id))
             case "load_failed":
                 connection.loads_tokenizer = False
@@ -185,6 +193,10 @@ class Controller:
                 self._carry_out(self.state.load_failed(name, failed.plan_id, failed.reason))
             case "epoch_ready":
                 self._carry_out(self.state.epoch_ready(name, message.epoch_ready.epoch))
+            case "weights_differ":
+                differ = message.weights_differ
+                self._events.weights_differ(name, differ.reason)
+                self._carry_out(self.state.weights_differ(name, differ.plan_id, differ.reason))
             case "wants_drain":
                 self._events.leaving(name, asks_itself=True)
                 self._carry_out(self.state.drain(name))
@@ -336,10 +348,28 @@ class Controller:
         if (connection := self.connections.of(action.worker)) is not None:
             self.leave(connection, action.reason)
 
+    def _new_weights_check(self, cache_directory: Path | None) -> WeightsCheck:
+        return WeightsCheck(
+            self._model,
+            activity=self._activity,
+            send=self._send,
+            idle_s=self.timing.weights_idle_s,
+            cache_directory=cache_directory,
+        )
+
+    def _activity(self) -> object | None:
+        """Changes with every request; None while one is live, or nothing serves."""
+        if self._engine.registry.live or self.state.phase is not ClusterPhase.SERVING:
+            return None
+        return self.state.epoch, self._engine.totals.finished
+
+    def _send(self, worker: WorkerIdentity, message: cluster_pb2.CoordinatorMessage) -> None:
+        if (connection := self.connections.of(worker)) is not None:
+            connection.send(message)
+
     def _let_go(self, action: LetGo) -> None:
-        if (connection := self.connections.of(action.worker)) is not None:
-            leave = cluster_pb2.Leave(reason=action.reason, exit_process=True)
-            connection.send(cluster_pb2.CoordinatorMessage(leave=leave))
+        leave = cluster_pb2.Leave(reason=action.reason, exit_process=True)
+        self._send(action.worker, cluster_pb2.CoordinatorMessage(leave=leave))
 
     async def _finish_running(self, action: FinishRunning) -> None:
         """Nobody can take the layers of this worker: what runs is finished before it goes."""
@@ -373,6 +403,9 @@ class Controller:
         self._events.serving(action.epoch, plan)
         self._events.computing([stage_kernels(each) for each in self._stage_connections()])
         self._engine.durability.note_served()
+        if self._weights_check is not None:
+            workers = (each.identity for each in self.state.stage_workers)
+            self._weights_check.plan_serves(self.state.plan_id, zip(workers, plan.stages, strict=True))
         # Whoever drains while nobody can take its layers waits for what runs.
         starts_new = not any(record.is_draining for record in self.state.stage_workers)
         self.availability.begin(starts_new=starts_new)

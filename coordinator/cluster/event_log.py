@@ -64,6 +64,13 @@ class EventLog:
             extra=about(worker=worker),
         )
 
+    def weights_differ(self, worker: str, reason: str) -> None:
+        log.error(
+            "worker %s has other weights than the coordinator, tokens may have been wrong: %s",
+            *(worker, reason),
+            extra=about(worker=worker),
+        )
+
     def leaving(self, worker: str, *, asks_itself: bool) -> None:
         """A drain begins."""
         wish = "wants to leave" if asks_itself else "is to leave"

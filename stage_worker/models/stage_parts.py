@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from checkpoint.file_identity import FileIdentity
 from stage_worker.models.decoder_layer import DecoderLayer
 from stage_worker.models.kernels import Kernels
 from stage_worker.models.projections import PlainProjection, Projection, project
-from stage_worker.weights import FileIdentity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from stageline.cli import options
 from stageline.version import VERSION
 from telemetry.environment import read_environment
 from telemetry.logs import LogFormat, LogLevel, LogSettings
+from wire.user_cache import user_cache_directory
 
 
 def coordinator(
@@ -80,6 +81,7 @@ def coordinator(
             drain_timeout_s=drain_timeout,
             mock_model=mock_model,
             self_check=self_check,
+            cache_directory=user_cache_directory(os.environ),
             journal=journal,
             reattach_timeout_s=reattach_timeout,
             http=options.http_address(http, options.DEFAULT_HTTP, is_off=no_http, token_file=http_token_file),

@@ -34,6 +34,7 @@ def status_view(status: cluster_pb2.GetStatusResponse) -> RenderableType:
         _describe_requests(status),
         f"Self-check {status.self_check.detail}",
         *_journal(status.journal),
+        *_describe_weights(status),
         *_remarks(status),
     ]
     return Group(Text(describe_cluster(status)), "", _workers_table(status), "", Text("\n".join(lines)))
@@ -146,6 +147,16 @@ def _describe_requests(status: cluster_pb2.GetStatusResponse) -> str:
         f"{counts.kept} kept"
         + (f"; {counts.orphaned} were orphans, which is a defect" if counts.orphaned else "")
     )
+
+
+def _describe_weights(status: cluster_pb2.GetStatusResponse) -> list[str]:
+    """How the weights of each stage were compared with the coordinator's; mock stages have none."""
+    checked = [
+        f"stage {worker.stage} {_name(cluster_pb2.WeightsCheck.Name(worker.weights), 'WEIGHTS_CHECK_')}"
+        for worker in _in_stage_order(status)
+        if worker.HasField("stage") and worker.weights
+    ]
+    return [f"Weights compared: {', '.join(checked)}"] if checked else []
 
 
 def _remarks(status: cluster_pb2.GetStatusResponse) -> list[str]:

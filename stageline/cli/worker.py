@@ -13,6 +13,7 @@ from stageline.cli import options
 from stageline.version import VERSION
 from telemetry.environment import read_environment
 from telemetry.logs import LogFormat, LogLevel, LogSettings
+from wire.user_cache import user_cache_directory
 from wire.wire_dtypes import parse_wire_dtype
 
 
@@ -52,6 +53,7 @@ def worker(
             cpu_set=None if cpu_set is None else parse_cpu_set(cpu_set),
             wire_dtype=None if wire_dtype is None else parse_wire_dtype(wire_dtype),
             kernels=kernels,
+            cache_directory=user_cache_directory(os.environ),
             telemetry=read_environment(os.environ, version=VERSION),
             logs=LogSettings(format=log_format, level=log_level),
         )

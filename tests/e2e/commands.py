@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +22,10 @@ ENVIRONMENT: Mapping[str, str] = {
     "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "proto")]),
     # Tables are as wide as the terminal, which a pipe is not.
     "COLUMNS": "160",
+    # What the processes keep for their user is of these tests only.
+    "XDG_CACHE_HOME": tempfile.mkdtemp(prefix="stageline-cache-"),
 }
+atexit.register(shutil.rmtree, ENVIRONMENT["XDG_CACHE_HOME"], ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True)

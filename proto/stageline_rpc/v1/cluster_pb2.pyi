@@ -182,8 +182,8 @@ class _WorkerStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerSta
     WORKER_STATE_READY: _WorkerState.ValueType  # 3
     WORKER_STATE_LOST: _WorkerState.ValueType  # 4
     WORKER_STATE_QUARANTINED: _WorkerState.ValueType  # 6
-    """It failed to load its layers twice, or it alone can be why a plan failed its self-check, and is not tried again
-    before it joins anew.
+    """It failed to load its layers twice, its weights differ from the coordinator's, or it alone can be why a plan failed
+    its self-check, and is not tried again before it joins anew.
     """
     WORKER_STATE_JOINING: _WorkerState.ValueType  # 7
     """It was lost again and again, and has to wait before it is used."""
@@ -202,8 +202,8 @@ WORKER_STATE_LOADING: WorkerState.ValueType  # 2
 WORKER_STATE_READY: WorkerState.ValueType  # 3
 WORKER_STATE_LOST: WorkerState.ValueType  # 4
 WORKER_STATE_QUARANTINED: WorkerState.ValueType  # 6
-"""It failed to load its layers twice, or it alone can be why a plan failed its self-check, and is not tried again
-before it joins anew.
+"""It failed to load its layers twice, its weights differ from the coordinator's, or it alone can be why a plan failed
+its self-check, and is not tried again before it joins anew.
 """
 WORKER_STATE_JOINING: WorkerState.ValueType  # 7
 """It was lost again and again, and has to wait before it is used."""
@@ -226,6 +226,7 @@ class WorkerMessage(_message.Message):
     EPOCH_READY_FIELD_NUMBER: _builtins.int
     FAULT_FIELD_NUMBER: _builtins.int
     WANTS_DRAIN_FIELD_NUMBER: _builtins.int
+    WEIGHTS_DIFFER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___WorkerHello: ...
     @_builtins.property
@@ -240,6 +241,8 @@ class WorkerMessage(_message.Message):
     def fault(self) -> Global___StepFault: ...
     @_builtins.property
     def wants_drain(self) -> Global___WantsDrain: ...
+    @_builtins.property
+    def weights_differ(self) -> Global___WeightsDiffer: ...
     def __init__(
         self,
         *,
@@ -250,12 +253,13 @@ class WorkerMessage(_message.Message):
         epoch_ready: Global___EpochReady | None = ...,
         fault: Global___StepFault | None = ...,
         wants_drain: Global___WantsDrain | None = ...,
+        weights_differ: Global___WeightsDiffer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["epoch_ready", b"epoch_ready", "fault", b"fault", "heartbeat", b"heartbeat", "hello", b"hello", "load_failed", b"load_failed", "loaded", b"loaded", "message", b"message", "wants_drain", b"wants_drain"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["epoch_ready", b"epoch_ready", "fault", b"fault", "heartbeat", b"heartbeat", "hello", b"hello", "load_failed", b"load_failed", "loaded", b"loaded", "message", b"message", "wants_drain", b"wants_drain", "weights_differ", b"weights_differ"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch_ready", b"epoch_ready", "fault", b"fault", "heartbeat", b"heartbeat", "hello", b"hello", "load_failed", b"load_failed", "loaded", b"loaded", "message", b"message", "wants_drain", b"wants_drain"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch_ready", b"epoch_ready", "fault", b"fault", "heartbeat", b"heartbeat", "hello", b"hello", "load_failed", b"load_failed", "loaded", b"loaded", "message", b"message", "wants_drain", b"wants_drain", "weights_differ", b"weights_differ"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "heartbeat", "loaded", "load_failed", "epoch_ready", "fault", "wants_drain"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "heartbeat", "loaded", "load_failed", "epoch_ready", "fault", "wants_drain", "weights_differ"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -272,6 +276,7 @@ class CoordinatorMessage(_message.Message):
     END_EPOCH_FIELD_NUMBER: _builtins.int
     HEARTBEAT_ANSWER_FIELD_NUMBER: _builtins.int
     SERVING_FIELD_NUMBER: _builtins.int
+    VERIFY_WEIGHTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -286,6 +291,8 @@ class CoordinatorMessage(_message.Message):
     def heartbeat_answer(self) -> Global___HeartbeatAnswer: ...
     @_builtins.property
     def serving(self) -> Global___Serving: ...
+    @_builtins.property
+    def verify_weights(self) -> Global___VerifyWeights: ...
     def __init__(
         self,
         *,
@@ -296,12 +303,13 @@ class CoordinatorMessage(_message.Message):
         end_epoch: Global___EndEpoch | None = ...,
         heartbeat_answer: Global___HeartbeatAnswer | None = ...,
         serving: Global___Serving | None = ...,
+        verify_weights: Global___VerifyWeights | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "begin_epoch", b"begin_epoch", "end_epoch", b"end_epoch", "heartbeat_answer", b"heartbeat_answer", "leave", b"leave", "message", b"message", "serving", b"serving", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "begin_epoch", b"begin_epoch", "end_epoch", b"end_epoch", "heartbeat_answer", b"heartbeat_answer", "leave", b"leave", "message", b"message", "serving", b"serving", "verify_weights", b"verify_weights", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "begin_epoch", b"begin_epoch", "end_epoch", b"end_epoch", "heartbeat_answer", b"heartbeat_answer", "leave", b"leave", "message", b"message", "serving", b"serving", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "begin_epoch", b"begin_epoch", "end_epoch", b"end_epoch", "heartbeat_answer", b"heartbeat_answer", "leave", b"leave", "message", b"message", "serving", b"serving", "verify_weights", b"verify_weights", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "assign", "begin_epoch", "leave", "end_epoch", "heartbeat_answer", "serving"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "assign", "begin_epoch", "leave", "end_epoch", "heartbeat_answer", "serving", "verify_weights"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -737,6 +745,87 @@ class StageLoaded(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StageLoaded: _TypeAlias = StageLoaded  # noqa: Y015
+
+@_typing.final
+class VerifyWeights(_message.Message):
+    """Hash every byte of the weights of this stage, while no step runs, and compare. Equal: heartbeats say
+    WEIGHTS_CHECK_FULL from then on. Otherwise the answer is `weights_differ`.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLAN_ID_FIELD_NUMBER: _builtins.int
+    IDLE_MS_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
+    plan_id: _builtins.int
+    idle_ms: _builtins.int
+    """A slice of a file is read when there was no step for so long, in milliseconds."""
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorHash]:
+        """Those of the coordinator's checkpoint, for every tensor of the stage."""
+
+    def __init__(
+        self,
+        *,
+        plan_id: _builtins.int = ...,
+        idle_ms: _builtins.int = ...,
+        tensors: _abc.Iterable[Global___TensorHash] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["idle_ms", b"idle_ms", "plan_id", b"plan_id", "tensors", b"tensors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifyWeights: _TypeAlias = VerifyWeights  # noqa: Y015
+
+@_typing.final
+class TensorHash(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    XXH3_128_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    xxh3_128: _builtins.bytes
+    """XXH3-128 over the bytes of the tensor as they are in its file; 16 bytes, most significant first."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        xxh3_128: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "xxh3_128", b"xxh3_128"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TensorHash: _TypeAlias = TensorHash  # noqa: Y015
+
+@_typing.final
+class WeightsDiffer(_message.Message):
+    """The weights of this stage are not those of the coordinator's checkpoint: what it has computed may be wrong."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLAN_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    plan_id: _builtins.int
+    reason: _builtins.str
+    """The first tensor with both hashes, and how many differ."""
+    def __init__(
+        self,
+        *,
+        plan_id: _builtins.int = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["plan_id", b"plan_id", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightsDiffer: _TypeAlias = WeightsDiffer  # noqa: Y015
 
 @_typing.final
 class LoadFailed(_message.Message):

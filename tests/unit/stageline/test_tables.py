@@ -15,6 +15,7 @@ def _worker(stage: int, role: cluster_pb2.StageRole, layers: tuple[int, int]) ->
         layer_begin=layers[0],
         layer_end=layers[1],
         memory_bytes=20 * 2**30,
+        weights=cluster_pb2.WEIGHTS_CHECK_SAMPLED if stage else cluster_pb2.WEIGHTS_CHECK_FULL,
         heartbeat=cluster_pb2.Heartbeat(
             weight_bytes=12 * 2**30,
             kv_bytes=640 * 2**20,
@@ -104,6 +105,7 @@ def test_the_status_fits_into_110_columns_with_one_line_for_each_worker() -> Non
     assert "Requests: 1 waiting, 2 in prefill, 3 in decode, 0 steps in flight, 0 detached" in lines
     assert "Ended: 4 finished, 5 cancelled, 6 failed, 0 kept" in lines
     assert "Self-check passed: by a hair" in lines
+    assert "Weights compared: stage 0 full, stage 1 sampled" in lines
     assert lines[-1] == "spare: out of work"
 
 

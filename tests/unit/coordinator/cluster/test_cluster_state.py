@@ -379,6 +379,21 @@ def test_a_failure_of_an_older_plan_changes_nothing() -> None:
     assert cluster.state.phase is ClusterPhase.SERVING
 
 
+def test_a_worker_whose_weights_differ_is_replaced_at_once_and_not_used_again() -> None:
+    cluster = ClusterDriver(num_stages=2).serving()
+    cluster.join("c")
+    state, epoch = cluster.state, cluster.state.epoch
+    assert state.weights_differ("a", state.plan_id - 1, "late") == []
+    assert state.weights_differ("c", state.plan_id, "it has no stage") == []
+    stop, *assigns = state.weights_differ("a", state.plan_id, "tensor x")
+    assert stop == StopServing(epoch, "worker a: its weights differ: tensor x", EndCause.FAULT)
+    assert {each.worker.name for each in assigns if isinstance(each, AssignStage)} == {"b", "c"}
+    assert state.workers["a"].state is WorkerState.QUARANTINED
+    cluster.lose("c")
+    assert state.phase is not ClusterPhase.SERVING
+    assert "a" not in cluster.stage_names
+
+
 def test_an_impossible_plan_blocks_with_the_numbers() -> None:
     cluster = ClusterDriver(num_stages=2, needed_bytes=100)
     cluster.join("a", memory_bytes=60)

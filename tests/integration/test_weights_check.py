@@ -1,0 +1,104 @@
+"""Every byte of the weights is compared with the coordinator's checkpoint while the cluster is idle."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from checkpoint import Checkpoint
+from stageline_rpc.v1 import cluster_pb2
+from tests.checkpoints import byte_outside_of_samples, flip_byte, make_checkpoint
+from tests.integration.cluster import TEST_TIMING, Ask, Cluster
+
+LAYERS = (1, 1, 1)
+TIMING = replace(TEST_TIMING, weights_idle_s=0.05, return_grace_s=0.05)
+NEVER = replace(TEST_TIMING, weights_idle_s=3600.0)
+ASK = Ask(prompt=(5, 17, 99), max_tokens=12)
+TENSOR = "model.layers.1.mlp.gate_proj.weight"
+LEVELS = {
+    cluster_pb2.WEIGHTS_CHECK_UNSPECIFIED: "unchecked",
+    cluster_pb2.WEIGHTS_CHECK_SAMPLED: "sampled",
+    cluster_pb2.WEIGHTS_CHECK_FULL: "full",
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "llama", num_layers=3, initializer_range=0.3)
+
+
+def levels(status: cluster_pb2.GetStatusResponse) -> list[str]:
+    return [LEVELS[worker.weights] for worker in status.workers if worker.HasField("stage")]
+
+
+def with_one_other_byte(model: Path, directory: Path, tensor: str) -> Path:
+    """A copy with the same fingerprint."""
+    copy = shutil.copytree(model, directory / "damaged")
+    entry = Checkpoint.open(copy).tensors[tensor]
+    flip_byte(copy / entry.file, byte_outside_of_samples(tensor, entry))
+    assert Checkpoint.open(copy).fingerprint == Checkpoint.open(model).fingerprint
+    return copy
+
+
+async def test_weights_are_compared_by_samples_first_and_in_full_when_idle(model: Path) -> None:
+    async with Cluster(model, layers=LAYERS, timing=NEVER) as cluster:
+        assert levels(await cluster.client.status()) == ["sampled"] * 3
+    async with Cluster(model, layers=LAYERS, timing=TIMING) as cluster:
+        await cluster.wait_status(lambda status: levels(status) == ["full"] * 3)
+        # The next plan is compared anew; a spare has nothing to compare.
+        await cluster.start_worker("w3")
+        await cluster.workers["w1"].stop()
+        await cluster.wait_status(lambda status: levels(status) == ["full"] * 3 and cluster.epoch > 1)
+        status = await cluster.client.status()
+        assert [worker.name for worker in status.workers if worker.HasField("stage")] == ["w0", "w3", "w2"]
+
+
+async def test_a_byte_that_no_sample_covers_takes_the_worker_out_and_names_the_tensor(
+    model: Path, tmp_path: Path
+) -> None:
+    damaged = with_one_other_byte(model, tmp_path, TENSOR)
+    async with Cluster(model, layers=LAYERS, timing=TIMING, num_workers=1, waits=False) as cluster:
+        await cluster.start_worker("w1", model_directory=damaged)
+        await cluster.start_worker("w2")
+
+        def is_out(status: cluster_pb2.GetStatusResponse) -> bool:
+            return cluster_pb2.WORKER_STATE_QUARANTINED in (worker.state for worker in status.workers)
+
+        status = await cluster.wait_status(is_out)
+        (out,) = [each for each in status.workers if each.state == cluster_pb2.WORKER_STATE_QUARANTINED]
+        assert out.name == "w1"
+        assert f"{damaged / 'model.safetensors'}: tensor {TENSOR} has the XXH3-128 " in out.detail
+        assert out.detail.endswith("1 of 9 tensors of this stage differ")
+
+        # The others take its layers over, and are right.
+        await cluster.wait_status(
+            lambda status: (
+                status.state == cluster_pb2.CLUSTER_STATE_SERVING and levels(status) == ["full"] * 2
+            )
+        )
+        answer = await cluster.generate(ASK)
+    async with Cluster(model, layers=LAYERS, timing=NEVER) as cluster:
+        assert (await cluster.generate(ASK.again())).tokens == answer.tokens
+
+
+async def test_the_same_files_are_refused_when_their_worker_joins_again(model: Path, tmp_path: Path) -> None:
+    damaged = with_one_other_byte(model, tmp_path, TENSOR)
+    async with Cluster(model, layers=(3,), timing=TIMING, num_workers=0, waits=False) as cluster:
+        await cluster.start_worker("w0", model_directory=damaged)
+        first = await cluster.wait_state(cluster_pb2.CLUSTER_STATE_BLOCKED)
+        assert "its weights differ" in first.workers[0].detail
+        before = cluster.incarnations()["w0"]
+        controller = cluster.server.controller
+        controller.leave(controller.connections["w0"], "its stream is cut")
+        again = await cluster.wait_status(
+            lambda status: (
+                status.state == cluster_pb2.CLUSTER_STATE_BLOCKED
+                and cluster.incarnations().get("w0", before) != before
+            )
+        )
+        assert "could not load its stage" in again.workers[0].detail
+        assert f"tensor {TENSOR} has the XXH3-128" in again.workers[0].detail
+        assert cluster.epoch == first.epoch, "no token of it was served again"
