@@ -37,6 +37,7 @@ from kvcache.integrity_monitor import IntegrityMonitor, IntegrityReport
 from kvcache.ledger import CachedBlock, Ledger
 from kvcache.pool import BlockPool
 from kvcache.sequence import ActiveSequence
+from kvcache.window import KvWindow
 
 __all__ = [
     "DEFAULT_SALT",
@@ -58,6 +59,7 @@ __all__ = [
     "IntegrityReport",
     "InvalidSignal",
     "KvCacheError",
+    "KvWindow",
     "Ledger",
     "NothingToPop",
     "OutOfBlocks",

@@ -15,12 +15,12 @@ import torch
 
 from checkpoint import Checkpoint, DType
 from coordinator.scheduling.kv_log import KvLog
-from coordinator.scheduling.kv_window import KvWindow
 from coordinator.scheduling.lifecycle import SequenceState
 from coordinator.scheduling.order import QueueOrder
 from coordinator.scheduling.pace import SchedulerLimits
 from coordinator.scheduling.scheduler import Scheduler
 from coordinator.scheduling.sequence import Sequence
+from kvcache import KvWindow
 from kvcache.pages import KvPages
 from stage_worker.assignment import Assignment
 from stage_worker.executor import StepExecutor
@@ -209,7 +209,7 @@ class LocalPipeline:
             num_blocks=self._num_blocks,
             max_step_tokens=self._limits.max_step_tokens,
             max_step_sequences=self._limits.max_step_sequences,
-            max_sequence_tokens=min(config.max_position_embeddings, self._num_blocks * self._block_size),
+            max_sequence_tokens=config.max_position_embeddings,
         )
         device = torch.device("cpu")
         model = DecoderStage(

@@ -284,7 +284,7 @@ def _max_tokens(
 
 def _limit_reason(model: ServedModel, plan: Plan) -> str:
     model_limit = model.config.max_position_embeddings
-    return (
-        f"model: {model_limit}, configured: {plan.limits.max_sequence_tokens}, "
-        f"KV cache: {plan.num_kv_tokens} = {plan.num_blocks} blocks of {plan.block_size}"
-    )
+    limits = f"model: {model_limit}, configured: {plan.limits.max_sequence_tokens}"
+    if plan.holds_any_length:
+        return limits
+    return f"{limits}, KV cache: {plan.num_kv_tokens} = {plan.num_blocks} blocks of {plan.block_size}"

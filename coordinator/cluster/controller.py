@@ -48,7 +48,6 @@ from coordinator.model import ServedModel
 from coordinator.requests.engine import Engine
 from coordinator.scheduling.in_flight import ResultMismatch
 from coordinator.scheduling.kv_log import KvLog
-from coordinator.scheduling.kv_window import KvWindow
 from coordinator.timing import ClusterTiming
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
 from wire.errors import StaleStream, StepFaultKind, WorkerNotFound
@@ -397,7 +396,7 @@ class Controller:
             num_blocks=plan.num_blocks,
             block_size=plan.block_size,
             prefix_caching=self.prefix_caching,
-            window=KvWindow.of(self._model.config.layer_windows, plan.limits.max_step_tokens),
+            window=plan.window,
         )
         limits = scheduler_limits(plan, self._pace, hidden_size=self._model.config.hidden_size)
         self._events.serving(action.epoch, plan)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from checkpoint import DType
+from kvcache import KvWindow
 from wire.roles import StageRole
 
 
@@ -92,13 +93,17 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """All stages in order. Each has exactly `num_blocks` KV blocks, also where memory would allow more."""
+    """All stages in order. Each has exactly `num_blocks` KV blocks, also where memory would allow more.
+
+    `window` is what the layers see, where all of them have a sliding window.
+    """
 
     stages: tuple[StagePlan, ...]
     num_blocks: int
     block_size: int
     dtype: DType
     limits: StepLimits
+    window: KvWindow | None = None
 
     @property
     def num_layers(self) -> int:
@@ -111,8 +116,15 @@ class Plan:
         return self.num_blocks * self.block_size
 
     @property
+    def holds_any_length(self) -> bool:
+        """Sequences give back the blocks that their window hides, and what they hold at most fits."""
+        return self.window is not None and self.window.min_blocks(self.block_size) <= self.num_blocks
+
+    @property
     def max_sequence_tokens(self) -> int:
         """The longest sequence that is accepted: bound by model, by `--max-model-len` and by the cache."""
+        if self.holds_any_length:
+            return self.limits.max_sequence_tokens
         return min(self.limits.max_sequence_tokens, self.num_kv_tokens)
 
 

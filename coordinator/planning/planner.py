@@ -22,6 +22,7 @@ from coordinator.planning.plan import Plan, StagePlan, StepLimits, WorkerCapacit
 from coordinator.planning.refusals import refuse_counts, refuse_layers, refuse_memory
 from coordinator.planning.split import Split, SplitProblem, best_split
 from coordinator.planning.stage_memory import StageMemory
+from kvcache import KvWindow
 from wire.roles import StageRole
 
 MIN_KV_TOKENS = 512
@@ -66,7 +67,14 @@ def make_plan(
             refuse_memory(memory, workers, problem)
         split = found
     stages = tuple(_stage(memory, workers, split, stage) for stage in range(len(workers)))
-    return Plan(stages=stages, num_blocks=split.num_blocks, block_size=block_size, dtype=dtype, limits=limits)
+    return Plan(
+        stages=stages,
+        num_blocks=split.num_blocks,
+        block_size=block_size,
+        dtype=dtype,
+        limits=limits,
+        window=KvWindow.of(config.layer_windows, limits.max_step_tokens),
+    )
 
 
 def _problem(

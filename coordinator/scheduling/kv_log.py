@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
 
-from coordinator.scheduling.kv_window import KvWindow
 from coordinator.scheduling.sequence import Sequence
 from kvcache import (
     DEFAULT_SALT,
@@ -16,6 +15,7 @@ from kvcache import (
     CachedBlock,
     Event,
     FullBlock,
+    KvWindow,
     Ledger,
     OutOfBlocks,
     Signal,
@@ -130,9 +130,10 @@ class KvLog:
         num_cached_tokens = 0 if sequence.needs_scoring else self._ledger.num_cached_tokens(active)
         num_new_blocks = len(blocks) - num_owned
         if self._window is not None:
-            # First it holds what is cached, all of it; then never more than the window and one chunk.
-            most = max(num_cached_tokens // self._block_size, self._window.num_blocks(self._block_size))
-            num_new_blocks = min(num_new_blocks, most)
+            # First it holds what is cached, all of it; then never more than the window and one chunk, which
+            # `allocate` cuts to the blocks that are left.
+            needed = self._window.admission_blocks(self._block_size, self._num_blocks)
+            num_new_blocks = min(num_new_blocks, max(num_cached_tokens // self._block_size, needed))
         return AdmissionPlan(active, num_cached_tokens, num_new_blocks)
 
     def can_admit(self, plan: AdmissionPlan, *, is_alone: bool) -> bool:
@@ -152,19 +153,28 @@ class KvLog:
 
     def allocate(
         self, key: SequenceKey, active: ActiveSequence, num_tokens: int, *, first_query: int = 0
-    ) -> None:
+    ) -> int:
         """Blocks for the first `num_tokens` tokens, of which those from `first_query` on are computed now.
 
         A sequence begins by taking hold of everything that is cached before `first_query`; what its window
-        hides from there on it gives back before it takes new blocks. Raises OutOfBlocks; then no block was
-        added to those that the sequence held. What `can_admit` has just allowed begins without that error.
+        hides from there on it gives back before it takes new blocks. With a window, whose sequences may be
+        longer than the cache, fewer tokens are allocated where blocks are short. Returns the number of tokens
+        that have blocks now, above `first_query`. Raises OutOfBlocks; then no block was added to those that
+        the sequence held. What `can_admit` has just allowed begins without that error.
         """
         self._planned = None
         if self._window is not None:
             if active.num_allocated_blocks == 0:
                 self._extend(key, active, first_query // self._block_size * self._block_size)
             self._release_unseen(key, active, self._window, first_query)
+            num_tokens = self._affordable(active, num_tokens, first_query)
         self._extend(key, active, num_tokens)
+        return num_tokens
+
+    def _affordable(self, active: ActiveSequence, num_tokens: int, first_query: int) -> int:
+        """As many of `num_tokens` as there are blocks for; all, if that is none beyond `first_query`."""
+        end = (active.num_allocated_blocks + self.num_available) * self._block_size
+        return end if first_query < end < num_tokens else num_tokens
 
     def append(self, sequence: Sequence) -> None:
         """A block slot for the newest token of `sequence`. Raises OutOfBlocks; then the token is not

@@ -372,7 +372,7 @@ class Scheduler:
         if size == 0:
             return False
         try:
-            kv.allocate(sequence.key, sequence.kv, start + size, first_query=start)
+            size = kv.allocate(sequence.key, sequence.kv, start + size, first_query=start) - start
         except OutOfBlocks:
             return False
         draft.add_chunk(sequence, *sequence.take_chunk(size))

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from coordinator.scheduling.kv_window import KvWindow
+from kvcache import KvWindow
 from kvcache.pages import KvPages
+from stageline import InvalidRequest
 from tests.checkpoints import make_checkpoint
+from tests.integration.cluster import Cluster
 from tests.local_pipeline import GREEDY, LocalPipeline, Request, Run
 from wire.errors import StepFault, StepFaultKind
 from wire.steps import Step
@@ -197,3 +199,32 @@ def test_the_widest_window_counts_and_full_attention_hides_nothing(
 ) -> None:
     window = KvWindow.of(windows, 10)
     assert (window.num_tokens if window else None) == widest
+
+
+@pytest.mark.parametrize("num_blocks", [5, 7, 16])
+def test_sequences_longer_than_the_cache_are_computed_through_their_window(
+    mistral: Path, num_blocks: int
+) -> None:
+    """They hold 7 blocks at most, and 5 do: chunks are cut to the blocks that are left."""
+    expected = new_pipeline(mistral, num_blocks=90).serve(LOAD).tokens
+    assert KvWindow(WINDOW, CHUNK).min_blocks(BLOCK_SIZE) == 5
+    pipeline = new_pipeline(mistral, num_blocks=num_blocks)
+    pipeline.on_step = watch = Watch()
+    assert pipeline.serve(LOAD).tokens == expected
+    assert max(watch.most_held.values()) <= 7
+    assert watch.most_active <= num_blocks
+
+
+async def test_a_cluster_accepts_a_sequence_longer_than_its_cache(mistral: Path) -> None:
+    prompt, max_tokens = prompt_of(200, 1), 40
+    expected = new_pipeline(mistral, num_blocks=90).generate([prompt], max_tokens=max_tokens)
+    async with Cluster(
+        mistral, layers=LAYERS, block_size=BLOCK_SIZE, max_step_tokens=CHUNK, max_kv_tokens=16 * BLOCK_SIZE
+    ) as cluster:
+        model = await cluster.client.model()
+        assert model.max_sequence_tokens == 512
+        (completion,) = await cluster.client.complete(prompt, max_tokens=max_tokens, ignore_eos=True)
+        assert [list(completion.token_ids)] == expected
+        with pytest.raises(InvalidRequest, match=r"more than the 512 that fit \(model: 512") as refused:
+            await cluster.client.complete(prompt, max_tokens=400)
+        assert "KV cache" not in str(refused.value)

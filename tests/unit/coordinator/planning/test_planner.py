@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations, pairwise, permutations
 
 import pytest
@@ -170,6 +171,23 @@ def test_sequences_are_bound_by_model_caller_and_cache() -> None:
     assert long.max_sequence_tokens == 1024
     beyond = llama(max_position_embeddings=16)
     assert small_plan(beyond, workers(GIB)).max_sequence_tokens == 16
+
+
+@pytest.mark.parametrize(
+    ("windows", "num_blocks", "longest"),
+    [((5, 5), 4, 40), ((5, 3), 4, 40), ((5, 5), 2, 8), ((5, None), 4, 16), ((12, 12), 4, 16)],
+)
+def test_the_cache_bounds_no_sequence_whose_window_fits_into_it(
+    windows: tuple[int | None, ...], num_blocks: int, longest: int
+) -> None:
+    """With a chunk of one block of 4, a window of 5 takes up to 3 blocks and one of 12 up to 5."""
+    config = replace(llama(num_layers=2), layer_windows=windows, max_position_embeddings=40)
+    limits = replace(SMALL_STEPS, max_sequence_tokens=100)
+    plan = make_plan(
+        config, DType.F32, workers(GIB), limits=limits, block_size=4, max_kv_tokens=4 * num_blocks
+    )
+    assert plan.num_blocks == num_blocks
+    assert plan.max_sequence_tokens == longest
 
 
 def test_given_layers_are_used_as_they_are() -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from coordinator.scheduling.kv_log import KvLog
-from coordinator.scheduling.kv_window import KvWindow
 from coordinator.scheduling.lifecycle import SequenceState
 from coordinator.scheduling.order import QueueOrder
 from coordinator.scheduling.pace import SchedulerLimits
@@ -15,6 +14,7 @@ from coordinator.scheduling.scheduler import Scheduler
 from coordinator.scheduling.sequence import FinishReason
 from coordinator.scheduling.sequence import Sequence as RequestSequence
 from coordinator.scheduling.work import decodes_cost
+from kvcache import KvWindow
 from tests.unit.coordinator.scheduling.stage_replica import StageReplica, kv_entries, kv_entry, sample
 from wire.ids import RequestId, SequenceKey
 from wire.steps import (

@@ -8,7 +8,6 @@ import pytest
 
 import kvcache.chain
 from coordinator.scheduling.kv_log import KvLog
-from coordinator.scheduling.kv_window import KvWindow
 from coordinator.scheduling.order import QueueOrder
 from coordinator.scheduling.sequence import Sequence
 from kvcache import (
@@ -18,6 +17,7 @@ from kvcache import (
     Destroy,
     FullBlock,
     IntegrityBroken,
+    KvWindow,
     OutOfBlocks,
     Promote,
     Use,

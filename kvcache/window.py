@@ -35,5 +35,20 @@ class KvWindow:
         the last slot of a block. The block before the first query is held even if a window of one token hides
         it, for a sequence never releases the newest block that it has.
         """
-        num_positions = max(1, self.num_tokens - 1) + self.max_step_tokens
+        return self._num_blocks(block_size, self.max_step_tokens)
+
+    def min_blocks(self, block_size: int) -> int:
+        """The blocks without which a sequence of any length cannot be computed: a step takes one block of its
+        prompt at least.
+        """
+        return self._num_blocks(block_size, min(block_size, self.max_step_tokens))
+
+    def admission_blocks(self, block_size: int, num_blocks: int) -> int:
+        """Blocks with which a sequence begins in a cache of `num_blocks`: enough for the longest step, but no
+        more than half of the cache where fewer do. Longer steps are cut to the blocks that are left.
+        """
+        return max(self.min_blocks(block_size), min(self.num_blocks(block_size), num_blocks // 2))
+
+    def _num_blocks(self, block_size: int, num_step_tokens: int) -> int:
+        num_positions = max(1, self.num_tokens - 1) + num_step_tokens
         return (num_positions + block_size - 2) // block_size + 1
