@@ -1,8 +1,10 @@
 """The coordinator's end of the pipeline for one epoch: steps to FIRST."""
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
+from typing import Any
 
 import grpc
 
@@ -46,7 +48,7 @@ class PipelineLink:
         self._now_us = now_us
         self._steps: asyncio.Queue[tuple[Step, int]] = asyncio.Queue()
         self._call: ForwardCall | None = None
-        self._watcher: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     def send(self, step: Step) -> None:
         """Queues a step; never blocks."""
@@ -54,10 +56,11 @@ class PipelineLink:
 
     async def open(self) -> None:
         """Dials FIRST and waits until it accepts. Raises LinkBroken with the reason."""
-        self._call = open_forward(self._channel, self._requests())
+        # With an iterator of requests, gRPC leaves a task behind that complains when it is collected.
+        call = self._call = open_forward(self._channel)
         try:
             async with asyncio.timeout(OPEN_TIMEOUT_S):
-                response = await self._call.read()
+                response = await self._greet(call)
         except TimeoutError:
             raise LinkBroken(f"{self._where} did not accept within {OPEN_TIMEOUT_S:g} s") from None
         except grpc.aio.AioRpcError as error:
@@ -65,24 +68,31 @@ class PipelineLink:
         if not isinstance(response, stage_pb2.ForwardResponse):
             raise LinkBroken(f"{self._where} ended the stream instead of accepting it")
         log.debug("%s accepts steps", self._where, extra=about(epoch=self._hello.epoch))
-        self._watcher = asyncio.create_task(self._watch(self._call))
+        self._tasks = [asyncio.create_task(self._watch(call)), asyncio.create_task(self._write(call))]
 
     async def close(self) -> None:
         """Ends the stream; safe in every state and more than once."""
-        if self._watcher is not None:
-            self._watcher.cancel()
-            await asyncio.gather(self._watcher, return_exceptions=True)
-            self._watcher = None
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._call is not None:
             self._call.cancel()
         await self._channel.close()
 
-    async def _requests(self) -> AsyncIterator[bytes]:
-        yield stage_pb2.ForwardRequest(hello=self._hello).SerializeToString()
-        while True:
-            step, ready_at_us = await self._steps.get()
-            for message in encode_frame(encode_step(step), step.step_id, None, ready_at_us=ready_at_us):
-                yield message
+    async def _greet(self, call: ForwardCall) -> Any:
+        """The answer to hello."""
+        with contextlib.suppress(asyncio.InvalidStateError):  # it has ended, and reading says why
+            await call.write(stage_pb2.ForwardRequest(hello=self._hello).SerializeToString())
+        return await call.read()
+
+    async def _write(self, call: ForwardCall) -> None:
+        """Until the stream ends, which the watcher notices too."""
+        with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
+            while True:
+                step, ready_at_us = await self._steps.get()
+                for message in encode_frame(encode_step(step), step.step_id, None, ready_at_us=ready_at_us):
+                    await call.write(message)
 
     async def _watch(self, call: ForwardCall) -> None:
         try:
