@@ -33,6 +33,7 @@ lint: venv
 	@$(BIN)/ruff format --check .
 	@$(BIN)/lint-imports > $(VENV)/lint-imports.log || { cat $(VENV)/lint-imports.log; exit 1; }
 	@$(BIN)/mypy
+	@$(BIN)/vulture
 
 bench: venv
 	@$(BIN)/python -m bench $(BENCH)

@@ -22,7 +22,6 @@ from checkpoint.headers import TensorEntry
 from checkpoint.regular_files import is_named, open_regular
 from checkpoint.rope_config import RopeConfig, RopeKind
 from checkpoint.sizes import (
-    embedding_bytes,
     head_bytes,
     kv_bytes_per_token_per_layer,
     layer_weight_bytes,
@@ -51,7 +50,6 @@ __all__ = [
     "UnsupportedModel",
     "WrongShape",
     "differing_parts",
-    "embedding_bytes",
     "head_bytes",
     "is_named",
     "kv_bytes_per_token_per_layer",

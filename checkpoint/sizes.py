@@ -12,11 +12,6 @@ def layer_weight_bytes(config: ModelConfig, dtype: DType) -> int:
     return num_elements(layer_tensor_shapes(config)) * dtype.size_bytes
 
 
-def embedding_bytes(config: ModelConfig, dtype: DType) -> int:
-    """The embedding matrix, on the stage that has the embeddings."""
-    return config.vocab_size * config.hidden_size * dtype.size_bytes
-
-
 def head_bytes(config: ModelConfig, dtype: DType) -> int:
     """Final norm and output head on a stage that does not also have the embeddings.
 

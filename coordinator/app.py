@@ -123,7 +123,11 @@ class CoordinatorServer:
             ),
             new_secret=new_secret,
         )
-        self.metrics.watch(self.engine, self.controller, num_dropped_spans=lambda: self.recorder.num_dropped)
+        self.metrics.watch(
+            self.engine,
+            self.controller,
+            num_dropped_spans=lambda: self.recorder.num_dropped + self.trace_store.num_unwritten,
+        )
         self._sweep_interval_s = timing.sweep_interval_s
         self._sweeper: asyncio.Task[None] | None = None
         status = StatusReporter(self.controller, self.engine, model)

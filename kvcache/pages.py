@@ -24,13 +24,6 @@ class InvalidWrite(KvCacheError, ValueError):
     """Keys, values, slots or pages do not fit the store. Nothing was written."""
 
 
-def block_size_bytes(
-    *, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
-) -> int:
-    """Bytes that one block takes on a stage of `num_layers` layers, keys and values together."""
-    return num_layers * 2 * block_size * num_kv_heads * head_dim * dtype.itemsize
-
-
 class KvPages:
     """Keys and values of all layers of one stage, in `num_blocks` pages of `block_size` tokens.
 
@@ -87,7 +80,7 @@ class KvPages:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the whole store: num_blocks * block_size_bytes(...)."""
+        """Bytes of the whole store."""
         return self._store.numel() * self._store.element_size()
 
     def validate_write(
@@ -154,27 +147,6 @@ class KvPages:
         shape = (2, self.num_kv_heads, batch, num_pages * self.block_size, self.head_dim)
         keys, values = found.view(shape).unbind()
         return keys, values
-
-    def copy_blocks(self, source_pages: Tensor, target_pages: Tensor) -> None:
-        """Copies whole pages in all layers at once; both int64 [num_pages]. A page may be source and target.
-
-        Raises InvalidWrite, before anything is copied, for different counts, pages that do not exist, or two
-        copies to one page.
-        """
-        if source_pages.shape != target_pages.shape or source_pages.dim() != 1:
-            got = f"{tuple(source_pages.shape)} and {tuple(target_pages.shape)}"
-            raise InvalidWrite(f"source and target pages: expected equal lengths, got shapes {got}")
-        if source_pages.numel() == 0:
-            return
-        for name, pages in (("source", source_pages), ("target", target_pages)):
-            low, high = (int(bound) for bound in torch.aminmax(pages))
-            if low < 0 or high >= self.num_blocks:
-                raise InvalidWrite(f"{name} pages {low}..{high} needed, 0..{self.num_blocks - 1} available")
-        num_unique = torch.unique(target_pages).numel()
-        if num_unique != target_pages.numel():
-            count = target_pages.numel()
-            raise InvalidWrite(f"target pages: expected {count} different ones, got {num_unique}")
-        self._store.index_copy_(1, target_pages, self._store.index_select(1, source_pages))
 
     def _places(self, slots: Tensor) -> Tensor:
         """Rows of `_rows` that hold the tokens at `slots`, head by head."""

@@ -28,7 +28,6 @@ class SpanRecorder:
         self._resource = resource
         self._clock = clock
         self._sinks = tuple(sinks)
-        self.num_recorded = 0
 
     @property
     def clock(self) -> ClusterClock:
@@ -78,7 +77,6 @@ class SpanRecorder:
             end_time=at_us(end_s) * 1000,
             instrumentation_scope=_SCOPE,
         )
-        self.num_recorded += 1
         for sink in self._sinks:
             sink.offer(span)
 

@@ -43,13 +43,12 @@ class CoordinatorMetrics:
         self._failed_exports = self._registry.number(definitions.FAILED_EXPORTS)
         self._export: CollectorExport | None = None
         self._workers: WorkerMetrics | None = None
-        self._readouts: Readouts | None = None
 
     def watch(
         self, engine: Engine, controller: Controller, *, num_dropped_spans: Callable[[], int] = lambda: 0
     ) -> None:
         """Reads off these two, now and then; once."""
-        self._readouts = Readouts(self._registry, engine, controller, num_dropped_spans)
+        Readouts(self._registry, engine, controller, num_dropped_spans)
         self._workers = WorkerMetrics(lambda: controller.connections)
         self._registry.read_with(lambda: self.pipeline.read(engine.now_s()))
         self._registry.read_with(self._read)

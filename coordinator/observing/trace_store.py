@@ -126,6 +126,11 @@ class TraceStore:
         return self._traces.size_bytes
 
     @property
+    def num_unwritten(self) -> int:
+        """Spans that the file could not take."""
+        return 0 if self._file is None else self._file.num_lost
+
+    @property
     def num_traces(self) -> int:
         return len(self._traces)
 

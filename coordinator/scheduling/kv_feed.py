@@ -102,10 +102,6 @@ class KvFeed:
         self._block_size = 0
         self._cached_blocks: Callable[[], Iterable[CachedBlock]] = tuple
 
-    @property
-    def num_subscribers(self) -> int:
-        return len(self._subscriptions)
-
     def begin_epoch(
         self, epoch: int, *, block_size: int, cached_blocks: Callable[[], Iterable[CachedBlock]]
     ) -> None:

@@ -4,7 +4,6 @@ import sys
 
 from wire.reasons import error_line
 
-BAD_USAGE = 2
 FAILURE = 1
 INTERRUPTED = 130
 

@@ -1,5 +1,7 @@
 """A run as a picture. Needs matplotlib, which `stageline[bench]` installs."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,7 +48,7 @@ def save_plot(run: LoadRun, title: str, path: Path) -> None:
     figure.savefig(path)
 
 
-def _draw_cdf(axes: "Axes", name: str, values_s: list[float]) -> None:
+def _draw_cdf(axes: Axes, name: str, values_s: list[float]) -> None:
     values_ms = np.sort(np.array(values_s)) * _MS
     if values_ms.size:
         axes.ecdf(values_ms)
@@ -57,6 +59,6 @@ def _draw_cdf(axes: "Axes", name: str, values_s: list[float]) -> None:
     axes.set(xlabel=f"{name} [ms]", ylabel="share of samples", xlim=(0, None), ylim=(0, 1))
 
 
-def _draw_course(axes: "Axes", name: str, values: list[float], edges_s: list[float]) -> None:
+def _draw_course(axes: Axes, name: str, values: list[float], edges_s: list[float]) -> None:
     axes.stairs(values, edges_s, fill=True, alpha=0.6)
     axes.set(xlabel="time [s]", ylabel=name, xlim=(0, edges_s[-1]), ylim=(0, None))

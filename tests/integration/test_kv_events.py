@@ -109,7 +109,7 @@ async def test_a_subscriber_that_is_too_slow_gets_resource_exhausted(tiny_llama:
             await read_to_the_end(call)
         assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "subscribe again" in (caught.value.details() or "")
-        assert cluster.server.engine.kv_feed.num_subscribers == 0
+        assert len(cluster.server.engine.kv_feed._subscriptions) == 0
 
 
 async def test_a_subscriber_that_leaves_is_forgotten(tiny_llama: Path) -> None:
@@ -117,10 +117,10 @@ async def test_a_subscriber_that_leaves_is_forgotten(tiny_llama: Path) -> None:
         call = cluster_pb2_grpc.ClusterStub(channel).KvEvents(cluster_pb2.KvEventsRequest())
         await Router(call).read_snapshot()
         feed = cluster.server.engine.kv_feed
-        assert feed.num_subscribers == 1
+        assert len(feed._subscriptions) == 1
         call.cancel()
         async with asyncio.timeout(DEADLINE_S):
-            while feed.num_subscribers:
+            while feed._subscriptions:
                 await asyncio.sleep(0.01)
 
 

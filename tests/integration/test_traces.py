@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from opentelemetry.trace import NonRecordingSpan, use_span
@@ -165,10 +166,26 @@ async def test_a_request_that_is_refused_is_recorded_though_not_sampled(collecti
     assert root.attributes[Attr.REQUEST_ID] == id_text(refused.ask.request_id)
 
 
-async def test_what_nobody_samples_is_not_recorded(collecting: Collector) -> None:
+def names_recorded(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> list[SpanName]:
+    """Of the coordinator's spans from now on."""
+    names: list[SpanName] = []
+    record = cluster.server.recorder.record
+
+    def noted(name: SpanName, *positional: Any, **named: Any) -> None:
+        names.append(name)
+        record(name, *positional, **named)
+
+    monkeypatch.setattr(cluster.server.recorder, "record", noted)
+    return names
+
+
+async def test_what_nobody_samples_is_not_recorded(
+    collecting: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with mock_cluster(collecting, trace_sample=0.0) as cluster:
+        recorded = names_recorded(cluster, monkeypatch)
         assert (await cluster.generate(Ask(prompt=(1, 2), max_tokens=20))).succeeded
-        assert cluster.server.recorder.num_recorded == 0
+        assert recorded == []
 
 
 async def test_a_collector_that_hangs_holds_nothing_up_and_what_is_lost_is_counted(
@@ -179,10 +196,10 @@ async def test_a_collector_that_hangs_holds_nothing_up_and_what_is_lost_is_count
     collecting.may_answer.clear()
     asks = [Ask(prompt=(1, 2, 3), max_tokens=8) for _ in range(12)]
     async with mock_cluster(collecting) as cluster:
+        recorded = names_recorded(cluster, monkeypatch)
         answers = await cluster.generate_all(asks)
         assert all(each.succeeded for each in answers)
-        recorder = cluster.server.recorder
         # Each has an intake, a queue, a chunk, decode work and the request itself.
-        assert recorder.num_recorded >= 5 * len(asks)
-        assert recorder.num_dropped >= recorder.num_recorded - 16 - 4
+        assert len(recorded) >= 5 * len(asks)
+        assert cluster.server.recorder.num_dropped >= len(recorded) - 16 - 4
         collecting.may_answer.set()

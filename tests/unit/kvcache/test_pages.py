@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache.pages import InvalidWrite, KvPages, block_size_bytes
+from kvcache.pages import InvalidWrite, KvPages
 
 _LAYERS, _BLOCKS, _BLOCK_SIZE, _HEADS, _DIM = 3, 5, 4, 2, 8
 
@@ -92,35 +92,6 @@ def test_cleared_pages_are_zero_in_all_layers_and_others_as_they_were() -> None:
     )
 
 
-def test_whole_pages_are_copied_in_all_layers() -> None:
-    pages = make()
-    for layer in range(_LAYERS):
-        write(pages, layer, some(20), some(20), torch.arange(20))
-    before = everything(pages).view(_LAYERS, 2, _HEADS, _BLOCKS, _BLOCK_SIZE, _DIM)
-    pages.copy_blocks(torch.tensor([0, 1, 0]), torch.tensor([3, 0, 4]))
-    after = everything(pages).view(_LAYERS, 2, _HEADS, _BLOCKS, _BLOCK_SIZE, _DIM)
-    assert torch.equal(after, before[:, :, :, [1, 1, 2, 0, 0]])
-    pages.copy_blocks(torch.tensor([], dtype=torch.int64), torch.tensor([], dtype=torch.int64))
-
-
-@pytest.mark.parametrize(
-    ("source", "target", "message"),
-    [
-        ([0, 1], [2], r"\(2,\) and \(1,\)"),
-        ([5], [0], r"source pages 5\.\.5 needed, 0\.\.4 available"),
-        ([0], [-1], r"target pages -1\.\.-1 needed"),
-        ([0, 1], [2, 2], "expected 2 different ones, got 1"),
-    ],
-)
-def test_a_wrong_copy_is_refused_whole(source: list[int], target: list[int], message: str) -> None:
-    pages = make()
-    write(pages, 0, some(20), some(20), torch.arange(20))
-    before = everything(pages)
-    with pytest.raises(InvalidWrite, match=message):
-        pages.copy_blocks(torch.tensor(source), torch.tensor(target))
-    assert torch.equal(everything(pages), before)
-
-
 _STEP: dict[str, Any] = {"shape": (2, _HEADS, _DIM), "dtype": torch.float32, "device": torch.device("cpu")}
 
 
@@ -175,11 +146,7 @@ def test_gather_refuses_other_ranks_and_pages_that_do_not_exist() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sizes_follow_the_formula(dtype: torch.dtype) -> None:
     pages = make(dtype)
-    per_block = block_size_bytes(
-        num_layers=_LAYERS, block_size=_BLOCK_SIZE, num_kv_heads=_HEADS, head_dim=_DIM, dtype=dtype
-    )
-    assert pages.size_bytes == _BLOCKS * per_block
-    assert per_block == _LAYERS * 2 * 64 * dtype.itemsize
+    assert pages.size_bytes == _BLOCKS * _LAYERS * 2 * 64 * dtype.itemsize
     assert pages.num_slots == 20
 
 

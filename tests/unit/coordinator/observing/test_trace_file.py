@@ -168,7 +168,7 @@ def test_a_write_that_fails_is_counted_and_told_once_and_nothing_else_happens(
     for number in (1, 2):
         store.add(batch(number))
     store.close()
-    assert file.num_lost == 20
+    assert file.num_lost == store.num_unwritten == 20
     (record,) = caplog.records
     assert record.getMessage() == (
         f"traces cannot be written to {path}, and are kept in memory only: no such table: spans"
