@@ -22,6 +22,7 @@ from coordinator.api.callers import Callers
 from coordinator.api.cluster_service import ClusterService, StepResultsService
 from coordinator.api.health import CoordinatorHealth
 from coordinator.api.inference_service import InferenceService
+from coordinator.api.message_limits import MessageLimits
 from coordinator.api.otlp_services import MetricsService, TraceService
 from coordinator.api.session import Sessions
 from coordinator.api.status import StatusReporter
@@ -133,13 +134,18 @@ class CoordinatorServer:
         status = StatusReporter(self.controller, self.engine, model)
         activity = ActivityReporter(self.activity, self.controller, self.engine)
         self._sessions = Sessions(
-            self.engine, self.controller, model, traces, priority_age_s=config.priority_age_s
+            self.engine,
+            self.controller,
+            model,
+            traces,
+            priority_age_s=config.priority_age_s,
+            max_model_len=config.max_sequence_tokens,
         )
         if self.journal is not None and (requests := self.journal.take_requests()):
             num_live = self._sessions.resume(requests)
             log.info("%d requests are in the journal, %d of them live", len(requests), num_live)
         self.dashboard = None if config.http is None else self._dashboard(config.http, status, activity)
-        self._server = new_server()
+        self._server = new_server(interceptors=(MessageLimits(),))
         self._add_services(status, activity)
         self.address = config.listen
 

@@ -11,6 +11,7 @@ from wire.interceptors import ErrorInterceptor
 
 PROTOCOL_VERSION = 6
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+MAX_PENDING_CALLS = 100_000
 
 # A stream may be silent for minutes while a model loads, and both ends ping meanwhile: without
 # `max_ping_strikes` and `min_ping_interval` the server answers pings on a silent stream with GOAWAY
@@ -37,6 +38,10 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     *_SHARED_OPTIONS,
     ("grpc.max_ping_strikes", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+    # Calls that wait for the event loop. Above 1,000 gRPC would cancel some at random, without a reason:
+    # admission refuses them, with a reason and a time to retry.
+    ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+    ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_PENDING_CALLS),
     # A second process on the same port must fail to bind, not share its connections.
     ("grpc.so_reuseport", 0),
 )

@@ -51,8 +51,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return handler._replace(stream_stream=_guard_responses(handler.stream_stream, name))
 
 
-class _Undecodable:
-    """A request whose bytes are no message; grpc would send the parser's own words to the client."""
+class _Refused:
+    """A request that its deserializer refuses; grpc would send the parser's own words to the client."""
+
+    def __init__(self, error: ServingError) -> None:
+        self.error = error
 
 
 def _tolerant(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
@@ -60,7 +63,9 @@ def _tolerant(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], A
         try:
             return data if deserialize is None else deserialize(data)
         except DecodeError:
-            return _Undecodable()
+            return _Refused(InvalidRequest(UNDECODABLE))
+        except ServingError as error:
+            return _Refused(error)
 
     return parse
 
@@ -72,15 +77,15 @@ def _refuse_method(name: str) -> Callable[..., Any]:
     return _guard_unary(refuse, name)
 
 
-def _refuse_undecodable(request: Any) -> None:
-    if isinstance(request, _Undecodable):
-        raise InvalidRequest(UNDECODABLE)
+def _raise_refusal(request: Any) -> None:
+    if isinstance(request, _Refused):
+        raise request.error
 
 
 def _guard_unary(behaviour: Callable[[Any, Context], Awaitable[Any]], name: str) -> Callable[..., Any]:
     async def guarded(request: Any, context: Context) -> Any:
         try:
-            _refuse_undecodable(request)
+            _raise_refusal(request)
             return await behaviour(request, context)
         except Exception as error:
             await _abort(context, error, name, request)
@@ -98,7 +103,7 @@ def _guard_responses(behaviour: Callable[[Any, Context], Any], name: str) -> Cal
 def _guard_stream(behaviour: Callable[[Any, Context], AsyncIterator[Any]], name: str) -> Callable[..., Any]:
     async def guarded(request: Any, context: Context) -> AsyncIterator[Any]:
         try:
-            _refuse_undecodable(request)
+            _raise_refusal(request)
             async for response in behaviour(request, context):
                 yield response
         except Exception as error:

@@ -6,7 +6,6 @@ from typing import Any
 import grpc
 
 from coordinator.api.callers import Callers
-from coordinator.api.intake import refuse_unknown_fields
 from coordinator.api.output_messages import encode_output
 from coordinator.api.session import Sessions
 from coordinator.api.status import StatusReporter
@@ -29,8 +28,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._status = status
         self._callers = callers
 
-    async def Generate(  # noqa: N802
-        self, request: inference_pb2.GenerateRequest, context: Context
+    async def Generate(  # type: ignore[override]  # noqa: N802  # see MessageLimits
+        self, request: bytes, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         attachment = await self._sessions.accept(request, self._callers.of(context))
         async for response in self._read(attachment, context):
@@ -39,7 +38,6 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Attach(  # noqa: N802
         self, request: inference_pb2.AttachRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        refuse_unknown_fields(request)
         attachment = self._engine.attach(
             _request_id(request.request_id),
             _positions(request),
@@ -51,7 +49,6 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Cancel(  # noqa: N802
         self, request: inference_pb2.CancelRequest, context: Context
     ) -> inference_pb2.CancelResponse:
-        refuse_unknown_fields(request)
         self._engine.cancel(_request_id(request.request_id))
         return inference_pb2.CancelResponse()
 

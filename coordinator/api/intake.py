@@ -2,12 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-
-from google.protobuf import unknown_fields
-from google.protobuf.message import Message
 
 from coordinator.api.sampling_parameters import (
+    MAX_CHOICES,
     Generation,
     Vocabulary,
     check_bad_words,
@@ -50,19 +47,6 @@ def request_id_of(request: inference_pb2.GenerateRequest) -> RequestId:
         raise InvalidRequest(str(error)) from None
 
 
-def refuse_unknown_fields(message: Message) -> None:
-    """Raises InvalidRequest for a field, of `message` or of one inside it, that this version would ignore."""
-    unknown: Any = unknown_fields.UnknownFieldSet(message)  # iterable, which its stub does not say
-    if numbers := sorted({field.field_number for field in unknown}):
-        fields = ", ".join(map(str, numbers))
-        raise InvalidRequest(f"{type(message).__name__} has fields that this version does not know: {fields}")
-    for field, value in message.ListFields():
-        # The entries of a map have a message type too; what they hold are numbers.
-        if field.message_type is not None and not field.message_type.GetOptions().map_entry:
-            for each in [value] if isinstance(value, Message) else value:
-                refuse_unknown_fields(each)
-
-
 def check_text_size(request: inference_pb2.GenerateRequest, model: ServedModel) -> None:
     """Refuses a text that can never fit, before it is tokenized, which would take seconds per megabyte.
 
@@ -90,6 +74,11 @@ class Resolved:
     prompt: tuple[int, ...]
     bad_words: tuple[tuple[int, ...], ...] = ()
     grammar: GrammarSpec | None = None
+
+
+def num_sequences_of(request: inference_pb2.GenerateRequest) -> int:
+    """For how many sequences the request takes room, before its parameters are checked."""
+    return min(max(request.sampling.n, 1), MAX_CHOICES)
 
 
 def needs_tokenizer(request: inference_pb2.GenerateRequest) -> bool:

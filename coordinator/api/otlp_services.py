@@ -9,47 +9,81 @@ from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metric
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 from coordinator.observing.trace_store import Taken, TraceStore
-from coordinator.observing.worker_metrics import num_points
+from wire.errors import MessageTooLarge
+from wire.message_scan import MessageScan, UnknownFields
 
 MAX_EXPORT_BYTES = 4 * 1024 * 1024
-"""What collectors take by default, too."""
+"""As by default in OpenTelemetry's collector."""
+MAX_SPAN_FIELDS = 262_144
+MAX_METRIC_FIELDS = 16_384
+"""Metrics are walked on the event loop; those of a worker have some 2,000 fields."""
+MAX_THREADS = 2
+"""Exports that are parsed at once."""
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+_SPAN_SCAN = MessageScan(
+    trace_service_pb2.ExportTraceServiceRequest.DESCRIPTOR,
+    max_fields=MAX_SPAN_FIELDS,
+    unknown=UnknownFields.SKIP,
+)
+_METRIC_SCAN = MessageScan(
+    metrics_service_pb2.ExportMetricsServiceRequest.DESCRIPTOR,
+    max_fields=MAX_METRIC_FIELDS,
+    unknown=UnknownFields.SKIP,
+)
 OnMetrics: TypeAlias = Callable[[metrics_service_pb2.ExportMetricsServiceRequest], int]
 """Takes metrics, and returns how many of their points it has refused."""
 
 
 class TraceService(trace_service_pb2_grpc.TraceServiceServicer):
-    """Spans for the store."""
+    """Spans for the store. Raises MessageTooLarge, which exporters do not retry."""
 
     def __init__(self, store: TraceStore) -> None:
         self._store = store
+        self._threads = asyncio.Semaphore(MAX_THREADS)
 
-    async def Export(  # noqa: N802
-        self, request: trace_service_pb2.ExportTraceServiceRequest, context: Context
+    async def Export(  # noqa: N802  # as bytes: see MessageLimits
+        self, request: bytes, context: Context
     ) -> trace_service_pb2.ExportTraceServiceResponse:
-        if request.ByteSize() > MAX_EXPORT_BYTES:
-            return _partial_trace(_num_spans(request), _too_large(request.ByteSize()))
-        taken = Taken()
-        for _ in self._store.adding(request.resource_spans, taken):
-            await asyncio.sleep(0)  # steps go first
+        _check_size(request)
+        async with self._threads:
+            taken = await asyncio.to_thread(self._take, request)
         return _partial_trace(taken.num_dropped + taken.num_refused, _reasons(taken))
+
+    def _take(self, data: bytes) -> Taken:
+        _SPAN_SCAN.check(data)
+        request = trace_service_pb2.ExportTraceServiceRequest.FromString(data)
+        return self._store.add(request.resource_spans)
 
 
 class MetricsService(metrics_service_pb2_grpc.MetricsServiceServicer):
-    """Metrics for whoever keeps them."""
+    """Metrics for their keeper. Raises MessageTooLarge, which exporters do not retry."""
 
     def __init__(self, on_metrics: OnMetrics | None = None) -> None:
-        """Without `on_metrics` nobody does, and nothing is refused."""
+        """Without `on_metrics` nothing is kept, and nothing is refused."""
         self._on_metrics = on_metrics
+        self._threads = asyncio.Semaphore(MAX_THREADS)
 
-    async def Export(  # noqa: N802
-        self, request: metrics_service_pb2.ExportMetricsServiceRequest, context: Context
+    async def Export(  # noqa: N802  # as bytes: see MessageLimits
+        self, request: bytes, context: Context
     ) -> metrics_service_pb2.ExportMetricsServiceResponse:
-        if request.ByteSize() > MAX_EXPORT_BYTES:
-            return _partial_metrics(_num_points(request), _too_large(request.ByteSize()))
-        num_refused = 0 if self._on_metrics is None else self._on_metrics(request)
+        _check_size(request)
+        async with self._threads:
+            metrics = await asyncio.to_thread(_parse_metrics, request)
+        num_refused = 0 if self._on_metrics is None else self._on_metrics(metrics)
         return _partial_metrics(num_refused, f"{num_refused} points of resources that nobody here knows")
+
+
+def _parse_metrics(data: bytes) -> metrics_service_pb2.ExportMetricsServiceRequest:
+    _METRIC_SCAN.check(data)
+    return metrics_service_pb2.ExportMetricsServiceRequest.FromString(data)
+
+
+def _check_size(data: bytes) -> None:
+    if len(data) > MAX_EXPORT_BYTES:
+        raise MessageTooLarge(
+            f"the export has {len(data)} bytes, the limit is {MAX_EXPORT_BYTES}: send smaller batches"
+        )
 
 
 def _partial_trace(num_rejected: int, reason: str) -> trace_service_pb2.ExportTraceServiceResponse:
@@ -75,15 +109,3 @@ def _partial_metrics(num_rejected: int, reason: str) -> metrics_service_pb2.Expo
 def _reasons(taken: Taken) -> str:
     reasons = {**taken.refused, "of traces that had to make room": taken.num_dropped}
     return ", ".join(f"{number} spans {reason}" for reason, number in reasons.items() if number)
-
-
-def _too_large(size_bytes: int) -> str:
-    return f"{size_bytes} bytes at once, but {MAX_EXPORT_BYTES} are the most: send smaller batches"
-
-
-def _num_spans(request: trace_service_pb2.ExportTraceServiceRequest) -> int:
-    return sum(len(scope.spans) for each in request.resource_spans for scope in each.scope_spans)
-
-
-def _num_points(request: metrics_service_pb2.ExportMetricsServiceRequest) -> int:
-    return sum(map(num_points, request.resource_metrics))

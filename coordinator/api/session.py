@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
+from typing import TypeVar
 
 from coordinator.api.callers import Caller
 from coordinator.api.intake import (
@@ -12,10 +14,11 @@ from coordinator.api.intake import (
     make_echoed_text,
     make_request,
     needs_tokenizer,
-    refuse_unknown_fields,
+    num_sequences_of,
     request_id_of,
     resolve,
 )
+from coordinator.api.message_limits import INLINE_BYTES, GenerateDecoder
 from coordinator.api.restoration import accepted_of, restored
 from coordinator.api.sampling_parameters import refuse_unmockable
 from coordinator.cluster.controller import Controller
@@ -36,6 +39,8 @@ from wire.log_fields import about
 
 log = logging.getLogger(__name__)
 
+_Result = TypeVar("_Result")
+
 TOKENIZER_THREADS = 2
 """Texts that are tokenized at once; the queue's bound holds for those that wait."""
 
@@ -51,27 +56,49 @@ class Sessions:
         traces: RequestTraces,
         *,
         priority_age_s: float,
+        max_model_len: int | None = None,
     ) -> None:
-        """Waiting for `priority_age_s` is worth one class of priority."""
+        """Waiting for `priority_age_s` is worth one class of priority.
+
+        `max_model_len` (default: the model's limit) is the longest sequence to accept, and limits the size of
+        messages.
+        """
         self._engine = engine
         self._controller = controller
         self._model = model
         self._traces = traces
         self._priority_age_s = priority_age_s
+        model_limit = model.config.max_position_embeddings
+        self._decoder = GenerateDecoder(
+            max_model_len=min(model_limit, max_model_len or model_limit), vocab_size=model.config.vocab_size
+        )
         self._arrivals = count()
         self._tokenizers = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
 
-    async def accept(self, message: inference_pb2.GenerateRequest, caller: Caller) -> Attachment:
-        """Validates and queues a request.
+    async def accept(self, data: bytes, caller: Caller) -> Attachment:
+        """Validates and queues an encoded GenerateRequest.
 
         Raises InvalidRequest, RequestExists, Overloaded, JournalUnavailable, or ClusterUnavailable when there
         is no pipeline in time.
         """
         with self._traces.nameless_arrival():
-            refuse_unknown_fields(message)
+            message = await self._decode(data, caller)
             request_id, arrived_s = request_id_of(message), self._engine.now_s()
         with self._traces.arrival(request_id, caller.span, arrived_s) as trace:
-            return await self._accept(message, caller, request_id, arrived_s, trace)
+            is_large = len(data) > INLINE_BYTES
+            return await self._accept(message, caller, request_id, arrived_s, trace, is_large=is_large)
+
+    async def _decode(self, data: bytes, caller: Caller) -> inference_pb2.GenerateRequest:
+        """What is large takes milliseconds, and the event loop has streams to serve."""
+        self._decoder.check_size(data)
+        if len(data) <= INLINE_BYTES:
+            return self._decoder.decode(data)
+        with self._engine.admission.preparing(caller.client):
+            return await self._beside(self._decoder.decode, data)
+
+    async def _beside(self, function: Callable[..., _Result], *arguments: object) -> _Result:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._tokenizers, function, *arguments)
 
     async def _accept(
         self,
@@ -80,6 +107,8 @@ class Sessions:
         request_id: RequestId,
         arrived_s: float,
         trace: RequestTrace,
+        *,
+        is_large: bool,
     ) -> Attachment:
         self._engine.durability.check()
         self._engine.registry.check_new(request_id)
@@ -88,12 +117,8 @@ class Sessions:
         def place(priority: Priority, choice: int) -> QueueOrder:
             return self._place(priority, arrived_s, arrival, choice)
 
-        with self._engine.admission.preparing(caller.client):
-            resolved = await self._resolve(message)
-            plan = await self._plan_for(request_id)
-            if self._controller.state.has_mock_stages:
-                refuse_unmockable(message.sampling)
-            request = make_request(
+        def make(resolved: Resolved, plan: Plan) -> Request:
+            return make_request(
                 message,
                 resolved,
                 request_id,
@@ -102,9 +127,15 @@ class Sessions:
                 client=caller.client,
                 place=place,
             )
+
+        with self._engine.admission.preparing(caller.client, num_sequences_of(message)):
+            resolved = await self._resolve(message, is_large=is_large)
+            plan = await self._plan_for(request_id)
+            if self._controller.state.has_mock_stages:
+                refuse_unmockable(message.sampling)
+            request = await self._beside(make, resolved, plan) if is_large else make(resolved, plan)
             if message.sampling.echo:
-                loop = asyncio.get_running_loop()
-                await loop.run_in_executor(self._tokenizers, make_echoed_text, request)
+                await self._beside(make_echoed_text, request)
         request.trace = trace
         return self._engine.submit(
             request,
@@ -186,11 +217,10 @@ class Sessions:
         assert arrived_at is not None
         return accepted_of(message, resolved, request, arrived_at=arrived_at, deadline_at=deadline_at)
 
-    async def _resolve(self, message: inference_pb2.GenerateRequest) -> Resolved:
+    async def _resolve(self, message: inference_pb2.GenerateRequest, *, is_large: bool) -> Resolved:
         """Texts take milliseconds to tokenize, and the event loop has streams to serve; ids take none."""
         if message.WhichOneof("prompt") in ("text", "conversation"):
             check_text_size(message, self._model)
-        if not needs_tokenizer(message):
+        if not is_large and not needs_tokenizer(message):
             return resolve(message, self._model)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._tokenizers, resolve, message, self._model)
+        return await self._beside(resolve, message, self._model)

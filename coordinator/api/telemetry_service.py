@@ -5,7 +5,6 @@ from typing import Any
 import grpc
 
 from coordinator.api.activity import ActivityReporter
-from coordinator.api.intake import refuse_unknown_fields
 from coordinator.api.trace_messages import encode_summary
 from coordinator.observing.trace_reader import TraceReader
 from coordinator.observing.trace_store import TraceStore
@@ -25,13 +24,11 @@ class TelemetryService(telemetry_pb2_grpc.TelemetryServicer):
     async def GetActivity(  # noqa: N802
         self, request: telemetry_pb2.GetActivityRequest, context: Context
     ) -> telemetry_pb2.GetActivityResponse:
-        refuse_unknown_fields(request)
         return await self._activity.activity(request)
 
     async def ListTraces(  # noqa: N802
         self, request: telemetry_pb2.ListTracesRequest, context: Context
     ) -> telemetry_pb2.ListTracesResponse:
-        refuse_unknown_fields(request)
         summaries = await self._traces.summaries(request.max_traces or None)
         return telemetry_pb2.ListTracesResponse(
             traces=[encode_summary(each) for each in summaries],
@@ -42,7 +39,6 @@ class TelemetryService(telemetry_pb2_grpc.TelemetryServicer):
     async def GetTrace(  # noqa: N802
         self, request: telemetry_pb2.GetTraceRequest, context: Context
     ) -> telemetry_pb2.GetTraceResponse:
-        refuse_unknown_fields(request)
         found, data = await self._traces.data(request.request_id)
         return telemetry_pb2.GetTraceResponse(
             request_id=found.request_id, trace_id=found.trace_id, traces_data=data

@@ -1,4 +1,4 @@
-"""How many requests may wait, and how many of one client may be here at all."""
+"""How many sequences may wait, and how many of one client may be live. A request counts as its n choices."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from coordinator.requests.pace import Pace
 from coordinator.requests.registry import Registry
 from coordinator.requests.request import Request
-from wire.errors import ClusterUnavailable, Overloaded
+from wire.errors import ClusterUnavailable, InvalidRequest, Overloaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionLimits:
-    """`queue_size` bounds the requests that wait for blocks, for a tokenizer or for a pipeline;
+    """`queue_size` bounds the sequences that wait for blocks, for a tokenizer or for a pipeline;
     `max_client_requests` those of one client, waiting or running (None: no bound); `max_unread_tokens` how
-    far a reader may be behind its request.
+    far a reader may be behind its request. A request with n choices counts as n.
     """
 
     queue_size: int
@@ -39,38 +39,48 @@ class Admission:
 
     @property
     def num_preparing(self) -> int:
-        """Requests that are made ready, and are not live yet."""
+        """Sequences of requests that are prepared and not live yet."""
         return self._num_preparing.total()
 
     @contextmanager
-    def preparing(self, client: str) -> Iterator[None]:
-        """A place while a request is made ready to be submitted. Raises Overloaded."""
-        self._check_queue(self._num_queued + self.num_preparing)
-        self._check_client(client)
-        self._num_preparing[client] += 1
+    def preparing(self, client: str, num_sequences: int = 1) -> Iterator[None]:
+        """Room for the sequences of a request while it is prepared. Raises Overloaded, and InvalidRequest for
+        more sequences than the limits ever let in.
+        """
+        self._check_possible(num_sequences)
+        self._check_queue(self._num_queued + self.num_preparing, num_sequences)
+        self._check_client(client, num_sequences)
+        self._num_preparing[client] += num_sequences
         try:
             yield
         finally:
-            self._num_preparing[client] -= 1
+            self._num_preparing[client] -= num_sequences
             self._num_preparing += Counter()  # drops what is zero
 
-    def check_queue(self) -> None:
-        """Raises Overloaded when as many requests wait for blocks as may."""
-        self._check_queue(self._num_queued)
+    def check_queue(self, num_sequences: int = 1) -> None:
+        """Raises Overloaded when there is no room for more sequences to wait for blocks."""
+        self._check_queue(self._num_queued, num_sequences)
 
     @property
     def _num_queued(self) -> int:
-        return sum(request.is_queued for request in self._registry.live)
+        return sum(request.num_queued for request in self._registry.live)
 
-    def _check_queue(self, num_waiting: int) -> None:
-        if num_waiting >= self._limits.queue_size:
-            self._refuse(f"{self._limits.queue_size} requests are waiting, which is the limit")
+    def _check_possible(self, num_sequences: int) -> None:
+        for name in ("queue_size", "max_client_requests"):
+            limit: int | None = getattr(self._limits, name)
+            if limit is not None and num_sequences > limit:
+                raise InvalidRequest(f"n is {num_sequences}, the limit is {limit} ({name})")
 
-    def _check_client(self, client: str) -> None:
+    def _check_queue(self, num_waiting: int, num_sequences: int) -> None:
+        limit = self._limits.queue_size
+        if num_waiting + num_sequences > limit:
+            self._refuse(f"{num_waiting} sequences are waiting, and the limit is {limit} (queue_size)")
+
+    def _check_client(self, client: str, num_sequences: int) -> None:
         limit = self._limits.max_client_requests
         num_here = self._registry.num_live_of(client) + self._num_preparing[client]
-        if limit is not None and num_here >= limit:
-            self._refuse(f"client {client} has {num_here} requests here, and the limit is {limit}")
+        if limit is not None and num_here + num_sequences > limit:
+            self._refuse(f"client {client} has {num_here} sequences here, and the limit is {limit}")
 
     def _refuse(self, reason: str) -> None:
         retry_after_s = self._pace.retry_after_s

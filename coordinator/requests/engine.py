@@ -108,7 +108,7 @@ class Engine:
         full, ClusterUnavailable when the plan has become too small for it, and JournalUnavailable.
         """
         self._registry.check_new(request.id)
-        self.admission.check_queue()
+        self.admission.check_queue(len(request.choices))
         if (error := misfit(request, self._max_sequence_tokens)) is not None:
             raise error
         self._durability.accept(accepted)

@@ -28,6 +28,7 @@ class Registry:
         return len(self._kept)
 
     def num_live_of(self, client: str) -> int:
+        """Sequences of the client's live requests, ended choices included."""
         return self._num_live_of[client]
 
     def check_new(self, request_id: RequestId) -> None:
@@ -41,7 +42,7 @@ class Registry:
         """Takes a new live request. Raises RequestExists."""
         self.check_new(request.id)
         self._live[request.id] = request
-        self._num_live_of[request.client] += 1
+        self._num_live_of[request.client] += len(request.choices)
 
     def live_request(self, request_id: RequestId) -> Request | None:
         return self._live.get(request_id)
@@ -60,7 +61,7 @@ class Registry:
     def end(self, request: Request) -> None:
         """A live request has ended; it is kept if that was asked for."""
         del self._live[request.id]
-        self._num_live_of[request.client] -= 1
+        self._num_live_of[request.client] -= len(request.choices)
         if not self._num_live_of[request.client]:
             del self._num_live_of[request.client]
         if request.is_kept:

@@ -129,9 +129,9 @@ class Request:
         return [choice.sequence for choice in self._choices if choice.sequence.state.is_live]
 
     @property
-    def is_queued(self) -> bool:
-        """One of its sequences waits for blocks."""
-        return any(choice.sequence.state.is_queued for choice in self._choices)
+    def num_queued(self) -> int:
+        """Sequences that wait for blocks."""
+        return sum(choice.sequence.state.is_queued for choice in self._choices)
 
     @property
     def num_generated_tokens(self) -> int:

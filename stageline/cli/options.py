@@ -171,11 +171,11 @@ PrefixCache: TypeAlias = Annotated[
     ),
 ]
 QueueSize: TypeAlias = Annotated[
-    int, typer.Option(metavar="N", min=1, help="Requests that may wait; more are refused as overload.")
+    int, typer.Option(metavar="N", min=1, help="Sequences that may wait, n of a request with n choices (default 256).")
 ]
 MaxClientRequests: TypeAlias = Annotated[
     int | None,
-    typer.Option(metavar="N", min=1, help="Requests that one client may have here; no limit unless given."),
+    typer.Option(metavar="N", min=1, help="Live sequences of one client (default: unlimited)."),
 ]
 ClientKey: TypeAlias = Annotated[
     str | None,

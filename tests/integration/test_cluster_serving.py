@@ -103,7 +103,7 @@ async def test_a_full_queue_refuses_and_serves_what_it_has(varied_llama: Path, s
         answers = await cluster.generate_all(mixed_asks(24, max_tokens=12))
         refused = [answer for answer in answers if isinstance(answer.error, Overloaded)]
         assert refused
-        assert all("4 requests are waiting" in str(answer.error) for answer in refused)
+        assert all("4 sequences are waiting" in str(answer.error) for answer in refused)
         solo.check([answer for answer in answers if answer not in refused])
         solo.check(await cluster.generate_all([answer.ask for answer in refused[:4]]))
 

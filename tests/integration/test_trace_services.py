@@ -178,9 +178,9 @@ async def test_a_batch_that_is_too_large_is_refused_whole(
 ) -> None:
     monkeypatch.setattr(otlp_services, "MAX_EXPORT_BYTES", 1000)
     export = trace_service_pb2_grpc.TraceServiceStub(channel).Export
-    response = await export(export_request(served().spans), timeout=DEADLINE_S)
-    assert response.partial_success.rejected_spans == len(served().spans)
-    assert "1000 are the most" in response.partial_success.error_message
+    with pytest.raises(grpc.aio.AioRpcError, match="the limit is 1000: send smaller batches") as caught:
+        await export(export_request(served().spans), timeout=DEADLINE_S)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, "exporters retry other statuses"
     assert coordinator.trace_store.num_traces == 0
 
 
@@ -200,10 +200,10 @@ async def test_metrics_are_taken_and_handed_on() -> None:
         response = await export(request, timeout=DEADLINE_S)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(otlp_services, "MAX_EXPORT_BYTES", 10)
-            too_large = await export(request, timeout=DEADLINE_S)
+            with pytest.raises(grpc.aio.AioRpcError, match="the limit is 10: send smaller batches"):
+                await export(request, timeout=DEADLINE_S)
     assert seen == [request]
     assert response.partial_success.rejected_data_points == 2
-    assert too_large.partial_success.rejected_data_points == 3
 
 
 async def test_where_nobody_keeps_metrics_none_are_refused() -> None:

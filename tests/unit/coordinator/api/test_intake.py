@@ -17,10 +17,10 @@ from coordinator.api.intake import (
     TEXT_SLACK,
     check_text_size,
     needs_tokenizer,
-    refuse_unknown_fields,
     request_id_of,
     resolve_prompt,
 )
+from coordinator.api.message_limits import GenerateDecoder
 from stageline_rpc.v1 import inference_pb2
 from tests.unit.coordinator.api.small_requests import (
     AGE_S,
@@ -282,7 +282,8 @@ def full_request() -> inference_pb2.GenerateRequest:
 )
 def test_a_field_that_would_be_ignored_is_refused_wherever_it_is(place: str) -> None:
     request = full_request()
-    refuse_unknown_fields(request)
+    decoder = GenerateDecoder(max_model_len=MODEL_LIMIT, vocab_size=VOCAB_SIZE)
+    decoder.decode(request.SerializeToString())
     if place == "TokenIds":
         request.token_ids.ids.append(1)
     message: Message = {
@@ -296,4 +297,4 @@ def test_a_field_that_would_be_ignored_is_refused_wherever_it_is(place: str) -> 
     }[place]()
     with_unknown_field(message, 29)
     with pytest.raises(InvalidRequest, match=f"{place} has fields that this version does not know: 29"):
-        refuse_unknown_fields(inference_pb2.GenerateRequest.FromString(request.SerializeToString()))
+        decoder.decode(request.SerializeToString())

@@ -13,7 +13,7 @@ from coordinator.requests.request import Request
 from coordinator.scheduling.lifecycle import SequenceState
 from kvcache import ActiveSequence
 from tests.unit.coordinator.requests.wishes import Wish
-from wire.errors import Overloaded
+from wire.errors import InvalidRequest, Overloaded
 
 
 class House:
@@ -66,7 +66,10 @@ def test_requests_that_are_made_ready_count_towards_the_queue() -> None:
     house.enter()
     with house.admission.preparing("somebody"):
         assert house.admission.num_preparing == 1
-        assert str(house.refusal()) == "2 requests are waiting, which is the limit; try again in 1.0 s"
+        assert (
+            str(house.refusal())
+            == "2 sequences are waiting, and the limit is 2 (queue_size); try again in 1.0 s"
+        )
         # The place of one who was let in is not taken away again.
         house.admission.check_queue()
     assert house.admission.num_preparing == 0
@@ -82,17 +85,44 @@ def test_a_place_comes_back_also_when_the_request_is_refused_later() -> None:
     assert not house.admission._num_preparing, "clients that have left are forgotten"
 
 
-def test_a_request_waits_until_the_last_of_its_choices_has_started() -> None:
-    house = House(queue_size=1)
-    request = house.enter(n=2)
-    with pytest.raises(Overloaded):
-        house.admission.check_queue()
+def test_each_choice_waits_until_it_has_started() -> None:
+    house = House(queue_size=3)
+    request = house.enter(n=3)
+    house.refusal()
     start_first_choice(request)
-    with pytest.raises(Overloaded):
-        house.admission.check_queue()
-    request.choices[1].sequence.end(SequenceState.CANCELLED)
     house.admission.check_queue()
-    assert house.admits()
+    with pytest.raises(Overloaded, match=r"2 sequences are waiting, and the limit is 3 \(queue_size\)"):
+        house.admission.check_queue(2)
+    request.choices[1].sequence.end(SequenceState.CANCELLED)
+    house.admission.check_queue(2)
+
+
+def test_a_request_counts_as_its_choices() -> None:
+    house = House(max_client_requests=66)
+    with house.admission.preparing("a", 64):
+        assert house.admission.num_preparing == 64
+        assert house.admits("a")
+        with house.admission.preparing("a", 2):
+            assert (
+                str(house.refusal("a"))
+                == "client a has 66 sequences here, and the limit is 66; try again in 1.0 s"
+            )
+    many = house.enter("a", n=64)
+    with pytest.raises(Overloaded), house.admission.preparing("a", 3):
+        pass
+    leave(house, many)
+    with house.admission.preparing("a", 3):
+        pass
+
+
+@pytest.mark.parametrize("limits", [{"queue_size": 4}, {"max_client_requests": 4}])
+def test_more_choices_than_a_limit_ever_lets_in_are_no_overload(limits: dict[str, int]) -> None:
+    house = House(**limits)
+    with (
+        pytest.raises(InvalidRequest, match=f"n is 5, the limit is 4 .{next(iter(limits))}."),
+        house.admission.preparing("a", 5),
+    ):
+        pass
 
 
 def test_a_client_has_so_many_requests_here_at_once_whatever_they_do() -> None:
@@ -101,7 +131,7 @@ def test_a_client_has_so_many_requests_here_at_once_whatever_they_do() -> None:
     start_first_choice(running)
     assert house.admits("a")
     with house.admission.preparing("a"):
-        expected = "client a has 2 requests here, and the limit is 2; try again in 1.0 s"
+        expected = "client a has 2 sequences here, and the limit is 2; try again in 1.0 s"
         assert str(house.refusal("a")) == expected
         assert house.admits("b")
     house.enter("a")

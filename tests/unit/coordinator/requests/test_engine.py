@@ -215,7 +215,7 @@ def test_a_full_queue_takes_nothing_and_leaves_nothing_behind(new_model: NewMode
     model.stop()
     model.submit(Wish(max_tokens=1).request())
     refused = Wish(max_tokens=1).request(arrival=1)
-    with pytest.raises(Overloaded, match="1 requests are waiting, which is the limit"):
+    with pytest.raises(Overloaded, match="1 sequences are waiting, and the limit is 1"):
         model.submit(refused)
     with pytest.raises(RequestNotFound):
         model.engine.cancel(refused.id)

@@ -351,11 +351,11 @@ def test_to_finish_what_runs_starts_nothing_new(new_model: NewModel) -> None:
     for call, wish in zip(calls, [wish_of(1), wish_of(2)], strict=True):
         check_whole(call, wish)
     assert model.engine.is_idle
-    assert (late.is_live, late.is_queued) == (True, True)
+    assert (late.is_live, late.num_queued) == (True, 1)
     model.stop()
     model.start(64, starts_new=False)
     model.run()
-    assert late.is_queued, "a new epoch changes nothing of that by itself"
+    assert late.num_queued, "a new epoch changes nothing of that by itself"
     model.stop()
     model.start(64)
     model.run()

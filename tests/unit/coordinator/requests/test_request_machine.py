@@ -93,7 +93,7 @@ class Requests(RuleBasedStateMachine):
         refusal: type[Exception] | None = None
         if any(each.is_here and each.request.id == request.id for each in self.customers):
             refusal = RequestExists
-        elif sum(each.request.is_queued for each in self.live) >= self.queue_size:
+        elif sum(each.request.num_queued for each in self.live) + len(request.choices) > self.queue_size:
             refusal = Overloaded
         elif self.model.is_serving and request.max_sequence_tokens > self.num_blocks * BLOCK_SIZE:
             refusal = ClusterUnavailable

@@ -1,0 +1,57 @@
+"""Thousands of calls at once: each is served, or refused by the coordinator itself and counted."""
+
+import asyncio
+import re
+import time
+from collections import Counter
+
+import grpc
+import pytest
+
+from stageline.status_details import StatusDetails
+from stageline_rpc.v1 import inference_pb2, inference_pb2_grpc
+from tests.integration.cluster import Cluster
+from tests.integration.test_mock_cluster import mock_cluster
+from wire.channels import client_channel
+
+NUM_CALLS = 2000
+DEADLINE_S = 60.0
+
+
+async def end_of(stub: inference_pb2_grpc.InferenceStub) -> str:
+    """OK, or status, domain's reason and whether there is a hint when to retry."""
+    request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1, 2, 3]), max_tokens=1)
+    try:
+        async for _ in stub.Generate(request, timeout=DEADLINE_S):
+            pass
+    except grpc.aio.AioRpcError as error:
+        details = StatusDetails.of(error)
+        return f"{error.code().name} {details.reason} {details.retry_after_s is not None}"
+    return "OK"
+
+
+async def ends_of_all(cluster: Cluster) -> Counter[str]:
+    """All calls come at once: the loop that serves them is held up while they arrive."""
+    async with client_channel(cluster.address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        await channel.channel_ready()
+        calls = [asyncio.create_task(end_of(stub)) for _ in range(NUM_CALLS)]
+        await asyncio.sleep(0)
+        time.sleep(1.0)  # gRPC's own threads take the calls meanwhile, and nobody asks for them
+        return Counter(await asyncio.gather(*calls))
+
+
+@pytest.mark.parametrize("queue_size", [32, 4096])
+async def test_each_of_2000_calls_at_once_is_served_or_refused_by_us(queue_size: int) -> None:
+    async with mock_cluster(1, "step=0us", queue_size=queue_size) as cluster:
+        ends = await ends_of_all(cluster)
+        finished = cluster.server.engine.totals.finished
+        refused = ends["RESOURCE_EXHAUSTED OVERLOADED True"]
+        assert ends["OK"] + refused == NUM_CALLS, ends
+        assert finished == ends["OK"]
+        text, _ = await cluster.server.metrics.metrics_text("")
+        counted = re.search(rb'^stageline_request_refused\S*reason="overloaded"\S* (\d+)', text, re.MULTILINE)
+        assert counted is not None
+        assert int(counted[1]) == refused
+        if queue_size >= NUM_CALLS:
+            assert not refused

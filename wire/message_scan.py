@@ -1,0 +1,185 @@
+"""Checks counts, nesting and field numbers of an encoded message before protobuf parses it.
+
+A parser makes an object of every two bytes of empty submessages, and holds the interpreter meanwhile. The
+scan stops at the first excess. Encoding: https://protobuf.dev/programming-guides/encoding
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import DecodeError
+
+from wire.errors import InvalidRequest, MessageTooLarge
+
+MAX_DEPTH = 32
+"""Messages inside messages."""
+
+_CONTINUED = bytes(range(0x80, 0x100))
+_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
+_WIRE_TYPES = {
+    **dict.fromkeys((FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FIXED64), _FIXED64),
+    FieldDescriptor.TYPE_SFIXED64: _FIXED64,
+    **dict.fromkeys((FieldDescriptor.TYPE_FLOAT, FieldDescriptor.TYPE_FIXED32), _FIXED32),
+    FieldDescriptor.TYPE_SFIXED32: _FIXED32,
+    **dict.fromkeys((FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES), _LENGTH),
+    FieldDescriptor.TYPE_MESSAGE: _LENGTH,
+}
+_NUM_BYTES = {_FIXED64: 8, _FIXED32: 4}
+
+
+class UnknownFields(Enum):
+    """What becomes of fields that the schema does not name."""
+
+    REFUSE = auto()
+    SKIP = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    name: str
+    max_count: int | None  # None: it is not repeated
+    wire_type: int
+    is_packed: bool = False
+    message: "_Message | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    name: str
+    fields: dict[int, _Field]  # by tag: number and wire type
+
+
+class MessageScan:
+    """The scan for one message type. Stateless, and safe to call from several threads."""
+
+    def __init__(
+        self,
+        descriptor: Descriptor,
+        *,
+        max_fields: int,
+        max_counts: Mapping[str, int] | None = None,
+        unknown: UnknownFields = UnknownFields.REFUSE,
+    ) -> None:
+        """At most `max_fields` fields in all, and of a repeated field at most its number in `max_counts`, by
+        full name such as "stageline.v1.TokenIds.ids", packed elements included.
+        """
+        self._max_fields = max_fields
+        self._max_counts = dict(max_counts or {})
+        self._unknown = unknown
+        self._messages: dict[str, _Message] = {}
+        self._root = self._message(descriptor)
+        unused = self._max_counts.keys() - {
+            field.name for message in self._messages.values() for field in message.fields.values()
+        }
+        if unused:
+            raise ValueError(f"{descriptor.full_name} has no field {', '.join(sorted(unused))}")
+
+    def check(self, data: bytes) -> None:
+        """Raises MessageTooLarge, InvalidRequest for a field that would be ignored, and DecodeError."""
+        _Walk(data, self._max_fields, self._unknown).message(self._root, 0, len(data), depth=1)
+
+    def _message(self, descriptor: Descriptor) -> _Message:
+        if (known := self._messages.get(descriptor.full_name)) is not None:
+            return known
+        message = self._messages[descriptor.full_name] = _Message(descriptor.name, {})
+        for field in descriptor.fields:
+            self._add(message.fields, field)
+        return message
+
+    def _add(self, fields: dict[int, _Field], field: FieldDescriptor) -> None:
+        wire_type = _WIRE_TYPES.get(field.type, _VARINT)
+        # The entries of a map hold a key and a value: protobuf drops everything else in them.
+        inner = field.message_type
+        if inner is not None and inner.GetOptions().map_entry:
+            inner = None
+        max_count = self._max_counts.get(field.full_name, self._max_fields) if field.is_repeated else None
+        message = None if inner is None else self._message(inner)
+        rule = _Field(field.full_name, max_count, wire_type, message=message)
+        fields[field.number << 3 | wire_type] = rule
+        if field.is_repeated and wire_type != _LENGTH:
+            packed = _Field(field.full_name, max_count, wire_type, is_packed=True)
+            fields[field.number << 3 | _LENGTH] = packed
+
+
+class _Walk:
+    def __init__(self, data: bytes, max_fields: int, unknown: UnknownFields) -> None:
+        self._data = data
+        self._max_fields = max_fields
+        self._unknown = unknown
+        self._num_fields = 0
+        self._counts: dict[str, int] = {}
+
+    def message(self, message: _Message, start: int, end: int, *, depth: int) -> None:
+        """The fields in [start, end)."""
+        if depth > MAX_DEPTH:
+            raise MessageTooLarge(f"messages are nested deeper than {MAX_DEPTH}")
+        data, find, position = self._data, message.fields.get, start
+        while position < end:
+            tag, position = data[position], position + 1
+            if tag >= 0x80:
+                tag, position = self._varint(position - 1, end)
+            field = find(tag)
+            if field is None:
+                begin, position = position, self._skip_unknown(message, tag, position, end)
+            elif tag & 7 == _LENGTH and position < end and data[position] < 0x80:  # most are short
+                begin = position + 1
+                position = begin + data[position]
+            else:
+                begin, position = self._bounds(tag & 7, position, end)
+            if position > end:
+                raise DecodeError("truncated")
+            self._num_fields += 1
+            if self._num_fields > self._max_fields:
+                raise MessageTooLarge(
+                    f"the message has more than {self._max_fields} fields, which is the limit"
+                )
+            if field is not None:
+                self._enter(field, begin, position, depth)
+
+    def _enter(self, field: _Field, begin: int, end: int, depth: int) -> None:
+        if field.max_count is not None:
+            self._count(field, _num_packed(self._data, field, begin, end) if field.is_packed else 1)
+        if field.message is not None:
+            self.message(field.message, begin, end, depth=depth + 1)
+
+    def _count(self, field: _Field, number: int) -> None:
+        count = self._counts[field.name] = self._counts.get(field.name, 0) + number
+        if field.max_count is not None and count > field.max_count:
+            short = ".".join(field.name.split(".")[-2:])
+            raise MessageTooLarge(f"{short} has at least {count} entries, the limit is {field.max_count}")
+
+    def _skip_unknown(self, message: _Message, tag: int, position: int, end: int) -> int:
+        if not tag >> 3:
+            raise DecodeError("field number 0")
+        if self._unknown is UnknownFields.REFUSE:
+            raise InvalidRequest(f"{message.name} has fields that this version does not know: {tag >> 3}")
+        return self._bounds(tag & 7, position, end)[1]
+
+    def _bounds(self, wire_type: int, position: int, end: int) -> tuple[int, int]:
+        """Where the value begins and ends whose tag ends at `position`."""
+        if wire_type == _VARINT:
+            return position, self._varint(position, end)[1]
+        if wire_type == _LENGTH:
+            length, position = self._varint(position, end)
+            return position, position + length
+        if (num_bytes := _NUM_BYTES.get(wire_type)) is None:
+            raise DecodeError(f"wire type {wire_type}")
+        return position, position + num_bytes
+
+    def _varint(self, position: int, end: int) -> tuple[int, int]:
+        value = shift = 0
+        for index in range(position, min(position + 10, end)):
+            byte = self._data[index]
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                return value, index + 1
+            shift += 7
+        raise DecodeError("truncated or endless varint")
+
+
+def _num_packed(data: bytes, field: _Field, begin: int, end: int) -> int:
+    if (num_bytes := _NUM_BYTES.get(field.wire_type)) is not None:
+        return (end - begin) // num_bytes
+    return len(data[begin:end].translate(None, _CONTINUED))
