@@ -2,9 +2,9 @@
 
     python -m bench.hostile [--rounds 5]
 
-The messages are those of `tests/hostile_messages.py`, and the largest requests that are accepted; the bound is 20 ms.
-Workers are processes of their own; the client is a thread, whose time does not count. Of the rounds of a
-message the median counts.
+The messages are those of `tests/hostile_messages.py`, and the largest requests that are accepted; the bound
+is 20 ms. The worker is a process of its own; the client is a thread, whose time does not count. The figure is
+the median of the rounds.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _accepted() -> dict[str, inference_pb2.GenerateRequest]:
         "65,536 biases": inference_pb2.GenerateRequest(
             token_ids=inference_pb2.TokenIds(ids=[1]),
             max_tokens=1,
-            sampling=sampling(logit_bias={token: 1.0 for token in range(65_536)}),
+            sampling=sampling(logit_bias=dict.fromkeys(range(65536), 1.0)),
         ),
         "131,072 allowed ids": inference_pb2.GenerateRequest(
             token_ids=inference_pb2.TokenIds(ids=[1]),

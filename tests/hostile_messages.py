@@ -50,7 +50,7 @@ def filled(piece: bytes, *numbers: int, size: int = GENERATE_LIMIT) -> bytes:
 
 
 def _biases(number: int) -> bytes:
-    sampling = inference_pb2.SamplingParameters(logit_bias={token: 1.0 for token in range(number)})
+    sampling = inference_pb2.SamplingParameters(logit_bias=dict.fromkeys(range(number), 1.0))
     return inside(6, sampling.SerializeToString())
 
 
@@ -76,9 +76,7 @@ HOSTILE: dict[str, Hostile] = {
     "unknown numbers": Hostile(data=filled(varint(99 << 3) + b"\x01"), reason="INVALID_REQUEST"),
     "unknown groups": Hostile(data=filled(GROUP + END_GROUP, 6), reason="INVALID_REQUEST"),
     "nested groups": Hostile(data=filled(GROUP * 90 + END_GROUP * 90), reason="INVALID_REQUEST"),
-    "many small fields in 8 kB": Hostile(
-        data=filled(inside(1, b""), 4, size=8192), reason="INVALID_REQUEST"
-    ),
+    "many small fields in 8 kB": Hostile(data=filled(inside(1, b""), 4, size=8192), reason="INVALID_REQUEST"),
     "positions": Hostile(data=filled(inside(3, b""), size=65_000), method=ATTACH),
     "15 MB of positions": Hostile(data=filled(inside(3, b""), size=15_000_000), method=ATTACH),
     "empty spans": Hostile(data=filled(inside(2, b""), 1, 2, size=4_000_000), method=TRACES),

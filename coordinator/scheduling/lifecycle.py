@@ -45,7 +45,13 @@ LEGAL_TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
         {SequenceState.FINISHED, SequenceState.PREEMPTED, SequenceState.CANCELLED, SequenceState.FAILED}
     ),
     SequenceState.PREEMPTED: frozenset(
-        {SequenceState.PREFILL, SequenceState.CANCELLED, SequenceState.FAILED}
+        {
+            SequenceState.PREFILL,
+            # The text of its last token ends it, found after it made way for a suspect.
+            SequenceState.FINISHED,
+            SequenceState.CANCELLED,
+            SequenceState.FAILED,
+        }
     ),
     SequenceState.FINISHED: frozenset(),
     SequenceState.CANCELLED: frozenset(),

@@ -3,9 +3,6 @@
 from enum import IntEnum
 from typing import NamedTuple
 
-CHOICES_PER_AGE = 64
-"""The last of so many choices queues one age behind the first."""
-
 
 class Priority(IntEnum):
     """Classes of requests; the value is how many ages a request is treated as older than it is."""
@@ -30,9 +27,5 @@ class QueueOrder(NamedTuple):
 def queue_order(
     priority: Priority, *, arrived_s: float, arrival: int, choice: int = 0, age_s: float
 ) -> QueueOrder:
-    """`arrival` numbers the requests as they come and decides between equals; `age_s` is worth one class.
-
-    Each further choice of a request queues as if it had arrived a little later, so that a request with many
-    choices does not hold up all requests behind it.
-    """
-    return QueueOrder(arrived_s + age_s * (choice / CHOICES_PER_AGE - priority), arrival, choice)
+    """`arrival` numbers the requests as they come and decides between equals; `age_s` is worth one class."""
+    return QueueOrder(arrived_s - priority * age_s, arrival, choice)

@@ -139,17 +139,23 @@ class Scheduler:
         out.
         """
         sequence.end(state)
+        self._remove(sequence)
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Ends a sequence as FINISHED, for a reason that its text gives and its tokens do not.
+
+        It may be queued: with its last token it made way for a suspect.
+        """
+        sequence.finish(reason)
+        self._remove(sequence)
+
+    def _remove(self, sequence: Sequence) -> None:
         if sequence.key in self._running:
             self._leave(sequence)
         else:
             self.isolation.discard(sequence)
             self._used.note_ended(sequence.key, sequence.generation)
             self._queue.remove(sequence)
-
-    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """Ends a running sequence as FINISHED, for a reason that its text gives and its tokens do not."""
-        sequence.finish(reason)
-        self._leave(sequence)
 
     def sequences_in_step(self, step_id: int) -> list[Sequence]:
         """Live sequences that have a slice of their present generation in the step in flight with this id."""

@@ -171,7 +171,10 @@ PrefixCache: TypeAlias = Annotated[
     ),
 ]
 QueueSize: TypeAlias = Annotated[
-    int, typer.Option(metavar="N", min=1, help="Sequences that may wait, n of a request with n choices (default 256).")
+    int,
+    typer.Option(
+        metavar="N", min=1, help="Sequences that may wait, n of a request with n choices (default 256)."
+    ),
 ]
 MaxClientRequests: TypeAlias = Annotated[
     int | None,

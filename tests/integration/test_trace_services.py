@@ -23,6 +23,7 @@ from opentelemetry.proto.metrics.v1.metrics_pb2 import (
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, TracesData
 
 from coordinator.api import otlp_services
+from coordinator.api.message_limits import MessageLimits
 from coordinator.api.otlp_services import MetricsService, TraceService
 from coordinator.app import CoordinatorServer
 from coordinator.config import CoordinatorConfig
@@ -280,7 +281,7 @@ async def _whole_trace(
 @asynccontextmanager
 async def _serving(store: TraceStore) -> AsyncIterator[Any]:
     """The `Export` of a server that has nothing but a TraceService."""
-    server = new_server()
+    server = new_server(interceptors=(MessageLimits(),))
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(TraceService(store), server)
     port = bind(server, "127.0.0.1:0")
     await server.start()
@@ -292,7 +293,7 @@ async def _serving(store: TraceStore) -> AsyncIterator[Any]:
 @asynccontextmanager
 async def _serving_metrics(service: MetricsService) -> AsyncIterator[Any]:
     """The `Export` of a server that has nothing but this."""
-    server = new_server()
+    server = new_server(interceptors=(MessageLimits(),))
     metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(service, server)
     port = bind(server, "127.0.0.1:0")
     await server.start()

@@ -18,6 +18,7 @@ LEGAL = {
     *((W, P), (P, D), (D, F)),
     (P, F),  # scoring, or max_tokens reached by the first token
     *((P, R), (D, R), (R, P)),
+    (R, F),  # it made way for a suspect with the token whose text ends it
     *((W, C), (P, C), (D, C), (R, C)),
     *((W, X), (P, X), (D, X), (R, X)),
 }
