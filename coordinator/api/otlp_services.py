@@ -14,7 +14,7 @@ from wire.message_scan import MessageScan, UnknownFields
 
 MAX_EXPORT_BYTES = 4 * 1024 * 1024
 """As by default in OpenTelemetry's collector."""
-MAX_SPAN_FIELDS = 262_144
+MAX_SPAN_FIELDS = 131_072
 MAX_METRIC_FIELDS = 16_384
 """Metrics are walked on the event loop; those of a worker have some 2,000 fields."""
 MAX_THREADS = 2
