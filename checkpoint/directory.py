@@ -8,7 +8,7 @@ from pathlib import Path
 
 from checkpoint.config import ModelConfig, parse_config
 from checkpoint.dtypes import DType
-from checkpoint.errors import CheckpointNotFound
+from checkpoint.errors import GGUF_ADVICE, CheckpointNotFound, UnsupportedFormat
 from checkpoint.fingerprint import fingerprint
 from checkpoint.generation import bos_token_id, eos_token_ids, read_generation_config
 from checkpoint.headers import TensorEntry
@@ -45,6 +45,7 @@ class Checkpoint:
         path = Path(directory)
         if not path.is_dir():
             raise CheckpointNotFound(f"{path} is not a directory")
+        _refuse_gguf(path)
         raw = read_json_object(path / CONFIG_FILE)
         parse_config(raw, stored_dtype=DType.F32)  # what the config refuses is told before any header is read
         headers = read_headers(path)
@@ -59,6 +60,11 @@ class Checkpoint:
             eos_token_ids=eos_token_ids(generation, raw),
             bos_token_id=bos_token_id(generation, raw),
         )
+
+
+def _refuse_gguf(path: Path) -> None:
+    if not (path / CONFIG_FILE).exists() and (files := sorted(path.glob("*.gguf"))):
+        raise UnsupportedFormat(f"{path} has {files[0].name} and no {CONFIG_FILE}: {GGUF_ADVICE}")
 
 
 def _stored_dtype(tensors: Mapping[str, TensorEntry]) -> DType | None:

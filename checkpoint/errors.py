@@ -16,6 +16,12 @@ CheckpointError(ValueError)
 `- UnusableTokenizer     grammars cannot be matched with its tokenizer.json, or it has none
 """
 
+GGUF_ADVICE = (
+    "Stageline reads safetensors; convert it, with transformers for example: "
+    "from_pretrained(DIR, gguf_file=FILE).save_pretrained(NEW_DIR)"
+)
+"""What to do with weights in llama.cpp's format."""
+
 
 class CheckpointError(ValueError):
     """Base of everything this package raises about a checkpoint."""

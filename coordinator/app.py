@@ -42,7 +42,7 @@ from coordinator.observing.coordinator_metrics import CoordinatorMetrics
 from coordinator.observing.trace_file import TraceFile, TraceFileUnusable
 from coordinator.observing.trace_reader import TraceReader
 from coordinator.observing.trace_store import StoreLimits, TraceStore
-from coordinator.planning.served_plan import plan_for
+from coordinator.planning.served_plan import check_counts, plan_for
 from coordinator.requests.admission import AdmissionLimits
 from coordinator.requests.durability import Durability
 from coordinator.requests.engine import Engine
@@ -261,6 +261,7 @@ def run(config: CoordinatorConfig) -> int:
     logs.configure(config.logs, "coordinator")
     try:
         model = open_model(config)
+        check_counts(config, model)
         if model.directory is not None:
             model.text = load_text_codec(model.directory, model_vocab_size=model.config.vocab_size)
         if model.grammars is not None and (problem := model.grammars.load()) is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from opentelemetry.sdk.trace.sampling import Sampler
 
 from checkpoint import DType
+from checkpoint.fields import MAX_INT, MAX_LAYERS
 from coordinator.mock_model import parse_mock_model
 from coordinator.timing import ClusterTiming
 from telemetry.environment import NO_SETTINGS, TelemetrySettings
@@ -19,6 +20,21 @@ from wire.wire_dtypes import check_can_carry, parse_wire_dtype
 DEFAULT_TRACE_BYTES = 64 * 1024 * 1024
 DTYPES = ("bf16", "f16", "f32")
 MIN_TOKEN_LENGTH = 16
+_LIMITS = {
+    "num_stages": MAX_LAYERS,
+    "block_size": 2**16,
+    "max_step_tokens": 2**20,
+    "max_step_sequences": 2**16,
+    "queue_size": 10**6,
+    "max_sequence_tokens": MAX_INT,
+    "max_kv_tokens": 2**40,
+    "max_client_requests": 10**6,
+    "max_unread_tokens": MAX_INT,
+    "steps_in_flight": 2**12,
+    "trace_store": 10**6,
+    "trace_bytes": 2**50,
+}
+"""Largest values: what is above was mistyped, and some of it would be allocated."""
 _METADATA_KEY = re.compile(r"[a-z0-9_.-]+(?<!-bin)")
 
 
@@ -113,18 +129,8 @@ class CoordinatorConfig:
             parse_address(self.http)
         if self.http_token is not None:
             _check_token(self.http_token)
-        for name in ("num_stages", "block_size", "max_step_tokens", "max_step_sequences", "queue_size"):
-            _check_at_least_one(name, getattr(self, name))
-        for name in (
-            "max_sequence_tokens",
-            "max_kv_tokens",
-            "max_client_requests",
-            "max_unread_tokens",
-            "steps_in_flight",
-            "trace_store",
-            "trace_bytes",
-        ):
-            _check_at_least_one(name, getattr(self, name))
+        for name, limit in _LIMITS.items():
+            _check_count(name, getattr(self, name), limit)
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r} is none of {', '.join(DTYPES)}")
         if self.wire_dtype is not None:
@@ -196,6 +202,8 @@ def _check_token(token: str) -> None:
         )
 
 
-def _check_at_least_one(name: str, value: int | None) -> None:
+def _check_count(name: str, value: int | None, limit: int) -> None:
     if value is not None and value < 1:
         raise ValueError(f"{name} is {value}, but must be at least 1")
+    if value is not None and value > limit:
+        raise ValueError(f"{name} is {value}, the limit is {limit}")

@@ -1,6 +1,7 @@
 """A model without weights, for clusters of mock stages."""
 
 from checkpoint import DType, ModelConfig, ModelFamily, RopeConfig
+from checkpoint.fields import MAX_LAYERS
 
 NAME = "mock"
 
@@ -43,9 +44,10 @@ def mock_fingerprint(config: ModelConfig) -> str:
 
 
 def _parse_size(name: str, text: str) -> int:
-    is_number = text.isascii() and text.isdigit() and len(text) <= len(str(_MOST))
-    if not is_number or not 1 <= int(text) <= _MOST:
-        raise ValueError(f"mock model {name}={text!r}: expected a number from 1 to {_MOST}")
+    limit = MAX_LAYERS if name == "layers" else _MOST
+    is_number = text.isascii() and text.isdigit() and len(text) <= len(str(limit))
+    if not is_number or not 1 <= int(text) <= limit:
+        raise ValueError(f"mock model {name}={text!r}: expected a number from 1 to {limit}")
     return int(text)
 
 

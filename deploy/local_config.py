@@ -9,6 +9,7 @@ from deploy.resources import cpus_of_worker, memory_per_worker, threads_per_work
 from stage_worker.mock.spec import MockSpec
 from wire.addresses import Address, parse_address
 
+MAX_WORKERS = 1024
 # -P: the folder that the user happens to stand in must not shadow our packages.
 _STAGELINE = (sys.executable, "-P", "-m", "stageline")
 _EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -48,6 +49,8 @@ class LocalClusterConfig:
         parse_address(self.listen)
         if self.num_workers < 1:
             raise ValueError(f"{self.num_workers} workers: there must be at least 1")
+        if self.num_workers > MAX_WORKERS:
+            raise ValueError(f"{self.num_workers} workers: the limit on one machine is {MAX_WORKERS}")
         if len(self.devices) not in (1, self.num_workers):
             raise ValueError(
                 f"{len(self.devices)} devices for {self.num_workers} workers: give 1 or one each"

@@ -90,10 +90,11 @@ def needs_tokenizer(request: inference_pb2.GenerateRequest) -> bool:
 
 def resolve(request: inference_pb2.GenerateRequest, model: ServedModel) -> Resolved:
     """May take a while for a long text. Raises InvalidRequest."""
+    bad_words = _bad_words(request.sampling, model)
     return Resolved(
         prompt=resolve_prompt(request, model),
-        bad_words=_bad_words(request.sampling, model),
-        grammar=_grammar(request.sampling, model),
+        bad_words=bad_words,
+        grammar=_grammar(request.sampling, model, bad_words),
     )
 
 
@@ -229,7 +230,18 @@ def _bad_words(sampling: inference_pb2.SamplingParameters, model: ServedModel) -
     return tuple(each for word in sampling.bad_words for each in codec.spellings(word))
 
 
-def _grammar(sampling: inference_pb2.SamplingParameters, model: ServedModel) -> GrammarSpec | None:
+def _never_first(
+    sampling: inference_pb2.SamplingParameters, model: ServedModel, bad_words: tuple[tuple[int, ...], ...]
+) -> set[int]:
+    """Tokens that an output cannot begin with."""
+    words = (*bad_words, *(tuple(each.ids) for each in sampling.bad_word_ids))
+    never = {word[0] for word in words if len(word) == 1}
+    return never | {*sampling.stop_token_ids, *model.eos_token_ids} if sampling.min_tokens else never
+
+
+def _grammar(
+    sampling: inference_pb2.SamplingParameters, model: ServedModel, bad_words: tuple[tuple[int, ...], ...]
+) -> GrammarSpec | None:
     field = sampling.WhichOneof("structured_output")
     if field is None:
         return None
@@ -240,7 +252,12 @@ def _grammar(sampling: inference_pb2.SamplingParameters, model: ServedModel) -> 
     kind = GrammarKind(field)
     texts = sampling.choice.texts if kind is GrammarKind.CHOICE else [getattr(sampling, field)]
     try:
-        return model.grammars.compile(kind, texts)
+        return model.grammars.compile(
+            kind,
+            texts,
+            allowed=frozenset(sampling.allowed_token_ids),
+            forbidden=_never_first(sampling, model, bad_words),
+        )
     except UnusableGrammar as error:
         raise InvalidRequest(str(error)) from error
 

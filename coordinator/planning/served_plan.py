@@ -7,6 +7,20 @@ from coordinator.config import CoordinatorConfig
 from coordinator.model import ServedModel
 from coordinator.planning.plan import Plan, StepLimits, WorkerCapacity
 from coordinator.planning.planner import make_plan
+from coordinator.planning.refusals import refuse_counts
+
+
+def check_counts(config: CoordinatorConfig, model: ServedModel) -> None:
+    """What no worker can make possible: raises PlanImpossible for more stages than layers, and for `layers`
+    that do not add up.
+    """
+    refuse_counts(
+        model.config,
+        [WorkerCapacity(name=f"stage {stage}", memory_bytes=1) for stage in range(config.num_stages)],
+        block_size=config.block_size,
+        layers=config.layers,
+        max_kv_tokens=config.max_kv_tokens,
+    )
 
 
 def plan_for(config: CoordinatorConfig, model: ServedModel, workers: Sequence[WorkerCapacity]) -> Plan:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import Enum
 from pathlib import Path
 from threading import Lock
@@ -67,8 +67,16 @@ class GrammarCompiler:
         tokenizer = self._opened()
         return str(tokenizer) if isinstance(tokenizer, UnusableTokenizer) else None
 
-    def compile(self, kind: GrammarKind, texts: Sequence[str]) -> GrammarSpec:
-        """`texts` are the choices, or the one text of every other kind.
+    def compile(
+        self,
+        kind: GrammarKind,
+        texts: Sequence[str],
+        *,
+        allowed: Collection[int] = (),
+        forbidden: Collection[int] = (),
+    ) -> GrammarSpec:
+        """`texts` are the choices, or the one text of every other kind. The first token must be one of
+        `allowed` (none given: any) and none of `forbidden`.
 
         Takes milliseconds, and for a hostile grammar up to some hundred; not for an event loop. Raises
         UnusableGrammar.
@@ -79,10 +87,29 @@ class GrammarCompiler:
                 raise tokenizer
             definition = _definition(kind, texts)
             _check_size(definition, " as a grammar")
-            _check_with(tokenizer, definition)
+            mask = _first_mask(tokenizer, definition)
+            self._check_begin(mask, allowed, forbidden)
         except ValueError as error:
             raise UnusableGrammar(f"{kind.value}: {one_line(str(error))}") from error
         return GrammarSpec(definition=definition, tokenizer_checksum=tokenizer.checksum)
+
+    def _check_begin(self, mask: bytes, allowed: Collection[int], forbidden: Collection[int]) -> None:
+        known = (1 << self._vocab_size) - 1
+        possible = int.from_bytes(mask, "little") & known
+        if not possible:
+            raise ValueError("no token of the vocabulary can begin the text")
+        possible &= self._bits(allowed) if allowed else known
+        if not possible & ~self._bits(forbidden):
+            raise ValueError(
+                "no token can begin the text that allowed_token_ids, bad words and min_tokens leave"
+            )
+
+    def _bits(self, token_ids: Collection[int]) -> int:
+        octets = bytearray((self._vocab_size + 7) // 8)
+        for token_id in token_ids:
+            if token_id < self._vocab_size:
+                octets[token_id >> 3] |= 1 << (token_id & 7)
+        return int.from_bytes(octets, "little")
 
     def _opened(self) -> GrammarTokenizer | UnusableTokenizer:
         with self._lock:
@@ -151,9 +178,11 @@ def _check_size(text: str, form: str = "") -> None:
         raise ValueError(f"has {size_bytes} bytes{form}; at most {MAX_DEFINITION_BYTES} are taken")
 
 
-def _check_with(tokenizer: GrammarTokenizer, definition: str) -> None:
-    """Raises ValueError for what is no grammar, is not honoured in full, or allows no text at all."""
+def _first_mask(tokenizer: GrammarTokenizer, definition: str) -> bytes:
+    """The tokens that the text may begin with, a bit per id. Raises ValueError for what is no grammar, is not
+    honoured in full, or allows no text at all.
+    """
     matcher = tokenizer.matcher(definition)
     if matcher.warnings:
         raise GrammarError(f"would not be honoured in full: {' '.join(matcher.warnings)}")
-    matcher.mask()
+    return matcher.mask()

@@ -7,6 +7,7 @@ from typing import Annotated, TypeAlias, TypeVar
 
 import typer
 
+from checkpoint.errors import GGUF_ADVICE
 from stage_worker.kernel_choice import KernelChoice
 from stageline.cli.sizes import parse_size
 from telemetry import logs
@@ -72,6 +73,18 @@ def _parser(parse: Callable[[str], _Value]) -> Callable[[str], _Value]:
     return parse_option
 
 
+def _model_directory(text: str) -> Path:
+    """The directory of a checkpoint. Raises ValueError for what is none."""
+    path = Path(text)
+    if path.suffix.lower() == ".gguf":
+        raise ValueError(f"{text!r} is a GGUF file: {GGUF_ADVICE}")
+    if not path.exists():
+        raise ValueError(f"directory {text!r} does not exist")
+    if not path.is_dir():
+        raise ValueError(f"{text!r} is a file: give the directory of a Hugging Face checkpoint")
+    return path.resolve()
+
+
 def _listen(text: str) -> str:
     return str(parse_address(text))
 
@@ -95,9 +108,7 @@ Json: TypeAlias = Annotated[
 Model: TypeAlias = Annotated[
     Path | None,
     typer.Option(
-        exists=True,
-        file_okay=False,
-        resolve_path=True,
+        parser=_parser(_model_directory),
         metavar="DIR",
         help="Hugging Face checkpoint with safetensors; the built-in model unless given.",
     ),
@@ -105,9 +116,7 @@ Model: TypeAlias = Annotated[
 WorkerModel: TypeAlias = Annotated[
     Path | None,
     typer.Option(
-        exists=True,
-        file_okay=False,
-        resolve_path=True,
+        parser=_parser(_model_directory),
         metavar="DIR",
         help="Where this host has the checkpoint; the coordinator's path unless given.",
     ),

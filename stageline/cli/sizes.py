@@ -6,6 +6,7 @@ _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)", re.ASCII)
 _DECIMAL = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BINARY = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _UNITS = _DECIMAL | _BINARY
+MAX_BYTES = 2**50
 
 
 def parse_size(text: str) -> int:
@@ -22,7 +23,10 @@ def parse_size(text: str) -> int:
         raise ValueError(
             f"{text!r} has the unknown unit {match['unit']!r}; known are B, kB to TB, KiB to TiB"
         )
-    size = round(float(match["number"]) * unit)
+    number = float(match["number"])
+    if number * unit > MAX_BYTES:
+        raise ValueError(f"{text!r} is more than any machine has, the limit is {format_size(MAX_BYTES)}")
+    size = round(number * unit)
     if size == 0:
         raise ValueError(f"{text!r} is nothing; a size is at least 1B")
     return size

@@ -31,6 +31,26 @@ async def test_bad_flags_are_refused_with_exit_code_2() -> None:
         assert text in run.the_error(), line
 
 
+async def test_a_split_that_no_worker_makes_possible_is_refused_at_the_start() -> None:
+    layers = run_stageline("coordinator", "--stages", "2", "--layers", "1,1", "--no-http")
+    stages = run_stageline("coordinator", "--stages", "40", "--no-http")
+    for run, text in zip(
+        await asyncio.gather(layers, stages),
+        ("layers 1,1 sum to 2, but the model has 12", "40 stages for a model of 12 layers"),
+        strict=True,
+    ):
+        assert run.code == 1
+        assert f"error[PLAN_IMPOSSIBLE]: {text}" in run.the_error()
+
+
+async def test_a_folder_with_a_gguf_file_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").touch()
+    run = await run_stageline("plan", "--workers", "1GiB", "--model", str(tmp_path))
+    assert run.code == 1
+    assert "error[UNSUPPORTED_FORMAT]" in run.the_error()
+    assert "Stageline reads safetensors; convert it" in run.the_error()
+
+
 async def test_a_client_without_a_coordinator_says_so_soon(free_address: str) -> None:
     start = time.monotonic()
     run = await run_stageline("status", "--coordinator", free_address)

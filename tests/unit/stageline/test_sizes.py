@@ -27,6 +27,7 @@ def test_sizes_are_read_with_their_unit(text: str, size_bytes: int) -> None:
         ("1,5GiB", "not a size"),
         ("3XB", "unknown unit 'XB'"),
         ("0GiB", "is nothing"),
+        ("99999TiB", "more than any machine has, the limit is 1024.0 TiB"),
     ],
 )
 def test_what_is_no_size_is_refused_with_the_text(text: str, message: str) -> None:

@@ -56,6 +56,23 @@ def accepts(directory: Path, kind: GrammarKind, texts: Sequence[str], output: st
     return matcher.is_accepting
 
 
+def test_a_grammar_that_cannot_begin_is_refused(tmp_path: Path) -> None:
+    directory = save_tokenizer(tmp_path, byte_level())
+    compiler = new_compiler(directory)
+    first = (
+        Tokenizer.from_file(str(directory / "tokenizer.json")).encode("7", add_special_tokens=False).ids[0]
+    )
+    kind, texts = GrammarKind.REGEX, ["7"]
+    assert compiler.compile(kind, texts, allowed={first, *EOS})
+    for wanted in ({"allowed": set(EOS)}, {"forbidden": {first}}, {"allowed": {first}, "forbidden": {first}}):
+        with pytest.raises(
+            UnusableGrammar, match=r"^regex: no token can begin the text that allowed_token_ids"
+        ):
+            compiler.compile(kind, texts, **wanted)
+    with pytest.raises(UnusableGrammar, match=r"^regex: no token of the vocabulary can begin the text"):
+        new_compiler(directory, vocab_size=first).compile(kind, texts)
+
+
 @pytest.mark.parametrize(
     ("kind", "text", "good", "bad"),
     [
