@@ -13,7 +13,7 @@ from stage_worker.outputs import HandedOn, StageOutput
 from stage_worker.sequences import SequenceStates
 from stage_worker.stage_compute import StageCompute
 from stage_worker.step_checks import StepRules, check_hidden_states, check_limits, slice_layouts
-from wire.errors import StepFault, StepFaultKind
+from wire.errors import InvariantBroken, StepFault, StepFaultKind
 from wire.frames import Frame
 from wire.log_fields import about
 from wire.steps import Step, StepResult
@@ -140,9 +140,11 @@ class StepExecutor:
         for part in step.slices:
             self._sequences.get(part.sequence).advance(part)
         if self._role.has_head:
-            assert computed is None or isinstance(computed, tuple), "LAST answers with results"
+            if computed is not None and not isinstance(computed, tuple):
+                raise InvariantBroken("LAST computed hidden states, expected results")
             return StepResult(step.epoch, step.step_id, computed or ())
-        assert not isinstance(computed, tuple), "every other stage hands hidden states on"
+        if isinstance(computed, tuple):
+            raise InvariantBroken("a stage before LAST computed results, expected hidden states")
         return HandedOn(step.step_id, frame.step_bytes, computed)
 
     def _apply(self, step: Step) -> None:

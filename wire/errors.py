@@ -17,6 +17,7 @@ ServingError
 |- StepFailed                ABORTED              its steps were faulty, again and again
 |- RequestPoisoned           INTERNAL             workers died when they ran this request alone
 |- SliceFailed               INTERNAL             this sequence alone failed on a stage
+|- InvariantBroken           INTERNAL             a guard of tokens, ends or pages failed: a defect
 |- RequestCancelled          CANCELLED
 |- DeadlinePassed            DEADLINE_EXCEEDED
 |- Superseded                ABORTED              another call reads this request now
@@ -101,6 +102,10 @@ class StepFailed(ServingError):
 
 class RequestPoisoned(ServingError):
     """Workers died while this request, and no other, ran."""
+
+
+class InvariantBroken(ServingError):
+    """A guard of tokens, ends or pages failed: a defect of ours, which must not become wrong output."""
 
 
 class SliceFailed(ServingError):
@@ -202,6 +207,7 @@ STATUS_OF_ERROR: dict[type[ServingError], grpc.StatusCode] = {
     StepFailed: grpc.StatusCode.ABORTED,
     RequestPoisoned: grpc.StatusCode.INTERNAL,
     SliceFailed: grpc.StatusCode.INTERNAL,
+    InvariantBroken: grpc.StatusCode.INTERNAL,
     RequestCancelled: grpc.StatusCode.CANCELLED,
     DeadlinePassed: grpc.StatusCode.DEADLINE_EXCEEDED,
     Superseded: grpc.StatusCode.ABORTED,
@@ -210,6 +216,13 @@ STATUS_OF_ERROR: dict[type[ServingError], grpc.StatusCode] = {
     RequestSuspended: grpc.StatusCode.UNAVAILABLE,
     StepFault: grpc.StatusCode.ABORTED,
 }
+
+
+def require(holds: bool, text: str) -> None:
+    """Raises InvariantBroken unless it `holds`. Unlike `assert`, also under `python -O`."""
+    if not holds:
+        raise InvariantBroken(text)
+
 
 INTERNAL_ERROR_TEXT = "internal error; the coordinator's or worker's log has the detail"
 

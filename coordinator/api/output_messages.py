@@ -4,6 +4,7 @@ from coordinator.requests.attachment import Output
 from coordinator.requests.request import Choice
 from coordinator.scheduling.sequence import FinishReason
 from stageline_rpc.v1 import inference_pb2
+from wire.errors import InvariantBroken
 from wire.ids import id_text
 from wire.steps import TokenLogprobs
 
@@ -49,7 +50,8 @@ def _encode_logprobs(
 
 def _end(choice: Choice, response: inference_pb2.GenerateResponse) -> None:
     reason, sequence = choice.transcript.finish_reason, choice.sequence
-    assert reason is not None
+    if reason is None:
+        raise InvariantBroken("the end of a choice without a reason")
     response.finish_reason = FINISH_REASON_TO_MESSAGE[reason]
     response.usage.prompt_tokens = sequence.num_prompt_tokens
     response.usage.completion_tokens = sequence.num_generated_tokens

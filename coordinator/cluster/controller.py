@@ -50,7 +50,7 @@ from coordinator.scheduling.in_flight import ResultMismatch
 from coordinator.scheduling.kv_log import KvLog
 from coordinator.timing import ClusterTiming
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
-from wire.errors import StaleStream, StepFaultKind, WorkerNotFound
+from wire.errors import InvariantBroken, StaleStream, StepFaultKind, WorkerNotFound
 from wire.ids import Incarnation
 from wire.peer_secrets import new_secret
 from wire.steps import FaultReport, StepResult
@@ -262,7 +262,9 @@ class Controller:
         try:
             _check_tokens(result, vocab_size=self._model.config.vocab_size)
             num_tokens = self._engine.complete(result)
-        except ResultMismatch as error:
+        except (ResultMismatch, InvariantBroken) as error:
+            if isinstance(error, InvariantBroken):
+                log.exception("epoch %d fails: %s", epoch, error)
             self.fail_epoch(epoch, str(error))
             return
         if num_tokens:

@@ -32,6 +32,7 @@ from coordinator.scheduling.sequence import FinishReason, Sequence
 from wire.errors import (
     ClusterUnavailable,
     DeadlinePassed,
+    InvariantBroken,
     RequestCancelled,
     RequestSuspended,
     ServingError,
@@ -305,8 +306,15 @@ class Engine:
             return
         if progress.token is not None:
             request.num_deaths_alone = request.num_breaks_alone = 0
-        request.add_prompt_logprobs(progress.prompt_logprobs)
-        self._write(request.choices[key.choice], progress)
+        try:
+            request.add_prompt_logprobs(progress.prompt_logprobs)
+            self._write(request.choices[key.choice], progress)
+        except InvariantBroken as error:
+            log.exception(
+                "request %s fails: %s", id_text(request.id), error, extra=about(request_id=request.id)
+            )
+            self._fail(request, error)
+            return
         if request.is_finished:
             self.totals.finished += 1
             self._end(request)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from coordinator.requests.transcript import Transcript
 from coordinator.scheduling.sequence import Sequence
-from wire.errors import ServingError
+from wire.errors import ServingError, require
 from wire.ids import RequestId
 from wire.steps import TokenLogprobs
 
@@ -67,9 +67,11 @@ class Request:
         """Log-probabilities of the prompt, with so many most likely tokens each, are for the client as such,
         and for the transcripts that echo it; None: they are not.
         """
-        assert [choice.sequence.key for choice in choices] == [
-            (request_id, index) for index in range(len(choices))
-        ]
+        require(
+            [choice.sequence.key for choice in choices]
+            == [(request_id, index) for index in range(len(choices))],
+            "the choices of a request are its sequences in order",
+        )
         self._id = request_id
         self._choices = tuple(choices)
         self.client = client
@@ -190,8 +192,8 @@ class Request:
 
     def end(self, now_s: float, error: ServingError | None = None) -> None:
         """Every choice has ended: all of them finished, or `error` ended what was live. Once."""
-        assert self._ended_s is None, "a request ends once"
-        assert not self.live_sequences, "a request ends with its last choice"
+        require(self._ended_s is None, "a request ends twice")
+        require(not self.live_sequences, "a request ends before its last choice")
         self._ended_s = now_s
         self._error = error
         self.wake()

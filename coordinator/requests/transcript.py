@@ -8,6 +8,7 @@ from io import SEEK_END, StringIO
 from coordinator.scheduling.sequence import FinishReason
 from coordinator.text.detokenizer import IncrementalDetokenizer
 from coordinator.text.stop_strings import StopMatcher
+from wire.errors import InvariantBroken, require
 from wire.steps import TokenLogprobs
 
 
@@ -104,16 +105,17 @@ class Transcript:
 
     def set_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs | None]) -> None:
         """One per token of the echoed prompt, once; the first one is None."""
-        assert self._is_waiting and self._logprobs is not None, "log-probabilities of no echoed prompt"
+        if not self._is_waiting or self._logprobs is None:
+            raise InvariantBroken("log-probabilities of no echoed prompt")
         expected = self._num_prompt_tokens
-        assert len(logprobs) == expected, f"{len(logprobs)} log-probabilities for {expected} prompt tokens"
+        require(len(logprobs) == expected, f"{len(logprobs)} log-probabilities for {expected} prompt tokens")
         self._logprobs[:0] = logprobs
         self._is_waiting = False
 
     def append(self, token: int, logprobs: TokenLogprobs | None = None) -> bool:
         """Takes a generated token. True: a stop string is complete, and the caller finishes with STOP."""
-        assert not self.is_finished and not self._is_stopped, "a token after the end"
-        assert (logprobs is None) == (self._logprobs is None), "log-probabilities for all tokens or for none"
+        require(not self.is_finished and not self._is_stopped, "a token after the end of its choice")
+        require((logprobs is None) == (self._logprobs is None), "log-probabilities for some tokens only")
         self._tokens.append(token)
         if self._logprobs is not None:
             self._logprobs.append(logprobs)
@@ -123,8 +125,8 @@ class Transcript:
 
     def finish(self, reason: FinishReason) -> None:
         """Ends the output, once."""
-        assert not self.is_finished, f"finished with {self._finish_reason} already"
-        assert not self._is_waiting, "an echo without its log-probabilities"
+        require(not self.is_finished, f"a choice ends twice, first with {self._finish_reason}")
+        require(not self._is_waiting, "an echo without its log-probabilities")
         self._finish_reason = reason
 
     def make_text(self, *, max_tokens: int) -> bool:
@@ -199,7 +201,7 @@ class _Text:
 
     def end(self, text: str) -> None:
         """The text after the last token."""
-        assert not self.is_ended
+        require(not self.is_ended, "the text of a choice ends twice")
         self.is_ended = True
         self._write(text)
 

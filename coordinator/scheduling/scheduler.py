@@ -29,7 +29,7 @@ from coordinator.scheduling.pace import Pace, PrefillLoad, SchedulerLimits
 from coordinator.scheduling.sequence import FinishReason, Release, Sequence
 from coordinator.scheduling.step_times import StepTimes
 from kvcache import OutOfBlocks
-from wire.errors import SliceFailed
+from wire.errors import SliceFailed, require
 from wire.ids import SequenceKey
 from wire.steps import EndRecord, Slice, SliceError, SliceResult, Step, StepResult
 
@@ -98,7 +98,7 @@ class Scheduler:
             raise ValueError(
                 f"max_step_tokens {limits.max_step_tokens} is less than one block of {kv.block_size} tokens"
             )
-        assert not self._running and not self._in_flight, "end_epoch comes first"
+        require(not self._running and not self._in_flight, "an epoch begins before the last one has ended")
         self._epoch, self._kv, self._limits = epoch, kv, limits
         self._pace = Pace(limits, self.times)
         self._next_step_id = 0
@@ -130,7 +130,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Puts a queued sequence into the queue, where its order says."""
-        assert sequence.state.is_queued
+        require(sequence.state.is_queued, f"sequence {sequence.key} is queued in state {sequence.state.name}")
         sequence.start_at_generation(self._used.next_of(sequence.key))
         insort(self._queue, sequence, key=_ORDER)
 

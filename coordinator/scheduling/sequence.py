@@ -6,6 +6,7 @@ from enum import Enum, auto
 from coordinator.scheduling.lifecycle import SequenceState, check_transition
 from coordinator.scheduling.order import QueueOrder
 from kvcache import ActiveSequence
+from wire.errors import InvariantBroken
 from wire.ids import SequenceKey
 from wire.steps import Decode, EndRecord, Prefill, Slice, StartRecord, StepSampling, TokenLogprobs
 
@@ -170,7 +171,8 @@ class Sequence:
     @property
     def kv(self) -> ActiveSequence:
         """The block accounting of the present start. Only a sequence that is not queued has one."""
-        assert self._kv is not None, f"sequence {self._key} holds no blocks in state {self._state.name}"
+        if self._kv is None:
+            raise InvariantBroken(f"sequence {self._key} holds no blocks in state {self._state.name}")
         return self._kv
 
     @property
@@ -187,7 +189,7 @@ class Sequence:
         self, tokens: tuple[int, ...], *, num_scored: int, num_cached_tokens: int, num_restarts: int
     ) -> None:
         """Goes on where a former process has left it: with tokens, as after a preemption."""
-        assert self._state is SequenceState.WAITING
+        self._require(self._state is SequenceState.WAITING, "is new")
         self._tokens += tokens
         self._num_scored = num_scored
         self._num_cached_tokens = num_cached_tokens
@@ -201,7 +203,7 @@ class Sequence:
         self, tokens: tuple[int, ...], *, num_cached_tokens: int, num_restarts: int, reason: FinishReason
     ) -> None:
         """Is what a former process has made of it."""
-        assert self._state is SequenceState.WAITING
+        self._require(self._state is SequenceState.WAITING, "is new")
         self._tokens += tokens
         self._num_cached_tokens = num_cached_tokens
         self._first_generation = -num_restarts
@@ -210,13 +212,13 @@ class Sequence:
 
     def start_at_generation(self, generation: int) -> None:
         """Counts (re)starts from here on, where an earlier sequence of the same key has used the others."""
-        assert self._state.is_queued
+        self._require(self._state.is_queued, "waits")
         self._first_generation += generation - self._generation
         self._generation = generation
 
     def begin_prefill(self, kv: ActiveSequence, *, num_cached_tokens: int) -> None:
         """Starts, or starts again: computes all tokens so far but the leading cached ones."""
-        assert num_cached_tokens == 0 or not self.needs_scoring, "what is scored is computed"
+        self._require(num_cached_tokens == 0 or not self.needs_scoring, "is computed where it is scored")
         self._move_to(SequenceState.PREFILL)
         self._kv = kv
         self._num_prefill_tokens = len(self._tokens)
@@ -226,7 +228,10 @@ class Sequence:
 
     def take_chunk(self, num_tokens: int) -> tuple[tuple[int, ...], Prefill]:
         """The next `num_tokens` tokens of the prefill, which are handed out now."""
-        assert self.can_prefill and 0 < num_tokens <= self.num_uncomputed_prefill_tokens
+        self._require(
+            self.can_prefill and 0 < num_tokens <= self.num_uncomputed_prefill_tokens,
+            f"has a chunk of {num_tokens} tokens left",
+        )
         start, end = self._num_computed, self._num_computed + num_tokens
         self._num_computed = end
         self._is_token_due = end == self._num_prefill_tokens
@@ -238,7 +243,9 @@ class Sequence:
     def take_decode(self) -> Slice:
         """The newest token, which is handed out now."""
         position = self._num_computed
-        assert not self._is_token_due and position == len(self._tokens) - 1
+        self._require(
+            not self._is_token_due and position == len(self._tokens) - 1, "has one token to compute"
+        )
         self._num_computed = position + 1
         self._is_token_due = True
         return Slice(self._key, self._generation, (self._tokens[-1],), Decode(position))
@@ -260,7 +267,7 @@ class Sequence:
         """
         if not logprobs:
             return ()
-        assert start <= self._num_scored, "chunks are answered in order"
+        self._require(start <= self._num_scored, "is scored in order")
         new = logprobs[self._num_scored - start :]
         self._num_scored += len(new)
         return new
@@ -270,7 +277,7 @@ class Sequence:
 
         Where nothing is to be generated, the token after the prompt only says that the prompt is computed.
         """
-        assert self._is_token_due and self._num_computed == len(self._tokens)
+        self._require(self._is_token_due and self._num_computed == len(self._tokens), "waits for a token")
         self._is_token_due = False
         if self._max_tokens == 0:
             return self.finish(FinishReason.LENGTH)
@@ -319,6 +326,13 @@ class Sequence:
         self._num_prefill_tokens = 0
         self._is_token_due = False
         return release
+
+    def _require(self, holds: bool, what: str) -> None:
+        if not holds:
+            raise InvariantBroken(
+                f"expected that sequence {self._key} {what}; it is in state {self._state.name} "
+                f"with {self._num_computed} of {len(self._tokens)} tokens computed"
+            )
 
     def _move_to(self, state: SequenceState) -> None:
         check_transition(self._key, self._state, state)

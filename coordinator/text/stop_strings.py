@@ -9,6 +9,8 @@ is longer than, is held back; everything before it is let go at once.
 from bisect import bisect_right
 from collections.abc import Sequence
 
+from wire.errors import require
+
 
 class StopMatcher:
     """Looks for stop strings in one text.
@@ -43,7 +45,7 @@ class StopMatcher:
         With `may_stop` False a stop string that is completed in `text` is ordinary text; one that only begins
         there and is completed in a later piece is not.
         """
-        assert not self._is_stopped, "text after a stop string"
+        require(not self._is_stopped, "text after a stop string")
         window = self._held + text
         begin = self._find(window) if may_stop else None
         self._is_stopped = begin is not None

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from stage_worker.models.kernels import AttentionMethod, Kernels
 from stage_worker.slice_layout import SliceLayout
+from wire.errors import require
 
 _SHORT_TOKENS = 512
 """One-token slices that see fewer tokens are grouped as if they saw so many: padding them costs less than one
@@ -158,7 +159,7 @@ def _decode_view(
         padded.extend([pages[0]] * (width - len(pages)))
         begin = first * rules.block_size
         ranges.append((item.first_visible(window) - begin, item.end_position - begin))
-    assert min(padded) >= 0, "pages come from the stage's own pool"
+    require(min(padded) >= 0, "a page before the first one of the stage's pool")
     is_in_place = rules.kernels.decode is AttentionMethod.IN_PLACE
     return DecodeView(
         rows=_indices(rows),

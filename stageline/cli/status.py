@@ -1,23 +1,25 @@
 """`stageline status`: what the cluster is doing."""
 
 import asyncio
+import json
 from typing import Annotated
 
 import typer
-from google.protobuf import json_format
 from rich.console import Console
 from rich.live import Live
 
 from stageline.cli import options
 from stageline.cli.tables import status_view
 from stageline.client import Client
-from stageline_rpc.v1 import cluster_pb2
+from wire.status_json import status_facts
 
 _WATCH_INTERVAL_S = 1.0
 
 
 def status(
-    as_json: Annotated[bool, typer.Option("--json", help="Print the status message as JSON.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the status as JSON (docs/status.md).")
+    ] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Show it anew every second, until Ctrl-C.")] = False,
     coordinator: options.Coordinator = options.DEFAULT_ADDRESS,
 ) -> int:
@@ -32,7 +34,7 @@ async def _show_once(coordinator: str, *, as_json: bool) -> None:
     async with Client(coordinator) as client:
         message = await client.status()
     if as_json:
-        print(_to_json(message))
+        print(json.dumps(status_facts(message), indent=2))
     else:
         Console().print(status_view(message))
 
@@ -43,9 +45,3 @@ async def _watch(coordinator: str) -> None:
             while True:
                 live.update(status_view(await client.status()), refresh=True)
                 await asyncio.sleep(_WATCH_INTERVAL_S)
-
-
-def _to_json(message: cluster_pb2.GetStatusResponse) -> str:
-    return json_format.MessageToJson(
-        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )

@@ -211,7 +211,7 @@ async def test_status_tells_in_words_what_grpc_tells(http: Http) -> None:
     assert (status["model"], status["state"], status["can_act"]) == ("mock", "waiting for workers", True)
     assert status["workers"][0]["stage"] == {
         "index": 0,
-        "role": "UNSPECIFIED",
+        "role": "unspecified",
         "layer_begin": 0,
         "layer_end": 0,
     }
