@@ -34,7 +34,8 @@ class LocalCluster:
             ... cluster.address ...
 
     Enter it from the main thread: the processes end with the thread that started them (see `deploy.leash`).
-    Nothing is restarted by itself; `next_exit` tells of a process that has ended.
+    Nothing is restarted by itself; `next_exit` tells of a process that has ended, `restart_worker` starts it
+    again.
     """
 
     def __init__(self, config: LocalClusterConfig) -> None:

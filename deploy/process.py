@@ -63,6 +63,11 @@ class LocalProcess:
         return self._process.returncode is None
 
     @property
+    def exit_code(self) -> int | None:
+        """Negative for the signal that ended it; None while it runs."""
+        return self._process.returncode
+
+    @property
     def has_left(self) -> bool:
         """It has ended by itself, with nothing wrong."""
         return self._process.returncode == 0

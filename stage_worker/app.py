@@ -6,11 +6,13 @@ import logging
 import os
 import signal
 import sys
+from typing import NoReturn
 
 import uvloop
 
 from stage_worker.config import WorkerConfig
 from stage_worker.control import JoinRefused
+from stage_worker.device_errors import DEVICE_FAILED_EXIT_CODE, DeviceError
 from stage_worker.worker import Worker
 from telemetry import logs
 from wire.reasons import error_line, reason_of
@@ -19,7 +21,9 @@ log = logging.getLogger(__name__)
 
 
 def run(config: WorkerConfig) -> int:
-    """Runs a worker until it is asked to end (0) or cannot go on (1, after one line on stderr)."""
+    """Runs a worker until it is asked to end (0), cannot go on (1) or its device has failed (3), the last two
+    after one line on stderr.
+    """
     logs.configure(config.logs, "worker", worker=config.name)
     return uvloop.run(_main(config))
 
@@ -44,6 +48,10 @@ async def _main(config: WorkerConfig) -> int:
         status = 0
     except JoinRefused as error:
         status = _fail(config, error)
+    except DeviceError as error:
+        _fail(config, error)
+        # Neither a hung thread nor the device's library is to be waited for.
+        _exit_at_once(DEVICE_FAILED_EXIT_CODE)
     else:
         status = 0
     return await _end(worker, status)
@@ -69,10 +77,14 @@ def _stop_on(name: str, task: "asyncio.Task[None]") -> None:
 async def _end(worker: Worker, status: int) -> int:
     if not await worker.stop():
         # A large step or tensor is still under way, and the interpreter must not wait for it.
-        sys.stdout.flush()
-        logging.shutdown()
-        os._exit(status)
+        _exit_at_once(status)
     return status
+
+
+def _exit_at_once(status: int) -> NoReturn:
+    sys.stdout.flush()
+    logging.shutdown()
+    os._exit(status)
 
 
 def _fail(config: WorkerConfig, error: Exception) -> int:

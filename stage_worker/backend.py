@@ -2,6 +2,7 @@
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from stage_worker.assignment import Assignment
@@ -23,7 +24,13 @@ class RanStep:
 
 
 class StageBackend(ABC):
-    """One per worker. Calls are made one after another, except that a load may be given up."""
+    """One per worker. Calls are made one after another, except that a load may be given up.
+
+    `on_device_failure` is told on the event loop, with the reason, that nothing more can be computed in this
+    process. Whoever owns the backend sets it before the first call.
+    """
+
+    on_device_failure: Callable[[str], None]
 
     device: str
     """What the coordinator and its users see: "cpu", "cuda:0", or "mock"."""

@@ -1,5 +1,6 @@
 """What a stage worker is started with."""
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +26,9 @@ class WorkerConfig:
     that the coordinator names (`model_directory`), every CPU that the process may use (`cpu_set`), one thread
     for each of `cpu_set`, or torch's own choice without one (`num_threads`), a real stage (`mock`), and what
     the coordinator wants hidden states to be sent in (`wire_dtype`). A mock stage has neither model nor
-    device nor threads. Hashes of weights are kept in `cache_directory`, if given.
-    `telemetry` is what OpenTelemetry's variables say.
+    device nor threads. Hashes of weights are kept in `cache_directory`, if given. `telemetry` is what
+    OpenTelemetry's variables say. A step that still computes `step_timeout_s` after the coordinator has given
+    it up ends the process.
     """
 
     coordinator: str
@@ -42,6 +44,7 @@ class WorkerConfig:
     wire_dtype: WireDType | None = None
     kernels: KernelChoice = KernelChoice.AUTO
     cache_directory: Path | None = None
+    step_timeout_s: float = 30.0
     telemetry: TelemetrySettings = NO_SETTINGS
     logs: LogSettings = DEFAULT_LOGS
 
@@ -59,6 +62,8 @@ class WorkerConfig:
             parse_peer_address(self.advertise)
         if self.mock is not None:
             self._check_mock()
+        if not 0 < self.step_timeout_s < math.inf:
+            raise ValueError(f"step_timeout_s is {self.step_timeout_s:g}, must be positive and finite")
         if self.num_threads is not None and self.num_threads < 1:
             raise ValueError(f"num_threads is {self.num_threads}, but must be at least 1")
         if self.cpu_set is not None:

@@ -90,6 +90,10 @@ class Membership:
         self._connection.send(cluster_pb2.WorkerMessage(wants_drain=cluster_pb2.WantsDrain()))
         return True
 
+    def stop_dialling(self) -> None:
+        """`run` returns when the connection that there is has ended."""
+        self._is_leaving = True
+
     async def run(self) -> None:
         """Returns when the coordinator asks the process to end. Raises JoinRefused."""
         while True:

@@ -1,7 +1,12 @@
-"""Which device a worker computes on, and how much of its memory it offers when nobody says."""
+"""Which device a worker computes on, how much of its memory it offers when nobody says, and how it fails."""
+
+import gc
 
 import psutil
 import torch
+
+from stage_worker.device_errors import DeviceError
+from wire.errors import StepFaultKind
 
 CUDA_SHARE = 0.9
 CPU_SHARE = 0.5
@@ -39,3 +44,38 @@ def default_memory_bytes(device: torch.device) -> int:
         free_bytes, _ = torch.cuda.mem_get_info(device)
         return int(free_bytes * CUDA_SHARE)
     return int(psutil.virtual_memory().available * CPU_SHARE)
+
+
+def fault_kind_of(error: Exception, device: torch.device) -> StepFaultKind:
+    """Whether `error` is one of memory, of the device, or of our own code.
+
+    A GPU reports errors late, at any later call, and its context is then of no use to this process: every
+    RuntimeError on a GPU counts as the device's, a wrong shape included. A CPU has no such state and fails by
+    signals: a RuntimeError there is a defect of ours.
+    """
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or _is_failed_allocation(error):
+        return StepFaultKind.OUT_OF_MEMORY
+    if isinstance(error, DeviceError) or _is_accelerator_error(error):
+        return StepFaultKind.DEVICE
+    is_ours = isinstance(error, (NotImplementedError, RecursionError)) or not isinstance(error, RuntimeError)
+    return StepFaultKind.INTERNAL if is_ours or device.type == "cpu" else StepFaultKind.DEVICE
+
+
+def free_memory(device: torch.device) -> None:
+    """Returns memory that torch has cached and nothing uses to the device."""
+    gc.collect()
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.empty_cache()
+
+
+def _is_failed_allocation(error: Exception) -> bool:
+    """Of host memory, for which torch has no type of its own (c10/core/impl/alloc_cpu.cpp)."""
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def _is_accelerator_error(error: Exception) -> bool:
+    """torch 2.8 and later have a type for it; before, the text begins so."""
+    kind = getattr(torch, "AcceleratorError", None)
+    is_typed = kind is not None and isinstance(error, kind)
+    return is_typed or (isinstance(error, RuntimeError) and str(error).startswith("CUDA error"))

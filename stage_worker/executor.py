@@ -5,10 +5,12 @@ take the frame -> apply ends, starts, signals -> compare digests -> check the sl
 """
 
 import logging
+import traceback
 from dataclasses import dataclass, field
 
 from kvcache import BlockTables, IntegrityMonitor, IntegrityReport, KvCacheError
 from stage_worker.assignment import Assignment
+from stage_worker.device_errors import DeviceError
 from stage_worker.outputs import HandedOn, StageOutput
 from stage_worker.sequences import SequenceStates
 from stage_worker.stage_compute import StageCompute
@@ -51,11 +53,16 @@ class StepExecutor:
         self._busy_s = 0.0
         self._integrity = IntegrityMonitor()
         self._refused: StepFault | None = None
+        self._device_failure: str | None = None
         self._epoch = 0
         self.begin_epoch(0, stage=assignment.stage)
 
     def begin_epoch(self, epoch: int, *, stage: int) -> None:
-        """Forgets everything but the weights: an empty pool, no sequences, step 0 next."""
+        """Forgets everything but the weights: an empty pool, no sequences, step 0 next. Raises DeviceError
+        once the device has failed: no epoch makes up for that.
+        """
+        if self._device_failure is not None:
+            raise DeviceError(self._device_failure)
         self._epoch = epoch
         self._next_step_id = 0
         self._refused = None
@@ -69,19 +76,17 @@ class StepExecutor:
         try:
             self._check_order(frame.step)
             output = self._run(frame)
-        except StepFault as fault:
-            raise self._refuse(fault, frame.step) from fault.__cause__
+        except StepFault as refusal:
+            raise self._refuse(refusal, frame.step) from refusal.__cause__
         except Exception as error:
-            step = frame.step
-            log.exception(
-                "step %d failed",
-                step.step_id,
-                extra=about(epoch=step.epoch, step=step.step_id, request_ids=step.request_ids),
-            )
-            device_fault = StepFault(StepFaultKind.DEVICE, f"{type(error).__name__}: {error}")
-            raise self._refuse(device_fault, frame.step) from error
-        self._next_step_id += 1
-        return output
+            fault = self._unexpected(error, frame.step)
+        else:
+            self._next_step_id += 1
+            return output
+        # Out of the handler, so that nothing of the failed step is referred to any more.
+        if fault.kind is StepFaultKind.OUT_OF_MEMORY:
+            self._compute.free_memory()
+        raise self._refuse(fault, frame.step)
 
     def note_busy(self, seconds: float) -> None:
         """The step that ran last took so long."""
@@ -183,6 +188,21 @@ class StepExecutor:
                 raise StepFault(
                     StepFaultKind.RECORD, f"end of {key}: {error}", request_ids=(key.request_id,)
                 ) from error
+
+    def _unexpected(self, error: Exception, step: Step) -> StepFault:
+        """The fault of an error that is none yet; a failed device is remembered."""
+        kind = self._compute.fault_kind(error)
+        fault = StepFault(kind, f"{type(error).__name__}: {error}")
+        if kind is StepFaultKind.DEVICE:
+            self._device_failure = fault.message
+        log.error(
+            "step %d failed: %s",
+            *(step.step_id, fault),
+            exc_info=error if kind is StepFaultKind.INTERNAL else None,
+            extra=about(epoch=step.epoch, step=step.step_id, request_ids=step.request_ids),
+        )
+        traceback.clear_frames(error.__traceback__)
+        return fault
 
     def _refuse(self, fault: StepFault, step: Step) -> StepFault:
         if self._refused is None and step.epoch == self._epoch:

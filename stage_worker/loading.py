@@ -17,14 +17,21 @@ from checkpoint import (
 )
 from kvcache.pages import KvPages
 from stage_worker.assignment import Assignment
+from stage_worker.device import fault_kind_of, free_memory
 from stage_worker.executor import StepExecutor
 from stage_worker.kernel_choice import KernelChoice, KernelsUnavailable
 from stage_worker.models import TORCH_DTYPES, DecoderStage
 from stage_worker.resident import ResidentModel
-from stage_worker.stage_load import LoadedStage, LoadGivenUp, LoadProgress, StageLoadError
+from stage_worker.stage_load import (
+    DeviceFailedInLoad,
+    LoadedStage,
+    LoadGivenUp,
+    LoadProgress,
+    StageLoadError,
+)
 from stage_worker.warmup import warm_up
 from stage_worker.weights_check import LoadedFrom
-from wire.errors import HandshakeMismatch, ServingError
+from wire.errors import HandshakeMismatch, ServingError, StepFault, StepFaultKind
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +73,11 @@ def load_stage(
     except LoadGivenUp:
         resident.end_stage()
         raise
+    except DeviceFailedInLoad:
+        raise
     except StageLoadError:
         resident.clear()
+        free_memory(resources.device)
         raise
 
 
@@ -78,6 +88,8 @@ def _load_or_explain(
         return _load(assignment, resources, progress, resident)
     except StageLoadError:
         raise
+    except StepFault as fault:
+        raise _load_error(fault.kind, f"{resources.device}: {fault}") from fault
     except ServingError as error:
         raise StageLoadError(str(error)) from error
     except KernelsUnavailable as error:
@@ -85,9 +97,14 @@ def _load_or_explain(
     except (ValueError, OSError) as error:
         raise StageLoadError(f"{type(error).__name__}: {error}") from error
     except Exception as error:
-        # Out of memory, a missing kernel, a defect of ours: the process stays in any case.
         log.exception("loading failed")
-        raise StageLoadError(f"{resources.device}: {type(error).__name__}: {error}") from error
+        kind = fault_kind_of(error, resources.device)
+        raise _load_error(kind, f"{resources.device}: {type(error).__name__}: {error}") from error
+
+
+def _load_error(kind: StepFaultKind, reason: str) -> StageLoadError:
+    """A failed device ends the process; after anything else, such as too little memory, it goes on."""
+    return DeviceFailedInLoad(reason) if kind is StepFaultKind.DEVICE else StageLoadError(reason)
 
 
 def _load(

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvcache import KvCacheError
 from kvcache.pages import KvPages
+from stage_worker.device import fault_kind_of, free_memory
 from stage_worker.finite_states import FiniteStates
 from stage_worker.models import DecoderStage, StepLayout
 from stage_worker.sampling import Sampler
@@ -56,6 +57,12 @@ class ModelCompute(StageCompute):
         """Lets go of model and pages, whoever still refers to this; nothing can be computed any more."""
         del self._model, self._pages
         self._sampler = None
+
+    def fault_kind(self, error: Exception) -> StepFaultKind:
+        return fault_kind_of(error, self._model.device)
+
+    def free_memory(self) -> None:
+        free_memory(self._model.device)
 
     @torch.inference_mode()
     def start(self, record: StartRecord) -> None:

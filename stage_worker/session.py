@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from stage_worker.assignment import Assignment
 from stage_worker.backend import RanStep, StageBackend
+from stage_worker.device_errors import DeviceError
 from stage_worker.executor import StepExecutor
 from stage_worker.handshake import Epoch, check_hop, declared_dtype
 from stage_worker.hop import Hop
@@ -96,6 +97,10 @@ class EpochSession:
     def start(self) -> None:
         """Resets the stage, dials the next one and serves, in a task of its own."""
         self._task = asyncio.create_task(self._run(), name=f"epoch-{self.epoch.number}")
+
+    def fail_device(self, reason: str) -> None:
+        """Reports that the device has failed, unless the epoch has ended already."""
+        self._fail(StepFault(StepFaultKind.DEVICE, reason))
 
     async def close(self) -> None:
         """Ends the epoch here, without a report. Returns when no task, call or connection of it is left."""
@@ -197,11 +202,13 @@ class EpochSession:
             self._fail(_first(faults))
         except* StaleStream as ends:
             self._stop_quietly(str(_first(ends)))
+        except* DeviceError as errors:
+            self._fail(StepFault(StepFaultKind.DEVICE, str(_first(errors))))
         except* Exception as errors:
             log.exception(
                 "unexpected error in epoch %d", self.epoch.number, exc_info=errors, extra=self._about()
             )
-            self._fail(StepFault(StepFaultKind.DEVICE, "unexpected error; the worker's log has the detail"))
+            self._fail(StepFault(StepFaultKind.INTERNAL, "unexpected error; the worker's log has the detail"))
         finally:
             self.is_serving = False
             for observer in self._observers:

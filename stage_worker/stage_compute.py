@@ -3,7 +3,9 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from stage_worker.device_errors import DeviceError
 from stage_worker.slice_layout import SliceLayout
+from wire.errors import StepFaultKind
 from wire.frames import Frame
 from wire.ids import SequenceKey
 from wire.steps import SliceResult, StartRecord
@@ -34,3 +36,12 @@ class StageCompute(ABC):
     @abstractmethod
     def compute(self, frame: Frame, layouts: Sequence[SliceLayout]) -> Computed:
         """The work of a step with slices, whose `layouts` follow them. Raises StepFault."""
+
+    def fault_kind(self, error: Exception) -> StepFaultKind:
+        """Whether `error`, which is no StepFault, is one of memory, of the device, or of our own code."""
+        if isinstance(error, MemoryError):
+            return StepFaultKind.OUT_OF_MEMORY
+        return StepFaultKind.DEVICE if isinstance(error, DeviceError) else StepFaultKind.INTERNAL
+
+    def free_memory(self) -> None:  # noqa: B027
+        """Returns memory that is cached and not used to the device."""

@@ -113,6 +113,11 @@ class StageHost:
         """Whether a stage is being loaded or warmed up."""
         return self._loading is not None
 
+    def device_failed(self, reason: str) -> None:
+        """Reports the failure, unless a step that failed has."""
+        if self._session is not None:
+            self._session.fail_device(reason)
+
     def submit(self, order: Order, reply: Reply) -> None:
         """Carries out `order` after those before it; a load gives way to another assignment."""
         if isinstance(order, cluster_pb2.AssignStage):

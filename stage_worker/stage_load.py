@@ -15,6 +15,10 @@ class LoadGivenUp(StageLoadError):
     """Another assignment has taken its place."""
 
 
+class DeviceFailedInLoad(StageLoadError):
+    """The device has failed while it loaded or warmed up; nothing more can be computed in this process."""
+
+
 class LoadProgress:
     """How far a load is, and the wish that it end; shared between the event loop and whoever loads.
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -17,7 +18,9 @@ from stage_worker.outputs import ReceivedFrame
 from stage_worker.reference import compute_reference
 from stage_worker.reference_request import ReferenceRequest
 from stage_worker.resident import ResidentModel
-from stage_worker.stage_load import LoadedStage, LoadProgress
+from stage_worker.stage_load import DeviceFailedInLoad, LoadedStage, LoadProgress
+from stage_worker.step_watchdog import StepWatchdog
+from wire.errors import StepFault, StepFaultKind
 from wire.frames import Frame
 from wire.reference import Reference
 
@@ -40,6 +43,7 @@ class TorchBackend(StageBackend):
             kernels=config.kernels,
         )
         self._resident = ResidentModel()
+        self._watchdog = StepWatchdog(config.step_timeout_s, self._fail)
         self._thread = ComputeThread(on_start=lambda: _set_threads(config.compute_threads))
         self._references = ComputeThread(on_start=lambda: _set_threads(config.compute_threads))
 
@@ -48,20 +52,28 @@ class TorchBackend(StageBackend):
         return not has_native_bf16(self._resources.device)
 
     async def load(self, assignment: Assignment, progress: LoadProgress) -> LoadedStage:
-        return await self._thread.run(load_stage, assignment, self._resources, progress, self._resident)
+        self._expect_end_of_steps()
+        try:
+            return await self._thread.run(load_stage, assignment, self._resources, progress, self._resident)
+        except DeviceFailedInLoad as error:
+            self._fail(str(error))
+            raise
 
     async def holds(self, loaded: LoadedStage, assignment: Assignment) -> bool:
         if not assignment.loads_like(loaded.assignment):
             return False
+        self._expect_end_of_steps()
         return await self._thread.run(
             self._resident.is_of, self._resources.directory(assignment.model_directory)
         )
 
     async def begin_epoch(self, executor: StepExecutor, number: int, *, stage: int) -> None:
+        self._expect_end_of_steps()
         await self._thread.run(executor.begin_epoch, number, stage=stage)
 
     def submit(self, executor: StepExecutor, received: ReceivedFrame) -> "asyncio.Future[RanStep]":
-        return self._thread.submit(_run, executor, received.frame)
+        loop = asyncio.get_running_loop()
+        return self._thread.submit(_run, executor, received.frame, loop, self._fail)
 
     async def verify_accounting(self, executor: StepExecutor) -> None:
         await self._thread.run(executor.verify_accounting)
@@ -80,8 +92,16 @@ class TorchBackend(StageBackend):
             progress.cancel()
 
     def stop(self, *, timeout_s: float) -> bool:
+        self._watchdog.close()
         self._references.stop(timeout_s=0)
         return self._thread.stop(timeout_s=timeout_s)
+
+    def _expect_end_of_steps(self) -> None:
+        """Nobody waits any more for the steps that are still computed."""
+        self._watchdog.expect(self._thread.submit(_nothing))
+
+    def _fail(self, reason: str) -> None:
+        self.on_device_failure(reason)
 
     def _free_bytes(self, held_bytes: int) -> int:
         """A reference is computed in the memory of the host, which a GPU's budget does not cover."""
@@ -89,12 +109,24 @@ class TorchBackend(StageBackend):
         return self.memory_bytes - held_bytes if device.type == "cpu" else default_memory_bytes(CPU)
 
 
-def _run(executor: StepExecutor, frame: Frame) -> RanStep:
+def _run(
+    executor: StepExecutor, frame: Frame, loop: asyncio.AbstractEventLoop, on_failure: Callable[[str], None]
+) -> RanStep:
+    """Tells of a failed device by itself: the epoch may be over, and nobody wait for the step any more."""
     started_s = time.monotonic()
-    output = executor.run(frame)
+    try:
+        output = executor.run(frame)
+    except StepFault as fault:
+        if fault.kind is StepFaultKind.DEVICE:
+            loop.call_soon_threadsafe(on_failure, fault.message)
+        raise
     ended_s = time.monotonic()
     executor.note_busy(ended_s - started_s)
     return RanStep(output, started_s, ended_s)
+
+
+def _nothing() -> None:
+    """A job that ends when it is its turn."""
 
 
 def _set_threads(num_threads: int | None) -> None:

@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -14,6 +15,7 @@ from checkpoint.hash_cache import CACHE_FOLDER, HashCache
 from stage_worker.backend import StageBackend
 from stage_worker.config import WorkerConfig
 from stage_worker.control import Membership
+from stage_worker.device_errors import DeviceError
 from stage_worker.mock.backend import MockBackend
 from stage_worker.process_memory import resident_bytes
 from stage_worker.service import StageService
@@ -37,6 +39,7 @@ log = logging.getLogger(__name__)
 STAGE_SERVICE = stage_pb2.DESCRIPTOR.services_by_name["Stage"].full_name
 _WILDCARDS = ("0.0.0.0", "::")
 _STOP_GRACE_S = 0.5
+_REPORT_TIMEOUT_S = 1.0
 
 
 class Worker:
@@ -48,6 +51,9 @@ class Worker:
         self.metrics = WorkerMetrics(config.telemetry)
         self._health = HealthServicer()
         self._backend = _new_backend(config)
+        self._backend.on_device_failure = self._note_device_failure
+        self._device_failure = ""
+        self._has_failed = asyncio.Event()
         self._server = new_server()
         self._clock = ClusterClock()
         self._recorder: SpanRecorder | None = None
@@ -95,17 +101,25 @@ class Worker:
         await self._server.start()
 
     async def run(self) -> None:
-        """A member of the cluster until the coordinator asks the process to end. Raises JoinRefused."""
+        """A member of the cluster until the coordinator asks the process to end. Raises JoinRefused, and
+        DeviceError once the coordinator has been told.
+        """
         membership = self._membership
         orders = asyncio.create_task(self._host.run(), name="stage-host")
         joined = asyncio.create_task(membership.run(), name="membership")
+        failed = asyncio.create_task(self._has_failed.wait(), name="device-failure")
         try:
-            await asyncio.wait({orders, joined}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({orders, joined, failed}, return_when=asyncio.FIRST_COMPLETED)
+            if self._has_failed.is_set():
+                # The coordinator ends the stream when it has the report, which is on its way.
+                membership.stop_dialling()
+                await asyncio.wait({joined}, timeout=_REPORT_TIMEOUT_S)
+                raise DeviceError(f"device {self._backend.device} failed: {self._device_failure}")
             for task in (orders, joined):
                 if task.done():
                     task.result()
         finally:
-            await _cancel((joined, orders))
+            await _cancel((joined, orders, failed))
 
     def ask_to_leave(self) -> bool:
         """Hands the layers over to others, then `run` returns. False when no coordinator is there to ask."""
@@ -162,6 +176,12 @@ class Worker:
         heartbeat.resident_bytes = resident_bytes()
         return heartbeat
 
+    def _note_device_failure(self, reason: str) -> None:
+        if not self._has_failed.is_set():
+            self._device_failure = reason
+            self._has_failed.set()
+            self._host.device_failed(reason)
+
     def _set_serving(self, is_serving: bool) -> None:
         status = health_pb2.HealthCheckResponse.SERVING
         if not is_serving:
@@ -182,7 +202,9 @@ def _hash_cache(directory: Path | None) -> HashCache | None:
 def _new_backend(config: WorkerConfig) -> StageBackend:
     """Raises ValueError for a device that is not here."""
     if config.mock is not None:
-        return MockBackend(config.mock, memory_bytes=config.memory_bytes)
+        return MockBackend(
+            config.mock, memory_bytes=config.memory_bytes, step_timeout_s=config.step_timeout_s
+        )
     from stage_worker.torch_backend import TorchBackend  # imported late: a mock does without torch
 
     return TorchBackend(config)
@@ -220,7 +242,7 @@ def _is_loopback(address: str) -> bool:
         return host == "localhost"
 
 
-async def _cancel(tasks: Iterable["asyncio.Task[None]"]) -> None:
+async def _cancel(tasks: Iterable["asyncio.Task[Any]"]) -> None:
     tasks = tuple(tasks)
     for task in tasks:
         task.cancel()

@@ -156,6 +156,8 @@ class StepFaultKind(Enum):
     NON_FINITE = stage_pb2.STEP_FAULT_KIND_NON_FINITE
     NEIGHBOUR = stage_pb2.STEP_FAULT_KIND_NEIGHBOUR
     OVERDUE = stage_pb2.STEP_FAULT_KIND_OVERDUE
+    OUT_OF_MEMORY = stage_pb2.STEP_FAULT_KIND_OUT_OF_MEMORY
+    INTERNAL = stage_pb2.STEP_FAULT_KIND_INTERNAL
 
     @property
     def blames_requests(self) -> bool:

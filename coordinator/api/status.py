@@ -70,7 +70,7 @@ class StatusReporter:
             dtype=DTYPE_TO_MESSAGE[self._model.dtype if plan is None else plan.dtype],
             wire_dtype=number_of(self._model.wire_dtype),
             state=PHASE_TO_MESSAGE[state.phase],
-            detail=state.detail,
+            detail="; ".join(filter(None, (state.detail, self._controller.memory_limits.text))),
             epoch=state.epoch,
             num_stages=state.num_stages,
             block_size=0 if plan is None else plan.block_size,

@@ -9,13 +9,15 @@ from wire.ids import Incarnation
 
 
 class EndCause(Enum):
-    """Why an epoch ends. DEATH: a worker of it is lost, and what it computed may be why. FAULT: a stage
+    """Why an epoch ends. DEATH: a worker of it is lost, and what it computed may be why. DEVICE: a worker
+    reported that its device has failed, and exits; that is hardly what it computed. FAULT: a stage
     refused a step, or its answer did not come. BROKEN: a stream ended for no known reason. FRUITLESS: so it
     did in the epochs before, without a token in between, and what is in the steps may be why. REPLANNED: all
     is well, but there is a better plan.
     """
 
     DEATH = auto()
+    DEVICE = auto()
     FAULT = auto()
     BROKEN = auto()
     FRUITLESS = auto()

@@ -111,7 +111,7 @@ class ClusterState:
         actions: list[Action] = []
         if known is not None:
             known.is_silent = False
-            actions = self._part_with(known, "replaced by a new process")
+            actions = self._part_with(known, "replaced by a new process", EndCause.DEATH)
         hold_s = self.workers.add(identity)
         self._choice.forget(identity.name, self.workers)
         if hold_s:
@@ -127,18 +127,22 @@ class ClusterState:
             case Shrink():
                 return self._advance(self.detail) if self._grace.end(timer) else []
 
-    def lose(self, name: str, incarnation: Incarnation, reason: str) -> list[Action]:
-        """A worker's stream is broken, or its lease has expired. An older incarnation changes nothing."""
+    def lose(
+        self, name: str, incarnation: Incarnation, reason: str, cause: EndCause = EndCause.DEATH
+    ) -> list[Action]:
+        """A worker's stream is broken, its lease has expired, or its device has failed. An older incarnation
+        changes nothing.
+        """
         record = self.workers.live(name, incarnation)
         if record is None:
             return []
         had_stage = record.stage is not None
-        actions = self._part_with(record, reason)
+        actions = self._part_with(record, reason, cause)
         # Those who are left may be fewer than was said, or have a plan without it.
         actions += self._advance(f"worker {name} is lost: {reason}" if had_stage else "")
         return actions + (self._wait_for_return() if had_stage else [])
 
-    def _part_with(self, record: WorkerRecord, reason: str) -> list[Action]:
+    def _part_with(self, record: WorkerRecord, reason: str, cause: EndCause) -> list[Action]:
         """It is lost, and with it the plan, if it has a stage."""
         name = record.identity.name
         record.state, record.detail = WorkerState.LOST, reason
@@ -149,7 +153,7 @@ class ClusterState:
         self.workers.try_all_again()
         # One that was silent for the whole of its lease will not be back in a moment.
         self._grace.note_loss(is_granted=self._may_shrink and not record.is_silent)
-        actions = self._stop(f"worker {name} is lost: {reason}", EndCause.DEATH)
+        actions = self._stop(f"worker {name} is lost: {reason}", cause)
         self.plan = None
         return actions
 

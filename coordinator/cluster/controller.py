@@ -29,6 +29,7 @@ from coordinator.cluster.connections import Connections
 from coordinator.cluster.event_log import EventLog
 from coordinator.cluster.ledger_check import LedgerCheck
 from coordinator.cluster.membership import WorkerIdentity, WorkerRecord
+from coordinator.cluster.memory_limits import MemoryLimits
 from coordinator.cluster.messages import (
     encode_assign,
     encode_serving,
@@ -45,9 +46,11 @@ from coordinator.cluster.watch import Watch
 from coordinator.cluster.weights_check import WeightsCheck
 from coordinator.cluster.worker_connection import WorkerConnection
 from coordinator.model import ServedModel
+from coordinator.planning.plan import Plan
 from coordinator.requests.engine import Engine
 from coordinator.scheduling.in_flight import ResultMismatch
 from coordinator.scheduling.kv_log import KvLog
+from coordinator.scheduling.pace import SchedulerLimits
 from coordinator.timing import ClusterTiming
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
 from wire.errors import InvariantBroken, StaleStream, StepFaultKind, WorkerNotFound
@@ -88,6 +91,7 @@ class Controller:
         self.timing = timing
         self.incarnation = incarnation
         self._new_secret = new_secret
+        self.memory_limits = MemoryLimits()
         self._on_epoch_end = on_epoch_end
         self._engine = engine
         self._model = model
@@ -150,15 +154,15 @@ class Controller:
         self._carry_out(actions)
         return connection
 
-    def leave(self, connection: WorkerConnection, reason: str) -> None:
-        """A worker's stream has ended."""
+    def leave(self, connection: WorkerConnection, reason: str, cause: EndCause = EndCause.DEATH) -> None:
+        """A worker's stream has ended, or it is about to end."""
         name = connection.identity.name
         connection.close(reason)
         if not self.connections.remove(connection):
             return  # It has left, or the worker has dialled again and this is the end of its old stream.
         self._events.left(name, reason)
         self._note_unrelated_death(self.state.workers.find(name))
-        self._carry_out(self.state.lose(name, connection.identity.incarnation, reason))
+        self._carry_out(self.state.lose(name, connection.identity.incarnation, reason, cause))
 
     def _note_unrelated_death(self, record: WorkerRecord | None) -> None:
         """A worker is about to be lost: it may be one that computed nothing."""
@@ -218,16 +222,46 @@ class Controller:
         workers = dict(enumerate(each.identity.name for each in self.state.stage_workers))
         in_step = self._engine.scheduler.sequences_in_step(report.step_id)
         self._events.faulty(report, in_step, workers.get(report.stage))
+        if report.kind is StepFaultKind.DEVICE and self._lose_device(report):
+            return
         if not report.kind.blames_requests:
             # Where the next stage is gone, its own end says more than that it cannot be reached.
             asyncio.get_running_loop().call_later(self.timing.report_grace_s, self._fail_hop, report)
             return
-        if self.state.phase is ClusterPhase.SERVING:
+        if self.state.phase is ClusterPhase.SERVING and not self._fits_when_smaller(report):
             self._engine.blame.note_fault(report)
         if report.kind is StepFaultKind.NON_FINITE:
             self._carry_out(self.state.stage_failed(report))
         else:
             self._carry_out(self.state.epoch_failed(report.epoch, str(report), EndCause.FAULT))
+
+    def _lose_device(self, report: FaultReport) -> bool:
+        """The worker of this stage exits. False if the stage has none."""
+        workers = self.state.stage_workers[report.stage : report.stage + 1]
+        connection = self.connections.of(workers[0].identity) if workers else None
+        if connection is None:
+            return False
+        self.leave(connection, f"its device failed: {report.message}", EndCause.DEVICE)
+        return True
+
+    def _fits_when_smaller(self, report: FaultReport) -> bool:
+        """Whether the step was too large for a stage's memory, and steps are smaller from now on."""
+        step, plan = self._engine.scheduler.step_in_flight(report.step_id), self.state.plan
+        if report.kind is not StepFaultKind.OUT_OF_MEMORY or step is None or plan is None:
+            return False
+        is_smaller = self.memory_limits.note_out_of_memory(
+            report.stage,
+            self._plan_limits(plan),
+            num_tokens=step.num_tokens,
+            num_sequences=len(step.slices),
+            block_size=plan.block_size,
+        )
+        if is_smaller:
+            self._events.limited(self.memory_limits.text)
+        return is_smaller
+
+    def _plan_limits(self, plan: Plan) -> SchedulerLimits:
+        return scheduler_limits(plan, self._pace, hidden_size=self._model.config.hidden_size)
 
     def _fail_hop(self, report: FaultReport) -> None:
         self._carry_out(self.state.hop_failed(report.epoch, report.stage, str(report)))
@@ -315,6 +349,7 @@ class Controller:
 
     def _assign(self, action: AssignStage) -> None:
         self._events.assigned(action)
+        self.memory_limits.begin_plan(action.plan_id)
         connection = self.connections[action.worker.name]
         connection.loads_tokenizer = action.stage.role.has_head and not action.worker.is_mock
         connection.kernels = connection.kernels_detail = ""
@@ -400,7 +435,7 @@ class Controller:
             prefix_caching=self.prefix_caching,
             window=plan.window,
         )
-        limits = scheduler_limits(plan, self._pace, hidden_size=self._model.config.hidden_size)
+        limits = self.memory_limits.apply(self._plan_limits(plan))
         self._events.serving(action.epoch, plan)
         self._events.computing([stage_kernels(each) for each in self._stage_connections()])
         self._engine.durability.note_served()
@@ -449,6 +484,8 @@ class Controller:
         match action.cause:
             case EndCause.DEATH:
                 self._engine.blame.note_death(action.reason)
+            case EndCause.DEVICE:
+                self._engine.blame.note_device_failure(action.reason, num_stages=self.state.num_stages)
             case EndCause.BROKEN | EndCause.FRUITLESS:
                 is_lasting = action.cause is EndCause.FRUITLESS
                 self._engine.blame.note_break(action.reason, is_lasting=is_lasting)

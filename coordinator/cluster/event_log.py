@@ -123,6 +123,10 @@ class EventLog:
             extra=about(epoch=epoch, duration_s=duration_s),
         )
 
+    def limited(self, text: str) -> None:
+        """A stage has run out of memory."""
+        log.warning("%s", text)
+
     def computing(self, stages: Items[StageKernels | None]) -> None:
         """Warns where stages compute differently, once for as long as the difference is the same."""
         differing = differing_kernels(stages)

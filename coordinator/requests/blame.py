@@ -84,6 +84,22 @@ class Blame:
         """A worker has died that computed nothing."""
         self._num_setbacks += 1
 
+    def note_device_failure(self, reason: str, *, num_stages: int) -> None:
+        """A worker's device has failed. What it left unfinished runs apart next, as after a death.
+
+        Devices that fail one after another, such as those of all stages after the same steps, say nothing of
+        the request that runs alone meanwhile: it fails when more of them failed under it, without a token in
+        between, than there are stages.
+        """
+        self._count_setback()
+        request = self._lone_suspect()
+        if request is not None:
+            request.num_device_failures_alone += 1
+            if request.num_device_failures_alone > num_stages:
+                text = f"{request.num_device_failures_alone} devices failed while this request alone ran"
+                self._fail(request, RequestPoisoned(f"{text}; the last: {reason}"))
+        self._isolation.note_death(self._scheduler.unfinished)
+
     def note_break(self, reason: str, *, is_lasting: bool) -> None:
         """A stream has broken, and nobody knows why. Where that `is_lasting`, what was unfinished runs alone
         next, in turn with one more of the queue each time.

@@ -305,7 +305,7 @@ class Engine:
             self._fail(request, progress.error)
             return
         if progress.token is not None:
-            request.num_deaths_alone = request.num_breaks_alone = 0
+            request.num_deaths_alone = request.num_breaks_alone = request.num_device_failures_alone = 0
         try:
             request.add_prompt_logprobs(progress.prompt_logprobs)
             self._write(request.choices[key.choice], progress)

@@ -91,6 +91,7 @@ class Request:
         self.num_setbacks = 0
         """Faults, breaks and deaths that came while steps of it were unfinished."""
         self.num_unrelated_before_deaths = 0
+        self.num_device_failures_alone = 0
         self.trace: Trace | None = None
         self.num_breaks_alone = 0
         self.num_tokens_before_breaks = 0

@@ -157,6 +157,10 @@ class Scheduler:
             self._used.note_ended(sequence.key, sequence.generation)
             self._queue.remove(sequence)
 
+    def step_in_flight(self, step_id: int) -> Step | None:
+        """The step with this id, if it is in flight."""
+        return self._in_flight.find(step_id)
+
     def sequences_in_step(self, step_id: int) -> list[Sequence]:
         """Live sequences that have a slice of their present generation in the step in flight with this id."""
         step = self._in_flight.find(step_id)

@@ -8,10 +8,12 @@ from stage_worker.backend import RanStep, StageBackend
 from stage_worker.executor import StepExecutor
 from stage_worker.mock.clock import Alarm, DeadlineClock
 from stage_worker.mock.compute import MockCompute
+from stage_worker.mock.device import MockDevice
 from stage_worker.mock.spec import MockSpec
 from stage_worker.outputs import ReceivedFrame, StageOutput
 from stage_worker.stage_load import LoadedStage, LoadProgress, StageLoadError
-from wire.errors import StepFault
+from stage_worker.step_watchdog import StepWatchdog
+from wire.errors import StepFault, StepFaultKind
 
 _MOST_MS = (1 << 32) - 1
 MEMORY_BYTES = 1 << 40
@@ -23,8 +25,13 @@ class MockBackend(StageBackend):
 
     device = "mock"
 
-    def __init__(self, spec: MockSpec, *, memory_bytes: int | None = None) -> None:
+    def __init__(
+        self, spec: MockSpec, *, memory_bytes: int | None = None, step_timeout_s: float = 30.0
+    ) -> None:
+        """A step that hangs is reported `step_timeout_s` after it was given up."""
         self.memory_bytes = memory_bytes or MEMORY_BYTES
+        self._device = MockDevice(spec)
+        self._watchdog = StepWatchdog(step_timeout_s, lambda reason: self.on_device_failure(reason))
         self._spec = spec
         self._clock = DeadlineClock()
         self._alarm: Alarm | None = None
@@ -34,8 +41,9 @@ class MockBackend(StageBackend):
         return True
 
     async def load(self, assignment: Assignment, progress: LoadProgress) -> LoadedStage:
+        await self._end_of_steps()
         try:
-            compute = MockCompute(assignment)
+            compute = MockCompute(assignment, self._device)
         except ValueError as error:
             raise StageLoadError(str(error)) from error
         return LoadedStage(
@@ -60,6 +68,7 @@ class MockBackend(StageBackend):
         return min(round(longest_s * 1000), _MOST_MS)
 
     async def begin_epoch(self, executor: StepExecutor, number: int, *, stage: int) -> None:
+        await self._end_of_steps()
         executor.begin_epoch(number, stage=stage)
 
     def submit(self, executor: StepExecutor, received: ReceivedFrame) -> "asyncio.Future[RanStep]":
@@ -69,6 +78,10 @@ class MockBackend(StageBackend):
             output: StageOutput = executor.run(received.frame)
         except StepFault as fault:
             done.set_exception(fault)
+            if fault.kind is StepFaultKind.DEVICE:
+                asyncio.get_running_loop().call_soon(self.on_device_failure, fault.message)
+            return done
+        if self._device.is_hung:
             return done
         work_s = self._spec.step_s(received.frame.step.slices)
         started_s, ended_s = self._clock.serve(received.at_s, work_s)
@@ -78,7 +91,15 @@ class MockBackend(StageBackend):
         self._alarm.set(ended_s, partial(_settle, done, ran))
         return done
 
+    async def _end_of_steps(self) -> None:
+        """Where one hangs, this does, too; as a thread that computes would."""
+        if self._device.is_hung:
+            never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._watchdog.expect(never)
+            await never
+
     def stop(self, *, timeout_s: float) -> bool:
+        self._watchdog.close()
         if self._alarm is not None:
             self._alarm.close()
         return True

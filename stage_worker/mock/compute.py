@@ -4,6 +4,8 @@ from collections.abc import Collection, Sequence
 
 from stage_worker.assignment import Assignment
 from stage_worker.mock.constraints import MockConstraints
+from stage_worker.mock.device import MockDevice
+from stage_worker.mock.spec import MockSpec
 from stage_worker.slice_layout import SliceLayout
 from stage_worker.stage_compute import Computed, StageCompute
 from stageline_rpc.v1 import stage_pb2
@@ -36,14 +38,17 @@ class MockCompute(StageCompute):
     came in another dtype than they send.
     """
 
-    def __init__(self, assignment: Assignment) -> None:
-        """Raises ValueError when the assignment does not say what the model is like."""
+    def __init__(self, assignment: Assignment, device: MockDevice | None = None) -> None:
+        """`device` is one that never fails unless given. Raises ValueError when the assignment does not say
+        what the model is like.
+        """
         shape = assignment.model_shape
         if not shape.hidden_size or not shape.vocab_size:
             raise ValueError(
                 "a mock stage needs the sizes of hidden states and vocabulary, "
                 f"got {shape.hidden_size} and {shape.vocab_size}"
             )
+        self._device = device or MockDevice(MockSpec())
         self.hidden_size = shape.hidden_size
         self.vocab_size = shape.vocab_size
         self._eos_token_ids = frozenset(shape.eos_token_ids)
@@ -77,6 +82,7 @@ class MockCompute(StageCompute):
         self._constraints.pop(sequence, None)
 
     def compute(self, frame: Frame, layouts: Sequence[SliceLayout]) -> Computed:
+        self._device.compute(frame.step.num_tokens)
         if self._has_head:
             return self._answer(frame.step)
         if frame.hidden is not None and frame.hidden.dtype is self._dtype:

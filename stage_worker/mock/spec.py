@@ -1,11 +1,14 @@
-"""How long a mock stage takes for a step."""
+"""How long a mock stage takes for a step, and how it fails."""
 
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, fields
+from typing import Any
 
 from wire.steps import Slice
 
+_COUNTS = ("poison_after", "hang_after", "oom_at")
+_MOST_COUNT = 1_000_000_000
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _TIME = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s)", re.ASCII)
 _MOST_S = 3600
@@ -15,27 +18,34 @@ _MOST_S = 3600
 class MockSpec:
     """Seconds: for each step with slices, for each of its tokens, and for each token and thousand tokens of
     context that it attends to.
+
+    After `poison_after` steps of the process, every further one fails as on a device that cannot be used any
+    more; after `hang_after`, none ends. A step of `oom_at` tokens or more runs out of memory. None: never.
     """
 
     step: float = 0.0
     token: float = 0.0
     context: float = 0.0
+    poison_after: int | None = None
+    hang_after: int | None = None
+    oom_at: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> "MockSpec":
-        """Of "step=20ms,token=0.05ms"; units are us, ms and s. Raises ValueError that names what is wrong."""
+        """Of "step=20ms,token=0.05ms,poison_after=100"; units are us, ms and s. Raises ValueError that names
+        what is wrong.
+        """
         names = [each.name for each in fields(cls)]
-        times = dict[str, float]()
+        values = dict[str, Any]()
         for part in text.split(","):
             name, separator, value = part.strip().partition("=")
             if name not in names or not separator:
-                raise ValueError(
-                    f"mock time {part!r}: expected {', '.join(f'{name}=TIME' for name in names)}"
-                )
-            if name in times:
+                forms = (f"{name}=N" if name in _COUNTS else f"{name}=TIME" for name in names)
+                raise ValueError(f"mock time {part!r}: expected {', '.join(forms)}")
+            if name in values:
                 raise ValueError(f"mock time {name!r} is given twice")
-            times[name] = _parse_time(name, value)
-        return cls(**times)
+            values[name] = _parse_count(name, value) if name in _COUNTS else _parse_time(name, value)
+        return cls(**values)
 
     def longest_step_s(self, *, num_tokens: int, context: int) -> float:
         """What a step of so many tokens takes at most, none of which attends to more than `context`."""
@@ -54,6 +64,13 @@ class MockSpec:
         if not num_slices:
             return 0.0
         return self.step + self.token * num_tokens + self.context * num_pairs / 1000
+
+
+def _parse_count(name: str, text: str) -> int:
+    found = text.strip()
+    if not (found.isascii() and found.isdigit() and len(found) <= 10 and 1 <= int(found) <= _MOST_COUNT):
+        raise ValueError(f"mock {name}={text!r}: expected a number from 1 to {_MOST_COUNT}")
+    return int(found)
 
 
 def _parse_time(name: str, text: str) -> float:

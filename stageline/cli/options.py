@@ -204,7 +204,7 @@ Mock: TypeAlias = Annotated[
     typer.Option(
         metavar="TIMES",
         help="Compute nothing and only take time, as in step=20ms,token=0.05ms; context= is per token and "
-        "1,000 tokens of context.",
+        "1,000 tokens of context. poison_after=N, hang_after=N and oom_at=TOKENS make the device fail.",
     ),
 ]
 MockModel: TypeAlias = Annotated[
@@ -321,6 +321,14 @@ Memory: TypeAlias = Annotated[
 Threads: TypeAlias = Annotated[
     int | None,
     typer.Option(metavar="N", min=1, help="Compute threads of a worker; by default one for each core."),
+]
+StepTimeout: TypeAlias = Annotated[
+    float,
+    typer.Option(
+        metavar="SECONDS",
+        help="How long a step may go on computing after the coordinator has given it up; then the process "
+        "exits with code 3.",
+    ),
 ]
 Kernels: TypeAlias = Annotated[
     KernelChoice,

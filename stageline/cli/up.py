@@ -3,6 +3,7 @@
 import asyncio
 import shlex
 import signal
+from collections import defaultdict
 from typing import Annotated
 
 import typer
@@ -10,6 +11,7 @@ from rich.console import Console
 
 from coordinator.config import DEFAULT_TRACE_BYTES, CoordinatorConfig
 from deploy import LocalCluster, LocalClusterConfig, LocalProcess
+from deploy.restarts import MAX_RESTARTS, WINDOW_S, RestartPolicy
 from stage_worker.kernel_choice import KernelChoice
 from stageline.cli import options
 from stageline.cli.coordinator import flags_of
@@ -77,6 +79,13 @@ def up(
     trace_store: options.TraceStore = 512,
     trace_bytes: options.TraceBytes = None,
     trace_db: options.TraceDb = None,
+    restart: Annotated[
+        bool,
+        typer.Option(
+            help="Start a worker again whose device has failed or that a signal has ended, "
+            f"at most {MAX_RESTARTS} times within {WINDOW_S / 60:g} min."
+        ),
+    ] = True,
     log_format: options.LogFormat = LogFormat.CONSOLE,
     log_level: options.LogLevel = LogLevel.INFO,
     mock: Annotated[
@@ -149,21 +158,23 @@ def up(
 
     coordinator, cluster = options.build_config(make_configs)
     check_plan(coordinator, cluster)
-    return asyncio.run(run_up(cluster))
+    return asyncio.run(run_up(cluster, restarts=restart))
 
 
 def _kernel_flags(kernels: KernelChoice) -> tuple[str, ...]:
     return () if kernels is KernelChoice.AUTO else ("--kernels", kernels.value)
 
 
-async def run_up(config: LocalClusterConfig) -> int:
-    """Returns 0 once a signal has ended the cluster; raises ClusterFailed when the coordinator ends."""
+async def run_up(config: LocalClusterConfig, *, restarts: bool = True) -> int:
+    """Returns 0 once a signal has ended the cluster; raises ClusterFailed when the coordinator ends. With
+    `restarts`, workers that end unexpectedly are started again.
+    """
     console = Console()
     cluster = LocalCluster(config)
     _end_on_signals(cluster, console)
     try:
         async with cluster:
-            await _serve(cluster, console)
+            await _serve(cluster, console, restarts=restarts)
     except asyncio.CancelledError:
         console.print(f"All processes have ended.{_kept_logs(cluster)}", highlight=False, soft_wrap=True)
     return 0
@@ -190,7 +201,7 @@ def _end_on_signals(cluster: LocalCluster, console: Console) -> None:
         loop.add_signal_handler(number, end)
 
 
-async def _serve(cluster: LocalCluster, console: Console) -> None:
+async def _serve(cluster: LocalCluster, console: Console, *, restarts: bool) -> None:
     console.print(f"Logs are in {cluster.log_directory}", highlight=False)
     status = await wait_until_serving(cluster, console, timeout_s=_START_TIMEOUT_S)
     async with Client(cluster.address) as client:
@@ -205,25 +216,73 @@ async def _serve(cluster: LocalCluster, console: Console) -> None:
         f"  {_client_command(cluster, generate)}\n  {_client_command(cluster, 'status')}",
         highlight=False,
     )
-    while True:
-        process = await cluster.next_exit()
-        if process is cluster.coordinator:
-            raise process.failure()
+    supervisor = _Supervisor(cluster, console, restarts=restarts)
+    try:
+        while True:
+            process = await cluster.next_exit()
+            if process is cluster.coordinator:
+                raise process.failure()
+            supervisor.note_exit(process)
+    finally:
+        await supervisor.close()
+
+
+class _Supervisor:
+    """Tells of workers that have ended, and starts them again where that may help."""
+
+    def __init__(self, cluster: LocalCluster, console: Console, *, restarts: bool) -> None:
+        self._cluster = cluster
+        self._console = console
+        self._restarts = restarts
+        self._policies: defaultdict[str, RestartPolicy] = defaultdict(RestartPolicy)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def note_exit(self, process: LocalProcess) -> None:
+        """A worker has ended."""
         if process.has_left:
-            console.print(f"{process.name} has left: its layers are with the others.", highlight=False)
+            self._print(f"{process.name} has left: its layers are with the others.")
+            return
+        self._print(str(process.failure()), style="red")
+        delay_s = self._delay_s(process)
+        if delay_s is None:
+            self._print(
+                "The others take over its layers, if they can hold them. To start it again:\n"
+                f"  stageline {shlex.join(self._cluster.worker_line(process.name))}"
+            )
+            return
+        self._print(f"Starting {process.name} again in {delay_s:g} s.")
+        task = asyncio.create_task(self._start_again(process.name, delay_s), name=f"restart {process.name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Starts nothing any more."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _delay_s(self, process: LocalProcess) -> float | None:
+        code = process.exit_code
+        if not self._restarts or code is None or not RestartPolicy.is_unexpected(code):
+            return None
+        delay_s = self._policies[process.name].next_delay_s(asyncio.get_running_loop().time())
+        if delay_s is None:
+            self._print(
+                f"{process.name} was started again {MAX_RESTARTS} times within {WINDOW_S / 60:g} min."
+            )
+        return delay_s
+
+    async def _start_again(self, name: str, delay_s: float) -> None:
+        await asyncio.sleep(delay_s)
+        try:
+            process = await self._cluster.restart_worker(name)
+        except OSError as error:
+            self._print(f"{name} cannot be started again: {error}", style="red")
         else:
-            _tell_of_lost_worker(cluster, process, console)
+            self._print(f"Started {name} again (pid {process.pid}).")
 
-
-def _tell_of_lost_worker(cluster: LocalCluster, process: LocalProcess, console: Console) -> None:
-    console.print(str(process.failure()), markup=False, highlight=False, soft_wrap=True, style="red")
-    console.print(
-        "The others take over its layers, if they can hold them. To start it again:\n"
-        f"  stageline {shlex.join(cluster.worker_line(process.name))}",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
-    )
+    def _print(self, text: str, *, style: str | None = None) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True, style=style)
 
 
 def _client_command(cluster: LocalCluster, command: str) -> str:

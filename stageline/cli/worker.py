@@ -32,6 +32,7 @@ def worker(
     cpu_set: options.CpuSet = None,
     wire_dtype: options.WireDtype = None,
     kernels: options.Kernels = KernelChoice.AUTO,
+    step_timeout: options.StepTimeout = 30.0,
     log_format: options.LogFormat = LogFormat.CONSOLE,
     log_level: options.LogLevel = LogLevel.INFO,
 ) -> int:
@@ -54,6 +55,7 @@ def worker(
             wire_dtype=None if wire_dtype is None else parse_wire_dtype(wire_dtype),
             kernels=kernels,
             cache_directory=user_cache_directory(os.environ),
+            step_timeout_s=step_timeout,
             telemetry=read_environment(os.environ, version=VERSION),
             logs=LogSettings(format=log_format, level=log_level),
         )

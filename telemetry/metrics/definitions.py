@@ -9,7 +9,9 @@ OUTCOME = Label("outcome", "stageline.request.outcome", values=("finished", "can
 REFUSAL = Label(
     "reason", "stageline.refusal.reason", values=("overloaded", "invalid", "unavailable", "other")
 )
-REASON = Label("reason", "stageline.reason", values=("death", "fault", "broken", "fruitless", "replanned"))
+REASON = Label(
+    "reason", "stageline.reason", values=("death", "device", "fault", "broken", "fruitless", "replanned")
+)
 STEP_PART = Label("part", "stageline.step.part", values=("hop", "receive", "wait", "compute"))
 WORKER_STATE = Label(
     "state",

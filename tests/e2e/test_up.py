@@ -131,7 +131,7 @@ async def _chat_reads_a_pipe(address: str) -> None:
 
 
 async def test_ctrl_c_ends_everything_also_when_one_worker_is_dead_and_another_hangs(tmp_path: Path) -> None:
-    async with Terminal("up", "--workers", "2", *FLAGS, temporary=tmp_path) as up:
+    async with Terminal("up", "--workers", "2", "--no-restart", *FLAGS, temporary=tmp_path) as up:
         address = await _serving(up)
         pids = processes_under(up.pid)
         ports = listening_ports(pids)

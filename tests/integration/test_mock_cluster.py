@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,7 @@ from stage_worker.config import WorkerConfig
 from stage_worker.control import JoinRefused
 from stage_worker.mock.spec import MockSpec
 from stage_worker.worker import Worker
-from stageline.errors import InvalidRequest
+from stageline.errors import InvalidRequest, StepFailed
 from stageline_rpc.v1 import cluster_pb2
 from tests.integration.alterations import flip_byte
 from tests.integration.asks import mixed_asks
@@ -233,6 +234,29 @@ async def test_mock_stages_of_a_model_with_weights_have_no_structured_output() -
         assert list(completion.token_ids) == mock_tokens(
             [5, 6, 7], 30, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
         )
+
+
+async def test_out_of_memory_makes_steps_smaller_and_fails_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    times = ("step=500us", "step=500us,oom_at=40")
+    async with mock_cluster(2, *times, max_step_tokens=128) as cluster:
+        asks = mixed_asks(12, max_tokens=20, prompt_lengths=(90, 120))
+        check(await cluster.generate_all(asks))
+        status = await cluster.wait_drained()
+        assert status.requests.failed == 0
+        limited = r"steps are limited to (\d+) tokens and \d+ sequences, because stage 1 ran out of memory"
+        found = re.search(limited, status.detail)
+        assert found is not None and int(found[1]) < 40
+        assert re.search(limited, caplog.text)
+        await cluster.workers["w1"].stop()
+        await cluster.start_worker("w3")
+        await cluster.wait_status(lambda now: now.epoch > status.epoch and not now.detail)
+
+
+async def test_memory_too_small_for_one_block_fails_the_request_and_not_the_cluster() -> None:
+    async with mock_cluster(1, "step=500us,oom_at=8") as cluster:
+        with pytest.raises(StepFailed, match="OUT_OF_MEMORY"):
+            await cluster.client.complete(list(range(64)), max_tokens=2)
+        check([await cluster.generate(Ask(prompt=(1, 2, 3), max_tokens=4))])
 
 
 async def test_every_result_has_the_times_of_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:

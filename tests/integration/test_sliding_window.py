@@ -147,7 +147,7 @@ def test_releasing_one_block_too_early_is_refused_by_the_stages(
     monkeypatch.setattr(KvWindow, "first_visible", too_late)
     with pytest.raises(StepFault, match="sees") as caught:
         new_pipeline(mistral).serve(LOAD)
-    assert caught.value.kind is StepFaultKind.DEVICE
+    assert caught.value.kind is StepFaultKind.INTERNAL
 
 
 def test_preemption_starts_over_from_all_tokens(mistral: Path) -> None:

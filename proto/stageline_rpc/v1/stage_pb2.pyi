@@ -87,10 +87,15 @@ class _StepFaultKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StepFau
     STEP_FAULT_KIND_KV_SIGNAL: _StepFaultKind.ValueType  # 12
     STEP_FAULT_KIND_KV_DIVERGENCE: _StepFaultKind.ValueType  # 13
     STEP_FAULT_KIND_DEVICE: _StepFaultKind.ValueType  # 14
+    """Nothing more can be computed in this process, which exits with code 3."""
     STEP_FAULT_KIND_NON_FINITE: _StepFaultKind.ValueType  # 15
     STEP_FAULT_KIND_NEIGHBOUR: _StepFaultKind.ValueType  # 16
     STEP_FAULT_KIND_OVERDUE: _StepFaultKind.ValueType  # 17
     """Found by the coordinator: the answer has not come, though it takes much longer than all before it."""
+    STEP_FAULT_KIND_OUT_OF_MEMORY: _StepFaultKind.ValueType  # 18
+    """The device has too little memory for the step; a smaller one may fit."""
+    STEP_FAULT_KIND_INTERNAL: _StepFaultKind.ValueType  # 19
+    """An unexpected error in the worker's own code; its log has the detail."""
 
 class StepFaultKind(_StepFaultKind, metaclass=_StepFaultKindEnumTypeWrapper):
     """Why a stage refused a step, and with it the epoch."""
@@ -110,10 +115,15 @@ STEP_FAULT_KIND_RECORD: StepFaultKind.ValueType  # 11
 STEP_FAULT_KIND_KV_SIGNAL: StepFaultKind.ValueType  # 12
 STEP_FAULT_KIND_KV_DIVERGENCE: StepFaultKind.ValueType  # 13
 STEP_FAULT_KIND_DEVICE: StepFaultKind.ValueType  # 14
+"""Nothing more can be computed in this process, which exits with code 3."""
 STEP_FAULT_KIND_NON_FINITE: StepFaultKind.ValueType  # 15
 STEP_FAULT_KIND_NEIGHBOUR: StepFaultKind.ValueType  # 16
 STEP_FAULT_KIND_OVERDUE: StepFaultKind.ValueType  # 17
 """Found by the coordinator: the answer has not come, though it takes much longer than all before it."""
+STEP_FAULT_KIND_OUT_OF_MEMORY: StepFaultKind.ValueType  # 18
+"""The device has too little memory for the step; a smaller one may fit."""
+STEP_FAULT_KIND_INTERNAL: StepFaultKind.ValueType  # 19
+"""An unexpected error in the worker's own code; its log has the detail."""
 Global___StepFaultKind: _TypeAlias = StepFaultKind  # noqa: Y015
 
 @_typing.final

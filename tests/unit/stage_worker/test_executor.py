@@ -8,6 +8,7 @@ import torch
 
 from coordinator.scheduling.lifecycle import SequenceState
 from stage_worker.assignment import Assignment
+from stage_worker.device_errors import DeviceError
 from stage_worker.executor import StepExecutor
 from stage_worker.loading import WorkerResources, load_stage
 from stage_worker.model_compute import ModelCompute
@@ -158,18 +159,57 @@ def test_a_frame_of_another_epoch_does_not_refuse_the_present_one(stage: Stage) 
     stage.run(step)
 
 
-def test_an_error_of_the_device_is_a_fault(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def failing_step(stage: Stage, monkeypatch: pytest.MonkeyPatch, error: Exception) -> StepFault:
+    """The fault of a step whose layers raise `error`."""
+
     def broken(*args: object, **kwargs: object) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        raise error
 
     sequence = stage.log.add((1, 2, 3))
     step = stage.log.step()
     with monkeypatch.context() as patch:
         patch.setattr(DecoderStage, "forward", broken)
         fault = stage.refused(step)
-    assert fault.kind is StepFaultKind.DEVICE
-    assert "illegal memory access" in fault.message
     assert (fault.step_id, fault.request_ids) == (0, (sequence.key.request_id,))
+    assert str(error) in fault.message
+    return fault
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, torch.AcceleratorError])
+def test_nothing_is_computed_any_more_after_an_error_of_the_device(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, kind: type[RuntimeError]
+) -> None:
+    error = kind("CUDA error: an illegal memory access was encountered")
+    assert failing_step(stage, monkeypatch, error).kind is StepFaultKind.DEVICE
+    with pytest.raises(DeviceError, match="illegal memory access"):
+        stage.begin(2)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        MemoryError("no room"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:116] DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_out_of_memory_frees_what_is_cached_and_the_next_epoch_goes_on(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    freed: list[torch.device] = []
+    monkeypatch.setattr("stage_worker.model_compute.free_memory", freed.append)
+    assert failing_step(stage, monkeypatch, error).kind is StepFaultKind.OUT_OF_MEMORY
+    assert freed == [torch.device("cpu")]
+    stage.begin(2)
+    stage.log.add((1, 2, 3))
+    stage.run(stage.log.step())
+
+
+@pytest.mark.parametrize("error", [KeyError("a defect"), RuntimeError("mat1 and mat2 shapes")])
+def test_a_defect_of_ours_refuses_the_epoch_and_no_more(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    assert failing_step(stage, monkeypatch, error).kind is StepFaultKind.INTERNAL
     stage.begin(2)
     stage.log.add((1, 2, 3))
     stage.run(stage.log.step())

@@ -158,7 +158,7 @@ def test_they_are_gone_even_if_a_step_failed_and_somebody_still_refers_to_the_st
         patched.setattr(DecoderLayer, "forward", fails)
         with pytest.raises(StepFault) as fault:
             executor.run(Frame(step, encode_step(step), None))
-    assert fault.value.kind is StepFaultKind.DEVICE
+    assert fault.value.kind is StepFaultKind.INTERNAL
     del fault
     held: list[tuple[int, int]] = []
     worker.when_reading = lambda: held.append((len(worker.layers), len(worker.pages)))

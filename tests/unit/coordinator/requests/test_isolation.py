@@ -291,6 +291,46 @@ def test_who_follows_a_cancelled_suspect_is_not_blamed_for_what_that_one_does(ne
     model.check_idle()
 
 
+# Devices
+
+
+def fail_device(model: EngineModel, *, num_stages: int) -> None:
+    model.engine.blame.note_device_failure("its device failed", num_stages=num_stages)
+    model.stop()
+
+
+def test_devices_of_all_stages_may_fail_under_one_request_that_runs_alone(new_model: NewModel) -> None:
+    model = new_model(num_stages=3)
+    requests, calls = submit_all(model, [wish_of(1), wish_of(2)])
+    model.run_step()
+    fail_device(model, num_stages=3)
+    for _ in range(3):
+        model.start(64)
+        assert model.engine.scheduler.lone_suspect is requests[0].choices[0].sequence
+        fail_device(model, num_stages=3)
+    model.start(64)
+    model.run()
+    check_whole(calls[0], wish_of(1))
+    check_whole(calls[1], wish_of(2))
+    model.check_idle()
+
+
+def test_a_request_under_which_more_devices_fail_than_there_are_stages_fails_alone(
+    new_model: NewModel,
+) -> None:
+    model = new_model(num_stages=1)
+    requests, calls = submit_all(model, [wish_of(1), wish_of(2)])
+    model.run_step()
+    for _ in range(3):
+        fail_device(model, num_stages=1)
+        model.start(64)
+    assert isinstance(requests[0].error, RequestPoisoned)
+    assert "2 devices failed while this request alone ran" in str(requests[0].error)
+    model.run()
+    check_whole(calls[1], wish_of(2))
+    model.check_idle()
+
+
 # Faults
 
 

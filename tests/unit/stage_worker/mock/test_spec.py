@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from stage_worker.device_errors import DeviceError
+from stage_worker.mock.device import MockDevice
 from stage_worker.mock.spec import MockSpec
 from tests.unit.coordinator.scheduling.pipeline_model import key_of
 from wire.steps import Decode, Prefill, Slice
@@ -60,3 +62,32 @@ def test_a_step_takes_its_own_time_that_of_its_tokens_and_that_of_their_context(
     assert spec.step_s([decode(99)]) == pytest.approx(1.0 + 0.1 + 10 * 0.1)
     assert spec.step_s([chunk(0, 4)]) == pytest.approx(1.0 + 0.4 + 10 * (1 + 2 + 3 + 4) / 1000)
     assert spec.step_s([decode(0), chunk(10, 2)]) == pytest.approx(1.0 + 0.3 + 10 * (1 + 11 + 12) / 1000)
+
+
+def test_failures_are_counts_and_never_happen_unless_asked_for() -> None:
+    spec = MockSpec.parse("step=5ms,poison_after=100,hang_after=7,oom_at=64")
+    assert (spec.poison_after, spec.hang_after, spec.oom_at) == (100, 7, 64)
+    spec = MockSpec.parse("step=5ms")
+    assert (spec.poison_after, spec.hang_after, spec.oom_at) == (None, None, None)
+
+
+@pytest.mark.parametrize("text", ["poison_after=0", "hang_after=5ms", "oom_at=-1", "poison_after=1.5"])
+def test_a_count_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="expected a number from 1 to"):
+        MockSpec.parse(text)
+
+
+def test_a_poisoned_device_fails_for_good_and_one_without_memory_computes_what_is_smaller() -> None:
+    device = MockDevice(MockSpec(poison_after=2))
+    device.compute(1)
+    device.compute(1)
+    for _ in range(2):
+        with pytest.raises(DeviceError):
+            device.compute(1)
+    device = MockDevice(MockSpec(oom_at=8, hang_after=1))
+    with pytest.raises(MemoryError):
+        device.compute(8)
+    device.compute(7)
+    assert not device.is_hung
+    device.compute(7)
+    assert device.is_hung
