@@ -1,11 +1,16 @@
 """Sampling parameters and log-probabilities <-> protobuf messages."""
 
+from dataclasses import replace
+
 from stageline_rpc.v1 import stage_pb2
 from wire.steps import GrammarSpec, StepSampling, TokenLogprobs
 
 
 def encode_sampling(sampling: StepSampling, message: stage_pb2.StepSampling) -> None:
     """Writes `sampling` into the empty `message`."""
+    if sampling.encoded is not None:
+        message.MergeFromString(sampling.encoded)
+        return
     message.temperature = sampling.temperature
     message.top_k = sampling.top_k
     message.top_p = sampling.top_p
@@ -28,6 +33,13 @@ def encode_sampling(sampling: StepSampling, message: stage_pb2.StepSampling) -> 
     if sampling.grammar is not None:
         message.grammar.definition = sampling.grammar.definition
         message.grammar.tokenizer_checksum = sampling.grammar.tokenizer_checksum
+
+
+def encoded_ahead(sampling: StepSampling) -> StepSampling:
+    """The same with `encoded`. It takes 50 ms for 65,536 biases, too long for an event loop."""
+    message = stage_pb2.StepSampling()
+    encode_sampling(sampling, message)
+    return replace(sampling, encoded=message.SerializeToString())
 
 
 def decode_sampling(message: stage_pb2.StepSampling) -> StepSampling:

@@ -85,7 +85,8 @@ class StepSampling:
 
     `min_tokens_hold_back` are the tokens that may not be sampled before `min_tokens` generated ones.
     `logprobs`: of the sampled token and of so many most likely ones; None: of none. `prompt_logprobs`: of so
-    many most likely ones in scored chunks.
+    many most likely ones in scored chunks. `encoded` is the encoded message of all this, made ahead where
+    encoding it takes long.
     """
 
     temperature: float = 0.0
@@ -105,6 +106,7 @@ class StepSampling:
     logprobs: int | None = None
     prompt_logprobs: int = 0
     grammar: GrammarSpec | None = None
+    encoded: bytes | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

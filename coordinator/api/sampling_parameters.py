@@ -8,6 +8,7 @@ from typing import Literal
 
 from stageline_rpc.v1 import inference_pb2
 from wire.errors import InvalidRequest
+from wire.sampling_codec import encoded_ahead
 from wire.steps import GrammarSpec, StepSampling
 
 MAX_TEMPERATURE = 100.0
@@ -22,6 +23,8 @@ MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_TOKENS = 64
 MAX_BAD_WORD_CHARACTERS = 1024
 MAX_ENTRIES = 65_536
+MAX_ENTRIES_ENCODED_LATE = 512
+"""Of biases and words; more are encoded here, beside the event loop, for all choices and restarts."""
 MAX_SEED = 2**64 - 1
 
 
@@ -89,6 +92,8 @@ def resolve_generation(
         grammar=grammar,
     )
     _check_weight(message, sampling)
+    if len(sampling.logit_bias) + len(sampling.bad_words) > MAX_ENTRIES_ENCODED_LATE:
+        sampling = encoded_ahead(sampling)
     return Generation(
         sampling=sampling,
         stop_token_ids=stop_token_ids,

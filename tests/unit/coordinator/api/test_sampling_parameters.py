@@ -49,6 +49,15 @@ def ask(**sampling: Any) -> inference_pb2.GenerateRequest:
     return request_of(1, 0, max_tokens=MAX_TOKENS, sampling=sampling)
 
 
+def test_many_biases_are_encoded_when_the_request_is_made() -> None:
+    few, many = (sampling_of(bad_word_ids=words(number)) for number in (512, 513))
+    assert (few.encoded is None, many.encoded is None) == (True, False)
+
+
+def words(number: int) -> list[inference_pb2.TokenIds]:
+    return [inference_pb2.TokenIds(ids=[1, 2])] * number
+
+
 def sampling_of(**sampling: Any) -> StepSampling:
     return accept(ask(**sampling)).sampling
 

@@ -1,0 +1,21 @@
+"""Sampling parameters that are encoded ahead are the same parameters."""
+
+from stageline_rpc.v1 import stage_pb2
+from wire.sampling_codec import decode_sampling, encode_sampling, encoded_ahead
+from wire.steps import StepSampling
+
+
+def test_what_is_encoded_ahead_is_what_would_be_encoded_late() -> None:
+    sampling = StepSampling(
+        temperature=0.5,
+        seed=2**64 - 1,
+        logit_bias=tuple((token, token / 4) for token in range(700)),
+        bad_words=((1, 2), (3,)),
+        logprobs=0,
+        min_tokens_hold_back=(7, 9),
+    )
+    late, ahead = stage_pb2.StepSampling(), stage_pb2.StepSampling()
+    encode_sampling(sampling, late)
+    encode_sampling(encoded_ahead(sampling), ahead)
+    assert late == ahead
+    assert decode_sampling(ahead) == sampling
