@@ -22,7 +22,7 @@ from tests.e2e.clusters import (
     tokens_of,
     wait_for_status,
 )
-from tests.e2e.commands import Shell, exit_code, until_logged
+from tests.e2e.commands import ENVIRONMENT, Shell, exit_code, until_logged
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -108,6 +108,15 @@ async def test_a_worker_with_another_model_is_refused_with_both_fingerprints_and
         assert "DTYPE_BF16" in str(status)
         async with Client(address) as client:
             assert len(await tokens_of(client, llama.prompts[4], NUM_NEW_TOKENS)) == NUM_NEW_TOKENS
+
+        # Idle from here on: every byte is compared, and both processes know the hashes of the same files.
+        def is_compared(status: cluster_pb2.GetStatusResponse) -> bool:
+            return [each.weights for each in status.workers] == [cluster_pb2.WEIGHTS_CHECK_FULL]
+
+        await wait_for_status(address, is_compared, timeout_s=START_TIMEOUT_S)
+        kept = Path(ENVIRONMENT["XDG_CACHE_HOME"], "stageline", "weights")
+        inode = (llama.directory / "model.safetensors").stat().st_ino
+        assert any(f" {inode}, " in file.read_text() for file in kept.iterdir())
 
 
 async def test_a_worker_with_other_weights_of_the_same_shape_is_refused_and_serves_no_token(
