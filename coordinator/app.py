@@ -23,6 +23,7 @@ from coordinator.api.cluster_service import ClusterService, StepResultsService
 from coordinator.api.health import CoordinatorHealth
 from coordinator.api.inference_service import InferenceService
 from coordinator.api.message_limits import MessageLimits
+from coordinator.api.operators import Operators
 from coordinator.api.otlp_services import MetricsService, TraceService
 from coordinator.api.session import Sessions
 from coordinator.api.status import StatusReporter
@@ -42,6 +43,7 @@ from coordinator.observing.coordinator_metrics import CoordinatorMetrics
 from coordinator.observing.trace_file import TraceFile, TraceFileUnusable
 from coordinator.observing.trace_reader import TraceReader
 from coordinator.observing.trace_store import StoreLimits, TraceStore
+from coordinator.operator_token import TokenFile
 from coordinator.planning.served_plan import check_counts, plan_for
 from coordinator.requests.admission import AdmissionLimits
 from coordinator.requests.durability import Durability
@@ -77,6 +79,8 @@ class CoordinatorServer:
         self, config: CoordinatorConfig, model: ServedModel, timing: ClusterTiming | None = None
     ) -> None:
         self._config = config
+        self._token_file = TokenFile(config.token_directory) if config.token is None else None
+        self._token = config.token if self._token_file is None else self._token_file.token
         self.journal = None if config.journal is None else open_journal(config.journal, model)
         self.trace_store = open_trace_store(config)
         self.trace_reader = TraceReader(self.trace_store)
@@ -152,11 +156,12 @@ class CoordinatorServer:
     def _add_services(self, status: StatusReporter, activity: ActivityReporter) -> None:
         """Everything that is served over gRPC."""
         callers = Callers(self._config.client_key, self.engine.now_s)
+        operators = Operators(self._token)
         inference_pb2_grpc.add_InferenceServicer_to_server(
-            InferenceService(self._sessions, self.engine, status, callers), self._server
+            InferenceService(self._sessions, self.engine, status, callers, operators), self._server
         )
         cluster_pb2_grpc.add_ClusterServicer_to_server(
-            ClusterService(self.controller, status, self.engine.kv_feed), self._server
+            ClusterService(self.controller, status, self.engine.kv_feed, operators), self._server
         )
         stage_pb2_grpc.add_StepResultsServicer_to_server(StepResultsService(self.controller), self._server)
         telemetry_pb2_grpc.add_TelemetryServicer_to_server(
@@ -183,13 +188,15 @@ class CoordinatorServer:
             traces=self.trace_reader,
             metrics=self.metrics.metrics_text,
         )
-        return DashboardServer(sources, listen=listen, token=self._config.http_token)
+        return DashboardServer(sources, listen=listen, token=self._token)
 
     async def start(self) -> None:
         """Raises OSError when an address cannot be had."""
         wanted = parse_address(self._config.listen)
         port = bind(self._server, str(wanted))
         self.address = f"{self._config.listen.rpartition(':')[0]}:{port}"
+        if self._token_file is not None:
+            self._token_file.write(self.address)
         if self.dashboard is not None:
             await self.dashboard.start()
         await self._health.start()
@@ -205,6 +212,8 @@ class CoordinatorServer:
 
     async def stop(self) -> None:
         """Fails what is live, closes every stream."""
+        if self._token_file is not None:
+            self._token_file.remove()
         if self._sweeper is not None:
             self._sweeper.cancel()
             await asyncio.wait([self._sweeper])

@@ -59,8 +59,9 @@ class CoordinatorConfig:
     A worker sends a heartbeat every `heartbeat_s` and is lost after `lease_s` without. Requests wait for
     `recovery_timeout_s` for a pipeline; whoever has to leave finishes what runs within `drain_timeout_s`.
 
-    The dashboard is served on `http` (HOST:PORT), or not at all. Whoever has the `http_token` may cancel
-    requests and drain workers there; without one nobody may.
+    The dashboard is served on `http` (HOST:PORT), or not at all. Callers with the operator `token` may cancel
+    any request and drain workers, over gRPC and HTTP. Without one the coordinator makes a fresh one and keeps
+    it in a file in `token_directory` while it runs; without that too, nobody may.
 
     Of the requests whose callers have not decided about it, `trace_sample` (0 to 1) are traced; None leaves
     that to `telemetry`, which is what OpenTelemetry's variables say. The newest traces are kept,
@@ -96,7 +97,8 @@ class CoordinatorConfig:
     self_check: bool | None = None
     cache_directory: Path | None = None
     http: str | None = None
-    http_token: str | None = field(default=None, repr=False)
+    token: str | None = field(default=None, repr=False)
+    token_directory: Path | None = None
     trace_sample: float | None = None
     trace_store: int = 512
     trace_bytes: int = DEFAULT_TRACE_BYTES
@@ -127,8 +129,8 @@ class CoordinatorConfig:
         parse_address(self.listen)
         if self.http is not None:
             parse_address(self.http)
-        if self.http_token is not None:
-            _check_token(self.http_token)
+        if self.token is not None:
+            _check_token(self.token)
         for name, limit in _LIMITS.items():
             _check_count(name, getattr(self, name), limit)
         if self.dtype is not None and self.dtype not in DTYPES:
@@ -197,7 +199,7 @@ class CoordinatorConfig:
 def _check_token(token: str) -> None:
     if len(token) < MIN_TOKEN_LENGTH or not re.fullmatch(r"[\x21-\x7e]+", token):
         raise ValueError(
-            f"the HTTP token has {len(token)} characters, but must have at least {MIN_TOKEN_LENGTH}, "
+            f"the operator token has {len(token)} characters, but must have at least {MIN_TOKEN_LENGTH}, "
             "all of them printable ASCII without spaces"
         )
 

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from stageline.attach_secrets import new_attach_secret
     from stageline.client import Client
     from stageline.completion import Completion
     from stageline.errors import (
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
         DeadlineExceeded,
         InvalidRequest,
         Overloaded,
+        PermissionDenied,
         RequestExists,
         RequestNotFound,
         ServerError,
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from stageline.prompt import ChatMessage, Prompt
 else:  # hidden from type checkers, which would take every name for one of ours
     _HOMES = {"Client": "client", "Completion": "completion", "ChatMessage": "prompt", "Prompt": "prompt"}
+    _HOMES["new_attach_secret"] = "attach_secrets"
     _HOMES |= dict.fromkeys(
         ("FinishReason", "GenerateOutput", "TokenLogprobs", "TopLogprob", "Usage"), "output"
     )
@@ -57,6 +60,7 @@ __all__ = [
     "GenerateOutput",
     "InvalidRequest",
     "Overloaded",
+    "PermissionDenied",
     "Priority",
     "Prompt",
     "RequestExists",
@@ -70,4 +74,5 @@ __all__ = [
     "Unavailable",
     "Usage",
     "WorkerNotFound",
+    "new_attach_secret",
 ]

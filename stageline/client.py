@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import Self, Unpack
 
 from stageline import values
+from stageline.attach_secrets import AttachSecrets, new_attach_secret
 from stageline.completion import Completion, Completions
 from stageline.connection import Connection, answer
 from stageline.continuity import Continuity
@@ -23,6 +24,7 @@ from stageline_rpc.v1 import (
     telemetry_pb2,
     telemetry_pb2_grpc,
 )
+from wire.calls import ATTACH_SECRET_KEY, AUTHORIZATION_KEY
 
 _UNARY_TIMEOUT_S = 10.0
 
@@ -42,6 +44,7 @@ class Client:
         self, address: str, *, connect_timeout_s: float = 5.0, reattach_timeout_s: float = 30.0
     ) -> None:
         self._connection = Connection(address)
+        self._secrets = AttachSecrets()
         self._waits = Waits(connect_timeout_s=connect_timeout_s, reattach_timeout_s=reattach_timeout_s)
 
     async def __aenter__(self) -> Self:
@@ -67,14 +70,17 @@ class Client:
 
         Leaving the loop, closing the generator, cancelling the task or losing the connection cancels the
         request on the server. With `on_disconnect="detach"` (or `Detach(keep_s=...)`) it goes on instead:
-        `attach` finds it, `cancel` ends it, and a connection that breaks is no error. The client attaches
-        again by itself, and the outputs go on where they were, with nothing missing and nothing twice. That
-        fails with Unavailable when the coordinator cannot be reached for `reattach_timeout_s`, or does not
-        know the request any more.
+        `attach` finds it, `cancel` ends it, and a connection that breaks is no error. (Other clients need the
+        `attach_secret` for both.) The client attaches again by itself, and the outputs go on where they were,
+        with nothing missing and nothing twice. That fails with Unavailable when the coordinator cannot be
+        reached for `reattach_timeout_s`, or does not know the request any more.
         """
         request = build_request(prompt, options)
+        secret = options.get("attach_secret") or new_attach_secret()
+        self._secrets.remember(request.request_id, secret)
         ask = Ask(
             request_id=request.request_id,
+            secret=secret,
             request=request,
             reattaches=request.on_disconnect.action == inference_pb2.OnDisconnect.DETACH,
             timeout_s=_timeout_s(options.get("timeout_s")),
@@ -94,6 +100,7 @@ class Client:
         self,
         request_id: str,
         *,
+        secret: str | None = None,
         from_token: int = 0,
         positions: Mapping[int, int] | None = None,
         timeout_s: float | None = None,
@@ -101,8 +108,9 @@ class Client:
         """Yields the outputs of a request from token `from_token` on, or by choice from `positions`.
 
         The call that had them before ends with `Superseded`. `timeout_s` takes the place of that of the call
-        before. Attaches again when the connection breaks, as `generate` does. Raises RequestNotFound when the
-        request is not live and its output is not kept.
+        before. Attaches again when the connection breaks, as `generate` does. `secret` is the request's
+        `attach_secret`, which this client knows of requests that it has sent. Raises RequestNotFound when the
+        request is not live and its output is not kept, PermissionDenied for another secret.
         """
         given = positions or {}
         starts = {
@@ -111,6 +119,7 @@ class Client:
         }
         ask = Ask(
             request_id=values.text("request_id", request_id),
+            secret=self._secrets.of(request_id, secret),
             request=None,
             reattaches=True,
             timeout_s=_timeout_s(timeout_s),
@@ -118,29 +127,34 @@ class Client:
         first_token = values.uint32("from_token", from_token)
         return self._outputs(ask, Continuity(num_choices=None, first_token=first_token, starts=starts))
 
-    async def cancel(self, request_id: str) -> None:
+    async def cancel(self, request_id: str, *, secret: str | None = None, token: str | None = None) -> None:
         """Cancels a live request: its `generate` raises `Cancelled`. Of one that has ended, drops the output.
 
-        Raises RequestNotFound.
+        `secret` is as in `attach`; the operator `token` cancels any request. Raises RequestNotFound or
+        PermissionDenied.
         """
-        stub = await self._inference()
         request = inference_pb2.CancelRequest(request_id=values.text("request_id", request_id))
-        await answer(stub.Cancel(request, timeout=_UNARY_TIMEOUT_S))
+        if token is not None:
+            metadata = _bearer(token)
+        else:
+            metadata = ((ATTACH_SECRET_KEY, self._secrets.of(request_id, secret)),)
+        stub = await self._inference()
+        await answer(stub.Cancel(request, timeout=_UNARY_TIMEOUT_S, metadata=metadata))
 
     async def model(self) -> inference_pb2.GetModelResponse:
         """Which model is served, and what it can take."""
         stub = await self._inference()
         return await answer(stub.GetModel(inference_pb2.GetModelRequest(), timeout=_UNARY_TIMEOUT_S))
 
-    async def drain(self, worker: str) -> None:
+    async def drain(self, worker: str, *, token: str) -> None:
         """Moves the layers of the worker with this name to others and lets it exit; returns when it has left.
 
-        Raises WorkerNotFound.
+        `token` is the operator token of the coordinator. Raises WorkerNotFound or PermissionDenied.
         """
         channel = await self._connection.ready(self._waits.connect_timeout_s)
         request = cluster_pb2.DrainRequest(worker=values.text("worker", worker))
         try:
-            await answer(cluster_pb2_grpc.ClusterStub(channel).Drain(request))
+            await answer(cluster_pb2_grpc.ClusterStub(channel).Drain(request, metadata=_bearer(token)))
         except RequestNotFound as error:
             raise WorkerNotFound(error.message) from None
 
@@ -186,6 +200,10 @@ class Client:
     async def _inference(self) -> inference_pb2_grpc.InferenceStub:
         channel = await self._connection.ready(self._waits.connect_timeout_s)
         return inference_pb2_grpc.InferenceStub(channel)
+
+
+def _bearer(token: str) -> tuple[tuple[str, str], ...]:
+    return ((AUTHORIZATION_KEY, f"Bearer {token}"),)
 
 
 def _timeout_s(given: float | None) -> float | None:

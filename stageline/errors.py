@@ -9,6 +9,7 @@ StagelineError
     Unavailable         UNAVAILABLE, or nobody answers at the address
     DeadlineExceeded    DEADLINE_EXCEEDED
     Cancelled           CANCELLED
+    PermissionDenied    PERMISSION_DENIED, or UNAUTHENTICATED: a secret or token is missing or wrong
     StepFailed          ABORTED
     Superseded          ABORTED, with the reason SUPERSEDED in google.rpc.ErrorInfo
     ServerError         every other status, and answers that break the contract
@@ -98,6 +99,13 @@ class Cancelled(StagelineError):
     reason = "CANCELLED"
 
 
+class PermissionDenied(StagelineError):
+    """The call lacks the secret of the request, or the operator token."""
+
+    code = "PERMISSION_DENIED"
+    reason = "ATTACH_SECRET_MISMATCH"
+
+
 class StepFailed(StagelineError):
     """The step that carried this request was faulty; sending the request again is safe."""
 
@@ -129,10 +137,12 @@ _KINDS: dict[str, type[StagelineError]] = {
         Unavailable,
         DeadlineExceeded,
         Cancelled,
+        PermissionDenied,
         StepFailed,
         ServerError,
     )
 }
+_KINDS["UNAUTHENTICATED"] = PermissionDenied
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> StagelineError:

@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 import grpc.aio
@@ -15,6 +15,7 @@ from stageline.output import GenerateOutput, output_from
 from stageline.patience import Patience
 from stageline.reattachment import Reattachment, Way
 from stageline_rpc.v1 import inference_pb2, inference_pb2_grpc
+from wire.calls import ATTACH_SECRET_KEY
 from wire.trace_context import trace_headers
 
 if TYPE_CHECKING:  # these classes are generic in the stubs only
@@ -33,6 +34,7 @@ class Ask:
     """
 
     request_id: str
+    secret: str = field(repr=False)
     request: inference_pb2.GenerateRequest | None
     reattaches: bool
     timeout_s: float | None
@@ -86,10 +88,12 @@ class Generation:
     def _call(self, channel: grpc.aio.Channel) -> "_Call":
         stub = inference_pb2_grpc.InferenceStub(channel)
         timeout_s = self._patience.time_left_s(_now_s())
+        secret = ((ATTACH_SECRET_KEY, self._ask.secret),)
         if self._reattachment.way is Way.GENERATE:
             assert self._ask.request is not None, "a request that is not at hand is never sent"
-            return stub.Generate(self._ask.request, timeout=timeout_s, metadata=trace_headers())
-        return stub.Attach(self._attach_request(), timeout=timeout_s)
+            headers = (*trace_headers(), *secret)
+            return stub.Generate(self._ask.request, timeout=timeout_s, metadata=headers)
+        return stub.Attach(self._attach_request(), timeout=timeout_s, metadata=secret)
 
     def _attach_request(self) -> inference_pb2.AttachRequest:
         return inference_pb2.AttachRequest(

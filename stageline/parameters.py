@@ -74,5 +74,8 @@ class GenerateOptions(TypedDict, total=False):
     on_disconnect: Detach | Literal["cancel", "detach"] | None
     request_id: str | None
     """UUIDv7 as text; the client makes one unless it is given."""
+    attach_secret: str | None
+    """What `attach` and `cancel` of another client need, as `stageline.new_attach_secret()` makes it. Unless
+    given, the client makes one and keeps it to itself."""
     timeout_s: float | None
     """Bounds the whole generation, re-attaching included."""

@@ -51,6 +51,8 @@ def build_request(prompt: Prompt, options: GenerateOptions) -> inference_pb2.Gen
     if unknown:
         raise TypeError(f"unexpected keyword argument {unknown[0]!r} of a generation")
     given = {name: value for name, value in options.items() if value is not None}
+    if "attach_secret" in given:
+        values.attach_secret("attach_secret", given["attach_secret"])
     _check_structured_output(given)
     request = inference_pb2.GenerateRequest(
         sampling=inference_pb2.SamplingParameters(**_encode(_OF_SAMPLING, given)),

@@ -6,6 +6,7 @@ for the server to judge.
 
 import json
 import math
+import re
 from collections.abc import Collection, Mapping
 from numbers import Integral, Real
 
@@ -127,6 +128,13 @@ def priority(name: str, value: object) -> int:
     if value not in list(Priority):
         raise InvalidRequest(f"{name} is {value!r}, must be one of {words}")
     return inference_pb2.Priority.Value(f"PRIORITY_{str(value).upper()}")
+
+
+def attach_secret(name: str, value: object) -> str:
+    """What proves that a caller may have a request, as metadata carries it."""
+    if not isinstance(value, str) or not re.fullmatch(r"[\x21-\x7e]{32,128}", value):
+        raise InvalidRequest(f"{name} must be 32 to 128 characters of printable ASCII without spaces")
+    return value
 
 
 def on_disconnect(name: str, value: object) -> inference_pb2.OnDisconnect:

@@ -5,6 +5,11 @@ from typing import Any
 
 import grpc
 
+ATTACH_SECRET_KEY = "stageline-attach-secret"
+"""Metadata of the secret that Attach and Cancel of a request need. A client may send one of its own with
+Generate, whose initial metadata has it."""
+AUTHORIZATION_KEY = "authorization"
+"""Metadata of the operator token, as `Bearer TOKEN`."""
 JOURNALLED_KEY = "stageline-journalled"
 """Initial metadata of a call whose request survives the coordinator: Attach finds it at the next one."""
 

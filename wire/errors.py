@@ -11,6 +11,9 @@ ServingError
 |- MethodNotFound            UNIMPLEMENTED        the server has no such method
 |- NameInUse                 ALREADY_EXISTS       a live worker elsewhere has this name
 |- SecretMismatch            PERMISSION_DENIED    the caller does not know the secret of this hop or worker
+|- AttachSecretMismatch      PERMISSION_DENIED    the caller does not know the secret of this request
+|- TokenMissing              UNAUTHENTICATED      an operator's call without the operator token
+|- TokenMismatch             PERMISSION_DENIED    an operator's call with another token
 |- Overloaded                RESOURCE_EXHAUSTED   a bounded queue is full; says when to try again
 |- HandshakeMismatch         FAILED_PRECONDITION  two ends disagree; carries both values
 |- StaleStream               ABORTED              a stream of an epoch that is over
@@ -74,6 +77,18 @@ class NameInUse(ServingError):
 
 class SecretMismatch(ServingError):
     """The caller does not present the secret that this call needs; the text says nothing else."""
+
+
+class AttachSecretMismatch(ServingError):
+    """The caller knows the id of a request, but not its secret."""
+
+
+class TokenMissing(ServingError):
+    """An operator's call came without the operator token."""
+
+
+class TokenMismatch(ServingError):
+    """An operator's call came with a token that is not the coordinator's."""
 
 
 class Overloaded(ServingError):
@@ -203,6 +218,9 @@ STATUS_OF_ERROR: dict[type[ServingError], grpc.StatusCode] = {
     MethodNotFound: grpc.StatusCode.UNIMPLEMENTED,
     NameInUse: grpc.StatusCode.ALREADY_EXISTS,
     SecretMismatch: grpc.StatusCode.PERMISSION_DENIED,
+    AttachSecretMismatch: grpc.StatusCode.PERMISSION_DENIED,
+    TokenMissing: grpc.StatusCode.UNAUTHENTICATED,
+    TokenMismatch: grpc.StatusCode.PERMISSION_DENIED,
     Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     HandshakeMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     StaleStream: grpc.StatusCode.ABORTED,

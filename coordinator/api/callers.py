@@ -47,6 +47,13 @@ class Callers:
         return next((str(value) for key, value in metadata or () if key == self._client_key), None)
 
 
+def metadata_value(context: grpc.aio.ServicerContext[Any, Any], key: str) -> str:
+    """What the caller sends under this key; empty where there is nothing."""
+    untyped: Any = context
+    metadata = untyped.invocation_metadata() or ()
+    return next((value for name, value in metadata if name == key and isinstance(value, str)), "")
+
+
 def _span_of(metadata: Any) -> SpanContext | None:
     headers = {key: str(value) for key, value in metadata or () if key in ("traceparent", "tracestate")}
     if "traceparent" not in headers:

@@ -8,6 +8,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from coordinator.api.kv_messages import encode_change, encode_snapshot
+from coordinator.api.operators import Operators
 from coordinator.api.status import StatusReporter
 from coordinator.cluster.controller import Controller
 from coordinator.cluster.messages import decode_hello
@@ -28,10 +29,13 @@ _Message = TypeVar("_Message")
 class ClusterService(cluster_pb2_grpc.ClusterServicer):
     """What workers and operators call."""
 
-    def __init__(self, controller: Controller, status: StatusReporter, kv_feed: KvFeed) -> None:
+    def __init__(
+        self, controller: Controller, status: StatusReporter, kv_feed: KvFeed, operators: Operators
+    ) -> None:
         self._controller = controller
         self._status = status
         self._kv_feed = kv_feed
+        self._operators = operators
 
     async def Join(  # noqa: N802
         self,
@@ -52,6 +56,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
     async def Drain(  # noqa: N802
         self, request: cluster_pb2.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> cluster_pb2.DrainResponse:
+        self._operators.check(context)
         await self._controller.drain(request.worker)
         return cluster_pb2.DrainResponse()
 

@@ -35,6 +35,7 @@ def accepted_of(
         bad_words=resolved.bad_words,
         grammar=resolved.grammar,
         client=request.client,
+        attach_digest=request.attach_digest,
         arrived_at=arrived_at,
         deadline_at=deadline_at,
         traceparent="" if trace is None else trace.traceparent,
@@ -49,7 +50,7 @@ def restored(
     any more.
     """
     accepted = journalled.accepted
-    return make_request(
+    request = make_request(
         inference_pb2.GenerateRequest.FromString(accepted.message),
         Resolved(prompt=accepted.prompt, bad_words=accepted.bad_words, grammar=accepted.grammar),
         accepted.request_id,
@@ -58,3 +59,5 @@ def restored(
         client=accepted.client,
         place=place,
     )
+    request.attach_digest = accepted.attach_digest
+    return request

@@ -75,8 +75,8 @@ class Sessions:
         self._arrivals = count()
         self._tokenizers = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
 
-    async def accept(self, data: bytes, caller: Caller) -> Attachment:
-        """Validates and queues an encoded GenerateRequest.
+    async def accept(self, data: bytes, caller: Caller, attach_digest: bytes = b"") -> Attachment:
+        """Validates and queues an encoded GenerateRequest, with the digest of the secret to attach to it.
 
         Raises InvalidRequest, RequestExists, Overloaded, JournalUnavailable, or ClusterUnavailable when there
         is no pipeline in time.
@@ -86,7 +86,9 @@ class Sessions:
             request_id, arrived_s = request_id_of(message), self._engine.now_s()
         with self._traces.arrival(request_id, caller.span, arrived_s) as trace:
             is_large = len(data) > INLINE_BYTES
-            return await self._accept(message, caller, request_id, arrived_s, trace, is_large=is_large)
+            return await self._accept(
+                message, caller, attach_digest, request_id, arrived_s, trace, is_large=is_large
+            )
 
     async def _decode(self, data: bytes, caller: Caller) -> inference_pb2.GenerateRequest:
         """What is large takes milliseconds, and the event loop has streams to serve."""
@@ -104,6 +106,7 @@ class Sessions:
         self,
         message: inference_pb2.GenerateRequest,
         caller: Caller,
+        attach_digest: bytes,
         request_id: RequestId,
         arrived_s: float,
         trace: RequestTrace,
@@ -136,7 +139,7 @@ class Sessions:
             request = await self._beside(make, resolved, plan) if is_large else make(resolved, plan)
             if message.sampling.echo:
                 await self._beside(make_echoed_text, request)
-        request.trace = trace
+        request.trace, request.attach_digest = trace, attach_digest
         return self._engine.submit(
             request,
             deadline_s=caller.deadline_s,

@@ -87,7 +87,7 @@ class Guard:
     def check_token(self, request: web.Request) -> None:
         """Raises what is answered to whoever may not change anything."""
         if self._token is None:
-            raise web.HTTPForbidden(text="this coordinator was started without --http-token-file: read only")
+            raise web.HTTPForbidden(text="this coordinator was started without --token-file: read only")
         scheme, _, given = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
         is_right = hmac.compare_digest(given.strip().encode("utf-8", "replace"), self._token.encode())
         if scheme.lower() != "bearer" or not is_right:

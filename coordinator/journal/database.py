@@ -10,7 +10,7 @@ from pathlib import Path
 from coordinator.journal.errors import JournalUnusable
 from coordinator.journal.private_files import create_private, make_private
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 APPLICATION_ID = 0x53474A4C  # "SGJL"
 WRITER_BUSY_TIMEOUT_S = 0.1
 """The writer is on the event loop: a file that another program has locked must not hold it up."""
@@ -30,6 +30,7 @@ CREATE TABLE requests (
     deadline_at REAL,
     traceparent TEXT NOT NULL,
     caller_traceparent TEXT NOT NULL,
+    attach_digest BLOB NOT NULL,
     ended_at REAL,
     error_kind TEXT,
     error_text TEXT,

@@ -81,7 +81,7 @@ class Journal:
             grammar and grammar.definition,
             grammar and str(grammar.tokenizer_checksum),
             *(accepted.arrived_at, accepted.deadline_at),
-            *(accepted.traceparent, accepted.caller_traceparent, self._last_row),
+            *(accepted.traceparent, accepted.caller_traceparent, accepted.attach_digest, self._last_row),
         )
         with self._writing(4 * len(accepted.prompt) + len(accepted.message)):
             cursor = self._connection.execute(_INSERT_REQUEST, row)
@@ -216,7 +216,7 @@ class Journal:
 _INSERT_REQUEST = """
 INSERT OR REPLACE INTO requests (
     id, client, message, prompt, bad_words, grammar, grammar_checksum, arrived_at,
-    deadline_at, traceparent, caller_traceparent, folded_until
+    deadline_at, traceparent, caller_traceparent, attach_digest, folded_until
 )
-VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 """

@@ -16,7 +16,8 @@ class AcceptedRequest:
 
     `message` is the client's, encoded, without its prompt, and with what was resolved when it was accepted:
     its id, seed and `max_tokens`. `traceparent` (W3C) is that of the request's span, which the next
-    coordinator ends, and `caller_traceparent` that of its caller, or empty.
+    coordinator ends, and `caller_traceparent` that of its caller, or empty. `attach_digest` is the SHA-256 of
+    the secret that attaching takes.
     """
 
     request_id: RequestId
@@ -25,6 +26,7 @@ class AcceptedRequest:
     bad_words: tuple[tuple[int, ...], ...]
     grammar: GrammarSpec | None
     client: str
+    attach_digest: bytes = field(default=b"", repr=False)
     arrived_at: float
     deadline_at: float | None
     traceparent: str = ""

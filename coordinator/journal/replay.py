@@ -13,7 +13,7 @@ from wire.steps import GrammarSpec
 
 _COLUMNS = (
     "number, id, client, message, prompt, bad_words, grammar, grammar_checksum, arrived_at, deadline_at, "
-    "traceparent, caller_traceparent, ended_at, error_kind, error_text, folded, folded_until"
+    "traceparent, caller_traceparent, attach_digest, ended_at, error_kind, error_text, folded, folded_until"
 )
 
 
@@ -86,6 +86,7 @@ def _accepted(
     deadline_at: float | None,
     traceparent: str,
     caller_traceparent: str,
+    attach_digest: bytes,
 ) -> AcceptedRequest:
     words: list[list[Any]] = json.loads(bad_words)
     spec = None
@@ -102,4 +103,5 @@ def _accepted(
         deadline_at=deadline_at,
         traceparent=traceparent,
         caller_traceparent=caller_traceparent,
+        attach_digest=attach_digest,
     )

@@ -12,6 +12,7 @@ from collections.abc import Sequence as Items
 
 from coordinator.journal.records import AcceptedRequest
 from coordinator.requests.admission import Admission, AdmissionLimits, misfit
+from coordinator.requests.attach_secret import check_attach_secret
 from coordinator.requests.attachment import Attachment, Positions
 from coordinator.requests.blame import Blame
 from coordinator.requests.durability import SUSPENDED, Durability
@@ -134,6 +135,11 @@ class Engine:
         attachment = self._attach(self._registry.find(request_id), positions, deadline_s)
         self._durability.read_until(attachment.request, deadline_s, now_s=self._clock())
         return attachment
+
+    def check_secret(self, request_id: RequestId, secret: str) -> None:
+        """Raises RequestNotFound, and AttachSecretMismatch for a caller that may not have this request."""
+        self._durability.check_here()
+        check_attach_secret(secret, self._registry.find(request_id).attach_digest)
 
     def resume(self, request: Request, *, ended: Ended | None) -> None:
         """Takes a request of a former coordinator, which nobody reads yet. `ended`, on the engine's clock: it

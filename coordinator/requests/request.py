@@ -93,6 +93,8 @@ class Request:
         self.num_unrelated_before_deaths = 0
         self.num_device_failures_alone = 0
         self.trace: Trace | None = None
+        self.attach_digest = b""
+        """Of the secret that Attach and Cancel need; empty: nobody has one."""
         self.num_breaks_alone = 0
         self.num_tokens_before_breaks = 0
         self.awaited_until_s: float | None = None

@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from stageline.cli import options
+from stageline.attach_secrets import new_attach_secret
+from stageline.cli import options, request_secrets
 from stageline.cli.completion_view import print_report
 from stageline.cli.failures import INTERRUPTED, CommandFailed
 from stageline.cli.flags import takes
@@ -21,7 +22,8 @@ from stageline.cli.request_flags import (
 from stageline.cli.request_options import options_from, parse_token_ids
 from stageline.cli.stream import Report, show_for, show_stream
 from stageline.client import Client
-from stageline.parameters import GenerateOptions
+from stageline.errors import StagelineError, Superseded, Unavailable
+from stageline.parameters import Detach, GenerateOptions
 from stageline.prompt import Prompt
 from wire.ids import id_text, new_request_id
 
@@ -42,7 +44,10 @@ def generate(
     wanted = options_from({**flags, "max_tokens": max_tokens})
     # Made here, so that it can be told.
     request_id = wanted.setdefault("request_id", id_text(new_request_id()))
-    is_detached = "on_disconnect" in wanted
+    detach = wanted.get("on_disconnect")
+    is_detached = detach is not None
+    if is_detached:
+        wanted["attach_secret"] = new_attach_secret()
 
     async def run() -> Report:
         async with Client(coordinator) as client:
@@ -52,6 +57,7 @@ def generate(
                 raise CommandFailed(text, reason="NO_TOKENIZER")
             outputs = client.generate(given, **wanted)
             if is_detached:
+                request_secrets.store(request_id or "", wanted["attach_secret"] or "")
                 print(f"(request {request_id})", file=sys.stderr)
             num_choices = wanted.get("n") or 1
             show = show_for(num_choices=num_choices, as_token_ids=not model.has_tokenizer, is_json=json)
@@ -62,6 +68,12 @@ def generate(
     except KeyboardInterrupt:
         print(f"\nstageline: {_describe_leaving(request_id, is_detached=is_detached)}", file=sys.stderr)
         return INTERRUPTED
+    except StagelineError as error:
+        if is_detached and not isinstance(error, Unavailable | Superseded):
+            request_secrets.forget(request_id or "")
+        raise
+    if isinstance(detach, Detach):
+        request_secrets.expire_after(request_id or "", detach.keep_s)
     print_report(report, is_json=json)
     print(f"({_describe(report, wanted)})", file=sys.stderr)
     return 0

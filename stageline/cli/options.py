@@ -9,9 +9,11 @@ import typer
 
 from checkpoint.errors import GGUF_ADVICE
 from stage_worker.kernel_choice import KernelChoice
+from stageline.cli.failures import CommandFailed
 from stageline.cli.sizes import parse_size
 from telemetry import logs
 from wire.addresses import parse_address, parse_peer_address
+from wire.secret_files import read_secret, state_directory, token_paths
 
 DEFAULT_ADDRESS = "127.0.0.1:7480"
 DEFAULT_HTTP = "127.0.0.1:7481"
@@ -21,17 +23,34 @@ _Config = TypeVar("_Config")
 _Value = TypeVar("_Value")
 
 
-def read_http_token(path: Path | None) -> str | None:
-    """The token in the file, or in the environment; None where there is neither. Raises ValueError."""
+def read_token(path: Path | None) -> str | None:
+    """The operator token in the file; None without one. Raises ValueError."""
     if path is None:
-        return os.environ.get("STAGELINE_HTTP_TOKEN") or None
+        return None
     try:
-        return path.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--http-token-file {path} cannot be read: {error}") from None
+        return read_secret(path)
+    except OSError as error:
+        raise ValueError(f"--token-file cannot be used: {error}") from None
 
 
-def http_address(http: str | None, default: str, *, is_off: bool, token_file: Path | None) -> str | None:
+def default_token_directory() -> Path:
+    """Where a coordinator that is started without --token-file leaves its token."""
+    return state_directory(os.environ) / "tokens"
+
+
+def operator_token(path: Path | None, coordinator: str) -> str:
+    """The token in `path`, else the one that the coordinator at this address keeps on this host. Raises
+    CommandFailed or typer.BadParameter.
+    """
+    candidates = [path] if path is not None else token_paths(default_token_directory(), coordinator)
+    found = next((each for each in candidates if each is path or each.exists()), None)
+    if found is not None:
+        return build_config(lambda: read_token(found)) or ""
+    what = f"the operator token of {coordinator} is not on this host: pass --token-file FILE"
+    raise CommandFailed(what, reason="NO_TOKEN")
+
+
+def http_address(http: str | None, default: str, *, is_off: bool) -> str | None:
     """Where to serve the dashboard; None: nowhere. Raises ValueError for flags that contradict each other."""
     if not is_off:
         return http or default
@@ -39,8 +58,6 @@ def http_address(http: str | None, default: str, *, is_off: bool, token_file: Pa
         raise ValueError(
             f"--http {http} says where to serve the dashboard, --no-http not to: give one of them"
         )
-    if token_file is not None:
-        raise ValueError("--http-token-file is for the dashboard, which --no-http does not serve")
     return None
 
 
@@ -266,15 +283,23 @@ Http: TypeAlias = Annotated[
     ),
 ]
 NoHttp: TypeAlias = Annotated[bool, typer.Option("--no-http", help="Serve neither dashboard nor metrics.")]
-HttpTokenFile: TypeAlias = Annotated[
+TokenFile: TypeAlias = Annotated[
     Path | None,
     typer.Option(
         exists=True,
         dir_okay=False,
         resolve_path=True,
         metavar="FILE",
-        help="Has the token with which the dashboard may cancel requests and drain workers; "
-        "else STAGELINE_HTTP_TOKEN, if that is set.",
+        help="File of mode 0600 with the operator token, which drain and cancelling any request need "
+        "(default: a fresh one, for commands on this host).",
+    ),
+]
+OperatorTokenFile: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="File of mode 0600 with the coordinator's operator token (default: the one that a coordinator "
+        "on this host has made for itself).",
     ),
 ]
 TraceSample: TypeAlias = Annotated[

@@ -74,7 +74,7 @@ def up(
     reattach_timeout: options.ReattachTimeout = 60.0,
     http: options.Http = None,
     no_http: options.NoHttp = False,
-    http_token_file: options.HttpTokenFile = None,
+    token_file: options.TokenFile = None,
     trace_sample: options.TraceSample = None,
     trace_store: options.TraceStore = 512,
     trace_bytes: options.TraceBytes = None,
@@ -126,8 +126,8 @@ def up(
             self_check=self_check,
             journal=journal,
             reattach_timeout_s=reattach_timeout,
-            http=options.http_address(http, options.ANY_HTTP, is_off=no_http, token_file=http_token_file),
-            http_token=options.read_http_token(http_token_file),
+            http=options.http_address(http, options.ANY_HTTP, is_off=no_http),
+            token=options.read_token(token_file),
             trace_sample=trace_sample,
             trace_store=trace_store,
             trace_bytes=trace_bytes or DEFAULT_TRACE_BYTES,
@@ -150,7 +150,7 @@ def up(
             http=coordinator.http,
             coordinator_arguments=(
                 *flags_of(coordinator),
-                *(() if http_token_file is None else ("--http-token-file", str(http_token_file))),
+                *(() if token_file is None else ("--token-file", str(token_file))),
             ),
             worker_arguments=((*coordinator.logs.flags, *_kernel_flags(kernels)),) * num_workers,
         )

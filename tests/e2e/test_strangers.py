@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import stat
 from collections.abc import AsyncIterator
 from typing import Any
 from uuid import UUID
@@ -14,15 +15,16 @@ import pytest
 import pytest_asyncio
 
 from deploy import LocalCluster, LocalClusterConfig
-from stageline import Client
+from stageline import Client, PermissionDenied, new_attach_secret
 from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc, stage_pb2, stage_pb2_grpc
 from tests.e2e.clusters import START_TIMEOUT_S, tokens_of
-from tests.e2e.commands import ENVIRONMENT
+from tests.e2e.commands import ENVIRONMENT, run_stageline
 from tests.mock_answers import mock_tokens
 from wire.channels import PROTOCOL_VERSION, client_channel
 from wire.errors import StepFaultKind
 from wire.forward_call import open_forward
 from wire.ids import new_incarnation
+from wire.secret_files import state_directory, token_path
 from wire.step_codec import encode_fault
 from wire.steps import FaultReport
 
@@ -170,3 +172,43 @@ async def test_a_fault_of_a_stage_that_a_worker_does_not_run_is_ignored(cluster:
         assert await answer == mock_tokens(PROMPT, NUM_TOKENS, vocab_size=VOCAB_SIZE)
         call.cancel()
     assert (await status_of(cluster)).epoch == status.epoch
+
+
+async def test_an_id_is_not_enough_to_take_a_request_over_or_to_end_it(cluster: LocalCluster) -> None:
+    async with Client(cluster.address) as client, Client(cluster.address) as stranger:
+        answer = asyncio.create_task(tokens_of(client, PROMPT, NUM_TOKENS, on_disconnect="detach"))
+        request_id = await _shown_request(stranger)
+        for attempt in (
+            stranger.cancel(request_id, secret=new_attach_secret()),
+            anext(stranger.attach(request_id, secret=new_attach_secret())),
+        ):
+            with pytest.raises(PermissionDenied) as denied:
+                await attempt
+            assert denied.value.reason == "ATTACH_SECRET_MISMATCH"
+        assert await answer == mock_tokens(PROMPT, NUM_TOKENS, vocab_size=VOCAB_SIZE)
+
+
+async def _shown_request(client: Client) -> str:
+    """The id of the one that runs, as everybody can ask for it."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not (live := [each for each in (await client.activity()).requests if not each.ended_us]):
+            await asyncio.sleep(0.01)
+    return live[0].request_id
+
+
+async def test_nobody_drains_without_the_token_and_the_host_s_own_users_need_no_flag(
+    cluster: LocalCluster,
+) -> None:
+    async with Client(cluster.address) as stranger:
+        with pytest.raises(PermissionDenied) as denied:
+            await stranger.drain("worker-0", token="x" * 43)
+        assert denied.value.reason == "TOKEN_MISMATCH"
+    path = token_path(state_directory(os.environ) / "tokens", cluster.address)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert path.read_text().strip() not in cluster.coordinator.read_log()
+    elsewhere = await run_stageline(
+        "drain", "nobody", "--coordinator", cluster.address, XDG_STATE_HOME="/nonexistent"
+    )
+    assert "error[NO_TOKEN]" in elsewhere.the_error()
+    here = await run_stageline("drain", "nobody", "--coordinator", cluster.address)
+    assert "error[WORKER_NOT_FOUND]" in here.the_error() or "error[NOT_FOUND]" in here.the_error()

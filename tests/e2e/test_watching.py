@@ -15,6 +15,7 @@ from stageline import Client
 from tests.e2e.clusters import START_TIMEOUT_S, tokens_of
 from tests.e2e.commands import ENVIRONMENT, run_stageline
 from tests.e2e.terminal import CTRL_C, Terminal
+from wire.secret_files import write_secret
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
@@ -55,8 +56,8 @@ async def test_top_shows_the_pipeline_until_a_key_ends_it(tmp_path: Path) -> Non
 
 async def test_the_dashboard_is_where_the_coordinator_says(tmp_path: Path) -> None:
     token_file = tmp_path / "token"
-    token_file.write_text(f"{TOKEN}\n")
-    made = config(tmp_path, "--http-token-file", str(token_file))
+    write_secret(token_file, TOKEN)
+    made = config(tmp_path, "--token-file", str(token_file))
     async with LocalCluster(made) as cluster:
         await cluster.wait_until_serving(timeout_s=START_TIMEOUT_S)
         assert cluster.dashboard_url is not None
@@ -83,8 +84,8 @@ async def test_the_dashboard_is_where_the_coordinator_says(tmp_path: Path) -> No
 
 
 async def test_a_token_that_is_none_is_bad_usage(tmp_path: Path) -> None:
-    (tmp_path / "token").write_text("short")
-    line = ("coordinator", "--stages", "1", "--http-token-file", str(tmp_path / "token"))
+    write_secret(tmp_path / "token", "short")
+    line = ("coordinator", "--stages", "1", "--token-file", str(tmp_path / "token"))
     run = await run_stageline(*line)
     assert run.code == 2
     assert "has 5 characters, but must have at least 16" in run.the_error()

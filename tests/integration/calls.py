@@ -11,12 +11,17 @@ import grpc
 
 from stageline_rpc.v1 import inference_pb2, inference_pb2_grpc
 from tests.integration.cluster import DEADLINE_S, Ask
+from wire.calls import ATTACH_SECRET_KEY
 from wire.channels import CHANNEL_OPTIONS
 from wire.ids import id_text, new_request_id
 
+SECRET = "the-attach-secret-of-every-test-request"
 StatusCode = grpc.StatusCode
 STOP, LENGTH = inference_pb2.FINISH_REASON_STOP, inference_pb2.FINISH_REASON_LENGTH
 _DETACH = inference_pb2.OnDisconnect.DETACH
+
+
+_WITH_SECRET = ((ATTACH_SECRET_KEY, SECRET),)
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -199,7 +204,8 @@ class Caller:
         timeout_s: float = DEADLINE_S,
         metadata: tuple[tuple[str, str], ...] = (),
     ) -> Reader:
-        call = self._stub.Generate(request, timeout=timeout_s, metadata=metadata)
+        headers = ((ATTACH_SECRET_KEY, SECRET), *metadata)
+        call = self._stub.Generate(request, timeout=timeout_s, metadata=headers)
         return Reader(call, Received(request.request_id))
 
     def attach(self, received: Received, *, timeout_s: float = DEADLINE_S) -> Reader:
@@ -209,7 +215,7 @@ class Caller:
             for index, choice in received.choices.items()
         ]
         request = inference_pb2.AttachRequest(request_id=received.request_id, positions=positions)
-        return Reader(self._stub.Attach(request, timeout=timeout_s), received)
+        return Reader(self._stub.Attach(request, timeout=timeout_s, metadata=_WITH_SECRET), received)
 
     def attach_at(self, request_id: str, from_token: int, *, choice: int | None = None) -> Reader:
         """From any token on, of all choices or of one."""
@@ -218,12 +224,14 @@ class Caller:
             request.from_token = from_token
         else:
             request.positions.add(choice=choice, from_token=from_token)
-        return Reader(self._stub.Attach(request, timeout=DEADLINE_S), Received(request_id))
+        call = self._stub.Attach(request, timeout=DEADLINE_S, metadata=_WITH_SECRET)
+        return Reader(call, Received(request_id))
 
     async def cancel(self, request_id: str) -> grpc.StatusCode:
         """Inference.Cancel, and how it went."""
         try:
-            await self._stub.Cancel(inference_pb2.CancelRequest(request_id=request_id), timeout=DEADLINE_S)
+            request = inference_pb2.CancelRequest(request_id=request_id)
+            await self._stub.Cancel(request, timeout=DEADLINE_S, metadata=_WITH_SECRET)
         except grpc.aio.AioRpcError as error:
             return error.code()
         return StatusCode.OK

@@ -28,6 +28,8 @@ from wire.wire_dtypes import WireDType
 DEADLINE_S = 30.0
 """For everything that has to happen at all; nothing waits this long unless it is broken."""
 
+TOKEN = "token-of-the-operators-of-tests"
+
 TEST_TIMING = ClusterTiming(
     heartbeat_interval_s=0.05, lease_s=10.0, epoch_timeout_s=10.0, recovery_timeout_s=10.0
 )
@@ -128,7 +130,7 @@ class Cluster:
         self_check: bool | None = None,
         journal: Path | None = None,
         http: str | None = None,
-        http_token: str | None = None,
+        token: str = TOKEN,
         trace_sample: float | None = None,
         telemetry: TelemetrySettings = NO_SETTINGS,
     ) -> None:
@@ -160,7 +162,7 @@ class Cluster:
             self_check=self_check,
             journal=journal,
             http=http,
-            http_token=http_token,
+            token=token,
             trace_sample=trace_sample,
             telemetry=telemetry,
         )

@@ -23,7 +23,7 @@ SLOW_LAST = ("step=2ms", "step=2ms", "step=4ms")
 
 
 def served(num_stages: int = 3, *times: str, **settings: Any) -> Cluster:
-    return mock_cluster(num_stages, *times, http="127.0.0.1:0", http_token=TOKEN, **settings)
+    return mock_cluster(num_stages, *times, http="127.0.0.1:0", token=TOKEN, **settings)
 
 
 def url(cluster: Cluster, path: str) -> str:

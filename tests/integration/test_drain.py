@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 
 import grpc
 import pytest
@@ -13,12 +14,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from stageline.cli import main
 from stageline.errors import Unavailable, WorkerNotFound
+from stageline.status_details import StatusDetails
 from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc
 from tests.integration.asks import mixed_asks
-from tests.integration.cluster import DEADLINE_S, TEST_TIMING, Ask, Cluster
+from tests.integration.cluster import DEADLINE_S, TEST_TIMING, TOKEN, Ask, Cluster
 from tests.integration.test_mock_cluster import VOCAB_SIZE, check, has_tokens, mock_cluster, until
 from tests.mock_answers import mock_tokens
 from wire.channels import client_channel
+from wire.secret_files import write_secret
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 INFERENCE, STAGE = "stageline.v1.Inference", "stageline.v1.Stage"
@@ -46,7 +49,7 @@ def places(status: cluster_pb2.GetStatusResponse) -> list[str]:
 async def drain(cluster: Cluster, name: str) -> None:
     """Also waits for the worker to end by itself."""
     async with asyncio.timeout(DEADLINE_S):
-        await cluster.client.drain(name)
+        await cluster.client.drain(name, token=TOKEN)
         await cluster.workers[name].task
 
 
@@ -64,18 +67,45 @@ async def start_spare(cluster: Cluster) -> str:
 async def test_a_worker_that_is_not_here_cannot_leave() -> None:
     async with mock_cluster(1) as cluster:
         with pytest.raises(WorkerNotFound, match="no worker 'nobody' is here"):
-            await cluster.client.drain("nobody")
+            await cluster.client.drain("nobody", token=TOKEN)
         async with client_channel(cluster.address) as channel:
             request = cluster_pb2.DrainRequest(worker="nobody")
             with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await cluster_pb2_grpc.ClusterStub(channel).Drain(request)
+                await cluster_pb2_grpc.ClusterStub(channel).Drain(
+                    request, metadata=(("authorization", f"Bearer {TOKEN}"),)
+                )
         assert refused.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_the_command_says_who_has_left_and_who_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("metadata", "code", "reason"),
+    [
+        ((), grpc.StatusCode.UNAUTHENTICATED, "TOKEN_MISSING"),
+        ((("authorization", "Bearer "),), grpc.StatusCode.UNAUTHENTICATED, "TOKEN_MISSING"),
+        ((("authorization", f"Basic {TOKEN}"),), grpc.StatusCode.UNAUTHENTICATED, "TOKEN_MISSING"),
+        ((("authorization", f"Bearer {TOKEN}x"),), grpc.StatusCode.PERMISSION_DENIED, "TOKEN_MISMATCH"),
+    ],
+    ids=["none", "empty", "other-scheme", "wrong"],
+)
+async def test_without_the_operator_token_nobody_drains(
+    metadata: tuple[tuple[str, str], ...], code: grpc.StatusCode, reason: str
+) -> None:
+    async with mock_cluster(1) as cluster, client_channel(cluster.address) as channel:
+        request = cluster_pb2.DrainRequest(worker="w0")
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await cluster_pb2_grpc.ClusterStub(channel).Drain(request, metadata=metadata, timeout=DEADLINE_S)
+        assert (refused.value.code(), StatusDetails.of(refused.value).reason) == (code, reason)
+        assert TOKEN not in (refused.value.details() or "")
+        assert not cluster.workers["w0"].task.done()
+
+
+async def test_the_command_says_who_has_left_and_who_is_not_here(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    write_secret(tmp_path / "token", TOKEN)
     async with mock_cluster(1) as cluster:
         await start_spare(cluster)
-        arguments = ["--coordinator", cluster.address]
+        arguments = ["--coordinator", cluster.address, "--token-file", str(tmp_path / "token")]
         assert await asyncio.to_thread(main, ["drain", "w1", *arguments]) == 0
         assert capsys.readouterr().out == "worker w1 has left\n"
         assert await asyncio.to_thread(main, ["drain", "w1", *arguments]) == 1

@@ -15,6 +15,7 @@ from stageline.completion import Completion, Completions
 from stageline.errors import Unavailable
 from stageline.output import GenerateOutput
 from stageline_rpc.v1 import cluster_pb2
+from tests.integration.calls import SECRET
 from tests.integration.cluster import DEADLINE_S, TEST_TIMING, Cluster
 from tests.unit.coordinator.journal.journals import crashed
 from wire.ids import id_text, new_request_id
@@ -55,6 +56,7 @@ class Story:
             PROMPT,
             max_tokens=NUM_TOKENS,
             request_id=self.request_id,
+            attach_secret=SECRET,
             timeout_s=DEADLINE_S,
             **self._options,
         )
@@ -71,7 +73,9 @@ class Story:
             self.take(await anext(outputs))
 
     async def read_rest(self, cluster: Cluster) -> list[Completion]:
-        attached = cluster.client.attach(self.request_id, positions=self.positions, timeout_s=DEADLINE_S)
+        attached = cluster.client.attach(
+            self.request_id, secret=SECRET, positions=self.positions, timeout_s=DEADLINE_S
+        )
         async with aclosing(attached) as outputs:
             async for output in outputs:
                 self.take(output)

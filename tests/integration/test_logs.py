@@ -15,7 +15,7 @@ from stageline_rpc.v1 import cluster_pb2
 from telemetry.logs import PACKAGES
 from tests.integration.alterations import flip_byte
 from tests.integration.asks import mixed_asks
-from tests.integration.cluster import TEST_TIMING
+from tests.integration.cluster import TEST_TIMING, TOKEN
 from tests.integration.test_mock_cluster import check, has_tokens, mock_cluster, until
 from wire.frames import Frame
 from wire.ids import id_text, new_request_id
@@ -175,7 +175,7 @@ async def test_a_drain_is_no_warning(lines: Lines) -> None:
         assert plan is not None
         name = plan.stages[0].worker
         lines.clear()
-        await cluster.client.drain(name)
+        await cluster.client.drain(name, token=TOKEN)
         await cluster.wait_state(cluster_pb2.CLUSTER_STATE_SERVING)
         assert lines.the(f"worker {name} is to leave").worker == name
         assert lines.the(f"worker {name} left: ").worker == name

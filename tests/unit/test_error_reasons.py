@@ -19,7 +19,7 @@ from wire.reasons import reason_of
 from wire.status_details import sent_reason
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "errors.md"
-WRITTEN_IN_COMMANDS = {USAGE, "NO_TOKENIZER", "NO_CHAT_TEMPLATE"}
+WRITTEN_IN_COMMANDS = {USAGE, "NO_TOKENIZER", "NO_CHAT_TEMPLATE", "NO_SECRET", "NO_TOKEN"}
 OF_PROCESSES = (
     JournalUnusable,
     TraceFileUnusable,

@@ -69,7 +69,8 @@ class ClusterServicer:
 
     def Drain(self, request, context):
         """Moves the layers of a worker to others and lets it exit; answers when it has left. Where nobody can take the layers,
-        running requests finish first, for as long as the coordinator allows. NOT_FOUND when no such worker is here.
+        running requests finish first, for as long as the coordinator allows. NOT_FOUND when no such worker is here;
+        UNAUTHENTICATED or PERMISSION_DENIED unless metadata `authorization` is `Bearer` and the operator token.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -20,7 +20,8 @@ class ClusterStub:
     """
     Drain: _aio.UnaryUnaryMultiCallable[_cluster_pb2.DrainRequest, _cluster_pb2.DrainResponse]
     """Moves the layers of a worker to others and lets it exit; answers when it has left. Where nobody can take the layers,
-    running requests finish first, for as long as the coordinator allows. NOT_FOUND when no such worker is here.
+    running requests finish first, for as long as the coordinator allows. NOT_FOUND when no such worker is here;
+    UNAUTHENTICATED or PERMISSION_DENIED unless metadata `authorization` is `Bearer` and the operator token.
     """
     GetStatus: _aio.UnaryUnaryMultiCallable[_cluster_pb2.GetStatusRequest, _cluster_pb2.GetStatusResponse]
     """The plan, the workers, memory, KV use and requests, as of now."""
@@ -48,7 +49,8 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_cluster_pb2.DrainRequest, _abc.Awaitable[_cluster_pb2.DrainResponse]],
     ) -> _abc.Awaitable[_cluster_pb2.DrainResponse]:
         """Moves the layers of a worker to others and lets it exit; answers when it has left. Where nobody can take the layers,
-        running requests finish first, for as long as the coordinator allows. NOT_FOUND when no such worker is here.
+        running requests finish first, for as long as the coordinator allows. NOT_FOUND when no such worker is here;
+        UNAUTHENTICATED or PERMISSION_DENIED unless metadata `authorization` is `Bearer` and the operator token.
         """
 
     @_abc_1.abstractmethod

@@ -72,6 +72,10 @@ class InferenceServicer:
 
         With initial metadata `stageline-journalled` the request survives the coordinator: when the connection breaks, or the
         call ends with UNAVAILABLE and the reason REQUEST_SUSPENDED, Attach finds it at the next coordinator.
+
+        Initial metadata `stageline-attach-secret` is what Attach and Cancel of this request must send as metadata of this
+        name: the client's own, where it sends one with Generate (32 to 128 printable ASCII characters), else the
+        coordinator's.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -80,7 +84,8 @@ class InferenceServicer:
     def Attach(self, request, context):
         """Continues the messages of a request from given tokens on, on this call instead of the one before, which ends with
         ABORTED and is sent nothing more. The deadline of this call replaces that of the one before. NOT_FOUND when the
-        request is not live and its output is not kept; INVALID_ARGUMENT for tokens that were never generated.
+        request is not live and its output is not kept; INVALID_ARGUMENT for tokens that were never generated;
+        PERMISSION_DENIED without the secret of the request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -88,7 +93,8 @@ class InferenceServicer:
 
     def Cancel(self, request, context):
         """Cancels a live request, whatever its `on_disconnect`; its Generate call ends with status CANCELLED. Of a request
-        that has ended and is kept, it drops the output. NOT_FOUND when there is no such request.
+        that has ended and is kept, it drops the output. NOT_FOUND when there is no such request; PERMISSION_DENIED without
+        its secret, unless metadata `authorization` is `Bearer` and the operator token.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

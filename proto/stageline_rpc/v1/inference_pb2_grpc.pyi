@@ -31,15 +31,21 @@ class InferenceStub:
 
     With initial metadata `stageline-journalled` the request survives the coordinator: when the connection breaks, or the
     call ends with UNAVAILABLE and the reason REQUEST_SUSPENDED, Attach finds it at the next coordinator.
+
+    Initial metadata `stageline-attach-secret` is what Attach and Cancel of this request must send as metadata of this
+    name: the client's own, where it sends one with Generate (32 to 128 printable ASCII characters), else the
+    coordinator's.
     """
     Attach: _aio.UnaryStreamMultiCallable[_inference_pb2.AttachRequest, _inference_pb2.GenerateResponse]
     """Continues the messages of a request from given tokens on, on this call instead of the one before, which ends with
     ABORTED and is sent nothing more. The deadline of this call replaces that of the one before. NOT_FOUND when the
-    request is not live and its output is not kept; INVALID_ARGUMENT for tokens that were never generated.
+    request is not live and its output is not kept; INVALID_ARGUMENT for tokens that were never generated;
+    PERMISSION_DENIED without the secret of the request.
     """
     Cancel: _aio.UnaryUnaryMultiCallable[_inference_pb2.CancelRequest, _inference_pb2.CancelResponse]
     """Cancels a live request, whatever its `on_disconnect`; its Generate call ends with status CANCELLED. Of a request
-    that has ended and is kept, it drops the output. NOT_FOUND when there is no such request.
+    that has ended and is kept, it drops the output. NOT_FOUND when there is no such request; PERMISSION_DENIED without
+    its secret, unless metadata `authorization` is `Bearer` and the operator token.
     """
     GetModel: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetModelRequest, _inference_pb2.GetModelResponse]
     """Says which model is served and what it can take."""
@@ -63,6 +69,10 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
 
         With initial metadata `stageline-journalled` the request survives the coordinator: when the connection breaks, or the
         call ends with UNAVAILABLE and the reason REQUEST_SUSPENDED, Attach finds it at the next coordinator.
+
+        Initial metadata `stageline-attach-secret` is what Attach and Cancel of this request must send as metadata of this
+        name: the client's own, where it sends one with Generate (32 to 128 printable ASCII characters), else the
+        coordinator's.
         """
 
     @_abc_1.abstractmethod
@@ -73,7 +83,8 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _abc.AsyncIterator[_inference_pb2.GenerateResponse]:
         """Continues the messages of a request from given tokens on, on this call instead of the one before, which ends with
         ABORTED and is sent nothing more. The deadline of this call replaces that of the one before. NOT_FOUND when the
-        request is not live and its output is not kept; INVALID_ARGUMENT for tokens that were never generated.
+        request is not live and its output is not kept; INVALID_ARGUMENT for tokens that were never generated;
+        PERMISSION_DENIED without the secret of the request.
         """
 
     @_abc_1.abstractmethod
@@ -83,7 +94,8 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_inference_pb2.CancelRequest, _abc.Awaitable[_inference_pb2.CancelResponse]],
     ) -> _abc.Awaitable[_inference_pb2.CancelResponse]:
         """Cancels a live request, whatever its `on_disconnect`; its Generate call ends with status CANCELLED. Of a request
-        that has ended and is kept, it drops the output. NOT_FOUND when there is no such request.
+        that has ended and is kept, it drops the output. NOT_FOUND when there is no such request; PERMISSION_DENIED without
+        its secret, unless metadata `authorization` is `Bearer` and the operator token.
         """
 
     @_abc_1.abstractmethod

@@ -1,10 +1,12 @@
 """`generate`, `attach` and `cancel`: flags that become parameters, and what is shown of the answers."""
 
 import inspect
+import io
 import json
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import AsyncGenerator, Iterator
@@ -14,7 +16,7 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from stageline import Client, Detach, GenerateOptions, GenerateOutput, Priority
+from stageline import Client, Detach, GenerateOptions, GenerateOutput, Priority, new_attach_secret
 from stageline.cli import main
 from stageline.cli.chat import chat
 from stageline.cli.generate import generate
@@ -22,6 +24,7 @@ from stageline.cli.request_flags import EndingFlags, SamplingFlags
 from tests.error_lines import parse_error_line
 from tests.fake_processes import FAKE_COMMAND, FAKE_ENVIRONMENT
 from wire.ids import id_text, new_request_id, parse_request_id
+from wire.secret_files import write_secret
 
 REQUEST_ID = id_text(new_request_id())
 FLAGS = f"""
@@ -108,6 +111,7 @@ def test_every_flag_becomes_its_parameter(address: str, seen: list[dict[str, Any
         "request_id": REQUEST_ID,
         "timeout_s": 9.0,
     }
+    expected["attach_secret"] = seen[0]["attach_secret"]  # it is another one each time
     assert seen == [expected]
     assert set(expected) == set(GenerateOptions.__annotations__)
 
@@ -271,11 +275,49 @@ def test_ctrl_c_leaves_a_detached_request_running_and_says_how_to_go_on(
 
 @pytest.mark.parametrize("command", ["attach", "cancel"])
 def test_a_request_that_is_not_there_is_one_line(
-    command: str, address: str, capsys: pytest.CaptureFixture[str]
+    command: str, address: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     request_id = id_text(new_request_id())
     assert main([command, request_id, "--coordinator", address]) == 1
+    assert capsys.readouterr().err == (
+        f"stageline: error[NO_SECRET]: the secret of request {request_id} is not on this host: "
+        "pass --secret-file PATH\n"
+    )
+    write_secret(tmp_path / "secret", new_attach_secret())
+    line = [command, request_id, "--secret-file", str(tmp_path / "secret"), "--coordinator", address]
+    assert main(line) == 1
     assert capsys.readouterr().err == f"stageline: error[NOT_FOUND]: no request {request_id}\n"
+
+
+def test_the_secret_of_a_detached_request_is_kept_for_its_owner_only_and_goes_with_it(
+    address: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    kept = tmp_path / "stageline" / "requests"
+    line = ["generate", "x", "--max-tokens", "1", "--coordinator", address]
+    assert main([*line, "--detach", "0"]) == 0
+    (first,) = kept.iterdir()
+    assert (stat.S_IMODE(first.stat().st_mode), stat.S_IMODE(kept.stat().st_mode)) == (0o600, 0o700)
+    assert len(first.read_text().strip()) == 43
+    assert main([*line, "--detach", "60"]) == 0
+    assert not first.exists(), "its output is kept no longer, and the next command removes it"
+    (second,) = kept.iterdir()
+    second.chmod(0o640)
+    capsys.readouterr()
+    assert main(["cancel", second.name, "--coordinator", address]) == 1
+    assert f"{second} has mode 0640, must be 0600 or stricter" in capsys.readouterr().err
+    second.chmod(0o600)
+    assert main(["cancel", second.name, "--coordinator", address]) == 0
+    assert list(kept.iterdir()) == []
+
+
+def test_a_secret_may_come_on_standard_input(
+    address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{new_attach_secret()}\n"))
+    request_id = id_text(new_request_id())
+    assert main(["cancel", request_id, "--secret-file", "-", "--coordinator", address]) == 1
+    assert "error[NOT_FOUND]" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "attach", "cancel"])

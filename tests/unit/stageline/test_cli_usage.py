@@ -9,6 +9,7 @@ from coordinator.config import CoordinatorConfig
 from stage_worker.config import WorkerConfig
 from stageline.cli import main
 from stageline.cli.coordinator import flags_of
+from stageline.cli.options import default_token_directory
 from stageline.version import VERSION
 from telemetry.environment import read_environment
 from telemetry.logs import LogFormat, LogLevel, LogSettings
@@ -76,8 +77,6 @@ from wire.wire_dtypes import ScaledDType
         ("coordinator --stages 2 --dtype f16 --wire-dtype bf16", "bf16 does not make hidden states in f16"),
         ("coordinator --stages 1 --http [::1]:0 --no-http", "--http [::1]:0 says where to serve"),
         ("up --http 127.0.0.1:7481 --no-http", "--http 127.0.0.1:7481 says where to serve"),
-        (f"coordinator --stages 1 --no-http --http-token-file {__file__}", "--http-token-file is for"),
-        (f"up --no-http --http-token-file {__file__}", "--http-token-file is for the dashboard"),
         ("up --wire-dtype f32", "wire dtype 'f32' is none of bf16, fp8, int8"),
         ("up --workers 1 --wire-dtype bf16", "between stages, but there is one stage"),
         ("worker --wire-dtype FP8", "wire dtype 'FP8' is none of bf16, fp8, int8"),
@@ -179,6 +178,7 @@ def test_the_coordinators_flags_become_its_config(tmp_path: Path, monkeypatch: p
             queue_size=5,
             wire_dtype="int8",
             http="127.0.0.1:7481",
+            token_directory=default_token_directory(),
             trace_store=7,
             trace_bytes=5 * 2**20,
             trace_db=tmp_path / "traces.db",

@@ -336,10 +336,10 @@ async def test_a_stream_without_a_finish_reason_is_an_error(served: Served) -> N
 
 
 async def test_cancel_names_the_request(served: Served) -> None:
-    await served.client.cancel(REQUEST_ID)
+    await served.client.cancel(REQUEST_ID, secret=stageline.new_attach_secret())
     assert served.inference.cancelled_ids == [REQUEST_ID]
     with pytest.raises(stageline.RequestNotFound, match="no request other"):
-        await served.client.cancel("other")
+        await served.client.cancel("other", secret=stageline.new_attach_secret())
 
 
 async def test_model_and_status_are_the_servers_messages(served: Served) -> None:

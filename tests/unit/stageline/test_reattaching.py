@@ -322,13 +322,16 @@ async def test_attach_goes_on_after_a_cut(served: Served) -> None:
     assert served.inference.calls == ["generate", "attach", "attach", "attach"]
 
 
+SECRET = stageline.new_attach_secret()
+
+
 async def test_attaching_to_what_is_not_there_is_an_error(served: Served) -> None:
     with pytest.raises(stageline.RequestNotFound):
-        await anext(served.client.attach(id_text(new_request_id())))
+        await anext(served.client.attach(id_text(new_request_id()), secret=SECRET))
     with pytest.raises(stageline.InvalidRequest, match="from_token is -1"):
-        served.client.attach("x", from_token=-1)
+        served.client.attach("x", secret=SECRET, from_token=-1)
     with pytest.raises(stageline.InvalidRequest, match=r"positions\[1\] is -1"):
-        served.client.attach("x", positions={1: -1})
+        served.client.attach("x", secret=SECRET, positions={1: -1})
 
 
 async def test_prompt_logprobs_come_once(served: Served) -> None:

@@ -310,7 +310,7 @@ async def test_without_a_token_of_the_coordinator_nothing_can_be_changed(
     for path in actions(coordinator):
         response = await read_only.post(path, headers=BEARER)
         assert response.status == 403
-        assert "--http-token-file" in await error_of(response)
+        assert "--token-file" in await error_of(response)
     assert not (await (await read_only.get("/api/status")).json())["can_act"]
     assert (coordinator.cancelled, coordinator.drained) == ([], [])
 

@@ -1,0 +1,153 @@
+"""Only callers with its secret may attach to a request or cancel it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from coordinator.requests.attach_secret import check_attach_secret, digest_of, new_attach_secret
+from stageline import Client, PermissionDenied
+from stageline import new_attach_secret as client_secret
+from stageline.errors import InvalidRequest
+from stageline.status_details import StatusDetails
+from stageline_rpc.v1 import inference_pb2, inference_pb2_grpc
+from tests.integration.calls import message
+from tests.integration.cluster import DEADLINE_S, TOKEN
+from tests.integration.test_mock_cluster import mock_cluster
+from wire.calls import ATTACH_SECRET_KEY, AUTHORIZATION_KEY
+from wire.channels import client_channel
+from wire.errors import AttachSecretMismatch
+from wire.errors import InvalidRequest as Refused
+
+PROMPT, NUM_TOKENS = [1, 2, 3], 200
+StatusCode = grpc.StatusCode
+
+
+def bearer(token: str) -> tuple[str, str]:
+    return AUTHORIZATION_KEY, f"Bearer {token}"
+
+
+class Wire:
+    """Calls with any metadata."""
+
+    def __init__(self, channel: grpc.aio.Channel, request_id: str) -> None:
+        self.stub = inference_pb2_grpc.InferenceStub(channel)
+        self.request_id = request_id
+
+    async def outcome(self, method: str, *metadata: tuple[str, str]) -> tuple[StatusCode, str]:
+        """Status and reason of Attach or Cancel."""
+        try:
+            if method == "cancel":
+                request = inference_pb2.CancelRequest(request_id=self.request_id)
+                await self.stub.Cancel(request, metadata=metadata, timeout=DEADLINE_S)
+            else:
+                attach = inference_pb2.AttachRequest(request_id=self.request_id)
+                call: Any = self.stub.Attach(attach, metadata=metadata, timeout=DEADLINE_S)
+                await call.read()
+                call.cancel()
+        except grpc.aio.AioRpcError as error:
+            return error.code(), StatusDetails.of(error).reason
+        return StatusCode.OK, ""
+
+
+@pytest.mark.parametrize("method", ["attach", "cancel"])
+async def test_a_secret_of_the_coordinator_comes_with_the_initial_metadata_and_is_needed(method: str) -> None:
+    request = message(PROMPT, NUM_TOKENS, keep_s=60.0)
+    async with mock_cluster(1, "step=5ms") as cluster, client_channel(cluster.address) as channel:
+        wire = Wire(channel, request.request_id)
+        generating: Any = wire.stub.Generate(request, timeout=DEADLINE_S)
+        metadata = dict(await generating.initial_metadata())
+        secret = str(metadata[ATTACH_SECRET_KEY])
+        assert len(secret) == 43
+        denied = (StatusCode.PERMISSION_DENIED, "ATTACH_SECRET_MISMATCH")
+        for given in ("", secret[:-1], secret + "x", "0" * 43):
+            assert await wire.outcome(method, *([(ATTACH_SECRET_KEY, given)] if given else [])) == denied
+        await generating.read()  # nobody has taken it over
+        unknown = Wire(channel, message(PROMPT, 1).request_id)
+        assert (await unknown.outcome(method))[0] is StatusCode.NOT_FOUND
+        assert await wire.outcome(method, (ATTACH_SECRET_KEY, secret)) == (StatusCode.OK, "")
+
+
+async def test_the_operator_cancels_any_request_and_attaches_to_none() -> None:
+    request = message(PROMPT, NUM_TOKENS)
+    async with mock_cluster(1, "step=5ms") as cluster, client_channel(cluster.address) as channel:
+        wire = Wire(channel, request.request_id)
+        generating: Any = wire.stub.Generate(request, timeout=DEADLINE_S)
+        await generating.read()
+        assert await wire.outcome("attach", bearer(TOKEN)) == (
+            StatusCode.PERMISSION_DENIED,
+            "ATTACH_SECRET_MISMATCH",
+        )
+        assert await wire.outcome("cancel", bearer(f"{TOKEN}x")) == (
+            StatusCode.PERMISSION_DENIED,
+            "TOKEN_MISMATCH",
+        )
+        assert await wire.outcome("cancel", bearer(TOKEN)) == (StatusCode.OK, "")
+
+
+async def test_a_secret_that_the_client_brings_is_taken_and_a_short_one_refused() -> None:
+    own = client_secret()
+    async with mock_cluster(1, "step=5ms") as cluster, Client(cluster.address) as other:
+        outputs = cluster.client.generate(
+            PROMPT, max_tokens=NUM_TOKENS, attach_secret=own, timeout_s=DEADLINE_S
+        )
+        request_id = (await anext(outputs)).request_id
+        with pytest.raises(InvalidRequest, match="was not sent by this client: give its secret"):
+            await other.cancel(request_id)
+        with pytest.raises(PermissionDenied) as denied:
+            await other.cancel(request_id, secret=client_secret())
+        assert denied.value.reason == "ATTACH_SECRET_MISMATCH"
+        await other.cancel(request_id, secret=own)
+        with pytest.raises(InvalidRequest, match="32 to 128"):
+            cluster.client.generate(PROMPT, attach_secret="short")
+        async with client_channel(cluster.address) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            call: Any = stub.Generate(message(PROMPT, 1), metadata=((ATTACH_SECRET_KEY, "x" * 31),))
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call.read()
+            assert refused.value.code() is StatusCode.INVALID_ARGUMENT
+
+
+async def test_the_secret_survives_the_coordinator_as_a_digest(tmp_path: Path) -> None:
+    journal, own = tmp_path / "journal.db", client_secret()
+    async with mock_cluster(1, "step=5ms", journal=journal) as cluster:
+        outputs = cluster.client.generate(
+            PROMPT, max_tokens=NUM_TOKENS, attach_secret=own, on_disconnect="detach", timeout_s=DEADLINE_S
+        )
+        request_id = (await anext(outputs)).request_id
+    written = b"".join(path.read_bytes() for path in tmp_path.iterdir())
+    assert own.encode() not in written
+    async with (
+        mock_cluster(1, "step=1ms", journal=journal) as cluster,
+        client_channel(cluster.address) as channel,
+    ):
+        assert (await Wire(channel, request_id).outcome("attach"))[0] is StatusCode.PERMISSION_DENIED
+        tokens = [
+            token
+            async for output in cluster.client.attach(request_id, secret=own, timeout_s=DEADLINE_S)
+            for token in output.token_ids
+        ]
+        assert len(tokens) == NUM_TOKENS
+
+
+def test_a_request_without_a_digest_is_nobody_s() -> None:
+    with pytest.raises(AttachSecretMismatch):
+        check_attach_secret("", b"")
+    with pytest.raises(AttachSecretMismatch):
+        check_attach_secret(new_attach_secret(), b"")
+    secret = new_attach_secret()
+    check_attach_secret(secret, digest_of(secret))
+    with pytest.raises(Refused):
+        digest_of("x" * 129)
+
+
+async def test_neither_secret_nor_token_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    own = client_secret()
+    caplog.set_level("DEBUG")
+    async with mock_cluster(1, "step=1ms") as cluster:
+        await cluster.client.complete(PROMPT, max_tokens=2, attach_secret=own, timeout_s=DEADLINE_S)
+        assert own not in repr(cluster.server._config) and TOKEN not in repr(cluster.server._config)
+    assert own not in caplog.text and TOKEN not in caplog.text
