@@ -143,6 +143,12 @@ class Availability:
             if condition():
                 met.set()
 
+    def journal_changed(self) -> None:
+        """The journal can be written again, or not any more. Its outage does not count as waiting."""
+        if self._waiting_since_s is not None:
+            self._waiting_since_s = self._engine.now_s()
+        self.report()
+
     def report(self) -> None:
         """Tells whether new requests are served."""
         self._on_serving(self.serves_new)
@@ -156,6 +162,8 @@ class Availability:
     def _give_up_late(self) -> None:
         """While an epoch serves, an answer comes or is overdue."""
         since_s = self._waiting_since_s
+        if self._engine.durability.failure is not None:
+            return
         if since_s is not None and not self.is_serving and self._is_long_since(since_s):
             late_s = self._engine.now_s() - self._timing.recovery_timeout_s
             self._engine.fail_waiting(late_s, self._missing())

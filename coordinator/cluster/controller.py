@@ -463,7 +463,7 @@ class Controller:
 
     def _journal_changed(self) -> None:
         """The journal can be written again, or cannot any more."""
-        self.availability.report()
+        self.availability.journal_changed()
         if self.availability.is_serving:
             self._send_serving()
 

@@ -148,3 +148,23 @@ def test_while_the_journal_cannot_be_written_health_is_degraded_and_new_requests
         assert waiting.told[-1] is False, "a new epoch does not make up for the journal"
     availability.report()
     assert waiting.told[-1] is True
+
+
+def test_nobody_is_late_for_the_time_in_which_the_journal_could_not_be_written(
+    waiting: Waiting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = waiting.submit()
+    with monkeypatch.context() as patch:
+        patch.setattr(Durability, "failure", "journal j cannot be written: database or disk is full")
+        waiting.availability.journal_changed()
+        for _ in range(3):
+            waiting.break_epoch()
+            waiting.pass_s(TIMEOUT_S)
+            waiting.serve_again()
+        waiting.break_epoch()
+        waiting.pass_s(TIMEOUT_S)
+    waiting.availability.journal_changed()
+    waiting.pass_s(TIMEOUT_S - 1)
+    assert request.is_live
+    waiting.pass_s(1)
+    assert isinstance(request.error, ClusterUnavailable), "from then on it waits as ever"

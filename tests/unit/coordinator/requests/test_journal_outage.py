@@ -20,6 +20,7 @@ from wire.status_details import reason_of
 
 ERRORS = (FULL, "disk I/O error", "database is locked", "attempt to write a readonly database")
 WISH = Wish(max_tokens=9)
+EVENTS = ("outage", "recovery", "crash", "loss", "loss during an outage")
 
 
 @pytest.fixture
@@ -166,7 +167,7 @@ def test_whoever_watches_is_told_when_an_outage_begins_and_ends(
 @given(
     asked=st.lists(wishes(), min_size=1, max_size=4),
     script=st.lists(
-        st.tuples(st.integers(0, 6), st.integers(0, 3), st.sampled_from(("outage", "recovery", "crash"))),
+        st.tuples(st.integers(0, 6), st.integers(0, 3), st.sampled_from(EVENTS)),
         min_size=1,
         max_size=6,
     ),
@@ -197,7 +198,10 @@ def _serve_across_outages(
         for customer in customers:
             for _ in range(num_reads):
                 customer.read(world.now_s)
-        disk.error = FULL if event == "outage" else None
+        disk.error = FULL if "outage" in event else None
+        if "loss" in event:
+            world.model.stop()
+            world.model.start(64)
         if event == "recovery":
             world.recover()
         elif event == "crash":
