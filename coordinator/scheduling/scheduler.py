@@ -144,7 +144,7 @@ class Scheduler:
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """Ends a sequence as FINISHED, for a reason that its text gives and its tokens do not.
 
-        It may be queued: with its last token it made way for a suspect.
+        It may be queued: with its last token it made way for a suspect, or that token waited for the journal.
         """
         sequence.finish(reason)
         self._remove(sequence)

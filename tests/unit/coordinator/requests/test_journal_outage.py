@@ -163,7 +163,7 @@ def test_whoever_watches_is_told_when_an_outage_begins_and_ends(
     assert [each is None for each in seen] == [False, True]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     asked=st.lists(wishes(), min_size=1, max_size=4),
     script=st.lists(

@@ -150,8 +150,9 @@ class StageReplica:
         position = part.first_position
         if known.num_computed is None:
             valid = min(self.tables.valid_until(part.sequence), len(known.tokens) - 1)
-            # What is scored is computed again, though its blocks may be shared.
-            is_first = position <= valid if part.is_scored else position == valid
+            # A prompt that is scored shares its blocks, and is computed from its first token all the same.
+            is_scored = known.start.sampling.prompt_logprobs is not None
+            is_first = position <= valid if is_scored else position == valid
             assert is_first, f"begins at {position}, {valid} are cached"
             self.first_starts[part.sequence, part.generation] = position
         else:
