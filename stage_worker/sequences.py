@@ -8,7 +8,7 @@ from wire.errors import StepFault, StepFaultKind
 from wire.ids import SequenceKey
 from wire.steps import EndRecord, Prefill, Slice, StartRecord, StepSampling
 
-ENDED_REMEMBERED = 8192
+ENDED_REMEMBERED = 4096
 """Ended (sequence, generation) pairs that are remembered, so that a repeated start record is noticed."""
 
 

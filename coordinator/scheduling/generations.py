@@ -4,7 +4,7 @@ from collections import OrderedDict
 
 from wire.ids import SequenceKey
 
-REMEMBERED = 16_384
+REMEMBERED = 8192
 """Ended sequences that are remembered (some 270 bytes each): more than a stage remembers ended generations,
 and more than can end while a result is in flight."""
 

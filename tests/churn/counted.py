@@ -6,6 +6,7 @@ the coordinator listened are frozen (`gc.freeze`) and do not count.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
@@ -13,6 +14,7 @@ import signal
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import ClassVar
 
 from stageline.entry import main
 
@@ -29,8 +31,23 @@ def count_objects() -> dict[str, int]:
     return {ALLOCATED: allocated, **counts}
 
 
+def allocator_bytes() -> dict[str, int]:
+    """What glibc's allocator has handed out, and what it holds free, which is fragmentation and no leak."""
+    info = ctypes.CDLL(None).mallinfo2
+    info.restype = _Mallinfo2
+    found = info()
+    return {"in_use": found.uordblks + found.hblkhd, "free": found.fordblks}
+
+
+class _Mallinfo2(ctypes.Structure):
+    """malloc.h"""
+
+    _names = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks")
+    _fields_: ClassVar = [(name, ctypes.c_size_t) for name in (*_names, "keepcost")]
+
+
 def _append_counts(path: Path) -> None:
-    line = json.dumps(count_objects())
+    line = json.dumps({"objects": count_objects(), "allocator": allocator_bytes()})
     with path.open("a") as file:
         file.write(f"{line}\n")
 

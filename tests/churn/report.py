@@ -34,6 +34,7 @@ class Report:
     rate: float
     samples: list[Sample] = field(default_factory=list)
     counts: list[Mapping[str, int]] = field(default_factory=list)
+    allocator: list[Mapping[str, int]] = field(default_factory=list)
     num_requests: Mapping[str, int] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
 
@@ -73,6 +74,7 @@ class Report:
             "requests": dict(self.num_requests),
             "problems": self.problems,
             "counts": [dict(each) for each in self.counts],
+            "allocator": [dict(each) for each in self.allocator],
             "resident": [[round(each.at_s, 1), each.resident_bytes] for each in self.samples],
         }
 

@@ -70,25 +70,29 @@ async def _stretches(
     for share in COUNTED_AT:
         await load.run((share - done) * churn.seconds)
         done = share
-        report.counts.append(await _count(cluster, counts, len(report.counts)))
+        counted = await _count(cluster, counts, len(report.counts))
+        report.counts.append(counted["objects"])
+        report.allocator.append(counted["allocator"])
+        in_use_mb = report.allocator[-1]["in_use"] / 1e6
         resident_mb = report.samples[-1].resident_bytes / 1e6
         minutes = share * churn.seconds / 60
         churn.say(
-            f"{minutes:5.1f} min  {load.counts.total():6} requests  {resident_mb:6.1f} MB  "
+            f"{minutes:5.1f} min  {load.counts.total():6} requests  {resident_mb:6.1f} MB, "
+            f"{in_use_mb:.1f} MB allocated  "
             f"{len(load.problems)} problems"
         )
 
 
-async def _count(cluster: LocalCluster, counts: Path, number: int) -> Mapping[str, int]:
+async def _count(cluster: LocalCluster, counts: Path, number: int) -> Mapping[str, dict[str, int]]:
     await wait_for_status(
-        cluster.address, lambda status: is_idle(status) and status.requests.kept == 0, timeout_s=10 * KEEP_S
+        cluster.address, lambda status: is_idle(status) and status.requests.kept == 0, timeout_s=6 * KEEP_S
     )
     cluster.kill("coordinator", signal.SIGUSR1)
     async with asyncio.timeout(COUNT_TIMEOUT_S):
         while True:
             lines = counts.read_text().splitlines(keepends=True) if counts.exists() else []
             if len(lines) > number and lines[number].endswith("\n"):
-                found: dict[str, int] = json.loads(lines[number])
+                found: dict[str, dict[str, int]] = json.loads(lines[number])
                 return found
             await asyncio.sleep(0.05)
 

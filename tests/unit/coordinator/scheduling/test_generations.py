@@ -8,9 +8,9 @@ from stage_worker import sequences
 from wire.ids import SequenceKey, new_request_id
 
 
-def test_more_is_remembered_than_on_a_stage_and_takes_less_than_eight_megabytes() -> None:
+def test_more_is_remembered_than_on_a_stage_and_takes_less_than_four_megabytes() -> None:
     assert generations.REMEMBERED > sequences.ENDED_REMEMBERED
-    assert generations.REMEMBERED * 270 < 8e6
+    assert generations.REMEMBERED * 270 < 4e6
 
 
 def key() -> SequenceKey:
