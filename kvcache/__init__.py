@@ -34,7 +34,7 @@ from kvcache.errors import (
 )
 from kvcache.hashing import DEFAULT_SALT, block_hash, salt_of, sequence_hash
 from kvcache.integrity_monitor import IntegrityMonitor, IntegrityReport
-from kvcache.ledger import CachedBlock, Ledger
+from kvcache.ledger import Announced, CachedBlock, Ledger
 from kvcache.pool import BlockPool
 from kvcache.sequence import ActiveSequence
 from kvcache.window import KvWindow
@@ -42,6 +42,7 @@ from kvcache.window import KvWindow
 __all__ = [
     "DEFAULT_SALT",
     "ActiveSequence",
+    "Announced",
     "Block",
     "BlockNotActive",
     "BlockNotHeld",

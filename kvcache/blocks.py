@@ -4,7 +4,7 @@ Everything is frozen and hashable. All hashes and ids are unsigned 64-bit intege
 hash of the block before, or None where there is none.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +62,12 @@ Signal = Use | Promote | Deref | Destroy
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A run of full blocks that has entered the pool, following the block `parent`.
-
-    `packed_tokens` are those of all its blocks as little-endian u32, where a ledger tells of it.
-    """
+    """A run of full blocks that has entered the pool, following the block `parent`."""
 
     parent: int | None
     sequence_hashes: tuple[int, ...]
     block_hashes: tuple[int, ...]
     event_id: int
-    packed_tokens: bytes = field(default=b"", compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

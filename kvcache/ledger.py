@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from kvcache.blocks import Block, Event, FullBlock, Promote, Removed, Signal, Stored, Use
 from kvcache.chain import Content
@@ -19,6 +20,13 @@ class CachedBlock:
     block_hash: int
     parent: int | None
     packed_tokens: bytes = field(default=b"", compare=False, repr=False)
+
+
+class Announced(NamedTuple):
+    """An event, and the tokens of all blocks that it stores, as little-endian u32."""
+
+    event: Event
+    packed_tokens: bytes
 
 
 class Ledger:
@@ -109,25 +117,31 @@ class Ledger:
                 self._forget(event)
         return events
 
-    def announced(self, events: tuple[Event, ...]) -> list[Event]:
-        """`events` of the last signal as others learn of them: with tokens, and without private blocks, which
-        only their own sequence can use. They keep their ids, so one that is left out leaves a gap.
+    def announced(self, events: tuple[Event, ...]) -> list[Announced]:
+        """`events` of the last signal as others learn of them, without private blocks, which only their own
+        sequence can use. They keep their ids, so one that is left out leaves a gap.
         """
-        return [told for event in events if (told := self._announced(event)) is not None]
+        shared: Iterable[Event] = events
+        if self._private or self._private_removed:
+            shared = [event for each in events if (event := self._without_private(each)) is not None]
+        return [Announced(event, self._tokens_of(event)) for event in shared]
 
-    def _announced(self, event: Event) -> Event | None:
+    def _without_private(self, event: Event) -> Event | None:
         if isinstance(event, Removed):
-            if not self._private_removed:
-                return event
             names = tuple(name for name in event.block_hashes if name not in self._private_removed)
             return replace(event, block_hashes=names) if names else None
         # The private blocks of a sequence are its last ones.
         count = sum(name not in self._private for name in event.sequence_hashes)
-        if not count:
-            return None
         names, hashes = event.sequence_hashes[:count], event.block_hashes[:count]
-        packed_tokens = b"".join(self._contents[name][2] for name in names)
-        return Stored(event.parent, names, hashes, event.event_id, packed_tokens)
+        return replace(event, sequence_hashes=names, block_hashes=hashes) if count else None
+
+    def _tokens_of(self, event: Event) -> bytes:
+        if isinstance(event, Removed):
+            return b""
+        names = event.sequence_hashes
+        if len(names) == 1:
+            return self._contents[names[0]][2]
+        return b"".join([self._contents[name][2] for name in names])
 
     def cached_blocks(self) -> Iterator[CachedBlock]:
         """All full blocks that others can hit, active and inactive. Hashes each one's tokens again, so it is

@@ -40,13 +40,13 @@ def encode_change(change: KvChange, *, with_token_ids: bool = False) -> cluster_
     """One change as a message; token ids only where they were asked for."""
     message = cluster_pb2.KvEvent(event_id=change.event.event_id, epoch=change.epoch)
     match change.event:
-        case Stored(parent, sequence_hashes, block_hashes, _, packed_tokens):
+        case Stored(parent, sequence_hashes, block_hashes):
             message.stored.sequence_hashes.extend(sequence_hashes)
             message.stored.block_hashes.extend(block_hashes)
             if parent is not None:
                 message.stored.parent = parent
             if with_token_ids:
-                message.stored.token_ids.extend(_token_ids(packed_tokens))
+                message.stored.token_ids.extend(_token_ids(change.packed_tokens))
         case Removed(sequence_hashes):
             message.removed.sequence_hashes.extend(sequence_hashes)
         case _:

@@ -6,10 +6,10 @@ snapshot and the changes after it fit together.
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
-from kvcache import CachedBlock, Event
+from kvcache import Announced, CachedBlock, Event
 from wire.errors import ClusterUnavailable, Overloaded, ServingError
 
 BUFFERED_CHANGES = 4096
@@ -25,10 +25,14 @@ class Cleared:
 
 @dataclass(frozen=True, slots=True)
 class KvChange:
-    """One event; ids count from 0 for the process, without gaps, through all epochs."""
+    """One event; ids count from 0 for the process, without gaps, through all epochs.
+
+    `packed_tokens` are those of the blocks that it stores, as little-endian u32.
+    """
 
     epoch: int
     event: Event | Cleared
+    packed_tokens: bytes = field(default=b"", compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +118,13 @@ class KvFeed:
         self._cached_blocks = tuple
         self._tell(Cleared(self._new_event_id()))
 
-    def publish(self, events: Iterable[Event]) -> None:
+    def publish(self, announced: Sequence[Announced]) -> None:
         """Passes on what the ledger has done since the last call, with the feed's own ids."""
-        for event in events:
-            self._tell(replace(event, event_id=self._new_event_id()))
+        if not self._subscriptions:
+            self._next_event_id += len(announced)
+            return
+        for event, packed_tokens in announced:
+            self._tell(replace(event, event_id=self._new_event_id()), packed_tokens)
 
     def subscribe(self) -> KvSubscription:
         """From this moment on; to be closed when the subscriber's call ends."""
@@ -135,8 +142,8 @@ class KvFeed:
         for subscription in list(self._subscriptions):
             subscription.end(ClusterUnavailable("the coordinator is stopping"))
 
-    def _tell(self, event: Event | Cleared) -> None:
-        change = KvChange(self._epoch, event)
+    def _tell(self, event: Event | Cleared, packed_tokens: bytes = b"") -> None:
+        change = KvChange(self._epoch, event, packed_tokens)
         for subscription in list(self._subscriptions):
             subscription.put(change)
 

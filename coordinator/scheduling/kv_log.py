@@ -12,8 +12,8 @@ from coordinator.scheduling.sequence import Sequence
 from kvcache import (
     DEFAULT_SALT,
     ActiveSequence,
+    Announced,
     CachedBlock,
-    Event,
     FullBlock,
     KvWindow,
     Ledger,
@@ -65,7 +65,7 @@ class KvLog:
         self._watermark = int(num_blocks * WATERMARK_FRACTION)
         self._ids = count(1)
         self._pending: list[SequenceSignal] = []
-        self._events: list[Event] = []
+        self._events: list[Announced] = []
         self._planned: _Planned | None = None
 
     @property
@@ -104,7 +104,7 @@ class KvLog:
         pending, self._pending = tuple(self._pending), []
         return pending
 
-    def take_events(self) -> list[Event]:
+    def take_events(self) -> list[Announced]:
         """What entered and left the cache since the last call, in order; private blocks are left out."""
         events, self._events = self._events, []
         return events

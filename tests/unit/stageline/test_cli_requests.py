@@ -32,7 +32,7 @@ FLAGS = f"""
     --min-p 0.1 --typical-p 0.8 --repetition-penalty 1.1 --frequency-penalty -0.5 --presence-penalty 0.25
     --seed 0 --logit-bias 5=-2.5 --logit-bias 6=1 --allowed-token-ids 1,2 --bad-word-ids 1,2 --bad-word-ids 3
     --stop-token-ids 9 --ignore-eos --logprobs 0 --prompt-logprobs 3 --regex a+ --choice yes --choice no
-    --cache-salt salt --priority high --detach 2.5 --request-id {REQUEST_ID} --timeout 9
+    --cache-salt salt --no-prefix-cache --priority high --detach 2.5 --request-id {REQUEST_ID} --timeout 9
 """
 
 
@@ -106,6 +106,7 @@ def test_every_flag_becomes_its_parameter(address: str, seen: list[dict[str, Any
         "choice": ["yes", "no"],
         "grammar": "start: /ä/",
         "cache_salt": "salt",
+        "prefix_cache": False,
         "priority": Priority.HIGH,
         "on_disconnect": Detach(keep_s=2.5),
         "request_id": REQUEST_ID,

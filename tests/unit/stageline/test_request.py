@@ -46,6 +46,7 @@ SAMPLES: dict[str, tuple[object, Callable[[Any], object], object]] = {
     "request_id": (REQUEST_ID, str, REQUEST_ID),
     "max_tokens": (0, int, 0),
     "cache_salt": ("tenant", str, "tenant"),
+    "prefix_cache": (False, bool, False),
     "priority": ("high", int, inference_pb2.PRIORITY_HIGH),
     "on_disconnect": (
         Detach(keep_s=2.5),

@@ -161,7 +161,7 @@ def test_what_is_private_after_a_collision_is_not_announced_either(
     active = log.plan(colliding).active
     log.allocate(colliding.key, active, 3)
     log.release(colliding.key, active, keep_content=True)
-    (stored,) = log.take_events()
+    ((stored, _),) = log.take_events()
     assert stored == Stored(None, (block_hash([1, 2]),), (block_hash([1, 2]),), stored.event_id)
     assert [block.sequence_hash for block in log.cached_blocks()] == [block_hash([1, 2])]
     assert (log.num_inactive, log.num_free) == (1, 2)
