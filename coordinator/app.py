@@ -121,11 +121,7 @@ class CoordinatorServer:
             cache_directory=config.cache_directory,
             on_serving=self._health.set_serving,
             on_epoch_end=self.metrics.pipeline.note_end,
-            self_check=(
-                SelfCheck(References(model), vocab_size=model.config.vocab_size)
-                if config.wants_self_check
-                else None
-            ),
+            self_check=_new_self_check(config, model) if config.wants_self_check else None,
             new_secret=new_secret,
         )
         self.metrics.watch(
@@ -253,6 +249,14 @@ def _new_state(
         last_epoch=0 if journal is None else journal.epoch,
         has_served=journal is not None and journal.has_served,
         needs_check=config.wants_self_check,
+    )
+
+
+def _new_self_check(config: CoordinatorConfig, model: ServedModel) -> SelfCheck:
+    return SelfCheck(
+        References(model, cache_directory=config.cache_directory),
+        vocab_size=model.config.vocab_size,
+        interval_s=config.self_check_interval_s,
     )
 
 

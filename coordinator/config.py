@@ -50,8 +50,10 @@ class CoordinatorConfig:
     for `priority_age_s` is worth one class of priority. Without `prefix_cache`, requests share no KV blocks.
     `mock_model`, such as "layers=64", is served by mock
     stages in the place of a model. `steps_in_flight` None lets measured times decide. Prefill may make
-    decodes take up to `max_decode_slowdown` times as long as they would alone. `self_check` None checks the
-    built-in model before it serves, and no other. Hashes of weights are kept in `cache_directory`, if given.
+    decodes take up to `max_decode_slowdown` times as long as they would alone. Plans of a model with
+    weights are checked before they serve unless `self_check` is False, and again when the cluster is idle
+    and the last check was `self_check_interval_s` ago; 0: not again. References and
+    hashes of weights are kept in `cache_directory`, if given.
 
     With a `journal`, requests survive the coordinator: the next one with the same file goes on with them, and
     waits `reattach_timeout_s` for the clients of those that nobody asked to keep.
@@ -95,6 +97,7 @@ class CoordinatorConfig:
     recovery_timeout_s: float = 30.0
     drain_timeout_s: float = 30.0
     self_check: bool | None = None
+    self_check_interval_s: float = 600.0
     cache_directory: Path | None = None
     http: str | None = None
     token: str | None = field(default=None, repr=False)
@@ -147,6 +150,10 @@ class CoordinatorConfig:
             raise ValueError(
                 f"reattach_timeout_s is {self.reattach_timeout_s:g}, but must be positive and finite"
             )
+        if not 0 <= self.self_check_interval_s < math.inf:
+            raise ValueError(
+                f"self_check_interval_s is {self.self_check_interval_s:g}, but must be finite and at least 0"
+            )
         if self.trace_sample is not None and not 0 <= self.trace_sample <= 1:
             raise ValueError(f"trace_sample is {self.trace_sample:g}, but must be from 0 to 1")
         if not 1 < self.max_decode_slowdown < math.inf:
@@ -173,9 +180,7 @@ class CoordinatorConfig:
     @property
     def wants_self_check(self) -> bool:
         """Plans are checked before they serve."""
-        if self.self_check is None:
-            return self.model_directory is None and self.mock_model is None
-        return self.self_check
+        return self.mock_model is None if self.self_check is None else self.self_check
 
     def _check_layers(self) -> None:
         if self.layers is None:

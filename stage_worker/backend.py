@@ -2,7 +2,7 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from stage_worker.assignment import Assignment
@@ -12,6 +12,7 @@ from stage_worker.reference_request import ReferenceRequest
 from stage_worker.stage_load import LoadedStage, LoadProgress
 from wire.errors import InvalidRequest
 from wire.reference import Reference
+from wire.tensors import TensorView
 
 
 @dataclass(slots=True)
@@ -79,6 +80,10 @@ class StageBackend(ABC):
         `held_bytes`. Raises ServingError.
         """
         raise InvalidRequest("a mock stage has no weights to compute a reference with")
+
+    async def project(self, handed_on: Sequence[TensorView]) -> bytes:
+        """Hidden states of one step after another as in LayerReference.states; b"" where there are none."""
+        return b""
 
     @abstractmethod
     def stop(self, *, timeout_s: float) -> bool:

@@ -178,6 +178,8 @@ class Membership:
                     self._host.submit(message.serving, connection.send)
                 case "verify_weights":
                     self._host.submit(message.verify_weights, connection.send)
+                case "report_states":
+                    self._host.submit(message.report_states, connection.send)
                 case "heartbeat_answer":
                     answer = message.heartbeat_answer
                     self._clock.note(

@@ -23,13 +23,14 @@ class Peer:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Epoch:
     """An activation of a plan: its number, who began it, all stages in order, and the secrets of the hops
-    into and out of this stage.
+    into and out of this stage. `is_check`: for a self-check.
     """
 
     plan_id: int
     number: int
     coordinator_incarnation: Incarnation
     peers: tuple[Peer, ...]
+    is_check: bool = False
     incoming_secret: bytes = field(default=b"", repr=False)
     outgoing_secret: bytes = field(default=b"", repr=False)
 
@@ -55,6 +56,7 @@ def decode_epoch(message: cluster_pb2.BeginEpoch) -> Epoch:
         ),
         incoming_secret=message.incoming_secret,
         outgoing_secret=message.outgoing_secret,
+        is_check=message.is_check,
     )
 
 

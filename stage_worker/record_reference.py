@@ -1,43 +1,43 @@
-"""Records what the built-in model answers to a short prompt: `python -m stage_worker.record_reference`.
+"""Records what the built-in model answers to the texts of a self-check:
+`python -m stage_worker.record_reference`.
 
-To be run again when the model was trained anew; a test fails until then.
+To be run again when the model was trained anew, or when the texts have changed; a test fails until then.
 """
 
-import json
 from pathlib import Path
-
-from google.protobuf import json_format
 
 from builtin_model import MODEL_DIRECTORY, SELF_CHECK_FILE
 from checkpoint import Checkpoint, DType
 from stage_worker.reference import compute_reference
 from stage_worker.reference_request import ReferenceRequest
 from stage_worker.stage_load import LoadProgress
-from wire.reference import NUM_TOP, Reference, check_prompt, encode_reference
+from wire.reference import NUM_TEXTS, NUM_TOP, Reference, check_text
+from wire.reference_file import reference_key, write_references
 
 _FREE_BYTES = 1 << 30
+_NUM_TOKENS = 36
+"""Of each text: enough for blocks of 32 tokens."""
 
 
 def record(path: Path = SELF_CHECK_FILE) -> None:
-    """Writes the references of all dtypes to `path`, one a line."""
+    """Writes the references of all dtypes to `path`."""
     checkpoint = Checkpoint.open(MODEL_DIRECTORY)
-    tokens = check_prompt(checkpoint.config.vocab_size)
-    references = {dtype.value: _as_json(_reference(checkpoint, dtype, tokens)) for dtype in DType}
-    lines = ",\n".join(f'"{name}": {text}' for name, text in references.items())
-    head = f'"fingerprint": "{checkpoint.fingerprint}",\n"tokens": {list(tokens)}'
-    path.write_text(f'{{{head},\n"references": {{\n{lines}\n}}}}\n')
+    references = {reference_key(dtype, dtype): _reference(checkpoint, dtype) for dtype in DType}
+    write_references(path, checkpoint.fingerprint, references)
+    path.chmod(0o644)
 
 
-def _reference(checkpoint: Checkpoint, dtype: DType, tokens: tuple[int, ...]) -> Reference:
+def _reference(checkpoint: Checkpoint, dtype: DType) -> Reference:
+    vocab_size = checkpoint.config.vocab_size
     request = ReferenceRequest(
-        directory="", fingerprint=checkpoint.fingerprint, dtype=dtype, tokens=tokens, num_top=NUM_TOP
+        directory="",
+        fingerprint=checkpoint.fingerprint,
+        dtype=dtype,
+        texts=tuple(check_text(number, _NUM_TOKENS, vocab_size) for number in range(NUM_TEXTS)),
+        num_top=NUM_TOP,
+        wire_dtype=dtype,
     )
     return compute_reference(request, checkpoint.directory, free_bytes=_FREE_BYTES, progress=LoadProgress())
-
-
-def _as_json(reference: Reference) -> str:
-    message = encode_reference(reference)
-    return json.dumps(json_format.MessageToDict(message, preserving_proto_field_name=True))
 
 
 if __name__ == "__main__":

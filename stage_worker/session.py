@@ -13,7 +13,7 @@ from stage_worker.device_errors import DeviceError
 from stage_worker.executor import StepExecutor
 from stage_worker.handshake import Epoch, check_hop, declared_dtype
 from stage_worker.hop import Hop
-from stage_worker.outputs import ReceivedFrame, StepTiming, TimedOutput
+from stage_worker.outputs import HandedOn, ReceivedFrame, StageOutput, StepTiming, TimedOutput
 from stage_worker.step_observer import StepObserver
 from stageline_rpc.v1 import stage_pb2
 from wire.clock import ClusterClock
@@ -21,6 +21,7 @@ from wire.errors import StaleStream, StepFault, StepFaultKind
 from wire.frames import FrameAssembler
 from wire.log_fields import about
 from wire.steps import FaultReport, StageTime
+from wire.tensors import TensorView
 from wire.wire_dtypes import WireDType
 
 E = TypeVar("E", bound=Exception)
@@ -31,6 +32,8 @@ QUEUED_FRAMES = 64
 """Frames that may wait to be computed; a full queue holds the sender back. It has room for all that a
 coordinator usually has in flight, so that waiting shows as waiting here and not as a slow network.
 """
+KEPT_TOKENS = 2048
+"""Hidden states that are kept of a self-check: far more than it has."""
 
 
 IDLE_CHECK_INTERVAL_S = 1.0
@@ -73,6 +76,8 @@ class EpochSession:
         further on has reported."""
         self.epoch = epoch
         self.is_serving = False
+        self.handed_on: list[TensorView] = []
+        """In an epoch for a self-check: the hidden states of all steps so far."""
         self._assignment = assignment
         self._executor = executor
         self._backend = backend
@@ -261,6 +266,8 @@ class EpochSession:
 
     def _timed(self, ran: RanStep, received: ReceivedFrame) -> TimedOutput:
         """The output with the times of all stages so far; unknown ones stay unknown."""
+        if self.epoch.is_check:
+            self._keep(ran.output)
         frame, clock = received.frame, self._clock
         hop_us = 0
         if frame.ready_at_us:
@@ -282,6 +289,11 @@ class EpochSession:
             receive_us=round((received.at_s - received.began_s) * 1e6),
         )
         return TimedOutput(ran.output, (*frame.stage_times, own), ready_at_us, timing)
+
+    def _keep(self, output: StageOutput) -> None:
+        num_kept = sum(view.shape[0] for view in self.handed_on)
+        if isinstance(output, HandedOn) and output.hidden is not None and num_kept < KEPT_TOKENS:
+            self.handed_on.append(output.hidden)
 
     def _fail(self, fault: StepFault) -> None:
         """Reports the first fault, unless the epoch was ended from outside."""

@@ -25,7 +25,7 @@ from wire.peer_secrets import HopSecrets
 from wire.reference import Reference
 from wire.step_codec import encode_fault
 from wire.steps import FaultReport
-from wire.wire_dtypes import WireDType
+from wire.wire_dtypes import WIRE_DTYPE_TO_MESSAGE, WireDType
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +39,7 @@ Order = (
     | cluster_pb2.EndEpoch
     | cluster_pb2.Serving
     | cluster_pb2.VerifyWeights
+    | cluster_pb2.ReportStates
 )
 
 
@@ -211,8 +212,17 @@ class StageHost:
             case cluster_pb2.VerifyWeights():
                 if self._loaded is not None and self._loaded.assignment.plan_id == order.plan_id:
                     self._weights.verify(order, activity=self._activity, reply=reply)
+            case cluster_pb2.ReportStates():
+                reply(await self._check_states(order.epoch))
             case _Disconnected():
                 await self._end_session()
+
+    async def _check_states(self, epoch: int) -> cluster_pb2.WorkerMessage:
+        """What was handed on in this epoch; nothing where it is over."""
+        session, states = self._session, b""
+        if session is not None and session.epoch.number == epoch:
+            states = await self._backend.project(session.handed_on)
+        return cluster_pb2.WorkerMessage(check_states=cluster_pb2.CheckStates(epoch=epoch, states=states))
 
     async def _assign(self, message: cluster_pb2.AssignStage) -> cluster_pb2.WorkerMessage:
         """Loads, or finds loaded already, what the message asks for."""
@@ -361,6 +371,7 @@ def _loaded_message(loaded: LoadedStage) -> cluster_pb2.StageLoaded:
         warmup_ms=loaded.warmup_ms,
         kernels=loaded.kernels,
         kernels_detail=loaded.kernels_detail,
+        wire_dtype=WIRE_DTYPE_TO_MESSAGE[loaded.assignment.sent_dtype],
     )
 
 

@@ -8,7 +8,7 @@ It shares with the stages the frequencies of the rotary embedding and nothing el
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -18,33 +18,44 @@ from checkpoint import Checkpoint, DType
 from checkpoint.tensors import EMBEDDINGS, FINAL_NORM, OUTPUT_HEAD, layer_tensor_name
 from stage_worker.models.rope import Rope
 from stage_worker.models.torch_dtypes import TORCH_DTYPES
+from stage_worker.tensor_views import from_wire, to_wire
 from stage_worker.weights import load_rows
+from wire.wire_dtypes import WireDType
 
 BLOCK_ELEMENTS = 1 << 22
 
 
 class StreamedModel:
-    """One sequence, from its first token on, without a cache; on the CPU, whatever device a worker has.
+    """Several texts in one pass over the weights, each from its first token on, without a cache; on the CPU,
+    whatever device a worker has.
 
-    Hidden states are [2, n, width]: exact ones, and those that are rounded after every operation.
+    Hidden states are [2, n, width] for the n tokens of all texts, one text after another: exact ones, and
+    those that are rounded after every operation.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, dtype: DType, *, on_progress: Callable[[float], None] = lambda _: None
+        self,
+        checkpoint: Checkpoint,
+        dtype: DType,
+        *,
+        wire_dtype: WireDType | None = None,
+        on_progress: Callable[[float], None] = lambda _: None,
     ) -> None:
-        """Weights are rounded to `dtype` for both. `on_progress` is told the fraction of the layers that are
-        computed; what it raises ends the computation, within one matrix.
+        """Weights are rounded to `dtype` for both; rounded hidden states leave a layer in `wire_dtype`.
+        `on_progress` is told the fraction of the layers that are computed; what it raises ends the
+        computation, within one matrix.
         """
         self._checkpoint = checkpoint
         self._config = checkpoint.config
         self._dtype = TORCH_DTYPES[dtype]
+        self._wire_dtype = None if wire_dtype is dtype else wire_dtype
         self._on_progress = on_progress
         self._fraction = 0.0
 
     @staticmethod
-    def memory_bytes(checkpoint: Checkpoint, dtype: DType, num_tokens: int) -> int:
-        """The most that `logits` takes: a block of weights as read and in float32, a window of the file, and
-        what the tokens need in a layer and at the head.
+    def memory_bytes(checkpoint: Checkpoint, dtype: DType, lengths: Sequence[int]) -> int:
+        """The most that texts of these lengths take: a block of weights as read and in float32, a window of
+        the file, and what the tokens need in a layer, or for a block of the head.
         """
         config = checkpoint.config
         width = max(config.hidden_size, config.intermediate_size, config.q_size)
@@ -53,23 +64,37 @@ class StreamedModel:
         of_a_layer = 6 * config.hidden_size + 3 * (
             config.q_size + 2 * config.kv_size + config.intermediate_size
         )
-        of_the_head = 6 * config.vocab_size
-        return block * (8 + dtype.size_bytes) + 8 * num_tokens * (of_a_layer + of_the_head)
+        of_the_head = 6 * config.hidden_size + 10 * min(config.vocab_size, _num_rows(config.hidden_size))
+        of_scores = 3 * config.num_attention_heads * max(lengths) ** 2
+        of_tokens = sum(lengths) * max(of_a_layer, of_the_head) + of_scores
+        return block * (8 + dtype.size_bytes) + 8 * of_tokens
 
-    @torch.inference_mode()
-    def logits(self, token_ids: list[int]) -> Tensor:
-        """Logits float32 [2, n, vocab_size] after each of n tokens: exact, and rounded on the way. Raises
-        what `load_tensors` raises.
-        """
-        embedded = torch.cat([self._rows(EMBEDDINGS, token, token + 1) for token in token_ids])
+    def hidden_states(self, texts: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+        """Those after each layer, [2, n, width]. Raises what `load_tensors` raises."""
+        embedded = torch.cat([self._rows(EMBEDDINGS, token, token + 1) for text in texts for token in text])
         hidden = torch.stack((embedded, embedded))
+        lengths = [len(text) for text in texts]
         for layer in range(self._config.num_layers):
             self._fraction = layer / self._config.num_layers
-            hidden = self._mlp(self._attention(hidden, layer), layer)
-        head = EMBEDDINGS if self._config.tie_word_embeddings else OUTPUT_HEAD
-        return self._product(self._norm(hidden, FINAL_NORM), head)
+            hidden = self._as_sent(self._mlp(self._attention(hidden, layer, lengths), layer))
+            yield hidden
 
-    def _attention(self, hidden: Tensor, layer: int) -> Tensor:
+    def logits(self, hidden: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Of the last hidden states [2, n, width]: float32 [2, n, m] for m neighbouring tokens of the
+        vocabulary after another, with the first of them. Raises what `load_tensors` raises.
+        """
+        head = EMBEDDINGS if self._config.tie_word_embeddings else OUTPUT_HEAD
+        normed = self._norm(hidden, FINAL_NORM)
+        for first, block in self._blocks(head):
+            yield first, self._rounded(linear(normed, block))
+
+    def _as_sent(self, hidden: Tensor) -> Tensor:
+        if self._wire_dtype is not None:
+            sent = to_wire(hidden[1], self._wire_dtype)
+            hidden[1] = from_wire(sent, device=hidden.device, dtype=self._dtype)
+        return hidden
+
+    def _attention(self, hidden: Tensor, layer: int, lengths: Sequence[int]) -> Tensor:
         config, name = self._config, f"{layer_tensor_name(layer, 'self_attn')}."
         normed = self._norm(hidden, layer_tensor_name(layer, "input_layernorm.weight"))
         query, key, value = (
@@ -79,7 +104,11 @@ class StreamedModel:
         if config.qk_norm:
             query = self._norm(query, f"{name}q_norm.weight")
             key = self._norm(key, f"{name}k_norm.weight")
-        mixed = self._mix(self._rotated(query), self._rotated(key), value, config.layer_windows[layer])
+        texts = zip(
+            *(heads.split_with_sizes(list(lengths), dim=1) for heads in (query, key, value)), strict=True
+        )
+        window = config.layer_windows[layer]
+        mixed = torch.cat([self._mix(self._rotated(q), self._rotated(k), v, window) for q, k, v in texts], 1)
         return self._rounded(hidden + self._project(mixed, f"{name}o_proj", has_bias=config.o_bias))
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -121,13 +150,15 @@ class StreamedModel:
 
     def _product(self, x: Tensor, weight: str, bias: str | None = None) -> Tensor:
         """[2, n, out] for x [2, n, in]."""
-        num_rows, width = self._checkpoint.tensors[weight].shape
-        step = max(1, BLOCK_ELEMENTS // width)
-        blocks = (
-            self._rows(weight, first, min(first + step, num_rows)) for first in range(0, num_rows, step)
-        )
-        product = torch.cat([linear(x, block) for block in blocks], dim=-1)
-        return self._rounded(product if bias is None else product + self._rows(bias, 0, num_rows))
+        product = torch.cat([linear(x, block) for _, block in self._blocks(weight)], dim=-1)
+        return self._rounded(product if bias is None else product + self._rows(bias, 0, product.shape[-1]))
+
+    def _blocks(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        """A few rows of a matrix after another, with the number of the first."""
+        num_rows, width = self._checkpoint.tensors[name].shape
+        step = _num_rows(width)
+        for first in range(0, num_rows, step):
+            yield first, self._rows(name, first, min(first + step, num_rows))
 
     def _rows(self, name: str, begin: int, end: int) -> Tensor:
         """Rows [begin, end) of a tensor, rounded to the run dtype, in float32."""
@@ -141,3 +172,8 @@ class StreamedModel:
         """`x` [2, ...], of which the second is rounded."""
         x[1] = x[1].to(self._dtype)
         return x
+
+
+def _num_rows(width: int) -> int:
+    """Rows of a block of a matrix with rows of `width` elements."""
+    return max(1, BLOCK_ELEMENTS // width)

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -12,6 +12,7 @@ from stage_worker.compute import ComputeThread
 from stage_worker.config import WorkerConfig
 from stage_worker.device import default_memory_bytes, has_native_bf16, parse_device
 from stage_worker.executor import StepExecutor
+from stage_worker.hidden_projections import as_array, project
 from stage_worker.loading import WorkerResources, load_stage
 from stage_worker.models.kernels import check_choice
 from stage_worker.outputs import ReceivedFrame
@@ -20,9 +21,11 @@ from stage_worker.reference_request import ReferenceRequest
 from stage_worker.resident import ResidentModel
 from stage_worker.stage_load import DeviceFailedInLoad, LoadedStage, LoadProgress
 from stage_worker.step_watchdog import StepWatchdog
+from stage_worker.tensor_views import from_wire
 from wire.errors import StepFault, StepFaultKind
 from wire.frames import Frame
-from wire.reference import Reference
+from wire.reference import Reference, encode_states
+from wire.tensors import TensorView
 
 CPU = torch.device("cpu")
 
@@ -91,6 +94,9 @@ class TorchBackend(StageBackend):
         finally:
             progress.cancel()
 
+    async def project(self, handed_on: Sequence[TensorView]) -> bytes:
+        return await self._thread.run(handed_on_states, list(handed_on))
+
     def stop(self, *, timeout_s: float) -> bool:
         self._watchdog.close()
         self._references.stop(timeout_s=0)
@@ -127,6 +133,12 @@ def _run(
 
 def _nothing() -> None:
     """A job that ends when it is its turn."""
+
+
+def handed_on_states(handed_on: list[TensorView]) -> bytes:
+    """Hidden states of one step after another as in LayerReference.states."""
+    states = (project(from_wire(view, device=CPU, dtype=torch.float32)) for view in handed_on)
+    return b"".join(encode_states(as_array(each)) for each in states)
 
 
 def _set_threads(num_threads: int | None) -> None:

@@ -3,8 +3,11 @@
 For the full matrices of models, cuts and prompts, where starting servers would cost more than computing.
 """
 
+from __future__ import annotations
+
 import itertools
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
@@ -14,6 +17,7 @@ from pathlib import Path
 import torch
 
 from checkpoint import Checkpoint, DType
+from coordinator.cluster.self_check_script import Script
 from coordinator.scheduling.kv_log import KvLog
 from coordinator.scheduling.lifecycle import SequenceState
 from coordinator.scheduling.order import QueueOrder
@@ -26,8 +30,10 @@ from stage_worker.assignment import Assignment
 from stage_worker.executor import StepExecutor
 from stage_worker.model_compute import ModelCompute
 from stage_worker.models import TORCH_DTYPES, DecoderStage
+from stage_worker.torch_backend import handed_on_states
 from wire.frames import Frame, FrameAssembler, encode_frame
 from wire.ids import SequenceKey, new_request_id
+from wire.reference import decode_states
 from wire.roles import StageRole
 from wire.step_codec import encode_step
 from wire.steps import Prefill, Step, StepResult, StepSampling
@@ -130,7 +136,7 @@ class LocalPipeline:
         self._epoch += 1
         for stage, executor in enumerate(self.stages):
             executor.begin_epoch(self._epoch, stage=stage)
-        run = self.last_run = Run(Scheduler(), self._new_log())
+        run = self.last_run = Run(Scheduler(), self.new_log())
         run.scheduler.begin_epoch(self._epoch, run.kv, self._limits)
         order = sorted(range(len(requests)), key=lambda index: requests[index].arrives_at)
         run.sequences = [_sequence(request, order.index(i)) for i, request in enumerate(requests)]
@@ -141,7 +147,21 @@ class LocalPipeline:
             assert executor.stats.blocks_active == 0
         return run
 
-    def _new_log(self) -> KvLog:
+    def play(self, script: Script) -> tuple[list[StepResult], dict[int, array[float]]]:
+        """The steps of a self-check: what LAST answers, and what every other stage hands on."""
+        self._epoch = script.steps[0].step.epoch
+        for stage, executor in enumerate(self.stages):
+            executor.begin_epoch(self._epoch, stage=stage)
+        handed_on: dict[int, list[TensorView]] = {stage: [] for stage in range(len(self.stages) - 1)}
+        results = [self._compute(each.step, handed_on) for each in script.steps]
+        states = {
+            stage: decode_states(handed_on_states(views), sum(view.shape[0] for view in views))
+            for stage, views in handed_on.items()
+        }
+        return results, states
+
+    def new_log(self) -> KvLog:
+        """An empty ledger for these stages."""
         return KvLog(
             num_blocks=self._num_blocks,
             block_size=self._block_size,
@@ -181,7 +201,8 @@ class LocalPipeline:
             steps.append(step)
         return steps
 
-    def _compute(self, step: Step) -> StepResult:
+    def _compute(self, step: Step, handed_on: dict[int, list[TensorView]] | None = None) -> StepResult:
+        """Adds to `handed_on` the hidden states that each stage hands on."""
         hidden: TensorView | None = None
         step_bytes = encode_step(step)
         for stage, executor in enumerate(self.stages):
@@ -190,6 +211,8 @@ class LocalPipeline:
             if isinstance(output, StepResult):
                 return output
             step_bytes, hidden = output.step_bytes, output.hidden
+            if handed_on is not None and hidden is not None:
+                handed_on[stage].append(hidden)
         raise AssertionError("no stage had the head")
 
     def _stage(self, stage: int, num_stages: int, begin: int, end: int) -> StepExecutor:

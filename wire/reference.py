@@ -1,47 +1,110 @@
-"""What a model answers to a short prompt: what the logits of a pipeline are compared with."""
+"""What a model answers to the texts of a self-check: what a pipeline is compared with."""
 
+import sys
+from array import array
 from dataclasses import dataclass
 
 from stageline_rpc.v1 import stage_pb2
 from wire.sampling_codec import decode_logprobs, encode_logprobs
 from wire.steps import TokenLogprobs
 
-NUM_PROMPT_TOKENS = 8
+NUM_TEXTS = 2
 NUM_TOP = 20
+CHECK_VERSION = 2
+"""Of texts and references: a kept reference of another version is of no use."""
+NUM_PROJECTIONS = 8
+STATE_WIDTH = NUM_PROJECTIONS + 1
+"""Numbers that stand for a hidden state: its projections, then its norm."""
+
+Text = tuple[int, ...]
 
 _GOLDEN = 0.6180339887498949
+_TEXT_OFFSET = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class TextReference:
+    """`rows[i]` are log-probabilities after tokens[0] to tokens[i]: of the token that follows, or for the
+    last row of the most likely one, and of the most likely ones. Ranks are not known.
+    """
+
+    tokens: Text
+    rows: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerReference:
+    """Hidden states after a layer: STATE_WIDTH float32 for each token of each text, in order.
+
+    `rounding` is what rounding on the way changes them by, as a fraction of their norms.
+    """
+
+    states: "array[float]"
+    rounding: float
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """`rows[i]` are log-probabilities after tokens[0] to tokens[i]: of the token that follows, or for the
-    last row of the most likely one, and of the most likely ones.
-
-    `logit_spread` is the standard deviation of the logits over the vocabulary; `rounding` is what rounding to
-    the run dtype on the way changes these log-probabilities by. Both are root mean squares over the rows.
+    """`logit_spread` is the standard deviation of the logits over the vocabulary; `rounding` is what rounding
+    to the run dtype on the way changes log-probabilities by. Both are root mean squares over the rows.
     """
 
-    tokens: tuple[int, ...]
-    rows: tuple[TokenLogprobs, ...]
+    texts: tuple[TextReference, ...]
+    layers: tuple[LayerReference, ...]
     logit_spread: float
     rounding: float
 
+    def covers(self, texts: tuple[Text, ...]) -> bool:
+        """Each of `texts` is the beginning of the one here in its place."""
+        pairs = zip(texts, self.texts, strict=False)
+        return len(texts) <= len(self.texts) and all(text == here.tokens[: len(text)] for text, here in pairs)
 
-def check_prompt(vocab_size: int) -> tuple[int, ...]:
-    """Eight token ids that are spread over the vocabulary; no two alike unless it has less than eight."""
-    return tuple(int((index + 0.5) * _GOLDEN % 1 * vocab_size) for index in range(NUM_PROMPT_TOKENS))
+    def state_index(self, text: int, position: int) -> int:
+        """Where the hidden state of a token begins in `LayerReference.states`."""
+        before = sum(len(each.tokens) for each in self.texts[:text])
+        return (before + position) * STATE_WIDTH
+
+
+def check_text(number: int, length: int, vocab_size: int) -> Text:
+    """The first `length` tokens of text `number`, spread over the vocabulary."""
+    first = number * _TEXT_OFFSET
+    return tuple(int((first + i + 0.5) * _GOLDEN % 1 * vocab_size) for i in range(length))
 
 
 def encode_reference(reference: Reference) -> stage_pb2.ReferenceResponse:
     message = stage_pb2.ReferenceResponse(logit_spread=reference.logit_spread, rounding=reference.rounding)
-    for row in reference.rows:
-        encode_logprobs(row, message.rows.add())
+    for text in reference.texts:
+        encoded = message.texts.add(tokens=text.tokens)
+        for row in text.rows:
+            encode_logprobs(row, encoded.rows.add())
+    for layer in reference.layers:
+        message.layers.add(states=encode_states(layer.states), rounding=layer.rounding)
     return message
 
 
-def decode_reference(message: stage_pb2.ReferenceResponse, tokens: tuple[int, ...]) -> Reference:
-    """Raises ValueError when it is no answer to `tokens`."""
-    rows = tuple(decode_logprobs(row) for row in message.rows)
-    if len(rows) != len(tokens):
-        raise ValueError(f"a reference of {len(rows)} rows for {len(tokens)} tokens")
-    return Reference(tokens, rows, message.logit_spread, message.rounding)
+def decode_reference(message: stage_pb2.ReferenceResponse) -> Reference:
+    """Raises ValueError when it contradicts itself."""
+    texts = tuple(
+        TextReference(tuple(text.tokens), tuple(map(decode_logprobs, text.rows))) for text in message.texts
+    )
+    for text in texts:
+        if len(text.rows) != len(text.tokens):
+            raise ValueError(f"a reference of {len(text.rows)} rows for {len(text.tokens)} tokens")
+    num_tokens = sum(len(text.tokens) for text in texts)
+    layers = tuple(
+        LayerReference(decode_states(layer.states, num_tokens), layer.rounding) for layer in message.layers
+    )
+    return Reference(texts, layers, message.logit_spread, message.rounding)
+
+
+def encode_states(states: "array[float]") -> bytes:
+    assert sys.byteorder == "little", "states are little-endian and are not swapped"
+    return states.tobytes()
+
+
+def decode_states(data: bytes, num_tokens: int) -> "array[float]":
+    """Raises ValueError unless they are those of so many tokens."""
+    expected = num_tokens * STATE_WIDTH * 4
+    if len(data) != expected:
+        raise ValueError(f"hidden states in {len(data)} bytes, {expected} expected for {num_tokens} tokens")
+    return array("f", data)

@@ -17,7 +17,7 @@ async def compute_reference(
     """Asks the worker at `address`. Raises grpc.aio.AioRpcError."""
     async with client_channel(address) as channel:
         stub = stage_pb2_grpc.StageStub(channel)
-        return await stub.ComputeReference(request, timeout=timeout_s, wait_for_ready=True)
+        return await stub.ComputeReference(request, timeout=timeout_s)
 
 
 def reference_handler(

@@ -8,6 +8,7 @@ from coordinator.cluster.controller import Controller
 from coordinator.cluster.membership import WorkerRecord, WorkerState
 from coordinator.cluster.messages import ROLE_TO_MESSAGE
 from coordinator.cluster.phase import ClusterPhase
+from coordinator.cluster.self_check_verdict import CheckOutcome
 from coordinator.model import ServedModel
 from coordinator.requests.engine import Engine
 from coordinator.scheduling.lifecycle import SequenceState
@@ -35,6 +36,13 @@ WORKER_STATE_TO_MESSAGE: dict[WorkerState, cluster_pb2.WorkerState.ValueType] = 
     WorkerState.SUSPECT: cluster_pb2.WORKER_STATE_SUSPECT,
     WorkerState.DRAINING: cluster_pb2.WORKER_STATE_DRAINING,
     WorkerState.QUARANTINED: cluster_pb2.WORKER_STATE_QUARANTINED,
+}
+CHECK_OUTCOME_TO_MESSAGE: dict[CheckOutcome, cluster_pb2.SelfCheckVerdict.ValueType] = {
+    CheckOutcome.NOT_RUN: cluster_pb2.SELF_CHECK_VERDICT_NOT_RUN,
+    CheckOutcome.RUNNING: cluster_pb2.SELF_CHECK_VERDICT_RUNNING,
+    CheckOutcome.PASSED: cluster_pb2.SELF_CHECK_VERDICT_PASSED,
+    CheckOutcome.FINITE_ONLY: cluster_pb2.SELF_CHECK_VERDICT_FINITE_ONLY,
+    CheckOutcome.FAILED: cluster_pb2.SELF_CHECK_VERDICT_FAILED,
 }
 
 
@@ -81,7 +89,7 @@ class StatusReporter:
             ],
             requests=self._requests(),
             health=self._controller.availability.health,
-            self_check=cluster_pb2.SelfCheckStatus(detail=self._self_check()),
+            self_check=self._self_check(),
             kv=self._kv(),
             journal=self._journal(),
         )
@@ -95,11 +103,20 @@ class StatusReporter:
             ),
         )
 
-    def _self_check(self) -> str:
-        check = self._controller.self_check
-        if check is None:
-            return "off"
-        return "off: mock stages compute nothing" if self._controller.state.has_mock_stages else check.text
+    def _self_check(self) -> cluster_pb2.SelfCheckStatus:
+        checks = self._controller.checks
+        if checks is None or self._controller.state.has_mock_stages:
+            detail = "off" if checks is None else "off: mock stages compute nothing"
+            return cluster_pb2.SelfCheckStatus(verdict=cluster_pb2.SELF_CHECK_VERDICT_OFF, detail=detail)
+        verdict = checks.check.verdict
+        return cluster_pb2.SelfCheckStatus(
+            verdict=CHECK_OUTCOME_TO_MESSAGE[verdict.outcome],
+            deviation=verdict.deviation,
+            allowed=verdict.allowed,
+            stage=verdict.stage,
+            at_us=verdict.at_us,
+            detail=verdict.text,
+        )
 
     def _journal(self) -> cluster_pb2.JournalStatus:
         durability = self._engine.durability

@@ -39,13 +39,14 @@ class AssignStage:
 
 @dataclass(frozen=True, slots=True)
 class BeginEpoch:
-    """Begin `epoch` on all `workers`, which are in stage order, after `delay_s`."""
+    """Begin `epoch` on all `workers`, in stage order, after `delay_s`; for a self-check if `is_check`."""
 
     epoch: int
     plan_id: int
     plan: Plan
     workers: tuple[WorkerIdentity, ...]
     delay_s: float
+    is_check: bool = False
 
 
 @dataclass(frozen=True, slots=True)

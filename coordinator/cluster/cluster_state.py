@@ -307,9 +307,10 @@ class ClusterState:
             record.is_left_out, record.detail = False, ""
         return actions
 
-    def checked(self, epoch: int, problem: str | None) -> list[Action]:
+    def checked(self, epoch: int, problem: str | None, *, stage: int | None = None) -> list[Action]:
         """The plan was checked in `epoch`. A good one serves, in an epoch of its own with empty pools; one
-        with a problem is not made again, and the next best is tried.
+        with a problem is not made again, and the next best is tried. `stage` is the cause, where that is
+        known.
         """
         if epoch != self.epoch or self.phase is not ClusterPhase.CHECKING or self.plan is None:
             return []
@@ -318,10 +319,18 @@ class ClusterState:
             self._choice.note_passed(self.plan, self.workers)
             self._setbacks.bear_fruit()
             return self._begin_epoch()
-        self._choice.note_failed(self.plan, problem, self.workers)
+        worker = None if stage is None else self.plan.stages[stage].worker
+        self._choice.note_failed(self.plan, problem, self.workers, cause=worker)
         actions = self._stop(f"the self-check {problem}", EndCause.FAULT)
         self.plan = None
         return actions + self._advance()
+
+    def doubted(self, epoch: int, reason: str) -> list[Action]:
+        """What the plan computes in `epoch` is wrong: it does not serve before it is checked again."""
+        if epoch != self.epoch or self.phase is not ClusterPhase.SERVING:
+            return []
+        self._checked_plan_id = 0
+        return [StopServing(epoch, reason, EndCause.FAULT), *self._begin_epoch(reason)]
 
     # Plans
 
@@ -433,13 +442,18 @@ class ClusterState:
         self.phase = ClusterPhase.STARTING_EPOCH
         self.detail = f"starting epoch {self.epoch}" + (f": {reason}" if reason else "")
         delay_s = self._setbacks.next_delay_s()
-        return [BeginEpoch(self.epoch, self._plan_id, self.plan, workers, delay_s)]
+        return [BeginEpoch(self.epoch, self._plan_id, self.plan, workers, delay_s, self._is_unchecked)]
+
+    @property
+    def _is_unchecked(self) -> bool:
+        """The plan has to pass a self-check before it serves."""
+        return self._needs_check and self._checked_plan_id != self._plan_id and not self.has_mock_stages
 
     def _maybe_serve(self, epoch: int) -> list[Action]:
         if epoch != self.epoch or self.phase is not ClusterPhase.STARTING_EPOCH or self.plan is None:
             return []
         if self._signs.are_complete({stage.worker for stage in self.plan.stages}):
-            if self._needs_check and self._checked_plan_id != self._plan_id and not self.has_mock_stages:
+            if self._is_unchecked:
                 self.phase, self.detail = ClusterPhase.CHECKING, "the self-check is under way"
                 return [CheckPlan(epoch, self.plan)]
             self.phase, self.has_served = ClusterPhase.SERVING, True

@@ -39,6 +39,7 @@ from coordinator.cluster.overdue import overdue_fault
 from coordinator.cluster.phase import ClusterPhase
 from coordinator.cluster.pipeline import Pipeline
 from coordinator.cluster.pipeline_link import LinkBroken
+from coordinator.cluster.plan_checks import PlanChecks
 from coordinator.cluster.self_check import SelfCheck
 from coordinator.cluster.stage_kernels import stage_kernels
 from coordinator.cluster.step_limits import PaceSettings, scheduler_limits
@@ -57,6 +58,7 @@ from wire.errors import InvariantBroken, StaleStream, StepFaultKind, WorkerNotFo
 from wire.ids import Incarnation
 from wire.peer_secrets import new_secret
 from wire.steps import FaultReport, StepResult
+from wire.wire_dtypes import WIRE_DTYPE_FROM_MESSAGE
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +86,6 @@ class Controller:
         why an epoch that serves ends, just before. `new_secret` makes what processes of the cluster prove
         themselves with."""
         self.state = state
-        self.self_check = self_check
         self.availability = Availability(state, engine, timing, on_serving)
         engine.durability.on_change = self._journal_changed
         self.connections = Connections()
@@ -113,6 +114,7 @@ class Controller:
         self.ledger_check = LedgerCheck(engine)
         self._weights_check = None if model.is_mock else self._new_weights_check(cache_directory)
         self._tasks: set[asyncio.Task[None]] = set()
+        self.checks = None if self_check is None else self._new_checks(self_check)
 
     def start(self) -> None:
         """Begins to watch leases and steps. Requests that are here already wait as long as after a loss."""
@@ -126,6 +128,8 @@ class Controller:
     async def close(self) -> None:
         """Fails what is live, ends every worker's stream and every task."""
         self.availability.close()
+        if self.checks is not None:
+            self.checks.close()
         if self.state.phase is ClusterPhase.SERVING:
             self._engine.stop_epoch()
         self.connections.close_all(STOPPING)
@@ -184,6 +188,7 @@ class Controller:
                 connection.warmup_ms = message.loaded.warmup_ms
                 connection.kernels = message.loaded.kernels
                 connection.kernels_detail = message.loaded.kernels_detail
+                connection.wire_dtype = WIRE_DTYPE_FROM_MESSAGE.get(message.loaded.wire_dtype)
                 connection.heartbeat.weight_bytes = message.loaded.weight_bytes
                 connection.heartbeat.kv_bytes = message.loaded.kv_bytes
                 if not connection.identity.is_mock:
@@ -203,6 +208,9 @@ class Controller:
             case "wants_drain":
                 self._events.leaving(name, asks_itself=True)
                 self._carry_out(self.state.drain(name))
+            case "check_states":
+                if self.checks is not None:
+                    self.checks.take_states(name, message.check_states)
             case unknown:
                 self._events.unexpected(name, unknown)
 
@@ -287,8 +295,7 @@ class Controller:
 
     def complete(self, epoch: int, result: StepResult) -> None:
         """A result on the stream of `epoch`. Raises StaleStream when that epoch is over."""
-        if epoch == self.state.epoch and self.state.phase is ClusterPhase.CHECKING and self.self_check:
-            self.self_check.take(result)
+        if self.checks is not None and self.checks.take(epoch, result):
             return
         if epoch != self.state.epoch or self.state.phase is not ClusterPhase.SERVING:
             raise StaleStream(f"epoch {epoch} is over")
@@ -343,7 +350,8 @@ class Controller:
                 case FinishRunning():
                     self._spawn(self._finish_running(action))
                 case CheckPlan():
-                    self._spawn(self._check_plan(action))
+                    assert self.checks is not None
+                    self.checks.begin(action)
                 case _:
                     assert_never(action)
 
@@ -416,17 +424,6 @@ class Controller:
         await self.availability.wait_until(lambda: self._engine.is_idle)
         self._carry_out(self.state.drained(action.worker.name, action.worker.incarnation))
 
-    async def _check_plan(self, action: CheckPlan) -> None:
-        assert self.self_check is not None
-        sources = self.connections.reference_sources
-        try:
-            verdict = await self.self_check.run(action.plan, action.epoch, self._pipeline.send, sources)
-        except TimeoutError:
-            self.fail_epoch(action.epoch, "the step of the self-check was not answered in time")
-            return
-        self._events.checked(action.epoch, verdict)
-        self._carry_out(self.state.checked(action.epoch, None if verdict.is_good else verdict.text))
-
     def _start_serving(self, action: StartServing) -> None:
         plan = action.plan
         kv = KvLog(
@@ -469,6 +466,8 @@ class Controller:
 
     def _stop_serving(self, action: StopServing) -> None:
         self._events.over(action, was_serving=self.availability.is_serving)
+        if self.checks is not None:
+            self.checks.end()
         self._watch.restart()
         if self.availability.is_serving:
             self._blame(action)
@@ -506,14 +505,30 @@ class Controller:
             self.report_fault(fault)
         else:
             self._require_sound_ledger(self.ledger_check.when_idle())
+            if self.checks is not None:
+                self.checks.look_around()
 
     def _stage_connections(self) -> list[WorkerConnection | None]:
         return self.connections.of_stages(each.identity for each in self.state.stage_workers)
 
-    def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
+    def _new_checks(self, check: SelfCheck) -> PlanChecks:
+        return PlanChecks(
+            check,
+            self.state,
+            self._engine,
+            connections=self.connections,
+            pipeline=self._pipeline,
+            events=self._events,
+            carry_out=self._carry_out,
+            fail_epoch=self.fail_epoch,
+            spawn=self._spawn,
+        )
+
+    def _spawn(self, coroutine: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
+        return task
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

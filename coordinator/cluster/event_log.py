@@ -7,7 +7,7 @@ from collections.abc import Sequence as Items
 
 from coordinator.cluster.actions import AssignStage, BeginEpoch, EndCause, StopServing
 from coordinator.cluster.membership import WorkerIdentity
-from coordinator.cluster.self_check import Verdict
+from coordinator.cluster.self_check_verdict import Verdict
 from coordinator.cluster.stage_kernels import StageKernels, differing_kernels
 from coordinator.planning.plan import Plan, StagePlan
 from coordinator.scheduling.sequence import Sequence
@@ -108,9 +108,10 @@ class EventLog:
             extra=about(epoch=action.epoch),
         )
 
-    def checked(self, epoch: int, verdict: Verdict) -> None:
+    def checked(self, epoch: int, verdict: Verdict, *, duration_s: float | None = None) -> None:
         level = logging.INFO if verdict.is_good else logging.ERROR
-        log.log(level, "self-check %s", verdict.text, extra=about(epoch=epoch))
+        extra = about(epoch=epoch, stage=verdict.stage, duration_s=duration_s)
+        log.log(level, "self-check %s", verdict.text, extra=extra)
 
     def serving(self, epoch: int, plan: Plan) -> None:
         """An epoch serves: the first one, or the end of a recovery."""

@@ -100,6 +100,7 @@ def encode_begin(
         stages=stages,
         incoming_secret=incoming_secret,
         outgoing_secret=outgoing_secret,
+        is_check=action.is_check,
     )
     return cluster_pb2.CoordinatorMessage(begin_epoch=begin)
 

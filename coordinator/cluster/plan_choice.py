@@ -85,9 +85,11 @@ class PlanChoice:
         )
         return f"; {layers} for weights" + (f"; free: {room}" if room else "")
 
-    def note_failed(self, plan: Plan, problem: str, members: Members) -> None:
-        """The plan has failed its self-check, and is not made again."""
-        self._refusals.add(plan, problem)
+    def note_failed(self, plan: Plan, problem: str, members: Members, *, cause: str | None = None) -> None:
+        """The plan has failed its self-check, and is not made again; `cause` is the worker at fault, where
+        that is known.
+        """
+        self._refusals.add(plan, problem, cause=cause)
         self._template = self._good_template
         self._note_doubts(members)
 

@@ -25,21 +25,29 @@ class _Part:
 _Placement = tuple[_Part, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """How a plan has failed, and whose results were wrong, where that is known."""
+
+    problem: str
+    cause: str | None
+
+
 class PlanRefusals:
     """What was wrong with plans, by who runs which layers in them.
 
     A worker is above doubt for those layers with which it was part of a plan that has passed. Of every plan
-    that has failed, one of the others must be the cause.
+    that has failed, one of the others must be the cause, unless the check has found who was.
     """
 
     def __init__(self) -> None:
-        self._problems: dict[_Placement, str] = {}
+        self._failures: dict[_Placement, _Failure] = {}
         self._proven: dict[str, set[int]] = {}
 
-    def add(self, plan: Plan, problem: str) -> None:
+    def add(self, plan: Plan, problem: str, *, cause: str | None = None) -> None:
         """This plan, and any other that gives the same layers to the same workers, is refused."""
         names = ", ".join(stage.worker for stage in plan.stages)
-        self._problems[_placement(plan)] = f"the self-check of {names} {problem}"
+        self._failures[_placement(plan)] = _Failure(f"the self-check of {names} {problem}", cause)
 
     def add_passed(self, plan: Plan) -> None:
         """Nothing is wrong with these workers as far as they run these layers."""
@@ -49,33 +57,37 @@ class PlanRefusals:
     def forget(self, worker: str) -> None:
         """A new process has this name: what is known of the one before says nothing of it."""
         self._proven.pop(worker, None)
-        self._problems = {
-            placement: problem
-            for placement, problem in self._problems.items()
+        self._failures = {
+            placement: failure
+            for placement, failure in self._failures.items()
             if worker not in (part.worker for part in placement)
         }
 
     def check(self, plan: Plan) -> None:
         """Raises PlanRefused."""
-        problem = self._problems.get(_placement(plan))
-        if problem is not None:
-            raise PlanRefused(problem)
+        failure = self._failures.get(_placement(plan))
+        if failure is not None:
+            raise PlanRefused(failure.problem)
 
     def doubts(self, worker: str) -> list[str]:
         """How the plans failed that this worker may have spoilt, the last one last."""
         return [
-            problem for placement, problem in self._problems.items() if worker in self._suspects(placement)
+            failure.problem
+            for placement, failure in self._failures.items()
+            if worker in self._suspects(placement, failure)
         ]
 
     def culprits(self) -> dict[str, str]:
         """Workers that must be the cause, because nobody else can be, with how their plan failed."""
         return {
-            suspects[0]: problem
-            for placement, problem in self._problems.items()
-            if len(suspects := self._suspects(placement)) == 1
+            suspects[0]: failure.problem
+            for placement, failure in self._failures.items()
+            if len(suspects := self._suspects(placement, failure)) == 1
         }
 
-    def _suspects(self, placement: _Placement) -> list[str]:
+    def _suspects(self, placement: _Placement, failure: _Failure) -> list[str]:
+        if failure.cause is not None:
+            return [failure.cause]
         return [part.worker for part in placement if not self._is_proven(part)]
 
     def _is_proven(self, part: _Part) -> bool:

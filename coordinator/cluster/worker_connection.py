@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from coordinator.cluster.membership import WorkerIdentity
 from stageline_rpc.v1 import cluster_pb2
 from wire.clock import wall_clock_us
+from wire.wire_dtypes import WireDType
 
 
 class WorkerConnection:
@@ -24,6 +25,7 @@ class WorkerConnection:
         """Its interpreter may be held up for seconds."""
         self.warmup_ms = 0
         self.kernels = self.kernels_detail = ""
+        self.wire_dtype: WireDType | None = None
         self.close_reason = ""
         self._is_closed = asyncio.Event()
         self._outbox: asyncio.Queue[cluster_pb2.CoordinatorMessage | None] = asyncio.Queue()

@@ -221,6 +221,15 @@ class Engine:
         queued = (each.state is SequenceState.PREEMPTED for each in self._scheduler.queue)
         return not self._scheduler.running and not any(queued)
 
+    def lend_epoch(self) -> tuple[KvLog, int] | None:
+        """See `Scheduler.lend_epoch`. Requests that arrive wait for `take_epoch_back`."""
+        return None if self._registry.live else self._scheduler.lend_epoch()
+
+    def take_epoch_back(self, *, next_step_id: int) -> None:
+        """Serves again."""
+        self._scheduler.take_epoch_back(next_step_id=next_step_id)
+        self._pump()
+
     def stop_epoch(self, reason: str = "") -> None:
         """Stops handing out steps; live requests go back to the queue with their tokens."""
         self._send = self._max_sequence_tokens = None

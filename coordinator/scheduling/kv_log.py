@@ -180,15 +180,18 @@ class KvLog:
         """A block slot for the newest token of `sequence`. Raises OutOfBlocks; then the token is not
         appended, though the block before may have been promoted, which stands.
         """
-        active = sequence.kv
+        self.push(sequence.key, sequence.kv, sequence.newest_token)
+
+    def push(self, key: SequenceKey, active: ActiveSequence, token: int) -> None:
+        """As `append`, for the blocks of a sequence that the scheduler does not know."""
         if self._window is not None:
-            self._release_unseen(sequence.key, active, self._window, len(active))
-        signals = active.push(sequence.newest_token)
+            self._release_unseen(key, active, self._window, len(active))
+        signals = active.push(token)
         if not signals:
             return
         try:
             for signal in self._ledger.settle(active, signals):
-                self._apply(sequence.key, active, signal)
+                self._apply(key, active, signal)
         except OutOfBlocks:
             active.pop()
             raise
@@ -200,6 +203,20 @@ class KvLog:
         if keep_content:
             self.free(key, active, self._ledger.seal(active))
         self.free(key, active, active.free_signals() if keep_content else active.destroy_signals())
+
+    def new_sequence(self, tokens: tuple[int, ...], *, max_output_tokens: int, salt: int) -> ActiveSequence:
+        """The blocks of a sequence that the scheduler does not know; none is allocated."""
+        return ActiveSequence(
+            tokens,
+            block_size=self._block_size,
+            max_output_tokens=max_output_tokens,
+            salt=salt,
+            new_id=self._ids.__next__,
+        )
+
+    def num_cached_tokens(self, active: ActiveSequence) -> int:
+        """Leading tokens that need not be computed if it began now."""
+        return self._ledger.num_cached_tokens(active)
 
     def free(self, key: SequenceKey, active: ActiveSequence, signals: list[Signal]) -> None:
         """Applies `signals` that give blocks back."""

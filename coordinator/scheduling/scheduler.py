@@ -60,6 +60,7 @@ class Scheduler:
         self._used = UsedGenerations()
         self._epoch = 0
         self._next_step_id = 0
+        self._is_lent = False
         self._kv: KvLog | None = None
         self._limits: SchedulerLimits | None = None
         self._pace: Pace | None = None
@@ -104,6 +105,21 @@ class Scheduler:
         self._next_step_id = 0
         self._starts_new = starts_new
 
+    def lend_epoch(self) -> tuple[KvLog, int] | None:
+        """The ledger and the next step's id, for steps that serve no sequence; None unless nothing waits,
+        runs or is in flight. No step is handed out until `take_epoch_back`.
+        """
+        is_busy = self._queue or self._running or self._in_flight or self._ends
+        if self._kv is None or self._is_lent or is_busy or self._kv.has_pending:
+            return None
+        self._is_lent = True
+        return self._kv, self._next_step_id
+
+    def take_epoch_back(self, *, next_step_id: int) -> None:
+        """The steps before `next_step_id` are answered, and hold no blocks."""
+        assert self._is_lent and self._kv is not None and not self._kv.has_pending
+        self._is_lent, self._next_step_id = False, next_step_id
+
     @property
     def lone_suspect(self) -> Sequence | None:
         """The suspect that runs now, alone; None while none does."""
@@ -127,6 +143,7 @@ class Scheduler:
         self._ends.clear()
         self._used.clear()
         self._kv = self._limits = self._pace = None
+        self._is_lent = False
 
     def add(self, sequence: Sequence) -> None:
         """Puts a queued sequence into the queue, where its order says."""
@@ -193,7 +210,7 @@ class Scheduler:
         A step without slices carries only records and frees.
         """
         kv, limits, pace = self._kv, self._limits, self._pace
-        if kv is None or limits is None or pace is None:
+        if kv is None or limits is None or pace is None or self._is_lent:
             return None
         num_steps = pace.steps_in_flight(self._decoding.load)
         if len(self._in_flight) >= num_steps:

@@ -257,7 +257,13 @@ SelfCheck: TypeAlias = Annotated[
     bool | None,
     typer.Option(
         "--self-check/--no-self-check",
-        help="Compare logits with a reference before serving; the built-in model's only unless given.",
+        help="Compare results with a reference before serving, and when idle (default: on; never for mocks).",
+    ),
+]
+SelfCheckInterval: TypeAlias = Annotated[
+    float,
+    typer.Option(
+        metavar="SECONDS", help="Interval of self-checks while the cluster is idle; 0: none (default 600)."
     ),
 ]
 Journal: TypeAlias = Annotated[

@@ -97,7 +97,8 @@ class Cluster:
     come through a HopProxy. With `waits=False` nothing is waited for and only `num_workers` workers are
     started. With `mock` the stages are mock ones, and `mock_model` may be served. Texts are served with
     `has_text`; `client_key` and what follows it are the coordinator's own settings, at their defaults.
-    `worker_wire_dtypes` are those of workers, by name, that override `wire_dtype`.
+    `worker_wire_dtypes` are those of workers, by name, that override `wire_dtype`. Unless told, the built-in
+    model is checked before it serves and checkpoints are not: a reference takes a while.
     """
 
     def __init__(
@@ -128,6 +129,8 @@ class Cluster:
         wire_dtype: str | None = None,
         worker_wire_dtypes: Mapping[str, WireDType] | None = None,
         self_check: bool | None = None,
+        self_check_interval_s: float = 600.0,
+        cache_directory: Path | None = None,
         journal: Path | None = None,
         http: str | None = None,
         token: str = TOKEN,
@@ -159,7 +162,9 @@ class Cluster:
             max_client_requests=max_client_requests,
             max_unread_tokens=max_unread_tokens,
             priority_age_s=priority_age_s,
-            self_check=self_check,
+            self_check_interval_s=self_check_interval_s,
+            cache_directory=cache_directory,
+            self_check=model_directory is None and mock_model is None if self_check is None else self_check,
             journal=journal,
             http=http,
             token=token,

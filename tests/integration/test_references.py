@@ -32,7 +32,7 @@ async def ask(
         secret=cluster.server.controller.connections["w0"].reference_secret if secret is None else secret,
         fingerprint=fingerprint or Checkpoint.open(directory).fingerprint,
         dtype=stage_pb2.DTYPE_F32,
-        tokens=[1, 2, 3],
+        texts=[stage_pb2.TokenSequence(tokens=[1, 2, 3])],
         num_top=4,
     )
     address = cluster.workers["w0"].worker.listen_address
@@ -69,8 +69,10 @@ async def set_in_time(event: threading.Event) -> None:
 async def test_a_worker_with_a_stage_answers(tiny_llama: Path) -> None:
     async with Cluster(tiny_llama, layers=(3,)) as cluster:
         response = await ask(cluster, tiny_llama)
-    assert [row.token for row in response.rows][:2] == [2, 3]
-    assert [len(row.top_tokens) for row in response.rows] == [4, 4, 4]
+    (text,) = response.texts
+    assert [row.token for row in text.rows][:2] == [2, 3]
+    assert [len(row.top_tokens) for row in text.rows] == [4, 4, 4]
+    assert len(response.layers) == 3
 
 
 async def test_steps_and_heartbeats_do_not_wait_for_a_reference_and_it_ends_when_nobody_waits_for_it(
@@ -113,10 +115,10 @@ async def test_a_directory_that_the_request_names_is_never_opened(tiny_llama: Pa
         request.secret = cluster.server.controller.connections["w0"].reference_secret
         request.fingerprint = Checkpoint.open(tiny_llama).fingerprint
         request.dtype, request.num_top = stage_pb2.DTYPE_F32, 4
-        request.tokens.extend((1, 2, 3))
+        request.texts.add(tokens=[1, 2, 3])
         address = cluster.workers["w0"].worker.listen_address
         response = await compute_reference(address, request, timeout_s=DEADLINE_S)
-    assert len(response.rows) == 3
+    assert len(response.texts[0].rows) == 3
 
 
 async def test_a_worker_whose_memory_is_full_refuses_with_the_numbers(tiny_llama: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import shutil
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from stage_worker.torch_backend import TorchBackend
 from stageline_rpc.v1 import cluster_pb2
 from tests.checkpoints import make_checkpoint
 from tests.integration.cluster import TEST_TIMING, Ask, Cluster
+from tests.integration.planted_faults import decode_attention_is_zero, keys_and_values_are_not_written
 from wire.errors import Overloaded
 from wire.reference import Reference
 
@@ -100,6 +102,8 @@ FAULTS = [
     has_another_eps,
     zeroes_a_norm,
     *(zeroes(part) for part in ("_qkv", "_o", "_gate_up", "_down")),
+    decode_attention_is_zero,
+    keys_and_values_are_not_written,
 ]
 
 
@@ -115,9 +119,15 @@ async def test_a_plan_with_a_faulty_stage_never_serves(
     async with Cluster(model, layers=LAYERS, self_check=True, waits=False) as cluster:
         status = await cluster.wait_status(is_decided)
     assert status.state == cluster_pb2.CLUSTER_STATE_BLOCKED
-    assert "the self-check of w0, w1, w2 failed: the log-probabilities of 8 tokens differ" in status.detail
-    says = "failed: the log-probabilities of 8 tokens differ from the reference"
-    assert status.self_check.detail.startswith(says)
+    says = "failed: the log-probabilities of 34 tokens in 7 steps differ from the reference of worker"
+    assert f"the self-check of w0, w1, w2 {says}" in status.detail
+    check = status.self_check
+    assert check.detail.startswith(says)
+    assert check.verdict == cluster_pb2.SELF_CHECK_VERDICT_FAILED
+    assert (check.stage, check.deviation > check.allowed > 0, check.at_us > 0) == (1, True, True)
+    assert "the hidden states of stage 1 (worker w1) differ by" in check.detail
+    suspects = {each.name for each in status.workers if each.state == cluster_pb2.WORKER_STATE_SUSPECT}
+    assert suspects == {"w1"}
 
 
 async def test_logits_that_are_not_finite_are_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,8 +143,9 @@ async def test_a_good_plan_serves_in_an_epoch_after_the_one_of_its_check(model: 
         status = await cluster.client.status()
         assert cluster.epoch == 2
         assert status.self_check.detail.startswith(
-            "passed: the log-probabilities of 8 tokens differ from the reference"
+            "passed: the log-probabilities of 34 tokens in 7 steps differ from the reference"
         )
+        assert status.self_check.verdict == cluster_pb2.SELF_CHECK_VERDICT_PASSED
         answer = await cluster.generate(ASK)
         await cluster.wait_drained()
     async with Cluster(model, layers=LAYERS) as cluster:
@@ -194,19 +205,21 @@ async def test_without_a_reference_only_finiteness_is_checked_and_status_says_wh
 
     monkeypatch.setattr(TorchBackend, "reference", refuse)
     async with Cluster(model, layers=LAYERS, self_check=True) as cluster:
-        text = (await cluster.client.status()).self_check
-    assert text.startswith("finite only, because there is no reference: worker w")
-    assert text.count("a reference takes 7 bytes of memory, and 5 are free") == 3
+        check = (await cluster.client.status()).self_check
+    assert check.verdict == cluster_pb2.SELF_CHECK_VERDICT_FINITE_ONLY
+    assert check.detail.startswith("finite only: there is no reference: worker w")
+    assert check.detail.count("a reference takes 7 bytes of memory, and 5 are free") == 3
 
 
 async def test_a_step_of_fewer_tokens_checks_fewer(model: Path) -> None:
     async with Cluster(model, layers=LAYERS, self_check=True, block_size=3, max_step_tokens=5) as cluster:
-        assert "of 5 tokens" in (await cluster.client.status()).self_check
+        detail = (await cluster.client.status()).self_check.detail
+    assert detail.startswith("passed: the log-probabilities of ")
 
 
 async def test_the_built_in_model_is_checked_by_what_was_recorded_of_it() -> None:
     async with Cluster(None, layers=(4, 4, 4)) as cluster:
-        assert "from the recorded reference" in (await cluster.client.status()).self_check
+        assert "from the recorded reference" in (await cluster.client.status()).self_check.detail
 
 
 def zeroed_copy_of_the_built_in_model(directory: Path) -> Path:
@@ -253,3 +266,76 @@ def is_serving_with(status: cluster_pb2.GetStatusResponse, num_stages: int) -> b
 def quarantined(status: cluster_pb2.GetStatusResponse) -> dict[str, str]:
     state = cluster_pb2.WORKER_STATE_QUARANTINED
     return {worker.name: worker.detail for worker in status.workers if worker.state == state}
+
+
+# A cluster that serves
+
+
+async def test_an_idle_cluster_is_checked_again_and_keeps_epoch_and_cache(model: Path) -> None:
+    ask = Ask(prompt=tuple(range(20)), max_tokens=4)
+    async with Cluster(model, layers=LAYERS, self_check=True, self_check_interval_s=0.05) as cluster:
+        answer = await cluster.generate(ask)
+        for _ in range(2):
+            await wait_checked(cluster)
+        again = await cluster.generate(ask.again())
+        assert (again.tokens, cluster.epoch) == (answer.tokens, 2)
+        assert again.usage is not None and again.usage.cached_tokens == 16
+        await cluster.wait_drained()
+
+
+async def wait_checked(cluster: Cluster) -> None:
+    """Until one more check has passed."""
+    before_us = (await cluster.client.status()).self_check.at_us
+    status = await cluster.wait_status(lambda status: status.self_check.at_us > before_us)
+    assert status.self_check.verdict == cluster_pb2.SELF_CHECK_VERDICT_PASSED
+
+
+async def test_requests_that_come_during_checks_are_served(model: Path) -> None:
+    """A check is due whenever the cluster has nothing to do."""
+    async with Cluster(model, layers=LAYERS, self_check=True, self_check_interval_s=1e-6) as cluster:
+        checks = cluster.server.controller.checks
+        assert checks is not None
+        answers = []
+        for _ in range(20):
+            checks.look_around()
+            assert checks._task is not None
+            await asyncio.sleep(0)
+            answers.append(await cluster.generate(ASK.again()))
+        assert all(answer.succeeded and answer.tokens == answers[0].tokens for answer in answers)
+        assert cluster.epoch == 2
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+async def test_a_stage_that_goes_wrong_while_it_serves_is_found_and_named(model: Path, stage: int) -> None:
+    async with Cluster(model, layers=LAYERS, self_check=True, self_check_interval_s=0.05) as cluster:
+        assert (await cluster.generate(ASK)).succeeded
+        untyped: Any = cluster.workers[f"w{stage}"].worker._host.loaded
+        decode_attention_is_zero(untyped.executor._compute._model)
+        status = await cluster.wait_status(
+            lambda status: (
+                status.state == cluster_pb2.CLUSTER_STATE_BLOCKED or status.self_check.HasField("stage")
+            )
+        )
+        assert status.self_check.verdict == cluster_pb2.SELF_CHECK_VERDICT_FAILED
+        assert status.self_check.stage == stage
+
+
+async def test_a_kept_reference_is_used_by_the_next_coordinator(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Cluster(model, layers=LAYERS, self_check=True, cache_directory=tmp_path) as cluster:
+        assert "from the reference of worker" in (await cluster.client.status()).self_check.detail
+
+    async def refuse(backend: TorchBackend, request: ReferenceRequest, *, held_bytes: int) -> Reference:
+        raise AssertionError("nobody needs to compute it again")
+
+    monkeypatch.setattr(TorchBackend, "reference", refuse)
+    async with Cluster(model, layers=LAYERS, self_check=True, cache_directory=tmp_path) as cluster:
+        assert "from the kept reference" in (await cluster.client.status()).self_check.detail
+
+
+@pytest.mark.parametrize("wire_dtype", ["bf16", "int8", "fp8"])
+async def test_hidden_states_may_travel_smaller(model: Path, wire_dtype: str) -> None:
+    async with Cluster(model, layers=LAYERS, self_check=True, wire_dtype=wire_dtype) as cluster:
+        check = (await cluster.client.status()).self_check
+    assert check.verdict == cluster_pb2.SELF_CHECK_VERDICT_PASSED

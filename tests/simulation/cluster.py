@@ -158,7 +158,7 @@ class Cluster:
         self.coordinator.engine._clock = self.loop.time
         untyped: Any = self.coordinator.controller
         if shape.is_checked:
-            untyped.self_check = SimCheck(self._is_bad)
+            untyped.checks = untyped._new_checks(SimCheck(self._is_bad))
             untyped.state._needs_check = True
         self.oracle.watch(self.coordinator, self._is_bad if shape.is_checked else lambda name: False)
         self.loop.create_task(self.coordinator.start())

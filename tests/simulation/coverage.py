@@ -78,6 +78,7 @@ SERVING              lose          - BLOCKED
 SERVING              loaded        -
 SERVING              drained       LOADING
 SERVING              hop_failed    LOADING
+SERVING              doubted       STARTING_EPOCH
 BLOCKED              join          LOADING WAITING_FOR_WORKERS BLOCKED
 BLOCKED              elapsed       LOADING
 """

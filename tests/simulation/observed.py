@@ -24,6 +24,7 @@ EVENTS = (
     "epoch_late",
     "hop_failed",
     "checked",
+    "doubted",
 )
 Transition = tuple[str, str, str]
 

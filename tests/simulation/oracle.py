@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from coordinator.app import CoordinatorServer
 from coordinator.cluster.phase import ClusterPhase
+from coordinator.cluster.plan_checks import PlanChecks
 from kvcache import IntegrityBroken
 from tests.simulation.virtual_loop import BEGAN_S
 from wire.errors import StepFaultKind
@@ -52,9 +53,7 @@ class Oracle:
                     f"a result of epoch {result.epoch} counts in epoch {state.epoch}, {state.phase.name}"
                 )
             num_tokens = complete(result)
-            if result.step_id != self._answered.get(result.epoch, -1) + 1:
-                self.note(f"step {result.step_id} follows {self._answered.get(result.epoch, -1)}")
-            self._answered[result.epoch] = result.step_id
+            self._note_answer(result)
             self.num_results += 1
             if num_tokens:
                 self._served_s = self._loop.time()
@@ -78,8 +77,28 @@ class Oracle:
 
         untyped: Any = server.engine
         untyped.complete = checked
+        if server.controller.checks is not None:
+            self._watch_checks(server.controller.checks)
         untyped = server.controller
         untyped.report_fault = judged
+
+    def _note_answer(self, result: StepResult) -> None:
+        if result.step_id != self._answered.get(result.epoch, -1) + 1:
+            self.note(f"step {result.step_id} follows {self._answered.get(result.epoch, -1)}")
+        self._answered[result.epoch] = result.step_id
+
+    def _watch_checks(self, checks: PlanChecks) -> None:
+        """Their results count among those of the epoch."""
+        take = checks.take
+
+        def taken(epoch: int, result: StepResult) -> bool:
+            is_taken = take(epoch, result)
+            if is_taken:
+                self._note_answer(result)
+            return is_taken
+
+        untyped: Any = checks
+        untyped.take = taken
 
     @property
     def unserved_s(self) -> float:

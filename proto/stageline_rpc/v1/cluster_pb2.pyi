@@ -226,6 +226,7 @@ class WorkerMessage(_message.Message):
     EPOCH_READY_FIELD_NUMBER: _builtins.int
     FAULT_FIELD_NUMBER: _builtins.int
     WANTS_DRAIN_FIELD_NUMBER: _builtins.int
+    CHECK_STATES_FIELD_NUMBER: _builtins.int
     WEIGHTS_DIFFER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___WorkerHello: ...
@@ -242,6 +243,8 @@ class WorkerMessage(_message.Message):
     @_builtins.property
     def wants_drain(self) -> Global___WantsDrain: ...
     @_builtins.property
+    def check_states(self) -> Global___CheckStates: ...
+    @_builtins.property
     def weights_differ(self) -> Global___WeightsDiffer: ...
     def __init__(
         self,
@@ -253,13 +256,14 @@ class WorkerMessage(_message.Message):
         epoch_ready: Global___EpochReady | None = ...,
         fault: Global___StepFault | None = ...,
         wants_drain: Global___WantsDrain | None = ...,
+        check_states: Global___CheckStates | None = ...,
         weights_differ: Global___WeightsDiffer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["epoch_ready", b"epoch_ready", "fault", b"fault", "heartbeat", b"heartbeat", "hello", b"hello", "load_failed", b"load_failed", "loaded", b"loaded", "message", b"message", "wants_drain", b"wants_drain", "weights_differ", b"weights_differ"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["check_states", b"check_states", "epoch_ready", b"epoch_ready", "fault", b"fault", "heartbeat", b"heartbeat", "hello", b"hello", "load_failed", b"load_failed", "loaded", b"loaded", "message", b"message", "wants_drain", b"wants_drain", "weights_differ", b"weights_differ"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch_ready", b"epoch_ready", "fault", b"fault", "heartbeat", b"heartbeat", "hello", b"hello", "load_failed", b"load_failed", "loaded", b"loaded", "message", b"message", "wants_drain", b"wants_drain", "weights_differ", b"weights_differ"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["check_states", b"check_states", "epoch_ready", b"epoch_ready", "fault", b"fault", "heartbeat", b"heartbeat", "hello", b"hello", "load_failed", b"load_failed", "loaded", b"loaded", "message", b"message", "wants_drain", b"wants_drain", "weights_differ", b"weights_differ"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "heartbeat", "loaded", "load_failed", "epoch_ready", "fault", "wants_drain", "weights_differ"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "heartbeat", "loaded", "load_failed", "epoch_ready", "fault", "wants_drain", "check_states", "weights_differ"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -276,6 +280,7 @@ class CoordinatorMessage(_message.Message):
     END_EPOCH_FIELD_NUMBER: _builtins.int
     HEARTBEAT_ANSWER_FIELD_NUMBER: _builtins.int
     SERVING_FIELD_NUMBER: _builtins.int
+    REPORT_STATES_FIELD_NUMBER: _builtins.int
     VERIFY_WEIGHTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
@@ -292,6 +297,8 @@ class CoordinatorMessage(_message.Message):
     @_builtins.property
     def serving(self) -> Global___Serving: ...
     @_builtins.property
+    def report_states(self) -> Global___ReportStates: ...
+    @_builtins.property
     def verify_weights(self) -> Global___VerifyWeights: ...
     def __init__(
         self,
@@ -303,17 +310,66 @@ class CoordinatorMessage(_message.Message):
         end_epoch: Global___EndEpoch | None = ...,
         heartbeat_answer: Global___HeartbeatAnswer | None = ...,
         serving: Global___Serving | None = ...,
+        report_states: Global___ReportStates | None = ...,
         verify_weights: Global___VerifyWeights | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "begin_epoch", b"begin_epoch", "end_epoch", b"end_epoch", "heartbeat_answer", b"heartbeat_answer", "leave", b"leave", "message", b"message", "serving", b"serving", "verify_weights", b"verify_weights", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "begin_epoch", b"begin_epoch", "end_epoch", b"end_epoch", "heartbeat_answer", b"heartbeat_answer", "leave", b"leave", "message", b"message", "report_states", b"report_states", "serving", b"serving", "verify_weights", b"verify_weights", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "begin_epoch", b"begin_epoch", "end_epoch", b"end_epoch", "heartbeat_answer", b"heartbeat_answer", "leave", b"leave", "message", b"message", "serving", b"serving", "verify_weights", b"verify_weights", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assign", b"assign", "begin_epoch", b"begin_epoch", "end_epoch", b"end_epoch", "heartbeat_answer", b"heartbeat_answer", "leave", b"leave", "message", b"message", "report_states", b"report_states", "serving", b"serving", "verify_weights", b"verify_weights", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "assign", "begin_epoch", "leave", "end_epoch", "heartbeat_answer", "serving", "verify_weights"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "assign", "begin_epoch", "leave", "end_epoch", "heartbeat_answer", "serving", "report_states", "verify_weights"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___CoordinatorMessage: _TypeAlias = CoordinatorMessage  # noqa: Y015
+
+@_typing.final
+class ReportStates(_message.Message):
+    """Asks for what the stage has handed on in this epoch, which `BeginEpoch.is_check` told it to keep. Sent where the
+    results of a self-check deviate. The answer is `check_states`.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportStates: _TypeAlias = ReportStates  # noqa: Y015
+
+@_typing.final
+class CheckStates(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    states: _builtins.bytes
+    """For every token of every step, in order: its hidden state as in `LayerReference.states`. Empty where the epoch is over
+    or no check.
+    """
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        states: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "states", b"states"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckStates: _TypeAlias = CheckStates  # noqa: Y015
 
 @_typing.final
 class Serving(_message.Message):
@@ -715,6 +771,7 @@ class StageLoaded(_message.Message):
     READ_BYTES_FIELD_NUMBER: _builtins.int
     KERNELS_FIELD_NUMBER: _builtins.int
     KERNELS_DETAIL_FIELD_NUMBER: _builtins.int
+    WIRE_DTYPE_FIELD_NUMBER: _builtins.int
     plan_id: _builtins.int
     weight_bytes: _builtins.int
     kv_bytes: _builtins.int
@@ -726,6 +783,8 @@ class StageLoaded(_message.Message):
     """"compiled" or "plain"; empty for a mock stage."""
     kernels_detail: _builtins.str
     """Which functions compute what, and why others were not chosen."""
+    wire_dtype: _stage_pb2.DType.ValueType
+    """What it hands hidden states on in; a worker may have a setting of its own."""
     def __init__(
         self,
         *,
@@ -737,10 +796,11 @@ class StageLoaded(_message.Message):
         read_bytes: _builtins.int = ...,
         kernels: _builtins.str = ...,
         kernels_detail: _builtins.str = ...,
+        wire_dtype: _stage_pb2.DType.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kernels", b"kernels", "kernels_detail", b"kernels_detail", "kv_bytes", b"kv_bytes", "load_ms", b"load_ms", "plan_id", b"plan_id", "read_bytes", b"read_bytes", "warmup_ms", b"warmup_ms", "weight_bytes", b"weight_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kernels", b"kernels", "kernels_detail", b"kernels_detail", "kv_bytes", b"kv_bytes", "load_ms", b"load_ms", "plan_id", b"plan_id", "read_bytes", b"read_bytes", "warmup_ms", b"warmup_ms", "weight_bytes", b"weight_bytes", "wire_dtype", b"wire_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -863,6 +923,7 @@ class BeginEpoch(_message.Message):
     STAGES_FIELD_NUMBER: _builtins.int
     INCOMING_SECRET_FIELD_NUMBER: _builtins.int
     OUTGOING_SECRET_FIELD_NUMBER: _builtins.int
+    IS_CHECK_FIELD_NUMBER: _builtins.int
     plan_id: _builtins.int
     epoch: _builtins.int
     coordinator_incarnation: _builtins.bytes
@@ -870,6 +931,8 @@ class BeginEpoch(_message.Message):
     """What the stream from the stage before must present in `HopHello.secret`: 32 random bytes, made for this hop and epoch."""
     outgoing_secret: _builtins.bytes
     """What this stage presents to the next one, LAST to the coordinator."""
+    is_check: _builtins.bool
+    """The epoch is for a self-check: every stage but LAST keeps what it hands on, until the epoch is over."""
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageEndpoint]:
         """All stages in order."""
@@ -883,10 +946,11 @@ class BeginEpoch(_message.Message):
         stages: _abc.Iterable[Global___StageEndpoint] | None = ...,
         incoming_secret: _builtins.bytes = ...,
         outgoing_secret: _builtins.bytes = ...,
+        is_check: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_incarnation", b"coordinator_incarnation", "epoch", b"epoch", "incoming_secret", b"incoming_secret", "outgoing_secret", b"outgoing_secret", "plan_id", b"plan_id", "stages", b"stages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_incarnation", b"coordinator_incarnation", "epoch", b"epoch", "incoming_secret", b"incoming_secret", "is_check", b"is_check", "outgoing_secret", b"outgoing_secret", "plan_id", b"plan_id", "stages", b"stages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

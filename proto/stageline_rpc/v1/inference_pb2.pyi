@@ -84,7 +84,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     PREFIX_CACHE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """UUIDv7 in its usual text form. Empty: the coordinator makes one."""
+    """UUIDv7 in its usual text form. Empty: the coordinator makes one. The id of zeros is reserved for self-checks."""
     text: _builtins.str
     """Needs a checkpoint with a tokenizer."""
     max_tokens: _builtins.int

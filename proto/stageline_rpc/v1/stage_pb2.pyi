@@ -896,9 +896,10 @@ class ReferenceRequest(_message.Message):
 
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
-    TOKENS_FIELD_NUMBER: _builtins.int
     NUM_TOP_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
+    TEXTS_FIELD_NUMBER: _builtins.int
+    WIRE_DTYPE_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
     """Of the checkpoint that `Welcome` named; no other one is read."""
     dtype: Global___DType.ValueType
@@ -907,20 +908,23 @@ class ReferenceRequest(_message.Message):
     """How many of the most likely tokens to tell with each row."""
     secret: _builtins.bytes
     """`Welcome.reference_secret`: the coordinator alone may ask."""
+    wire_dtype: Global___DType.ValueType
+    """What hidden states travel in between stages; unspecified: in `dtype`."""
     @_builtins.property
-    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def texts(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenSequence]: ...
     def __init__(
         self,
         *,
         fingerprint: _builtins.str = ...,
         dtype: Global___DType.ValueType = ...,
-        tokens: _abc.Iterable[_builtins.int] | None = ...,
         num_top: _builtins.int = ...,
         secret: _builtins.bytes = ...,
+        texts: _abc.Iterable[Global___TokenSequence] | None = ...,
+        wire_dtype: Global___DType.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "fingerprint", b"fingerprint", "num_top", b"num_top", "secret", b"secret", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "fingerprint", b"fingerprint", "num_top", b"num_top", "secret", b"secret", "texts", b"texts", "wire_dtype", b"wire_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -930,31 +934,94 @@ Global___ReferenceRequest: _TypeAlias = ReferenceRequest  # noqa: Y015
 class ReferenceResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    ROWS_FIELD_NUMBER: _builtins.int
     LOGIT_SPREAD_FIELD_NUMBER: _builtins.int
     ROUNDING_FIELD_NUMBER: _builtins.int
+    TEXTS_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
     logit_spread: _builtins.float
     """Standard deviation of the logits over the vocabulary, in the root mean square over the rows."""
     rounding: _builtins.float
-    """What log-probabilities change by where everything is rounded to `dtype` on the way, in the root mean square."""
+    """What log-probabilities change by where everything is rounded to `dtype` on the way, and hidden states after every
+    layer to `wire_dtype`, in the root mean square.
+    """
     @_builtins.property
-    def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepLogprobs]:
-        """One for each token: of the token that follows it, and for the last one of the most likely token."""
+    def texts(self) -> _containers.RepeatedCompositeFieldContainer[Global___TextReference]:
+        """As they were asked for."""
+
+    @_builtins.property
+    def layers(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerReference]:
+        """From the first layer to the last."""
 
     def __init__(
         self,
         *,
-        rows: _abc.Iterable[Global___StepLogprobs] | None = ...,
         logit_spread: _builtins.float = ...,
         rounding: _builtins.float = ...,
+        texts: _abc.Iterable[Global___TextReference] | None = ...,
+        layers: _abc.Iterable[Global___LayerReference] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logit_spread", b"logit_spread", "rounding", b"rounding", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layers", b"layers", "logit_spread", b"logit_spread", "rounding", b"rounding", "texts", b"texts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReferenceResponse: _TypeAlias = ReferenceResponse  # noqa: Y015
+
+@_typing.final
+class TextReference(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepLogprobs]:
+        """One for each token: of the token that follows it, and for the last one of the most likely token. Ranks are not told."""
+
+    def __init__(
+        self,
+        *,
+        tokens: _abc.Iterable[_builtins.int] | None = ...,
+        rows: _abc.Iterable[Global___StepLogprobs] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TextReference: _TypeAlias = TextReference  # noqa: Y015
+
+@_typing.final
+class LayerReference(_message.Message):
+    """Hidden states after one layer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATES_FIELD_NUMBER: _builtins.int
+    ROUNDING_FIELD_NUMBER: _builtins.int
+    states: _builtins.bytes
+    """For each token of each text, in order: 9 float32 LE, eight projections of its hidden state and its Euclidean norm.
+    Projection k is the sum over the elements i of x[i] where bit 31 of f(8 i + k) is 0 and -x[i] where it is 1; f is
+    the finalizer of MurmurHash3 for 32 bits.
+    """
+    rounding: _builtins.float
+    """What rounding as above changes them by, as a fraction of their norms, in the root mean square."""
+    def __init__(
+        self,
+        *,
+        states: _builtins.bytes = ...,
+        rounding: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rounding", b"rounding", "states", b"states"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LayerReference: _TypeAlias = LayerReference  # noqa: Y015
 
 @_typing.final
 class DeliverRequest(_message.Message):

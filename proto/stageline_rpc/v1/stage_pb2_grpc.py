@@ -59,7 +59,7 @@ class StageServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ComputeReference(self, request, context):
-        """What the checkpoint on this worker's disk answers to a short prompt, computed in float32 from weights that are read,
+        """What the checkpoint on this worker's disk answers to short texts, computed in float32 from weights that are read,
         used and dropped; no loaded stage and no other worker takes part. FAILED_PRECONDITION where the checkpoint is not
         the one asked for or cannot be read, RESOURCE_EXHAUSTED with the numbers where memory is short or the worker loads,
         PERMISSION_DENIED without the secret that the coordinator gave this worker.

@@ -25,7 +25,7 @@ class StageStub:
     what does not match. Afterwards every message is a chunk of a frame, and the receiver sends nothing more.
     """
     ComputeReference: _aio.UnaryUnaryMultiCallable[_stage_pb2.ReferenceRequest, _stage_pb2.ReferenceResponse]
-    """What the checkpoint on this worker's disk answers to a short prompt, computed in float32 from weights that are read,
+    """What the checkpoint on this worker's disk answers to short texts, computed in float32 from weights that are read,
     used and dropped; no loaded stage and no other worker takes part. FAILED_PRECONDITION where the checkpoint is not
     the one asked for or cannot be read, RESOURCE_EXHAUSTED with the numbers where memory is short or the worker loads,
     PERMISSION_DENIED without the secret that the coordinator gave this worker.
@@ -49,7 +49,7 @@ class StageServicer(metaclass=_abc_1.ABCMeta):
         request: _stage_pb2.ReferenceRequest,
         context: _aio.ServicerContext[_stage_pb2.ReferenceRequest, _abc.Awaitable[_stage_pb2.ReferenceResponse]],
     ) -> _abc.Awaitable[_stage_pb2.ReferenceResponse]:
-        """What the checkpoint on this worker's disk answers to a short prompt, computed in float32 from weights that are read,
+        """What the checkpoint on this worker's disk answers to short texts, computed in float32 from weights that are read,
         used and dropped; no loaded stage and no other worker takes part. FAILED_PRECONDITION where the checkpoint is not
         the one asked for or cannot be read, RESOURCE_EXHAUSTED with the numbers where memory is short or the worker loads,
         PERMISSION_DENIED without the secret that the coordinator gave this worker.

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from builtin_model import MODEL_DIRECTORY, SELF_CHECK_FILE
 from checkpoint import Checkpoint, DType
-from coordinator.cluster.self_check_references import read_recorded
 from stage_worker import streamed_model
+from stage_worker.hidden_projections import project
 from stage_worker.models import TORCH_DTYPES
 from stage_worker.record_reference import record
 from stage_worker.reference import compute_reference
@@ -24,9 +24,11 @@ from stage_worker.streamed_model import StreamedModel
 from stageline_rpc.v1 import stage_pb2
 from tests.checkpoints import load_reference, make_checkpoint
 from wire.errors import HandshakeMismatch, InvalidRequest, Overloaded, StaleStream
-from wire.reference import Reference, check_prompt
+from wire.reference import NUM_PROJECTIONS, NUM_TEXTS, STATE_WIDTH, Reference, Text, check_text
+from wire.reference_file import read_references
+from wire.wire_dtypes import ScaledDType, WireDType
 
-TOKENS = check_prompt(128)
+TEXTS = (check_text(0, 20, 128), check_text(1, 7, 128))
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
     "mistral": {"sliding_window": 3},
@@ -52,7 +54,8 @@ def reference_of(
     directory: Path,
     *,
     dtype: DType = DType.F32,
-    tokens: tuple[int, ...] = TOKENS,
+    texts: tuple[Text, ...] = TEXTS,
+    wire_dtype: WireDType | None = None,
     num_top: int = 20,
     fingerprint: str | None = None,
     free_bytes: int = 1 << 30,
@@ -62,40 +65,83 @@ def reference_of(
         directory="",
         fingerprint=fingerprint or Checkpoint.open(directory).fingerprint,
         dtype=dtype,
-        tokens=tokens,
+        texts=texts,
         num_top=num_top,
+        wire_dtype=wire_dtype or dtype,
     )
     progress = progress or LoadProgress()
     return compute_reference(request, directory, free_bytes=free_bytes, progress=progress)
 
 
 @torch.no_grad()
-def expected_logits(directory: Path, dtype: DType, tokens: tuple[int, ...] = TOKENS) -> Tensor:
-    """Of transformers, in float32 with weights that are rounded to `dtype`."""
+def expected_outputs(directory: Path, dtype: DType, text: Text) -> tuple[Tensor, list[Tensor]]:
+    """Logits, and hidden states after each layer but the last: of transformers, in float32 with weights that
+    are rounded to `dtype`.
+    """
     model = load_reference(directory).float()
     for parameter in model.parameters():
         parameter.copy_(parameter.to(TORCH_DTYPES[dtype]))
-    logits = model(torch.tensor([tokens])).logits[0]
-    assert isinstance(logits, Tensor)
-    return logits
+    output = model(torch.tensor([text]), output_hidden_states=True)
+    # The last one is behind the final norm.
+    return output.logits[0], [hidden[0] for hidden in output.hidden_states[1:-1]]
 
 
 @pytest.mark.parametrize("dtype", list(DType))
-def test_log_probabilities_are_those_of_transformers(directory: Path, dtype: DType) -> None:
-    check_against(expected_logits(directory, dtype), reference_of(directory, dtype=dtype))
+def test_log_probabilities_and_hidden_states_are_those_of_transformers(directory: Path, dtype: DType) -> None:
+    reference = reference_of(directory, dtype=dtype)
+    check_against(directory, dtype, reference)
 
 
-def check_against(logits: Tensor, reference: Reference) -> None:
-    """`reference` says of its tokens what follows from `logits` [n, vocab_size]."""
-    expected = logits.log_softmax(dim=-1)
-    assert [row.token for row in reference.rows] == [*reference.tokens[1:], int(logits[-1].argmax())]
-    for row, values in zip(reference.rows, expected, strict=True):
-        assert [token for token, _ in row.top] == values.topk(20).indices.tolist()
-        for token, logprob in (*row.top, (row.token, row.logprob)):
-            assert logprob == pytest.approx(float(values[token]), abs=2e-5)
-    assert reference.logit_spread == pytest.approx(
-        float(logits.var(-1, correction=0).mean().sqrt()), rel=1e-4
-    )
+def check_against(directory: Path, dtype: DType, reference: Reference) -> None:
+    variances = []
+    for number, text in enumerate(reference.texts):
+        logits, layers = expected_outputs(directory, dtype, text.tokens)
+        expected = logits.log_softmax(dim=-1)
+        assert [row.token for row in text.rows] == [*text.tokens[1:], int(logits[-1].argmax())]
+        for row, values in zip(text.rows, expected, strict=True):
+            assert [token for token, _ in row.top] == values.topk(20).indices.tolist()
+            for token, logprob in (*row.top, (row.token, row.logprob)):
+                assert logprob == pytest.approx(float(values[token]), abs=2e-5)
+        variances += logits.var(-1, correction=0).tolist()
+        for layer, hidden in zip(reference.layers[:-1], layers, strict=True):
+            for position, state in enumerate(project(hidden).tolist()):
+                begin = reference.state_index(number, position)
+                assert list(layer.states[begin : begin + STATE_WIDTH]) == pytest.approx(
+                    state, rel=1e-3, abs=1e-3
+                )
+    spread = math.sqrt(math.fsum(variances) / len(variances))
+    assert reference.logit_spread == pytest.approx(spread, rel=1e-4)
+
+
+def test_projections_are_those_of_the_contract() -> None:
+    """The bits of a hash, computed anew from its definition."""
+
+    def hashed(value: int) -> int:
+        value ^= value >> 16
+        value = value * 0x85EBCA6B & 0xFFFFFFFF
+        value ^= value >> 13
+        value = value * 0xC2B2AE35 & 0xFFFFFFFF
+        return value ^ (value >> 16)
+
+    row = torch.randn(1, 5, generator=torch.Generator().manual_seed(0))
+    expected = [
+        sum((-1) ** (hashed(i * NUM_PROJECTIONS + k) >> 31) * float(row[0, i]) for i in range(5))
+        for k in range(NUM_PROJECTIONS)
+    ]
+    assert project(row)[0].tolist() == pytest.approx([*expected, float(row.norm())], abs=1e-5)
+
+
+def test_texts_do_not_see_each_other(llama: Path) -> None:
+    alone = reference_of(llama, texts=TEXTS[1:])
+    together = reference_of(llama)
+    for row, expected in zip(together.texts[1].rows, alone.texts[0].rows, strict=True):
+        assert row.logprob == pytest.approx(expected.logprob, abs=1e-5)
+
+
+def test_rounding_grows_with_what_hidden_states_travel_in(llama: Path) -> None:
+    whole, small = (reference_of(llama, wire_dtype=wire) for wire in (DType.F32, ScaledDType.I8))
+    assert (whole.rounding, whole.layers[0].rounding) == (0.0, 0.0)
+    assert small.rounding > 1e-4 and small.layers[0].rounding > 1e-4
 
 
 def test_rounding_matters_more_the_coarser_the_dtype(llama: Path) -> None:
@@ -112,9 +158,12 @@ def test_a_matrix_may_be_read_in_any_number_of_pieces(
     whole = reference_of(directory)
     monkeypatch.setattr(streamed_model, "BLOCK_ELEMENTS", 64 * 7)
     pieces = reference_of(directory)
-    assert [row.token for row in pieces.rows] == [row.token for row in whole.rows]
-    for row, expected in zip(pieces.rows, whole.rows, strict=True):
-        assert row.logprob == pytest.approx(expected.logprob, abs=1e-5)
+    assert pieces.logit_spread == pytest.approx(whole.logit_spread, rel=1e-5)
+    for text, whole_text in zip(pieces.texts, whole.texts, strict=True):
+        for row, expected in zip(text.rows, whole_text.rows, strict=True):
+            assert row.token == expected.token
+            assert [token for token, _ in row.top] == [token for token, _ in expected.top]
+            assert row.logprob == pytest.approx(expected.logprob, abs=1e-5)
 
 
 def test_no_more_than_a_block_is_read_at_once(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,8 +181,8 @@ def test_no_more_than_a_block_is_read_at_once(llama: Path, monkeypatch: pytest.M
 
 
 def test_memory_is_bounded_and_refused_with_the_numbers(llama: Path) -> None:
-    needed = StreamedModel.memory_bytes(Checkpoint.open(llama), DType.F32, len(TOKENS))
-    assert reference_of(llama, free_bytes=needed).rows
+    needed = StreamedModel.memory_bytes(Checkpoint.open(llama), DType.F32, [len(text) for text in TEXTS])
+    assert reference_of(llama, free_bytes=needed).texts
     with pytest.raises(Overloaded, match=f"takes {needed} bytes of memory, and {needed - 1} are free"):
         reference_of(llama, free_bytes=needed - 1)
 
@@ -141,7 +190,7 @@ def test_memory_is_bounded_and_refused_with_the_numbers(llama: Path) -> None:
 def test_memory_does_not_grow_with_the_layers(tmp_path: Path, llama: Path) -> None:
     deep = Checkpoint.open(make_checkpoint(tmp_path / "deep", "llama", num_layers=9))
     flat = Checkpoint.open(llama)
-    sizes = {StreamedModel.memory_bytes(each, DType.BF16, 8) for each in (deep, flat)}
+    sizes = {StreamedModel.memory_bytes(each, DType.BF16, [8]) for each in (deep, flat)}
     assert len(sizes) == 1
 
 
@@ -165,16 +214,16 @@ def test_weights_that_the_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:
 
 
 def test_logits_that_are_not_finite_are_no_reference(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = torch.zeros(2, len(TOKENS), 128)
-    broken[0, 3, 5] = math.inf
-    monkeypatch.setattr(StreamedModel, "logits", lambda model, tokens: broken)
-    with pytest.raises(HandshakeMismatch, match="expected finite numbers, got others for position 4"):
+    broken = torch.zeros(2, sum(map(len, TEXTS)), 128)
+    broken[0, 23, 5] = math.inf
+    monkeypatch.setattr(StreamedModel, "logits", lambda model, hidden: iter([(0, broken)]))
+    with pytest.raises(HandshakeMismatch, match="finite numbers, got others for position 4 of text 1"):
         reference_of(llama)
 
 
 def test_a_token_outside_the_vocabulary_is_refused(llama: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"token 128 is outside the vocabulary \[0, 128\)"):
-        reference_of(llama, tokens=(1, 128))
+        reference_of(llama, texts=((1,), (5, 128)))
 
 
 def test_a_reference_that_nobody_waits_for_ends_early(llama: Path) -> None:
@@ -187,14 +236,18 @@ def test_a_reference_that_nobody_waits_for_ends_early(llama: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"tokens": []}, "0 tokens"),
-        ({"tokens": range(65)}, "65 tokens, of 1 to 64"),
-        ({"num_top": 1025}, "1025 most likely tokens, of at most 1024"),
+        ({"texts": []}, r"texts of \[\] tokens"),
+        ({"texts": [[]]}, r"texts of \[0\] tokens"),
+        ({"texts": [range(1000), range(25)]}, r"texts of \[1000, 25\] tokens, of 1 to 1024 possible"),
+        ({"num_top": 1025}, "1025 most likely tokens, of 1 to 1024"),
+        ({"num_top": 0}, "0 most likely tokens"),
         ({"dtype": 0}, "dtype number 0 is not known"),
+        ({"dtype": stage_pb2.DTYPE_BF16, "wire_dtype": stage_pb2.DTYPE_F32}, "not one for bf16"),
     ],
 )
 def test_requests_have_bounds(changes: dict[str, Any], text: str) -> None:
-    fields = {"fingerprint": "f", "dtype": stage_pb2.DTYPE_F32, "tokens": [1], "num_top": 20} | changes
+    fields = {"fingerprint": "f", "dtype": stage_pb2.DTYPE_F32, "texts": [[1]], "num_top": 20} | changes
+    fields["texts"] = [stage_pb2.TokenSequence(tokens=tokens) for tokens in fields["texts"]]
     with pytest.raises(InvalidRequest, match=text):
         decode_request(stage_pb2.ReferenceRequest(**fields), "")
 
@@ -202,12 +255,24 @@ def test_requests_have_bounds(changes: dict[str, Any], text: str) -> None:
 @pytest.mark.parametrize("dtype", list(DType))
 def test_what_is_recorded_of_the_built_in_model_is_true(tmp_path: Path, dtype: DType) -> None:
     """Run `python -m stage_worker.record_reference` after the model was trained anew."""
-    fingerprint = Checkpoint.open(MODEL_DIRECTORY).fingerprint
-    recorded = read_recorded(SELF_CHECK_FILE, fingerprint)[dtype]
-    assert recorded.tokens == check_prompt(1536)
-    check_against(expected_logits(MODEL_DIRECTORY, dtype, recorded.tokens), recorded)
+    checkpoint = Checkpoint.open(MODEL_DIRECTORY)
+    recorded = read_references(SELF_CHECK_FILE, checkpoint.fingerprint)[dtype.value]
+    vocab_size = checkpoint.config.vocab_size
+    texts = tuple(check_text(number, 36, vocab_size) for number in range(NUM_TEXTS))
+    assert tuple(text.tokens for text in recorded.texts) == texts
+    check_against(MODEL_DIRECTORY, dtype, recorded)
+
+
+def test_a_record_is_that_of_the_present_code(tmp_path: Path) -> None:
     record(tmp_path / "fresh.json")
-    fresh = read_recorded(tmp_path / "fresh.json", fingerprint)[dtype]
-    assert (recorded.logit_spread, recorded.rounding) == pytest.approx(
-        (fresh.logit_spread, fresh.rounding), rel=0.05
+    fingerprint = Checkpoint.open(MODEL_DIRECTORY).fingerprint
+    fresh, recorded = (
+        read_references(path, fingerprint) for path in (tmp_path / "fresh.json", SELF_CHECK_FILE)
     )
+    for key, reference in recorded.items():
+        found = (reference.logit_spread, reference.rounding, *(layer.rounding for layer in reference.layers))
+        expected = fresh[key]
+        assert found == pytest.approx(
+            (expected.logit_spread, expected.rounding, *(layer.rounding for layer in expected.layers)),
+            rel=0.05,
+        )

@@ -155,10 +155,11 @@ def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str
 
 def test_the_coordinators_flags_become_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = _catch_config(monkeypatch, "coordinator.app")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     line = (
         f"coordinator --model {tmp_path} --listen [::1]:0 --stages 3 --layers 10,12,10 --dtype bf16 "
         "--block-size 32 --max-step-tokens 256 --max-step-sequences 8 --max-model-len 4096 "
-        "--kv-tokens 9999 --no-prefix-cache --queue-size 5 --wire-dtype int8 "
+        "--kv-tokens 9999 --no-prefix-cache --queue-size 5 --wire-dtype int8 --self-check-interval 7 "
         f"--trace-store 7 --trace-bytes 5MiB --trace-db {tmp_path / 'traces.db'}"
     )
     assert main(line.split()) == 3
@@ -177,6 +178,8 @@ def test_the_coordinators_flags_become_its_config(tmp_path: Path, monkeypatch: p
             prefix_cache=False,
             queue_size=5,
             wire_dtype="int8",
+            self_check_interval_s=7.0,
+            cache_directory=tmp_path / "stageline",
             http="127.0.0.1:7481",
             token_directory=default_token_directory(),
             trace_store=7,
@@ -218,7 +221,7 @@ def test_the_self_check_can_be_told_and_is_handed_on(
     seen = _catch_config(monkeypatch, "coordinator.app")
     assert main(["coordinator", "--stages", "3", *flags]) == 3
     assert seen[0].self_check is expected
-    handed_on = [flag for flag in flags_of(seen[0]) if "self-check" in flag]
+    handed_on = [flag for flag in flags_of(seen[0]) if flag.endswith("self-check")]
     assert handed_on == list(flags)
 
 
@@ -240,6 +243,7 @@ def test_what_computes_nothing_cannot_be_checked(
 
 def test_the_workers_flags_become_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = _catch_config(monkeypatch, "stage_worker.app")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     line = (
         "worker --coordinator head:7480 --device cuda:1 --memory 1.5GiB --name gpu-a --listen 0.0.0.0:9000 "
         f"--advertise gpu-a:9000 --model {tmp_path} --threads 4 --wire-dtype fp8"
@@ -256,6 +260,7 @@ def test_the_workers_flags_become_its_config(tmp_path: Path, monkeypatch: pytest
             model_directory=tmp_path,
             num_threads=4,
             wire_dtype=ScaledDType.F8_E4M3,
+            cache_directory=tmp_path / "stageline",
             telemetry=read_environment({}, version=VERSION),
         )
     ]

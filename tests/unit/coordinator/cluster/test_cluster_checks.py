@@ -266,3 +266,66 @@ def test_one_that_has_become_bad_is_found() -> None:
     checks.lose("b")
     assert checks.checked == ["ab", "ac", "a", "c"]
     assert set(checks.quarantined()) == {"a"}
+
+
+# A check that names the stage, and one of a cluster that serves
+
+
+def test_who_deviates_first_is_the_suspect_and_nobody_else() -> None:
+    cluster = checking(num_stages=3)
+    cluster.state.checked(1, "failed: numbers", stage=1)
+    doubts = {each.identity.name: each.doubts for each in cluster.state.workers}
+    assert doubts == {"a": (), "b": ("the self-check of a, b, c failed: numbers",), "c": ()}
+
+
+def test_who_deviated_first_gives_way_to_a_newcomer_and_is_put_aside() -> None:
+    cluster = checking(num_stages=3)
+    cluster.state.checked(1, "failed: numbers", stage=1)
+    cluster.join("d")
+    assert set(cluster.stage_names) == {"a", "c", "d"}
+    cluster.load_all()
+    cluster.get_ready()
+    cluster.state.checked(cluster.state.epoch, None)
+    states = {each.identity.name: each.state for each in cluster.state.workers}
+    assert states["b"] is WorkerState.QUARANTINED
+
+
+def test_who_was_above_doubt_can_be_the_cause() -> None:
+    cluster = checking(num_stages=2)
+    cluster.state.checked(1, None)
+    cluster.get_ready()
+    cluster.state.doubted(2, "the self-check failed: numbers")
+    cluster.get_ready()
+    cluster.state.checked(3, "failed: numbers", stage=0)
+    assert cluster.state.workers["a"].doubts and not cluster.state.workers["b"].doubts
+
+
+def test_only_an_epoch_of_a_check_keeps_what_stages_hand_on() -> None:
+    cluster = ClusterDriver(num_stages=1, needs_check=True)
+    cluster.join("a")
+    (begin,) = cluster.load_all()
+    assert isinstance(begin, BeginEpoch) and begin.is_check
+    cluster.get_ready()
+    (begin,) = cluster.state.checked(1, None)
+    assert isinstance(begin, BeginEpoch) and not begin.is_check
+
+
+def test_a_plan_that_is_doubted_is_checked_again_before_it_serves() -> None:
+    cluster = checking()
+    cluster.state.checked(1, None)
+    cluster.get_ready()
+    stop, begin = cluster.state.doubted(2, "the self-check failed: numbers")
+    assert stop == StopServing(2, "the self-check failed: numbers", EndCause.FAULT)
+    assert isinstance(begin, BeginEpoch) and (begin.epoch, begin.is_check) == (3, True)
+    assert [type(action) for action in cluster.get_ready()] == [CheckPlan]
+    cluster.state.checked(3, None)
+    assert [type(action) for action in cluster.get_ready()] == [StartServing]
+
+
+def test_doubts_about_another_epoch_change_nothing() -> None:
+    cluster = checking()
+    assert cluster.state.doubted(1, "numbers") == []
+    cluster.state.checked(1, None)
+    cluster.get_ready()
+    assert cluster.state.doubted(1, "numbers") == []
+    assert cluster.state.phase is ClusterPhase.SERVING

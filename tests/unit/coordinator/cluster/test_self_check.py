@@ -1,191 +1,379 @@
-"""The verdict on an answer, and where the reference comes from."""
+"""The verdict on the answers of a self-check, and when one is due."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 
-from builtin_model import SELF_CHECK_FILE
 from checkpoint import DType
-from coordinator.cluster import self_check_references
-from coordinator.cluster.self_check import SelfCheck, judge
-from coordinator.cluster.self_check_references import (
+from coordinator.cluster.self_check import CheckedEpoch, SelfCheck
+from coordinator.cluster.self_check_references import ReferenceQuestion, References, ReferenceSource
+from coordinator.cluster.self_check_script import Script, write_script
+from coordinator.cluster.self_check_tolerance import LEAST_TOLERANCE, deviation, tolerance
+from coordinator.cluster.self_check_verdict import (
+    CheckOutcome,
     KnownReference,
     NoReference,
-    References,
-    ReferenceSource,
-    read_recorded,
+    Verdict,
+    judge,
 )
-from coordinator.cluster.self_check_step import check_step, prompt_for
-from coordinator.cluster.self_check_tolerance import LEAST_TOLERANCE, deviation, tolerance
 from coordinator.config import CoordinatorConfig
-from coordinator.model import ServedModel, open_model
 from coordinator.planning.plan import Plan, StepLimits, WorkerCapacity
-from stageline_rpc.v1 import stage_pb2
+from coordinator.scheduling.kv_log import KvLog
 from tests.unit.coordinator.cluster.cluster_driver import plan_of
-from wire.reference import NUM_TOP, Reference, check_prompt, encode_reference
+from wire.ids import SequenceKey
+from wire.reference import NUM_TEXTS, STATE_WIDTH, LayerReference, Reference, TextReference, check_text
 from wire.steps import SliceError, SliceResult, Step, StepResult, TokenLogprobs
 
-ROWS = (
-    TokenLogprobs(7, -3.0, 9, ((1, -0.5), (2, -1.5))),
-    TokenLogprobs(1, -0.25, 1, ((1, -0.25), (5, -2.0))),
-)
-REFERENCE = Reference((3, 7), ROWS, 2.0, 0.01)
-KNOWN = KnownReference(REFERENCE, "the reference of worker w")
-SOURCES = (ReferenceSource("small", "small:1", 10), ReferenceSource("large", "large:1", 20))
+VOCAB_SIZE = 50
+TEXTS = tuple(check_text(number, 8, VOCAB_SIZE) for number in range(NUM_TEXTS))
+ROW = TokenLogprobs(7, -3.0, 9, ((1, -0.5), (2, -1.5)))
+ROUNDING = 0.01
 
 
-def plan(*, max_step_tokens: int = 8, num_blocks: int = 4) -> Plan:
-    """One stage of four blocks of four tokens."""
-    made = plan_of([WorkerCapacity(name="a", memory_bytes=1)], needed_bytes=0)
-    limits = StepLimits(max_step_tokens=max_step_tokens, max_step_sequences=4, max_sequence_tokens=32)
-    return replace(made, limits=limits, num_blocks=num_blocks)
+def row_after(text: int, position: int) -> TokenLogprobs:
+    """Different ones for different places."""
+    tokens = TEXTS[text]
+    following = tokens[position + 1] if position + 1 < len(tokens) else 1
+    first = -0.25 - 0.01 * position - 0.1 * text
+    top = ((1, first), (2, first - 1.0), (3, first - 2.0))
+    return TokenLogprobs(following, dict(top).get(following, first - 5.0), 0, top)
 
 
-def answer(step: Step, rows: tuple[TokenLogprobs, ...] = ROWS) -> StepResult:
-    (part,) = step.slices
-    sampled = SliceResult(part.sequence, 0, rows[-1].token, rows[-1], rows[:-1])
-    return StepResult(step.epoch, step.step_id, (sampled,))
+def reference() -> Reference:
+    texts = tuple(
+        TextReference(tokens, tuple(row_after(number, i) for i in range(len(tokens))))
+        for number, tokens in enumerate(TEXTS)
+    )
+    num_tokens = sum(map(len, TEXTS))
+    states = array("f", [float(1 + i % 7) for i in range(num_tokens * STATE_WIDTH)])
+    return Reference(texts, tuple(LayerReference(states, ROUNDING) for _ in range(2)), 2.0, ROUNDING)
 
 
-def step_of_two() -> Step:
-    return check_step(plan(), 1, (3, 7))
+REFERENCE = reference()
+KNOWN = KnownReference(REFERENCE, "the reference of worker w", "w")
+
+
+def plan() -> Plan:
+    """Two stages of a layer each, and blocks of four tokens."""
+    made = plan_of([WorkerCapacity(name=name, memory_bytes=1) for name in "ab"], needed_bytes=0)
+    limits = StepLimits(max_step_tokens=16, max_step_sequences=8, max_sequence_tokens=32)
+    return replace(made, limits=limits, num_blocks=16, block_size=4)
+
+
+PLAN = plan()
+
+
+def new_script() -> Script:
+    return write_script(PLAN, 5, TEXTS, KvLog(num_blocks=16, block_size=4))
+
+
+SCRIPT = new_script()
+
+
+def answers(script: Script = SCRIPT) -> list[StepResult]:
+    """Those of a good pipeline."""
+    results = []
+    for each in script.steps:
+        entries = []
+        for part in each.slices:
+            rows = [row_after(part.text, part.first + i) for i in range(part.num_tokens)]
+            sampled = replace(rows[-1], token=rows[-1].top[0][0], logprob=rows[-1].top[0][1])
+            entries.append(
+                SliceResult(
+                    part.sequence,
+                    0,
+                    sampled.token if part.is_sampled else None,
+                    sampled if part.is_sampled else None,
+                    tuple(rows[: part.num_scored]),
+                )
+            )
+        results.append(StepResult(5, each.step.step_id, tuple(entries)))
+    return results
+
+
+def states() -> array[float]:
+    """What a good stage hands on."""
+    found = array("f")
+    for part in (part for each in SCRIPT.steps for part in each.slices):
+        for position in range(part.first, part.first + part.num_tokens):
+            begin = REFERENCE.state_index(part.text, position)
+            found += REFERENCE.layers[0].states[begin : begin + STATE_WIDTH]
+    return found
+
+
+def verdict_of(results: Sequence[StepResult], **options: Any) -> Verdict:
+    found = {"states": {0: states()}, "known": KNOWN} | options
+    return judge(SCRIPT, PLAN, results, found["states"], found["known"])
+
+
+def changed(
+    results: Sequence[StepResult], choose: Callable[[SliceResult], bool], **changes: Any
+) -> list[StepResult]:
+    """With changes of the first result that is chosen."""
+    left = True
+
+    def change(entry: SliceResult) -> SliceResult:
+        nonlocal left
+        if left and choose(entry):
+            left = False
+            return replace(entry, **changes)
+        return entry
+
+    return [replace(each, results=tuple(map(change, each.results))) for each in results]
+
+
+def is_decode(entry: SliceResult) -> bool:
+    return not entry.prompt_logprobs
 
 
 # The measure
 
 
-def test_equal_log_probabilities_do_not_deviate() -> None:
-    assert deviation(ROWS, REFERENCE) == 0.0
-
-
 def test_differences_count_as_a_fraction_of_the_spread() -> None:
-    moved = tuple(
-        replace(row, logprob=row.logprob + 0.5, top=tuple((token, value + 0.5) for token, value in row.top))
-        for row in ROWS
-    )
-    assert deviation(moved, REFERENCE) == pytest.approx(0.25)
+    assert deviation([(ROW, ROW)], REFERENCE) == 0.0
+    moved = replace(ROW, logprob=-2.5, top=((1, 0.0), (2, -1.0)))
+    assert deviation([(moved, ROW)], REFERENCE) == pytest.approx(0.25)
 
 
 def test_a_token_that_only_one_side_lists_counts_with_what_it_is_above_the_others_last() -> None:
-    (first, second) = ROWS
     # 4 in the place of 2: 0.5 above the last that the reference lists, which 2 is itself above the last here.
-    changed = (replace(first, top=((1, -0.5), (4, -1.0))), second)
-    expected = math.sqrt((0.5**2 + 0.0) / 6) / 2.0
-    assert deviation(changed, REFERENCE) == pytest.approx(expected)
+    other = replace(ROW, top=((1, -0.5), (4, -1.0)))
+    assert deviation([(other, ROW)], REFERENCE) == pytest.approx(math.sqrt(0.5**2 / 4) / 2.0)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_no_deviation_that_can_be_allowed(value: float) -> None:
-    rows = (replace(ROWS[0], logprob=value), ROWS[1])
-    assert not deviation(rows, REFERENCE) <= tolerance(REFERENCE)
+    assert not deviation([(replace(ROW, logprob=value), ROW)], REFERENCE) <= tolerance(REFERENCE)
 
 
 def test_logits_without_spread_are_compared_all_the_same() -> None:
     flat = replace(REFERENCE, logit_spread=0.0, rounding=0.0)
-    assert deviation(ROWS, flat) == 0.0
-    assert deviation((ROWS[0], replace(ROWS[1], logprob=-2.0)), flat) > tolerance(flat)
+    assert deviation([(ROW, ROW)], flat) == 0.0
+    assert deviation([(replace(ROW, logprob=-2.0), ROW)], flat) > tolerance(flat)
 
 
 def test_twice_what_rounding_does_is_allowed_and_a_little_at_least() -> None:
-    assert tolerance(REFERENCE) == pytest.approx(2 * 0.01 / 2.0)
+    assert tolerance(REFERENCE) == pytest.approx(2 * ROUNDING / 2.0)
     assert tolerance(replace(REFERENCE, rounding=0.0)) == LEAST_TOLERANCE
 
 
 # The verdict
 
 
-def test_an_answer_like_the_reference_passes_and_one_unlike_it_fails_with_the_numbers() -> None:
-    step = step_of_two()
-    assert judge(answer(step), 2, KNOWN).is_good
-    verdict = judge(answer(step, (ROWS[0], replace(ROWS[1], logprob=-1.0))), 2, KNOWN)
-    assert not verdict.is_good
-    # The last row's token is in its list, too: one difference of 0.75 in five.
+def test_answers_like_the_reference_pass() -> None:
+    verdict = verdict_of(answers())
+    assert (verdict.outcome, verdict.deviation, verdict.stage) == (CheckOutcome.PASSED, 0.0, None)
     assert verdict.text == (
-        "failed: the log-probabilities of 2 tokens differ from the reference of worker w by 0.17 of the "
-        "spread of the logits, and 0.01 is allowed"
+        f"passed: the log-probabilities of {SCRIPT.num_rows} tokens in {len(SCRIPT.steps)} steps differ from "
+        "the reference of worker w by 0 of the spread of the logits, and 0.01 is allowed"
     )
 
 
-def test_without_a_reference_an_answer_has_to_be_finite() -> None:
+def test_one_wrong_decode_is_not_lost_among_right_prompts() -> None:
+    wrong = TokenLogprobs(1, -1.5, 1, ((1, -1.5), (2, -3.0), (3, -4.0)))
+    verdict = verdict_of(changed(answers(), is_decode, outcome=1, logprobs=wrong))
+    assert verdict.outcome is CheckOutcome.FAILED
+    assert verdict.deviation is not None and verdict.deviation > 10 * 0.01
+    assert verdict.stage == 1
+    assert verdict.detail.endswith("; stage 1 (worker b) gets the right hidden states")
+
+
+def test_the_first_stage_that_deviates_is_named() -> None:
+    wrong = states()
+    wrong[-STATE_WIDTH] += 5.0
+    verdict = verdict_of(answers(), states={0: wrong})
+    assert (verdict.outcome, verdict.stage) == (CheckOutcome.FAILED, 0)
+    assert verdict.detail.startswith("the hidden states of stage 0 (worker a) differ by ")
+    other = TokenLogprobs(1, -1.5, 1, ((1, -1.5), (2, -3.0), (3, -4.0)))
+    verdict = verdict_of(changed(answers(), is_decode, outcome=1, logprobs=other), states={0: wrong})
+    assert (verdict.outcome, verdict.stage) == (CheckOutcome.FAILED, 0)
+    assert "; first, the hidden states of stage 0 (worker a) differ by " in verdict.detail
+
+
+@pytest.mark.parametrize("told", [{}, {0: array("f", [1.0])}])
+def test_where_a_stage_does_not_tell_none_is_named(told: dict[int, array[float]]) -> None:
+    wrong = TokenLogprobs(1, -1.5, 1, ((1, -1.5), (2, -3.0), (3, -4.0)))
+    verdict = verdict_of(changed(answers(), is_decode, outcome=1, logprobs=wrong), states=told)
+    assert (verdict.outcome, verdict.stage) == (CheckOutcome.FAILED, None)
+    assert verdict.detail.endswith("no hidden states of stage 0 to compare")
+
+
+def test_another_token_than_by_far_the_most_likely_one_fails() -> None:
+    second = TokenLogprobs(2, row_after(0, 0).top[1][1], 2, row_after(0, 0).top)
+    verdict = verdict_of(
+        changed(
+            answers(),
+            lambda entry: entry.sequence.choice == 0 and entry.outcome is not None,
+            outcome=2,
+            logprobs=replace(second, logprob=row_after(0, 1).top[1][1], top=row_after(0, 1).top),
+        )
+    )
+    assert verdict.outcome is CheckOutcome.FAILED
+    assert verdict.detail.startswith("token 2 was sampled where 1 is by far the most likely; ")
+
+
+def test_without_a_reference_answers_have_to_be_finite() -> None:
     nothing = NoReference("worker w: too large")
-    verdict = judge(answer(step_of_two()), 2, nothing)
-    assert (verdict.is_good, verdict.text) == (
-        True,
-        "finite only, because there is no reference: worker w: too large",
+    verdict = verdict_of(answers(), known=nothing)
+    assert (verdict.outcome, verdict.text) == (
+        CheckOutcome.FINITE_ONLY,
+        "finite only: there is no reference: worker w: too large",
     )
-    rows = (ROWS[0], replace(ROWS[1], top=((1, math.nan),)))
-    assert not judge(answer(step_of_two(), rows), 2, nothing).is_good
+    rows = (replace(ROW, top=((1, math.nan),)),)
+    results = changed(answers(), lambda entry: len(entry.prompt_logprobs) == 1, prompt_logprobs=rows)
+    assert verdict_of(results, known=nothing).outcome is CheckOutcome.FAILED
 
 
 def test_the_error_of_a_slice_is_the_problem() -> None:
-    result = answer(step_of_two())
-    (part,) = result.results
-    failed = replace(
-        part, outcome=SliceError(1, 2, f"logits for position 1 of {part.sequence} are not finite")
-    )
-    verdict = judge(replace(result, results=(failed,)), 2, KNOWN)
-    assert (verdict.is_good, verdict.text) == (False, "failed: logits for position 1 are not finite")
+    key = SCRIPT.steps[0].slices[0].sequence
+    error = SliceError(1, 2, f"logits for position 1 of {key} are not finite")
+    verdict = verdict_of(changed(answers(), lambda entry: True, outcome=error))
+    assert verdict.text == "failed: logits for position 1 are not finite"
 
 
-def spoil_step(result: StepResult) -> StepResult:
-    return replace(result, step_id=1)
+SPOILT: list[Callable[[list[StepResult]], list[StepResult]]] = [
+    lambda results: [replace(results[0], step_id=1), *results[1:]],
+    lambda results: [replace(results[0], results=()), *results[1:]],
+    lambda results: changed(results, lambda entry: True, prompt_logprobs=(ROW,) * 9),
+    lambda results: changed(results, is_decode, logprobs=None),
+    lambda results: changed(results, is_decode, outcome=3),
+    lambda results: changed(results, is_decode, logprobs=replace(ROW, token=1, top=())),
+    lambda results: changed(
+        results, lambda entry: True, sequence=SequenceKey(SCRIPT.steps[0].slices[0].sequence.request_id, 9)
+    ),
+]
 
 
-def spoil_results(result: StepResult) -> StepResult:
-    return replace(result, results=())
-
-
-def spoil_rows(result: StepResult) -> StepResult:
-    return replace(result, results=(replace(result.results[0], prompt_logprobs=()),))
-
-
-def spoil_sampled(result: StepResult) -> StepResult:
-    return replace(result, results=(replace(result.results[0], logprobs=None),))
-
-
-@pytest.mark.parametrize("spoil", [spoil_step, spoil_results, spoil_rows, spoil_sampled])
+@pytest.mark.parametrize("spoil", SPOILT)
 @pytest.mark.parametrize("known", [KNOWN, NoReference("none")])
-def test_an_answer_to_something_else_fails(
-    spoil: Callable[[StepResult], StepResult], known: KnownReference | NoReference
+def test_answers_to_something_else_fail(
+    spoil: Callable[[list[StepResult]], list[StepResult]], known: KnownReference | NoReference
 ) -> None:
-    assert not judge(spoil(answer(step_of_two())), 2, known).is_good
+    assert verdict_of(spoil(answers()), known=known).outcome is CheckOutcome.FAILED
 
 
-# The step
+# Running
 
 
-def test_the_prompt_is_spread_over_the_vocabulary_and_fits_into_the_step() -> None:
-    assert len(set(check_prompt(100))) == 8
-    assert max(check_prompt(10**6)) > 900_000 and min(check_prompt(10**6)) < 100_000
-    assert set(check_prompt(1)) == {0}
-    assert prompt_for(plan(), 100) == check_prompt(100)
-    assert prompt_for(plan(max_step_tokens=5), 100) == check_prompt(100)[:5]
-    assert prompt_for(plan(num_blocks=1), 100) == check_prompt(100)[:4]
+class FakeReferences(References):
+    """One reference, which is there or not."""
+
+    def __init__(self) -> None:
+        self.known: KnownReference | None = KNOWN
+        self.confirmed = self.distrusted = 0
+
+    async def get(self, question: ReferenceQuestion, sources: Sequence[ReferenceSource]) -> KnownReference:
+        if self.known is None:
+            raise NoReference("not yet")
+        return self.known
+
+    def has(self, question: ReferenceQuestion) -> bool:
+        return self.known is not None
+
+    async def confirm(self, question: ReferenceQuestion) -> None:
+        self.confirmed += 1
+
+    def distrust(self, question: ReferenceQuestion) -> None:
+        self.distrusted += 1
 
 
-def test_a_prompt_of_one_token_is_not_scored() -> None:
-    step = check_step(plan(), 1, (3,))
-    assert not step.slices[0].is_scored
-    sampled = ROWS[-1]
-    assert judge(
-        answer(step, (sampled,)), 1, KnownReference(replace(REFERENCE, rows=(sampled,)), "it")
-    ).is_good
+class Running:
+    """A check of a pipeline that answers as it is told."""
+
+    def __init__(self, *, interval_s: float = 600.0) -> None:
+        self.references = FakeReferences()
+        self.check = SelfCheck(
+            self.references,
+            vocab_size=VOCAB_SIZE,
+            interval_s=interval_s,
+            answer_timeout_s=0.01,
+            states_timeout_s=0.01,
+            now_us=lambda: 77,
+        )
+        self.results = answers()
+        self.states: array[float] | None = states()
+
+    def _send(self, step: Step) -> None:
+        if step.step_id < len(self.results):
+            self.check.take(self.results[step.step_id])
+
+    def _tell(self) -> None:
+        if self.states is not None:
+            self.check.take_states(0, self.states.tobytes())
+
+    async def run(self) -> Verdict:
+        self.check.begin()
+        known = await self.check.reference(PLAN, DType.F32, ())
+        kv = KvLog(num_blocks=16, block_size=4)
+        epoch = CheckedEpoch(
+            epoch=5, plan=PLAN, kv=kv, first_step_id=0, send=self._send, ask_states=self._tell
+        )
+        return await self.check.run(epoch, known)
 
 
-# Asking
+async def test_the_last_verdict_is_told_with_its_time() -> None:
+    running = Running()
+    assert running.check.verdict.text == "not run yet"
+    verdict = await running.run()
+    assert running.check.verdict is verdict
+    assert (verdict.outcome, verdict.at_us) == (CheckOutcome.PASSED, 77)
+    assert (running.references.confirmed, running.references.distrusted) == (1, 0)
 
 
-@pytest.fixture
-def served(tmp_path: Path) -> ServedModel:
-    return replace(open_model(config()), is_builtin=False, directory=tmp_path)
+async def test_an_answer_that_does_not_come_ends_the_check() -> None:
+    running = Running()
+    running.results.pop()
+    with pytest.raises(TimeoutError):
+        await running.run()
+    assert running.check.verdict.text == "under way"
+
+
+async def test_a_reference_that_a_plan_has_failed_with_is_not_kept() -> None:
+    running = Running()
+    running.states = array("f", [0.0] * len(states()))
+    assert (await running.run()).stage == 0
+    assert (running.references.confirmed, running.references.distrusted) == (0, 1)
+
+
+async def test_hidden_states_that_do_not_come_are_waited_for_in_vain_but_not_for_long() -> None:
+    running = Running()
+    running.states = None
+    verdict = await running.run()
+    assert verdict.outcome is CheckOutcome.PASSED
+    assert verdict.detail.endswith("no hidden states of stage 0 to compare")
+
+
+async def test_a_check_is_due_after_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    running = Running()
+    assert not running.check.is_due(), "the first one is not for an idle moment"
+    await running.run()
+    assert not running.check.is_due()
+    running.check._checked_at_s = asyncio.get_running_loop().time() - 601
+    assert running.check.is_due()
+    off = Running(interval_s=0.0)
+    await off.run()
+    off.check._checked_at_s = -1e9
+    assert not off.check.is_due()
+
+
+async def test_a_check_is_due_when_its_reference_has_come() -> None:
+    running = Running()
+    running.references.known = None
+    assert (await running.run()).outcome is CheckOutcome.FINITE_ONLY
+    assert not running.check.is_due()
+    running.references.known = KNOWN
+    assert running.check.is_due()
+
+
+# Whether
 
 
 def config(**settings: Any) -> CoordinatorConfig:
@@ -205,127 +393,17 @@ def config(**settings: Any) -> CoordinatorConfig:
     return CoordinatorConfig(**{**values, **settings})
 
 
-class Workers:
-    """Answers for every worker but `refusing`; `silent` ones never do."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, refusing: str = "", silent: str = "") -> None:
-        self.asked: list[str] = []
-        self._refusing, self._silent = refusing, silent
-        monkeypatch.setattr(self_check_references, "compute_reference", self._compute)
-
-    async def _compute(
-        self, address: str, request: stage_pb2.ReferenceRequest, *, timeout_s: float
-    ) -> stage_pb2.ReferenceResponse:
-        name = address.partition(":")[0]
-        self.asked.append(name)
-        assert request.num_top == NUM_TOP and request.secret == b""
-        if name == self._silent:
-            await asyncio.Event().wait()
-        if name == self._refusing:
-            raise grpc.aio.AioRpcError(
-                grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.aio.Metadata(), grpc.aio.Metadata(), "too large"
-            )
-        return encode_reference(REFERENCE)
-
-
-async def test_the_worker_with_the_most_free_memory_is_asked_once(
-    served: ServedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    workers, references = Workers(monkeypatch), References(served)
-    for _ in range(2):
-        known = await references.get(DType.F32, (3, 7), SOURCES)
-    assert known.origin == "the reference of worker large"
-    assert [row.token for row in known.reference.rows] == [7, 1]
-    assert workers.asked == ["large"]
-    await references.get(DType.BF16, (3, 7), SOURCES)
-    assert workers.asked == ["large", "large"]
-
-
-async def test_another_worker_is_asked_when_one_refuses(
-    served: ServedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    workers = Workers(monkeypatch, refusing="large")
-    known = await References(served).get(DType.F32, (3, 7), SOURCES)
-    assert known.origin == "the reference of worker small"
-    assert workers.asked == ["large", "small"]
-
-
-async def test_a_refusal_by_all_says_what_each_said_and_is_not_kept(
-    served: ServedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    references = References(served)
-    Workers(monkeypatch, refusing="large")
-    with pytest.raises(NoReference, match=r"^worker large: too large$"):
-        await references.get(DType.F32, (3, 7), SOURCES[1:])
-    with pytest.raises(NoReference, match=r"^no worker can be asked$"):
-        await references.get(DType.F32, (3, 7), ())
-    Workers(monkeypatch)
-    assert (await references.get(DType.F32, (3, 7), SOURCES)).origin == "the reference of worker large"
-
-
-async def test_an_answer_for_other_tokens_is_a_refusal(
-    served: ServedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Workers(monkeypatch)
-    with pytest.raises(NoReference, match="worker large: a reference of 2 rows for 3 tokens"):
-        await References(served).get(DType.F32, (3, 7, 1), SOURCES[1:])
-
-
-async def test_waiting_for_a_reference_has_an_end(
-    served: ServedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Workers(monkeypatch, refusing="large", silent="small")
-    with pytest.raises(NoReference, match=r"^worker large: too large; no reference within 0\.01 s$"):
-        await References(served, timeout_s=0.01).get(DType.F32, (3, 7), SOURCES)
-
-
-async def test_what_is_recorded_is_for_the_built_in_model_and_its_fingerprint(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    workers = Workers(monkeypatch)
-    model = open_model(config())
-    prompt = check_prompt(model.config.vocab_size)
-    for dtype in DType:
-        assert (await References(model).get(dtype, prompt, ())).origin == "the recorded reference"
-    assert workers.asked == []
-    assert read_recorded(SELF_CHECK_FILE, "another") == {}
-    with pytest.raises(NoReference):
-        await References(replace(model, is_builtin=False)).get(DType.F32, prompt, ())
-
-
-async def test_an_answer_that_does_not_come_ends_the_check(
-    served: ServedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Workers(monkeypatch)
-    sent: list[Step] = []
-    check = SelfCheck(References(served), vocab_size=9, answer_timeout_s=0.01)
-    with pytest.raises(TimeoutError):
-        await check.run(plan(max_step_tokens=2), 5, sent.append, SOURCES)
-    assert [(step.epoch, step.step_id, step.num_tokens) for step in sent] == [(5, 0, 2)]
-    assert check.text == "under way"
-
-
-async def test_the_last_verdict_is_told(served: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    Workers(monkeypatch)
-    check = SelfCheck(References(served), vocab_size=9)
-    assert check.text == "not run yet"
-    verdict = await check.run(plan(max_step_tokens=2), 5, lambda step: check.take(answer(step)), SOURCES)
-    assert verdict.is_good
-    assert check.text == verdict.text
-    check.take(answer(step_of_two()))
-
-
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
         ({}, True),
         ({"self_check": False}, False),
-        ({"model_directory": Path("/nowhere")}, False),
-        ({"model_directory": Path("/nowhere"), "self_check": True}, True),
+        ({"model_directory": Path("/nowhere")}, True),
+        ({"model_directory": Path("/nowhere"), "self_check": False}, False),
         ({"mock_model": "layers=4"}, False),
     ],
 )
-def test_the_built_in_model_is_checked_unless_told(settings: dict[str, Any], expected: bool) -> None:
+def test_every_model_with_weights_is_checked_unless_told(settings: dict[str, Any], expected: bool) -> None:
     assert config(**settings).wants_self_check is expected
 
 
@@ -334,81 +412,7 @@ def test_a_mock_model_cannot_be_checked() -> None:
         config(mock_model="layers=4", self_check=True)
 
 
-# Workers that disagree
-
-
-WRONG = replace(REFERENCE, rows=(ROWS[0], replace(ROWS[1], logprob=-9.0)))
-
-
-class Opinions:
-    """Workers that answer, some of them wrongly."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *wrong: str) -> None:
-        self.wrong = wrong
-        self.asked: list[str] = []
-        monkeypatch.setattr(self_check_references, "compute_reference", self._compute)
-
-    async def _compute(
-        self, address: str, request: stage_pb2.ReferenceRequest, *, timeout_s: float
-    ) -> stage_pb2.ReferenceResponse:
-        name = address.partition(":")[0]
-        self.asked.append(name)
-        return encode_reference(WRONG if name in self.wrong else REFERENCE)
-
-
-def sources(*names: str) -> tuple[ReferenceSource, ...]:
-    """The first one has the most memory."""
-    return tuple(ReferenceSource(name, f"{name}:1", 100 - place) for place, name in enumerate(names))
-
-
-async def run_check(
-    check: SelfCheck, names: tuple[ReferenceSource, ...], rows: tuple[TokenLogprobs, ...] = ROWS
-) -> tuple[bool, str]:
-    verdict = await check.run(plan(max_step_tokens=2), 5, lambda step: check.take(answer(step, rows)), names)
-    return verdict.is_good, verdict.text
-
-
-async def test_one_worker_with_a_wrong_reference_does_not_refuse_a_good_plan(
-    served: ServedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opinions = Opinions(monkeypatch, "a")
-    check = SelfCheck(References(served), vocab_size=9)
-    is_good, text = await run_check(check, sources("a", "b", "c", "d"))
-    assert is_good, text
-    assert opinions.asked == ["a", "b", "c"]
-    assert text.endswith("; not so from the reference of worker a")
-    assert (await run_check(check, sources("a", "b", "c", "d")))[0]
-    assert opinions.asked == ["a", "b", "c"], "the right one is kept"
-
-
-async def test_a_bad_plan_is_refused_by_all(served: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    Opinions(monkeypatch)
-    check = SelfCheck(References(served), vocab_size=9)
-    is_good, text = await run_check(check, sources("a", "b", "c"), WRONG.rows)
-    assert not is_good
-    assert "but not from" not in text
-
-
-async def test_where_one_stands_against_one_nothing_passes(
-    served: ServedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody can tell which of the two workers is wrong, whichever of them runs the plan."""
-    Opinions(monkeypatch, "a")
-    check = SelfCheck(References(served), vocab_size=9)
-    is_good, text = await run_check(check, sources("a", "b"))
-    assert not is_good
-    assert text.endswith("but not from the reference of worker b")
-    assert not (await run_check(check, sources("a", "b"), WRONG.rows))[0]
-    assert (await run_check(check, sources("a", "b", "c")))[0]
-
-
-async def test_what_was_recorded_is_not_disputed(
-    served: ServedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opinions = Opinions(monkeypatch)
-    references = References(served)
-    recorded = replace(WRONG, tokens=check_prompt(9)[:2])
-    references.settle(DType.F32, KnownReference(recorded, "the recorded reference"))
-    check = SelfCheck(references, vocab_size=9)
-    assert not (await run_check(check, sources("a", "b", "c")))[0]
-    assert opinions.asked == []
+@pytest.mark.parametrize("interval_s", [-1.0, math.inf, math.nan])
+def test_an_impossible_interval_is_refused(interval_s: float) -> None:
+    with pytest.raises(ValueError, match="self_check_interval_s is"):
+        config(self_check_interval_s=interval_s)

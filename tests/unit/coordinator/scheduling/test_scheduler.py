@@ -519,3 +519,37 @@ def test_finish_reasons_reach_whoever_asked() -> None:
     assert sequence.generated_tokens[-1] == stop
     assert solo_run(prompt, 8, frozenset({stop}))[1] is FinishReason.STOP
     model.check_all_ended()
+
+
+# An idle epoch, lent to whoever sends steps of its own
+
+
+def test_an_epoch_is_lent_only_while_nobody_needs_it() -> None:
+    model = model_of()
+    model.submit([1, 2], max_tokens=1)
+    assert model.scheduler.lend_epoch() is None, "a sequence waits"
+    model.pump()
+    assert model.scheduler.lend_epoch() is None, "a step is in flight"
+    model.drain(max_steps=3)
+    assert model.scheduler.lend_epoch() == (model.kv, len(model.sent))
+    assert model.scheduler.lend_epoch() is None, "it is lent already"
+
+
+def test_requests_wait_while_an_epoch_is_lent_and_steps_go_on_after_it() -> None:
+    model = model_of()
+    lent = model.scheduler.lend_epoch()
+    assert lent is not None
+    model.submit([1, 2], max_tokens=1)
+    assert model.scheduler.next_step(0.0) is None
+    model.scheduler.take_epoch_back(next_step_id=lent[1] + 7)
+    step = model.scheduler.next_step(0.0)
+    assert step is not None and step.step_id == 7
+
+
+def test_the_end_of_an_epoch_ends_the_loan() -> None:
+    model = model_of()
+    assert model.scheduler.lend_epoch() is not None
+    model.end_epoch()
+    assert model.scheduler.lend_epoch() is None
+    model.begin_epoch()
+    assert model.scheduler.lend_epoch() is not None

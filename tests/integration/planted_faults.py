@@ -1,0 +1,162 @@
+"""Faults of serving that a stage computes on with: planted into one stage of real models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stage_worker.models import DecoderStage
+from stage_worker.models.step_layout import StepLayout
+from stage_worker.slice_layout import SliceLayout
+
+Plant = Callable[[DecoderStage], None]
+"""Makes a loaded stage faulty."""
+
+
+class _Faulty:
+    """A layer's operations, but for those that a fault replaces."""
+
+    def __init__(self, real: Any) -> None:
+        self.real = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+
+def _replace_operations(stage: DecoderStage, faulty: type[_Faulty]) -> None:
+    untyped: Any = stage
+    for layer in untyped._loaded().layers:
+        layer._operations = faulty(layer._operations)
+
+
+def decode_attention_is_zero(stage: DecoderStage) -> None:
+    class Zero(_Faulty):
+        def decode(self, query: Tensor, output: Tensor, layer: int, view: Any, *rest: Any) -> None:
+            if view.rows is None:
+                output.zero_()
+            else:
+                output.index_fill_(0, view.rows, 0)
+
+    _replace_operations(stage, Zero)
+
+
+def keys_and_values_are_not_written(stage: DecoderStage) -> None:
+    class Unwritten(_Faulty):
+        def rotate_and_write(
+            self, heads: Tensor, num_heads: int, layer: int, step: StepLayout, pages: Any
+        ) -> None:
+            before = pages.store(layer).clone()
+            self.real.rotate_and_write(heads, num_heads, layer, step, pages)
+            pages.store(layer).copy_(before)
+
+    _replace_operations(stage, Unwritten)
+
+
+def decoded_tokens_are_not_written(stage: DecoderStage) -> None:
+    class Unwritten(_Faulty):
+        def rotate_and_write(
+            self, heads: Tensor, num_heads: int, layer: int, step: StepLayout, pages: Any
+        ) -> None:
+            before = pages.store(layer).clone()
+            self.real.rotate_and_write(heads, num_heads, layer, step, pages)
+            if not step.prefill_rows:
+                pages.store(layer).copy_(before)
+
+    _replace_operations(stage, Unwritten)
+
+
+def slots_are_off_by_one(stage: DecoderStage) -> None:
+    class Shifted(_Faulty):
+        def rotate_and_write(
+            self, heads: Tensor, num_heads: int, layer: int, step: StepLayout, pages: Any
+        ) -> None:
+            writes, num_slots = step.writes, pages.num_slots
+            shifted = replace(
+                writes,
+                slots=(writes.slots + 1) % num_slots,
+                by_row=torch.where(writes.by_row < 0, writes.by_row, (writes.by_row + 1) % num_slots),
+                highest_slot=num_slots - 1,
+            )
+            self.real.rotate_and_write(heads, num_heads, layer, replace(step, writes=shifted), pages)
+
+    _replace_operations(stage, Shifted)
+
+
+def positions_are_off_by_one_in_decodes(stage: DecoderStage) -> None:
+    untyped: Any = stage
+    layout = stage.layout
+
+    def shifted(slices: list[SliceLayout], *, block_size: int) -> StepLayout:
+        positions = [
+            position + (item.num_tokens == 1)
+            for item in slices
+            for position in range(item.first_position, item.end_position)
+        ]
+        cos, sin = untyped._rope.cos_sin(positions)
+        return replace(layout(slices, block_size=block_size), cos=cos, sin=sin)
+
+    untyped.layout = shifted
+
+
+def pages_of_another_sequence_are_read(stage: DecoderStage) -> None:
+    """By slices of several tokens that begin behind cached ones: prefix hits."""
+    _change_slices(stage, lambda item: replace(item, pages=[_OTHER_PAGE, *item.pages[1:]]))
+
+
+def prefix_hits_are_ignored(stage: DecoderStage) -> None:
+    """The page that a hit stands for is taken to be a fresh one."""
+    _change_slices(stage, lambda item: replace(item, pages=[_FRESH_PAGE, *item.pages[1:]]))
+
+
+_OTHER_PAGE, _FRESH_PAGE = 1, 31
+
+
+def _change_slices(stage: DecoderStage, change: Callable[[SliceLayout], SliceLayout]) -> None:
+    untyped: Any = stage
+    layout = stage.layout
+
+    def changed(slices: list[SliceLayout], *, block_size: int) -> StepLayout:
+        return layout(
+            [change(item) if item.first_position and item.num_tokens > 1 else item for item in slices],
+            block_size=block_size,
+        )
+
+    untyped.layout = changed
+
+
+def second_chunks_do_not_see_the_first(stage: DecoderStage) -> None:
+    untyped: Any = stage
+    layout = stage.layout
+
+    def blind(slices: list[SliceLayout], *, block_size: int) -> StepLayout:
+        return layout([_blind(item, block_size) for item in slices], block_size=block_size)
+
+    untyped.layout = blind
+
+
+def _blind(item: SliceLayout, block_size: int) -> SliceLayout:
+    """It sees nothing before it, where it begins with a block."""
+    if not item.first_position or item.first_position % block_size:
+        return item
+
+    class Blind(SliceLayout):
+        def first_visible(self, window: int | None) -> int:
+            return self.first_position
+
+    return Blind(**{name: getattr(item, name) for name in SliceLayout.__slots__})
+
+
+FAULTS: list[Plant] = [
+    decode_attention_is_zero,
+    keys_and_values_are_not_written,
+    decoded_tokens_are_not_written,
+    slots_are_off_by_one,
+    positions_are_off_by_one_in_decodes,
+    pages_of_another_sequence_are_read,
+    prefix_hits_are_ignored,
+    second_chunks_do_not_see_the_first,
+]

@@ -1,0 +1,149 @@
+"""A self-check finds what goes wrong in serving, and where, with every kind of kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from checkpoint import Checkpoint, DType
+from coordinator.cluster.self_check_script import texts_for, write_script
+from coordinator.cluster.self_check_verdict import (
+    CheckOutcome,
+    KnownReference,
+    Verdict,
+    judge,
+)
+from coordinator.planning.plan import Plan, StagePlan, StepLimits
+from stage_worker.models import DecoderStage
+from stage_worker.models.native_kernels import unavailable_because
+from stage_worker.reference import compute_reference
+from stage_worker.reference_request import ReferenceRequest
+from stage_worker.sampling import sampler
+from stage_worker.stage_load import LoadProgress
+from tests.checkpoints import make_checkpoint
+from tests.integration.planted_faults import FAULTS, Plant, positions_are_off_by_one_in_decodes
+from tests.local_pipeline import LocalPipeline
+from wire.reference import NUM_TOP
+from wire.roles import StageRole
+
+LAYERS = (2, 2, 2)
+NUM_BLOCKS = 32
+KERNELS = {
+    "float32": (DType.F32, 16),
+    "bfloat16 in torch": (DType.BF16, 16),
+    "bfloat16 compiled": (DType.BF16, 32),
+}
+FAR = 5
+"""A fault deviates at least so many times as far as is allowed."""
+
+
+class Checked:
+    """A pipeline of real stages with a reference, for one self-check after another."""
+
+    def __init__(self, directory: Path, dtype: DType, *, block_size: int = 8, **changes: Any) -> None:
+        self.plan = _plan(dtype, block_size)
+        self.pipeline = LocalPipeline(
+            directory, LAYERS, dtype=dtype, block_size=block_size, num_blocks=NUM_BLOCKS, **changes
+        )
+        checkpoint = Checkpoint.open(directory)
+        self.texts = texts_for(self.plan, checkpoint.config.vocab_size)
+        request = ReferenceRequest(
+            directory="",
+            fingerprint=checkpoint.fingerprint,
+            dtype=dtype,
+            texts=self.texts,
+            num_top=NUM_TOP,
+            wire_dtype=dtype,
+        )
+        self.reference = compute_reference(request, directory, free_bytes=1 << 30, progress=LoadProgress())
+        self.epoch = 0
+
+    def model(self, stage: int) -> DecoderStage:
+        untyped: Any = self.pipeline.stages[stage]
+        model = untyped._compute._model
+        assert isinstance(model, DecoderStage)
+        return model
+
+    def run(self) -> Verdict:
+        self.epoch += 1
+        script = write_script(self.plan, self.epoch, self.texts, self.pipeline.new_log())
+        results, states = self.pipeline.play(script)
+        return judge(script, self.plan, results, states, KnownReference(self.reference, "the reference"))
+
+
+def _plan(dtype: DType, block_size: int) -> Plan:
+    stages = tuple(
+        StagePlan(
+            stage=stage,
+            worker=f"w{stage}",
+            role=StageRole.of_stage(stage, len(LAYERS)),
+            layer_begin=sum(LAYERS[:stage]),
+            layer_end=sum(LAYERS[: stage + 1]),
+            weight_bytes=0,
+            kv_bytes=0,
+            activation_bytes=0,
+            memory_bytes=0,
+            cost=0,
+        )
+        for stage in range(len(LAYERS))
+    )
+    limits = StepLimits(max_step_tokens=64, max_step_sequences=16, max_sequence_tokens=128)
+    return Plan(stages=stages, num_blocks=NUM_BLOCKS, block_size=block_size, dtype=dtype, limits=limits)
+
+
+@pytest.fixture(scope="module", params=KERNELS)
+def make_checked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    dtype, head_dim = KERNELS[request.param]
+    directory = tmp_path_factory.mktemp("checked") / "model"
+    make_checkpoint(directory, "llama", num_layers=sum(LAYERS), head_dim=head_dim)
+    reason = unavailable_because(Checkpoint.open(directory).config)
+    if head_dim == 32 and reason is not None:
+        pytest.skip(reason)
+    return lambda **changes: Checked(directory, dtype, **changes)
+
+
+def test_a_good_pipeline_passes(make_checked: Any) -> None:
+    for block_size in (1, 2, 3, 5, 8, 16):
+        verdict = make_checked(block_size=block_size).run()
+        assert verdict.outcome is CheckOutcome.PASSED, verdict.text
+
+
+@pytest.mark.parametrize("stage", range(len(LAYERS)))
+@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
+def test_a_fault_of_any_stage_is_found_there(make_checked: Any, plant: Plant, stage: int) -> None:
+    checked = make_checked()
+    plant(checked.model(stage))
+    verdict = checked.run()
+    assert verdict.outcome is CheckOutcome.FAILED
+    assert verdict.stage == stage, verdict.text
+    assert verdict.deviation is not None and verdict.allowed is not None
+    is_subtle = plant is positions_are_off_by_one_in_decodes and checked.plan.dtype is DType.BF16
+    assert verdict.deviation > (1 if is_subtle else FAR) * verdict.allowed
+
+
+def test_wrong_positions_of_all_stages_deviate_far(make_checked: Any) -> None:
+    checked = make_checked()
+    for stage in range(len(LAYERS)):
+        positions_are_off_by_one_in_decodes(checked.model(stage))
+    verdict = checked.run()
+    assert verdict.stage == 0
+    assert verdict.deviation is not None and verdict.allowed is not None
+    assert verdict.deviation > FAR * verdict.allowed
+
+
+def test_a_wrong_token_after_right_logits_is_found(
+    make_checked: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = make_checked()
+    choose = sampler.choose_rows
+
+    def second_best(logits: Tensor, *rest: Any) -> list[int | None]:
+        return [int(row.topk(2).indices[1]) for row in logits] if choose(logits, *rest) else []
+
+    monkeypatch.setattr(sampler, "choose_rows", second_best)
+    verdict = checked.run()
+    assert verdict.outcome is CheckOutcome.FAILED
+    assert "was sampled where" in verdict.detail
