@@ -185,6 +185,9 @@ class ServerCall:
         self._status = (code, details)
         raise grpc.aio.AbortError
 
+    async def send_initial_metadata(self, metadata: Any) -> None:
+        """Clients of the simulation neither attach nor cancel by it."""
+
     def peer(self) -> str:
         return f"ipv4:{self.client.process.name}:1"
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from random import Random
 from types import SimpleNamespace
 from typing import Any
+
+import grpc
 
 from tests.simulation.calls import DEADLINE_EXCEEDED, UNAVAILABLE, ClientCall, ServerCall
 from tests.simulation.virtual_loop import Process, VirtualLoop
@@ -75,8 +77,9 @@ class Direction:
 class Server:
     """What `wire.channels.new_server` makes."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> None:
         self.handlers: list[Callable[[str], Any]] = []
+        self._interceptors = (ErrorInterceptor(), *interceptors)
 
     def add_generic_rpc_handlers(self, handlers: tuple[Any, ...]) -> None:
         for each in handlers:
@@ -93,14 +96,16 @@ class Server:
         pass
 
     def handler(self, method: str) -> Any:
-        """With errors mapped as in the product."""
+        """With errors mapped and messages limited as in the product."""
         found = next(found for each in self.handlers if (found := each(method)) is not None)
-
-        async def continuation(details: Any) -> Any:
-            return found
-
         details: Any = SimpleNamespace(method=method)
-        return _result_of(ErrorInterceptor().intercept_service(continuation, details))
+        for interceptor in reversed(self._interceptors):
+
+            async def continuation(details: Any, inner: Any = found) -> Any:
+                return inner
+
+            found = _result_of(interceptor.intercept_service(continuation, details))
+        return found
 
 
 class Channel:

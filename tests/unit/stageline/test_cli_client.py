@@ -95,7 +95,7 @@ def test_a_servers_refusal_is_one_line_and_exit_code_1(
 
 @pytest.mark.parametrize(
     "command",
-    [["generate", "x"], ["chat"], ["attach", "x"], ["cancel", "x"], ["status"], ["status", "--json"]],
+    [["generate", "x"], ["chat"], ["status"], ["status", "--json"]],
 )
 def test_nobody_listening_is_one_line_and_exit_code_1(
     command: list[str],
