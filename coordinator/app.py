@@ -60,6 +60,7 @@ from telemetry.spans import COORDINATOR
 from wire.addresses import parse_address
 from wire.channels import bind, new_server
 from wire.clock import ClusterClock
+from wire.file_limit import raise_file_limit
 from wire.ids import new_incarnation
 from wire.peer_secrets import new_secret
 from wire.reasons import error_line, reason_of
@@ -272,6 +273,7 @@ def open_trace_store(config: CoordinatorConfig) -> TraceStore:
 def run(config: CoordinatorConfig) -> int:
     """Serves until SIGTERM or SIGINT. Returns the exit code; what goes wrong is one line on stderr."""
     logs.configure(config.logs, "coordinator")
+    raise_file_limit()
     try:
         model = open_model(config)
         check_counts(config, model)

@@ -15,6 +15,7 @@ from stage_worker.control import JoinRefused
 from stage_worker.device_errors import DEVICE_FAILED_EXIT_CODE, DeviceError
 from stage_worker.worker import Worker
 from telemetry import logs
+from wire.file_limit import raise_file_limit
 from wire.reasons import error_line, reason_of
 
 log = logging.getLogger(__name__)
@@ -25,6 +26,7 @@ def run(config: WorkerConfig) -> int:
     after one line on stderr.
     """
     logs.configure(config.logs, "worker", worker=config.name)
+    raise_file_limit()
     return uvloop.run(_main(config))
 
 

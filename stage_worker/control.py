@@ -75,6 +75,7 @@ class Membership:
         self._clock = clock
         self._backoff_s = FIRST_BACKOFF_S
         self._waits_for = ""
+        self._rejoin_secret = b""
         self._connection: _Connection | None = None
         self._is_leaving = False
         self.leave_timeout_s = LOADING_TIMEOUT_S
@@ -125,6 +126,7 @@ class Membership:
         self._backoff_s, self._waits_for = FIRST_BACKOFF_S, ""
         self.leave_timeout_s = welcome.drain_timeout_ms / 1000 + LOADING_TIMEOUT_S
         self._host.reference_access.grant(welcome)
+        self._rejoin_secret = welcome.rejoin_secret
         log.info("joined the coordinator at %s", self._coordinator)
         connection = self._connection = _Connection(call)
         heartbeats = asyncio.create_task(self._beat(connection, welcome.heartbeat_interval_ms / 1000))
@@ -149,7 +151,9 @@ class Membership:
             await asyncio.sleep(interval_s / LOADING_BEATS if self._host.is_loading else interval_s)
 
     async def _welcome(self, call: Call) -> cluster_pb2.Welcome:
-        await _write(call, cluster_pb2.WorkerMessage(hello=self._new_hello()))
+        hello = self._new_hello()
+        hello.rejoin_secret = self._rejoin_secret
+        await _write(call, cluster_pb2.WorkerMessage(hello=hello))
         message = await _read(call)
         if message.WhichOneof("message") != "welcome":
             raise JoinRefused(

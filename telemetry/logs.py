@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
+from typing import Any
 
 from telemetry.log_writer import LogWriter
 from wire.log_fields import FIELDS
@@ -95,7 +96,13 @@ class ConsoleFormatter(logging.Formatter):
         record.origin = self._origin if _is_ours(record) else record.name
         trace_id = getattr(record, "trace_id", None)
         record.suffix = "" if trace_id is None else f" (trace {trace_id})"
+        record.message = escaped(record.message)
         return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802
+        """Every line is indented: what an exception says cannot look like a line of the log."""
+        lines = super().formatException(ei).split("\n")
+        return "\n".join(f"  {escaped(line)}" for line in lines)
 
 
 class JsonFormatter(logging.Formatter):
@@ -120,7 +127,25 @@ class JsonFormatter(logging.Formatter):
         line |= {name: known[name] for name in FIELDS if name in known}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False, default=str)
+        text = json.dumps(line, ensure_ascii=False, default=str)
+        return text if text.isprintable() else "".join(map(_json_escaped, text))
+
+
+def escaped(text: str) -> str:
+    """`text` in one line of printable characters: what others send can neither begin a new line of the log
+    nor control a terminal.
+    """
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else _escape(each) for each in text)
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape").decode()
+
+
+def _json_escaped(character: str) -> str:
+    return character if character.isprintable() else json.dumps(character)[1:-1]
 
 
 def _formatter(kind: LogFormat, process: str, worker: str | None) -> logging.Formatter:

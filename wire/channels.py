@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 
 from wire.addresses import Address, parse_address
+from wire.file_limit import max_connections
 from wire.interceptors import ErrorInterceptor
 
 PROTOCOL_VERSION = 6
@@ -42,6 +43,8 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     # admission refuses them, with a reason and a time to retry.
     ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
     ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_PENDING_CALLS),
+    # A connection without a call is closed after a while; an open stream counts as use.
+    ("grpc.max_connection_idle_ms", 300_000),
     # A second process on the same port must fail to bind, not share its connections.
     ("grpc.so_reuseport", 0),
 )
@@ -54,7 +57,8 @@ def client_channel(address: str) -> grpc.aio.Channel:
 
 def new_server(*, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()) -> grpc.aio.Server:
     """A server whose servicers may raise our exceptions. The caller adds services, binds and starts it."""
-    return grpc.aio.server(interceptors=(ErrorInterceptor(), *interceptors), options=SERVER_OPTIONS)
+    options = (*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", max_connections()))
+    return grpc.aio.server(interceptors=(ErrorInterceptor(), *interceptors), options=options)
 
 
 def bind(server: grpc.aio.Server, address: str) -> int:

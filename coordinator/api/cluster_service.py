@@ -43,7 +43,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[cluster_pb2.CoordinatorMessage]:
         hello = await _first(request_iterator, cluster_pb2.WorkerMessage())
-        connection = self._controller.join(decode_hello(hello))
+        connection = self._controller.join(decode_hello(hello), hello.hello.rejoin_secret)
         when_call_ends(context, lambda: self._controller.leave(connection, "its stream broke"))
         reader = asyncio.create_task(self._read(request_iterator, connection))
         try:

@@ -54,9 +54,9 @@ from coordinator.scheduling.kv_log import KvLog
 from coordinator.scheduling.pace import SchedulerLimits
 from coordinator.timing import ClusterTiming
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
-from wire.errors import InvariantBroken, StaleStream, StepFaultKind, WorkerNotFound
+from wire.errors import InvariantBroken, NameInUse, StaleStream, StepFaultKind, WorkerNotFound
 from wire.ids import Incarnation
-from wire.peer_secrets import new_secret
+from wire.peer_secrets import is_secret, new_secret
 from wire.steps import FaultReport, StepResult
 from wire.wire_dtypes import WIRE_DTYPE_FROM_MESSAGE
 
@@ -139,11 +139,20 @@ class Controller:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def join(self, identity: WorkerIdentity) -> WorkerConnection:
-        """A worker's stream is open. Raises NameInUse."""
+    def join(self, identity: WorkerIdentity, rejoin_secret: bytes = b"") -> WorkerConnection:
+        """A worker's stream is open. Raises NameInUse while another process has the name and is heard; with
+        `rejoin_secret` it is the same one.
+        """
+        present = self.connections.get(identity.name)
+        if present is not None and not is_secret(rejoin_secret, present.rejoin_secret):
+            where = present.identity.address
+            raise NameInUse(f"the name {identity.name!r} is in use by the worker at {where}")
         actions = self.state.join(identity)
         connection = WorkerConnection(
-            identity, now_s=asyncio.get_running_loop().time(), reference_secret=self._new_secret()
+            identity,
+            now_s=asyncio.get_running_loop().time(),
+            reference_secret=self._new_secret(),
+            rejoin_secret=self._new_secret(),
         )
         self.connections.put(connection)
         self._events.joined(identity)
@@ -153,6 +162,7 @@ class Controller:
                 self.timing,
                 self._model,
                 reference_secret=connection.reference_secret,
+                rejoin_secret=connection.rejoin_secret,
             )
         )
         self._carry_out(actions)

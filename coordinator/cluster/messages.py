@@ -13,6 +13,9 @@ from wire.roles import StageRole
 from wire.tensors import DTYPE_TO_MESSAGE
 from wire.wire_dtypes import number_of
 
+MAX_TEXT = 255
+"""Characters of what a worker says of itself."""
+
 ROLE_TO_MESSAGE: dict[StageRole, cluster_pb2.StageRole.ValueType] = {
     StageRole.FIRST: cluster_pb2.STAGE_ROLE_FIRST,
     StageRole.MIDDLE: cluster_pb2.STAGE_ROLE_MIDDLE,
@@ -30,6 +33,11 @@ def decode_hello(message: cluster_pb2.WorkerMessage) -> WorkerIdentity:
         raise HandshakeMismatch("protocol version", expected=PROTOCOL_VERSION, got=hello.protocol_version)
     if not hello.name or not hello.address or len(hello.incarnation) != 16:
         raise InvalidRequest("a worker's hello needs a name, an address and a 16-byte incarnation")
+    for what in (hello.name, hello.address, hello.device, hello.hostname):
+        if not what.isprintable() or len(what) > MAX_TEXT:
+            raise InvalidRequest(
+                f"a worker's hello has {what[:MAX_TEXT]!r}: must be at most {MAX_TEXT} printable characters"
+            )
     try:
         parse_peer_address(hello.address)
     except ValueError as error:
@@ -106,7 +114,12 @@ def encode_begin(
 
 
 def encode_welcome(
-    incarnation: Incarnation, timing: ClusterTiming, model: ServedModel, *, reference_secret: bytes
+    incarnation: Incarnation,
+    timing: ClusterTiming,
+    model: ServedModel,
+    *,
+    reference_secret: bytes,
+    rejoin_secret: bytes,
 ) -> cluster_pb2.CoordinatorMessage:
     welcome = cluster_pb2.Welcome(
         coordinator_incarnation=incarnation,
@@ -115,6 +128,7 @@ def encode_welcome(
         drain_timeout_ms=round(timing.drain_timeout_s * 1000),
         model=_encode_model(model),
         reference_secret=reference_secret,
+        rejoin_secret=rejoin_secret,
     )
     return cluster_pb2.CoordinatorMessage(welcome=welcome)
 

@@ -12,12 +12,20 @@ from wire.wire_dtypes import WireDType
 class WorkerConnection:
     """A joined worker: messages to it, and the last heartbeat from it."""
 
-    def __init__(self, identity: WorkerIdentity, *, now_s: float, reference_secret: bytes = b"") -> None:
+    def __init__(
+        self,
+        identity: WorkerIdentity,
+        *,
+        now_s: float,
+        reference_secret: bytes = b"",
+        rejoin_secret: bytes = b"",
+    ) -> None:
         """`now_s` is on the event loop's clock. The worker computes references only for callers that present
-        `reference_secret`.
+        `reference_secret`; who presents `rejoin_secret` is the process at the other end.
         """
         self.identity = identity
         self.reference_secret = reference_secret
+        self.rejoin_secret = rejoin_secret
         self.heartbeat = cluster_pb2.Heartbeat()
         self.heard_at_s = now_s
         self.is_silent = False

@@ -20,6 +20,7 @@ from stageline.cli.progress import wait_until_serving
 from stageline.cli.tables import describe_cluster, describe_kv_cache, topology_view
 from stageline.client import Client
 from telemetry.logs import LogFormat, LogLevel, LogSettings
+from wire.file_limit import raise_file_limit
 
 _GENERATE_TEXT = 'generate "Once upon a time"'
 _GENERATE_IDS = "generate --token-ids 1,2,3"
@@ -160,6 +161,7 @@ def up(
 
     coordinator, cluster = options.build_config(make_configs)
     check_plan(coordinator, cluster)
+    raise_file_limit()
     return asyncio.run(run_up(cluster, restarts=restart))
 
 

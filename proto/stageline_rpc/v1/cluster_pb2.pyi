@@ -439,6 +439,7 @@ class WorkerHello(_message.Message):
     HOSTNAME_FIELD_NUMBER: _builtins.int
     IS_MOCK_FIELD_NUMBER: _builtins.int
     LACKS_BF16_FIELD_NUMBER: _builtins.int
+    REJOIN_SECRET_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     name: _builtins.str
     """Stable name of the worker, unique in the cluster."""
@@ -458,6 +459,8 @@ class WorkerHello(_message.Message):
     """It computes nothing and only lets time pass. Mock and real stages are never in one cluster."""
     lacks_bf16: _builtins.bool
     """Its device computes bfloat16 by other means, and slower than float32: bf16 models run in float32, unless told."""
+    rejoin_secret: _builtins.bytes
+    """`Welcome.rejoin_secret` of the process's stream before, if there was one."""
     def __init__(
         self,
         *,
@@ -472,10 +475,11 @@ class WorkerHello(_message.Message):
         hostname: _builtins.str = ...,
         is_mock: _builtins.bool = ...,
         lacks_bf16: _builtins.bool = ...,
+        rejoin_secret: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "hostname", b"hostname", "incarnation", b"incarnation", "is_mock", b"is_mock", "lacks_bf16", b"lacks_bf16", "last_epoch", b"last_epoch", "memory_bytes", b"memory_bytes", "name", b"name", "pid", b"pid", "protocol_version", b"protocol_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "hostname", b"hostname", "incarnation", b"incarnation", "is_mock", b"is_mock", "lacks_bf16", b"lacks_bf16", "last_epoch", b"last_epoch", "memory_bytes", b"memory_bytes", "name", b"name", "pid", b"pid", "protocol_version", b"protocol_version", "rejoin_secret", b"rejoin_secret"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -491,6 +495,7 @@ class Welcome(_message.Message):
     DRAIN_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     REFERENCE_SECRET_FIELD_NUMBER: _builtins.int
+    REJOIN_SECRET_FIELD_NUMBER: _builtins.int
     coordinator_incarnation: _builtins.bytes
     heartbeat_interval_ms: _builtins.int
     """How often to send heartbeats, each of which is answered, in milliseconds."""
@@ -502,6 +507,10 @@ class Welcome(_message.Message):
     """How long the coordinator lets a worker that leaves finish what runs, in milliseconds."""
     reference_secret: _builtins.bytes
     """32 random bytes, made for this stream: what the coordinator presents in `Stage.ComputeReference`."""
+    rejoin_secret: _builtins.bytes
+    """32 random bytes, made for this stream: a process that dials again presents them, and takes its own place at once.
+    Without them a name cannot be had while the worker that has it is heard.
+    """
     @_builtins.property
     def model(self) -> Global___ModelRef:
         """The served checkpoint: the only one that the worker computes references from."""
@@ -515,10 +524,11 @@ class Welcome(_message.Message):
         drain_timeout_ms: _builtins.int = ...,
         model: Global___ModelRef | None = ...,
         reference_secret: _builtins.bytes = ...,
+        rejoin_secret: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_incarnation", b"coordinator_incarnation", "drain_timeout_ms", b"drain_timeout_ms", "heartbeat_interval_ms", b"heartbeat_interval_ms", "lease_ms", b"lease_ms", "model", b"model", "reference_secret", b"reference_secret"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_incarnation", b"coordinator_incarnation", "drain_timeout_ms", b"drain_timeout_ms", "heartbeat_interval_ms", b"heartbeat_interval_ms", "lease_ms", b"lease_ms", "model", b"model", "reference_secret", b"reference_secret", "rejoin_secret", b"rejoin_secret"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -166,3 +166,28 @@ logs.configure(settings, "worker", worker="gpu-a")
         check=True,
     )
     return ran.stderr.splitlines()
+
+
+FORGED = "a\nERROR forged\r\x1b[2J\u2028\u202eb\x85"
+
+
+@pytest.mark.parametrize("formatter", [ConsoleFormatter("coordinator"), JsonFormatter("coordinator")])
+def test_what_strangers_send_stays_in_its_line_and_does_nothing_to_a_terminal(
+    formatter: logging.Formatter,
+) -> None:
+    line = formatter.format(record("worker %s joined", FORGED, worker=FORGED))
+    assert line.isprintable()
+    assert "ERROR forged" in line
+    if isinstance(formatter, JsonFormatter):
+        assert json.loads(line)["message"] == f"worker {FORGED} joined"
+
+
+def test_a_traceback_cannot_look_like_another_line() -> None:
+    made = record("it failed")
+    try:
+        raise ValueError(FORGED)
+    except ValueError:
+        made.exc_info = sys.exc_info()
+    first, *others = ConsoleFormatter("coordinator").format(made).split("\n")
+    assert first.endswith("it failed")
+    assert others and all(line.isprintable() and line.startswith("  ") for line in others)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from coordinator.cluster.controller import Controller
 from coordinator.cluster.membership import WorkerState
 from coordinator.requests.admission import AdmissionLimits
@@ -9,6 +13,7 @@ from coordinator.requests.engine import Engine
 from coordinator.timing import ClusterTiming
 from tests.unit.coordinator.api.test_intake import served_model
 from tests.unit.coordinator.cluster.cluster_driver import ClusterDriver, identity_of
+from wire.errors import NameInUse
 from wire.ids import new_incarnation
 
 
@@ -26,7 +31,7 @@ async def test_a_worker_whose_stream_broke_may_dial_again_before_that_is_noticed
     """The same process, so the same incarnation: the end of its old stream is not the end of the worker."""
     controller = new_controller(num_stages=1)
     old = controller.join(identity_of("a"))
-    new = controller.join(identity_of("a"))
+    new = controller.join(identity_of("a"), old.rejoin_secret)
     controller.leave(old, "its stream broke")
     assert controller.connections == {"a": new}
     assert controller.state.workers["a"].state is WorkerState.LOADING
@@ -41,3 +46,16 @@ async def test_a_stream_ends_once() -> None:
     for _ in range(2):
         controller.leave(connection, "its stream broke")
     assert list(controller.state.workers) == []
+
+
+@pytest.mark.parametrize("secret", [b"", b"\0" * 32])
+async def test_nobody_takes_the_name_of_a_worker_that_is_heard_at_any_address(secret: bytes) -> None:
+    controller = new_controller(num_stages=1)
+    worker = controller.join(identity_of("a"))
+    stranger = replace(identity_of("a"), incarnation=new_incarnation())
+    with pytest.raises(NameInUse, match="the name 'a' is in use by the worker at"):
+        controller.join(stranger, secret)
+    assert controller.connections == {"a": worker}
+    assert controller.state.workers["a"].identity is worker.identity
+    controller.leave(worker, "its stream broke")
+    assert controller.join(stranger, secret).identity is stranger
