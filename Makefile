@@ -1,7 +1,7 @@
 # `make demo` and `make test` need nothing but Python 3.11 to 3.13: they make .venv and install into it first.
 # Another Python: make demo PYTHON=python3.12. Figures of one group: make bench BENCH=decode
 # Other faults than by default: make chaos SECONDS=60 SEED=3 CHAOS=--real
-# Faults that do not wait for a recovery: make chaos CHAOS=--storm
+# Faults that do not wait for a recovery: make chaos CHAOS=--storm, or CHAOS="--storm --kill-coordinator"
 # Growth of memory under load: make churn MINUTES=30
 
 PYTHON ?= python3

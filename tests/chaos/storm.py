@@ -38,11 +38,14 @@ HEALS_WITHIN_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StormConfig:
-    """`is_real`: stages compute, in the place of mock ones."""
+    """`is_real`: stages compute, in the place of mock ones. `kills_coordinator`: the coordinator is killed,
+    too, and a request that it had not accepted counts as failed.
+    """
 
     seconds: float
     seed: int
     is_real: bool = False
+    kills_coordinator: bool = False
     say: Callable[[str], None] = print
 
 
@@ -107,7 +110,8 @@ async def _inflict_faults(
             await asyncio.sleep(generator.uniform(*BETWEEN_FAULTS_S))
             if now() - begun_s >= storm.seconds:
                 break
-            fault, own = draw_fault(generator), random.Random(generator.getrandbits(64))
+            fault = draw_fault(generator, kills_coordinator=storm.kills_coordinator)
+            own = random.Random(generator.getrandbits(64))
             report.faults.append((now(), fault.name))
             storm.say(f"{now() - begun_s:6.1f} s  {len(load.ended):5} ended  {fault.name}")
             faults.create_task(fault.inflict(cluster, own))

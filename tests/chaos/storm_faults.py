@@ -122,8 +122,8 @@ KILLS = (
     StormFault(name="kill -9 the last stage", inflict=kill_stage(cluster_pb2.STAGE_ROLE_LAST)),
     StormFault(name="kill -9 a loading worker", inflict=kill_loading_worker),
     StormFault(name="kill -9 two workers", inflict=kill_two_workers, weight=1.5),
-    StormFault(name="kill -9 the coordinator", inflict=kill_coordinator, weight=0.5),
 )
+KILL_COORDINATOR = StormFault(name="kill -9 the coordinator", inflict=kill_coordinator, weight=0.5)
 OTHERS = (
     StormFault(name="freeze a worker briefly", inflict=freeze(0.1, 1.0), weight=2),
     StormFault(name="freeze a worker until it is lost", inflict=freeze(2.5, 4.0)),
@@ -136,9 +136,10 @@ OTHERS = (
 )
 
 
-def draw_fault(generator: random.Random) -> StormFault:
+def draw_fault(generator: random.Random, *, kills_coordinator: bool = False) -> StormFault:
     """Every other one kills."""
-    faults = generator.choice((KILLS, OTHERS))
+    kills = (*KILLS, KILL_COORDINATOR) if kills_coordinator else KILLS
+    faults = generator.choice((kills, OTHERS))
     (fault,) = generator.choices(faults, [fault.weight for fault in faults])
     return fault
 
