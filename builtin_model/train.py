@@ -1,6 +1,6 @@
-"""Trains the built-in model from nothing.
+"""Trains the built-in model from nothing, or goes on from what was trained before.
 
-`python -m builtin_model.train [--output DIR] [--steps N] [--seed S]`
+`python -m builtin_model.train [--output DIR] [--from DIR] [--steps N] [--seed S] [--learning-rate X]`
 """
 
 import argparse
@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
@@ -20,7 +21,7 @@ from builtin_model import MODEL_DIRECTORY
 from builtin_model.batches import Batches
 from builtin_model.chat_format import END_OF_TEXT, END_OF_TURN, SPECIAL_TOKENS
 from builtin_model.corpus import documents
-from builtin_model.model_card import model_card
+from builtin_model.model_card import model_card, training_command
 from builtin_model.network import learning_rate_factor, llama_config, make_network, make_optimizer
 from builtin_model.settings import ModelShape, TrainingSettings
 from builtin_model.tokenizer import train_tokenizer, write_tokenizer
@@ -88,21 +89,35 @@ def _write_model(model: LlamaForCausalLM, directory: Path) -> None:
     )
 
 
-def train(shape: ModelShape, settings: TrainingSettings, output: Path) -> float:
+def _new_model(shape: ModelShape, settings: TrainingSettings) -> tuple[Tokenizer, LlamaForCausalLM]:
+    texts = islice(documents(settings.seed), settings.tokenizer_documents)
+    tokenizer = train_tokenizer(texts, vocab_size=shape.vocab_size)
+    return tokenizer, make_network(llama_config(shape, end_of_text=SPECIAL_TOKENS.index(END_OF_TEXT)))
+
+
+def _trained_model(start: Path) -> tuple[Tokenizer, LlamaForCausalLM]:
+    model = LlamaForCausalLM.from_pretrained(start, dtype=torch.float32)
+    return Tokenizer.from_file(str(start / "tokenizer.json")), model.train()
+
+
+def train(shape: ModelShape, settings: TrainingSettings, output: Path, *, start: Path | None = None) -> float:
     """Train and write a Hugging Face directory to `output`; returns the loss on unseen text (nats per token).
 
-    On one machine the same arguments give the same bytes.
+    With `start`, a directory written before, training goes on from its weights with its tokenizer and a new
+    optimizer. On one machine the same arguments give the same bytes.
     """
     output.mkdir(parents=True, exist_ok=True)
     with _reproducible_torch(settings):
-        texts = islice(documents(settings.seed), settings.tokenizer_documents)
-        tokenizer = train_tokenizer(texts, vocab_size=shape.vocab_size)
-        model = make_network(llama_config(shape, end_of_text=SPECIAL_TOKENS.index(END_OF_TEXT)))
+        tokenizer, model = _new_model(shape, settings) if start is None else _trained_model(start)
         _fit(model, Batches(tokenizer, seed=settings.seed + 1), settings)
         loss = _held_out_loss(model, Batches(tokenizer, seed=settings.seed + 2), settings)
         _write_model(model, output)
     write_tokenizer(tokenizer, output, max_length=shape.max_positions)
-    (output / "README.md").write_text(model_card(shape, settings, model.num_parameters(), loss))
+    before = (
+        "" if start is None else f"{training_command(TrainingSettings(), goes_on=False)} --output first\n"
+    )
+    card = model_card(shape, settings, model.num_parameters(), loss, commands_before=before)
+    (output / "README.md").write_text(card)
     return loss
 
 
@@ -113,9 +128,16 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=MODEL_DIRECTORY)
     parser.add_argument("--steps", type=int, default=defaults.num_steps)
     parser.add_argument("--seed", type=int, default=defaults.seed)
+    parser.add_argument("--from", dest="start", type=Path, help="go on from this directory")
+    parser.add_argument("--learning-rate", type=float, default=defaults.peak_learning_rate)
     arguments = parser.parse_args()
-    settings = replace(defaults, num_steps=arguments.steps, seed=arguments.seed)
-    loss = train(ModelShape(), settings, arguments.output)
+    settings = replace(
+        defaults,
+        num_steps=arguments.steps,
+        seed=arguments.seed,
+        peak_learning_rate=arguments.learning_rate,
+    )
+    loss = train(ModelShape(), settings, arguments.output, start=arguments.start)
     print(f"loss on unseen text: {loss:.4f}; written to {arguments.output}")
 
 

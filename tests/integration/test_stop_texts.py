@@ -120,7 +120,7 @@ async def test_a_stop_string_in_the_last_token_is_the_reason_and_its_beginning_i
 
 
 async def test_a_stop_string_in_the_end_of_sequence_token(cluster: Cluster, caller: Caller) -> None:
-    prompt = "Lily and Tom"
+    prompt = "A spider has eight legs"
     ends = await caller.run(message(prompt, 20, skip_special_tokens=False))
     assert (ends.text, ends.choices[0].finish_reason) == (".<|end|>", STOP)
     for stop, text in [("<|end|>", "."), (".<|", ""), ("|>", ".<|end"), ("d|>.", ".<|end|>")]:
@@ -146,8 +146,8 @@ async def test_no_stop_string_ends_the_output_before_min_tokens(
     cluster: Cluster, caller: Caller, story: Received
 ) -> None:
     stopped = await caller.run(message(PROMPT, NUM_TOKENS, stop=["."], min_tokens=16))
-    # The first sentence has 15 tokens; the full stop that counts is that of the second one.
+    # The first sentence has fewer than 16 tokens; the full stop that counts is that of the second one.
     assert story.text.startswith(stopped.text + ".")
     assert stopped.text.count(".") == 1
-    assert (len(stopped.tokens), stopped.choices[0].finish_reason) == (24, STOP)
+    assert (len(stopped.tokens), stopped.choices[0].finish_reason) == (19, STOP)
     await cluster.wait_drained()

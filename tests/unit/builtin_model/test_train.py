@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,17 @@ def test_another_seed_gives_other_weights(tmp_path: Path) -> None:
     assert weights[0] != weights[1]
 
 
+def test_training_goes_on_from_weights_and_tokenizer_that_are_there(tmp_path: Path) -> None:
+    first = train(TINY, tiny_settings(), tmp_path / "first")
+    going_on = replace(tiny_settings(seed=1), num_steps=40)
+    second = train(TINY, going_on, tmp_path / "second", start=tmp_path / "first")
+    files = [files_of(tmp_path / name) for name in ("first", "second")]
+    assert files[0]["tokenizer.json"] == files[1]["tokenizer.json"]
+    assert files[0]["model.safetensors"] != files[1]["model.safetensors"]
+    assert second < first
+    assert b"--steps 40 --seed 1 --from first" in files[1]["README.md"]
+
+
 def test_training_leaves_the_processes_torch_settings_as_they_were(tmp_path: Path) -> None:
     before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     train(TINY, tiny_settings(), tmp_path)
@@ -65,4 +77,4 @@ def test_a_batch_of_broken_rows_is_refused() -> None:
 
 def test_heads_that_do_not_divide_the_width_are_refused() -> None:
     with pytest.raises(ValueError, match="width 100 does not divide into 8 heads"):
-        ModelShape(hidden_size=100)
+        ModelShape(hidden_size=100, num_heads=8)
