@@ -14,16 +14,19 @@ SECONDS ?= 600
 MINUTES ?= 30
 PROTOS := $(wildcard proto/stageline_rpc/v1/*.proto)
 
-.PHONY: demo test test-chaos test-all lint proto bench chaos churn venv clean
+.PHONY: demo test test-chaos test-gpu test-all lint proto bench chaos churn venv clean
 
 demo: venv
 	@$(BIN)/stageline demo
 
 test: lint
-	@$(BIN)/python -m pytest -q -m "not slow and not chaos"
+	@$(BIN)/python -m pytest -q -m "not slow and not chaos and not gpu"
 
 test-chaos: venv
 	@$(BIN)/python -m pytest -q -m chaos
+
+test-gpu: venv
+	@$(BIN)/python -m pytest -q -m gpu tests/gpu
 
 test-all: lint
 	@$(BIN)/python -m pytest -q

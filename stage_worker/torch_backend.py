@@ -10,7 +10,13 @@ from stage_worker.assignment import Assignment
 from stage_worker.backend import RanStep, StageBackend
 from stage_worker.compute import ComputeThread
 from stage_worker.config import WorkerConfig
-from stage_worker.device import default_memory_bytes, has_native_bf16, parse_device
+from stage_worker.device import (
+    default_memory_bytes,
+    has_native_bf16,
+    parse_device,
+    prepare_process,
+    prepare_thread,
+)
 from stage_worker.executor import StepExecutor
 from stage_worker.hidden_projections import as_array, project
 from stage_worker.loading import WorkerResources, load_stage
@@ -37,6 +43,8 @@ class TorchBackend(StageBackend):
         """Raises ValueError for a device that is not here, and KernelsUnavailable."""
         device = parse_device(config.device)
         check_choice(config.kernels, device)
+        prepare_process(device)
+        prepare_thread(device)
         self.device = str(device)
         self.memory_bytes = config.memory_bytes or default_memory_bytes(device)
         self._resources = WorkerResources(
@@ -47,8 +55,8 @@ class TorchBackend(StageBackend):
         )
         self._resident = ResidentModel()
         self._watchdog = StepWatchdog(config.step_timeout_s, self._fail)
-        self._thread = ComputeThread(on_start=lambda: _set_threads(config.compute_threads))
-        self._references = ComputeThread(on_start=lambda: _set_threads(config.compute_threads))
+        self._thread = ComputeThread(on_start=lambda: _begin_thread(device, config.compute_threads))
+        self._references = ComputeThread(on_start=lambda: _begin_thread(device, config.compute_threads))
 
     @property
     def lacks_bf16(self) -> bool:
@@ -141,6 +149,7 @@ def handed_on_states(handed_on: list[TensorView]) -> bytes:
     return b"".join(encode_states(as_array(each)) for each in states)
 
 
-def _set_threads(num_threads: int | None) -> None:
+def _begin_thread(device: torch.device, num_threads: int | None) -> None:
+    prepare_thread(device)
     if num_threads is not None:
         torch.set_num_threads(num_threads)

@@ -91,9 +91,11 @@ class LocalPipeline:
         max_step_sequences: int = 16,
         prefix_caching: bool = True,
         releases_window: bool = True,
+        device: str = "cpu",
     ) -> None:
         """`releases_window` False keeps the blocks that a sliding window hides, to compare with."""
         self._checkpoint = Checkpoint.open(directory)
+        self._device = torch.device(device)
         self._limits = SchedulerLimits(
             max_step_tokens=max_step_tokens,
             max_step_sequences=max_step_sequences,
@@ -234,7 +236,7 @@ class LocalPipeline:
             max_step_sequences=self._limits.max_step_sequences,
             max_sequence_tokens=config.max_position_embeddings,
         )
-        device = torch.device("cpu")
+        device = self._device
         model = DecoderStage(
             config,
             layer_begin=begin,

@@ -1,0 +1,98 @@
+"""Stages on a GPU compute what transformers computes, for every cut of the layers."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from checkpoint import Checkpoint, DType
+from kvcache.pages import KvPages
+from stage_worker.models import TORCH_DTYPES, DecoderStage
+from stage_worker.slice_layout import SliceLayout
+from tests.checkpoints import load_reference, make_checkpoint
+from tests.e2e.clusters import random_prompt, reference_tokens
+from tests.local_pipeline import LocalPipeline
+
+pytestmark = pytest.mark.gpu
+
+NUM_LAYERS = 4
+CUTS = [(4,), (1, 3), (2, 2), (3, 1), (1, 2, 1), (1, 1, 1, 1)]
+PROMPTS = [random_prompt(length) for length in (1, 15, 16, 17, 101)]
+NUM_NEW_TOKENS = 48
+BLOCK_SIZE, NUM_BLOCKS = 16, 16
+RMS_ERROR = 0.03
+"""Of the logits' standard deviation, in bf16 after 4 layers; float32 is exact to 1e-4."""
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, device: str) -> Path:
+    overrides: dict[str, Any] = {"tie_word_embeddings": False} if request.param == "llama" else {}
+    made = tmp_path_factory.mktemp(request.param) / "model"
+    return make_checkpoint(
+        made, request.param, num_layers=NUM_LAYERS, seed=3, initializer_range=0.3, **overrides
+    )
+
+
+@pytest.mark.parametrize("layers", CUTS, ids=str)
+def test_greedy_tokens_in_float32_are_those_of_transformers(
+    directory: Path, layers: tuple[int, ...], prepared: torch.device
+) -> None:
+    reference = load_reference(directory)
+    expected = [reference_tokens(reference, prompt) for prompt in PROMPTS]
+    pipeline = LocalPipeline(directory, layers, device=str(prepared))
+    assert pipeline.generate(PROMPTS, max_tokens=NUM_NEW_TOKENS) == expected
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(DType.F32, 1e-4), (DType.BF16, RMS_ERROR)])
+def test_logits_of_prompt_and_decodes_are_as_near_as_the_dtype_allows(
+    directory: Path, dtype: DType, most: float, prepared: torch.device
+) -> None:
+    tokens = random_prompt(120)
+    with torch.no_grad():
+        exact = load_reference(directory)(torch.tensor([tokens])).logits[0].float()
+    error = (_logits(directory, dtype, prepared, tokens, num_prompt=100) - exact) / exact.std()
+    assert float(error.square().mean().sqrt()) < most
+
+
+def _logits(
+    directory: Path, dtype: DType, device: torch.device, tokens: list[int], *, num_prompt: int
+) -> Tensor:
+    """Float32 on the CPU, [tokens, vocabulary]: the prompt in one chunk, then one token at a time."""
+    checkpoint = Checkpoint.open(directory)
+    config = checkpoint.config
+    stage = DecoderStage(
+        config,
+        layer_begin=0,
+        layer_end=NUM_LAYERS,
+        has_embeddings=True,
+        has_head=True,
+        dtype=dtype,
+        device=device,
+    )
+    stage.load(checkpoint)
+    pages = KvPages(
+        num_layers=NUM_LAYERS,
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=TORCH_DTYPES[dtype],
+        device=device,
+    )
+    bounds = [0, *range(num_prompt, len(tokens) + 1)]
+    rows = []
+    with torch.inference_mode():
+        for first, end in itertools.pairwise(bounds):
+            owned = tuple(range(-(-end // BLOCK_SIZE)))
+            layout = stage.layout(
+                [SliceLayout(first_position=first, num_tokens=end - first, pages=owned)],
+                block_size=BLOCK_SIZE,
+            )
+            hidden = stage.forward(stage.embed(torch.tensor(tokens[first:end])), layout, pages)
+            rows.append(stage.logits(hidden).float().cpu())
+    return torch.cat(rows)
