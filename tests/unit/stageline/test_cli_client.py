@@ -154,10 +154,10 @@ def test_status_shows_model_state_and_requests(address: str, capsys: pytest.Capt
     assert "3 finished" in output
 
 
-def test_status_as_json_has_the_names_of_the_contract(address: str) -> None:
+def test_status_as_json_is_the_documented_schema(address: str) -> None:
     status = _status(address)
     assert status["num_stages"] == 2
-    assert status["state"] == "CLUSTER_STATE_WAITING_FOR_WORKERS"
+    assert status["state"] == "waiting for workers"
     assert status["requests"]["waiting"] == 0
 
 

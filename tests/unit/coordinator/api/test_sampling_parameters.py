@@ -332,6 +332,7 @@ OTHER_VALUES: dict[str, Any] = {
     **STRUCTURES,
 }
 OTHER_REQUESTS: dict[str, Any] = {
+    "prefix_cache": False,
     "request_id": id_text(new_request_id()),
     "text": "ab",
     "token_ids": TokenIds(ids=[3]),
