@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from tests.simulation.virtual_loop import Process
+from wire.calls import ATTACH_SECRET_KEY
 
 if TYPE_CHECKING:
     from tests.simulation.network import Direction
@@ -24,6 +25,7 @@ UNAVAILABLE, CANCELLED, DEADLINE_EXCEEDED, OK = (
     grpc.StatusCode.OK,
 )
 _NO_METADATA = grpc.aio.Metadata()
+_SECRET = "the-attach-secret-of-every-client"
 
 
 class Inbox:
@@ -195,8 +197,9 @@ class ServerCall:
         deadline_s = self.client.deadline_s
         return None if deadline_s is None else deadline_s - self.process.loop.time()
 
-    def invocation_metadata(self) -> tuple[()]:
-        return ()
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        """All clients have the same secret: who may attach is not what is simulated."""
+        return ((ATTACH_SECRET_KEY, _SECRET),)
 
     async def _serve(self) -> None:
         try:
