@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from random import Random
@@ -11,6 +12,7 @@ from uuid import UUID
 
 import grpc
 
+from coordinator.requests.blame import MAX_DEATHS_ALONE, MAX_UNRELATED_DEATHS
 from stageline_rpc.v1 import inference_pb2, inference_pb2_grpc
 from tests.simulation.cluster import TIMING, Cluster, Shape
 from tests.simulation.stage_compute import VOCAB_SIZE, right_tokens
@@ -37,6 +39,11 @@ _ENDS: dict[Habit, frozenset[Code]] = {
     Habit.HANGS_UP: frozenset({Code.CANCELLED}),
     Habit.HAS_A_DEADLINE: frozenset({Code.DEADLINE_EXCEEDED, Code.CANCELLED}),
 }
+
+
+_POISONED = re.compile(
+    rf"[{MAX_DEATHS_ALONE}-{MAX_DEATHS_ALONE + MAX_UNRELATED_DEATHS}] workers were lost while this request alone ran"
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -202,8 +209,8 @@ class Visit:
             return
         if code is Code.ABORTED and "all 3 steps that computed this request were refused" in text:
             return  # the oracle says whether a fault had a cause
-        if code is Code.INTERNAL and "2 workers were lost while this request alone ran" in text:
-            return  # two deaths in a row, by chance
+        if code is Code.INTERNAL and _POISONED.match(text):
+            return  # deaths in a row, by chance
         self._note(f"ended with {customer.end}")
 
     def _note(self, problem: str) -> None:
