@@ -41,9 +41,8 @@ _ENDS: dict[Habit, frozenset[Code]] = {
 }
 
 
-_POISONED = re.compile(
-    rf"[{MAX_DEATHS_ALONE}-{MAX_DEATHS_ALONE + MAX_UNRELATED_DEATHS}] workers were lost while this request alone ran"
-)
+_MOST_DEATHS = MAX_DEATHS_ALONE + MAX_UNRELATED_DEATHS
+_POISONED = re.compile(f"[{MAX_DEATHS_ALONE}-{_MOST_DEATHS}] workers were lost while this request alone ran")
 
 
 @dataclass(slots=True, kw_only=True)
