@@ -25,8 +25,8 @@ CUTS = [(4,), (1, 3), (2, 2), (3, 1), (1, 2, 1), (1, 1, 1, 1)]
 PROMPTS = [random_prompt(length) for length in (1, 15, 16, 17, 101)]
 NUM_NEW_TOKENS = 48
 BLOCK_SIZE, NUM_BLOCKS = 16, 16
-RMS_ERROR = 0.03
-"""Of the logits' standard deviation, in bf16 after 4 layers; float32 is exact to 1e-4."""
+MOST_TIMES_ROUNDING = 1.5
+"""The error in bf16, as a multiple of transformers' own in bf16 (0.95 and 0.98 on a CPU)."""
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
@@ -48,15 +48,22 @@ def test_greedy_tokens_in_float32_are_those_of_transformers(
     assert pipeline.generate(PROMPTS, max_tokens=NUM_NEW_TOKENS) == expected
 
 
-@pytest.mark.parametrize(("dtype", "most"), [(DType.F32, 1e-4), (DType.BF16, RMS_ERROR)])
+@pytest.mark.parametrize("dtype", [DType.F32, DType.BF16])
 def test_logits_of_prompt_and_decodes_are_as_near_as_the_dtype_allows(
-    directory: Path, dtype: DType, most: float, prepared: torch.device
+    directory: Path, dtype: DType, prepared: torch.device
 ) -> None:
     tokens = random_prompt(120)
+    reference = load_reference(directory)
     with torch.no_grad():
-        exact = load_reference(directory)(torch.tensor([tokens])).logits[0].float()
-    error = (_logits(directory, dtype, prepared, tokens, num_prompt=100) - exact) / exact.std()
-    assert float(error.square().mean().sqrt()) < most
+        exact = reference(torch.tensor([tokens])).logits[0].float()
+        rounded = reference.bfloat16()(torch.tensor([tokens])).logits[0].float()
+    found = _logits(directory, dtype, prepared, tokens, num_prompt=100)
+    most = MOST_TIMES_ROUNDING * _rms(rounded - exact, exact) if dtype is DType.BF16 else 1e-4
+    assert _rms(found - exact, exact) < most
+
+
+def _rms(error: Tensor, exact: Tensor) -> float:
+    return float((error / exact.std()).square().mean().sqrt())
 
 
 def _logits(
