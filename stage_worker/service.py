@@ -10,13 +10,15 @@ from google.protobuf.message import DecodeError
 from stage_worker.reference_request import decode_request
 from stage_worker.stage_host import StageHost
 from stageline_rpc.v1 import stage_pb2
-from wire.errors import HandshakeMismatch, StaleStream
+from wire.errors import HandshakeMismatch, InvalidRequest, MessageTooLarge, StaleStream
 from wire.forward_call import Messages, forward_handler
 from wire.peer_host import peer_host
 from wire.reference import encode_reference
 from wire.reference_call import reference_handler
 
 HELLO_TIMEOUT_S = 10.0
+MAX_UNTRUSTED_BYTES = 64 * 1024
+"""Largest message that is parsed before its secret is checked: hellos and reference requests have a few KiB."""
 
 
 class StageService:
@@ -39,9 +41,14 @@ class StageService:
         await session.receive(messages)
 
     async def compute_reference(
-        self, request: stage_pb2.ReferenceRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, message: bytes, context: grpc.aio.ServicerContext[Any, Any]
     ) -> stage_pb2.ReferenceResponse:
         """`Stage.ComputeReference`."""
+        _check_size(message)
+        try:
+            request = stage_pb2.ReferenceRequest.FromString(message)
+        except DecodeError:
+            raise InvalidRequest("the request cannot be decoded as the message of this method") from None
         directory = self._host.reference_access.check(request.secret, fingerprint=request.fingerprint)
         return encode_reference(await self._host.reference(decode_request(request, directory)))
 
@@ -49,7 +56,9 @@ class StageService:
 async def _hello(messages: Messages) -> stage_pb2.HopHello:
     try:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
-            first = stage_pb2.ForwardRequest.FromString(await anext(messages, b""))
+            message = await anext(messages, b"")
+        _check_size(message)
+        first = stage_pb2.ForwardRequest.FromString(message)
     except TimeoutError:
         raise StaleStream(f"no hello within {HELLO_TIMEOUT_S:g} s") from None
     except DecodeError:
@@ -57,3 +66,9 @@ async def _hello(messages: Messages) -> stage_pb2.HopHello:
     if first.WhichOneof("message") != "hello":
         raise HandshakeMismatch("first message", expected="hello", got=first.WhichOneof("message"))
     return first.hello
+
+
+def _check_size(message: bytes) -> None:
+    """Raises MessageTooLarge for a message of a peer that has not presented its secret yet."""
+    if len(message) > MAX_UNTRUSTED_BYTES:
+        raise MessageTooLarge(f"message has {len(message)} bytes, the limit is {MAX_UNTRUSTED_BYTES}")

@@ -21,13 +21,12 @@ async def compute_reference(
 
 
 def reference_handler(
-    compute: Callable[[stage_pb2.ReferenceRequest, Any], Awaitable[stage_pb2.ReferenceResponse]],
+    compute: Callable[[bytes, Any], Awaitable[stage_pb2.ReferenceResponse]],
 ) -> grpc.GenericRpcHandler:
-    """For a server whose `compute` answers; Stage.Forward has a handler of its own."""
+    """For a server whose `compute` takes the request as bytes; Stage.Forward has a handler of its own."""
     untyped: Any = compute
     handler: Any = grpc.unary_unary_rpc_method_handler(
         untyped,
-        request_deserializer=stage_pb2.ReferenceRequest.FromString,
         response_serializer=stage_pb2.ReferenceResponse.SerializeToString,
     )
     return grpc.method_handlers_generic_handler(

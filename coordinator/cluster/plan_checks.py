@@ -133,6 +133,10 @@ class PlanChecks:
         except TimeoutError:
             self._fail_epoch(epoch, NOT_ANSWERED)
             return
+        except Exception:
+            # Requests wait for the epoch, which only a new one gives back now.
+            self._fail_epoch(epoch, "the self-check ended with an unexpected error")
+            raise
         self._sends_in = None
         self._events.checked(epoch, verdict, duration_s=time.monotonic() - began_s)
         if verdict.is_good:

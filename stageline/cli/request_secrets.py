@@ -47,15 +47,21 @@ def forget_if_over(request_id: str, error: StagelineError) -> None:
 def find(request_id: str, secret_file: str | None) -> str:
     """The secret in `secret_file` ("-": standard input), else the stored one. Raises CommandFailed."""
     if secret_file == "-":
-        return sys.stdin.readline().strip()
+        return _given(sys.stdin.readline().strip(), "standard input")
     path = Path(secret_file) if secret_file is not None else _path(request_id)
     try:
-        return read_secret(path)
+        return _given(read_secret(path), str(path))
     except FileNotFoundError:
         if secret_file is not None:
             raise
         what = f"the secret of request {request_id} is not on this host: pass --secret-file PATH"
         raise CommandFailed(what, reason="NO_SECRET") from None
+
+
+def _given(secret: str, place: str) -> str:
+    if not secret:
+        raise CommandFailed(f"no secret in {place}: it is empty", reason="NO_SECRET")
+    return secret
 
 
 def _directory() -> Path:

@@ -107,6 +107,16 @@ async def test_nobody_but_the_coordinator_may_ask(tiny_llama: Path, secret: byte
     assert caught.value.details() == "reference secret does not match"
 
 
+async def test_a_request_that_is_too_large_is_refused_unparsed(tiny_llama: Path) -> None:
+    async with Cluster(tiny_llama, layers=(3,)) as cluster:
+        request = stage_pb2.ReferenceRequest(secret=b"s" * 70_000)
+        with pytest.raises(grpc.aio.AioRpcError, match="the limit is 65536") as caught:
+            await compute_reference(
+                cluster.workers["w0"].worker.listen_address, request, timeout_s=DEADLINE_S
+            )
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 async def test_a_directory_that_the_request_names_is_never_opened(tiny_llama: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.json")  # whoever opens it waits for a writer
     named = str(tmp_path).encode()

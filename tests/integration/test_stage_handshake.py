@@ -169,6 +169,17 @@ async def test_bytes_that_are_no_message_are_no_hello(assignment: Assignment) ->
         assert "expected hello, got bytes that are no message" in ended.details
 
 
+async def test_a_hello_that_is_too_large_is_refused_unparsed(assignment: Assignment) -> None:
+    async with stage_bench(assignment) as bench:
+        predecessor = PredecessorDouble(bench.worker.advertised_address)
+        await predecessor.connected()
+        await predecessor.send_raw(b"\x7a\x00" * 50_000)
+        ended = await predecessor.end()
+        await predecessor.close()
+        assert ended.code is grpc.StatusCode.INVALID_ARGUMENT
+        assert ended.details == "message has 100000 bytes, the limit is 65536"
+
+
 async def test_a_stream_that_never_says_hello_is_ended(
     assignment: Assignment, monkeypatch: pytest.MonkeyPatch
 ) -> None:

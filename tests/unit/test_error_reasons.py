@@ -11,6 +11,7 @@ from coordinator.planning.plan import PlanImpossible
 from coordinator.text.tokenizer import UnreadableTokenizer
 from deploy import ClusterFailed
 from stage_worker.control import JoinRefused
+from stage_worker.device_errors import DeviceError
 from stageline.cli.failures import USAGE
 from stageline.errors import StagelineError
 from stageline.load.session import WarmupFailed
@@ -28,13 +29,14 @@ OF_PROCESSES = (
     ClusterFailed,
     JoinRefused,
     WarmupFailed,
+    DeviceError,
 )
 
 
 def rows(heading: str) -> dict[str, str]:
     """Second column by reason of the table under a heading."""
     section = DOCUMENT.read_text(encoding="utf-8").split(f"## {heading}\n")[1].split("\n## ")[0]
-    found = re.findall(r"^\| `(\w+)` \| (\w+) \|", section, re.MULTILINE)
+    found = re.findall(r"^\| `(\w+)` \| ([\w, ]+) \|", section, re.MULTILINE)
     assert len(dict(found)) == len(found)
     return dict(found)
 

@@ -321,6 +321,15 @@ def test_a_secret_may_come_on_standard_input(
     assert "error[NOT_FOUND]" in capsys.readouterr().err
 
 
+def test_an_empty_secret_is_said_to_be_empty(
+    address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    request_id = id_text(new_request_id())
+    assert main(["attach", request_id, "--secret-file", "-", "--coordinator", address]) == 1
+    assert "error[NO_SECRET]: no secret in standard input: it is empty" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["generate", "chat", "attach", "cancel"])
 def test_the_help_explains_every_flag(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0

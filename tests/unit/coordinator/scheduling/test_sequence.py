@@ -14,6 +14,7 @@ from coordinator.scheduling.order import QueueOrder
 from coordinator.scheduling.sequence import FinishReason, Sequence
 from kvcache import ActiveSequence
 from tests.unit.coordinator.scheduling.pipeline_model import GREEDY, key_of
+from wire.errors import InvariantBroken
 from wire.steps import EndRecord, Prefill, StartRecord, TokenLogprobs
 
 BLOCK_SIZE = 4
@@ -131,23 +132,23 @@ def test_cached_tokens_are_those_of_the_first_start() -> None:
 def test_no_token_is_accepted_that_is_not_due() -> None:
     sequence = new_sequence()
     begin(sequence)
-    with pytest.raises(AssertionError):
+    with pytest.raises(InvariantBroken):
         sequence.accept_token(5)
     sequence.take_chunk(2)
-    with pytest.raises(AssertionError):
+    with pytest.raises(InvariantBroken):
         sequence.accept_token(5)
     sequence.take_chunk(1)
     sequence.accept_token(5)
-    with pytest.raises(AssertionError):
+    with pytest.raises(InvariantBroken):
         sequence.accept_token(5)
 
 
 def test_a_chunk_cannot_pass_the_end_of_the_prefill() -> None:
     sequence = new_sequence()
     begin(sequence)
-    with pytest.raises(AssertionError):
+    with pytest.raises(InvariantBroken):
         sequence.take_chunk(4)
-    with pytest.raises(AssertionError):
+    with pytest.raises(InvariantBroken):
         sequence.take_chunk(0)
 
 
@@ -158,13 +159,13 @@ def test_the_newest_token_is_handed_out_once() -> None:
     sequence.accept_token(5)
     sequence.take_decode()
     assert not sequence.can_decode
-    with pytest.raises(AssertionError):
+    with pytest.raises(InvariantBroken):
         sequence.take_decode()
 
 
 def test_a_queued_sequence_has_no_blocks_to_ask_for() -> None:
     sequence = new_sequence()
-    with pytest.raises(AssertionError, match="holds no blocks in state WAITING"):
+    with pytest.raises(InvariantBroken, match="holds no blocks in state WAITING"):
         _ = sequence.kv
 
 
@@ -231,7 +232,7 @@ def test_a_prompt_of_one_token_has_nothing_to_score() -> None:
 
 def test_what_is_scored_is_computed_even_if_it_is_cached() -> None:
     sequence = new_sequence(tuple(range(9)), wants_prompt_logprobs=True)
-    with pytest.raises(AssertionError, match="what is scored is computed"):
+    with pytest.raises(InvariantBroken, match="is computed where it is scored"):
         begin(sequence, num_cached_tokens=4)
 
 
