@@ -40,7 +40,12 @@ from wire.ids import RequestId, id_text
 
 
 class ServingError(Exception):
-    """Base of every error that the product raises on purpose. Its text is safe to send to a client."""
+    """Base of every error that the product raises on purpose. Its text is safe to send to a client.
+
+    `request_id` is for the log, where the message that a call began with does not name the request by itself.
+    """
+
+    request_id: RequestId | None = None
 
 
 class InvalidRequest(ServingError):

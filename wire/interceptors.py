@@ -120,14 +120,16 @@ async def _abort(context: Context, error: Exception, name: str, request: Any) ->
         error = InvalidRequest(UNDECODABLE)
     code, text = status_of(error)
     if not isinstance(error, ServingError):
-        log.exception("unexpected error in %s", name, exc_info=error, extra=_about(request))
+        log.exception("unexpected error in %s", name, exc_info=error, extra=_about(error, request))
     else:
-        log.debug("%s ends as %s: %s", name, code.name, text, extra=_about(request))
+        log.debug("%s ends as %s: %s", name, code.name, text, extra=_about(error, request))
     await context.abort(code, text, trailing_metadata=details_of(error))
 
 
-def _about(request: Any) -> dict[str, object]:
-    """The request that a message is about, if it names one."""
+def _about(error: Exception, request: Any) -> dict[str, object]:
+    """The request that an error or the message of its call is about, if one of them names it."""
+    if isinstance(error, ServingError) and error.request_id is not None:
+        return about(request_id=error.request_id)
     try:
         return about(request_id=parse_request_id(request.request_id))
     except (AttributeError, TypeError, ValueError):

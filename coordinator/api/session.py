@@ -33,7 +33,7 @@ from coordinator.scheduling.order import Priority, QueueOrder, queue_order
 from coordinator.tracing.request_trace import RequestTrace
 from coordinator.tracing.request_traces import RequestTraces
 from stageline_rpc.v1 import inference_pb2
-from wire.errors import ClusterUnavailable, InvalidRequest
+from wire.errors import ClusterUnavailable, InvalidRequest, ServingError
 from wire.ids import RequestId, id_text
 from wire.log_fields import about
 
@@ -86,9 +86,13 @@ class Sessions:
             request_id, arrived_s = request_id_of(message), self._engine.now_s()
         with self._traces.arrival(request_id, caller.span, arrived_s) as trace:
             is_large = len(data) > INLINE_BYTES
-            return await self._accept(
-                message, caller, attach_digest, request_id, arrived_s, trace, is_large=is_large
-            )
+            try:
+                return await self._accept(
+                    message, caller, attach_digest, request_id, arrived_s, trace, is_large=is_large
+                )
+            except ServingError as error:
+                error.request_id = request_id
+                raise
 
     async def _decode(self, data: bytes, caller: Caller) -> inference_pb2.GenerateRequest:
         """What is large takes milliseconds, and the event loop has streams to serve."""

@@ -111,11 +111,17 @@ async def test_a_request_that_fails_is_a_warning_with_its_id(lines: Lines) -> No
         lines.clear()
         request_id = id_text(new_request_id())
         with pytest.raises(ServerError):
-            await cluster.client.complete([1, 2, 3], max_tokens=4, logprobs=2, request_id=request_id)
+            await cluster.client.complete(
+                [1, 2, 3],
+                max_tokens=4,
+                allowed_token_ids=[5],
+                bad_word_ids=[[5]],
+                request_id=request_id,
+            )
         (failed,) = lines.at_least(logging.INFO)
         assert failed.levelno == logging.WARNING
         expected = (
-            rf"request {request_id} failed: SliceFailed: stage 2, step \d+: mock stages have no log-prob"
+            rf"request {request_id} failed: SliceFailed: stage 2, step \d+: no token is allowed at position 3"
         )
         assert lines.the(expected) is failed
         assert lines.the(expected).request_id == request_id

@@ -73,8 +73,8 @@ async def test_a_grammar_is_where_it_was_after_a_preemption() -> None:
     """A pool for hardly more than one of them at a time."""
     async with Cluster(None, layers=(6, 6), block_size=4, max_kv_tokens=96, has_text=True) as cluster:
         options = {"regex": r"([a-z]{3,7} ){10}end", "temperature": 1.0, "max_tokens": 90}
-        alone = [await complete(cluster, seed=seed, **options) for seed in range(6)]
-        together = await asyncio.gather(*(complete(cluster, seed=seed, **options) for seed in range(6)))
+        alone = [await complete(cluster, seed=seed, **options) for seed in range(12)]
+        together = await asyncio.gather(*(complete(cluster, seed=seed, **options) for seed in range(12)))
         assert [each.text for each in together] == [each.text for each in alone]
         assert all(re.fullmatch(options["regex"], each.text) for each in alone)
         assert (await cluster.client.status()).requests.preemptions > 0

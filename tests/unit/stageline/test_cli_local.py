@@ -44,9 +44,9 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
         yield start
 
 
-def _start_up(launch: Launch, **variables: str) -> tuple[subprocess.Popen[str], list[int], str]:
+def _start_up(launch: Launch, *flags: str, **variables: str) -> tuple[subprocess.Popen[str], list[int], str]:
     """The launcher once it serves, the ids of its processes (coordinator first), and what it has printed."""
-    launcher = launch("up", "--workers", "2", "--listen", "127.0.0.1:0", **variables)
+    launcher = launch("up", "--workers", "2", "--listen", "127.0.0.1:0", *flags, **variables)
     printed = _read_until(launcher, "Ctrl-C ends it")
     children = sorted(psutil.Process(launcher.pid).children(), key=lambda child: child.create_time())
     return launcher, [child.pid for child in children], printed
@@ -124,7 +124,7 @@ def test_all_processes_of_up_log_as_it_was_told(launch: Launch) -> None:
 
 
 def test_up_reports_a_lost_worker_and_goes_on(launch: Launch) -> None:
-    launcher, pids, _ = _start_up(launch)
+    launcher, pids, _ = _start_up(launch, "--no-restart")
     os.kill(pids[1], signal.SIGKILL)
     printed = _read_until(launcher, "stageline worker --coordinator")
     assert f"worker-0 (pid {pids[1]}) ended: killed by SIGKILL" in printed
