@@ -18,7 +18,7 @@ from wire.reference_call import reference_handler
 
 HELLO_TIMEOUT_S = 10.0
 MAX_UNTRUSTED_BYTES = 64 * 1024
-"""Largest message that is parsed before its secret is checked: hellos and reference requests have a few KiB."""
+"""Largest message that is parsed before its secret is checked: hellos and references have a few KiB."""
 
 
 class StageService:
