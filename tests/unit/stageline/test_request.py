@@ -14,7 +14,7 @@ from wire.ids import id_text, new_request_id
 
 REQUEST_ID = id_text(new_request_id())
 PROMPT_AND_GROUPS = {"text", "token_ids", "conversation", "sampling"}
-NO_FIELD = {"timeout_s"}
+NO_FIELD = {"attach_secret", "timeout_s"}
 
 SAMPLES: dict[str, tuple[object, Callable[[Any], object], object]] = {
     "temperature": (0.5, float, 0.5),
