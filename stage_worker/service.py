@@ -49,7 +49,9 @@ class StageService:
             request = stage_pb2.ReferenceRequest.FromString(message)
         except DecodeError:
             raise InvalidRequest("the request cannot be decoded as the message of this method") from None
-        directory = self._host.reference_access.check(request.secret, fingerprint=request.fingerprint)
+        directory = self._host.reference_access.check(
+            request.secret, fingerprint=request.fingerprint, host=peer_host(context)
+        )
         return encode_reference(await self._host.reference(decode_request(request, directory)))
 
 

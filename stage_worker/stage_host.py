@@ -21,7 +21,7 @@ from wire.clock import ClusterClock
 from wire.errors import Overloaded, StaleStream, StepFaultKind
 from wire.ids import Incarnation, new_incarnation
 from wire.log_fields import about
-from wire.peer_secrets import HopSecrets
+from wire.peer_secrets import HopSecrets, RefusedPeers
 from wire.reference import Reference
 from wire.step_codec import encode_fault
 from wire.steps import FaultReport
@@ -71,8 +71,9 @@ class StageHost:
 
         `on_serving` is told whenever the coordinator begins or ceases to serve requests with this stage.
         """
-        self.reference_access = ReferenceAccess()
-        self._secrets = HopSecrets(time.monotonic)
+        refused = RefusedPeers(time.monotonic)
+        self.reference_access = ReferenceAccess(refused)
+        self._secrets = HopSecrets(refused)
         self._coordinator = coordinator
         self._incarnation = new_incarnation()
         self._backend = backend

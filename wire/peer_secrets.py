@@ -21,25 +21,40 @@ def new_secret() -> bytes:
     return secrets.token_bytes(SECRET_BYTES)
 
 
-def check_secret(presented: bytes, expected: bytes, *, what: str) -> None:
-    """Raises SecretMismatch, which names `what` and neither value. Nothing passes while none is expected."""
-    if not is_secret(presented, expected):
-        raise SecretMismatch(f"{what} does not match")
-
-
 def is_secret(presented: bytes, expected: bytes) -> bool:
     """Whether both are equal, compared in constant time. False while none is expected."""
     return hmac.compare_digest(presented, expected) and len(expected) == SECRET_BYTES
 
 
-class HopSecrets:
-    """The receiving end of a hop: the secret of the present epoch, and those of the last ones before."""
+class RefusedPeers:
+    """Counts refused tries by host of the peer, and logs the first MAX_TRIES of a minute."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
+        self._tries = RefusedTries()
+
+    def note(self, call: str, problem: str, *, host: str) -> bool:
+        """Counts a refused `call`. False, and nothing is logged, once `host` has had its tries."""
+        if (num_tries := self._tries.note(host, self._clock())) > MAX_TRIES:
+            return False
+        log.warning("refused %s: %s, host=%s tries=%d", call, problem, host, num_tries)
+        return True
+
+    def secret_mismatch(self, call: str, what: str, *, host: str) -> SecretMismatch:
+        """The error for a `call` with a wrong secret, which is counted; it names `what` and neither value."""
+        problem = f"{what} does not match"
+        if not self.note(call, problem, host=host):
+            return SecretMismatch(f"{problem}, like {MAX_TRIES} others of your host just now")
+        return SecretMismatch(problem)
+
+
+class HopSecrets:
+    """The receiving end of a hop: the secret of the present epoch, and those of the last ones before."""
+
+    def __init__(self, refused: RefusedPeers) -> None:
+        self._refused = refused
         self._present = b""
         self._past: deque[bytes] = deque(maxlen=PAST_EPOCHS)
-        self._tries = RefusedTries()
 
     def begin_epoch(self, secret: bytes) -> None:
         """`secret` is the one that the stream of the new epoch presents."""
@@ -49,13 +64,10 @@ class HopSecrets:
     def check(self, presented: bytes, *, host: str) -> None:
         """Raises StaleStream for the secret of an epoch that is over, else SecretMismatch for a wrong one.
 
-        `host` is the peer's: once it has had its tries of the last minute, nothing is logged of it.
+        `host` is the peer's.
         """
         if is_secret(presented, self._present):
             return
         if sum(is_secret(presented, past) for past in self._past):
             raise StaleStream("the stream is of an epoch that is over")
-        if (num_tries := self._tries.note(host, self._clock())) > MAX_TRIES:
-            raise SecretMismatch(f"hop secret does not match, like {MAX_TRIES} others of your host just now")
-        log.warning("refused a stream: hop secret does not match, host=%s tries=%d", host, num_tries)
-        raise SecretMismatch("hop secret does not match")
+        raise self._refused.secret_mismatch("a stream", "hop secret", host=host)

@@ -9,7 +9,7 @@ from coordinator.cluster.pipeline_link import PipelineLink
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
 from wire.errors import StaleStream
 from wire.ids import Incarnation
-from wire.peer_secrets import HopSecrets
+from wire.peer_secrets import HopSecrets, RefusedPeers
 from wire.steps import Step
 
 
@@ -22,7 +22,7 @@ class Pipeline:
         """`new_secret` makes what the two ends of a hop know of each other in one epoch."""
         self._new_secret = new_secret
         self._secrets: tuple[bytes, ...] = ()
-        self._incoming = HopSecrets(time.monotonic)
+        self._incoming = HopSecrets(RefusedPeers(time.monotonic))
         self._has_results = False
         self._incarnation = incarnation
         self._fingerprint = fingerprint

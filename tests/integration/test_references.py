@@ -22,6 +22,7 @@ from tests.integration.cluster import DEADLINE_S, Ask, Cluster
 from wire.errors import StaleStream
 from wire.reference import Reference
 from wire.reference_call import compute_reference
+from wire.refused_tries import MAX_TRIES
 
 
 async def ask(
@@ -105,6 +106,24 @@ async def test_nobody_but_the_coordinator_may_ask(tiny_llama: Path, secret: byte
             await ask(cluster, tiny_llama, secret=secret)
     assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
     assert caught.value.details() == "reference secret does not match"
+
+
+async def test_refused_tries_are_counted_and_logged_and_the_coordinator_is_answered(
+    tiny_llama: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Cluster(tiny_llama, layers=(3,)) as cluster:
+        refusals = []
+        for _ in range(MAX_TRIES + 2):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await ask(cluster, tiny_llama, secret=b"x" * 32)
+            refusals.append(caught.value.details())
+        response = await ask(cluster, tiny_llama)
+    assert refusals[MAX_TRIES - 1] == "reference secret does not match"
+    assert refusals[-1] == "reference secret does not match, like 10 others of your host just now"
+    logged = [line for line in caplog.messages if "reference secret" in line]
+    assert len(logged) == MAX_TRIES
+    assert logged[0] == ("refused ComputeReference: reference secret does not match, host=127.0.0.1 tries=1")
+    assert len(response.texts[0].rows) == 3
 
 
 async def test_a_request_that_is_too_large_is_refused_unparsed(tiny_llama: Path) -> None:
