@@ -10,7 +10,7 @@ from stage_worker.outputs import HandedOn, TimedOutput
 from stageline_rpc.v1 import stage_pb2, stage_pb2_grpc
 from wire.channels import client_channel
 from wire.errors import StaleStream, StepFault, StepFaultKind
-from wire.forward_call import open_forward
+from wire.forward_call import HELLO_RETRY_S, open_forward
 from wire.frames import encode_frame
 from wire.result_frames import encode_result_frame
 from wire.steps import StepResult
@@ -43,12 +43,10 @@ class Hop:
 
     async def dial(self) -> None:
         """Connects, says hello, and waits until it is accepted."""
+        self._channel = client_channel(self._address)
         try:
             async with asyncio.timeout(DIAL_TIMEOUT_S):
-                self._channel = client_channel(self._address)
-                self._call = self._open_call(self._channel)
-                await self._write(self._call, self._hello)
-                answer = await self._read(self._call)
+                answer = await self._greet(self._channel)
         except TimeoutError:
             raise self._fault(f"did not accept the stream within {DIAL_TIMEOUT_S:g} s") from None
         if answer.WhichOneof("message") != "accepted":
@@ -73,6 +71,18 @@ class Hop:
             self._call.cancel()
         if self._channel is not None:
             await self._channel.close()
+
+    async def _greet(self, channel: grpc.aio.Channel) -> Any:
+        """The answer to hello, which is sent again, in a new call, while too many others wait there."""
+        while True:
+            call = self._call = self._open_call(channel)
+            try:
+                await self._write(call, self._hello)
+                return await self._read(call)
+            except StepFault:
+                if await call.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+                    raise
+            await asyncio.sleep(HELLO_RETRY_S)
 
     async def _write(self, call: Call, message: Request) -> None:
         try:

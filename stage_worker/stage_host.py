@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from stage_worker.assignment import Assignment, decode_assignment, wants
 from stage_worker.backend import StageBackend
+from stage_worker.early_streams import EarlyStreams
 from stage_worker.handshake import Epoch, check_protocol, decode_epoch, epoch_problem, hop_hello
 from stage_worker.hop import Hop, hop_to_coordinator, hop_to_stage
 from stage_worker.reference_access import ReferenceAccess
@@ -74,6 +75,7 @@ class StageHost:
         refused = RefusedPeers(time.monotonic)
         self.reference_access = ReferenceAccess(refused)
         self._secrets = HopSecrets(refused)
+        self._early_streams = EarlyStreams(refused)
         self._coordinator = coordinator
         self._incarnation = new_incarnation()
         self._backend = backend
@@ -144,9 +146,11 @@ class StageHost:
     async def accept(self, hello: stage_pb2.HopHello, *, host: str) -> EpochSession:
         """The session that takes the stream of a peer on `host`, once its epoch has begun here.
 
-        Raises SecretMismatch, StaleStream or HandshakeMismatch; then nothing has changed.
+        Raises Overloaded, SecretMismatch, StaleStream or HandshakeMismatch; then nothing has changed.
         """
-        await self._wait_begun(hello.epoch)
+        if hello.epoch > self._last_epoch:
+            with self._early_streams.waiting(host):
+                await self._wait_begun(hello.epoch)
         self._secrets.check(hello.secret, host=host)
         check_protocol(hello)
         if self._session is None:

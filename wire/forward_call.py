@@ -13,6 +13,9 @@ from stageline_rpc.v1 import stage_pb2
 ForwardCall = grpc.aio.StreamStreamCall[Any, Any]
 Messages = AsyncIterator[bytes]
 
+HELLO_RETRY_S = 0.05
+"""Delay before a hello is sent again to a stage where too many early streams wait (RESOURCE_EXHAUSTED)."""
+
 _FORWARD = stage_pb2.DESCRIPTOR.services_by_name["Stage"].methods_by_name["Forward"]
 _SERVICE: str = _FORWARD.containing_service.full_name
 

@@ -11,7 +11,7 @@ import grpc
 from stageline_rpc.v1 import stage_pb2
 from wire.channels import client_channel
 from wire.clock import wall_clock_us
-from wire.forward_call import ForwardCall, open_forward
+from wire.forward_call import HELLO_RETRY_S, ForwardCall, open_forward
 from wire.frames import encode_frame
 from wire.log_fields import about
 from wire.step_codec import encode_step
@@ -56,11 +56,9 @@ class PipelineLink:
 
     async def open(self) -> None:
         """Dials FIRST and waits until it accepts. Raises LinkBroken with the reason."""
-        # With an iterator of requests, gRPC leaves a task behind that complains when it is collected.
-        call = self._call = open_forward(self._channel)
         try:
             async with asyncio.timeout(OPEN_TIMEOUT_S):
-                response = await self._greet(call)
+                call, response = await self._greet()
         except TimeoutError:
             raise LinkBroken(f"{self._where} did not accept within {OPEN_TIMEOUT_S:g} s") from None
         except grpc.aio.AioRpcError as error:
@@ -80,11 +78,20 @@ class PipelineLink:
             self._call.cancel()
         await self._channel.close()
 
-    async def _greet(self, call: ForwardCall) -> Any:
-        """The answer to hello."""
-        with contextlib.suppress(asyncio.InvalidStateError):  # it has ended, and reading says why
-            await call.write(stage_pb2.ForwardRequest(hello=self._hello).SerializeToString())
-        return await call.read()
+    async def _greet(self) -> tuple[ForwardCall, Any]:
+        """The call with the answer to its hello, which is sent again while too many others wait there."""
+        hello = stage_pb2.ForwardRequest(hello=self._hello).SerializeToString()
+        while True:
+            # With an iterator of requests, gRPC leaves a task behind that complains when it is collected.
+            call = self._call = open_forward(self._channel)
+            try:
+                with contextlib.suppress(asyncio.InvalidStateError):  # it has ended, and reading says why
+                    await call.write(hello)
+                return call, await call.read()
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+                    raise
+            await asyncio.sleep(HELLO_RETRY_S)
 
     async def _write(self, call: ForwardCall) -> None:
         """Until the stream ends, which the watcher notices too."""

@@ -23,9 +23,13 @@ class First:
     def __init__(self) -> None:
         self.ends = asyncio.Event()
         self.accepts = True
+        self.num_overloaded = 0
 
     async def forward(self, requests: Messages, context: Any) -> AsyncIterator[stage_pb2.ForwardResponse]:
         assert stage_pb2.ForwardRequest.FromString(await anext(requests)).HasField("hello")
+        if self.num_overloaded:
+            self.num_overloaded -= 1
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many streams wait")
         if not self.accepts:
             await context.abort(grpc.StatusCode.ABORTED, "not now")
         yield stage_pb2.ForwardResponse(accepted=stage_pb2.HopAccepted())
@@ -69,3 +73,12 @@ async def test_links_that_end_leave_no_task_behind(
         while any("_consume_request_iterator" in repr(task) for task in asyncio.all_tasks() - before):
             await asyncio.sleep(0.01)
     assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
+
+
+async def test_a_stage_where_too_many_streams_wait_is_asked_again(first: tuple[First, str]) -> None:
+    stage, address = first
+    stage.num_overloaded = 2
+    link = PipelineLink(address, stage_pb2.HopHello(), lambda reason: None)
+    await link.open()
+    await link.close()
+    assert stage.num_overloaded == 0

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import grpc
@@ -9,6 +10,7 @@ import pytest
 
 from stage_worker import hop, service, stage_host
 from stage_worker.assignment import Assignment
+from stage_worker.early_streams import MAX_PER_HOST
 from stageline_rpc.v1 import stage_pb2
 from tests.integration.doubles import DEADLINE_S, PredecessorDouble, StreamEnded
 from tests.integration.scenario import assert_same, expected_outputs, run_scenario
@@ -212,6 +214,53 @@ async def test_a_stream_that_is_ahead_of_begin_epoch_waits_for_it(assignment: As
         await bench.begin_epoch()
         await asyncio.wait_for(accepted, DEADLINE_S)
         await predecessor.close()
+
+
+async def fill_places(bench: StageBench, stack: AsyncExitStack) -> StreamEnded:
+    """Streams of an epoch that never begins, as many as may wait and one more; returns its refusal."""
+    hello = bench.hello()
+    hello.epoch, hello.secret = 99, b"x" * 32
+    tasks = []
+    for _ in range(MAX_PER_HOST + 1):
+        stranger = PredecessorDouble(bench.worker.advertised_address)
+        stack.push_async_callback(stranger.close)
+        tasks.append(asyncio.create_task(stranger.hello(hello)))
+    stack.callback(lambda: [task.cancel() for task in tasks])
+    (refused,), _ = await asyncio.wait(tasks, timeout=DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
+    error = refused.exception()
+    assert isinstance(error, StreamEnded)
+    return error
+
+
+async def test_streams_that_wait_for_their_epoch_are_few_and_the_next_one_is_refused(
+    assignment: Assignment, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with stage_bench(assignment) as bench, AsyncExitStack() as stack:
+        ended = await fill_places(bench, stack)
+        assert ended.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "4 streams of this host wait for epochs that have not begun on this stage" in ended.details
+        assert any("the limit is 4, host=127.0.0.1 tries=1" in line for line in caplog.messages)
+        await bench.begin_epoch()
+        predecessor = await bench.predecessor()
+        await predecessor.close()
+
+
+async def test_the_stage_before_gets_its_stream_while_a_stranger_on_its_host_has_all_places(
+    assignment: Assignment, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with stage_bench(assignment) as bench, AsyncExitStack() as stack:
+        await fill_places(bench, stack)
+        hello = bench.hello()
+        hello.epoch, hello.secret = 1, hop_secret(1, 1)
+        before = hop.hop_to_stage(1, bench.worker.advertised_address, hello)
+        stack.push_async_callback(before.close)
+        dialled = asyncio.create_task(before.dial())
+        async with asyncio.timeout(DEADLINE_S):
+            while not any("tries=2" in line for line in caplog.messages):
+                await asyncio.sleep(0.01)
+        assert not dialled.done()
+        await bench.begin_epoch()
+        await asyncio.wait_for(dialled, DEADLINE_S)
 
 
 async def test_the_stage_says_hello_to_the_next_one(assignment: Assignment) -> None:
