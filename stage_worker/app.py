@@ -44,19 +44,23 @@ async def _main(config: WorkerConfig) -> int:
     loop.add_signal_handler(signal.SIGTERM, _leave, worker, task)
     loop.add_signal_handler(signal.SIGINT, _stop_on, "SIGINT", task)
     print(f"stageline worker {worker.name} listening on {worker.listen_address}", flush=True)
+    failure: JoinRefused | None = None
     try:
         await task
     except asyncio.CancelledError:
-        status = 0
+        pass
     except JoinRefused as error:
-        status = _fail(config, error)
+        failure = error
     except DeviceError as error:
         _fail(config, error)
         # Neither a hung thread nor the device's library is to be waited for.
         _exit_at_once(DEVICE_FAILED_EXIT_CODE)
-    else:
-        status = 0
-    return await _end(worker, status)
+    is_stopped = await worker.stop()
+    status = 0 if failure is None else _fail(config, failure)
+    if not is_stopped:
+        # A large step or tensor is still under way, and the interpreter must not wait for it.
+        _exit_at_once(status)
+    return status
 
 
 def _leave(worker: Worker, task: "asyncio.Task[None]") -> None:
@@ -74,13 +78,6 @@ def _leave(worker: Worker, task: "asyncio.Task[None]") -> None:
 def _stop_on(name: str, task: "asyncio.Task[None]") -> None:
     log.info("%s: ending", name)
     task.cancel()
-
-
-async def _end(worker: Worker, status: int) -> int:
-    if not await worker.stop():
-        # A large step or tensor is still under way, and the interpreter must not wait for it.
-        _exit_at_once(status)
-    return status
 
 
 def _exit_at_once(status: int) -> NoReturn:

@@ -207,7 +207,9 @@ class Membership:
             kind = reason = str(error)
         else:
             reason = f"no welcome within {WELCOME_TIMEOUT_S:g} s"
-        if self._waits_for != kind:
+        if self._is_leaving:
+            log.info("the connection to the coordinator at %s ended (%s)", self._coordinator, reason)
+        elif self._waits_for != kind:
             log.info("waiting for the coordinator at %s (%s)", self._coordinator, reason)
             self._waits_for = kind
 

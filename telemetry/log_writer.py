@@ -37,6 +37,8 @@ class LogWriter(logging.Handler):
             self.handleError(record)
             return
         with self._changed:
+            if self._is_closed:
+                return
             if len(self._waiting) >= self._max_waiting:
                 self.num_dropped += 1
                 self._num_untold += 1
@@ -50,6 +52,7 @@ class LogWriter(logging.Handler):
             self._changed.wait_for(lambda: not self._waiting and not self._is_writing, LAST_WORDS_S)
 
     def close(self) -> None:
+        """Takes no more lines; those that it has are still written."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

@@ -78,11 +78,19 @@ def configure(settings: LogSettings, process: str, *, worker: str | None = None)
 
 
 def say_last(settings: LogSettings, line: str) -> None:
-    """The one line of a process that cannot go on: on the console as it is."""
-    if settings.format is LogFormat.JSON:
+    """The last line of a process that cannot go on: on the console as it is. What was logged before is
+    written before it, and what is logged later is dropped.
+    """
+    is_json = settings.format is LogFormat.JSON
+    if is_json:
         log.critical("%s", line)
-    else:
-        print(line, file=sys.stderr, flush=True)
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, LogWriter):
+            handler.flush()
+            handler.close()
+    if not is_json:
+        sys.stderr.write(f"{line}\n")  # in one piece, which `print` does not promise
+        sys.stderr.flush()
 
 
 class ConsoleFormatter(logging.Formatter):

@@ -17,6 +17,7 @@ from checkpoint import DType
 from stage_worker import loading, torch_backend
 from stage_worker.assignment import Assignment
 from stage_worker.control import LOADING_TIMEOUT_S, JoinRefused
+from stage_worker.device_errors import DeviceError
 from stage_worker.worker import Worker
 from stageline_rpc.v1 import cluster_pb2
 from tests.integration.doubles import DEADLINE_S, CoordinatorDouble, WorkerLink
@@ -314,6 +315,23 @@ async def test_a_worker_waits_for_its_coordinator_and_says_so_once(assignment: A
                 await coordinator.stop()
         finally:
             logger.removeHandler(watch)
+
+
+async def test_a_worker_whose_device_failed_does_not_wait_for_the_coordinator(
+    coordinator: CoordinatorDouble, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "stage_worker.control")
+    worker = Worker(worker_config(coordinator.address))
+    await worker.start()
+    task = asyncio.create_task(worker.run())
+    await coordinator.link()
+    worker._note_device_failure("illegal memory access")
+    await coordinator.stop()
+    with pytest.raises(DeviceError, match="illegal memory access"):
+        await asyncio.wait_for(task, DEADLINE_S)
+    assert await worker.stop()
+    assert "waiting for the coordinator" not in caplog.text
+    assert f"the connection to the coordinator at {coordinator.address} ended" in caplog.text
 
 
 async def test_a_refused_handshake_ends_the_worker(coordinator: CoordinatorDouble) -> None:

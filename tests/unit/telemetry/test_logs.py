@@ -8,10 +8,12 @@ import re
 import subprocess
 import sys
 import tomllib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from telemetry import logs
 from telemetry.logs import (
     PACKAGES,
     ConsoleFormatter,
@@ -145,6 +147,31 @@ def test_the_last_line_of_a_console_is_nothing_else() -> None:
     assert stderr_of('logs.say_last(settings, "stageline worker: no way")', LogSettings()) == [
         "stageline worker: no way"
     ]
+
+
+@pytest.mark.parametrize("format_", LogFormat)
+def test_nothing_is_written_after_the_last_line(format_: LogFormat) -> None:
+    script = """
+import time
+from telemetry import log_writer
+write = log_writer._write
+log_writer._write = lambda *line: (time.sleep(0.2), write(*line))
+log = logging.getLogger("wire")
+log.info("before")
+logs.say_last(settings, "no way")
+log.error("after")
+logging.shutdown()
+"""
+    lines = stderr_of(script, LogSettings(format=format_))
+    assert len(lines) == 2
+    assert "before" in lines[0] and "no way" in lines[1]
+
+
+def test_the_last_line_is_written_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=written.append, flush=lambda: None))
+    logs.say_last(LogSettings(), "no way")
+    assert written == ["no way\n"]
 
 
 def stderr_of(script: str, settings: LogSettings) -> list[str]:
