@@ -23,14 +23,17 @@ _Config = TypeVar("_Config")
 _Value = TypeVar("_Value")
 
 
-def read_token(path: Path | None) -> str | None:
-    """The operator token in the file; None without one. Raises ValueError."""
-    if path is None:
-        return None
+def read_secret_file(path: Path, *, what: str) -> str:
+    """The secret in `path`. Raises typer.BadParameter, which says that `what` cannot be used."""
     try:
         return read_secret(path)
     except OSError as error:
-        raise ValueError(f"--token-file cannot be used: {error}") from None
+        raise typer.BadParameter(f"{what} cannot be used: {error}") from None
+
+
+def read_token(path: Path | None) -> str | None:
+    """The operator token in the file; None without one. Raises typer.BadParameter."""
+    return None if path is None else read_secret_file(path, what="--token-file")
 
 
 def default_token_directory() -> Path:
@@ -42,10 +45,12 @@ def operator_token(path: Path | None, coordinator: str) -> str:
     """The token in `path`, else the one that the coordinator at this address keeps on this host. Raises
     CommandFailed or typer.BadParameter.
     """
-    candidates = [path] if path is not None else token_paths(default_token_directory(), coordinator)
-    found = next((each for each in candidates if each is path or each.exists()), None)
+    if path is not None:
+        return read_secret_file(path, what="--token-file")
+    candidates = token_paths(default_token_directory(), coordinator)
+    found = next((each for each in candidates if each.exists()), None)
     if found is not None:
-        return build_config(lambda: read_token(found)) or ""
+        return read_secret_file(found, what=f"the operator token of {coordinator}")
     what = f"the operator token of {coordinator} is not on this host: pass --token-file FILE"
     raise CommandFailed(what, reason="NO_TOKEN")
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import typer
 
 from stageline.cli.failures import CommandFailed
+from stageline.cli.options import read_secret_file
 from stageline.errors import RequestNotFound, StagelineError
 from wire.ids import id_text, parse_request_id
-from wire.secret_files import read_secret, state_directory, write_secret
+from wire.secret_files import state_directory, write_secret
 
 LIVE_S = 7 * 24 * 3600.0
 """How long a file is kept whose request is not known to have ended. Its time of change says until when."""
@@ -45,17 +46,18 @@ def forget_if_over(request_id: str, error: StagelineError) -> None:
 
 
 def find(request_id: str, secret_file: str | None) -> str:
-    """The secret in `secret_file` ("-": standard input), else the stored one. Raises CommandFailed."""
+    """The secret in `secret_file` ("-": standard input), else the stored one. Raises CommandFailed or
+    typer.BadParameter.
+    """
     if secret_file == "-":
         return _given(sys.stdin.readline().strip(), "standard input")
-    path = Path(secret_file) if secret_file is not None else _path(request_id)
-    try:
-        return _given(read_secret(path), str(path))
-    except FileNotFoundError:
-        if secret_file is not None:
-            raise
-        what = f"the secret of request {request_id} is not on this host: pass --secret-file PATH"
-        raise CommandFailed(what, reason="NO_SECRET") from None
+    if secret_file is not None:
+        return _given(read_secret_file(Path(secret_file), what="--secret-file"), secret_file)
+    path, what = _path(request_id), f"the secret of request {request_id}"
+    if not path.exists():
+        problem = f"{what} is not on this host: pass --secret-file PATH"
+        raise CommandFailed(problem, reason="NO_SECRET")
+    return _given(read_secret_file(path, what=what), str(path))
 
 
 def _given(secret: str, place: str) -> str:

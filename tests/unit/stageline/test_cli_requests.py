@@ -20,11 +20,12 @@ from stageline import Client, Detach, GenerateOptions, GenerateOutput, Priority,
 from stageline.cli import main
 from stageline.cli.chat import chat
 from stageline.cli.generate import generate
+from stageline.cli.options import DEFAULT_ADDRESS
 from stageline.cli.request_flags import EndingFlags, SamplingFlags
 from tests.error_lines import parse_error_line
 from tests.fake_processes import FAKE_COMMAND, FAKE_ENVIRONMENT
 from wire.ids import id_text, new_request_id, parse_request_id
-from wire.secret_files import write_secret
+from wire.secret_files import token_path, write_secret
 
 REQUEST_ID = id_text(new_request_id())
 FLAGS = f"""
@@ -305,11 +306,56 @@ def test_the_secret_of_a_detached_request_is_kept_for_its_owner_only_and_goes_wi
     (second,) = kept.iterdir()
     second.chmod(0o640)
     capsys.readouterr()
-    assert main(["cancel", second.name, "--coordinator", address]) == 1
+    assert main(["cancel", second.name, "--coordinator", address]) == 2
     assert f"{second} has mode 0640, must be 0600 or stricter" in capsys.readouterr().err
     second.chmod(0o600)
     assert main(["cancel", second.name, "--coordinator", address]) == 0
     assert list(kept.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        (["attach", "ID"], "--secret-file"),
+        (["cancel", "ID"], "--secret-file"),
+        (["cancel", "ID"], "--token-file"),
+        (["drain", "worker-0"], "--token-file"),
+        (["coordinator", "--stages", "1"], "--token-file"),
+        (["up"], "--token-file"),
+    ],
+)
+def test_a_secret_that_others_can_read_is_a_usage_error(
+    words: list[str], flag: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "secret"
+    write_secret(path, new_attach_secret())
+    path.chmod(0o644)
+    request_id = id_text(new_request_id())
+    line = [request_id if word == "ID" else word for word in words]
+    assert main([*line, flag, str(path)]) == 2
+    problem = f"{path} has mode 0644, must be 0600 or stricter: run chmod 600 {path}"
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith(f"stageline: error[USAGE]: Invalid value: {flag} cannot be used: {problem} (see ")
+
+
+@pytest.mark.parametrize("words", [["drain", "worker-0"], ["cancel", "ID"]])
+def test_a_kept_secret_that_others_can_read_is_a_usage_error_too(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    request_id = id_text(new_request_id())
+    token = token_path(tmp_path / "stageline" / "tokens", DEFAULT_ADDRESS)
+    secret = tmp_path / "stageline" / "requests" / request_id
+    for path in (token, secret):
+        write_secret(path, new_attach_secret())
+        path.chmod(0o644)
+    path, what = (token, f"the operator token of {DEFAULT_ADDRESS}")
+    if words[1] == "ID":
+        path, what = secret, f"the secret of request {request_id}"
+    assert main([words[0], request_id if words[1] == "ID" else words[1]]) == 2
+    problem = f"{path} has mode 0644, must be 0600 or stricter: run chmod 600 {path}"
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith(f"stageline: error[USAGE]: Invalid value: {what} cannot be used: {problem} (see ")
 
 
 def test_a_secret_may_come_on_standard_input(
