@@ -62,8 +62,8 @@ class BlockTables:
 
     Keys name sequences and may be any hashable. A table opens with the sequence's first `Use` and closes with
     `drop`; between the two it may become empty (preemption) and start over. An error means that nothing has
-    changed. `num_wanted_blocks` counts the full blocks that all `Use`s so far named, `num_hit_blocks` those
-    of them that were there already.
+    changed. `num_wanted_blocks` counts the full blocks that all counted `Use`s so far named, `num_hit_blocks`
+    those of them that were there already.
     """
 
     def __init__(self, num_blocks: int, *, block_size: int) -> None:
@@ -87,14 +87,15 @@ class BlockTables:
     def __len__(self) -> int:
         return len(self._tables)
 
-    def apply(self, key: Hashable, signal: Signal) -> tuple[Event, ...]:
-        """Applies one signal of the sequence `key` to the pool and to the sequence's table.
+    def apply(self, key: Hashable, signal: Signal, *, is_counted: bool = True) -> tuple[Event, ...]:
+        """Applies one signal of the sequence `key` to the pool and to the sequence's table. Without
+        `is_counted`, a `Use` leaves `num_wanted_blocks` and `num_hit_blocks` as they are.
 
         Raises what `BlockPool.apply` raises, UnknownSequence, BlockNotHeld (for frees: the block is at
         neither end of the table) or BlockShared (a partial block that another sequence holds).
         """
         if isinstance(signal, Use):
-            return self._use(key, signal)
+            return self._use(key, signal, is_counted=is_counted)
         table = self._table(key)
         if isinstance(signal, Promote):
             return self._promote(key, table, signal)
@@ -175,7 +176,7 @@ class BlockTables:
             raise UnknownSequence(f"no block table for sequence {key!r}")
         return table
 
-    def _use(self, key: Hashable, use: Use) -> tuple[Event, ...]:
+    def _use(self, key: Hashable, use: Use, *, is_counted: bool) -> tuple[Event, ...]:
         hits = [block in self.pool for block in use.blocks]
         for block, is_hit in zip(use.blocks, hits, strict=True):
             if is_hit and isinstance(block, PartialBlock):
@@ -186,8 +187,9 @@ class BlockTables:
             table = self._tables[key] = _Table()
         for block, is_hit in zip(use.blocks, hits, strict=True):
             table.append(block, self.pool.page_of(block), is_hit=is_hit)
-        self.num_wanted_blocks += len(use.block_hashes)
-        self.num_hit_blocks += sum(hits)
+        if is_counted:
+            self.num_wanted_blocks += len(use.block_hashes)
+            self.num_hit_blocks += sum(hits)
         return events
 
     def _promote(self, key: Hashable, table: _Table, promote: Promote) -> tuple[Event, ...]:

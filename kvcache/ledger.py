@@ -43,9 +43,10 @@ class Ledger:
         self.pool = BlockPool(num_blocks)
         self.block_size = block_size
         self._contents: dict[int, Content] = {}
-        # Private ids among the full blocks, and those that the last signal removed.
-        self._private: set[int] = set()
-        self._private_removed: set[int] = set()
+        # Full blocks that are not announced: private ids, and blocks of sequences without `is_announced`.
+        # Then those of them that the last signal removed.
+        self._unannounced: set[int] = set()
+        self._unannounced_removed: set[int] = set()
 
     @property
     def digest(self) -> int:
@@ -106,10 +107,12 @@ class Ledger:
         elif isinstance(signal, Promote) or (isinstance(signal, Use) and signal.block_hashes):
             entering = self._new_contents(sequence, signal)
         events = self.pool.apply(signal)
-        if self._private_removed:
-            self._private_removed = set()
-        if entering and sequence.first_private_block is not None:
-            self._private.update(_private_names(sequence, signal) & entering.keys())
+        if self._unannounced_removed:
+            self._unannounced_removed = set()
+        if entering and not sequence.is_announced:
+            self._unannounced.update(entering)
+        elif entering and sequence.first_private_block is not None:
+            self._unannounced.update(_private_names(sequence, signal) & entering.keys())
         for event in events:
             if isinstance(event, Stored):
                 self._keep(event, entering)
@@ -118,20 +121,21 @@ class Ledger:
         return events
 
     def announced(self, events: tuple[Event, ...]) -> list[Announced]:
-        """`events` of the last signal as others learn of them, without private blocks, which only their own
-        sequence can use. They keep their ids, so one that is left out leaves a gap.
+        """`events` of the last signal as subscribers learn of them: without private blocks, which only their
+        own sequence can use, and without those of sequences that are not announced. They keep their ids, so
+        one that is left out leaves a gap.
         """
         shared: Iterable[Event] = events
-        if self._private or self._private_removed:
-            shared = [event for each in events if (event := self._without_private(each)) is not None]
+        if self._unannounced or self._unannounced_removed:
+            shared = [event for each in events if (event := self._without_unannounced(each)) is not None]
         return [Announced(event, self._tokens_of(event)) for event in shared]
 
-    def _without_private(self, event: Event) -> Event | None:
+    def _without_unannounced(self, event: Event) -> Event | None:
         if isinstance(event, Removed):
-            names = tuple(name for name in event.block_hashes if name not in self._private_removed)
+            names = tuple(name for name in event.block_hashes if name not in self._unannounced_removed)
             return replace(event, block_hashes=names) if names else None
-        # The private blocks of a sequence are its last ones.
-        count = sum(name not in self._private for name in event.sequence_hashes)
+        # The private blocks of a sequence are its last ones; of one that is not announced, all are left out.
+        count = sum(name not in self._unannounced for name in event.sequence_hashes)
         names, hashes = event.sequence_hashes[:count], event.block_hashes[:count]
         return replace(event, sequence_hashes=names, block_hashes=hashes) if count else None
 
@@ -144,11 +148,11 @@ class Ledger:
         return b"".join([self._contents[name][2] for name in names])
 
     def cached_blocks(self) -> Iterator[CachedBlock]:
-        """All full blocks that others can hit, active and inactive. Hashes each one's tokens again, so it is
-        not for every step.
+        """All announced full blocks, active and inactive. Hashes each one's tokens again, so it is not for
+        every step.
         """
         for name, (parent, salt, packed_tokens, _) in self._contents.items():
-            if name not in self._private:
+            if name not in self._unannounced:
                 yield CachedBlock(name, packed_block_hash(packed_tokens, salt), parent, packed_tokens)
 
     def check_integrity(self, sequences: Iterable[ActiveSequence] | None = None) -> None:
@@ -162,9 +166,9 @@ class Ledger:
             raise IntegrityBroken(
                 f"contents of {len(self._contents)} blocks for {self.pool.num_full} full blocks"
             )
-        if not self._private <= self._contents.keys():
-            num_absent = len(self._private - self._contents.keys())
-            raise IntegrityBroken(f"{num_absent} private blocks are not in the pool")
+        if not self._unannounced <= self._contents.keys():
+            num_absent = len(self._unannounced - self._contents.keys())
+            raise IntegrityBroken(f"{num_absent} unannounced blocks are not in the pool")
 
     def _new_contents(self, sequence: ActiveSequence, signal: Use | Promote) -> dict[int, Content]:
         """Contents of the blocks that may enter, by sequence hash. Raises HashCollision."""
@@ -185,9 +189,9 @@ class Ledger:
     def _forget(self, removed: Removed) -> None:
         for name in removed.block_hashes:
             del self._contents[name]
-            if name in self._private:
-                self._private.remove(name)
-                self._private_removed.add(name)
+            if name in self._unannounced:
+                self._unannounced.remove(name)
+                self._unannounced_removed.add(name)
 
     def _keep(self, stored: Stored, entering: dict[int, Content]) -> None:
         for name in stored.sequence_hashes:

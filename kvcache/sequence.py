@@ -62,9 +62,11 @@ class ActiveSequence:
         max_output_tokens: int,
         salt: int = DEFAULT_SALT,
         prefix_caching: bool = True,
+        is_announced: bool = True,
         new_id: Callable[[], int],
     ) -> None:
         """`new_id` supplies ids unique in the pool: for partial blocks, without prefix caching for all.
+        Without `is_announced`, subscribers are not told of blocks that this sequence brings into the cache.
 
         Raises ValueError for a block size below 1, a negative output limit or a token beyond u32.
         """
@@ -75,6 +77,7 @@ class ActiveSequence:
         self._tokens = list(tokens)
         self._tokens_view = TokensView(self._tokens)
         self.block_size = block_size
+        self.is_announced = is_announced
         self.num_prompt_tokens = len(self._tokens)
         self.max_output_tokens = max_output_tokens
         self._max_len = self.num_prompt_tokens + max_output_tokens

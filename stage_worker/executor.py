@@ -17,6 +17,7 @@ from stage_worker.stage_compute import StageCompute
 from stage_worker.step_checks import StepRules, check_hidden_states, check_limits, slice_layouts
 from wire.errors import InvariantBroken, StepFault, StepFaultKind
 from wire.frames import Frame
+from wire.ids import CHECK_REQUEST
 from wire.log_fields import about
 from wire.steps import Step, StepResult
 
@@ -161,7 +162,8 @@ class StepExecutor:
             self._compute.start(start)
         for entry in step.signals:
             try:
-                self._tables.apply(entry.sequence, entry.signal)
+                is_counted = entry.sequence.request_id != CHECK_REQUEST
+                self._tables.apply(entry.sequence, entry.signal, is_counted=is_counted)
             except KvCacheError as error:
                 raise StepFault(
                     StepFaultKind.KV_SIGNAL,

@@ -8,6 +8,9 @@ import uuid6
 RequestId = NewType("RequestId", bytes)
 Incarnation = NewType("Incarnation", bytes)
 
+CHECK_REQUEST = RequestId(bytes(16))
+"""Request id of self-checks. Reserved: no client's request has it, because it is no UUIDv7."""
+
 
 class SequenceKey(NamedTuple):
     """One choice of a request: the identity of a sequence everywhere."""

@@ -48,6 +48,7 @@ class PlanChecks:
         self._spawn = spawn
         self._task: asyncio.Task[None] | None = None
         self._sends_in: int | None = None
+        self._is_idle_check = False
 
     def begin(self, action: CheckPlan) -> None:
         """Checks a plan in an epoch that is for nothing else."""
@@ -66,6 +67,8 @@ class PlanChecks:
         """A result has come; False when it is not one of the check's."""
         if epoch != self._sends_in:
             return False
+        if self._is_idle_check:
+            self._engine.note_lent_answer()
         self.check.take(result)
         return True
 
@@ -90,7 +93,7 @@ class PlanChecks:
         epoch, plan = action.epoch, action.plan
         wire_dtype = self._wire_dtype(plan)
         known = await self.check.reference(plan, wire_dtype, self._connections.reference_sources)
-        self._sends_in = epoch
+        self._sends_in, self._is_idle_check = epoch, False
         checked = CheckedEpoch(
             epoch=epoch,
             plan=plan,
@@ -108,31 +111,38 @@ class PlanChecks:
         self._events.checked(epoch, verdict)
         problem = None if verdict.is_good else verdict.text
         self._carry_out(self._state.checked(epoch, problem, stage=verdict.stage))
+        await self.check.keep_reference()
 
     async def _check_idle(self, epoch: int, plan: Plan) -> None:
-        """In the present epoch, whose cache stays; requests that come meanwhile wait for its few steps."""
+        """In the present epoch, whose cache stays; requests that come meanwhile wait for its few steps. A
+        step that is overdue ends the epoch like any other, and the check with it.
+        """
         wire_dtype = self._wire_dtype(plan)
         known = await self.check.reference(plan, wire_dtype, self._connections.reference_sources)
         lent = self._engine.lend_epoch()
         if lent is None:
             return
         kv, first_step_id = lent
-        self._sends_in, num_sent = epoch, 0
+        self._sends_in, self._is_idle_check, num_sent = epoch, True, 0
 
         def send(step: Step) -> None:
             nonlocal num_sent
             num_sent += 1
+            self._engine.note_lent_step(step)
             self._pipeline.send(step)
 
         checked = CheckedEpoch(
-            epoch=epoch, plan=plan, kv=kv, first_step_id=first_step_id, send=send, ask_states=None
+            epoch=epoch,
+            plan=plan,
+            kv=kv,
+            first_step_id=first_step_id,
+            send=send,
+            ask_states=None,
+            is_watched=True,
         )
         began_s = time.monotonic()
         try:
             verdict = await self.check.run(checked, known)
-        except TimeoutError:
-            self._fail_epoch(epoch, NOT_ANSWERED)
-            return
         except Exception:
             # Requests wait for the epoch, which only a new one gives back now.
             self._fail_epoch(epoch, "the self-check ended with an unexpected error")
@@ -143,6 +153,7 @@ class PlanChecks:
             self._engine.take_epoch_back(next_step_id=first_step_id + num_sent)
         else:
             self._carry_out(self._state.doubted(epoch, f"the self-check {verdict.text}"))
+        await self.check.keep_reference()
 
     def _ask_states(self) -> None:
         ask = cluster_pb2.CoordinatorMessage(report_states=cluster_pb2.ReportStates(epoch=self._state.epoch))

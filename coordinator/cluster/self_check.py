@@ -22,7 +22,7 @@ from wire.steps import Step, StepResult
 from wire.wire_dtypes import WireDType
 
 ANSWER_TIMEOUT_S = 30.0
-"""For the answer to each step, after that to the one before."""
+"""For the answer to each step of a plan's first check, after that to the one before: kernels may be cold."""
 STATES_TIMEOUT_S = 5.0
 """For what all stages have handed on."""
 
@@ -31,8 +31,9 @@ STATES_TIMEOUT_S = 5.0
 class CheckedEpoch:
     """What a check needs of the epoch that it runs in: its empty or idle ledger, and the way in.
 
-    `ask_states` has all stages tell what they have handed
-    on, of which `SelfCheck.take_states` is told; None where they have not kept it.
+    `ask_states` has all stages tell what they have handed on, of which `SelfCheck.take_states` is told; None
+    where they have not kept it. With `is_watched`, the caller gives up overdue steps and cancels the check;
+    without, `SelfCheck.run` raises TimeoutError.
     """
 
     epoch: int
@@ -41,6 +42,7 @@ class CheckedEpoch:
     first_step_id: int
     send: Callable[[Step], None]
     ask_states: Callable[[], None] | None
+    is_watched: bool = False
 
 
 class SelfCheck:
@@ -65,6 +67,7 @@ class SelfCheck:
         self._states_timeout_s = states_timeout_s
         self._now_us = now_us
         self._question: ReferenceQuestion | None = None
+        self._passed: ReferenceQuestion | None = None
         self._results = asyncio.Queue[StepResult]()
         self._states = asyncio.Queue[tuple[int, bytes]]()
         self._checked_at_s = 0.0
@@ -82,7 +85,7 @@ class SelfCheck:
 
     async def run(self, epoch: CheckedEpoch, known: KnownReference | NoReference) -> Verdict:
         """Sends the steps of a check, and judges what is answered. Raises TimeoutError where an answer does
-        not come.
+        not come. After it, `keep_reference` is due.
         """
         script, results = await self._play(epoch)
         states = None
@@ -91,12 +94,20 @@ class SelfCheck:
         verdict = judge(script, epoch.plan, results, states, known)
         if isinstance(known, KnownReference) and self._question is not None:
             if verdict.is_good:
-                await self._references.confirm(self._question)
+                self._passed = self._question
             else:
                 self._references.distrust(self._question)
         self._checked_at_s = asyncio.get_running_loop().time()
         self.verdict = replace(verdict, at_us=self._now_us())
         return self.verdict
+
+    async def keep_reference(self) -> None:
+        """Keeps the reference that the last check has passed with, if it has. Writes to disk: no request
+        should wait for it.
+        """
+        question, self._passed = self._passed, None
+        if question is not None:
+            await self._references.confirm(question)
 
     def begin(self) -> None:
         """The first check is about to run."""
@@ -131,8 +142,9 @@ class SelfCheck:
         for each in script.steps:
             epoch.send(each.step)
         results = []
+        timeout_s = None if epoch.is_watched else self._answer_timeout_s
         for _ in script.steps:
-            async with asyncio.timeout(self._answer_timeout_s):
+            async with asyncio.timeout(timeout_s):
                 results.append(await self._results.get())
         return script, results
 

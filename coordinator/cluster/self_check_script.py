@@ -10,12 +10,10 @@ from dataclasses import dataclass, replace
 from coordinator.planning.plan import Plan
 from coordinator.scheduling.kv_log import KvLog
 from kvcache import ActiveSequence, OutOfBlocks, salt_of
-from wire.ids import RequestId, SequenceKey
+from wire.ids import CHECK_REQUEST, SequenceKey
 from wire.reference import NUM_TEXTS, NUM_TOP, Text, check_text
 from wire.steps import Decode, EndRecord, Prefill, Slice, StartRecord, Step, StepSampling
 
-CHECK_REQUEST = RequestId(bytes(16))
-"""Reserved: no client's request has this id, which is no UUIDv7."""
 MAX_TEXT_TOKENS = 264
 """Blocks of up to 260 tokens are crossed; a reference of longer texts would take too much memory."""
 _SAMPLING = StepSampling(logprobs=NUM_TOP, prompt_logprobs=NUM_TOP)

@@ -225,6 +225,17 @@ class Engine:
         """See `Scheduler.lend_epoch`. Requests that arrive wait for `take_epoch_back`."""
         return None if self._registry.live else self._scheduler.lend_epoch()
 
+    def note_lent_step(self, step: Step) -> None:
+        """A step of the lent epoch is sent: `overdue_step` judges it from now on, and subscribers learn what
+        it has evicted.
+        """
+        self._scheduler.add_lent_step(step, self._clock())
+        self.publish_kv_events()
+
+    def note_lent_answer(self) -> None:
+        """The oldest step of the lent epoch is answered."""
+        self._scheduler.note_lent_answer(self._clock())
+
     def take_epoch_back(self, *, next_step_id: int) -> None:
         """Serves again."""
         self._scheduler.take_epoch_back(next_step_id=next_step_id)
@@ -398,5 +409,11 @@ class Engine:
             self._observers.step_sent(step, sent_s)
             self._sent_s.append(sent_s)
             self._send(step)
+        self.publish_kv_events()
+
+    def publish_kv_events(self) -> None:
+        """Tells subscribers what has entered and left the cache; needed after each change of the ledger, so
+        that a snapshot and the events after it fit together.
+        """
         if (kv := self._scheduler.kv) is not None:
             self.kv_feed.publish(kv.take_events())

@@ -92,6 +92,14 @@ class StepsInFlight:
         """Learns from a step that was predicted to take `predicted_us`, how late is too late."""
         self._patience.observe(answered.waited_s, predicted_us / 1e6)
 
+    def take_unchecked(self, now_s: float) -> None:
+        """The oldest step is answered now, and another component checks the answer. Does nothing when no step
+        is in flight.
+        """
+        if self._steps:
+            self._steps.popleft()
+            self._answered_s = now_s
+
     def take(self, result: StepResult, now_s: float) -> AnsweredStep:
         """The slices of the oldest step, each with what `result`, which came now, answers to it.
 

@@ -105,12 +105,14 @@ class KvLog:
         return pending
 
     def take_events(self) -> list[Announced]:
-        """What entered and left the cache since the last call, in order; private blocks are left out."""
+        """What entered and left the cache since the last call, in order; private blocks and those of
+        `new_sequence` are left out.
+        """
         events, self._events = self._events, []
         return events
 
     def cached_blocks(self) -> Iterator[CachedBlock]:
-        """All full blocks that are in the cache now and that others can hit."""
+        """All full blocks that are in the cache now and that `take_events` tells of."""
         return self._ledger.cached_blocks()
 
     def plan(self, sequence: Sequence) -> AdmissionPlan:
@@ -205,12 +207,15 @@ class KvLog:
         self.free(key, active, active.free_signals() if keep_content else active.destroy_signals())
 
     def new_sequence(self, tokens: tuple[int, ...], *, max_output_tokens: int, salt: int) -> ActiveSequence:
-        """The blocks of a sequence that the scheduler does not know; none is allocated."""
+        """The blocks of a sequence that the scheduler does not know; none is allocated, and no event tells of
+        them.
+        """
         return ActiveSequence(
             tokens,
             block_size=self._block_size,
             max_output_tokens=max_output_tokens,
             salt=salt,
+            is_announced=False,
             new_id=self._ids.__next__,
         )
 

@@ -28,6 +28,7 @@ from coordinator.scheduling.lifecycle import SequenceState
 from coordinator.scheduling.pace import Pace, PrefillLoad, SchedulerLimits
 from coordinator.scheduling.sequence import FinishReason, Release, Sequence
 from coordinator.scheduling.step_times import StepTimes
+from coordinator.scheduling.work import work_of
 from kvcache import OutOfBlocks
 from wire.errors import SliceFailed, require
 from wire.ids import SequenceKey
@@ -115,9 +116,21 @@ class Scheduler:
         self._is_lent = True
         return self._kv, self._next_step_id
 
+    def add_lent_step(self, step: Step, now_s: float) -> None:
+        """A step of the lent epoch is sent now; from here on `overdue_step` judges it like any other."""
+        assert self._is_lent
+        self._in_flight.add(step, work_of(step), now_s)
+
+    def note_lent_answer(self, now_s: float) -> None:
+        """The oldest step of the lent epoch is answered now. Nothing is learnt from it: steps that score
+        every position take longer than those of most requests.
+        """
+        assert self._is_lent
+        self._in_flight.take_unchecked(now_s)
+
     def take_epoch_back(self, *, next_step_id: int) -> None:
         """The steps before `next_step_id` are answered, and hold no blocks."""
-        assert self._is_lent and self._kv is not None and not self._kv.has_pending
+        assert self._is_lent and self._kv is not None and not self._kv.has_pending and not self._in_flight
         self._is_lent, self._next_step_id = False, next_step_id
 
     @property

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from wire.steps import Prefill, Step
+
 CONTEXT_PER_SEQUENCE = 1024
 """Tokens of context whose keys and values cost a decode as much as everything else about one sequence.
 
@@ -39,3 +41,18 @@ class StepWork:
     def is_empty(self) -> bool:
         """Nothing is computed: the step carries records and frees only."""
         return not self.decode_cost and not self.chunk_tokens
+
+
+def work_of(step: Step) -> StepWork:
+    """What `step` computes, as its slices say."""
+    work = StepWork()
+    num_decodes = context = 0
+    for part in step.slices:
+        if isinstance(part.inference_step, Prefill):
+            work.add_chunk(part.first_position, len(part.tokens))
+        else:
+            num_decodes += 1
+            context += part.first_position + 1
+    if num_decodes:
+        work.decode_cost = decodes_cost(num_decodes, context)
+    return work

@@ -16,6 +16,8 @@ import torch
 from builtin_model import MODEL_DIRECTORY
 from checkpoint import Checkpoint
 from checkpoint.samples import sampled_ranges
+from coordinator.cluster.self_check import ANSWER_TIMEOUT_S
+from kvcache import Removed
 from stage_worker import loading, torch_backend
 from stage_worker.models import DecoderStage
 from stage_worker.models.part_loader import PartsRead
@@ -24,10 +26,13 @@ from stage_worker.reference_request import ReferenceRequest
 from stage_worker.torch_backend import TorchBackend
 from stageline_rpc.v1 import cluster_pb2
 from tests.checkpoints import make_checkpoint
-from tests.integration.cluster import TEST_TIMING, Ask, Cluster
+from tests.integration.alterations import drop
+from tests.integration.cluster import DEADLINE_S, TEST_TIMING, Ask, Cluster
 from tests.integration.planted_faults import decode_attention_is_zero, keys_and_values_are_not_written
 from wire.errors import Overloaded
+from wire.ids import CHECK_REQUEST
 from wire.reference import Reference
+from wire.steps import StepResult
 
 LAYERS = (2, 2, 2)
 ASK = Ask(prompt=(1, 2, 3, 4, 5), max_tokens=4)
@@ -287,6 +292,52 @@ async def test_an_idle_cluster_is_checked_again_and_keeps_epoch_and_cache(model:
         await cluster.wait_drained()
 
 
+async def test_an_idle_check_counts_no_prefix_hits_and_announces_no_blocks(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache is so small that a check evicts blocks of requests, of which subscribers do learn."""
+    async with Cluster(
+        model, layers=LAYERS, self_check=True, self_check_interval_s=3600.0, max_kv_tokens=56
+    ) as cluster:
+        assert (await cluster.generate(Ask(prompt=tuple(range(48)), max_tokens=1))).succeeded
+        checks, feed = cluster.server.controller.checks, cluster.server.engine.kv_feed
+        assert checks is not None
+        before, counters = feed.subscribe(), hit_counters(cluster)
+        subscriptions = [before]
+        take = checks.check.take
+
+        def subscribe_and_take(result: StepResult) -> None:
+            subscriptions.append(feed.subscribe())
+            take(result)
+
+        monkeypatch.setattr(checks.check, "take", subscribe_and_take)
+        checks.check._interval_s = 1e-6
+        await wait_checked(cluster)
+        checks.check._interval_s = 0.0
+        cached = cached_names(cluster)
+        assert cached < {block.sequence_hash for block in before.snapshot.blocks}, "something was evicted"
+        assert len(subscriptions) > 5
+        for each in subscriptions:
+            known = {block.sequence_hash for block in each.snapshot.blocks}
+            for event in (change.event for change in each._waiting):
+                assert isinstance(event, Removed) and known >= set(event.block_hashes)
+                known -= set(event.block_hashes)
+            assert known == cached
+        assert hit_counters(cluster) == counters
+
+
+def hit_counters(cluster: Cluster) -> list[tuple[int, int]]:
+    """Wanted and hit blocks of every stage, as of now."""
+    stats = (worker.worker._host.heartbeat().kv for worker in cluster.workers.values())
+    return [(kv.blocks_wanted, kv.blocks_hit) for kv in stats]
+
+
+def cached_names(cluster: Cluster) -> set[int]:
+    kv = cluster.server.engine.scheduler.kv
+    assert kv is not None
+    return {block.sequence_hash for block in kv.cached_blocks()}
+
+
 async def wait_checked(cluster: Cluster) -> None:
     """Until one more check has passed."""
     before_us = (await cluster.client.status()).self_check.at_us
@@ -307,6 +358,52 @@ async def test_requests_that_come_during_checks_are_served(model: Path) -> None:
             answers.append(await cluster.generate(ASK.again()))
         assert all(answer.succeeded and answer.tokens == answers[0].tokens for answer in answers)
         assert cluster.epoch == 2
+
+
+async def test_a_frame_that_is_lost_in_an_idle_check_is_overdue_like_any_other(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that comes meanwhile is served long before a first check would be given up."""
+    async with Cluster(
+        model, layers=LAYERS, self_check=True, self_check_interval_s=3600.0, hop_proxies=(1,)
+    ) as cluster:
+        # From these answers the limit of a step is learnt.
+        for _ in range(8):
+            answer = await cluster.generate(ASK.again())
+        checks = cluster.server.controller.checks
+        assert checks is not None
+        await cluster.wait_drained()
+        # All of them: a stage notices a gap at once.
+        lost = cluster.proxy(1).inject(drop, when=lambda frame: frame.step.epoch == 2, times=1_000)
+        checks.check._interval_s = 1e-6
+        async with asyncio.timeout(DEADLINE_S):
+            await lost.happened.wait()
+        checks.check._interval_s = 0.0
+        monkeypatch.setattr("coordinator.scheduling.patience.MIN_PATIENCE_S", 2.0)
+        async with asyncio.timeout(ANSWER_TIMEOUT_S / 2):
+            again = await cluster.generate(ASK.again())
+        assert again.tokens == answer.tokens
+        assert cluster.epoch > 2
+        assert {part.sequence.request_id for step in lost.steps for part in step.slices} == {CHECK_REQUEST}
+
+
+async def test_no_request_waits_for_a_reference_that_is_written_to_disk(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Cluster(model, layers=LAYERS, self_check=True, self_check_interval_s=3600.0) as cluster:
+        answer = await cluster.generate(ASK)
+        checks, is_writing = cluster.server.controller.checks, asyncio.Event()
+        assert checks is not None
+
+        async def never_ends(question: object) -> None:
+            is_writing.set()
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(checks.check._references, "confirm", never_ends)
+        checks.check._interval_s = 1e-6
+        async with asyncio.timeout(DEADLINE_S):
+            await is_writing.wait()
+            assert (await cluster.generate(ASK.again())).tokens == answer.tokens
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

@@ -316,7 +316,9 @@ class Running:
         epoch = CheckedEpoch(
             epoch=5, plan=PLAN, kv=kv, first_step_id=0, send=self._send, ask_states=self._tell
         )
-        return await self.check.run(epoch, known)
+        verdict = await self.check.run(epoch, known)
+        await self.check.keep_reference()
+        return verdict
 
 
 async def test_the_last_verdict_is_told_with_its_time() -> None:

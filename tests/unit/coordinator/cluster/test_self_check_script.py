@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from coordinator.cluster.self_check_script import (
-    CHECK_REQUEST,
     Script,
     parts_for,
     texts_for,
@@ -15,11 +14,11 @@ from coordinator.cluster.self_check_script import (
 )
 from coordinator.planning.plan import Plan, StepLimits, WorkerCapacity
 from coordinator.scheduling.kv_log import KvLog
-from kvcache import BlockTables, KvWindow
+from kvcache import DEFAULT_SALT, ActiveSequence, BlockTables, KvWindow, Removed
 from stage_worker.sequences import SequenceStates
 from stage_worker.step_checks import StepRules, check_limits, slice_layouts
 from tests.unit.coordinator.cluster.cluster_driver import plan_of
-from wire.ids import parse_request_id
+from wire.ids import CHECK_REQUEST, SequenceKey, new_request_id, parse_request_id
 from wire.steps import Decode, Prefill
 
 VOCAB_SIZE = 100
@@ -125,6 +124,27 @@ def test_nothing_stays_cached_and_step_ids_follow() -> None:
     assert ids == list(range(len(ids)))
     assert len(first.steps) == len(second.steps)
     replay(Script(first.texts, first.steps + second.steps, ()), made)
+
+
+def test_subscribers_learn_of_evicted_blocks_and_of_no_block_of_a_check() -> None:
+    made = plan(num_blocks=8)
+    kv = KvLog(num_blocks=8, block_size=16)
+    key = SequenceKey(new_request_id(), 0)
+    cached = ActiveSequence(range(7 * 16), block_size=16, max_output_tokens=1, salt=DEFAULT_SALT, new_id=int)
+    kv.allocate(key, cached, len(cached))
+    kv.release(key, cached, keep_content=True)
+    kv.take_events()
+    kv.take_pending()
+    before = {block.sequence_hash for block in kv.cached_blocks()}
+
+    script = write_script(made, 7, texts_for(made, VOCAB_SIZE), kv)
+
+    events = [event for event, _ in kv.take_events()]
+    evicted = {name for event in events if isinstance(event, Removed) for name in event.block_hashes}
+    assert all(isinstance(event, Removed) for event in events) and evicted
+    assert {block.sequence_hash for block in kv.cached_blocks()} == before - evicted
+    begun = [part.first_position for each in script.steps for part in each.step.slices]
+    assert 16 in begun, "a prefix hit"
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 5, 16, 64, 128, 300])

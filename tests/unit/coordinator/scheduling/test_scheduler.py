@@ -11,6 +11,7 @@ from coordinator.scheduling.lifecycle import SequenceState
 from coordinator.scheduling.pace import SchedulerLimits
 from coordinator.scheduling.scheduler import Scheduler
 from coordinator.scheduling.sequence import FinishReason
+from coordinator.scheduling.work import work_of
 from tests.unit.coordinator.scheduling.pipeline_model import PipelineModel, key_of, solo_run
 from wire.errors import SliceFailed
 from wire.steps import Decode, EndRecord, Prefill, SliceError, SliceResult, Step, StepResult, TokenLogprobs
@@ -544,6 +545,35 @@ def test_requests_wait_while_an_epoch_is_lent_and_steps_go_on_after_it() -> None
     model.scheduler.take_epoch_back(next_step_id=lent[1] + 7)
     step = model.scheduler.next_step(0.0)
     assert step is not None and step.step_id == 7
+
+
+def test_a_step_of_a_lent_epoch_is_overdue_like_any_other() -> None:
+    lent = model_of().scheduler
+    assert lent.lend_epoch() is not None
+    for step_id in range(2):
+        lent.add_lent_step(Step(epoch=1, step_id=step_id), 5.0)
+    assert lent.overdue_step(14.0, unknown_s=10.0) is None
+    lent.note_lent_answer(14.0)
+    assert lent.overdue_step(23.0, unknown_s=10.0) is None, "it counts from the answer before"
+    overdue = lent.overdue_step(24.5, unknown_s=10.0)
+    assert overdue is not None
+    assert (overdue.step.step_id, overdue.waited_s, overdue.limit_s) == (1, 10.5, 10.0)
+    lent.note_lent_answer(24.5)
+    assert lent.overdue_step(100.0, unknown_s=10.0) is None
+    lent.take_epoch_back(next_step_id=2)
+
+
+def test_the_work_of_a_step_is_that_which_its_draft_has_counted() -> None:
+    model = model_of()
+    for length in (1, 5, 9, 20):
+        model.submit(list(range(length)), max_tokens=4)
+    works = []
+    while not model.is_done:
+        model.pump()
+        works += [(each.work, work_of(each.step)) for each in model.scheduler._in_flight._steps]
+        model.run_step()
+    assert all(counted == told for counted, told in works)
+    assert any(told.decode_cost and told.chunk_pairs for _, told in works)
 
 
 def test_the_end_of_an_epoch_ends_the_loan() -> None:
