@@ -1,14 +1,18 @@
 """For all tests."""
 
 import os
-import tempfile
+
+from tests.temporary import end_in_order, process_directory
 
 # Before anything imports grpc: its core writes lines of its own about connections that end, which tests do on
 # purpose.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 # Secrets and tokens of commands under test stay out of the user's own state directory.
-_STATE = tempfile.TemporaryDirectory(prefix="stageline-test-state-")
-os.environ["XDG_STATE_HOME"] = _STATE.name
+os.environ["XDG_STATE_HOME"] = str(process_directory("test-state"))
 # What a user's cache holds must not decide whether a test passes; processes inherit this.
-_CACHE = tempfile.TemporaryDirectory(prefix="stageline-test-cache-")
-os.environ["XDG_CACHE_HOME"] = _CACHE.name
+os.environ["XDG_CACHE_HOME"] = str(process_directory("test-cache"))
+
+
+def pytest_runtest_setup() -> None:
+    """Before each test: an event loop that has handled a signal leaves the default handler behind."""
+    end_in_order()

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from tests.chaos.disturbances import DISTURBANCES
 from tests.chaos.run import ChaosConfig, run_chaos
 from tests.chaos.storm import StormConfig, run_storm
+from tests.temporary import INTERRUPTED, LOGS_HELP, end_in_order, unused_directory
 
 
 def main() -> int:
@@ -21,12 +22,16 @@ def main() -> int:
     keep its pauses within the limits.
     """
     given = _parse()
+    end_in_order()
     seed = random.randrange(10**6) if given.seed is None else given.seed
     # Of our own servers in this process, the proxies: what they meet is what they were made for.
     logging.disable(logging.ERROR)
     say = functools.partial(print, flush=True)
     say(f"seed {seed}")
-    return _run_storm(given, seed, say) if given.storm else _run_chaos(given, seed, say)
+    try:
+        return _run_storm(given, seed, say) if given.storm else _run_chaos(given, seed, say)
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 def _parse() -> argparse.Namespace:
@@ -44,6 +49,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--kill-coordinator", action="store_true", help="with --storm: the coordinator is killed, too"
     )
+    parser.add_argument("--logs", type=unused_directory, metavar="DIR", help=LOGS_HELP)
     given = parser.parse_args()
     if not all(any(text in each.name for each in DISTURBANCES) for text in given.only):
         parser.error(f"there are only {', '.join(each.name for each in DISTURBANCES)}")
@@ -60,6 +66,7 @@ def _run_storm(given: argparse.Namespace, seed: int, say: Callable[[str], None])
         seed=seed,
         is_real=given.real,
         kills_coordinator=given.kill_coordinator,
+        logs=given.logs,
         say=say,
     )
     report = asyncio.run(run_storm(storm, _free_address()))
@@ -74,6 +81,7 @@ def _run_chaos(given: argparse.Namespace, seed: int, say: Callable[[str], None])
         is_real=given.real,
         has_journal=not given.no_journal,
         names=tuple(given.only),
+        logs=given.logs,
         say=say,
     )
     report = asyncio.run(run_chaos(config, _free_address()))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +18,7 @@ from tests.faults.cluster import FaultyCluster
 from tests.faults.load import ConstantLoad
 from tests.faults.streams import Ask, mixed_asks, undisturbed
 from tests.mock_answers import mock_tokens
+from tests.temporary import run_directory
 
 NUM_WORKERS = 4
 NUM_STAGES = 3
@@ -31,7 +30,7 @@ RECOVERS_WITHIN_S = 60.0
 class ChaosConfig:
     """`is_real` computes with a small model instead of mock stages. With a journal requests go on under the
     next coordinator. `names` are parts of the names of the
-    disturbances to choose from; all without any.
+    disturbances to choose from; all without any. `logs`: where logs and journal are kept.
     """
 
     seconds: float
@@ -39,6 +38,7 @@ class ChaosConfig:
     is_real: bool = False
     has_journal: bool = True
     names: tuple[str, ...] = ()
+    logs: Path | None = None
     say: Callable[[str], None] = print
 
 
@@ -47,17 +47,13 @@ async def run_chaos(chaos: ChaosConfig, free_address: str) -> Report:
     except when a disturbance meets which request.
     """
     report = Report(chaos.seed, chaos.seconds)
-    directory = Path(tempfile.mkdtemp(prefix="stageline-chaos-"))
-    made = _cluster_config(chaos, directory, free_address)
-    try:
-        async with FaultyCluster(made, seed=chaos.seed, has_frame_proxies=True) as cluster:
-            await _disturb(chaos, cluster, report)
-    except (AssertionError, TimeoutError, ClusterFailed, StagelineError) as error:
-        report.problems.append(f"{type(error).__name__}: {error}")
-    if report.problems:
-        report.problems.append(f"logs are in {directory}")
-    else:
-        shutil.rmtree(directory)
+    with run_directory("chaos", chaos.logs) as directory:
+        made = _cluster_config(chaos, directory, free_address)
+        try:
+            async with FaultyCluster(made, seed=chaos.seed, has_frame_proxies=True) as cluster:
+                await _disturb(chaos, cluster, report)
+        except (AssertionError, TimeoutError, ClusterFailed, StagelineError) as error:
+            report.problems.append(f"{type(error).__name__}: {error}")
     return report
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +22,7 @@ from tests.e2e.clusters import VOCAB_SIZE
 from tests.e2e.recovery_setup import config, is_idle, make_steady_model, mock_config
 from tests.faults.streams import Ask, mixed_asks, undisturbed
 from tests.mock_answers import mock_tokens
+from tests.temporary import run_directory
 
 NUM_WORKERS = 4
 NUM_STAGES = 3
@@ -39,20 +38,26 @@ HEALS_WITHIN_S = 60.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StormConfig:
     """`is_real`: stages compute, in the place of mock ones. `kills_coordinator`: the coordinator is killed,
-    too, and a request that it had not accepted counts as failed.
+    too, and a request that it had not accepted counts as failed. `logs`: where logs and journal are kept.
     """
 
     seconds: float
     seed: int
     is_real: bool = False
     kills_coordinator: bool = False
+    logs: Path | None = None
     say: Callable[[str], None] = print
 
 
 async def run_storm(storm: StormConfig, free_address: str) -> StormReport:
     """Returns when the time is over, every request has ended and the cluster has stopped."""
     report = StormReport(storm.seed, storm.seconds)
-    directory = Path(tempfile.mkdtemp(prefix="stageline-storm-"))
+    with run_directory("storm", storm.logs) as directory:
+        await _run_in(directory, storm, free_address, report)
+    return report
+
+
+async def _run_in(directory: Path, storm: StormConfig, free_address: str, report: StormReport) -> None:
     made = _cluster_config(storm, directory, free_address)
     cluster = StormCluster(made, seed=storm.seed)
     wall_minus_loop_s = time.time() - asyncio.get_running_loop().time()
@@ -71,11 +76,6 @@ async def run_storm(storm: StormConfig, free_address: str) -> StormReport:
     ]
     downs = [(each.ended_s, each.listening_s) for each in cluster.restarts if each.name == COORDINATOR]
     report.spans = spans_of(lines, downs, end_s=asyncio.get_running_loop().time())
-    if report.is_right and report.is_fast:
-        shutil.rmtree(directory)
-    else:
-        storm.say(f"logs are in {directory}")
-    return report
 
 
 async def _serve_through(storm: StormConfig, cluster: StormCluster, report: StormReport) -> None:

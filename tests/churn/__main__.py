@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from tests.churn.run import ChurnConfig, run_churn
+from tests.temporary import INTERRUPTED, LOGS_HELP, end_in_order, unused_directory
 
 
 def main() -> int:
@@ -19,12 +20,19 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=20.0, help="requests per second (default 20)")
     parser.add_argument("--seed", type=int, default=1, help="order and content of the requests (default 1)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all samples and counts to FILE")
+    parser.add_argument("--logs", type=unused_directory, metavar="DIR", help=LOGS_HELP)
     given = parser.parse_args()
     if given.minutes <= 0 or given.rate <= 0:
         parser.error("--minutes and --rate must be positive")
     say = functools.partial(print, flush=True)
-    config = ChurnConfig(seconds=given.minutes * 60, rate=given.rate, seed=given.seed, say=say)
-    report = asyncio.run(run_churn(config))
+    config = ChurnConfig(
+        seconds=given.minutes * 60, rate=given.rate, seed=given.seed, logs=given.logs, say=say
+    )
+    end_in_order()
+    try:
+        report = asyncio.run(run_churn(config))
+    except KeyboardInterrupt:
+        return INTERRUPTED
     if given.json is not None:
         given.json.write_text(json.dumps(report.fields()))
     for problem in report.problems[:20]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +20,7 @@ from tests.churn.requests import KEEP_S, VOCAB_SIZE
 from tests.e2e.clusters import START_TIMEOUT_S, wait_for_status
 from tests.e2e.commands import ENVIRONMENT
 from tests.e2e.recovery_setup import is_idle
+from tests.temporary import run_directory
 
 NUM_WORKERS = 2
 SAMPLE_INTERVAL_S = 1.0
@@ -30,16 +29,24 @@ COUNT_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChurnConfig:
+    """`logs`: where logs and journal are kept."""
+
     seconds: float
     rate: float
     seed: int
+    logs: Path | None = None
     say: Callable[[str], None] = print
 
 
 async def run_churn(churn: ChurnConfig) -> Report:
     """Returns when the time is over and the cluster has ended."""
     report = Report(churn.seconds, churn.rate)
-    directory = Path(tempfile.mkdtemp(prefix="stageline-churn-"))
+    with run_directory("churn", churn.logs) as directory:
+        await _run_in(directory, churn, report)
+    return report
+
+
+async def _run_in(directory: Path, churn: ChurnConfig, report: Report) -> None:
     counts = directory / "counts.jsonl"
     async with LocalCluster(_cluster_config(directory, counts)) as cluster:
         await cluster.wait_until_serving(timeout_s=START_TIMEOUT_S)
@@ -55,11 +62,6 @@ async def run_churn(churn: ChurnConfig) -> Report:
         log = cluster.coordinator.read_log()
     if "Traceback" in log:
         report.problems.append("the coordinator's log has a traceback")
-    if report.problems:
-        report.problems.append(f"logs are in {directory}")
-    else:
-        shutil.rmtree(directory)
-    return report
 
 
 async def _stretches(

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import os
-import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +13,7 @@ from pathlib import Path
 from deploy import LocalProcess
 from tests.error_lines import parse_error_line
 from tests.fake_processes import ROOT
+from tests.temporary import process_directory
 
 STAGELINE = (sys.executable, "-P", "-m", "stageline")
 ENVIRONMENT: Mapping[str, str] = {
@@ -23,9 +21,8 @@ ENVIRONMENT: Mapping[str, str] = {
     # Tables are as wide as the terminal, which a pipe is not.
     "COLUMNS": "160",
     # What the processes keep for their user is of these tests only.
-    "XDG_CACHE_HOME": tempfile.mkdtemp(prefix="stageline-cache-"),
+    "XDG_CACHE_HOME": str(process_directory("cache")),
 }
-atexit.register(shutil.rmtree, ENVIRONMENT["XDG_CACHE_HOME"], ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True)

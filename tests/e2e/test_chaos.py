@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.chaos.run import ChaosConfig, run_chaos
@@ -13,18 +15,20 @@ SEED = 1
 
 @pytest.mark.chaos
 async def test_a_minute_of_random_faults_gives_no_wrong_token_and_leaves_nothing_behind(
-    free_address: str,
+    free_address: str, tmp_path: Path
 ) -> None:
-    report = await run_chaos(ChaosConfig(seconds=SECONDS, seed=SEED), free_address)
+    report = await run_chaos(ChaosConfig(seconds=SECONDS, seed=SEED, logs=tmp_path), free_address)
     assert report.problems == [], "\n".join(report.lines())
     assert report.num_finished > 0
     assert any(seen.has_new_epoch for seen in report.seen)
 
 
 @pytest.mark.chaos
-async def test_a_minute_of_faults_that_wait_for_no_recovery_fails_no_request(free_address: str) -> None:
+async def test_a_minute_of_faults_that_wait_for_no_recovery_fails_no_request(
+    free_address: str, tmp_path: Path
+) -> None:
     """0 failed, 0 wrong, 0 leaked. Pauses are reported, not asserted: they depend on the machine."""
-    report = await run_storm(StormConfig(seconds=SECONDS, seed=SEED), free_address)
+    report = await run_storm(StormConfig(seconds=SECONDS, seed=SEED, logs=tmp_path), free_address)
     assert report.is_right, "\n".join(report.lines())
     assert any(name.startswith("kill") for _, name in report.faults)
     assert report.struck
