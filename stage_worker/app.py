@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import uvloop
 
-from stage_worker.config import WorkerConfig
+from stage_worker.config import MemoryTooLarge, WorkerConfig
 from stage_worker.control import JoinRefused
 from stage_worker.device_errors import DEVICE_FAILED_EXIT_CODE, DeviceError
 from stage_worker.worker import Worker
@@ -20,10 +20,13 @@ from wire.reasons import error_line, reason_of
 
 log = logging.getLogger(__name__)
 
+BAD_FLAG_EXIT_CODE = 2
+"""Exit code of every command whose flags are wrong."""
+
 
 def run(config: WorkerConfig) -> int:
-    """Runs a worker until it is asked to end (0), cannot go on (1) or its device has failed (3), the last two
-    after one line on stderr.
+    """Runs a worker until it is asked to end (0), cannot go on (1), or its device has failed (3); it does not
+    start where the device has less memory than it is given (2). One line on stderr says why, except for 0.
     """
     logs.configure(config.logs, "worker", worker=config.name)
     raise_file_limit()
@@ -34,6 +37,9 @@ async def _main(config: WorkerConfig) -> int:
     try:
         worker = Worker(config)
         await worker.start()
+    except MemoryTooLarge as error:
+        logs.say_last(config.logs, error_line("USAGE", str(error)))
+        return BAD_FLAG_EXIT_CODE
     except (ValueError, OSError) as error:
         return _fail(config, error)
     logs.configure(config.logs, "worker", worker=worker.name)

@@ -17,6 +17,10 @@ _DEVICE = re.compile(r"cpu|cuda(:\d+)?", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", re.ASCII)
 
 
+class MemoryTooLarge(ValueError):
+    """`memory_bytes` is more than the device has."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerConfig:
     """Validated when it is made; raises ValueError with the numbers.

@@ -5,6 +5,7 @@ import gc
 import psutil
 import torch
 
+from stage_worker.config import MemoryTooLarge
 from stage_worker.device_errors import DeviceError
 from wire.errors import StepFaultKind
 
@@ -28,6 +29,23 @@ def parse_device(text: str) -> torch.device:
             f"device {text!r} is not here: this machine offers {available} CUDA devices to torch"
         )
     return torch.device("cuda", device.index or 0)
+
+
+def check_memory(memory_bytes: int, device: torch.device) -> None:
+    """Raises MemoryTooLarge."""
+    total_bytes = total_memory_bytes(device)
+    if memory_bytes > total_bytes:
+        raise MemoryTooLarge(
+            f"--memory is {memory_bytes} bytes ({memory_bytes / 2**30:.1f} GiB), device {device} has "
+            f"{total_bytes} ({total_bytes / 2**30:.1f} GiB): pass less, or leave it out"
+        )
+
+
+def total_memory_bytes(device: torch.device) -> int:
+    """Physical memory of the host for a CPU, of the device for a GPU; free or not."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return int(psutil.virtual_memory().total)
 
 
 def prepare_process(device: torch.device) -> None:

@@ -11,6 +11,7 @@ from stage_worker.backend import RanStep, StageBackend
 from stage_worker.compute import ComputeThread
 from stage_worker.config import WorkerConfig
 from stage_worker.device import (
+    check_memory,
     default_memory_bytes,
     has_native_bf16,
     parse_device,
@@ -40,8 +41,10 @@ class TorchBackend(StageBackend):
     """Owner of the compute thread, and of another for references: steps and loads never wait for those."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        """Raises ValueError for a device that is not here, and KernelsUnavailable."""
+        """Raises ValueError for a device that is not here, MemoryTooLarge and KernelsUnavailable."""
         device = parse_device(config.device)
+        if config.memory_bytes is not None:
+            check_memory(config.memory_bytes, device)
         check_choice(config.kernels, device)
         prepare_process(device)
         prepare_thread(device)

@@ -21,6 +21,7 @@ BAD_USAGE = {
     "coordinator --stages 2 --layers 1,2,3": "layers 1,2,3 are for 3 stages, but there are 2",
     "worker --model /no/such/model": "'/no/such/model' does not exist",
     "worker --device tpu": "device 'tpu'",
+    "worker --memory 1000TiB": "--memory is 1099511627776000 bytes (1024000.0 GiB), device cpu has ",
 }
 
 
