@@ -188,11 +188,14 @@ def _check_model(assignment: Assignment, checkpoint: Checkpoint) -> None:
 
 def fingerprint_mismatch(checkpoint: Checkpoint, *, expected: str) -> HandshakeMismatch:
     """For a checkpoint of this worker with another fingerprint than `expected`; says which parts differ."""
-    parts = differing_parts(expected, checkpoint.fingerprint)
-    what = f"model fingerprint ({checkpoint.directory})"
-    return HandshakeMismatch(
-        f"{parts} of the {what}" if parts else what, expected=expected, got=checkpoint.fingerprint
+    parts, got = differing_parts(expected, checkpoint.fingerprint), checkpoint.fingerprint
+    where = f" in its {parts}" if parts else ""
+    text = (
+        f"checkpoint {checkpoint.directory} differs from the coordinator's{where}: it has the "
+        f"fingerprint {got}, expected {expected}: copy the coordinator's checkpoint to this host, or pass "
+        "--model with the directory of a copy"
     )
+    return HandshakeMismatch("fingerprint", expected=expected, got=got, text=text)
 
 
 def _check_memory(

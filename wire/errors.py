@@ -107,8 +107,9 @@ class Overloaded(ServingError):
 class HandshakeMismatch(ServingError):
     """Two ends disagree about something that must be equal."""
 
-    def __init__(self, what: str, *, expected: object, got: object) -> None:
-        super().__init__(f"{what} mismatch: expected {expected}, got {got}")
+    def __init__(self, what: str, *, expected: object, got: object, text: str = "") -> None:
+        """`text`, if given, takes the place of the usual sentence."""
+        super().__init__(text or f"{what} mismatch: expected {expected}, got {got}")
         self.what = what
 
 

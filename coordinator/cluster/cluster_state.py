@@ -103,8 +103,9 @@ class ClusterState:
     # Membership
 
     def join(self, identity: WorkerIdentity) -> list[Action]:
-        """A worker has joined. Raises NameInUse when a live worker elsewhere has this name, and
-        HandshakeMismatch for a mock stage among real ones, or a real one among mocks."""
+        """A worker has joined, in the place of one with its name. Raises HandshakeMismatch for a mock stage
+        among real ones, or a real one among mocks.
+        """
         self.workers.check_may_join(identity, is_mock_model=self._is_mock_model)
         known = self.workers.find(identity.name)
         had_stage = known is not None and known.stage is not None

@@ -7,7 +7,7 @@ from enum import Enum, auto
 from statistics import median_low
 
 from coordinator.planning.plan import StagePlan
-from wire.errors import HandshakeMismatch, NameInUse
+from wire.errors import HandshakeMismatch
 from wire.ids import Incarnation
 
 MAX_FAILED_LOADS = 2
@@ -142,18 +142,15 @@ class Members:
         return record if record is not None and record.is_live else None
 
     def check_may_join(self, identity: WorkerIdentity, *, is_mock_model: bool) -> None:
-        """Raises NameInUse when a live worker elsewhere has this name, and HandshakeMismatch for a mock stage
-        among real ones, or a real one among mocks: tokens of a pipeline with both would look like real ones.
+        """Raises HandshakeMismatch for a mock stage among real ones, or a real one among mocks: tokens of a
+        pipeline with both would look like real ones. `Controller.join` decides who may have a name.
         """
         kinds = {True: "a mock stage", False: "a real stage"}
         what = f"kind of worker {identity.name}"
         if is_mock_model and not identity.is_mock:
             raise HandshakeMismatch(what, expected="a mock stage, for a mock model", got=kinds[False])
         for other in (record.identity for record in self if record.is_live):
-            if other.name == identity.name:
-                if other.address != identity.address:
-                    raise NameInUse(f"the name {identity.name!r} is in use by the worker at {other.address}")
-            elif other.is_mock != identity.is_mock:
+            if other.name != identity.name and other.is_mock != identity.is_mock:
                 expected = f"{kinds[other.is_mock]}, as worker {other.name} is"
                 raise HandshakeMismatch(what, expected=expected, got=kinds[identity.is_mock])
 

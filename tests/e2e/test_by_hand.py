@@ -98,7 +98,8 @@ async def test_a_worker_with_another_model_is_refused_with_both_fingerprints_and
         (worker,) = blocked.workers
         assert worker.state == cluster_pb2.WORKER_STATE_QUARANTINED
         assert blocked.fingerprint in worker.detail
-        assert f"model fingerprint ({other}) mismatch: expected" in worker.detail
+        assert f"checkpoint {other} differs from the coordinator's in its config and headers" in worker.detail
+        assert "pass --model with the directory of a copy" in worker.detail
         assert worker.detail in blocked.detail
         wrong.send_signal(signal.SIGTERM)
         assert await exit_code(wrong) == "exit code 0"
@@ -137,8 +138,9 @@ async def test_a_worker_with_other_weights_of_the_same_shape_is_refused_and_serv
         assert blocked.state == cluster_pb2.CLUSTER_STATE_BLOCKED
         (worker,) = blocked.workers
         assert worker.state == cluster_pb2.WORKER_STATE_QUARANTINED
-        what = f"values of the model fingerprint ({other}) mismatch: expected {blocked.fingerprint}, got"
+        what = f"checkpoint {other} differs from the coordinator's in its values: it has the fingerprint "
         assert what in worker.detail
+        assert f", expected {blocked.fingerprint}: copy the coordinator's checkpoint" in worker.detail
 
 
 async def _equals_reference(address: str, reference: Reference) -> None:

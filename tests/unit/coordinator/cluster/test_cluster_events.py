@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -24,7 +23,6 @@ from coordinator.cluster.membership import WorkerIdentity, WorkerRecord, WorkerS
 from coordinator.cluster.phase import ClusterPhase
 from coordinator.cluster.setbacks import MAX_EPOCH_DELAY_S
 from tests.unit.coordinator.cluster.cluster_driver import ClusterDriver
-from wire.errors import NameInUse
 
 names = st.sampled_from(["a", "b", "c", "d", "gpu-2", "gpu-10"])
 places = st.integers(0, 63)
@@ -70,14 +68,6 @@ class ClusterEvents(RuleBasedStateMachine):
             last_epoch=max(0, self.state.epoch + last_epoch - 8),
         )
         self.check(actions)
-
-    @rule(name=names)
-    def join_from_elsewhere(self, name: str) -> None:
-        if name in self.state.workers:
-            phase = self.state.phase
-            with pytest.raises(NameInUse):
-                self.cluster.join(name, address="elsewhere:1", incarnation=0)
-            assert self.state.phase is phase
 
     @rule(name=names)
     def lose(self, name: str) -> None:

@@ -19,7 +19,6 @@ from coordinator.cluster.membership import WorkerState
 from coordinator.cluster.phase import ClusterPhase
 from coordinator.cluster.setbacks import MAX_EPOCH_DELAY_S
 from tests.unit.coordinator.cluster.cluster_driver import WAITS_FOR_RETURN, ClusterDriver, identity_of
-from wire.errors import NameInUse
 
 
 def only_begin(actions: list[Action]) -> BeginEpoch:
@@ -276,16 +275,6 @@ def test_a_restarted_worker_replaces_itself() -> None:
     assert cluster.stage_names == ["a", "b"]
     assert cluster.state.workers["a"].identity.incarnation == identity_of("a", incarnation=2).incarnation
     assert cluster.state.lose("a", identity_of("a").incarnation, "the old stream") == []
-
-
-def test_a_name_is_held_by_one_live_worker() -> None:
-    cluster = ClusterDriver(num_stages=2).serving()
-    with pytest.raises(NameInUse, match=r"'a' is in use by the worker at a:1"):
-        cluster.join("a", address="elsewhere:1", incarnation=2)
-    assert cluster.state.phase is ClusterPhase.SERVING
-    cluster.lose("a")
-    cluster.join("a", address="elsewhere:1", incarnation=2)
-    assert cluster.stage_names == ["a", "b"]
 
 
 # Trouble with loading and planning

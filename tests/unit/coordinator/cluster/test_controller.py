@@ -40,6 +40,15 @@ async def test_a_worker_whose_stream_broke_may_dial_again_before_that_is_noticed
     assert list(controller.state.workers) == []
 
 
+async def test_the_process_that_has_a_name_keeps_it_at_another_address() -> None:
+    controller = new_controller(num_stages=1)
+    old = controller.join(identity_of("a"))
+    moved = replace(identity_of("a"), incarnation=new_incarnation(), address="elsewhere:1")
+    new = controller.join(moved, old.rejoin_secret)
+    assert controller.connections == {"a": new}
+    assert controller.state.workers["a"].identity is moved
+
+
 async def test_a_stream_ends_once() -> None:
     controller = new_controller(num_stages=2)
     connection = controller.join(identity_of("a"))
