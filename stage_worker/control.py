@@ -129,6 +129,7 @@ class Membership:
         self._rejoin_secret = welcome.rejoin_secret
         log.info("joined the coordinator at %s", self._coordinator)
         connection = self._connection = _Connection(call)
+        self._host.connected(connection.send, fingerprint=welcome.model.fingerprint)
         heartbeats = asyncio.create_task(self._beat(connection, welcome.heartbeat_interval_ms / 1000))
         writer = asyncio.create_task(connection.write())
         try:

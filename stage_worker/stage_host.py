@@ -45,6 +45,13 @@ Order = (
 
 
 @dataclass(frozen=True, slots=True)
+class _Connected:
+    """A coordinator is there that serves the model with this fingerprint."""
+
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
 class _Disconnected:
     """The coordinator is gone; whoever comes next begins a new epoch."""
 
@@ -53,7 +60,8 @@ class StageHost:
     """Owner of the loaded stage and of the epoch's session.
 
     Orders are carried out one after another by a task of its own; answers go to the connection that gave the
-    order. An order ends what the one before has begun, except for a load, which runs to its end.
+    order, except for weights that differ: the connection of that moment gets the report, and each later one
+    gets it again. An order ends what the one before has begun, except for a load, which runs to its end.
     """
 
     def __init__(
@@ -84,7 +92,8 @@ class StageHost:
         self._clock = clock or ClusterClock()
         self._observers = observers
         self._weights = weights or WeightsVerifier()
-        self._orders: asyncio.Queue[tuple[Order | _Disconnected, Reply]] = asyncio.Queue()
+        self._orders: asyncio.Queue[tuple[Order | _Connected | _Disconnected, Reply]] = asyncio.Queue()
+        self._reply: Reply = _drop
         self._loaded: LoadedStage | None = None
         self._loading: Assignment | None = None
         self._load_progress: LoadProgress | None = None
@@ -128,8 +137,16 @@ class StageHost:
             self._give_up_load(unless_for=order)
         self._orders.put_nowait((order, reply))
 
+    def connected(self, reply: Reply, *, fingerprint: str) -> None:
+        """A coordinator has taken this worker in and serves the model with this fingerprint; `reply` reaches
+        it.
+        """
+        self._reply = reply
+        self._orders.put_nowait((_Connected(fingerprint), reply))
+
     def disconnected(self) -> None:
         """The epoch ends here; the loaded stage stays."""
+        self._reply = _drop
         self._orders.put_nowait((_Disconnected(), _drop))
 
     async def run(self) -> None:
@@ -201,7 +218,7 @@ class StageHost:
         heartbeat.load_progress = 1.0
         return heartbeat
 
-    async def _carry_out(self, order: Order | _Disconnected, reply: Reply) -> None:
+    async def _carry_out(self, order: Order | _Connected | _Disconnected, reply: Reply) -> None:
         match order:
             case cluster_pb2.AssignStage():
                 reply(await self._assign(order))
@@ -216,9 +233,15 @@ class StageHost:
                     self._on_serving(order.is_serving and session.is_serving)
             case cluster_pb2.VerifyWeights():
                 if self._loaded is not None and self._loaded.assignment.plan_id == order.plan_id:
-                    self._weights.verify(order, activity=self._activity, reply=reply)
+                    self._weights.verify(
+                        order, activity=self._activity, reply=lambda message: self._reply(message)
+                    )
             case cluster_pb2.ReportStates():
                 reply(await self._check_states(order.epoch))
+            case _Connected(fingerprint):
+                finding = await asyncio.to_thread(self._weights.finding, fingerprint=fingerprint)
+                if finding is not None:
+                    reply(finding)
             case _Disconnected():
                 await self._end_session()
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from checkpoint import Checkpoint, CheckpointError
-from checkpoint.file_identity import FileIdentity
+from checkpoint.file_identity import FileIdentity, look_at
 from checkpoint.full_hash import Hashes, TensorHasher, hash_when_idle
 from checkpoint.hash_cache import HashCache
 from stageline_rpc.v1 import cluster_pb2
@@ -36,6 +36,7 @@ class WeightsVerifier:
         self._level = cluster_pb2.WEIGHTS_CHECK_UNSPECIFIED
         self._task: asyncio.Task[None] | None = None
         self._problems: dict[tuple[FileIdentity, ...], dict[str, str]] = {}
+        self._finding: _Finding | None = None
 
     @property
     def level(self) -> cluster_pb2.WeightsCheck.ValueType:
@@ -55,6 +56,8 @@ class WeightsVerifier:
         self._source = source
         is_real = source is not None
         self._level = cluster_pb2.WEIGHTS_CHECK_SAMPLED if is_real else cluster_pb2.WEIGHTS_CHECK_UNSPECIFIED
+        if is_real and not self.problem(source):
+            self._finding = None
 
     def verify(
         self,
@@ -68,6 +71,16 @@ class WeightsVerifier:
         if self._source is not None:
             check = self._check(self._source, order, activity, reply)
             self._task = asyncio.create_task(check, name="weights-check")
+
+    def finding(self, *, fingerprint: str) -> cluster_pb2.WorkerMessage | None:
+        """What was found to differ, for a coordinator that may not have heard of it and serves the model with
+        this fingerprint. None if nothing was, or the files are others by now. Looks at files: not for the
+        event loop.
+        """
+        finding = self._finding
+        if finding is None or finding.source.checkpoint.fingerprint != fingerprint:
+            return None
+        return finding.message if finding.is_current() else None
 
     def cancel(self) -> None:
         """Ends the comparison that is under way."""
@@ -98,7 +111,21 @@ class WeightsVerifier:
         reason = next(iter(problems.values()))
         log.error("%s", reason)
         differ = cluster_pb2.WeightsDiffer(plan_id=order.plan_id, reason=reason)
-        reply(cluster_pb2.WorkerMessage(weights_differ=differ))
+        self._finding = _Finding(source, cluster_pb2.WorkerMessage(weights_differ=differ))
+        reply(self._finding.message)
+
+
+@dataclass(frozen=True, slots=True)
+class _Finding:
+    """A stage's files that were found to differ, and the report of it."""
+
+    source: LoadedFrom
+    message: cluster_pb2.WorkerMessage
+
+    def is_current(self) -> bool:
+        """The files are still those that were compared."""
+        names = (file.name for file in self.source.files)
+        return look_at(self.source.checkpoint.directory, names) == self.source.files
 
 
 def _differences(source: LoadedFrom, expected: Hashes, hashes: Hashes) -> dict[str, str]:

@@ -208,14 +208,16 @@ class ClusterState:
         is_out = record.fail_to_load(reason)
         return self._give_up_plan("" if is_out else f"worker {name} {record.detail}", EndCause.FAULT)
 
-    def weights_differ(self, name: str, plan_id: int, reason: str) -> list[Action]:
-        """The weights of a stage are not those of the coordinator's checkpoint: what it has computed may be
-        wrong. It is not used again before it joins anew.
+    def weights_differ(self, name: str, reason: str) -> list[Action]:
+        """The files of a worker differ from the coordinator's checkpoint. The report may be about an older
+        plan: what the worker has computed may be wrong. It is not used again before it joins anew.
         """
         record = self.workers.find(name)
-        if record is None or plan_id != self._plan_id or record.stage is None:
+        if record is None or record.state is WorkerState.QUARANTINED:
             return []
         record.quarantine(f"its weights differ: {reason}")
+        if record.stage is None:
+            return []
         return self._give_up_plan(f"worker {name}: {record.detail}", EndCause.FAULT)
 
     def epoch_ready(self, name: str, epoch: int) -> list[Action]:

@@ -214,7 +214,7 @@ class Controller:
             case "weights_differ":
                 differ = message.weights_differ
                 self._events.weights_differ(name, differ.reason)
-                self._carry_out(self.state.weights_differ(name, differ.plan_id, differ.reason))
+                self._carry_out(self.state.weights_differ(name, differ.reason))
             case "wants_drain":
                 self._events.leaving(name, asks_itself=True)
                 self._carry_out(self.state.drain(name))

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from checkpoint import Checkpoint
+from checkpoint.full_hash import Hashes, TensorHasher
+from stage_worker import weights_check
 from stageline_rpc.v1 import cluster_pb2
 from tests.checkpoints import byte_outside_of_samples, flip_byte, make_checkpoint
-from tests.integration.cluster import TEST_TIMING, Ask, Cluster
+from tests.integration.cluster import DEADLINE_S, TEST_TIMING, Ask, Cluster
 
 LAYERS = (1, 1, 1)
 TIMING = replace(TEST_TIMING, weights_idle_s=0.05, return_grace_s=0.05)
@@ -99,6 +104,74 @@ async def test_the_same_files_are_refused_when_their_worker_joins_again(model: P
                 and cluster.incarnations().get("w0", before) != before
             )
         )
-        assert "could not load its stage" in again.workers[0].detail
+        assert "its weights differ" in again.workers[0].detail
         assert f"tensor {TENSOR} has the XXH3-128" in again.workers[0].detail
         assert cluster.epoch == first.epoch, "no token of it was served again"
+
+
+async def test_a_verdict_that_comes_after_the_worker_dialled_again_reaches_the_coordinator(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stream on which the worker was asked is gone, and another worker has its stage."""
+    damaged = with_one_other_byte(model, tmp_path, TENSOR)
+    hash_when_idle = weights_check.hash_when_idle
+    is_asked, may_answer = asyncio.Event(), asyncio.Event()
+
+    async def hash_and_wait(
+        hasher: TensorHasher, activity: Callable[[], object | None], *, idle_s: float
+    ) -> Hashes:
+        hashes = await hash_when_idle(hasher, activity, idle_s=idle_s)
+        is_asked.set()
+        await may_answer.wait()
+        return hashes
+
+    monkeypatch.setattr(weights_check, "hash_when_idle", hash_and_wait)
+    async with Cluster(model, layers=(3,), timing=TIMING, num_workers=0, waits=False) as cluster:
+        await cluster.start_worker("w0", model_directory=damaged)
+        await cluster.wait_state(cluster_pb2.CLUSTER_STATE_SERVING)
+        await cluster.start_worker("w1")
+        async with asyncio.timeout(DEADLINE_S):
+            await is_asked.wait()
+        before = cluster.incarnations()["w0"]
+        controller = cluster.server.controller
+        controller.leave(controller.connections["w0"], "its stream is cut")
+        await cluster.wait_status(
+            lambda status: (
+                status.state == cluster_pb2.CLUSTER_STATE_SERVING
+                and cluster.incarnations().get("w0", before) != before
+                and [worker.name for worker in status.workers if worker.HasField("stage")] == ["w1"]
+            )
+        )
+        epoch = cluster.epoch
+        may_answer.set()
+        assert f"tensor {TENSOR} has the XXH3-128" in await detail_of_quarantined(cluster, "w0")
+
+        # It tells again whoever takes it in, until its files are others.
+        controller.leave(controller.connections["w0"], "its stream is cut again")
+        assert "its weights differ" in await detail_of_quarantined(cluster, "w0")
+        assert cluster.epoch == epoch, "the plan of the others serves on"
+        shutil.copy(model / "model.safetensors", damaged / "repaired")
+        os.replace(damaged / "repaired", damaged / "model.safetensors")
+        controller.leave(controller.connections["w0"], "its stream is cut once more")
+        await cluster.wait_status(lambda status: state_of(status, "w0") == cluster_pb2.WORKER_STATE_SPARE)
+        await cluster.workers["w1"].stop()
+        await cluster.wait_status(
+            lambda status: (
+                status.state == cluster_pb2.CLUSTER_STATE_SERVING
+                and [worker.name for worker in status.workers if worker.HasField("stage")] == ["w0"]
+                and levels(status) == ["full"]
+            )
+        )
+
+
+async def detail_of_quarantined(cluster: Cluster, name: str) -> str:
+    """Why this worker is in quarantine, once it is."""
+    state = cluster_pb2.WORKER_STATE_QUARANTINED
+    status = await cluster.wait_status(lambda status: state_of(status, name) == state)
+    return next(worker.detail for worker in status.workers if worker.name == name)
+
+
+def state_of(status: cluster_pb2.GetStatusResponse, name: str) -> cluster_pb2.WorkerState.ValueType:
+    """LOST where it is not in the cluster."""
+    found = (worker.state for worker in status.workers if worker.name == name)
+    return next(found, cluster_pb2.WORKER_STATE_LOST)

@@ -372,15 +372,29 @@ def test_a_worker_whose_weights_differ_is_replaced_at_once_and_not_used_again() 
     cluster = ClusterDriver(num_stages=2).serving()
     cluster.join("c")
     state, epoch = cluster.state, cluster.state.epoch
-    assert state.weights_differ("a", state.plan_id - 1, "late") == []
-    assert state.weights_differ("c", state.plan_id, "it has no stage") == []
-    stop, *assigns = state.weights_differ("a", state.plan_id, "tensor x")
+    stop, *assigns = state.weights_differ("a", "tensor x")
     assert stop == StopServing(epoch, "worker a: its weights differ: tensor x", EndCause.FAULT)
     assert {each.worker.name for each in assigns if isinstance(each, AssignStage)} == {"b", "c"}
     assert state.workers["a"].state is WorkerState.QUARANTINED
     cluster.lose("c")
     assert state.phase is not ClusterPhase.SERVING
     assert "a" not in cluster.stage_names
+    assert state.weights_differ("a", "told again") == []
+    assert state.workers["a"].detail == "its weights differ: tensor x"
+
+
+def test_a_spare_whose_weights_differ_is_put_aside_and_the_plan_serves_on() -> None:
+    """It had a stage when it was asked, and has none when it answers."""
+    cluster = ClusterDriver(num_stages=2).serving()
+    cluster.join("c")
+    assert cluster.state.weights_differ("c", "tensor x") == []
+    assert cluster.state.phase is ClusterPhase.SERVING
+    assert cluster.state.workers["c"].state is WorkerState.QUARANTINED
+    cluster.lose("a")
+    assert "c" not in cluster.stage_names
+    cluster.lose("c")
+    cluster.join("c")
+    assert "c" in cluster.stage_names
 
 
 def test_an_impossible_plan_blocks_with_the_numbers() -> None:
