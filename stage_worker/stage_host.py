@@ -239,7 +239,7 @@ class StageHost:
             case cluster_pb2.ReportStates():
                 reply(await self._check_states(order.epoch))
             case _Connected(fingerprint):
-                finding = await asyncio.to_thread(self._weights.finding, fingerprint=fingerprint)
+                finding = await self._weights.finding(fingerprint=fingerprint)
                 if finding is not None:
                     reply(finding)
             case _Disconnected():

@@ -72,15 +72,14 @@ class WeightsVerifier:
             check = self._check(self._source, order, activity, reply)
             self._task = asyncio.create_task(check, name="weights-check")
 
-    def finding(self, *, fingerprint: str) -> cluster_pb2.WorkerMessage | None:
+    async def finding(self, *, fingerprint: str) -> cluster_pb2.WorkerMessage | None:
         """What was found to differ, for a coordinator that may not have heard of it and serves the model with
-        this fingerprint. None if nothing was, or the files are others by now. Looks at files: not for the
-        event loop.
+        this fingerprint. None if nothing was, or the files are others by now.
         """
         finding = self._finding
         if finding is None or finding.source.checkpoint.fingerprint != fingerprint:
             return None
-        return finding.message if finding.is_current() else None
+        return finding.message if await asyncio.to_thread(finding.is_current) else None
 
     def cancel(self) -> None:
         """Ends the comparison that is under way."""

@@ -187,13 +187,17 @@ def _play(
         customers.append(late_guest(random, schedule.shape, len(customers)))
         cluster.clients.spawn(Visit(customers[-1], cluster).run())
     # Workers may still be about to take their places again.
-    # And a request that goes on without its client may have been accepted only now.
-    registry = cluster.coordinator.engine.registry
+    # And a request that goes on without its client may have been accepted only now, or an idle check be under
+    # way.
+    engine = cluster.coordinator.engine
+
+    def is_calm() -> bool:
+        is_busy = engine.registry.live or engine.scheduler.num_steps_in_flight
+        return state.phase is ClusterPhase.SERVING and not is_busy
+
     for _ in range(2):
         loop.run_until(loop.time() + ACCEPTED_WITHIN_S)
-        loop.run_until(
-            loop.time() + CALM_S, is_done=lambda: state.phase is ClusterPhase.SERVING and not registry.live
-        )
+        loop.run_until(loop.time() + CALM_S, is_done=is_calm)
     for each in customers:
         if not each.is_done:
             cluster.oracle.note(f"{each.name} ({each.habit.name}) waits for ever, with {each.got}")
