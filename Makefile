@@ -52,7 +52,7 @@ proto: venv $(PROTOS)
 
 venv: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml constraints.txt stage_worker/models/_cpu_kernels.c
+$(INSTALLED): pyproject.toml constraints.txt stage_worker/model/_cpu_kernels.c
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v <= (3, 13) else "Stageline needs Python 3.11 to 3.13, and $(PYTHON) is %d.%d; choose another with PYTHON=python3.12" % v)'
 	@echo "Installing into $(VENV); the first time takes a few minutes ..."
 	@$(PYTHON) -m venv $(VENV)
@@ -61,5 +61,5 @@ $(INSTALLED): pyproject.toml constraints.txt stage_worker/models/_cpu_kernels.c
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist stage_worker/models/*.so *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist stage_worker/model/*.so *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

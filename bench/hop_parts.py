@@ -19,18 +19,16 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from checkpoint import DType
-from coordinator.scheduling.kv_log import KvLog
-from coordinator.scheduling.order import QueueOrder
-from coordinator.scheduling.pace import SchedulerLimits
-from coordinator.scheduling.scheduler import Scheduler
-from coordinator.scheduling.sequence import Sequence
+from coordinator.scheduler.kv_manager import KvCacheManager
+from coordinator.scheduler.policy import SchedulerLimits
+from coordinator.scheduler.scheduler import Scheduler
+from coordinator.scheduler.sequence import QueueOrder, Sequence
 from stage_worker.assignment import Assignment, ModelShape
+from stage_worker.backends.mock_compute import MockCompute
 from stage_worker.executor import StepExecutor
-from stage_worker.mock.compute import MockCompute
 from stageline_rpc.v1 import stage_pb2
 from wire.frames import Frame, FrameAssembler, encode_frame, frame_checksum
-from wire.ids import SequenceKey, new_request_id
-from wire.roles import StageRole
+from wire.ids import SequenceKey, StageRole, new_request_id
 from wire.step_codec import decode_result, encode_result, encode_step
 from wire.steps import StageTime, Step, StepResult, StepSampling
 from wire.tensors import TensorView
@@ -178,7 +176,7 @@ def measure(case: Case, num_steps: int) -> dict[str, float]:
     """Medians by part, of `num_steps` steps."""
     scheduler, ring, parts, now_s = Scheduler(), Ring(case.hidden_size), Parts(), 0.0
     limits = SchedulerLimits(max_step_tokens=512, max_step_sequences=256, max_steps_in_flight=1)
-    scheduler.begin_epoch(1, KvLog(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE), limits)
+    scheduler.begin_epoch(1, KvCacheManager(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE), limits)
     counted = num_added = 0
     while counted < num_steps:
         while (step := scheduler.next_step(now_s)) is None:

@@ -19,9 +19,9 @@ from collections.abc import Callable
 
 import grpc
 
-from coordinator.app import CoordinatorServer
 from coordinator.config import CoordinatorConfig
 from coordinator.model import open_model
+from coordinator.server import CoordinatorServer
 from stageline_rpc.v1 import inference_pb2
 from tests.hostile_messages import GENERATE, HOSTILE, open_channel, send
 

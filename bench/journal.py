@@ -16,13 +16,12 @@ import tempfile
 import time
 from pathlib import Path
 
+from coordinator.engine.durability import Durability
 from coordinator.journal.database import ServedIdentity
 from coordinator.journal.journal import Journal
 from coordinator.journal.records import AcceptedRequest
-from coordinator.requests.durability import Durability
-from coordinator.scheduling.answers import Progress
-from coordinator.scheduling.order import QueueOrder
-from coordinator.scheduling.sequence import Sequence
+from coordinator.scheduler.batch import SequenceUpdate
+from coordinator.scheduler.sequence import QueueOrder, Sequence
 from wire.ids import SequenceKey, new_request_id
 from wire.steps import StepSampling, TokenLogprobs
 
@@ -53,7 +52,7 @@ def steps_us(
     return times
 
 
-def _progress(journal: Journal, *, has_logprobs: bool) -> Progress:
+def _progress(journal: Journal, *, has_logprobs: bool) -> SequenceUpdate:
     key = SequenceKey(new_request_id(), 0)
     journal.accept(
         AcceptedRequest(
@@ -75,7 +74,7 @@ def _progress(journal: Journal, *, has_logprobs: bool) -> Progress:
         stop_token_ids=frozenset(),
         order=QueueOrder(0.0, 0),
     )
-    return Progress(sequence, 12345, SCORES if has_logprobs else None)
+    return SequenceUpdate(sequence, 12345, SCORES if has_logprobs else None)
 
 
 def main() -> None:

@@ -20,9 +20,8 @@ from pathlib import Path
 import torch
 
 from bench.kv_prefix import PrefixResult, measure_prefix_sharing
-from coordinator.scheduling.kv_log import KvLog
-from coordinator.scheduling.order import QueueOrder
-from coordinator.scheduling.sequence import Sequence
+from coordinator.scheduler.kv_manager import KvCacheManager
+from coordinator.scheduler.sequence import QueueOrder, Sequence
 from kvcache.pages import KvPages
 from wire.ids import SequenceKey, new_request_id
 from wire.steps import StepSampling
@@ -92,9 +91,9 @@ def new_sequence(tokens: tuple[int, ...]) -> Sequence:
     )
 
 
-def decoding(num_tokens: int) -> tuple[KvLog, list[Sequence]]:
+def decoding(num_tokens: int) -> tuple[KvCacheManager, list[Sequence]]:
     """A log with 256 sequences of that length, all different."""
-    log = KvLog(num_blocks=NUM_SEQUENCES * 80, block_size=BLOCK_SIZE)
+    log = KvCacheManager(num_blocks=NUM_SEQUENCES * 80, block_size=BLOCK_SIZE)
     running = []
     for index in range(NUM_SEQUENCES):
         sequence = new_sequence((index, *range(num_tokens - 1)))
@@ -107,7 +106,7 @@ def decoding(num_tokens: int) -> tuple[KvLog, list[Sequence]]:
     return log, running
 
 
-def decode_step(log: KvLog, running: list[Sequence]) -> Callable[[], None]:
+def decode_step(log: KvCacheManager, running: list[Sequence]) -> Callable[[], None]:
     """One token for each sequence, and what goes into the frame: the signals and the digest."""
 
     def step() -> None:
@@ -137,7 +136,7 @@ def measure_decode(rounds: int) -> list[Line]:
 
 def measure_prompt(rounds: int) -> list[Line]:
     """A prompt of 4,096 tokens with 63 of its 64 blocks cached, and one with none."""
-    log = KvLog(num_blocks=4096, block_size=BLOCK_SIZE)
+    log = KvCacheManager(num_blocks=4096, block_size=BLOCK_SIZE)
     common = tuple(range(PROMPT_TOKENS - BLOCK_SIZE))
     hits, cold = Stopwatch(), Stopwatch()
 

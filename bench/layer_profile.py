@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from stage_worker.models import DecoderStage
-from stage_worker.models.decoder_layer import DecoderLayer
+from stage_worker.model.decoder import DecoderStage
+from stage_worker.model.decoder_layer import DecoderLayer
 
 STAGE_PARTS = {"layout": "layout", "logits": "norm and head"}
 PARTS = {

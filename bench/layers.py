@@ -26,10 +26,10 @@ from bench.layer_profile import profiled
 from bench.llama_88m import make_checkpoint
 from checkpoint import Checkpoint, DType
 from kvcache.pages import KvPages
-from stage_worker.models import DecoderStage
-from stage_worker.models.kernels import PLAIN, AttentionMethod, Kernels
-from stage_worker.models.projections import PackedProjection
-from stage_worker.slice_layout import SliceLayout
+from stage_worker.model.decoder import DecoderStage
+from stage_worker.model.kernels import PLAIN, AttentionMethod, Kernels
+from stage_worker.model.layer_weights import PackedProjection
+from stage_worker.validation import SliceLayout
 
 BLOCK_SIZE, NUM_BLOCKS, CONTEXT = 16, 2048, 190
 LAYERS = range(6, 12)

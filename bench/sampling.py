@@ -21,7 +21,7 @@ from torch import Tensor
 
 from stage_worker.sampling import Sampler
 from wire.ids import SequenceKey, new_request_id
-from wire.steps import Prefill, Slice, SliceError, StartRecord, StepSampling
+from wire.steps import Prefill, SliceError, StartRecord, StepSampling, StepSlice
 
 HISTORY_TOKENS = 1000
 VOCAB_SIZES = (32_000, 152_064)
@@ -105,7 +105,7 @@ def sampling_step(logits: Tensor, sampling: StepSampling) -> Callable[[], object
         key = SequenceKey(new_request_id(), 0)
         tokens = tuple(torch.randint(vocab_size, (HISTORY_TOKENS,), generator=generator).tolist())
         sampler.start(StartRecord(key, 0, HISTORY_TOKENS // 2, tokens, sampling))
-        parts.append(Slice(key, 0, tokens[-1:], Prefill(HISTORY_TOKENS - 1, 1, HISTORY_TOKENS)))
+        parts.append(StepSlice(key, 0, tokens[-1:], Prefill(HISTORY_TOKENS - 1, 1, HISTORY_TOKENS)))
 
     def step() -> None:
         results = sampler.choose(parts, logits)

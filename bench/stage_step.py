@@ -21,13 +21,13 @@ from builtin_model import MODEL_DIRECTORY
 from checkpoint import Checkpoint
 from kvcache import ActiveSequence, BlockPool
 from stage_worker.assignment import Assignment
-from stage_worker.loading import WorkerResources, load_stage
+from stage_worker.loading.stage_loader import WorkerResources, load_stage
 from tests.frame_messages import encode_frame
 from tests.integration.stage_bench import StageBench, new_assignment, stage_bench
 from wire.frames import Frame
 from wire.ids import SequenceKey, new_request_id
 from wire.step_codec import encode_step
-from wire.steps import Decode, Prefill, SequenceSignal, Slice, StartRecord, Step, StepSampling
+from wire.steps import Decode, Prefill, SequenceSignal, StartRecord, Step, StepSampling, StepSlice
 
 BATCH_SIZES = (1, 4, 16)
 IN_FLIGHT = 4
@@ -61,7 +61,7 @@ class Script:
             assert use is not None
             sequence.commit(self._context)
             tokens = tuple(sequence.tokens)
-            part = Slice(key, 0, tokens, Prefill(0, len(tokens), len(tokens)))
+            part = StepSlice(key, 0, tokens, Prefill(0, len(tokens), len(tokens)))
             start = StartRecord(key, 0, len(tokens), tokens, GREEDY)
             yield self._step((part,), (start,), [SequenceSignal(key, use)])
 
@@ -73,10 +73,10 @@ class Script:
             for signal in sequence.push(7)
         ]
         position = len(self._sequences[0]) - 1
-        return self._step(tuple(Slice(key, 0, (7,), Decode(position)) for key in self._keys), (), signals)
+        return self._step(tuple(StepSlice(key, 0, (7,), Decode(position)) for key in self._keys), (), signals)
 
     def _step(
-        self, slices: tuple[Slice, ...], starts: tuple[StartRecord, ...], signals: list[SequenceSignal]
+        self, slices: tuple[StepSlice, ...], starts: tuple[StartRecord, ...], signals: list[SequenceSignal]
     ) -> Step:
         for entry in signals:
             self._pool.apply(entry.signal)

@@ -24,8 +24,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from bench.structured_cases import Case, cases
 from checkpoint.grammar_tokenizer import GrammarTokenizer
-from coordinator.text.structured import GrammarCompiler, GrammarKind
 from stage_worker.sampling.grammar_masks import GrammarMasks
+from text.grammars import GrammarCompiler, GrammarKind
 from wire.ids import SequenceKey, new_request_id
 from wire.steps import GrammarSpec, StartRecord, StepSampling
 

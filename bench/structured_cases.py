@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from coordinator.text.structured import GrammarKind
+from text.grammars import GrammarKind
 
 ADDRESS = {
     "type": "object",

@@ -13,15 +13,14 @@ import argparse
 import statistics
 import time
 
-from coordinator.dashboard.activity_json import activity_json
-from coordinator.observing.activity_recorder import ActivityRecorder
-from coordinator.requests.request import Choice, Request
-from coordinator.requests.transcript import Transcript
-from coordinator.scheduling.answers import Progress
-from coordinator.scheduling.order import QueueOrder
-from coordinator.scheduling.sequence import Sequence
+from coordinator.dashboard.routes import activity_json
+from coordinator.engine.output_buffer import OutputBuffer
+from coordinator.engine.request import Choice, Request
+from coordinator.observability.activity import ActivityRecorder
+from coordinator.scheduler.batch import SequenceUpdate
+from coordinator.scheduler.sequence import QueueOrder, Sequence
 from wire.ids import SequenceKey, new_request_id
-from wire.steps import Decode, Slice, StageTime, Step, StepResult, StepSampling
+from wire.steps import Decode, StageTime, Step, StepResult, StepSampling, StepSlice
 
 NUM_STAGES = 8
 NUM_IN_FLIGHT = 4
@@ -47,17 +46,17 @@ class Pipeline:
             stop_token_ids=frozenset(),
             order=QueueOrder(0.0, 0),
         )
-        request = Request(sequence.key.request_id, [Choice(sequence, Transcript(None))], client="bench")
+        request = Request(sequence.key.request_id, [Choice(sequence, OutputBuffer(None))], client="bench")
         self.recorder.accepted(request, self.now_s)
         return sequence
 
     def step_us(self) -> float:
         """Time that the thread computes for one step."""
         cohort = self._cohorts[self._num_steps % NUM_IN_FLIGHT]
-        slices = tuple(Slice(each.key, 0, (1,), Decode(9)) for each in cohort)
+        slices = tuple(StepSlice(each.key, 0, (1,), Decode(9)) for each in cohort)
         step = Step(epoch=1, step_id=self._num_steps, slices=slices)
         result = StepResult(1, self._num_steps, (), self._times)
-        progress = [Progress(each, token=5) for each in cohort]
+        progress = [SequenceUpdate(each, token=5) for each in cohort]
         self._num_steps += 1
         self.now_s += STEP_S
         started_s = time.thread_time_ns()

@@ -19,40 +19,36 @@ from opentelemetry.sdk.trace import ReadableSpan
 
 from bench.figures.coordinator_cost import _kv_log, _limits, _request
 from checkpoint import DType
-from coordinator.observing.pipeline_metrics import PipelineMetrics
-from coordinator.observing.request_metrics import RequestMetrics
-from coordinator.observing.worker_metrics import WorkerMetrics, exposed_workers
-from coordinator.requests.admission import AdmissionLimits
-from coordinator.requests.engine import Engine
-from coordinator.requests.observer import EngineObserver, Observers
-from coordinator.scheduling.answers import Progress
-from coordinator.tracing.request_traces import RequestTraces
+from coordinator.engine.admission import AdmissionLimits
+from coordinator.engine.engine import Engine
+from coordinator.engine.observer import EngineObserver, Observers
+from coordinator.observability.metrics import PipelineMetrics, RequestMetrics, WorkerMetrics, exposed_workers
+from coordinator.observability.request_traces import RequestTraces
+from coordinator.scheduler.batch import SequenceUpdate
 from stage_worker.assignment import Assignment, ModelShape
-from stage_worker.outputs import HandedOn, StepTiming, TimedOutput
-from stage_worker.stage_metrics import StageMetrics
-from stage_worker.step_spans import StageSpans
+from stage_worker.backends.contract import HandedOn, StepTiming, TimedOutput
+from stage_worker.metrics import StageMetrics
+from stage_worker.spans import StageSpans
 from telemetry.metrics import definitions
-from telemetry.metrics.metric import Process
+from telemetry.metrics.definitions import Process
 from telemetry.metrics.otlp import encode_metrics
 from telemetry.metrics.prometheus import Exposed, prometheus_text
 from telemetry.metrics.registry import Registry
-from telemetry.sampling import ratio_sampler
-from telemetry.span_recorder import SpanRecorder, new_resource
+from telemetry.span_recorder import SpanRecorder, new_resource, ratio_sampler
 from telemetry.span_sinks import SpanSink
 from wire.clock import ClusterClock
 from wire.frames import Frame
-from wire.ids import SequenceKey, new_request_id
-from wire.roles import StageRole
+from wire.ids import SequenceKey, StageRole, new_request_id
 from wire.steps import (
     Decode,
     Prefill,
-    Slice,
     SliceResult,
     StageTime,
     StartRecord,
     Step,
     StepResult,
     StepSampling,
+    StepSlice,
 )
 from wire.tensors import TensorView
 from wire.trace_context import format_traceparent, span_context
@@ -84,7 +80,7 @@ class TimedObserver(EngineObserver):
         self._spent_ns = 0
 
     def step_answered(
-        self, result: StepResult, progress: Sequence[Progress], sent_s: float, now_s: float
+        self, result: StepResult, progress: Sequence[SequenceUpdate], sent_s: float, now_s: float
     ) -> None:
         began = time.perf_counter_ns()
         self._inner.step_answered(result, progress, sent_s, now_s)
@@ -148,7 +144,7 @@ def span_step_us(num_sequences: int, num_steps: int) -> float:
     starts = tuple(StartRecord(key, 0, 1, (1,), StepSampling(), parent) for key in keys)
     output = TimedOutput(HandedOn(0, b"", None), (), 0, StepTiming(1.0, 1.1, 1.2, 1.3, 0.1))
     spans.step_done(Frame(Step(epoch=1, step_id=0, starts=starts), b"", None), output, 1.4)
-    slices = tuple(Slice(key, 0, (1,), Decode(1)) for key in keys)
+    slices = tuple(StepSlice(key, 0, (1,), Decode(1)) for key in keys)
     frames = [Frame(Step(epoch=1, step_id=step_id, slices=slices), b"", None) for step_id in range(num_steps)]
     began = time.perf_counter_ns()
     for frame in frames:
@@ -166,7 +162,7 @@ def encoded_span_us() -> float:
     for _ in range(16):
         key = SequenceKey(new_request_id(), 0)
         start = StartRecord(key, 0, 1, (1,), StepSampling(), parent)
-        part = Slice(key, 0, (1,), Prefill(0, 1, 1))
+        part = StepSlice(key, 0, (1,), Prefill(0, 1, 1))
         step = Step(epoch=1, step_id=0, starts=(start,), slices=(part,))
         spans.step_done(Frame(step, b"", None), output, 1.4)
     return _median_us(lambda: encode_spans(sink.spans).SerializeToString(), 200) / 16

@@ -2,7 +2,7 @@
 
     python -m bench.text [--tokens 20000]
 
-Small tokenizers of the tests, of both kinds, over their own training text. "text" is a `Transcript` without
+Small tokenizers of the tests, of both kinds, over their own training text. "text" is a `OutputBuffer` without
 stop strings, made by one read; "+ stops" has four, one of which begins often and never comes to its end.
 """
 
@@ -15,11 +15,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from coordinator.requests.transcript import Transcript
-from coordinator.scheduling.sequence import FinishReason
-from coordinator.text.detokenizer import IncrementalDetokenizer
-from coordinator.text.tokenizer import TextCodec
-from tests.unit.coordinator.text.trained_tokenizers import CORPUS, byte_level, load, sentencepiece_like
+from coordinator.engine.output_buffer import OutputBuffer
+from coordinator.scheduler.sequence import FinishReason
+from tests.unit.text.trained_tokenizers import CORPUS, byte_level, load, sentencepiece_like
+from text.detokenizer import IncrementalDetokenizer
+from text.tokenizer import TextCodec
 
 KINDS = {"byte level": byte_level, "SentencePiece-like": sentencepiece_like}
 STOPS = ("\n\nUser:", "<|im_end|>", "Once upon a midnight", "###")
@@ -30,7 +30,7 @@ def token_time(codec: TextCodec, tokens: Sequence[int], *, stops: Sequence[str])
     """Seconds per token from its arrival to its text; the median of some rounds, in processor time."""
     times = []
     for _ in range(ROUNDS):
-        transcript = Transcript(IncrementalDetokenizer(codec, ()), stops=stops)
+        transcript = OutputBuffer(IncrementalDetokenizer(codec, ()), stops=stops)
         started = time.process_time()
         for token in tokens:
             transcript.append(token)

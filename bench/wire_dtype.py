@@ -32,10 +32,11 @@ from bench.llama_88m import make_checkpoint
 from builtin_model import MODEL_DIRECTORY
 from checkpoint import Checkpoint, DType
 from kvcache.pages import KvPages
-from stage_worker.models import TORCH_DTYPES, DecoderStage
-from stage_worker.slice_layout import SliceLayout
-from stage_worker.tensor_views import from_wire, to_wire
-from wire.wire_dtypes import ScaledDType, WireDType, payload_bytes
+from stage_worker.backends.tensor_views import from_wire, to_wire
+from stage_worker.model.decoder import DecoderStage
+from stage_worker.model.layer_weights import TORCH_DTYPES
+from stage_worker.validation import SliceLayout
+from wire.tensors import ScaledDType, WireDType, payload_bytes
 
 WIRE_DTYPES: tuple[WireDType, ...] = (DType.BF16, *ScaledDType)
 NUM_STAGES = 3

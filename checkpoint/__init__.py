@@ -1,7 +1,7 @@
 """Reads Hugging Face safetensors checkpoints: config, headers, identity, sizes. Never loads weights."""
 
 from checkpoint.config import ModelConfig, ModelFamily, parse_config
-from checkpoint.directory import Checkpoint
+from checkpoint.directory import Checkpoint, differing_parts
 from checkpoint.dtypes import DType
 from checkpoint.errors import (
     BadConfig,
@@ -17,17 +17,18 @@ from checkpoint.errors import (
     UnsupportedModel,
     WrongShape,
 )
-from checkpoint.fingerprint import differing_parts
+from checkpoint.files import is_named, open_regular
 from checkpoint.headers import TensorEntry
-from checkpoint.regular_files import is_named, open_regular
 from checkpoint.rope_config import RopeConfig, RopeKind
-from checkpoint.sizes import (
+from checkpoint.tensors import (
     head_bytes,
     kv_bytes_per_token_per_layer,
     layer_weight_bytes,
+    stage_tensor_names,
+    stage_tensor_shapes,
     stage_weight_bytes,
+    verify_tensors,
 )
-from checkpoint.tensors import stage_tensor_names, stage_tensor_shapes, verify_tensors
 
 __all__ = [
     "BadConfig",

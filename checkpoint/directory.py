@@ -1,21 +1,114 @@
-"""Opens a checkpoint directory: everything is checked, nothing is loaded."""
+"""Opens a checkpoint directory: validated, fingerprinted, nothing loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import xxhash
+
 from checkpoint.config import ModelConfig, parse_config
 from checkpoint.dtypes import DType
-from checkpoint.errors import GGUF_ADVICE, CheckpointNotFound, UnsupportedFormat
-from checkpoint.fingerprint import fingerprint
-from checkpoint.generation import bos_token_id, eos_token_ids, read_generation_config
-from checkpoint.headers import TensorEntry
-from checkpoint.json_files import read_json_object
-from checkpoint.samples import sample_digest
-from checkpoint.shards import read_headers
+from checkpoint.errors import GGUF_ADVICE, BadHeader, CheckpointNotFound, UnsupportedFormat
+from checkpoint.files import open_regular, read_json_object
+from checkpoint.generation_config import bos_token_id, eos_token_ids, read_generation_config
+from checkpoint.headers import ShardHeader, TensorEntry, read_headers
 from checkpoint.tensors import EMBEDDINGS, verify_tensors
+
+SAMPLE_BYTES = 4096
+NUM_INNER_SAMPLES = 2
+"""Samples at places that follow from the tensor's name, beside the first and the last one."""
+
+Range = tuple[int, int]
+
+
+def sampled_ranges(name: str, entry: TensorEntry) -> tuple[Range, ...]:
+    """The byte ranges [begin, end) of the file that are hashed; a small tensor is hashed whole."""
+    if entry.end - entry.begin <= (NUM_INNER_SAMPLES + 2) * SAMPLE_BYTES:
+        return ((entry.begin, entry.end),)
+    num_places = entry.end - entry.begin - SAMPLE_BYTES + 1
+    inner = (
+        xxhash.xxh3_64_intdigest(name.encode(), seed=seed) % num_places for seed in range(NUM_INNER_SAMPLES)
+    )
+    begins = (entry.begin, *(entry.begin + offset for offset in inner), entry.end - SAMPLE_BYTES)
+    return tuple((begin, begin + SAMPLE_BYTES) for begin in begins)
+
+
+def sample_digest(directory: Path, tensors: Mapping[str, TensorEntry]) -> int:
+    """XXH3-64 over names and sampled bytes of all tensors, in name order: which file a tensor lies in does
+    not matter.
+
+    Raises CheckpointNotFound or NotRegularFile for a file that cannot be read, BadHeader for one that has
+    become shorter.
+    """
+    hashes: dict[str, bytes] = {}
+    by_file: dict[str, list[str]] = {}
+    for name, entry in tensors.items():
+        by_file.setdefault(entry.file, []).append(name)
+    for file, names in by_file.items():
+        ranges = {name: sampled_ranges(name, tensors[name]) for name in names}
+        hashes |= _hash_ranges(directory / file, ranges)
+    total = xxhash.xxh3_64()
+    for name, digest in sorted(hashes.items()):
+        total.update(len(name.encode()).to_bytes(8, "little") + name.encode() + digest)
+    return total.intdigest()
+
+
+def _hash_ranges(path: Path, ranges: Mapping[str, tuple[Range, ...]]) -> dict[str, bytes]:
+    """The kernel is told of all ranges first, so that a slow disk reads them side by side."""
+    with open_regular(path) as stream:
+        descriptor = stream.fileno()
+        if hasattr(os, "posix_fadvise"):
+            for begin, end in (each for of_tensor in ranges.values() for each in of_tensor):
+                os.posix_fadvise(descriptor, begin, end - begin, os.POSIX_FADV_WILLNEED)
+        try:
+            return {
+                name: b"".join(xxhash.xxh3_64_digest(_read(path, descriptor, each)) for each in of_tensor)
+                for name, of_tensor in ranges.items()
+            }
+        except OSError as error:
+            raise CheckpointNotFound(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _read(path: Path, descriptor: int, wanted: Range) -> bytes:
+    begin, end = wanted
+    data = os.pread(descriptor, end - begin, begin)
+    if len(data) != end - begin:
+        raise BadHeader(f"{path} ended at byte {begin + len(data)}, its header accounted for {end}")
+    return data
+
+
+PARTS = ("config", "headers", "values")
+"""What the three numbers of a fingerprint stand for."""
+
+
+def fingerprint(raw_config: Mapping[str, object], shards: Iterable[ShardHeader], sample_digest: int) -> str:
+    """CONFIG-HEADERS-VALUES, 16 hex digits (XXH3-64) each: the config as canonical JSON, each file's name and
+    header, and sampled values (see `checkpoint.directory`).
+
+    Key order and white space of config.json do not matter. Two checkpoints that differ in few values only
+    can have the same fingerprint; `checkpoint.hashes` tells them apart.
+    """
+    canonical = json.dumps(raw_config, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    headers = xxhash.xxh3_64()
+    for shard in sorted(shards, key=lambda shard: shard.file):
+        for part in (shard.file.encode(), shard.digest):
+            # The length goes first, so that no two lists of parts run together to the same bytes.
+            headers.update(len(part).to_bytes(8, "little") + part)
+    digests = (xxhash.xxh3_64_intdigest(canonical.encode()), headers.intdigest(), sample_digest)
+    return "-".join(f"{digest:016x}" for digest in digests)
+
+
+def differing_parts(one: str, other: str) -> str:
+    """What two fingerprints differ in, as in "headers and values"; "" where that cannot be told."""
+    pairs = list(zip(PARTS, one.split("-"), other.split("-"), strict=False))
+    if len(pairs) != len(PARTS):
+        return ""
+    return " and ".join(part for part, mine, others in pairs if mine != others)
+
 
 CONFIG_FILE = "config.json"
 

@@ -14,7 +14,7 @@ import xxhash
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from checkpoint.errors import UnusableTokenizer
-from checkpoint.regular_files import is_named, read_regular
+from checkpoint.files import is_named, read_regular
 
 TOKENIZER_FILE = "tokenizer.json"
 MAX_TOKENIZER_BYTES = 256 * 1024 * 1024

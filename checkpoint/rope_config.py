@@ -1,7 +1,7 @@
 """The rotary position embedding as config.json states it, in both dialects of transformers.
 
 Old (transformers 4): `rope_theta` at the top and `rope_scaling`, whose kind is under `rope_type` or `type`.
-New (transformers 5): one `rope_parameters` with everything. The formulas are in stage_worker/models/rope.py.
+New (transformers 5): one `rope_parameters` with everything. The formulas are in stage_worker/model/rope.py.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from checkpoint.config_keys import is_neutral
+from checkpoint.config_fields import RawConfig, flag, is_neutral, optional_float, positive_float, positive_int
 from checkpoint.errors import BadConfig, UnsupportedModel
-from checkpoint.fields import RawConfig, flag, optional_float, positive_float, positive_int
 
 
 class RopeKind(Enum):

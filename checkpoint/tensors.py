@@ -1,4 +1,4 @@
-"""Names and shapes of every tensor of a model, and which of them a stage needs.
+"""Tensor names, shapes and sizes of a model.
 
 The names are those of transformers' Llama, Mistral, Qwen2 and Qwen3 checkpoints, which are alike.
 """
@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from math import prod
 
 from checkpoint.config import ModelConfig
+from checkpoint.dtypes import DType
 from checkpoint.errors import MissingTensor, UnexpectedTensor, WrongShape
 from checkpoint.headers import TensorEntry
 
@@ -107,3 +108,38 @@ def _is_harmless(name: str) -> bool:
 def _listed(names: list[str]) -> str:
     shown = ", ".join(names[:5])
     return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more tensors"
+
+
+def layer_weight_bytes(config: ModelConfig, dtype: DType) -> int:
+    """Weights of one layer; all layers are alike."""
+    return num_elements(layer_tensor_shapes(config)) * dtype.size_bytes
+
+
+def head_bytes(config: ModelConfig, dtype: DType) -> int:
+    """Final norm and output head on a stage that does not also have the embeddings.
+
+    A tied head is a second copy of the embedding matrix there; a stage with both shares one copy, see
+    `stage_weight_bytes`.
+    """
+    return (config.vocab_size + 1) * config.hidden_size * dtype.size_bytes
+
+
+def stage_weight_bytes(
+    config: ModelConfig,
+    dtype: DType,
+    layer_begin: int,
+    layer_end: int,
+    *,
+    has_embeddings: bool,
+    has_head: bool,
+) -> int:
+    """All weights of a stage with layers [layer_begin, layer_end); tied weights count once on one stage."""
+    shapes = stage_tensor_shapes(
+        config, layer_begin, layer_end, has_embeddings=has_embeddings, has_head=has_head
+    )
+    return num_elements(shapes) * dtype.size_bytes
+
+
+def kv_bytes_per_token_per_layer(config: ModelConfig, dtype: DType) -> int:
+    """Keys and values of one position in one layer."""
+    return 2 * config.kv_size * dtype.size_bytes

@@ -8,14 +8,14 @@ from pathlib import Path
 from opentelemetry.sdk.trace.sampling import Sampler
 
 from checkpoint import DType
-from checkpoint.fields import MAX_INT, MAX_LAYERS
+from checkpoint.config_fields import MAX_INT, MAX_LAYERS
 from coordinator.mock_model import parse_mock_model
-from coordinator.timing import ClusterTiming
-from telemetry.environment import NO_SETTINGS, TelemetrySettings
+from coordinator.recovery.policy import RecoveryPolicy
 from telemetry.logs import DEFAULT_LOGS, LogSettings
-from telemetry.sampling import ratio_sampler
+from telemetry.settings import NO_SETTINGS, TelemetrySettings
+from telemetry.span_recorder import ratio_sampler
 from wire.addresses import parse_address
-from wire.wire_dtypes import check_can_carry, parse_wire_dtype
+from wire.tensors import check_can_carry, parse_wire_dtype
 
 DEFAULT_TRACE_BYTES = 64 * 1024 * 1024
 DTYPES = ("bf16", "f16", "f32")
@@ -119,9 +119,9 @@ class CoordinatorConfig:
         return ratio_sampler(1.0 if self.trace_sample is None else self.trace_sample)
 
     @property
-    def timing(self) -> ClusterTiming:
+    def timing(self) -> RecoveryPolicy:
         """Raises ValueError for times that do not fit each other."""
-        return ClusterTiming(
+        return RecoveryPolicy(
             heartbeat_interval_s=self.heartbeat_s,
             lease_s=self.lease_s,
             recovery_timeout_s=self.recovery_timeout_s,

@@ -1,7 +1,7 @@
 """A model without weights, for clusters of mock stages."""
 
 from checkpoint import DType, ModelConfig, ModelFamily, RopeConfig
-from checkpoint.fields import MAX_LAYERS
+from checkpoint.config_fields import MAX_LAYERS
 
 NAME = "mock"
 

@@ -7,9 +7,9 @@ from builtin_model import MODEL_DIRECTORY, MODEL_NAME
 from checkpoint import Checkpoint, DType, ModelConfig
 from coordinator import mock_model
 from coordinator.config import CoordinatorConfig
-from coordinator.text.structured import GrammarCompiler
-from coordinator.text.tokenizer import TextCodec
-from wire.wire_dtypes import WireDType, check_can_carry, parse_wire_dtype
+from text.grammars import GrammarCompiler
+from text.tokenizer import TextCodec
+from wire.tensors import WireDType, check_can_carry, parse_wire_dtype
 
 
 @dataclass(slots=True, kw_only=True)

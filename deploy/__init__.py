@@ -1,8 +1,7 @@
 """Starts and ends a coordinator and its workers as processes of this machine."""
 
-from deploy.errors import ClusterFailed
 from deploy.local import LocalCluster
-from deploy.local_config import LocalClusterConfig
+from deploy.local_config import ClusterFailed, LocalClusterConfig
 from deploy.process import LocalProcess
 
 __all__ = ["ClusterFailed", "LocalCluster", "LocalClusterConfig", "LocalProcess"]

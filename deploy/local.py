@@ -11,8 +11,7 @@ from typing import Any, Self, TypeVar
 
 import grpc.aio
 
-from deploy.errors import ClusterFailed
-from deploy.local_config import LocalClusterConfig, dialled_address, worker_name
+from deploy.local_config import ClusterFailed, LocalClusterConfig, dialled_address, worker_name
 from deploy.process import LocalProcess
 from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc
 from wire.channels import client_channel
@@ -33,9 +32,9 @@ class LocalCluster:
             await cluster.wait_until_serving(timeout_s=120)
             ... cluster.address ...
 
-    Enter it from the main thread: the processes end with the thread that started them (see `deploy.leash`).
-    Nothing is restarted by itself; `next_exit` tells of a process that has ended, `restart_worker` starts it
-    again.
+    Enter it from the main thread: the processes end with the thread that started them
+    (`deploy.parent_death_signal`). Nothing is restarted by itself; `next_exit` tells of a process that has
+    ended, `restart_worker` starts it again.
     """
 
     def __init__(self, config: LocalClusterConfig) -> None:

@@ -33,11 +33,10 @@ from kvcache.errors import (
     UnknownSequence,
 )
 from kvcache.hashing import DEFAULT_SALT, block_hash, salt_of, sequence_hash
-from kvcache.integrity_monitor import IntegrityMonitor, IntegrityReport
+from kvcache.integrity import IntegrityMonitor, IntegrityReport
 from kvcache.ledger import Announced, CachedBlock, Ledger
 from kvcache.pool import BlockPool
-from kvcache.sequence import ActiveSequence
-from kvcache.window import KvWindow
+from kvcache.sequence import ActiveSequence, KvWindow
 
 __all__ = [
     "DEFAULT_SALT",

@@ -5,9 +5,8 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from kvcache.blocks import Block, Event, FullBlock, Promote, Removed, Signal, Stored, Use
-from kvcache.chain import Content
 from kvcache.errors import HashCollision, IntegrityBroken
-from kvcache.hashing import packed_block_hash
+from kvcache.hashing import Content, packed_block_hash
 from kvcache.pool import BlockPool
 from kvcache.sequence import ActiveSequence
 

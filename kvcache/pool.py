@@ -17,10 +17,10 @@ from kvcache.blocks import (
     Signal,
     Stored,
     Use,
+    use_events,
 )
-from kvcache.digest import ENTERED, FULL, StreamDigest
 from kvcache.errors import BlockNotActive, BlockShared, IntegrityBroken, InvalidSignal, OutOfBlocks
-from kvcache.events import use_events
+from kvcache.hashing import ENTERED, FULL, StreamDigest
 from kvcache.integrity import check_owners, check_pages
 from kvcache.sequence import ActiveSequence
 
@@ -85,7 +85,7 @@ class BlockPool:
 
     @property
     def digest(self) -> int:
-        """Unsigned 64-bit digest of all signals applied so far and what they did (see `kvcache.digest`)."""
+        """Unsigned 64-bit digest of all signals applied so far and what they did (see `kvcache.hashing`)."""
         return self._digest.value
 
     def __contains__(self, block: Block) -> bool:

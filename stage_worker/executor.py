@@ -10,15 +10,18 @@ from dataclasses import dataclass, field
 
 from kvcache import BlockTables, IntegrityMonitor, IntegrityReport, KvCacheError
 from stage_worker.assignment import Assignment
-from stage_worker.device_errors import DeviceError
-from stage_worker.outputs import HandedOn, StageOutput
-from stage_worker.sequences import SequenceStates
-from stage_worker.stage_compute import StageCompute
-from stage_worker.step_checks import StepRules, check_hidden_states, check_limits, slice_layouts
+from stage_worker.backends.contract import DeviceError, HandedOn, StageCompute, StageOutput
+from stage_worker.validation import (
+    SequenceStates,
+    StepRules,
+    check_hidden_states,
+    check_limits,
+    slice_layouts,
+)
 from wire.errors import InvariantBroken, StepFault, StepFaultKind
 from wire.frames import Frame
 from wire.ids import CHECK_REQUEST
-from wire.log_fields import about
+from wire.log_context import log_context
 from wire.steps import Step, StepResult
 
 log = logging.getLogger(__name__)
@@ -201,7 +204,7 @@ class StepExecutor:
             "step %d failed: %s",
             *(step.step_id, fault),
             exc_info=error if kind is StepFaultKind.INTERNAL else None,
-            extra=about(epoch=step.epoch, step=step.step_id, request_ids=step.request_ids),
+            extra=log_context(epoch=step.epoch, step=step.step_id, request_ids=step.request_ids),
         )
         traceback.clear_frames(error.__traceback__)
         return fault

@@ -7,8 +7,15 @@ from stageline_rpc.v1 import cluster_pb2, stage_pb2
 from wire.channels import PROTOCOL_VERSION
 from wire.errors import HandshakeMismatch, StaleStream
 from wire.ids import Incarnation, id_text
-from wire.tensors import DTYPE_FROM_MESSAGE, DTYPE_TO_MESSAGE
-from wire.wire_dtypes import CHOICES, WIRE_DTYPE_FROM_MESSAGE, WireDType, can_carry, number_of
+from wire.tensors import (
+    CHOICES,
+    DTYPE_FROM_MESSAGE,
+    DTYPE_TO_MESSAGE,
+    WIRE_DTYPE_FROM_MESSAGE,
+    WireDType,
+    can_carry,
+    number_of,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,11 +8,10 @@ from pathlib import Path
 
 from builtin_model import MODEL_DIRECTORY, SELF_CHECK_FILE
 from checkpoint import Checkpoint, DType
-from stage_worker.reference import compute_reference
-from stage_worker.reference_request import ReferenceRequest
-from stage_worker.stage_load import LoadProgress
-from wire.reference import NUM_TEXTS, NUM_TOP, Reference, check_text
-from wire.reference_file import reference_key, write_references
+from stage_worker.assignment import ReferenceRequest
+from stage_worker.backends.backend import LoadProgress
+from stage_worker.loading.reference import compute_reference
+from wire.reference import NUM_TEXTS, NUM_TOP, Reference, check_text, reference_key, write_references
 
 _FREE_BYTES = 1 << 30
 _NUM_TOKENS = 36

@@ -7,14 +7,13 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from stage_worker.reference_request import decode_request
-from stage_worker.stage_host import StageHost
+from stage_worker.assignment import decode_request
+from stage_worker.stage_manager import StageManager
 from stageline_rpc.v1 import stage_pb2
+from wire.addresses import peer_host
 from wire.errors import HandshakeMismatch, InvalidRequest, MessageTooLarge, StaleStream
-from wire.forward_call import Messages, forward_handler
-from wire.peer_host import peer_host
 from wire.reference import encode_reference
-from wire.reference_call import reference_handler
+from wire.stage_calls import Messages, forward_handler, reference_handler
 
 HELLO_TIMEOUT_S = 10.0
 MAX_UNTRUSTED_BYTES = 64 * 1024
@@ -24,7 +23,7 @@ MAX_UNTRUSTED_BYTES = 64 * 1024
 class StageService:
     """Hands the one stream of the present predecessor to the stage."""
 
-    def __init__(self, host: StageHost) -> None:
+    def __init__(self, host: StageManager) -> None:
         self._host = host
 
     def add_to(self, server: grpc.aio.Server) -> None:

@@ -8,10 +8,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from stageline.attach_secrets import new_attach_secret
-    from stageline.client import Client
-    from stageline.completion import Completion
-    from stageline.errors import (
+    from stageline.client.client import Client
+    from stageline.client.connection import new_attach_secret
+    from stageline.client.errors import (
         Cancelled,
         DeadlineExceeded,
         InvalidRequest,
@@ -26,21 +25,32 @@ if TYPE_CHECKING:
         Unavailable,
         WorkerNotFound,
     )
-    from stageline.output import FinishReason, GenerateOutput, TokenLogprobs, TopLogprob, Usage
-    from stageline.parameters import Detach, GenerateOptions, Priority
-    from stageline.prompt import ChatMessage, Prompt
-else:  # hidden from type checkers, which would take every name for one of ours
-    _HOMES = {"Client": "client", "Completion": "completion", "ChatMessage": "prompt", "Prompt": "prompt"}
-    _HOMES["new_attach_secret"] = "attach_secrets"
-    _HOMES |= dict.fromkeys(
-        ("FinishReason", "GenerateOutput", "TokenLogprobs", "TopLogprob", "Usage"), "output"
+    from stageline.client.output import (
+        Completion,
+        FinishReason,
+        GenerateOutput,
+        TokenLogprobs,
+        TopLogprob,
+        Usage,
     )
-    _HOMES |= dict.fromkeys(("Detach", "GenerateOptions", "Priority"), "parameters")
+    from stageline.client.request import ChatMessage, Detach, GenerateOptions, Priority, Prompt
+else:  # hidden from type checkers, which would take every name for one of ours
+    _HOMES = {
+        "Client": "client.client",
+        "Completion": "client.output",
+        "ChatMessage": "client.request",
+        "Prompt": "client.request",
+    }
+    _HOMES["new_attach_secret"] = "client.connection"
+    _HOMES |= dict.fromkeys(
+        ("FinishReason", "GenerateOutput", "TokenLogprobs", "TopLogprob", "Usage"), "client.output"
+    )
+    _HOMES |= dict.fromkeys(("Detach", "GenerateOptions", "Priority"), "client.request")
 
     def __getattr__(name):
         if name not in __all__:
             raise AttributeError(f"module 'stageline' has no attribute {name!r}")
-        value = getattr(import_module(f"stageline.{_HOMES.get(name, 'errors')}"), name)
+        value = getattr(import_module(f"stageline.{_HOMES.get(name, 'client.errors')}"), name)
         globals()[name] = value
         return value
 

@@ -1,8 +1,32 @@
-"""`python -m stageline` is the `stageline` command."""
+"""Entry point of the `stageline` command; imports nothing slow."""
 
+import os
+import signal
 import sys
+from typing import NoReturn
 
-from stageline.entry import main
+_INTERRUPTED = 130
+
+
+def main() -> int:
+    """Runs the command line of this process and returns its exit code (see `stageline.cli.main`)."""
+    # gRPC reads this when it is imported. What it logs by itself are remarks on connections that come and go;
+    # what matters of those our commands say in their own words.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is signal.default_int_handler:
+        # Nothing has been started yet that would have to end in order.
+        signal.signal(signal.SIGINT, _leave)
+    from stageline.cli import main as run
+
+    signal.signal(signal.SIGINT, handler)
+    return run()
+
+
+def _leave(number: int, frame: object) -> NoReturn:
+    # An exception could come up inside an import's own bookkeeping, where Python prints it and goes on.
+    os._exit(_INTERRUPTED)
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,15 +1,106 @@
-"""How coordinator and workers write their logs: lines for people, or one JSON object per line."""
+"""Logs as console lines or JSON; never blocks on a slow reader."""
 
+import contextlib
 import json
 import logging
+import os
 import sys
+import threading
+from collections import deque
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
 
-from telemetry.log_writer import LogWriter
-from wire.log_fields import FIELDS
+from wire.log_context import FIELDS
+
+log = logging.getLogger(__name__)
+
+
+MAX_WAITING_LINES = 4096
+"""Beyond that, lines are dropped and counted."""
+LAST_WORDS_S = 1.0
+"""How long the end of the process waits for lines that are not written yet."""
+
+
+class LogWriter(logging.Handler):
+    """Formats on the caller's thread, writes on one of its own. `num_dropped` lines have found no place.
+
+    It writes to a file descriptor, past the buffers of Python's streams: the interpreter aborts when it ends
+    while somebody holds the lock of such a buffer.
+    """
+
+    def __init__(self, descriptor: int, *, max_waiting: int = MAX_WAITING_LINES) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+        self._max_waiting = max_waiting
+        self._waiting = deque[str]()
+        self._changed = threading.Condition()
+        self._is_writing = self._is_closed = False
+        self.num_dropped = 0
+        self._num_untold = 0
+        threading.Thread(target=self._run, name="log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self.format(record)
+        except Exception:
+            self.handleError(record)
+            return
+        with self._changed:
+            if self._is_closed:
+                return
+            if len(self._waiting) >= self._max_waiting:
+                self.num_dropped += 1
+                self._num_untold += 1
+                return
+            self._waiting.append(line)
+            self._changed.notify_all()
+
+    def flush(self) -> None:
+        """Waits for what is not written yet, but not for ever."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting and not self._is_writing, LAST_WORDS_S)
+
+    def close(self) -> None:
+        """Takes no more lines; those that it has are still written."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        super().close()
+
+    def _run(self) -> None:
+        while lines := self._take():
+            # Where nobody reads stderr any more, there is no other place to say so.
+            with contextlib.suppress(OSError):
+                _write(self._descriptor, "".join(f"{line}\n" for line in lines))
+            with self._changed:
+                self._is_writing = False
+                self._changed.notify_all()
+
+    def _take(self) -> list[str]:
+        """What waits, as soon as anything does; nothing once this is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._is_closed)
+            lines, num_untold = list(self._waiting), self._num_untold
+            self._waiting.clear()
+            self._num_untold = 0
+            self._is_writing = bool(lines)
+        if num_untold:
+            lines.append(self.format(_told(num_untold)))
+        return lines
+
+
+def _write(descriptor: int, text: str) -> None:
+    left = memoryview(text.encode(errors="backslashreplace"))
+    while left:
+        left = left[os.write(descriptor, left) :]
+
+
+def _told(num_dropped: int) -> logging.LogRecord:
+    text = "%d lines of this log are lost: they came faster than they could be written"
+    return logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, (num_dropped,), None)
+
 
 PACKAGES = (
     "builtin_model",
@@ -20,11 +111,10 @@ PACKAGES = (
     "stage_worker",
     "stageline",
     "telemetry",
+    "text",
     "wire",
 )
 """Whose lines `--log-level` is about. Of other libraries only warnings and worse are written."""
-
-log = logging.getLogger(__name__)
 
 
 class LogFormat(StrEnum):
@@ -77,7 +167,7 @@ def configure(settings: LogSettings, process: str, *, worker: str | None = None)
     logging.captureWarnings(True)
 
 
-def say_last(settings: LogSettings, line: str) -> None:
+def log_fatal(settings: LogSettings, line: str) -> None:
     """The last line of a process that cannot go on: on the console as it is. What was logged before is
     written before it, and what is logged later is dropped.
     """

@@ -1,16 +1,37 @@
-"""Finished spans, from facts to whoever takes them."""
+"""Records finished spans; ratio sampling."""
 
 import random
 from collections.abc import Sequence
 
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan
+from opentelemetry.sdk.trace.sampling import ParentBased, Sampler, TraceIdRatioBased
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode
+from opentelemetry.trace import (
+    NonRecordingSpan,
+    SpanContext,
+    SpanKind,
+    Status,
+    StatusCode,
+    set_span_in_context,
+)
 
-from telemetry.span_sinks import SpanSink
+from telemetry.settings import TelemetrySettings
+from telemetry.span_sinks import CollectorSink, SpanSink, new_exporter
 from telemetry.spans import SpanName
 from wire.clock import ClusterClock
+
+
+def ratio_sampler(ratio: float) -> Sampler:
+    """As the caller has decided; `ratio` of those that nobody has decided about."""
+    return ParentBased(TraceIdRatioBased(ratio))
+
+
+def is_sampled(sampler: Sampler, trace_id: int, parent: SpanContext | None, name: str) -> bool:
+    """Whether the trace is recorded. `parent` is the caller's span."""
+    context = None if parent is None else set_span_in_context(NonRecordingSpan(parent))
+    return bool(sampler.should_sample(context, trace_id, name).decision.is_sampled())
+
 
 Attributes = dict[str, str | int | float | bool]
 """Keys are those of `telemetry.spans.Attr`."""
@@ -98,3 +119,16 @@ def new_span_id() -> int:
 def new_trace_id() -> int:
     """A random id; never 0."""
     return random.getrandbits(128) or 1
+
+
+def new_recorder(
+    service: str, own: SpanSink, settings: TelemetrySettings, clock: ClusterClock, *, instance: str
+) -> SpanRecorder:
+    """The recorder of this process. Its spans go to `own`, and to a collector where `settings` name one."""
+    resource = new_resource(service, instance=instance, version=settings.service_version)
+    sinks: list[SpanSink] = []
+    if not settings.is_disabled:
+        sinks.append(own)
+        if settings.protocol is not None:
+            sinks.append(CollectorSink(new_exporter(settings.protocol)))
+    return SpanRecorder(resource, clock, sinks)

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from checkpoint import TensorEntry
-from checkpoint.samples import sampled_ranges
+from checkpoint.directory import sampled_ranges
 
 _SHAPE: dict[str, Any] = {
     "hidden_size": 64,

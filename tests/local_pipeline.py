@@ -17,24 +17,22 @@ from pathlib import Path
 import torch
 
 from checkpoint import Checkpoint, DType
-from coordinator.cluster.self_check_script import Script
-from coordinator.scheduling.kv_log import KvLog
-from coordinator.scheduling.lifecycle import SequenceState
-from coordinator.scheduling.order import QueueOrder
-from coordinator.scheduling.pace import SchedulerLimits
-from coordinator.scheduling.scheduler import Scheduler
-from coordinator.scheduling.sequence import Sequence
+from coordinator.recovery.self_check_script import Script
+from coordinator.scheduler.kv_manager import KvCacheManager
+from coordinator.scheduler.policy import SchedulerLimits
+from coordinator.scheduler.scheduler import Scheduler
+from coordinator.scheduler.sequence import QueueOrder, Sequence, SequenceState
 from kvcache import KvWindow
 from kvcache.pages import KvPages
 from stage_worker.assignment import Assignment
+from stage_worker.backends.model_compute import ModelCompute
+from stage_worker.backends.torch_backend import handed_on_states
 from stage_worker.executor import StepExecutor
-from stage_worker.model_compute import ModelCompute
-from stage_worker.models import TORCH_DTYPES, DecoderStage
-from stage_worker.torch_backend import handed_on_states
+from stage_worker.model.decoder import DecoderStage
+from stage_worker.model.layer_weights import TORCH_DTYPES
 from wire.frames import Frame, FrameAssembler, encode_frame
-from wire.ids import SequenceKey, new_request_id
+from wire.ids import SequenceKey, StageRole, new_request_id
 from wire.reference import decode_states
-from wire.roles import StageRole
 from wire.step_codec import encode_step
 from wire.steps import Prefill, Step, StepResult, StepSampling
 from wire.tensors import TensorView
@@ -64,7 +62,7 @@ class Run:
     """One epoch: its scheduler and sequences, and what was seen on the way."""
 
     scheduler: Scheduler
-    kv: KvLog
+    kv: KvCacheManager
     sequences: list[Sequence] = field(default_factory=list)
     num_answered: int = 0
     num_prefill_tokens: int = 0
@@ -162,9 +160,9 @@ class LocalPipeline:
         }
         return results, states
 
-    def new_log(self) -> KvLog:
+    def new_log(self) -> KvCacheManager:
         """An empty ledger for these stages."""
-        return KvLog(
+        return KvCacheManager(
             num_blocks=self._num_blocks,
             block_size=self._block_size,
             prefix_caching=self._prefix_caching,

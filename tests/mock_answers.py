@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from stage_worker.mock.compute import mock_token
+from stage_worker.backends.mock_compute import mock_token
 
 
 def mock_tokens(

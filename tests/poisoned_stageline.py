@@ -9,9 +9,9 @@ import os
 import signal
 import sys
 
+from stage_worker.backends.contract import StageOutput
 from stage_worker.executor import StepExecutor
-from stage_worker.outputs import StageOutput
-from stageline.entry import main
+from stageline.__main__ import main
 from wire.frames import Frame
 
 POISON_VARIABLE = "POISON_TOKEN"

@@ -23,9 +23,9 @@ from transformers import (
 )
 
 from stage_worker.sampling import Sampler, random_choice
-from stage_worker.sampling.draws import Draw
+from stage_worker.sampling.random_choice import Draw
 from wire.ids import RequestId, SequenceKey
-from wire.steps import Decode, Prefill, Slice, SliceError, SliceResult, StartRecord, StepSampling
+from wire.steps import Decode, Prefill, SliceError, SliceResult, StartRecord, StepSampling, StepSlice
 
 STAGE = 2
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
@@ -54,14 +54,14 @@ def start_record(sequence: SequenceKey, row: Row) -> StartRecord:
     return StartRecord(sequence, 0, len(row.prompt), row.tokens, row.sampling)
 
 
-def last_token_of_prefill(sequence: SequenceKey, row: Row) -> Slice:
+def last_token_of_prefill(sequence: SequenceKey, row: Row) -> StepSlice:
     """All of the tokens are cached but the last."""
     count = len(row.tokens)
-    return Slice(sequence, 0, row.tokens[-1:], Prefill(count - 1, 1, count))
+    return StepSlice(sequence, 0, row.tokens[-1:], Prefill(count - 1, 1, count))
 
 
-def decode(sequence: SequenceKey, token: int, position: int) -> Slice:
-    return Slice(sequence, 0, (token,), Decode(position))
+def decode(sequence: SequenceKey, token: int, position: int) -> StepSlice:
+    return StepSlice(sequence, 0, (token,), Decode(position))
 
 
 def results_of(logits: Tensor, rows: Sequence[Row]) -> tuple[SliceResult, ...]:
@@ -100,11 +100,13 @@ def frequencies(
         return ((taken + 0.5) / count)[:, None]
 
     with monkeypatch.context() as patch:
-        patch.setattr(random_choice, "shares", even)
+        patch.setattr(random_choice, "uniform_samples", even)
         sampler = Sampler(vocab_size=logits.shape[-1], stage=STAGE)
         sampler.start(start_record(key(0), row))
         # Only the position of the drawn token tells these slices apart.
-        parts = [Slice(key(0), 0, row.tokens[-1:], Prefill(index, 1, index + 1)) for index in range(count)]
+        parts = [
+            StepSlice(key(0), 0, row.tokens[-1:], Prefill(index, 1, index + 1)) for index in range(count)
+        ]
         tokens = [token_of(result) for result in sampler.choose(parts, logits.expand(count, -1))]
     return np.bincount(tokens, minlength=logits.shape[-1]) / count
 

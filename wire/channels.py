@@ -1,14 +1,52 @@
-"""Channels and servers with the options that long, sometimes silent streams need."""
+"""Channels, servers and calls with the options that long-lived streams need."""
 
+import resource
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
 
 from wire.addresses import Address, parse_address
-from wire.file_limit import max_connections
 from wire.interceptors import ErrorInterceptor
+
+RESERVED = 256
+"""Descriptors that connections of callers leave to hops, files, the journal and the dashboard."""
+
+
+def raise_file_limit() -> int:
+    """Raises the limit of this process to the hard one; returns it. Changes nothing where that is refused."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        except (ValueError, OSError):
+            return soft
+    return hard
+
+
+def max_connections() -> int:
+    """Connections that a server accepts at once, so that descriptors are left for everything else."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return 2**31 - 1
+    return max(soft - RESERVED, soft // 2)
+
+
+ATTACH_SECRET_KEY = "stageline-attach-secret"
+"""Metadata of the secret that Attach and Cancel of a request need. A client may send one of its own with
+Generate, whose initial metadata has it."""
+AUTHORIZATION_KEY = "authorization"
+"""Metadata of the operator token, as `Bearer TOKEN`."""
+JOURNALLED_KEY = "stageline-journalled"
+"""Initial metadata of a call whose request survives the coordinator: Attach finds it at the next one."""
+
+
+def when_call_ends(context: grpc.aio.ServicerContext[Any, Any], callback: Callable[[], None]) -> None:
+    """Calls `callback` once, however the call ends: completed, cancelled, deadline, connection lost."""
+    untyped: Any = context  # the stubs ask for a class that does not exist at run time
+    untyped.add_done_callback(lambda _: callback())
+
 
 PROTOCOL_VERSION = 6
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024

@@ -1,21 +1,84 @@
-"""The one place where exceptions of a servicer become gRPC statuses."""
+"""Maps exceptions of servicers to gRPC statuses with reason codes."""
 
-from __future__ import annotations  # grpc's handler types are generic in its stubs only
+from __future__ import annotations
 
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
+from google.protobuf.any_pb2 import Any as AnyPb2Any
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health_pb2
+from grpc_health.v1.health import aio as health_aio
 
-from wire.errors import InvalidRequest, MethodNotFound, ServingError, status_of
+from wire.errors import (
+    InvalidRequest,
+    MethodNotFound,
+    Overloaded,
+    ServiceNotFound,
+    ServingError,
+    reason_of,
+    status_of,
+)
 from wire.ids import parse_request_id
-from wire.log_fields import about
-from wire.status_details import details_of
+from wire.log_context import log_context
 
 log = logging.getLogger(__name__)
+
+
+DETAILS_KEY = "grpc-status-details-bin"
+DOMAIN = "stageline"
+
+
+def details_of(error: BaseException) -> tuple[tuple[str, bytes], ...]:
+    """Trailing metadata for `error`: its kind, as ErrorInfo, and when to try again, as RetryInfo.
+
+    Whoever reads it can tell an answer of ours from a connection that broke: only an answer has details.
+    """
+    code, text = status_of(error)
+    number: int = code.value[0]
+    details = [error_details_pb2.ErrorInfo(reason=sent_reason(error), domain=DOMAIN)]
+    if isinstance(error, Overloaded) and error.retry_after_s is not None:
+        delay = Duration()
+        delay.FromNanoseconds(round(error.retry_after_s * 1e9))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    status = status_pb2.Status(code=number, message=text, details=[_packed(each) for each in details])
+    return ((DETAILS_KEY, status.SerializeToString()),)
+
+
+def sent_reason(error: BaseException) -> str:
+    """The reason code that a client receives: INTERNAL_ERROR for everything but a ServingError."""
+    return reason_of(error) if isinstance(error, ServingError) else "INTERNAL_ERROR"
+
+
+def _packed(message: error_details_pb2.ErrorInfo | error_details_pb2.RetryInfo) -> AnyPb2Any:
+    packed = AnyPb2Any()
+    packed.Pack(message)
+    return packed
+
+
+class _Aborting:
+    """The part of a call's context that grpc's servicer uses for a service without a health."""
+
+    def __init__(self, service: str) -> None:
+        self._service = service
+
+    async def abort(self, code: grpc.StatusCode) -> NoReturn:
+        raise ServiceNotFound(f"service {self._service[:100]!r} has no health here")
+
+
+class HealthServicer(health_aio.HealthServicer):  # type: ignore[misc]  # grpc_health has no types
+    """Raises ServiceNotFound where grpc's own servicer aborts without details."""
+
+    async def Check(  # noqa: N802
+        self, request: health_pb2.HealthCheckRequest, context: object
+    ) -> health_pb2.HealthCheckResponse:
+        return await super().Check(request, _Aborting(request.service))
+
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -129,8 +192,8 @@ async def _abort(context: Context, error: Exception, name: str, request: Any) ->
 def _about(error: Exception, request: Any) -> dict[str, object]:
     """The request that an error or the message of its call is about, if one of them names it."""
     if isinstance(error, ServingError) and error.request_id is not None:
-        return about(request_id=error.request_id)
+        return log_context(request_id=error.request_id)
     try:
-        return about(request_id=parse_request_id(request.request_id))
+        return log_context(request_id=parse_request_id(request.request_id))
     except (AttributeError, TypeError, ValueError):
         return {}

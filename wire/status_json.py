@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
-from wire.wire_dtypes import WIRE_DTYPE_FROM_MESSAGE
+from wire.tensors import WIRE_DTYPE_FROM_MESSAGE
 
 OK = "ok"
 NOT_CHECKED = "not checked"

@@ -1,27 +1,229 @@
-"""Steps and results <-> protobuf messages. Decoding checks what a message can get wrong by itself."""
+"""Steps and step results as protobuf messages; validated when decoded.
+
+The slices of a step begin with its columns, as far as they are decodes of one token; likewise its results.
+
+8 bytes: when the sender had this ready to send, in microseconds of the coordinator's clock since 1970, or 0;
+then 16 bytes for each stage, from FIRST on: hop (signed), receive, wait, compute. All of it little-endian.
+"""
+
+import struct
+from collections.abc import Sequence
+from itertools import takewhile
 
 from google.protobuf.message import DecodeError
 
+from kvcache import Block, Deref, Destroy, FullBlock, PartialBlock, Promote, Signal, Use
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
-from wire.column_codec import decode_decodes, decode_tokens, encode_decodes, encode_tokens
 from wire.errors import StepFault, StepFaultKind
 from wire.ids import RequestId, SequenceKey
 from wire.sampling_codec import decode_logprobs, decode_sampling, encode_logprobs, encode_sampling
-from wire.signal_codec import decode_signal, encode_signal
-from wire.stage_times import decode_stage_times, encode_stage_times
 from wire.steps import (
     Decode,
     EndRecord,
     FaultReport,
     Prefill,
     SequenceSignal,
-    Slice,
     SliceError,
     SliceResult,
+    StageTime,
     StartRecord,
     Step,
     StepResult,
+    StepSlice,
 )
+
+_ID_BYTES = 16
+_FEWEST = 4
+"""Columns for fewer sequences cost more than their messages."""
+
+Columns = stage_pb2.DecodeColumns | stage_pb2.TokenColumns
+
+
+def encode_decodes(slices: Sequence[StepSlice], columns: stage_pb2.DecodeColumns) -> int:
+    """Fills the empty `columns` with the first slices; returns how many."""
+    decodes = list(takewhile(_is_decode, slices))
+    if len(decodes) < _FEWEST:
+        return 0
+    _encode_keys([part.sequence for part in decodes], columns)
+    columns.generations.extend([part.generation for part in decodes])
+    columns.tokens.extend([part.tokens[0] for part in decodes])
+    columns.positions.extend([part.first_position for part in decodes])
+    return len(decodes)
+
+
+def decode_decodes(columns: stage_pb2.DecodeColumns) -> list[StepSlice]:
+    """Raises StepFault UNDECODABLE for columns of different lengths."""
+    _check_lengths(columns, columns.positions)
+    return [
+        StepSlice(key, generation, (token,), Decode(position))
+        for key, generation, token, position in zip(
+            _decode_keys(columns), columns.generations, columns.tokens, columns.positions, strict=True
+        )
+    ]
+
+
+def encode_tokens(results: Sequence[SliceResult], columns: stage_pb2.TokenColumns) -> int:
+    """Fills the empty `columns` with the first results; returns how many."""
+    sampled = list(takewhile(_is_token, results))
+    if len(sampled) < _FEWEST:
+        return 0
+    _encode_keys([result.sequence for result in sampled], columns)
+    columns.generations.extend([result.generation for result in sampled])
+    columns.tokens.extend([result.outcome for result in sampled if isinstance(result.outcome, int)])
+    return len(sampled)
+
+
+def decode_tokens(columns: stage_pb2.TokenColumns) -> list[SliceResult]:
+    """Raises StepFault UNDECODABLE for columns of different lengths."""
+    _check_lengths(columns)
+    return [
+        SliceResult(key, generation, token)
+        for key, generation, token in zip(
+            _decode_keys(columns), columns.generations, columns.tokens, strict=True
+        )
+    ]
+
+
+def _is_decode(part: StepSlice) -> bool:
+    return isinstance(part.inference_step, Decode) and len(part.tokens) == 1
+
+
+def _is_token(result: SliceResult) -> bool:
+    return isinstance(result.outcome, int) and result.logprobs is None and not result.prompt_logprobs
+
+
+def _encode_keys(keys: Sequence[SequenceKey], columns: Columns) -> None:
+    columns.request_ids = b"".join([key.request_id for key in keys])
+    columns.choices.extend([key.choice for key in keys])
+
+
+def _decode_keys(columns: Columns) -> list[SequenceKey]:
+    ids = columns.request_ids
+    return [
+        SequenceKey(RequestId(ids[begin : begin + _ID_BYTES]), choice)
+        for begin, choice in zip(range(0, len(ids), _ID_BYTES), columns.choices, strict=True)
+    ]
+
+
+def _check_lengths(columns: Columns, *others: Sequence[int]) -> None:
+    lengths = [len(each) for each in (columns.choices, columns.generations, columns.tokens, *others)]
+    if any(length * _ID_BYTES != len(columns.request_ids) for length in lengths):
+        raise StepFault(
+            StepFaultKind.UNDECODABLE,
+            f"columns of {lengths} entries for request ids of {len(columns.request_ids)} bytes, "
+            f"{_ID_BYTES} for each",
+        )
+
+
+def encode_signal(signal: Signal, message: stage_pb2.SequenceSignal) -> None:
+    """Writes `signal` into the oneof of `message`."""
+    match signal:
+        case Use():
+            message.use.blocks.extend(_encode_block(block) for block in signal.blocks)
+            message.use.block_hashes.extend(signal.block_hashes)
+            if signal.parent is not None:
+                message.use.parent = signal.parent
+        case Promote():
+            message.promote.partial = signal.partial.id
+            message.promote.sequence_hash = signal.sequence_hash
+            message.promote.block_hash = signal.block_hash
+            if signal.parent is not None:
+                message.promote.parent = signal.parent
+        case Deref():
+            message.deref.CopyFrom(_encode_block(signal.block))
+        case Destroy():
+            message.destroy.CopyFrom(_encode_block(signal.block))
+
+
+def decode_signal(message: stage_pb2.SequenceSignal) -> Signal:
+    """Raises StepFault UNDECODABLE for a signal without content."""
+    match message.WhichOneof("signal"):
+        case "use":
+            use = message.use
+            return Use(
+                blocks=tuple(_decode_block(block) for block in use.blocks),
+                block_hashes=tuple(use.block_hashes),
+                parent=use.parent if use.HasField("parent") else None,
+            )
+        case "promote":
+            promote = message.promote
+            return Promote(
+                partial=PartialBlock(promote.partial),
+                sequence_hash=promote.sequence_hash,
+                parent=promote.parent if promote.HasField("parent") else None,
+                block_hash=promote.block_hash,
+            )
+        case "deref":
+            return Deref(_decode_block(message.deref))
+        case "destroy":
+            return Destroy(_decode_block(message.destroy))
+        case _:
+            raise StepFault(StepFaultKind.UNDECODABLE, "a KV signal without content")
+
+
+def _encode_block(block: Block) -> stage_pb2.Block:
+    if isinstance(block, FullBlock):
+        return stage_pb2.Block(full=block.sequence_hash)
+    return stage_pb2.Block(partial=block.id)
+
+
+def _decode_block(message: stage_pb2.Block) -> Block:
+    match message.WhichOneof("block"):
+        case "full":
+            return FullBlock(message.full)
+        case "partial":
+            return PartialBlock(message.partial)
+        case _:
+            raise StepFault(StepFaultKind.UNDECODABLE, "a KV signal names a block without content")
+
+
+_MOST_US = 0xFFFFFFFF
+_MOST_SIGNED_US = 0x7FFFFFFF
+_READY_AT = struct.Struct("<Q")
+_ONE = struct.Struct("<iIII")
+
+
+def encode_stage_times(times: Sequence[StageTime], *, ready_at_us: int = 0) -> bytes:
+    """Nothing where nothing is known; what is longer than 71 minutes (hops: 35) is cut there."""
+    if not times and not ready_at_us:
+        return b""
+    return _READY_AT.pack(ready_at_us) + b"".join(
+        [
+            _ONE.pack(
+                max(-_MOST_SIGNED_US, min(each.hop_us, _MOST_SIGNED_US)),
+                min(each.receive_us, _MOST_US),
+                min(each.wait_us, _MOST_US),
+                min(each.compute_us, _MOST_US),
+            )
+            for each in times
+        ]
+    )
+
+
+def decode_stage_times(data: bytes, *, num_stages: int | None = None) -> tuple[tuple[StageTime, ...], int]:
+    """Those of `num_stages` stages (None: of any number), and when the sender had this ready; nothing and 0
+    where it does not tell.
+
+    Raises StepFault UNDECODABLE for another number, and for half a stage.
+    """
+    if not data:
+        return (), 0
+    size_bytes = len(data) - _READY_AT.size
+    expected = size_bytes // _ONE.size * _ONE.size if num_stages is None else num_stages * _ONE.size
+    if size_bytes < 0 or size_bytes != expected:
+        raise StepFault(
+            StepFaultKind.UNDECODABLE,
+            f"times of stages in {len(data)} bytes, expected {_READY_AT.size + max(0, expected)}: "
+            f"{_READY_AT.size}, and {_ONE.size} for each stage",
+        )
+    (ready_at_us,) = _READY_AT.unpack_from(data)
+    times = tuple(
+        [
+            StageTime(wait_us, compute_us, hop_us, receive_us)
+            for hop_us, receive_us, wait_us, compute_us in _ONE.iter_unpack(data[_READY_AT.size :])
+        ]
+    )
+    return times, ready_at_us
 
 
 def encode_step(step: Step) -> bytes:
@@ -153,7 +355,7 @@ def _decode_key(message: stage_pb2.SequenceKey) -> SequenceKey:
     return SequenceKey(RequestId(request_id), message.choice)
 
 
-def _add_slice(message: stage_pb2.Step, part: Slice) -> None:
+def _add_slice(message: stage_pb2.Step, part: StepSlice) -> None:
     key, step = part.sequence, part.inference_step
     encoded = message.slices.add()
     sequence = encoded.sequence
@@ -172,13 +374,13 @@ def _add_slice(message: stage_pb2.Step, part: Slice) -> None:
         encoded.decode.position = step.position
 
 
-def _decode_slice(message: stage_pb2.Slice) -> Slice:
+def _decode_slice(message: stage_pb2.Slice) -> StepSlice:
     key, tokens = _decode_key(message.sequence), tuple(message.tokens)
     if not message.HasField("decode"):
-        return Slice(key, message.generation, tokens, _decode_prefill(message, key, len(tokens)))
+        return StepSlice(key, message.generation, tokens, _decode_prefill(message, key, len(tokens)))
     if len(tokens) != 1:
         raise _wrong_count(key, len(tokens), 1)
-    return Slice(key, message.generation, tokens, Decode(message.decode.position))
+    return StepSlice(key, message.generation, tokens, Decode(message.decode.position))
 
 
 def _decode_prefill(message: stage_pb2.Slice, key: SequenceKey, num_tokens: int) -> Prefill:

@@ -37,7 +37,7 @@ class Decode:
 
 
 @dataclass(slots=True, unsafe_hash=True)
-class Slice:
+class StepSlice:
     """One sequence's part of a step."""
 
     sequence: SequenceKey
@@ -155,7 +155,7 @@ class Step:
 
     epoch: int
     step_id: int
-    slices: tuple[Slice, ...] = ()
+    slices: tuple[StepSlice, ...] = ()
     starts: tuple[StartRecord, ...] = ()
     ends: tuple[EndRecord, ...] = ()
     signals: tuple[SequenceSignal, ...] = ()

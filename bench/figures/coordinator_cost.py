@@ -15,15 +15,14 @@ from typing import Any
 
 from bench.harness.figure import Better, Figure
 from bench.harness.group import Setting
-from coordinator.requests.admission import AdmissionLimits
-from coordinator.requests.engine import Engine
-from coordinator.requests.request import Choice, Request
-from coordinator.requests.transcript import Transcript
-from coordinator.scheduling.kv_log import KvLog
-from coordinator.scheduling.order import QueueOrder
-from coordinator.scheduling.pace import SchedulerLimits
-from coordinator.scheduling.scheduler import Scheduler
-from coordinator.scheduling.sequence import Sequence
+from coordinator.engine.admission import AdmissionLimits
+from coordinator.engine.engine import Engine
+from coordinator.engine.output_buffer import OutputBuffer
+from coordinator.engine.request import Choice, Request
+from coordinator.scheduler.kv_manager import KvCacheManager
+from coordinator.scheduler.policy import SchedulerLimits
+from coordinator.scheduler.scheduler import Scheduler
+from coordinator.scheduler.sequence import QueueOrder, Sequence
 from stageline_rpc.v1 import stage_pb2
 from wire.ids import SequenceKey, new_request_id
 from wire.step_codec import decode_result, encode_result, encode_step
@@ -141,8 +140,8 @@ def _is_steady(step: Step, num_steps_in_flight: int) -> bool:
     return tokens == {1} and len(step.slices) == NUM_SEQUENCES // num_steps_in_flight
 
 
-def _kv_log() -> KvLog:
-    return KvLog(num_blocks=1 << 16, block_size=BLOCK_SIZE)
+def _kv_log() -> KvCacheManager:
+    return KvCacheManager(num_blocks=1 << 16, block_size=BLOCK_SIZE)
 
 
 def _limits(num_steps_in_flight: int) -> SchedulerLimits:
@@ -167,7 +166,7 @@ def _sequence(index: int) -> Sequence:
 
 def _request(index: int) -> Request:
     sequence = _sequence(index)
-    return Request(sequence.key.request_id, [Choice(sequence, Transcript(None))], client="bench")
+    return Request(sequence.key.request_id, [Choice(sequence, OutputBuffer(None))], client="bench")
 
 
 def _answer(step: Step) -> StepResult:

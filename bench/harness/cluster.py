@@ -19,8 +19,8 @@ import psutil
 from bench.harness.step_log import FILE_VARIABLE, LoggedStep, read_steps
 from bench.harness.streams import Stream
 from deploy import LocalCluster, LocalClusterConfig
-from stageline.client import Client
-from stageline.parameters import Detach
+from stageline.client.client import Client
+from stageline.client.request import Detach
 from stageline_rpc.v1 import cluster_pb2
 
 START_TIMEOUT_S = 120.0

@@ -11,7 +11,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 from bench.harness.figure import NotMeasured
-from deploy import leash
+from deploy import parent_death_signal
 
 _GRACE_S = 5.0
 NOTHING: Mapping[str, str] = MappingProxyType({})
@@ -30,7 +30,7 @@ class Peer:
     async def __aenter__(self) -> Self:
         command = [sys.executable, "-m", self._module, *self._arguments]
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", leash.__file__, str(os.getpid())),
+            *(sys.executable, "-I", "-S", parent_death_signal.__file__, str(os.getpid())),
             *command,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,

@@ -17,7 +17,7 @@ from functools import wraps
 from typing import Any
 
 from bench.harness.step_log import FILE_VARIABLE, LoggedStep
-from stageline.entry import main
+from stageline.__main__ import main
 
 
 class StepLog:
@@ -55,7 +55,7 @@ def _logged(sent_s: float, step: Any, result_s: float, stage_times: Any) -> Logg
 
 def trace_scheduler(log: StepLog) -> None:
     """Every step goes through these two methods, whatever else of the coordinator changes."""
-    from coordinator.scheduling.scheduler import Scheduler
+    from coordinator.scheduler.scheduler import Scheduler
 
     scheduler: Any = Scheduler
     next_step: Callable[..., Any] = scheduler.next_step

@@ -6,7 +6,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from stageline_rpc.v1 import inference_pb2
-from wire.health import HealthServicer
+from wire.interceptors import HealthServicer
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 

@@ -1,22 +1,74 @@
-"""`stageline.v1.Inference`: decodes, makes one domain call, encodes."""
+"""`stageline.v1.Inference`: decode, one domain call, encode."""
 
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 
-from coordinator.api.callers import Callers, metadata_value
-from coordinator.api.operators import Operators
-from coordinator.api.output_messages import encode_output
-from coordinator.api.session import Sessions
+from coordinator.api.call_context import CallContexts, Operators, metadata_value
+from coordinator.api.request_handler import RequestHandler
 from coordinator.api.status import StatusReporter
-from coordinator.requests.attach_secret import digest_of, new_attach_secret
-from coordinator.requests.attachment import Attachment, Positions
-from coordinator.requests.engine import Engine
+from coordinator.engine.engine import Engine
+from coordinator.engine.output_stream import Output, OutputStream, Positions
+from coordinator.engine.request import Choice, digest_of, new_attach_secret
+from coordinator.scheduler.sequence import FinishReason
 from stageline_rpc.v1 import inference_pb2, inference_pb2_grpc
-from wire.calls import ATTACH_SECRET_KEY, AUTHORIZATION_KEY, JOURNALLED_KEY, when_call_ends
-from wire.errors import InvalidRequest
-from wire.ids import RequestId, parse_request_id
+from wire.channels import ATTACH_SECRET_KEY, AUTHORIZATION_KEY, JOURNALLED_KEY, when_call_ends
+from wire.errors import InvalidRequest, InvariantBroken
+from wire.ids import RequestId, id_text, parse_request_id
+from wire.steps import TokenLogprobs
+
+FINISH_REASON_TO_MESSAGE: dict[FinishReason, inference_pb2.FinishReason.ValueType] = {
+    FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
+}
+
+
+def encode_output(output: Output) -> inference_pb2.GenerateResponse:
+    """One message of one choice; its last one has finish reason and usage."""
+    choice, piece = output.choice, output.piece
+    response = inference_pb2.GenerateResponse(
+        request_id=id_text(choice.sequence.key.request_id),
+        choice=choice.index,
+        first_token_index=piece.first_token_index,
+        token_ids=piece.tokens,
+        text=piece.text,
+        text_offset=piece.text_offset,
+    )
+    for token, logprobs in zip(piece.tokens, piece.logprobs, strict=bool(piece.logprobs)):
+        _encode_logprobs(token, logprobs, response.logprobs.add())
+    if output.prompt_logprobs:
+        response.first_prompt_token_index = start = output.first_prompt_token_index
+        prompt = choice.sequence.all_tokens[start : start + len(output.prompt_logprobs)]
+        for token, logprobs in zip(prompt, output.prompt_logprobs, strict=True):
+            _encode_logprobs(token, logprobs, response.prompt_logprobs.add())
+    if piece.is_last:
+        _end(choice, response)
+    return response
+
+
+def _encode_logprobs(
+    token: int, logprobs: TokenLogprobs | None, message: inference_pb2.TokenLogprobs
+) -> None:
+    message.token_id = token
+    if logprobs is None:
+        return
+    message.logprob, message.rank = logprobs.logprob, logprobs.rank
+    for each, logprob in logprobs.top:
+        message.top.add(token_id=each, logprob=logprob)
+
+
+def _end(choice: Choice, response: inference_pb2.GenerateResponse) -> None:
+    reason, sequence = choice.transcript.finish_reason, choice.sequence
+    if reason is None:
+        raise InvariantBroken("the end of a choice without a reason")
+    response.finish_reason = FINISH_REASON_TO_MESSAGE[reason]
+    response.usage.prompt_tokens = sequence.num_prompt_tokens
+    response.usage.completion_tokens = sequence.num_generated_tokens
+    response.usage.cached_tokens = sequence.num_cached_tokens
+    response.usage.seed = sequence.sampling.seed
+    response.usage.restarts = sequence.num_restarts
+
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -26,10 +78,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     def __init__(
         self,
-        sessions: Sessions,
+        sessions: RequestHandler,
         engine: Engine,
         status: StatusReporter,
-        callers: Callers,
+        callers: CallContexts,
         operators: Operators,
     ) -> None:
         self._sessions = sessions
@@ -76,7 +128,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return self._status.model()
 
     async def _read(
-        self, attachment: Attachment, context: Context, metadata: tuple[tuple[str, str], ...] = ()
+        self, attachment: OutputStream, context: Context, metadata: tuple[tuple[str, str], ...] = ()
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         when_call_ends(context, lambda: self._engine.leave(attachment))
         if self._engine.durability.journal is not None:

@@ -10,7 +10,7 @@ from google.protobuf.descriptor import Descriptor, FileDescriptor
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
 
-from coordinator.api.sampling_parameters import MAX_CHOICES, MAX_ENTRIES
+from coordinator.api.request_parser import MAX_CHOICES, MAX_ENTRIES
 from stageline_rpc.v1 import cluster_pb2, inference_pb2, stage_pb2, telemetry_pb2
 from wire.errors import MessageTooLarge
 from wire.message_scan import MessageScan

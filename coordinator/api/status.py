@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from coordinator.cluster.controller import Controller
 from coordinator.cluster.membership import WorkerRecord, WorkerState
 from coordinator.cluster.messages import ROLE_TO_MESSAGE
-from coordinator.cluster.phase import ClusterPhase
-from coordinator.cluster.self_check_verdict import CheckOutcome
+from coordinator.cluster.state_machine import ClusterPhase
+from coordinator.engine.engine import Engine
 from coordinator.model import ServedModel
-from coordinator.requests.engine import Engine
-from coordinator.scheduling.lifecycle import SequenceState
+from coordinator.recovery.self_check_verdict import CheckOutcome
+from coordinator.scheduler.sequence import SequenceState
 from stageline_rpc.v1 import cluster_pb2, inference_pb2
-from wire.tensors import DTYPE_TO_MESSAGE
-from wire.wire_dtypes import number_of
+from wire.tensors import DTYPE_TO_MESSAGE, number_of
 
 LOST_SHOWN_S = 600.0
 """How long a lost worker is listed."""

@@ -1,14 +1,151 @@
-"""`stageline.v1.Telemetry`: decodes, makes one domain call, encodes."""
+"""`stageline.v1.Telemetry` and OpenTelemetry's collector services."""
 
-from typing import Any
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import grpc
+from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 from coordinator.api.activity import ActivityReporter
-from coordinator.api.trace_messages import encode_summary
-from coordinator.observing.trace_reader import TraceReader
-from coordinator.observing.trace_store import TraceStore
+from coordinator.observability.trace_reader import TraceReader
+from coordinator.observability.trace_store import Taken, TraceStore
 from stageline_rpc.v1 import telemetry_pb2, telemetry_pb2_grpc
+from telemetry.trace_view.explain import SlowStage
+from telemetry.trace_view.facts import TraceSummary
+from wire.errors import MessageTooLarge
+from wire.message_scan import MessageScan, UnknownFields
+
+
+def encode_summary(summary: TraceSummary) -> telemetry_pb2.TraceSummary:
+    """One line of the list."""
+    return telemetry_pb2.TraceSummary(
+        request_id=summary.request_id,
+        trace_id=summary.trace_id,
+        started_at_ns=summary.started_ns,
+        duration_s=summary.duration_s,
+        outcome=summary.outcome,
+        prompt_tokens=summary.num_prompt_tokens,
+        completion_tokens=summary.num_completion_tokens,
+        time_in_queue_s=summary.time_in_queue_s,
+        time_to_first_token_s=summary.time_to_first_token_s,
+        slowest_stage=None if summary.slowest is None else _encode_slowest(summary.slowest),
+        preemptions=summary.num_preemptions,
+        recoveries=summary.num_recoveries,
+        spans=summary.num_spans,
+    )
+
+
+def _encode_slowest(slow: SlowStage) -> telemetry_pb2.SlowestStage:
+    return telemetry_pb2.SlowestStage(
+        stage=slow.place.index,
+        worker=slow.place.worker,
+        layer_begin=slow.place.layer_begin,
+        layer_end=slow.place.layer_end,
+        compute_s=slow.compute_s,
+        times_the_others=slow.ratio,
+    )
+
+
+MAX_EXPORT_BYTES = 4 * 1024 * 1024
+"""As by default in OpenTelemetry's collector."""
+MAX_SPAN_FIELDS = 131_072
+MAX_METRIC_FIELDS = 16_384
+"""Metrics are walked on the event loop; those of a worker have some 2,000 fields."""
+MAX_THREADS = 2
+"""Exports that are parsed at once."""
+
+OtlpCallContext: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+_SPAN_SCAN = MessageScan(
+    trace_service_pb2.ExportTraceServiceRequest.DESCRIPTOR,
+    max_fields=MAX_SPAN_FIELDS,
+    unknown=UnknownFields.SKIP,
+)
+_METRIC_SCAN = MessageScan(
+    metrics_service_pb2.ExportMetricsServiceRequest.DESCRIPTOR,
+    max_fields=MAX_METRIC_FIELDS,
+    unknown=UnknownFields.SKIP,
+)
+OnMetrics: TypeAlias = Callable[[metrics_service_pb2.ExportMetricsServiceRequest], int]
+"""Takes metrics, and returns how many of their points it has refused."""
+
+
+class TraceService(trace_service_pb2_grpc.TraceServiceServicer):
+    """Spans for the store. Raises MessageTooLarge, which exporters do not retry."""
+
+    def __init__(self, store: TraceStore) -> None:
+        self._store = store
+        self._threads = asyncio.Semaphore(MAX_THREADS)
+
+    async def Export(  # noqa: N802  # as bytes: see MessageLimits
+        self, request: bytes, context: OtlpCallContext
+    ) -> trace_service_pb2.ExportTraceServiceResponse:
+        _check_size(request)
+        async with self._threads:
+            taken = await asyncio.to_thread(self._take, request)
+        return _partial_trace(taken.num_dropped + taken.num_refused, _reasons(taken))
+
+    def _take(self, data: bytes) -> Taken:
+        _SPAN_SCAN.check(data)
+        request = trace_service_pb2.ExportTraceServiceRequest.FromString(data)
+        return self._store.add(request.resource_spans)
+
+
+class MetricsService(metrics_service_pb2_grpc.MetricsServiceServicer):
+    """Metrics for their keeper. Raises MessageTooLarge, which exporters do not retry."""
+
+    def __init__(self, on_metrics: OnMetrics | None = None) -> None:
+        """Without `on_metrics` nothing is kept, and nothing is refused."""
+        self._on_metrics = on_metrics
+        self._threads = asyncio.Semaphore(MAX_THREADS)
+
+    async def Export(  # noqa: N802  # as bytes: see MessageLimits
+        self, request: bytes, context: OtlpCallContext
+    ) -> metrics_service_pb2.ExportMetricsServiceResponse:
+        _check_size(request)
+        async with self._threads:
+            metrics = await asyncio.to_thread(_parse_metrics, request)
+        num_refused = 0 if self._on_metrics is None else self._on_metrics(metrics)
+        return _partial_metrics(num_refused, f"{num_refused} points of resources that nobody here knows")
+
+
+def _parse_metrics(data: bytes) -> metrics_service_pb2.ExportMetricsServiceRequest:
+    _METRIC_SCAN.check(data)
+    return metrics_service_pb2.ExportMetricsServiceRequest.FromString(data)
+
+
+def _check_size(data: bytes) -> None:
+    if len(data) > MAX_EXPORT_BYTES:
+        raise MessageTooLarge(
+            f"the export has {len(data)} bytes, the limit is {MAX_EXPORT_BYTES}: send smaller batches"
+        )
+
+
+def _partial_trace(num_rejected: int, reason: str) -> trace_service_pb2.ExportTraceServiceResponse:
+    if not num_rejected:
+        return trace_service_pb2.ExportTraceServiceResponse()
+    return trace_service_pb2.ExportTraceServiceResponse(
+        partial_success=trace_service_pb2.ExportTracePartialSuccess(
+            rejected_spans=num_rejected, error_message=reason
+        )
+    )
+
+
+def _partial_metrics(num_rejected: int, reason: str) -> metrics_service_pb2.ExportMetricsServiceResponse:
+    if not num_rejected:
+        return metrics_service_pb2.ExportMetricsServiceResponse()
+    return metrics_service_pb2.ExportMetricsServiceResponse(
+        partial_success=metrics_service_pb2.ExportMetricsPartialSuccess(
+            rejected_data_points=num_rejected, error_message=reason
+        )
+    )
+
+
+def _reasons(taken: Taken) -> str:
+    reasons = {**taken.refused, "of traces that had to make room": taken.num_dropped}
+    return ", ".join(f"{number} spans {reason}" for reason, number in reasons.items() if number)
+
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

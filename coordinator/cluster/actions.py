@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from coordinator.cluster.membership import WorkerIdentity
-from coordinator.planning.plan import Plan, StagePlan
+from coordinator.planner.plan import Plan, StagePlan
 from wire.ids import Incarnation
 
 

@@ -4,11 +4,10 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
-from coordinator.cluster.cluster_state import ClusterState
-from coordinator.cluster.phase import ClusterPhase
-from coordinator.planning.plan import Plan
-from coordinator.requests.engine import Engine
-from coordinator.timing import ClusterTiming
+from coordinator.cluster.state_machine import ClusterPhase, ClusterState
+from coordinator.engine.engine import Engine
+from coordinator.planner.plan import Plan
+from coordinator.recovery.policy import RecoveryPolicy
 from stageline_rpc.v1 import cluster_pb2
 from wire.errors import ClusterUnavailable
 
@@ -23,7 +22,7 @@ class Availability:
         self,
         state: ClusterState,
         engine: Engine,
-        timing: ClusterTiming,
+        timing: RecoveryPolicy,
         on_serving: Callable[[bool], None] = lambda _: None,
     ) -> None:
         """`on_serving` is told whether new requests are served, when that may have changed."""

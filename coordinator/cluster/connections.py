@@ -1,11 +1,74 @@
-"""The streams of all workers that have joined."""
+"""`Cluster.Join` streams, coordinator side, and what kernels the stages report."""
 
-from collections.abc import Iterable
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass
 
 from coordinator.cluster.membership import WorkerIdentity
-from coordinator.cluster.self_check_references import ReferenceSource
-from coordinator.cluster.worker_connection import WorkerConnection
+from coordinator.recovery.self_check import ReferenceSource
 from stageline_rpc.v1 import cluster_pb2
+from wire.clock import wall_clock_us
+from wire.tensors import WireDType
+
+
+class WorkerConnection:
+    """A joined worker: messages to it, and the last heartbeat from it."""
+
+    def __init__(
+        self,
+        identity: WorkerIdentity,
+        *,
+        now_s: float,
+        reference_secret: bytes = b"",
+        rejoin_secret: bytes = b"",
+    ) -> None:
+        """`now_s` is on the event loop's clock. The worker computes references only for callers that present
+        `reference_secret`; who presents `rejoin_secret` is the process at the other end.
+        """
+        self.identity = identity
+        self.reference_secret = reference_secret
+        self.rejoin_secret = rejoin_secret
+        self.heartbeat = cluster_pb2.Heartbeat()
+        self.heard_at_s = now_s
+        self.is_silent = False
+        self.loads_tokenizer = False
+        """Its interpreter may be held up for seconds."""
+        self.warmup_ms = 0
+        self.kernels = self.kernels_detail = ""
+        self.wire_dtype: WireDType | None = None
+        self.close_reason = ""
+        self._is_closed = asyncio.Event()
+        self._outbox: asyncio.Queue[cluster_pb2.CoordinatorMessage | None] = asyncio.Queue()
+
+    def send(self, message: cluster_pb2.CoordinatorMessage) -> None:
+        """Queues a message. There are a handful per epoch, and one per heartbeat: no bound is needed."""
+        self._outbox.put_nowait(message)
+
+    def beat(self, heartbeat: cluster_pb2.Heartbeat) -> None:
+        """Takes a heartbeat, and answers it with the time of this clock if that is wanted."""
+        self.heartbeat = heartbeat
+        if heartbeat.sent_at_us:
+            now_us = wall_clock_us()
+            answer = cluster_pb2.HeartbeatAnswer(
+                sent_at_us=heartbeat.sent_at_us, received_at_us=now_us, answered_at_us=now_us
+            )
+            self.send(cluster_pb2.CoordinatorMessage(heartbeat_answer=answer))
+
+    def close(self, reason: str) -> None:
+        """Ends the stream once the messages before are out."""
+        self.close_reason = self.close_reason or reason
+        self._is_closed.set()
+        self._outbox.put_nowait(None)
+
+    async def wait_closed(self) -> None:
+        """Until somebody has called `close`."""
+        await self._is_closed.wait()
+
+    async def messages(self) -> AsyncIterator[cluster_pb2.CoordinatorMessage]:
+        """What to send, until `close`."""
+        while (message := await self._outbox.get()) is not None:
+            yield message
+
 
 MAX_DEPARTED = 64
 
@@ -65,3 +128,39 @@ def _reference_source(connection: WorkerConnection) -> ReferenceSource:
     held_bytes = heartbeat.weight_bytes + heartbeat.kv_bytes
     free_bytes = identity.memory_bytes - held_bytes
     return ReferenceSource(identity.name, identity.address, free_bytes, connection.reference_secret)
+
+
+@dataclass(frozen=True, slots=True)
+class StageKernels:
+    """`device` is "cpu", "cuda:1" or "mock"; `kernels` is "compiled", "plain", or empty where unknown."""
+
+    device: str
+    kernels: str
+
+    @property
+    def kind(self) -> str:
+        """What must be equal for stages to round alike and to be about as fast."""
+        device = self.device.partition(":")[0]
+        return f"{self.kernels} on {device}"
+
+
+def stage_kernels(connection: WorkerConnection | None) -> StageKernels | None:
+    """How this worker's stage computes; None for a worker that is gone."""
+    if connection is None:
+        return None
+    return StageKernels(connection.identity.device, connection.kernels)
+
+
+def differing_kernels(stages: Sequence[StageKernels | None]) -> str:
+    """What differs between stages, which are in order; empty where nothing does."""
+    by_kind: dict[str, list[str]] = {}
+    for index, stage in enumerate(stages):
+        if stage is not None and stage.kernels:
+            by_kind.setdefault(stage.kind, []).append(str(index))
+    if len(by_kind) < 2:
+        return ""
+    each = (
+        f"{'stage' if len(indexes) == 1 else 'stages'} {', '.join(indexes)}: {kind}"
+        for kind, indexes in by_kind.items()
+    )
+    return f"stages compute differently: {'; '.join(each)}"

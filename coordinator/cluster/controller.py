@@ -24,41 +24,33 @@ from coordinator.cluster.actions import (
     StopServing,
 )
 from coordinator.cluster.availability import STOPPING, Availability
-from coordinator.cluster.cluster_state import ClusterState
-from coordinator.cluster.connections import Connections
+from coordinator.cluster.checks import LedgerCheck, PlanChecks, WeightsCheck
+from coordinator.cluster.connections import Connections, WorkerConnection, stage_kernels
 from coordinator.cluster.event_log import EventLog
-from coordinator.cluster.ledger_check import LedgerCheck
 from coordinator.cluster.membership import WorkerIdentity, WorkerRecord
-from coordinator.cluster.memory_limits import MemoryLimits
 from coordinator.cluster.messages import (
     encode_assign,
     encode_serving,
     encode_welcome,
 )
-from coordinator.cluster.overdue import overdue_fault
-from coordinator.cluster.phase import ClusterPhase
-from coordinator.cluster.pipeline import Pipeline
-from coordinator.cluster.pipeline_link import LinkBroken
-from coordinator.cluster.plan_checks import PlanChecks
-from coordinator.cluster.self_check import SelfCheck
-from coordinator.cluster.stage_kernels import stage_kernels
-from coordinator.cluster.step_limits import PaceSettings, scheduler_limits
-from coordinator.cluster.watch import Watch
-from coordinator.cluster.weights_check import WeightsCheck
-from coordinator.cluster.worker_connection import WorkerConnection
+from coordinator.cluster.pipeline import LinkBroken, Pipeline
+from coordinator.cluster.state_machine import ClusterPhase, ClusterState
+from coordinator.cluster.step_limits import MemoryLimits, PaceSettings, scheduler_limits
+from coordinator.engine.engine import Engine
 from coordinator.model import ServedModel
-from coordinator.planning.plan import Plan
-from coordinator.requests.engine import Engine
-from coordinator.scheduling.in_flight import ResultMismatch
-from coordinator.scheduling.kv_log import KvLog
-from coordinator.scheduling.pace import SchedulerLimits
-from coordinator.timing import ClusterTiming
+from coordinator.planner.plan import Plan
+from coordinator.recovery.failure_detector import FailureDetector, overdue_fault
+from coordinator.recovery.policy import RecoveryPolicy
+from coordinator.recovery.self_check import SelfCheck
+from coordinator.scheduler.in_flight import ResultMismatch
+from coordinator.scheduler.kv_manager import KvCacheManager
+from coordinator.scheduler.policy import SchedulerLimits
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
 from wire.errors import InvariantBroken, NameInUse, StaleStream, StepFaultKind, WorkerNotFound
 from wire.ids import Incarnation
 from wire.peer_secrets import is_secret, new_secret
 from wire.steps import FaultReport, StepResult
-from wire.wire_dtypes import WIRE_DTYPE_FROM_MESSAGE
+from wire.tensors import WIRE_DTYPE_FROM_MESSAGE
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +65,7 @@ class Controller:
         model: ServedModel,
         *,
         incarnation: Incarnation,
-        timing: ClusterTiming,
+        timing: RecoveryPolicy,
         pace: PaceSettings | None = None,
         prefix_caching: bool = True,
         on_serving: Callable[[bool], None] = lambda _: None,
@@ -102,7 +94,7 @@ class Controller:
         self._pipeline = Pipeline(
             incarnation=incarnation, fingerprint=model.fingerprint, new_secret=new_secret
         )
-        self._watch = Watch(
+        self._watch = FailureDetector(
             timing,
             connections=lambda: self.connections.values(),
             on_silence=self._note_silence,
@@ -436,7 +428,7 @@ class Controller:
 
     def _start_serving(self, action: StartServing) -> None:
         plan = action.plan
-        kv = KvLog(
+        kv = KvCacheManager(
             num_blocks=plan.num_blocks,
             block_size=plan.block_size,
             prefix_caching=self.prefix_caching,

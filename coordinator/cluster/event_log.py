@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 
 from coordinator.cluster.actions import AssignStage, BeginEpoch, EndCause, StopServing
+from coordinator.cluster.connections import StageKernels, differing_kernels
 from coordinator.cluster.membership import WorkerIdentity
-from coordinator.cluster.self_check_verdict import Verdict
-from coordinator.cluster.stage_kernels import StageKernels, differing_kernels
-from coordinator.planning.plan import Plan, StagePlan
-from coordinator.scheduling.sequence import Sequence
+from coordinator.planner.plan import Plan, StagePlan
+from coordinator.recovery.self_check_verdict import Verdict
+from coordinator.scheduler.sequence import Sequence
 from stageline_rpc.v1 import cluster_pb2
-from wire.log_fields import about
+from wire.log_context import log_context
 from wire.steps import FaultReport
 
 log = logging.getLogger(__name__)
@@ -30,11 +30,11 @@ class EventLog:
         log.info(
             "worker %s joined from %s (%s)",
             *(worker.name, worker.address, worker.device),
-            extra=about(worker=worker.name),
+            extra=log_context(worker=worker.name),
         )
 
     def left(self, worker: str, reason: str) -> None:
-        log.info("worker %s left: %s", worker, reason, extra=about(worker=worker))
+        log.info("worker %s left: %s", worker, reason, extra=log_context(worker=worker))
 
     def assigned(self, action: AssignStage) -> None:
         """One line for the plan, which is that of its first stage."""
@@ -46,42 +46,46 @@ class EventLog:
         log.debug(
             "worker %s gets stage %d (%s), layers %s",
             *(action.worker.name, stage.stage, stage.role.value, _layers(stage)),
-            extra=about(worker=action.worker.name, stage=stage.stage),
+            extra=log_context(worker=action.worker.name, stage=stage.stage),
         )
 
     def loaded(self, worker: str, loaded: cluster_pb2.StageLoaded) -> None:
         duration_ms = loaded.load_ms + loaded.warmup_ms
         kernels = f", {loaded.kernels} kernels" if loaded.kernels else ""
-        log.info("worker %s is ready (%d ms%s)", worker, duration_ms, kernels, extra=about(worker=worker))
+        log.info(
+            "worker %s is ready (%d ms%s)", worker, duration_ms, kernels, extra=log_context(worker=worker)
+        )
 
     def load_failed(self, worker: str, reason: str) -> None:
-        log.error("worker %s could not load its stage: %s", worker, reason, extra=about(worker=worker))
+        log.error("worker %s could not load its stage: %s", worker, reason, extra=log_context(worker=worker))
 
     def foreign_fault(self, worker: str, stage: int) -> None:
         log.warning(
             "ignored a fault that worker %s reports of stage %d, which it does not run",
             *(worker, stage),
-            extra=about(worker=worker),
+            extra=log_context(worker=worker),
         )
 
     def weights_differ(self, worker: str, reason: str) -> None:
         log.error(
             "worker %s has other weights than the coordinator, tokens may have been wrong: %s",
             *(worker, reason),
-            extra=about(worker=worker),
+            extra=log_context(worker=worker),
         )
 
     def leaving(self, worker: str, *, asks_itself: bool) -> None:
         """A drain begins."""
         wish = "wants to leave" if asks_itself else "is to leave"
-        log.info("worker %s %s", worker, wish, extra=about(worker=worker))
+        log.info("worker %s %s", worker, wish, extra=log_context(worker=worker))
 
     def finishing(self, worker: str) -> None:
         """Nobody can take the layers of a worker that is to leave."""
-        log.debug("worker %s leaves when what runs is finished", worker, extra=about(worker=worker))
+        log.debug("worker %s leaves when what runs is finished", worker, extra=log_context(worker=worker))
 
     def unexpected(self, worker: str, message: str | None) -> None:
-        log.warning("worker %s sent %s, which is not expected", worker, message, extra=about(worker=worker))
+        log.warning(
+            "worker %s sent %s, which is not expected", worker, message, extra=log_context(worker=worker)
+        )
 
     def faulty(self, report: FaultReport, in_step: Iterable[Sequence], worker: str | None) -> None:
         """`in_step` are the sequences of the faulty step, which its stage may not have been able to tell;
@@ -92,7 +96,7 @@ class EventLog:
             logging.ERROR if report.kind.blames_requests else logging.WARNING,
             "step fault: %s",
             report,
-            extra=about(
+            extra=log_context(
                 epoch=report.epoch,
                 step=report.step_id,
                 stage=report.stage,
@@ -105,12 +109,12 @@ class EventLog:
         log.debug(
             "epoch %d begins on %d workers",
             *(action.epoch, len(action.workers)),
-            extra=about(epoch=action.epoch),
+            extra=log_context(epoch=action.epoch),
         )
 
     def checked(self, epoch: int, verdict: Verdict, *, duration_s: float | None = None) -> None:
         level = logging.INFO if verdict.is_good else logging.ERROR
-        extra = about(epoch=epoch, stage=verdict.stage, duration_s=duration_s)
+        extra = log_context(epoch=epoch, stage=verdict.stage, duration_s=duration_s)
         log.log(level, "self-check %s", verdict.text, extra=extra)
 
     def serving(self, epoch: int, plan: Plan) -> None:
@@ -121,7 +125,7 @@ class EventLog:
         log.info(
             "serving: epoch %d, %d stages%s",
             *(epoch, len(plan.stages), pause),
-            extra=about(epoch=epoch, duration_s=duration_s),
+            extra=log_context(epoch=epoch, duration_s=duration_s),
         )
 
     def limited(self, text: str) -> None:
@@ -139,7 +143,7 @@ class EventLog:
         log.error(
             "epoch %d ends: the coordinator's KV accounting is broken: %s",
             *(epoch, problem),
-            extra=about(epoch=epoch),
+            extra=log_context(epoch=epoch),
         )
 
     def over(self, action: StopServing, *, was_serving: bool) -> None:
@@ -147,7 +151,9 @@ class EventLog:
         if was_serving:
             self._stopped_s = self._clock()
         level = logging.INFO if action.cause is EndCause.REPLANNED else logging.WARNING
-        log.log(level, "epoch %d is over: %s", action.epoch, action.reason, extra=about(epoch=action.epoch))
+        log.log(
+            level, "epoch %d is over: %s", action.epoch, action.reason, extra=log_context(epoch=action.epoch)
+        )
 
 
 def _layers(stage: StagePlan) -> str:

@@ -1,4 +1,4 @@
-"""Who is in the cluster, and who of them may be given a stage. Pure."""
+"""Workers of the cluster and which of them may get a stage. Pure."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from statistics import median_low
 
-from coordinator.planning.plan import StagePlan
+from coordinator.planner.plan import StagePlan
 from wire.errors import HandshakeMismatch
 from wire.ids import Incarnation
 

@@ -3,15 +3,13 @@
 from coordinator.cluster.actions import AssignStage, BeginEpoch
 from coordinator.cluster.membership import WorkerIdentity
 from coordinator.model import ServedModel
-from coordinator.timing import ClusterTiming
+from coordinator.recovery.policy import RecoveryPolicy
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
 from wire.addresses import parse_peer_address
 from wire.channels import PROTOCOL_VERSION
 from wire.errors import HandshakeMismatch, InvalidRequest
-from wire.ids import Incarnation
-from wire.roles import StageRole
-from wire.tensors import DTYPE_TO_MESSAGE
-from wire.wire_dtypes import number_of
+from wire.ids import Incarnation, StageRole
+from wire.tensors import DTYPE_TO_MESSAGE, number_of
 
 MAX_TEXT = 255
 """Characters of what a worker says of itself."""
@@ -115,7 +113,7 @@ def encode_begin(
 
 def encode_welcome(
     incarnation: Incarnation,
-    timing: ClusterTiming,
+    timing: RecoveryPolicy,
     model: ServedModel,
     *,
     reference_secret: bytes,

@@ -1,20 +1,225 @@
-"""What is asked for by which path: decodes, makes one call, encodes."""
+"""Paths of the dashboard: decode, one call, encode."""
 
 import asyncio
-from collections.abc import Mapping
-from typing import Any
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
 
+import xxhash
 from aiohttp import hdrs, web
 
-from coordinator.cluster.phase import ClusterPhase
-from coordinator.dashboard.activity_json import activity_json, to_json
-from coordinator.dashboard.guard import Guard
-from coordinator.dashboard.sources import Sources
-from coordinator.dashboard.static_files import StaticFile, load_static_files
-from coordinator.dashboard.status_json import status_fields
-from stageline_rpc.v1 import cluster_pb2
+from coordinator.api.activity import ActivityReporter
+from coordinator.api.status import StatusReporter
+from coordinator.cluster.controller import Controller
+from coordinator.cluster.state_machine import ClusterPhase
+from coordinator.dashboard.auth import DashboardAuth
+from coordinator.engine.engine import Engine
+from coordinator.observability.activity import PipelineLoad, Snapshot, pipeline_load, steps_after
+from coordinator.observability.rates import PastSecond, Quantiles, Rates
+from coordinator.observability.requests import RequestActivity
+from coordinator.observability.steps import AnsweredStep, SentStep
+from coordinator.observability.trace_reader import TraceReader
+from stageline_rpc.v1 import cluster_pb2, inference_pb2
 from telemetry.trace_view.facts import summary_facts
-from wire.ids import parse_request_id
+from wire.ids import id_text, parse_request_id
+from wire.status_json import status_facts
+
+MetricsText: TypeAlias = Callable[[str], Awaitable[tuple[bytes, str]]]
+"""From what a client accepts to the metrics and their content type."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DashboardContext:
+    """`metrics` None: there are none to show."""
+
+    status: StatusReporter
+    activity: ActivityReporter
+    engine: Engine
+    controller: Controller
+    traces: TraceReader
+    metrics: MetricsText | None = None
+
+
+_DIRECTORY = Path(__file__).parent / "static"
+_TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StaticFile:
+    """`etag` changes with its content."""
+
+    body: bytes
+    content_type: str
+    etag: str
+
+
+def load_static_files() -> dict[str, StaticFile]:
+    """By name. Nothing else is ever read from the disk for a client."""
+    return {path.name: _load(path) for path in sorted(_DIRECTORY.iterdir()) if path.suffix in _TYPES}
+
+
+def _load(path: Path) -> StaticFile:
+    body = path.read_bytes()
+    return StaticFile(body, _TYPES[path.suffix], xxhash.xxh3_64_hexdigest(body))
+
+
+def status_fields(
+    status: cluster_pb2.GetStatusResponse, model: inference_pb2.GetModelResponse, *, can_act: bool
+) -> dict[str, Any]:
+    """`can_act`: a reader with the token may cancel requests and drain workers."""
+    return {
+        **status_facts(status),
+        "architecture": model.architecture,
+        "max_sequence_tokens": model.max_sequence_tokens,
+        "can_act": can_act,
+    }
+
+
+def activity_json(snapshot: Snapshot, *, after_step: int, since_us: int) -> bytes:
+    """Steps answered after number `after_step`, and seconds from `since_us` on. Some milliseconds at most."""
+    load = pipeline_load(snapshot)
+    return to_json(
+        {
+            "now_us": _us(snapshot.now_s),
+            "now_unix_s": snapshot.now_unix_s,
+            "uptime_s": snapshot.now_s - snapshot.began_s,
+            **_load_activity_json(load, snapshot.workers),
+            "rates": _rates(snapshot.rates),
+            "num_answered": snapshot.num_answered,
+            "steps": [_step(each) for each in steps_after(snapshot.steps, after_step)],
+            "in_flight": [_in_flight(each) for each in snapshot.in_flight],
+            "seconds": [_second(each) for each in snapshot.seconds if each.start_s * 1_000_000 >= since_us],
+            "requests": [request_fields(each) for each in (*snapshot.live, *snapshot.ended)],
+            "epochs": [
+                {
+                    "epoch": each.epoch,
+                    "started_us": _us(each.started_s),
+                    "stopped_us": _maybe_us(each.stopped_s),
+                    "reason": each.reason,
+                }
+                for each in snapshot.epochs
+            ],
+        }
+    )
+
+
+def to_json(value: Mapping[str, Any]) -> bytes:
+    """Without spaces; what is no number in JSON (NaN, infinity) is a ValueError."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+
+
+def request_fields(request: RequestActivity) -> dict[str, Any]:
+    """One row of the table of requests."""
+    return {
+        "id": id_text(request.request_id),
+        "phase": request.phase.value,
+        "is_live": request.phase.is_live,
+        "choices": request.num_choices,
+        "prompt_tokens": request.num_prompt_tokens,
+        "cached_tokens": request.num_cached_tokens,
+        "generated_tokens": request.num_generated_tokens,
+        "max_tokens": request.max_tokens,
+        "restarts": request.num_restarts,
+        "accepted_us": _us(request.arrived_s),
+        "started_us": _maybe_us(request.started_s),
+        "first_token_us": _maybe_us(request.first_token_s),
+        "ended_us": _maybe_us(request.ended_s),
+        "error": request.error,
+    }
+
+
+def _us(time_s: float) -> int:
+    return round(time_s * 1e6)
+
+
+def _maybe_us(time_s: float | None) -> int | None:
+    return None if time_s is None else round(time_s * 1e6)
+
+
+def _load_activity_json(load: PipelineLoad, workers: tuple[str, ...]) -> dict[str, Any]:
+    return {
+        "over_s": load.over_s,
+        "summary": load.summary,
+        "slowest": load.slowest,
+        "bubble_share": load.bubble_share,
+        "stages": [
+            {
+                "worker": workers[stage] if stage < len(workers) else "",
+                "num_steps": each.num_steps,
+                "busy_share": each.busy_share,
+                "compute_s": each.compute_s,
+                "wait_s": each.wait_s,
+                "hop_s": each.hop_s,
+            }
+            for stage, each in enumerate(load.stages)
+        ],
+    }
+
+
+def _step(step: AnsweredStep) -> dict[str, Any]:
+    """`computed`: for each stage, begin and end of its computation, relative to `sent_us`."""
+    sent = step.sent
+    return {
+        **_in_flight(sent),
+        "n": step.number,
+        "answered_us": _us(step.answered_s),
+        "computed": [_us(time_s - sent.sent_s) for interval in step.computed() for time_s in interval],
+    }
+
+
+def _in_flight(step: SentStep) -> dict[str, Any]:
+    return {
+        "epoch": step.epoch,
+        "id": step.step_id,
+        "kind": step.kind.value,
+        "decodes": step.num_decodes,
+        "chunks": step.num_chunks,
+        "chunk_tokens": step.num_chunk_tokens,
+        "sent_us": _us(step.sent_s),
+    }
+
+
+def _quantiles(quantiles: Quantiles) -> dict[str, float | None]:
+    return {
+        "count": quantiles.count,
+        "p50_s": quantiles.p50_s,
+        "p95_s": quantiles.p95_s,
+        "p99_s": quantiles.p99_s,
+    }
+
+
+def _rates(rates: Rates) -> dict[str, Any]:
+    return {
+        "over_s": rates.over_s,
+        "generated_tokens": rates.generated_tokens,
+        "prefill_tokens": rates.prefill_tokens,
+        "steps": rates.steps,
+        "accepted": rates.accepted,
+        "finished": rates.finished,
+        "unfinished": rates.unfinished,
+        "first_token": _quantiles(rates.first_token),
+        "inter_token": _quantiles(rates.inter_token),
+    }
+
+
+def _second(second: PastSecond) -> dict[str, Any]:
+    return {
+        "start_us": second.start_s * 1_000_000,
+        "generated_tokens": second.num_generated_tokens,
+        "prefill_tokens": second.num_prefill_tokens,
+        "finished": second.num_finished,
+        "unfinished": second.num_unfinished,
+        "first_token": [second.first_token.p50_s, second.first_token.p95_s],
+        "inter_token": [second.inter_token.p50_s, second.inter_token.p95_s],
+    }
+
 
 MAX_THREADS = 2
 """That work for all readers together; who comes later waits."""
@@ -26,7 +231,7 @@ MOST_LISTED_TRACES = 512
 class Routes:
     """One handler for each path."""
 
-    def __init__(self, sources: Sources, guard: Guard) -> None:
+    def __init__(self, sources: DashboardContext, guard: DashboardAuth) -> None:
         self._sources = sources
         self._guard = guard
         self._files = load_static_files()

@@ -1,14 +1,32 @@
-"""The HTTP server of a coordinator."""
+"""HTTP server of the dashboard."""
 
+import logging
 import socket
+from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
-from coordinator.dashboard.guard import MAX_BODY_BYTES, Guard, add_security_headers
-from coordinator.dashboard.quiet_log import QuietLog
-from coordinator.dashboard.routes import Routes
-from coordinator.dashboard.sources import Sources
+from coordinator.dashboard.auth import MAX_BODY_BYTES, DashboardAuth, add_security_headers
+from coordinator.dashboard.routes import DashboardContext, Routes
 from wire.addresses import Address, parse_address
+
+log = logging.getLogger(__name__)
+
+
+class AiohttpLogger(logging.LoggerAdapter[logging.Logger]):
+    """Whoever connects can send bytes that are no HTTP: no error of ours, and no reason to fill a log."""
+
+    def __init__(self) -> None:
+        super().__init__(log, {})
+
+    def exception(self, msg: object, *args: object, exc_info: Any = True, **named: Any) -> None:
+        if isinstance(exc_info, HttpProcessingError):
+            reason = " ".join(exc_info.message.split())
+            super().debug("a request that is no HTTP from %s: %.200r", args[0] if args else None, reason)
+        else:
+            super().error(msg, *args, exc_info=exc_info, **named)
+
 
 MAX_HEADER_BYTES = 8190
 KEEPALIVE_S = 30.0
@@ -19,9 +37,9 @@ _EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 class DashboardServer:
     """Serves `sources` on `listen` (HOST:PORT) between `start` and `stop`; `url` says where."""
 
-    def __init__(self, sources: Sources, *, listen: str, token: str | None) -> None:
+    def __init__(self, sources: DashboardContext, *, listen: str, token: str | None) -> None:
         self._address = parse_address(listen)
-        guard = Guard(self._address.host, token)
+        guard = DashboardAuth(self._address.host, token)
         self._routes = Routes(sources, guard)
         self.app = web.Application(middlewares=[guard.middleware], client_max_size=MAX_BODY_BYTES)
         self.app.add_routes(self._routes.table())
@@ -41,7 +59,7 @@ class DashboardServer:
         self._runner = web.AppRunner(
             self.app,
             access_log=None,
-            logger=QuietLog(),
+            logger=AiohttpLogger(),
             keepalive_timeout=KEEPALIVE_S,
             max_line_size=MAX_HEADER_BYTES,
             max_field_size=MAX_HEADER_BYTES,

@@ -1,14 +1,57 @@
-"""The journal's file: an SQLite database that one coordinator at a time may open."""
+"""The journal's SQLite file, opened by one coordinator at a time."""
 
 import fcntl
+import logging
 import os
 import sqlite3
+import stat
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from coordinator.journal.errors import JournalUnusable
-from coordinator.journal.private_files import create_private, make_private
+from coordinator.journal.records import JournalUnusable
+
+log = logging.getLogger(__name__)
+
+
+OWNER_ONLY = 0o600
+_BESIDE = ("", "-wal", "-shm", "-journal")
+
+
+def create_private(path: Path) -> None:
+    """Creates an empty file with mode 0600 for SQLite to open, unless there is one. Raises OSError.
+
+    The files that SQLite makes beside it get the same mode, whatever the umask.
+    """
+    try:
+        descriptor = os.open(
+            os.path.realpath(path), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, OWNER_ONLY
+        )
+    except FileExistsError:
+        return
+    try:
+        os.fchmod(descriptor, OWNER_ONLY)  # a umask may have taken rights from the owner, too
+    finally:
+        os.close(descriptor)
+
+
+def make_private(path: Path) -> None:
+    """Takes all rights of others from an existing database and the files beside it. Raises OSError.
+
+    Opens nothing: to close a file that SQLite has open, too, would release SQLite's locks on it.
+    """
+    for suffix in _BESIDE:
+        file = f"{os.path.realpath(path)}{suffix}"
+        try:
+            mode = stat.S_IMODE(os.stat(file).st_mode)
+        except FileNotFoundError:
+            continue
+        if mode & ~OWNER_ONLY:
+            os.chmod(file, OWNER_ONLY)
+            log.warning(
+                "changed mode of %s from %04o to %04o: it has prompts in plain", file, mode, OWNER_ONLY
+            )
+
 
 SCHEMA_VERSION = 3
 APPLICATION_ID = 0x53474A4C  # "SGJL"

@@ -1,4 +1,4 @@
-"""The journal: what was accepted, what came of it, and when that may be forgotten.
+"""Journal of accepted requests and their progress; accepted requests survive a restart.
 
 A step is one row, whatever it has for how many requests, so a write costs some ten microseconds
 (`bench/journal.py`) and is made where the step is completed, before anybody reads its tokens. What a request
@@ -9,18 +9,182 @@ some row, and of the rows after it.
 import json
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from coordinator.journal.checkpoints import Checkpoints
-from coordinator.journal.codec import encode_progress, encode_step, encode_tokens
-from coordinator.journal.database import ServedIdentity, damaged, open_database
-from coordinator.journal.errors import JournalFailed
-from coordinator.journal.records import AcceptedRequest, End, Entry, JournalledRequest, RequestProgress
-from coordinator.journal.replay import read_journal
+from coordinator.journal.database import ServedIdentity, connect, damaged, open_database
+from coordinator.journal.records import (
+    AcceptedRequest,
+    End,
+    Entry,
+    JournalFailed,
+    JournalledRequest,
+    RequestProgress,
+    decode_progress,
+    decode_step,
+    decode_tokens,
+    encode_progress,
+    encode_step,
+    encode_tokens,
+)
 from wire.ids import RequestId
+from wire.steps import GrammarSpec
+
+PAGE_BYTES = 4096
+PROBE_BYTES = 256 * 1024
+"""Room that a journal needs to be written again after a failure: enough for some requests and steps."""
+EVERY_PAGES = 512
+MOST_PAGES = 4096
+"""Beyond 16 MiB, writers wait for the log to be emptied: it begins anew only when nothing is left in it."""
+
+
+class Checkpoints:
+    """One at a time, on a thread and a connection of its own; the writer goes on meanwhile."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
+        self._running: Future[int] | None = None
+        self._num_pages = 0
+
+    def note_write(self, size_bytes: int) -> None:
+        """One more transaction is in the log, with so many bytes of values."""
+        self._num_pages += 2 + size_bytes // PAGE_BYTES
+
+    def run_if_due(self, writer: sqlite3.Connection) -> None:
+        """Begins a checkpoint if there is enough to do. Raises sqlite3.Error, also for the one before."""
+        if self._running is not None:
+            if not self._running.done():
+                return
+            running, self._running = self._running, None
+            if running.result() > MOST_PAGES:
+                writer.execute("PRAGMA wal_checkpoint(RESTART)").fetchall()
+        if self._num_pages >= EVERY_PAGES:
+            self._num_pages = 0
+            self._running = self._thread.submit(self._checkpoint)
+
+    def probe(self) -> Future[None]:
+        """Writes and deletes `PROBE_BYTES`, and empties the log, on the thread. Its future raises
+        sqlite3.Error while that is not possible.
+        """
+        self._running = None
+        return self._thread.submit(self._probe)
+
+    def close(self) -> None:
+        """Waits for the one that runs."""
+        self._thread.shutdown()
+
+    def _probe(self) -> None:
+        with closing(connect(self._path)) as connection:
+            connection.execute("INSERT OR REPLACE INTO meta VALUES ('probe', zeroblob(?))", (PROBE_BYTES,))
+            connection.execute("DELETE FROM meta WHERE key = 'probe'")
+            connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+
+    def _checkpoint(self) -> int:
+        """Returns how many pages the log has."""
+        with closing(connect(self._path)) as connection:
+            _, num_pages, _ = connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+            return int(num_pages)
+
+
+_COLUMNS = (
+    "number, id, client, message, prompt, bad_words, grammar, grammar_checksum, arrived_at, deadline_at, "
+    "traceparent, caller_traceparent, attach_digest, ended_at, error_kind, error_text, folded, folded_until"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedRequest:
+    """A request with its number in the journal, and the last row of the log that is in its own row too."""
+
+    number: int
+    folded_until: int
+    request: JournalledRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftBehind:
+    """All that a journal has. Rows [first_row, last_row] are there; `last_row` is never used again."""
+
+    requests: list[ReplayedRequest]
+    epoch: int
+    has_served: bool
+    first_row: int
+    last_row: int
+
+
+def read_journal(connection: sqlite3.Connection) -> LeftBehind:
+    """Raises ValueError, KeyError or TypeError for rows that nobody has written so."""
+    requests = replay(connection)
+    meta = dict(connection.execute("SELECT key, value FROM meta").fetchall())
+    first, last = connection.execute("SELECT min(number), max(number) FROM log").fetchone()
+    last_row = max(last or 0, *(each.folded_until for each in requests), 0)
+    first_row = last_row + 1 if first is None else first
+    return LeftBehind(
+        requests=requests,
+        epoch=meta["epoch"],
+        has_served=bool(meta.get("has_served", 0)),
+        first_row=first_row,
+        last_row=last_row,
+    )
+
+
+def replay(connection: sqlite3.Connection) -> list[ReplayedRequest]:
+    """The requests in the order in which they were accepted."""
+    replayed = {each.number: each for each in _requests(connection)}
+    for row, at, text in connection.execute("SELECT number, at, entries FROM log ORDER BY number"):
+        for number, entry in decode_step(text):
+            known = replayed.get(number)
+            if known is not None and row > known.folded_until:
+                known.request.progress.add(entry, at)
+    return list(replayed.values())
+
+
+def _requests(connection: sqlite3.Connection) -> Iterator[ReplayedRequest]:
+    for row in connection.execute(f"SELECT {_COLUMNS} FROM requests ORDER BY number"):
+        number, *given, folded, folded_until = row
+        progress = RequestProgress() if folded is None else decode_progress(folded)
+        *accepted, ended_at, kind, text = given
+        end = None if ended_at is None else End(ended_at, kind, text)
+        request = JournalledRequest(accepted=_accepted(*accepted), progress=progress, end=end)
+        yield ReplayedRequest(number, folded_until, request)
+
+
+def _accepted(
+    request_id: bytes,
+    client: str,
+    message: bytes,
+    prompt: bytes,
+    bad_words: str,
+    grammar: str | None,
+    grammar_checksum: str | None,
+    arrived_at: float,
+    deadline_at: float | None,
+    traceparent: str,
+    caller_traceparent: str,
+    attach_digest: bytes,
+) -> AcceptedRequest:
+    words: list[list[Any]] = json.loads(bad_words)
+    spec = None
+    if grammar is not None and grammar_checksum is not None:
+        spec = GrammarSpec(definition=grammar, tokenizer_checksum=int(grammar_checksum))
+    return AcceptedRequest(
+        request_id=RequestId(request_id),
+        client=client,
+        message=message,
+        prompt=decode_tokens(prompt),
+        bad_words=tuple(tuple(word) for word in words),
+        grammar=spec,
+        arrived_at=arrived_at,
+        deadline_at=deadline_at,
+        traceparent=traceparent,
+        caller_traceparent=caller_traceparent,
+        attach_digest=attach_digest,
+    )
+
 
 LOG_ROWS = 4096
 """Steps after which a request's share of them is folded into its own row, and they go."""

@@ -1,13 +1,31 @@
-"""What is kept of a request: how it was accepted, and what it has put out. Plain data.
+"""Journal records and their JSON form. Pure.
 
 Times that end in `_at` are seconds of the wall clock, the only one that outlives a process.
+
+An entry of a step is `[request, choice, token]` with the request's number in the journal; a fourth element
+has what few entries have. Log-probabilities are packed, which is four times as fast: token, rank and its
+logarithm, then tokens with theirs.
 """
 
+import json
+import struct
+from binascii import a2b_base64, b2a_base64
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
 
-from coordinator.scheduling.sequence import FinishReason
+from coordinator.scheduler.sequence import FinishReason
 from wire.ids import RequestId
 from wire.steps import GrammarSpec, TokenLogprobs
+
+
+class JournalUnusable(Exception):
+    """A file that cannot be this coordinator's journal: one line that names it. Nothing was changed."""
+
+
+class JournalFailed(Exception):
+    """A write that did not become durable: one line that names the file and the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,3 +122,128 @@ class JournalledRequest:
     accepted: AcceptedRequest
     progress: RequestProgress
     end: End | None
+
+
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
+
+def encode_step(entries: Iterable[tuple[int, Entry]]) -> str:
+    """Entries with the numbers of their requests."""
+    return _encode([_entry(number, entry) for number, entry in entries])
+
+
+def decode_step(text: str) -> list[tuple[int, Entry]]:
+    """The reverse, but that the entries' ids are left empty. Raises ValueError."""
+    return [_decoded_entry(each) for each in json.loads(text)]
+
+
+def encode_progress(progress: RequestProgress) -> str:
+    """All of a request."""
+    return _encode(
+        {
+            "at": progress.last_at,
+            "prompt": [_logprobs(each) for each in progress.prompt_logprobs],
+            "choices": {str(index): _choice(each) for index, each in progress.choices.items()},
+        }
+    )
+
+
+def decode_progress(text: str) -> RequestProgress:
+    """The reverse. Raises ValueError."""
+    given = json.loads(text)
+    return RequestProgress(
+        prompt_logprobs=[_decoded_logprobs(each) for each in given["prompt"]],
+        choices={int(index): _decoded_choice(each) for index, each in given["choices"].items()},
+        last_at=given["at"],
+    )
+
+
+def encode_tokens(tokens: Sequence[int]) -> bytes:
+    """Four bytes each, little end first."""
+    return struct.pack(f"<{len(tokens)}I", *tokens)
+
+
+def decode_tokens(data: bytes) -> tuple[int, ...]:
+    """The reverse. Raises ValueError."""
+    if len(data) % 4:
+        raise ValueError(f"{len(data)} bytes are no tokens of 4 bytes each")
+    return struct.unpack(f"<{len(data) // 4}I", data)
+
+
+def _entry(number: int, entry: Entry) -> list[Any]:
+    basic = [number, entry.choice, entry.token]
+    more = _more(entry)
+    return [*basic, more] if more else basic
+
+
+def _more(entry: Entry) -> dict[str, Any]:
+    more: dict[str, Any] = {}
+    if entry.logprobs is not None:
+        more["l"] = _logprobs(entry.logprobs)
+    if entry.prompt_logprobs:
+        more["p"] = [_logprobs(each) for each in entry.prompt_logprobs]
+    if entry.finish_reason is not None:
+        more["f"] = entry.finish_reason.name
+    if entry.num_cached_tokens:
+        more["c"] = entry.num_cached_tokens
+    if entry.num_restarts:
+        more["r"] = entry.num_restarts
+    return more
+
+
+def _decoded_entry(given: Any) -> tuple[int, Entry]:
+    number, choice, token, *rest = given
+    more = rest[0] if rest else {}
+    entry = Entry(
+        _NO_ID,
+        choice,
+        token,
+        _decoded_logprobs(more["l"]) if "l" in more else None,
+        tuple(_decoded_logprobs(each) for each in more.get("p", ())),
+        _decoded_reason(more.get("f")),
+        more.get("c", 0),
+        more.get("r", 0),
+    )
+    return number, entry
+
+
+def _choice(choice: ChoiceProgress) -> dict[str, Any]:
+    return {
+        "t": choice.tokens,
+        "l": [_logprobs(each) for each in choice.logprobs],
+        "f": choice.finish_reason.name if choice.finish_reason else None,
+        "c": choice.num_cached_tokens,
+        "r": choice.num_restarts,
+    }
+
+
+def _decoded_choice(given: Any) -> ChoiceProgress:
+    return ChoiceProgress(
+        tokens=given["t"],
+        logprobs=[_decoded_logprobs(each) for each in given["l"]],
+        finish_reason=_decoded_reason(given["f"]),
+        num_cached_tokens=given["c"],
+        num_restarts=given["r"],
+    )
+
+
+def _logprobs(logprobs: TokenLogprobs) -> str:
+    flat = chain.from_iterable(logprobs.top)
+    packed = struct.pack(
+        f"<IId{'Id' * len(logprobs.top)}", logprobs.token, logprobs.rank, logprobs.logprob, *flat
+    )
+    return b2a_base64(packed, newline=False).decode()
+
+
+def _decoded_logprobs(text: str) -> TokenLogprobs:
+    packed = a2b_base64(text)
+    token, rank, logprob = _OWN.unpack_from(packed)
+    return TokenLogprobs(token, logprob, rank, tuple(_TOP.iter_unpack(packed[_OWN.size :])))
+
+
+def _decoded_reason(name: str | None) -> FinishReason | None:
+    return None if name is None else FinishReason[name]
+
+
+_NO_ID = RequestId(b"")
+_OWN, _TOP = struct.Struct("<IId"), struct.Struct("<Id")

@@ -5,8 +5,8 @@ import sqlite3
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 
-from coordinator.journal.errors import JournalFailed
 from coordinator.journal.journal import Journal
+from coordinator.journal.records import JournalFailed
 
 log = logging.getLogger(__name__)
 

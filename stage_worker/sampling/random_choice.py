@@ -1,4 +1,17 @@
-"""Draws tokens for rows with a temperature, looking at as little of the vocabulary as gives the exact answer.
+"""Seeded random sampling with top-k, top-p, min-p and typical-p.
+
+There is no generator state, so nothing depends on batch mates. The three words are folded one after another
+through the finaliser of SplitMix64, a bijection of 64-bit words in which every input bit reaches every output
+bit (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014; Stafford's variant 13).
+
+A token is drawn by inverting the cumulative distribution, over ascending token ids and in float64, at one
+uniform number per row. Every row is computed by itself, so its token does not depend on what else is in the
+batch.
+
+A token's weight is proportional to its probability, 1 for the most likely token and 0 for what is dropped.
+The filters mean what transformers' TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper and
+TypicalLogitsWarper mean; where equals straddle the edge of top_p, those with the lowest ids stay. No filter
+drops the last token.
 
 Most filters leave few tokens. So they are applied to the NUM_CANDIDATES likeliest ones only, and the outcome
 is taken where it is proven to be that of the whole row; other rows are filtered at full width. Which way a
@@ -9,12 +22,257 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from stage_worker.sampling.draws import Draw, drawn, row_sums, shares
-from stage_worker.sampling.filters import FilterColumns, KeptTokens, keep_min_p, keep_top_p, keep_typical
 from wire.steps import StepSampling
+
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
+_SHIFT_30, _SHIFT_27, _SHIFT_31, _SHIFT_12 = (np.uint64(bits) for bits in (30, 27, 31, 12))
+
+
+def uniforms(
+    seeds: NDArray[np.uint64], choices: NDArray[np.uint64], positions: NDArray[np.uint64]
+) -> NDArray[np.float64]:
+    """One float64 in the open interval (0, 1) per row of the three arrays [n].
+
+    52 bits and a half: neither 0.0 nor 1.0 can occur, not even by rounding.
+    """
+    words = _mixed(seeds + _GAMMA)
+    words = _mixed((words ^ choices) + _GAMMA)
+    words = _mixed((words ^ positions) + _GAMMA)
+    return ((words >> _SHIFT_12).astype(np.float64) + 0.5) * 2.0**-52
+
+
+def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    words = (words ^ (words >> _SHIFT_30)) * _MULTIPLIER_1
+    words = (words ^ (words >> _SHIFT_27)) * _MULTIPLIER_2
+    return words ^ (words >> _SHIFT_31)
+
+
+_SORTED_UP_TO = 1024
+_NUM_BINS = 1 << 14
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """Where the mass is reached in each of n rows; all [n, 1].
+
+    `key` is the lowest key with which the mass of all keys up to it reaches the target, the highest where the
+    whole mass does not; `mass_below` that of the keys below it; `num_equal` how many tokens have this key.
+    """
+
+    key: Tensor
+    mass_below: Tensor
+    num_equal: Tensor
+
+
+def cumulative_cutoff(keys: Tensor, masses: Tensor, targets: Tensor, *, lowest: Tensor, span: Tensor) -> Edge:
+    """The edges of rows of `keys` [n, m] with `masses` float64 [n, m] at `targets` float64 [n, 1] above 0.
+
+    Exact, but for the rounding of float64 sums. A wide row is not sorted: its masses are added up in bins of
+    equal width, and only the keys of the bin in which the target is reached are sorted. `lowest` [n, 1] is a
+    lower bound of the keys, and most of what has mass lies within `span` [n, 1] of it: the bins are laid
+    there, and what lies above is in the last one.
+    """
+    if keys.shape[-1] <= _SORTED_UP_TO:
+        return _reach_sorted(keys, masses, targets)
+    columns = (lowest, _NUM_BINS / span, targets)
+    edges = [_reach_wide(*row) for row in zip(keys, masses, *columns, strict=True)]
+    return Edge(*(torch.cat(column) for column in zip(*edges, strict=True)))
+
+
+def _reach_sorted(keys: Tensor, masses: Tensor, targets: Tensor) -> Edge:
+    keys, order = torch.sort(keys, dim=-1, stable=True)
+    cumulative = masses.gather(-1, order).cumsum(dim=-1)
+    index = torch.searchsorted(cumulative, targets).clamp_(max=keys.shape[-1] - 1)
+    key = keys.gather(-1, index)
+    first = torch.searchsorted(keys, key)
+    below = torch.where(first > 0, cumulative.gather(-1, (first - 1).clamp_(min=0)), 0.0)
+    return Edge(key, below, torch.searchsorted(keys, key, right=True) - first)
+
+
+def _reach_wide(
+    keys: Tensor, masses: Tensor, lowest: Tensor, scale: Tensor, target: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One row: keys [m] and masses [m], the others [1]; the three of an Edge, each [1, 1]."""
+    # Monotone in every rounding: a lower key never lies in a higher bin.
+    offsets = (keys - lowest.to(keys.dtype)).mul_(scale.clamp(max=1e30))
+    bins = offsets.clamp_(max=_NUM_BINS - 1).to(torch.int32)
+    cumulative = torch.bincount(bins, weights=masses, minlength=_NUM_BINS).cumsum(dim=0)
+    # By rounding, the target can be above the whole mass: then the last bin with mass in it.
+    reached = int(torch.searchsorted(cumulative, torch.minimum(target, cumulative[-1:])))
+    below = cumulative[reached - 1] if reached else torch.zeros_like(cumulative[0])
+    inside = torch.nonzero(bins == reached)[:, 0]
+    edge = _reach_sorted(keys[inside][None], masses[inside][None], (target - below)[None])
+    return edge.key, edge.mass_below + below, edge.num_equal
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """How to choose the token of one row: `position` is the absolute position of the token that is drawn."""
+
+    sampling: StepSampling
+    choice: int
+    position: int
+
+    @property
+    def is_random(self) -> bool:
+        return self.sampling.temperature > 0.0
+
+
+def argmax_rows(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Largest value [n] of each row of `scores` [n, vocab_size], and the lowest id [n] that has it.
+
+    Maxima of blocks first: torch finds a maximum much faster than its index.
+    """
+    width = _block_width(scores.shape[-1])
+    blocks = scores.view(len(scores), -1, width)
+    values, block = blocks.amax(dim=-1).max(dim=-1)
+    rows = torch.arange(len(scores), device=scores.device)
+    return values, block * width + blocks[rows, block].argmax(dim=-1)
+
+
+def row_sums(weights: Tensor) -> Tensor:
+    """Sums [n, 1] of `weights` [n, m], added up in the same order for one row and for many.
+
+    torch splits the sum of a single long row over its threads, but not the sums of several short ones.
+    """
+    blocks = weights.view(len(weights), -1, _block_width(weights.shape[-1]))
+    return blocks.sum(dim=-1).sum(dim=-1, keepdim=True)
+
+
+def uniform_samples(draws: Sequence[Draw], device: torch.device) -> Tensor:
+    """The uniform number of each row, float64 [n, 1]."""
+    seeds, choices, positions = (
+        np.array(column, dtype=np.uint64)
+        for column in zip(*((draw.sampling.seed, draw.choice, draw.position) for draw in draws), strict=True)
+    )
+    return torch.from_numpy(uniforms(seeds, choices, positions)).to(device)[:, None]
+
+
+def inverse_cdf_sample(weights: Tensor, at: Tensor) -> Tensor:
+    """Column indices [n, 1]: where the cumulative sum of a row of `weights` (float64 [n, m]) first passes its
+    share `at` [n, 1] of the total. A column of weight 0 is never drawn.
+    """
+    cumulative = weights.cumsum(dim=-1)
+    totals = cumulative[:, -1:].contiguous()
+    index = torch.searchsorted(cumulative, at * totals, right=True)
+    last = torch.searchsorted(cumulative, totals, right=False)
+    return torch.minimum(index, last)
+
+
+def _block_width(size: int) -> int:
+    """The largest power of two up to 256 that divides `size`."""
+    return min(size & -size, 256)
+
+
+_SMALLEST_LOG_WEIGHT = -700.0
+"""A weight of exp(-700) is never drawn, as no share of the whole is below 2**-53; smaller numbers, which
+float64 has not with full precision, cost ten times as much to compute.
+"""
+_LOG_SPAN = 40.0
+"""Tokens whose log weights are further from the most likely one's have next to no mass."""
+
+
+@dataclass(frozen=True, slots=True)
+class FilterColumns:
+    """The parameters of n rows: float64 [n, 1] each, `top_k` int64 and vocab_size where it is all tokens."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    typical_p: Tensor
+
+    @classmethod
+    def of(cls, draws: Sequence[Draw], *, vocab_size: int, device: torch.device) -> "FilterColumns":
+        rows = [draw.sampling for draw in draws]
+        reals = [[each.temperature, each.top_p, each.min_p, each.typical_p] for each in rows]
+        temperature, top_p, min_p, typical_p = torch.tensor(reals, dtype=torch.float64, device=device).T
+        limits = [min(each.top_k or vocab_size, vocab_size) for each in rows]
+        top_k = torch.tensor(limits, dtype=torch.int64, device=device)
+        return cls(*(column[:, None] for column in (temperature, top_k, top_p, min_p, typical_p)))
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTokens:
+    """Tokens of n rows and what is left of them: `scores` float32 [n, m] are logits after penalties and
+    masks, in ascending order of their token ids; `maxima` [n, 1] those of the whole rows; `weights` float64
+    [n, m].
+    """
+
+    scores: Tensor
+    maxima: Tensor
+    columns: FilterColumns
+    weights: Tensor
+
+    @classmethod
+    def all_of(cls, scores: Tensor, maxima: Tensor, columns: FilterColumns) -> "KeptTokens":
+        """Weights are exp((score - maximum) / temperature)."""
+        return cls(scores, maxima, columns, _log_weights(scores, maxima, columns.temperature).exp_())
+
+    @property
+    def totals(self) -> Tensor:
+        """The weight [n, 1] of all that is left."""
+        return row_sums(self.weights)
+
+    def keep(self, kept: Tensor) -> None:
+        """Drops what is not in `kept` (bool [n, m]). Several times faster than masked_fill_."""
+        self.weights.mul_(kept)
+
+
+def keep_top_p(tokens: KeptTokens, totals: Tensor) -> None:
+    """Drops what is not in the smallest set of the likeliest tokens that reaches top_p of `totals` [n, 1]."""
+    top_p = tokens.columns.top_p
+    is_used = top_p < 1.0
+    if not bool(is_used.any()):
+        return
+    span = _LOG_SPAN * tokens.columns.temperature
+    keys, targets = -tokens.scores, top_p * totals
+    edge = cumulative_cutoff(keys, tokens.weights, targets, lowest=-tokens.maxima, span=span)
+    tokens.keep(keys <= torch.where(is_used, edge.key, math.inf))
+    weight = _log_weights(-edge.key, tokens.maxima, tokens.columns.temperature).exp_()
+    is_surplus = is_used & (edge.mass_below + (edge.num_equal - 1) * weight >= targets)
+    if bool(is_surplus.any()):
+        at_edge = keys == edge.key
+        equals_before = at_edge.cumsum(dim=-1) - 1
+        tokens.keep(~(at_edge & is_surplus & (edge.mass_below + equals_before * weight >= targets)))
+
+
+def keep_min_p(tokens: KeptTokens) -> None:
+    """Drops what is less than min_p times as likely as the most likely token."""
+    min_p = tokens.columns.min_p
+    if bool((min_p > 0.0).any()):
+        tokens.keep(tokens.weights >= min_p)
+
+
+def keep_typical(tokens: KeptTokens) -> None:
+    """Drops what is not in the smallest set of the tokens whose surprise is nearest to the entropy, equals of
+    the last one included, that reaches typical_p (Meister et al., 2022, arXiv:2202.00666).
+    """
+    typical_p = tokens.columns.typical_p
+    is_used = typical_p < 1.0
+    if not bool(is_used.any()):
+        return
+    log_weights = _log_weights(tokens.scores, tokens.maxima, tokens.columns.temperature)
+    # Surprise is log(total) - log weight: the total is left out of it and of the entropy.
+    totals = tokens.totals
+    mean = row_sums(tokens.weights * log_weights) / totals
+    distance = log_weights.sub_(mean).abs_()
+    lowest, span = torch.zeros_like(mean), torch.full_like(mean, _LOG_SPAN)
+    edge = cumulative_cutoff(distance, tokens.weights, typical_p * totals, lowest=lowest, span=span)
+    tokens.keep(distance <= torch.where(is_used, edge.key, math.inf))
+
+
+def _log_weights(scores: Tensor, maxima: Tensor, temperature: Tensor) -> Tensor:
+    """(score - maximum) / temperature, float64 [n, m]; finite also for masked tokens."""
+    return scores.double().sub_(maxima).div_(temperature).clamp_(min=_SMALLEST_LOG_WEIGHT)
+
 
 NUM_CANDIDATES = 256
 
@@ -62,7 +320,7 @@ class _Batch:
 
     @property
     def shares(self) -> Tensor:
-        return shares(self.draws, self.scores.device)
+        return uniform_samples(self.draws, self.scores.device)
 
 
 def _by_width(samplings: list[StepSampling], vocab_size: int) -> tuple[list[int], list[int], list[int]]:
@@ -87,7 +345,7 @@ def _is_limited(sampling: StepSampling, vocab_size: int) -> bool:
 
 
 def _choose_unfiltered(batch: _Batch) -> Tensor:
-    return drawn(batch.tokens.weights, batch.shares)[:, 0]
+    return inverse_cdf_sample(batch.tokens.weights, batch.shares)[:, 0]
 
 
 def _choose_among_candidates(batch: _Batch) -> tuple[Tensor, Tensor]:
@@ -113,7 +371,7 @@ def _choose_among_candidates(batch: _Batch) -> tuple[Tensor, Tensor]:
     is_exact = torch.where(is_limited, kth > last, reaches_top_p | (last_weights < columns.min_p))
     is_exact |= torch.isneginf(last) | (num_candidates == vocab_size)
     _filter(tokens, totals)
-    return ids.gather(-1, drawn(tokens.weights, batch.shares))[:, 0], is_exact[:, 0]
+    return ids.gather(-1, inverse_cdf_sample(tokens.weights, batch.shares))[:, 0], is_exact[:, 0]
 
 
 def _totals(batch: _Batch, tokens: KeptTokens) -> Tensor:
@@ -132,7 +390,7 @@ def _choose_at_full_width(batch: _Batch) -> Tensor:
     if 0 < top_k < vocab_size:
         tokens.keep(tokens.scores >= tokens.scores.kthvalue(vocab_size + 1 - top_k, keepdim=True).values)
     _filter(tokens, tokens.totals)
-    return drawn(tokens.weights, batch.shares)[:, 0]
+    return inverse_cdf_sample(tokens.weights, batch.shares)[:, 0]
 
 
 def _filter(tokens: KeptTokens, totals: Tensor) -> None:

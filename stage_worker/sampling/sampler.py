@@ -1,21 +1,240 @@
-"""Turns the logits of a step into one result per sampled slice: a token, or that sequence's error."""
+"""Samples one token per slice from logits, or scores a prompt."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from stage_worker.sampling.draws import Draw
-from stage_worker.sampling.finite import non_finite_rows
 from stage_worker.sampling.grammar_masks import GrammarMasks
-from stage_worker.sampling.logprobs import token_logprobs
-from stage_worker.sampling.row_choice import choose_rows
-from stage_worker.sampling.scoring import NonFiniteLogits, score
-from stage_worker.sampling.sequence_state import SequenceState
+from stage_worker.sampling.logits_processors import (
+    Bias,
+    SequenceMasks,
+    TokenCounts,
+    add_bias,
+    counts_for,
+    mask,
+    masks_for,
+    non_finite_rows,
+    penalise,
+    token_logprobs,
+)
+from stage_worker.sampling.random_choice import Draw, argmax_rows, choose_random
 from stageline_rpc.v1 import stage_pb2
 from wire.ids import SequenceKey
-from wire.steps import Decode, Slice, SliceError, SliceResult, StartRecord, TokenLogprobs
+from wire.steps import Decode, SliceError, SliceResult, StartRecord, StepSampling, StepSlice, TokenLogprobs
+
+MAX_TEMPERATURE = 100.0
+MAX_REPETITION_PENALTY = 100.0
+MAX_PENALTY = 2.0
+MAX_BIAS = 100.0
+MAX_TOP_LOGPROBS = 20
+
+
+def check_sampling(sampling: StepSampling, *, vocab_size: int) -> None:
+    """Raises ValueError, by name and with the range, for parameters that no token can be drawn with."""
+    _check_filters(sampling)
+    _check_penalties(sampling)
+    _check_masks(sampling, vocab_size)
+    _check_logprobs(sampling)
+
+
+def _check_filters(sampling: StepSampling) -> None:
+    if not 0.0 <= sampling.temperature <= MAX_TEMPERATURE:
+        raise ValueError(f"temperature {sampling.temperature} is not in [0, {MAX_TEMPERATURE:g}]")
+    if sampling.top_k < 0:
+        raise ValueError(f"top_k {sampling.top_k} is negative")
+    if not 0.0 < sampling.top_p <= 1.0:
+        raise ValueError(f"top_p {sampling.top_p} is not in (0, 1]")
+    if not 0.0 <= sampling.min_p <= 1.0:
+        raise ValueError(f"min_p {sampling.min_p} is not in [0, 1]")
+    if not 0.0 < sampling.typical_p <= 1.0:
+        raise ValueError(f"typical_p {sampling.typical_p} is not in (0, 1]")
+
+
+def _check_penalties(sampling: StepSampling) -> None:
+    if not 0.0 < sampling.repetition_penalty <= MAX_REPETITION_PENALTY:
+        raise ValueError(
+            f"repetition_penalty {sampling.repetition_penalty} is not in (0, {MAX_REPETITION_PENALTY:g}]"
+        )
+    for name in ("frequency_penalty", "presence_penalty"):
+        penalty = getattr(sampling, name)
+        if not -MAX_PENALTY <= penalty <= MAX_PENALTY:
+            raise ValueError(f"{name} {penalty} is not in [{-MAX_PENALTY:g}, {MAX_PENALTY:g}]")
+    for token, bias in sampling.logit_bias:
+        if math.isnan(bias) or abs(bias) > MAX_BIAS:
+            raise ValueError(f"logit_bias {bias} of token {token} is not in [{-MAX_BIAS:g}, {MAX_BIAS:g}]")
+    if len({token for token, _ in sampling.logit_bias}) < len(sampling.logit_bias):
+        raise ValueError("logit_bias names a token twice")
+
+
+def _check_masks(sampling: StepSampling, vocab_size: int) -> None:
+    _check_tokens("logit_bias", (token for token, _ in sampling.logit_bias), vocab_size)
+    _check_tokens("allowed_token_ids", sampling.allowed_token_ids, vocab_size)
+    _check_tokens("min_tokens_hold_back", sampling.min_tokens_hold_back, vocab_size)
+    for word in sampling.bad_words:
+        if not word:
+            raise ValueError("bad_words has an empty word")
+        _check_tokens("bad_words", word, vocab_size)
+    if sampling.min_tokens < 0:
+        raise ValueError(f"min_tokens {sampling.min_tokens} is negative")
+
+
+def _check_tokens(name: str, tokens: Iterable[int], vocab_size: int) -> None:
+    for token in tokens:
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"{name} has token {token}, which is not in [0, {vocab_size})")
+
+
+def _check_logprobs(sampling: StepSampling) -> None:
+    for name, count in (("logprobs", sampling.logprobs), ("prompt_logprobs", sampling.prompt_logprobs)):
+        if count is not None and not 0 <= count <= MAX_TOP_LOGPROBS:
+            raise ValueError(f"{name} {count} is not in [0, {MAX_TOP_LOGPROBS}]")
+
+
+@dataclass(slots=True)
+class SequenceState:
+    """`problem` is why no token can be drawn; `prompt` is kept for scoring until the first decode step.
+
+    What is None is not used by the sequence and costs nothing.
+    """
+
+    sampling: StepSampling
+    prompt: tuple[int, ...]
+    problem: str | None = None
+    bias: Bias | None = None
+    counts: TokenCounts | None = None
+    masks: SequenceMasks | None = None
+
+    @classmethod
+    def of(cls, record: StartRecord, *, vocab_size: int) -> "SequenceState":
+        """The state after `record.tokens`, whether they came with a prompt or were generated before."""
+        sampling, tokens = record.sampling, record.tokens
+        prompt = tokens[: record.num_prompt_tokens]
+        problem = _problem(record, vocab_size)
+        if problem is not None:
+            return cls(sampling, prompt, problem)
+        return cls(
+            sampling,
+            prompt,
+            bias=Bias.of(sampling),
+            counts=counts_for(sampling, tokens, record.num_prompt_tokens),
+            masks=masks_for(sampling, tokens, record.num_prompt_tokens),
+        )
+
+    @property
+    def edits_logits(self) -> bool:
+        return (
+            self.bias is not None
+            or self.counts is not None
+            or self.masks is not None
+            or self.sampling.grammar is not None
+        )
+
+    def add(self, token: int) -> None:
+        """One more generated token."""
+        self.prompt = ()
+        if self.counts is not None:
+            self.counts.add(token)
+        if self.masks is not None:
+            self.masks.add(token)
+
+
+def _problem(record: StartRecord, vocab_size: int) -> str | None:
+    largest = max(record.tokens, default=0)
+    if largest >= vocab_size:
+        return f"token {largest} of the start record is not in [0, {vocab_size})"
+    try:
+        check_sampling(record.sampling, vocab_size=vocab_size)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def choose_rows(
+    logits: Tensor,
+    states: Sequence[SequenceState],
+    draws: Sequence[Draw],
+    forbid: Callable[[Tensor], None] | None = None,
+) -> list[int | None]:
+    """The token of each row of `logits` (float32 [n, vocab_size], all finite); None where no token is
+    allowed.
+
+    `forbid` sets to -inf, in place, what the grammars of rows do not allow.
+    """
+    scores = processed(logits, states, forbid)
+    maxima, likeliest = argmax_rows(scores)
+    is_allowed = (~torch.isneginf(maxima)).tolist()
+    rows = [row for row, draw in enumerate(draws) if draw.is_random and is_allowed[row]]
+    if len(rows) == len(draws):
+        likeliest = choose_random(scores, maxima, draws)
+    elif rows:
+        likeliest[rows] = choose_random(scores[rows], maxima[rows], [draws[row] for row in rows])
+    return [token if allowed else None for token, allowed in zip(likeliest.tolist(), is_allowed, strict=True)]
+
+
+def processed(
+    logits: Tensor, states: Sequence[SequenceState], forbid: Callable[[Tensor], None] | None = None
+) -> Tensor:
+    """`logits` [n, vocab_size] after bias, penalties and masks, in the order of docs/sampling.md; each acts
+    on those rows alone that use it. `logits` themselves where no row uses any.
+    """
+    if not any(state.edits_logits for state in states):
+        return logits
+    scores = logits.clone(memory_format=torch.contiguous_format)
+    biased = [(row, state.bias) for row, state in enumerate(states) if state.bias is not None]
+    add_bias(scores, [row for row, _ in biased], [bias for _, bias in biased])
+    counted = [(row, state.counts) for row, state in enumerate(states) if state.counts is not None]
+    penalise(
+        scores,
+        [row for row, _ in counted],
+        [counts for _, counts in counted],
+        [states[row].sampling for row, _ in counted],
+    )
+    masked = [(row, state.masks) for row, state in enumerate(states) if state.masks is not None]
+    mask(scores, [row for row, _ in masked], [masks for _, masks in masked])
+    if forbid is not None:
+        forbid(scores)
+    return scores
+
+
+MAX_SCORED_ELEMENTS = 1 << 22
+"""Logits at a time: 16 MiB of float32, and about three times that with what is computed from them."""
+
+
+class NonFiniteLogits(Exception):
+    """The logits for absolute position `position` have a NaN or an infinity in them."""
+
+    def __init__(self, position: int) -> None:
+        super().__init__(f"logits for position {position} are not finite")
+        self.position = position
+
+
+def score(
+    hidden: Tensor,
+    tokens: Sequence[int],
+    head: Callable[[Tensor], Tensor],
+    *,
+    first_position: int,
+    num_top: int,
+    vocab_size: int,
+) -> tuple[TokenLogprobs, ...]:
+    """Of each of `tokens`, which stand at `first_position` and after and which the rows of `hidden`
+    [len(tokens), hidden_size] predict; `head` makes logits float32 [m, vocab_size] of some of these rows.
+
+    Raises NonFiniteLogits.
+    """
+    num_rows = max(1, MAX_SCORED_ELEMENTS // vocab_size)
+    scored: list[TokenLogprobs] = []
+    for first in range(0, len(tokens), num_rows):
+        wanted = tokens[first : first + num_rows]
+        logits = head(hidden[first : first + len(wanted)])
+        for row in non_finite_rows(logits):
+            raise NonFiniteLogits(first_position + first + row)
+        scored += token_logprobs(logits, wanted, [num_top] * len(wanted))
+    return tuple(scored)
+
 
 NO_GRAMMARS = "structured output is not available on this stage"
 MAX_BLOCK_ELEMENTS = 1 << 20
@@ -49,7 +268,7 @@ class Sampler:
         if self._grammars is not None:
             self._grammars.end(key)
 
-    def choose(self, slices: Sequence[Slice], logits: Tensor) -> tuple[SliceResult, ...]:
+    def choose(self, slices: Sequence[StepSlice], logits: Tensor) -> tuple[SliceResult, ...]:
         """One result per slice, in order: a token with its log-probabilities where they were asked for, or
         the error of that row alone. `slices` are sampled ones of started sequences, with tokens of the
         vocabulary; `logits` is float32 [n, vocab_size], one row per slice, and is not changed.
@@ -78,7 +297,7 @@ class Sampler:
         return tuple(results[row] for row in range(len(slices)))
 
     def score(
-        self, part: Slice, hidden: Tensor, head: Callable[[Tensor], Tensor], result: SliceResult
+        self, part: StepSlice, hidden: Tensor, head: Callable[[Tensor], Tensor], result: SliceResult
     ) -> SliceResult:
         """`result` with the log-probabilities of the prompt tokens that follow the tokens of a scored chunk,
         or with the chunk's error instead; `hidden` [tokens of the chunk, hidden_size] is the last layer's,
@@ -104,7 +323,7 @@ class Sampler:
         return replace(result, prompt_logprobs=scored)
 
     def _errors(
-        self, slices: Sequence[Slice], states: Sequence[SequenceState], logits: Tensor
+        self, slices: Sequence[StepSlice], states: Sequence[SequenceState], logits: Tensor
     ) -> dict[int, SliceResult]:
         """The results of rows of which nothing can be chosen."""
         errors = {
@@ -116,7 +335,7 @@ class Sampler:
         return errors
 
     def _choose_block(
-        self, slices: Sequence[Slice], states: Sequence[SequenceState], logits: Tensor
+        self, slices: Sequence[StepSlice], states: Sequence[SequenceState], logits: Tensor
     ) -> list[SliceResult]:
         draws = [
             Draw(state.sampling, part.sequence.choice, _position(part))
@@ -138,7 +357,7 @@ class Sampler:
         return results
 
     def _forbid(
-        self, slices: Sequence[Slice], states: Sequence[SequenceState], problems: dict[int, str]
+        self, slices: Sequence[StepSlice], states: Sequence[SequenceState], problems: dict[int, str]
     ) -> Callable[[Tensor], None] | None:
         """Applies the grammars of a block, if any row has one, and collects what is wrong with them."""
         grammars = self._grammars
@@ -151,26 +370,26 @@ class Sampler:
             return None
         return lambda scores: problems.update(grammars.apply(scores, rows))
 
-    def _not_finite(self, part: Slice, position: int) -> SliceResult:
+    def _not_finite(self, part: StepSlice, position: int) -> SliceResult:
         return self._failed(
             part,
             stage_pb2.SliceError.KIND_NON_FINITE_LOGITS,
             f"logits for position {position} of {part.sequence} are not finite",
         )
 
-    def _unusable(self, part: Slice, problem: str) -> SliceResult:
+    def _unusable(self, part: StepSlice, problem: str) -> SliceResult:
         return self._failed(part, stage_pb2.SliceError.KIND_SAMPLER, problem)
 
-    def _failed(self, part: Slice, kind: int, message: str) -> SliceResult:
+    def _failed(self, part: StepSlice, kind: int, message: str) -> SliceResult:
         return SliceResult(part.sequence, part.generation, SliceError(kind, self._stage, message))
 
 
-def _position(part: Slice) -> int:
+def _position(part: StepSlice) -> int:
     """Absolute position of the token that is drawn after `part`."""
     return part.first_position + len(part.tokens)
 
 
-def _nothing_allowed(part: Slice, state: SequenceState) -> str:
+def _nothing_allowed(part: StepSlice, state: SequenceState) -> str:
     names = state.masks.names() if state.masks is not None else []
     if state.sampling.grammar is not None:
         names = [*names, "the grammar"]

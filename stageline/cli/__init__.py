@@ -12,18 +12,17 @@ from stageline.cli.bench import bench
 from stageline.cli.chat import chat
 from stageline.cli.coordinator import coordinator
 from stageline.cli.demo import demo
-from stageline.cli.drain import drain
-from stageline.cli.failures import FAILURE, INTERRUPTED, USAGE, CommandFailed, report
 from stageline.cli.generate import generate
+from stageline.cli.options import FAILURE, INTERRUPTED, USAGE, CommandFailed, report
 from stageline.cli.plan import plan
-from stageline.cli.status import status
+from stageline.cli.status import drain, status
 from stageline.cli.top import top
 from stageline.cli.trace import trace
 from stageline.cli.up import up
 from stageline.cli.worker import worker
-from stageline.errors import Overloaded, StagelineError
+from stageline.client.errors import Overloaded, StagelineError
 from stageline.version import VERSION
-from wire.reasons import reason_of
+from wire.errors import reason_of
 
 app = typer.Typer(
     name="stageline",

@@ -1,17 +1,94 @@
-"""`stageline attach` and `stageline cancel`: a request that goes on without the command that sent it."""
+"""`stageline attach` and `stageline cancel`, and secrets of detached requests."""
 
 import asyncio
+import os
 import sys
+import time
+from contextlib import suppress
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from stageline.cli import options, request_secrets
-from stageline.cli.completion_view import print_report
-from stageline.cli.failures import INTERRUPTED
-from stageline.cli.stream import Report, show_for, show_stream
-from stageline.client import Client
-from stageline.errors import StagelineError
+from stageline.cli import options
+from stageline.cli.options import INTERRUPTED, CommandFailed, read_secret_file
+from stageline.cli.output import Report, print_report, show_for, show_stream
+from stageline.client.client import Client
+from stageline.client.errors import RequestNotFound, StagelineError
+from wire.ids import id_text, parse_request_id
+from wire.user_files import state_directory, write_secret
+
+LIVE_S = 7 * 24 * 3600.0
+"""How long a file is kept whose request is not known to have ended. Its time of change says until when."""
+
+
+def store(request_id: str, secret: str) -> None:
+    """Writes the file, and removes those of requests that are over. Raises OSError."""
+    _prune()
+    path = _path(request_id)
+    write_secret(path, secret)
+    expire_after(request_id, LIVE_S)
+
+
+def expire_after(request_id: str, seconds: float) -> None:
+    """The file, if there is one, is not needed for longer than this."""
+    until = time.time() + seconds
+    with suppress(OSError):
+        os.utime(_path(request_id), (until, until))
+
+
+def forget(request_id: str) -> None:
+    """The request is over."""
+    with suppress(OSError, typer.BadParameter):
+        _path(request_id).unlink()
+
+
+def forget_if_over(request_id: str, error: StagelineError) -> None:
+    """An error that says that the request is not there."""
+    if isinstance(error, RequestNotFound):
+        forget(request_id)
+
+
+def find(request_id: str, secret_file: str | None) -> str:
+    """The secret in `secret_file` ("-": standard input), else the stored one. Raises CommandFailed or
+    typer.BadParameter.
+    """
+    if secret_file == "-":
+        return _given(sys.stdin.readline().strip(), "standard input")
+    if secret_file is not None:
+        return _given(read_secret_file(Path(secret_file), what="--secret-file"), secret_file)
+    path, what = _path(request_id), f"the secret of request {request_id}"
+    if not path.exists():
+        problem = f"{what} is not on this host: pass --secret-file PATH"
+        raise CommandFailed(problem, reason="NO_SECRET")
+    return _given(read_secret_file(path, what=what), str(path))
+
+
+def _given(secret: str, place: str) -> str:
+    if not secret:
+        raise CommandFailed(f"no secret in {place}: it is empty", reason="NO_SECRET")
+    return secret
+
+
+def _directory() -> Path:
+    return state_directory(os.environ) / "requests"
+
+
+def _path(request_id: str) -> Path:
+    try:
+        return _directory() / id_text(parse_request_id(request_id))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _prune() -> None:
+    now = time.time()
+    with suppress(OSError):
+        for path in _directory().iterdir():
+            with suppress(OSError):
+                if path.stat().st_mtime < now:
+                    path.unlink()
+
 
 _RequestId = Annotated[
     str, typer.Argument(metavar="REQUEST_ID", help="As `generate --detach` told it.", show_default=False)
@@ -40,7 +117,7 @@ def attach(
 ) -> int:
     """Show the output of a detached request, here instead of where it went before."""
 
-    secret = request_secrets.find(request_id, secret_file)
+    secret = find(request_id, secret_file)
 
     async def run() -> Report:
         async with Client(coordinator) as client:
@@ -55,7 +132,7 @@ def attach(
         print(f"\nstageline: no longer attached to request {request_id}", file=sys.stderr)
         return INTERRUPTED
     except StagelineError as error:
-        request_secrets.forget_if_over(request_id, error)
+        forget_if_over(request_id, error)
         raise
     print_report(report, is_json=json)
     print(f"({report.describe_speed()})", file=sys.stderr)
@@ -73,7 +150,7 @@ def cancel(
     Needs the secret of the request, or with --token-file the operator token, which cancels any request.
     """
     token = None if token_file is None else options.operator_token(token_file, coordinator)
-    secret = request_secrets.find(request_id, secret_file) if token is None else None
+    secret = find(request_id, secret_file) if token is None else None
 
     async def run() -> None:
         async with Client(coordinator) as client:
@@ -82,7 +159,7 @@ def cancel(
     try:
         asyncio.run(run())
     except StagelineError as error:
-        request_secrets.forget_if_over(request_id, error)
+        forget_if_over(request_id, error)
         raise
-    request_secrets.forget(request_id)
+    forget(request_id)
     return 0

@@ -1,13 +1,243 @@
-"""`stageline bench serve`: drives a running cluster with a load, and shows how it was served."""
+"""`stageline bench serve`: drives a running cluster with a load."""
 
+import asyncio
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypedDict
 
 import typer
+import uvloop
+from rich.console import Console
 
 from stageline.cli import options
-from stageline.cli.flags import takes
-from stageline.cli.load_flags import ArrivalFlags, LimitFlags, ShapeFlags
+from stageline.cli.options import FAILURE, INTERRUPTED, CommandFailed, report, takes
+from stageline.load.driver import Driver, LoadConfig, WarmupFailed, prepared
+from stageline.load.plan import Arrivals, LoadSpec, PlannedRequest, make_plan, parse_lengths
+from stageline.load.report import check_plot, json_report, report_view, save_plot, shown_progress, warnings_of
+from stageline.load.results import Limits, LoadRun, summarize
+from stageline_rpc.v1 import inference_pb2
+from wire.errors import reason_of
+
+DEFAULT_RATE_PER_S = 4.0
+DEFAULT_NUM_REQUESTS = 100
+DEFAULT_PROMPT_TOKENS = "128"
+DEFAULT_OUTPUT_TOKENS = "64"
+DEFAULT_TIMEOUT_S = 600.0
+
+_LENGTHS = "N, uniform:A-B, normal:MEAN,SD or lognormal:MEAN,SD; the last two may end with :A-B, their bounds"
+
+_load = partial(typer.Option, rich_help_panel="When requests arrive")
+_shape = partial(typer.Option, rich_help_panel="What a request is")
+_slo = partial(typer.Option, metavar="MS", rich_help_panel="Goodput: requests within all of these limits")
+
+
+class ArrivalFlags(TypedDict, total=False):
+    """When requests arrive, and how many."""
+
+    request_rate: Annotated[
+        float | None,
+        _load(
+            metavar="R",
+            help=f"Requests per second; inf is all at once; {DEFAULT_RATE_PER_S:g} unless given.",
+        ),
+    ]
+    num_requests: Annotated[
+        int | None,
+        _load(metavar="N", min=1, help=f"How many; {DEFAULT_NUM_REQUESTS} unless --duration is given."),
+    ]
+    duration: Annotated[
+        float | None, _load(metavar="SECONDS", help="Send what arrives in so long, instead of a number.")
+    ]
+    burstiness: Annotated[
+        float | None,
+        _load(metavar="X", help="1, the default, is Poisson; less comes in bursts, more is steadier."),
+    ]
+    max_concurrency: Annotated[
+        int | None,
+        _load(metavar="N", min=1, help="Run no more at once; others wait, and their latencies count that."),
+    ]
+    seed: Annotated[
+        int | None,
+        _load(metavar="N", min=0, max=2**64 - 1, help="The same seed is the same load, times included; 0."),
+    ]
+    warmup: Annotated[
+        int | None, _load(metavar="N", min=0, help="Send so many before, at once, and do not count them.")
+    ]
+
+
+class ShapeFlags(TypedDict, total=False):
+    """What a request is."""
+
+    prompt_tokens: Annotated[
+        str | None,
+        _shape(
+            metavar="LENGTHS", help=f"Random token ids: {_LENGTHS}; {DEFAULT_PROMPT_TOKENS} unless given."
+        ),
+    ]
+    output_tokens: Annotated[
+        str | None,
+        _shape(metavar="LENGTHS", help=f"Exact output lengths; {DEFAULT_OUTPUT_TOKENS} unless given."),
+    ]
+    shared_prefix: Annotated[
+        int | None,
+        _shape(metavar="N", min=0, help="So many tokens before each prompt are the same in its group."),
+    ]
+    prefix_groups: Annotated[
+        int | None,
+        _shape(metavar="K", min=1, help="Groups that requests fall into; 1 unless given."),
+    ]
+    temperature: Annotated[
+        float | None, _shape(metavar="T", min=0, help="0, the default, always takes the likeliest token.")
+    ]
+    timeout: Annotated[
+        float | None,
+        _shape(
+            metavar="SECONDS",
+            help=f"Most time from sending a request to its end; {DEFAULT_TIMEOUT_S:g} unless given.",
+        ),
+    ]
+
+
+class LimitFlags(TypedDict, total=False):
+    """What counts as good."""
+
+    slo_ttft: Annotated[float | None, _slo(help="Time to the first token, from when the request was due.")]
+    slo_itl: Annotated[float | None, _slo(help="The longest gap between two messages of a request.")]
+    slo_tpot: Annotated[float | None, _slo(help="Mean time per output token after the first one.")]
+    slo_e2e: Annotated[float | None, _slo(help="Time to the last token, from when the request was due.")]
+
+
+def load_config(coordinator: str, flags: Mapping[str, Any]) -> LoadConfig:
+    """The load that the user has described; a flag that is None was not given. Raises ValueError."""
+    given = {name: value for name, value in flags.items() if value is not None}
+    return LoadConfig(
+        coordinator=coordinator,
+        spec=_spec(given),
+        limits=_limits(given),
+        max_concurrency=given.get("max_concurrency"),
+        num_warmups=given.get("warmup", 0),
+        temperature=given.get("temperature", 0.0),
+        timeout_s=given.get("timeout", DEFAULT_TIMEOUT_S),
+    )
+
+
+def _spec(given: Mapping[str, Any]) -> LoadSpec:
+    if "num_requests" in given and "duration" in given:
+        raise ValueError("--num-requests and --duration exclude each other")
+    return LoadSpec(
+        arrivals=Arrivals(
+            rate_per_s=given.get("request_rate", DEFAULT_RATE_PER_S),
+            burstiness=given.get("burstiness", 1.0),
+        ),
+        num_requests=(None if "duration" in given else given.get("num_requests", DEFAULT_NUM_REQUESTS)),
+        duration_s=given.get("duration"),
+        prompt_lengths=parse_lengths(given.get("prompt_tokens", DEFAULT_PROMPT_TOKENS)),
+        output_lengths=parse_lengths(given.get("output_tokens", DEFAULT_OUTPUT_TOKENS)),
+        shared_prefix_tokens=given.get("shared_prefix", 0),
+        num_prefix_groups=given.get("prefix_groups", 1),
+        seed=given.get("seed", 0),
+    )
+
+
+def _limits(given: Mapping[str, Any]) -> Limits:
+    limits_s = {name: given[name] / 1e3 for name in LimitFlags.__annotations__ if name in given}
+    return Limits(
+        ttft_s=limits_s.get("slo_ttft"),
+        itl_s=limits_s.get("slo_itl"),
+        tpot_s=limits_s.get("slo_tpot"),
+        e2e_s=limits_s.get("slo_e2e"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputFiles:
+    """Where to write what was measured, if anywhere. Raises ValueError for where that cannot be."""
+
+    json: Path | None
+    plot: Path | None
+
+    def __post_init__(self) -> None:
+        for path in (self.json, self.plot):
+            if path is not None and (path.is_dir() or not path.parent.is_dir()):
+                raise ValueError(f"cannot write {str(path)!r}: it is a directory, or in none")
+        if self.plot is not None:
+            check_plot(self.plot)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Measured:
+    config: LoadConfig
+    model: inference_pb2.GetModelResponse
+    started_at: str
+    run: LoadRun
+
+
+def run_load(config: LoadConfig, files: OutputFiles) -> int:
+    """Returns the exit code: 0, 1 when requests have failed, 130 when Ctrl-C has ended it before its time."""
+    plan = options.build_config(lambda: make_plan(config.spec))
+    measured = uvloop.run(_measure(config, plan))
+    _tell(measured, files)
+    if measured.run.is_interrupted:
+        return INTERRUPTED
+    return FAILURE if any(record.has_failed for record in measured.run.records) else 0
+
+
+async def _measure(config: LoadConfig, plan: tuple[PlannedRequest, ...]) -> _Measured:
+    async with prepared(config) as load:
+        options.build_config(lambda: load.check_fits(plan))
+        try:
+            await load.warm_up()
+        except WarmupFailed as error:
+            raise CommandFailed(str(error), reason=reason_of(error)) from None
+        started_at = datetime.now(UTC).isoformat(timespec="seconds")
+        driver = load.driver()
+        with _interrupted_by_ctrl_c(driver):
+            async with shown_progress(driver.tally, len(plan)):
+                run = await driver.run(plan)
+        return _Measured(config=config, model=load.model, started_at=started_at, run=run)
+
+
+@contextmanager
+def _interrupted_by_ctrl_c(driver: Driver) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, driver.interrupt)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+
+
+def _tell(measured: _Measured, files: OutputFiles) -> None:
+    config, run = measured.config, measured.run
+    summary = summarize(run, config.limits)
+    Console(highlight=False).print(report_view(summary, config.limits))
+    for warning in warnings_of(summary):
+        print(f"stageline: warning: {warning}", file=sys.stderr)
+    for reason, error in _first_errors(run).items():
+        report(error, reason=reason)
+    if files.json is not None:
+        text = json_report(config, measured.model, run, summary, started_at=measured.started_at)
+        files.json.write_text(text, encoding="utf-8")
+    if files.plot is not None:
+        save_plot(
+            run, f"{measured.model.name}: {summary.output_tokens_per_s:.0f} output tokens/s", files.plot
+        )
+
+
+def _first_errors(run: LoadRun) -> dict[str, str]:
+    """The first error of each status."""
+    errors: dict[str, str] = {}
+    for record in run.records:
+        if record.has_failed:
+            errors.setdefault(record.status, f"request {record.planned.index}: {record.error}")
+    return errors
+
 
 bench = typer.Typer()
 
@@ -34,8 +264,6 @@ def serve(
     The load is open-loop: latencies count from when a request was due, also where it had to wait to be sent.
     """
     # Imported late: numpy takes a while.
-    from stageline.cli.load_options import load_config
-    from stageline.cli.load_run import OutputFiles, run_load
 
     config = options.build_config(lambda: load_config(coordinator, flags))
     files = options.build_config(lambda: OutputFiles(json=json, plot=plot))

@@ -6,14 +6,12 @@ import sys
 from typing import Any
 
 from stageline.cli import options
-from stageline.cli.failures import CommandFailed, report
-from stageline.cli.flags import takes
-from stageline.cli.request_flags import EndingFlags, MaxTokens, SamplingFlags
-from stageline.cli.request_options import options_from
-from stageline.cli.stream import live, show_stream
-from stageline.client import Client
-from stageline.errors import StagelineError
-from stageline.prompt import ChatMessage
+from stageline.cli.options import CommandFailed, report, takes
+from stageline.cli.output import live, show_stream
+from stageline.cli.request_flags import EndingFlags, MaxTokens, SamplingFlags, options_from
+from stageline.client.client import Client
+from stageline.client.errors import StagelineError
+from stageline.client.request import ChatMessage
 
 with contextlib.suppress(ImportError):  # it gives input() line editing and history, where Python has it
     import readline  # noqa: F401

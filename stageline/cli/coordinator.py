@@ -8,9 +8,9 @@ import typer
 from coordinator.config import DEFAULT_TRACE_BYTES, CoordinatorConfig
 from stageline.cli import options
 from stageline.version import VERSION
-from telemetry.environment import read_environment
 from telemetry.logs import LogFormat, LogLevel, LogSettings
-from wire.user_cache import user_cache_directory
+from telemetry.settings import read_environment
+from wire.user_files import user_cache_directory
 
 
 def coordinator(
@@ -97,7 +97,7 @@ def coordinator(
             logs=LogSettings(format=log_format, level=log_level),
         )
     )
-    from coordinator.app import run  # imported late: the other commands need none of it
+    from coordinator.server import run  # imported late: the other commands need none of it
 
     return run(config)
 

@@ -8,13 +8,12 @@ from coordinator.config import CoordinatorConfig
 from deploy import LocalCluster, LocalClusterConfig
 from stageline.cli import options
 from stageline.cli.coordinator import flags_of
-from stageline.cli.failures import CommandFailed
-from stageline.cli.preflight import check_plan
-from stageline.cli.progress import wait_until_serving
-from stageline.cli.stream import Report, live, show_stream
+from stageline.cli.options import CommandFailed
+from stageline.cli.output import Report, live, show_stream
 from stageline.cli.tables import topology_view
-from stageline.client import Client
-from stageline.errors import StagelineError
+from stageline.cli.up import check_plan, wait_until_serving
+from stageline.client.client import Client
+from stageline.client.errors import StagelineError
 
 PROMPT = "Once upon a time"
 

@@ -6,11 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
-from stageline.attach_secrets import new_attach_secret
-from stageline.cli import options, request_secrets
-from stageline.cli.completion_view import print_report
-from stageline.cli.failures import INTERRUPTED, CommandFailed
-from stageline.cli.flags import takes
+from stageline.cli import options
+from stageline.cli.attach import expire_after, forget, store
+from stageline.cli.options import INTERRUPTED, CommandFailed, takes
+from stageline.cli.output import Report, print_report, show_for, show_stream
 from stageline.cli.request_flags import (
     EndingFlags,
     FormFlags,
@@ -18,13 +17,13 @@ from stageline.cli.request_flags import (
     MaxTokens,
     OutputFlags,
     SamplingFlags,
+    options_from,
+    parse_token_ids,
 )
-from stageline.cli.request_options import options_from, parse_token_ids
-from stageline.cli.stream import Report, show_for, show_stream
-from stageline.client import Client
-from stageline.errors import StagelineError, Superseded, Unavailable
-from stageline.parameters import Detach, GenerateOptions
-from stageline.prompt import Prompt
+from stageline.client.client import Client
+from stageline.client.connection import new_attach_secret
+from stageline.client.errors import StagelineError, Superseded, Unavailable
+from stageline.client.request import Detach, GenerateOptions, Prompt
 from wire.ids import id_text, new_request_id
 
 
@@ -57,7 +56,7 @@ def generate(
                 raise CommandFailed(text, reason="NO_TOKENIZER")
             outputs = client.generate(given, **wanted)
             if is_detached:
-                request_secrets.store(request_id or "", wanted["attach_secret"] or "")
+                store(request_id or "", wanted["attach_secret"] or "")
                 print(f"(request {request_id})", file=sys.stderr)
             num_choices = wanted.get("n") or 1
             show = show_for(num_choices=num_choices, as_token_ids=not model.has_tokenizer, is_json=json)
@@ -70,10 +69,10 @@ def generate(
         return INTERRUPTED
     except StagelineError as error:
         if is_detached and not isinstance(error, Unavailable | Superseded):
-            request_secrets.forget(request_id or "")
+            forget(request_id or "")
         raise
     if isinstance(detach, Detach):
-        request_secrets.expire_after(request_id or "", detach.keep_s)
+        expire_after(request_id or "", detach.keep_s)
     print_report(report, is_json=json)
     print(f"({_describe(report, wanted)})", file=sys.stderr)
     return 0

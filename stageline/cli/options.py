@@ -1,19 +1,135 @@
-"""Options that several commands share, and the words that explain them."""
+"""Flags shared by commands, sizes and durations, and how commands fail."""
 
+import functools
+import inspect
 import os
+import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar, get_type_hints
 
 import typer
 
 from checkpoint.errors import GGUF_ADVICE
-from stage_worker.kernel_choice import KernelChoice
-from stageline.cli.failures import CommandFailed
-from stageline.cli.sizes import parse_size
+from stage_worker.backends.contract import KernelChoice
 from telemetry import logs
 from wire.addresses import parse_address, parse_peer_address
-from wire.secret_files import read_secret, state_directory, token_paths
+from wire.errors import error_line
+from wire.user_files import read_secret, state_directory, token_paths
+
+FAILURE = 1
+INTERRUPTED = 130
+
+
+USAGE = "USAGE"
+"""Reason code of a wrong command line."""
+
+
+class CommandFailed(Exception):
+    """An expected failure; its text is the one line that the user reads, `reason` its code."""
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def report(message: str, *, reason: str) -> None:
+    """Writes `stageline: error[REASON]: ...` to standard error."""
+    print(error_line(reason, message), file=sys.stderr, flush=True)
+
+
+_Command: TypeAlias = Callable[..., int]
+
+
+def takes(*groups: type) -> Callable[[_Command], _Command]:
+    """Gives a command the flags of some TypedDicts, in the place of its `**flags`.
+
+    Each entry is a flag with its typer.Option in Annotated. One that is not on the line is None in `flags`.
+    """
+    hints = {
+        name: hint for group in groups for name, hint in get_type_hints(group, include_extras=True).items()
+    }
+
+    def decorate(command: _Command) -> _Command:
+        @functools.wraps(command)
+        def with_flags(**given: Any) -> int:
+            return command(**given)
+
+        signature = inspect.signature(command)
+        own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        added = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint)
+            for name, hint in hints.items()
+        ]
+        # Both are what typer reads.
+        with_flags.__signature__ = signature.replace(parameters=[*own, *added])  # type: ignore[attr-defined]
+        with_flags.__annotations__ = {each.name: each.annotation for each in (*own, *added)} | {"return": int}
+        return with_flags
+
+    return decorate
+
+
+_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)", re.ASCII)
+_DECIMAL = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_BINARY = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS = _DECIMAL | _BINARY
+MAX_BYTES = 2**50
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as 20GiB, 512MiB, 1.5GB or 4096B. Raises ValueError."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not a size; write for example 20GiB, 512MiB or 8GB")
+    if not match["unit"]:
+        raise ValueError(
+            f"{text!r} has no unit; write for example {match['number']}GiB or {match['number']}B"
+        )
+    unit = _UNITS.get(match["unit"].upper())
+    if unit is None:
+        raise ValueError(
+            f"{text!r} has the unknown unit {match['unit']!r}; known are B, kB to TB, KiB to TiB"
+        )
+    number = float(match["number"])
+    if number * unit > MAX_BYTES:
+        raise ValueError(f"{text!r} is more than any machine has, the limit is {format_size(MAX_BYTES)}")
+    size = round(number * unit)
+    if size == 0:
+        raise ValueError(f"{text!r} is nothing; a size is at least 1B")
+    return size
+
+
+def format_size(size_bytes: int) -> str:
+    """A size in binary units with three digits or so: 980 B, 12.4 MiB, 20.0 GiB."""
+    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size_bytes >= unit:
+            return f"{size_bytes / unit:.1f} {name}"
+    return f"{size_bytes} B"
+
+
+def format_duration(seconds: float) -> str:
+    """12.3 s, 2.41 s, 812 ms, 8.10 ms, 85 us; from two minutes on 2 min 5 s."""
+    if seconds >= 120:
+        minutes, rest = divmod(int(seconds), 60)
+        return f"{minutes} min {rest} s"
+    if seconds >= 0.9995:
+        return f"{_digits(seconds)} s"
+    if seconds >= 0.0009995:
+        return f"{_digits(seconds * 1e3)} ms"
+    return f"{seconds * 1e6:.0f} us"
+
+
+def format_rate(per_second: float) -> str:
+    """12300, 98.4, 7.12, 0."""
+    return "0" if per_second == 0 else _digits(per_second)
+
+
+def _digits(value: float) -> str:
+    if value >= 99.95:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+
 
 DEFAULT_ADDRESS = "127.0.0.1:7480"
 DEFAULT_HTTP = "127.0.0.1:7481"

@@ -1,4 +1,4 @@
-"""`stageline status`: what the cluster is doing."""
+"""`stageline status` and `stageline drain`."""
 
 import asyncio
 import json
@@ -10,8 +10,32 @@ from rich.live import Live
 
 from stageline.cli import options
 from stageline.cli.tables import status_view
-from stageline.client import Client
+from stageline.client.client import Client
 from wire.status_json import status_facts
+
+
+def drain(
+    worker: Annotated[
+        str, typer.Argument(metavar="WORKER", help="Its name, as in `stageline status`.", show_default=False)
+    ],
+    token_file: options.OperatorTokenFile = None,
+    coordinator: options.Coordinator = options.DEFAULT_ADDRESS,
+) -> int:
+    """Move the layers of a worker to others, and let it exit.
+
+    Where nobody can take them, running requests finish first, within the coordinator's --drain-timeout.
+    """
+
+    token = options.operator_token(token_file, coordinator)
+
+    async def run() -> None:
+        async with Client(coordinator) as client:
+            await client.drain(worker, token=token)
+
+    asyncio.run(run())
+    print(f"worker {worker} has left")
+    return 0
+
 
 _WATCH_INTERVAL_S = 1.0
 

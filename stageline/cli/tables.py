@@ -5,10 +5,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.cluster.stage_kernels import StageKernels, differing_kernels
-from stageline.cli.sizes import format_size
+from coordinator.cluster.connections import StageKernels, differing_kernels
+from stageline.cli.options import format_size
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
-from wire.wire_dtypes import WIRE_DTYPE_FROM_MESSAGE
+from wire.tensors import WIRE_DTYPE_FROM_MESSAGE
 
 _NOTHING = "-"
 

@@ -1,4 +1,4 @@
-"""`stageline up`: a whole cluster on this machine, until Ctrl-C."""
+"""`stageline up`: a cluster on this machine, until Ctrl-C."""
 
 import asyncio
 import shlex
@@ -8,19 +8,51 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
+from checkpoint import CheckpointError
 from coordinator.config import DEFAULT_TRACE_BYTES, CoordinatorConfig
+from coordinator.planner.plan import PlanImpossible, WorkerCapacity
 from deploy import LocalCluster, LocalClusterConfig, LocalProcess
-from deploy.restarts import MAX_RESTARTS, WINDOW_S, RestartPolicy
-from stage_worker.kernel_choice import KernelChoice
+from deploy.process import MAX_RESTARTS, WINDOW_S, RestartPolicy
+from stage_worker.backends.contract import KernelChoice
 from stageline.cli import options
 from stageline.cli.coordinator import flags_of
-from stageline.cli.preflight import check_plan
-from stageline.cli.progress import wait_until_serving
-from stageline.cli.tables import describe_cluster, describe_kv_cache, topology_view
-from stageline.client import Client
+from stageline.cli.options import CommandFailed
+from stageline.cli.tables import describe_cluster, describe_kv_cache, describe_start, topology_view
+from stageline.client.client import Client
+from stageline_rpc.v1 import cluster_pb2
 from telemetry.logs import LogFormat, LogLevel, LogSettings
-from wire.file_limit import raise_file_limit
+from wire.channels import raise_file_limit
+from wire.errors import reason_of
+
+_UNKNOWN_MEMORY_BYTES = 2**50  # of a device that only its worker asks: no reason to refuse
+
+
+def check_plan(coordinator: CoordinatorConfig, cluster: LocalClusterConfig) -> None:
+    """Raises CommandFailed with the line that the coordinator would say once all workers have joined."""
+    from coordinator.model import open_model  # imported late, as the coordinator does
+    from coordinator.planner.planner import plan_for
+
+    workers = [
+        WorkerCapacity(name=name, memory_bytes=memory_bytes or _UNKNOWN_MEMORY_BYTES)
+        for name, memory_bytes in cluster.worker_memory_bytes().items()
+    ]
+    try:
+        plan_for(coordinator, open_model(coordinator), workers)
+    except (CheckpointError, PlanImpossible) as error:
+        raise CommandFailed(str(error), reason=reason_of(error)) from error
+
+
+async def wait_until_serving(
+    cluster: LocalCluster, console: Console, *, timeout_s: float
+) -> cluster_pb2.GetStatusResponse:
+    """Returns the status once the cluster serves, with a line that moves until then. Raises ClusterFailed."""
+    with console.status("Waiting for the workers") as line:
+        return await cluster.wait_until_serving(
+            timeout_s=timeout_s, on_status=lambda status: line.update(escape(describe_start(status)))
+        )
+
 
 _GENERATE_TEXT = 'generate "Once upon a time"'
 _GENERATE_IDS = "generate --token-ids 1,2,3"

@@ -5,16 +5,15 @@ from typing import Annotated
 
 import typer
 
-from stage_worker.config import WorkerConfig
-from stage_worker.cpu_set import parse_cpu_set, pin_to
-from stage_worker.kernel_choice import KernelChoice
-from stage_worker.mock.spec import MockSpec
+from stage_worker.backends.contract import KernelChoice
+from stage_worker.backends.mock_spec import MockSpec
+from stage_worker.config import WorkerConfig, parse_cpu_set, pin_to
 from stageline.cli import options
 from stageline.version import VERSION
-from telemetry.environment import read_environment
 from telemetry.logs import LogFormat, LogLevel, LogSettings
-from wire.user_cache import user_cache_directory
-from wire.wire_dtypes import parse_wire_dtype
+from telemetry.settings import read_environment
+from wire.tensors import parse_wire_dtype
+from wire.user_files import user_cache_directory
 
 
 def worker(
@@ -62,6 +61,6 @@ def worker(
     )
     if config.cpu_set is not None:
         pin_to(config.cpu_set)  # before torch makes its threads
-    from stage_worker.app import run  # imported late: it loads torch
+    from stage_worker.server import run  # imported late: it loads torch
 
     return run(config)

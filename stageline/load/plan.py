@@ -1,15 +1,166 @@
-"""What is sent when, all of it known before the first request: a function of the specification alone."""
+"""The requests of a load: arrivals, lengths, prompts; a function of specification and seed.
+
+128                      always so many
+    uniform:64-512           each of these equally likely, both ends included
+    normal:256,64            mean and standard deviation
+    lognormal:256,128        mean and standard deviation of the lengths themselves, not of their logarithm
+    normal:256,64:16-1024    what is drawn outside of the range is set to its nearer end
+
+Draws are rounded to whole tokens, and to one at least.
+"""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, StrEnum
+from functools import cache
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from stageline.load.arrivals import MAX_REQUESTS, Arrivals
-from stageline.load.lengths import Lengths
+MAX_REQUESTS = 1_000_000
+
+_DRAWN_AT_ONCE = 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrivals:
+    """An endless arrival process of `rate_per_s` requests per second; an infinite rate is all at once.
+
+    Gaps are gamma-distributed with shape `burstiness`: 1 is a Poisson process, less comes in bursts, more is
+    steadier. The squared coefficient of variation of the gaps is 1 / burstiness. Raises ValueError.
+    """
+
+    rate_per_s: float
+    burstiness: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.rate_per_s > 0:
+            raise ValueError(f"a request rate of {self.rate_per_s:g} per second is not above 0")
+        if not 0 < self.burstiness < math.inf:
+            raise ValueError(f"a burstiness of {self.burstiness:g} is not above 0 and finite")
+
+    def first(self, num_requests: int, rng: np.random.Generator) -> npt.NDArray[np.float64]:
+        """Seconds from the first arrival to each of `num_requests`, in order; shape (num_requests,)."""
+        return np.concatenate(([0.0], np.cumsum(self._gaps_s(num_requests - 1, rng))))
+
+    def within(self, duration_s: float, rng: np.random.Generator) -> npt.NDArray[np.float64]:
+        """Seconds from the first arrival to each that comes less than `duration_s` after it, in order.
+
+        Raises ValueError for more than MAX_REQUESTS of them.
+        """
+        if math.isinf(self.rate_per_s):
+            raise ValueError("at an infinite rate, a duration holds no certain number of requests")
+        times_s = np.zeros(1)
+        while times_s[-1] < duration_s:
+            if len(times_s) > MAX_REQUESTS:
+                raise ValueError(
+                    f"{duration_s:g} s at {self.rate_per_s:g} requests per second are more than "
+                    f"{MAX_REQUESTS} requests"
+                )
+            later_s = times_s[-1] + np.cumsum(self._gaps_s(_DRAWN_AT_ONCE, rng))
+            times_s = np.concatenate((times_s, later_s))
+        return times_s[times_s < duration_s]
+
+    def _gaps_s(self, num_gaps: int, rng: np.random.Generator) -> npt.NDArray[np.float64]:
+        # Two rates with the same seed have the same pattern, at two speeds.
+        return rng.standard_gamma(self.burstiness, num_gaps) / (self.burstiness * self.rate_per_s)
+
+
+MAX_TOKENS = 2**24
+
+_EXAMPLES = "128, uniform:64-512, normal:256,64 or lognormal:256,128:16-1024"
+_NUMBER = r"([0-9]+(?:\.[0-9]+)?)"
+_RANGE = re.compile(r"([0-9]+)-([0-9]+)")
+_MOMENTS = re.compile(rf"{_NUMBER},{_NUMBER}(?::([0-9]+-[0-9]+))?")
+
+
+class Lengths(Protocol):
+    """A distribution of token counts."""
+
+    def draw(self, num_draws: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:
+        """Independent draws, each at least 1; shape (num_draws,)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UniformLengths:
+    """Each whole number in [lowest, highest] equally likely. Raises ValueError."""
+
+    lowest: int
+    highest: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.lowest <= self.highest <= MAX_TOKENS:
+            raise ValueError(
+                f"{self.lowest} to {self.highest} tokens are no range of lengths in [1, {MAX_TOKENS}]"
+            )
+
+    def draw(self, num_draws: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:
+        return rng.integers(self.lowest, self.highest, num_draws, endpoint=True)
+
+
+class Shape(StrEnum):
+    """What a distribution looks like around its mean."""
+
+    NORMAL = "normal"
+    LOGNORMAL = "lognormal"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClippedLengths:
+    """A shape with the mean and standard deviation that it has before it is clipped. Raises ValueError."""
+
+    shape: Shape
+    mean: float
+    deviation: float
+    bounds: UniformLengths = UniformLengths(lowest=1, highest=MAX_TOKENS)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.mean <= MAX_TOKENS:
+            raise ValueError(f"a mean of {self.mean:g} tokens is not in [1, {MAX_TOKENS}]")
+
+    def draw(self, num_draws: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:
+        drawn = self._draw(num_draws, rng).clip(self.bounds.lowest, self.bounds.highest)
+        tokens: npt.NDArray[np.int64] = np.rint(drawn).astype(np.int64)
+        return tokens
+
+    def _draw(self, num_draws: int, rng: np.random.Generator) -> npt.NDArray[np.float64]:
+        if self.shape is Shape.NORMAL:
+            return rng.normal(self.mean, self.deviation, num_draws)
+        # The logarithm's own moments, from those of the lengths.
+        variance = math.log1p((self.deviation / self.mean) ** 2)
+        return rng.lognormal(math.log(self.mean) - variance / 2, math.sqrt(variance), num_draws)
+
+
+def parse_lengths(text: str) -> Lengths:
+    """A distribution from its text (see the module). Raises ValueError."""
+    kind, separator, arguments = text.partition(":")
+    if not separator and re.fullmatch(r"[0-9]+", kind):
+        return UniformLengths(lowest=int(kind), highest=int(kind))
+    if kind == "uniform" and (found := _RANGE.fullmatch(arguments)):
+        return _range(found)
+    if kind in tuple(Shape) and (found := _MOMENTS.fullmatch(arguments)):
+        mean, deviation, bounds = found.groups()
+        distribution = ClippedLengths(shape=Shape(kind), mean=float(mean), deviation=float(deviation))
+        return distribution if bounds is None else _clipped(distribution, bounds)
+    raise ValueError(f"{text!r} is no distribution of lengths; write for example {_EXAMPLES}")
+
+
+def _range(found: re.Match[str]) -> UniformLengths:
+    return UniformLengths(lowest=int(found[1]), highest=int(found[2]))
+
+
+def _clipped(distribution: ClippedLengths, bounds: str) -> ClippedLengths:
+    found = _RANGE.fullmatch(bounds)
+    assert found is not None, "the pattern around it has matched it"
+    return ClippedLengths(
+        shape=distribution.shape,
+        mean=distribution.mean,
+        deviation=distribution.deviation,
+        bounds=_range(found),
+    )
 
 
 class Purpose(IntEnum):
@@ -117,3 +268,25 @@ def _times_s(spec: LoadSpec) -> npt.NDArray[np.float64]:
         return spec.arrivals.first(spec.num_requests, rng)
     assert spec.duration_s is not None, "checked when the specification was made"
     return spec.arrivals.within(spec.duration_s, rng)
+
+
+class Prompts:
+    """Random token ids in [0, vocab_size), a function of the specification's seed and the request's index."""
+
+    def __init__(self, spec: LoadSpec, vocab_size: int) -> None:
+        self._spec = spec
+        self._vocab_size = vocab_size
+        self._prefix = cache(self._make_prefix)
+
+    def token_ids(self, request: PlannedRequest) -> list[int]:
+        """The shared prefix of the request's group, and tokens of its own behind it."""
+        num_own = request.prompt_tokens - self._spec.shared_prefix_tokens
+        own = self._draw(num_own, Purpose.PROMPTS, request.index)
+        token_ids: list[int] = np.concatenate((self._prefix(request.prefix_group), own)).tolist()
+        return token_ids
+
+    def _make_prefix(self, group: int) -> npt.NDArray[np.int64]:
+        return self._draw(self._spec.shared_prefix_tokens, Purpose.PREFIXES, group)
+
+    def _draw(self, num_tokens: int, purpose: Purpose, which: int) -> npt.NDArray[np.int64]:
+        return rng_for(self._spec.seed, purpose, which).integers(0, self._vocab_size, num_tokens)

@@ -1,13 +1,185 @@
-"""What a load has shown, as tables for a terminal of 80 columns."""
+"""Reports of a load: progress, tables, JSON, plot."""
 
-from collections.abc import Iterator
+from __future__ import annotations
 
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from stageline.load.metrics import Distribution, Limits, Summary
+from stageline.load.driver import LoadConfig
+from stageline.load.results import Distribution, Limits, LoadRun, RequestRecord, Summary, Tally, timeline
+from stageline.version import VERSION
+from stageline_rpc.v1 import inference_pb2
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+_INTERVAL_S = 0.25
+
+
+@asynccontextmanager
+async def shown_progress(tally: Tally, num_planned: int) -> AsyncIterator[None]:
+    """Shows the tally as it grows, until the block ends."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    with _progress(console) as progress:
+        bar = progress.add_task("", total=num_planned, told="")
+        showing = asyncio.create_task(_show(progress, bar, tally), name="progress")
+        try:
+            yield
+        finally:
+            showing.cancel()
+            await asyncio.wait([showing])
+
+
+def _progress(console: Console) -> Progress:
+    columns = (
+        MofNCompleteColumn(),
+        BarColumn(bar_width=20),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[told]}"),
+    )
+    # Drawn by the event loop: a thread of its own would hold up the clock of what arrives.
+    return Progress(*columns, console=console, auto_refresh=False, transient=True)
+
+
+async def _show(progress: Progress, bar: TaskID, tally: Tally) -> None:
+    before = 0
+    while True:
+        await asyncio.sleep(_INTERVAL_S)
+        tokens_per_s = (tally.output_tokens - before) / _INTERVAL_S
+        before = tally.output_tokens
+        progress.update(
+            bar,
+            completed=tally.num_completed + tally.num_failed,
+            told=f"{tally.num_running} running, {tally.num_failed} failed, {tokens_per_s:.0f} tokens/s",
+            refresh=True,
+        )
+
+
+_DIGITS = 6  # microseconds
+
+
+def json_report(
+    config: LoadConfig,
+    model: inference_pb2.GetModelResponse,
+    run: LoadRun,
+    summary: Summary,
+    *,
+    started_at: str,
+) -> str:
+    """Configuration, model, numbers, the course over time, and a record of each request that came due."""
+    facts = {
+        "stageline": VERSION,
+        "started_at": started_at,
+        "is_interrupted": run.is_interrupted,
+        "configuration": asdict(config),
+        "model": {
+            "name": model.name,
+            "fingerprint": model.fingerprint,
+            "vocab_size": model.vocab_size,
+            "max_sequence_tokens": model.max_sequence_tokens,
+        },
+        "percentiles": "linear",
+        "summary": asdict(summary),
+        "timeline": asdict(timeline(run)),
+        "requests": [_record_facts(record, config.limits) for record in run.records],
+    }
+    lines = (
+        f"{json.dumps(name)}: {json.dumps(_plain(fact), allow_nan=False)}" for name, fact in facts.items()
+    )
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _record_facts(record: RequestRecord, limits: Limits) -> dict[str, object]:
+    planned = asdict(record.planned)
+    seen = asdict(record)
+    del seen["planned"]
+    return {
+        "index": planned.pop("index"),
+        "due_s": planned.pop("time_s"),
+        **planned,
+        **seen,
+        "is_good": limits.are_met(record),
+    }
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can carry: an infinite rate becomes "inf", and times lose what a clock cannot tell."""
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, float):
+        return round(value, _DIGITS) if math.isfinite(value) else str(value)
+    return value
+
+
+FORMATS = (".svg", ".png")
+
+_SIZE_INCHES = (10.0, 7.0)
+_MS = 1e3
+
+
+def check_plot(path: Path) -> None:
+    """Raises ValueError for a name that is no picture's, and where matplotlib is not installed."""
+    if path.suffix not in FORMATS:
+        raise ValueError(f"{str(path)!r} ends with none of {', '.join(FORMATS)}")
+    try:
+        import matplotlib.figure  # noqa: F401 - imported late: it takes a while, and most runs draw nothing
+    except ImportError:
+        raise ValueError(
+            "a plot needs matplotlib: install it with `pip install 'stageline[bench]'`"
+        ) from None
+
+
+def save_plot(run: LoadRun, title: str, path: Path) -> None:
+    """TTFT and ITL as cumulative distributions; output tokens per second and concurrency over time."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=_SIZE_INCHES, layout="constrained")  # no window: it is drawn with Agg or as SVG
+    figure.suptitle(title)
+    axes = figure.subplots(2, 2)
+    completed = [record for record in run.records if record.is_complete]
+    _draw_cdf(axes[0, 0], "time to first token", [record.ttft_s for record in completed])
+    _draw_cdf(axes[0, 1], "inter-token latency", [gap_s for record in completed for gap_s in record.gaps_s])
+    course = timeline(run)
+    edges_s = np.arange(len(course.concurrency) + 1) * course.interval_s
+    _draw_course(axes[1, 0], "output tokens per second", course.output_tokens_per_s, edges_s.tolist())
+    _draw_course(axes[1, 1], "requests running", course.concurrency, edges_s.tolist())
+    figure.savefig(path)
+
+
+def _draw_cdf(axes: Axes, name: str, values_s: list[float]) -> None:
+    values_ms = np.sort(np.array(values_s)) * _MS
+    if values_ms.size:
+        axes.ecdf(values_ms)
+        for percent in (50, 99):
+            at_ms = float(np.percentile(values_ms, percent))
+            axes.axvline(at_ms, linestyle=":", color="gray")
+            axes.annotate(f" p{percent} {at_ms:.1f} ms", (at_ms, percent / 100), va="top")
+    axes.set(xlabel=f"{name} [ms]", ylabel="share of samples", xlim=(0, None), ylim=(0, 1))
+
+
+def _draw_course(axes: Axes, name: str, values: list[float], edges_s: list[float]) -> None:
+    axes.stairs(values, edges_s, fill=True, alpha=0.6)
+    axes.set(xlabel="time [s]", ylabel=name, xlim=(0, edges_s[-1]), ylim=(0, None))
+
 
 MAX_LAG_S = 0.02
 MAX_CPU_SHARE = 0.8

@@ -13,9 +13,9 @@ from queue import Full, Queue
 from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult, MetricsData
 from opentelemetry.sdk.resources import Resource
 
-from telemetry.metrics.export_settings import OtlpProtocol
+from telemetry.metrics.registry import Snapshot, TakeSnapshot
 from telemetry.metrics.sdk_form import sdk_metrics
-from telemetry.metrics.snapshot import Snapshot, TakeSnapshot
+from telemetry.settings import OtlpProtocol
 
 log = logging.getLogger(__name__)
 

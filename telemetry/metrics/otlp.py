@@ -11,9 +11,8 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, InstrumentationSc
 from opentelemetry.proto.metrics.v1 import metrics_pb2
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 
-from telemetry.metrics.definitions import METRICS
-from telemetry.metrics.metric import Kind, Label, Metric, Process
-from telemetry.metrics.snapshot import Buckets, MetricPoints, Point, Snapshot
+from telemetry.metrics.definitions import METRICS, Kind, Label, Metric, Process
+from telemetry.metrics.registry import Buckets, MetricPoints, Point, Snapshot
 
 SCOPE = "stageline"
 _CUMULATIVE = metrics_pb2.AGGREGATION_TEMPORALITY_CUMULATIVE

@@ -9,9 +9,8 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric as FamilyText
 from prometheus_client.registry import Collector
 
-from telemetry.metrics.definitions import WORKER
-from telemetry.metrics.metric import Kind, Metric, Process
-from telemetry.metrics.snapshot import Buckets, MetricPoints, Snapshot
+from telemetry.metrics.definitions import WORKER, Kind, Metric, Process
+from telemetry.metrics.registry import Buckets, MetricPoints, Snapshot
 
 _Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 

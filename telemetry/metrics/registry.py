@@ -1,15 +1,55 @@
-"""The values of one process's metrics: plain numbers with one owner, the event loop, and no lock.
+"""Metric values of one process and their snapshots.
 
 Adding to a number takes some 50 ns, observing a value some 200 ns; a snapshot copies all of them.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from telemetry.metrics.definitions import SERIES_OVERFLOWS
-from telemetry.metrics.metric import OTHER, Kind, Metric
-from telemetry.metrics.snapshot import Buckets, MetricPoints, Point, Snapshot
+from telemetry.metrics.definitions import OTHER, SERIES_OVERFLOWS, Kind, Metric
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """A histogram: how many values fell into each bucket, the one above all bounds last, and their sum."""
+
+    counts: tuple[int, ...]
+    sum: float
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One series; `labels` are the values of the metric's labels, in their order."""
+
+    labels: tuple[str, ...]
+    value: float | Buckets
+
+
+@dataclass(frozen=True, slots=True)
+class MetricPoints:
+    """All series of one metric."""
+
+    metric: Metric
+    points: tuple[Point, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Times are Unix times in nanoseconds; counters and histograms count from `start_ns` on."""
+
+    start_ns: int
+    time_ns: int
+    metrics: tuple[MetricPoints, ...]
+
+
+TakeSnapshot = Callable[[], Snapshot]
+"""To be called on the event loop."""
 
 
 class Number:

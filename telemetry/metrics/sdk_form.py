@@ -17,9 +17,9 @@ from opentelemetry.sdk.metrics.export import Metric as SdkMetric
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
-from telemetry.metrics.metric import Kind, Metric
+from telemetry.metrics.definitions import Kind, Metric
 from telemetry.metrics.otlp import SCOPE
-from telemetry.metrics.snapshot import Buckets, MetricPoints, Point, Snapshot
+from telemetry.metrics.registry import Buckets, MetricPoints, Point, Snapshot
 
 _CUMULATIVE = AggregationTemporality.CUMULATIVE
 

@@ -16,7 +16,7 @@ from collections import Counter
 from pathlib import Path
 from typing import ClassVar
 
-from stageline.entry import main
+from stageline.__main__ import main
 
 COUNTS_VARIABLE = "STAGELINE_CHURN_COUNTS"
 ALLOCATED = "allocated blocks"

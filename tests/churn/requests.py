@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import aiohttp
 
 from stageline import Client, Detach, InvalidRequest, RequestNotFound
-from stageline.errors import Cancelled, DeadlineExceeded
+from stageline.client.errors import Cancelled, DeadlineExceeded
 from tests.mock_answers import mock_tokens
 from wire.ids import id_text, new_request_id
 

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from deploy import LocalCluster, LocalClusterConfig
-from stage_worker.device_errors import DEVICE_FAILED_EXIT_CODE
+from stage_worker.backends.contract import DEVICE_FAILED_EXIT_CODE
 from stageline import Client
 from stageline_rpc.v1 import cluster_pb2
 from tests.e2e.clusters import START_TIMEOUT_S, VOCAB_SIZE, is_idle, is_serving, tokens_of, wait_for_status

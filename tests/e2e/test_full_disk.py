@@ -24,7 +24,7 @@ from tests.e2e.commands import ENVIRONMENT, run_stageline
 from tests.faults.streams import Stream, mixed_asks
 from tests.mock_answers import mock_tokens
 from wire.channels import client_channel
-from wire.status_details import DETAILS_KEY
+from wire.interceptors import DETAILS_KEY
 
 VOCAB_SIZE = 1000
 DISK_BYTES = 4 * 2**20

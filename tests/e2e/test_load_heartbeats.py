@@ -21,7 +21,7 @@ from tests.integration import doubles
 from tests.integration.doubles import CoordinatorDouble, WorkerLink
 from tests.integration.stage_bench import assign_message, new_assignment
 from tests.zero_checkpoint import write_zero_checkpoint
-from wire.roles import StageRole
+from wire.ids import StageRole
 
 HEARTBEAT_MS = 500
 MOST_SILENCE_S = 1.5

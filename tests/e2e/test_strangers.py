@@ -22,11 +22,11 @@ from tests.e2e.commands import ENVIRONMENT, run_stageline
 from tests.mock_answers import mock_tokens
 from wire.channels import PROTOCOL_VERSION, client_channel
 from wire.errors import StepFaultKind
-from wire.forward_call import open_forward
 from wire.ids import new_incarnation
-from wire.secret_files import state_directory, token_path
+from wire.stage_calls import open_forward
 from wire.step_codec import encode_fault
 from wire.steps import FaultReport
+from wire.user_files import state_directory, token_path
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -15,7 +15,7 @@ from stageline import Client
 from tests.e2e.clusters import START_TIMEOUT_S, tokens_of
 from tests.e2e.commands import ENVIRONMENT, run_stageline
 from tests.e2e.terminal import CTRL_C, Terminal
-from wire.secret_files import write_secret
+from wire.user_files import write_secret
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 

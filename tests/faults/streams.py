@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from stageline import Client, StagelineError
-from stageline.errors import ServerError
-from stageline.output import FinishReason, Usage
+from stageline.client.errors import ServerError
+from stageline.client.output import FinishReason, Usage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

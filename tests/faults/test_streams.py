@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from stageline import StagelineError, StepFailed, Unavailable
-from stageline.errors import ServerError
-from stageline.output import FinishReason
+from stageline.client.errors import ServerError
+from stageline.client.output import FinishReason
 from tests.faults.streams import Ask, Stream, longest_silence_s, mixed_asks
 
 EXPECTED = [5, 6, 7, 8]

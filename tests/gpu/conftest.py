@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from stage_worker.device import prepare_process, prepare_thread
+from stage_worker.backends.torch_device import prepare_process, prepare_thread
 
 DEVICE_VARIABLE = "STAGELINE_GPU_TEST_DEVICE"
 

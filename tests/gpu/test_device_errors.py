@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from stage_worker.device import fault_kind_of, free_memory
+from stage_worker.backends.torch_device import fault_kind_of, free_memory
 from wire.errors import StepFaultKind
 
 pytestmark = pytest.mark.gpu
@@ -32,7 +32,7 @@ def test_a_device_side_assert_is_a_failure_of_the_device(prepared: torch.device)
         pytest.skip("a CPU raises IndexError")
     script = (
         "import torch\n"
-        "from stage_worker.device import fault_kind_of\n"
+        "from stage_worker.backends.torch_device import fault_kind_of\n"
         f"device = torch.device({str(prepared)!r})\n"
         "try:\n"
         "    torch.zeros(4, device=device)[torch.tensor([9], device=device)].cpu()\n"

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from checkpoint import Checkpoint, DType
 from kvcache.pages import KvPages
-from stage_worker.models import TORCH_DTYPES, DecoderStage
-from stage_worker.slice_layout import SliceLayout
+from stage_worker.model.decoder import DecoderStage
+from stage_worker.model.layer_weights import TORCH_DTYPES
+from stage_worker.validation import SliceLayout
 from tests.checkpoints import load_reference, make_checkpoint
 from tests.e2e.clusters import random_prompt, reference_tokens
 from tests.local_pipeline import LocalPipeline

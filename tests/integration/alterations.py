@@ -13,7 +13,7 @@ from wire.errors import StepFaultKind
 from wire.frames import Frame, frame_checksum
 from wire.ids import SequenceKey, new_request_id
 from wire.step_codec import encode_step
-from wire.steps import Decode, Prefill, SequenceSignal, Slice, Step
+from wire.steps import Decode, Prefill, SequenceSignal, Step, StepSlice
 from wire.tensors import TensorView
 
 
@@ -130,11 +130,11 @@ def change_step(change: Callable[[Step], Step]) -> Alteration:
     return changed
 
 
-def change_slice(change: Callable[[Slice], Slice]) -> Alteration:
+def change_slice(change: Callable[[StepSlice], StepSlice]) -> Alteration:
     return change_step(lambda step: replace(step, slices=(change(step.slices[0]), *step.slices[1:])))
 
 
-def _later(part: Slice) -> Slice:
+def _later(part: StepSlice) -> StepSlice:
     step = part.inference_step
     if isinstance(step, Decode):
         return replace(part, inference_step=Decode(step.position + 1))
@@ -142,7 +142,7 @@ def _later(part: Slice) -> Slice:
     return replace(part, inference_step=Prefill(step.start + 1, step.num_tokens, step.num_prefill_tokens + 1))
 
 
-def _of_nobody(part: Slice) -> Slice:
+def _of_nobody(part: StepSlice) -> StepSlice:
     return replace(part, sequence=SequenceKey(new_request_id(), 0))
 
 

@@ -11,8 +11,7 @@ import grpc
 
 from stageline_rpc.v1 import inference_pb2, inference_pb2_grpc
 from tests.integration.cluster import DEADLINE_S, Ask
-from wire.calls import ATTACH_SECRET_KEY
-from wire.channels import CHANNEL_OPTIONS
+from wire.channels import ATTACH_SECRET_KEY, CHANNEL_OPTIONS
 from wire.ids import id_text, new_request_id
 
 SECRET = "the-attach-secret-of-every-test-request"

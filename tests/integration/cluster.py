@@ -8,29 +8,29 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from coordinator.app import CoordinatorServer
 from coordinator.config import CoordinatorConfig
 from coordinator.model import ServedModel, open_model
-from coordinator.text.tokenizer import load_text_codec
-from coordinator.timing import ClusterTiming
+from coordinator.recovery.policy import RecoveryPolicy
+from coordinator.server import CoordinatorServer
+from stage_worker.backends.mock_spec import MockSpec
 from stage_worker.config import WorkerConfig
-from stage_worker.mock.spec import MockSpec
-from stage_worker.worker import Worker
-from stageline.client import Client
-from stageline.errors import StagelineError
-from stageline.output import FinishReason, Usage
+from stage_worker.server import Worker
+from stageline.client.client import Client
+from stageline.client.errors import StagelineError
+from stageline.client.output import FinishReason, Usage
 from stageline_rpc.v1 import cluster_pb2
-from telemetry.environment import NO_SETTINGS, TelemetrySettings
+from telemetry.settings import NO_SETTINGS, TelemetrySettings
 from tests.integration.stream_proxy import CoordinatorProxy, HopProxy
+from text.tokenizer import load_text_codec
 from wire.ids import RequestId, id_text, new_request_id
-from wire.wire_dtypes import WireDType
+from wire.tensors import WireDType
 
 DEADLINE_S = 30.0
 """For everything that has to happen at all; nothing waits this long unless it is broken."""
 
 TOKEN = "token-of-the-operators-of-tests"
 
-TEST_TIMING = ClusterTiming(
+TEST_TIMING = RecoveryPolicy(
     heartbeat_interval_s=0.05, lease_s=10.0, epoch_timeout_s=10.0, recovery_timeout_s=10.0
 )
 
@@ -115,7 +115,7 @@ class Cluster:
         max_kv_tokens: int = 1024,
         queue_size: int = 256,
         worker_memory_bytes: int = 64 * 1024 * 1024,
-        timing: ClusterTiming = TEST_TIMING,
+        timing: RecoveryPolicy = TEST_TIMING,
         waits: bool = True,
         has_text: bool = False,
         prefix_cache: bool = True,

@@ -15,7 +15,7 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many of these tests hold frames back, on machines that may be slow, and want no step to be overdue."""
-    monkeypatch.setattr("coordinator.scheduling.patience.MIN_PATIENCE_S", 60.0)
+    monkeypatch.setattr("coordinator.scheduler.in_flight.MIN_PATIENCE_S", 60.0)
 
 
 @pytest.fixture(scope="session")

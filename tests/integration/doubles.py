@@ -15,9 +15,8 @@ import grpc
 from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc, stage_pb2, stage_pb2_grpc
 from tests.frame_messages import add_chunk
 from wire.channels import bind, client_channel, new_server
-from wire.frames import Frame, FrameAssembler
+from wire.frames import Frame, FrameAssembler, decode_result_frame
 from wire.ids import Incarnation, new_incarnation
-from wire.result_frames import decode_result_frame
 from wire.step_codec import decode_fault
 from wire.steps import FaultReport, StepResult
 

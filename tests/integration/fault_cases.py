@@ -13,7 +13,7 @@ from wire.errors import StepFaultKind
 from wire.frames import frame_checksum
 from wire.ids import SequenceKey, new_request_id
 from wire.step_codec import encode_step
-from wire.steps import Decode, EndRecord, Prefill, SequenceSignal, Slice, StartRecord, Step
+from wire.steps import Decode, EndRecord, Prefill, SequenceSignal, StartRecord, Step, StepSlice
 from wire.tensors import TensorView
 
 Messages = Iterable[stage_pb2.ForwardRequest]
@@ -47,7 +47,7 @@ def _changed(**changes: object) -> Callable[[Step, TensorView], Messages]:
     return lambda step, hidden: _frame(replace(step, **changes), hidden)
 
 
-def _with_slice(change: Callable[[Slice], Slice]) -> Callable[[Step, TensorView], Messages]:
+def _with_slice(change: Callable[[StepSlice], StepSlice]) -> Callable[[Step, TensorView], Messages]:
     return lambda step, hidden: _frame(
         replace(step, slices=(change(step.slices[0]), *step.slices[1:])), hidden
     )
@@ -74,21 +74,21 @@ def _twice(step: Step, _: TensorView) -> Messages:
     return _frame(doubled, hidden_for(doubled, HIDDEN_SIZE))
 
 
-def _unknown_sequence(part: Slice) -> Slice:
+def _unknown_sequence(part: StepSlice) -> StepSlice:
     return replace(part, sequence=SequenceKey(new_request_id(), 0))
 
 
-def _later(part: Slice) -> Slice:
+def _later(part: StepSlice) -> StepSlice:
     assert isinstance(part.inference_step, Decode)
     return replace(part, inference_step=Decode(part.inference_step.position + 1))
 
 
-def _earlier(part: Slice) -> Slice:
+def _earlier(part: StepSlice) -> StepSlice:
     assert isinstance(part.inference_step, Decode)
     return replace(part, inference_step=Decode(part.inference_step.position - 1))
 
 
-def _as_prefill(part: Slice) -> Slice:
+def _as_prefill(part: StepSlice) -> StepSlice:
     position = part.first_position
     return replace(part, inference_step=Prefill(position, 1, position + 1))
 

@@ -7,15 +7,15 @@ from dataclasses import astuple, dataclass
 
 import psutil
 
-from coordinator.requests.attachment import Attachment
-from coordinator.requests.request import Request
-from coordinator.requests.transcript import Transcript
-from coordinator.scheduling.sequence import Sequence
+from coordinator.engine.output_buffer import OutputBuffer
+from coordinator.engine.output_stream import OutputStream
+from coordinator.engine.request import Request
+from coordinator.scheduler.sequence import Sequence
 
 _CALLS = ("_ServicerContext", "_AioCall")
 """One per call that grpc serves, one per call that it makes: types of its C core, which have only names."""
 
-_REQUESTS = (Request, Attachment, Transcript, Sequence)
+_REQUESTS = (Request, OutputStream, OutputBuffer, Sequence)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from stageline.output import TokenLogprobs
+from stageline.client.output import TokenLogprobs
 from tests.checkpoints import load_reference
 
 TOLERANCE = 1e-4

@@ -16,11 +16,10 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2_grpc import (
 )
 from prometheus_client.parser import text_string_to_metric_families
 
-from coordinator.observing.coordinator_metrics import CoordinatorMetrics
+from coordinator.observability.metrics import CoordinatorMetrics
+from stage_worker.backends.mock_spec import MockSpec
 from stage_worker.config import WorkerConfig
-from stage_worker.mock.spec import MockSpec
-from telemetry.environment import TelemetrySettings
-from telemetry.metrics.export_settings import MetricsExport
+from telemetry.settings import MetricsExport, TelemetrySettings
 from tests.integration.cluster import DEADLINE_S, Cluster
 
 VOCAB_SIZE = 512

@@ -7,10 +7,10 @@ import json
 import logging
 from collections.abc import Sequence
 
-from coordinator.scheduling.answers import Progress
-from coordinator.scheduling.scheduler import Scheduler
-from stageline.client import Client
-from stageline.errors import StagelineError
+from coordinator.scheduler.batch import SequenceUpdate
+from coordinator.scheduler.scheduler import Scheduler
+from stageline.client.client import Client
+from stageline.client.errors import StagelineError
 from tests.integration.test_mock_cluster import mock_cluster
 from wire.steps import StepResult
 
@@ -21,7 +21,7 @@ def count_ends_twice() -> None:
     """The planted defect: the last token of a choice is delivered again."""
     complete = Scheduler.complete
 
-    def doubled(self: Scheduler, result: StepResult, now_s: float) -> Sequence[Progress]:
+    def doubled(self: Scheduler, result: StepResult, now_s: float) -> Sequence[SequenceUpdate]:
         progress = complete(self, result, now_s)
         return [each for one in progress for each in [one] * (1 if one.finish_reason is None else 2)]
 

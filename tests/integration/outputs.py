@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterable
 from dataclasses import dataclass, field
 
-from stageline.output import FinishReason, GenerateOutput, TokenLogprobs, Usage
+from stageline.client.output import FinishReason, GenerateOutput, TokenLogprobs, Usage
 
 
 @dataclass(eq=False)

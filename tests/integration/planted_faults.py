@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stage_worker.models import DecoderStage
-from stage_worker.models.step_layout import StepLayout
-from stage_worker.slice_layout import SliceLayout
+from stage_worker.model.decoder import DecoderStage
+from stage_worker.model.step_layout import StepLayout
+from stage_worker.validation import SliceLayout
 
 Plant = Callable[[DecoderStage], None]
 """Makes a loaded stage faulty."""

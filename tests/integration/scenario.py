@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import torch
 
 from stage_worker.assignment import Assignment
-from stage_worker.loading import WorkerResources, load_stage
-from stage_worker.outputs import HandedOn, StageOutput
-from stage_worker.tensor_views import from_view
+from stage_worker.backends.contract import HandedOn, StageOutput
+from stage_worker.backends.tensor_views import from_view
+from stage_worker.loading.stage_loader import WorkerResources, load_stage
 from tests.frame_messages import encode_frame
 from tests.integration.doubles import PredecessorDouble
 from tests.integration.stage_bench import Log, StageBench, hidden_for

@@ -9,15 +9,14 @@ from pathlib import Path
 import torch
 
 from checkpoint import Checkpoint, DType
-from coordinator.scheduling.kv_log import KvLog
-from coordinator.scheduling.order import QueueOrder
-from coordinator.scheduling.pace import SchedulerLimits
-from coordinator.scheduling.scheduler import Scheduler
-from coordinator.scheduling.sequence import Sequence
+from coordinator.scheduler.kv_manager import KvCacheManager
+from coordinator.scheduler.policy import SchedulerLimits
+from coordinator.scheduler.scheduler import Scheduler
+from coordinator.scheduler.sequence import QueueOrder, Sequence
 from stage_worker.assignment import Assignment
+from stage_worker.backends.tensor_views import to_view
 from stage_worker.config import WorkerConfig
-from stage_worker.tensor_views import to_view
-from stage_worker.worker import Worker
+from stage_worker.server import Worker
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
 from tests.integration.doubles import (
     CoordinatorDouble,
@@ -27,8 +26,7 @@ from tests.integration.doubles import (
     WorkerLink,
 )
 from wire.channels import PROTOCOL_VERSION
-from wire.ids import Incarnation, RequestId, SequenceKey, new_incarnation, new_request_id
-from wire.roles import StageRole
+from wire.ids import Incarnation, RequestId, SequenceKey, StageRole, new_incarnation, new_request_id
 from wire.steps import Step, StepResult, StepSampling
 from wire.tensors import DTYPE_TO_MESSAGE, TensorView
 
@@ -122,7 +120,7 @@ class Log:
     def begin(self, epoch: int) -> None:
         if self.scheduler.kv is not None:
             self.scheduler.end_epoch()
-        kv = KvLog(num_blocks=self._assignment.num_blocks, block_size=self._assignment.block_size)
+        kv = KvCacheManager(num_blocks=self._assignment.num_blocks, block_size=self._assignment.block_size)
         limits = SchedulerLimits(
             max_step_tokens=self._assignment.max_step_tokens,
             max_step_sequences=self._assignment.max_step_sequences,

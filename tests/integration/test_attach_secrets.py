@@ -8,17 +8,15 @@ from typing import Any
 import grpc
 import pytest
 
-from coordinator.requests.attach_secret import check_attach_secret, digest_of, new_attach_secret
+from coordinator.engine.request import check_attach_secret, digest_of, new_attach_secret
 from stageline import Client, PermissionDenied
 from stageline import new_attach_secret as client_secret
-from stageline.errors import InvalidRequest
-from stageline.status_details import StatusDetails
+from stageline.client.errors import InvalidRequest, StatusDetails
 from stageline_rpc.v1 import inference_pb2, inference_pb2_grpc
 from tests.integration.calls import message
 from tests.integration.cluster import DEADLINE_S, TOKEN
 from tests.integration.test_mock_cluster import mock_cluster
-from wire.calls import ATTACH_SECRET_KEY, AUTHORIZATION_KEY
-from wire.channels import client_channel
+from wire.channels import ATTACH_SECRET_KEY, AUTHORIZATION_KEY, client_channel
 from wire.errors import AttachSecretMismatch
 from wire.errors import InvalidRequest as Refused
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.scheduling.lifecycle import SequenceState
+from coordinator.scheduler.sequence import SequenceState
 from stageline_rpc.v1 import cluster_pb2
 from tests.integration.asks import SoloRuns, mixed_asks
 from tests.integration.calls import Caller, StatusCode, again, message, message_of, until

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from stage_worker.loading import load_stage
+from stage_worker.loading.stage_loader import load_stage
 from tests.integration.alterations import FRAME_FAULTS, FrameFault, cut, delay
 from tests.integration.asks import SoloRuns, mixed_asks
 from tests.integration.cluster import Cluster
@@ -47,7 +47,7 @@ def solo(varied_llama: Path) -> SoloRuns:
 @pytest.fixture
 def num_loads() -> Iterator[mock.Mock]:
     """Counts how often any worker of this process loads weights."""
-    with mock.patch("stage_worker.torch_backend.load_stage", side_effect=load_stage) as spy:
+    with mock.patch("stage_worker.backends.torch_backend.load_stage", side_effect=load_stage) as spy:
         yield spy
 
 

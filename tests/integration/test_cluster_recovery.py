@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from coordinator.cluster.pipeline_link import PipelineLink
-from stage_worker.hop import Hop
-from stage_worker.session import EpochSession
-from stageline.errors import ServerError
+from coordinator.cluster.pipeline import PipelineLink
+from stage_worker.epoch_session import EpochSession
+from stage_worker.next_stage_stream import NextStageStream
+from stageline.client.errors import ServerError
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
-from telemetry.environment import DISABLED
+from telemetry.settings import DISABLED
 from tests.checkpoints import make_checkpoint
 from tests.integration.alterations import cut, drop, flip_byte
 from tests.integration.asks import VOCAB_SIZE, SoloRuns, mixed_asks
@@ -227,7 +227,7 @@ class Footprint:
     @classmethod
     def of_this_process(cls) -> "Footprint":
         gc.collect()
-        kinds = (EpochSession, Hop, PipelineLink)
+        kinds = (EpochSession, NextStageStream, PipelineLink)
         return cls(
             num_tasks=len(asyncio.all_tasks()),
             num_files=len(os.listdir("/proc/self/fd")),

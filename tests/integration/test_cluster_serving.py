@@ -8,8 +8,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from stageline.client import Client
-from stageline.errors import Overloaded, RequestExists, StagelineError
+from stageline.client.client import Client
+from stageline.client.errors import Overloaded, RequestExists, StagelineError
 from stageline_rpc.v1 import cluster_pb2, inference_pb2, inference_pb2_grpc
 from tests.integration.asks import SoloRuns, mixed_asks
 from tests.integration.cluster import DEADLINE_S, Answer, Ask, Cluster

@@ -10,8 +10,8 @@ from typing import Any
 import aiohttp
 from rich.console import Console
 
-from stageline.cli.top_view import Frame, top_view
-from stageline.errors import Cancelled
+from stageline.cli.top import Frame, top_view
+from stageline.client.errors import Cancelled
 from stageline_rpc.v1 import telemetry_pb2
 from tests.integration.asks import mixed_asks
 from tests.integration.cluster import DEADLINE_S, Cluster

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from playwright.async_api import Browser, Page, Route, async_playwright, expect
 
-from coordinator.observing.trace_reader import TraceReader
+from coordinator.observability.trace_reader import TraceReader
 from tests.integration.asks import mixed_asks
 from tests.integration.cluster import Cluster
 from tests.integration.test_dashboard import TOKEN, served, url

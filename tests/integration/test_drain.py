@@ -13,15 +13,14 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from stageline.cli import main
-from stageline.errors import Unavailable, WorkerNotFound
-from stageline.status_details import StatusDetails
+from stageline.client.errors import StatusDetails, Unavailable, WorkerNotFound
 from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc
 from tests.integration.asks import mixed_asks
 from tests.integration.cluster import DEADLINE_S, TEST_TIMING, TOKEN, Ask, Cluster
 from tests.integration.test_mock_cluster import VOCAB_SIZE, check, has_tokens, mock_cluster, until
 from tests.mock_answers import mock_tokens
 from wire.channels import client_channel
-from wire.secret_files import write_secret
+from wire.user_files import write_secret
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 INFERENCE, STAGE = "stageline.v1.Inference", "stageline.v1.Stage"

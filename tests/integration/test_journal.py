@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from stageline.completion import Completion, Completions
-from stageline.errors import Unavailable
-from stageline.output import GenerateOutput
+from stageline.client.errors import Unavailable
+from stageline.client.output import Completion, Completions, GenerateOutput
 from stageline_rpc.v1 import cluster_pb2
 from tests.integration.calls import SECRET
 from tests.integration.cluster import DEADLINE_S, TEST_TIMING, Cluster

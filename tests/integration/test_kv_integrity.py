@@ -10,8 +10,8 @@ from unittest import mock
 
 import pytest
 
-from kvcache import BlockPool, integrity_monitor
-from stage_worker import session
+from kvcache import BlockPool, integrity
+from stage_worker import epoch_session
 from stageline_rpc.v1 import cluster_pb2
 from tests.integration.asks import mixed_asks
 from tests.integration.cluster import DEADLINE_S, Ask, Cluster
@@ -23,15 +23,15 @@ LAYERS = (1, 2)
 def at_every_poll() -> Iterator[None]:
     """While nothing is computed, the accounting is checked all the time."""
     with (
-        mock.patch.object(integrity_monitor, "IDLE_POLLS", 1),
-        mock.patch.object(session, "IDLE_CHECK_INTERVAL_S", 0.05),
+        mock.patch.object(integrity, "IDLE_POLLS", 1),
+        mock.patch.object(epoch_session, "IDLE_CHECK_INTERVAL_S", 0.05),
     ):
         yield
 
 
 @pytest.fixture
 def every_eighth_step() -> Iterator[None]:
-    with mock.patch.object(integrity_monitor, "CHECK_INTERVAL_STEPS", 8):
+    with mock.patch.object(integrity, "CHECK_INTERVAL_STEPS", 8):
         yield
 
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from stageline.errors import ServerError
-from stageline.output import TokenLogprobs
+from stageline.client.errors import ServerError
+from stageline.client.output import TokenLogprobs
 from tests.checkpoints import make_checkpoint
 from tests.integration.asks import mixed_asks
 from tests.integration.calls import until

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from stageline.errors import InvalidRequest, ServerError, StagelineError
+from stageline.client.errors import InvalidRequest, ServerError, StagelineError
 from stageline_rpc.v1 import cluster_pb2
 from telemetry.logs import PACKAGES
 from tests.integration.alterations import flip_byte

@@ -8,7 +8,7 @@ from collections import Counter
 import grpc
 import pytest
 
-from stageline.status_details import StatusDetails
+from stageline.client.errors import StatusDetails
 from stageline_rpc.v1 import inference_pb2, inference_pb2_grpc
 from tests.integration.cluster import Cluster
 from tests.integration.test_mock_cluster import mock_cluster

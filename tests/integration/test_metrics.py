@@ -4,7 +4,7 @@ import asyncio
 
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from stageline.errors import Cancelled
+from stageline.client.errors import Cancelled
 from tests.integration.asks import mixed_asks
 from tests.integration.cluster import Ask
 from tests.integration.metrics_cluster import HIDDEN, MetricsCluster, Scraped, stages

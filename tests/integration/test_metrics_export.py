@@ -6,12 +6,11 @@ from dataclasses import replace
 import grpc
 import pytest
 
-from stage_worker.metrics_export import CoordinatorExport
-from telemetry.environment import TelemetrySettings
-from telemetry.metrics.export_settings import MetricsExport, OtlpProtocol
-from telemetry.metrics.metric import Process
+from stage_worker.metrics import CoordinatorExport
+from telemetry.metrics.definitions import Process
 from telemetry.metrics.otlp import decode_metrics, resource_attributes
-from telemetry.metrics.snapshot import Snapshot
+from telemetry.metrics.registry import Snapshot
+from telemetry.settings import MetricsExport, OtlpProtocol, TelemetrySettings
 from tests.integration.asks import mixed_asks
 from tests.integration.metrics_cluster import MetricsCluster
 from tests.metrics_collector import DEADLINE_S, MetricsCollector
@@ -116,7 +115,7 @@ async def test_a_worker_tells_the_coordinator_again_and_again() -> None:
 async def test_a_coordinator_that_does_not_answer_costs_one_export_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("stage_worker.metrics_export.DEADLINE_S", 0.05)
+    monkeypatch.setattr("stage_worker.metrics.DEADLINE_S", 0.05)
     async with MetricsCollector() as coordinator:
         coordinator.may_answer.clear()
         export = CoordinatorExport(coordinator.address, worker_snapshot, RESOURCE, interval_s=0.01)

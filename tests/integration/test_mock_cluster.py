@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from coordinator.scheduling.scheduler import Scheduler
+from coordinator.scheduler.scheduler import Scheduler
+from stage_worker.backends.mock_spec import MockSpec
 from stage_worker.config import WorkerConfig
-from stage_worker.control import JoinRefused
-from stage_worker.mock.spec import MockSpec
-from stage_worker.worker import Worker
-from stageline.errors import InvalidRequest, StepFailed
+from stage_worker.coordinator_client import JoinRefused
+from stage_worker.server import Worker
+from stageline.client.errors import InvalidRequest, StepFailed
 from stageline_rpc.v1 import cluster_pb2
 from tests.integration.alterations import flip_byte
 from tests.integration.asks import mixed_asks

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from stage_worker.hop import Hop
-from stage_worker.mock.backend import MockBackend
-from stage_worker.mock.spec import MockSpec
+from stage_worker.backends.mock_backend import MockBackend
+from stage_worker.backends.mock_spec import MockSpec
+from stage_worker.next_stage_stream import NextStageStream
 from stageline_rpc.v1 import stage_pb2
 from tests.frame_messages import encode_frame
 from tests.integration.doubles import DEADLINE_S, CoordinatorDouble, NextStageDouble
 from tests.integration.stage_bench import Log, StageBench, assign_message, running_worker, worker_config
-from tests.unit.stage_worker.mock.mock_stages import HIDDEN_SIZE, VOCAB_SIZE, mock_assignment
+from tests.unit.stage_worker.backends.mock_stages import HIDDEN_SIZE, VOCAB_SIZE, mock_assignment
 from wire.errors import StepFault, StepFaultKind
 from wire.ids import new_incarnation
 from wire.step_codec import encode_step
@@ -197,11 +197,11 @@ async def test_a_send_that_fails_while_a_step_is_computed_leaves_nothing_behind(
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
     submissions = Submissions(monkeypatch)
 
-    async def failing(hop: Hop, output: object) -> None:
+    async def failing(hop: NextStageStream, output: object) -> None:
         await submissions.wait(2)
         raise StepFault(StepFaultKind.NEIGHBOUR, "made up")
 
-    monkeypatch.setattr(Hop, "send", failing)
+    monkeypatch.setattr(NextStageStream, "send", failing)
     async with mock_bench(FIRST, "step=300ms") as bench:
         steps = Steps(bench)
         following = steps.after(steps.step)

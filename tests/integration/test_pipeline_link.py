@@ -10,9 +10,9 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from coordinator.cluster.pipeline_link import LinkBroken, PipelineLink
+from coordinator.cluster.pipeline import LinkBroken, PipelineLink
 from stageline_rpc.v1 import stage_pb2
-from wire.forward_call import Messages, forward_handler
+from wire.stage_calls import Messages, forward_handler
 
 DEADLINE_S = 10.0
 

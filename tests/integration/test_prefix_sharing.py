@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import kvcache.chain
+import kvcache.hashing
 from kvcache.pages import KvPages
 from tests.checkpoints import make_checkpoint
 from tests.local_pipeline import LocalPipeline, Request, Run
@@ -111,7 +111,7 @@ def test_prompts_with_equal_hashes_never_share_and_have_their_own_tokens(
     prompts = [random_tokens(3 * BLOCK_SIZE + 2, seed=seed) for seed in (5, 6, 7)]
     expected = [alone(llama, prompt) for prompt in prompts]
     assert expected[0] != expected[1] != expected[2]
-    monkeypatch.setattr(kvcache.chain, "packed_block_hash", lambda packed, salt: len(packed))
+    monkeypatch.setattr(kvcache.hashing, "packed_block_hash", lambda packed, salt: len(packed))
     together = new_pipeline(llama).serve([request(prompt) for prompt in prompts])
     assert together.tokens == expected
     assert together.scheduler.counts.num_cached_tokens == 0

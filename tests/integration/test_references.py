@@ -12,17 +12,17 @@ import grpc
 import pytest
 
 from checkpoint import Checkpoint
-from stage_worker import torch_backend
-from stage_worker.mock.spec import MockSpec
-from stage_worker.reference_request import ReferenceRequest
-from stage_worker.stage_load import LoadedStage, LoadProgress, StageLoadError
-from stage_worker.torch_backend import TorchBackend
+from stage_worker.assignment import ReferenceRequest
+from stage_worker.backends import torch_backend
+from stage_worker.backends.backend import LoadedStage, LoadProgress, StageLoadError
+from stage_worker.backends.mock_spec import MockSpec
+from stage_worker.backends.torch_backend import TorchBackend
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
 from tests.integration.cluster import DEADLINE_S, Ask, Cluster
 from wire.errors import StaleStream
+from wire.peer_secrets import MAX_TRIES
 from wire.reference import Reference
-from wire.reference_call import compute_reference
-from wire.refused_tries import MAX_TRIES
+from wire.stage_calls import compute_reference
 
 
 async def ask(

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-import coordinator.scheduling.generations
-import stage_worker.sequences
+import coordinator.scheduler.scheduler
+import stage_worker.validation
 from stageline_rpc.v1 import cluster_pb2
 from tests.integration.asks import SoloRuns
 from tests.integration.calls import Caller, StatusCode
@@ -36,8 +36,8 @@ def short_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ended sequences are remembered by number, so that memory is bounded, and by so many that it grows for
     minutes. Here the bounds are met in the warm-up.
     """
-    monkeypatch.setattr(stage_worker.sequences, "ENDED_REMEMBERED", 128)
-    monkeypatch.setattr(coordinator.scheduling.generations, "REMEMBERED", 256)
+    monkeypatch.setattr(stage_worker.validation, "ENDED_REMEMBERED", 128)
+    monkeypatch.setattr(coordinator.scheduler.scheduler, "REMEMBERED", 256)
 
 
 async def until_nothing_is_left(cluster: Cluster, before: Footprint | None = None) -> Footprint:

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from stageline.parameters import GenerateOptions
+from stageline.client.request import GenerateOptions
 from tests.checkpoints import make_checkpoint
 from tests.integration.asks import mixed_asks
 from tests.integration.calls import until

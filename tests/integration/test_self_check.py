@@ -15,15 +15,16 @@ import torch
 
 from builtin_model import MODEL_DIRECTORY
 from checkpoint import Checkpoint
-from checkpoint.samples import sampled_ranges
-from coordinator.cluster.self_check import ANSWER_TIMEOUT_S
+from checkpoint.directory import sampled_ranges
+from coordinator.recovery.self_check import ANSWER_TIMEOUT_S
 from kvcache import Removed
-from stage_worker import loading, torch_backend
-from stage_worker.models import DecoderStage
-from stage_worker.models.part_loader import PartsRead
-from stage_worker.models.rope import Rope
-from stage_worker.reference_request import ReferenceRequest
-from stage_worker.torch_backend import TorchBackend
+from stage_worker.assignment import ReferenceRequest
+from stage_worker.backends import torch_backend
+from stage_worker.backends.torch_backend import TorchBackend
+from stage_worker.loading import stage_loader
+from stage_worker.model.decoder import DecoderStage
+from stage_worker.model.parts import PartsRead
+from stage_worker.model.rope import Rope
 from stageline_rpc.v1 import cluster_pb2
 from tests.checkpoints import make_checkpoint
 from tests.integration.alterations import drop
@@ -56,7 +57,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
                 fault(self)
             return read
 
-    monkeypatch.setattr(loading, "DecoderStage", FaultyStage)
+    monkeypatch.setattr(stage_loader, "DecoderStage", FaultyStage)
 
 
 def skips_a_layer(stage: DecoderStage) -> None:
@@ -379,7 +380,7 @@ async def test_a_frame_that_is_lost_in_an_idle_check_is_overdue_like_any_other(
         async with asyncio.timeout(DEADLINE_S):
             await lost.happened.wait()
         checks.check._interval_s = 0.0
-        monkeypatch.setattr("coordinator.scheduling.patience.MIN_PATIENCE_S", 2.0)
+        monkeypatch.setattr("coordinator.scheduler.in_flight.MIN_PATIENCE_S", 2.0)
         async with asyncio.timeout(ANSWER_TIMEOUT_S / 2):
             again = await cluster.generate(ASK.again())
         assert again.tokens == answer.tokens

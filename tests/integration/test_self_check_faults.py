@@ -9,25 +9,20 @@ import pytest
 from torch import Tensor
 
 from checkpoint import Checkpoint, DType
-from coordinator.cluster.self_check_script import texts_for, write_script
-from coordinator.cluster.self_check_verdict import (
-    CheckOutcome,
-    KnownReference,
-    Verdict,
-    judge,
-)
-from coordinator.planning.plan import Plan, StagePlan, StepLimits
-from stage_worker.models import DecoderStage
-from stage_worker.models.native_kernels import unavailable_because
-from stage_worker.reference import compute_reference
-from stage_worker.reference_request import ReferenceRequest
+from coordinator.planner.plan import Plan, StagePlan, StepLimits
+from coordinator.recovery.self_check_script import texts_for, write_script
+from coordinator.recovery.self_check_verdict import CheckOutcome, KnownReference, Verdict, judge
+from stage_worker.assignment import ReferenceRequest
+from stage_worker.backends.backend import LoadProgress
+from stage_worker.loading.reference import compute_reference
+from stage_worker.model.decoder import DecoderStage
+from stage_worker.model.kernels import unavailable_because
 from stage_worker.sampling import sampler
-from stage_worker.stage_load import LoadProgress
 from tests.checkpoints import make_checkpoint
 from tests.integration.planted_faults import FAULTS, Plant, positions_are_off_by_one_in_decodes
 from tests.local_pipeline import LocalPipeline
+from wire.ids import StageRole
 from wire.reference import NUM_TOP
-from wire.roles import StageRole
 
 LAYERS = (2, 2, 2)
 NUM_BLOCKS = 32

@@ -9,13 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from stageline.load.arrivals import Arrivals
-from stageline.load.driver import Driver
-from stageline.load.lengths import parse_lengths
-from stageline.load.metrics import Limits, Summary, summarize
-from stageline.load.plan import LoadSpec, make_plan
-from stageline.load.record import INTERRUPTED, OK, LoadRun
-from stageline.load.session import LoadConfig, PreparedLoad, WarmupFailed, prepared
+from stageline.load.driver import Driver, LoadConfig, PreparedLoad, WarmupFailed, prepared
+from stageline.load.plan import Arrivals, LoadSpec, make_plan, parse_lengths
+from stageline.load.results import INTERRUPTED, OK, Limits, LoadRun, Summary, summarize
 from tests.integration.cluster import DEADLINE_S, Cluster
 
 SPEC = LoadSpec(

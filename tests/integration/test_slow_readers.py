@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.requests.request import Request
+from coordinator.engine.request import Request
 from tests.integration.asks import SoloRuns, mixed_asks
 from tests.integration.calls import Caller, StatusCode, message, message_of, until
 from tests.integration.cluster import Ask, Cluster

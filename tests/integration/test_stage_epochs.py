@@ -11,7 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from stage_worker.assignment import Assignment
-from stage_worker.models import DecoderStage
+from stage_worker.model.decoder import DecoderStage
 from stageline_rpc.v1 import cluster_pb2
 from tests.frame_messages import encode_frame
 from tests.integration.doubles import DEADLINE_S, PredecessorDouble

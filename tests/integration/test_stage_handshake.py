@@ -8,9 +8,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from stage_worker import hop, service, stage_host
+from stage_worker import next_stage_stream, service, stage_manager
 from stage_worker.assignment import Assignment
-from stage_worker.early_streams import MAX_PER_HOST
+from stage_worker.stage_manager import MAX_PER_HOST
 from stageline_rpc.v1 import stage_pb2
 from tests.integration.doubles import DEADLINE_S, PredecessorDouble, StreamEnded
 from tests.integration.scenario import assert_same, expected_outputs, run_scenario
@@ -18,7 +18,7 @@ from tests.integration.stage_bench import StageBench, hop_secret, new_assignment
 from wire.channels import PROTOCOL_VERSION
 from wire.errors import StepFaultKind
 from wire.ids import new_incarnation
-from wire.refused_tries import MAX_TRIES
+from wire.peer_secrets import MAX_TRIES
 
 Change = Callable[[stage_pb2.HopHello], None]
 
@@ -196,7 +196,7 @@ async def test_a_stream_that_never_says_hello_is_ended(
 async def test_a_stream_whose_epoch_never_begins_is_ended(
     assignment: Assignment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stage_host, "EPOCH_WAIT_S", 0.05)
+    monkeypatch.setattr(stage_manager, "EPOCH_WAIT_S", 0.05)
     async with stage_bench(assignment) as bench:
         ended = await refusal(bench, setting(epoch=5))
         assert ended.code is grpc.StatusCode.ABORTED
@@ -252,7 +252,7 @@ async def test_the_stage_before_gets_its_stream_while_a_stranger_on_its_host_has
         await fill_places(bench, stack)
         hello = bench.hello()
         hello.epoch, hello.secret = 1, hop_secret(1, 1)
-        before = hop.hop_to_stage(1, bench.worker.advertised_address, hello)
+        before = next_stage_stream.hop_to_stage(1, bench.worker.advertised_address, hello)
         stack.push_async_callback(before.close)
         dialled = asyncio.create_task(before.dial())
         async with asyncio.timeout(DEADLINE_S):
@@ -300,7 +300,7 @@ async def test_a_next_stage_that_is_not_there_is_reported(
     assignment: Assignment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with stage_bench(assignment) as bench:
-        monkeypatch.setattr(hop, "DIAL_TIMEOUT_S", 0.2)
+        monkeypatch.setattr(next_stage_stream, "DIAL_TIMEOUT_S", 0.2)
         address, bench.next_stage.address = bench.next_stage.address, "127.0.0.1:1"
         bench.epoch += 1
         bench.link.send(begin_epoch=bench.begin_message())

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from checkpoint import Checkpoint
+from stage_worker.backends.contract import KernelChoice
 from stage_worker.config import WorkerConfig
-from stage_worker.kernel_choice import KernelChoice
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
 from tests.checkpoints import make_checkpoint
 from tests.integration.asks import mixed_asks
 from tests.integration.cluster import Cluster
-from tests.unit.stage_worker.models.kernel_choices import IN_PLACE, skip_unless_possible
+from tests.unit.stage_worker.model.kernel_choices import IN_PLACE, skip_unless_possible
 
 AUTO, PLAIN, COMPILED = KernelChoice
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from stage_worker.worker import Worker
+from stage_worker.server import Worker
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
 from tests.checkpoints import load_reference, make_checkpoint
 from tests.frame_messages import encode_frame

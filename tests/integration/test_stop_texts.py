@@ -8,9 +8,9 @@ import pytest
 import pytest_asyncio
 
 from builtin_model import MODEL_DIRECTORY
-from coordinator.text.tokenizer import TextCodec, load_text_codec
 from tests.integration.calls import LENGTH, STOP, Caller, Received, ReceivedChoice, message
 from tests.integration.cluster import Cluster
+from text.tokenizer import TextCodec, load_text_codec
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

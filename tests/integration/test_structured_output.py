@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from stageline.client import Completion
-from stageline.errors import InvalidRequest
-from stageline.output import FinishReason
+from stageline.client.errors import InvalidRequest
+from stageline.client.output import Completion, FinishReason
 from tests.integration.cluster import Cluster
 
 SCHEMA = {

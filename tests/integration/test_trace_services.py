@@ -22,19 +22,18 @@ from opentelemetry.proto.metrics.v1.metrics_pb2 import (
 )
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, TracesData
 
-from coordinator.api import otlp_services
+from coordinator.api import telemetry_service
 from coordinator.api.message_limits import MessageLimits
-from coordinator.api.otlp_services import MetricsService, TraceService
-from coordinator.app import CoordinatorServer
+from coordinator.api.telemetry_service import MetricsService, TraceService
 from coordinator.config import CoordinatorConfig
 from coordinator.model import open_model
-from coordinator.observing.trace_file import TraceFileUnusable
-from coordinator.observing.trace_store import StoreLimits, TraceStore
-from stageline.client import Client
-from stageline.errors import InvalidRequest, RequestNotFound
-from telemetry.trace_view.explain import explain
+from coordinator.observability.trace_file import TraceFileUnusable
+from coordinator.observability.trace_store import StoreLimits, TraceStore
+from coordinator.server import CoordinatorServer
+from stageline.client.client import Client
+from stageline.client.errors import InvalidRequest, RequestNotFound
+from telemetry.trace_view.explain import explain, slowest_stage
 from telemetry.trace_view.read_model import RequestTrace, read_spans, request_trace
-from telemetry.trace_view.slow_stage import slowest_stage
 from tests.integration.cluster import DEADLINE_S, Ask
 from tests.integration.test_mock_cluster import mock_cluster
 from tests.otlp_spans import REQUEST_ID, served
@@ -177,7 +176,7 @@ async def test_spans_of_a_trace_that_made_room_are_told_in_the_answer() -> None:
 async def test_a_batch_that_is_too_large_is_refused_whole(
     coordinator: CoordinatorServer, channel: grpc.aio.Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(otlp_services, "MAX_EXPORT_BYTES", 1000)
+    monkeypatch.setattr(telemetry_service, "MAX_EXPORT_BYTES", 1000)
     export = trace_service_pb2_grpc.TraceServiceStub(channel).Export
     with pytest.raises(grpc.aio.AioRpcError, match="the limit is 1000: send smaller batches") as caught:
         await export(export_request(served().spans), timeout=DEADLINE_S)
@@ -200,7 +199,7 @@ async def test_metrics_are_taken_and_handed_on() -> None:
     async with _serving_metrics(MetricsService(on_metrics)) as export:
         response = await export(request, timeout=DEADLINE_S)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(otlp_services, "MAX_EXPORT_BYTES", 10)
+            patch.setattr(telemetry_service, "MAX_EXPORT_BYTES", 10)
             with pytest.raises(grpc.aio.AioRpcError, match="the limit is 10: send smaller batches"):
                 await export(request, timeout=DEADLINE_S)
     assert seen == [request]

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from opentelemetry.trace import NonRecordingSpan, use_span
 
-import telemetry.collector_sink
-from stage_worker.mock.spec import MockSpec
-from stageline.errors import StagelineError
-from telemetry.environment import TelemetrySettings, read_environment
+import telemetry.span_sinks
+from stage_worker.backends.mock_spec import MockSpec
+from stageline.client.errors import StagelineError
+from telemetry.settings import TelemetrySettings, read_environment
 from telemetry.spans import Attr, SpanName
 from tests.integration.cluster import Ask, Cluster
 from tests.otlp_collector import CollectedSpan, Collector, collector
@@ -191,8 +191,8 @@ async def test_what_nobody_samples_is_not_recorded(
 async def test_a_collector_that_hangs_holds_nothing_up_and_what_is_lost_is_counted(
     collecting: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(telemetry.collector_sink, "QUEUED_SPANS", 16)
-    monkeypatch.setattr(telemetry.collector_sink, "BATCH_SPANS", 4)
+    monkeypatch.setattr(telemetry.span_sinks, "QUEUED_SPANS", 16)
+    monkeypatch.setattr(telemetry.span_sinks, "COLLECTOR_BATCH_SPANS", 4)
     collecting.may_answer.clear()
     asks = [Ask(prompt=(1, 2, 3), max_tokens=8) for _ in range(12)]
     async with mock_cluster(collecting) as cluster:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from checkpoint import Checkpoint
-from checkpoint.full_hash import Hashes, TensorHasher, hash_when_idle
+from checkpoint.hashes import Hashes, TensorHasher, hash_when_idle
 from stageline_rpc.v1 import cluster_pb2
 from tests.checkpoints import byte_outside_of_samples, flip_byte, make_checkpoint
 from tests.integration.cluster import DEADLINE_S, TEST_TIMING, Ask, Cluster
@@ -123,7 +123,7 @@ async def test_a_verdict_that_comes_after_the_worker_dialled_again_reaches_the_c
         await may_answer.wait()
         return hashes
 
-    monkeypatch.setattr("stage_worker.weights_check.hash_when_idle", hash_and_wait)
+    monkeypatch.setattr("stage_worker.loading.weights_check.hash_when_idle", hash_and_wait)
     async with Cluster(model, layers=(3,), timing=TIMING, num_workers=0, waits=False) as cluster:
         await cluster.start_worker("w0", model_directory=damaged)
         await cluster.wait_state(cluster_pb2.CLUSTER_STATE_SERVING)

@@ -9,10 +9,10 @@ import torch
 
 from checkpoint import DType
 from stage_worker.assignment import Assignment
+from stage_worker.backends.contract import StageOutput
+from stage_worker.backends.mock_spec import MockSpec
+from stage_worker.backends.tensor_views import from_wire, to_wire
 from stage_worker.executor import StepExecutor
-from stage_worker.mock.spec import MockSpec
-from stage_worker.outputs import StageOutput
-from stage_worker.tensor_views import from_wire, to_wire
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
 from tests.checkpoints import make_checkpoint
 from tests.frame_messages import encode_frame
@@ -26,8 +26,7 @@ from wire.errors import StepFaultKind
 from wire.frames import Frame
 from wire.step_codec import encode_step
 from wire.steps import SliceError, Step, StepResult
-from wire.tensors import TensorView
-from wire.wire_dtypes import ScaledDType, WireDType, number_of
+from wire.tensors import ScaledDType, TensorView, WireDType, number_of
 
 FP8, INT8 = ScaledDType.F8_E4M3, ScaledDType.I8
 MIDDLE, LAST = 1, 2

@@ -14,11 +14,12 @@ import grpc
 import pytest
 
 from checkpoint import DType
-from stage_worker import loading, torch_backend
 from stage_worker.assignment import Assignment
-from stage_worker.control import LOADING_TIMEOUT_S, JoinRefused
-from stage_worker.device_errors import DeviceError
-from stage_worker.worker import Worker
+from stage_worker.backends import torch_backend
+from stage_worker.backends.contract import DeviceError
+from stage_worker.coordinator_client import LOADING_TIMEOUT_S, JoinRefused
+from stage_worker.loading import stage_loader
+from stage_worker.server import Worker
 from stageline_rpc.v1 import cluster_pb2
 from tests.integration.doubles import DEADLINE_S, CoordinatorDouble, WorkerLink
 from tests.integration.scenario import assert_same, expected_outputs, run_scenario
@@ -30,7 +31,7 @@ from tests.integration.stage_bench import (
     worker_config,
 )
 from wire.channels import PROTOCOL_VERSION
-from wire.roles import StageRole
+from wire.ids import StageRole
 
 
 @pytest.fixture
@@ -118,7 +119,7 @@ async def test_a_given_address_and_name_are_advertised(coordinator: CoordinatorD
 async def test_heartbeats_go_on_while_a_model_loads(
     coordinator: CoordinatorDouble, assignment: Assignment, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_backend, "load_stage", gate.wrap(loading.load_stage))
+    monkeypatch.setattr(torch_backend, "load_stage", gate.wrap(stage_loader.load_stage))
     async with running_worker(worker_config(coordinator.address)):
         link = await coordinator.link()
         link.send(assign=assign_message(assignment))
@@ -139,7 +140,7 @@ async def test_heartbeats_go_on_while_a_model_loads(
 async def test_loaded_comes_after_the_warm_up(
     coordinator: CoordinatorDouble, assignment: Assignment, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "warm_up", gate.wrap(loading.warm_up))
+    monkeypatch.setattr(stage_loader, "warm_up", gate.wrap(stage_loader.warm_up))
     async with running_worker(worker_config(coordinator.address)):
         link = await coordinator.link()
         link.send(assign=assign_message(assignment))
@@ -202,20 +203,20 @@ async def test_a_load_gives_way_to_another_assignment(
 ) -> None:
     half_loaded, cancelled, go_on = asyncio.Event(), asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
-    advance, cancel = loading.LoadProgress.advance, loading.LoadProgress.cancel
+    advance, cancel = stage_loader.LoadProgress.advance, stage_loader.LoadProgress.cancel
 
-    def gated(progress: loading.LoadProgress, num_bytes: int) -> None:
+    def gated(progress: stage_loader.LoadProgress, num_bytes: int) -> None:
         advance(progress, num_bytes)
         if 0.5 < progress.fraction < 1.0 and not go_on.is_set():
             loop.call_soon_threadsafe(half_loaded.set)
             assert go_on.wait(DEADLINE_S)
 
-    def noticed(progress: loading.LoadProgress) -> None:
+    def noticed(progress: stage_loader.LoadProgress) -> None:
         cancel(progress)
         cancelled.set()
 
-    monkeypatch.setattr(loading.LoadProgress, "advance", gated)
-    monkeypatch.setattr(loading.LoadProgress, "cancel", noticed)
+    monkeypatch.setattr(stage_loader.LoadProgress, "advance", gated)
+    monkeypatch.setattr(stage_loader.LoadProgress, "cancel", noticed)
     async with running_worker(worker_config(coordinator.address)):
         link = await coordinator.link()
         link.send(assign=assign_message(assignment))
@@ -233,7 +234,7 @@ async def test_the_same_stage_is_not_loaded_twice(
     coordinator: CoordinatorDouble, assignment: Assignment, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate.opened.set()
-    monkeypatch.setattr(torch_backend, "load_stage", gate.wrap(loading.load_stage))
+    monkeypatch.setattr(torch_backend, "load_stage", gate.wrap(stage_loader.load_stage))
     async with running_worker(worker_config(coordinator.address)):
         link = await coordinator.link()
         await load(link, assignment)
@@ -249,7 +250,7 @@ async def test_after_a_broken_stream_the_worker_comes_back_with_its_stage(
     assignment: Assignment, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate.opened.set()
-    monkeypatch.setattr(torch_backend, "load_stage", gate.wrap(loading.load_stage))
+    monkeypatch.setattr(torch_backend, "load_stage", gate.wrap(stage_loader.load_stage))
     async with stage_bench(assignment) as bench:
         expected = expected_outputs(assignment)
         assert_same(await run_scenario(bench), expected)
@@ -268,7 +269,7 @@ async def test_after_a_broken_stream_the_worker_comes_back_with_its_stage(
 async def test_a_load_that_outlives_its_connection_is_answered_to_nobody_but_kept(
     coordinator: CoordinatorDouble, assignment: Assignment, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_backend, "load_stage", gate.wrap(loading.load_stage))
+    monkeypatch.setattr(torch_backend, "load_stage", gate.wrap(stage_loader.load_stage))
     async with running_worker(worker_config(coordinator.address)):
         link = await coordinator.link()
         link.send(assign=assign_message(assignment))
@@ -301,7 +302,7 @@ async def test_a_worker_waits_for_its_coordinator_and_says_so_once(assignment: A
         reserved.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{reserved.getsockname()[1]}"
         watch = LogWatch(f"waiting for the coordinator at {address}")
-        logger = logging.getLogger("stage_worker.control")
+        logger = logging.getLogger("stage_worker.coordinator_client")
         logger.addHandler(watch)
         logger.setLevel(logging.INFO)
         try:
@@ -320,7 +321,7 @@ async def test_a_worker_waits_for_its_coordinator_and_says_so_once(assignment: A
 async def test_a_worker_whose_device_failed_does_not_wait_for_the_coordinator(
     coordinator: CoordinatorDouble, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "stage_worker.control")
+    caplog.set_level(logging.INFO, "stage_worker.coordinator_client")
     worker = Worker(worker_config(coordinator.address))
     await worker.start()
     task = asyncio.create_task(worker.run())

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from stage_worker.assignment import Assignment
-from stage_worker.backend import RanStep, StageBackend
+from stage_worker.backends.backend import LoadedStage, LoadProgress, RanStep, StageBackend, StageLoadError
+from stage_worker.backends.contract import ReceivedFrame
 from stage_worker.executor import StepExecutor
-from stage_worker.outputs import ReceivedFrame
-from stage_worker.stage_load import LoadedStage, LoadProgress, StageLoadError
 from tests.simulation.stage_compute import SimCompute
 from tests.simulation.virtual_loop import Process
 from wire.errors import StepFault

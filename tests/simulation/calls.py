@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from tests.simulation.virtual_loop import Process
-from wire.calls import ATTACH_SECRET_KEY
+from wire.channels import ATTACH_SECRET_KEY
 
 if TYPE_CHECKING:
     from tests.simulation.network import Direction

@@ -10,21 +10,21 @@ from random import Random
 from typing import Any
 from unittest.mock import patch
 
-import coordinator.app
-import stage_worker.session
-import stage_worker.worker
+import coordinator.server
+import stage_worker.epoch_session
+import stage_worker.server
 from checkpoint import DType
 from coordinator import mock_model
-from coordinator.app import CoordinatorServer
 from coordinator.config import CoordinatorConfig
 from coordinator.model import ServedModel
-from coordinator.timing import ClusterTiming
+from coordinator.recovery.policy import RecoveryPolicy
+from coordinator.server import CoordinatorServer
 from stage_worker.assignment import Assignment
+from stage_worker.backends.mock_spec import MockSpec
 from stage_worker.config import WorkerConfig
 from stage_worker.executor import StepExecutor
-from stage_worker.mock.spec import MockSpec
-from stage_worker.worker import Worker
-from telemetry.environment import DISABLED
+from stage_worker.server import Worker
+from telemetry.settings import DISABLED
 from tests.simulation.backend import Machine, SimBackend
 from tests.simulation.network import Channel, Network, Server
 from tests.simulation.observed import ObservedState
@@ -37,7 +37,7 @@ from wire.ids import Incarnation, RequestId
 
 RESTART_S = 0.4
 COORDINATOR = "10.0.1.1:7000"
-TIMING = ClusterTiming(heartbeat_interval_s=0.5, lease_s=2.0, epoch_timeout_s=2.0, recovery_timeout_s=20.0)
+TIMING = RecoveryPolicy(heartbeat_interval_s=0.5, lease_s=2.0, epoch_timeout_s=2.0, recovery_timeout_s=20.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +194,7 @@ class Cluster:
             lambda epoch: self.oracle.epoch_begins(host.name, epoch),
             lambda assignment, frame: self._kills(host, assignment, frame),
         )
-        with patch.object(stage_worker.worker, "_new_backend", lambda config: backend):
+        with patch.object(stage_worker.server, "_new_backend", lambda config: backend):
             worker = host.worker = Worker(config)
         try:
             await worker.start()
@@ -224,18 +224,22 @@ def simulated(cluster_random: Random) -> Iterator[None]:
         return Process.current().network.bind(server, address)
 
     patches: list[tuple[Any, str, Any]] = []
-    for module in (coordinator.app, stage_worker.worker):
+    for module in (coordinator.server, stage_worker.server):
         patches += [(module, "new_server", Server), (module, "bind", bind)]
-    for module in (coordinator.app, stage_worker.stage_host):
+    for module in (coordinator.server, stage_worker.stage_manager):
         patches += [(module, "new_incarnation", new_incarnation)]
-    for name in ("stage_worker.hop", "stage_worker.control", "coordinator.cluster.pipeline_link"):
+    for name in (
+        "stage_worker.next_stage_stream",
+        "stage_worker.coordinator_client",
+        "coordinator.cluster.pipeline",
+    ):
         patches.append((__import__(name, fromlist=["_"]), "client_channel", channel))
     patches += [
-        (coordinator.app, "new_secret", lambda: secrets.randbytes(32)),
-        (coordinator.app, "ClusterState", ObservedState),
-        (stage_worker.worker, "resident_bytes", lambda: 1),
+        (coordinator.server, "new_secret", lambda: secrets.randbytes(32)),
+        (coordinator.server, "ClusterState", ObservedState),
+        (stage_worker.server, "resident_bytes", lambda: 1),
         (Worker, "_report_health", report_health),
-        (stage_worker.session, "time", _VirtualTime),
+        (stage_worker.epoch_session, "time", _VirtualTime),
     ]
     saved = [(where, name, getattr(where, name)) for where, name, _ in patches]
     for where, name, value in patches:

@@ -12,7 +12,7 @@ from uuid import UUID
 
 import grpc
 
-from coordinator.requests.blame import MAX_DEATHS_ALONE, MAX_UNRELATED_DEATHS
+from coordinator.recovery.attribution import MAX_DEATHS_ALONE, MAX_UNRELATED_DEATHS
 from stageline_rpc.v1 import inference_pb2, inference_pb2_grpc
 from tests.simulation.cluster import TIMING, Cluster, Shape
 from tests.simulation.stage_compute import VOCAB_SIZE, right_tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from coordinator.cluster.phase import ClusterPhase
+from coordinator.cluster.state_machine import ClusterPhase
 from tests.simulation.cluster import Cluster, Shape
 from tests.simulation.customers import draw_customers
 from tests.simulation.faults import Fault

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from coordinator.cluster.cluster_state import ClusterState
+from coordinator.cluster.state_machine import ClusterState
 
 EVENTS = (
     "join",

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from coordinator.app import CoordinatorServer
-from coordinator.cluster.phase import ClusterPhase
-from coordinator.cluster.plan_checks import PlanChecks
+from coordinator.cluster.checks import PlanChecks
+from coordinator.cluster.state_machine import ClusterPhase
+from coordinator.server import CoordinatorServer
 from kvcache import IntegrityBroken
 from tests.simulation.virtual_loop import BEGAN_S
 from wire.errors import StepFaultKind

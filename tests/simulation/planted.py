@@ -8,14 +8,12 @@ from typing import Any
 from unittest.mock import patch
 
 from coordinator.cluster.actions import Action, BeginEpoch
-from coordinator.cluster.cluster_state import ClusterState
 from coordinator.cluster.controller import Controller
-from coordinator.cluster.phase import ClusterPhase
-from coordinator.scheduling.in_flight import ResultMismatch
-from coordinator.scheduling.kv_log import KvLog
-from coordinator.scheduling.lifecycle import SequenceState
-from coordinator.scheduling.scheduler import Scheduler
-from coordinator.scheduling.sequence import Release, Sequence
+from coordinator.cluster.state_machine import ClusterPhase, ClusterState
+from coordinator.scheduler.in_flight import ResultMismatch
+from coordinator.scheduler.kv_manager import KvCacheManager
+from coordinator.scheduler.scheduler import Scheduler
+from coordinator.scheduler.sequence import Release, Sequence, SequenceState
 from kvcache.pool import BlockPool
 from stage_worker.executor import StepExecutor
 from wire.frames import _Parts
@@ -45,13 +43,13 @@ def a_result_of_an_old_epoch_counts() -> Iterator[None]:
 
 @_bug
 def pages_are_freed_that_later_queries_see() -> Iterator[None]:
-    append = KvLog.append
+    append = KvCacheManager.append
 
-    def append_and_free(self: KvLog, sequence: Sequence) -> None:
+    def append_and_free(self: KvCacheManager, sequence: Sequence) -> None:
         append(self, sequence)
         self.free(sequence.key, sequence.kv, sequence.kv.release_before(len(sequence.kv) - self.block_size))
 
-    with patch.object(KvLog, "append", append_and_free):
+    with patch.object(KvCacheManager, "append", append_and_free):
         yield
 
 

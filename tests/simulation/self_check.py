@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from coordinator.cluster.self_check import CheckedEpoch
-from coordinator.cluster.self_check_references import ReferenceSource
-from coordinator.cluster.self_check_verdict import CheckOutcome, NoReference, Verdict
-from coordinator.planning.plan import Plan
+from coordinator.planner.plan import Plan
+from coordinator.recovery.self_check import CheckedEpoch, ReferenceSource
+from coordinator.recovery.self_check_verdict import CheckOutcome, NoReference, Verdict
 from wire.steps import Step, StepResult
-from wire.wire_dtypes import WireDType
+from wire.tensors import WireDType
 
 ANSWER_TIMEOUT_S = 3.0
 INTERVAL_S = 0.3

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from checkpoint import DType
 from stage_worker.assignment import Assignment
-from stage_worker.slice_layout import SliceLayout
-from stage_worker.stage_compute import Computed, StageCompute
+from stage_worker.backends.contract import Computed, StageCompute
+from stage_worker.validation import SliceLayout
 from wire.frames import Frame
 from wire.ids import SequenceKey
 from wire.steps import SliceResult, StartRecord

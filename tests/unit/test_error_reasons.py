@@ -5,19 +5,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from checkpoint import CheckpointError
-from coordinator.journal.errors import JournalUnusable
-from coordinator.observing.trace_file import TraceFileUnusable
-from coordinator.planning.plan import PlanImpossible
-from coordinator.text.tokenizer import UnreadableTokenizer
+from coordinator.journal.records import JournalUnusable
+from coordinator.observability.trace_file import TraceFileUnusable
+from coordinator.planner.plan import PlanImpossible
 from deploy import ClusterFailed
-from stage_worker.control import JoinRefused
-from stage_worker.device_errors import DeviceError
-from stageline.cli.failures import USAGE
-from stageline.errors import StagelineError
-from stageline.load.session import WarmupFailed
-from wire.errors import STATUS_OF_ERROR
-from wire.reasons import reason_of
-from wire.status_details import sent_reason
+from stage_worker.backends.contract import DeviceError
+from stage_worker.coordinator_client import JoinRefused
+from stageline.cli.options import USAGE
+from stageline.client.errors import StagelineError
+from stageline.load.driver import WarmupFailed
+from text.tokenizer import UnreadableTokenizer
+from wire.errors import STATUS_OF_ERROR, reason_of
+from wire.interceptors import sent_reason
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "errors.md"
 WRITTEN_IN_COMMANDS = {USAGE, "NO_TOKENIZER", "NO_CHAT_TEMPLATE", "NO_SECRET", "NO_TOKEN"}

@@ -32,7 +32,7 @@ from checkpoint import (
     stage_tensor_names,
     stage_weight_bytes,
 )
-from checkpoint.samples import sampled_ranges
+from checkpoint.directory import sampled_ranges
 from tests.checkpoints import (
     byte_outside_of_samples,
     edit_config,

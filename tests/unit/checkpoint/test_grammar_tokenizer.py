@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from checkpoint.grammar_tokenizer import GrammarError, GrammarMatcher, GrammarTokenizer, one_line
-from tests.unit.coordinator.text.trained_tokenizers import byte_level, save_tokenizer
+from tests.unit.text.trained_tokenizers import byte_level, save_tokenizer
 
 EOS = (2, 3)
 A = 68

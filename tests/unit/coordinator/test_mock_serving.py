@@ -10,8 +10,8 @@ from checkpoint import DType
 from coordinator.config import CoordinatorConfig
 from coordinator.mock_model import mock_fingerprint, parse_mock_model
 from coordinator.model import open_model
-from coordinator.planning.plan import PlanImpossible, WorkerCapacity
-from coordinator.planning.served_plan import plan_for
+from coordinator.planner.plan import PlanImpossible, WorkerCapacity
+from coordinator.planner.planner import plan_for
 
 
 def config_of(mock_model: str | None, **settings: object) -> CoordinatorConfig:

@@ -4,8 +4,7 @@ from typing import Any
 import pytest
 
 from deploy import LocalClusterConfig
-from deploy.local_config import dialled_address
-from deploy.resources import available_memory_bytes
+from deploy.local_config import available_memory_bytes, dialled_address
 
 
 def _value(line: list[str], flag: str) -> str:

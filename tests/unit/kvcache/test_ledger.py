@@ -41,7 +41,7 @@ def push(ledger: Ledger, made: ActiveSequence, token: int) -> list[Signal]:
 @pytest.fixture
 def colliding_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hash that sees only the first token of a block."""
-    monkeypatch.setattr("kvcache.chain.packed_block_hash", lambda packed, salt: packed[0])
+    monkeypatch.setattr("kvcache.hashing.packed_block_hash", lambda packed, salt: packed[0])
 
 
 def test_equal_content_is_shared() -> None:

@@ -163,7 +163,7 @@ class CollidingServing(Serving):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weak_hash = patch("kvcache.chain.packed_block_hash", lambda packed, salt: packed[0])
+        self.weak_hash = patch("kvcache.hashing.packed_block_hash", lambda packed, salt: packed[0])
         self.weak_hash.start()
 
     def teardown(self) -> None:

@@ -7,7 +7,7 @@ from stage_worker.assignment import decode_assignment, wants
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
 from tests.checkpoints import make_checkpoint
 from tests.integration.stage_bench import assign_message, new_assignment
-from wire.wire_dtypes import ScaledDType
+from wire.tensors import ScaledDType
 
 FP8, INT8 = ScaledDType.F8_E4M3, ScaledDType.I8
 

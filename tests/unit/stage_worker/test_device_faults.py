@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stage_worker.device import fault_kind_of
-from stage_worker.device_errors import DeviceError
+from stage_worker.backends.contract import DeviceError
+from stage_worker.backends.torch_device import fault_kind_of
 from wire.errors import StepFaultKind
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:1")

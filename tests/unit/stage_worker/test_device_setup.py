@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from stage_worker.backends.mock_backend import MockBackend
+from stage_worker.backends.mock_spec import MockSpec
+from stage_worker.backends.torch_backend import TorchBackend
+from stage_worker.backends.torch_device import check_memory
 from stage_worker.config import MemoryTooLarge, WorkerConfig
-from stage_worker.device import check_memory
-from stage_worker.mock.backend import MockBackend
-from stage_worker.mock.spec import MockSpec
-from stage_worker.torch_backend import TorchBackend
 
 CUDA = torch.device("cuda", 1)
 
@@ -22,8 +22,8 @@ async def test_cudnn_attention_is_off_and_every_thread_has_the_device(
 ) -> None:
     switched: list[bool] = []
     threads: dict[str, torch.device] = {}
-    monkeypatch.setattr("stage_worker.torch_backend.parse_device", lambda text: CUDA)
-    monkeypatch.setattr("stage_worker.device.total_memory_bytes", lambda device: 1 << 30)
+    monkeypatch.setattr("stage_worker.backends.torch_backend.parse_device", lambda text: CUDA)
+    monkeypatch.setattr("stage_worker.backends.torch_device.total_memory_bytes", lambda device: 1 << 30)
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", switched.append)
     monkeypatch.setattr(
         torch.cuda,
@@ -53,7 +53,7 @@ def test_no_more_memory_than_the_device_has_is_accepted(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     total = SimpleNamespace(total_memory=8 << 30, total=8 << 30)
-    monkeypatch.setattr("stage_worker.device.psutil.virtual_memory", lambda: total)
+    monkeypatch.setattr("stage_worker.backends.torch_device.psutil.virtual_memory", lambda: total)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: total)
     check_memory(8 << 30, device)
     text = rf"--memory is {9 << 30} bytes \(9.0 GiB\), device {device} has {8 << 30} \(8.0 GiB\): pass less"

@@ -6,14 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from coordinator.scheduling.lifecycle import SequenceState
+from coordinator.scheduler.sequence import SequenceState
 from stage_worker.assignment import Assignment
-from stage_worker.device_errors import DeviceError
+from stage_worker.backends.contract import DeviceError, HandedOn, StageOutput
+from stage_worker.backends.model_compute import ModelCompute
 from stage_worker.executor import StepExecutor
-from stage_worker.loading import WorkerResources, load_stage
-from stage_worker.model_compute import ModelCompute
-from stage_worker.models import DecoderStage
-from stage_worker.outputs import HandedOn, StageOutput
+from stage_worker.loading.stage_loader import WorkerResources, load_stage
+from stage_worker.model.decoder import DecoderStage
 from stageline_rpc.v1 import stage_pb2
 from tests.checkpoints import make_checkpoint
 from tests.integration.stage_bench import GREEDY, Log, hidden_for, new_assignment
@@ -23,13 +22,13 @@ from wire.ids import SequenceKey, new_request_id
 from wire.step_codec import encode_step
 from wire.steps import (
     Prefill,
-    Slice,
     SliceError,
     SliceResult,
     StartRecord,
     Step,
     StepResult,
     StepSampling,
+    StepSlice,
     TokenLogprobs,
 )
 
@@ -101,11 +100,11 @@ def test_only_the_last_stage_answers_and_only_for_a_final_chunk(stage: Stage) ->
 
 
 def test_more_tokens_or_sequences_than_agreed_are_refused(stage: Stage) -> None:
-    part = Slice(SequenceKey(new_request_id(), 0), 0, (1,) * 33, Prefill(0, 33, 33))
+    part = StepSlice(SequenceKey(new_request_id(), 0), 0, (1,) * 33, Prefill(0, 33, 33))
     fault = stage.refused(Step(epoch=1, step_id=0, slices=(part,)))
     assert (fault.kind, "33 tokens" in fault.message) == (StepFaultKind.SLICE_SET, True)
     stage.begin(2)
-    parts = tuple(Slice(SequenceKey(new_request_id(), 0), 0, (1,), Prefill(0, 1, 1)) for _ in range(9))
+    parts = tuple(StepSlice(SequenceKey(new_request_id(), 0), 0, (1,), Prefill(0, 1, 1)) for _ in range(9))
     fault = stage.refused(Step(epoch=2, step_id=0, slices=parts))
     assert (fault.kind, "9 sequences" in fault.message) == (StepFaultKind.SLICE_SET, True)
     assert fault.request_ids == tuple(part.sequence.request_id for part in parts)
@@ -114,7 +113,7 @@ def test_more_tokens_or_sequences_than_agreed_are_refused(stage: Stage) -> None:
 def test_a_chunk_that_ends_inside_a_block_is_refused_unless_it_is_the_last(stage: Stage) -> None:
     sequence = stage.log.add(tuple(range(10)))
     step = stage.log.step()
-    part = Slice(sequence.key, 0, tuple(range(6)), Prefill(0, 6, 10))
+    part = StepSlice(sequence.key, 0, tuple(range(6)), Prefill(0, 6, 10))
     fault = stage.refused(replace(step, slices=(part,)))
     assert (fault.kind, "ends at 6" in fault.message) == (StepFaultKind.SLICE_SET, True)
 
@@ -122,7 +121,7 @@ def test_a_chunk_that_ends_inside_a_block_is_refused_unless_it_is_the_last(stage
 def test_positions_outside_the_blocks_held_are_refused(stage: Stage) -> None:
     key = SequenceKey(new_request_id(), 0)
     start = StartRecord(key, 0, 4, (1, 2, 3, 4), GREEDY)
-    part = Slice(key, 0, (1, 2, 3, 4), Prefill(0, 4, 4))
+    part = StepSlice(key, 0, (1, 2, 3, 4), Prefill(0, 4, 4))
     fault = stage.refused(Step(epoch=1, step_id=0, starts=(start,), slices=(part,)))
     assert fault.kind is StepFaultKind.POSITION
     assert "[0, 4)" in fault.message
@@ -133,7 +132,7 @@ def test_a_sequence_longer_than_agreed_is_refused(stage: Stage) -> None:
     key = SequenceKey(new_request_id(), 0)
     tokens = (1,) * 68
     start = StartRecord(key, 0, 68, tokens, GREEDY)
-    part = Slice(key, 0, tokens[64:], Prefill(64, 4, 68))
+    part = StepSlice(key, 0, tokens[64:], Prefill(64, 4, 68))
     fault = stage.refused(Step(epoch=1, step_id=0, starts=(start,), slices=(part,)))
     assert (fault.kind, "at most 64" in fault.message) == (StepFaultKind.SLICE_SET, True)
 
@@ -197,7 +196,7 @@ def test_out_of_memory_frees_what_is_cached_and_the_next_epoch_goes_on(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     freed: list[torch.device] = []
-    monkeypatch.setattr("stage_worker.model_compute.free_memory", freed.append)
+    monkeypatch.setattr("stage_worker.backends.model_compute.free_memory", freed.append)
     assert failing_step(stage, monkeypatch, error).kind is StepFaultKind.OUT_OF_MEMORY
     assert freed == [torch.device("cpu")]
     stage.begin(2)
@@ -220,7 +219,7 @@ def test_a_begun_epoch_has_forgotten_everything(stage: Stage) -> None:
     stage.run(stage.log.step())
     stage.executor.begin_epoch(2, stage=stage.assignment.stage)
     assert stage.executor.stats.blocks_active == 0
-    part = Slice(sequence.key, 0, (5,), Prefill(3, 1, 4))
+    part = StepSlice(sequence.key, 0, (5,), Prefill(3, 1, 4))
     assert "not started" in stage.refused(Step(epoch=2, step_id=0, slices=(part,))).message
 
 

@@ -15,19 +15,18 @@ from torch import Tensor
 from builtin_model import MODEL_DIRECTORY
 from checkpoint import Checkpoint, stage_tensor_names
 from kvcache.pages import KvPages
-from stage_worker import loading
 from stage_worker.assignment import Assignment
-from stage_worker.loading import WorkerResources, load_stage
-from stage_worker.models.decoder_layer import DecoderLayer
-from stage_worker.outputs import HandedOn
-from stage_worker.resident import ResidentModel
+from stage_worker.backends.backend import LoadedStage, LoadGivenUp, LoadProgress, StageLoadError
+from stage_worker.backends.contract import HandedOn
+from stage_worker.loading import stage_loader
+from stage_worker.loading.stage_loader import StageCache, WorkerResources, load_stage
+from stage_worker.model.decoder_layer import DecoderLayer
 from stage_worker.sampling.grammar_masks import GrammarMasks
-from stage_worker.stage_load import LoadedStage, LoadGivenUp, LoadProgress, StageLoadError
 from tests.checkpoints import make_checkpoint
 from tests.integration.stage_bench import Log, new_assignment
 from wire.errors import StepFault, StepFaultKind
 from wire.frames import Frame
-from wire.roles import StageRole
+from wire.ids import StageRole
 from wire.step_codec import encode_step
 
 LAYERS = 8
@@ -59,7 +58,7 @@ class Worker:
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.directory = directory
-        self.resident = ResidentModel()
+        self.resident = StageCache()
         self.layers: weakref.WeakSet[DecoderLayer] = weakref.WeakSet()
         self.pages: weakref.WeakSet[KvPages] = weakref.WeakSet()
         self.progress = LoadProgress()
@@ -77,7 +76,7 @@ class Worker:
         monkeypatch.setattr(LoadProgress, "advance", watched)
 
     def load(self, begin: int, end: int, **changes: object) -> LoadedStage:
-        """As StageHost does: without a reference to the stage before."""
+        """As StageManager does: without a reference to the stage before."""
         self.loaded = None
         self.progress = LoadProgress()
         assignment = replace(assigned(self.directory, begin, end), **changes)  # type: ignore[arg-type]
@@ -108,7 +107,7 @@ def layer_bytes(directory: Path, count: int) -> int:
 
 def test_only_layers_that_moved_are_read(worker: Worker, caplog: pytest.LogCaptureFixture) -> None:
     worker.load(0, 6)
-    caplog.set_level("DEBUG", logger="stage_worker.loading")
+    caplog.set_level("DEBUG", logger="stage_worker.loading.stage_loader")
     loaded = worker.load(0, 7)
     assert loaded.read_bytes == worker.progress.read_bytes == layer_bytes(worker.directory, 1)
     assert worker.progress.fraction == 1.0
@@ -196,7 +195,7 @@ def test_a_load_that_fails_leaves_nothing_in_memory(
             case "another fingerprint":
                 error = refused(worker, 2, 7, fingerprint="0" * 32)
             case "the warm-up":
-                patched.setattr(loading, "warm_up", breaks)
+                patched.setattr(stage_loader, "warm_up", breaks)
                 error = refused(worker, 2, 7)
     assert not isinstance(error, LoadGivenUp)
     del error
@@ -232,7 +231,7 @@ def test_a_load_of_what_is_there_can_be_given_up_too(worker: Worker) -> None:
 
 def test_files_that_changed_are_noticed_and_files_that_are_gone_are_not(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path / "model", "llama", num_layers=LAYERS)
-    resident = ResidentModel()
+    resident = StageCache()
     assert not resident.is_of(directory), "nothing was loaded"
     load_stage(assigned(directory, 1, 3), RESOURCES, None, resident)
     assert resident.is_of(directory)
@@ -251,7 +250,7 @@ def test_tables_of_grammars_are_built_once_for_one_tokenizer(monkeypatch: pytest
         return load(self)
 
     monkeypatch.setattr(GrammarMasks, "load", noted)
-    resident = ResidentModel()
+    resident = StageCache()
     num_layers = Checkpoint.open(MODEL_DIRECTORY).config.num_layers
     assignment = replace(
         assigned(MODEL_DIRECTORY, 1, LAYERS), dtype=Checkpoint.open(MODEL_DIRECTORY).config.dtype

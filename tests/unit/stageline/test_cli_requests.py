@@ -25,7 +25,7 @@ from stageline.cli.request_flags import EndingFlags, SamplingFlags
 from tests.error_lines import parse_error_line
 from tests.fake_processes import FAKE_COMMAND, FAKE_ENVIRONMENT
 from wire.ids import id_text, new_request_id, parse_request_id
-from wire.secret_files import token_path, write_secret
+from wire.user_files import token_path, write_secret
 
 REQUEST_ID = id_text(new_request_id())
 FLAGS = f"""
@@ -65,7 +65,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         options.append(given)
         return outputs()
 
-    monkeypatch.setattr("stageline.client.Client.generate", generate)
+    monkeypatch.setattr("stageline.client.client.Client.generate", generate)
     return options
 
 

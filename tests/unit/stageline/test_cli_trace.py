@@ -13,15 +13,13 @@ import pytest
 from rich.console import Console
 
 from coordinator.api.telemetry_service import TelemetryService
-from coordinator.observing.trace_reader import TraceReader
-from coordinator.observing.trace_store import StoreLimits, TraceStore
+from coordinator.observability.trace_reader import TraceReader
+from coordinator.observability.trace_store import StoreLimits, TraceStore
 from stageline.cli import main
-from stageline.cli.trace_list import trace_list_view
-from stageline.cli.waterfall_view import waterfall_view
+from stageline.cli.trace import trace_list_view, waterfall_view
 from stageline_rpc.v1 import telemetry_pb2, telemetry_pb2_grpc
 from telemetry.spans import Attr, SpanName
-from telemetry.trace_view.facts import summary_facts
-from telemetry.trace_view.summary import summary
+from telemetry.trace_view.facts import summary, summary_facts
 from tests.otlp_spans import REQUEST_ID, SpanMaker, Times, served
 from wire.channels import bind, new_server
 

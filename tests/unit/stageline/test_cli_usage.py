@@ -11,10 +11,10 @@ from stageline.cli import main
 from stageline.cli.coordinator import flags_of
 from stageline.cli.options import default_token_directory
 from stageline.version import VERSION
-from telemetry.environment import read_environment
 from telemetry.logs import LogFormat, LogLevel, LogSettings
+from telemetry.settings import read_environment
 from tests.error_lines import parse_error_line
-from wire.wire_dtypes import ScaledDType
+from wire.tensors import ScaledDType
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str
 
 
 def test_the_coordinators_flags_become_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = _catch_config(monkeypatch, "coordinator.app")
+    seen = _catch_config(monkeypatch, "coordinator.server")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     line = (
         f"coordinator --model {tmp_path} --listen [::1]:0 --stages 3 --layers 10,12,10 --dtype bf16 "
@@ -195,7 +195,7 @@ def test_the_coordinators_flags_become_its_config(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("line", ["coordinator --stages 3", "worker"])
 def test_how_to_log_comes_from_flags_or_the_environment(monkeypatch: pytest.MonkeyPatch, line: str) -> None:
-    app = "coordinator.app" if line.startswith("coordinator") else "stage_worker.app"
+    app = "coordinator.server" if line.startswith("coordinator") else "stage_worker.server"
     seen = _catch_config(monkeypatch, app)
     debug_json = LogSettings(format=LogFormat.JSON, level=LogLevel.DEBUG)
     assert main(line.split()) == 3
@@ -218,7 +218,7 @@ def test_a_log_format_that_there_is_not_is_refused(capsys: pytest.CaptureFixture
 def test_the_self_check_can_be_told_and_is_handed_on(
     monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], expected: bool | None
 ) -> None:
-    seen = _catch_config(monkeypatch, "coordinator.app")
+    seen = _catch_config(monkeypatch, "coordinator.server")
     assert main(["coordinator", "--stages", "3", *flags]) == 3
     assert seen[0].self_check is expected
     handed_on = [flag for flag in flags_of(seen[0]) if flag.endswith("self-check")]
@@ -242,7 +242,7 @@ def test_what_computes_nothing_cannot_be_checked(
 
 
 def test_the_workers_flags_become_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = _catch_config(monkeypatch, "stage_worker.app")
+    seen = _catch_config(monkeypatch, "stage_worker.server")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     line = (
         "worker --coordinator head:7480 --device cuda:1 --memory 1.5GiB --name gpu-a --listen 0.0.0.0:9000 "
@@ -269,7 +269,7 @@ def test_the_workers_flags_become_its_config(tmp_path: Path, monkeypatch: pytest
 def test_a_cpu_set_reaches_the_config_and_one_that_is_not_there_is_a_usage_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seen = _catch_config(monkeypatch, "stage_worker.app")
+    seen = _catch_config(monkeypatch, "stage_worker.server")
     pinned: list[tuple[int, ...]] = []
     monkeypatch.setattr("os.sched_setaffinity", lambda _, cpus: pinned.append(cpus))
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 8})
@@ -281,7 +281,7 @@ def test_a_cpu_set_reaches_the_config_and_one_that_is_not_there_is_a_usage_error
 
 
 def test_the_coordinators_address_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = _catch_config(monkeypatch, "stage_worker.app")
+    seen = _catch_config(monkeypatch, "stage_worker.server")
     monkeypatch.setenv("STAGELINE_COORDINATOR", "head:1234")
     assert main(["worker"]) == 3
     assert seen[0].coordinator == "head:1234"

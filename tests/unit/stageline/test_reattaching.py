@@ -12,7 +12,7 @@ from google.rpc import error_details_pb2
 
 import stageline
 from stageline import Client, Detach, GenerateOutput
-from stageline.connection import is_connection_loss
+from stageline.client.connection import is_connection_loss
 from tests.fake_inference import FakeInference, Fault
 from tests.fake_stageline import serve
 from tests.unit.stageline.cutting_proxy import CuttingProxy

@@ -1,6 +1,6 @@
 import pytest
 
-from stageline.cli.sizes import format_size, parse_size
+from stageline.cli.options import format_size, parse_size
 
 
 @pytest.mark.parametrize(

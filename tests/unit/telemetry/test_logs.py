@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,16 +23,17 @@ from telemetry.logs import (
     LogFormat,
     LogLevel,
     LogSettings,
+    LogWriter,
 )
 from tests.repository import REPOSITORY
 from wire.ids import id_text, new_request_id
-from wire.log_fields import FIELDS, about
+from wire.log_context import FIELDS, log_context
 
 TRACE = {"trace_id": "4bf92f3577b34da6a3ce929d0e0e4736", "span_id": "00f067aa0ba902b7"}
 
 
 def record(
-    message: str, *arguments: object, name: str = "coordinator.app", **extra: Any
+    message: str, *arguments: object, name: str = "coordinator.server", **extra: Any
 ) -> logging.LogRecord:
     logger = logging.Logger(name)
     made = logger.makeRecord(name, logging.WARNING, __file__, 1, message, arguments, None, extra=extra)
@@ -40,18 +43,18 @@ def record(
 
 def test_a_console_line_is_for_people() -> None:
     formatter = ConsoleFormatter("worker", "gpu-a")
-    line = formatter.format(record("epoch %d: stage %d is ready", 3, 1, **about(epoch=3, stage=1)))
+    line = formatter.format(record("epoch %d: stage %d is ready", 3, 1, **log_context(epoch=3, stage=1)))
     assert re.fullmatch(r"\S+ \S+,250 WARNING worker gpu-a: epoch 3: stage 1 is ready", line)
 
 
 def test_a_console_line_ends_with_the_trace_and_names_other_libraries() -> None:
-    line = ConsoleFormatter("coordinator").format(record("odd", name="asyncio", **about(**TRACE)))
+    line = ConsoleFormatter("coordinator").format(record("odd", name="asyncio", **log_context(**TRACE)))
     assert line.endswith(" WARNING asyncio: odd (trace 4bf92f3577b34da6a3ce929d0e0e4736)")
 
 
 def test_a_json_line_has_words_and_fields() -> None:
     request_id = new_request_id()
-    extra = about(
+    extra = log_context(
         request_id=request_id, epoch=3, step=0, stage=1, worker="gpu-a", duration_s=0.31234, **TRACE
     )
     line = JsonFormatter("coordinator").format(record('a "line"\nof %s', "two", **extra))
@@ -60,7 +63,7 @@ def test_a_json_line_has_words_and_fields() -> None:
         "ts": "2026-01-31T12:00:00.250Z",
         "level": "warning",
         "process": "coordinator",
-        "logger": "coordinator.app",
+        "logger": "coordinator.server",
         "message": 'a "line"\nof two',
         "request_id": id_text(request_id),
         "epoch": 3,
@@ -99,8 +102,8 @@ def test_the_document_explains_every_field() -> None:
 
 
 def test_what_is_not_known_is_not_written() -> None:
-    assert about(step=0) == {"step": 0}
-    assert about(request_ids=()) == {}
+    assert log_context(step=0) == {"step": 0}
+    assert log_context(request_ids=()) == {}
 
 
 def test_no_field_hides_one_of_logging() -> None:
@@ -136,7 +139,7 @@ def test_the_last_line_and_warnings_are_objects_too() -> None:
     script = """
 import warnings
 warnings.warn("old", stacklevel=1)
-logs.say_last(settings, "stageline worker: no way")
+logs.log_fatal(settings, "stageline worker: no way")
 """
     warned, last = map(json.loads, stderr_of(script, LogSettings(format=LogFormat.JSON)))
     assert "UserWarning: old" in warned["message"]
@@ -144,7 +147,7 @@ logs.say_last(settings, "stageline worker: no way")
 
 
 def test_the_last_line_of_a_console_is_nothing_else() -> None:
-    assert stderr_of('logs.say_last(settings, "stageline worker: no way")', LogSettings()) == [
+    assert stderr_of('logs.log_fatal(settings, "stageline worker: no way")', LogSettings()) == [
         "stageline worker: no way"
     ]
 
@@ -153,12 +156,11 @@ def test_the_last_line_of_a_console_is_nothing_else() -> None:
 def test_nothing_is_written_after_the_last_line(format_: LogFormat) -> None:
     script = """
 import time
-from telemetry import log_writer
-write = log_writer._write
-log_writer._write = lambda *line: (time.sleep(0.2), write(*line))
+write = logs._write
+logs._write = lambda *line: (time.sleep(0.2), write(*line))
 log = logging.getLogger("wire")
 log.info("before")
-logs.say_last(settings, "no way")
+logs.log_fatal(settings, "no way")
 log.error("after")
 logging.shutdown()
 """
@@ -170,7 +172,7 @@ logging.shutdown()
 def test_the_last_line_is_written_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=written.append, flush=lambda: None))
-    logs.say_last(LogSettings(), "no way")
+    logs.log_fatal(LogSettings(), "no way")
     assert written == ["no way\n"]
 
 
@@ -218,3 +220,65 @@ def test_a_traceback_cannot_look_like_another_line() -> None:
     first, *others = ConsoleFormatter("coordinator").format(made).split("\n")
     assert first.endswith("it failed")
     assert others and all(line.isprintable() and line.startswith("  ") for line in others)
+
+
+MAX_WAITING = 8
+FILLS_A_PIPE = "x" * (1 << 21)
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    reading, writing = os.pipe()
+    yield reading, writing
+    os.close(reading)
+
+
+def say(writer: LogWriter, message: str) -> None:
+    writer.handle(logging.LogRecord("a", logging.INFO, __file__, 0, message, (), None))
+
+
+def read_to_end(descriptor: int) -> list[str]:
+    with os.fdopen(os.dup(descriptor), "rb") as file:
+        return file.read().decode().splitlines()
+
+
+def test_lines_are_written_in_order(pipe: tuple[int, int]) -> None:
+    reading, writing = pipe
+    writer = LogWriter(writing)
+    for number in range(1000):
+        say(writer, f"line {number} \N{SNOWMAN}")
+    writer.flush()
+    writer.close()
+    os.close(writing)
+    assert read_to_end(reading) == [f"line {number} \N{SNOWMAN}" for number in range(1000)]
+
+
+def test_nobody_waits_for_a_reader_and_what_is_lost_is_counted(pipe: tuple[int, int]) -> None:
+    reading, writing = pipe
+    writer = LogWriter(writing, max_waiting=MAX_WAITING)
+    say(writer, FILLS_A_PIPE)
+    assert os.read(reading, 1) == b"x"  # it is being written, and the pipe is full
+    for number in range(MAX_WAITING + 5):
+        say(writer, f"line {number}")
+    assert writer.num_dropped == 5
+
+    remaining = len(FILLS_A_PIPE)  # the end of its line included
+    while remaining:
+        remaining -= len(os.read(reading, remaining))
+    writer.flush()
+    writer.close()
+    os.close(writing)
+    lost = "5 lines of this log are lost: they came faster than they could be written"
+    assert read_to_end(reading) == [*(f"line {number}" for number in range(MAX_WAITING)), lost]
+
+
+def test_a_reader_that_is_gone_is_no_error(capfd: pytest.CaptureFixture[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    writer = LogWriter(writing)
+    for _ in range(3):
+        say(writer, "to nobody")
+        writer.flush()
+    writer.close()
+    os.close(writing)
+    assert capfd.readouterr().err == ""

@@ -109,14 +109,16 @@ def test_a_cycle_is_of_imports_at_run_time(repository: Repository) -> None:
 
 def test_a_mirror_is_one_class_of_the_client_and_one_other(repository: Repository) -> None:
     one, two = "class Overloaded: ...\n", "class Overloaded: ...\nclass Frame: ...\nclass _Frame: ...\n"
-    report = measure(repository({"stageline/errors.py": one, "wire/errors.py": two, "wire/frames.py": two}))
+    report = measure(
+        repository({"stageline/client/errors.py": one, "wire/errors.py": two, "wire/frames.py": two})
+    )
     assert list(report["duplicate_classes"]) == ["Frame", "Overloaded"]
     assert report["client_mirrors"] == {}
 
 
 def test_a_listed_mirror_is_no_duplicate(repository: Repository) -> None:
     text = "class Overloaded: ...\n"
-    report = measure(repository({"stageline/errors.py": text, "wire/errors.py": text}))
+    report = measure(repository({"stageline/client/errors.py": text, "wire/errors.py": text}))
     assert report["duplicate_classes"] == {}
     assert list(report["client_mirrors"]) == ["Overloaded"]
 

@@ -31,7 +31,7 @@ def subclasses(kind: type[ServingError]) -> Iterator[type[ServingError]]:
 def test_every_error_of_ours_has_a_status() -> None:
     for module in pkgutil.iter_modules(wire.__path__, "wire."):
         importlib.import_module(module.name)
-    importlib.import_module("coordinator.scheduling.scheduler")
+    importlib.import_module("coordinator.scheduler.scheduler")
     without = [
         each.__qualname__
         for each in subclasses(ServingError)

@@ -6,7 +6,15 @@ from uuid import UUID, uuid1, uuid4
 
 import pytest
 
-from wire.ids import RequestId, SequenceKey, id_text, new_incarnation, new_request_id, parse_request_id
+from wire.ids import (
+    RequestId,
+    SequenceKey,
+    StageRole,
+    id_text,
+    new_incarnation,
+    new_request_id,
+    parse_request_id,
+)
 
 
 def test_new_ids_are_uuid7_and_grow() -> None:
@@ -43,3 +51,24 @@ def test_malformed_ids_can_still_be_shown() -> None:
     assert id_text(b"") == "(none)"
     assert id_text(b"\x01\x02") == "0102"
     assert str(SequenceKey(RequestId(bytes(16)), 3)) == "00000000-0000-0000-0000-000000000000/3"
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "roles"),
+    [
+        (1, [StageRole.ONLY]),
+        (2, [StageRole.FIRST, StageRole.LAST]),
+        (3, [StageRole.FIRST, StageRole.MIDDLE, StageRole.LAST]),
+        (5, [StageRole.FIRST, StageRole.MIDDLE, StageRole.MIDDLE, StageRole.MIDDLE, StageRole.LAST]),
+    ],
+)
+def test_roles_of_a_pipeline(num_stages: int, roles: list[StageRole]) -> None:
+    assert [StageRole.of_stage(stage, num_stages) for stage in range(num_stages)] == roles
+    assert [role.has_embeddings for role in roles] == [True] + [False] * (num_stages - 1)
+    assert [role.has_head for role in roles] == [False] * (num_stages - 1) + [True]
+
+
+@pytest.mark.parametrize(("stage", "num_stages"), [(-1, 3), (3, 3), (0, 0)])
+def test_a_stage_outside_the_pipeline_has_no_role(stage: int, num_stages: int) -> None:
+    with pytest.raises(ValueError, match=f"stage {stage} of a plan with {num_stages} stages"):
+        StageRole.of_stage(stage, num_stages)

@@ -3,8 +3,16 @@
 import pytest
 
 from wire.errors import SecretMismatch, StaleStream
-from wire.peer_secrets import HopSecrets, RefusedPeers, is_secret, new_secret
-from wire.refused_tries import MAX_TRIES
+from wire.peer_secrets import (
+    MAX_PEERS,
+    MAX_TRIES,
+    WINDOW_S,
+    HopSecrets,
+    RefusedPeers,
+    RefusedTries,
+    is_secret,
+    new_secret,
+)
 
 
 def test_the_secret_itself_passes_and_is_never_the_same() -> None:
@@ -48,3 +56,17 @@ def test_the_secret_of_an_epoch_that_is_over_is_no_refused_try(caplog: pytest.Lo
     with pytest.raises(StaleStream):
         secrets.check(b"x" * 32, host="10.0.0.9")
     assert caplog.messages == []
+
+
+def test_tries_are_counted_for_each_host_and_forgiven_after_a_minute() -> None:
+    tries = RefusedTries()
+    assert [tries.note("a", float(second)) for second in range(MAX_TRIES + 5)][-1] == MAX_TRIES + 1
+    assert tries.note("b", 3.0) == 1
+    assert tries.note("a", MAX_TRIES + 5 + WINDOW_S) == 1
+
+
+def test_the_table_of_hosts_is_bounded() -> None:
+    tries = RefusedTries()
+    for number in range(10 * MAX_PEERS):
+        tries.note(f"host-{number}", 0.0)
+    assert len(tries._refused) == MAX_PEERS

@@ -13,7 +13,19 @@ from tests.unit.wire.wire_strategies import example_step, fault_reports, start_r
 from wire.errors import StepFault, StepFaultKind
 from wire.ids import RequestId, SequenceKey, id_text
 from wire.step_codec import decode_fault, decode_result, decode_step, encode_fault, encode_result, encode_step
-from wire.steps import Decode, FaultReport, Prefill, SequenceSignal, Slice, StartRecord, Step, StepResult
+from wire.steps import (
+    Decode,
+    FaultReport,
+    Prefill,
+    SequenceSignal,
+    SliceError,
+    SliceResult,
+    StartRecord,
+    Step,
+    StepResult,
+    StepSlice,
+    TokenLogprobs,
+)
 
 KEY = SequenceKey(RequestId(bytes(range(16))), 1)
 
@@ -50,8 +62,8 @@ def test_the_example_step_has_one_of_everything() -> None:
 
 
 def test_a_one_token_prompt_is_a_prefill_and_not_a_decode() -> None:
-    prefill = Slice(KEY, 0, (5,), Prefill(0, 1, 1))
-    decode = Slice(KEY, 0, (5,), Decode(0))
+    prefill = StepSlice(KEY, 0, (5,), Prefill(0, 1, 1))
+    decode = StepSlice(KEY, 0, (5,), Decode(0))
     decoded = decode_step(encode_step(Step(epoch=1, step_id=0, slices=(prefill, decode))))
     assert decoded.slices == (prefill, decode)
     assert isinstance(decoded.slices[0].inference_step, Prefill)
@@ -157,21 +169,134 @@ def test_every_kind_of_the_wire_enum_has_a_name_here_and_the_reverse() -> None:
 
 
 def test_what_is_sampled_follows_from_the_inference_step_alone() -> None:
-    assert Slice(KEY, 0, (1,), Decode(3)).is_sampled
-    assert Slice(KEY, 0, (1, 2), Prefill(2, 2, 4)).is_sampled
-    assert not Slice(KEY, 0, (1, 2), Prefill(0, 2, 4)).is_sampled
-    assert not Slice(KEY, 0, (1,), Prefill(0, 1, 4)).is_sampled
-    assert Slice(KEY, 0, (1,), Decode(3)).first_position == 3
-    assert Slice(KEY, 0, (1, 2), Prefill(2, 2, 4)).first_position == 2
+    assert StepSlice(KEY, 0, (1,), Decode(3)).is_sampled
+    assert StepSlice(KEY, 0, (1, 2), Prefill(2, 2, 4)).is_sampled
+    assert not StepSlice(KEY, 0, (1, 2), Prefill(0, 2, 4)).is_sampled
+    assert not StepSlice(KEY, 0, (1,), Prefill(0, 1, 4)).is_sampled
+    assert StepSlice(KEY, 0, (1,), Decode(3)).first_position == 3
+    assert StepSlice(KEY, 0, (1, 2), Prefill(2, 2, 4)).first_position == 2
 
 
 def test_a_step_counts_tokens_and_names_each_request_once() -> None:
     other = SequenceKey(RequestId(bytes(16)), 0)
     parts = (
-        Slice(KEY, 0, (1, 2), Prefill(0, 2, 4)),
-        Slice(other, 0, (1,), Decode(3)),
-        Slice(KEY._replace(choice=2), 0, (1,), Decode(3)),
+        StepSlice(KEY, 0, (1, 2), Prefill(0, 2, 4)),
+        StepSlice(other, 0, (1,), Decode(3)),
+        StepSlice(KEY._replace(choice=2), 0, (1,), Decode(3)),
     )
     step = Step(epoch=1, step_id=0, slices=parts)
     assert step.num_tokens == 4
     assert step.request_ids == (KEY.request_id, other.request_id)
+
+
+def key(number: int) -> SequenceKey:
+    return SequenceKey(RequestId(number.to_bytes(16)), number)
+
+
+DECODES = tuple(StepSlice(key(number), number, (100 + number,), Decode(number)) for number in range(6))
+CHUNK = StepSlice(key(20), 0, (1, 2), Prefill(0, 2, 8))
+TOKENS = tuple(SliceResult(key(number), number, number) for number in range(6))
+LOGPROBS = TokenLogprobs(5, -1.0, 1)
+OTHER_RESULTS = (
+    SliceResult(key(30), 0, SliceError(1, 2, "text")),
+    SliceResult(key(31), 0, 5, LOGPROBS),
+    SliceResult(key(32), 0, 5, None, (LOGPROBS,)),
+    SliceResult(key(33), 0, None, None, (LOGPROBS,)),
+)
+
+
+def step_message(*slices: StepSlice) -> stage_pb2.Step:
+    return stage_pb2.Step.FromString(encode_step(Step(epoch=1, step_id=7, slices=slices)))
+
+
+@pytest.mark.parametrize(
+    ("slices", "num_columns"),
+    [
+        (DECODES, 6),
+        (DECODES[:4], 4),
+        (DECODES[:3], 0),
+        ((*DECODES, CHUNK), 6),
+        ((*DECODES[:4], CHUNK, *DECODES[4:]), 4),
+        ((CHUNK, *DECODES), 0),
+    ],
+)
+def test_the_first_decodes_of_a_large_step_are_columns(
+    slices: tuple[StepSlice, ...], num_columns: int
+) -> None:
+    message = step_message(*slices)
+    assert len(message.decodes.tokens) == num_columns
+    assert len(message.slices) == len(slices) - num_columns
+    assert decode_step(message.SerializeToString()).slices == slices
+
+
+@pytest.mark.parametrize("other", OTHER_RESULTS)
+@pytest.mark.parametrize(("place", "num_columns"), [(0, 0), (3, 0), (4, 4), (6, 6)])
+def test_only_what_is_a_token_and_nothing_else_is_in_columns(
+    other: SliceResult, place: int, num_columns: int
+) -> None:
+    result = StepResult(1, 7, (*TOKENS[:place], other, *TOKENS[place:]))
+    message = encode_result(result)
+    assert len(message.tokens.tokens) == num_columns
+    assert decode_result(message) == result
+
+
+def test_decodes_may_come_as_messages_too() -> None:
+    """From another implementation: columns are a matter of cost."""
+    message = stage_pb2.Step(epoch=1, step_id=7)
+    for part in DECODES:
+        sequence = stage_pb2.SequenceKey(request_id=part.sequence.request_id, choice=part.sequence.choice)
+        message.slices.add(
+            sequence=sequence,
+            generation=part.generation,
+            tokens=part.tokens,
+            decode=stage_pb2.Decode(position=part.first_position),
+        )
+    assert decode_step(message.SerializeToString()).slices == DECODES
+
+
+def _cut_ids(columns: stage_pb2.DecodeColumns | stage_pb2.TokenColumns) -> None:
+    columns.request_ids = columns.request_ids[:-1]
+
+
+def _more_ids(columns: stage_pb2.DecodeColumns | stage_pb2.TokenColumns) -> None:
+    columns.request_ids += bytes(16)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _cut_ids,
+        _more_ids,
+        lambda columns: columns.ClearField("request_ids"),
+        lambda columns: columns.choices.append(1),
+        lambda columns: columns.generations.pop(),
+        lambda columns: columns.tokens.append(1),
+        lambda columns: columns.ClearField("positions"),
+    ],
+)
+def test_decode_columns_of_different_lengths_are_refused(
+    change: Callable[[stage_pb2.DecodeColumns], object],
+) -> None:
+    message = step_message(*DECODES)
+    change(message.decodes)
+    with pytest.raises(StepFault, match=r"columns of .* entries for request ids of .* bytes") as caught:
+        decode_step(message.SerializeToString())
+    assert caught.value.kind is StepFaultKind.UNDECODABLE
+    assert caught.value.step_id == 7
+
+
+@pytest.mark.parametrize("name", ["choices", "generations", "tokens"])
+def test_token_columns_of_different_lengths_are_refused(name: str) -> None:
+    message = encode_result(StepResult(1, 7, TOKENS))
+    getattr(message.tokens, name).append(1)
+    with pytest.raises(StepFault, match="columns of") as caught:
+        decode_result(message)
+    assert caught.value.kind is StepFaultKind.UNDECODABLE
+
+
+def test_a_fault_names_the_requests_of_columns_and_messages() -> None:
+    message = step_message(*DECODES, CHUNK)
+    message.slices[0].ClearField("tokens")
+    with pytest.raises(StepFault, match="has 0 tokens") as caught:
+        decode_step(message.SerializeToString())
+    assert caught.value.request_ids == tuple(part.sequence.request_id for part in (*DECODES, CHUNK))

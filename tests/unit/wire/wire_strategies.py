@@ -18,13 +18,13 @@ from wire.steps import (
     GrammarSpec,
     Prefill,
     SequenceSignal,
-    Slice,
     SliceError,
     SliceResult,
     StartRecord,
     Step,
     StepResult,
     StepSampling,
+    StepSlice,
     TokenLogprobs,
 )
 from wire.tensors import TensorView
@@ -52,16 +52,18 @@ sequence_signals = st.builds(SequenceSignal, sequence_keys, signals)
 
 
 @st.composite
-def slices(draw: st.DrawFn) -> Slice:
+def slices(draw: st.DrawFn) -> StepSlice:
     """Prefill chunks anywhere in their prefill, the final ones included, and decodes."""
     key, generation = draw(sequence_keys), draw(U32)
     if draw(st.booleans()):
-        return Slice(key, generation, (draw(U32),), Decode(draw(U32)))
+        return StepSlice(key, generation, (draw(U32),), Decode(draw(U32)))
     part = draw(tokens)
     start = draw(st.integers(0, 2**32 - 1 - len(part)))
     end = start + len(part)
     num_prefill_tokens = draw(st.integers(end, 2**32 - 1))
-    return Slice(key, generation, part, Prefill(start, len(part), num_prefill_tokens, draw(st.booleans())))
+    return StepSlice(
+        key, generation, part, Prefill(start, len(part), num_prefill_tokens, draw(st.booleans()))
+    )
 
 
 samplings = st.builds(
@@ -140,8 +142,8 @@ def example_step(*, step_id: int = 7, num_tokens: int = 2) -> Step:
         epoch=3,
         step_id=step_id,
         slices=(
-            Slice(one, 1, chunk, Prefill(16, num_tokens, 16 + num_tokens)),
-            Slice(two, 0, (2**32 - 1,), Decode(40)),
+            StepSlice(one, 1, chunk, Prefill(16, num_tokens, 16 + num_tokens)),
+            StepSlice(two, 0, (2**32 - 1,), Decode(40)),
         ),
         starts=(StartRecord(one, 1, 10, (1, 2, 3), sampling),),
         ends=(EndRecord(two, 4),),

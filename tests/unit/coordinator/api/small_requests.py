@@ -8,17 +8,16 @@ from typing import Any, cast
 import pytest
 
 from checkpoint import Checkpoint, DType
-from coordinator.api.intake import make_request, request_id_of, resolve
+from coordinator.api.request_parser import make_request, request_id_of, resolve
+from coordinator.engine.request import Request
 from coordinator.model import ServedModel, model_of
-from coordinator.planning.plan import Plan, StepLimits
-from coordinator.planning.planner import make_plan
-from coordinator.requests.request import Request
-from coordinator.scheduling.order import Priority, QueueOrder, queue_order
-from coordinator.scheduling.sequence import Sequence
-from coordinator.text.tokenizer import TextCodec
+from coordinator.planner.plan import Plan, StepLimits
+from coordinator.planner.planner import make_plan
+from coordinator.scheduler.sequence import Priority, QueueOrder, Sequence, queue_order
 from stageline_rpc.v1 import inference_pb2
-from tests.unit.coordinator.planning.small_models import llama, workers
-from tests.unit.coordinator.text.letters_codec import VOCAB_SIZE, LettersCodec
+from tests.unit.coordinator.planner.small_models import llama, workers
+from tests.unit.text.letters_codec import VOCAB_SIZE, LettersCodec
+from text.tokenizer import TextCodec
 from wire.errors import InvalidRequest
 
 MODEL_LIMIT = 600

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 from checkpoint import DType
 from coordinator.cluster.actions import Action, Shrink, StartTimer
-from coordinator.cluster.cluster_state import ClusterState
 from coordinator.cluster.membership import WorkerIdentity
-from coordinator.cluster.return_grace import RETURN_GRACE_S
-from coordinator.planning.plan import Plan, PlanImpossible, StagePlan, StepLimits, WorkerCapacity
-from wire.ids import Incarnation
-from wire.roles import StageRole
+from coordinator.cluster.state_machine import ClusterState
+from coordinator.planner.plan import Plan, PlanImpossible, StagePlan, StepLimits, WorkerCapacity
+from coordinator.recovery.rejoin import RETURN_GRACE_S
+from wire.ids import Incarnation, StageRole
 
 WAITS_FOR_RETURN = StartTimer(RETURN_GRACE_S, Shrink(1))
 """What follows the first loss that nobody can make up for."""

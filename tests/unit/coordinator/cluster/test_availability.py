@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from coordinator.cluster.availability import Availability
-from coordinator.requests.durability import Durability
-from coordinator.requests.request import Request
-from coordinator.timing import ClusterTiming
+from coordinator.engine.durability import Durability
+from coordinator.engine.request import Request
+from coordinator.recovery.policy import RecoveryPolicy
 from stageline_rpc.v1 import cluster_pb2
 from tests.unit.coordinator.cluster.cluster_driver import ClusterDriver
-from tests.unit.coordinator.requests.engine_model import EngineModel
-from tests.unit.coordinator.requests.wishes import Wish
+from tests.unit.coordinator.engine.engine_model import EngineModel
+from tests.unit.coordinator.engine.wishes import Wish
 from wire.errors import ClusterUnavailable
 
 TIMEOUT_S = 30.0
@@ -26,7 +26,7 @@ class Waiting:
     def __init__(self, model: EngineModel) -> None:
         self.model = model
         self.cluster = ClusterDriver(num_stages=2).serving()
-        timing = replace(ClusterTiming(), recovery_timeout_s=TIMEOUT_S)
+        timing = replace(RecoveryPolicy(), recovery_timeout_s=TIMEOUT_S)
         self.told: list[bool] = []
         self.availability = Availability(self.cluster.state, model.engine, timing, self.told.append)
         self.availability.begin()

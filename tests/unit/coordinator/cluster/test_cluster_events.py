@@ -20,8 +20,8 @@ from coordinator.cluster.actions import (
     StopServing,
 )
 from coordinator.cluster.membership import WorkerIdentity, WorkerRecord, WorkerState
-from coordinator.cluster.phase import ClusterPhase
-from coordinator.cluster.setbacks import MAX_EPOCH_DELAY_S
+from coordinator.cluster.state_machine import ClusterPhase
+from coordinator.recovery.rejoin import MAX_EPOCH_DELAY_S
 from tests.unit.coordinator.cluster.cluster_driver import ClusterDriver
 
 names = st.sampled_from(["a", "b", "c", "d", "gpu-2", "gpu-10"])

@@ -8,10 +8,10 @@ import pytest
 
 from coordinator.cluster.controller import Controller
 from coordinator.cluster.membership import WorkerState
-from coordinator.requests.admission import AdmissionLimits
-from coordinator.requests.engine import Engine
-from coordinator.timing import ClusterTiming
-from tests.unit.coordinator.api.test_intake import served_model
+from coordinator.engine.admission import AdmissionLimits
+from coordinator.engine.engine import Engine
+from coordinator.recovery.policy import RecoveryPolicy
+from tests.unit.coordinator.api.small_requests import served_model
 from tests.unit.coordinator.cluster.cluster_driver import ClusterDriver, identity_of
 from wire.errors import NameInUse
 from wire.ids import new_incarnation
@@ -23,7 +23,7 @@ def new_controller(*, num_stages: int) -> Controller:
         Engine(AdmissionLimits(queue_size=4)),
         served_model(),
         incarnation=new_incarnation(),
-        timing=ClusterTiming(),
+        timing=RecoveryPolicy(),
     )
 
 

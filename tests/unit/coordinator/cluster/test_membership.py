@@ -18,8 +18,8 @@ from coordinator.cluster.actions import (
     StopServing,
 )
 from coordinator.cluster.membership import MAX_LOST, WorkerState
-from coordinator.cluster.phase import ClusterPhase
-from coordinator.cluster.return_grace import REJOIN_S
+from coordinator.cluster.state_machine import ClusterPhase
+from coordinator.recovery.rejoin import REJOIN_S
 from tests.unit.coordinator.cluster.cluster_driver import (
     WAITS_FOR_RETURN,
     ClusterDriver,

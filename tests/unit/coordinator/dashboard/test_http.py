@@ -13,14 +13,14 @@ import pytest
 from aiohttp import ClientResponse
 from aiohttp.test_utils import TestClient, TestServer
 
-from coordinator.cluster.cluster_state import ClusterPhase
-from coordinator.dashboard import guard
+from coordinator.cluster.state_machine import ClusterPhase
+from coordinator.dashboard import auth
+from coordinator.dashboard.routes import DashboardContext
 from coordinator.dashboard.server import DashboardServer
-from coordinator.dashboard.sources import Sources
-from coordinator.observing.activity_recorder import ActivityRecorder
+from coordinator.observability.activity import ActivityRecorder
 from stageline_rpc.v1 import cluster_pb2, inference_pb2
-from telemetry.trace_view.summary import TraceSummary
-from tests.unit.coordinator.observing.makers import new_request, result, sequence_of, step
+from telemetry.trace_view.facts import TraceSummary
+from tests.unit.coordinator.observability.makers import new_request, result, sequence_of, step
 from wire.errors import InvalidRequest, RequestNotFound, WorkerNotFound
 from wire.ids import RequestId, id_text, new_request_id
 
@@ -43,9 +43,9 @@ class Coordinator:
         self.connections = {"worker-0": object()}
 
     @property
-    def sources(self) -> Sources:
+    def sources(self) -> DashboardContext:
         own: Any = self
-        return Sources(
+        return DashboardContext(
             status=own,
             activity=own,
             engine=own,
@@ -356,9 +356,9 @@ async def _chunks() -> AsyncIterator[bytes]:
 
 
 async def test_bodies_that_are_large_or_of_unknown_size_are_not_taken(http: Http) -> None:
-    for body in (b"x" * (guard.MAX_BODY_BYTES + 1), _chunks()):
+    for body in (b"x" * (auth.MAX_BODY_BYTES + 1), _chunks()):
         assert (await http.post("/api/token", headers=BEARER, data=body)).status == 413
-    assert (await http.post("/api/token", headers=BEARER, data=b"x" * guard.MAX_BODY_BYTES)).status == 200
+    assert (await http.post("/api/token", headers=BEARER, data=b"x" * auth.MAX_BODY_BYTES)).status == 200
 
 
 async def test_defects_are_logged_and_not_shown(
@@ -380,7 +380,7 @@ async def test_who_takes_too_long_is_answered_all_the_same(
     async def never(self: object, num_requests: int) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(guard, "REQUEST_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(auth, "REQUEST_TIMEOUT_S", 0.01)
     monkeypatch.setattr(Traces, "summaries", never)
     assert (await http.get("/api/traces")).status == 504
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from coordinator.journal.database import ServedIdentity
 from coordinator.journal.journal import Journal
 from coordinator.journal.records import AcceptedRequest, End, Entry, JournalledRequest, RequestProgress
-from coordinator.scheduling.sequence import FinishReason
+from coordinator.scheduler.sequence import FinishReason
 from wire.ids import RequestId, new_request_id
 from wire.steps import GrammarSpec, TokenLogprobs
 

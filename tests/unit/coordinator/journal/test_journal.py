@@ -10,12 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.journal import journal as module
-from coordinator.journal.codec import decode_progress, decode_tokens, encode_progress, encode_tokens
 from coordinator.journal.database import SCHEMA_VERSION, ServedIdentity
-from coordinator.journal.errors import JournalFailed, JournalUnusable
 from coordinator.journal.journal import Journal
-from coordinator.journal.records import End, Entry, RequestProgress
-from coordinator.scheduling.sequence import FinishReason
+from coordinator.journal.records import (
+    End,
+    Entry,
+    JournalFailed,
+    JournalUnusable,
+    RequestProgress,
+    decode_progress,
+    decode_tokens,
+    encode_progress,
+    encode_tokens,
+)
+from coordinator.scheduler.sequence import FinishReason
 from tests.unit.coordinator.journal.journals import (
     IDENTITY,
     accepted_request,

@@ -12,9 +12,8 @@ from typing import cast
 
 import pytest
 
-from coordinator.journal.errors import JournalFailed
 from coordinator.journal.journal import Journal
-from coordinator.journal.records import Entry, RequestProgress
+from coordinator.journal.records import Entry, JournalFailed, RequestProgress
 from coordinator.journal.writer import LONGEST_PAUSE_S, JournalWriter
 from tests.unit.coordinator.journal.faulty_disk import FULL, FaultyDisk
 from tests.unit.coordinator.journal.journals import IDENTITY, accepted_request, left_in, opened

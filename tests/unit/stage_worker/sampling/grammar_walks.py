@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from coordinator.text.detokenizer import IncrementalDetokenizer
-from coordinator.text.structured import GrammarCompiler, GrammarKind
-from coordinator.text.tokenizer import TextCodec, load_text_codec
 from stage_worker.sampling.grammar_masks import GrammarMasks
+from text.detokenizer import IncrementalDetokenizer
+from text.grammars import GrammarCompiler, GrammarKind
+from text.tokenizer import TextCodec, load_text_codec
 from wire.ids import SequenceKey, new_request_id
 from wire.steps import GrammarSpec, StartRecord, StepSampling
 

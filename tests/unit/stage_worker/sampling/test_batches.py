@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from stage_worker.sampling import sampler as sampler_module
-from stage_worker.sampling.draws import first_maxima, row_sums
+from stage_worker.sampling.random_choice import argmax_rows, row_sums
 from tests.sampled import GENERATED, Row, results_of, tokens_of
-from tests.unit.stage_worker.sampling.test_filters import FILTERS, some_logits
+from tests.unit.stage_worker.sampling.test_random_choice import FILTERS, some_logits
 from wire.steps import StepSampling
 
 ROWS = 120
@@ -75,7 +75,7 @@ def test_sums_are_the_same_on_one_thread_and_on_two() -> None:
 @pytest.mark.parametrize("vocab_size", [1, 7, 64, 1000, 4096, 50257])
 def test_the_first_of_several_maxima_is_found(vocab_size: int) -> None:
     scores = (some_logits(20, vocab_size=vocab_size) * 2).round()
-    values, ids = first_maxima(scores)
+    values, ids = argmax_rows(scores)
     assert torch.equal(values, scores.amax(dim=-1))
     assert ids.tolist() == [row.index(max(row)) for row in scores.tolist()]
 

@@ -22,7 +22,7 @@ from tests.unit.stage_worker.sampling.scenarios import (
     Scenario,
 )
 from wire.ids import RequestId, SequenceKey
-from wire.steps import Decode, Prefill, Slice, SliceResult, StartRecord, StepSampling
+from wire.steps import Decode, Prefill, SliceResult, StartRecord, StepSampling, StepSlice
 
 NUM_DRAWS = 4000
 FITS = 1e-4
@@ -40,11 +40,11 @@ def token_of(result: SliceResult) -> int:
     return result.outcome
 
 
-def start(sampler: Sampler, sequence: SequenceKey, scenario: Scenario, sampling: StepSampling) -> Slice:
+def start(sampler: Sampler, sequence: SequenceKey, scenario: Scenario, sampling: StepSampling) -> StepSlice:
     """A sequence with all tokens so far, and its last slice of prefill."""
     tokens = scenario.context.tokens
     sampler.start(StartRecord(sequence, 0, len(scenario.prompt), tokens, sampling))
-    return Slice(sequence, 0, tokens[-1:], Prefill(len(tokens) - 1, 1, len(tokens)))
+    return StepSlice(sequence, 0, tokens[-1:], Prefill(len(tokens) - 1, 1, len(tokens)))
 
 
 def seeds(name: str, count: int) -> list[int]:
@@ -95,7 +95,7 @@ def test_tokens_of_one_seed_fit_over_positions_and_choices(name: str) -> None:
         results = sampler.choose(slices, scenario.logits.expand(num_choices, -1))
         tokens += [token_of(result) for result in results]
         slices = [
-            Slice(part.sequence, 0, (token,), Decode(position))
+            StepSlice(part.sequence, 0, (token,), Decode(position))
             for part, token in zip(slices, tokens[-num_choices:], strict=True)
         ]
     assert p_value(counted(tokens, scenario), scenario.shares) > FITS
@@ -109,7 +109,7 @@ def test_tokens_of_one_sequence_fit_over_positions(name: str) -> None:
     tokens: list[int] = []
     for position in range(len(scenario.prompt), len(scenario.prompt) + 2000):
         tokens.append(token_of(sampler.choose([part], scenario.logits[None])[0]))
-        part = Slice(part.sequence, 0, (tokens[-1],), Decode(position))
+        part = StepSlice(part.sequence, 0, (tokens[-1],), Decode(position))
     assert p_value(counted(tokens, scenario), scenario.shares) > FITS
 
 
@@ -128,7 +128,7 @@ def test_tokens_that_were_decoded_count_like_those_of_a_start_record(name: str) 
     results = sampler.choose(slices, logits)
     for position, token in enumerate(GENERATED, start=len(scenario.prompt)):
         # What was chosen does not matter: these are the tokens that the sequence goes on with.
-        slices = [Slice(part.sequence, 0, (token,), Decode(position)) for part in slices]
+        slices = [StepSlice(part.sequence, 0, (token,), Decode(position)) for part in slices]
         results = sampler.choose(slices, logits)
     tokens = [token_of(result) for result in results]
     assert tokens == draw(scenario, row_seeds)
@@ -140,7 +140,7 @@ def test_rows_of_all_kinds_in_one_batch_have_the_tokens_that_they_have_among_the
     each = 40
     alone = {name: draw(SCENARIOS[name], seeds(name, each)) for name in names}
     sampler = Sampler(vocab_size=VOCAB, stage=0)
-    slices: list[Slice] = []
+    slices: list[StepSlice] = []
     wanted, logits = [], []
     for row in range(each):
         for name in names:

@@ -16,9 +16,7 @@ from hypothesis import strategies as st
 
 from builtin_model import MODEL_DIRECTORY
 from checkpoint import Checkpoint
-from coordinator.text.structured import GrammarCompiler, GrammarKind
 from stage_worker.sampling.grammar_masks import GrammarMasks
-from tests.unit.coordinator.text.trained_tokenizers import byte_level, save_tokenizer, sentencepiece_like
 from tests.unit.stage_worker.sampling.grammar_walks import (
     EOS,
     VOCAB_SIZE,
@@ -28,6 +26,8 @@ from tests.unit.stage_worker.sampling.grammar_walks import (
     Walk,
     walk_many,
 )
+from tests.unit.text.trained_tokenizers import byte_level, save_tokenizer, sentencepiece_like
+from text.grammars import GrammarCompiler, GrammarKind
 from wire.ids import SequenceKey, new_request_id
 from wire.steps import GrammarSpec, StartRecord, StepSampling
 

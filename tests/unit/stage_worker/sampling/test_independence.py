@@ -14,7 +14,7 @@ import torch
 from stage_worker.sampling import Sampler
 from tests.unit.stage_worker.sampling.draw_statistics import Counts, pairs_p_value
 from wire.ids import RequestId, SequenceKey
-from wire.steps import Decode, Prefill, Slice, SliceResult, StartRecord, StepSampling
+from wire.steps import Decode, Prefill, SliceResult, StartRecord, StepSampling, StepSlice
 
 VOCAB = 16
 UNRELATED = 1e-4
@@ -30,13 +30,13 @@ def drawn(seeds: Sequence[int], *, num_choices: int, num_positions: int) -> Coun
         for choice in range(num_choices):
             sequence = SequenceKey(RequestId(number.to_bytes(16)), choice)
             sampler.start(StartRecord(sequence, 0, 1, (0,), StepSampling(temperature=1.0, seed=seed)))
-            slices.append(Slice(sequence, 0, (0,), Prefill(0, 1, 1)))
+            slices.append(StepSlice(sequence, 0, (0,), Prefill(0, 1, 1)))
     logits = torch.zeros((len(slices), VOCAB))
     steps = []
     for position in range(1, num_positions + 1):
         steps.append([_token(result) for result in sampler.choose(slices, logits)])
         slices = [
-            Slice(part.sequence, 0, (token,), Decode(position))
+            StepSlice(part.sequence, 0, (token,), Decode(position))
             for part, token in zip(slices, steps[-1], strict=True)
         ]
     return np.array(steps, dtype=np.int64).T.reshape(len(seeds), num_choices, num_positions)

@@ -22,8 +22,8 @@ from tests.sampled import (
     token_of,
     tokens_of,
 )
-from tests.unit.stage_worker.sampling.test_filters import FILTERS, some_logits
-from wire.steps import GrammarSpec, Prefill, Slice, SliceResult, StepSampling
+from tests.unit.stage_worker.sampling.test_random_choice import FILTERS, some_logits
+from wire.steps import GrammarSpec, Prefill, SliceResult, StepSampling, StepSlice
 
 HOT = StepSampling(temperature=5.0, seed=17)
 VOCAB = 40
@@ -32,13 +32,13 @@ VOCAB = 40
 @pytest.mark.parametrize(
     "part",
     [
-        Slice(key(1), 0, PROMPT, Prefill(0, 8, 8)),
-        Slice(key(1), 0, PROMPT[5:], Prefill(5, 3, 8)),
+        StepSlice(key(1), 0, PROMPT, Prefill(0, 8, 8)),
+        StepSlice(key(1), 0, PROMPT[5:], Prefill(5, 3, 8)),
         decode(key(1), 6, 7),
     ],
     ids=["prefill", "last-chunk", "decode"],
 )
-def test_a_token_is_drawn_for_the_position_that_it_will_have(part: Slice) -> None:
+def test_a_token_is_drawn_for_the_position_that_it_will_have(part: StepSlice) -> None:
     """So what follows a recomputation, where all tokens are one prefill, is what decode drew before."""
     logits = some_logits(1, vocab_size=5000)
     expected = tokens_of(logits, [Row(sampling=HOT)])

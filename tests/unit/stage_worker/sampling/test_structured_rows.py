@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from coordinator.text.structured import GrammarKind
 from stage_worker.sampling import Sampler
 from stageline_rpc.v1 import stage_pb2
-from tests.unit.coordinator.text.trained_tokenizers import byte_level, save_tokenizer
 from tests.unit.stage_worker.sampling.grammar_walks import EOS, VOCAB_SIZE, InlinePool, Setting
+from tests.unit.text.trained_tokenizers import byte_level, save_tokenizer
+from text.grammars import GrammarKind
 from wire.ids import SequenceKey, new_request_id
-from wire.steps import Decode, Prefill, Slice, SliceError, StartRecord, StepSampling, TokenLogprobs
+from wire.steps import Decode, Prefill, SliceError, StartRecord, StepSampling, StepSlice, TokenLogprobs
 
 PROMPT = (1, 50, 60)
 PHONE = r"[0-9]{3}-[0-9]{4}(ext[0-9])?"
@@ -35,11 +35,11 @@ def started(sampler: Sampler, sampling: StepSampling, generated: tuple[int, ...]
     return key
 
 
-def part(key: SequenceKey, generated: list[int]) -> Slice:
+def part(key: SequenceKey, generated: list[int]) -> StepSlice:
     """The slice behind the prompt, or behind the last generated token."""
     if not generated:
-        return Slice(key, 1, PROMPT, Prefill(0, len(PROMPT), len(PROMPT)))
-    return Slice(key, 1, (generated[-1],), Decode(len(PROMPT) + len(generated) - 1))
+        return StepSlice(key, 1, PROMPT, Prefill(0, len(PROMPT), len(PROMPT)))
+    return StepSlice(key, 1, (generated[-1],), Decode(len(PROMPT) + len(generated) - 1))
 
 
 def logits_at(position: int, rows: int) -> torch.Tensor:
@@ -85,7 +85,7 @@ def test_a_sequence_started_again_draws_the_same_tokens(setting: Setting) -> Non
         again = new_sampler(setting)
         key_again = started(again, sampling, tuple(tokens))
         whole = (*PROMPT, *tokens)
-        prefill = Slice(key_again, 1, whole, Prefill(0, len(whole), len(whole)))
+        prefill = StepSlice(key_again, 1, whole, Prefill(0, len(whole), len(whole)))
         logits = logits_at(len(tokens), 1)
         [ours] = sampler.choose([part(key, tokens)], logits)
         [theirs] = again.choose([prefill], logits)

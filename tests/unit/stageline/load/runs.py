@@ -1,7 +1,7 @@
 """Runs that were never driven, for tests of what is made of them."""
 
 from stageline.load.plan import PlannedRequest
-from stageline.load.record import OK, LoadRun, RequestRecord
+from stageline.load.results import OK, LoadRun, RequestRecord
 
 
 def planned(index: int, *, due_s: float = 0.0, prompt: int = 10, output: int = 3) -> PlannedRequest:

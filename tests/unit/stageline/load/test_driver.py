@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import pytest
 
 from stageline import GenerateOutput, Overloaded, Usage
+from stageline.client.output import FinishReason
 from stageline.load.driver import Driver, Outputs
 from stageline.load.plan import PlannedRequest
-from stageline.load.record import INTERRUPTED, OK, LoadRun
-from stageline.output import FinishReason
+from stageline.load.results import INTERRUPTED, OK, LoadRun
 from tests.unit.stageline.load.runs import planned
 
 DEADLINE_S = 20.0

@@ -6,10 +6,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stageline.load.arrivals import Arrivals
-from stageline.load.lengths import parse_lengths
-from stageline.load.plan import LoadSpec, check_fits, make_plan
-from stageline.load.prompts import Prompts
+from stageline.load.plan import (
+    Arrivals,
+    ClippedLengths,
+    LoadSpec,
+    Prompts,
+    Shape,
+    UniformLengths,
+    check_fits,
+    make_plan,
+    parse_lengths,
+)
 
 SPEC = LoadSpec(
     arrivals=Arrivals(rate_per_s=20),
@@ -107,3 +114,144 @@ def test_a_plan_that_does_not_fit_is_refused_with_the_numbers() -> None:
 def test_a_specification_that_makes_no_sense_is_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(SPEC, **change)
+
+
+NUM = 20_000
+
+
+def gaps_of(arrivals: Arrivals, seed: int) -> np.ndarray:
+    return np.diff(arrivals.first(NUM, np.random.default_rng(seed)))
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("rate", [0.5, 40.0])
+def test_poisson_gaps_have_the_mean_and_the_variance_of_an_exponential(rate: float, seed: int) -> None:
+    gaps = gaps_of(Arrivals(rate_per_s=rate), seed)
+    # Standard errors of 20,000 draws: 0.7 % of the mean, 2 % of the variance.
+    assert gaps.mean() == pytest.approx(1 / rate, rel=0.03)
+    assert gaps.var() == pytest.approx(1 / rate**2, rel=0.1)
+    # A share of 1 / e of them is longer than the mean.
+    assert (gaps > 1 / rate).mean() == pytest.approx(1 / math.e, abs=0.015)
+
+
+@pytest.mark.parametrize("burstiness", [0.25, 4.0])
+def test_burstiness_sets_the_variance_and_leaves_the_rate(burstiness: float) -> None:
+    gaps = gaps_of(Arrivals(rate_per_s=10, burstiness=burstiness), seed=5)
+    assert gaps.mean() == pytest.approx(0.1, rel=0.05)
+    assert gaps.var() == pytest.approx(0.01 / burstiness, rel=0.15)
+
+
+def test_the_first_request_is_due_at_once_and_none_before_another() -> None:
+    times = Arrivals(rate_per_s=3).first(500, np.random.default_rng(1))
+    assert times.shape == (500,)
+    assert times[0] == 0
+    assert (np.diff(times) >= 0).all()
+    assert Arrivals(rate_per_s=3).first(1, np.random.default_rng(1)).tolist() == [0.0]
+
+
+def test_an_infinite_rate_is_all_at_once() -> None:
+    times = Arrivals(rate_per_s=math.inf).first(7, np.random.default_rng(0))
+    assert times.tolist() == [0.0] * 7
+
+
+def test_a_duration_holds_all_arrivals_before_its_end() -> None:
+    arrivals = Arrivals(rate_per_s=100)
+    within = arrivals.within(30.0, np.random.default_rng(4))
+    assert len(within) == pytest.approx(3000, rel=0.08)
+    assert within[0] == 0
+    assert 29.5 < within[-1] < 30
+    assert (np.diff(within) >= 0).all()
+
+
+def test_another_rate_is_the_same_pattern_at_another_speed() -> None:
+    slow = Arrivals(rate_per_s=1).first(50, np.random.default_rng(9))
+    fast = Arrivals(rate_per_s=8).first(50, np.random.default_rng(9))
+    np.testing.assert_allclose(slow, fast * 8)
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, math.nan])
+def test_a_rate_that_is_none_is_refused(rate: float) -> None:
+    with pytest.raises(ValueError, match=f"rate of {rate:g} per second is not above 0"):
+        Arrivals(rate_per_s=rate)
+
+
+@pytest.mark.parametrize("burstiness", [0.0, math.inf, math.nan])
+def test_a_burstiness_that_is_none_is_refused(burstiness: float) -> None:
+    with pytest.raises(ValueError, match=f"burstiness of {burstiness:g}"):
+        Arrivals(rate_per_s=1, burstiness=burstiness)
+
+
+def test_a_duration_with_endlessly_many_requests_is_refused() -> None:
+    with pytest.raises(ValueError, match="no certain number"):
+        Arrivals(rate_per_s=math.inf).within(1, np.random.default_rng(0))
+    with pytest.raises(ValueError, match="more than 1000000 requests"):
+        Arrivals(rate_per_s=1e9).within(1, np.random.default_rng(0))
+
+
+def draw(text: str, seed: int = 0) -> np.ndarray:
+    return parse_lengths(text).draw(NUM, np.random.default_rng(seed))
+
+
+def test_what_is_written_is_what_is_meant() -> None:
+    assert parse_lengths("128") == UniformLengths(lowest=128, highest=128)
+    assert parse_lengths("uniform:64-512") == UniformLengths(lowest=64, highest=512)
+    assert parse_lengths("normal:256,64") == ClippedLengths(shape=Shape.NORMAL, mean=256, deviation=64)
+    assert parse_lengths("lognormal:25.5,0.5:16-64") == ClippedLengths(
+        shape=Shape.LOGNORMAL, mean=25.5, deviation=0.5, bounds=UniformLengths(lowest=16, highest=64)
+    )
+
+
+def test_a_number_is_always_that_number() -> None:
+    assert set(draw("17").tolist()) == {17}
+
+
+def test_a_uniform_range_has_both_its_ends_and_all_between_equally_often() -> None:
+    values, counts = np.unique(draw("uniform:3-7"), return_counts=True)
+    assert values.tolist() == [3, 4, 5, 6, 7]
+    assert counts == pytest.approx([NUM / 5] * 5, rel=0.08)
+
+
+@pytest.mark.parametrize("kind", ["normal", "lognormal"])
+def test_a_shape_has_its_mean_and_its_deviation(kind: str) -> None:
+    drawn = draw(f"{kind}:256,64")
+    assert drawn.mean() == pytest.approx(256, rel=0.01)
+    assert drawn.std() == pytest.approx(64, rel=0.05)
+    skewness = ((drawn - drawn.mean()) ** 3).mean() / drawn.std() ** 3
+    # Of a lognormal distribution: (v + 2) sqrt(v - 1) with v = 1 + (64 / 256)^2.
+    assert skewness == pytest.approx(0 if kind == "normal" else 0.766, abs=0.12)
+
+
+def test_bounds_take_what_is_beyond_them() -> None:
+    drawn = draw("normal:100,50:80-120")
+    assert (drawn.min(), drawn.max()) == (80, 120)
+    # Beyond 0.4 standard deviations lie 34.5 % on each side.
+    assert (drawn == 80).mean() == pytest.approx(0.345, abs=0.02)
+
+
+def test_nothing_is_shorter_than_a_token() -> None:
+    assert draw("normal:1,50").min() == 1
+
+
+MISWRITTEN = [
+    *("", "many", "-5", "1.5", "128 ", "٣", "zipf:2"),
+    *("uniform", "uniform:5", "uniform:5-", "uniform:5-x", "uniform:1.5-3"),
+    *("normal:5", "normal:5,-1", "normal:5,nan", "normal: 5,1", "normal:5,1:3", "normal:5,1:3-"),
+]
+
+
+@pytest.mark.parametrize("text", MISWRITTEN)
+def test_what_is_written_otherwise_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ValueError, match="is no distribution of lengths; write for example 128, uniform"):
+        parse_lengths(text)
+
+
+@pytest.mark.parametrize("text", ["0", "uniform:0-5", "uniform:9-5", "uniform:1-99999999", "normal:5,1:9-5"])
+def test_a_range_that_is_none_is_refused_with_its_numbers(text: str) -> None:
+    numbers = text.rpartition(":")[2].split("-")
+    with pytest.raises(ValueError, match=rf"^{numbers[0]} to {numbers[-1]} tokens are no range"):
+        parse_lengths(text)
+
+
+def test_a_mean_below_a_token_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"mean of 0.5 tokens"):
+        parse_lengths("lognormal:0.5,1")

@@ -9,16 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from stageline.load.arrivals import Arrivals
-from stageline.load.json_report import json_report
-from stageline.load.lengths import parse_lengths
-from stageline.load.metrics import Limits, Summary, summarize
-from stageline.load.plan import LoadSpec
-from stageline.load.plot import check_plot, save_plot
-from stageline.load.progress import shown_progress
-from stageline.load.record import INTERRUPTED, LoadRun, Tally
-from stageline.load.report import report_view, warnings_of
-from stageline.load.session import LoadConfig
+from stageline.load.driver import LoadConfig
+from stageline.load.plan import Arrivals, LoadSpec, parse_lengths
+from stageline.load.report import check_plot, json_report, report_view, save_plot, shown_progress, warnings_of
+from stageline.load.results import INTERRUPTED, Limits, LoadRun, Summary, Tally, summarize
 from stageline_rpc.v1 import inference_pb2
 from tests.unit.stageline.load.runs import record, run_of
 

@@ -1,8 +1,7 @@
 """Snapshots for tests: some of every kind of metric, of a coordinator and of a worker."""
 
 from telemetry.metrics import definitions
-from telemetry.metrics.registry import Registry
-from telemetry.metrics.snapshot import Snapshot
+from telemetry.metrics.registry import Registry, Snapshot
 
 START_NS, NOW_NS = 1_700_000_000_000_000_000, 1_700_000_010_000_000_000
 

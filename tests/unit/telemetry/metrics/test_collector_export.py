@@ -8,10 +8,10 @@ import grpc
 import pytest
 
 from telemetry.metrics.collector_export import CollectorExport
-from telemetry.metrics.export_settings import OtlpProtocol
-from telemetry.metrics.metric import Process
+from telemetry.metrics.definitions import Process
 from telemetry.metrics.otlp import decode_metrics, resource_attributes
-from telemetry.metrics.snapshot import Snapshot
+from telemetry.metrics.registry import Snapshot
+from telemetry.settings import OtlpProtocol
 from telemetry.span_recorder import new_resource
 from tests.metrics_collector import DEADLINE_S, MetricsCollector
 from tests.unit.telemetry.metrics.snapshots import worker_snapshot

@@ -5,8 +5,7 @@ import re
 import pytest
 
 from telemetry.metrics import definitions
-from telemetry.metrics.definitions import METRICS
-from telemetry.metrics.metric import Kind, Label, Metric, Process
+from telemetry.metrics.definitions import METRICS, Kind, Label, Metric, Process
 
 UNITS = {"s": "seconds", "By": "bytes"}
 MOST_SERIES = 1024

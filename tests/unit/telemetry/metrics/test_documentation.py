@@ -2,8 +2,7 @@
 
 import re
 
-from telemetry.metrics.definitions import METRICS
-from telemetry.metrics.metric import Metric, Process
+from telemetry.metrics.definitions import METRICS, Metric, Process
 from tests.repository import REPOSITORY
 
 DOCUMENT = (REPOSITORY / "docs" / "telemetry.md").read_text()

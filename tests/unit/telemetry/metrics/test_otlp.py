@@ -6,10 +6,10 @@ from opentelemetry.proto.metrics.v1 import metrics_pb2
 from opentelemetry.sdk.resources import Resource
 
 from telemetry.metrics import definitions
-from telemetry.metrics.metric import Process
+from telemetry.metrics.definitions import Process
 from telemetry.metrics.otlp import decode_metrics, encode_metrics, resource_attributes
+from telemetry.metrics.registry import MetricPoints, Snapshot
 from telemetry.metrics.sdk_form import sdk_metrics
-from telemetry.metrics.snapshot import MetricPoints, Snapshot
 from tests.unit.telemetry.metrics.snapshots import (
     NOW_NS,
     START_NS,

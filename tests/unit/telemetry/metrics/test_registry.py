@@ -3,9 +3,8 @@
 import pytest
 
 from telemetry.metrics import definitions
-from telemetry.metrics.metric import Kind, Label, Metric, Process
-from telemetry.metrics.registry import Registry
-from telemetry.metrics.snapshot import Buckets, Point, Snapshot
+from telemetry.metrics.definitions import Kind, Label, Metric, Process
+from telemetry.metrics.registry import Buckets, Point, Registry, Snapshot
 
 START_NS, NOW_NS = 1_000, 2_000
 STATE = Label("state", "test.state", values=("a", "b"))

@@ -10,10 +10,9 @@ import pytest
 
 from telemetry.spans import Attr
 from telemetry.trace_view.explain import explain
-from telemetry.trace_view.facts import trace_facts
+from telemetry.trace_view.facts import summary, trace_facts
 from telemetry.trace_view.perfetto import perfetto
 from telemetry.trace_view.read_model import RequestTrace
-from telemetry.trace_view.summary import summary
 from tests.otlp_spans import BEGIN_NS, REQUEST_ID, SpanMaker, Times, served
 
 

@@ -1,0 +1,172 @@
+"""Typed fields of config.json, and which keys are understood, harmless or refused.
+
+A key is *computed* when the decoder acts on it, *inert* when it cannot change a logit (metadata, training,
+initialisation, generation defaults, output options). Every other key is refused by name unless it is null or
+has a value that `_NEUTRAL` lists for it. Refusing is the default, because a field that nobody looked at (say,
+a logit soft cap) would silently give wrong tokens; false is no exception, as it need not mean that the
+decoder does without (`is_causal: false` lets tokens see their future).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TypeVar
+
+from checkpoint.errors import BadConfig, UnsupportedModel
+
+RawConfig = Mapping[str, object]
+MAX_LAYERS = 4096
+MAX_INT = 2**31 - 1
+LIMITS: Mapping[str, int] = {
+    "num_hidden_layers": MAX_LAYERS,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**22,
+    "num_attention_heads": 2**16,
+    "num_key_value_heads": 2**16,
+    "head_dim": 2**16,
+    "vocab_size": 2**24,
+}
+"""Largest values, far above every model: nothing is allocated for a field that is out of bounds."""
+_Number = TypeVar("_Number", int, float)
+
+
+def positive_int(raw: RawConfig, key: str, default: int | None = None) -> int:
+    """`raw[key]`, an integer from 1 to its limit (`LIMITS`); `default` where it is absent or null.
+
+    Raises BadConfig when it is absent without a default, or is anything else.
+    """
+    value = raw.get(key)
+    if value is None:
+        return _default(key, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise BadConfig(f"config field {key!r} must be a positive integer, is {_shown(value)}")
+    if value > (limit := LIMITS.get(key, MAX_INT)):
+        raise BadConfig(f"config field {key!r} is {_shown(value)}, the limit is {limit}")
+    return value
+
+
+def positive_float(raw: RawConfig, key: str, default: float | None = None) -> float:
+    """`raw[key]`, a finite number above 0; `default` where it is absent or null. Raises as `positive_int`."""
+    value = raw.get(key)
+    if value is None:
+        return _default(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise BadConfig(f"config field {key!r} must be a positive number, is {value!r}")
+    return float(value)
+
+
+def optional_float(raw: RawConfig, key: str) -> float | None:
+    """As `positive_float`, with None where the field is absent or null."""
+    return None if raw.get(key) is None else positive_float(raw, key)
+
+
+def flag(raw: RawConfig, key: str, *, default: bool) -> bool:
+    """`raw[key]`, true or false; `default` where it is absent or null. Raises BadConfig for anything else."""
+    value = raw.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise BadConfig(f"config field {key!r} must be true or false, is {value!r}")
+    return value
+
+
+def text(raw: RawConfig, key: str) -> str | None:
+    """`raw[key]`, a string, or None where it is absent or null. Raises BadConfig for anything else."""
+    value = raw.get(key)
+    if value is not None and not isinstance(value, str):
+        raise BadConfig(f"config field {key!r} must be a string, is {value!r}")
+    return value
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
+
+
+def _default(key: str, default: _Number | None) -> _Number:
+    if default is None:
+        raise BadConfig(f"config field {key!r} is missing")
+    return default
+
+
+# Keys that every family reads.
+_COMPUTED_WORDS = """
+    architectures model_type hidden_size intermediate_size num_hidden_layers num_attention_heads
+    num_key_value_heads head_dim vocab_size max_position_embeddings rms_norm_eps rope_theta rope_scaling
+    rope_parameters tie_word_embeddings torch_dtype dtype layer_types hidden_act
+"""
+_COMPUTED = frozenset(_COMPUTED_WORDS.split())
+# `pretraining_tp` only slices the same products; dropouts act in training; `max_length` and its like are
+# generation defaults of transformers 4.
+_INERT_WORDS = """
+    _name_or_path _commit_hash _from_model_config _attn_implementation _attn_implementation_autoset
+    _attn_implementation_internal attn_implementation transformers_version tokenizer_class model_max_length
+    max_sequence_length unsloth_fixed unsloth_version use_cache use_return_dict return_dict
+    return_dict_in_generate output_attentions output_hidden_states output_scores torchscript use_bfloat16
+    id2label label2id num_labels problem_type finetuning_task task_specific_params name_or_path
+    initializer_range attention_dropout hidden_dropout embd_pdrop resid_pdrop attn_pdrop dropout
+    hidden_dropout_prob attention_probs_dropout_prob pretraining_tp gradient_checkpointing
+    bos_token_id eos_token_id pad_token_id sep_token_id unk_token_id decoder_start_token_id prefix
+    max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups
+    diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty
+    no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
+    chunk_size_feed_forward remove_invalid_values exponential_decay_length_penalty suppress_tokens
+    begin_suppress_tokens forced_bos_token_id forced_eos_token_id
+"""
+_INERT = frozenset(_INERT_WORDS.split())
+
+# The values with which a decoder that does not know the key computes the same.
+_OFF_WORDS = """
+    add_bos_token add_cross_attention add_eos_token attention_bias is_decoder is_encoder_decoder mlp_bias
+    output_router_logits rope_interleaved rope_traditional tf_legacy_loss tie_encoder_decoder use_mrope
+    use_qk_norm use_sliding_window
+"""
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(_OFF_WORDS.split(), (False,)),
+    "is_causal": (True,),
+    "is_llama_config": (True,),
+    "use_rope": (True,),
+    "partial_rotary_factor": (1.0,),
+    "attn_logit_softcapping": (0.0, False),
+    "final_logit_softcapping": (0.0, False),
+    "num_experts": (0,),
+    "num_experts_per_tok": (0,),
+    "num_local_experts": (0,),
+    "num_nextn_predict_layers": (0,),
+    "embedding_multiplier": (1.0,),
+    "residual_multiplier": (1.0,),
+    "logits_scaling": (1.0,),
+    "logit_scale": (1.0,),
+    "auto_map": ({},),
+    "pruned_heads": ({},),
+    "quantization_config": ({}, False),
+}
+
+
+def refuse_unknown_keys(raw: RawConfig, family_keys: frozenset[str]) -> None:
+    """Raise UnsupportedModel for the first key that is not understood and not neutral.
+
+    `family_keys` are the computed keys of this family beyond the common ones.
+    """
+    for key, value in raw.items():
+        if key in _COMPUTED or key in _INERT or key in family_keys or is_neutral(key, value):
+            continue
+        family = raw.get("model_type")
+        raise UnsupportedModel(f"config field {key!r} = {_shortened(value)} is not supported for {family!r}")
+
+
+def is_neutral(key: str, value: object) -> bool:
+    """Whether the key, not being understood, may be passed over because of its value."""
+    if value is None:
+        return True
+    # In Python True == 1 and False == 0, but in a config they are different statements.
+    return any(
+        isinstance(value, bool) is isinstance(known, bool) and value == known
+        for known in _NEUTRAL.get(key, ())
+    )
+
+
+def _shortened(value: object) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 120 else f"{shown[:117]}..."

@@ -1,0 +1,45 @@
+"""Special token ids from generation_config.json and config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from checkpoint.errors import BadConfig
+from checkpoint.files import is_named, read_json_object
+
+GENERATION_CONFIG_FILE = "generation_config.json"
+
+
+def read_generation_config(directory: Path) -> dict[str, object]:
+    """generation_config.json, or an empty dict where the checkpoint has none. Raises BadConfig if broken."""
+    path = directory / GENERATION_CONFIG_FILE
+    return read_json_object(path) if is_named(path) else {}
+
+
+def eos_token_ids(generation: Mapping[str, object], raw_config: Mapping[str, object]) -> tuple[int, ...]:
+    """Token ids that end a sequence: those of the generation config, else those of config.json, else none.
+
+    Both may give one id or a list. Raises BadConfig for anything but non-negative integers.
+    """
+    value = generation.get("eos_token_id")
+    if value is None:
+        value = raw_config.get("eos_token_id")
+    if value is None:
+        return ()
+    ids = value if isinstance(value, list) else [value]
+    return tuple(dict.fromkeys(_token_id("eos_token_id", item) for item in ids))
+
+
+def bos_token_id(generation: Mapping[str, object], raw_config: Mapping[str, object]) -> int | None:
+    """The id that begins a sequence, from the same places, or None. Raises BadConfig as `eos_token_ids`."""
+    for source in (generation, raw_config):
+        if (value := source.get("bos_token_id")) is not None:
+            return _token_id("bos_token_id", value)
+    return None
+
+
+def _token_id(field: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise BadConfig(f"{field!r} holds {value!r}, which is no token id")
+    return value

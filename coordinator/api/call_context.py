@@ -1,0 +1,110 @@
+"""Caller identity, deadline and operator rights of a call."""
+
+import hmac
+import math
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+from opentelemetry.trace import SpanContext
+
+from wire.addresses import peer_host
+from wire.channels import AUTHORIZATION_KEY
+from wire.errors import TokenMismatch, TokenMissing
+from wire.trace_context import parse_traceparent
+from wire.user_files import token_path, write_secret
+
+
+class TokenFile:
+    """A fresh token, which `write` puts where commands look for it. Without a directory there is none."""
+
+    def __init__(self, directory: Path | None) -> None:
+        self.token = secrets.token_urlsafe(32) if directory is not None else None
+        self._directory = directory
+        self._path: Path | None = None
+
+    def write(self, address: str) -> None:
+        """Names the file after the address that the coordinator listens on. Raises OSError."""
+        if self._directory is not None and self.token is not None:
+            self._path = token_path(self._directory, address)
+            write_secret(self._path, self.token)
+
+    def remove(self) -> None:
+        """Unless another coordinator has the address now, and its own token in the file."""
+        if self._path is None or self.token is None:
+            return
+        try:
+            if self._path.read_text(encoding="ascii").strip() == self.token:
+                self._path.unlink()
+        except (OSError, UnicodeDecodeError):
+            return  # it is gone already
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallContext:
+    """`client` is whose limits hold; `deadline_s` is on the clock that it was read with, None for none.
+    `span` is what the caller traces itself under, by W3C's headers.
+    """
+
+    client: str
+    deadline_s: float | None
+    span: SpanContext | None = None
+
+
+class CallContexts:
+    """Tells clients apart by the value of a metadata key, or by their address where there is none."""
+
+    def __init__(self, client_key: str | None, clock: Callable[[], float]) -> None:
+        self._client_key = client_key
+        self._clock = clock
+
+    def of(self, context: grpc.aio.ServicerContext[Any, Any]) -> CallContext:
+        """The caller behind a call."""
+        untyped: Any = context  # the stubs lack what a context can be asked
+        remaining_s = untyped.time_remaining()
+        has_deadline = remaining_s is not None and math.isfinite(remaining_s)
+        return CallContext(
+            client=self._named(untyped.invocation_metadata()) or peer_host(context),
+            deadline_s=self._clock() + remaining_s if has_deadline else None,
+            span=_span_of(untyped.invocation_metadata()),
+        )
+
+    def _named(self, metadata: Any) -> str | None:
+        if self._client_key is None:
+            return None
+        return next((str(value) for key, value in metadata or () if key == self._client_key), None)
+
+
+def metadata_value(context: grpc.aio.ServicerContext[Any, Any], key: str) -> str:
+    """What the caller sends under this key; empty where there is nothing."""
+    untyped: Any = context
+    metadata = untyped.invocation_metadata() or ()
+    return next((value for name, value in metadata if name == key and isinstance(value, str)), "")
+
+
+def _span_of(metadata: Any) -> SpanContext | None:
+    headers = {key: str(value) for key, value in metadata or () if key in ("traceparent", "tracestate")}
+    if "traceparent" not in headers:
+        return None
+    return parse_traceparent(headers["traceparent"], headers.get("tracestate", ""))
+
+
+class Operators:
+    """Compares tokens with the one of this coordinator."""
+
+    def __init__(self, token: str | None) -> None:
+        """Without a token nobody is an operator."""
+        self._token = token
+
+    def check(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """Raises TokenMissing or TokenMismatch for a caller that is no operator."""
+        scheme, _, given = metadata_value(context, AUTHORIZATION_KEY).partition(" ")
+        if scheme.lower() != "bearer" or not given.strip():
+            raise TokenMissing("this call needs the operator token: pass --token-file")
+        if self._token is None:
+            raise TokenMismatch("this coordinator has no operator token: start it with --token-file")
+        if not hmac.compare_digest(given.strip().encode(), self._token.encode()):
+            raise TokenMismatch("the operator token is wrong")

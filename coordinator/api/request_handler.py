@@ -1,0 +1,284 @@
+"""Request handling: parses, admits and submits requests, and restores journalled ones."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from typing import TypeVar
+
+from coordinator.api.call_context import CallContext
+from coordinator.api.message_limits import INLINE_BYTES, GenerateDecoder
+from coordinator.api.request_parser import (
+    Resolved,
+    check_text_size,
+    make_echoed_text,
+    make_request,
+    needs_tokenizer,
+    num_sequences_of,
+    refuse_unmockable,
+    request_id_of,
+    resolve,
+)
+from coordinator.cluster.controller import Controller
+from coordinator.engine.durability import restore
+from coordinator.engine.engine import Engine
+from coordinator.engine.output_stream import OutputStream
+from coordinator.engine.request import Request
+from coordinator.journal.records import AcceptedRequest, JournalledRequest
+from coordinator.model import ServedModel
+from coordinator.observability.request_traces import RequestTrace, RequestTraces
+from coordinator.planner.plan import Plan
+from coordinator.scheduler.sequence import Priority, QueueOrder, queue_order
+from stageline_rpc.v1 import inference_pb2
+from wire.errors import ClusterUnavailable, InvalidRequest, ServingError
+from wire.ids import RequestId, id_text
+from wire.log_context import log_context
+
+log = logging.getLogger(__name__)
+
+
+def accepted_of(
+    message: inference_pb2.GenerateRequest,
+    resolved: Resolved,
+    request: Request,
+    *,
+    arrived_at: float,
+    deadline_at: float | None,
+) -> AcceptedRequest:
+    """What is journalled of a request that was made of `message`; times are those of the wall clock."""
+    kept = inference_pb2.GenerateRequest()
+    kept.CopyFrom(message)
+    if (prompt := kept.WhichOneof("prompt")) is not None:
+        kept.ClearField(prompt)
+    sequence, trace = request.choices[0].sequence, request.trace
+    kept.request_id = id_text(request.id)
+    kept.max_tokens = sequence.max_tokens
+    kept.sampling.seed = sequence.sampling.seed
+    return AcceptedRequest(
+        request_id=request.id,
+        message=kept.SerializeToString(),
+        prompt=resolved.prompt,
+        bad_words=resolved.bad_words,
+        grammar=resolved.grammar,
+        client=request.client,
+        attach_digest=request.attach_digest,
+        arrived_at=arrived_at,
+        deadline_at=deadline_at,
+        traceparent="" if trace is None else trace.traceparent,
+        caller_traceparent="" if trace is None else trace.caller_traceparent,
+    )
+
+
+def restored(
+    journalled: JournalledRequest, model: ServedModel, place: Callable[[Priority, int], QueueOrder]
+) -> Request:
+    """The same request again, without what it had put out. Raises InvalidRequest where it cannot be served
+    any more.
+    """
+    accepted = journalled.accepted
+    request = make_request(
+        inference_pb2.GenerateRequest.FromString(accepted.message),
+        Resolved(prompt=accepted.prompt, bad_words=accepted.bad_words, grammar=accepted.grammar),
+        accepted.request_id,
+        model=model,
+        plan=None,
+        client=accepted.client,
+        place=place,
+    )
+    request.attach_digest = accepted.attach_digest
+    return request
+
+
+_Result = TypeVar("_Result")
+
+TOKENIZER_THREADS = 2
+"""Texts that are tokenized at once; the queue's bound holds for those that wait."""
+
+
+class RequestHandler:
+    """Accepts requests."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        controller: Controller,
+        model: ServedModel,
+        traces: RequestTraces,
+        *,
+        priority_age_s: float,
+        max_model_len: int | None = None,
+    ) -> None:
+        """Waiting for `priority_age_s` is worth one class of priority.
+
+        `max_model_len` (default: the model's limit) is the longest sequence to accept, and limits the size of
+        messages.
+        """
+        self._engine = engine
+        self._controller = controller
+        self._model = model
+        self._traces = traces
+        self._priority_age_s = priority_age_s
+        model_limit = model.config.max_position_embeddings
+        self._decoder = GenerateDecoder(
+            max_model_len=min(model_limit, max_model_len or model_limit), vocab_size=model.config.vocab_size
+        )
+        self._arrivals = count()
+        self._tokenizers = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
+
+    async def accept(self, data: bytes, caller: CallContext, attach_digest: bytes = b"") -> OutputStream:
+        """Validates and queues an encoded GenerateRequest, with the digest of the secret to attach to it.
+
+        Raises InvalidRequest, RequestExists, Overloaded, JournalUnavailable, or ClusterUnavailable when there
+        is no pipeline in time.
+        """
+        with self._traces.nameless_arrival():
+            message = await self._decode(data, caller)
+            request_id, arrived_s = request_id_of(message), self._engine.now_s()
+        with self._traces.arrival(request_id, caller.span, arrived_s) as trace:
+            is_large = len(data) > INLINE_BYTES
+            try:
+                return await self._accept(
+                    message, caller, attach_digest, request_id, arrived_s, trace, is_large=is_large
+                )
+            except ServingError as error:
+                error.request_id = request_id
+                raise
+
+    async def _decode(self, data: bytes, caller: CallContext) -> inference_pb2.GenerateRequest:
+        """What is large takes milliseconds, and the event loop has streams to serve."""
+        self._decoder.check_size(data)
+        if len(data) <= INLINE_BYTES:
+            return self._decoder.decode(data)
+        with self._engine.admission.preparing(caller.client):
+            return await self._beside(self._decoder.decode, data)
+
+    async def _beside(self, function: Callable[..., _Result], *arguments: object) -> _Result:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._tokenizers, function, *arguments)
+
+    async def _accept(
+        self,
+        message: inference_pb2.GenerateRequest,
+        caller: CallContext,
+        attach_digest: bytes,
+        request_id: RequestId,
+        arrived_s: float,
+        trace: RequestTrace,
+        *,
+        is_large: bool,
+    ) -> OutputStream:
+        self._engine.durability.check()
+        self._engine.registry.check_new(request_id)
+        arrival = next(self._arrivals)
+
+        def place(priority: Priority, choice: int) -> QueueOrder:
+            return self._place(priority, arrived_s, arrival, choice)
+
+        def make(resolved: Resolved, plan: Plan) -> Request:
+            return make_request(
+                message,
+                resolved,
+                request_id,
+                model=self._model,
+                plan=plan,
+                client=caller.client,
+                place=place,
+            )
+
+        with self._engine.admission.preparing(caller.client, num_sequences_of(message)):
+            resolved = await self._resolve(message, is_large=is_large)
+            plan = await self._plan_for(request_id)
+            if self._controller.state.has_mock_stages:
+                refuse_unmockable(message.sampling)
+            request = await self._beside(make, resolved, plan) if is_large else make(resolved, plan)
+            if message.sampling.echo:
+                await self._beside(make_echoed_text, request)
+        request.trace, request.attach_digest = trace, attach_digest
+        return self._engine.submit(
+            request,
+            deadline_s=caller.deadline_s,
+            accepted=self._accepted(message, resolved, request, arrived_s, caller.deadline_s),
+        )
+
+    def resume(self, journalled: list[JournalledRequest]) -> int:
+        """Takes up what a former coordinator has left, in its old order; how many of them are live. To be
+        called before anything is accepted.
+        """
+        return sum(self._resume(each) for each in journalled)
+
+    def close(self) -> None:
+        """Ends the tokenizer's threads as soon as they are idle."""
+        self._tokenizers.shutdown(wait=False, cancel_futures=True)
+
+    async def _plan_for(self, request_id: RequestId) -> Plan:
+        """Raises ClusterUnavailable, of which clients that come too late are told and nobody else."""
+        availability = self._controller.availability
+        try:
+            return await availability.wait_serving()
+        except ClusterUnavailable as error:
+            level = logging.DEBUG if availability.is_ending else logging.WARNING
+            log.log(
+                level,
+                "request %s is not taken: %s",
+                *(id_text(request_id), error),
+                extra=log_context(request_id=request_id),
+            )
+            raise
+
+    def _resume(self, journalled: JournalledRequest) -> bool:
+        durability, now_s = self._engine.durability, self._engine.now_s()
+        ahead_s = now_s - durability.wall_clock()  # of the wall's clock
+        accepted, arrival = journalled.accepted, next(self._arrivals)
+
+        def place(priority: Priority, choice: int) -> QueueOrder:
+            return self._place(priority, accepted.arrived_at + ahead_s, arrival, choice)
+
+        try:
+            request = restored(journalled, self._model, place)
+        except InvalidRequest as error:
+            log.error(
+                "request %s cannot be taken up: %s",
+                *(id_text(accepted.request_id), error),
+                extra=log_context(request_id=accepted.request_id),
+            )
+            return False
+        ended = restore(request, journalled.progress, journalled.end)
+        if accepted.deadline_at is not None:
+            request.deadline_s = accepted.deadline_at + ahead_s
+        if ended is None:
+            request.trace = self._traces.resumed(
+                accepted.traceparent, accepted.caller_traceparent, accepted.arrived_at + ahead_s
+            )
+        if request.keep_s is None:
+            request.awaited_until_s = now_s + durability.reattach_timeout_s
+        self._engine.resume(request, ended=ended and ended.on_clock(ahead_s))
+        return ended is None
+
+    def _place(self, priority: Priority, arrived_s: float, arrival: int, choice: int) -> QueueOrder:
+        return queue_order(
+            priority, arrived_s=arrived_s, arrival=arrival, choice=choice, age_s=self._priority_age_s
+        )
+
+    def _accepted(
+        self,
+        message: inference_pb2.GenerateRequest,
+        resolved: Resolved,
+        request: Request,
+        arrived_s: float,
+        deadline_s: float | None,
+    ) -> AcceptedRequest | None:
+        durability, now_s = self._engine.durability, self._engine.now_s()
+        if durability.journal is None:
+            return None
+        arrived_at, deadline_at = (durability.at(each, now_s=now_s) for each in (arrived_s, deadline_s))
+        assert arrived_at is not None
+        return accepted_of(message, resolved, request, arrived_at=arrived_at, deadline_at=deadline_at)
+
+    async def _resolve(self, message: inference_pb2.GenerateRequest, *, is_large: bool) -> Resolved:
+        """Texts take milliseconds to tokenize, and the event loop has streams to serve; ids take none."""
+        if message.WhichOneof("prompt") in ("text", "conversation"):
+            check_text_size(message, self._model)
+        if not is_large and not needs_tokenizer(message):
+            return resolve(message, self._model)
+        return await self._beside(resolve, message, self._model)

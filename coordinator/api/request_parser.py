@@ -1,0 +1,531 @@
+"""Validates a client message and converts it to a request; rejects with field, value and limit."""
+
+import math
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from coordinator.engine.output_buffer import OutputBuffer
+from coordinator.engine.request import Choice, Request
+from coordinator.model import ServedModel
+from coordinator.planner.plan import Plan
+from coordinator.scheduler.sequence import Priority, QueueOrder, Sequence
+from stageline_rpc.v1 import inference_pb2
+from text.detokenizer import IncrementalDetokenizer
+from text.grammars import GrammarKind, UnusableGrammar
+from text.tokenizer import ChatMessage, TextCodec, TokenizerError
+from wire.errors import InvalidRequest
+from wire.ids import RequestId, SequenceKey, new_request_id, parse_request_id
+from wire.sampling_codec import encoded_ahead
+from wire.steps import GrammarSpec, StepSampling
+
+MAX_TEMPERATURE = 100.0
+MAX_PENALTY = 2.0
+MAX_REPETITION_PENALTY = 100.0
+MAX_BIAS = 100.0
+MAX_LOGPROBS = 20
+MAX_CHOICES = 64
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 1024
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_TOKENS = 64
+MAX_BAD_WORD_CHARACTERS = 1024
+MAX_ENTRIES = 65_536
+MAX_ENTRIES_ENCODED_LATE = 512
+"""Of biases and words; more are encoded here, beside the event loop, for all choices and restarts."""
+MAX_SEED = 2**64 - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Vocabulary:
+    """What the checkpoint makes of tokens. `has_text`: it has a tokenizer."""
+
+    size: int
+    eos_token_ids: frozenset[int]
+    has_text: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResolvedSampling:
+    """How to generate, resolved: `sampling` for the stages, the rest for the coordinator.
+
+    `stop_token_ids` end a sequence, end-of-sequence ids included where they do.
+    """
+
+    sampling: StepSampling
+    stop_token_ids: frozenset[int]
+    stops: tuple[str, ...]
+    num_choices: int
+    echo: bool
+    skip_special_tokens: bool
+    num_top_prompt_logprobs: int | None
+
+    @property
+    def num_top_echoed(self) -> int | None:
+        """With echo and logprobs, those of the prompt's tokens come with them."""
+        return self.sampling.logprobs if self.echo else None
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.num_top_prompt_logprobs is not None or self.num_top_echoed is not None
+
+
+def resolve_sampling(
+    message: inference_pb2.SamplingParameters,
+    vocabulary: Vocabulary,
+    *,
+    max_tokens: int,
+    bad_words: tuple[tuple[int, ...], ...] = (),
+    grammar: GrammarSpec | None = None,
+) -> ResolvedSampling:
+    """`bad_words` and `grammar` are what the tokenizer made of the message's. Raises InvalidRequest."""
+    stop_token_ids = _stop_token_ids(message, vocabulary)
+    sampling = StepSampling(
+        temperature=_within("temperature", message.temperature, 0, MAX_TEMPERATURE),
+        top_k=_count("top_k", message.top_k, vocabulary.size),
+        top_p=_share("top_p", message.top_p) if message.HasField("top_p") else 1.0,
+        seed=message.seed if message.HasField("seed") else secrets.randbelow(MAX_SEED + 1),
+        min_p=_within("min_p", message.min_p, 0, 1),
+        typical_p=_share("typical_p", message.typical_p) if message.HasField("typical_p") else 1.0,
+        repetition_penalty=_repetition_penalty(message),
+        frequency_penalty=_within("frequency_penalty", message.frequency_penalty, -MAX_PENALTY, MAX_PENALTY),
+        presence_penalty=_within("presence_penalty", message.presence_penalty, -MAX_PENALTY, MAX_PENALTY),
+        logit_bias=_logit_bias(message, vocabulary),
+        allowed_token_ids=_allowed_token_ids(message, vocabulary),
+        bad_words=_bad_words(message, bad_words, vocabulary),
+        min_tokens=_count("min_tokens", message.min_tokens, max_tokens),
+        min_tokens_hold_back=tuple(sorted(stop_token_ids)) if message.min_tokens else (),
+        logprobs=_num_logprobs(message, "logprobs"),
+        prompt_logprobs=_most_prompt_logprobs(message),
+        grammar=grammar,
+    )
+    _check_weight(message, sampling)
+    if len(sampling.logit_bias) + len(sampling.bad_words) > MAX_ENTRIES_ENCODED_LATE:
+        sampling = encoded_ahead(sampling)
+    return ResolvedSampling(
+        sampling=sampling,
+        stop_token_ids=stop_token_ids,
+        stops=_stops(message, vocabulary),
+        num_choices=_num_choices(message),
+        echo=message.echo,
+        skip_special_tokens=message.skip_special_tokens if message.HasField("skip_special_tokens") else True,
+        num_top_prompt_logprobs=_num_logprobs(message, "prompt_logprobs"),
+    )
+
+
+def check_bad_words(message: inference_pb2.SamplingParameters) -> None:
+    """Raises InvalidRequest for words that no tokenizer makes tokens of, and for more than it should."""
+    num_words = len(message.bad_words) + len(message.bad_word_ids)
+    if num_words > MAX_BAD_WORDS:
+        raise InvalidRequest(f"bad_words and bad_word_ids have {num_words} entries, at most {MAX_BAD_WORDS}")
+    for word in message.bad_words:
+        if len(word) > MAX_BAD_WORD_CHARACTERS:
+            raise InvalidRequest(
+                f"bad_words has a word of {len(word)} characters, must be in [1, {MAX_BAD_WORD_CHARACTERS}]"
+            )
+        if not word.strip():
+            raise InvalidRequest("bad_words has an empty word; each needs at least one visible character")
+
+
+def refuse_unmockable(message: inference_pb2.SamplingParameters) -> None:
+    """Raises InvalidRequest for a parameter that needs logits, which mock stages do not compute."""
+    needs_logits = {
+        "logprobs": message.HasField("logprobs"),
+        "prompt_logprobs": message.HasField("prompt_logprobs"),
+        "repetition_penalty": message.HasField("repetition_penalty") and message.repetition_penalty != 1.0,
+        "frequency_penalty": message.frequency_penalty != 0.0,
+        "presence_penalty": message.presence_penalty != 0.0,
+        message.WhichOneof("structured_output") or "": message.WhichOneof("structured_output") is not None,
+    }
+    if given := [name for name, is_given in needs_logits.items() if is_given]:
+        raise InvalidRequest(
+            f"{' and '.join(given)}: mock stages compute no logits, so they cannot honour this"
+        )
+
+
+def _within(name: str, value: float, low: float, high: float) -> float:
+    if not (math.isfinite(value) and low <= value <= high):
+        raise InvalidRequest(f"{name} is {value:g}, must be in [{low:g}, {high:g}]")
+    return value
+
+
+def _share(name: str, value: float) -> float:
+    if not 0 < value <= 1:
+        raise InvalidRequest(f"{name} is {value:g}, must be in (0, 1]")
+    return value
+
+
+def _count(name: str, value: int, most: int) -> int:
+    if value > most:
+        raise InvalidRequest(f"{name} is {value}, must be in [0, {most}]")
+    return value
+
+
+def _repetition_penalty(message: inference_pb2.SamplingParameters) -> float:
+    value = message.repetition_penalty if message.HasField("repetition_penalty") else 1.0
+    if not 0 < value <= MAX_REPETITION_PENALTY:
+        raise InvalidRequest(f"repetition_penalty is {value:g}, must be in (0, {MAX_REPETITION_PENALTY:g}]")
+    return value
+
+
+def _logit_bias(
+    message: inference_pb2.SamplingParameters, vocabulary: Vocabulary
+) -> tuple[tuple[int, float], ...]:
+    _token_ids("logit_bias", message.logit_bias, vocabulary)
+    for token, bias in message.logit_bias.items():
+        _within(f"logit_bias of token {token}", bias, -MAX_BIAS, MAX_BIAS)
+    return tuple(sorted(message.logit_bias.items()))
+
+
+def _token_ids(name: str, ids: Iterable[int], vocabulary: Vocabulary) -> tuple[int, ...]:
+    for token in ids:
+        if token >= vocabulary.size:
+            raise InvalidRequest(f"{name} has token id {token}, must be in [0, {vocabulary.size - 1}]")
+    return tuple(ids)
+
+
+def _allowed_token_ids(message: inference_pb2.SamplingParameters, vocabulary: Vocabulary) -> tuple[int, ...]:
+    """Each once: so many repetitions as a message holds would travel to every stage."""
+    return tuple(sorted(set(_token_ids("allowed_token_ids", message.allowed_token_ids, vocabulary))))
+
+
+def _bad_words(
+    message: inference_pb2.SamplingParameters, spelled: tuple[tuple[int, ...], ...], vocabulary: Vocabulary
+) -> tuple[tuple[int, ...], ...]:
+    check_bad_words(message)
+    given = tuple(_token_ids("bad_word_ids", each.ids, vocabulary) for each in message.bad_word_ids)
+    for name, words in (("bad_words", spelled), ("bad_word_ids", given)):
+        for word in words:
+            if not 1 <= len(word) <= MAX_BAD_WORD_TOKENS:
+                raise InvalidRequest(
+                    f"{name} has a word of {len(word)} tokens, must be in [1, {MAX_BAD_WORD_TOKENS}]"
+                )
+    return (*spelled, *given)
+
+
+def _stop_token_ids(message: inference_pb2.SamplingParameters, vocabulary: Vocabulary) -> frozenset[int]:
+    stops = frozenset(_token_ids("stop_token_ids", message.stop_token_ids, vocabulary))
+    return stops if message.ignore_eos else stops | vocabulary.eos_token_ids
+
+
+def _stops(message: inference_pb2.SamplingParameters, vocabulary: Vocabulary) -> tuple[str, ...]:
+    stops = tuple(message.stop)
+    if len(stops) > MAX_STOPS:
+        raise InvalidRequest(f"stop has {len(stops)} strings, must be in [0, {MAX_STOPS}]")
+    for stop in stops:
+        if not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
+            raise InvalidRequest(
+                f"stop has a string of {len(stop)} characters, must be in [1, {MAX_STOP_CHARACTERS}]"
+            )
+    if stops and not vocabulary.has_text:
+        raise InvalidRequest("stop needs a tokenizer, which this model has not; stop_token_ids needs none")
+    return stops
+
+
+def _num_logprobs(
+    message: inference_pb2.SamplingParameters, name: Literal["logprobs", "prompt_logprobs"]
+) -> int | None:
+    if not message.HasField(name):
+        return None
+    return _count(name, getattr(message, name), MAX_LOGPROBS)
+
+
+def _most_prompt_logprobs(message: inference_pb2.SamplingParameters) -> int:
+    """Stages report for scored chunks what any reader of them wants."""
+    echoed = message.logprobs if message.echo else 0
+    return max(message.prompt_logprobs, echoed)
+
+
+def _check_weight(message: inference_pb2.SamplingParameters, sampling: StepSampling) -> None:
+    """Each choice carries these to every stage, where they are read entry by entry while others wait."""
+    num_choices = _num_choices(message)
+    num_entries = len(sampling.logit_bias) + sum(map(len, sampling.bad_words))
+    if num_choices * num_entries > MAX_ENTRIES:
+        raise InvalidRequest(
+            f"logit_bias and bad_words have {num_entries} entries and tokens for each of n = {num_choices} "
+            f"choices, {num_choices * num_entries} in all; at most {MAX_ENTRIES}"
+        )
+
+
+def _num_choices(message: inference_pb2.SamplingParameters) -> int:
+    num_choices = message.n if message.HasField("n") else 1
+    if not 1 <= num_choices <= MAX_CHOICES:
+        raise InvalidRequest(f"n is {num_choices}, must be in [1, {MAX_CHOICES}]")
+    return num_choices
+
+
+DEFAULT_MAX_TOKENS = 256
+TEXT_SLACK = 4
+DEFAULT_KEEP_S = 60.0
+MAX_KEEP_S = 3600.0
+
+PRIORITY_OF_MESSAGE: dict[int, Priority] = {
+    inference_pb2.PRIORITY_UNSPECIFIED: Priority.NORMAL,
+    inference_pb2.PRIORITY_LOW: Priority.LOW,
+    inference_pb2.PRIORITY_NORMAL: Priority.NORMAL,
+    inference_pb2.PRIORITY_HIGH: Priority.HIGH,
+}
+
+
+def request_id_of(request: inference_pb2.GenerateRequest) -> RequestId:
+    """The client's id, or a new one. Raises InvalidRequest for anything but a UUIDv7."""
+    if not request.request_id:
+        return new_request_id()
+    try:
+        return parse_request_id(request.request_id)
+    except ValueError as error:
+        raise InvalidRequest(str(error)) from None
+
+
+def check_text_size(request: inference_pb2.GenerateRequest, model: ServedModel) -> None:
+    """Refuses a text that can never fit, before it is tokenized, which would take seconds per megabyte.
+
+    A token stands for at most as many bytes as the longest one of the vocabulary, if the tokenizer drops
+    nothing; one that folds white space may drop some, so `TEXT_SLACK` times as much is let through.
+    """
+    text = _text_codec(model, "token_ids", instead_of=f"a prompt of {request.WhichOneof('prompt')}")
+    texts = [request.text, *(each.content for each in request.conversation.messages)]
+    size_bytes = sum(len(each.encode()) for each in texts)
+    max_tokens = model.config.max_position_embeddings
+    most_bytes = TEXT_SLACK * max_tokens * text.longest_token_bytes
+    if size_bytes > most_bytes:
+        raise InvalidRequest(
+            f"the prompt's text has {size_bytes} bytes; more than {most_bytes} can never fit into the "
+            f"model's {max_tokens} tokens of at most {text.longest_token_bytes} bytes each"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """What the tokenizer made of a request: its prompt, the words that are never generated, and what the text
+    must match.
+    """
+
+    prompt: tuple[int, ...]
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: GrammarSpec | None = None
+
+
+def num_sequences_of(request: inference_pb2.GenerateRequest) -> int:
+    """For how many sequences the request takes room, before its parameters are checked."""
+    return min(max(request.sampling.n, 1), MAX_CHOICES)
+
+
+def needs_tokenizer(request: inference_pb2.GenerateRequest) -> bool:
+    """Whether `resolve` takes longer than a moment."""
+    sampling = request.sampling
+    has_text = request.WhichOneof("prompt") in ("text", "conversation") or bool(sampling.bad_words)
+    return has_text or sampling.WhichOneof("structured_output") is not None
+
+
+def resolve(request: inference_pb2.GenerateRequest, model: ServedModel) -> Resolved:
+    """May take a while for a long text. Raises InvalidRequest."""
+    bad_words = _bad_words_intake(request.sampling, model)
+    return Resolved(
+        prompt=resolve_prompt(request, model),
+        bad_words=bad_words,
+        grammar=_grammar(request.sampling, model, bad_words),
+    )
+
+
+def resolve_prompt(request: inference_pb2.GenerateRequest, model: ServedModel) -> tuple[int, ...]:
+    """The prompt's token ids. May take a while for a long text. Raises InvalidRequest."""
+    kind = request.WhichOneof("prompt")
+    if kind is None:
+        raise InvalidRequest("a prompt is needed: text, token_ids or conversation")
+    if kind == "token_ids":
+        prompt = tuple(request.token_ids.ids)
+    else:
+        prompt = tuple(_encode(request, _text_codec(model, "token_ids", instead_of=f"a prompt of {kind}")))
+    if not prompt:
+        raise InvalidRequest("the prompt has no tokens; at least 1 is needed")
+    vocab_size = model.config.vocab_size
+    if (largest := max(prompt)) >= vocab_size:
+        raise InvalidRequest(f"prompt token id {largest} is outside the vocabulary [0, {vocab_size})")
+    return prompt
+
+
+def make_request(
+    message: inference_pb2.GenerateRequest,
+    resolved: Resolved,
+    request_id: RequestId,
+    *,
+    model: ServedModel,
+    plan: Plan | None,
+    client: str,
+    place: Callable[[Priority, int], QueueOrder],
+) -> Request:
+    """`place` gives each choice its place in the queue. Without a plan, the message's `max_tokens` holds.
+
+    Raises InvalidRequest for parameters out of range and for a sequence that can never fit.
+    """
+    prompt = resolved.prompt
+    max_tokens = message.max_tokens if plan is None else _max_tokens(message, len(prompt), model, plan)
+    generation = resolve_sampling(
+        message.sampling,
+        _vocabulary(model),
+        max_tokens=max_tokens,
+        bad_words=resolved.bad_words,
+        grammar=resolved.grammar,
+    )
+    keep_s, priority = _keep_s(message), _priority(message)
+
+    def choice(index: int) -> Choice:
+        sequence = Sequence(
+            SequenceKey(request_id, index),
+            prompt,
+            max_tokens=max_tokens,
+            sampling=generation.sampling,
+            stop_token_ids=generation.stop_token_ids,
+            order=place(priority, index),
+            cache_salt=message.cache_salt,
+            shares_cache=message.prefix_cache if message.HasField("prefix_cache") else True,
+            # The prompt is the same for all choices: one of them scores it.
+            wants_prompt_logprobs=generation.wants_prompt_logprobs and index == 0,
+        )
+        return Choice(sequence, _transcript(generation, prompt, model.text))
+
+    return Request(
+        request_id,
+        [choice(index) for index in range(generation.num_choices)],
+        client=client,
+        keep_s=keep_s,
+        num_top_prompt_logprobs=generation.num_top_prompt_logprobs,
+        num_top_echoed=generation.num_top_echoed,
+    )
+
+
+def make_echoed_text(request: Request) -> None:
+    """Decodes the prompts that outputs begin with. May take a while for a long prompt."""
+    for choice in request.choices:
+        choice.transcript.make_text(max_tokens=choice.transcript.num_tokens)
+
+
+def _transcript(
+    generation: ResolvedSampling, prompt: tuple[int, ...], codec: TextCodec | None
+) -> OutputBuffer:
+    """With echo the prompt is part of the output, and its text too."""
+    context, echoed = ((), prompt) if generation.echo else (prompt, ())
+    detokenizer = None
+    if codec is not None:
+        skips = generation.skip_special_tokens
+        detokenizer = IncrementalDetokenizer(codec, context, skip_special_tokens=skips)
+    return OutputBuffer(
+        detokenizer,
+        stops=generation.stops,
+        min_tokens=generation.sampling.min_tokens,
+        prompt=echoed,
+        has_logprobs=generation.sampling.logprobs is not None,
+    )
+
+
+def _vocabulary(model: ServedModel) -> Vocabulary:
+    size = model.config.vocab_size
+    eos = frozenset(token for token in model.eos_token_ids if token < size)
+    return Vocabulary(size=size, eos_token_ids=eos, has_text=model.text is not None)
+
+
+def _keep_s(request: inference_pb2.GenerateRequest) -> float | None:
+    """How long the output outlives the request; None where a disconnect cancels it."""
+    policy = request.on_disconnect
+    if policy.action in (inference_pb2.OnDisconnect.ACTION_UNSPECIFIED, inference_pb2.OnDisconnect.CANCEL):
+        if policy.HasField("keep_s"):
+            raise InvalidRequest("on_disconnect has keep_s, which only DETACH takes")
+        return None
+    if policy.action != inference_pb2.OnDisconnect.DETACH:
+        raise InvalidRequest(f"on_disconnect is {policy.action}, must be CANCEL or DETACH")
+    keep_s = policy.keep_s if policy.HasField("keep_s") else DEFAULT_KEEP_S
+    if not 0 < keep_s <= MAX_KEEP_S:
+        raise InvalidRequest(f"keep_s is {keep_s:g}, must be in (0, {MAX_KEEP_S:g}]")
+    return keep_s
+
+
+def _priority(request: inference_pb2.GenerateRequest) -> Priority:
+    if (priority := PRIORITY_OF_MESSAGE.get(request.priority)) is None:
+        raise InvalidRequest(f"priority is {request.priority}, must be LOW, NORMAL or HIGH")
+    return priority
+
+
+def _text_codec(model: ServedModel, possible: str, *, instead_of: str) -> TextCodec:
+    if model.text is None:
+        raise InvalidRequest(
+            f"model {model.name} has no tokenizer: it can be given {possible}, not {instead_of}"
+        )
+    return model.text
+
+
+def _bad_words_intake(
+    sampling: inference_pb2.SamplingParameters, model: ServedModel
+) -> tuple[tuple[int, ...], ...]:
+    if not sampling.bad_words:
+        return ()
+    check_bad_words(sampling)
+    codec = _text_codec(model, "bad_word_ids", instead_of="bad_words")
+    return tuple(each for word in sampling.bad_words for each in codec.spellings(word))
+
+
+def _never_first(
+    sampling: inference_pb2.SamplingParameters, model: ServedModel, bad_words: tuple[tuple[int, ...], ...]
+) -> set[int]:
+    """Tokens that an output cannot begin with."""
+    words = (*bad_words, *(tuple(each.ids) for each in sampling.bad_word_ids))
+    never = {word[0] for word in words if len(word) == 1}
+    return never | {*sampling.stop_token_ids, *model.eos_token_ids} if sampling.min_tokens else never
+
+
+def _grammar(
+    sampling: inference_pb2.SamplingParameters, model: ServedModel, bad_words: tuple[tuple[int, ...], ...]
+) -> GrammarSpec | None:
+    field = sampling.WhichOneof("structured_output")
+    if field is None:
+        return None
+    if sampling.ignore_eos:
+        raise InvalidRequest(f"ignore_eos with {field}: structured output ends with an end-of-sequence token")
+    if model.grammars is None:
+        raise InvalidRequest(f"{field}: structured output is not served")
+    kind = GrammarKind(field)
+    texts = sampling.choice.texts if kind is GrammarKind.CHOICE else [getattr(sampling, field)]
+    try:
+        return model.grammars.compile(
+            kind,
+            texts,
+            allowed=frozenset(sampling.allowed_token_ids),
+            forbidden=_never_first(sampling, model, bad_words),
+        )
+    except UnusableGrammar as error:
+        raise InvalidRequest(str(error)) from error
+
+
+def _encode(request: inference_pb2.GenerateRequest, codec: TextCodec) -> list[int]:
+    try:
+        if request.WhichOneof("prompt") == "text":
+            return codec.encode(request.text)
+        messages = [ChatMessage(each.role, each.content) for each in request.conversation.messages]
+        return codec.encode_conversation(messages)
+    except TokenizerError as error:
+        raise InvalidRequest(str(error)) from error
+
+
+def _max_tokens(
+    request: inference_pb2.GenerateRequest, num_prompt_tokens: int, model: ServedModel, plan: Plan
+) -> int:
+    room = plan.max_sequence_tokens - num_prompt_tokens
+    if not request.HasField("max_tokens"):
+        wanted = max(1, min(DEFAULT_MAX_TOKENS, room))
+    else:
+        wanted = request.max_tokens
+    if wanted > room:
+        raise InvalidRequest(
+            f"prompt of {num_prompt_tokens} + max_tokens {wanted} = {num_prompt_tokens + wanted} tokens, "
+            f"more than the {plan.max_sequence_tokens} that fit ({_limit_reason(model, plan)})"
+        )
+    return wanted
+
+
+def _limit_reason(model: ServedModel, plan: Plan) -> str:
+    model_limit = model.config.max_position_embeddings
+    limits = f"model: {model_limit}, configured: {plan.limits.max_sequence_tokens}"
+    if plan.holds_any_length:
+        return limits
+    return f"{limits}, KV cache: {plan.num_kv_tokens} = {plan.num_blocks} blocks of {plan.block_size}"

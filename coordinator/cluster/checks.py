@@ -1,0 +1,292 @@
+"""Checks of a serving cluster: KV ledger, weights, self-checks."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from pathlib import Path
+
+from checkpoint import Checkpoint, CheckpointError, stage_tensor_names
+from checkpoint.errors import FileChanged
+from checkpoint.hashes import CACHE_FOLDER, HashCache, Hashes, TensorHasher, hash_when_idle
+from coordinator.cluster.actions import Action, CheckPlan
+from coordinator.cluster.connections import Connections
+from coordinator.cluster.event_log import EventLog
+from coordinator.cluster.membership import WorkerIdentity
+from coordinator.cluster.pipeline import Pipeline
+from coordinator.cluster.state_machine import ClusterPhase, ClusterState
+from coordinator.engine.engine import Engine
+from coordinator.model import ServedModel
+from coordinator.planner.plan import Plan, StagePlan
+from coordinator.recovery.self_check import CheckedEpoch, SelfCheck
+from coordinator.scheduler.kv_manager import KvCacheManager
+from kvcache import IntegrityMonitor, IntegrityReport
+from stageline_rpc.v1 import cluster_pb2
+from wire.steps import Step, StepResult
+from wire.tensors import ScaledDType, WireDType
+
+log = logging.getLogger(__name__)
+
+
+class LedgerCheck:
+    """Reads the engine's ledger and sequences; both methods return the problem, empty if there is none."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._monitor = IntegrityMonitor()
+
+    @property
+    def report(self) -> IntegrityReport:
+        """Result of the last check."""
+        return self._monitor.report
+
+    def restart(self) -> None:
+        """An epoch begins, with an empty ledger."""
+        self._monitor.restart()
+
+    def after_step(self) -> str:
+        """A step was answered."""
+        return self._run() if self._monitor.count_step() else ""
+
+    def when_idle(self) -> str:
+        """To be called now and then; a pause is the time between two calls."""
+        scheduler = self._engine.scheduler
+        is_idle = not scheduler.running and not scheduler.num_steps_in_flight
+        return self._run() if self._monitor.is_due_when_idle() and is_idle else ""
+
+    def _run(self) -> str:
+        scheduler = self._engine.scheduler
+        kv = scheduler.kv
+        if kv is None:
+            return ""
+        active = [sequence.kv for sequence in scheduler.running]
+        return self._monitor.run(lambda: kv.check_integrity(active))
+
+
+Send = Callable[[WorkerIdentity, cluster_pb2.CoordinatorMessage], None]
+
+
+class WeightsCheck:
+    """Hashes the checkpoint once, then asks the workers of each plan that serves. They hash their own files
+    and report what differs; what is equal their heartbeats say.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        *,
+        activity: Callable[[], object | None],
+        send: Send,
+        idle_s: float,
+        cache_directory: Path | None,
+    ) -> None:
+        """`activity` is that of the cluster, see `hash_when_idle`. `cache_directory` is the user's."""
+        self._model = model
+        self._activity = activity
+        self._send = send
+        self._idle_s = idle_s
+        self._cache = None if cache_directory is None else HashCache(cache_directory / CACHE_FOLDER)
+        self._hashes: Hashes = {}
+        self._plan_id = 0
+        self._stages: tuple[tuple[WorkerIdentity, StagePlan], ...] = ()
+        self._asked_plan_id = 0
+
+    async def run(self) -> None:
+        """Ends when all hashes are known, or the checkpoint cannot be hashed."""
+        try:
+            hasher = await asyncio.get_running_loop().run_in_executor(None, self._new_hasher)
+            self._hashes = await hash_when_idle(hasher, self._activity, idle_s=self._idle_s)
+        except CheckpointError as error:
+            log.warning("weights are compared by samples only, the checkpoint cannot be hashed: %s", error)
+            return
+        log.info("hashed %d tensors of the checkpoint, read_bytes=%d", len(self._hashes), hasher.read_bytes)
+        self._ask()
+
+    def plan_serves(self, plan_id: int, stages: Iterable[tuple[WorkerIdentity, StagePlan]]) -> None:
+        """In each of its epochs; the workers are asked once."""
+        self._plan_id, self._stages = plan_id, tuple(stages)
+        self._ask()
+
+    def _new_hasher(self) -> TensorHasher:
+        assert self._model.directory is not None, "a mock has no weights to compare"
+        checkpoint = Checkpoint.open(self._model.directory)
+        if checkpoint.fingerprint != self._model.fingerprint:
+            raise FileChanged(f"{checkpoint.directory} has changed since the coordinator started")
+        config = checkpoint.config
+        names = stage_tensor_names(config, 0, config.num_layers, has_embeddings=True, has_head=True)
+        return TensorHasher(checkpoint, names, cache=self._cache)
+
+    def _ask(self) -> None:
+        if not self._hashes or self._plan_id == self._asked_plan_id:
+            return
+        self._asked_plan_id = self._plan_id
+        for worker, stage in self._stages:
+            self._send(worker, self._encode(stage))
+
+    def _encode(self, stage: StagePlan) -> cluster_pb2.CoordinatorMessage:
+        names = stage_tensor_names(
+            self._model.config,
+            stage.layer_begin,
+            stage.layer_end,
+            has_embeddings=stage.role.has_embeddings,
+            has_head=stage.role.has_head,
+        )
+        verify = cluster_pb2.VerifyWeights(
+            plan_id=self._plan_id,
+            idle_ms=round(self._idle_s * 1000),
+            tensors=[cluster_pb2.TensorHash(name=name, xxh3_128=self._hashes[name]) for name in names],
+        )
+        return cluster_pb2.CoordinatorMessage(verify_weights=verify)
+
+
+NOT_ANSWERED = "a step of the self-check was not answered in time"
+
+
+class PlanChecks:
+    """One at a time. An epoch that ends takes its check with it."""
+
+    def __init__(
+        self,
+        check: SelfCheck,
+        state: ClusterState,
+        engine: Engine,
+        *,
+        connections: Connections,
+        pipeline: Pipeline,
+        events: EventLog,
+        carry_out: Callable[[list[Action]], None],
+        fail_epoch: Callable[[int, str], None],
+        spawn: Callable[[Coroutine[None, None, None]], asyncio.Task[None]],
+    ) -> None:
+        self.check = check
+        self._state = state
+        self._engine = engine
+        self._connections = connections
+        self._pipeline = pipeline
+        self._events = events
+        self._carry_out = carry_out
+        self._fail_epoch = fail_epoch
+        self._spawn = spawn
+        self._task: asyncio.Task[None] | None = None
+        self._sends_in: int | None = None
+        self._is_idle_check = False
+
+    def begin(self, action: CheckPlan) -> None:
+        """Checks a plan in an epoch that is for nothing else."""
+        self.check.begin()
+        self._task = self._spawn(self._check_plan(action))
+
+    def look_around(self) -> None:
+        """Begins the next check where it is due and nobody has to wait for it; to be called now and then."""
+        is_busy = self._task is not None and not self._task.done()
+        is_checked = self._state.phase is ClusterPhase.SERVING and not self._state.has_mock_stages
+        if is_checked and not is_busy and not self._engine.registry.live and self.check.is_due():
+            assert self._state.plan is not None
+            self._task = self._spawn(self._check_idle(self._state.epoch, self._state.plan))
+
+    def take(self, epoch: int, result: StepResult) -> bool:
+        """A result has come; False when it is not one of the check's."""
+        if epoch != self._sends_in:
+            return False
+        if self._is_idle_check:
+            self._engine.note_lent_answer()
+        self.check.take(result)
+        return True
+
+    def take_states(self, worker: str, message: cluster_pb2.CheckStates) -> None:
+        """What a stage has handed on in the epoch that is checked."""
+        record = self._state.workers.find(worker)
+        if record is not None and record.stage is not None and message.epoch == self._state.epoch:
+            self.check.take_states(record.stage.stage, message.states)
+
+    def end(self) -> None:
+        """The epoch is over."""
+        self._sends_in = None
+        if self._task is not None and self._task is not asyncio.current_task():
+            self._task.cancel()
+
+    def close(self) -> None:
+        """Nothing is checked any more."""
+        self.end()
+        self.check.close()
+
+    async def _check_plan(self, action: CheckPlan) -> None:
+        epoch, plan = action.epoch, action.plan
+        wire_dtype = self._wire_dtype(plan)
+        known = await self.check.reference(plan, wire_dtype, self._connections.reference_sources)
+        self._sends_in, self._is_idle_check = epoch, False
+        checked = CheckedEpoch(
+            epoch=epoch,
+            plan=plan,
+            kv=KvCacheManager(num_blocks=plan.num_blocks, block_size=plan.block_size, window=plan.window),
+            first_step_id=0,
+            send=self._pipeline.send,
+            ask_states=self._ask_states,
+        )
+        try:
+            verdict = await self.check.run(checked, known)
+        except TimeoutError:
+            self._fail_epoch(epoch, NOT_ANSWERED)
+            return
+        self._sends_in = None
+        self._events.checked(epoch, verdict)
+        problem = None if verdict.is_good else verdict.text
+        self._carry_out(self._state.checked(epoch, problem, stage=verdict.stage))
+        await self.check.keep_reference()
+
+    async def _check_idle(self, epoch: int, plan: Plan) -> None:
+        """In the present epoch, whose cache stays; requests that come meanwhile wait for its few steps. A
+        step that is overdue ends the epoch like any other, and the check with it.
+        """
+        wire_dtype = self._wire_dtype(plan)
+        known = await self.check.reference(plan, wire_dtype, self._connections.reference_sources)
+        lent = self._engine.lend_epoch()
+        if lent is None:
+            return
+        kv, first_step_id = lent
+        self._sends_in, self._is_idle_check, num_sent = epoch, True, 0
+
+        def send(step: Step) -> None:
+            nonlocal num_sent
+            num_sent += 1
+            self._engine.note_lent_step(step)
+            self._pipeline.send(step)
+
+        checked = CheckedEpoch(
+            epoch=epoch,
+            plan=plan,
+            kv=kv,
+            first_step_id=first_step_id,
+            send=send,
+            ask_states=None,
+            is_watched=True,
+        )
+        began_s = time.monotonic()
+        try:
+            verdict = await self.check.run(checked, known)
+        except Exception:
+            # Requests wait for the epoch, which only a new one gives back now.
+            self._fail_epoch(epoch, "the self-check ended with an unexpected error")
+            raise
+        self._sends_in = None
+        self._events.checked(epoch, verdict, duration_s=time.monotonic() - began_s)
+        if verdict.is_good:
+            self._engine.take_epoch_back(next_step_id=first_step_id + num_sent)
+        else:
+            self._carry_out(self._state.doubted(epoch, f"the self-check {verdict.text}"))
+        await self.check.keep_reference()
+
+    def _ask_states(self) -> None:
+        ask = cluster_pb2.CoordinatorMessage(report_states=cluster_pb2.ReportStates(epoch=self._state.epoch))
+        for record in self._state.stage_workers[:-1]:
+            self._connections[record.identity.name].send(ask)
+
+    def _wire_dtype(self, plan: Plan) -> WireDType:
+        """The coarsest of what any stage hands hidden states on in."""
+        names = [stage.worker for stage in plan.stages[:-1]]
+        used = [connection.wire_dtype for name in names if (connection := self._connections.get(name))]
+        return max((each for each in used if each is not None), key=_coarseness, default=plan.dtype)
+
+
+def _coarseness(dtype: WireDType) -> tuple[int, bool]:
+    return -dtype.size_bytes, dtype is ScaledDType.F8_E4M3

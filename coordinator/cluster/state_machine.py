@@ -1,0 +1,513 @@
+"""Cluster phases, members and plan: events in, actions out. Pure.
+
+```
+WAITING_FOR_WORKERS -> LOADING -> STARTING_EPOCH -> SERVING
+         ^                ^              ^             |
+         `----------------+--------------+-------------'   a worker is lost, a step is faulty, a stream breaks
+```
+
+Where a self-check is wanted, the first epoch of a plan goes to CHECKING in the place of SERVING.
+`BLOCKED` stands for WAITING_FOR_WORKERS with enough workers but no plan that fits them.
+"""
+
+from collections.abc import Collection
+from enum import Enum, auto
+
+from coordinator.cluster.actions import (
+    Action,
+    AssignStage,
+    BeginEpoch,
+    CheckPlan,
+    Disconnect,
+    EndCause,
+    FinishRunning,
+    LetGo,
+    Release,
+    Shrink,
+    StartServing,
+    StartTimer,
+    StopServing,
+)
+from coordinator.cluster.membership import Members, WorkerIdentity, WorkerRecord, WorkerState
+from coordinator.cluster.plan_choice import MakePlan, PlanChoice, TooFewWorkers
+from coordinator.planner.plan import Plan, PlanImpossible
+from coordinator.recovery.rejoin import RETURN_GRACE_S, FailureCounters, RejoinTimer
+from wire.ids import Incarnation
+from wire.steps import FaultReport
+
+
+class ClusterPhase(Enum):
+    """What the cluster is doing as a whole."""
+
+    WAITING_FOR_WORKERS = auto()
+    LOADING = auto()
+    STARTING_EPOCH = auto()
+    CHECKING = auto()
+    SERVING = auto()
+    BLOCKED = auto()
+
+
+ACTIVE = (ClusterPhase.STARTING_EPOCH, ClusterPhase.CHECKING, ClusterPhase.SERVING)
+"""An epoch has begun and is not over."""
+
+
+class EpochReadiness:
+    """Of one epoch at a time. It can serve when every stage is ready, FIRST has accepted the coordinator's
+    stream, and LAST has opened its results.
+    """
+
+    def __init__(self) -> None:
+        self._ready: set[str] = set()
+        self._is_link_open = False
+        self._are_results_open = False
+
+    def clear(self) -> None:
+        """Nothing has been heard of the epoch that begins."""
+        self._ready.clear()
+        self._is_link_open = self._are_results_open = False
+
+    def note_ready(self, worker: str) -> None:
+        self._ready.add(worker)
+
+    def note_link(self) -> None:
+        self._is_link_open = True
+
+    def note_results(self) -> None:
+        self._are_results_open = True
+
+    def is_ready(self, worker: str) -> bool:
+        """This stage has empty pools and reaches the next one."""
+        return worker in self._ready
+
+    def are_complete(self, workers: Collection[str]) -> bool:
+        """For an epoch of these workers."""
+        return self._ready.issuperset(workers) and self._is_link_open and self._are_results_open
+
+
+class ClusterState:
+    """One owner feeds it events and carries out the actions it returns, in order.
+
+    Until it has served, or a worker was told to leave, a plan has `num_stages` stages. Later ones have fewer
+    while there are fewer workers, and as many again when workers come back.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_stages: int,
+        make_plan: MakePlan,
+        is_mock_model: bool = False,
+        return_grace_s: float = RETURN_GRACE_S,
+        last_epoch: int = 0,
+        has_served: bool = False,
+        needs_check: bool = False,
+    ) -> None:
+        """`make_plan` may raise PlanImpossible; it is given workers in the order in which to use them. A mock
+        model has no weights, so real stages have nothing to load. Epochs count from above `last_epoch`, and
+        from above what the workers have seen. `has_served`: a former coordinator has; whoever is lost since
+        then has its time to come back. `needs_check`: only checked plans serve.
+        """
+        self.num_stages = num_stages
+        self.phase = ClusterPhase.WAITING_FOR_WORKERS
+        self.detail = f"waiting for {num_stages} workers"
+        self.epoch = last_epoch
+        self.plan: Plan | None = None
+        self.workers = Members()
+        self.has_served = has_served
+        self._choice = PlanChoice(num_stages, make_plan)
+        self._needs_check = needs_check
+        self._checked_plan_id = 0
+        self._is_mock_model = is_mock_model
+        self._grace = RejoinTimer(return_grace_s)
+        self._has_drained = False
+        self._plan_id = 0
+        self._signs = EpochReadiness()
+        self._setbacks = FailureCounters()
+
+    @property
+    def stage_workers(self) -> tuple[WorkerRecord, ...]:
+        """The workers of the present plan, in stage order; empty without a plan."""
+        return () if self.plan is None else tuple(self.workers[stage.worker] for stage in self.plan.stages)
+
+    def start(self) -> list[Action]:
+        """Workers may join from now on. To be called once."""
+        return [self._grace.await_all()] if self.has_served else []
+
+    @property
+    def plan_id(self) -> int:
+        """The number of the present plan, or of the last one."""
+        return self._plan_id
+
+    @property
+    def has_mock_stages(self) -> bool:
+        """The stages of the plan compute nothing."""
+        return any(each.identity.is_mock for each in self.stage_workers)
+
+    # Membership
+
+    def join(self, identity: WorkerIdentity) -> list[Action]:
+        """A worker has joined, in the place of one with its name. Raises HandshakeMismatch for a mock stage
+        among real ones, or a real one among mocks.
+        """
+        self.workers.check_may_join(identity, is_mock_model=self._is_mock_model)
+        known = self.workers.find(identity.name)
+        had_stage = known is not None and known.stage is not None
+        actions: list[Action] = []
+        if known is not None:
+            known.is_silent = False
+            actions = self._part_with(known, "replaced by a new process", EndCause.DEATH)
+        hold_s = self.workers.add(identity)
+        self._choice.forget(identity.name, self.workers)
+        if hold_s:
+            actions.append(StartTimer(hold_s, Release(identity.name, identity.incarnation)))
+        actions += self._advance() if hold_s else self._improve()
+        return actions + (self._wait_for_return() if had_stage else [])
+
+    def elapsed(self, timer: Release | Shrink) -> list[Action]:
+        """The time of a StartTimer is over. One that is out of date changes nothing."""
+        match timer:
+            case Release(name, incarnation):
+                return self._improve() if self.workers.release(name, incarnation) else []
+            case Shrink():
+                return self._advance(self.detail) if self._grace.end(timer) else []
+
+    def lose(
+        self, name: str, incarnation: Incarnation, reason: str, cause: EndCause = EndCause.DEATH
+    ) -> list[Action]:
+        """A worker's stream is broken, its lease has expired, or its device has failed. An older incarnation
+        changes nothing.
+        """
+        record = self.workers.live(name, incarnation)
+        if record is None:
+            return []
+        had_stage = record.stage is not None
+        actions = self._part_with(record, reason, cause)
+        # Those who are left may be fewer than was said, or have a plan without it.
+        actions += self._advance(f"worker {name} is lost: {reason}" if had_stage else "")
+        return actions + (self._wait_for_return() if had_stage else [])
+
+    def _part_with(self, record: WorkerRecord, reason: str, cause: EndCause) -> list[Action]:
+        """It is lost, and with it the plan, if it has a stage."""
+        name = record.identity.name
+        record.state, record.detail = WorkerState.LOST, reason
+        if record.stage is None:
+            self.workers.remove(name)
+            return []
+        self.workers.note_loss(name)
+        self.workers.try_all_again()
+        # One that was silent for the whole of its lease will not be back in a moment.
+        self._grace.note_loss(is_granted=self._may_shrink and not record.is_silent)
+        actions = self._stop(f"worker {name} is lost: {reason}", cause)
+        self.plan = None
+        return actions
+
+    def _wait_for_return(self) -> list[Action]:
+        return [self._grace.timer()] if self.plan is None and self._grace.is_running else []
+
+    def drain(self, name: str) -> list[Action]:
+        """A worker is to leave. Its layers move first; where nobody can take them, what runs is finished."""
+        record = self.workers.find(name)
+        if record is None or record.is_draining:
+            return []
+        record.is_draining = True
+        if record.stage is None:
+            return self._dismiss()
+        self._has_drained = True
+        return self._move_from(f"worker {name} is drained") or [FinishRunning(record.identity)]
+
+    def drained(self, name: str, incarnation: Incarnation) -> list[Action]:
+        """Nothing runs any more that a worker has to finish before it leaves."""
+        record = self.workers.live(name, incarnation)
+        if record is None or not record.is_draining or record.stage is None:
+            return []
+        return self._give_up_plan(f"worker {name} is drained", EndCause.REPLANNED)
+
+    def note_time(self) -> None:
+        """Some time has passed, with breaks or without."""
+        self.workers.forget_half()
+
+    def note_steady(self) -> None:
+        """The cluster has served for a while without a break."""
+        self.workers.note_steady()
+        self._setbacks.note_steady()
+
+    # Loading and starting
+
+    def loaded(self, name: str, plan_id: int) -> list[Action]:
+        """A worker holds its stage and is warm."""
+        record = self.workers.find(name)
+        if record is None or plan_id != self._plan_id or record.state is not WorkerState.LOADING:
+            return []
+        record.state, record.detail, record.num_failed_loads = WorkerState.READY, "", 0
+        if all(each.state is WorkerState.READY for each in self.stage_workers):
+            return self._begin_epoch()
+        return []
+
+    def load_failed(self, name: str, plan_id: int, reason: str) -> list[Action]:
+        """A worker could not load its stage. The second time, it is not tried again before it joins anew."""
+        record = self.workers.find(name)
+        if record is None or plan_id != self._plan_id or record.state is not WorkerState.LOADING:
+            return []
+        is_out = record.fail_to_load(reason)
+        return self._give_up_plan("" if is_out else f"worker {name} {record.detail}", EndCause.FAULT)
+
+    def weights_differ(self, name: str, reason: str) -> list[Action]:
+        """The files of a worker differ from the coordinator's checkpoint. The report may be about an older
+        plan: what the worker has computed may be wrong. It is not used again before it joins anew.
+        """
+        record = self.workers.find(name)
+        if record is None or record.state is WorkerState.QUARANTINED:
+            return []
+        record.quarantine(f"its weights differ: {reason}")
+        if record.stage is None:
+            return []
+        return self._give_up_plan(f"worker {name}: {record.detail}", EndCause.FAULT)
+
+    def epoch_ready(self, name: str, epoch: int) -> list[Action]:
+        """A stage has empty pools and is connected to the next one."""
+        if epoch == self.epoch:
+            self._signs.note_ready(name)
+        return self._maybe_serve(epoch)
+
+    def link_open(self, epoch: int) -> list[Action]:
+        """FIRST has accepted the coordinator's stream."""
+        if epoch == self.epoch:
+            self._signs.note_link()
+        return self._maybe_serve(epoch)
+
+    def results_open(self, epoch: int) -> list[Action]:
+        """LAST has opened its stream of results."""
+        if epoch == self.epoch:
+            self._signs.note_results()
+        return self._maybe_serve(epoch)
+
+    def epoch_late(self, epoch: int, reason: str) -> list[Action]:
+        """The epoch has not started in time: stages that are not ready are as good as lost."""
+        if epoch != self.epoch or self.phase is not ClusterPhase.STARTING_EPOCH:
+            return []
+        late = [each for each in self.stage_workers if not self._signs.is_ready(each.identity.name)]
+        if 0 < len(late) < len(self.stage_workers):
+            return [Disconnect(each.identity, reason) for each in late]
+        return self.epoch_failed(epoch, reason)
+
+    # Serving
+
+    def result_arrived(self) -> None:
+        """The present epoch bears fruit."""
+        self._setbacks.bear_fruit()
+
+    def token_arrived(self) -> None:
+        """Somebody has got on, in the present epoch."""
+        self._setbacks.note_token()
+
+    @property
+    def trouble(self) -> str:
+        """What keeps epochs from bearing tokens; empty if nothing does."""
+        return self._setbacks.text if self.phase in ACTIVE else ""
+
+    def epoch_failed(self, epoch: int, reason: str, cause: EndCause = EndCause.BROKEN) -> list[Action]:
+        """A step was faulty, a stream broke, or the epoch was not ready in time. Old ones change nothing."""
+        if not self._is_active(epoch):
+            return []
+        if cause is EndCause.BROKEN and self._setbacks.note_break(reason):
+            cause = EndCause.FRUITLESS
+        return [StopServing(epoch, reason, cause), *self._begin_epoch(reason)]
+
+    def hop_failed(self, epoch: int, stage: int, reason: str) -> list[Action]:
+        """`stage` does not reach the next one. When that happens again, the plan does without the next one,
+        if it can.
+        """
+        if not self._is_active(epoch):
+            return []
+        if stage + 1 < len(self.stage_workers):
+            receiver = self.stage_workers[stage + 1]
+            if self._setbacks.note_unreached(receiver.identity.name) and (
+                actions := self._do_without(receiver, reason, EndCause.REPLANNED)
+            ):
+                return actions
+        return self.epoch_failed(epoch, reason)
+
+    def stage_failed(self, fault: FaultReport) -> list[Action]:
+        """What a stage computes is not finite. When that happens again, the plan does without that one, if it
+        can.
+        """
+        if not self._is_active(fault.epoch):
+            return []
+        if fault.stage < len(self.stage_workers):
+            record = self.stage_workers[fault.stage]
+            record.has_spoilt = True
+            if self._setbacks.note_spoilt(record.identity.name, fault.request_ids) and (
+                actions := self._do_without(record, str(fault), EndCause.FAULT)
+            ):
+                return actions
+        return self.epoch_failed(fault.epoch, str(fault), EndCause.FAULT)
+
+    def _is_active(self, epoch: int) -> bool:
+        return epoch == self.epoch and self.phase in ACTIVE
+
+    def _do_without(self, record: WorkerRecord, reason: str, cause: EndCause) -> list[Action]:
+        """Nothing, if there is no plan without it."""
+        record.is_left_out, record.detail = True, reason
+        actions = self._move_from(reason, cause)
+        if not actions:
+            record.is_left_out, record.detail = False, ""
+        return actions
+
+    def checked(self, epoch: int, problem: str | None, *, stage: int | None = None) -> list[Action]:
+        """The plan was checked in `epoch`. A good one serves, in an epoch of its own with empty pools; one
+        with a problem is not made again, and the next best is tried. `stage` is the cause, where that is
+        known.
+        """
+        if epoch != self.epoch or self.phase is not ClusterPhase.CHECKING or self.plan is None:
+            return []
+        if problem is None:
+            self._checked_plan_id = self._plan_id
+            self._choice.note_passed(self.plan, self.workers)
+            self._setbacks.bear_fruit()
+            return self._begin_epoch()
+        worker = None if stage is None else self.plan.stages[stage].worker
+        self._choice.note_failed(self.plan, problem, self.workers, cause=worker)
+        actions = self._stop(f"the self-check {problem}", EndCause.FAULT)
+        self.plan = None
+        return actions + self._advance()
+
+    def doubted(self, epoch: int, reason: str) -> list[Action]:
+        """What the plan computes in `epoch` is wrong: it does not serve before it is checked again."""
+        if epoch != self.epoch or self.phase is not ClusterPhase.SERVING:
+            return []
+        self._checked_plan_id = 0
+        return [StopServing(epoch, reason, EndCause.FAULT), *self._begin_epoch(reason)]
+
+    # Plans
+
+    def _give_up_plan(self, reason: str, cause: EndCause) -> list[Action]:
+        actions = self._stop(reason, cause)
+        self.plan = None
+        return actions + self._advance(reason)
+
+    def _stop(self, reason: str, cause: EndCause) -> list[Action]:
+        return [StopServing(self.epoch, reason, cause)] if self.phase in ACTIVE else []
+
+    def _advance(self, reason: str = "") -> list[Action]:
+        """A new plan, if there is none and one is possible."""
+        if self.plan is not None:
+            return []
+        try:
+            plan = self._next_plan()
+        except TooFewWorkers as error:
+            is_blocked, text = bool(self.workers.quarantine), str(error)
+        except PlanImpossible as error:
+            is_blocked, text = True, str(error)
+        else:
+            return self._assign(plan)
+        self.phase = ClusterPhase.BLOCKED if is_blocked else ClusterPhase.WAITING_FOR_WORKERS
+        self.detail = f"{reason}; {text}" if reason else text
+        self.workers.release_stages()
+        return self._dismiss()
+
+    def _improve(self) -> list[Action]:
+        """A worker can be used that could not before: for the first plan, in the place of one that has to
+        leave, or for a stage more.
+        """
+        if self.plan is None:
+            return self._advance()
+        for record in self.stage_workers:
+            reason = f"worker {record.identity.name} is drained"
+            if record.is_draining and (actions := self._move_from(reason)):
+                return actions
+        if len(self.plan.stages) == self.num_stages:
+            return []
+        try:
+            plan = self._new_plan(may_shrink=True)
+        except (PlanImpossible, TooFewWorkers):
+            return []
+        if len(plan.stages) <= len(self.plan.stages):
+            return []
+        reason = f"{len(plan.stages)} workers in the place of {len(self.plan.stages)}"
+        return self._stop(reason, EndCause.REPLANNED) + self._assign(plan)
+
+    def _move_from(self, reason: str, cause: EndCause = EndCause.REPLANNED) -> list[Action]:
+        """A plan without those who are not usable any more; nothing if there is none."""
+        try:
+            plan = self._new_plan(may_shrink=True)
+        except (PlanImpossible, TooFewWorkers):
+            return []
+        return self._stop(reason, cause) + self._assign(plan)
+
+    def _next_plan(self) -> Plan:
+        """Raises TooFewWorkers or PlanImpossible. Workers that are to wait are used where the others could
+        not serve without them.
+        """
+        try:
+            return self._new_plan(may_shrink=not self._grace.is_running)
+        except (PlanImpossible, TooFewWorkers):
+            if not any(record.is_held for record in self.workers) or self._can_do_without_held():
+                raise
+        return self._choice.best(self.workers, may_shrink=self._may_shrink, uses_held=True)
+
+    def _can_do_without_held(self) -> bool:
+        """When those who were lost have had their time to come back."""
+        try:
+            self._new_plan(may_shrink=True)
+        except (PlanImpossible, TooFewWorkers):
+            return False
+        return True
+
+    def _new_plan(self, *, may_shrink: bool) -> Plan:
+        return self._choice.best(self.workers, may_shrink=may_shrink and self._may_shrink)
+
+    @property
+    def _may_shrink(self) -> bool:
+        return self.has_served or self._has_drained
+
+    def _assign(self, plan: Plan) -> list[Action]:
+        self.workers.release_stages()
+        self.plan = plan
+        self._choice.keep_places(plan)
+        self._grace.is_running = False
+        self._plan_id += 1
+        self._setbacks.start_over()
+        self.phase, self.detail = ClusterPhase.LOADING, "workers are loading their layers"
+        actions: list[Action] = []
+        for stage in plan.stages:
+            record = self.workers[stage.worker]
+            record.state, record.stage = WorkerState.LOADING, stage
+            reads_again = bool(record.doubts) or record.has_spoilt
+            actions.append(AssignStage(record.identity, self._plan_id, plan, stage, reads_again))
+        return actions + self._dismiss()
+
+    def _dismiss(self) -> list[Action]:
+        """Who is to leave, and has no stage any more, goes. Once."""
+        return [LetGo(record.identity, "drained") for record in self.workers.dismiss()]
+
+    def _begin_epoch(self, reason: str = "") -> list[Action]:
+        assert self.plan is not None
+        workers = tuple(each.identity for each in self.stage_workers)
+        self.epoch = max(self.epoch, *(each.last_epoch for each in workers)) + 1
+        self._signs.clear()
+        self.phase = ClusterPhase.STARTING_EPOCH
+        self.detail = f"starting epoch {self.epoch}" + (f": {reason}" if reason else "")
+        delay_s = self._setbacks.next_delay_s()
+        return [BeginEpoch(self.epoch, self._plan_id, self.plan, workers, delay_s, self._is_unchecked)]
+
+    @property
+    def _is_unchecked(self) -> bool:
+        """The plan has to pass a self-check before it serves."""
+        return self._needs_check and self._checked_plan_id != self._plan_id and not self.has_mock_stages
+
+    def _maybe_serve(self, epoch: int) -> list[Action]:
+        if epoch != self.epoch or self.phase is not ClusterPhase.STARTING_EPOCH or self.plan is None:
+            return []
+        if self._signs.are_complete({stage.worker for stage in self.plan.stages}):
+            if self._is_unchecked:
+                self.phase, self.detail = ClusterPhase.CHECKING, "the self-check is under way"
+                return [CheckPlan(epoch, self.plan)]
+            self.phase, self.has_served = ClusterPhase.SERVING, True
+            self.detail = ""
+            if len(self.plan.stages) == self.num_stages:
+                self.workers.forget_lost()
+            else:
+                shrunk = f"with {len(self.plan.stages)} of {self.num_stages} stages"
+                self.detail = f"{shrunk}{self.workers.missed}{self.workers.quarantine}"
+            return [StartServing(epoch, self.plan)]
+        return []

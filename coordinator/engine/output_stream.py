@@ -1,0 +1,139 @@
+"""One client call that reads a request, with a cursor per choice."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, replace
+
+from coordinator.engine.output_buffer import Piece
+from coordinator.engine.request import Choice, Request
+from wire.errors import InvalidRequest, Superseded
+from wire.ids import id_text
+from wire.steps import TokenLogprobs
+
+MAX_MESSAGE_TOKENS = 1024
+"""So that the log-probabilities of one message stay well below what gRPC takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """What the client has: so many tokens of each choice, and of the prompt's log-probabilities.
+
+    `prompt_token` None: none of them if it has no token of choice 0, else all.
+    """
+
+    default: int = 0
+    by_choice: Mapping[int, int] | None = None
+    prompt_token: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One message: what is new of one choice. Log-probabilities of the prompt begin at its token of the given
+    index; the first token, which nothing precedes, has None.
+    """
+
+    choice: Choice
+    piece: Piece
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    first_prompt_token_index: int = 0
+
+
+class OutputStream:
+    """Reads a request from given positions on, until another attachment takes its place.
+
+    Tokens coalesce in the request's transcripts until they are read, so a slow reader holds nobody up;
+    `num_unread_tokens` says how far it has fallen behind. What was there before it came does not count.
+    """
+
+    def __init__(self, request: Request, positions: Positions) -> None:
+        """Raises InvalidRequest for tokens that were not generated yet, and for choices that do not exist."""
+        self.request = request
+        self._cursors = _checked(request, positions)
+        self._is_read = [False] * len(request.choices)
+        self._prompt_cursor = _prompt_cursor(request, positions, self._cursors[0])
+        self._changed = asyncio.Event()
+        self._is_superseded = False
+        self._next_choice = 0
+        self.num_unread_tokens = 0
+
+    def wake(self) -> None:
+        """There is news."""
+        self._changed.set()
+
+    def supersede(self) -> None:
+        """Another call reads now: nothing more is sent on this one."""
+        self._is_superseded = True
+        self._changed.set()
+
+    async def outputs(self) -> AsyncIterator[Output]:
+        """Whatever there is, as it comes, until all choices are read.
+
+        Raises the error that ended the request, after everything before it, and Superseded at once.
+        """
+        while True:
+            if self._is_superseded:
+                raise Superseded(f"another call has attached to request {id_text(self.request.id)}")
+            if (output := self._next()) is not None:
+                yield output
+            elif all(self._is_read):
+                return
+            elif self.request.error is not None:
+                raise self.request.error
+            else:
+                self._changed.clear()
+                await self._changed.wait()  # bounded by the request, which always ends
+
+    def _next(self) -> Output | None:
+        if (output := self._next_prompt_logprobs()) is not None:
+            return output
+        choices = self.request.choices
+        # Whoever was served last is asked last, so that no choice waits for another one's news to cease.
+        for choice in (*choices[self._next_choice :], *choices[: self._next_choice]):
+            index = choice.index
+            if self._is_read[index]:
+                continue
+            piece = choice.transcript.read(self._cursors[index], max_tokens=MAX_MESSAGE_TOKENS)
+            if not piece.tokens and not piece.is_last:
+                continue
+            self._cursors[index] += len(piece.tokens)
+            self._is_read[index] = piece.is_last
+            self.num_unread_tokens = max(0, self.num_unread_tokens - len(piece.tokens))
+            self._next_choice = index + 1
+            return Output(choice, piece)
+        return None
+
+    def _next_prompt_logprobs(self) -> Output | None:
+        request, start = self.request, self._prompt_cursor
+        if request.num_top_prompt_logprobs is None or start >= request.num_known_prompt_logprobs:
+            return None
+        end = min(request.num_known_prompt_logprobs, start + MAX_MESSAGE_TOKENS)
+        self._prompt_cursor = end
+        choice = request.choices[0]
+        here = choice.transcript.read(self._cursors[0], max_tokens=1)
+        nothing = replace(here, tokens=(), text="", logprobs=(), is_last=False)
+        return Output(choice, nothing, request.prompt_logprobs(start, end), start)
+
+
+def _checked(request: Request, positions: Positions) -> list[int]:
+    by_choice = positions.by_choice or {}
+    if unknown := sorted(set(by_choice) - set(range(len(request.choices)))):
+        raise InvalidRequest(f"choice {unknown[0]} of a request with {len(request.choices)} choices")
+    cursors = [by_choice.get(choice.index, positions.default) for choice in request.choices]
+    for choice, cursor in zip(request.choices, cursors, strict=True):
+        if cursor > choice.transcript.num_tokens:
+            num_tokens = choice.transcript.num_tokens
+            raise InvalidRequest(
+                f"from_token is {cursor}, choice {choice.index} has {num_tokens} tokens so far"
+            )
+    return cursors
+
+
+def _prompt_cursor(request: Request, positions: Positions, first_cursor: int) -> int:
+    cursor = positions.prompt_token
+    if cursor is None:
+        return request.num_prompt_tokens if first_cursor else 0
+    if cursor > request.num_prompt_tokens:
+        raise InvalidRequest(
+            f"from_prompt_token is {cursor}, the prompt has {request.num_prompt_tokens} tokens"
+        )
+    return cursor

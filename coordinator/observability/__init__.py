@@ -1,0 +1,1 @@
+"""What the coordinator records: activity, metrics, traces. It changes nothing."""

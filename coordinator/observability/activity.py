@@ -1,0 +1,266 @@
+"""Recent pipeline activity as read-only snapshots, and the bottleneck stage.
+
+A step costs it a few microseconds, and a fraction of one for each sequence; everything else is worked out
+when somebody asks. Every buffer is bounded.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable
+from collections.abc import Sequence as AbcSequence
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, replace
+
+from coordinator.engine.observer import EngineObserver
+from coordinator.engine.request import Request
+from coordinator.observability.rates import PastSecond, PerSecond, Rates, Second
+from coordinator.observability.requests import RequestActivity, RequestHistory
+from coordinator.observability.steps import (
+    KEPT_S,
+    AnsweredStep,
+    SentStep,
+    StageLoad,
+    StepHistory,
+    stage_loads,
+)
+from coordinator.scheduler.batch import SequenceUpdate
+from coordinator.scheduler.sequence import Sequence
+from telemetry.trace_view.explain import stands_out, times_the_others
+from wire.errors import ServingError
+from wire.steps import Step, StepResult
+
+_FEW_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Bottleneck:
+    """`stage` computes longest for a step, `ratio` times as long as the median of the others."""
+
+    stage: int
+    ratio: float
+
+    @property
+    def is_notable(self) -> bool:
+        return stands_out(self.ratio)
+
+
+def find_bottleneck(loads: AbcSequence[StageLoad]) -> Bottleneck | None:
+    """None for a single stage, and before there are some steps to compare."""
+    if len(loads) < 2 or loads[0].num_steps < _FEW_STEPS:
+        return None
+    stage = max(range(len(loads)), key=lambda index: loads[index].compute_s)
+    others = [load.compute_s for index, load in enumerate(loads) if index != stage]
+    ratio = times_the_others(loads[stage].compute_s, others)
+    return None if ratio is None else Bottleneck(stage, ratio)
+
+
+def describe_pipeline(
+    loads: AbcSequence[StageLoad], workers: AbcSequence[str], *, over_s: float, bubble_share: float | None
+) -> str:
+    """One sentence about the last `over_s` seconds; `workers` are the names of the stages' workers."""
+    if not loads or not loads[0].num_steps:
+        return f"Idle: no step in the last {over_s:.0f} s."
+    found = find_bottleneck(loads)
+    if found is None:
+        return " ".join(f"{_name(stage, workers)} is {_busy(load)}." for stage, load in enumerate(loads))
+    who, busy = _name(found.stage, workers), _busy(loads[found.stage])
+    if found.is_notable:
+        return f"{who} is the slowest: {busy}, {found.ratio:.1f} x the median step time."
+    text = (
+        f"No stage stands out: {who} takes longest, {found.ratio:.2f} x the median step time, and is {busy}"
+    )
+    if bubble_share is None:
+        return f"{text}."
+    return f"{text}; {_percent(bubble_share)} of the stages' time are bubbles."
+
+
+def _name(stage: int, workers: AbcSequence[str]) -> str:
+    worker = workers[stage] if stage < len(workers) else ""
+    return f"Stage {stage} ({worker})" if worker else f"Stage {stage}"
+
+
+def _busy(load: StageLoad) -> str:
+    return f"{_percent(load.busy_share)} busy"
+
+
+def _percent(share: float) -> str:
+    return f"{share * 100:.0f} %"
+
+
+MAX_STAGE_TIMES = 8000
+"""Of all stages in the steps of one answer: some 100 kB."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpochSpan:
+    """When steps of an epoch could be handed out, and why it ended; `stopped_s` None: they still can."""
+
+    epoch: int
+    started_s: float
+    stopped_s: float | None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """What was recorded. Times are in seconds of the coordinator's monotonic clock, of which `now_s` was
+    `now_unix_s` since 1970; it is recorded since `began_s`.
+
+    `bubble_share` is that of the metric `stageline.pipeline.bubble`, None where nothing was in flight.
+    `steps` are those answered in the last seconds, of `num_answered` in all; `workers` are the names of the
+    stages' workers; `seconds` and `steps` begin with the oldest, `ended` with the latest.
+    """
+
+    now_s: float
+    now_unix_s: float
+    began_s: float
+    bubble_share: float | None
+    num_answered: int
+    steps: tuple[AnsweredStep, ...]
+    in_flight: tuple[SentStep, ...]
+    epochs: tuple[EpochSpan, ...]
+    workers: tuple[str, ...]
+    rates: Rates
+    seconds: tuple[PastSecond, ...]
+    live: tuple[RequestActivity, ...]
+    ended: tuple[RequestActivity, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineLoad:
+    """What stages did in the last `over_s` seconds.
+
+    `slowest` holds up the others, if one of them does; `summary` says it in a sentence.
+    """
+
+    over_s: float
+    stages: tuple[StageLoad, ...]
+    bubble_share: float | None
+    slowest: int | None
+    summary: str
+
+
+def pipeline_load(snapshot: Snapshot) -> PipelineLoad:
+    """Takes some milliseconds where there are many steps."""
+    over_s = min(KEPT_S, snapshot.now_s - snapshot.began_s)
+    loads = stage_loads(
+        snapshot.steps, snapshot.now_s, began_s=snapshot.began_s, is_idle=not snapshot.in_flight
+    )
+    found = find_bottleneck(loads)
+    return PipelineLoad(
+        over_s=over_s,
+        stages=tuple(loads),
+        bubble_share=snapshot.bubble_share,
+        slowest=found.stage if found is not None and found.is_notable else None,
+        summary=describe_pipeline(loads, snapshot.workers, over_s=over_s, bubble_share=snapshot.bubble_share),
+    )
+
+
+def steps_after(steps: AbcSequence[AnsweredStep], number: int) -> tuple[AnsweredStep, ...]:
+    """Those that were answered after step `number`; where they are many, the latest."""
+    kept, num_times = list[AnsweredStep](), 0
+    for step in reversed(steps):
+        num_times += len(step.stage_times)
+        if step.number <= number or num_times > MAX_STAGE_TIMES:
+            break
+        kept.append(step)
+    return tuple(reversed(kept))
+
+
+MAX_LIVE = 100
+MAX_ENDED = 100
+"""Requests of one snapshot."""
+_KEPT_EPOCHS = 32
+
+
+class ActivityRecorder(EngineObserver):
+    """Records from `began_s` on, on the engine's clock."""
+
+    def __init__(
+        self, began_s: float, *, bubble_share: Callable[[float], float | None] = lambda now_s: None
+    ) -> None:
+        """`bubble_share` is asked for that of the last seconds."""
+        self._bubble_share = bubble_share
+        self._began_s = began_s
+        self._steps = StepHistory()
+        self._seconds = PerSecond(began_s)
+        self._requests = RequestHistory()
+        self._token_s = dict[Sequence, float]()
+        self._epochs = deque[EpochSpan](maxlen=_KEPT_EPOCHS)
+
+    def accepted(self, request: Request, now_s: float) -> None:
+        self._requests.accept(request, now_s)
+        self._seconds.at(now_s).num_accepted += 1
+
+    def step_sent(self, step: Step, now_s: float) -> None:
+        self._steps.send(step, now_s)
+        if step.starts:
+            self._requests.start(step.starts, now_s)
+
+    def step_answered(
+        self, result: StepResult, progress: Items[SequenceUpdate], sent_s: float, now_s: float
+    ) -> None:
+        second = self._seconds.at(now_s)
+        second.num_steps += 1
+        if (sent := self._steps.answer(result, now_s)) is not None:
+            second.num_prefill_tokens += sent.num_chunk_tokens
+        sequences = [each.sequence for each in progress if each.token is not None]
+        if sequences:
+            second.num_generated_tokens += len(sequences)
+            self._note_tokens(sequences, second, now_s)
+
+    def preempted(self, sequences: Items[Sequence], now_s: float) -> None:
+        self._requests.preempt(sequences)
+
+    def epoch_started(self, epoch: int, now_s: float) -> None:
+        self._epochs.append(EpochSpan(epoch, now_s, None))
+
+    def epoch_stopped(self, reason: str, now_s: float) -> None:
+        self._steps.void()
+        if self._epochs and self._epochs[-1].stopped_s is None:
+            self._epochs[-1] = replace(self._epochs[-1], stopped_s=now_s, reason=reason)
+
+    def ended(self, request: Request, error: ServingError | None, now_s: float) -> None:
+        self._requests.end(request, error, now_s)
+        for choice in request.choices:
+            self._token_s.pop(choice.sequence, None)
+        second = self._seconds.at(now_s)
+        if error is None:
+            second.num_finished += 1
+        else:
+            second.num_unfinished += 1
+
+    def snapshot(self, now_s: float, *, now_unix_s: float, workers: tuple[str, ...] = ()) -> Snapshot:
+        """As of now; a millisecond at most. What is made of it may be worked out on another thread."""
+        return Snapshot(
+            now_s=now_s,
+            now_unix_s=now_unix_s,
+            began_s=self._began_s,
+            bubble_share=self._bubble_share(now_s),
+            num_answered=self._steps.num_answered,
+            steps=self._steps.answered(now_s),
+            in_flight=self._steps.in_flight(),
+            epochs=tuple(self._epochs),
+            workers=workers,
+            rates=self._seconds.rates(now_s),
+            seconds=self._seconds.kept(now_s),
+            live=self._requests.live(MAX_LIVE),
+            ended=self._requests.ended(MAX_ENDED),
+        )
+
+    def _note_tokens(self, sequences: list[Sequence], second: Second, now_s: float) -> None:
+        """Each of these has got a token. Those of one step have mostly got the one before together, too."""
+        before_s = Counter(map(self._token_s.get, sequences))
+        num_first = before_s.pop(None, 0)
+        for token_s, count in before_s.items():
+            assert token_s is not None
+            second.inter_token.add(now_s - token_s, count)
+        if num_first:
+            for sequence in sequences:
+                if sequence not in self._token_s:
+                    self._note_first_token(sequence, second, now_s)
+        self._token_s.update(dict.fromkeys(sequences, now_s))
+
+    def _note_first_token(self, sequence: Sequence, second: Second, now_s: float) -> None:
+        waited_s = self._requests.take_first_token(sequence, now_s)
+        if waited_s is not None:
+            second.first_token.add(waited_s)

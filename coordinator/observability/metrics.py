@@ -1,0 +1,434 @@
+"""Metrics of the coordinator.
+
+What comes is kept as it is, and read only when somebody asks for it, on the thread that writes the text.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from itertools import repeat
+from typing import TYPE_CHECKING
+
+import psutil
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+from opentelemetry.proto.metrics.v1.metrics_pb2 import ResourceMetrics
+
+from coordinator.cluster.actions import EndCause
+from coordinator.cluster.controller import Controller
+from coordinator.cluster.membership import Members
+from coordinator.engine.engine import Engine
+from coordinator.engine.observer import EngineObserver
+from coordinator.engine.request import Request
+from coordinator.observability.steps import BubbleWindow
+from coordinator.scheduler.batch import SequenceUpdate
+from coordinator.scheduler.sequence import Sequence, SequenceState
+from telemetry.metrics import definitions
+from telemetry.metrics.definitions import WORKER, Process
+from telemetry.metrics.otlp import decode_metrics, resource_attributes
+from telemetry.metrics.prometheus import Exposed, prometheus_text
+from telemetry.metrics.registry import Registry, Snapshot
+from telemetry.settings import TelemetrySettings
+from telemetry.span_recorder import new_resource
+from wire.errors import (
+    ClusterUnavailable,
+    DeadlinePassed,
+    InvalidRequest,
+    JournalUnavailable,
+    Overloaded,
+    RequestCancelled,
+    ServingError,
+)
+from wire.ids import RequestId
+from wire.steps import StageTime, Step, StepResult
+
+if TYPE_CHECKING:
+    from telemetry.metrics.collector_export import CollectorExport
+
+
+@dataclass(slots=True)
+class _StageTotals:
+    """Of all answered steps at one stage, in microseconds."""
+
+    hop: int = 0
+    receive: int = 0
+    wait: int = 0
+    compute: int = 0
+
+
+class PipelineMetrics(EngineObserver):
+    """Steps, stages and recoveries, from what the engine sees."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._step_time = registry.distribution(definitions.STEP_TIME).of()
+        self._scheduler_time = registry.distribution(definitions.SCHEDULER_TIME).of()
+        self._part_time = registry.number(definitions.STEP_PART_TIME)
+        self._active_time = registry.number(definitions.ACTIVE_TIME).of()
+        self._recoveries = registry.number(definitions.RECOVERIES)
+        self._recovery_time = registry.distribution(definitions.RECOVERY_TIME)
+        for reason in definitions.REASON.values:
+            self._recoveries.of(reason)
+        self._bubble = registry.number(definitions.BUBBLE)
+        self._window = BubbleWindow()
+        self._stages: list[_StageTotals] = []
+        self._num_in_flight = 0
+        self._counted_s = 0.0
+        self._broken: tuple[float, str] | None = None
+        self._cause: EndCause | None = None
+
+    def step_scheduled(self, duration_s: float) -> None:
+        self._scheduler_time.observe(duration_s)
+
+    def step_sent(self, step: Step, now_s: float) -> None:
+        if self._num_in_flight:
+            self._count_active(now_s)
+        self._num_in_flight += 1
+        self._counted_s = now_s
+
+    def step_answered(
+        self, result: StepResult, progress: Items[SequenceUpdate], sent_s: float, now_s: float
+    ) -> None:
+        self._step_time.observe(now_s - sent_s)
+        computed_us = self._add_times(result.stage_times)
+        self._count_active(now_s, computed_s=computed_us / 1e6)
+        self._num_in_flight -= 1
+
+    def note_end(self, cause: EndCause) -> None:
+        """Why the epoch is about to be stopped."""
+        self._cause = cause
+
+    def epoch_stopped(self, reason: str, now_s: float) -> None:
+        if self._num_in_flight:
+            self._count_active(now_s)
+        self._num_in_flight = 0
+        if self._cause is not None:
+            cause = self._cause.name.lower()
+            self._recoveries.of(cause).add()
+            self._broken, self._cause = (now_s, cause), None
+
+    def epoch_started(self, epoch: int, now_s: float) -> None:
+        if self._broken is not None:
+            broken_s, cause = self._broken
+            self._recovery_time.of(cause).observe(now_s - broken_s)
+            self._broken = None
+
+    def read(self, now_s: float) -> None:
+        """Brings what is not counted step by step up to now."""
+        share = self.bubble_share(now_s)
+        for stage, totals in enumerate(self._stages):
+            for part in definitions.STEP_PART.values:
+                self._part_time.of(str(stage), part).set(getattr(totals, part) / 1e6)
+        self._bubble.clear()
+        if share is not None:
+            self._bubble.of().set(share)
+
+    def bubble_share(self, now_s: float) -> float | None:
+        """Of the time with steps in flight in the last seconds, the share in which stages computed nothing;
+        None where nothing was in flight.
+        """
+        if self._num_in_flight:
+            self._count_active(now_s)
+        return self._window.share(now_s)
+
+    def _count_active(self, now_s: float, *, computed_s: float = 0.0) -> None:
+        active_s = now_s - self._counted_s
+        self._counted_s = now_s
+        self._active_time.add(active_s)
+        self._window.add(now_s, active_s=active_s, computed_s=computed_s)
+
+    def _add_times(self, times: Items[StageTime]) -> float:
+        """Returns the mean of what the stages have computed, in microseconds."""
+        if not times:
+            return 0.0
+        while len(self._stages) < len(times):
+            self._stages.append(_StageTotals())
+        computed_us = 0
+        for totals, this_time in zip(self._stages, times, strict=False):
+            totals.hop += max(0, this_time.hop_us)
+            totals.receive += this_time.receive_us
+            totals.wait += this_time.wait_us
+            totals.compute += this_time.compute_us
+            computed_us += this_time.compute_us
+        return computed_us / len(times)
+
+
+@dataclass(slots=True)
+class _Life:
+    """A live request, since it was accepted here."""
+
+    accepted_s: float
+    has_begun: bool = False
+    has_token: bool = False
+
+
+class RequestMetrics(EngineObserver):
+    """Histograms of requests. What is kept is bounded by the live requests and their choices."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._queue_time = registry.distribution(definitions.QUEUE_TIME).of()
+        self._first_token_time = registry.distribution(definitions.FIRST_TOKEN_TIME).of()
+        self._inter_token_time = registry.distribution(definitions.INTER_TOKEN_TIME).of()
+        self._request_time = registry.distribution(definitions.REQUEST_TIME)
+        self._num_generated = registry.number(definitions.GENERATED_TOKENS).of()
+        self._refused = registry.number(definitions.REQUESTS_REFUSED)
+        for reason in definitions.REFUSAL.values:
+            self._refused.of(reason)
+        self._lives: dict[RequestId, _Life] = {}
+        self._token_s: dict[Sequence, float] = {}
+
+    def note_refusal(self, error: Exception) -> None:
+        """A request is not accepted because of this."""
+        self._refused.of(_refusal(error)).add()
+
+    def accepted(self, request: Request, now_s: float) -> None:
+        self._lives[request.id] = _Life(now_s)
+
+    def step_sent(self, step: Step, now_s: float) -> None:
+        for start in step.starts:
+            life = self._lives.get(start.sequence.request_id)
+            if life is not None and not life.has_begun:
+                life.has_begun = True
+                self._queue_time.observe(now_s - life.accepted_s)
+
+    def step_answered(
+        self, result: StepResult, progress: Items[SequenceUpdate], sent_s: float, now_s: float
+    ) -> None:
+        """Sequences of one step mostly were in one step before, too, so few of the waits differ."""
+        sequences = [each.sequence for each in progress if each.token is not None]
+        self._num_generated.add(len(sequences))
+        waits = Counter(map(self._token_s.get, sequences))
+        if waits.pop(None, 0):
+            self._note_first_tokens(sequences, now_s)
+        for before_s, count in waits.items():
+            assert before_s is not None
+            self._inter_token_time.observe(now_s - before_s, count)
+        self._token_s.update(zip(sequences, repeat(now_s)))
+
+    def ended(self, request: Request, error: ServingError | None, now_s: float) -> None:
+        for choice in request.choices:
+            self._token_s.pop(choice.sequence, None)
+        life = self._lives.pop(request.id, None)
+        if life is not None:
+            self._request_time.of(_outcome(error)).observe(now_s - life.accepted_s)
+
+    def _note_first_tokens(self, sequences: list[Sequence], now_s: float) -> None:
+        for sequence in sequences:
+            life = self._lives.get(sequence.key.request_id)
+            if life is None or life.has_token or sequence in self._token_s:
+                continue
+            life.has_token = True
+            # What a former coordinator has begun had its first token there.
+            if sequence.num_generated_tokens == 1:
+                self._first_token_time.observe(now_s - life.accepted_s)
+
+
+def _refusal(error: Exception) -> str:
+    if isinstance(error, Overloaded):
+        return "overloaded"
+    if isinstance(error, InvalidRequest):
+        return "invalid"
+    return "unavailable" if isinstance(error, ClusterUnavailable | JournalUnavailable) else "other"
+
+
+def _outcome(error: ServingError | None) -> str:
+    if error is None:
+        return "finished"
+    return "cancelled" if isinstance(error, RequestCancelled | DeadlinePassed) else "failed"
+
+
+class Gauges:
+    """Reads; never changes anything but the metrics."""
+
+    def __init__(
+        self, registry: Registry, engine: Engine, controller: Controller, num_dropped_spans: Callable[[], int]
+    ) -> None:
+        self._engine = engine
+        self._controller = controller
+        self._num_dropped_spans = num_dropped_spans
+        self._requests = registry.number(definitions.REQUESTS)
+        self._ended = registry.number(definitions.REQUESTS_ENDED)
+        self._num_prompt = registry.number(definitions.PROMPT_TOKENS).of()
+        self._num_cached = registry.number(definitions.CACHED_TOKENS).of()
+        self._num_preemptions = registry.number(definitions.PREEMPTIONS).of()
+        self._num_in_flight = registry.number(definitions.STEPS_IN_FLIGHT).of()
+        self._workers = registry.number(definitions.WORKERS)
+        self._dropped_spans = registry.number(definitions.DROPPED_SPANS).of()
+        self._journal_failing = registry.number(definitions.JOURNAL_FAILING).of()
+        self._num_unwritten = registry.number(definitions.JOURNAL_UNWRITTEN).of()
+        registry.read_with(self._read)
+
+    def _read(self) -> None:
+        states = Counter(map(request_state, self._engine.registry.live))
+        states["preparing"] = self._engine.admission.num_preparing
+        for state in definitions.REQUEST_STATE.values:
+            self._requests.of(state).set(states[state])
+        totals, counts = self._engine.totals, self._engine.scheduler.counts
+        self._ended.of("finished").set(totals.finished)
+        self._ended.of("cancelled").set(totals.cancelled)
+        self._ended.of("failed").set(totals.failed)
+        self._num_prompt.set(counts.num_prompt_tokens)
+        self._num_cached.set(counts.num_cached_tokens)
+        self._num_preemptions.set(counts.num_preemptions)
+        self._num_in_flight.set(self._engine.scheduler.num_steps_in_flight)
+        self._dropped_spans.set(self._num_dropped_spans())
+        durability = self._engine.durability
+        self._journal_failing.set(durability.failure is not None)
+        self._num_unwritten.set(durability.num_unwritten)
+        workers = worker_states(self._controller.state.workers)
+        for state in definitions.WORKER_STATE.values:
+            self._workers.of(state).set(workers[state])
+
+
+def worker_states(members: Members) -> Counter[str]:
+    """How many are in each state. Lost ones are those that are missed, not those that have left."""
+    return Counter(record.shown_state.name.lower() for record in (*members, *members.lost))
+
+
+def request_state(request: Request) -> str:
+    """A request is as far as the choice that is least far."""
+    states = [sequence.state for sequence in request.live_sequences]
+    if any(state.is_queued for state in states):
+        return "queued"
+    return "prefill" if SequenceState.PREFILL in states else "decode"
+
+
+KEPT_S = 60.0
+"""How long the metrics of a worker that has left are shown."""
+MAX_BYTES = 512 * 1024
+"""Of one worker's metrics; those of a worker are some 5 kB."""
+
+
+@dataclass(slots=True)
+class _Kept:
+    metrics: ResourceMetrics
+    seen_s: float
+
+
+class WorkerMetrics:
+    """Bounded: one message for each worker that is known, and for a while of those that have left."""
+
+    def __init__(self, known: Callable[[], Collection[str]]) -> None:
+        """`known` are the names of the workers that are here."""
+        self._known = known
+        self._kept: dict[str, _Kept] = {}
+
+    def take(self, request: ExportMetricsServiceRequest, now_s: float) -> int:
+        """Keeps what workers that are here say of themselves. Returns how many points were refused."""
+        known = self._known()
+        num_refused = 0
+        for metrics in request.resource_metrics:
+            resource = resource_attributes(metrics)
+            name = resource.get("service.instance.id", "")
+            is_worker = resource.get("service.name") == Process.WORKER.value
+            if not is_worker or name not in known or not self._has_room(name, metrics):
+                num_refused += num_points(metrics)
+                continue
+            self._kept[name] = _Kept(metrics, now_s)
+        return num_refused
+
+    def forget_old(self, now_s: float) -> None:
+        """Forgets those who have left some time ago."""
+        known = self._known()
+        for name, kept in list(self._kept.items()):
+            if name in known:
+                kept.seen_s = now_s
+            elif now_s - kept.seen_s > KEPT_S:
+                del self._kept[name]
+
+    def last(self) -> dict[str, ResourceMetrics]:
+        """By name; nobody changes these messages any more."""
+        return {name: kept.metrics for name, kept in sorted(self._kept.items())}
+
+    def _has_room(self, name: str, metrics: ResourceMetrics) -> bool:
+        is_there = name in self._kept or len(self._kept) < WORKER.num_values
+        return is_there and metrics.ByteSize() <= MAX_BYTES
+
+
+def exposed_workers(last: dict[str, ResourceMetrics]) -> list[Exposed]:
+    """What `WorkerMetrics.last` has given, read; some 100 us for each worker."""
+    return [Exposed(name, decode_metrics(metrics, Process.WORKER)) for name, metrics in last.items()]
+
+
+def num_points(message: ResourceMetrics) -> int:
+    """Every kind of metric has its points in `data_points`."""
+    metrics = (metric for scope in message.scope_metrics for metric in scope.metrics)
+    kinds = ((metric, metric.WhichOneof("data")) for metric in metrics)
+    return sum(len(getattr(metric, kind).data_points) for metric, kind in kinds if kind is not None)
+
+
+class CoordinatorMetrics:
+    """Used from the event loop only. `observers` are for the engine; `watch` it before `start`."""
+
+    def __init__(self, settings: TelemetrySettings, *, instance: str) -> None:
+        """`instance` tells coordinators apart, in a collector."""
+        self._settings = settings
+        self._instance = instance
+        self._registry = Registry(start_ns=time.time_ns())
+        self.requests = RequestMetrics(self._registry)
+        self.pipeline = PipelineMetrics(self._registry)
+        self.observers: tuple[EngineObserver, ...] = (self.requests, self.pipeline)
+        self._memory = self._registry.number(definitions.RESIDENT_MEMORY).of()
+        self._failed_exports = self._registry.number(definitions.FAILED_EXPORTS)
+        self._export: CollectorExport | None = None
+        self._workers: WorkerMetrics | None = None
+
+    def watch(
+        self, engine: Engine, controller: Controller, *, num_dropped_spans: Callable[[], int] = lambda: 0
+    ) -> None:
+        """Reads off these two, now and then; once."""
+        Gauges(self._registry, engine, controller, num_dropped_spans)
+        self._workers = WorkerMetrics(lambda: controller.connections)
+        self._registry.read_with(lambda: self.pipeline.read(engine.now_s()))
+        self._registry.read_with(self._read)
+
+    def start(self) -> None:
+        """Exports to the collector from now on, if there is one."""
+        settings, export = self._settings, self._settings.metrics
+        if settings.is_disabled or export.collector is None:
+            return
+        from telemetry.metrics.collector_export import CollectorExport
+
+        resource = new_resource(
+            Process.COORDINATOR.value,
+            instance=self._instance,
+            version=settings.service_version,
+        )
+        self._export = CollectorExport(
+            export.collector, self.snapshot, resource, interval_s=export.interval_s
+        )
+        self._export.start()
+
+    async def close(self) -> None:
+        """Exports once more, without waiting for long."""
+        if self._export is not None:
+            await self._export.close()
+
+    def take(self, request: ExportMetricsServiceRequest) -> int:
+        """What workers export to the coordinator. Returns how many of their resources were refused."""
+        assert self._workers is not None, "take before watch"
+        now_s = time.monotonic()
+        self._workers.forget_old(now_s)
+        return self._workers.take(request, now_s)
+
+    def snapshot(self) -> Snapshot:
+        """The coordinator's own metrics as of now."""
+        return self._registry.snapshot(time.time_ns())
+
+    async def metrics_text(self, accept: str) -> tuple[bytes, str]:
+        """For `/metrics`: the text of coordinator and workers, and its content type, as the header `accept`
+        wishes.
+        """
+        assert self._workers is not None, "metrics_text before watch"
+        self._workers.forget_old(time.monotonic())
+        return await asyncio.to_thread(_text, self.snapshot(), self._workers.last(), accept)
+
+    def _read(self) -> None:
+        self._memory.set(psutil.Process().memory_info().rss)
+        if self._export is not None:
+            self._failed_exports.of("collector").set(self._export.num_failed)
+
+
+def _text(own: Snapshot, workers: dict[str, ResourceMetrics], accept: str) -> tuple[bytes, str]:
+    return prometheus_text([Exposed("", own), *exposed_workers(workers)], accept)

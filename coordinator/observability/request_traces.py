@@ -1,0 +1,525 @@
+"""Spans of requests, recorded by the coordinator."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from opentelemetry.sdk.trace.sampling import Sampler
+from opentelemetry.trace import SpanContext
+
+from coordinator.engine.observer import EngineObserver
+from coordinator.engine.request import Request
+from coordinator.scheduler.batch import SequenceUpdate
+from coordinator.scheduler.sequence import Sequence
+from telemetry.span_recorder import Attributes, SpanRecorder, is_sampled, new_span_id, new_trace_id
+from telemetry.spans import Attr, SpanName
+from wire.errors import RequestCancelled, ServingError
+from wire.ids import RequestId, SequenceKey, id_text
+from wire.steps import Prefill, Step, StepResult
+from wire.trace_context import DECODE, format_traceparent, parse_traceparent, span_context, work_span
+
+MOST_HELD_SPANS = 64
+"""Spans of a request that is not sampled that are held, in case that something goes wrong with it."""
+
+
+RESUMED = "the coordinator was started again"
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedStep:
+    """A step as the coordinator sees it: `took_s` from being handed out to its answer, of which `result_s`
+    since LAST had the answer ready.
+    """
+
+    epoch: int
+    step_id: int
+    took_s: float
+    result_s: float
+
+
+@dataclass(slots=True)
+class SentChunk:
+    """A prefill chunk on its way."""
+
+    generation: int
+    epoch: int
+    step_id: int
+    start: int
+    num_tokens: int
+    batch_size: int
+    sent_s: float
+
+
+@dataclass(slots=True)
+class ChoiceTrace:
+    """What one choice does now: it waits for `waits_for` since `since_s`, has chunks on their way, or
+    decodes.
+    """
+
+    index: int
+    since_s: float
+    waits_for: SpanName | None = SpanName.QUEUE
+    reason: str = ""
+    generation: int = 0
+    chunks: dict[int, SentChunk] = field(default_factory=dict)
+    is_decoding: bool = False
+    steps: list[ObservedStep] = field(default_factory=list)
+    is_over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _HeldSpan:
+    name: SpanName
+    context: SpanContext
+    start_s: float
+    end_s: float
+    attributes: Attributes
+    error: str | None
+
+
+class RequestTrace:
+    """Made when a call arrives. Whether it is sampled was decided then; a preemption, a recovery or an error
+    makes it be recorded all the same, with what was held until then.
+    """
+
+    def __init__(
+        self,
+        recorder: SpanRecorder,
+        trace_id: int,
+        parent: SpanContext | None,
+        *,
+        is_sampled: bool,
+        arrived_s: float,
+        begun: SpanContext | None = None,
+    ) -> None:
+        """`parent` is the caller's span, `begun` the request's own, if a former coordinator has begun it."""
+        self._recorder = recorder
+        self._parent = parent
+        self.context = span_context(
+            trace_id,
+            new_span_id() if begun is None else begun.span_id,
+            is_sampled=is_sampled,
+            tracestate=None if parent is None else parent.trace_state,
+        )
+        self.is_recorded = is_sampled
+        self.arrived_s = arrived_s
+        self.scheduled_s: float | None = None
+        self.first_token_s: float | None = None
+        self.num_preemptions = 0
+        self.num_recoveries = 0
+        self.choices: tuple[ChoiceTrace, ...] = ()
+        self._is_resumed = begun is not None
+        self._held: list[_HeldSpan] = []
+
+    @property
+    def trace_id(self) -> str:
+        """32 hexadecimal digits."""
+        return f"{self.context.trace_id:032x}"
+
+    @property
+    def traceparent(self) -> str:
+        """W3C's header, of the request's span."""
+        return format_traceparent(self.context)
+
+    @property
+    def caller_traceparent(self) -> str:
+        """Of the span that it is below, or empty."""
+        return "" if self._parent is None else format_traceparent(self._parent)
+
+    def accept(self, num_choices: int, now_s: float) -> None:
+        """The request is in the queue; that of a former coordinator recovers from the loss of it."""
+        self.choices = tuple(ChoiceTrace(index, now_s) for index in range(num_choices))
+        if not self._is_resumed:
+            self._emit(SpanName.INTAKE, self.arrived_s, now_s, {})
+            return
+        self.num_recoveries = 1
+        for choice in self.choices:
+            choice.waits_for, choice.reason = SpanName.RECOVERY, RESUMED
+        self.record_always()
+
+    def send_chunk(self, choice: ChoiceTrace, chunk: SentChunk) -> None:
+        """A prompt chunk of a choice is handed out."""
+        if choice.waits_for is not None:
+            self._end_wait(choice, chunk.sent_s)
+        if self.scheduled_s is None:
+            self.scheduled_s = chunk.sent_s
+        choice.generation = chunk.generation
+        choice.chunks[chunk.step_id] = chunk
+
+    def answer_chunk(self, choice: ChoiceTrace, step: ObservedStep, now_s: float) -> None:
+        """A chunk was computed."""
+        chunk = choice.chunks.pop(step.step_id, None)
+        if chunk is not None:
+            self._emit_chunk(choice, chunk, now_s, step)
+
+    def answer_token(self, choice: ChoiceTrace, step: ObservedStep, now_s: float) -> None:
+        """A token has come: the first one of this start, or one more."""
+        if choice.is_decoding:
+            choice.steps.append(step)
+            return
+        if self.first_token_s is None:
+            self.first_token_s = now_s
+        choice.is_decoding, choice.since_s = True, now_s
+
+    def end_choice(self, choice: ChoiceTrace, now_s: float) -> None:
+        """Nothing more comes of it."""
+        if choice.is_over:
+            return
+        if choice.waits_for is not None:
+            self._end_wait(choice, now_s)
+        self._stop_work(choice, now_s)
+        choice.is_over = True
+
+    def interrupt(self, choice: ChoiceTrace, kind: SpanName, reason: str, now_s: float) -> None:
+        """A choice that was computing waits again: PREEMPTION or RECOVERY. From here on it is recorded."""
+        if choice.is_over or choice.waits_for is not None:
+            return
+        self._stop_work(choice, now_s)
+        choice.waits_for, choice.reason, choice.since_s = kind, reason, now_s
+        self.record_always()
+
+    def record_always(self) -> None:
+        """It is recorded from now on, with what has been held."""
+        if self.is_recorded:
+            return
+        self.is_recorded = True
+        self.context = span_context(
+            self.context.trace_id, self.context.span_id, tracestate=self.context.trace_state
+        )
+        held, self._held = self._held, []
+        for each in held:
+            context = span_context(self.context.trace_id, each.context.span_id)
+            self._record(each.name, context, each.start_s, each.end_s, each.attributes, each.error)
+
+    def end(self, attributes: Attributes, error: str | None, now_s: float) -> None:
+        """The request is over: its own span."""
+        for choice in self.choices:
+            self.end_choice(choice, now_s)
+        if error is not None:
+            self.record_always()
+        if self.is_recorded:
+            self._recorder.record(
+                SpanName.GENERATE,
+                self.context,
+                self._parent,
+                start_s=self.arrived_s,
+                end_s=now_s,
+                attributes=attributes,
+                error=error,
+                is_server=True,
+            )
+
+    def _end_wait(self, choice: ChoiceTrace, now_s: float) -> None:
+        assert choice.waits_for is not None
+        attributes: Attributes = {Attr.CHOICE: choice.index, Attr.GENERATION: choice.generation}
+        if choice.reason:
+            attributes[Attr.REASON] = choice.reason
+        self._emit(choice.waits_for, choice.since_s, now_s, attributes)
+        choice.waits_for, choice.reason = None, ""
+
+    def _stop_work(self, choice: ChoiceTrace, now_s: float) -> None:
+        """Chunks that are on their way are not waited for; stages may compute them, under their spans."""
+        for chunk in choice.chunks.values():
+            self._emit_chunk(choice, chunk, now_s, None)
+        choice.chunks.clear()
+        if not choice.is_decoding:
+            return
+        steps, choice.steps, choice.is_decoding = choice.steps, [], False
+        attributes: Attributes = {
+            Attr.CHOICE: choice.index,
+            Attr.GENERATION: choice.generation,
+            Attr.NUM_STEPS: len(steps),
+            Attr.TOKENS: len(steps),
+            Attr.STEP_DURATION: sum(each.took_s for each in steps),
+            Attr.RESULT_DURATION: sum(each.result_s for each in steps),
+        }
+        if steps:
+            attributes |= {
+                Attr.EPOCH: steps[0].epoch,
+                Attr.STEP_ID: steps[0].step_id,
+                Attr.LAST_STEP_ID: steps[-1].step_id,
+            }
+        self._emit(SpanName.DECODE, choice.since_s, now_s, attributes, self._work(choice, DECODE))
+
+    def _emit_chunk(
+        self, choice: ChoiceTrace, chunk: SentChunk, now_s: float, answered: ObservedStep | None
+    ) -> None:
+        attributes: Attributes = {
+            Attr.CHOICE: choice.index,
+            Attr.GENERATION: chunk.generation,
+            Attr.EPOCH: chunk.epoch,
+            Attr.STEP_ID: chunk.step_id,
+            Attr.LAST_STEP_ID: chunk.step_id,
+            Attr.NUM_STEPS: 1,
+            Attr.TOKENS: chunk.num_tokens,
+            Attr.CHUNK_START: chunk.start,
+            Attr.BATCH_SIZE: chunk.batch_size,
+        }
+        if answered is not None:
+            attributes[Attr.STEP_DURATION] = answered.took_s
+            attributes[Attr.RESULT_DURATION] = answered.result_s
+        context = self._work(choice, chunk.start)
+        self._emit(SpanName.PREFILL_CHUNK, chunk.sent_s, now_s, attributes, context)
+
+    def _work(self, choice: ChoiceTrace, start: int) -> SpanContext:
+        return work_span(self.context, choice=choice.index, generation=choice.generation, start=start)
+
+    def _emit(
+        self,
+        name: SpanName,
+        start_s: float,
+        end_s: float,
+        attributes: Attributes,
+        context: SpanContext | None = None,
+        error: str | None = None,
+    ) -> None:
+        context = context or span_context(self.context.trace_id, new_span_id())
+        if self.is_recorded:
+            self._record(name, context, start_s, end_s, attributes, error)
+        elif len(self._held) < MOST_HELD_SPANS:
+            self._held.append(_HeldSpan(name, context, start_s, end_s, attributes, error))
+
+    def _record(
+        self,
+        name: SpanName,
+        context: SpanContext,
+        start_s: float,
+        end_s: float,
+        attributes: Attributes,
+        error: str | None,
+    ) -> None:
+        self._recorder.record(
+            name, context, self.context, start_s=start_s, end_s=end_s, attributes=attributes, error=error
+        )
+
+
+INTERNAL_ERROR = "internal error"
+MADE_WAY = "requests that may be why a worker was lost run alone"
+
+
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    """Whose a sequence is."""
+
+    trace: RequestTrace
+    choice: ChoiceTrace
+    sequence: Sequence
+
+
+class RequestTraces(EngineObserver):
+    """One per coordinator."""
+
+    def __init__(
+        self,
+        recorder: SpanRecorder,
+        sampler: Sampler,
+        *,
+        model: str,
+        on_refusal: Callable[[Exception], None] = lambda error: None,
+    ) -> None:
+        """`model` is what the served model is called. `on_refusal` is told why a call becomes no request,
+        unless its client has left.
+        """
+        self._recorder = recorder
+        self._sampler = sampler
+        self._model = model
+        self._on_refusal = on_refusal
+        self._live: dict[SequenceKey, _Owner] = {}
+        self._chunks: dict[int, list[_Owner]] = {}
+        self._stopped: tuple[float, str] | None = None
+
+    @contextmanager
+    def arrival(
+        self, request_id: RequestId, parent: SpanContext | None, arrived_s: float
+    ) -> Iterator[RequestTrace]:
+        """A call that has arrived becomes a request within this. An error in it is the end of the trace."""
+        trace = self._new_trace(parent, arrived_s)
+        try:
+            yield trace
+        except BaseException as error:
+            attributes: Attributes = {
+                Attr.REQUEST_ID: id_text(request_id),
+                Attr.OUTCOME: _outcome(error),
+            }
+            trace.end(attributes, _text(error), asyncio.get_running_loop().time())
+            if isinstance(error, Exception) and not isinstance(error, RequestCancelled):
+                self._on_refusal(error)
+            raise
+
+    @contextmanager
+    def nameless_arrival(self) -> Iterator[None]:
+        """The id of a call is not known within this, so an error in it is in no trace."""
+        try:
+            yield
+        except Exception as error:
+            self._on_refusal(error)
+            raise
+
+    def resumed(self, traceparent: str, caller_traceparent: str, arrived_s: float) -> RequestTrace | None:
+        """The trace of a request that a former coordinator has left, which goes on under the same span; None
+        where there is none.
+        """
+        begun = parse_traceparent(traceparent)
+        if begun is None:
+            return None
+        return RequestTrace(
+            self._recorder,
+            begun.trace_id,
+            parse_traceparent(caller_traceparent),
+            is_sampled=begun.trace_flags.sampled,
+            arrived_s=arrived_s,
+            begun=begun,
+        )
+
+    def accepted(self, request: Request, now_s: float) -> None:
+        trace = request.trace
+        if trace is None:
+            trace = request.trace = self._new_trace(None, now_s)
+        assert isinstance(trace, RequestTrace), "whoever traces requests makes their traces"
+        trace.accept(len(request.choices), now_s)
+        for choice, state in zip(request.choices, trace.choices, strict=True):
+            if choice.sequence.state.is_live:
+                self._live[choice.sequence.key] = _Owner(trace, state, choice.sequence)
+                _mark(trace, choice.sequence)
+            else:
+                trace.end_choice(state, now_s)
+
+    def step_sent(self, step: Step, now_s: float) -> None:
+        sent = []
+        for part in reversed(step.slices):
+            chunk = part.inference_step
+            if not isinstance(chunk, Prefill):
+                break  # decodes come first in a step
+            owner = self._live.get(part.sequence)
+            if owner is None:
+                continue
+            facts = SentChunk(
+                generation=part.generation,
+                epoch=step.epoch,
+                step_id=step.step_id,
+                start=chunk.start,
+                num_tokens=chunk.num_tokens,
+                batch_size=len(step.slices),
+                sent_s=now_s,
+            )
+            owner.trace.send_chunk(owner.choice, facts)
+            sent.append(owner)
+        if sent:
+            self._chunks[step.step_id] = sent
+
+    def step_answered(
+        self, result: StepResult, progress: Items[SequenceUpdate], sent_s: float, now_s: float
+    ) -> None:
+        result_us = self._recorder.clock.at_us(now_s) - result.ready_at_us if result.ready_at_us else 0
+        step = ObservedStep(result.epoch, result.step_id, now_s - sent_s, result_us / 1e6)
+        for owner in self._chunks.pop(result.step_id, ()):
+            owner.trace.answer_chunk(owner.choice, step, now_s)
+        live = self._live
+        for each in progress:
+            answered = live.get(each.sequence.key)
+            if answered is None:
+                continue
+            if each.token is not None:
+                answered.trace.answer_token(answered.choice, step, now_s)
+            if each.finish_reason is not None:
+                answered.trace.end_choice(answered.choice, now_s)
+
+    def preempted(self, sequences: Items[Sequence], now_s: float) -> None:
+        for sequence in sequences:
+            owner = self._live.get(sequence.key)
+            if owner is not None:
+                owner.trace.num_preemptions += 1
+                owner.trace.interrupt(owner.choice, SpanName.PREEMPTION, "its blocks were needed", now_s)
+                _mark(owner.trace, sequence)
+
+    def made_way(self, sequences: Items[Sequence], now_s: float) -> None:
+        for sequence in sequences:
+            owner = self._live.get(sequence.key)
+            if owner is not None:
+                owner.trace.interrupt(owner.choice, SpanName.RECOVERY, MADE_WAY, now_s)
+                _mark(owner.trace, sequence)
+
+    def epoch_started(self, epoch: int, now_s: float) -> None:
+        if self._stopped is None:
+            return
+        (stopped_s, reason), self._stopped = self._stopped, None
+        num_requests = len({key.request_id for key in self._live})
+        self._recorder.record(
+            SpanName.CLUSTER_RECOVERY,
+            span_context(new_trace_id(), new_span_id()),
+            None,
+            start_s=stopped_s,
+            end_s=now_s,
+            attributes={Attr.REASON: reason, Attr.EPOCH: epoch, Attr.NUM_REQUESTS: num_requests},
+        )
+
+    def epoch_stopped(self, reason: str, now_s: float) -> None:
+        self._stopped = (now_s, reason)
+        self._chunks.clear()
+        recovering = set()
+        for owner in self._live.values():
+            if owner.choice.waits_for is None and not owner.choice.is_over:
+                recovering.add(owner.trace)
+                owner.trace.interrupt(owner.choice, SpanName.RECOVERY, reason, now_s)
+                _mark(owner.trace, owner.sequence)
+        for trace in recovering:
+            trace.num_recoveries += 1
+
+    def ended(self, request: Request, error: ServingError | None, now_s: float) -> None:
+        trace = request.trace
+        for choice in request.choices:
+            self._live.pop(choice.sequence.key, None)
+        if isinstance(trace, RequestTrace):
+            text = None if error is None else _text(error)
+            trace.end(self._attributes(request, trace, error, now_s), text, now_s)
+
+    def _new_trace(self, parent: SpanContext | None, arrived_s: float) -> RequestTrace:
+        trace_id = new_trace_id() if parent is None else parent.trace_id
+        sampled = is_sampled(self._sampler, trace_id, parent, SpanName.GENERATE)
+        return RequestTrace(self._recorder, trace_id, parent, is_sampled=sampled, arrived_s=arrived_s)
+
+    def _attributes(
+        self, request: Request, trace: RequestTrace, error: ServingError | None, now_s: float
+    ) -> Attributes:
+        sequences = [choice.sequence for choice in request.choices]
+        sampling = sequences[0].sampling
+        attributes: Attributes = {
+            Attr.REQUEST_ID: id_text(request.id),
+            Attr.REQUEST_MODEL: self._model,
+            Attr.REQUEST_MAX_TOKENS: sequences[0].max_tokens,
+            Attr.REQUEST_TEMPERATURE: sampling.temperature,
+            Attr.REQUEST_TOP_P: sampling.top_p,
+            Attr.PROMPT_TOKENS: request.num_prompt_tokens,
+            Attr.COMPLETION_TOKENS: sum(each.num_generated_tokens for each in sequences),
+            Attr.CACHED_TOKENS: sequences[0].num_cached_tokens,
+            Attr.CHOICES: len(sequences),
+            Attr.OUTCOME: "finished" if error is None else _outcome(error),
+            Attr.NUM_PREEMPTIONS: trace.num_preemptions,
+            Attr.NUM_RECOVERIES: trace.num_recoveries,
+            Attr.E2E: now_s - trace.arrived_s,
+            Attr.TIME_IN_QUEUE: (trace.scheduled_s or now_s) - trace.arrived_s,
+        }
+        if trace.first_token_s is not None:
+            attributes[Attr.TIME_TO_FIRST_TOKEN] = trace.first_token_s - trace.arrived_s
+            attributes[Attr.TIME_IN_PREFILL] = trace.first_token_s - (trace.scheduled_s or trace.arrived_s)
+            attributes[Attr.TIME_IN_DECODE] = now_s - trace.first_token_s
+        return attributes
+
+
+def _mark(trace: RequestTrace, sequence: Sequence) -> None:
+    """From its next start on, stages record what they do for it."""
+    sequence.traceparent = format_traceparent(trace.context) if trace.is_recorded else ""
+
+
+def _outcome(error: BaseException) -> str:
+    is_cancelled = isinstance(error, RequestCancelled | asyncio.CancelledError | GeneratorExit)
+    return "cancelled" if is_cancelled else "failed"
+
+
+def _text(error: BaseException) -> str:
+    """What of it a client may see."""
+    if isinstance(error, asyncio.CancelledError):
+        return "the client has left"
+    return str(error) if isinstance(error, ServingError) else INTERNAL_ERROR

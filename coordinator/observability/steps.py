@@ -1,0 +1,240 @@
+"""Recent steps: when sent, computed per stage and answered; stage load and bubble.
+
+All times are in seconds of the coordinator's monotonic clock. When a stage computes is put together from what
+stages measure: from when a step is handed out, each adds the hop to it, receiving, waiting and computing.
+
+The times of a step are known when it is answered. So what a stage has done lately is not known yet while
+steps are in flight; its shares then end with the last computation that is known of it.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from wire.steps import Prefill, StageTime, Step, StepResult
+
+KEPT_S = 10.0
+MAX_STEPS = 4096
+MAX_STAGE_TIMES = 32768
+"""Of all steps together: with 64 stages, 512 steps are kept."""
+
+
+class StepKind(StrEnum):
+    """What a step computes."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+    EMPTY = "empty"
+
+
+@dataclass(slots=True)
+class SentStep:
+    """A step that is not answered yet. `sent_s`: when it was handed out."""
+
+    epoch: int
+    step_id: int
+    sent_s: float
+    num_decodes: int
+    num_chunks: int
+    num_chunk_tokens: int
+
+    @property
+    def num_sequences(self) -> int:
+        return self.num_decodes + self.num_chunks
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_decodes + self.num_chunk_tokens
+
+    @property
+    def kind(self) -> StepKind:
+        if self.num_chunks:
+            return StepKind.MIXED if self.num_decodes else StepKind.PREFILL
+        return StepKind.DECODE if self.num_decodes else StepKind.EMPTY
+
+
+@dataclass(slots=True)
+class AnsweredStep:
+    """`number` counts the answered steps of this process, from 1 on.
+
+    `stage_times` are those of FIRST to LAST, or none.
+    """
+
+    number: int
+    sent: SentStep
+    answered_s: float
+    stage_times: tuple[StageTime, ...]
+
+    def computed(self) -> Iterator[tuple[float, float]]:
+        """For each stage, when its computation began and when it ended."""
+        time_s = self.sent.sent_s
+        for stage in self.stage_times:
+            begin_s = time_s + (stage.hop_us + stage.receive_us + stage.wait_us) / 1e6
+            time_s = begin_s + stage.compute_us / 1e6
+            yield begin_s, time_s
+
+
+class StepHistory:
+    """Steps in flight, and those that were answered within the last `KEPT_S`."""
+
+    def __init__(self) -> None:
+        self._in_flight = deque[SentStep]()
+        self._answered = deque[AnsweredStep]()
+        self._num_stage_times = 0
+        self.num_answered = 0
+
+    def send(self, step: Step, now_s: float) -> None:
+        """A step is handed out."""
+        num_chunks = num_chunk_tokens = 0
+        for part in reversed(step.slices):  # chunks follow the decodes
+            inference_step = part.inference_step
+            if not isinstance(inference_step, Prefill):
+                break
+            num_chunks += 1
+            num_chunk_tokens += inference_step.num_tokens
+        num_decodes = len(step.slices) - num_chunks
+        self._in_flight.append(
+            SentStep(step.epoch, step.step_id, now_s, num_decodes, num_chunks, num_chunk_tokens)
+        )
+
+    def answer(self, result: StepResult, now_s: float) -> SentStep | None:
+        """The oldest step is answered; returns it. None where it was handed out before anybody watched."""
+        if not self._in_flight:
+            return None
+        sent = self._in_flight.popleft()
+        self.num_answered += 1
+        self._answered.append(AnsweredStep(self.num_answered, sent, now_s, result.stage_times))
+        self._num_stage_times += len(result.stage_times)
+        self._forget(now_s)
+        return sent
+
+    def void(self) -> None:
+        """What is in flight will not be answered."""
+        self._in_flight.clear()
+
+    def in_flight(self) -> tuple[SentStep, ...]:
+        """Oldest first."""
+        return tuple(self._in_flight)
+
+    def answered(self, now_s: float) -> tuple[AnsweredStep, ...]:
+        """Those that are kept, oldest first."""
+        self._forget(now_s)
+        return tuple(self._answered)
+
+    def _forget(self, now_s: float) -> None:
+        steps = self._answered
+        while steps and (
+            steps[0].answered_s < now_s - KEPT_S
+            or len(steps) > MAX_STEPS
+            or self._num_stage_times > MAX_STAGE_TIMES
+        ):
+            self._num_stage_times -= len(steps.popleft().stage_times)
+
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageLoad:
+    """Of one stage in the last seconds.
+
+    `busy_share`: of all time, that in which it computes. Times are means per step, in seconds; `hop_s` ends
+    with the first byte of the frame, as in traces.
+    """
+
+    num_steps: int
+    busy_share: float
+    compute_s: float
+    wait_s: float
+    hop_s: float
+
+
+def stage_loads(
+    steps: Sequence[AnsweredStep], now_s: float, *, began_s: float, is_idle: bool
+) -> list[StageLoad]:
+    """For each stage of the newest step whose times are known; empty without any. Nothing before `began_s`
+    counts, and neither do steps without slices or of other plans. `is_idle`: no step is in flight.
+    """
+    known = [each for each in steps if each.stage_times and each.sent.num_sequences]
+    if not known:
+        return []
+    num_stages = len(known[-1].stage_times)
+    known = [each for each in known if len(each.stage_times) == num_stages]
+    begin_s = max(now_s - KEPT_S, began_s)
+    # Only steps that were handed out before the window can have been computed before it.
+    early = [list(each.computed()) for each in known if each.sent.sent_s < begin_s]
+    ends_s = [end_s for _, end_s in known[-1].computed()]
+    loads = []
+    for stage, times in enumerate(zip(*[each.stage_times for each in known], strict=True)):
+        window = (begin_s, now_s if is_idle else min(now_s, ends_s[stage]))
+        before_s = _overlap_s([each[stage] for each in early], (-math.inf, begin_s))
+        loads.append(_load(times, before_s, window[1] - window[0]))
+    return loads
+
+
+def _load(times: Sequence[StageTime], before_s: float, window_s: float) -> StageLoad:
+    """`before_s` of what was computed was computed before the window."""
+    count = len(times)
+    compute_s = sum([each.compute_us for each in times]) / 1e6
+    return StageLoad(
+        num_steps=count,
+        busy_share=_share(compute_s - before_s, window_s),
+        compute_s=compute_s / count,
+        wait_s=sum([each.wait_us for each in times]) / count / 1e6,
+        hop_s=sum([each.hop_us for each in times]) / count / 1e6,
+    )
+
+
+def _share(part_s: float, whole_s: float) -> float:
+    return min(1.0, max(0.0, part_s) / max(whole_s, 1e-9))
+
+
+def _overlap_s(intervals: Sequence[Interval], window: Interval) -> float:
+    begin_s, end_s = window
+    return sum([max(0.0, min(end, end_s) - max(begin, begin_s)) for begin, end in intervals])
+
+
+WINDOW_S = 10
+
+
+@dataclass(slots=True)
+class _Second:
+    index: int
+    active_s: float = 0.0
+    computed_s: float = 0.0
+
+
+class BubbleWindow:
+    """The last ten seconds, by the second.
+
+    Bubble = 1 - computed / active, where `active` is the time with at least one step in flight, and
+    `computed` the mean over all stages of the time that answered steps were computed there. A step counts
+    when it is answered, so of steps that take longer than the window the share is a rough one.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: deque[_Second] = deque(maxlen=WINDOW_S + 1)
+
+    def add(self, now_s: float, *, active_s: float, computed_s: float = 0.0) -> None:
+        """`active_s` have passed with steps in flight; a step was answered that has cost each stage
+        `computed_s` on average.
+        """
+        second = self._at(int(now_s))
+        second.active_s += active_s
+        second.computed_s += computed_s
+
+    def share(self, now_s: float) -> float | None:
+        """In [0, 1]; None where nothing was in flight."""
+        recent = [each for each in self._seconds if each.index > now_s - WINDOW_S]
+        active_s = sum(each.active_s for each in recent)
+        if active_s <= 0:
+            return None
+        return min(1.0, max(0.0, 1.0 - sum(each.computed_s for each in recent) / active_s))
+
+    def _at(self, index: int) -> _Second:
+        if not self._seconds or self._seconds[-1].index != index:
+            self._seconds.append(_Second(index))
+        return self._seconds[-1]

@@ -1,1 +1,0 @@
-"""What the coordinator knows of what has happened: it watches, keeps and tells, and changes nothing."""

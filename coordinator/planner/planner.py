@@ -1,0 +1,376 @@
+"""Assigns layers to workers within their memory; explains which number makes a plan impossible.
+
+Activations, with s bytes per element, T tokens and S sequences in the largest step, K tokens of KV, and a
+longest sequence of C tokens (never more than the cache holds, so C = min(max_sequence_tokens, K)):
+
+* T * `_token_bytes`: the residual stream with its normed copy (2 * hidden * s); the float32 copies that the
+  norm makes of it (2 * hidden * 4); q, k, v before and after rotation (2 * (q + 2 * kv) * s) and the
+  attention output (q * s); gate, up and their product (3 * intermediate * s); one frame received and one
+  being sent (2 * hidden * s). Layers run one after the other and reuse this memory, so it does not grow
+  with them.
+* min(S * C, K) tokens of K and V gathered from the pages of one layer (2 * kv * s each): as much as one
+  more layer of KV. Sequences of similar length are gathered together, padded to at most about twice
+  their tokens, and a shared prefix once per sequence; what that adds is not counted.
+* T * C * `_mask_bytes` for prefill: for every distinct window of the layers, the mask as bool and while it
+  is made (2), in the run dtype and once more where a kernel wants it aligned (2 * s). The scores are not
+  counted: the fused kernels of scaled_dot_product_attention take additive masks and never hold them in
+  memory.
+* with the head, min(S, T) rows of logits: in the run dtype (s), and to sample from them in float32 with a
+  copy of the filtered ones (8), sorted with ids (12), and in float64 scaled, as probabilities, summed and
+  cut (48).
+
+Nothing is added for the process itself: the budget is for weights, KV and activations (see
+`WorkerCapacity`).
+
+What a stage costs is the bytes of weights that one decode step reads there: its layers, and on the last stage
+the final norm and output head. Decoding is bound by memory bandwidth (at small batch every weight is read
+once per step and used a few times), so that is time, up to a factor that all stages share; and where compute
+is the bound, in prefill, work is in the same proportion, as each weight element is one multiplication per
+token. The embedding is a lookup of a few rows and counts nothing. Workers are taken to be equally fast: only
+their memory is known.
+
+The slowest stage sets the pace of the pipeline, so its cost is what is made small, subject to every worker
+holding its weights, activations (`coordinator.stage_memory`) and KV for at least `MIN_KV_TOKENS` tokens.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import NoReturn
+
+from checkpoint import (
+    DType,
+    ModelConfig,
+    head_bytes,
+    kv_bytes_per_token_per_layer,
+    layer_weight_bytes,
+    stage_weight_bytes,
+)
+from coordinator.config import CoordinatorConfig
+from coordinator.model import ServedModel
+from coordinator.planner.plan import Plan, PlanImpossible, StagePlan, StepLimits, WorkerCapacity, format_size
+from coordinator.planner.split import Split, SplitProblem, best_split
+from kvcache import KvWindow
+from wire.ids import StageRole
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """Sizes of any stage of one model under one set of limits, in bytes; layers are alike."""
+
+    config: ModelConfig
+    dtype: DType
+    limits: StepLimits
+    block_size: int
+
+    @cached_property
+    def layer_bytes(self) -> int:
+        """Weights of one layer."""
+        return layer_weight_bytes(self.config, self.dtype)
+
+    @property
+    def head_cost(self) -> int:
+        """What the head adds to a decode step: final norm and output matrix are read once, tied or not."""
+        return head_bytes(self.config, self.dtype)
+
+    def weight_bytes(self, role: StageRole, num_layers: int) -> int:
+        """Weights of a stage: its layers, and embeddings and head where the role has them."""
+        return self.outside_bytes(role) + num_layers * self.layer_bytes
+
+    def outside_bytes(self, role: StageRole) -> int:
+        """What a role brings besides its layers; tied embeddings count once on ONLY, else on both ends."""
+        with_one_layer = stage_weight_bytes(
+            self.config, self.dtype, 0, 1, has_embeddings=role.has_embeddings, has_head=role.has_head
+        )
+        return with_one_layer - self.layer_bytes
+
+    def kv_bytes(self, num_layers: int, num_blocks: int) -> int:
+        """KV pages of `num_blocks` blocks in each of `num_layers` layers."""
+        return num_layers * num_blocks * self.block_bytes
+
+    @cached_property
+    def block_bytes(self) -> int:
+        """One block in one layer."""
+        return self.block_size * kv_bytes_per_token_per_layer(self.config, self.dtype)
+
+    def activation_bytes(self, role: StageRole, num_blocks: int) -> int:
+        """Workspace of the largest step, when the cache has `num_blocks` blocks."""
+        limits, kv_tokens = self.limits, num_blocks * self.block_size
+        longest = min(limits.max_sequence_tokens, kv_tokens)
+        gathered = min(limits.max_step_sequences * longest, kv_tokens)
+        size = limits.max_step_tokens * (self._token_bytes() + longest * self._mask_bytes())
+        size += gathered * kv_bytes_per_token_per_layer(self.config, self.dtype)
+        return size + (self._logits_bytes() if role.has_head else 0)
+
+    def total_bytes(self, role: StageRole, num_layers: int, num_blocks: int) -> int:
+        """All that a stage takes."""
+        weights = self.weight_bytes(role, num_layers)
+        return weights + self.kv_bytes(num_layers, num_blocks) + self.activation_bytes(role, num_blocks)
+
+    def _token_bytes(self) -> int:
+        config, size = self.config, self.dtype.size_bytes
+        residual = config.hidden_size * (2 * size + 2 * 4)
+        attention = (2 * (config.q_size + 2 * config.kv_size) + config.q_size) * size
+        return residual + attention + 3 * config.intermediate_size * size + 2 * config.hidden_size * size
+
+    def _mask_bytes(self) -> int:
+        return len(set(self.config.layer_windows)) * (2 + 2 * self.dtype.size_bytes)
+
+    def _logits_bytes(self) -> int:
+        rows = min(self.limits.max_step_sequences, self.limits.max_step_tokens)
+        return rows * self.config.vocab_size * (self.dtype.size_bytes + 8 + 12 + 48)
+
+
+def refuse_counts(
+    config: ModelConfig,
+    workers: Sequence[WorkerCapacity],
+    *,
+    block_size: int,
+    layers: Sequence[int] | None,
+    max_kv_tokens: int | None,
+) -> None:
+    """Counts that contradict each other, whatever the memory is. ValueError: a block size below 1."""
+    if block_size < 1:
+        raise ValueError(f"block size is {block_size} tokens, must be at least 1")
+    if not workers:
+        raise PlanImpossible("no workers to plan for")
+    repeated = [name for name, count in Counter(worker.name for worker in workers).items() if count > 1]
+    if repeated:
+        raise PlanImpossible(f"two workers are called {repeated[0]}")
+    if layers is not None:
+        _refuse_layer_counts(layers, len(workers), config.num_layers)
+    if len(workers) > config.num_layers:
+        raise PlanImpossible(
+            f"{len(workers)} stages for a model of {config.num_layers} layers: every stage needs at least one"
+        )
+    if max_kv_tokens is not None and max_kv_tokens < block_size:
+        raise PlanImpossible(f"{max_kv_tokens} tokens of KV are less than one block of {block_size} tokens")
+
+
+def _refuse_layer_counts(layers: Sequence[int], num_workers: int, num_layers: int) -> None:
+    text = ",".join(str(count) for count in layers) or "(none)"
+    if len(layers) != num_workers:
+        raise PlanImpossible(
+            f"layers {text} are for {len(layers)} stages, but there are {num_workers} workers"
+        )
+    if min(layers) < 1:
+        raise PlanImpossible(f"layers {text} give stage {layers.index(min(layers))} no layer")
+    if sum(layers) != num_layers:
+        raise PlanImpossible(f"layers {text} sum to {sum(layers)}, but the model has {num_layers}")
+
+
+def refuse_layers(
+    memory: StageMemory, workers: Sequence[WorkerCapacity], layers: Sequence[int], num_blocks: int
+) -> None:
+    """A given split of which some stage does not fit its worker with `num_blocks` blocks."""
+    for stage, (worker, count) in enumerate(zip(workers, layers, strict=True)):
+        role = StageRole.of_stage(stage, len(layers))
+        if memory.total_bytes(role, count, num_blocks) > worker.memory_bytes:
+            need = _stage_need(memory, worker, stage, layers, num_blocks)
+            raise PlanImpossible(f"{need}. {_overall(memory, workers, num_blocks)}")
+
+
+def refuse_memory(memory: StageMemory, workers: Sequence[WorkerCapacity], problem: SplitProblem) -> NoReturn:
+    """No split fits: shown on the one in the given order that fills every worker before the next."""
+    layers = _fill(workers, problem)
+    refuse_layers(memory, workers, layers, problem.min_blocks)
+    raise AssertionError(f"layers {layers} fit, yet no split was found")
+
+
+def _fill(workers: Sequence[WorkerCapacity], problem: SplitProblem) -> list[int]:
+    """As many layers on each stage as it holds, leaving one for each later stage; the rest on the last
+    one."""
+    layers: list[int] = []
+    for stage in range(len(workers) - 1):
+        role = StageRole.of_stage(stage, len(workers))
+        spare = problem.num_layers - sum(layers) - (len(workers) - 1 - stage)
+        layers.append(max(1, min(spare, problem.max_layers(stage, role, problem.min_blocks))))
+    return [*layers, problem.num_layers - sum(layers)]
+
+
+def _stage_need(
+    memory: StageMemory, worker: WorkerCapacity, stage: int, layers: Sequence[int], num_blocks: int
+) -> str:
+    role = StageRole.of_stage(stage, len(layers))
+    begin, count = sum(layers[:stage]), layers[stage]
+    named = f"layers {begin}-{begin + count - 1} need" if count > 1 else f"layer {begin} needs"
+    short = memory.total_bytes(role, count, num_blocks) - worker.memory_bytes
+    return (
+        f"stage {stage} on {worker.name}: {named}"
+        f" {format_size(memory.weight_bytes(role, count))} weights"
+        f" + {format_size(memory.activation_bytes(role, num_blocks))} activations"
+        f" + {format_size(memory.kv_bytes(count, num_blocks))} KV"
+        f" for {num_blocks * memory.block_size} tokens,"
+        f" but {worker.name} has {format_size(worker.memory_bytes)} ({format_size(short)} too little)"
+    )
+
+
+def _overall(memory: StageMemory, workers: Sequence[WorkerCapacity], num_blocks: int) -> str:
+    """What the model takes on this many stages, whatever the split, against what the workers have."""
+    roles = [StageRole.of_stage(stage, len(workers)) for stage in range(len(workers))]
+    need = sum(memory.total_bytes(role, 0, num_blocks) for role in roles)
+    num_layers = memory.config.num_layers
+    need += num_layers * memory.layer_bytes + memory.kv_bytes(num_layers, num_blocks)
+    have = sum(worker.memory_bytes for worker in workers)
+    return (
+        f"The model needs {format_size(need)} in all on {len(workers)} stages,"
+        f" the workers have {format_size(have)}"
+    )
+
+
+MIN_KV_TOKENS = 512
+"""A plan must hold this many tokens of KV, or one sequence of the longest allowed length if that is
+shorter."""
+
+
+def make_plan(
+    config: ModelConfig,
+    dtype: DType,
+    workers: Sequence[WorkerCapacity],
+    *,
+    limits: StepLimits,
+    block_size: int,
+    layers: Sequence[int] | None = None,
+    max_kv_tokens: int | None = None,
+) -> Plan:
+    """Give every worker one stage, and every layer of the model to one stage.
+
+    Chosen is the split with the least cost of its slowest stage; among those the one with the most KV blocks;
+    among those the most even one. Workers keep the given order where the model fits in that order; otherwise
+    others of them become FIRST and LAST, which carry embeddings and head. `layers[i]`, where given, is the
+    number of layers of `workers[i]` in the given order, and nothing is chosen.
+
+    All stages get the same number of blocks, the most that every stage holds, but not more than
+    `max_kv_tokens` (in tokens, if given) and not more than all sequences of a step hold at full length: few
+    are that long, so this leaves room for the sequences of other steps in flight and for prefix reuse, while
+    more would make a small model take all the memory there is. `limits.max_sequence_tokens` is lowered to the
+    model's own limit.
+
+    Raises PlanImpossible, with the numbers; ValueError for arguments that never make sense.
+    """
+    limits = limits.capped(config.max_position_embeddings)
+    refuse_counts(config, workers, block_size=block_size, layers=layers, max_kv_tokens=max_kv_tokens)
+    memory = StageMemory(config=config, dtype=dtype, limits=limits, block_size=block_size)
+    problem = _problem(memory, workers, max_kv_tokens)
+    if layers is not None:
+        split = _given_split(memory, workers, layers, problem)
+    else:
+        found = best_split(problem)
+        if found is None:
+            refuse_memory(memory, workers, problem)
+        split = found
+    stages = tuple(_stage(memory, workers, split, stage) for stage in range(len(workers)))
+    return Plan(
+        stages=stages,
+        num_blocks=split.num_blocks,
+        block_size=block_size,
+        dtype=dtype,
+        limits=limits,
+        window=KvWindow.of(config.layer_windows, limits.max_step_tokens),
+    )
+
+
+def _problem(
+    memory: StageMemory, workers: Sequence[WorkerCapacity], max_kv_tokens: int | None
+) -> SplitProblem:
+    limits, block_size = memory.limits, memory.block_size
+    # As many sequences of the greatest length as there are in steps when every stage has one and one waits.
+    most = -(-(len(workers) + 1) * limits.max_step_sequences * limits.max_sequence_tokens // block_size)
+    if max_kv_tokens is not None:
+        most = min(most, max_kv_tokens // block_size)
+    least = -(-min(limits.max_sequence_tokens, MIN_KV_TOKENS) // block_size)
+
+    outside_layers = {role: memory.outside_bytes(role) for role in StageRole}
+    activation_bytes = cache(memory.activation_bytes)  # asked for every worker and choice of ends alike
+    layer_bytes, block_bytes = memory.layer_bytes, memory.block_bytes
+
+    def max_layers(worker: int, role: StageRole, num_blocks: int) -> int:
+        fixed = outside_layers[role] + activation_bytes(role, num_blocks)
+        return (workers[worker].memory_bytes - fixed) // (layer_bytes + num_blocks * block_bytes)
+
+    return SplitProblem(
+        num_workers=len(workers),
+        num_layers=memory.config.num_layers,
+        layer_cost=layer_bytes,
+        head_cost=memory.head_cost,
+        min_blocks=min(least, most),
+        max_blocks=most,
+        max_layers=max_layers,
+    )
+
+
+def _given_split(
+    memory: StageMemory, workers: Sequence[WorkerCapacity], layers: Sequence[int], problem: SplitProblem
+) -> Split:
+    refuse_layers(memory, workers, layers, problem.min_blocks)
+    roles = [StageRole.of_stage(stage, len(layers)) for stage in range(len(layers))]
+
+    def too_many(num_blocks: int) -> bool:
+        return any(
+            problem.max_layers(stage, role, num_blocks) < count
+            for stage, (role, count) in enumerate(zip(roles, layers, strict=True))
+        )
+
+    candidates = range(problem.min_blocks, problem.max_blocks + 1)
+    num_blocks = candidates[bisect_left(candidates, True, key=too_many) - 1]
+    return Split(order=tuple(range(len(layers))), layers=tuple(layers), num_blocks=num_blocks)
+
+
+def _stage(memory: StageMemory, workers: Sequence[WorkerCapacity], split: Split, stage: int) -> StagePlan:
+    role = StageRole.of_stage(stage, len(split.layers))
+    begin, count = sum(split.layers[:stage]), split.layers[stage]
+    worker = workers[split.order[stage]]
+    return StagePlan(
+        stage=stage,
+        worker=worker.name,
+        role=role,
+        layer_begin=begin,
+        layer_end=begin + count,
+        weight_bytes=memory.weight_bytes(role, count),
+        kv_bytes=memory.kv_bytes(count, split.num_blocks),
+        activation_bytes=memory.activation_bytes(role, split.num_blocks),
+        memory_bytes=worker.memory_bytes,
+        cost=count * memory.layer_bytes + (memory.head_cost if role.has_head else 0),
+    )
+
+
+def check_counts(config: CoordinatorConfig, model: ServedModel) -> None:
+    """What no worker can make possible: raises PlanImpossible for more stages than layers, and for `layers`
+    that do not add up.
+    """
+    refuse_counts(
+        model.config,
+        [WorkerCapacity(name=f"stage {stage}", memory_bytes=1) for stage in range(config.num_stages)],
+        block_size=config.block_size,
+        layers=config.layers,
+        max_kv_tokens=config.max_kv_tokens,
+    )
+
+
+def plan_for(config: CoordinatorConfig, model: ServedModel, workers: Sequence[WorkerCapacity]) -> Plan:
+    """What a coordinator with this configuration does with these workers. Raises PlanImpossible.
+
+    `config.layers` are for as many workers as there are to be stages. A bfloat16 checkpoint runs in float32
+    where a worker lacks bfloat16, unless the configuration says.
+    """
+    limits = StepLimits(
+        max_step_tokens=config.max_step_tokens,
+        max_step_sequences=config.max_step_sequences,
+        max_sequence_tokens=config.max_sequence_tokens or model.config.max_position_embeddings,
+    )
+    dtype = model.dtype
+    if config.dtype is None and dtype is DType.BF16 and any(worker.lacks_bf16 for worker in workers):
+        dtype = DType.F32
+    return make_plan(
+        model.config,
+        dtype,
+        workers,
+        limits=limits,
+        block_size=config.block_size,
+        layers=config.layers if len(workers) == config.num_stages else None,
+        max_kv_tokens=config.max_kv_tokens,
+    )

@@ -1,1 +1,0 @@
-"""Which worker holds which layers: data, search, memory formulas, refusals."""

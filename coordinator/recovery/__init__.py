@@ -1,0 +1,1 @@
+"""Failure handling: detection, attribution, rejoin, self-checks."""

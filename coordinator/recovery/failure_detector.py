@@ -1,0 +1,115 @@
+"""Failure detector: missing heartbeats and overdue steps."""
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+
+from coordinator.cluster.connections import WorkerConnection
+from coordinator.engine.engine import Engine
+from coordinator.recovery.policy import RecoveryPolicy
+from wire.errors import StepFaultKind
+from wire.steps import FaultReport
+
+_MIN_UNKNOWN_S = 10.0
+_WARMUPS = 8
+"""How many times the warm-up of all stages the first steps may take, before anything is known of steps."""
+
+
+def overdue_fault(engine: Engine, workers: Sequence[WorkerConnection | None]) -> FaultReport | None:
+    """The fault of the oldest step in flight, if its answer is overdue. `workers` are those of the stages, in
+    order; None for one that is gone.
+    """
+    warmup_s = sum(each.warmup_ms for each in workers if each is not None) / 1000
+    overdue = engine.overdue_step(unknown_s=max(_MIN_UNKNOWN_S, _WARMUPS * warmup_s))
+    if overdue is None:
+        return None
+    step = overdue.step
+    # Heartbeats tell how many steps of the epoch a stage has computed.
+    missing = (each is None or each.heartbeat.num_steps <= step.step_id for each in workers)
+    stage = next((index for index, is_missing in enumerate(missing) if is_missing), len(workers) - 1)
+    return FaultReport(
+        epoch=step.epoch,
+        step_id=step.step_id,
+        stage=stage,
+        kind=StepFaultKind.OVERDUE,
+        message=f"no answer for {overdue.waited_s:.1f} s, where {overdue.limit_s:.1f} s is the limit",
+        request_ids=step.request_ids,
+    )
+
+
+_MOST_LATE = 4
+"""So often in a row, to be late is an excuse for workers that seem silent."""
+_STEADY_S = 30.0
+"""After so long without a break, earlier losses of a worker are not held against it; after so long with some,
+half of them.
+"""
+
+
+class FailureDetector:
+    """Looks after the workers and the oldest step, a few times per heartbeat."""
+
+    def __init__(
+        self,
+        timing: RecoveryPolicy,
+        *,
+        connections: Callable[[], Iterable[WorkerConnection]],
+        on_silence: Callable[[WorkerConnection, bool], None],
+        on_lease_over: Callable[[WorkerConnection, str], None],
+        on_tick: Callable[[], None],
+        on_steady: Callable[[], None],
+        on_time: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_silence` says when a worker becomes silent and when it does not any more; `on_lease_over` that
+        it has been silent for too long; `on_tick` is called every time; `on_steady` when no worker was lost
+        and nobody called `restart` for a while; `on_time` after each such while, whatever happened in it.
+        """
+        self._timing = timing
+        self._connections = connections
+        self._on_silence = on_silence
+        self._on_lease_over = on_lease_over
+        self._on_tick = on_tick
+        self._on_steady = on_steady
+        self._on_time = on_time
+        self._steady_since_s = 0.0
+        self._timed_since_s = 0.0
+
+    def restart(self) -> None:
+        """What is steady counts from now on."""
+        self._steady_since_s = asyncio.get_running_loop().time()
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        loop = asyncio.get_running_loop()
+        interval_s = self._timing.heartbeat_interval_s / 2
+        self.restart()
+        self._timed_since_s = loop.time()
+        num_late = 0
+        while True:
+            due_s = loop.time() + interval_s
+            await asyncio.sleep(interval_s)
+            num_late = num_late + 1 if loop.time() - due_s > interval_s else 0
+            if 0 < num_late <= _MOST_LATE:
+                # This process was held up, so heartbeats may be here that nobody has read.
+                continue
+            self._check(loop.time())
+            self._on_tick()
+
+    def _check(self, now_s: float) -> None:
+        for connection in list(self._connections()):
+            silence_s = now_s - connection.heard_at_s
+            lease_s = self._timing.lease_s
+            if connection.loads_tokenizer:
+                lease_s = max(lease_s, self._timing.loading_lease_s)
+            if silence_s > lease_s:
+                self._on_lease_over(connection, f"no heartbeat for {silence_s:.1f} s")
+                self.restart()
+                continue
+            is_silent = silence_s > lease_s / 2
+            if is_silent != connection.is_silent:
+                connection.is_silent = is_silent
+                self._on_silence(connection, is_silent)
+        if now_s - self._steady_since_s > _STEADY_S:
+            self._on_steady()
+            self.restart()
+        if now_s - self._timed_since_s > _STEADY_S:
+            self._on_time()
+            self._timed_since_s = now_s

@@ -1,0 +1,122 @@
+"""Rejoin timer of lost workers, and failure counters with restart backoff. Pure."""
+
+from collections import Counter, deque
+from collections.abc import Collection
+
+from coordinator.cluster.actions import Shrink, StartTimer
+from wire.ids import RequestId
+
+RETURN_GRACE_S = 0.5
+"""How long a lost worker may take to come back before its layers are shared out among the others: enough for
+one whose connection broke. A process that has to start again takes longer, and the others serve meanwhile.
+"""
+REJOIN_S = 1.0
+"""How long workers may take to find a coordinator that is back, before it does without the others."""
+
+
+class RejoinTimer:
+    """Of the last loss; one before it counts no more."""
+
+    def __init__(self, grace_s: float) -> None:
+        self._grace_s = grace_s
+        self._num_losses = 0
+        self.is_running = False
+
+    def await_all(self) -> StartTimer:
+        """Nobody is here yet, and whoever was before may come."""
+        self.is_running = True
+        return StartTimer(max(self._grace_s, REJOIN_S), Shrink(self._num_losses))
+
+    def note_loss(self, *, is_granted: bool) -> None:
+        """A worker is lost; unless that `is_granted`, nobody waits for it."""
+        self._num_losses += 1
+        self.is_running = is_granted
+
+    def timer(self) -> StartTimer:
+        """When it is over."""
+        return StartTimer(self._grace_s, Shrink(self._num_losses))
+
+    def end(self, timer: Shrink) -> bool:
+        """Its time is over; False for an older one."""
+        if timer.num_losses != self._num_losses:
+            return False
+        self.is_running = False
+        return True
+
+
+MAX_EPOCH_DELAY_S = 2.0
+"""Longest pause before another try when epoch after epoch ends without a single result."""
+MAX_HOP_FAILURES = 2
+"""Epochs in a row in which a stage does not reach the next one, before the plan does without that one."""
+MAX_SPOILT = 2
+"""Steps that a stage spoils before the plan does without it."""
+MAX_BREAKS = 3
+"""Epochs in a row that break without a token, before what they computed is suspected."""
+
+
+class FailureCounters:
+    """Counted in a row: a result makes up for epochs that bore none, a token for those that broke."""
+
+    def __init__(self) -> None:
+        self._num_fruitless = 0
+        self._num_breaks = 0
+        self._last_break = ""
+        self._hop_failures = Counter[str]()
+        self._spoilt = dict[str, deque[frozenset[RequestId]]]()
+
+    @property
+    def text(self) -> str:
+        """How often epochs have broken since the last token, and why; empty if none has."""
+        if self._num_breaks < 2:
+            return self._last_break
+        return f"{self._last_break}, and so or in a like way ended {self._num_breaks} epochs without a token"
+
+    def next_delay_s(self) -> float:
+        """An epoch is to begin, after this pause."""
+        delay_s = 0.0
+        if self._num_fruitless:
+            # The exponent is bounded: 2**1024 is no float.
+            delay_s = min(MAX_EPOCH_DELAY_S, 0.05 * 2 ** min(self._num_fruitless, 10))
+        self._num_fruitless += 1
+        return delay_s
+
+    def bear_fruit(self) -> None:
+        """A result has come."""
+        self._num_fruitless = 0
+        if self._hop_failures:
+            self._hop_failures.clear()
+
+    def note_token(self) -> None:
+        """Somebody has got on."""
+        if self._num_breaks:
+            self._num_breaks, self._last_break = 0, ""
+
+    def note_break(self, reason: str) -> bool:
+        """An epoch has broken; True when that is to be taken for lasting."""
+        self._num_breaks += 1
+        self._last_break = reason
+        return self._num_breaks >= MAX_BREAKS
+
+    def start_over(self) -> None:
+        """With another plan, of which neither failed hops nor fruitless epochs say anything."""
+        self._num_fruitless = 0
+        self._hop_failures.clear()
+        self._spoilt.clear()
+
+    def note_steady(self) -> None:
+        """All has gone well for a while."""
+        self._spoilt.clear()
+
+    def note_spoilt(self, worker: str, requests: Collection[RequestId]) -> bool:
+        """What this worker computed for these requests was not finite; True when it is not to be trusted:
+        once more, and not always for the same single request. Results in between make up for nothing: they
+        may be of steps that it did not spoil.
+        """
+        steps = self._spoilt.setdefault(worker, deque(maxlen=8))
+        steps.append(frozenset(requests))
+        return len(steps) >= MAX_SPOILT and len(frozenset().union(*steps)) > 1
+
+    def note_unreached(self, worker: str) -> bool:
+        """The stage before does not reach this worker; True when that is to be taken for lasting."""
+        self._hop_failures[worker] += 1
+        return self._hop_failures[worker] >= MAX_HOP_FAILURES

@@ -1,0 +1,282 @@
+"""The steps of a self-check: what serves, in small, with tokens that are known beforehand. Pure.
+
+Sequences of different lengths decode together and beside chunks of prompts, across the boundary of a block;
+others begin with a block that an earlier one has computed. Decodes are given the next token of the text in
+the place of the sampled one, so that no step waits for the answer of another.
+"""
+
+from dataclasses import dataclass, replace
+
+from coordinator.planner.plan import Plan
+from coordinator.scheduler.kv_manager import KvCacheManager
+from kvcache import ActiveSequence, OutOfBlocks, salt_of
+from wire.ids import CHECK_REQUEST, SequenceKey
+from wire.reference import NUM_TEXTS, NUM_TOP, Text, check_text
+from wire.steps import Decode, EndRecord, Prefill, StartRecord, Step, StepSampling, StepSlice
+
+MAX_TEXT_TOKENS = 264
+"""Blocks of up to 260 tokens are crossed; a reference of longer texts would take too much memory."""
+_SAMPLING = StepSampling(logprobs=NUM_TOP, prompt_logprobs=NUM_TOP)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One sequence: the first `num_tokens` tokens of text `text`. Its prompt ends at the last of `chunks`,
+    which are the ends of its chunks; what follows is decoded, one token a step.
+
+    It begins in step `starts_at` at the earliest. With `shares_block`, it begins only when its first block is
+    cached, and does not compute that.
+    """
+
+    name: str
+    text: int
+    chunks: tuple[int, ...]
+    num_tokens: int
+    starts_at: int
+    shares_block: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedSlice:
+    """What is owed for a slice: log-probabilities after the first `num_scored` of its tokens, then, if
+    `is_sampled`, a token and log-probabilities after its last one.
+
+    `reads_cache`: its queries see keys that were computed before.
+    """
+
+    sequence: SequenceKey
+    text: int
+    first: int
+    num_tokens: int
+    num_scored: int
+    is_sampled: bool
+
+    @property
+    def reads_cache(self) -> bool:
+        return self.first > 0
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedStep:
+    """A step with its slices, in the same order."""
+
+    step: Step
+    slices: tuple[CheckedSlice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """All steps of a check; `left_out` says which parts the plan has no room for, and why."""
+
+    texts: tuple[Text, ...]
+    steps: tuple[CheckedStep, ...]
+    left_out: tuple[str, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Positions whose log-probabilities are compared."""
+        return sum(part.num_scored + part.is_sampled for each in self.steps for part in each.slices)
+
+
+@dataclass(slots=True)
+class _Live:
+    """A part on its way."""
+
+    part: Part
+    key: SequenceKey
+    tokens: Text
+    generation: int
+    active: ActiveSequence
+    num_computed: int = 0
+    is_started: bool = False
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.part.chunks[-1]
+
+    @property
+    def is_done(self) -> bool:
+        return self.num_computed == self.part.num_tokens
+
+    @property
+    def next_end(self) -> int:
+        """Where its next slice ends."""
+        ends = (end for end in self.part.chunks if end > self.num_computed)
+        return next(ends, self.num_computed + 1)
+
+
+def texts_for(plan: Plan, vocab_size: int) -> tuple[Text, ...]:
+    """As long as the parts of a check need for this plan."""
+    length = min(plan.block_size + 4, plan.max_sequence_tokens, MAX_TEXT_TOKENS)
+    return tuple(check_text(number, length, vocab_size) for number in range(NUM_TEXTS))
+
+
+def write_script(
+    plan: Plan, epoch: int, texts: tuple[Text, ...], kv: KvCacheManager, *, first_step_id: int = 0
+) -> Script:
+    """For an epoch whose ledger `kv` is, in which nothing else happens meanwhile."""
+    writer = _Writer(plan, epoch, texts, kv, first_step_id)
+    return writer.write()
+
+
+def parts_for(plan: Plan, length: int) -> tuple[list[Part], list[str]]:
+    """What a check with texts of `length` tokens consists of, and what is left out."""
+    block = plan.block_size
+    most = plan.limits.max_step_tokens
+    prompt = max(1, min(block - 2, length - 1, most))
+    short = 2 if prompt == 3 else 3
+    parts = [
+        Part("decode", 0, (prompt,), min(prompt + 4, length), 0),
+        Part("decode of another length", 1, (min(short, length, most),), min(short + 4, length), 0),
+    ]
+    if length <= block:
+        return parts, [f"sequences of {length} tokens do not leave a block of {block}"]
+    if block > most:
+        return parts, [f"a step of {most} tokens does not hold a block of {block}"]
+    parts += [
+        Part("second chunk", 1, (block, block + 1), min(block + 3, length), 1),
+        Part("prefix hit", 0, (min(block + 3, length),), min(block + 4, length), 4, shares_block=True),
+        Part("second prefix hit", 1, (block + 1,), min(block + 2, length), 4, shares_block=True),
+    ]
+    return parts, []
+
+
+class _Writer:
+    """Puts into every step what fits; what never fits is left out."""
+
+    def __init__(
+        self, plan: Plan, epoch: int, texts: tuple[Text, ...], kv: KvCacheManager, first_step_id: int
+    ) -> None:
+        self._plan = plan
+        self._epoch = epoch
+        self._texts = texts
+        self._kv = kv
+        self._first_step_id = first_step_id
+        # What an earlier check of the epoch has left in the cache must not be hit.
+        self._salt = salt_of(f"self-check {epoch} {first_step_id}")
+        parts, self._left_out = parts_for(plan, len(texts[0]))
+        self._waiting = [self._live(number, part) for number, part in enumerate(parts)]
+        self._running: list[_Live] = []
+        self._steps: list[CheckedStep] = []
+
+    def write(self) -> Script:
+        while self._waiting or self._running:
+            ends = self._end_finished()
+            slices, starts = self._fill()
+            if slices or ends:
+                self._add_step(slices, starts, ends)
+            else:
+                self._give_up_one()
+        return Script(self._texts, tuple(self._steps), tuple(self._left_out))
+
+    def _live(self, number: int, part: Part) -> _Live:
+        prompt = self._texts[part.text][: part.chunks[-1]]
+        active = self._kv.new_sequence(
+            prompt, max_output_tokens=part.num_tokens - len(prompt), salt=self._salt
+        )
+        key = SequenceKey(CHECK_REQUEST, number)
+        # An earlier check of the epoch has used up other generations of these keys.
+        return _Live(part, key, self._texts[part.text], self._first_step_id, active)
+
+    def _end_finished(self) -> list[EndRecord]:
+        """Blocks stay cached for parts that wait for them, and for nobody else."""
+        ended = [each for each in self._running if each.is_done]
+        self._running = [each for each in self._running if not each.is_done]
+        for each in ended:
+            awaited = any(
+                other.part.shares_block and other.part.text == each.part.text for other in self._waiting
+            )
+            signals = each.active.free_signals() if awaited else each.active.destroy_signals()
+            self._kv.free(each.key, each.active, signals)
+        return [EndRecord(each.key, each.generation) for each in ended]
+
+    def _fill(self) -> tuple[list[tuple[StepSlice, CheckedSlice]], list[StartRecord]]:
+        slices: list[tuple[StepSlice, CheckedSlice]] = []
+        starts: list[StartRecord] = []
+        room = self._plan.limits.max_step_tokens
+        for each in (*self._running, *self._ready()):
+            if len(slices) == self._plan.limits.max_step_sequences:
+                break
+            if not each.is_started and each.part.shares_block:
+                each.num_computed = self._kv.num_cached_tokens(each.active)
+            first, end = each.num_computed, each.next_end
+            if end - first > room or (end := self._take_blocks(each, end)) <= first:
+                continue
+            room -= end - first
+            if not each.is_started:
+                each.is_started = True
+                prompt = each.tokens[: each.num_prompt_tokens]
+                starts.append(StartRecord(each.key, each.generation, len(prompt), prompt, _SAMPLING))
+                self._waiting.remove(each)
+                self._running.append(each)
+            slices.append(_slice(each, end))
+            each.num_computed = end
+        return slices, starts
+
+    def _ready(self) -> list[_Live]:
+        """Those that may begin in this step, first those whose cached block may soon be evicted; where
+        nothing else is left, none is too early.
+        """
+        next_step = len(self._steps)
+        is_late = next_step > 0 and not self._running
+        ready = [
+            each
+            for each in self._waiting
+            if (is_late or each.part.starts_at <= next_step)
+            and (not each.part.shares_block or self._is_cached(each))
+        ]
+        return sorted(ready, key=lambda each: not each.part.shares_block)
+
+    def _is_cached(self, each: _Live) -> bool:
+        return self._kv.num_cached_tokens(each.active) >= min(
+            self._plan.block_size, each.num_prompt_tokens - 1
+        )
+
+    def _take_blocks(self, each: _Live, end: int) -> int:
+        """Where the slice ends for whose tokens there are blocks; 0 if there are too few."""
+        num_blocks = -(-end // self._plan.block_size)
+        if not each.is_started and num_blocks > self._kv.num_available:
+            return 0  # it would take hold of the cached ones, and then fail
+        try:
+            if each.num_computed < each.num_prompt_tokens:
+                return self._kv.allocate(each.key, each.active, end, first_query=each.num_computed)
+            self._kv.push(each.key, each.active, each.tokens[each.num_computed])
+        except OutOfBlocks:
+            return 0
+        return end
+
+    def _give_up_one(self) -> None:
+        """Nothing gets on: what has begun last ends where it is, or else what waits is left out."""
+        stuck = self._running[-1] if self._running else self._waiting.pop()
+        self._left_out.append(f"{stuck.part.name}: {self._plan.num_blocks} blocks are too few")
+        if self._running:
+            stuck.part = replace(stuck.part, num_tokens=stuck.num_computed)
+
+    def _add_step(
+        self, slices: list[tuple[StepSlice, CheckedSlice]], starts: list[StartRecord], ends: list[EndRecord]
+    ) -> None:
+        step = Step(
+            epoch=self._epoch,
+            step_id=self._first_step_id + len(self._steps),
+            slices=tuple(part for part, _ in slices),
+            starts=tuple(starts),
+            ends=tuple(ends),
+            signals=self._kv.take_pending(),
+            digest=self._kv.digest,
+        )
+        self._steps.append(CheckedStep(step, tuple(checked for _, checked in slices)))
+
+
+def _slice(each: _Live, end: int) -> tuple[StepSlice, CheckedSlice]:
+    """The tokens from `each.num_computed` to `end`."""
+    first, num_prompt_tokens = each.num_computed, each.num_prompt_tokens
+    tokens = each.tokens[first:end]
+    if first >= num_prompt_tokens:
+        checked = CheckedSlice(each.key, each.part.text, first, 1, 0, is_sampled=True)
+        return StepSlice(each.key, each.generation, tokens, Decode(first)), checked
+    num_scored = min(end, num_prompt_tokens - 1) - first
+    prefill = Prefill(first, len(tokens), num_prompt_tokens, is_scored=num_scored > 0)
+    checked = CheckedSlice(
+        each.key, each.part.text, first, len(tokens), num_scored, is_sampled=prefill.is_final
+    )
+    return StepSlice(each.key, each.generation, tokens, prefill), checked

@@ -1,0 +1,435 @@
+"""One sequence: queue order, states with their transition table, tokens, progress, blocks. Pure."""
+
+from dataclasses import dataclass
+from enum import Enum, IntEnum, auto
+from typing import NamedTuple
+
+from kvcache import ActiveSequence
+from wire.errors import InvariantBroken
+from wire.ids import SequenceKey
+from wire.steps import Decode, EndRecord, Prefill, StartRecord, StepSampling, StepSlice, TokenLogprobs
+
+
+class SequenceState(Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = auto()
+    PREFILL = auto()
+    DECODE = auto()
+    PREEMPTED = auto()
+    FINISHED = auto()
+    CANCELLED = auto()
+    FAILED = auto()
+
+    @property
+    def is_live(self) -> bool:
+        return self in _LIVE
+
+    @property
+    def is_queued(self) -> bool:
+        """Holds no blocks and waits for its (next) prefill."""
+        return self in (SequenceState.WAITING, SequenceState.PREEMPTED)
+
+
+_LIVE = frozenset(
+    {SequenceState.WAITING, SequenceState.PREFILL, SequenceState.DECODE, SequenceState.PREEMPTED}
+)
+
+LEGAL_TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
+    SequenceState.WAITING: frozenset({SequenceState.PREFILL, SequenceState.CANCELLED, SequenceState.FAILED}),
+    SequenceState.PREFILL: frozenset(
+        {
+            SequenceState.DECODE,
+            SequenceState.FINISHED,
+            SequenceState.PREEMPTED,
+            SequenceState.CANCELLED,
+            SequenceState.FAILED,
+        }
+    ),
+    SequenceState.DECODE: frozenset(
+        {SequenceState.FINISHED, SequenceState.PREEMPTED, SequenceState.CANCELLED, SequenceState.FAILED}
+    ),
+    SequenceState.PREEMPTED: frozenset(
+        {
+            SequenceState.PREFILL,
+            # The text of its last token ends it, found after it made way for a suspect.
+            SequenceState.FINISHED,
+            SequenceState.CANCELLED,
+            SequenceState.FAILED,
+        }
+    ),
+    SequenceState.FINISHED: frozenset(),
+    SequenceState.CANCELLED: frozenset(),
+    SequenceState.FAILED: frozenset(),
+}
+
+
+class IllegalTransition(RuntimeError):
+    """A sequence was to go from one state to another that does not follow it: a bug of ours."""
+
+    def __init__(self, sequence: SequenceKey, current: SequenceState, wanted: SequenceState) -> None:
+        super().__init__(f"sequence {sequence} cannot go from {current.name} to {wanted.name}")
+        self.sequence = sequence
+        self.current = current
+        self.wanted = wanted
+
+
+def check_transition(sequence: SequenceKey, current: SequenceState, wanted: SequenceState) -> None:
+    """Raises IllegalTransition unless the table has `current` -> `wanted`."""
+    if wanted not in LEGAL_TRANSITIONS[current]:
+        raise IllegalTransition(sequence, current, wanted)
+
+
+class Priority(IntEnum):
+    """Classes of requests; the value is how many ages a request is treated as older than it is."""
+
+    LOW = -1
+    NORMAL = 0
+    HIGH = 1
+
+
+class QueueOrder(NamedTuple):
+    """Sequences are served in ascending order; the largest gives up its blocks first.
+
+    `due_s` is the arrival moved by the class, so that the order of two sequences never changes while they
+    wait, and a request is overtaken only by those of a higher class that came within so many ages after it.
+    """
+
+    due_s: float
+    arrival: int
+    choice: int = 0
+
+
+def queue_order(
+    priority: Priority, *, arrived_s: float, arrival: int, choice: int = 0, age_s: float
+) -> QueueOrder:
+    """`arrival` numbers the requests as they come and decides between equals; `age_s` is worth one class."""
+    return QueueOrder(arrived_s - priority * age_s, arrival, choice)
+
+
+class FinishReason(Enum):
+    """Why a sequence ended in FINISHED."""
+
+    STOP = auto()
+    LENGTH = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """What a sequence gives up: the end record owed to the stages, if any, and its blocks, if it held any."""
+
+    key: SequenceKey
+    end: EndRecord | None
+    active: ActiveSequence | None
+
+
+class Sequence:
+    """A prompt and what was generated after it.
+
+    `all_tokens` are all tokens so far; `num_computed_tokens` of them are in steps that were handed out, so
+    their KV is, or will be when those steps have run, in the cache. Between two decode steps exactly the last
+    token is not computed. Tokens are only ever appended, so there are never less than the prompt's.
+    """
+
+    def __init__(
+        self,
+        key: SequenceKey,
+        prompt: tuple[int, ...],
+        *,
+        max_tokens: int,
+        sampling: StepSampling,
+        stop_token_ids: frozenset[int],
+        order: QueueOrder,
+        cache_salt: str = "",
+        shares_cache: bool = True,
+        wants_prompt_logprobs: bool = False,
+    ) -> None:
+        """Sequences share cached prefixes only with those of the same `cache_salt`, and with none without
+        `shares_cache`.
+
+        With `max_tokens` 0 the prompt is computed and nothing is generated. Raises ValueError for an empty
+        prompt and a negative number of tokens.
+        """
+        if not prompt:
+            raise ValueError("a prompt needs at least one token")
+        if max_tokens < 0:
+            raise ValueError(f"max_tokens must not be negative, got {max_tokens}")
+        self._key = key
+        self._state = SequenceState.WAITING
+        self._tokens = list(prompt)
+        self._num_prompt_tokens = len(prompt)
+        self._max_tokens = max_tokens
+        self._sampling = sampling
+        self._stop_token_ids = stop_token_ids
+        self._order = order
+        self._cache_salt = cache_salt
+        self._shares_cache = shares_cache
+        self._num_to_score = len(prompt) - 1 if wants_prompt_logprobs else 0
+        self._num_scored = 0
+        self._generation = 0
+        self._first_generation = 0
+        self._num_cached_tokens = 0
+        self._kv: ActiveSequence | None = None
+        self._num_computed = 0
+        self._num_prefill_tokens = 0
+        self._is_started = False
+        self._is_token_due = False
+        self.traceparent = ""
+        """Of the request's span, under which stages record what they do; empty where they do not."""
+
+    @property
+    def key(self) -> SequenceKey:
+        return self._key
+
+    @property
+    def state(self) -> SequenceState:
+        return self._state
+
+    @property
+    def sampling(self) -> StepSampling:
+        return self._sampling
+
+    @property
+    def order(self) -> QueueOrder:
+        """The smaller is served first."""
+        return self._order
+
+    @property
+    def cache_salt(self) -> str:
+        return self._cache_salt
+
+    @property
+    def shares_cache(self) -> bool:
+        """Its blocks are shared with other sequences of its salt; without, they are private."""
+        return self._shares_cache
+
+    @property
+    def generation(self) -> int:
+        """Counts its starts, from the first that its key had not used before."""
+        return self._generation
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self._num_prompt_tokens
+
+    @property
+    def max_tokens(self) -> int:
+        return self._max_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return len(self._tokens) - self._num_prompt_tokens
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that were not computed at its first start, because the cache had them."""
+        return self._num_cached_tokens
+
+    @property
+    def needs_scoring(self) -> bool:
+        """Prompt log-probabilities are still due: its prefill computes every token, cached or not."""
+        return self._num_scored < self._num_to_score
+
+    @property
+    def num_restarts(self) -> int:
+        """How often it went back to the queue."""
+        return self._generation - self._first_generation
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return self._num_computed
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens that the present prefill computes in all."""
+        return self._num_prefill_tokens
+
+    @property
+    def num_uncomputed_prefill_tokens(self) -> int:
+        return self._num_prefill_tokens - self._num_computed
+
+    @property
+    def num_tokens_to_generate(self) -> int:
+        return self._max_tokens - self.num_generated_tokens
+
+    @property
+    def all_tokens(self) -> tuple[int, ...]:
+        return tuple(self._tokens)
+
+    @property
+    def generated_tokens(self) -> tuple[int, ...]:
+        return tuple(self._tokens[self._num_prompt_tokens :])
+
+    @property
+    def kv(self) -> ActiveSequence:
+        """The block accounting of the present start. Only a sequence that is not queued has one."""
+        if self._kv is None:
+            raise InvariantBroken(f"sequence {self._key} holds no blocks in state {self._state.name}")
+        return self._kv
+
+    @property
+    def can_prefill(self) -> bool:
+        """Has prompt chunks left that were not handed out."""
+        return self._state is SequenceState.PREFILL and self._num_computed < self._num_prefill_tokens
+
+    @property
+    def can_decode(self) -> bool:
+        """Its newest token is here and not handed out yet."""
+        return self._state is SequenceState.DECODE and not self._is_token_due
+
+    def take_up(
+        self, tokens: tuple[int, ...], *, num_scored: int, num_cached_tokens: int, num_restarts: int
+    ) -> None:
+        """Goes on where a former process has left it: with tokens, as after a preemption."""
+        self._require(self._state is SequenceState.WAITING, "is new")
+        self._tokens += tokens
+        self._num_scored = num_scored
+        self._num_cached_tokens = num_cached_tokens
+        self._first_generation = -num_restarts
+        if tokens or num_scored:
+            self._first_generation -= 1
+            self._move_to(SequenceState.PREFILL)
+            self._move_to(SequenceState.PREEMPTED)
+
+    def take_up_finished(
+        self, tokens: tuple[int, ...], *, num_cached_tokens: int, num_restarts: int, reason: FinishReason
+    ) -> None:
+        """Is what a former process has made of it."""
+        self._require(self._state is SequenceState.WAITING, "is new")
+        self._tokens += tokens
+        self._num_cached_tokens = num_cached_tokens
+        self._first_generation = -num_restarts
+        self._move_to(SequenceState.PREFILL)
+        self.finish(reason)
+
+    def start_at_generation(self, generation: int) -> None:
+        """Counts (re)starts from here on, where an earlier sequence of the same key has used the others."""
+        self._require(self._state.is_queued, "waits")
+        self._first_generation += generation - self._generation
+        self._generation = generation
+
+    def begin_prefill(self, kv: ActiveSequence, *, num_cached_tokens: int) -> None:
+        """Starts, or starts again: computes all tokens so far but the leading cached ones."""
+        self._require(num_cached_tokens == 0 or not self.needs_scoring, "is computed where it is scored")
+        self._move_to(SequenceState.PREFILL)
+        self._kv = kv
+        self._num_prefill_tokens = len(self._tokens)
+        self._num_computed = num_cached_tokens
+        if self.num_restarts == 0:
+            self._num_cached_tokens = num_cached_tokens
+
+    def take_chunk(self, num_tokens: int) -> tuple[tuple[int, ...], Prefill]:
+        """The next `num_tokens` tokens of the prefill, which are handed out now."""
+        self._require(
+            self.can_prefill and 0 < num_tokens <= self.num_uncomputed_prefill_tokens,
+            f"has a chunk of {num_tokens} tokens left",
+        )
+        start, end = self._num_computed, self._num_computed + num_tokens
+        self._num_computed = end
+        self._is_token_due = end == self._num_prefill_tokens
+        # A chunk answers for the tokens that follow its own: no token precedes the prompt's first one.
+        is_scored = start < self._num_to_score and min(end, self._num_to_score) > self._num_scored
+        prefill = Prefill(start, num_tokens, self._num_prefill_tokens, is_scored)
+        return tuple(self._tokens[start:end]), prefill
+
+    def take_decode(self) -> StepSlice:
+        """The newest token, which is handed out now."""
+        position = self._num_computed
+        self._require(
+            not self._is_token_due and position == len(self._tokens) - 1, "has one token to compute"
+        )
+        self._num_computed = position + 1
+        self._is_token_due = True
+        return StepSlice(self._key, self._generation, (self._tokens[-1],), Decode(position))
+
+    @property
+    def newest_token(self) -> int:
+        return self._tokens[-1]
+
+    def num_prompt_logprobs(self, start: int, num_tokens: int) -> int:
+        """How many a scored chunk answers with: one per token that follows its own within the prompt."""
+        return min(start + num_tokens, self._num_to_score) - start
+
+    def accept_prompt_logprobs(
+        self, start: int, logprobs: tuple[TokenLogprobs, ...]
+    ) -> tuple[TokenLogprobs, ...]:
+        """What the scored chunk from position `start` on has answered; returns what of it is new.
+
+        After a restart, chunks answer again for tokens that were answered for.
+        """
+        if not logprobs:
+            return ()
+        self._require(start <= self._num_scored, "is scored in order")
+        new = logprobs[self._num_scored - start :]
+        self._num_scored += len(new)
+        return new
+
+    def accept_token(self, token: int) -> FinishReason | None:
+        """Appends a sampled token. Returns why the sequence is finished, or None when it goes on.
+
+        Where nothing is to be generated, the token after the prompt only says that the prompt is computed.
+        """
+        self._require(self._is_token_due and self._num_computed == len(self._tokens), "waits for a token")
+        self._is_token_due = False
+        if self._max_tokens == 0:
+            return self.finish(FinishReason.LENGTH)
+        self._tokens.append(token)
+        if token in self._stop_token_ids:
+            return self.finish(FinishReason.STOP)
+        if self.num_generated_tokens == self._max_tokens:
+            return self.finish(FinishReason.LENGTH)
+        if self._state is SequenceState.PREFILL:
+            self._move_to(SequenceState.DECODE)
+        return None
+
+    def finish(self, reason: FinishReason) -> FinishReason:
+        """Goes to FINISHED, for `reason`."""
+        self._move_to(SequenceState.FINISHED)
+        return reason
+
+    def take_start_record(self) -> StartRecord | None:
+        """The start record of this generation, once; None afterwards."""
+        if self._is_started:
+            return None
+        self._is_started = True
+        tokens = tuple(self._tokens)
+        return StartRecord(
+            self._key, self._generation, self._num_prompt_tokens, tokens, self._sampling, self.traceparent
+        )
+
+    def end(self, state: SequenceState) -> None:
+        """Goes to CANCELLED or FAILED."""
+        self._move_to(state)
+
+    def release(self) -> Release:
+        """Gives up blocks and stage state."""
+        end = EndRecord(self._key, self._generation) if self._is_started else None
+        active, self._kv, self._is_started = self._kv, None, False
+        return Release(self._key, end, active)
+
+    def preempt(self) -> Release:
+        """Back to the queue with all its tokens; whatever is in flight becomes a result of an older
+        generation.
+        """
+        self._move_to(SequenceState.PREEMPTED)
+        release = self.release()
+        self._generation += 1
+        self._num_computed = 0
+        self._num_prefill_tokens = 0
+        self._is_token_due = False
+        return release
+
+    def _require(self, holds: bool, what: str) -> None:
+        if not holds:
+            raise InvariantBroken(
+                f"expected that sequence {self._key} {what}; it is in state {self._state.name} "
+                f"with {self._num_computed} of {len(self._tokens)} tokens computed"
+            )
+
+    def _move_to(self, state: SequenceState) -> None:
+        check_transition(self._key, self._state, state)
+        self._state = state

@@ -1,1 +1,0 @@
-"""What the next step computes: sequences, queue, ledger, steps in flight. Pure."""

@@ -1,0 +1,323 @@
+"""The coordinator process: builds every part, serves, drains and stops."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import signal
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+import uvloop
+from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2_grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
+
+from checkpoint import CheckpointError
+from coordinator.api.activity import ActivityReporter
+from coordinator.api.call_context import CallContexts, Operators, TokenFile
+from coordinator.api.cluster_service import ClusterService, StepResultsService
+from coordinator.api.health import CoordinatorHealth
+from coordinator.api.inference_service import InferenceService
+from coordinator.api.message_limits import MessageLimits
+from coordinator.api.request_handler import RequestHandler
+from coordinator.api.status import StatusReporter
+from coordinator.api.telemetry_service import MetricsService, TelemetryService, TraceService
+from coordinator.cluster.controller import Controller
+from coordinator.cluster.state_machine import ClusterState
+from coordinator.cluster.step_limits import PaceSettings
+from coordinator.config import CoordinatorConfig
+from coordinator.engine.admission import AdmissionLimits
+from coordinator.engine.durability import Durability
+from coordinator.engine.engine import Engine
+from coordinator.engine.observer import RequestLog
+from coordinator.journal.database import ServedIdentity
+from coordinator.journal.journal import Journal
+from coordinator.journal.records import JournalUnusable
+from coordinator.model import ServedModel, open_model
+from coordinator.observability.activity import ActivityRecorder
+from coordinator.observability.metrics import CoordinatorMetrics
+from coordinator.observability.request_traces import RequestTraces
+from coordinator.observability.trace_file import TraceFile, TraceFileUnusable
+from coordinator.observability.trace_reader import TraceReader
+from coordinator.observability.trace_store import StoreLimits, TraceStore
+from coordinator.planner.planner import check_counts, plan_for
+from coordinator.recovery.policy import RecoveryPolicy
+from coordinator.recovery.self_check import References, SelfCheck
+from stageline_rpc.v1 import cluster_pb2_grpc, inference_pb2_grpc, stage_pb2_grpc, telemetry_pb2_grpc
+from telemetry import logs
+from telemetry.span_recorder import new_recorder
+from telemetry.span_sinks import StoreSink
+from telemetry.spans import COORDINATOR
+from text.tokenizer import TokenizerError, load_text_codec
+from wire.addresses import parse_address
+from wire.channels import bind, new_server, raise_file_limit
+from wire.clock import ClusterClock
+from wire.errors import error_line, reason_of
+from wire.ids import new_incarnation
+from wire.peer_secrets import new_secret
+
+if TYPE_CHECKING:
+    from coordinator.dashboard.server import DashboardServer
+
+log = logging.getLogger(__name__)
+
+
+STOP_GRACE_S = 2.0
+
+
+class CoordinatorServer:
+    """All parts of a coordinator, bound and started together. `address` is where it listens."""
+
+    def __init__(
+        self, config: CoordinatorConfig, model: ServedModel, timing: RecoveryPolicy | None = None
+    ) -> None:
+        self._config = config
+        self._token_file = TokenFile(config.token_directory) if config.token is None else None
+        self._token = config.token if self._token_file is None else self._token_file.token
+        self.journal = None if config.journal is None else open_journal(config.journal, model)
+        self.trace_store = open_trace_store(config)
+        self.trace_reader = TraceReader(self.trace_store)
+        incarnation, clock = new_incarnation(), ClusterClock()
+        instance = str(UUID(bytes=incarnation))
+        self.recorder = new_recorder(
+            COORDINATOR, StoreSink(self.trace_store.add), config.telemetry, clock, instance=instance
+        )
+        self.metrics = CoordinatorMetrics(config.telemetry, instance=instance)
+        self.activity = ActivityRecorder(time.monotonic(), bubble_share=self.metrics.pipeline.bubble_share)
+        traces = RequestTraces(
+            self.recorder,
+            config.sampler,
+            model=model.name,
+            on_refusal=self.metrics.requests.note_refusal,
+        )
+        self.engine = Engine(
+            AdmissionLimits(
+                queue_size=config.queue_size,
+                max_client_requests=config.max_client_requests,
+                max_unread_tokens=config.max_unread_tokens,
+            ),
+            durability=Durability(self.journal, config.reattach_timeout_s),
+            observers=(traces, RequestLog(), *self.metrics.observers, self.activity),
+        )
+        timing = timing or config.timing
+        self._health = CoordinatorHealth()
+        self.controller = Controller(
+            _new_state(config, model, timing, self.journal),
+            self.engine,
+            model,
+            incarnation=incarnation,
+            timing=timing,
+            pace=PaceSettings(
+                steps_in_flight=config.steps_in_flight, max_decode_slowdown=config.max_decode_slowdown
+            ),
+            prefix_caching=config.prefix_cache,
+            cache_directory=config.cache_directory,
+            on_serving=self._health.set_serving,
+            on_epoch_end=self.metrics.pipeline.note_end,
+            self_check=_new_self_check(config, model) if config.wants_self_check else None,
+            new_secret=new_secret,
+        )
+        self.metrics.watch(
+            self.engine,
+            self.controller,
+            num_dropped_spans=lambda: self.recorder.num_dropped + self.trace_store.num_unwritten,
+        )
+        self._sweep_interval_s = timing.sweep_interval_s
+        self._sweeper: asyncio.Task[None] | None = None
+        status = StatusReporter(self.controller, self.engine, model)
+        activity = ActivityReporter(self.activity, self.controller, self.engine)
+        self._sessions = RequestHandler(
+            self.engine,
+            self.controller,
+            model,
+            traces,
+            priority_age_s=config.priority_age_s,
+            max_model_len=config.max_sequence_tokens,
+        )
+        if self.journal is not None and (requests := self.journal.take_requests()):
+            num_live = self._sessions.resume(requests)
+            log.info("%d requests are in the journal, %d of them live", len(requests), num_live)
+        self.dashboard = None if config.http is None else self._dashboard(config.http, status, activity)
+        self._server = new_server(interceptors=(MessageLimits(),))
+        self._add_services(status, activity)
+        self.address = config.listen
+
+    def _add_services(self, status: StatusReporter, activity: ActivityReporter) -> None:
+        """Everything that is served over gRPC."""
+        callers = CallContexts(self._config.client_key, self.engine.now_s)
+        operators = Operators(self._token)
+        inference_pb2_grpc.add_InferenceServicer_to_server(
+            InferenceService(self._sessions, self.engine, status, callers, operators), self._server
+        )
+        cluster_pb2_grpc.add_ClusterServicer_to_server(
+            ClusterService(self.controller, status, self.engine.kv_feed, operators), self._server
+        )
+        stage_pb2_grpc.add_StepResultsServicer_to_server(StepResultsService(self.controller), self._server)
+        telemetry_pb2_grpc.add_TelemetryServicer_to_server(
+            TelemetryService(self.trace_store, self.trace_reader, activity), self._server
+        )
+        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(
+            TraceService(self.trace_store), self._server
+        )
+        metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(
+            MetricsService(self.metrics.take), self._server
+        )
+        self._health.add_to(self._server)
+
+    def _dashboard(self, listen: str, status: StatusReporter, activity: ActivityReporter) -> DashboardServer:
+        # Imported late: aiohttp takes some 20 MB, and not every coordinator has a dashboard.
+        from coordinator.dashboard.routes import DashboardContext
+        from coordinator.dashboard.server import DashboardServer
+
+        sources = DashboardContext(
+            status=status,
+            activity=activity,
+            engine=self.engine,
+            controller=self.controller,
+            traces=self.trace_reader,
+            metrics=self.metrics.metrics_text,
+        )
+        return DashboardServer(sources, listen=listen, token=self._token)
+
+    async def start(self) -> None:
+        """Raises OSError when an address cannot be had."""
+        wanted = parse_address(self._config.listen)
+        port = bind(self._server, str(wanted))
+        self.address = f"{self._config.listen.rpartition(':')[0]}:{port}"
+        if self._token_file is not None:
+            self._token_file.write(self.address)
+        if self.dashboard is not None:
+            await self.dashboard.start()
+        await self._health.start()
+        await self._server.start()
+        self.recorder.start()
+        self.controller.start()
+        self.metrics.start()
+        self._sweeper = asyncio.create_task(self._sweep(), name="sweeper")
+
+    async def drain(self) -> None:
+        """Takes nothing new, and finishes what is live, within the limit of the configuration."""
+        await self.controller.availability.drain()
+
+    async def stop(self) -> None:
+        """Fails what is live, closes every stream."""
+        if self._token_file is not None:
+            self._token_file.remove()
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            await asyncio.wait([self._sweeper])
+        if self.dashboard is not None:
+            await self.dashboard.stop()
+        self.engine.suspend()
+        await self.controller.close()
+        self._sessions.close()
+        self.engine.kv_feed.close()
+        await self.metrics.close()
+        await self._health.stop()
+        await self.recorder.close()
+        await self._server.stop(STOP_GRACE_S)
+        self.trace_reader.close()
+        await asyncio.get_running_loop().run_in_executor(None, self.trace_store.close)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(self._sweep_interval_s)
+            self.engine.sweep()
+
+
+def open_journal(path: Path, model: ServedModel) -> Journal:
+    """Raises JournalUnusable."""
+    return Journal(path, ServedIdentity(model.fingerprint, model.dtype.value))
+
+
+def _new_state(
+    config: CoordinatorConfig, model: ServedModel, timing: RecoveryPolicy, journal: Journal | None
+) -> ClusterState:
+    """Nobody is here yet; a former coordinator may have served."""
+    return ClusterState(
+        num_stages=config.num_stages,
+        make_plan=lambda workers: plan_for(config, model, workers),
+        is_mock_model=model.is_mock,
+        return_grace_s=timing.return_grace_s,
+        last_epoch=0 if journal is None else journal.epoch,
+        has_served=journal is not None and journal.has_served,
+        needs_check=config.wants_self_check,
+    )
+
+
+def _new_self_check(config: CoordinatorConfig, model: ServedModel) -> SelfCheck:
+    return SelfCheck(
+        References(model, cache_directory=config.cache_directory),
+        vocab_size=model.config.vocab_size,
+        interval_s=config.self_check_interval_s,
+    )
+
+
+def open_trace_store(config: CoordinatorConfig) -> TraceStore:
+    """Raises TraceFileUnusable."""
+    limits = StoreLimits(num_traces=config.trace_store, size_bytes=config.trace_bytes)
+    if config.trace_db is None:
+        return TraceStore(limits)
+    file = TraceFile(config.trace_db, num_traces=limits.num_traces, size_bytes=limits.size_bytes)
+    return TraceStore(limits, file)
+
+
+def run(config: CoordinatorConfig) -> int:
+    """Serves until SIGTERM or SIGINT. Returns the exit code; what goes wrong is one line on stderr."""
+    logs.configure(config.logs, "coordinator")
+    raise_file_limit()
+    try:
+        model = open_model(config)
+        check_counts(config, model)
+        if model.directory is not None:
+            model.text = load_text_codec(model.directory, model_vocab_size=model.config.vocab_size)
+        if model.grammars is not None and (problem := model.grammars.load()) is not None:
+            log.info("no structured output: %s", problem)
+        uvloop.run(_serve(config, model))
+    except (
+        CheckpointError,
+        TokenizerError,
+        JournalUnusable,
+        TraceFileUnusable,
+        ValueError,
+        OSError,
+    ) as error:
+        logs.log_fatal(config.logs, error_line(reason_of(error), str(error)))
+        return 1
+    return 0
+
+
+async def _serve(config: CoordinatorConfig, model: ServedModel) -> None:
+    stopping, draining = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, stopping.set)
+    loop.add_signal_handler(signal.SIGTERM, lambda: (stopping if draining.is_set() else draining).set())
+    server = CoordinatorServer(config, model)
+    await server.start()
+    # What is here now stays: looking through it again and again would hold up steps for tens of milliseconds.
+    gc.freeze()
+    if server.dashboard is not None:
+        print(f"dashboard {server.dashboard.url}", flush=True)
+    print(f"stageline coordinator listening on {server.address}", flush=True)
+    log.info(
+        "serving model %s (%s), waiting for %d workers", model.name, model.dtype.value, config.num_stages
+    )
+    await _first_of(stopping.wait(), draining.wait())
+    if not stopping.is_set() and server.journal is None:
+        log.info("finishing what runs; a second SIGTERM does not wait")
+        await _first_of(stopping.wait(), server.drain())
+    log.info("stopping")
+    await server.stop()
+
+
+async def _first_of(*waits: Coroutine[Any, Any, object]) -> None:
+    """Returns when one of them does, and cancels the others."""
+    tasks = [asyncio.create_task(wait) for wait in waits]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,1 +1,0 @@
-"""The spans of requests, as the coordinator sees them."""

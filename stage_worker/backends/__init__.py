@@ -1,0 +1,1 @@
+"""What loads and computes a stage: torch or a mock."""

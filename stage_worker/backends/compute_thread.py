@@ -1,0 +1,118 @@
+"""The compute thread, and the watchdog for steps that never end."""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, ParamSpec, TypeVar
+
+log = logging.getLogger(__name__)
+
+
+class StepWatchdog:
+    """A step that still computes `timeout_s` after the coordinator has given it up is hung.
+
+    How long a step may take is for the coordinator to say, which knows what each computes. Belongs to the
+    event loop.
+    """
+
+    def __init__(self, timeout_s: float, on_hung: Callable[[str], None]) -> None:
+        self._timeout_s = timeout_s
+        self._on_hung = on_hung
+        self._timer: asyncio.TimerHandle | None = None
+
+    def expect(self, all_ended: "asyncio.Future[Any]") -> None:
+        """`all_ended` is done as soon as the steps before it have ended. Time counts from the first call that
+        is not answered yet.
+        """
+        if self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._timeout_s, self._report)
+        all_ended.add_done_callback(self._ended)
+
+    def close(self) -> None:
+        """Reports nothing any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _ended(self, _: "asyncio.Future[Any]") -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _report(self) -> None:
+        self._on_hung(f"a step still computes {self._timeout_s:g} s after it was given up (--step-timeout)")
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Job:
+    work: Callable[[], Any]
+    loop: asyncio.AbstractEventLoop
+    done: "asyncio.Future[Any]"
+
+
+class ComputeThread:
+    """Owner of model, pages, pool and sequences of a stage: nothing else may touch them.
+
+    A daemon, so that a process can end while a checkpoint is still being read.
+    """
+
+    def __init__(self, *, on_start: Callable[[], None] = lambda: None) -> None:
+        """`on_start` runs first on the thread."""
+        self._on_start = on_start
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="stage-compute", daemon=True)
+        self._thread.start()
+
+    def submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> "asyncio.Future[T]":
+        """What `function` returns or raises, after everything submitted before.
+
+        Cancelled before its turn, it is left out; once begun, it runs to its end.
+        """
+        loop = asyncio.get_running_loop()
+        job = _Job(lambda: function(*args, **kwargs), loop, loop.create_future())
+        self._jobs.put(job)
+        return job.done
+
+    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """`submit`, and waits for it."""
+        return await self.submit(function, *args, **kwargs)
+
+    def stop(self, *, timeout_s: float) -> bool:
+        """Ends the thread after the jobs at hand; False if it is still busy after `timeout_s`."""
+        self._jobs.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        self._on_start()
+        while (job := self._jobs.get()) is not None:
+            if job.done.cancelled():
+                continue
+            try:
+                _hand_back(job, job.work(), None)
+            except BaseException as error:
+                _hand_back(job, None, error)
+            # The next job may be minutes away; what this one refers to (a whole model) must not wait for it.
+            del job
+
+
+def _hand_back(job: _Job, result: Any, error: BaseException | None) -> None:
+    def settle() -> None:
+        if job.done.cancelled():
+            return
+        if error is None:
+            job.done.set_result(result)
+        else:
+            job.done.set_exception(error)
+
+    try:
+        job.loop.call_soon_threadsafe(settle)
+    except RuntimeError:
+        log.debug("the event loop ended before a computation did")

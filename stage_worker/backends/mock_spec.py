@@ -1,0 +1,83 @@
+"""How long a mock stage takes for a step, and how it fails."""
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass, fields
+from typing import Any
+
+from wire.steps import StepSlice
+
+_COUNTS = ("poison_after", "hang_after", "oom_at")
+_MOST_COUNT = 1_000_000_000
+_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_TIME = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s)", re.ASCII)
+_MOST_S = 3600
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MockSpec:
+    """Seconds: for each step with slices, for each of its tokens, and for each token and thousand tokens of
+    context that it attends to.
+
+    After `poison_after` steps of the process, every further one fails as on a device that cannot be used any
+    more; after `hang_after`, none ends. A step of `oom_at` tokens or more runs out of memory. None: never.
+    """
+
+    step: float = 0.0
+    token: float = 0.0
+    context: float = 0.0
+    poison_after: int | None = None
+    hang_after: int | None = None
+    oom_at: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "MockSpec":
+        """Of "step=20ms,token=0.05ms,poison_after=100"; units are us, ms and s. Raises ValueError that names
+        what is wrong.
+        """
+        names = [each.name for each in fields(cls)]
+        values = dict[str, Any]()
+        for part in text.split(","):
+            name, separator, value = part.strip().partition("=")
+            if name not in names or not separator:
+                forms = (f"{name}=N" if name in _COUNTS else f"{name}=TIME" for name in names)
+                raise ValueError(f"mock time {part!r}: expected {', '.join(forms)}")
+            if name in values:
+                raise ValueError(f"mock time {name!r} is given twice")
+            values[name] = _parse_count(name, value) if name in _COUNTS else _parse_time(name, value)
+        return cls(**values)
+
+    def longest_step_s(self, *, num_tokens: int, context: int) -> float:
+        """What a step of so many tokens takes at most, none of which attends to more than `context`."""
+        return self.step + num_tokens * (self.token + self.context * context / 1000)
+
+    def step_s(self, slices: Collection[StepSlice]) -> float:
+        """What a step of these slices takes; nothing when there are none."""
+        if not (self.token or self.context):
+            return self.step if slices else 0.0
+        num_slices = num_tokens = num_pairs = 0
+        for part in slices:
+            count = len(part.tokens)
+            num_slices += 1
+            num_tokens += count
+            num_pairs += count * part.first_position + count * (count + 1) // 2
+        if not num_slices:
+            return 0.0
+        return self.step + self.token * num_tokens + self.context * num_pairs / 1000
+
+
+def _parse_count(name: str, text: str) -> int:
+    found = text.strip()
+    if not (found.isascii() and found.isdigit() and len(found) <= 10 and 1 <= int(found) <= _MOST_COUNT):
+        raise ValueError(f"mock {name}={text!r}: expected a number from 1 to {_MOST_COUNT}")
+    return int(found)
+
+
+def _parse_time(name: str, text: str) -> float:
+    found = _TIME.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(f"mock time {name}={text!r}: expected a number with us, ms or s, such as 20ms")
+    time_s = float(found[1]) * _UNITS[found[2]]
+    if time_s > _MOST_S:
+        raise ValueError(f"mock time {name}={text!r}: at most {_MOST_S}s")
+    return time_s

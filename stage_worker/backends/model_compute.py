@@ -1,0 +1,202 @@
+"""Computes a step: embed or take hidden states, run the layers, and sample on LAST.
+
+What a request brings itself (a token whose embedding is not finite, rows that came in so, or pages that hold
+such rows) fails it alone, on LAST. But where nothing that came in finite goes on finite, the stage has a
+fault: its step is computed again.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from kvcache import KvCacheError
+from kvcache.pages import KvPages
+from stage_worker.backends.contract import Computed, StageCompute
+from stage_worker.backends.tensor_views import from_wire, to_wire
+from stage_worker.backends.torch_device import fault_kind_of, free_memory
+from stage_worker.model.decoder import DecoderStage
+from stage_worker.model.step_layout import StepLayout
+from stage_worker.sampling import Sampler
+from stage_worker.sampling.grammar_masks import GrammarMasks
+from stage_worker.validation import SliceLayout
+from stageline_rpc.v1 import stage_pb2
+from wire.errors import StepFault, StepFaultKind
+from wire.frames import Frame
+from wire.ids import SequenceKey
+from wire.steps import SliceError, SliceResult, StartRecord, Step, StepSlice
+from wire.tensors import WireDType
+
+
+def are_finite(hidden: Tensor) -> bool:
+    """Whether all of `hidden` [tokens, hidden_size] is; one sum, in which nothing that is not gets lost. A
+    sum that is too large says no, too.
+    """
+    return math.isfinite(hidden.sum(dtype=torch.float32).item())
+
+
+class FiniteStates:
+    """Remembers which sequences are not finite by themselves; used by the compute thread only."""
+
+    def __init__(self) -> None:
+        self._tainted: set[SequenceKey] = set()
+
+    def clear(self) -> None:
+        """No sequence is known any more."""
+        self._tainted.clear()
+
+    def end(self, sequence: SequenceKey) -> None:
+        self._tainted.discard(sequence)
+
+    def check_handed_on(self, step: Step, outgoing: Tensor, incoming: Callable[[], Tensor]) -> None:
+        """Raises StepFault if this stage has spoilt the step. Both are [tokens, hidden_size]; what came in is
+        asked for only where something is not finite.
+        """
+        if not are_finite(outgoing):
+            # A part of a prompt may be finite up to what is not.
+            good = [bool(rows.any()) for rows in _finite_rows(step, outgoing)]
+            self._check(step.slices, good, step, incoming())
+
+    def check_answered(
+        self, step: Step, results: Sequence[SliceResult], incoming: Callable[[], Tensor]
+    ) -> None:
+        """The same for results whose logits may not be finite."""
+        outcomes = {result.sequence: result.outcome for result in results}
+        if not any(isinstance(outcome, SliceError) for outcome in outcomes.values()):
+            return
+        answered = [part for part in step.slices if part.sequence in outcomes]
+        good = [not _is_not_finite(outcomes[part.sequence]) for part in answered]
+        if not all(good):
+            self._check(answered, good, step, incoming())
+
+    def _check(self, parts: Sequence[StepSlice], good: list[bool], step: Step, incoming: Tensor) -> None:
+        came_good = self._came_good(step, incoming)
+        judged = [is_good for part, is_good in zip(parts, good, strict=True) if part.sequence in came_good]
+        if judged and not any(judged):
+            raise StepFault(
+                StepFaultKind.NON_FINITE,
+                f"nothing that this stage has computed for {len(judged)} of {len(step.slices)} sequences is "
+                "finite, but what came in for them is",
+            )
+        self._tainted.update(part.sequence for part in step.slices if part.sequence not in came_good)
+
+    def _came_good(self, step: Step, incoming: Tensor) -> set[SequenceKey]:
+        return {
+            part.sequence
+            for part, rows in zip(step.slices, _finite_rows(step, incoming), strict=True)
+            if part.sequence not in self._tainted and bool(rows.all())
+        }
+
+
+def _finite_rows(step: Step, hidden: Tensor) -> list[Tensor]:
+    """Which rows are finite, bool [tokens] for each slice."""
+    are_good = hidden.isfinite().all(dim=1)
+    ends = itertools.accumulate(len(part.tokens) for part in step.slices)
+    return [are_good[end - len(part.tokens) : end] for part, end in zip(step.slices, ends, strict=True)]
+
+
+def _is_not_finite(outcome: object) -> bool:
+    kind = stage_pb2.SliceError.KIND_NON_FINITE_LOGITS
+    return isinstance(outcome, SliceError) and outcome.kind == kind
+
+
+class ModelCompute(StageCompute):
+    """Owns model, pages and, with the head, the sampler of one stage; used from the compute thread only."""
+
+    def __init__(
+        self,
+        model: DecoderStage,
+        pages: KvPages,
+        grammars: GrammarMasks | None = None,
+        *,
+        wire_dtype: WireDType | None = None,
+    ) -> None:
+        """`pages` are for the layers of `model`; `grammars` are for a stage with the head. Hidden states go
+        on in `wire_dtype`, as they are computed unless given.
+        """
+        self.hidden_size = model.config.hidden_size
+        self.vocab_size = model.config.vocab_size
+        self._model = model
+        self._pages = pages
+        self._grammars = grammars
+        self._wire_dtype = wire_dtype or model.dtype
+        self._sampler: Sampler | None = None
+        self._finite = FiniteStates()
+
+    def begin_epoch(self, *, stage: int) -> None:
+        self._finite.clear()
+        if self._grammars is not None:
+            self._grammars.clear()
+        if self._model.has_head:
+            self._sampler = Sampler(vocab_size=self.vocab_size, stage=stage, grammars=self._grammars)
+
+    def close(self) -> None:
+        """Lets go of model and pages, whoever still refers to this; nothing can be computed any more."""
+        del self._model, self._pages
+        self._sampler = None
+
+    def fault_kind(self, error: Exception) -> StepFaultKind:
+        return fault_kind_of(error, self._model.device)
+
+    def free_memory(self) -> None:
+        free_memory(self._model.device)
+
+    @torch.inference_mode()
+    def start(self, record: StartRecord) -> None:
+        if self._sampler is not None:
+            self._sampler.start(record)
+
+    def end(self, sequence: SequenceKey) -> None:
+        self._finite.end(sequence)
+        if self._sampler is not None:
+            self._sampler.end(sequence)
+
+    @torch.inference_mode()
+    def compute(self, frame: Frame, layouts: Sequence[SliceLayout]) -> Computed:
+        model = self._model
+        layout = model.layout(list(layouts), block_size=self._pages.block_size)
+        self._check_writes(layout)
+        hidden = model.forward(self._input(frame), layout, self._pages)
+        if self._sampler is None:
+            self._finite.check_handed_on(frame.step, hidden, lambda: self._input(frame))
+            return to_wire(hidden, self._wire_dtype)
+        results = self._answer(frame.step, hidden, self._sampler)
+        self._finite.check_answered(frame.step, results, lambda: self._input(frame))
+        return results
+
+    def _input(self, frame: Frame) -> Tensor:
+        if frame.hidden is not None:
+            return from_wire(frame.hidden, device=self._model.device, dtype=self._model.torch_dtype)
+        tokens = [token for part in frame.step.slices for token in part.tokens]
+        return self._model.embed(torch.tensor(tokens, dtype=torch.int64))
+
+    def _check_writes(self, layout: StepLayout) -> None:
+        """All layers write the same slots: what is wrong with them is found before the first is written."""
+        slots, pages = layout.writes.slots, self._pages
+        try:
+            pages.validate_write(
+                slots,
+                shape=(slots.numel(), pages.num_kv_heads, pages.head_dim),
+                dtype=self._model.torch_dtype,
+                device=self._model.device,
+            )
+        except KvCacheError as error:
+            raise StepFault(StepFaultKind.KV_SIGNAL, f"{type(error).__name__}: {error}") from error
+
+    def _answer(self, step: Step, hidden: Tensor, sampler: Sampler) -> tuple[SliceResult, ...]:
+        """One result per slice that is sampled or scored, in slice order."""
+        ends = list(itertools.accumulate(len(part.tokens) for part in step.slices))
+        sampled = [(part, end - 1) for part, end in zip(step.slices, ends, strict=True) if part.is_sampled]
+        results: dict[SequenceKey, SliceResult] = {}
+        if sampled:
+            logits = self._model.logits(hidden[[row for _, row in sampled]])
+            chosen = sampler.choose([part for part, _ in sampled], logits)
+            results = {result.sequence: result for result in chosen}
+        for part, end in zip(step.slices, ends, strict=True):
+            if part.is_scored:
+                unscored = results.get(part.sequence, SliceResult(part.sequence, part.generation, None))
+                rows = hidden[end - len(part.tokens) : end]
+                results[part.sequence] = sampler.score(part, rows, self._model.logits, unscored)
+        return tuple(results[part.sequence] for part in step.slices if part.is_answered)

@@ -1,0 +1,153 @@
+"""The torch backend: models and KV pages on one compute thread."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from stage_worker.assignment import Assignment, ReferenceRequest
+from stage_worker.backends.backend import DeviceFailedInLoad, LoadedStage, LoadProgress, RanStep, StageBackend
+from stage_worker.backends.compute_thread import ComputeThread, StepWatchdog
+from stage_worker.backends.contract import ReceivedFrame
+from stage_worker.backends.tensor_views import as_array, from_wire, project
+from stage_worker.backends.torch_device import (
+    check_memory,
+    default_memory_bytes,
+    has_native_bf16,
+    parse_device,
+    prepare_process,
+    prepare_thread,
+)
+from stage_worker.config import WorkerConfig
+from stage_worker.executor import StepExecutor
+from stage_worker.loading.reference import compute_reference
+from stage_worker.loading.stage_loader import StageCache, WorkerResources, load_stage
+from stage_worker.model.kernels import check_choice
+from wire.errors import StepFault, StepFaultKind
+from wire.frames import Frame
+from wire.reference import Reference, encode_states
+from wire.tensors import TensorView
+
+CPU = torch.device("cpu")
+
+
+class TorchBackend(StageBackend):
+    """Owner of the compute thread, and of another for references: steps and loads never wait for those."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        """Raises ValueError for a device that is not here, MemoryTooLarge and KernelsUnavailable."""
+        device = parse_device(config.device)
+        if config.memory_bytes is not None:
+            check_memory(config.memory_bytes, device)
+        check_choice(config.kernels, device)
+        prepare_process(device)
+        prepare_thread(device)
+        self.device = str(device)
+        self.memory_bytes = config.memory_bytes or default_memory_bytes(device)
+        self._resources = WorkerResources(
+            device=device,
+            memory_bytes=self.memory_bytes,
+            model_directory=config.model_directory,
+            kernels=config.kernels,
+        )
+        self._resident = StageCache()
+        self._watchdog = StepWatchdog(config.step_timeout_s, self._fail)
+        self._thread = ComputeThread(on_start=lambda: _begin_thread(device, config.compute_threads))
+        self._references = ComputeThread(on_start=lambda: _begin_thread(device, config.compute_threads))
+
+    @property
+    def lacks_bf16(self) -> bool:
+        return not has_native_bf16(self._resources.device)
+
+    async def load(self, assignment: Assignment, progress: LoadProgress) -> LoadedStage:
+        self._expect_end_of_steps()
+        try:
+            return await self._thread.run(load_stage, assignment, self._resources, progress, self._resident)
+        except DeviceFailedInLoad as error:
+            self._fail(str(error))
+            raise
+
+    async def holds(self, loaded: LoadedStage, assignment: Assignment) -> bool:
+        if not assignment.loads_like(loaded.assignment):
+            return False
+        self._expect_end_of_steps()
+        return await self._thread.run(
+            self._resident.is_of, self._resources.directory(assignment.model_directory)
+        )
+
+    async def begin_epoch(self, executor: StepExecutor, number: int, *, stage: int) -> None:
+        self._expect_end_of_steps()
+        await self._thread.run(executor.begin_epoch, number, stage=stage)
+
+    def submit(self, executor: StepExecutor, received: ReceivedFrame) -> "asyncio.Future[RanStep]":
+        loop = asyncio.get_running_loop()
+        return self._thread.submit(_run, executor, received.frame, loop, self._fail)
+
+    async def verify_accounting(self, executor: StepExecutor) -> None:
+        await self._thread.run(executor.verify_accounting)
+
+    async def reference(self, request: ReferenceRequest, *, held_bytes: int) -> Reference:
+        progress = LoadProgress()
+        try:
+            return await self._references.run(
+                compute_reference,
+                request,
+                self._resources.directory(request.directory),
+                free_bytes=self._free_bytes(held_bytes),
+                progress=progress,
+            )
+        finally:
+            progress.cancel()
+
+    async def project(self, handed_on: Sequence[TensorView]) -> bytes:
+        return await self._thread.run(handed_on_states, list(handed_on))
+
+    def stop(self, *, timeout_s: float) -> bool:
+        self._watchdog.close()
+        self._references.stop(timeout_s=0)
+        return self._thread.stop(timeout_s=timeout_s)
+
+    def _expect_end_of_steps(self) -> None:
+        """Nobody waits any more for the steps that are still computed."""
+        self._watchdog.expect(self._thread.submit(_nothing))
+
+    def _fail(self, reason: str) -> None:
+        self.on_device_failure(reason)
+
+    def _free_bytes(self, held_bytes: int) -> int:
+        """A reference is computed in the memory of the host, which a GPU's budget does not cover."""
+        device = self._resources.device
+        return self.memory_bytes - held_bytes if device.type == "cpu" else default_memory_bytes(CPU)
+
+
+def _run(
+    executor: StepExecutor, frame: Frame, loop: asyncio.AbstractEventLoop, on_failure: Callable[[str], None]
+) -> RanStep:
+    """Tells of a failed device by itself: the epoch may be over, and nobody wait for the step any more."""
+    started_s = time.monotonic()
+    try:
+        output = executor.run(frame)
+    except StepFault as fault:
+        if fault.kind is StepFaultKind.DEVICE:
+            loop.call_soon_threadsafe(on_failure, fault.message)
+        raise
+    ended_s = time.monotonic()
+    executor.note_busy(ended_s - started_s)
+    return RanStep(output, started_s, ended_s)
+
+
+def _nothing() -> None:
+    """A job that ends when it is its turn."""
+
+
+def handed_on_states(handed_on: list[TensorView]) -> bytes:
+    """Hidden states of one step after another as in LayerReference.states."""
+    states = (project(from_wire(view, device=CPU, dtype=torch.float32)) for view in handed_on)
+    return b"".join(encode_states(as_array(each)) for each in states)
+
+
+def _begin_thread(device: torch.device, num_threads: int | None) -> None:
+    prepare_thread(device)
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)

@@ -1,0 +1,258 @@
+"""Cluster membership: one `Cluster.Join` stream, dialled again when it breaks."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from stage_worker.stage_manager import StageManager
+from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc
+from wire.channels import client_channel
+from wire.clock import ClusterClock, Exchange, wall_clock_us
+
+log = logging.getLogger(__name__)
+
+
+WELCOME_TIMEOUT_S = 10.0
+LOADING_TIMEOUT_S = 120.0
+"""What others may take to load the layers of a worker that leaves."""
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 0.5
+
+LOADING_BEATS = 4
+"""Heartbeats in an interval while a stage loads. The tables of a large tokenizer hold the interpreter for
+most of a second: that silence must not be added to one that was there already."""
+
+# Waiting does not help against these: the two do not fit, or it is no coordinator that answers.
+_FATAL = (
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.UNIMPLEMENTED,
+)
+
+Call = grpc.aio.StreamStreamCall[cluster_pb2.WorkerMessage, cluster_pb2.CoordinatorMessage]
+
+
+class JoinRefused(Exception):
+    """The coordinator does not take this worker, and would not later."""
+
+
+class CoordinatorSilent(Exception):
+    """It does not answer any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """How a connection ended that the coordinator asked to end."""
+
+    reason: str
+    exit_process: bool
+
+
+class CoordinatorClient:
+    """Keeps this worker joined until the coordinator lets it go.
+
+    Between two connections the loaded stage stays; the epoch does not, since whoever answers next begins a
+    new one.
+    """
+
+    def __init__(
+        self,
+        *,
+        coordinator: str,
+        new_hello: Callable[[], cluster_pb2.WorkerHello],
+        heartbeat: Callable[[], cluster_pb2.Heartbeat],
+        host: StageManager,
+        clock: ClusterClock,
+    ) -> None:
+        """`new_hello` and `heartbeat` are asked for the state of the moment, `clock` hears the answers."""
+        self._coordinator = coordinator
+        self._new_hello = new_hello
+        self._heartbeat = heartbeat
+        self._host = host
+        self._clock = clock
+        self._backoff_s = FIRST_BACKOFF_S
+        self._waits_for = ""
+        self._rejoin_secret = b""
+        self._connection: _Connection | None = None
+        self._is_leaving = False
+        self.leave_timeout_s = LOADING_TIMEOUT_S
+        """How long to wait for the coordinator, once it was asked to do without this worker."""
+
+    def ask_to_leave(self) -> bool:
+        """Asks the coordinator to do without this worker; `run` returns when it does, or is gone. False when
+        nobody is there to ask.
+        """
+        self._is_leaving = True
+        if self._connection is None:
+            return False
+        self._connection.send(cluster_pb2.WorkerMessage(wants_drain=cluster_pb2.WantsDrain()))
+        return True
+
+    def stop_dialling(self) -> None:
+        """`run` returns when the connection that there is has ended."""
+        self._is_leaving = True
+
+    async def run(self) -> None:
+        """Returns when the coordinator asks the process to end. Raises JoinRefused."""
+        while True:
+            try:
+                left = await self._join_once()
+            except (grpc.aio.AioRpcError, TimeoutError, CoordinatorSilent) as error:
+                self._say_waiting(error)
+            else:
+                log.info("the coordinator asks this worker to leave: %s", left.reason)
+                if left.exit_process:
+                    return
+                self._backoff_s = MAX_BACKOFF_S
+            if self._is_leaving:
+                return
+            await asyncio.sleep(self._backoff_s)
+            self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
+
+    async def _join_once(self) -> _Left:
+        async with client_channel(self._coordinator) as channel:
+            call: Call = cluster_pb2_grpc.ClusterStub(channel).Join()
+            try:
+                return await self._serve(call)
+            finally:
+                call.cancel()
+
+    async def _serve(self, call: Call) -> _Left:
+        async with asyncio.timeout(WELCOME_TIMEOUT_S):
+            welcome = await self._welcome(call)
+        self._backoff_s, self._waits_for = FIRST_BACKOFF_S, ""
+        self.leave_timeout_s = welcome.drain_timeout_ms / 1000 + LOADING_TIMEOUT_S
+        self._host.reference_access.grant(welcome)
+        self._rejoin_secret = welcome.rejoin_secret
+        log.info("joined the coordinator at %s", self._coordinator)
+        connection = self._connection = _Connection(call)
+        self._host.connected(connection.send, fingerprint=welcome.model.fingerprint)
+        heartbeats = asyncio.create_task(self._beat(connection, welcome.heartbeat_interval_ms / 1000))
+        writer = asyncio.create_task(connection.write())
+        try:
+            return await self._read(call, connection, lease_s=welcome.lease_ms / 1000 or None)
+        finally:
+            self._connection = None
+            for task in (heartbeats, writer):
+                task.cancel()
+            await asyncio.gather(heartbeats, writer, return_exceptions=True)
+            self._host.disconnected()
+
+    async def _beat(self, connection: "_Connection", interval_s: float) -> None:
+        while True:
+            self._clock.refresh()
+            heartbeat = self._heartbeat()
+            heartbeat.clock_offset_us = self._clock.offset_us
+            heartbeat.clock_uncertainty_us = self._clock.uncertainty_us or 0
+            heartbeat.sent_at_us = wall_clock_us()
+            connection.send(cluster_pb2.WorkerMessage(heartbeat=heartbeat))
+            await asyncio.sleep(interval_s / LOADING_BEATS if self._host.is_loading else interval_s)
+
+    async def _welcome(self, call: Call) -> cluster_pb2.Welcome:
+        hello = self._new_hello()
+        hello.rejoin_secret = self._rejoin_secret
+        await _write(call, cluster_pb2.WorkerMessage(hello=hello))
+        message = await _read(call)
+        if message.WhichOneof("message") != "welcome":
+            raise JoinRefused(
+                f"{self._coordinator} answered {message.WhichOneof('message')!r} where 'welcome' was due"
+            )
+        if message.welcome.heartbeat_interval_ms == 0:
+            raise JoinRefused(f"the coordinator at {self._coordinator} wants heartbeats every 0 ms")
+        return message.welcome
+
+    async def _read(self, call: Call, connection: "_Connection", *, lease_s: float | None) -> _Left:
+        """Every heartbeat is answered: a coordinator that is silent for `lease_s` is not reached any more."""
+        while True:
+            try:
+                async with asyncio.timeout(lease_s):
+                    message = await _read(call)
+            except TimeoutError:
+                raise CoordinatorSilent(f"silent for {lease_s:g} s") from None
+            match message.WhichOneof("message"):
+                case "assign":
+                    self._host.submit(message.assign, connection.send)
+                case "begin_epoch":
+                    self._host.submit(message.begin_epoch, connection.send)
+                case "end_epoch":
+                    self._host.submit(message.end_epoch, connection.send)
+                case "serving":
+                    self._host.submit(message.serving, connection.send)
+                case "verify_weights":
+                    self._host.submit(message.verify_weights, connection.send)
+                case "report_states":
+                    self._host.submit(message.report_states, connection.send)
+                case "heartbeat_answer":
+                    answer = message.heartbeat_answer
+                    self._clock.note(
+                        Exchange(
+                            answer.sent_at_us, answer.received_at_us, answer.answered_at_us, wall_clock_us()
+                        )
+                    )
+                case "leave":
+                    return _Left(message.leave.reason, message.leave.exit_process)
+                case unknown:
+                    log.warning("ignored message %r of the coordinator", unknown)
+
+    def _say_waiting(self, error: Exception) -> None:
+        """Once per outage and kind of it. Raises JoinRefused where waiting would not help."""
+        kind = "TIMEOUT"
+        if isinstance(error, grpc.aio.AioRpcError):
+            kind, reason = error.code().name, f"{error.code().name}: {error.details()}"
+            if error.code() in _FATAL:
+                raise JoinRefused(f"the coordinator at {self._coordinator} refuses this worker: {reason}")
+        elif isinstance(error, CoordinatorSilent):
+            kind = reason = str(error)
+        else:
+            reason = f"no welcome within {WELCOME_TIMEOUT_S:g} s"
+        if self._is_leaving:
+            log.info("the connection to the coordinator at %s ended (%s)", self._coordinator, reason)
+        elif self._waits_for != kind:
+            log.info("waiting for the coordinator at %s (%s)", self._coordinator, reason)
+            self._waits_for = kind
+
+
+class _Connection:
+    """What goes to the coordinator over one Join stream; once that has ended, nobody takes it from here."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._outbox: asyncio.Queue[cluster_pb2.WorkerMessage] = asyncio.Queue()
+
+    def send(self, message: cluster_pb2.WorkerMessage) -> None:
+        self._outbox.put_nowait(message)
+
+    async def write(self) -> None:
+        """Until the stream breaks, which the reader notices too."""
+        while True:
+            await _write(self._call, await self._outbox.get())
+
+
+async def _write(call: Call, message: cluster_pb2.WorkerMessage) -> None:
+    try:
+        await call.write(message)
+    except asyncio.InvalidStateError:
+        await _raise_ended(call)
+
+
+async def _read(call: Call) -> cluster_pb2.CoordinatorMessage:
+    message: Any = await call.read()
+    if message is grpc.aio.EOF:
+        await _raise_ended(call)
+    answer: cluster_pb2.CoordinatorMessage = message
+    return answer
+
+
+async def _raise_ended(call: Call) -> None:
+    """Raises the status of a call that has ended, also where it ended well: there is no reason to."""
+    code, details = await call.code(), await call.details()
+    raise grpc.aio.AioRpcError(
+        code,
+        await call.initial_metadata(),
+        await call.trailing_metadata(),
+        details=details or "the stream ended",
+    )

@@ -1,0 +1,352 @@
+"""One epoch on one stage: receives frames, computes, sends results on."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from stage_worker.assignment import Assignment
+from stage_worker.backends.backend import RanStep, StageBackend
+from stage_worker.backends.contract import (
+    DeviceError,
+    HandedOn,
+    ReceivedFrame,
+    StageOutput,
+    StepObserver,
+    StepTiming,
+    TimedOutput,
+)
+from stage_worker.executor import StepExecutor
+from stage_worker.handshake import Epoch, check_hop, declared_dtype
+from stage_worker.next_stage_stream import NextStageStream
+from stageline_rpc.v1 import stage_pb2
+from wire.clock import ClusterClock
+from wire.errors import StaleStream, StepFault, StepFaultKind
+from wire.frames import FrameAssembler
+from wire.log_context import log_context
+from wire.steps import FaultReport, StageTime
+from wire.tensors import TensorView, WireDType
+
+log = logging.getLogger(__name__)
+
+
+E = TypeVar("E", bound=Exception)
+
+
+QUEUED_FRAMES = 64
+"""Frames that may wait to be computed; a full queue holds the sender back. It has room for all that a
+coordinator usually has in flight, so that waiting shows as waiting here and not as a slow network.
+"""
+KEPT_TOKENS = 2048
+"""Hidden states that are kept of a self-check: far more than it has."""
+
+
+IDLE_CHECK_INTERVAL_S = 1.0
+"""How often the session looks whether steps pause, so that the KV accounting can be checked."""
+
+
+class _VerifyAccounting:
+    """A check of the KV accounting, queued behind frames."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    """A frame that waits, or whose computation has begun already."""
+
+    received: ReceivedFrame
+    running: "asyncio.Future[RanStep] | None" = None
+
+
+class EpochSession:
+    """Lives from BeginEpoch to the next BeginEpoch, EndEpoch or disconnection.
+
+    The first fault ends it: it is reported once, the streams end, and every later frame and stream of the
+    epoch is refused. A fault that comes of being ended from outside is not reported.
+    """
+
+    def __init__(
+        self,
+        *,
+        epoch: Epoch,
+        assignment: Assignment,
+        executor: StepExecutor,
+        backend: StageBackend,
+        hop: NextStageStream,
+        on_ready: Callable[[], None],
+        on_refused: Callable[[FaultReport | None], None],
+        clock: ClusterClock,
+        observers: Sequence[StepObserver] = (),
+    ) -> None:
+        """`on_refused` is called at most once, when the epoch ends from inside; without a report, somebody
+        further on has reported."""
+        self.epoch = epoch
+        self.is_serving = False
+        self.handed_on: list[TensorView] = []
+        """In an epoch for a self-check: the hidden states of all steps so far."""
+        self._assignment = assignment
+        self._executor = executor
+        self._backend = backend
+        self._hop = hop
+        self._on_ready = on_ready
+        self._on_refused = on_refused
+        self._clock = clock
+        self._observers = tuple(observers)
+        self._inbox: asyncio.Queue[_Queued | _VerifyAccounting | StepFault] = asyncio.Queue(QUEUED_FRAMES)
+        self._num_queued = 0
+        self._next_step_id = 0
+        self._has_stream = False
+        self._wire_dtype: WireDType = assignment.dtype
+        self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """It serves, and no frame waits or is computed."""
+        return self.is_serving and not self._num_queued
+
+    def start(self) -> None:
+        """Resets the stage, dials the next one and serves, in a task of its own."""
+        self._task = asyncio.create_task(self._run(), name=f"epoch-{self.epoch.number}")
+
+    def fail_device(self, reason: str) -> None:
+        """Reports that the device has failed, unless the epoch has ended already."""
+        self._fail(StepFault(StepFaultKind.DEVICE, reason))
+
+    async def close(self) -> None:
+        """Ends the epoch here, without a report. Returns when no task, call or connection of it is left."""
+        assert self._task is not None, "close before start"
+        self._end(f"epoch {self.epoch.number} is over")
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    def accept(self, hello: stage_pb2.HopHello) -> None:
+        """Takes the one stream of the predecessor.
+
+        Raises StaleStream or HandshakeMismatch; then nothing has changed.
+        """
+        check_hop(hello, self.epoch, self._assignment)
+        if self._over.done():
+            raise StaleStream(self._over.result())
+        if self._has_stream:
+            raise StaleStream(
+                f"stage {self._assignment.stage} has its stream of epoch {self.epoch.number} already"
+            )
+        self._has_stream = True
+        self._wire_dtype = declared_dtype(hello, self._assignment)
+
+    async def receive(self, messages: AsyncIterator[bytes]) -> None:
+        """Feeds the accepted stream, whose hello has been taken, into the stage until it ends.
+
+        Raises what ended the epoch, if that comes first.
+        """
+        reader = asyncio.create_task(self._read(messages))
+        ends: set[asyncio.Future[Any]] = {reader, self._over}
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+        if self._over.done():
+            raise StaleStream(self._over.result())
+
+    async def _read(self, messages: AsyncIterator[bytes]) -> None:
+        """Faults go the way of the frames, so that every frame before a broken one is computed first."""
+        assembler = FrameAssembler(
+            max_payload_bytes=self._executor.rules.max_hidden_bytes(self._wire_dtype),
+            num_stages_before=self._assignment.stage,
+            wire_dtype=self._wire_dtype,
+        )
+        began_s: float | None = None
+        try:
+            async for message in messages:
+                began_s = began_s or time.monotonic()
+                frame = assembler.add(message)
+                if frame is not None:
+                    received = ReceivedFrame(frame, time.monotonic(), began_s)
+                    began_s = None
+                    await self._take(received)
+            assembler.finish()
+        except StepFault as fault:
+            await self._refuse(fault)
+
+    async def _take(self, received: ReceivedFrame) -> None:
+        """Where nothing else waits, the computation begins at once, and if it is done at once, the output
+        goes on without another task.
+        """
+        if self._num_queued or not self.is_serving:
+            await self._queue(_Queued(received))
+            return
+        running = self._backend.submit(self._executor, received)
+        if not running.done() or running.exception() is not None:
+            await self._queue(_Queued(received, running))
+            return
+        output = self._timed(running.result(), received)
+        self._next_step_id = received.frame.step.step_id + 1
+        try:
+            await self._send(output, received)
+        except (StepFault, StaleStream):
+            # The watcher of the hop finds the same, and ends the epoch.
+            await asyncio.wait({self._over})
+
+    async def _queue(self, queued: "_Queued") -> None:
+        self._num_queued += 1
+        await self._inbox.put(queued)
+
+    async def _refuse(self, fault: StepFault) -> None:
+        await self._inbox.put(fault)
+        await asyncio.wait({self._over})
+
+    async def _run(self) -> None:
+        try:
+            await self._backend.begin_epoch(self._executor, self.epoch.number, stage=self._assignment.stage)
+            await self._hop.dial()
+            for observer in self._observers:
+                observer.epoch_began(self._assignment, self.epoch.number)
+            self.is_serving = True
+            self._on_ready()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._serve())
+                tasks.create_task(self._hop.watch())
+                tasks.create_task(self._verify_when_idle())
+        except* StepFault as faults:
+            self._fail(_first(faults))
+        except* StaleStream as ends:
+            self._stop_quietly(str(_first(ends)))
+        except* DeviceError as errors:
+            self._fail(StepFault(StepFaultKind.DEVICE, str(_first(errors))))
+        except* Exception as errors:
+            log.exception(
+                "unexpected error in epoch %d", self.epoch.number, exc_info=errors, extra=self._about()
+            )
+            self._fail(StepFault(StepFaultKind.INTERNAL, "unexpected error; the worker's log has the detail"))
+        finally:
+            self.is_serving = False
+            for observer in self._observers:
+                observer.epoch_over()
+            await self._hop.close()
+
+    async def _serve(self) -> None:
+        """Computes frame after frame. An output is sent while the next frame is computed."""
+        ready: tuple[TimedOutput, ReceivedFrame] | None = None
+        while True:
+            queued = await self._inbox.get()
+            if isinstance(queued, StepFault):
+                await self._send_if(ready)
+                raise queued
+            if isinstance(queued, _VerifyAccounting):
+                await self._send_if(ready)
+                ready = None
+                await self._backend.verify_accounting(self._executor)
+                continue
+            received = queued.received
+            running = queued.running or self._backend.submit(self._executor, received)
+            try:
+                await self._send_if(ready)
+                ready = self._timed(await running, received), received
+            finally:
+                _let_go(running)
+            self._next_step_id = received.frame.step.step_id + 1
+            if self._inbox.empty():
+                await self._send_if(ready)
+                ready = None
+            self._num_queued -= 1
+
+    async def _verify_when_idle(self) -> None:
+        """Until the epoch ends."""
+        while True:
+            await asyncio.sleep(IDLE_CHECK_INTERVAL_S)
+            if self._executor.is_check_due and self.is_idle:
+                await self._inbox.put(_VerifyAccounting())
+
+    async def _send_if(self, ready: tuple[TimedOutput, ReceivedFrame] | None) -> None:
+        if ready is not None:
+            await self._send(*ready)
+
+    async def _send(self, output: TimedOutput, received: ReceivedFrame) -> None:
+        """Tells the observers afterwards: nothing that they do holds up the next stage."""
+        await self._hop.send(output)
+        sent_s = time.monotonic()
+        for observer in self._observers:
+            observer.step_done(received.frame, output, sent_s)
+
+    def _timed(self, ran: RanStep, received: ReceivedFrame) -> TimedOutput:
+        """The output with the times of all stages so far; unknown ones stay unknown."""
+        if self.epoch.is_check:
+            self._keep(ran.output)
+        frame, clock = received.frame, self._clock
+        hop_us = 0
+        if frame.ready_at_us:
+            hop_us = clock.at_us(received.began_s) - frame.ready_at_us
+        timing = StepTiming(
+            received.began_s,
+            received.at_s,
+            ran.started_s,
+            ran.ended_s,
+            hop_us / 1e6 if frame.ready_at_us else None,
+        )
+        ready_at_us = clock.at_us(ran.ended_s)
+        if len(frame.stage_times) != self._assignment.stage:
+            return TimedOutput(ran.output, (), 0, timing)
+        own = StageTime(
+            wait_us=round((ran.started_s - received.at_s) * 1e6),
+            compute_us=round((ran.ended_s - ran.started_s) * 1e6),
+            hop_us=hop_us,
+            receive_us=round((received.at_s - received.began_s) * 1e6),
+        )
+        return TimedOutput(ran.output, (*frame.stage_times, own), ready_at_us, timing)
+
+    def _keep(self, output: StageOutput) -> None:
+        num_kept = sum(view.shape[0] for view in self.handed_on)
+        if isinstance(output, HandedOn) and output.hidden is not None and num_kept < KEPT_TOKENS:
+            self.handed_on.append(output.hidden)
+
+    def _fail(self, fault: StepFault) -> None:
+        """Reports the first fault, unless the epoch was ended from outside."""
+        if self._over.done():
+            return
+        if fault.step_id is None:
+            fault.step_id = self._next_step_id
+        description = fault.describe(stage=self._assignment.stage)
+        log.error(
+            "epoch %d refused: %s",
+            *(self.epoch.number, description),
+            extra=self._about() | log_context(step=fault.step_id, request_ids=fault.request_ids),
+        )
+        report = FaultReport(
+            epoch=self.epoch.number,
+            step_id=fault.step_id,
+            stage=self._assignment.stage,
+            kind=fault.kind,
+            message=fault.message,
+            request_ids=fault.request_ids,
+        )
+        self._on_refused(report)
+        self._end(f"epoch {self.epoch.number} is refused after a fault: {description}")
+
+    def _stop_quietly(self, reason: str) -> None:
+        if not self._over.done():
+            log.info("epoch %d ends: %s", self.epoch.number, reason, extra=self._about())
+            self._on_refused(None)
+            self._end(f"epoch {self.epoch.number} is over: {reason}")
+
+    def _about(self) -> dict[str, object]:
+        return log_context(epoch=self.epoch.number, stage=self._assignment.stage)
+
+    def _end(self, reason: str) -> None:
+        if not self._over.done():
+            self._over.set_result(reason)
+
+
+def _let_go(running: "asyncio.Future[RanStep]") -> None:
+    """Nobody waits for it any more, however it ends."""
+    if not running.cancel() and not running.cancelled():
+        running.exception()
+
+
+def _first(group: ExceptionGroup[E]) -> E:
+    error: E | ExceptionGroup[E] = group
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,1 @@
+"""Loading a stage: weights, warm-up, verification, references."""

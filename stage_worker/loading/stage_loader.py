@@ -1,0 +1,318 @@
+"""Loads a stage: validates the assignment against local files and memory, reads, warms up."""
+
+import gc
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from builtin_model import MODEL_DIRECTORY
+from checkpoint import (
+    Checkpoint,
+    ModelConfig,
+    differing_parts,
+    kv_bytes_per_token_per_layer,
+    stage_tensor_names,
+)
+from checkpoint.files import stat_files
+from checkpoint.grammar_tokenizer import TOKENIZER_FILE
+from kvcache.pages import KvPages
+from stage_worker.assignment import Assignment
+from stage_worker.backends.backend import (
+    DeviceFailedInLoad,
+    LoadedStage,
+    LoadGivenUp,
+    LoadProgress,
+    StageLoadError,
+)
+from stage_worker.backends.contract import KernelChoice, KernelsUnavailable
+from stage_worker.backends.model_compute import ModelCompute
+from stage_worker.backends.torch_device import fault_kind_of, free_memory
+from stage_worker.executor import StepExecutor
+from stage_worker.loading.warmup import warm_up
+from stage_worker.loading.weights_check import LoadedFrom
+from stage_worker.model.decoder import DecoderStage
+from stage_worker.model.layer_weights import TORCH_DTYPES
+from stage_worker.model.parts import LoadedParts
+from stage_worker.sampling.grammar_masks import GrammarMasks
+from wire.errors import HandshakeMismatch, ServingError, StepFault, StepFaultKind
+from wire.tensors import WireDType
+
+log = logging.getLogger(__name__)
+
+
+class StageCache:
+    """Parts of a stage, the stage that is made of them, and tables of its tokenizer.
+
+    Used by the compute thread only.
+    """
+
+    def __init__(self) -> None:
+        self.parts = LoadedParts()
+        self.has_warmed_up = False
+        """A stage of this process has: kernels and threads are ready, whatever is loaded next."""
+        self._compute: ModelCompute | None = None
+        self._grammars: GrammarMasks | None = None
+        self._grammars_of: tuple[object, ...] | None = None
+
+    def end_stage(self) -> None:
+        """Drops the stage that was loaded, but for the parts that it was made of.
+
+        A step that failed may have left its exception, and with that everything that it used, in a cycle.
+        """
+        if self._compute is not None:
+            self._compute.close()
+        self._compute = None
+        gc.collect()
+
+    def begin_stage(
+        self,
+        model: DecoderStage,
+        pages: KvPages,
+        grammars: GrammarMasks | None,
+        *,
+        wire_dtype: WireDType | None = None,
+    ) -> ModelCompute:
+        """The one stage from now on; `model` is made of `parts`."""
+        self._compute = ModelCompute(model, pages, grammars, wire_dtype=wire_dtype)
+        return self._compute
+
+    def clear(self) -> None:
+        """Drops everything."""
+        self.end_stage()
+        self.drop_grammars()
+        self.parts.clear()
+
+    def is_of(self, directory: Path) -> bool:
+        """Whether nothing in `directory` says that the parts were read from other files. A directory that is
+        not here (any more) says nothing."""
+        origin = self.parts.origin
+        if origin is None:
+            return False
+        found = stat_files(directory, [file.name for file in origin.files])
+        return all(now == was for now, was in zip(found, origin.files, strict=True) if now.status is not None)
+
+    def drop_grammars(self) -> None:
+        """For a stage without the head."""
+        self._grammars = self._grammars_of = None
+
+    def grammars(self, checkpoint: Checkpoint) -> GrammarMasks:
+        """For the stage with the head. Tables are built now, because that holds the process up; those of the
+        same file are kept."""
+        made_of = (
+            stat_files(checkpoint.directory, [TOKENIZER_FILE]),
+            checkpoint.config.vocab_size,
+            checkpoint.eos_token_ids,
+        )
+        if self._grammars is None or self._grammars_of != made_of:
+            self._grammars = GrammarMasks(
+                checkpoint.directory,
+                vocab_size=checkpoint.config.vocab_size,
+                eos_token_ids=checkpoint.eos_token_ids,
+            )
+            self._grammars_of = made_of
+            if (problem := self._grammars.load()) is not None:
+                log.info("no structured output: %s", problem)
+        return self._grammars
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerResources:
+    """What a worker has for a stage: `model_directory` overrides the coordinator's path, `kernels` is what to
+    compute with.
+    """
+
+    device: torch.device
+    memory_bytes: int
+    model_directory: Path | None
+    kernels: KernelChoice = KernelChoice.AUTO
+
+    def directory(self, coordinators: str) -> Path:
+        """Where the model is here; `coordinators` is the coordinator's path, "" for the built-in model."""
+        if self.model_directory is not None:
+            return self.model_directory
+        return Path(coordinators) if coordinators else MODEL_DIRECTORY
+
+
+def load_stage(
+    assignment: Assignment,
+    resources: WorkerResources,
+    progress: LoadProgress | None = None,
+    resident: StageCache | None = None,
+) -> LoadedStage:
+    """Runs on the compute thread. Ends the stage of `resident`, keeps of it what the assigned stage shares.
+
+    Raises StageLoadError. Then no stage is there; `resident` holds nothing, or, if the load was given up, the
+    parts that were complete.
+    """
+    resident = resident or StageCache()
+    if assignment.reads_again:
+        resident.clear()
+    try:
+        return _load_or_explain(assignment, resources, progress or LoadProgress(), resident)
+    except LoadGivenUp:
+        resident.end_stage()
+        raise
+    except DeviceFailedInLoad:
+        raise
+    except StageLoadError:
+        resident.clear()
+        free_memory(resources.device)
+        raise
+
+
+def _load_or_explain(
+    assignment: Assignment, resources: WorkerResources, progress: LoadProgress, resident: StageCache
+) -> LoadedStage:
+    try:
+        return _load(assignment, resources, progress, resident)
+    except StageLoadError:
+        raise
+    except StepFault as fault:
+        raise _load_error(fault.kind, f"{resources.device}: {fault}") from fault
+    except ServingError as error:
+        raise StageLoadError(str(error)) from error
+    except KernelsUnavailable as error:
+        raise StageLoadError(str(error)) from error
+    except (ValueError, OSError) as error:
+        raise StageLoadError(f"{type(error).__name__}: {error}") from error
+    except Exception as error:
+        log.exception("loading failed")
+        kind = fault_kind_of(error, resources.device)
+        raise _load_error(kind, f"{resources.device}: {type(error).__name__}: {error}") from error
+
+
+def _load_error(kind: StepFaultKind, reason: str) -> StageLoadError:
+    """A failed device ends the process; after anything else, such as too little memory, it goes on."""
+    return DeviceFailedInLoad(reason) if kind is StepFaultKind.DEVICE else StageLoadError(reason)
+
+
+def _load(
+    assignment: Assignment, resources: WorkerResources, progress: LoadProgress, resident: StageCache
+) -> LoadedStage:
+    started = time.perf_counter()
+    resident.end_stage()
+    checkpoint = Checkpoint.open(resources.directory(assignment.model_directory))
+    _check_model(assignment, checkpoint)
+    model = DecoderStage(
+        checkpoint.config,
+        layer_begin=assignment.layer_begin,
+        layer_end=assignment.layer_end,
+        has_embeddings=assignment.role.has_embeddings,
+        has_head=assignment.role.has_head,
+        dtype=assignment.dtype,
+        device=resources.device,
+        choice=resources.kernels,
+    )
+    kv_bytes = _kv_bytes(assignment, checkpoint.config)
+    _check_memory(assignment, resources, weight_bytes=model.weight_bytes, kv_bytes=kv_bytes)
+    if not assignment.role.has_head:
+        resident.drop_grammars()
+    read = model.load(checkpoint, parts=resident.parts, progress=progress)
+    log.debug("%s; read_bytes=%d", read, read.num_bytes)
+    pages = _new_pages(assignment, checkpoint.config, resources.device)
+    grammars = resident.grammars(checkpoint) if assignment.role.has_head else None
+    compute = resident.begin_stage(model, pages, grammars, wire_dtype=assignment.sent_dtype)
+    executor = StepExecutor(assignment, compute)
+    loaded = time.perf_counter()
+    budget_s = _warmup_budget_s(resources.device, has_warmed_up=resident.has_warmed_up)
+    warm_up(executor, assignment, checkpoint.config, budget_s=budget_s)
+    resident.has_warmed_up = True
+    return LoadedStage(
+        assignment=assignment,
+        executor=executor,
+        weight_bytes=model.weight_bytes,
+        kv_bytes=kv_bytes,
+        read_bytes=progress.read_bytes,
+        load_ms=round((loaded - started) * 1e3),
+        warmup_ms=round((time.perf_counter() - loaded) * 1e3),
+        device=str(resources.device),
+        kernels=model.kernels.choice.value,
+        kernels_detail=str(model.kernels),
+        source=_source(model, checkpoint, resident),
+    )
+
+
+def _source(model: DecoderStage, checkpoint: Checkpoint, resident: StageCache) -> LoadedFrom:
+    assert resident.parts.origin is not None, "a loaded stage has parts"
+    names = stage_tensor_names(
+        model.config,
+        model.layers.start,
+        model.layers.stop,
+        has_embeddings=model.has_embeddings,
+        has_head=model.has_head,
+    )
+    return LoadedFrom(checkpoint=checkpoint, files=resident.parts.origin.files, tensors=tuple(names))
+
+
+def _check_model(assignment: Assignment, checkpoint: Checkpoint) -> None:
+    """Raises HandshakeMismatch with the coordinator's value and this worker's own."""
+    if assignment.fingerprint != checkpoint.fingerprint:
+        raise fingerprint_mismatch(checkpoint, expected=assignment.fingerprint)
+    num_layers = checkpoint.config.num_layers
+    if assignment.layer_end > num_layers:
+        raise HandshakeMismatch(
+            "layer range",
+            expected=f"[{assignment.layer_begin}, {assignment.layer_end})",
+            got=f"a model of {num_layers} layers",
+        )
+    if assignment.role.has_embeddings != (assignment.layer_begin == 0) or assignment.role.has_head != (
+        assignment.layer_end == num_layers
+    ):
+        raise HandshakeMismatch(
+            f"role of layers [{assignment.layer_begin}, {assignment.layer_end}) of {num_layers}",
+            expected=assignment.role.value,
+            got="a range that begins or ends elsewhere",
+        )
+
+
+def fingerprint_mismatch(checkpoint: Checkpoint, *, expected: str) -> HandshakeMismatch:
+    """For a checkpoint of this worker with another fingerprint than `expected`; says which parts differ."""
+    parts, got = differing_parts(expected, checkpoint.fingerprint), checkpoint.fingerprint
+    where = f" in its {parts}" if parts else ""
+    text = (
+        f"checkpoint {checkpoint.directory} differs from the coordinator's{where}: it has the "
+        f"fingerprint {got}, expected {expected}: copy the coordinator's checkpoint to this host, or pass "
+        "--model with the directory of a copy"
+    )
+    return HandshakeMismatch("fingerprint", expected=expected, got=got, text=text)
+
+
+def _check_memory(
+    assignment: Assignment, resources: WorkerResources, *, weight_bytes: int, kv_bytes: int
+) -> None:
+    if weight_bytes + kv_bytes > resources.memory_bytes:
+        raise StageLoadError(
+            f"layers [{assignment.layer_begin}, {assignment.layer_end}) need {weight_bytes} bytes of weights "
+            f"and {kv_bytes} of KV ({assignment.num_blocks} blocks of {assignment.block_size} tokens), "
+            f"{weight_bytes + kv_bytes} in all; this worker has {resources.memory_bytes}"
+        )
+
+
+def _kv_bytes(assignment: Assignment, config: ModelConfig) -> int:
+    num_tokens = assignment.num_blocks * assignment.block_size
+    num_layers = assignment.layer_end - assignment.layer_begin
+    return num_layers * num_tokens * kv_bytes_per_token_per_layer(config, assignment.dtype)
+
+
+def _new_pages(assignment: Assignment, config: ModelConfig, device: torch.device) -> KvPages:
+    return KvPages(
+        num_layers=assignment.layer_end - assignment.layer_begin,
+        num_blocks=assignment.num_blocks,
+        block_size=assignment.block_size,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=TORCH_DTYPES[assignment.dtype],
+        device=device,
+    )
+
+
+def _warmup_budget_s(device: torch.device, *, has_warmed_up: bool) -> float:
+    """A GPU compiles kernels for the shapes, which must not happen later; a CPU only fills its caches, and
+    for a stage after the first requests wait.
+    """
+    if device.type != "cpu":
+        return 60.0
+    return 0.1 if has_warmed_up else 1.0

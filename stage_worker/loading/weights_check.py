@@ -1,0 +1,141 @@
+"""Compares every byte of the loaded weights with the coordinator's hashes, while no step runs."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from checkpoint import Checkpoint, CheckpointError
+from checkpoint.files import FileIdentity, stat_files
+from checkpoint.hashes import HashCache, Hashes, TensorHasher, hash_when_idle
+from stageline_rpc.v1 import cluster_pb2
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedFrom:
+    """Where the weights of a stage come from: `tensors` of a checkpoint, in `files` as they were then."""
+
+    checkpoint: Checkpoint
+    files: tuple[FileIdentity, ...]
+    tensors: tuple[str, ...]
+
+
+class WeightsVerifier:
+    """How far the weights of the loaded stage were compared; finds out more in a task of its own.
+
+    Files that were found to differ are remembered for as long as the process runs and they stay the same, so
+    that joining again does not bring them back.
+    """
+
+    def __init__(self, cache: HashCache | None = None) -> None:
+        self._cache = cache
+        self._source: LoadedFrom | None = None
+        self._level = cluster_pb2.WEIGHTS_CHECK_UNSPECIFIED
+        self._task: asyncio.Task[None] | None = None
+        self._problems: dict[tuple[FileIdentity, ...], dict[str, str]] = {}
+        self._finding: _Finding | None = None
+
+    @property
+    def level(self) -> cluster_pb2.WeightsCheck.ValueType:
+        """Unspecified without a stage, and for a mock."""
+        return self._level
+
+    def problem(self, source: LoadedFrom | None) -> str:
+        """Why a stage from `source` must not serve, as far as it is known; else empty."""
+        if source is None:
+            return ""
+        known = self._problems.get(source.files, {})
+        return next((known[name] for name in source.tensors if name in known), "")
+
+    def begin_stage(self, source: LoadedFrom | None) -> None:
+        """Another stage is loaded, or none: its fingerprint is right, no more is known yet."""
+        self.cancel()
+        self._source = source
+        is_real = source is not None
+        self._level = cluster_pb2.WEIGHTS_CHECK_SAMPLED if is_real else cluster_pb2.WEIGHTS_CHECK_UNSPECIFIED
+        if is_real and not self.problem(source):
+            self._finding = None
+
+    def verify(
+        self,
+        order: cluster_pb2.VerifyWeights,
+        *,
+        activity: Callable[[], object | None],
+        reply: Callable[[cluster_pb2.WorkerMessage], None],
+    ) -> None:
+        """Begins to compare; `reply` is told if something differs. `activity`: see `hash_when_idle`."""
+        self.cancel()
+        if self._source is not None:
+            check = self._check(self._source, order, activity, reply)
+            self._task = asyncio.create_task(check, name="weights-check")
+
+    async def finding(self, *, fingerprint: str) -> cluster_pb2.WorkerMessage | None:
+        """What was found to differ, for a coordinator that may not have heard of it and serves the model with
+        this fingerprint. None if nothing was, or the files are others by now.
+        """
+        finding = self._finding
+        if finding is None or finding.source.checkpoint.fingerprint != fingerprint:
+            return None
+        return finding.message if await asyncio.to_thread(finding.is_current) else None
+
+    def cancel(self) -> None:
+        """Ends the comparison that is under way."""
+        if self._task is not None:
+            self._task.cancel()
+        self._task = None
+
+    async def _check(
+        self,
+        source: LoadedFrom,
+        order: cluster_pb2.VerifyWeights,
+        activity: Callable[[], object | None],
+        reply: Callable[[cluster_pb2.WorkerMessage], None],
+    ) -> None:
+        expected = {tensor.name: tensor.xxh3_128 for tensor in order.tensors}
+        try:
+            hasher = TensorHasher(source.checkpoint, source.tensors, files=source.files, cache=self._cache)
+            hashes = await hash_when_idle(hasher, activity, idle_s=order.idle_ms / 1000)
+        except CheckpointError as error:
+            log.warning("weights stay compared by samples only, their files cannot be hashed: %s", error)
+            return
+        problems = _differences(source, expected, hashes)
+        if not problems:
+            self._level = cluster_pb2.WEIGHTS_CHECK_FULL
+            log.info("weights are equal: %d tensors, read_bytes=%d", len(hashes), hasher.read_bytes)
+            return
+        self._problems[source.files] = problems
+        reason = next(iter(problems.values()))
+        log.error("%s", reason)
+        differ = cluster_pb2.WeightsDiffer(plan_id=order.plan_id, reason=reason)
+        self._finding = _Finding(source, cluster_pb2.WorkerMessage(weights_differ=differ))
+        reply(self._finding.message)
+
+
+@dataclass(frozen=True, slots=True)
+class _Finding:
+    """A stage's files that were found to differ, and the report of it."""
+
+    source: LoadedFrom
+    message: cluster_pb2.WorkerMessage
+
+    def is_current(self) -> bool:
+        """The files are still those that were compared."""
+        names = (file.name for file in self.source.files)
+        return stat_files(self.source.checkpoint.directory, names) == self.source.files
+
+
+def _differences(source: LoadedFrom, expected: Hashes, hashes: Hashes) -> dict[str, str]:
+    """By name of the tensor, in the order of the stage's tensors: what differs, as a sentence."""
+    differing = [name for name in source.tensors if hashes[name] != expected.get(name)]
+    count = f"{len(differing)} of {len(source.tensors)} tensors of this stage differ"
+    return {
+        name: f"{_path(source, name)}: tensor {name} has the XXH3-128 {hashes[name].hex()}, "
+        f"the coordinator's {expected.get(name, b'').hex() or 'none'}; {count}"
+        for name in differing
+    }
+
+
+def _path(source: LoadedFrom, name: str) -> str:
+    return str(source.checkpoint.directory / source.checkpoint.tensors[name].file)

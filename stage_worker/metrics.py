@@ -1,0 +1,289 @@
+"""Metrics of a worker and their export to the coordinator.
+
+The time of an epoch is cut at the moments that the session knows of every step, in the order of the steps:
+
+    wait: computed(before) -> received      nothing was queued and nothing computed
+    (rest): received or computed(before), the later -> started      handing over to whoever computes
+    busy: started -> ready
+    send: ready -> sent                     while the next step is computed
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import grpc
+import psutil
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceResponse
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2_grpc import MetricsServiceStub
+
+from stage_worker.assignment import Assignment
+from stage_worker.backends.backend import LoadedStage
+from stage_worker.backends.contract import HandedOn, StepObserver, TimedOutput
+from telemetry.metrics import definitions
+from telemetry.metrics.definitions import Process
+from telemetry.metrics.otlp import encode_metrics
+from telemetry.metrics.registry import Distribution, Number, Registry, Snapshot, TakeSnapshot
+from telemetry.settings import TelemetrySettings
+from telemetry.span_recorder import SpanRecorder, new_resource
+from wire.channels import client_channel
+from wire.frames import Frame
+from wire.tensors import TensorView
+
+if TYPE_CHECKING:
+    from telemetry.metrics.collector_export import CollectorExport
+
+log = logging.getLogger(__name__)
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process."""
+    return int(psutil.Process().memory_info().rss)
+
+
+DEADLINE_S = 1.0
+
+
+class CoordinatorExport:
+    """One call per interval; what does not arrive is counted in `num_failed`, and made up for by the next."""
+
+    def __init__(
+        self, coordinator: str, take_snapshot: TakeSnapshot, resource: Mapping[str, str], *, interval_s: float
+    ) -> None:
+        self._coordinator = coordinator
+        self._take_snapshot = take_snapshot
+        self._resource = resource
+        self._interval_s = interval_s
+        self.num_failed = 0
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with client_channel(self._coordinator) as channel:
+            stub: Any = MetricsServiceStub(channel)
+            while True:
+                await asyncio.sleep(self._interval_s)
+                await self._export(stub)
+
+    async def _export(self, stub: Any) -> None:
+        request = encode_metrics(self._take_snapshot(), self._resource)
+        try:
+            response: ExportMetricsServiceResponse = await stub.Export(request, timeout=DEADLINE_S)
+        except grpc.aio.AioRpcError as error:
+            log.debug("metrics not taken: %s: %s", error.code().name, error.details())
+            self.num_failed += 1
+        else:
+            self.num_failed += response.partial_success.rejected_data_points > 0
+
+
+class ObservedStage(Protocol):
+    """What is read off the stage now and then."""
+
+    @property
+    def loaded(self) -> LoadedStage | None: ...
+
+    @property
+    def is_idle(self) -> bool:
+        """An epoch serves, and no frame waits or is computed."""
+
+
+@dataclass(slots=True)
+class _Series:
+    """Of one stage; `wait_s` is exact up to the last step, what is told may be some microseconds ahead."""
+
+    busy: Number
+    wait: Number
+    send: Number
+    serving: Number
+    step_time: Distribution
+    received: Number
+    sent: Number
+    received_bytes: Number
+    sent_bytes: Number
+    hits: Number
+    wanted: Number
+    wait_s: float = 0.0
+
+
+class StageMetrics(StepObserver):
+    """Recorded on the event loop. The stage may change; its series then go on as those of another."""
+
+    def __init__(self, registry: Registry, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._busy = registry.number(definitions.BUSY_TIME)
+        self._wait = registry.number(definitions.WAIT_TIME)
+        self._send = registry.number(definitions.SEND_TIME)
+        self._serving = registry.number(definitions.SERVING_TIME)
+        self._step_time = registry.distribution(definitions.STAGE_STEP_TIME)
+        self._frames = registry.number(definitions.FRAMES)
+        self._bytes = registry.number(definitions.ACTIVATION_BYTES)
+        self._hits = registry.number(definitions.PREFIX_HITS)
+        self._wanted = registry.number(definitions.PREFIX_WANTED)
+        self._blocks = registry.number(definitions.KV_BLOCKS)
+        self._load_time = registry.number(definitions.LOAD_TIME)
+        self._memory = registry.number(definitions.STAGE_MEMORY)
+        self._how = registry.number(definitions.STAGE_COMPUTE)
+        self._by_stage: dict[int, _Series] = {}
+        self._now: _Series | None = None
+        self._counted_s = 0.0
+        self._computed_s = 0.0
+        self._num_hits = self._num_wanted = 0
+        self._stage: ObservedStage | None = None
+        registry.read_with(self._read)
+
+    def watch(self, stage: ObservedStage) -> None:
+        """Reads off this one; once."""
+        self._stage = stage
+
+    def epoch_began(self, assignment: Assignment, epoch: int) -> None:
+        stage = assignment.stage
+        if stage not in self._by_stage:
+            self._by_stage[stage] = self._series(str(stage))
+        self._now = self._by_stage[stage]
+        self._counted_s = self._computed_s = self._clock()
+        self._num_hits = self._num_wanted = 0
+
+    def step_done(self, frame: Frame, output: TimedOutput, sent_s: float) -> None:
+        series, timing = self._now, output.timing
+        if series is None:
+            return
+        compute_s = timing.ready_s - timing.started_s
+        series.busy.value += compute_s
+        series.step_time.observe(compute_s)
+        series.send.value += sent_s - timing.ready_s
+        series.wait_s += max(0.0, timing.received_s - self._computed_s)
+        self._computed_s = timing.ready_s
+        series.received.value += 1
+        series.received_bytes.value += _num_bytes(frame.hidden)
+        series.sent.value += 1
+        if isinstance(output.output, HandedOn):
+            series.sent_bytes.value += _num_bytes(output.output.hidden)
+
+    def epoch_over(self) -> None:
+        self._read_counters()
+        self._now = None
+
+    def _series(self, stage: str) -> _Series:
+        receive, transmit = definitions.DIRECTION.values
+        return _Series(
+            busy=self._busy.of(stage),
+            wait=self._wait.of(stage),
+            send=self._send.of(stage),
+            serving=self._serving.of(stage),
+            step_time=self._step_time.of(stage),
+            received=self._frames.of(stage, receive),
+            sent=self._frames.of(stage, transmit),
+            received_bytes=self._bytes.of(stage, receive),
+            sent_bytes=self._bytes.of(stage, transmit),
+            hits=self._hits.of(stage),
+            wanted=self._wanted.of(stage),
+        )
+
+    def _read(self) -> None:
+        self._read_counters()
+        for family in (self._blocks, self._load_time, self._memory, self._how):
+            family.clear()
+        if self._stage is not None and (loaded := self._stage.loaded) is not None:
+            self._read_stage(loaded)
+
+    def _read_counters(self) -> None:
+        """Those that grow while an epoch serves, whether steps come or not."""
+        series, stage = self._now, self._stage
+        if series is None or stage is None:
+            return
+        now_s = self._clock()
+        series.serving.value += now_s - self._counted_s
+        self._counted_s = now_s
+        idle_s = max(0.0, now_s - self._computed_s) if stage.is_idle else 0.0
+        # A step may be done and not told of yet: then this was ahead, and must not go back.
+        series.wait.value = max(series.wait.value, series.wait_s + idle_s)
+        if stage.loaded is not None:
+            stats = stage.loaded.executor.stats
+            series.hits.value += stats.blocks_hit - self._num_hits
+            series.wanted.value += stats.blocks_wanted - self._num_wanted
+            self._num_hits, self._num_wanted = stats.blocks_hit, stats.blocks_wanted
+
+    def _read_stage(self, loaded: LoadedStage) -> None:
+        stage, stats = str(loaded.assignment.stage), loaded.executor.stats
+        for state, count in (
+            ("active", stats.blocks_active),
+            ("inactive", stats.blocks_inactive),
+            ("free", stats.blocks_free),
+        ):
+            self._blocks.of(stage, state).set(count)
+        self._load_time.of(stage, "load").set(loaded.load_ms / 1000)
+        self._load_time.of(stage, "warmup").set(loaded.warmup_ms / 1000)
+        self._memory.of(stage, "weights").set(loaded.weight_bytes)
+        self._memory.of(stage, "kv").set(loaded.kv_bytes)
+        dtype = loaded.assignment.dtype.value
+        self._how.of(loaded.device, dtype, loaded.kernels or "none").set(1)
+
+
+def _num_bytes(hidden: TensorView | None) -> int:
+    return 0 if hidden is None else memoryview(hidden.data).nbytes
+
+
+class WorkerMetrics:
+    """Used from the event loop only. `stage` is for the sessions; `start` once the worker has its name."""
+
+    def __init__(self, settings: TelemetrySettings) -> None:
+        self._settings = settings
+        self._registry = Registry(start_ns=time.time_ns())
+        self.stage = StageMetrics(self._registry)
+        self._memory = self._registry.number(definitions.RESIDENT_MEMORY).of()
+        self._dropped_spans = self._registry.number(definitions.DROPPED_SPANS).of()
+        self._failed_exports = self._registry.number(definitions.FAILED_EXPORTS)
+        self._spans: SpanRecorder | None = None
+        self._to_coordinator: CoordinatorExport | None = None
+        self._to_collector: CollectorExport | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._registry.read_with(self._read)
+
+    def snapshot(self) -> Snapshot:
+        """All metrics as of now."""
+        return self._registry.snapshot(time.time_ns())
+
+    def start(self, name: str, coordinator: str, stage: ObservedStage, spans: SpanRecorder) -> None:
+        """Exports from now on: to the coordinator, and to the collector if there is one."""
+        self.stage.watch(stage)
+        self._spans = spans
+        settings = self._settings
+        if settings.is_disabled:
+            return
+        export, service = settings.metrics, Process.WORKER.value
+        self._to_coordinator = CoordinatorExport(
+            coordinator,
+            self.snapshot,
+            {"service.name": service, "service.instance.id": name},
+            interval_s=export.to_coordinator_interval_s,
+        )
+        self._task = asyncio.create_task(self._to_coordinator.run(), name="metrics-to-coordinator")
+        if export.collector is None:
+            return
+        # Imported late: some MB that a worker without a collector does not need.
+        from telemetry.metrics.collector_export import CollectorExport
+
+        resource = new_resource(service, instance=name, version=settings.service_version)
+        self._to_collector = CollectorExport(
+            export.collector, self.snapshot, resource, interval_s=export.interval_s
+        )
+        self._to_collector.start()
+
+    async def close(self) -> None:
+        """Exports once more to the collector, without waiting for long."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._to_collector is not None:
+            await self._to_collector.close()
+
+    def _read(self) -> None:
+        self._memory.set(resident_bytes())
+        if self._spans is not None:
+            self._dropped_spans.set(self._spans.num_dropped)
+        if self._to_coordinator is not None:
+            self._failed_exports.of("coordinator").set(self._to_coordinator.num_failed)
+        if self._to_collector is not None:
+            self._failed_exports.of("collector").set(self._to_collector.num_failed)

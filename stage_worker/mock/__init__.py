@@ -1,1 +1,0 @@
-"""A mock stage: real frames, real KV accounting, and simulated time in the place of computation."""

@@ -1,0 +1,224 @@
+"""The layers of one stage: a configurable decoder for Llama, Mistral, Qwen2 and Qwen3 checkpoints.
+
+Numerics follow transformers, so that float32 greedy tokens agree with its `generate`: RMSNorm in float32 and
+rounded before its weight; rotary angles in float32, cos and sin rounded to the run dtype; attention scaled by
+head_dim ** -0.5; residuals in the run dtype; logits computed in the run dtype and returned as float32. Fused
+projections compute the same sums as separate ones. The final norm belongs to `logits`, which only ever sees
+the rows that need logits; hidden states travel un-normed.
+
+bfloat16 on a CPU that has products for it rounds in two places otherwise: a projection that ends in the
+residual stream is added to it before it is rounded (transformers rounds it, adds, and rounds again), and
+attention multiplies its float32 scale with the scores, not with the queries.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding
+
+from checkpoint import Checkpoint, DType, ModelConfig, stage_weight_bytes
+from stage_worker.backends.contract import KernelChoice
+from stage_worker.model.kernels import Kernels
+from stage_worker.model.layer_weights import TORCH_DTYPES
+from stage_worker.model.operations import rms_norm
+from stage_worker.model.parts import (
+    LoadedParts,
+    LoadedWeights,
+    NeededParts,
+    PartLoader,
+    PartsOrigin,
+    PartsRead,
+)
+from stage_worker.model.rope import Rope
+from stage_worker.model.step_layout import PagedKv, StepLayout, ViewRules
+from stage_worker.model.weights import NO_PROGRESS, ReadProgress, file_identities
+from stage_worker.validation import SliceLayout
+
+log = logging.getLogger(__name__)
+
+_GATHERED_BYTES = 8 * 1024 * 1024
+"""What a CPU gathers at once for sequences that decode; more would not stay in a cache until it is used."""
+
+_FEWEST_ROWS = 4
+"""oneDNN's packed products of 1 and 2 rows take 1.1 to 1.4 times as long as those of 4."""
+
+
+class DecoderStage:
+    """Layers [layer_begin, layer_end) of a model, with the embeddings and the output head if asked for.
+
+    Holds weights only; keys and values live in the pages given to `forward`. Not for concurrent use.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        layer_begin: int,
+        layer_end: int,
+        has_embeddings: bool,
+        has_head: bool,
+        dtype: DType,
+        device: torch.device | str = "cpu",
+        kernels: Kernels | None = None,
+        choice: KernelChoice = KernelChoice.AUTO,
+    ) -> None:
+        """Describe the stage; `load` allocates and fills the weights. `kernels` are those of `choice` on the
+        device unless given. Raises ValueError for an empty or impossible layer range, and
+        KernelsUnavailable."""
+        if not 0 <= layer_begin < layer_end <= config.num_layers:
+            raise ValueError(
+                f"layers [{layer_begin}, {layer_end}) of a model with {config.num_layers} layers"
+            )
+        self.config = config
+        self.layers = range(layer_begin, layer_end)
+        self.has_embeddings = has_embeddings
+        self.has_head = has_head
+        self.dtype = dtype
+        self.torch_dtype = TORCH_DTYPES[dtype]
+        self.device = torch.device(device)
+        self.windows = config.layer_windows[layer_begin:layer_end]
+        self.kernels = kernels or Kernels.of(config, self.device, self.torch_dtype, choice)
+        self._windows = frozenset(self.windows)
+        self._rope = Rope(config, self.torch_dtype, self.device)
+        self._weights: LoadedWeights | None = None
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the stage's weights in the run dtype; a tied head beside its embeddings counts once."""
+        return stage_weight_bytes(
+            self.config,
+            self.dtype,
+            self.layers.start,
+            self.layers.stop,
+            has_embeddings=self.has_embeddings,
+            has_head=self.has_head,
+        )
+
+    @torch.inference_mode()
+    def load(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        parts: LoadedParts | None = None,
+        progress: ReadProgress = NO_PROGRESS,
+    ) -> PartsRead:
+        """Read those of this stage's tensors, and no others, that are not among `parts` already, converting
+        them to the run dtype. What else is in `parts` is dropped first; afterwards they are this stage's.
+
+        Raises ValueError when the checkpoint's config is not the stage's, and what `load_tensors` and
+        `progress` raise; the stage then stays without weights, and `parts` holds those that are complete.
+        """
+        if checkpoint.config != self.config:
+            raise ValueError(f"the checkpoint in {checkpoint.directory} has another config than this stage")
+        parts = LoadedParts() if parts is None else parts
+        needed = self._needed()
+        parts.retain(needed, self._origin(checkpoint))
+        loader = PartLoader(checkpoint, parts, needed, kernels=self.kernels, new=self._new_tensor)
+        read = loader.load(progress)
+        self._weights = parts.weights(needed)
+        log.info(
+            "layers [%d, %d) in %s on %s: %s",
+            self.layers.start,
+            self.layers.stop,
+            self.dtype.value,
+            self.device,
+            self.kernels,
+        )
+        return read
+
+    @torch.inference_mode()
+    def layout(self, slices: list[SliceLayout], *, block_size: int) -> StepLayout:
+        """The StepLayout of `slices` for this stage. Raises ValueError, see `StepLayout.build`."""
+        return StepLayout.build(
+            slices,
+            windows=self._windows,
+            rope=self._rope,
+            rules=ViewRules(
+                block_size=block_size,
+                dtype=self.torch_dtype,
+                kernels=self.kernels,
+                max_keys=self._max_keys,
+            ),
+            device=self.device,
+        )
+
+    @torch.inference_mode()
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Hidden states [n, hidden_size] of `token_ids` int64 [n].
+
+        Raises ValueError for an id outside the vocabulary; ids that are on a GPU already are not checked.
+        """
+        weight = self._loaded().embeddings
+        assert weight is not None, "embed() on a stage without embeddings"
+        if token_ids.device.type == "cpu" and token_ids.numel():
+            low, high = (int(x) for x in token_ids.aminmax())
+            if low < 0 or high >= self.config.vocab_size:
+                raise ValueError(f"token ids {low}..{high} for a vocabulary of {self.config.vocab_size}")
+        return embedding(token_ids.to(self.device), weight)
+
+    @torch.inference_mode()
+    def forward(self, hidden: Tensor, step: StepLayout, pages: PagedKv) -> Tensor:
+        """Hidden states [n, hidden_size] after the stage's layers; keys and values go to `pages`.
+
+        Does not modify `hidden`. Raises ValueError when it has another shape or dtype than the step needs.
+        """
+        expected = (step.num_tokens, self.config.hidden_size)
+        if hidden.shape != expected or hidden.dtype != self.torch_dtype:
+            given = f"{tuple(hidden.shape)} {hidden.dtype}"
+            raise ValueError(f"hidden states {given}, the step needs {expected} {self.torch_dtype}")
+        if step.writes.begun is not None:
+            pages.clear(step.writes.begun)
+        hidden = self._with_fewest_rows(hidden)
+        for index, layer in enumerate(self._loaded().layers):
+            hidden = layer.forward(hidden, step, pages, index)
+        return hidden[: step.num_tokens]
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits float32 [m, vocab_size] of the last layer's hidden states [m, hidden_size]."""
+        weights = self._loaded()
+        assert weights.final_norm is not None, "logits() on a stage without output head"
+        assert weights.head is not None
+        normed = rms_norm(self._with_fewest_rows(hidden), weights.final_norm, self.config.rms_norm_eps)
+        return weights.head(normed)[: len(hidden)].to(torch.float32)
+
+    @property
+    def _max_keys(self) -> int:
+        """Keys of one layer that a decode view gathers; a GPU takes all at once."""
+        if self.device.type != "cpu":
+            return sys.maxsize
+        return _GATHERED_BYTES // (2 * self.config.kv_size * self.dtype.size_bytes)
+
+    def _with_fewest_rows(self, hidden: Tensor) -> Tensor:
+        missing = _FEWEST_ROWS - len(hidden) if self.kernels.packs_weights else 0
+        if missing <= 0:
+            return hidden
+        return torch.cat((hidden, hidden.new_zeros(missing, hidden.shape[1])))
+
+    def _needed(self) -> NeededParts:
+        return NeededParts(
+            layers=self.layers,
+            has_embeddings=self.has_embeddings,
+            has_head=self.has_head,
+            is_tied=self.config.tie_word_embeddings,
+        )
+
+    def _origin(self, checkpoint: Checkpoint) -> PartsOrigin:
+        return PartsOrigin(
+            fingerprint=checkpoint.fingerprint,
+            files=file_identities(checkpoint),
+            dtype=self.torch_dtype,
+            device=self.device,
+            kernels=self.kernels,
+        )
+
+    def _loaded(self) -> LoadedWeights:
+        assert self._weights is not None, "the stage's weights are not loaded"
+        return self._weights
+
+    def _new_tensor(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.torch_dtype, device=self.device)

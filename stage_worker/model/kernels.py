@@ -1,0 +1,137 @@
+"""Kernel choice of a stage, made once and reported.
+
+Where installing found no C compiler the module is not there; then, and for shapes and CPUs that the functions
+are not made for, torch's operators do the same work.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from types import ModuleType
+
+import torch
+
+from checkpoint import ModelConfig
+from stage_worker.backends.contract import KernelChoice, KernelsUnavailable
+
+_MODULE = "stage_worker.model._cpu_kernels"
+_HEAD_DIMS = (32, 64, 96, 128, 256)
+_MOST_ELEMENTS = 64 * 256
+_LANES = 16
+
+
+def load() -> ModuleType:
+    """The compiled module. Raises ImportError where it was not built."""
+    return importlib.import_module(_MODULE)
+
+
+def missing_because() -> str | None:
+    """Why this installation or CPU has no compiled functions, whatever the model; None if it has them."""
+    try:
+        module = load()
+    except ImportError:
+        return "the compiled kernels were not built when Stageline was installed"
+    return None if module.is_supported() else "this CPU lacks AVX-512 with bfloat16"
+
+
+def unavailable_because(config: ModelConfig) -> str | None:
+    """Why a model of this shape cannot be computed here by the compiled functions; None if it can."""
+    if (reason := missing_because()) is not None:
+        return reason
+    if config.head_dim not in _HEAD_DIMS or config.q_size > _MOST_ELEMENTS:
+        return f"{config.num_attention_heads} heads of {config.head_dim} are none that the kernels are for"
+    if config.hidden_size % _LANES or config.intermediate_size % _LANES:
+        return f"widths {config.hidden_size} and {config.intermediate_size} are no multiples of {_LANES}"
+    return None
+
+
+class AttentionMethod(Enum):
+    """How queries meet keys and values; the value is what logs call it."""
+
+    SDPA = "scaled_dot_product_attention"
+    PRODUCTS = "batched products"
+    IN_PLACE = "compiled kernels"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """`packs_weights`: oneDNN's own order of the elements, in which bfloat16 products at decode sizes take
+    0.45 to 0.6 of the time. `decode` and `prefill`: how one-token slices attend, and longer ones. With
+    IN_PLACE, norms, rotation and gates are compiled as well (see `native_operations`)."""
+
+    packs_weights: bool
+    decode: AttentionMethod
+    prefill: AttentionMethod
+    not_compiled_because: str | None = field(default=None, compare=False)
+
+    @classmethod
+    def of(
+        cls,
+        config: ModelConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        choice: KernelChoice = KernelChoice.AUTO,
+    ) -> Kernels:
+        """Under AUTO what is fastest for `dtype` on `device`, see bench/README.md. Raises KernelsUnavailable
+        where COMPILED cannot be.
+
+        Only bfloat16 on a CPU is special. Where a CPU has AMX, SDPA packs keys for it, which pays for
+        prompts; one query per sequence is too little work to pay for packing.
+        """
+        if choice is KernelChoice.PLAIN:
+            return replace(PLAIN, not_compiled_because="chosen with --kernels plain")
+        reason = _not_on(device) or _not_in(dtype) or unavailable_because(config)
+        if choice is KernelChoice.COMPILED and reason is not None:
+            raise KernelsUnavailable(f"--kernels compiled cannot be: {reason}")
+        if device.type != "cpu" or dtype is not torch.bfloat16 or not _has_bf16_products():
+            return replace(PLAIN, not_compiled_because=reason)
+        has_amx = torch.cpu._is_amx_tile_supported()
+        return cls(
+            packs_weights=True,
+            decode=AttentionMethod.IN_PLACE if reason is None else AttentionMethod.PRODUCTS,
+            prefill=AttentionMethod.SDPA if has_amx else AttentionMethod.PRODUCTS,
+            not_compiled_because=reason,
+        )
+
+    @property
+    def choice(self) -> KernelChoice:
+        """COMPILED where compiled functions compute a layer's operations, else PLAIN."""
+        is_compiled = self.decode is AttentionMethod.IN_PLACE
+        return KernelChoice.COMPILED if is_compiled else KernelChoice.PLAIN
+
+    def __str__(self) -> str:
+        weights = "packed" if self.packs_weights else "plain"
+        reason = f" ({self.not_compiled_because})" if self.not_compiled_because else ""
+        return f"{weights} weights, decode by {self.decode.value}{reason}, prefill by {self.prefill.value}"
+
+
+PLAIN = Kernels(packs_weights=False, decode=AttentionMethod.SDPA, prefill=AttentionMethod.SDPA)
+"""What every device and dtype can do."""
+
+
+def check_choice(choice: KernelChoice, device: torch.device) -> None:
+    """Raises KernelsUnavailable for what can be on `device` for no model and dtype."""
+    if choice is KernelChoice.COMPILED and (reason := _not_on(device) or missing_because()) is not None:
+        raise KernelsUnavailable(f"--kernels compiled cannot be: {reason}")
+
+
+def _not_on(device: torch.device) -> str | None:
+    return None if device.type == "cpu" else f"the compiled kernels are for CPUs, not for {device}"
+
+
+def _not_in(dtype: torch.dtype) -> str | None:
+    if dtype is not torch.bfloat16:
+        return f"the compiled kernels are for bf16, not for {str(dtype).removeprefix('torch.')}"
+    return None if _has_bf16_products() else "oneDNN has no bfloat16 products for this CPU"
+
+
+def _has_bf16_products() -> bool:
+    """oneDNN has bfloat16 kernels for this CPU, and this build of torch the operators that use them."""
+    names = ("_reorder_linear_weight", "_linear_pointwise")
+    return (
+        torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        and all(hasattr(torch.ops.mkldnn, name) for name in names)
+        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    )

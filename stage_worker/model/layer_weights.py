@@ -1,0 +1,141 @@
+"""Weight tensors of a layer with fused projections, and their matrix products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from checkpoint import DType, ModelConfig
+from checkpoint.tensors import layer_tensor_name
+from stage_worker.model.kernels import Kernels
+
+TORCH_DTYPES = {DType.BF16: torch.bfloat16, DType.F16: torch.float16, DType.F32: torch.float32}
+
+
+_EXPECTED_ROWS = 16
+"""What oneDNN packs for; measured, it packs alike for 1 to 64."""
+
+
+class Projection(Protocol):
+    """One weight matrix [out, in] with or without a bias [out]."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[n, out] for `x` [n, in]."""
+
+    def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """`residual` [n, out] plus the projection of `x` [n, in], as a new tensor."""
+
+
+def project(weight: Tensor, bias: Tensor | None, kernels: Kernels) -> Projection:
+    """The projection by `weight`, which is copied where it is packed."""
+    return PackedProjection(weight, bias) if kernels.packs_weights else PlainProjection(weight, bias)
+
+
+class PlainProjection:
+    """`torch.nn.functional.linear`; the sum with the residual is rounded after the product is."""
+
+    __slots__ = ("bias", "weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+    def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias).add_(residual)
+
+
+class PackedProjection:
+    """oneDNN's inner product on a weight that was reordered once (what Inductor's freezing calls, too).
+
+    Products are summed in float32; the residual is added to that sum, and the result is rounded once.
+    """
+
+    __slots__ = ("_bias", "_linear", "_linear_add", "_packed")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        operators = torch.ops.mkldnn
+        self._packed = operators._reorder_linear_weight(weight, _EXPECTED_ROWS)
+        self._bias = bias
+        self._linear = operators._linear_pointwise.default
+        self._linear_add = operators._linear_pointwise.binary
+
+    def __call__(self, x: Tensor) -> Tensor:
+        product: Tensor = self._linear(x, self._packed, self._bias, "none", [], "")
+        return product
+
+    def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        total: Tensor = self._linear_add(x, residual, self._packed, self._bias, "add")
+        return total
+
+
+Destinations = dict[str, Tensor]
+"""For each checkpoint tensor the contiguous view that it is loaded into."""
+
+NewTensor = Callable[..., Tensor]
+"""Makes an uninitialised tensor of the given sizes, in the run dtype on the stage's device."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class LayerWeights:
+    """One decoder layer. Matrices are [out, in]; `qkv` and `gate_up` stack their parts by rows."""
+
+    input_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Tensor
+    o_bias: Tensor | None
+    post_attention_norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
+def allocate_layer(config: ModelConfig, layer: int, new: NewTensor) -> tuple[LayerWeights, Destinations]:
+    """Uninitialised weights of the model's layer number `layer`, and their destinations."""
+    places: Destinations = {}
+
+    def one(suffix: str, *shape: int) -> Tensor:
+        return places.setdefault(layer_tensor_name(layer, suffix), new(*shape))
+
+    def stacked(suffixes: dict[str, int], *width: int) -> Tensor:
+        fused = new(sum(suffixes.values()), *width)
+        for suffix, part in zip(suffixes, torch.split(fused, list(suffixes.values())), strict=True):
+            places[layer_tensor_name(layer, suffix)] = part
+        return fused
+
+    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+    qkv = {f"self_attn.{x}_proj": size for x, size in zip("qkv", _qkv_sizes(config), strict=True)}
+    gate_up = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
+    weights = LayerWeights(
+        input_norm=one("input_layernorm.weight", hidden),
+        qkv=stacked(_suffixed(qkv, "weight"), hidden),
+        qkv_bias=stacked(_suffixed(qkv, "bias")) if config.qkv_bias else None,
+        q_norm=one("self_attn.q_norm.weight", head_dim) if config.qk_norm else None,
+        k_norm=one("self_attn.k_norm.weight", head_dim) if config.qk_norm else None,
+        o=one("self_attn.o_proj.weight", hidden, config.q_size),
+        o_bias=one("self_attn.o_proj.bias", hidden) if config.o_bias else None,
+        post_attention_norm=one("post_attention_layernorm.weight", hidden),
+        gate_up=stacked(_suffixed(gate_up, "weight"), hidden),
+        gate_up_bias=stacked(_suffixed(gate_up, "bias")) if config.mlp_bias else None,
+        down=one("mlp.down_proj.weight", hidden, inner),
+        down_bias=one("mlp.down_proj.bias", hidden) if config.mlp_bias else None,
+    )
+    return weights, places
+
+
+def _qkv_sizes(config: ModelConfig) -> tuple[int, int, int]:
+    return config.q_size, config.kv_size, config.kv_size
+
+
+def _suffixed(sizes: dict[str, int], kind: str) -> dict[str, int]:
+    return {f"{name}.{kind}": size for name, size in sizes.items()}

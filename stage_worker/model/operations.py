@@ -1,0 +1,192 @@
+"""Operations between the matrix products of a layer, as torch operators or compiled functions.
+
+In both the heads that share a key stand side by side as query rows: with SDPA `enable_gqa=True` is ten times
+slower on a CPU, and with a mask keeps CUDA from its fused kernels. Batched products are for bfloat16 on a
+CPU, where SDPA calls one small product per sequence and head. Scores and softmax are float32 as in SDPA:
+scores that are rounded to bfloat16, as a plain product gives them, cost up to five times the error.
+
+Rounding follows torch's operators: float32 inside, bfloat16 where
+`norms`, `rope` and silu round; attention keeps its weights in float32.
+
+The functions run on the calling thread alone, and let other Python threads run meanwhile.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import rms_norm as scaled_to_unit
+from torch.nn.functional import scaled_dot_product_attention, silu
+
+from stage_worker.model.kernels import AttentionMethod, Kernels, load
+from stage_worker.model.rope import rotate_
+from stage_worker.model.step_layout import DecodeView, PagedKv, StepLayout
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x` [..., width] scaled to unit mean square over the last dimension, times `weight` [width].
+
+    The mean square and the scaling are computed in float32, the result is rounded to x's dtype, and only
+    then multiplied by the weight in that dtype: the order of transformers' LlamaRMSNorm, on which
+    bit-equality in bf16 depends. (torch multiplies before it rounds when it is given the weight.)
+    Source: Zhang and Sennrich 2019, arXiv:1910.07467.
+    """
+    return scaled_to_unit(x, weight.shape, None, eps).mul_(weight)
+
+
+_FEW_ELEMENTS = 1 << 19
+"""Keys up to here are cheaper to convert to float32 than to multiply twice."""
+
+
+def decode_sdpa(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """[kv_heads, b, group, head_dim] for `query` of that shape, over `keys` and `values` [kv_heads, b, s,
+    head_dim]; `mask` [1, b, 1, s] is added to the scores."""
+    return scaled_dot_product_attention(query, keys, values, attn_mask=mask)
+
+
+def decode_products(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """As `decode_sdpa`, with a float32 mask.
+
+    torch has no product of bfloat16 that returns float32 on a CPU. Many keys are multiplied twice: the second
+    product gives what the first lost to rounding (beta=-1 is added to the unrounded sum).
+    """
+    shape = (*query.shape[:3], keys.shape[2])
+    queries, keys = query.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2)
+    if keys.numel() <= _FEW_ELEMENTS:
+        parts = [torch.bmm(queries.to(torch.float32), keys.to(torch.float32))]
+    else:
+        rounded = torch.bmm(queries, keys)
+        parts = [rounded, torch.baddbmm(rounded, queries, keys, beta=-1)]
+    scores = torch.zeros(shape, dtype=torch.float32) if mask is None else mask
+    for part in parts:
+        scores = torch.add(scores, part.view(shape), alpha=query.shape[3] ** -0.5)
+    weights = torch.softmax(scores, dim=-1).to(values.dtype)
+    return torch.bmm(weights.flatten(0, 1), values.flatten(0, 1)).view_as(query)
+
+
+class NativeOperations:
+    """See `operations.Operations`. Tensors are bfloat16 on the CPU, rows contiguous."""
+
+    def __init__(self) -> None:
+        module = load()
+        self._rms_norm, self._gate = module.rms_norm, module.gate
+        self._rotate_and_write, self._attend = module.rotate_and_write, module.attend
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        rows, width = x.shape
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        self._rms_norm(x.data_ptr(), x.stride(0), weight.data_ptr(), out.data_ptr(), width, rows, width, eps)
+        return out
+
+    def rotate_and_write(
+        self, heads: Tensor, num_heads: int, layer: int, step: StepLayout, pages: PagedKv
+    ) -> None:
+        num_tokens, all_heads, head_dim = heads.shape
+        store, cos, sin = pages.store(layer), step.cos, step.sin
+        if step.writes.highest_slot >= store.shape[0] * store.shape[3]:
+            raise IndexError(f"slot {step.writes.highest_slot} of {store.shape[0] * store.shape[3]} needed")
+        shape = (num_heads, (all_heads - num_heads) // 2, head_dim, store.shape[3])
+        self._rotate_and_write(
+            heads.data_ptr(),
+            heads.stride(0),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            cos.stride(0),
+            step.writes.by_row.data_ptr(),
+            store.data_ptr(),
+            num_tokens,
+            shape,
+        )
+
+    def decode(
+        self, query: Tensor, output: Tensor, layer: int, view: DecodeView, step: StepLayout, pages: PagedKv
+    ) -> None:
+        _, num_heads, head_dim = query.shape
+        batch, width = view.pages.shape
+        store = pages.store(layer)
+        num_blocks, _, kv_heads, block_size, _ = store.shape
+        if view.highest_page >= num_blocks:
+            raise IndexError(f"page {view.highest_page} needed, {num_blocks} available")
+        assert view.ranges is not None, "a view of another kind"
+        self._attend(
+            query.data_ptr(),
+            query.stride(0),
+            store.data_ptr(),
+            view.pages.data_ptr(),
+            width,
+            view.ranges.data_ptr(),
+            0 if view.rows is None else view.rows.data_ptr(),
+            output.data_ptr(),
+            output.stride(0),
+            batch,
+            width * block_size,
+            head_dim**-0.5,
+            (num_heads, kv_heads, head_dim, block_size),
+        )
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        rows, width = gate_up.shape
+        out = gate_up.new_empty(rows, width // 2)
+        self._gate(gate_up.data_ptr(), out.data_ptr(), rows, width // 2)
+        return out
+
+
+class Operations(Protocol):
+    """Shapes are those of a step of n tokens; `layer` counts from the stage's first."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `norms.rms_norm`; `x` [n, width]."""
+
+    def rotate_and_write(
+        self, heads: Tensor, num_heads: int, layer: int, step: StepLayout, pages: PagedKv
+    ) -> None:
+        """Turn queries and keys, the first of `heads` [n, num_heads + 2 * kv_heads, head_dim], in place, and
+        write keys and values to the pages as the step says."""
+
+    def decode(
+        self, query: Tensor, output: Tensor, layer: int, view: DecodeView, step: StepLayout, pages: PagedKv
+    ) -> None:
+        """Attend with the view's rows of `query` [n, heads, head_dim]; fills the same rows of `output`."""
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up, [n, width], for both beside each other, [n, 2 * width]."""
+
+
+def operations(kernels: Kernels) -> Operations:
+    """The implementation that `kernels` names."""
+    return NativeOperations() if kernels.decode is AttentionMethod.IN_PLACE else TorchOperations()
+
+
+class TorchOperations:
+    """torch's operators, for every device and dtype."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return rms_norm(x, weight, eps)
+
+    def rotate_and_write(
+        self, heads: Tensor, num_heads: int, layer: int, step: StepLayout, pages: PagedKv
+    ) -> None:
+        kv_heads = (heads.shape[1] - num_heads) // 2
+        rotate_(heads[:, : num_heads + kv_heads], step.cos, step.sin)
+        fresh, rows = heads[:, num_heads:], step.writes.rows
+        pages.write(layer, fresh if rows is None else fresh.index_select(0, rows), step.writes.slots)
+
+    def decode(
+        self, query: Tensor, output: Tensor, layer: int, view: DecodeView, step: StepLayout, pages: PagedKv
+    ) -> None:
+        chosen = query if view.rows is None else query.index_select(0, view.rows)
+        batch, num_heads, head_dim = chosen.shape
+        keys, values = pages.gather(layer, view.pages)
+        grouped = chosen.reshape(batch, keys.shape[0], -1, head_dim).transpose(0, 1)
+        attend = decode_sdpa if step.kernels.decode is AttentionMethod.SDPA else decode_products
+        found = attend(grouped, keys, values, view.mask).transpose(0, 1).reshape(batch, num_heads, head_dim)
+        if view.rows is None:
+            output.copy_(found)
+        else:
+            output.index_copy_(0, view.rows, found)
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return silu(gate).mul_(up)

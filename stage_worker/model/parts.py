@@ -1,0 +1,241 @@
+"""Loaded parts of a stage, kept from one load to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from checkpoint import Checkpoint
+from checkpoint.files import FileIdentity
+from checkpoint.tensors import EMBEDDINGS, FINAL_NORM, OUTPUT_HEAD, layer_tensor_name, layer_tensor_shapes
+from stage_worker.model.decoder_layer import DecoderLayer
+from stage_worker.model.kernels import Kernels
+from stage_worker.model.layer_weights import NewTensor, PlainProjection, Projection, allocate_layer, project
+from stage_worker.model.weights import ReadProgress, load_tensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NeededParts:
+    """What a stage consists of: `layers` by their numbers in the model. `is_tied`: the output head is the
+    embedding matrix."""
+
+    layers: range
+    has_embeddings: bool
+    has_head: bool
+    is_tied: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartsOrigin:
+    """What parts have in common that one stage can compute with: files, and form in memory."""
+
+    fingerprint: str
+    files: tuple[FileIdentity, ...]
+    dtype: torch.dtype
+    device: torch.device
+    kernels: Kernels
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class LoadedWeights:
+    """`embeddings` is None without FIRST's part, `final_norm` and `head` without LAST's."""
+
+    layers: tuple[DecoderLayer, ...]
+    embeddings: Tensor | None
+    final_norm: Tensor | None
+    head: Projection | None
+
+
+class LoadedParts:
+    """Whole parts only, all of one origin; each is there or not. Used by one thread.
+
+    A head that is the embeddings, too, is not packed beside them: those are read by row.
+    """
+
+    def __init__(self) -> None:
+        self.origin: PartsOrigin | None = None
+        self.layers: dict[int, DecoderLayer] = {}
+        self.embeddings: Tensor | None = None
+        self.final_norm: Tensor | None = None
+        self.head: Projection | None = None
+
+    def clear(self) -> None:
+        """Holds nothing any more."""
+        self.origin = self.embeddings = self.final_norm = self.head = None
+        self._drop_layers(range(0))
+
+    def retain(self, needed: NeededParts, origin: PartsOrigin) -> None:
+        """Drops what a stage of `needed` from `origin` cannot use. A tied head may take its other form."""
+        if origin != self.origin:
+            self.clear()
+        self.origin = origin
+        self._drop_layers(needed.layers)
+        if not needed.has_head:
+            self.final_norm = None
+        if needed.is_tied:
+            self._retain_tied(needed, origin.kernels)
+            return
+        if not needed.has_embeddings:
+            self.embeddings = None
+        if not needed.has_head:
+            self.head = None
+
+    def weights(self, needed: NeededParts) -> LoadedWeights:
+        """All that `needed` names, which must be here."""
+        return LoadedWeights(
+            layers=tuple(self.layers[layer] for layer in needed.layers),
+            embeddings=self.embeddings,
+            final_norm=self.final_norm,
+            head=self.head,
+        )
+
+    def _drop_layers(self, keep: range) -> None:
+        """One after another: giving memory back holds the interpreter, and others must have their turn."""
+        for layer in [layer for layer in self.layers if layer not in keep]:
+            del self.layers[layer]
+
+    def _retain_tied(self, needed: NeededParts, kernels: Kernels) -> None:
+        matrix = self.embeddings
+        if matrix is None and isinstance(self.head, PlainProjection):
+            matrix = self.head.weight
+        self.embeddings = matrix if needed.has_embeddings else None
+        if not needed.has_head:
+            self.head = None
+        elif needed.has_embeddings:
+            self.head = None if matrix is None else PlainProjection(matrix, None)
+        elif matrix is not None:
+            self.head = project(matrix, None, kernels)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartsRead:
+    """Which parts of a stage were read, and which were there. `num_bytes` were read of the checkpoint."""
+
+    read_layers: tuple[int, ...]
+    kept_layers: tuple[int, ...]
+    read_others: tuple[str, ...]
+    kept_others: tuple[str, ...]
+    num_bytes: int
+
+    def __str__(self) -> str:
+        """Such as "layers 6-7 loaded, 0-5 kept; embeddings kept"."""
+        layers = f"layers {_runs(self.read_layers)} loaded, {_runs(self.kept_layers)} kept"
+        others = [f"{name} loaded" for name in self.read_others] + [
+            f"{name} kept" for name in self.kept_others
+        ]
+        return layers + "".join(f"; {other}" for other in others)
+
+
+class PartLoader:
+    """Completes the parts of one stage, part by part: beside whole parts at most one is in memory that is
+    not finished, and then perhaps twice, as it was read and packed."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        parts: LoadedParts,
+        needed: NeededParts,
+        *,
+        kernels: Kernels,
+        new: NewTensor,
+    ) -> None:
+        """`parts` are those of `needed` that can be used, see `LoadedParts.retain`."""
+        self._checkpoint, self._config = checkpoint, checkpoint.config
+        self._parts, self._needed = parts, needed
+        self._kernels, self._new = kernels, new
+
+    def load(self, progress: ReadProgress) -> PartsRead:
+        """Reads what is missing. Raises what `load_tensors` and `progress` raise; parts that were complete by
+        then are there."""
+        missing = list(self._missing())
+        names = [name for part in missing for name in part.tensors]
+        num_bytes = sum(entry.end - entry.begin for entry in map(self._checkpoint.tensors.__getitem__, names))
+        report = self._report(missing, num_bytes)
+        progress.expect(num_bytes)
+        for part in missing:
+            part.read(progress)
+        if self._needed.is_tied and self._needed.has_head and self._parts.embeddings is not None:
+            self._parts.head = PlainProjection(self._parts.embeddings, None)
+        return report
+
+    def _missing(self) -> Iterator[_Missing]:
+        parts, needed = self._parts, self._needed
+        if needed.has_embeddings and parts.embeddings is None:
+            yield _Missing("embeddings", (EMBEDDINGS,), self._read_embeddings)
+        suffixes = layer_tensor_shapes(self._config)
+        for layer in needed.layers:
+            if layer not in parts.layers:
+                names = tuple(layer_tensor_name(layer, suffix) for suffix in suffixes)
+                yield _Missing(layer, names, self._layer_reader(layer))
+        if needed.has_head and parts.final_norm is None:
+            yield _Missing("final norm", (FINAL_NORM,), self._read_final_norm)
+        if needed.has_head and parts.head is None and not (needed.is_tied and needed.has_embeddings):
+            yield _Missing("head", (self._head_name,), self._read_head)
+
+    @property
+    def _head_name(self) -> str:
+        return EMBEDDINGS if self._needed.is_tied else OUTPUT_HEAD
+
+    def _layer_reader(self, layer: int) -> Callable[[ReadProgress], None]:
+        def read(progress: ReadProgress) -> None:
+            self._parts.layers[layer] = self._read_layer(layer, progress)
+
+        return read
+
+    def _read_layer(self, layer: int, progress: ReadProgress) -> DecoderLayer:
+        weights, destinations = allocate_layer(self._config, layer, self._new)
+        load_tensors(self._checkpoint, destinations, progress=progress)
+        return DecoderLayer(self._config, weights, self._kernels, window=self._config.layer_windows[layer])
+
+    def _read_embeddings(self, progress: ReadProgress) -> None:
+        self._parts.embeddings = self._read_matrix(EMBEDDINGS, progress)
+
+    def _read_final_norm(self, progress: ReadProgress) -> None:
+        self._parts.final_norm = self._read_tensor(FINAL_NORM, progress, self._config.hidden_size)
+
+    def _read_head(self, progress: ReadProgress) -> None:
+        self._parts.head = project(self._read_matrix(self._head_name, progress), None, self._kernels)
+
+    def _read_matrix(self, name: str, progress: ReadProgress) -> Tensor:
+        return self._read_tensor(name, progress, self._config.vocab_size, self._config.hidden_size)
+
+    def _read_tensor(self, name: str, progress: ReadProgress, *shape: int) -> Tensor:
+        tensor = self._new(*shape)
+        load_tensors(self._checkpoint, {name: tensor}, progress=progress)
+        return tensor
+
+    def _report(self, missing: list[_Missing], num_bytes: int) -> PartsRead:
+        read = {part.name for part in missing}
+        others = ["embeddings"] * self._needed.has_embeddings + ["final norm", "head"] * self._needed.has_head
+        if self._needed.is_tied and self._needed.has_embeddings and self._needed.has_head:
+            others.remove("head")  # it is the embeddings
+        return PartsRead(
+            read_layers=tuple(layer for layer in self._needed.layers if layer in read),
+            kept_layers=tuple(layer for layer in self._needed.layers if layer not in read),
+            read_others=tuple(name for name in others if name in read),
+            kept_others=tuple(name for name in others if name not in read),
+            num_bytes=num_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Missing:
+    """A layer by its number, or another part by its name; `read` puts it in its place."""
+
+    name: int | str
+    tensors: tuple[str, ...]
+    read: Callable[[ReadProgress], None]
+
+
+def _runs(layers: tuple[int, ...]) -> str:
+    """ "0-2, 5" for (0, 1, 2, 5); "none" for ()."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][1] + 1:
+            runs[-1][1] = layer
+        else:
+            runs.append([layer, layer])
+    return ", ".join(f"{first}-{last}" if first < last else f"{first}" for first, last in runs) or "none"

@@ -1,0 +1,402 @@
+"""Everything about a step that all layers share: KV writes and attention views, computed once.
+
+Masks are additive, 0 or -inf: SDPA converts a boolean mask on every call, that is per layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stage_worker.model.kernels import AttentionMethod, Kernels
+from stage_worker.model.rope import Rope
+from stage_worker.validation import SliceLayout
+from wire.errors import require
+
+
+class PagedKv(Protocol):
+    """Keys and values of a stage's own layers, counted from 0, in pages of `block_size` slots."""
+
+    def write(self, layer: int, tokens: Tensor, slots: Tensor) -> None:
+        """Store `tokens` [n, 2 * kv_heads, head_dim], the heads of their keys, then those of their values, at
+        `slots` int64 [n], which are page * block_size + offset."""
+
+    def store(self, layer: int) -> Tensor:
+        """The pages themselves, [num_blocks, 2, kv_heads, block_size, head_dim]."""
+
+    def clear(self, pages: Tensor) -> None:
+        """Set `pages` int64 [p] to zero in all layers."""
+
+    def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of `pages` int64 [b, p], [kv_heads, b, p * block_size, head_dim] each; they hold
+        until the next gather."""
+
+
+_SHORT_TOKENS = 512
+"""One-token slices that see fewer tokens are grouped as if they saw so many: padding them costs less than one
+call more."""
+
+_QUERIES_PER_BLOCK = 128
+_SCORES_PER_BLOCK = 128 * 512
+"""Queries times keys: what 12 heads make of it in float32 is 3 MB, about what stays in a cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ViewRules:
+    """How views are made: `dtype` is the run dtype; a decode view gathers at most `max_keys` keys, unless one
+    sequence alone has more."""
+
+    block_size: int
+    dtype: torch.dtype
+    kernels: Kernels
+    max_keys: int
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class DecodeView:
+    """Keys of one-token slices of similar length, padded to the longest.
+
+    `rows` int64 [b] are the slices' rows in the step, or None where they are all its rows in order; `pages`
+    int64 [b, p], none above `highest_page`. What is gathered needs `mask` [1, b, 1, p * block_size], which
+    also hides the padding, or None where nothing is hidden; what is read in place needs `ranges` int64
+    [b, 2]: the keys that each slice sees, as (begin, end) counted from its first page.
+    """
+
+    rows: Tensor | None
+    pages: Tensor
+    highest_page: int
+    mask: Tensor | None
+    ranges: Tensor | None
+
+    def to(self, device: torch.device) -> DecodeView:
+        """The same on `device`."""
+        if device.type == "cpu":
+            return self
+        return replace(
+            self, rows=_on(self.rows, device), pages=self.pages.to(device), mask=_on(self.mask, device)
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class QueryBlock:
+    """Neighbouring queries of a slice and the keys that any of them sees, as (begin, end) among its own.
+
+    Only keys within `edges` can be hidden: (begin, mask [num_queries, num_keys]), counted from the first key
+    of the block.
+    """
+
+    queries: tuple[int, int]
+    keys: tuple[int, int]
+    edges: tuple[tuple[int, Tensor], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class PrefillView:
+    """Keys of one slice of several tokens.
+
+    `pages` int64 [1, p], or None where the slice has no history: its keys are then those just computed.
+    `num_keys` of the gathered keys are used. For SDPA there is `mask` [num_tokens, num_keys], or None for
+    plain causal; for products `blocks`, which cover all queries.
+    """
+
+    pages: Tensor | None
+    num_keys: int
+    mask: Tensor | None
+    blocks: tuple[QueryBlock, ...]
+
+    def to(self, device: torch.device) -> PrefillView:
+        """The same on `device`. Blocks are for a CPU."""
+        return replace(self, pages=_on(self.pages, device), mask=_on(self.mask, device))
+
+
+def _on(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if tensor is None else tensor.to(device)
+
+
+def decode_views(
+    slices: Sequence[SliceLayout], rows: Sequence[int], window: int | None, rules: ViewRules
+) -> list[DecodeView]:
+    """The DecodeViews of one-token slices in these rows of the step, on the CPU; `rows` is never None.
+
+    Padding at most doubles what a slice gathers, or brings it to twice `_SHORT_TOKENS`: without groups, one
+    long sequence would make every other gather as much as it does.
+    """
+    visible = [item.visible_pages(rules.block_size, window) for item in slices]
+    return [
+        _decode_view(
+            [slices[i] for i in group], [visible[i] for i in group], [rows[i] for i in group], window, rules
+        )
+        for group in _gathered_together([len(pages) for _, pages in visible], rules)
+    ]
+
+
+def _gathered_together(lengths: Sequence[int], rules: ViewRules) -> Iterator[list[int]]:
+    """Groups of indexes into `lengths`, the pages that slices see; all where nothing is gathered."""
+    if rules.kernels.decode is AttentionMethod.IN_PLACE:
+        if lengths:
+            yield list(range(len(lengths)))
+        return
+    for group in _similar(lengths, shortest=-(-_SHORT_TOKENS // rules.block_size)):
+        size = max(1, rules.max_keys // (max(lengths[index] for index in group) * rules.block_size))
+        for begin in range(0, len(group), size):
+            yield group[begin : begin + size]
+
+
+def _similar(lengths: Sequence[int], *, shortest: int) -> list[list[int]]:
+    """Indexes into `lengths` in groups, longest first, within which none is below half of the longest.
+
+    Those below `shortest` count as that long.
+    """
+    groups: list[list[int]] = []
+    longest = 0
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        if not groups or 2 * max(lengths[index], shortest) < longest:
+            groups.append([])
+            longest = lengths[index]
+        groups[-1].append(index)
+    return [sorted(group) for group in groups]
+
+
+def _decode_view(
+    slices: Sequence[SliceLayout],
+    visible: Sequence[tuple[int, Sequence[int]]],
+    rows: Sequence[int],
+    window: int | None,
+    rules: ViewRules,
+) -> DecodeView:
+    """One group, padded with the sequence's own first page, never with another sequence's: a hidden key still
+    enters the product with weight 0, and 0 times a neighbour's NaN would be NaN.
+    """
+    width = max(len(pages) for _, pages in visible)
+    padded: list[int] = []
+    ranges = []
+    for item, (first, pages) in zip(slices, visible, strict=True):
+        padded.extend(pages)
+        padded.extend([pages[0]] * (width - len(pages)))
+        begin = first * rules.block_size
+        ranges.append((item.first_visible(window) - begin, item.end_position - begin))
+    require(min(padded) >= 0, "a page before the first one of the stage's pool")
+    is_in_place = rules.kernels.decode is AttentionMethod.IN_PLACE
+    return DecodeView(
+        rows=_indices_attention_views(rows),
+        pages=_indices_attention_views(padded).view(len(slices), width),
+        highest_page=max(padded),
+        mask=None if is_in_place else _decode_mask(ranges, width * rules.block_size, rules),
+        ranges=_indices_attention_views(ranges) if is_in_place else None,
+    )
+
+
+def _indices_attention_views(values: Sequence[int] | Sequence[tuple[int, int]]) -> Tensor:
+    return torch.from_numpy(np.array(values, np.int64))
+
+
+def _decode_mask(ranges: Sequence[tuple[int, int]], num_keys: int, rules: ViewRules) -> Tensor | None:
+    """Hides the keys outside of each sequence's (begin, end)."""
+    if all(seen == (0, num_keys) for seen in ranges):
+        return None
+    # numpy, because a step's first calls of torch operators cost more than the rest of its layout.
+    mask = np.zeros((1, len(ranges), 1, num_keys), np.float32)
+    for row, (begin, end) in zip(mask[0, :, 0], ranges, strict=True):
+        row[:begin] = -np.inf
+        row[end:] = -np.inf
+    found = torch.from_numpy(mask)
+    return found if rules.kernels.decode is AttentionMethod.PRODUCTS else found.to(rules.dtype)
+
+
+def prefill_view(item: SliceLayout, window: int | None, rules: ViewRules) -> PrefillView:
+    """The PrefillView of one slice, on the CPU."""
+    if item.first_position == 0:
+        first_key, pages = 0, None
+    else:
+        first, seen = item.visible_pages(rules.block_size, window)
+        first_key, pages = first * rules.block_size, torch.tensor([seen])
+    num_keys = item.end_position - first_key
+    mask: Tensor | None = None
+    blocks: tuple[QueryBlock, ...] = ()
+    if rules.kernels.prefill is AttentionMethod.PRODUCTS:
+        blocks = tuple(_query_blocks(item, first_key, window))
+    elif item.first_position or (window is not None and window < item.num_tokens):
+        queries = (item.first_position, item.end_position)
+        mask = _causal(queries, (first_key, item.end_position), window, rules.dtype)
+    return PrefillView(pages=pages, num_keys=num_keys, mask=mask, blocks=blocks)
+
+
+def _query_blocks(item: SliceLayout, first_key: int, window: int | None) -> Iterator[QueryBlock]:
+    most_keys = item.end_position if window is None else min(item.end_position, window + _QUERIES_PER_BLOCK)
+    size = max(16, min(_QUERIES_PER_BLOCK, _SCORES_PER_BLOCK // most_keys))
+    for begin in range(item.first_position, item.end_position, size):
+        end = min(begin + size, item.end_position)
+        low = first_key if window is None else max(first_key, begin - window + 1)
+        yield QueryBlock(
+            queries=(begin - item.first_position, end - item.first_position),
+            keys=(low - first_key, end - first_key),
+            edges=tuple(_edges((begin, end), (low, end), window)),
+        )
+
+
+def _edges(
+    queries: tuple[int, int], keys: tuple[int, int], window: int | None
+) -> Iterator[tuple[int, Tensor]]:
+    """Masks for the keys that some query does not see: those that only later ones see, and those that a
+    window hides from later ones. The two may overlap."""
+    first_query, low = queries[0], keys[0]
+    if queries[1] - first_query > 1:
+        begin = first_query + 1
+        yield begin - low, _causal(queries, (begin, keys[1]), None, torch.float32)
+    if window is not None and (end := queries[1] - window) > low:
+        yield 0, _causal(queries, (low, end), window, torch.float32)
+
+
+def _causal(
+    queries: tuple[int, int], keys: tuple[int, int], window: int | None, dtype: torch.dtype
+) -> Tensor:
+    """Additive mask [num_queries, num_keys] for positions given as (begin, end)."""
+    query, key = torch.arange(*queries)[:, None], torch.arange(*keys)
+    hidden = key > query
+    if window is not None:
+        hidden |= key <= query - window
+    return _additive(hidden, dtype)
+
+
+def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class KvWrites:
+    """Which rows of the step's keys and values go to which slots (page * block_size + offset).
+
+    `rows` int64 [w], or None for all rows in order; `slots` int64 [w]; `by_row` int64 [num_tokens] says the
+    same for each row, -1 where it is not written; `highest_slot` is -1 where none is. `begun` int64 [c] are
+    the pages that this step begins and does not fill, or None. They are zeroed first, because a reused page
+    may hold the NaN of a failed sequence, which no mask can hide (0 * NaN is NaN).
+    """
+
+    rows: Tensor | None
+    slots: Tensor
+    by_row: Tensor
+    highest_slot: int
+    begun: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class AttentionViews:
+    """What the step's queries see through one window: `decodes` for the one-token slices (whatever their
+    phase: one query is computed alike in both), `prefills` for the others, in the order of
+    `StepLayout.prefill_rows`."""
+
+    decodes: tuple[DecodeView, ...]
+    prefills: tuple[PrefillView, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class StepLayout:
+    """A step of `num_tokens` rows, the slices' tokens one after another, for a stage that computes by
+    `kernels`.
+
+    `cos` and `sin` are [num_tokens, 1, head_dim], see `Rope.cos_sin`. `prefill_rows` are the row ranges of
+    the slices of several tokens. `views` has an entry for each distinct window of the stage's layers.
+    """
+
+    num_tokens: int
+    kernels: Kernels
+    cos: Tensor
+    sin: Tensor
+    writes: KvWrites
+    prefill_rows: tuple[tuple[int, int], ...]
+    views: Mapping[int | None, AttentionViews]
+
+    @classmethod
+    def build(
+        cls,
+        slices: Sequence[SliceLayout],
+        *,
+        windows: Collection[int | None],
+        rope: Rope,
+        rules: ViewRules,
+        device: torch.device,
+    ) -> StepLayout:
+        """The layout of `slices`, whose rows follow each other in this order.
+
+        `windows` are the stage's distinct windows. Raises ValueError when a slice's pages do not hold the
+        positions it writes or sees, or when there is no slice.
+        """
+        if not slices:
+            raise ValueError("a step layout needs at least one slice")
+        for item in slices:
+            for window in windows:
+                item.check(rules.block_size, window)
+        ranges = _row_ranges(slices)
+        cos, sin = rope.cos_sin(
+            [position for item in slices for position in range(item.first_position, item.end_position)]
+        )
+        singles = [item for item in slices if item.num_tokens == 1]
+        single_rows = [begin for begin, end in ranges if end - begin == 1]
+        longer = [item for item in slices if item.num_tokens > 1]
+
+        def view(window: int | None) -> AttentionViews:
+            decodes = decode_views(singles, single_rows, window, rules)
+            prefills = [prefill_view(item, window, rules) for item in longer]
+            if len(decodes) == 1 and not longer:
+                decodes = [replace(decodes[0], rows=None)]
+            return AttentionViews(
+                decodes=tuple(view.to(device) for view in decodes),
+                prefills=tuple(view.to(device) for view in prefills),
+            )
+
+        return cls(
+            num_tokens=ranges[-1][1],
+            kernels=rules.kernels,
+            cos=cos,
+            sin=sin,
+            writes=_kv_writes(slices, ranges, rules.block_size, device),
+            prefill_rows=tuple((begin, end) for begin, end in ranges if end - begin > 1),
+            views={window: view(window) for window in windows},
+        )
+
+
+def _row_ranges(slices: Sequence[SliceLayout]) -> list[tuple[int, int]]:
+    ranges, begin = [], 0
+    for item in slices:
+        ranges.append((begin, begin + item.num_tokens))
+        begin += item.num_tokens
+    return ranges
+
+
+def _kv_writes(
+    slices: Sequence[SliceLayout], ranges: Sequence[tuple[int, int]], block_size: int, device: torch.device
+) -> KvWrites:
+    rows: list[int] = []
+    slots: list[int] = []
+    begun: list[int] = []
+    for item, (row_begin, _) in zip(slices, ranges, strict=True):
+        for begin, end in item.written_runs():
+            rows.extend(range(row_begin + begin - item.first_position, row_begin + end - item.first_position))
+        for page, begin, end in item.written_blocks(block_size):
+            base = page * block_size
+            slots.extend(range(base + begin, base + end))
+            if begin == 0 and end < block_size:
+                begun.append(page)
+    num_rows = ranges[-1][1]
+    where = _indices(slots, device)
+    if len(rows) == num_rows:
+        every, by_row = None, where
+    else:
+        every = _indices(rows, device)
+        by_row = torch.full((num_rows,), -1, device=device).index_copy_(0, every, where)
+    return KvWrites(
+        rows=every,
+        slots=where,
+        by_row=by_row,
+        highest_slot=max(slots, default=-1),
+        begun=_indices(begun, device) if begun else None,
+    )
+
+
+def _indices(values: list[int], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.array(values, np.int64)).to(device)

@@ -1,0 +1,143 @@
+"""Sending end of one stream: to the next stage, or from LAST to the coordinator."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import grpc
+
+from stage_worker.backends.contract import HandedOn, TimedOutput
+from stageline_rpc.v1 import stage_pb2, stage_pb2_grpc
+from wire.channels import client_channel
+from wire.errors import StaleStream, StepFault, StepFaultKind
+from wire.frames import encode_frame, encode_result_frame
+from wire.stage_calls import HELLO_RETRY_S, open_forward
+from wire.steps import StepResult
+
+DIAL_TIMEOUT_S = 5.0
+
+Request = bytes | stage_pb2.DeliverRequest
+Call = grpc.aio.StreamStreamCall[Any, Any]
+
+
+class NextStageStream:
+    """A stream that starts with hello and accepted and then carries outputs.
+
+    A failure is a StepFault NEIGHBOUR. An accepted stream that the other end ends as ABORTED is a StaleStream
+    instead: there the epoch is over, or refused after a fault which that stage itself reports; a second
+    report would only race with the first. Used by one session; `close` ends call and connection.
+    """
+
+    def __init__(
+        self, peer: str, address: str, hello: Request, open_call: Callable[[grpc.aio.Channel], Call]
+    ) -> None:
+        """`peer` names the other end in messages."""
+        self._peer = f"{peer} at {address}"
+        self._address = address
+        self._hello = hello
+        self._open_call = open_call
+        self._channel: grpc.aio.Channel | None = None
+        self._call: Call | None = None
+        self._is_accepted = False
+
+    async def dial(self) -> None:
+        """Connects, says hello, and waits until it is accepted."""
+        self._channel = client_channel(self._address)
+        try:
+            async with asyncio.timeout(DIAL_TIMEOUT_S):
+                answer = await self._greet(self._channel)
+        except TimeoutError:
+            raise self._fault(f"did not accept the stream within {DIAL_TIMEOUT_S:g} s") from None
+        if answer.WhichOneof("message") != "accepted":
+            raise self._fault(f"answered {answer.WhichOneof('message')!r} where 'accepted' was due")
+        self._is_accepted = True
+
+    async def send(self, output: TimedOutput) -> None:
+        """Writes one output; returns when the transport has taken all of it."""
+        assert self._call is not None, "send before dial"
+        for message in _encode(output):
+            await self._write(self._call, message)
+
+    async def watch(self) -> None:
+        """Waits for the other end to end the stream, which it never does by itself while all is well."""
+        assert self._call is not None, "watch before dial"
+        answer = await self._read(self._call)
+        raise self._fault(f"sent an unexpected {answer.WhichOneof('message')!r}")
+
+    async def close(self) -> None:
+        """Ends call and connection; harmless when there is none."""
+        if self._call is not None:
+            self._call.cancel()
+        if self._channel is not None:
+            await self._channel.close()
+
+    async def _greet(self, channel: grpc.aio.Channel) -> Any:
+        """The answer to hello, which is sent again, in a new call, while too many others wait there."""
+        while True:
+            call = self._call = self._open_call(channel)
+            try:
+                await self._write(call, self._hello)
+                return await self._read(call)
+            except StepFault:
+                if await call.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+                    raise
+            await asyncio.sleep(HELLO_RETRY_S)
+
+    async def _write(self, call: Call, message: Request) -> None:
+        try:
+            await call.write(message)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            raise await self._ended(call) from None
+
+    async def _read(self, call: Call) -> Any:
+        try:
+            answer = await call.read()
+        except grpc.aio.AioRpcError:
+            raise await self._ended(call) from None
+        if answer is grpc.aio.EOF:
+            raise await self._ended(call)
+        return answer
+
+    async def _ended(self, call: Call) -> StepFault | StaleStream:
+        code, details = await call.code(), await call.details()
+        fault = self._fault(f"ended the stream: {code.name}{f': {details}' if details else ''}")
+        if self._is_accepted and code is grpc.StatusCode.ABORTED:
+            return StaleStream(fault.message)
+        return fault
+
+    def _fault(self, text: str) -> StepFault:
+        return StepFault(StepFaultKind.NEIGHBOUR, f"{self._peer} {text}")
+
+
+def hop_to_stage(stage: int, address: str, hello: stage_pb2.HopHello) -> NextStageStream:
+    """The hop from a stage to `stage`, the next one."""
+    return NextStageStream(
+        f"stage {stage}",
+        address,
+        stage_pb2.ForwardRequest(hello=hello).SerializeToString(),
+        open_forward,
+    )
+
+
+def hop_to_coordinator(address: str, hello: stage_pb2.HopHello) -> NextStageStream:
+    """The hop on which LAST answers every frame."""
+    return NextStageStream(
+        "the coordinator",
+        address,
+        stage_pb2.DeliverRequest(hello=hello),
+        lambda channel: stage_pb2_grpc.StepResultsStub(channel).Deliver(wait_for_ready=True),
+    )
+
+
+def _encode(timed: TimedOutput) -> Iterable[Request]:
+    output = timed.output
+    if isinstance(output, HandedOn):
+        return encode_frame(
+            output.step_bytes,
+            output.step_id,
+            output.hidden,
+            timed.stage_times,
+            ready_at_us=timed.ready_at_us,
+        )
+    result = StepResult(output.epoch, output.step_id, output.results, timed.stage_times, timed.ready_at_us)
+    return (encode_result_frame(result),)

@@ -1,0 +1,330 @@
+"""The stage worker process: server, cluster member and stage; from configuration to exit status."""
+
+import asyncio
+import gc
+import ipaddress
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import uvloop
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from checkpoint.hashes import CACHE_FOLDER, HashCache
+from stage_worker.backends.backend import StageBackend
+from stage_worker.backends.contract import DEVICE_FAILED_EXIT_CODE, DeviceError, StepObserver
+from stage_worker.backends.mock_backend import MockBackend
+from stage_worker.config import MemoryTooLarge, WorkerConfig
+from stage_worker.coordinator_client import CoordinatorClient, JoinRefused
+from stage_worker.loading.weights_check import WeightsVerifier
+from stage_worker.metrics import WorkerMetrics, resident_bytes
+from stage_worker.service import StageService
+from stage_worker.spans import StageSpans
+from stage_worker.stage_manager import StageManager
+from stageline_rpc.v1 import cluster_pb2, stage_pb2
+from telemetry import logs
+from telemetry.span_recorder import SpanRecorder, new_recorder
+from telemetry.span_sinks import CoordinatorSink
+from telemetry.spans import WORKER
+from wire.addresses import Address, parse_address, parse_peer_address
+from wire.channels import PROTOCOL_VERSION, bind, new_server, raise_file_limit
+from wire.clock import ClusterClock
+from wire.errors import error_line, reason_of
+from wire.interceptors import HealthServicer
+
+log = logging.getLogger(__name__)
+
+
+STAGE_SERVICE = stage_pb2.DESCRIPTOR.services_by_name["Stage"].full_name
+_WILDCARDS = ("0.0.0.0", "::")
+_STOP_GRACE_S = 0.5
+_REPORT_TIMEOUT_S = 1.0
+
+
+class Worker:
+    """Made, started, run and stopped once, in one event loop."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        """Raises ValueError for a device that is not here. Binds nothing yet."""
+        self._config = config
+        self.metrics = WorkerMetrics(config.telemetry)
+        self._health = HealthServicer()
+        self._backend = _new_backend(config)
+        self._backend.on_device_failure = self._note_device_failure
+        self._device_failure = ""
+        self._has_failed = asyncio.Event()
+        self._server = new_server()
+        self._clock = ClusterClock()
+        self._recorder: SpanRecorder | None = None
+        self._observers: list[StepObserver] = [self.metrics.stage]
+        self._host = StageManager(
+            coordinator=config.coordinator,
+            backend=self._backend,
+            on_serving=self._set_serving,
+            wire_dtype=config.wire_dtype,
+            clock=self._clock,
+            observers=self._observers,
+            weights=WeightsVerifier(_hash_cache(config.cache_directory)),
+        )
+        self._membership = CoordinatorClient(
+            coordinator=config.coordinator,
+            new_hello=self._hello,
+            heartbeat=self._heartbeat,
+            host=self._host,
+            clock=self._clock,
+        )
+        self._health_tasks: set[asyncio.Task[None]] = set()
+        self.listen_address = ""
+        self.advertised_address = ""
+        self.name = config.name or ""
+
+    async def start(self) -> None:
+        """Serves from here on. Raises OSError when the address cannot be had."""
+        listen = await self._listen_address()
+        StageService(self._host).add_to(self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        port = bind(self._server, str(listen))
+        bound = Address(listen.host, port)
+        self.listen_address = str(bound)
+        self.advertised_address = self._config.advertise or str(
+            await _advertised(bound, self._config.coordinator)
+        )
+        if _is_loopback(self.advertised_address) and not _is_loopback(self._config.coordinator):
+            log.warning(
+                "other hosts cannot reach this worker at %s; pass --listen with an address of this host",
+                self.advertised_address,
+            )
+        self.name = self.name or f"{socket.gethostname()}-{port}"
+        self._start_telemetry()
+        await self._report_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._server.start()
+
+    async def run(self) -> None:
+        """A member of the cluster until the coordinator asks the process to end. Raises JoinRefused, and
+        DeviceError once the coordinator has been told.
+        """
+        membership = self._membership
+        orders = asyncio.create_task(self._host.run(), name="stage-host")
+        joined = asyncio.create_task(membership.run(), name="membership")
+        failed = asyncio.create_task(self._has_failed.wait(), name="device-failure")
+        try:
+            await asyncio.wait({orders, joined, failed}, return_when=asyncio.FIRST_COMPLETED)
+            if self._has_failed.is_set():
+                # The coordinator ends the stream when it has the report, which is on its way.
+                membership.stop_dialling()
+                await asyncio.wait({joined}, timeout=_REPORT_TIMEOUT_S)
+                raise DeviceError(f"device {self._backend.device} failed: {self._device_failure}")
+            for task in (orders, joined):
+                if task.done():
+                    task.result()
+        finally:
+            await _cancel((joined, orders, failed))
+
+    def ask_to_leave(self) -> bool:
+        """Hands the layers over to others, then `run` returns. False when no coordinator is there to ask."""
+        return self._membership.ask_to_leave()
+
+    @property
+    def leave_timeout_s(self) -> float:
+        """How long leaving may take, as the coordinator has it."""
+        return self._membership.leave_timeout_s
+
+    async def stop(self) -> bool:
+        """Ends server and backend; False when the backend is still busy."""
+        await self.metrics.close()
+        await self._server.stop(_STOP_GRACE_S)
+        if self._recorder is not None:
+            await self._recorder.close()
+        await _cancel(self._health_tasks)
+        return self._backend.stop(timeout_s=_STOP_GRACE_S)
+
+    def _start_telemetry(self) -> None:
+        """Once the worker's name is known."""
+        config = self._config
+        self._recorder = new_recorder(
+            WORKER, CoordinatorSink(config.coordinator), config.telemetry, self._clock, instance=self.name
+        )
+        self._observers.append(StageSpans(self._recorder, self._host, worker=self.name))
+        self._recorder.start()
+        self.metrics.start(self.name, config.coordinator, self._host, self._recorder)
+
+    async def _listen_address(self) -> Address:
+        """As configured; otherwise a free port where the coordinator is reached from, and nowhere else."""
+        if self._config.listen is not None:
+            return parse_address(self._config.listen)
+        return Address(await _local_host(self._config.coordinator), 0)
+
+    def _hello(self) -> cluster_pb2.WorkerHello:
+        """Whoever joins again is somebody new: what it was before may be given up already."""
+        return cluster_pb2.WorkerHello(
+            protocol_version=PROTOCOL_VERSION,
+            name=self.name,
+            incarnation=self._host.renew(),
+            address=self.advertised_address,
+            device=self._backend.device,
+            memory_bytes=self._backend.memory_bytes,
+            last_epoch=self._host.last_epoch,
+            pid=os.getpid(),
+            hostname=socket.gethostname(),
+            is_mock=self._backend.is_mock,
+            lacks_bf16=self._backend.lacks_bf16,
+        )
+
+    def _heartbeat(self) -> cluster_pb2.Heartbeat:
+        heartbeat = self._host.heartbeat()
+        heartbeat.resident_bytes = resident_bytes()
+        return heartbeat
+
+    def _note_device_failure(self, reason: str) -> None:
+        if not self._has_failed.is_set():
+            self._device_failure = reason
+            self._has_failed.set()
+            self._host.device_failed(reason)
+
+    def _set_serving(self, is_serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse.SERVING
+        if not is_serving:
+            status = health_pb2.HealthCheckResponse.NOT_SERVING
+        task = asyncio.create_task(self._report_health(status))
+        self._health_tasks.add(task)
+        task.add_done_callback(self._health_tasks.discard)
+
+    async def _report_health(self, status: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> None:
+        for service in ("", STAGE_SERVICE):
+            await self._health.set(service, status)
+
+
+def _hash_cache(directory: Path | None) -> HashCache | None:
+    return None if directory is None else HashCache(directory / CACHE_FOLDER)
+
+
+def _new_backend(config: WorkerConfig) -> StageBackend:
+    """Raises ValueError for a device that is not here."""
+    if config.mock is not None:
+        return MockBackend(
+            config.mock, memory_bytes=config.memory_bytes, step_timeout_s=config.step_timeout_s
+        )
+    from stage_worker.backends.torch_backend import TorchBackend  # imported late: a mock does without torch
+
+    return TorchBackend(config)
+
+
+async def _advertised(bound: Address, coordinator: str) -> Address:
+    """The bound address; for a wildcard, the address from which this machine reaches the coordinator."""
+    if bound.host not in _WILDCARDS:
+        return bound
+    family = socket.AF_INET if bound.host == "0.0.0.0" else socket.AF_UNSPEC
+    return Address(await _local_host(coordinator, family), bound.port)
+
+
+async def _local_host(coordinator: str, family: socket.AddressFamily = socket.AF_UNSPEC) -> str:
+    """The address of this machine from which it reaches the coordinator. Raises OSError."""
+    peer = parse_peer_address(coordinator)
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(peer.host, peer.port, family=family, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, address = found[0]
+        with socket.socket(family, kind, protocol) as probe:
+            # Connecting a datagram socket sends nothing; it only asks for the route.
+            probe.connect(address)
+            host: str = probe.getsockname()[0]
+    except OSError as error:
+        raise OSError(f"no way to the coordinator at {coordinator}: {error.strerror}") from None
+    return host
+
+
+def _is_loopback(address: str) -> bool:
+    host = parse_address(address).host
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+async def _cancel(tasks: Iterable["asyncio.Task[Any]"]) -> None:
+    tasks = tuple(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+BAD_FLAG_EXIT_CODE = 2
+"""Exit code of every command whose flags are wrong."""
+
+
+def run(config: WorkerConfig) -> int:
+    """Runs a worker until it is asked to end (0), cannot go on (1), or its device has failed (3); it does not
+    start where the device has less memory than it is given (2). One line on stderr says why, except for 0.
+    """
+    logs.configure(config.logs, "worker", worker=config.name)
+    raise_file_limit()
+    return uvloop.run(_main(config))
+
+
+async def _main(config: WorkerConfig) -> int:
+    try:
+        worker = Worker(config)
+        await worker.start()
+    except MemoryTooLarge as error:
+        logs.log_fatal(config.logs, error_line("USAGE", str(error)))
+        return BAD_FLAG_EXIT_CODE
+    except (ValueError, OSError) as error:
+        return _fail(config, error)
+    logs.configure(config.logs, "worker", worker=worker.name)
+    # What is here now stays: looking through it again and again would hold up steps for tens of milliseconds.
+    gc.freeze()
+    task = asyncio.create_task(worker.run())
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, _leave, worker, task)
+    loop.add_signal_handler(signal.SIGINT, _stop_on, "SIGINT", task)
+    print(f"stageline worker {worker.name} listening on {worker.listen_address}", flush=True)
+    failure: JoinRefused | None = None
+    try:
+        await task
+    except asyncio.CancelledError:
+        pass
+    except JoinRefused as error:
+        failure = error
+    except DeviceError as error:
+        _fail(config, error)
+        # Neither a hung thread nor the device's library is to be waited for.
+        _exit_at_once(DEVICE_FAILED_EXIT_CODE)
+    is_stopped = await worker.stop()
+    status = 0 if failure is None else _fail(config, failure)
+    if not is_stopped:
+        # A large step or tensor is still under way, and the interpreter must not wait for it.
+        _exit_at_once(status)
+    return status
+
+
+def _leave(worker: Worker, task: "asyncio.Task[None]") -> None:
+    """Hands the layers over first. A second SIGTERM does not wait for that, and nothing takes for ever."""
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, _stop_on, "SIGTERM", task)
+    if not worker.ask_to_leave():
+        _stop_on("SIGTERM", task)
+        return
+    log.info("SIGTERM: handing over; a second one does not wait")
+    timeout_s = worker.leave_timeout_s
+    loop.call_later(timeout_s, _stop_on, f"no leave within {timeout_s:g} s", task)
+
+
+def _stop_on(name: str, task: "asyncio.Task[None]") -> None:
+    log.info("%s: ending", name)
+    task.cancel()
+
+
+def _exit_at_once(status: int) -> NoReturn:
+    sys.stdout.flush()
+    logging.shutdown()
+    os._exit(status)
+
+
+def _fail(config: WorkerConfig, error: Exception) -> int:
+    logs.log_fatal(config.logs, error_line(reason_of(error), str(error)))
+    return 1

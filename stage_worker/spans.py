@@ -1,0 +1,161 @@
+"""Spans of one stage: prefill chunks and runs of decodes of traced requests."""
+
+from dataclasses import dataclass, field
+
+from opentelemetry.trace import SpanContext
+
+from stage_worker.assignment import Assignment
+from stage_worker.backends.backend import LoadedStage
+from stage_worker.backends.contract import StepObserver, StepTiming, TimedOutput
+from stage_worker.metrics import ObservedStage
+from telemetry.span_recorder import Attributes, SpanRecorder, new_span_id
+from telemetry.spans import Attr, SpanName
+from wire.frames import Frame
+from wire.ids import SequenceKey
+from wire.steps import Prefill, StartRecord, Step, StepSlice
+from wire.trace_context import DECODE, parse_traceparent, work_span
+
+FIRST_DECODE_STEPS = 16
+MOST_DECODE_STEPS = 4096
+"""A span of decode work covers 16 steps, the next one 32, and so on: few for long outputs, and early ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class _DoneStep:
+    """One step on this stage, as all its sequences share it."""
+
+    step_id: int
+    batch_size: int
+    timing: StepTiming
+    sent_s: float
+
+
+@dataclass(slots=True)
+class _Traced:
+    """One (sequence, generation) whose request is traced, with the decode steps since its last span."""
+
+    request: SpanContext
+    choice: int
+    generation: int
+    steps: list[_DoneStep] = field(default_factory=list)
+    num_steps_of_span: int = FIRST_DECODE_STEPS
+
+
+class StageSpans(StepObserver):
+    """Records the spans of the stage that this worker holds."""
+
+    def __init__(self, recorder: SpanRecorder, stage: ObservedStage, *, worker: str) -> None:
+        """`worker` is its name; `stage` says how it computes."""
+        self._recorder = recorder
+        self._stage = stage
+        self._worker = worker
+        self._live: dict[SequenceKey, _Traced] = {}
+        self._of_stage: Attributes = {}
+
+    def epoch_began(self, assignment: Assignment, epoch: int) -> None:
+        self._live.clear()
+        self._of_stage = {
+            Attr.EPOCH: epoch,
+            Attr.STAGE_INDEX: assignment.stage,
+            Attr.STAGE_ROLE: assignment.role.value,
+            Attr.LAYER_BEGIN: assignment.layer_begin,
+            Attr.LAYER_END: assignment.layer_end,
+            Attr.WORKER: self._worker,
+            Attr.DTYPE: assignment.dtype.value,
+            **_computes(self._stage.loaded),
+        }
+
+    def step_done(self, frame: Frame, output: TimedOutput, sent_s: float) -> None:
+        step = frame.step
+        for end in step.ends:
+            if (ended := self._live.pop(end.sequence, None)) is not None:
+                self._record_decode(ended)
+        for start in step.starts:
+            self._start(start)
+        if self._live:
+            self._add(step, _DoneStep(step.step_id, len(step.slices), output.timing, sent_s))
+
+    def epoch_over(self) -> None:
+        for traced in self._live.values():
+            self._record_decode(traced)
+        self._live.clear()
+
+    def _start(self, start: StartRecord) -> None:
+        request = parse_traceparent(start.traceparent) if start.traceparent else None
+        if request is not None:
+            self._live[start.sequence] = _Traced(request, start.sequence.choice, start.generation)
+
+    def _add(self, step: Step, done: _DoneStep) -> None:
+        for part in step.slices:
+            traced = self._live.get(part.sequence)
+            if traced is None:
+                continue
+            if isinstance(part.inference_step, Prefill):
+                self._record_chunk(traced, part, part.inference_step, done)
+                continue
+            traced.steps.append(done)
+            if len(traced.steps) == traced.num_steps_of_span:
+                traced.num_steps_of_span = min(2 * traced.num_steps_of_span, MOST_DECODE_STEPS)
+                self._record_decode(traced)
+
+    def _record_chunk(self, traced: _Traced, part: StepSlice, chunk: Prefill, done: _DoneStep) -> None:
+        own: Attributes = {Attr.TOKENS: len(part.tokens), Attr.CHUNK_START: chunk.start}
+        self._record(SpanName.STAGE_PREFILL, traced, chunk.start, [done], own)
+
+    def _record_decode(self, traced: _Traced) -> None:
+        steps, traced.steps = traced.steps, []
+        if steps:
+            self._record(SpanName.STAGE_DECODE, traced, DECODE, steps, {Attr.TOKENS: len(steps)})
+
+    def _record(
+        self, name: SpanName, traced: _Traced, start: int, steps: list[_DoneStep], own: Attributes
+    ) -> None:
+        parent = work_span(traced.request, choice=traced.choice, generation=traced.generation, start=start)
+        context = SpanContext(
+            parent.trace_id,
+            new_span_id(),
+            is_remote=False,
+            trace_flags=parent.trace_flags,
+            trace_state=parent.trace_state,
+        )
+        clock = self._recorder.clock
+        attributes: Attributes = {
+            **self._of_stage,
+            **own,
+            Attr.CHOICE: traced.choice,
+            Attr.GENERATION: traced.generation,
+            Attr.STEP_ID: steps[0].step_id,
+            Attr.LAST_STEP_ID: steps[-1].step_id,
+            Attr.NUM_STEPS: len(steps),
+            Attr.BATCH_SIZE: sum(each.batch_size for each in steps) / len(steps),
+            Attr.CLOCK_OFFSET: clock.offset_us / 1e6,
+            Attr.CLOCK_UNCERTAINTY: (clock.uncertainty_us or 0) / 1e6,
+            **_durations(steps),
+        }
+        self._recorder.record(
+            name,
+            context,
+            parent,
+            start_s=steps[0].timing.began_s,
+            end_s=steps[-1].timing.ready_s,
+            attributes=attributes,
+        )
+
+
+def _computes(loaded: LoadedStage | None) -> Attributes:
+    if loaded is None:
+        return {}
+    kernels: Attributes = {Attr.KERNELS: loaded.kernels} if loaded.kernels else {}
+    return {Attr.DEVICE: loaded.device, **kernels}
+
+
+def _durations(steps: list[_DoneStep]) -> Attributes:
+    """What the steps took, each part in seconds."""
+    timings = [each.timing for each in steps]
+    return {
+        Attr.HOP_DURATION: sum(each.hop_s or 0.0 for each in timings),
+        Attr.RECEIVE_DURATION: sum(each.received_s - each.began_s for each in timings),
+        Attr.WAIT_DURATION: sum(each.started_s - each.received_s for each in timings),
+        Attr.COMPUTE_DURATION: sum(each.ready_s - each.started_s for each in timings),
+        Attr.SEND_DURATION: sum(each.sent_s - each.timing.ready_s for each in steps),
+    }

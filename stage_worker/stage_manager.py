@@ -1,0 +1,446 @@
+"""The worker's side of a plan: loaded stage and current epoch."""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from stage_worker.assignment import Assignment, ReferenceAccess, ReferenceRequest, decode_assignment, wants
+from stage_worker.backends.backend import LoadedStage, LoadProgress, StageBackend, StageLoadError
+from stage_worker.backends.contract import StepObserver
+from stage_worker.epoch_session import EpochSession
+from stage_worker.handshake import Epoch, check_protocol, decode_epoch, epoch_problem, hop_hello
+from stage_worker.loading.weights_check import WeightsVerifier
+from stage_worker.next_stage_stream import NextStageStream, hop_to_coordinator, hop_to_stage
+from stageline_rpc.v1 import cluster_pb2, stage_pb2
+from wire.clock import ClusterClock
+from wire.errors import Overloaded, StaleStream, StepFaultKind
+from wire.ids import Incarnation, new_incarnation
+from wire.log_context import log_context
+from wire.peer_secrets import HopSecrets, RefusedPeers
+from wire.reference import Reference
+from wire.stage_calls import HELLO_RETRY_S
+from wire.step_codec import encode_fault
+from wire.steps import FaultReport
+from wire.tensors import WIRE_DTYPE_TO_MESSAGE, WireDType
+
+log = logging.getLogger(__name__)
+
+
+MAX_PER_HOST = 4
+"""The previous stage has one stream per epoch; those of a few epochs that failed at once may still wait."""
+MAX_WAITING = 16
+"""Only one of them can be the previous stage. Each costs a connection for up to `EPOCH_WAIT_S`."""
+
+
+class EarlyStreams:
+    """Admits streams that wait. The previous stage retries if refused; in its epoch it needs no place."""
+
+    def __init__(self, refused: RefusedPeers) -> None:
+        self._refused = refused
+        self._num_waiting = Counter[str]()
+
+    @contextmanager
+    def waiting(self, host: str) -> Iterator[None]:
+        """One place of `host` while the block runs. Raises Overloaded, with the numbers, if there is none."""
+        self._check(host)
+        self._num_waiting[host] += 1
+        try:
+            yield
+        finally:
+            self._num_waiting[host] -= 1
+            if not self._num_waiting[host]:
+                del self._num_waiting[host]
+
+    def _check(self, host: str) -> None:
+        if self._num_waiting[host] >= MAX_PER_HOST:
+            whose, limit = "streams of this host", MAX_PER_HOST
+        elif self._num_waiting.total() >= MAX_WAITING:
+            whose, limit = "streams", MAX_WAITING
+        else:
+            return
+        problem = f"{limit} {whose} wait for epochs that have not begun on this stage, the limit is {limit}"
+        self._refused.note("a stream", problem, host=host)
+        raise Overloaded(f"{problem}: retry when the epoch has begun", retry_after_s=HELLO_RETRY_S)
+
+
+EPOCH_WAIT_S = 10.0
+"""How long a stream of an epoch may wait for that epoch's BeginEpoch."""
+
+Reply = Callable[[cluster_pb2.WorkerMessage], None]
+Order = (
+    cluster_pb2.AssignStage
+    | cluster_pb2.BeginEpoch
+    | cluster_pb2.EndEpoch
+    | cluster_pb2.Serving
+    | cluster_pb2.VerifyWeights
+    | cluster_pb2.ReportStates
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Connected:
+    """A coordinator is there that serves the model with this fingerprint."""
+
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Disconnected:
+    """The coordinator is gone; whoever comes next begins a new epoch."""
+
+
+class StageManager:
+    """Owner of the loaded stage and of the epoch's session.
+
+    Orders are carried out one after another by a task of its own; answers go to the connection that gave the
+    order, except for weights that differ: the connection of that moment gets the report, and each later one
+    gets it again. An order ends what the one before has begun, except for a load, which runs to its end.
+    """
+
+    def __init__(
+        self,
+        *,
+        coordinator: str,
+        backend: StageBackend,
+        on_serving: Callable[[bool], None],
+        wire_dtype: WireDType | None = None,
+        clock: ClusterClock | None = None,
+        observers: Sequence[StepObserver] = (),
+        weights: WeightsVerifier | None = None,
+    ) -> None:
+        """`coordinator` is where this worker reaches it: the address of `Join`, and of LAST's results.
+        `wire_dtype` overrides what the coordinator wants hidden states to be sent in.
+
+        `on_serving` is told whenever the coordinator begins or ceases to serve requests with this stage.
+        """
+        refused = RefusedPeers(time.monotonic)
+        self.reference_access = ReferenceAccess(refused)
+        self._secrets = HopSecrets(refused)
+        self._early_streams = EarlyStreams(refused)
+        self._coordinator = coordinator
+        self._incarnation = new_incarnation()
+        self._backend = backend
+        self._on_serving = on_serving
+        self._wire_dtype = wire_dtype
+        self._clock = clock or ClusterClock()
+        self._observers = observers
+        self._weights = weights or WeightsVerifier()
+        self._orders: asyncio.Queue[tuple[Order | _Connected | _Disconnected, Reply]] = asyncio.Queue()
+        self._reply: Reply = _drop
+        self._loaded: LoadedStage | None = None
+        self._loading: Assignment | None = None
+        self._load_progress: LoadProgress | None = None
+        self._session: EpochSession | None = None
+        self._last_epoch = 0
+        self._epoch_began = asyncio.Event()
+
+    def renew(self) -> Incarnation:
+        """A new identity, for those epochs that begin from now on."""
+        self._incarnation = new_incarnation()
+        return self._incarnation
+
+    @property
+    def last_epoch(self) -> int:
+        """The highest epoch that this process has taken part in."""
+        return self._last_epoch
+
+    @property
+    def loaded(self) -> LoadedStage | None:
+        """The stage that is in memory and warm; for reading only."""
+        return self._loaded
+
+    @property
+    def is_idle(self) -> bool:
+        """An epoch serves, and no frame waits or is computed."""
+        return self._session is not None and self._session.is_idle
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a stage is being loaded or warmed up."""
+        return self._loading is not None
+
+    def device_failed(self, reason: str) -> None:
+        """Reports the failure, unless a step that failed has."""
+        if self._session is not None:
+            self._session.fail_device(reason)
+
+    def submit(self, order: Order, reply: Reply) -> None:
+        """Carries out `order` after those before it; a load gives way to another assignment."""
+        if isinstance(order, cluster_pb2.AssignStage):
+            self._give_up_load(unless_for=order)
+        self._orders.put_nowait((order, reply))
+
+    def connected(self, reply: Reply, *, fingerprint: str) -> None:
+        """A coordinator has taken this worker in and serves the model with this fingerprint; `reply` reaches
+        it.
+        """
+        self._reply = reply
+        self._orders.put_nowait((_Connected(fingerprint), reply))
+
+    def disconnected(self) -> None:
+        """The epoch ends here; the loaded stage stays."""
+        self._reply = _drop
+        self._orders.put_nowait((_Disconnected(), _drop))
+
+    async def run(self) -> None:
+        """Carries out orders until cancelled, then ends the epoch, or the load."""
+        try:
+            while True:
+                order, reply = await self._orders.get()
+                await self._carry_out(order, reply)
+        finally:
+            self._give_up_load()
+            self._weights.cancel()
+            await self._end_session()
+
+    async def accept(self, hello: stage_pb2.HopHello, *, host: str) -> EpochSession:
+        """The session that takes the stream of a peer on `host`, once its epoch has begun here.
+
+        Raises Overloaded, SecretMismatch, StaleStream or HandshakeMismatch; then nothing has changed.
+        """
+        if hello.epoch > self._last_epoch:
+            with self._early_streams.waiting(host):
+                await self._wait_begun(hello.epoch)
+        self._secrets.check(hello.secret, host=host)
+        check_protocol(hello)
+        if self._session is None:
+            raise StaleStream(f"stream of epoch {hello.epoch}, which is over")
+        self._session.accept(hello)
+        return self._session
+
+    async def _wait_begun(self, epoch: int) -> None:
+        """The stage before may learn of an epoch earlier. Raises StaleStream."""
+        try:
+            async with asyncio.timeout(EPOCH_WAIT_S):
+                while epoch > self._last_epoch:
+                    await self._epoch_began.wait()
+        except TimeoutError:
+            raise StaleStream(
+                f"stream of epoch {epoch}, which has not begun here within {EPOCH_WAIT_S:g} s"
+            ) from None
+
+    async def reference(self, request: ReferenceRequest) -> Reference:
+        """What this worker's checkpoint answers. Raises ServingError."""
+        if self._loading is not None:
+            raise Overloaded("the worker is loading a stage")
+        loaded = self._loaded
+        held_bytes = 0 if loaded is None else loaded.weight_bytes + loaded.kv_bytes
+        return await self._backend.reference(request, held_bytes=held_bytes)
+
+    def heartbeat(self) -> cluster_pb2.Heartbeat:
+        """The state of this moment; `resident_bytes` is left to the caller."""
+        session, loaded = self._session, self._loaded
+        heartbeat = cluster_pb2.Heartbeat(epoch=session.epoch.number if session else 0)
+        if loaded is None:
+            heartbeat.load_progress = self._load_progress.fraction if self._load_progress else 0.0
+            return heartbeat
+        stats = loaded.executor.stats
+        heartbeat.weights = self._weights.level
+        heartbeat.num_steps = stats.num_steps
+        heartbeat.weight_bytes = loaded.weight_bytes
+        heartbeat.kv_bytes = loaded.kv_bytes
+        heartbeat.kv.blocks_active = stats.blocks_active
+        heartbeat.kv.blocks_inactive = stats.blocks_inactive
+        heartbeat.kv.blocks_free = stats.blocks_free
+        heartbeat.kv.blocks_wanted = stats.blocks_wanted
+        heartbeat.kv.blocks_hit = stats.blocks_hit
+        heartbeat.kv_integrity.num_checks = stats.integrity.num_checks
+        heartbeat.kv_integrity.checked_at_us = stats.integrity.checked_at_us
+        heartbeat.kv_integrity.problem = stats.integrity.problem
+        heartbeat.busy_us = round(stats.busy_s * 1e6)
+        heartbeat.load_progress = 1.0
+        return heartbeat
+
+    async def _carry_out(self, order: Order | _Connected | _Disconnected, reply: Reply) -> None:
+        match order:
+            case cluster_pb2.AssignStage():
+                reply(await self._assign(order))
+            case cluster_pb2.BeginEpoch():
+                await self._begin_epoch(decode_epoch(order), reply)
+            case cluster_pb2.EndEpoch():
+                if self._session is not None and self._session.epoch.number == order.epoch:
+                    await self._end_session()
+            case cluster_pb2.Serving():
+                session = self._session
+                if session is not None and session.epoch.number == order.epoch:
+                    self._on_serving(order.is_serving and session.is_serving)
+            case cluster_pb2.VerifyWeights():
+                if self._loaded is not None and self._loaded.assignment.plan_id == order.plan_id:
+                    self._weights.verify(
+                        order, activity=self._activity, reply=lambda message: self._reply(message)
+                    )
+            case cluster_pb2.ReportStates():
+                reply(await self._check_states(order.epoch))
+            case _Connected(fingerprint):
+                finding = await self._weights.finding(fingerprint=fingerprint)
+                if finding is not None:
+                    reply(finding)
+            case _Disconnected():
+                await self._end_session()
+
+    async def _check_states(self, epoch: int) -> cluster_pb2.WorkerMessage:
+        """What was handed on in this epoch; nothing where it is over."""
+        session, states = self._session, b""
+        if session is not None and session.epoch.number == epoch:
+            states = await self._backend.project(session.handed_on)
+        return cluster_pb2.WorkerMessage(check_states=cluster_pb2.CheckStates(epoch=epoch, states=states))
+
+    async def _assign(self, message: cluster_pb2.AssignStage) -> cluster_pb2.WorkerMessage:
+        """Loads, or finds loaded already, what the message asks for."""
+        try:
+            assignment = decode_assignment(message, wire_dtype=self._wire_dtype)
+            if not assignment.reads_again and await self._holds(assignment):
+                assert self._loaded is not None
+                self._loaded = self._loaded.placed(assignment)
+            else:
+                await self._load(assignment)
+            self._check_weights()
+        except (ValueError, StageLoadError) as error:
+            log.error(
+                "plan %d cannot be loaded: %s", message.plan_id, error, extra=log_context(stage=message.stage)
+            )
+            return cluster_pb2.WorkerMessage(
+                load_failed=cluster_pb2.LoadFailed(plan_id=message.plan_id, reason=str(error))
+            )
+        assert self._loaded is not None
+        return cluster_pb2.WorkerMessage(loaded=_loaded_message(self._loaded))
+
+    async def _holds(self, assignment: Assignment) -> bool:
+        return self._loaded is not None and await self._backend.holds(self._loaded, assignment)
+
+    def _check_weights(self) -> None:
+        """The stage counts as loaded from here on. Raises StageLoadError for files known to differ."""
+        assert self._loaded is not None
+        source = self._loaded.source
+        self._weights.begin_stage(source)
+        if problem := self._weights.problem(source):
+            self._loaded = None
+            raise StageLoadError(problem)
+
+    def _activity(self) -> object | None:
+        """Changes with every step; None while one is under way, or nothing serves."""
+        loaded, session = self._loaded, self._session
+        if loaded is None or session is None or not session.is_idle:
+            return None
+        return session.epoch.number, loaded.executor.stats.num_steps
+
+    async def _load(self, assignment: Assignment) -> None:
+        """The stage before goes first: both may not fit side by side. The backend may keep parts of it."""
+        await self._end_session()
+        self._loaded = None
+        self._weights.begin_stage(None)
+        log.info(
+            "loading layers [%d, %d) as %s, stage %d of %d",
+            assignment.layer_begin,
+            assignment.layer_end,
+            assignment.role.value,
+            assignment.stage,
+            assignment.num_stages,
+            extra=log_context(stage=assignment.stage),
+        )
+        self._loading, self._load_progress = assignment, LoadProgress()
+        try:
+            loaded = await self._backend.load(assignment, self._load_progress)
+        finally:
+            self._loading = None
+        log.info(
+            "loaded in %d ms, warmed up in %d ms, read_bytes=%d",
+            loaded.load_ms,
+            loaded.warmup_ms,
+            loaded.read_bytes,
+            extra=log_context(stage=assignment.stage),
+        )
+        self._loaded = loaded
+
+    def _give_up_load(self, *, unless_for: cluster_pb2.AssignStage | None = None) -> None:
+        if self._loading is None or self._load_progress is None:
+            return
+        if unless_for is None or not wants(unless_for, self._loading, wire_dtype=self._wire_dtype):
+            self._load_progress.cancel()
+
+    async def _begin_epoch(self, epoch: Epoch, reply: Reply) -> None:
+        await self._end_session()
+        assignment = self._loaded.assignment if self._loaded else None
+        problem = epoch_problem(epoch, assignment, incarnation=self._incarnation, last_epoch=self._last_epoch)
+        if problem is not None:
+            log.error(
+                "epoch %d cannot begin: %s", epoch.number, problem, extra=log_context(epoch=epoch.number)
+            )
+            report = FaultReport(
+                epoch=epoch.number,
+                step_id=0,
+                stage=epoch.stage_of(self._incarnation),
+                kind=StepFaultKind.EPOCH,
+                message=problem,
+            )
+            reply(cluster_pb2.WorkerMessage(fault=encode_fault(report)))
+            return
+        assert self._loaded is not None
+        self._session = self._new_session(epoch, self._loaded, reply)
+        self._session.start()
+        self._secrets.begin_epoch(epoch.incoming_secret)
+        self._last_epoch = epoch.number
+        began, self._epoch_began = self._epoch_began, asyncio.Event()
+        began.set()
+
+    def _new_session(self, epoch: Epoch, loaded: LoadedStage, reply: Reply) -> EpochSession:
+        def on_ready() -> None:
+            stage = loaded.assignment.stage
+            log.info(
+                "epoch %d: stage %d is ready",
+                *(epoch.number, stage),
+                extra=log_context(epoch=epoch.number, stage=stage),
+            )
+            reply(cluster_pb2.WorkerMessage(epoch_ready=cluster_pb2.EpochReady(epoch=epoch.number)))
+
+        def on_refused(report: FaultReport | None) -> None:
+            self._on_serving(False)
+            if report is not None:
+                reply(cluster_pb2.WorkerMessage(fault=encode_fault(report)))
+
+        return EpochSession(
+            epoch=epoch,
+            assignment=loaded.assignment,
+            executor=loaded.executor,
+            backend=self._backend,
+            hop=self._new_hop(epoch, loaded.assignment),
+            on_ready=on_ready,
+            on_refused=on_refused,
+            clock=self._clock,
+            observers=self._observers,
+        )
+
+    def _new_hop(self, epoch: Epoch, assignment: Assignment) -> NextStageStream:
+        hello = hop_hello(epoch, assignment, self._incarnation)
+        if assignment.role.has_head:
+            return hop_to_coordinator(self._coordinator, hello)
+        following = assignment.stage + 1
+        return hop_to_stage(following, epoch.peers[following].address, hello)
+
+    async def _end_session(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            self._on_serving(False)
+            await session.close()
+
+
+def _loaded_message(loaded: LoadedStage) -> cluster_pb2.StageLoaded:
+    return cluster_pb2.StageLoaded(
+        plan_id=loaded.assignment.plan_id,
+        weight_bytes=loaded.weight_bytes,
+        kv_bytes=loaded.kv_bytes,
+        load_ms=loaded.load_ms,
+        read_bytes=loaded.read_bytes,
+        warmup_ms=loaded.warmup_ms,
+        kernels=loaded.kernels,
+        kernels_detail=loaded.kernels_detail,
+        wire_dtype=WIRE_DTYPE_TO_MESSAGE[loaded.assignment.sent_dtype],
+    )
+
+
+def _drop(message: cluster_pb2.WorkerMessage) -> None:
+    """Nobody is connected who gave the order."""

@@ -1,0 +1,357 @@
+"""One generate call over as many gRPC calls as it needs: retries, reattaches, delivers exactly once."""
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import TYPE_CHECKING, TypeAlias
+
+import grpc
+import grpc.aio
+
+from stageline.client.connection import CLOSED, Connection, is_connection_loss, is_journalled, typed_errors
+from stageline.client.errors import Cancelled, DeadlineExceeded, ServerError, Unavailable, from_rpc_error
+from stageline.client.output import GenerateOutput, output_from
+from stageline_rpc.v1 import inference_pb2, inference_pb2_grpc
+from wire.channels import ATTACH_SECRET_KEY
+from wire.trace_context import trace_headers
+
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 2.0
+
+
+class RetryPolicy:
+    """Bounds an outage by `outage_s`, and everything by `timeout_s` after `now_s` (None: no bound)."""
+
+    def __init__(self, *, outage_s: float, timeout_s: float | None, now_s: float) -> None:
+        self._outage_s = outage_s
+        self._timeout_s = timeout_s
+        self._deadline_s = None if timeout_s is None else now_s + timeout_s
+        self._outage_ends_s: float | None = None
+        self._num_failures = 0
+
+    def time_left_s(self, now_s: float) -> float | None:
+        """What a call may take. Raises DeadlineExceeded."""
+        if self._deadline_s is None:
+            return None
+        if now_s >= self._deadline_s:
+            raise DeadlineExceeded(f"the timeout of {self._timeout_s:g} s has passed")
+        return self._deadline_s - now_s
+
+    def outage_left_s(self, now_s: float) -> float:
+        """What the present outage may still take, 0 when it has lasted too long. Raises DeadlineExceeded."""
+        time_left_s = self.time_left_s(now_s)
+        ends_s = now_s + self._outage_s if self._outage_ends_s is None else self._outage_ends_s
+        outage_left_s = max(0.0, ends_s - now_s)
+        return outage_left_s if time_left_s is None else min(outage_left_s, time_left_s)
+
+    def fail(self, now_s: float) -> float:
+        """A call has failed. Returns the pause before the next one: 0 at first, then more each time."""
+        if self._outage_ends_s is None:
+            self._outage_ends_s = now_s + self._outage_s
+        pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (self._num_failures - 1))
+        self._num_failures += 1
+        return 0.0 if self._num_failures == 1 else pause_s
+
+    def succeed(self) -> None:
+        """Something has come: the outage, if there was one, is over."""
+        self._outage_ends_s = None
+        self._num_failures = 0
+
+
+class ResumeAction(Enum):
+    """How a call gets at the outputs of a request."""
+
+    GENERATE = "generate"
+    ATTACH = "attach"
+
+
+class ResumePolicy:
+    """Decides for one detached request which call comes next. `can_generate`: the request itself is at hand.
+
+    | the call that failed | with | next |
+    |---|---|---|
+    | any | the connection lost | Attach |
+    | Attach, after a loss | NOT_FOUND, and nothing has come yet: it never arrived | Generate, same id |
+    | Generate, after a loss | ALREADY_EXISTS: it did arrive | Attach |
+    | any | anything else | none |
+
+    Sending Generate again is safe: the id is used once, and nobody has seen an output.
+    """
+
+    def __init__(self, *, can_generate: bool) -> None:
+        self._can_generate = can_generate
+        self.way = ResumeAction.GENERATE if can_generate else ResumeAction.ATTACH
+        self.has_heard = False
+        """Something of the request has come."""
+        self.was_lost = False
+
+    def follow(self, code: grpc.StatusCode, *, is_connection_loss: bool) -> bool:
+        """Whether another call is worth it after one that ended so; `way` is which."""
+        if is_connection_loss:
+            self.way, self.was_lost = ResumeAction.ATTACH, True
+            return True
+        if not self.was_lost:
+            return False
+        if code == grpc.StatusCode.NOT_FOUND and self.way is ResumeAction.ATTACH and not self.has_heard:
+            self.way = ResumeAction.GENERATE
+            return self._can_generate
+        if code == grpc.StatusCode.ALREADY_EXISTS and self.way is ResumeAction.GENERATE:
+            self.way = ResumeAction.ATTACH
+            return True
+        return False
+
+
+@dataclass(slots=True)
+class _Position:
+    """How far one choice has come. `num_characters` is None where the next message is to tell it."""
+
+    num_tokens: int = 0
+    num_characters: int | None = 0
+    is_finished: bool = False
+
+
+class StreamCursor:
+    """Holds a server to its promise that every choice continues where it was.
+
+    `num_choices` is None where only the server knows. `starts` are the tokens that are not wanted: by choice,
+    and else `first_token`.
+    """
+
+    def __init__(
+        self, *, num_choices: int | None, first_token: int = 0, starts: Mapping[int, int] | None = None
+    ) -> None:
+        self._num_choices = num_choices
+        self.first_token = first_token
+        self._positions = {choice: _started_at(num_tokens) for choice, num_tokens in (starts or {}).items()}
+        self._num_prompt_logprobs = 0
+        self._was_interrupted = False
+
+    @property
+    def positions(self) -> dict[int, int]:
+        """Number of tokens that have come, of every choice that is known."""
+        return {choice: position.num_tokens for choice, position in sorted(self._positions.items())}
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every choice is known to have ended."""
+        num_finished = sum(position.is_finished for position in self._positions.values())
+        return num_finished == self._num_choices
+
+    def interrupt(self) -> None:
+        """Another call goes on. A server cannot know which last messages and prompt logprobs have arrived."""
+        self._was_interrupted = True
+
+    def check(self, output: GenerateOutput) -> GenerateOutput | None:
+        """Returns what is new of the output, None for nothing.
+
+        Raises ServerError when something is missing before it, or comes twice without reason.
+        """
+        position = self._position_of(output)
+        if position.is_finished:
+            self._check_is_repetition(output, position)
+            return None
+        output = self._without_known_prompt(output)
+        if position.num_characters is None:
+            position.num_characters = output.text_offset
+        if (output.first_token_index, output.text_offset) != (position.num_tokens, position.num_characters):
+            raise ServerError(
+                f"{_name(output)} continues at token {output.first_token_index} and character "
+                f"{output.text_offset}, after {position.num_tokens} tokens and "
+                f"{position.num_characters} characters"
+            )
+        position.num_tokens += len(output.token_ids)
+        position.num_characters += len(output.text)
+        position.is_finished = output.finish_reason is not None
+        return output if _says_something(output) else None
+
+    def check_finished(self) -> None:
+        """Raises ServerError when the stream has ended before all its choices."""
+        for choice in self._choices():
+            position = self._positions.get(choice, _Position())
+            if not position.is_finished:
+                raise ServerError(
+                    f"the stream ended without a finish reason of choice {choice}, "
+                    f"after {position.num_tokens} tokens"
+                )
+
+    def _choices(self) -> Iterable[int]:
+        if self._num_choices is not None:
+            return range(self._num_choices)
+        return self._positions or (0,)
+
+    def _position_of(self, output: GenerateOutput) -> _Position:
+        if self._num_choices is not None and output.choice >= self._num_choices:
+            raise ServerError(f"the server sent choice {output.choice}, of {self._num_choices} from 0")
+        if output.choice not in self._positions:
+            self._positions[output.choice] = _started_at(self.first_token)
+        return self._positions[output.choice]
+
+    def _check_is_repetition(self, output: GenerateOutput, position: _Position) -> None:
+        is_empty = (
+            not output.token_ids and not output.text and output.first_token_index == position.num_tokens
+        )
+        if not (self._was_interrupted and is_empty):
+            raise ServerError(f"the server sent more after the last message of {_name(output)}")
+
+    def _without_known_prompt(self, output: GenerateOutput) -> GenerateOutput:
+        if output.prompt_logprobs is None:
+            return output
+        first, known = output.first_prompt_token_index, self._num_prompt_logprobs
+        is_repeated = self._was_interrupted and first <= known
+        if first != known and not is_repeated:
+            raise ServerError(f"{_name(output)} continues at prompt logprob {first}, after {known}")
+        new = output.prompt_logprobs[known - first :]
+        self._num_prompt_logprobs += len(new)
+        return replace(output, prompt_logprobs=new or None, first_prompt_token_index=known)
+
+
+def _started_at(num_tokens: int) -> _Position:
+    return _Position(num_tokens=num_tokens, num_characters=None if num_tokens else 0)
+
+
+def _says_something(output: GenerateOutput) -> bool:
+    return bool(output.token_ids or output.text or output.prompt_logprobs or output.finish_reason)
+
+
+def _name(output: GenerateOutput) -> str:
+    return f"choice {output.choice} of request {output.request_id}"
+
+
+if TYPE_CHECKING:  # these classes are generic in the stubs only
+    _Call: TypeAlias = (
+        grpc.aio.UnaryStreamCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
+        | grpc.aio.UnaryStreamCall[inference_pb2.AttachRequest, inference_pb2.GenerateResponse]
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestSpec:
+    """What is wanted: a request that is to be sent, or (`request` None) one that is to be attached to.
+
+    With `reattaches`, a call that the connection ends is followed by another one; else only where the
+    coordinator has said that the request is in its journal.
+    """
+
+    request_id: str
+    secret: str = field(repr=False)
+    request: inference_pb2.GenerateRequest | None
+    reattaches: bool
+    timeout_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timeouts:
+    """How long to wait for the coordinator: before the first call, and while it is out of reach later."""
+
+    connect_timeout_s: float
+    reattach_timeout_s: float
+
+
+class GenerateCall:
+    """Reads one request. Once only; leaving `outputs` ends the call that is under way."""
+
+    def __init__(
+        self, connection: Connection, ask: RequestSpec, continuity: StreamCursor, waits: Timeouts
+    ) -> None:
+        self._connection = connection
+        self._ask = ask
+        self._continuity = continuity
+        self._waits = waits
+        self._reattachment = ResumePolicy(can_generate=ask.request is not None)
+        self._loss = ""
+        self._reattaches = ask.reattaches
+
+    async def outputs(self) -> AsyncGenerator[GenerateOutput, None]:
+        """Raises errors of the StagelineError tree."""
+        with typed_errors():
+            channel = await self._connection.ready(self._waits.connect_timeout_s)
+            self._patience = RetryPolicy(
+                outage_s=self._waits.reattach_timeout_s, timeout_s=self._ask.timeout_s, now_s=_now_s()
+            )
+            while True:
+                call = self._call(channel)
+                try:
+                    async for response in call:
+                        output = self._take(response)
+                        if output is not None:
+                            yield output
+                    self._continuity.check_finished()
+                    return
+                except grpc.aio.AioRpcError as error:
+                    self._reattaches |= is_journalled(error)
+                    if self._has_all(error):
+                        return
+                    self._check_worth_another_call(error)
+                finally:
+                    call.cancel()
+                channel = await self._reconnected()
+
+    def _call(self, channel: grpc.aio.Channel) -> "_Call":
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        timeout_s = self._patience.time_left_s(_now_s())
+        secret = ((ATTACH_SECRET_KEY, self._ask.secret),)
+        if self._reattachment.way is ResumeAction.GENERATE:
+            assert self._ask.request is not None, "a request that is not at hand is never sent"
+            headers = (*trace_headers(), *secret)
+            return stub.Generate(self._ask.request, timeout=timeout_s, metadata=headers)
+        return stub.Attach(self._attach_request(), timeout=timeout_s, metadata=secret)
+
+    def _attach_request(self) -> inference_pb2.AttachRequest:
+        return inference_pb2.AttachRequest(
+            request_id=self._ask.request_id,
+            from_token=self._continuity.first_token,
+            positions=[
+                inference_pb2.ChoicePosition(choice=choice, from_token=num_tokens)
+                for choice, num_tokens in self._continuity.positions.items()
+            ],
+        )
+
+    def _take(self, response: inference_pb2.GenerateResponse) -> GenerateOutput | None:
+        self._patience.succeed()
+        self._reattachment.has_heard = True
+        return self._continuity.check(output_from(response))
+
+    def _has_all(self, error: grpc.aio.AioRpcError) -> bool:
+        """Whether the connection was lost between the last message and the status that ends the call."""
+        return self._reattaches and self._continuity.is_complete and is_connection_loss(error)
+
+    def _check_worth_another_call(self, error: grpc.aio.AioRpcError) -> None:
+        """Raises the error that ends the generation, unless another call may go on."""
+        typed = from_rpc_error(error)
+        if not self._reattaches:
+            raise typed from None
+        is_loss = is_connection_loss(error)
+        if is_loss:
+            self._loss = typed.message
+        if not self._reattachment.follow(error.code(), is_connection_loss=is_loss):
+            if self._reattachment.was_lost and error.code() == grpc.StatusCode.NOT_FOUND:
+                message = f"{self._loss}; the coordinator does not know the request any more"
+                raise Unavailable(f"{message}: {typed.message}") from None
+            raise typed from None
+
+    async def _reconnected(self) -> grpc.aio.Channel:
+        """The channel for the next call. Raises Unavailable when the outage has lasted too long."""
+        self._continuity.interrupt()
+        pause_s = self._patience.fail(_now_s()) * random.uniform(0.5, 1.0)
+        await asyncio.sleep(min(pause_s, self._patience.outage_left_s(_now_s())))
+        if not self._connection.is_open:
+            raise Cancelled(CLOSED)
+        outage_left_s = self._patience.outage_left_s(_now_s())
+        if outage_left_s == 0:
+            raise Unavailable(f"{self._loss}; {self._describe_outage()}")
+        try:
+            return await self._connection.ready(outage_left_s)
+        except Unavailable:
+            self._patience.time_left_s(_now_s())  # where it is the timeout that has passed, this says so
+            message = f"no coordinator at {self._connection.address}"
+            raise Unavailable(f"{message}; {self._describe_outage()}") from None
+
+    def _describe_outage(self) -> str:
+        waited_s = self._waits.reattach_timeout_s
+        return f"request {self._ask.request_id} could not be attached to for {waited_s:g} s"
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

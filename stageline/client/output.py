@@ -1,0 +1,208 @@
+"""Outputs, log-probabilities and completions."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from stageline.client.errors import ServerError
+from stageline_rpc.v1 import inference_pb2
+
+
+class FinishReason(StrEnum):
+    """Why a generation ended; equal to its text, so `output.finish_reason == "stop"` holds.
+
+    The server does not send CANCELLED at present: a cancelled request ends with the error `Cancelled`.
+    """
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Usage:
+    """What one choice took. `seed` is the one in use, also where the server drew it."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    seed: int
+    restarts: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TopLogprob:
+    """One of the most likely tokens at a position; `logprob` is a natural logarithm."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenLogprobs:
+    """How likely the model found a token before penalties and filters; rank 1 is the most likely one.
+
+    `logprob` is None for the first token of a prompt, which nothing precedes. `top` is most likely first.
+    """
+
+    token_id: int
+    logprob: float | None
+    rank: int
+    top: list[TopLogprob]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerateOutput:
+    """What is new of one choice since the output before of the same choice.
+
+    Only the last output of a choice has `finish_reason` and `usage`. `first_token_index` counts the tokens
+    of the choice's output, `text_offset` Unicode code points of its text; with `echo` both begin with the
+    prompt.
+    `logprobs` has one entry per token id. `prompt_logprobs` come with choice 0, in one or more outputs before
+    its first generated token or with it, from `first_prompt_token_index` on. Both are None in an output that
+    has none.
+    """
+
+    request_id: str
+    choice: int
+    token_ids: list[int]
+    text: str
+    first_token_index: int
+    text_offset: int
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    first_prompt_token_index: int = 0
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+
+
+_FINISH_REASONS = {
+    inference_pb2.FINISH_REASON_UNSPECIFIED: None,
+    inference_pb2.FINISH_REASON_STOP: FinishReason.STOP,
+    inference_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    inference_pb2.FINISH_REASON_CANCELLED: FinishReason.CANCELLED,
+}
+
+
+def output_from(response: inference_pb2.GenerateResponse) -> GenerateOutput:
+    """Decodes one message. Raises ServerError when it breaks the contract."""
+    finish_reason = _finish_reason_of(response)
+    _check_logprobs(response)
+    return GenerateOutput(
+        request_id=response.request_id,
+        choice=response.choice,
+        token_ids=list(response.token_ids),
+        text=response.text,
+        first_token_index=response.first_token_index,
+        text_offset=response.text_offset,
+        logprobs=_logprobs_from(response.logprobs),
+        prompt_logprobs=_logprobs_from(response.prompt_logprobs),
+        first_prompt_token_index=response.first_prompt_token_index,
+        finish_reason=finish_reason,
+        usage=None if finish_reason is None else _usage_from(response.usage),
+    )
+
+
+def _finish_reason_of(response: inference_pb2.GenerateResponse) -> FinishReason | None:
+    if response.finish_reason not in _FINISH_REASONS:
+        raise ServerError(f"the server sent the unknown finish reason {response.finish_reason}")
+    finish_reason = _FINISH_REASONS[response.finish_reason]
+    if response.HasField("usage") != (finish_reason is not None):
+        raise ServerError("the server sent a finish reason without usage, or usage without a finish reason")
+    return finish_reason
+
+
+def _check_logprobs(response: inference_pb2.GenerateResponse) -> None:
+    num_logprobs, num_tokens = len(response.logprobs), len(response.token_ids)
+    if num_logprobs not in (0, num_tokens):
+        raise ServerError(
+            f"the server sent log-probabilities of {num_logprobs} tokens with {num_tokens} tokens"
+        )
+
+
+def _usage_from(usage: inference_pb2.Usage) -> Usage:
+    return Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+        seed=usage.seed,
+        restarts=usage.restarts,
+    )
+
+
+def _logprobs_from(entries: Iterable[inference_pb2.TokenLogprobs]) -> list[TokenLogprobs] | None:
+    return [_token_logprobs_from(entry) for entry in entries] or None
+
+
+def _token_logprobs_from(entry: inference_pb2.TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(
+        token_id=entry.token_id,
+        logprob=entry.logprob if entry.HasField("logprob") else None,
+        rank=entry.rank,
+        top=[TopLogprob(token_id=top.token_id, logprob=top.logprob) for top in entry.top],
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """All of one choice. `logprobs` and `prompt_logprobs` are None unless asked for.
+
+    `prompt_logprobs` are the request's, and come with choice 0.
+    """
+
+    request_id: str
+    choice: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    usage: Usage
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+
+
+@dataclass(slots=True)
+class _Parts:
+    """What has come of one choice."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    def add(self, output: GenerateOutput) -> None:
+        self.text.append(output.text)
+        self.token_ids.extend(output.token_ids)
+        self.logprobs.extend(output.logprobs or ())
+        self.prompt_logprobs.extend(output.prompt_logprobs or ())
+
+
+class Completions:
+    """Takes the outputs of one request, in the order in which they come."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, _Parts] = {}
+        self._finished: dict[int, Completion] = {}
+
+    def add(self, output: GenerateOutput) -> Completion | None:
+        """Returns the whole choice with the output that ends it."""
+        parts = self._parts.setdefault(output.choice, _Parts())
+        parts.add(output)
+        if output.finish_reason is None:
+            return None
+        assert output.usage is not None, "usage comes with the finish reason"
+        completion = Completion(
+            request_id=output.request_id,
+            choice=output.choice,
+            text="".join(parts.text),
+            token_ids=parts.token_ids,
+            finish_reason=output.finish_reason,
+            usage=output.usage,
+            logprobs=parts.logprobs or None,
+            prompt_logprobs=parts.prompt_logprobs or None,
+        )
+        self._finished[output.choice] = completion
+        return completion
+
+    def in_order(self) -> list[Completion]:
+        """The choices that have ended, from 0."""
+        return [self._finished[choice] for choice in sorted(self._finished)]

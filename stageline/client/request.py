@@ -1,0 +1,350 @@
+"""Converts the arguments of `Client.generate` to a request message.
+
+All raise InvalidRequest, which names the parameter, for what the field cannot carry; ranges within that are
+for the server to judge.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from numbers import Integral, Real
+from typing import Any, Literal, TypeAlias, TypedDict
+
+from stageline.client.errors import InvalidRequest
+from stageline_rpc.v1 import inference_pb2
+from wire.channels import MAX_MESSAGE_BYTES
+from wire.ids import id_text, new_request_id
+
+_UINT32 = range(2**32)
+_UINT64 = range(2**64)
+_FLOAT32_MAX = 3.4028234663852886e38
+
+
+def uint32(name: str, value: object) -> int:
+    """A count or a token id."""
+    return _integer(name, value, _UINT32)
+
+
+def uint64(name: str, value: object) -> int:
+    """A seed."""
+    return _integer(name, value, _UINT64)
+
+
+def number(name: str, value: object) -> float:
+    """Any number, NaN and infinities too; one beyond float32 would become an infinity, and is refused."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise InvalidRequest(f"{name} is {_kind(value)}, must be a number")
+    try:
+        as_float = float(value)
+    except OverflowError:
+        raise _beyond_float32(name) from None
+    if math.isfinite(as_float) and abs(as_float) > _FLOAT32_MAX:
+        raise _beyond_float32(name)
+    return as_float
+
+
+def seconds(name: str, value: object) -> float:
+    """A finite time, not negative; it goes into no message."""
+    time_s = number(name, value)
+    if not 0 <= time_s < math.inf:
+        raise InvalidRequest(f"{name} is {time_s}, must be finite and at least 0")
+    return time_s
+
+
+def flag(name: str, value: object) -> bool:
+    """True or False, and nothing that merely counts as such."""
+    if not isinstance(value, bool):
+        raise InvalidRequest(f"{name} is {_kind(value)}, must be True or False")
+    return value
+
+
+def text(name: str, value: object) -> str:
+    """Text that UTF-8 can carry."""
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{name} is {_kind(value)}, must be text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{name} has a lone surrogate at character {error.start}") from None
+    return value
+
+
+def texts(name: str, value: object) -> list[str]:
+    """A list of texts; a single one is no list of its characters."""
+    return [text(name, item) for item in _items(name, value, "texts")]
+
+
+def text_or_texts(name: str, value: object) -> list[str]:
+    """One text, or a list of them."""
+    return [text(name, value)] if isinstance(value, str) else texts(name, value)
+
+
+def token_ids(name: str, value: object) -> list[int]:
+    """A list of token ids."""
+    return [_integer(f"a token id of {name}", item, _UINT32) for item in _items(name, value, "token ids")]
+
+
+def some_token_ids(name: str, value: object) -> list[int]:
+    """A list of token ids where an empty one would say the opposite, and is refused."""
+    ids = token_ids(name, value)
+    if not ids:
+        raise InvalidRequest(f"{name} is empty, which allows nothing; leave it out to allow every token")
+    return ids
+
+
+def token_sequences(name: str, value: object) -> list[inference_pb2.TokenIds]:
+    """A list of lists of token ids."""
+    items = _items(name, value, "lists of token ids")
+    return [inference_pb2.TokenIds(ids=token_ids(name, item)) for item in items]
+
+
+def biases(name: str, value: object) -> dict[int, float]:
+    """Token id -> number."""
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(f"{name} is {_kind(value)}, must map token ids to numbers")
+    return {
+        _integer(f"a token id of {name}", token_id, _UINT32): number(f"{name}[{token_id}]", bias)
+        for token_id, bias in value.items()
+    }
+
+
+def schema(name: str, value: object) -> str:
+    """A JSON schema as JSON text, or as the dict that it describes."""
+    if not isinstance(value, Mapping):
+        return text(name, value)
+    try:
+        return text(name, json.dumps(dict(value), ensure_ascii=False, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"{name} cannot be written as JSON: {error}") from None
+
+
+def choices(name: str, value: object) -> inference_pb2.Choices:
+    """A list of texts, as a message."""
+    return inference_pb2.Choices(texts=texts(name, value))
+
+
+def priority(name: str, value: object) -> int:
+    """One of the words of Priority, as its number in the contract."""
+    words = ", ".join(Priority)
+    if value not in list(Priority):
+        raise InvalidRequest(f"{name} is {value!r}, must be one of {words}")
+    return inference_pb2.Priority.Value(f"PRIORITY_{str(value).upper()}")
+
+
+def attach_secret(name: str, value: object) -> str:
+    """What proves that a caller may have a request, as metadata carries it."""
+    if not isinstance(value, str) or not re.fullmatch(r"[\x21-\x7e]{32,128}", value):
+        raise InvalidRequest(f"{name} must be 32 to 128 characters of printable ASCII without spaces")
+    return value
+
+
+def on_disconnect(name: str, value: object) -> inference_pb2.OnDisconnect:
+    """ "cancel", "detach", or a Detach that says how long to keep the output."""
+    message = inference_pb2.OnDisconnect
+    if isinstance(value, Detach):
+        return message(action=message.DETACH, keep_s=number(f"keep_s of {name}", value.keep_s))
+    if value not in ("cancel", "detach"):
+        raise InvalidRequest(f"{name} is {value!r}, must be 'cancel', 'detach' or a Detach")
+    return message(action=message.CANCEL if value == "cancel" else message.DETACH)
+
+
+def _beyond_float32(name: str) -> InvalidRequest:
+    return InvalidRequest(f"{name} is beyond what a 32-bit float holds ({_FLOAT32_MAX:.4g})")
+
+
+def _integer(name: str, value: object, allowed: range) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise InvalidRequest(f"{name} is {_kind(value)}, must be an integer")
+    integer = int(value)
+    if integer not in allowed:
+        raise InvalidRequest(f"{name} is {integer}, must be in [{allowed.start}, {allowed.stop - 1}]")
+    return integer
+
+
+def _items(name: str, value: object, what: str) -> Collection[object]:
+    if not isinstance(value, Collection) or isinstance(value, str | bytes | Mapping):
+        raise InvalidRequest(f"{name} is {_kind(value)}, must be a list of {what}")
+    return value
+
+
+def _kind(value: object) -> str:
+    return f"of type {type(value).__name__}"
+
+
+class ChatMessage(TypedDict):
+    """One message of a conversation; `role` is "system", "user" or "assistant"."""
+
+    role: str
+    content: str
+
+
+Prompt: TypeAlias = str | Sequence[int] | Sequence[ChatMessage]
+
+
+def set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
+    """Puts the prompt into the message. Raises InvalidRequest for what a message cannot carry."""
+    if isinstance(prompt, str):
+        request.text = text("the prompt", prompt)
+    elif len(prompt) == 0:
+        raise InvalidRequest("the prompt is an empty list: it needs at least one token id or chat message")
+    elif isinstance(prompt[0], dict):
+        request.conversation.messages.extend(_chat_message(message) for message in prompt)
+    else:
+        request.token_ids.ids.extend(token_ids("the prompt", prompt))
+
+
+def _chat_message(message: object) -> inference_pb2.ChatMessage:
+    if not isinstance(message, dict) or set(message) != {"role", "content"}:
+        raise InvalidRequest(f"a chat message has exactly 'role' and 'content', this one is {message!r}")
+    return inference_pb2.ChatMessage(
+        role=text("a message's role", message["role"]),
+        content=text("a message's content", message["content"]),
+    )
+
+
+class Priority(StrEnum):
+    """First come, first served within a class; waiting ages, so that none starves. Equal to its text."""
+
+    LOW = "low"
+    NORMAL = "normal"
+    HIGH = "high"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Detach:
+    """The request goes on without its call. Once it has ended, its output is kept for `keep_s` seconds."""
+
+    keep_s: float = 60.0
+
+
+class GenerateOptions(TypedDict, total=False):
+    """The keywords of `Client.generate`. What is left out or None has the server's default.
+
+    Their ranges and meaning are those of `GenerateRequest` and `SamplingParameters` in
+    proto/stageline_rpc/v1/inference.proto; the server checks them.
+    """
+
+    max_tokens: int | None
+    """0 computes the prompt only, for scoring it."""
+    min_tokens: int | None
+    n: int | None
+    """So many choices; their outputs come interleaved, told apart by `GenerateOutput.choice`."""
+    echo: bool | None
+    skip_special_tokens: bool | None
+
+    temperature: float | None
+    """0 is greedy, and the default."""
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    typical_p: float | None
+    repetition_penalty: float | None
+    frequency_penalty: float | None
+    presence_penalty: float | None
+    seed: int | None
+    logit_bias: Mapping[int, float] | None
+    """Token id -> what is added to its logit."""
+    allowed_token_ids: Collection[int] | None
+    bad_words: Collection[str] | None
+    bad_word_ids: Collection[Collection[int]] | None
+
+    stop: str | Collection[str] | None
+    stop_token_ids: Collection[int] | None
+    ignore_eos: bool | None
+
+    logprobs: int | None
+    """Log-probabilities of each generated token, and of so many of the most likely ones."""
+    prompt_logprobs: int | None
+
+    json_schema: str | Mapping[str, Any] | None
+    """At most one of json_schema, regex, choice and grammar."""
+    regex: str | None
+    choice: Collection[str] | None
+    grammar: str | None
+
+    cache_salt: str | None
+    """Cached prefixes are shared with requests of the same salt only, which keeps tenants apart."""
+    prefix_cache: bool | None
+    """False: read no cached blocks and leave none to other requests."""
+    priority: Priority | Literal["low", "normal", "high"] | None
+    on_disconnect: Detach | Literal["cancel", "detach"] | None
+    request_id: str | None
+    """UUIDv7 as text; the client makes one unless it is given."""
+    attach_secret: str | None
+    """What `attach` and `cancel` of another client need, as `stageline.new_attach_secret()` makes it. Unless
+    given, the client makes one and keeps it to itself."""
+    timeout_s: float | None
+    """Bounds the whole generation, re-attaching included."""
+
+
+_Encode = Callable[[str, object], Any]
+
+_OF_REQUEST: dict[str, _Encode] = {
+    "request_id": text,
+    "max_tokens": uint32,
+    "cache_salt": text,
+    "on_disconnect": on_disconnect,
+    "prefix_cache": flag,
+    "priority": priority,
+}
+_OF_SAMPLING: dict[str, _Encode] = {
+    **dict.fromkeys(("temperature", "top_p", "min_p", "typical_p"), number),
+    **dict.fromkeys(("repetition_penalty", "frequency_penalty", "presence_penalty"), number),
+    **dict.fromkeys(("top_k", "min_tokens", "logprobs", "prompt_logprobs", "n"), uint32),
+    **dict.fromkeys(("ignore_eos", "echo", "skip_special_tokens"), flag),
+    "seed": uint64,
+    "logit_bias": biases,
+    "allowed_token_ids": some_token_ids,
+    "stop_token_ids": token_ids,
+    "bad_words": texts,
+    "bad_word_ids": token_sequences,
+    "stop": text_or_texts,
+    "json_schema": schema,
+    "regex": text,
+    "choice": choices,
+    "grammar": text,
+}
+_STRUCTURED_OUTPUT = ("json_schema", "regex", "choice", "grammar")
+
+
+def build_request(prompt: Prompt, options: GenerateOptions) -> inference_pb2.GenerateRequest:
+    """The message for these arguments; what is None stays unset, so that the server's default holds.
+
+    A request without an id is given one. Raises TypeError for an unknown option, and InvalidRequest, which
+    names the option, for what the message cannot carry. All else is for the server to judge.
+    """
+    unknown = sorted(options.keys() - GenerateOptions.__annotations__.keys())
+    if unknown:
+        raise TypeError(f"unexpected keyword argument {unknown[0]!r} of a generation")
+    given = {name: value for name, value in options.items() if value is not None}
+    if "attach_secret" in given:
+        attach_secret("attach_secret", given["attach_secret"])
+    _check_structured_output(given)
+    request = inference_pb2.GenerateRequest(
+        sampling=inference_pb2.SamplingParameters(**_encode(_OF_SAMPLING, given)),
+        **{"request_id": id_text(new_request_id()), **_encode(_OF_REQUEST, given)},
+    )
+    set_prompt(request, prompt)
+    _check_size(request)
+    return request
+
+
+def _encode(encoders: Mapping[str, _Encode], given: Mapping[str, object]) -> dict[str, Any]:
+    return {name: encode(name, given[name]) for name, encode in encoders.items() if name in given}
+
+
+def _check_structured_output(given: Iterable[str]) -> None:
+    names = [name for name in _STRUCTURED_OUTPUT if name in given]
+    if len(names) > 1:
+        raise InvalidRequest(f"{' and '.join(names)} exclude each other: an output has one form")
+
+
+def _check_size(request: inference_pb2.GenerateRequest) -> None:
+    size_bytes = request.ByteSize()
+    if size_bytes > MAX_MESSAGE_BYTES:
+        raise InvalidRequest(
+            f"the request has {size_bytes} bytes with its prompt, a message has at most {MAX_MESSAGE_BYTES}"
+        )

@@ -1,0 +1,302 @@
+"""Results of a load: records, metrics, timeline."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from stageline.load.plan import PlannedRequest
+
+OK = "OK"
+RUNNING = "RUNNING"
+INTERRUPTED = "INTERRUPTED"
+
+
+@dataclass(kw_only=True, slots=True)
+class RequestRecord:
+    """One request that came due. Times are seconds from the load's begin, when the first request was due.
+
+    `slot_wait_s` is how long it waited because as many as the concurrency limit allows were running. Entry i
+    of `message_times_s` is when the i-th message with tokens arrived, which had `message_tokens[i]` of them.
+    `sent_s` is None while it waits for that. `status` is OK, RUNNING, INTERRUPTED (by whoever drives the
+    load) or the name of the gRPC status that it failed with, which `error` explains.
+    """
+
+    planned: PlannedRequest
+    sent_s: float | None = None
+    slot_wait_s: float = 0.0
+    ended_s: float | None = None
+    message_times_s: list[float] = field(default_factory=list)
+    message_tokens: list[int] = field(default_factory=list)
+    status: str = RUNNING
+    error: str = ""
+    cached_tokens: int = 0
+    restarts: int = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all its tokens have arrived."""
+        return self.status == OK
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has ended otherwise than by its own length or an interruption."""
+        return self.status not in (OK, RUNNING, INTERRUPTED)
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens that have arrived."""
+        return sum(self.message_tokens)
+
+    @property
+    def lag_s(self) -> float | None:
+        """How late it was sent by the load generator's own fault; None while it is not sent."""
+        if self.sent_s is None:
+            return None
+        return max(0.0, self.sent_s - self.planned.time_s - self.slot_wait_s)
+
+    @property
+    def ttft_s(self) -> float:
+        """From when it was due to its first token."""
+        return self.message_times_s[0] - self.planned.time_s
+
+    @property
+    def e2e_s(self) -> float:
+        """From when it was due to its last token."""
+        return self.message_times_s[-1] - self.planned.time_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Seconds per output token after the first one; None for a single token."""
+        num_later = self.num_tokens - 1
+        return (self.message_times_s[-1] - self.message_times_s[0]) / num_later if num_later else None
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Between each message with tokens and the next one."""
+        return [later_s - earlier_s for earlier_s, later_s in pairwise(self.message_times_s)]
+
+
+@dataclass(kw_only=True, slots=True)
+class Tally:
+    """What a load that is under way comes to so far."""
+
+    num_due: int = 0
+    num_running: int = 0
+    num_completed: int = 0
+    num_failed: int = 0
+    output_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadRun:
+    """What a load that was driven has left behind.
+
+    `num_planned` requests were to be sent; `records` has those that came due before `duration_s`, which ends
+    with the last request or with an interruption. `cpu_s` is the processor time of the load generator.
+    """
+
+    records: tuple[RequestRecord, ...]
+    num_planned: int
+    duration_s: float
+    cpu_s: float
+    is_interrupted: bool = False
+
+
+PERCENTILES = (50, 90, 95, 99)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Distribution:
+    """Of `num_samples` values; percentiles are linear between the nearest two (numpy's "linear")."""
+
+    num_samples: int
+    mean: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+    max: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What a request has to meet to count as good; None is no limit. All are in seconds.
+
+    `itl_s` holds for the longest of a request's gaps, `tpot_s` for their mean per token. Raises ValueError.
+    """
+
+    ttft_s: float | None = None
+    itl_s: float | None = None
+    tpot_s: float | None = None
+    e2e_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for limit_s in (self.ttft_s, self.itl_s, self.tpot_s, self.e2e_s):
+            if limit_s is not None and not 0 < limit_s < math.inf:
+                raise ValueError(f"a limit of {limit_s * 1e3:g} ms is not above 0 and finite")
+
+    @property
+    def are_given(self) -> bool:
+        return any(limit is not None for limit in (self.ttft_s, self.itl_s, self.tpot_s, self.e2e_s))
+
+    def are_met(self, record: RequestRecord) -> bool:
+        """Whether the request has completed within all limits; each may be reached, and not passed."""
+        return record.is_complete and all(
+            limit_s is None or measured_s is None or measured_s <= limit_s
+            for limit_s, measured_s in (
+                (self.ttft_s, record.ttft_s),
+                (self.itl_s, max(record.gaps_s, default=None)),
+                (self.tpot_s, record.tpot_s),
+                (self.e2e_s, record.e2e_s),
+            )
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """All numbers of a run. Latencies are those of completed requests, None where there is none.
+
+    Latencies count from when a request was due. `itl_s` has one sample for each message with tokens after the
+    first one of its request: the time since the message before. Tokens that share a message arrive together,
+    and are not counted as gaps of zero, which would hide the wait before them; `tpot_s` counts each token.
+    Token rates count every token that has arrived, `input_tokens_per_s` the prompts of completed requests.
+    """
+
+    duration_s: float
+    num_planned: int
+    num_due: int
+    num_completed: int
+    num_failed: int
+    num_interrupted: int
+    failures: dict[str, int]
+    requests_per_s: float
+    input_tokens_per_s: float
+    output_tokens_per_s: float
+    num_good: int
+    goodput_per_s: float
+    input_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    restarts: int
+    mean_concurrency: float
+    max_concurrency: int
+    tokens_per_message: float | None
+    ttft_s: Distribution | None
+    itl_s: Distribution | None
+    tpot_s: Distribution | None
+    e2e_s: Distribution | None
+    lag_s: Distribution | None
+    slot_wait_s: Distribution | None
+    cpu_share: float
+
+
+def summarize(run: LoadRun, limits: Limits) -> Summary:
+    """The numbers of a run."""
+    completed = [record for record in run.records if record.is_complete]
+    failures = Counter(record.status for record in run.records if record.has_failed)
+    num_good = sum(limits.are_met(record) for record in completed)
+    input_tokens = sum(record.planned.prompt_tokens for record in completed)
+    output_tokens = sum(record.num_tokens for record in run.records)
+    num_messages = sum(len(record.message_tokens) for record in run.records)
+    return Summary(
+        duration_s=run.duration_s,
+        num_planned=run.num_planned,
+        num_due=len(run.records),
+        num_completed=len(completed),
+        num_failed=failures.total(),
+        num_interrupted=sum(record.status == INTERRUPTED for record in run.records),
+        failures=dict(sorted(failures.items())),
+        requests_per_s=len(completed) / run.duration_s,
+        input_tokens_per_s=input_tokens / run.duration_s,
+        output_tokens_per_s=output_tokens / run.duration_s,
+        num_good=num_good,
+        goodput_per_s=num_good / run.duration_s,
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
+        cached_tokens=sum(record.cached_tokens for record in completed),
+        restarts=sum(record.restarts for record in completed),
+        mean_concurrency=sum(end - begin for begin, end in spans(run)) / run.duration_s,
+        max_concurrency=_most_at_once(spans(run)),
+        tokens_per_message=output_tokens / num_messages if num_messages else None,
+        ttft_s=distribution(record.ttft_s for record in completed),
+        itl_s=distribution(gap_s for record in completed for gap_s in record.gaps_s),
+        tpot_s=distribution(record.tpot_s for record in completed),
+        e2e_s=distribution(record.e2e_s for record in completed),
+        lag_s=distribution(record.lag_s for record in run.records),
+        slot_wait_s=distribution(record.slot_wait_s for record in run.records),
+        cpu_share=run.cpu_s / run.duration_s,
+    )
+
+
+def distribution(values: Iterable[float | None]) -> Distribution | None:
+    """Of the values that are not None; None when there is none."""
+    samples = np.array([value for value in values if value is not None], dtype=np.float64)
+    if not samples.size:
+        return None
+    p50, p90, p95, p99 = np.percentile(samples, PERCENTILES, method="linear").tolist()
+    return Distribution(
+        num_samples=samples.size,
+        mean=float(samples.mean()),
+        p50=p50,
+        p90=p90,
+        p95=p95,
+        p99=p99,
+        max=float(samples.max()),
+    )
+
+
+def spans(run: LoadRun) -> list[tuple[float, float]]:
+    """From when to when each request was running, in seconds; a request that was never sent has no span."""
+    return [
+        (record.sent_s, run.duration_s if record.ended_s is None else record.ended_s)
+        for record in run.records
+        if record.sent_s is not None
+    ]
+
+
+def _most_at_once(running: Sequence[tuple[float, float]]) -> int:
+    # At equal times an end comes first: -1 sorts before +1.
+    changes = sorted([(begin, +1) for begin, _ in running] + [(end, -1) for _, end in running])
+    return int(max(np.cumsum([change for _, change in changes]), default=0))
+
+
+NUM_INTERVALS = 100
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timeline:
+    """Entry i of both lists is about the seconds from i * interval_s to (i + 1) * interval_s of the run.
+
+    `concurrency` is the mean number of requests that were running.
+    """
+
+    interval_s: float
+    output_tokens_per_s: list[float]
+    concurrency: list[float]
+
+
+def timeline(run: LoadRun, *, num_intervals: int = NUM_INTERVALS) -> Timeline:
+    """The run, cut into `num_intervals`."""
+    edges_s = np.linspace(0.0, run.duration_s, num_intervals + 1)
+    interval_s = run.duration_s / num_intervals
+    times_s = [time_s for record in run.records for time_s in record.message_times_s]
+    tokens = [num_tokens for record in run.records for num_tokens in record.message_tokens]
+    arrived, _ = np.histogram(times_s, bins=edges_s, weights=tokens)
+    return Timeline(
+        interval_s=interval_s,
+        output_tokens_per_s=(arrived / interval_s).tolist(),
+        concurrency=(np.diff(_running_time_s(run, edges_s)) / interval_s).tolist(),
+    )
+
+
+def _running_time_s(run: LoadRun, edges_s: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """For each edge, the time that all requests together have run before it."""
+    total_s = np.zeros_like(edges_s)
+    for begin_s, end_s in spans(run):
+        total_s += edges_s.clip(begin_s, end_s) - begin_s
+    return total_s

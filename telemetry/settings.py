@@ -1,0 +1,211 @@
+"""OpenTelemetry's standard environment variables.
+
+https://opentelemetry.io/docs/specs/otel/protocol/exporter/
+
+https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables/ -- endpoints, headers,
+certificates, compression and timeouts are read by the exporters themselves.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased, Sampler, TraceIdRatioBased
+
+_COMPRESSIONS = ("none", "gzip", "deflate")
+_FILES = ("CERTIFICATE", "CLIENT_KEY", "CLIENT_CERTIFICATE")
+_HEADER = re.compile(r"\s*[!#$%&'*+.^_`|~0-9A-Za-z-]+\s*=.*")
+
+
+def check_exporter_variables(environment: Mapping[str, str], signal: str) -> None:
+    """Of `signal`, "TRACES" or "METRICS". Raises ValueError that names the variable and its value."""
+    name, endpoint = _given(environment, signal, "ENDPOINT")
+    if endpoint and not _is_endpoint(endpoint):
+        raise ValueError(f"{name} is {endpoint!r}, but must be http://HOST:PORT or https://HOST:PORT")
+    name, compression = _given(environment, signal, "COMPRESSION")
+    if compression and compression.lower() not in _COMPRESSIONS:
+        raise ValueError(f"{name} is {compression!r}, but must be one of {', '.join(_COMPRESSIONS)}")
+    name, timeout = _given(environment, signal, "TIMEOUT")
+    if timeout and not _is_time(timeout):
+        raise ValueError(f"{name} is {timeout!r}, but must be a number of seconds above 0")
+    name, headers = _given(environment, signal, "HEADERS")
+    if any(not _HEADER.fullmatch(each) for each in headers.split(",") if each.strip()):
+        raise ValueError(f"{name} has something else than KEY=VALUE,KEY=VALUE")
+    for kind in _FILES:
+        name, path = _given(environment, signal, kind)
+        if path and not Path(path).is_file():
+            raise ValueError(f"{name} is {path!r}, and there is no such file")
+
+
+def _given(environment: Mapping[str, str], signal: str, kind: str) -> tuple[str, str]:
+    """The variable that counts, and its value; that of the signal goes before that of all."""
+    names = (f"OTEL_EXPORTER_OTLP_{signal}_{kind}", f"OTEL_EXPORTER_OTLP_{kind}")
+    return next(
+        ((name, value) for name in names if (value := environment.get(name, "").strip())), (names[1], "")
+    )
+
+
+def _is_endpoint(text: str) -> bool:
+    try:
+        parts = urlsplit(text if "://" in text else f"//{text}")
+        has_port = parts.port is not None
+    except ValueError:
+        return False
+    if "://" in text:
+        return parts.scheme in ("http", "https") and bool(parts.hostname)
+    return bool(parts.hostname) and has_port
+
+
+def _is_time(text: str) -> bool:
+    try:
+        seconds = float(text)
+    except ValueError:
+        return False
+    return 0 < seconds < math.inf
+
+
+DEFAULT_INTERVAL_S = 60.0
+"""OpenTelemetry's own."""
+
+
+class OtlpProtocol(Enum):
+    """How a collector is spoken to."""
+
+    GRPC = "grpc"
+    HTTP = "http/protobuf"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MetricsExport:
+    """`collector` None: there is none.
+
+    Endpoint, headers, certificates, compression and timeout are read from the environment by the SDK's
+    exporter itself.
+    """
+
+    collector: OtlpProtocol | None = None
+    interval_s: float = DEFAULT_INTERVAL_S
+    to_coordinator_interval_s: float = 2.0
+
+
+NO_COLLECTOR = MetricsExport()
+
+
+def metrics_export(environment: Mapping[str, str]) -> MetricsExport:
+    """As the variables OTEL_* say. Raises ValueError for a value that nobody would act on."""
+    return MetricsExport(collector=_collector(environment), interval_s=_interval_s(environment))
+
+
+def _collector(environment: Mapping[str, str]) -> OtlpProtocol | None:
+    exporter = environment.get("OTEL_METRICS_EXPORTER", "").strip() or "otlp"
+    if exporter not in ("otlp", "none"):
+        raise ValueError(f"OTEL_METRICS_EXPORTER is {exporter!r}, but only otlp and none are there")
+    if exporter == "none" or not _of_metrics(environment, "ENDPOINT"):
+        return None
+    protocol = _of_metrics(environment, "PROTOCOL") or OtlpProtocol.GRPC.value
+    if protocol not in (known := [each.value for each in OtlpProtocol]):
+        raise ValueError(f"OTLP protocol {protocol!r} is none of {', '.join(known)}")
+    check_exporter_variables(environment, "METRICS")
+    return OtlpProtocol(protocol)
+
+
+def _of_metrics(environment: Mapping[str, str], what: str) -> str:
+    """The variable for metrics, or else the one for everything."""
+    own = environment.get(f"OTEL_EXPORTER_OTLP_METRICS_{what}", "").strip()
+    return own or environment.get(f"OTEL_EXPORTER_OTLP_{what}", "").strip()
+
+
+def _interval_s(environment: Mapping[str, str]) -> float:
+    text = environment.get("OTEL_METRIC_EXPORT_INTERVAL", "").strip()
+    if not text:
+        return DEFAULT_INTERVAL_S
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(
+            f"OTEL_METRIC_EXPORT_INTERVAL is {text!r}, but must be a whole number of milliseconds"
+        )
+    return int(text) / 1000
+
+
+PROTOCOLS = ("grpc", "http/protobuf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TelemetrySettings:
+    """`protocol`: how traces go to a collector; None where there is none. `sampler` None: what the command
+    line says. `metrics`: where those go.
+    """
+
+    is_disabled: bool = False
+    protocol: str | None = None
+    sampler: Sampler | None = None
+    service_version: str = "unknown"
+    metrics: MetricsExport = NO_COLLECTOR
+
+
+NO_SETTINGS = TelemetrySettings()
+"""Where no variable is set."""
+DISABLED = TelemetrySettings(is_disabled=True, sampler=ALWAYS_OFF)
+"""Nothing is recorded, and nothing sent."""
+
+
+def read_environment(environment: Mapping[str, str], *, version: str) -> TelemetrySettings:
+    """`version` is that of the program. Raises ValueError for a value that nobody would act on."""
+    if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return DISABLED
+    return TelemetrySettings(
+        protocol=_protocol(environment),
+        sampler=_sampler(environment),
+        service_version=version,
+        metrics=metrics_export(environment),
+    )
+
+
+def _protocol(environment: Mapping[str, str]) -> str | None:
+    exporter = environment.get("OTEL_TRACES_EXPORTER", "otlp").strip() or "otlp"
+    if exporter not in ("otlp", "none"):
+        raise ValueError(f"OTEL_TRACES_EXPORTER is {exporter!r}, but only otlp and none are there")
+    endpoints = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+    if exporter == "none" or not any(environment.get(name, "").strip() for name in endpoints):
+        return None
+    names = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+    protocol = next((value for name in names if (value := environment.get(name, "").strip())), "grpc")
+    if protocol not in PROTOCOLS:
+        raise ValueError(f"OTLP protocol {protocol!r} is none of {', '.join(PROTOCOLS)}")
+    check_exporter_variables(environment, "TRACES")
+    return protocol
+
+
+def _sampler(environment: Mapping[str, str]) -> Sampler | None:
+    name = environment.get("OTEL_TRACES_SAMPLER", "").strip().lower()
+    if not name:
+        return None
+    argument = environment.get("OTEL_TRACES_SAMPLER_ARG", "").strip() or "1.0"
+    base, is_parent_based = name.removeprefix("parentbased_"), name.startswith("parentbased_")
+    match base:
+        case "always_on":
+            sampler: Sampler = ALWAYS_ON
+        case "always_off":
+            sampler = ALWAYS_OFF
+        case "traceidratio":
+            sampler = TraceIdRatioBased(parse_ratio(argument, "OTEL_TRACES_SAMPLER_ARG"))
+        case _:
+            raise ValueError(
+                f"OTEL_TRACES_SAMPLER is {name!r}, but must be always_on, always_off, traceidratio, or one "
+                "of them after parentbased_"
+            )
+    return ParentBased(sampler) if is_parent_based else sampler
+
+
+def parse_ratio(text: str, name: str) -> float:
+    """A number from 0 to 1. Raises ValueError, which calls it `name`."""
+    try:
+        ratio = float(text)
+    except ValueError:
+        ratio = -1.0
+    if not 0 <= ratio <= 1:
+        raise ValueError(f"{name} is {text!r}, but must be a number from 0 to 1")
+    return ratio

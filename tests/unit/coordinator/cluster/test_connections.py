@@ -1,0 +1,32 @@
+"""Stages that compute differently are told apart, and nothing else is."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinator.cluster.connections import StageKernels, differing_kernels
+
+COMPILED, PLAIN = StageKernels("cpu", "compiled"), StageKernels("cpu", "plain")
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        [],
+        [PLAIN],
+        [COMPILED, COMPILED, COMPILED],
+        [StageKernels("cuda:0", "plain"), StageKernels("cuda:1", "plain")],
+        [StageKernels("mock", ""), StageKernels("mock", "")],
+        [COMPILED, None, COMPILED],
+    ],
+)
+def test_stages_that_compute_alike_are_not_worth_a_word(stages: list[StageKernels | None]) -> None:
+    assert differing_kernels(stages) == ""
+
+
+def test_stages_that_differ_are_named_with_what_they_compute_by() -> None:
+    stages = [COMPILED, PLAIN, COMPILED, StageKernels("cuda:0", "plain")]
+    assert differing_kernels(stages) == (
+        "stages compute differently: stages 0, 2: compiled on cpu; stage 1: plain on cpu; "
+        "stage 3: plain on cuda"
+    )

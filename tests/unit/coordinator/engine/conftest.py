@@ -1,0 +1,26 @@
+"""For the tests of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.unit.coordinator.engine.engine_model import EngineModel
+
+NewModel = Callable[..., EngineModel]
+
+
+@pytest.fixture
+def new_model() -> Iterator[NewModel]:
+    """Makes engines over pipelines that serve."""
+    made: list[EngineModel] = []
+
+    def make(**options: Any) -> EngineModel:
+        made.append(EngineModel(**options))
+        return made[-1]
+
+    yield make
+    for model in made:
+        model.close()

@@ -1,0 +1,193 @@
+"""The hint when to come again follows the pace at which requests end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.engine.admission import Admission, AdmissionLimits, RetryAfterEstimator
+from coordinator.engine.request import Registry, Request
+from coordinator.scheduler.sequence import SequenceState
+from kvcache import ActiveSequence
+from tests.unit.coordinator.engine.wishes import Wish
+from wire.errors import InvalidRequest, Overloaded
+
+
+def pace_of(*ends_s: float) -> RetryAfterEstimator:
+    pace = RetryAfterEstimator()
+    for now_s in ends_s:
+        pace.note_end(now_s)
+    return pace
+
+
+def test_a_second_where_nothing_is_known() -> None:
+    assert pace_of().retry_after_s == 1.0
+    assert pace_of(100.0).retry_after_s == 1.0
+
+
+def test_the_first_interval_counts_whole_and_every_other_one_a_fifth() -> None:
+    assert pace_of(100.0, 102.0).retry_after_s == 2.0
+    assert pace_of(100.0, 102.0, 109.0).retry_after_s == pytest.approx(2 + (7 - 2) / 5)
+
+
+@pytest.mark.parametrize(("interval_s", "hint_s"), [(0.0, 0.1), (0.01, 0.1), (29.0, 29.0), (1e9, 30.0)])
+def test_the_hint_is_never_at_once_and_never_beyond_patience(interval_s: float, hint_s: float) -> None:
+    assert pace_of(*(number * interval_s for number in range(9))).retry_after_s == pytest.approx(hint_s)
+
+
+@given(st.lists(st.floats(0.1, 30.0), min_size=1, max_size=30))
+def test_the_hint_is_between_the_shortest_and_the_longest_interval(intervals_s: list[float]) -> None:
+    now_s, pace = 0.0, pace_of(0.0)
+    for interval_s in intervals_s:
+        pace.note_end(now_s := now_s + interval_s)
+    assert min(intervals_s) - 1e-6 <= pace.retry_after_s <= max(intervals_s) + 1e-6
+
+
+def test_a_new_pace_shows_after_a_while() -> None:
+    slow = [number * 10.0 for number in range(10)]
+    fast = [90.0 + number * 0.5 for number in range(1, 30)]
+    assert pace_of(*slow, *fast).retry_after_s == pytest.approx(0.5, rel=0.1)
+
+
+class House:
+    """Admission with what it looks at."""
+
+    def __init__(self, *, queue_size: int = 100, max_client_requests: int | None = None) -> None:
+        self.registry, self.pace = Registry(), RetryAfterEstimator()
+        limits = AdmissionLimits(queue_size=queue_size, max_client_requests=max_client_requests)
+        self.admission = Admission(limits, self.registry, self.pace)
+
+    def enter(self, client: str = "somebody", *, n: int = 1) -> Request:
+        request = Wish(client=client, n=n).request()
+        self.registry.add(request)
+        return request
+
+    def refusal(self, client: str = "somebody") -> Overloaded:
+        before = self.admission.num_preparing
+        with pytest.raises(Overloaded) as caught, self.admission.preparing(client):
+            pass
+        assert self.admission.num_preparing == before
+        return caught.value
+
+    def admits(self, client: str = "somebody") -> bool:
+        with self.admission.preparing(client):
+            return True
+
+
+def start_first_choice(request: Request) -> None:
+    sequence = request.choices[0].sequence
+    ids: Iterator[int] = iter(range(9))
+    blocks = ActiveSequence(sequence.all_tokens, block_size=4, max_output_tokens=4, new_id=ids.__next__)
+    sequence.begin_prefill(blocks, num_cached_tokens=0)
+
+
+def leave(house: House, request: Request) -> None:
+    for sequence in request.live_sequences:
+        sequence.end(SequenceState.CANCELLED)
+    request.end(0.0)
+    house.registry.end(request)
+
+
+@pytest.mark.parametrize("name", ["queue_size", "max_client_requests", "max_unread_tokens"])
+def test_a_limit_below_one_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        AdmissionLimits(**{"queue_size": 1, name: 0})
+
+
+def test_requests_that_are_made_ready_count_towards_the_queue() -> None:
+    house = House(queue_size=2)
+    house.enter()
+    with house.admission.preparing("somebody"):
+        assert house.admission.num_preparing == 1
+        assert (
+            str(house.refusal())
+            == "2 sequences are waiting, and the limit is 2 (queue_size); try again in 1.0 s"
+        )
+        # The place of one who was let in is not taken away again.
+        house.admission.check_queue()
+    assert house.admission.num_preparing == 0
+    assert house.admits()
+
+
+def test_a_place_comes_back_also_when_the_request_is_refused_later() -> None:
+    house = House(queue_size=1, max_client_requests=1)
+    with pytest.raises(KeyError), house.admission.preparing("somebody"):
+        raise KeyError
+    assert house.admission.num_preparing == 0
+    assert house.admits()
+    assert not house.admission._num_preparing, "clients that have left are forgotten"
+
+
+def test_each_choice_waits_until_it_has_started() -> None:
+    house = House(queue_size=3)
+    request = house.enter(n=3)
+    house.refusal()
+    start_first_choice(request)
+    house.admission.check_queue()
+    with pytest.raises(Overloaded, match=r"2 sequences are waiting, and the limit is 3 \(queue_size\)"):
+        house.admission.check_queue(2)
+    request.choices[1].sequence.end(SequenceState.CANCELLED)
+    house.admission.check_queue(2)
+
+
+def test_a_request_counts_as_its_choices() -> None:
+    house = House(max_client_requests=66)
+    with house.admission.preparing("a", 64):
+        assert house.admission.num_preparing == 64
+        assert house.admits("a")
+        with house.admission.preparing("a", 2):
+            assert (
+                str(house.refusal("a"))
+                == "client a has 66 sequences here, and the limit is 66; try again in 1.0 s"
+            )
+    many = house.enter("a", n=64)
+    with pytest.raises(Overloaded), house.admission.preparing("a", 3):
+        pass
+    leave(house, many)
+    with house.admission.preparing("a", 3):
+        pass
+
+
+@pytest.mark.parametrize("limits", [{"queue_size": 4}, {"max_client_requests": 4}])
+def test_more_choices_than_a_limit_ever_lets_in_are_no_overload(limits: dict[str, int]) -> None:
+    house = House(**limits)
+    with (
+        pytest.raises(InvalidRequest, match=f"n is 5, the limit is 4 .{next(iter(limits))}."),
+        house.admission.preparing("a", 5),
+    ):
+        pass
+
+
+def test_a_client_has_so_many_requests_here_at_once_whatever_they_do() -> None:
+    house = House(max_client_requests=2)
+    running = house.enter("a")
+    start_first_choice(running)
+    assert house.admits("a")
+    with house.admission.preparing("a"):
+        expected = "client a has 2 sequences here, and the limit is 2; try again in 1.0 s"
+        assert str(house.refusal("a")) == expected
+        assert house.admits("b")
+    house.enter("a")
+    house.refusal("a")
+    leave(house, running)
+    assert house.admits("a")
+
+
+def test_without_a_limit_a_client_may_have_any_number() -> None:
+    house = House()
+    for _ in range(50):
+        house.enter()
+    assert house.admits()
+
+
+def test_a_refusal_says_when_to_come_again() -> None:
+    house = House(queue_size=1)
+    house.enter()
+    for now_s in (10.0, 14.0):
+        house.pace.note_end(now_s)
+    error = house.refusal()
+    assert error.retry_after_s == 4.0
+    assert str(error).endswith("; try again in 4.0 s")

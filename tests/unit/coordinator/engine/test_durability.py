@@ -1,0 +1,233 @@
+"""Requests outlive the coordinator that accepted them: no token is lost, none comes twice."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator.journal import journal as journal_module
+from tests.unit.coordinator.engine.coordinators import GRACE_S, Coordinators
+from tests.unit.coordinator.engine.customers import Customer
+from tests.unit.coordinator.engine.engine_model import check_whole
+from tests.unit.coordinator.engine.wishes import Wish, wishes
+from wire.errors import (
+    DeadlinePassed,
+    RequestCancelled,
+    RequestNotFound,
+    RequestSuspended,
+)
+
+
+@pytest.fixture
+def coordinators(tmp_path: Path) -> Iterator[Coordinators]:
+    coordinators = Coordinators(tmp_path)
+    yield coordinators
+    coordinators.close()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    asked=st.lists(wishes(), min_size=1, max_size=4),
+    crashes=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 3), st.booleans()), min_size=1, max_size=3),
+    folds=st.booleans(),
+)
+def test_whatever_crashes_clients_get_what_an_undisturbed_run_gives(
+    asked: list[Wish], crashes: list[tuple[int, int, bool]], folds: bool
+) -> None:
+    with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+        if folds:
+            patch.setattr(journal_module, "LOG_ROWS", 2)
+        world = Coordinators(Path(directory))
+        try:
+            _serve_across_crashes(world, asked, crashes)
+        finally:
+            world.close()
+
+
+def _serve_across_crashes(
+    world: Coordinators, asked: list[Wish], crashes: list[tuple[int, int, bool]]
+) -> None:
+    customers = []
+    for wish in asked:
+        call = world.submit(wish)
+        customers.append(Customer(wish, call.attachment.request, call, None))
+    for num_steps, num_reads, is_orderly in crashes:
+        for _ in range(num_steps):
+            world.model.run_step()
+            world.model.engine.sweep()
+        for customer in customers:
+            for _ in range(num_reads):
+                customer.read(world.now_s)
+        if is_orderly:
+            world.stop()
+        else:
+            world.crash()
+        for customer in customers:
+            if not all(customer.has_last):
+                customer.request = world.request(customer.request.id)
+                customer.attach(world.model, customer.num_tokens, customer.num_scores, None)
+    world.model.run()
+    for customer in customers:
+        while not all(customer.has_last) and customer.read(world.now_s):
+            pass
+        assert all(customer.has_last)
+    world.model.check_idle()
+
+
+def test_what_nobody_has_read_is_there_after_a_crash(coordinators: Coordinators) -> None:
+    wish = Wish(max_tokens=6, n=2, logprobs=2, prompt_logprobs=1)
+    request_id = coordinators.submit(wish).attachment.request.id
+    coordinators.model.run()
+    coordinators.crash()
+    assert not coordinators.request(request_id).is_live
+    check_whole(coordinators.model.attach(request_id), wish)
+
+
+def test_a_finished_request_is_kept_for_its_client_to_come_back_and_then_forgotten(
+    coordinators: Coordinators,
+) -> None:
+    read = coordinators.submit(Wish(max_tokens=2)).attachment.request.id
+    unread = coordinators.submit(Wish(max_tokens=2)).attachment.request.id
+    coordinators.model.run()
+    coordinators.crash()
+    coordinators.model.attach(read).read_all()
+    coordinators.pass_time(1.0)
+    with pytest.raises(RequestNotFound):
+        coordinators.request(read)
+    assert coordinators.request(unread)
+    coordinators.pass_time(GRACE_S)
+    with pytest.raises(RequestNotFound):
+        coordinators.request(unread)
+    assert coordinators.journal.ids == []
+
+
+def test_without_a_crash_finished_requests_leave_the_journal_after_a_while(
+    coordinators: Coordinators,
+) -> None:
+    call = coordinators.submit(Wish(max_tokens=2))
+    coordinators.model.run()
+    call.read_all()
+    coordinators.pass_time(GRACE_S - 1)
+    assert coordinators.journal.ids == [call.attachment.request.id]
+    coordinators.pass_time(1)
+    assert coordinators.journal.ids == []
+
+
+def test_a_client_that_does_not_come_back_is_waited_for_and_then_cancelled(
+    coordinators: Coordinators,
+) -> None:
+    request_id = coordinators.submit(Wish(max_tokens=9)).attachment.request.id
+    coordinators.crash()
+    coordinators.pass_time(GRACE_S - 1)
+    request = coordinators.request(request_id)
+    assert request.is_live
+    assert request.is_detached
+    coordinators.pass_time(1)
+    assert isinstance(request.error, RequestCancelled)
+    assert coordinators.model.engine.totals.orphaned == 0
+    coordinators.model.run()
+    coordinators.model.check_idle()
+
+
+def test_a_client_that_has_come_back_and_leaves_cancels_as_before(coordinators: Coordinators) -> None:
+    request_id = coordinators.submit(Wish(max_tokens=9)).attachment.request.id
+    coordinators.crash()
+    coordinators.model.attach(request_id).close()
+    coordinators.pass_time(0)
+    with pytest.raises(RequestNotFound):
+        coordinators.request(request_id)
+    coordinators.crash()
+    with pytest.raises(RequestNotFound):
+        coordinators.request(request_id)
+
+
+def test_a_detached_request_is_kept_as_long_as_was_asked_for(coordinators: Coordinators) -> None:
+    request_id = coordinators.submit(Wish(max_tokens=3, keep_s=500.0)).attachment.request.id
+    coordinators.crash()
+    coordinators.model.run()
+    coordinators.pass_time(GRACE_S + 1)
+    coordinators.crash()
+    coordinators.pass_time(499)
+    assert coordinators.request(request_id)
+    coordinators.pass_time(2)
+    with pytest.raises(RequestNotFound):
+        coordinators.request(request_id)
+
+
+@pytest.mark.parametrize("keep_s", [None, 500.0])
+def test_a_cancelled_request_stays_cancelled(coordinators: Coordinators, keep_s: float | None) -> None:
+    request_id = coordinators.submit(Wish(max_tokens=9, keep_s=keep_s)).attachment.request.id
+    coordinators.model.run_step()
+    coordinators.model.engine.cancel(request_id)
+    coordinators.crash()
+    assert not coordinators.model.engine.registry.live
+    if keep_s is not None:
+        call = coordinators.model.attach(request_id)
+        call.read_all()
+        assert isinstance(call.error, RequestCancelled)
+        assert str(call.error) == "the request was cancelled"
+
+
+def test_a_deadline_is_that_of_the_last_call_and_may_have_passed_meanwhile(
+    coordinators: Coordinators,
+) -> None:
+    late, early = (
+        coordinators.submit(Wish(max_tokens=9, keep_s=5.0), deadline_s=1010.0).attachment.request.id
+        for _ in range(2)
+    )
+    coordinators.model.attach(late, deadline_s=1100.0)
+    coordinators.crash()
+    coordinators.pass_time(50)
+    assert isinstance(coordinators.request(early).error, DeadlinePassed)
+    assert coordinators.request(late).is_live
+
+
+def test_the_old_order_holds(coordinators: Coordinators) -> None:
+    ids = [coordinators.submit(Wish(prompt=(1,) * 9, max_tokens=9)).attachment.request.id for _ in range(12)]
+    coordinators.model.run_step()
+    coordinators.crash()
+    assert [each.id for each in coordinators.model.engine.registry.live] == ids
+    started = [each.key.request_id for each in coordinators.model.engine.scheduler.running]
+    assert started == ids[: len(started)]
+
+
+def test_a_restart_is_counted_and_what_came_from_the_cache_is_not_forgotten(
+    coordinators: Coordinators,
+) -> None:
+    wish = Wish(prompt=(1,) * 9, max_tokens=9)
+    coordinators.submit(wish)
+    coordinators.model.run()
+    request_id = coordinators.submit(wish).attachment.request.id
+    coordinators.model.run_step()
+    coordinators.model.run_step()
+    before = coordinators.request(request_id).choices[0].sequence
+    assert before.num_cached_tokens == 8
+    assert 0 < before.num_generated_tokens < 4
+    for num_restarts in (1, 2):
+        coordinators.crash()
+        sequence = coordinators.request(request_id).choices[0].sequence
+        assert (sequence.num_restarts, sequence.num_cached_tokens) == (num_restarts, 8)
+        coordinators.model.run_step()
+    coordinators.model.run()
+    assert sequence.num_restarts == 2
+
+
+def test_whoever_reads_when_the_coordinator_stops_is_told_to_come_back(coordinators: Coordinators) -> None:
+    wish = Wish(max_tokens=9)
+    call = coordinators.submit(wish)
+    for _ in range(3):
+        coordinators.model.run_step()
+    engine = coordinators.model.engine
+    engine.suspend()
+    call.read_all()
+    assert isinstance(call.error, RequestSuspended)
+    assert len(call.tokens()) == 3
+    with pytest.raises(RequestSuspended):
+        coordinators.model.attach(call.attachment.request.id)
+    with pytest.raises(RequestSuspended):
+        coordinators.submit(Wish())

@@ -1,0 +1,64 @@
+"""How loudly the end of a request is told, and what the line is about."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from coordinator.engine.observer import RequestLog
+from tests.unit.coordinator.engine.wishes import Wish
+from wire.errors import (
+    ClusterUnavailable,
+    DeadlinePassed,
+    RequestCancelled,
+    RequestPoisoned,
+    RequestSuspended,
+    ServingError,
+    SliceFailed,
+    StepFailed,
+)
+from wire.ids import id_text
+
+TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
+
+
+class SomeTrace:
+    """A trace with this id."""
+
+    trace_id = TRACE_ID
+    traceparent = caller_traceparent = ""
+
+
+@pytest.mark.parametrize(
+    ("error", "level"),
+    [
+        (None, logging.DEBUG),
+        (RequestCancelled("by its client"), logging.DEBUG),
+        (DeadlinePassed("too late"), logging.DEBUG),
+        (RequestSuspended("goes on elsewhere"), logging.DEBUG),
+        (ClusterUnavailable("no pipeline"), logging.WARNING),
+        (SliceFailed("not finite"), logging.WARNING),
+        (StepFailed("three times"), logging.WARNING),
+        (RequestPoisoned("two workers"), logging.ERROR),
+    ],
+)
+def test_only_what_we_have_failed_is_told_above_debug(
+    caplog: pytest.LogCaptureFixture, error: ServingError | None, level: int
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="coordinator")
+    request = Wish().request()
+    request.trace = SomeTrace()
+    RequestLog().ended(request, error, 0.0)
+    (line,) = caplog.records
+    assert line.levelno == level
+    assert vars(line)["request_id"] == id_text(request.id)
+    assert vars(line)["trace_id"] == TRACE_ID
+    assert line.getMessage().startswith(f"request {id_text(request.id)} ")
+    assert error is None or str(error) in line.getMessage()
+
+
+def test_without_a_trace_there_is_no_trace_in_the_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, logger="coordinator")
+    RequestLog().accepted(Wish().request(), 0.0)
+    assert "trace_id" not in vars(caplog.records[0])

@@ -1,0 +1,363 @@
+"""Whoever reads gets each token once and in order, and only the newest reader gets any."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinator.engine.output_stream import MAX_MESSAGE_TOKENS
+from coordinator.scheduler.policy import SchedulerLimits
+from tests.unit.coordinator.engine.conftest import NewModel
+from tests.unit.coordinator.engine.engine_model import Call, EngineModel
+from tests.unit.coordinator.engine.wishes import Wish, prompt_scores, solo
+from wire.errors import InvalidRequest, RequestCancelled, RequestNotFound, Superseded
+from wire.ids import new_request_id
+from wire.steps import TokenLogprobs
+
+ONE_AT_A_TIME = SchedulerLimits(max_step_tokens=16, max_step_sequences=8, max_steps_in_flight=1)
+LONG = (5, 3, 1) * 7
+
+
+def prompt_logprobs(call: Call) -> tuple[TokenLogprobs | None, ...]:
+    """Of the prompt, as the messages bring them, without gap or overlap."""
+    got: list[TokenLogprobs | None] = []
+    first = None
+    for output in call.outputs:
+        if output.prompt_logprobs:
+            first = output.first_prompt_token_index if first is None else first
+            assert output.choice.index == 0
+            assert output.first_prompt_token_index == first + len(got)
+            got.extend(output.prompt_logprobs)
+    return tuple(got)
+
+
+def run_steps(model: EngineModel, count: int) -> None:
+    for _ in range(count):
+        assert model.run_step()
+
+
+# Reading
+
+
+def test_tokens_coalesce_until_they_are_read(new_model: NewModel) -> None:
+    model = new_model(limits=ONE_AT_A_TIME)
+    wish = Wish(max_tokens=7)
+    call = model.submit(wish.request())
+    run_steps(model, 3)
+    tokens = solo(wish).tokens
+    assert [each.piece.tokens for each in call.read_all()] == [tokens[:3]]
+    run_steps(model, 1)
+    assert [each.piece.tokens for each in call.read_all()] == [tokens[3:4]]
+    model.run()
+    assert [(each.piece.tokens, each.piece.is_last) for each in call.read_all()] == [(tokens[4:], True)]
+    assert (call.is_over, call.error) == (True, None)
+
+
+def test_a_reader_waits_for_news_and_is_woken_by_it(new_model: NewModel) -> None:
+    model = new_model(limits=ONE_AT_A_TIME)
+    call = model.submit(Wish(max_tokens=2).request())
+    assert call.read() is None
+    assert not call.is_over
+    run_steps(model, 1)
+    assert call.read() is not None
+    assert call.read() is None
+    run_steps(model, 1)
+    assert call.read() is not None
+
+
+@pytest.mark.parametrize("is_waiting", [True, False])
+def test_what_came_before_an_error_is_delivered_and_then_the_error(
+    new_model: NewModel, is_waiting: bool
+) -> None:
+    model = new_model(limits=ONE_AT_A_TIME)
+    request = Wish(max_tokens=9).request()
+    call = model.submit(request)
+    if is_waiting:
+        assert call.read() is None
+    run_steps(model, 2)
+    model.engine.cancel(request.id)
+    assert len(call.read_all()) == 1
+    assert call.tokens() == solo(Wish(max_tokens=9)).tokens[:2]
+    assert isinstance(call.error, RequestCancelled)
+
+
+def test_an_error_wakes_a_reader_that_waits(new_model: NewModel) -> None:
+    model = new_model()
+    request = Wish(max_tokens=9).request()
+    call = model.submit(request)
+    assert call.read() is None
+    model.engine.cancel(request.id)
+    assert call.read() is None
+    assert isinstance(call.error, RequestCancelled)
+
+
+def test_long_outputs_come_in_messages_of_a_bounded_size(new_model: NewModel) -> None:
+    model = new_model(
+        num_blocks=2000,
+        limits=SchedulerLimits(max_step_tokens=4000, max_step_sequences=4, max_steps_in_flight=1),
+    )
+    wish = Wish(prompt=(1, 2) * 1500, max_tokens=0, echo=True, logprobs=0, prompt_logprobs=0)
+    call = model.submit(wish.request())
+    model.run()
+    call.read_all()
+    sizes = [(len(each.prompt_logprobs), len(each.piece.tokens)) for each in call.outputs]
+    rest = 3000 - 2 * MAX_MESSAGE_TOKENS
+    full = MAX_MESSAGE_TOKENS
+    assert sizes == [(full, 0), (full, 0), (rest, 0), (0, full), (0, full), (0, rest)]
+    assert call.tokens() == wish.prompt
+
+
+def test_choices_take_turns(new_model: NewModel) -> None:
+    model = new_model(limits=ONE_AT_A_TIME)
+    call = model.submit(Wish(n=3, max_tokens=4).request())
+    order = []
+    for _ in range(4):
+        run_steps(model, 1)
+        order += [output.choice.index for output in (call.read(), call.read()) if output is not None]
+    assert order == [0, 1, 2, 0, 1, 2, 0, 1]
+
+
+# Another reader
+
+
+@pytest.mark.parametrize("is_waiting", [True, False])
+def test_a_superseded_call_gets_nothing_more(new_model: NewModel, is_waiting: bool) -> None:
+    model = new_model(limits=ONE_AT_A_TIME)
+    request = Wish(max_tokens=9).request()
+    stale = model.submit(request)
+    run_steps(model, 2)
+    if is_waiting:
+        stale.read_all()
+    num_read = len(stale.outputs)
+    # More is there, for the one who comes now.
+    run_steps(model, 1)
+    call = model.attach(request.id)
+    assert stale.read_all() == []
+    assert isinstance(stale.error, Superseded)
+    assert len(stale.outputs) == num_read
+    model.run()
+    call.read_all()
+    assert call.tokens() == solo(Wish(max_tokens=9)).tokens
+    # It has left in the meantime, which ended nothing.
+    assert (call.error, request.error) == (None, None)
+
+
+def test_a_call_that_is_superseded_after_the_end_gets_no_rest(new_model: NewModel) -> None:
+    model = new_model()
+    request = Wish(max_tokens=9, keep_s=60.0).request()
+    stale = model.submit(request)
+    model.run()
+    call = model.attach(request.id)
+    assert stale.read_all() == []
+    assert isinstance(stale.error, Superseded)
+    call.read_all()
+    assert call.has_last()
+
+
+@pytest.mark.parametrize("from_token", range(8))
+@pytest.mark.parametrize("is_live", [True, False])
+def test_an_attached_call_begins_with_the_token_it_asks_for(
+    new_model: NewModel, from_token: int, is_live: bool
+) -> None:
+    model = new_model(limits=ONE_AT_A_TIME)
+    wish = Wish(max_tokens=9, keep_s=60.0, stops=("never",), logprobs=1)
+    request = wish.request()
+    first = model.submit(request)
+    run_steps(model, 7)
+    first.read_all()
+    if not is_live:
+        model.run()
+    call = model.attach(request.id, from_token)
+    model.run()
+    call.read_all()
+    whole = solo(wish)
+    assert call.outputs[0].piece.first_token_index == from_token
+    assert call.tokens() == whole.tokens[from_token:]
+    assert call.text() == whole.text[call.outputs[0].piece.text_offset :]
+    if from_token == 7:
+        assert first.text() + call.text() == whole.text
+
+
+def test_each_choice_is_read_from_its_own_position(new_model: NewModel) -> None:
+    model = new_model(limits=ONE_AT_A_TIME)
+    wish = Wish(n=3, max_tokens=6, keep_s=60.0)
+    request = wish.request()
+    model.submit(request)
+    run_steps(model, 4)
+    call = model.attach(request.id, 1, by_choice={2: 3, 0: 0})
+    model.run()
+    call.read_all()
+    for choice, begin in ((0, 0), (1, 1), (2, 3)):
+        assert call.tokens(choice) == solo(wish, choice).tokens[begin:]
+
+
+@pytest.mark.parametrize(
+    ("positions", "text"),
+    [
+        ({"from_token": 4}, "from_token is 4, choice 0 has 3 tokens so far"),
+        ({"by_choice": {1: 9}}, "from_token is 9, choice 1 has 3 tokens so far"),
+        ({"by_choice": {2: 0}}, "choice 2 of a request with 2 choices"),
+        ({"prompt_token": 4}, "from_prompt_token is 4, the prompt has 3 tokens"),
+    ],
+)
+def test_positions_that_do_not_exist_are_refused_and_the_reader_stays(
+    new_model: NewModel, positions: dict[str, object], text: str
+) -> None:
+    model = new_model(limits=ONE_AT_A_TIME)
+    wish = Wish(n=2, max_tokens=6)
+    request = wish.request()
+    call = model.submit(request, deadline_s=2000.0)
+    run_steps(model, 3)
+    with pytest.raises(InvalidRequest) as caught:
+        model.attach(request.id, **positions)  # type: ignore[arg-type]
+    assert str(caught.value) == text
+    assert request.deadline_s == 2000.0
+    model.run()
+    call.read_all()
+    assert (call.error, call.tokens(0), call.tokens(1)) == (None, solo(wish).tokens, solo(wish, 1).tokens)
+
+
+def test_what_is_not_there_cannot_be_attached_to(new_model: NewModel) -> None:
+    model = new_model()
+    with pytest.raises(RequestNotFound):
+        model.attach(new_request_id())
+    request = Wish(max_tokens=1).request()
+    model.submit(request)
+    model.run()
+    # It has ended, and nobody asked to keep it.
+    with pytest.raises(RequestNotFound):
+        model.attach(request.id)
+
+
+# Kept output
+
+
+def test_kept_output_is_forgotten_a_while_after_the_last_reader_has_left(new_model: NewModel) -> None:
+    model = new_model()
+    wish = Wish(max_tokens=3, keep_s=10.0)
+    request = wish.request()
+    model.submit(request).close()
+    model.now_s += 100
+    model.engine.sweep()
+    assert request.is_live
+    model.run()
+    model.now_s += 9
+    model.engine.sweep()
+    call = model.attach(request.id)
+    # Whoever reads has all the time there is.
+    model.now_s += 100
+    model.engine.sweep()
+    call.read_all()
+    assert call.tokens() == solo(wish).tokens
+    model.now_s += 9.5
+    model.engine.sweep()
+    model.attach(request.id).close()
+    model.now_s += 10
+    model.engine.sweep()
+    with pytest.raises(RequestNotFound):
+        model.attach(request.id)
+    assert model.engine.registry.num_kept == 0
+
+
+def test_a_kept_request_that_was_cancelled_says_so_after_what_there_was(new_model: NewModel) -> None:
+    model = new_model(limits=ONE_AT_A_TIME)
+    wish = Wish(max_tokens=9, keep_s=10.0)
+    request = wish.request()
+    model.submit(request).close()
+    run_steps(model, 3)
+    model.engine.cancel(request.id)
+    call = model.attach(request.id, 1)
+    call.read_all()
+    assert call.tokens() == solo(wish).tokens[1:3]
+    assert isinstance(call.error, RequestCancelled)
+
+
+# Log-probabilities of the prompt
+
+
+def test_those_of_the_prompt_come_before_the_first_token_and_chunk_by_chunk(new_model: NewModel) -> None:
+    model = new_model(limits=ONE_AT_A_TIME)
+    wish = Wish(prompt=LONG, max_tokens=2, n=2, prompt_logprobs=2, logprobs=1)
+    call = model.submit(wish.request())
+    run_steps(model, 1)
+    assert [len(each.prompt_logprobs) for each in call.read_all()] == [17]
+    model.run()
+    call.read_all()
+    assert prompt_logprobs(call) == tuple(prompt_scores(LONG, 2))
+    with_scores = [bool(each.prompt_logprobs) for each in call.outputs if each.choice.index == 0]
+    assert with_scores == sorted(with_scores, reverse=True)
+    logprobs = [each for output in call.outputs for each in output.piece.logprobs if not output.choice.index]
+    assert tuple(logprobs) == solo(wish).logprobs
+
+
+def test_a_prompt_of_one_token_has_one_that_nothing_precedes(new_model: NewModel) -> None:
+    model = new_model()
+    call = model.submit(Wish(prompt=(4,), max_tokens=1, prompt_logprobs=2).request())
+    model.run()
+    call.read_all()
+    assert prompt_logprobs(call) == (None,)
+
+
+def test_an_echo_with_logprobs_waits_for_the_whole_prompt(new_model: NewModel) -> None:
+    model = new_model(limits=ONE_AT_A_TIME)
+    wish = Wish(prompt=LONG, max_tokens=2, n=2, echo=True, logprobs=1)
+    call = model.submit(wish.request())
+    run_steps(model, 1)
+    assert call.read_all() == []
+    model.run()
+    call.read_all()
+    for choice in range(2):
+        pieces = [each.piece for each in call.outputs if each.choice.index == choice]
+        assert tuple(each for piece in pieces for each in piece.logprobs) == solo(wish, choice).logprobs
+        assert call.tokens(choice) == solo(wish, choice).tokens
+    assert prompt_logprobs(call) == ()
+
+
+def test_an_echo_without_logprobs_is_there_at_once(new_model: NewModel) -> None:
+    model = new_model()
+    call = model.submit(Wish(prompt=LONG, max_tokens=2, echo=True).request())
+    call.read_all()
+    assert call.tokens() == LONG
+
+
+@pytest.mark.parametrize("prompt_token", [None, 0, 1, 16, 17, 18, 21])
+def test_in_the_middle_of_them_they_go_on_where_the_client_says(
+    new_model: NewModel, prompt_token: int | None
+) -> None:
+    model = new_model(limits=ONE_AT_A_TIME)
+    wish = Wish(prompt=LONG, max_tokens=2, prompt_logprobs=2)
+    request = wish.request()
+    first = model.submit(request)
+    run_steps(model, 1)
+    first.read_all()
+    assert len(prompt_logprobs(first)) == 17
+    call = model.attach(request.id, prompt_token=prompt_token)
+    model.run()
+    call.read_all()
+    assert prompt_logprobs(call) == tuple(prompt_scores(LONG, 2))[prompt_token or 0 :]
+    assert call.tokens() == solo(wish).tokens
+
+
+def test_who_has_tokens_has_those_of_the_prompt(new_model: NewModel) -> None:
+    model = new_model(limits=ONE_AT_A_TIME)
+    request = Wish(max_tokens=4, prompt_logprobs=2, keep_s=10.0).request()
+    model.submit(request)
+    model.run()
+    for from_token, count in ((0, 3), (1, 0)):
+        call = model.attach(request.id, from_token)
+        call.read_all()
+        assert len(prompt_logprobs(call)) == count
+
+
+def test_a_preemption_between_chunks_repeats_and_loses_no_score(new_model: NewModel) -> None:
+    model = new_model(num_blocks=12, limits=ONE_AT_A_TIME)
+    wish = Wish(prompt=LONG * 2, max_tokens=1, prompt_logprobs=1, echo=True, logprobs=2)
+    call = model.submit(wish.request())
+    run_steps(model, 2)
+    call.read_all()
+    model.stop()
+    model.start(12)
+    model.run()
+    call.read_all()
+    assert prompt_logprobs(call) == tuple(prompt_scores(wish.prompt, 1))
+    assert call.tokens() == solo(wish).tokens
+    assert call.outputs[-1].piece.logprobs == solo(wish).logprobs

@@ -1,0 +1,117 @@
+"""A request is live or kept or not here at all, and its id is its own until it is forgotten."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinator.engine.output_stream import OutputStream, Positions
+from coordinator.engine.request import MAX_KEPT, Registry, Request
+from coordinator.scheduler.sequence import SequenceState
+from tests.unit.coordinator.engine.wishes import Wish
+from wire.errors import InvariantBroken, RequestCancelled, RequestExists, RequestNotFound
+from wire.ids import id_text
+
+
+def end(registry: Registry, request: Request, *, now_s: float = 0.0) -> None:
+    for sequence in request.live_sequences:
+        sequence.end(SequenceState.CANCELLED)
+    request.end(now_s, RequestCancelled("over"))
+    registry.end(request)
+
+
+def test_a_live_request_is_found_and_its_id_is_taken() -> None:
+    registry, request = Registry(), Wish().request()
+    with pytest.raises(RequestNotFound, match=f"no request {id_text(request.id)} is live or kept"):
+        registry.find(request.id)
+    registry.add(request)
+    assert registry.find(request.id) is registry.live_request(request.id) is request
+    for _ in range(2):
+        with pytest.raises(RequestExists, match=f"request {id_text(request.id)} is live already"):
+            registry.add(Wish().request(request_id=request.id))
+    assert registry.live == [request]
+
+
+def test_what_ends_is_gone_unless_it_is_to_be_kept() -> None:
+    registry, gone, kept = Registry(), Wish().request(), Wish(keep_s=5.0).request()
+    for request in (gone, kept):
+        registry.add(request)
+        end(registry, request)
+    assert (registry.live, registry.num_kept) == ([], 1)
+    assert registry.find(kept.id) is kept
+    assert registry.live_request(kept.id) is None
+    registry.check_new(gone.id)
+    with pytest.raises(RequestExists, match="has ended, and its output is kept"):
+        registry.check_new(kept.id)
+    registry.forget(kept.id)
+    registry.check_new(kept.id)
+    with pytest.raises(RequestNotFound):
+        registry.find(kept.id)
+
+
+def test_live_requests_are_in_the_order_of_their_acceptance_and_counted_by_client() -> None:
+    registry = Registry()
+    requests = [Wish(client=client).request() for client in "abab"]
+    for request in requests:
+        registry.add(request)
+    end(registry, requests[1])
+    assert registry.live == [requests[0], *requests[2:]]
+    assert [registry.num_live_of(client) for client in "abc"] == [2, 1, 0]
+    for request in registry.live:
+        end(registry, request)
+    assert [registry.num_live_of(client) for client in "abc"] == [0, 0, 0]
+    assert not registry._num_live_of, "clients that have left are forgotten"
+
+
+@pytest.mark.parametrize(("ended_s", "left_s", "expires_s"), [(100.0, 0.0, 105.0), (100.0, 103.0, 108.0)])
+def test_what_is_kept_expires_after_its_end_and_its_last_reader(
+    ended_s: float, left_s: float, expires_s: float
+) -> None:
+    registry, request = Registry(), Wish(keep_s=5.0).request()
+    registry.add(request)
+    request.left_s = left_s
+    end(registry, request, now_s=ended_s)
+    assert request.expires_s == expires_s
+    for now_s, num_kept in ((expires_s - 0.001, 1), (expires_s, 0)):
+        registry.expire(now_s)
+        assert registry.num_kept == num_kept
+
+
+def test_what_somebody_reads_does_not_expire() -> None:
+    registry, request = Registry(), Wish(keep_s=5.0).request()
+    registry.add(request)
+    end(registry, request)
+    request.attachment = OutputStream(request, Positions())
+    assert request.expires_s is None
+    registry.expire(1e9)
+    assert registry.num_kept == 1
+
+
+def test_no_more_than_so_many_are_kept_and_the_oldest_goes_first() -> None:
+    registry = Registry()
+    requests = [Wish(keep_s=5.0).request() for _ in range(MAX_KEPT + 2)]
+    for request in requests:
+        registry.add(request)
+        end(registry, request)
+    assert registry.num_kept == MAX_KEPT
+    for request in requests[:2]:
+        with pytest.raises(RequestNotFound):
+            registry.find(request.id)
+    assert registry.find(requests[2].id) is requests[2]
+
+
+def test_a_request_ends_once_and_not_before_its_choices() -> None:
+    request = Wish(n=2).request()
+    with pytest.raises(InvariantBroken, match="a request ends before its last choice"):
+        request.end(0.0)
+    for sequence in request.live_sequences:
+        sequence.end(SequenceState.FAILED)
+    request.end(0.0)
+    with pytest.raises(InvariantBroken, match="a request ends twice"):
+        request.end(0.0)
+
+
+def test_the_choices_of_a_request_are_its_own_and_all_there() -> None:
+    one, two = Wish(n=2).request(), Wish(n=2).request()
+    for choices in ((one.choices[1],), (one.choices[0], two.choices[1]), one.choices[::-1]):
+        with pytest.raises(InvariantBroken):
+            Request(one.id, choices, client="somebody")

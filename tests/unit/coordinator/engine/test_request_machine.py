@@ -1,0 +1,427 @@
+"""Whatever happens to requests, in every order: tokens exactly once, one end, and nothing left behind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, event, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from coordinator.engine.admission import AdmissionLimits
+from coordinator.engine.engine import DEADLINE_SLACK_S
+from coordinator.engine.request import Request
+from coordinator.recovery.attribution import MAX_DEATHS_ALONE, MAX_RETRIES
+from coordinator.scheduler.policy import SchedulerLimits
+from coordinator.scheduler.sequence import SequenceState
+from tests.unit.coordinator.engine.customers import Customer
+from tests.unit.coordinator.engine.engine_model import BLOCK_SIZE, EngineModel, ended_as
+from tests.unit.coordinator.engine.wishes import Wish, wishes
+from wire.errors import (
+    ClusterUnavailable,
+    DeadlinePassed,
+    Overloaded,
+    RequestCancelled,
+    RequestExists,
+    RequestNotFound,
+    RequestPoisoned,
+    SliceFailed,
+    StepFailed,
+    StepFaultKind,
+)
+from wire.ids import RequestId
+from wire.steps import SliceError, StepSlice
+
+LARGEST_POOL = 9
+"""Blocks. Half of the pools cannot hold the longest requests."""
+
+PLACES = st.integers(0, 63)
+POOLS = st.none() | st.integers(3, LARGEST_POOL) | st.just(LARGEST_POOL)
+SELDOM = st.sampled_from([True, False, False])
+DEADLINES = st.none() | st.sampled_from([2.0, 15.0])
+Ends = dict[RequestId, type[Exception] | None]
+
+
+class Requests(RuleBasedStateMachine):
+    """Customers, an engine and a pipeline whose progress is a matter of chance."""
+
+    @initialize(
+        num_stages=st.integers(1, 3),
+        num_blocks=st.integers(4, LARGEST_POOL),
+        queue_size=st.sampled_from([2, 50]),
+        max_unread=st.sampled_from([3, 50]),
+        max_step_tokens=st.sampled_from([4, 7, 16]),
+        max_step_sequences=st.integers(1, 5),
+        max_steps_in_flight=st.integers(1, 4),
+    )
+    def begin(
+        self, num_stages: int, num_blocks: int, queue_size: int, max_unread: int, **limits: int
+    ) -> None:
+        self.queue_size, self.num_blocks, self.max_unread = queue_size, num_blocks, max_unread
+        self.model = EngineModel(
+            num_blocks=num_blocks,
+            num_stages=num_stages,
+            limits=SchedulerLimits(**limits),
+            admission=AdmissionLimits(queue_size=queue_size, max_unread_tokens=max_unread),
+        )
+        self.engine = self.model.engine
+        self.customers: list[Customer] = []
+        self.num_arrivals = 0
+        self.num_faults = Counter[RequestId]()
+        self.num_deaths_alone = Counter[RequestId]()
+
+    # Clients
+
+    @rule(wished=st.lists(wishes(), min_size=1, max_size=4), deadline_s=DEADLINES, again=st.integers(0, 9))
+    def arrive(self, wished: list[Wish], deadline_s: float | None, again: int) -> None:
+        """Sometimes with an id that was used before."""
+        for wish in wished:
+            self.num_arrivals += 1
+            old, new = self.customers[again : again + 1], RequestId(self.num_arrivals.to_bytes(16, "big"))
+            request = wish.request(
+                arrival=self.num_arrivals,
+                arrived_s=self.model.now_s,
+                request_id=old[0].request.id if old else new,
+            )
+            self.submit(wish, request, deadline_s)
+            self.check_ends({})
+
+    def submit(self, wish: Wish, request: Request, in_s: float | None) -> None:
+        deadline_s = None if in_s is None else self.model.now_s + in_s
+        refusal: type[Exception] | None = None
+        if any(each.is_here and each.request.id == request.id for each in self.customers):
+            refusal = RequestExists
+        elif sum(each.request.num_queued for each in self.live) + len(request.choices) > self.queue_size:
+            refusal = Overloaded
+        elif self.model.is_serving and request.max_sequence_tokens > self.num_blocks * BLOCK_SIZE:
+            refusal = ClusterUnavailable
+        if refusal is None:
+            call = self.model.submit(request, deadline_s=deadline_s)
+            self.customers.append(Customer(wish, request, call, deadline_s))
+            self.num_faults[request.id] = self.num_deaths_alone[request.id] = 0
+        else:
+            with pytest.raises(refusal):
+                self.model.submit(request, deadline_s=deadline_s)
+
+    @property
+    def live(self) -> list[Customer]:
+        return [each for each in self.customers if each.end is None]
+
+    def pick(self, place: int, among: Callable[[Customer], bool] = lambda each: True) -> Customer | None:
+        candidates = [each for each in self.customers if among(each)]
+        return candidates[place % len(candidates)] if candidates else None
+
+    @precondition(lambda self: self.customers)
+    @rule(place=PLACES, count=st.sampled_from([1, 1, 100]))
+    def read(self, place: int, count: int) -> None:
+        if (customer := self.pick(place, lambda each: not each.call.is_over)) is not None:
+            for _ in range(count):
+                if not customer.read(self.model.now_s):
+                    break
+        self.check_ends({})
+
+    @precondition(lambda self: self.customers)
+    @rule()
+    def read_stale(self) -> None:
+        for customer in self.customers:
+            customer.read_stale()
+        self.check_ends({})
+
+    @precondition(lambda self: self.customers)
+    @rule(place=PLACES, happens=SELDOM)
+    def disconnect(self, place: int, happens: bool) -> None:
+        if not happens:
+            return
+        ends: Ends = {}
+        if (customer := self.pick(place, lambda each: not each.call.is_over)) is not None:
+            if customer.end is None and self.is_late(customer):
+                ends = {customer.request.id: DeadlinePassed}
+            elif customer.end is None and customer.wish.keep_s is None:
+                ends = {customer.request.id: RequestCancelled}
+            customer.close(self.model.now_s)
+        self.check_ends(ends)
+
+    @precondition(lambda self: self.customers)
+    @rule(place=PLACES, data=st.data(), deadline_s=DEADLINES)
+    def attach(self, place: int, data: st.DataObject, deadline_s: float | None) -> None:
+        if (customer := self.pick(place)) is None:
+            return
+        if not customer.is_here:
+            if not any(each.is_here and each.request.id == customer.request.id for each in self.customers):
+                with pytest.raises(RequestNotFound):
+                    self.model.attach(customer.request.id)
+            return
+        had, scores = customer.num_tokens, customer.num_scores
+        positions = [num if data.draw(st.booleans()) else data.draw(st.integers(0, num)) for num in had]
+        # Without a number it has all scores if it has a token, as with an echo it need not.
+        may_leave_out = not positions[0] or scores == len(customer.wish.prompt)
+        num_scores = data.draw(st.integers(0, scores) | (st.none() if may_leave_out else st.just(scores)))
+        deadline_s = None if deadline_s is None else self.model.now_s + deadline_s
+        customer.attach(self.model, positions, num_scores, deadline_s)
+        self.check_ends({})
+
+    @precondition(lambda self: self.customers)
+    @rule(place=PLACES, happens=SELDOM)
+    def cancel(self, place: int, happens: bool) -> None:
+        ends: Ends = {}
+        customer = self.pick(place, lambda each: each.is_here) or self.pick(place)
+        if not happens or customer is None:
+            return
+        if not customer.is_here:
+            with pytest.raises(RequestNotFound):
+                self.engine.cancel(customer.request.id)
+        else:
+            if customer.end is None:
+                ends = {customer.request.id: RequestCancelled}
+            customer.is_kept = False
+            self.engine.cancel(customer.request.id)
+        self.check_ends(ends)
+
+    # Stages
+
+    @precondition(lambda self: self.model.is_serving)
+    @rule(stage=st.integers(0, 2))
+    def advance(self, stage: int) -> None:
+        self.model.advance(stage % len(self.model.stages))
+        self.check_ends({})
+
+    @precondition(lambda self: self.model.results)
+    @rule()
+    def deliver(self) -> None:
+        """The oldest result reaches the engine, and ends what it says and who does not read."""
+        running = {each.key: each.generation for each in self.engine.scheduler.running}
+        valid = [
+            entry
+            for entry in self.model.results[0].results
+            if running.get(entry.sequence) == entry.generation
+        ]
+        failing = {entry.sequence.request_id for entry in valid if isinstance(entry.outcome, SliceError)}
+        for entry in valid:
+            if isinstance(entry.outcome, int):
+                self.num_deaths_alone[entry.sequence.request_id] = 0
+        self.model.deliver()
+        ends: Ends = {}
+        for customer in self.live:
+            request = customer.request
+            if isinstance(request.error, RequestCancelled) and "reads too slowly" in str(request.error):
+                assert not customer.call.is_over
+                assert customer.call.attachment.num_unread_tokens == self.max_unread + 1
+                ends[request.id] = RequestCancelled
+            elif request.id in failing:
+                ends[request.id] = SliceFailed
+            elif all(choice.transcript.is_finished for choice in request.choices):
+                ends[request.id] = None
+        self.check_ends(ends)
+
+    @precondition(lambda self: self.model.is_serving)
+    @rule(count=st.integers(1, 8), is_read=st.booleans())
+    def run_steps(self, count: int, is_read: bool) -> None:
+        for _ in range(count):
+            self.run_step()
+            if is_read:
+                self.read_everything()
+
+    def run_step(self) -> bool:
+        """The oldest step goes all the way; False if nothing is on its way."""
+        while not self.model.results:
+            if not any(self.model.advance(stage) for stage in reversed(range(len(self.model.stages)))):
+                return False
+        self.deliver()
+        return True
+
+    @precondition(lambda self: self.model.is_serving and self.model.queues[-1])
+    @rule(place=PLACES, happens=SELDOM)
+    def run_into_a_slice_error(self, place: int, happens: bool) -> None:
+        if not happens:
+            return
+        answered = [part for part in self.model.queues[-1][0].slices if part.is_answered]
+        if answered:
+            chosen: StepSlice = answered[place % len(answered)]
+            self.model.error_at = lambda part: part == chosen
+        self.model.advance(len(self.model.stages) - 1)
+        self.model.error_at = lambda part: False
+        self.check_ends({})
+
+    @precondition(lambda self: self.model.is_serving)
+    @rule(num_blocks=POOLS, happens=SELDOM)
+    def lose_a_worker(self, num_blocks: int | None, happens: bool) -> None:
+        if not happens:
+            return
+        alone = self.engine.scheduler.lone_suspect
+        ends: Ends = {}
+        if alone is not None:
+            self.num_deaths_alone[alone.key.request_id] += 1
+            if self.num_deaths_alone[alone.key.request_id] == MAX_DEATHS_ALONE:
+                ends[alone.key.request_id] = RequestPoisoned
+        self.model.die()
+        self.check_ends(ends)
+        self.plan_anew(num_blocks)
+
+    @precondition(lambda self: self.model.is_serving and self.engine.scheduler.num_steps_in_flight)
+    @rule(place=PLACES, num_blocks=POOLS, happens=SELDOM, kind=st.sampled_from(StepFaultKind))
+    def fault(self, place: int, num_blocks: int | None, happens: bool, kind: StepFaultKind) -> None:
+        if not happens:
+            return
+        in_flight = self.model.sent[-self.engine.scheduler.num_steps_in_flight :]
+        step_id = in_flight[place % len(in_flight)].step_id
+        hit = {each.key.request_id for each in self.engine.scheduler.sequences_in_step(step_id)}
+        self.model.fault(step_id, kind=kind)
+        for request_id in hit:
+            self.num_faults[request_id] += 1
+        failing = [request_id for request_id in hit if self.num_faults[request_id] > MAX_RETRIES]
+        self.check_ends(dict.fromkeys(failing, StepFailed))
+        self.plan_anew(num_blocks)
+
+    @precondition(lambda self: not self.model.is_serving)
+    @rule(num_blocks=POOLS)
+    def plan_anew(self, num_blocks: int | None) -> None:
+        if num_blocks is None:
+            return
+        self.num_blocks = num_blocks
+        misfits = [
+            each.request.id
+            for each in self.live
+            if each.request.max_sequence_tokens > num_blocks * BLOCK_SIZE
+        ]
+        self.model.start(num_blocks)
+        self.check_ends(dict.fromkeys(misfits, ClusterUnavailable))
+
+    @precondition(lambda self: not self.model.is_serving)
+    @rule(happens=SELDOM)
+    def give_up(self, happens: bool) -> None:
+        if happens:
+            ends: Ends = {each.request.id: ClusterUnavailable for each in self.live}
+            self.engine.fail_all("no stage workers in time")
+            self.check_ends(ends)
+
+    # Time
+
+    @rule(seconds=st.sampled_from([0.5, 2.0, 6.0, 60.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.model.now_s += seconds
+
+    @rule()
+    def sweep(self) -> None:
+        ends: Ends = {each.request.id: DeadlinePassed for each in self.live if self.is_late(each)}
+        for customer in self.customers:
+            is_read = not customer.call.is_over
+            if customer.is_kept and not is_read and customer.expires_s <= self.model.now_s:
+                customer.is_kept = False
+        self.engine.sweep()
+        self.check_ends(ends)
+
+    def is_late(self, customer: Customer) -> bool:
+        deadline_s = customer.deadline_s
+        return deadline_s is not None and self.model.now_s >= deadline_s - DEADLINE_SLACK_S
+
+    # What holds
+
+    def check_ends(self, expected: Ends) -> None:
+        """Exactly these requests have ended since the last event, each for its reason."""
+        ended = {each.request.id: each for each in self.live if not each.request.is_live}
+        assert {request_id: type(each.request.error) for request_id, each in ended.items()} == {
+            request_id: type(None) if error is None else error for request_id, error in expected.items()
+        }
+        for customer in ended.values():
+            customer.end = ended_as(customer.request)
+            customer.ended_s = self.model.now_s
+            customer.is_kept = customer.wish.keep_s is not None
+        for customer in self.customers:
+            assert customer.end is (None if customer.request.is_live else ended_as(customer.request))
+
+    @invariant()
+    def totals_add_up(self) -> None:
+        totals, ends = self.engine.totals, [each.end for each in self.customers]
+        assert totals.finished == ends.count(SequenceState.FINISHED)
+        assert totals.cancelled == ends.count(SequenceState.CANCELLED)
+        assert totals.failed == ends.count(SequenceState.FAILED)
+        assert totals.orphaned == 0
+        assert [each.id for each in self.engine.registry.live] == [each.request.id for each in self.live]
+        assert self.engine.registry.num_kept == sum(each.is_kept for each in self.customers)
+
+    @invariant()
+    def a_suspect_that_runs_is_alone(self) -> None:
+        scheduler = self.engine.scheduler
+        if (alone := scheduler.lone_suspect) is not None:
+            assert scheduler.running == (alone,)
+            assert set(scheduler.unfinished) <= {alone}
+
+    @invariant()
+    def the_scheduler_holds_what_is_live(self) -> None:
+        scheduler = self.engine.scheduler
+        held = [*scheduler.running, *scheduler.queue]
+        live = [sequence for each in self.live for sequence in each.request.live_sequences]
+        assert {id(sequence) for sequence in held} == {id(sequence) for sequence in live}
+        assert len(held) == len(live)
+        assert list(scheduler.queue) == sorted(scheduler.queue, key=lambda each: each.order)
+        assert all(each.state.is_queued for each in scheduler.queue)
+        assert not any(each.state.is_queued for each in scheduler.running)
+        if self.model.is_serving:
+            self.model.kv.check_integrity([each.kv for each in scheduler.running])
+
+    @invariant()
+    def tokens_are_those_of_a_solo_run(self) -> None:
+        for customer in self.customers:
+            num_prompt_tokens = len(customer.wish.prompt)
+            num_echoed = num_prompt_tokens if customer.wish.echo else 0
+            for choice, outcome in zip(customer.request.choices, customer.expected, strict=True):
+                sequence = choice.sequence
+                generated = sequence.generated_tokens
+                assert generated == outcome.tokens[num_echoed:][: len(generated)]
+                assert sequence.all_tokens[:num_prompt_tokens] == customer.wish.prompt
+                assert num_prompt_tokens == sequence.num_prompt_tokens <= sequence.num_tokens
+                assert 0 <= sequence.num_computed_tokens <= sequence.num_tokens
+                has_all = choice.transcript.num_tokens == len(outcome.tokens)
+                assert choice.transcript.is_finished <= has_all
+                assert choice.transcript.is_finished or not has_all or customer.wish.max_tokens == 0
+
+    @invariant()
+    def nobody_but_the_newest_call_reads(self) -> None:
+        for customer in self.customers:
+            reader = None if customer.call.is_over else customer.call.attachment
+            assert customer.request.attachment is reader
+            assert reader is None or reader.num_unread_tokens <= self.max_unread or customer.end is not None
+
+    # The end
+
+    def teardown(self) -> None:
+        if hasattr(self, "model"):
+            try:
+                self.drain()
+            finally:
+                self.model.close()
+
+    def drain(self) -> None:
+        """Everybody reads until everything has ended; then nobody holds anything."""
+        if not self.model.is_serving:
+            self.plan_anew(LARGEST_POOL)
+        for _ in range(5000):
+            self.read_everything()
+            if not self.run_step():
+                break
+        assert not self.live
+        for customer in self.customers:
+            if customer.is_kept:
+                customer.attach(self.model, list(customer.num_tokens), customer.num_scores, None)
+        self.read_everything()
+        assert all(each.call.is_over for each in self.customers)
+        self.model.now_s += 1000
+        self.sweep()
+        self.totals_add_up()
+        assert self.engine.registry.num_kept == 0
+        self.model.check_idle()
+        event(f"preemptions: {min(self.engine.scheduler.counts.num_preemptions, 5)}")
+
+    def read_everything(self) -> None:
+        for customer in self.customers:
+            while customer.read(self.model.now_s):
+                pass
+        self.read_stale()
+
+
+TestRequests = Requests.TestCase
+TestRequests.settings = settings(
+    max_examples=120, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)

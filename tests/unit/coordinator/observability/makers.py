@@ -1,0 +1,54 @@
+"""Steps, results and requests for tests that watch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+from coordinator.engine.output_buffer import OutputBuffer
+from coordinator.engine.request import Choice, Request
+from coordinator.scheduler.sequence import QueueOrder, Sequence
+from wire.ids import SequenceKey, new_request_id
+from wire.steps import Decode, Prefill, StageTime, StartRecord, Step, StepResult, StepSampling, StepSlice
+
+
+def new_request(*, num_prompt_tokens: int = 4, max_tokens: int = 8, num_choices: int = 1) -> Request:
+    request_id = new_request_id()
+    sequences = [
+        Sequence(
+            SequenceKey(request_id, choice),
+            tuple(range(1, num_prompt_tokens + 1)),
+            max_tokens=max_tokens,
+            sampling=StepSampling(),
+            stop_token_ids=frozenset(),
+            order=QueueOrder(0.0, 0, choice),
+        )
+        for choice in range(num_choices)
+    ]
+    return Request(request_id, [Choice(each, OutputBuffer(None)) for each in sequences], client="test")
+
+
+def sequence_of(request: Request, choice: int = 0) -> Sequence:
+    return request.choices[choice].sequence
+
+
+def step(
+    step_id: int = 0,
+    *,
+    decodes: Items[Sequence] = (),
+    chunks: Items[Sequence] = (),
+    starts: Items[Sequence] = (),
+) -> Step:
+    """Chunks of 3 tokens behind the decodes, as the scheduler puts them."""
+    slices = [StepSlice(each.key, 0, (1,), Decode(7)) for each in decodes]
+    slices += [StepSlice(each.key, 0, (1, 2, 3), Prefill(0, 3, 3)) for each in chunks]
+    records = [StartRecord(each.key, 0, 3, (1, 2, 3), each.sampling) for each in starts]
+    return Step(epoch=1, step_id=step_id, slices=tuple(slices), starts=tuple(records))
+
+
+def result(step_id: int = 0, *compute_ms: float, wait_ms: float = 0.0, hop_ms: float = 0.0) -> StepResult:
+    """Every stage waits so long, and each of the times in `compute_ms` is that of one stage."""
+    times = [
+        StageTime(round(wait_ms * 1000), round(each * 1000), hop_us=round(hop_ms * 1000))
+        for each in compute_ms
+    ]
+    return StepResult(1, step_id, (), tuple(times))

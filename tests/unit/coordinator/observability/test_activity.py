@@ -1,0 +1,245 @@
+"""What was done lately, from what the engine tells."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+
+from coordinator.engine.request import Request
+from coordinator.observability.activity import ActivityRecorder, Snapshot, steps_after
+from coordinator.observability.rates import KEPT_S
+from coordinator.observability.request_traces import RequestTraces
+from coordinator.observability.requests import MAX_ENDED, RequestPhase
+from coordinator.scheduler.batch import SequenceUpdate
+from coordinator.scheduler.sequence import SequenceState
+from telemetry.span_recorder import ratio_sampler
+from tests.unit.coordinator.engine.engine_model import EngineModel
+from tests.unit.coordinator.engine.wishes import Wish
+from tests.unit.coordinator.observability.makers import new_request, result, sequence_of, step
+from tests.unit.telemetry.recording import ListSink, recorder_into
+from wire.errors import ClusterUnavailable, RequestCancelled, ServingError
+
+
+class Story:
+    """Tells a recorder what an engine would."""
+
+    def __init__(self) -> None:
+        self.recorder = ActivityRecorder(1000.0)
+        self._num_steps = 0
+
+    def accept(self, now_s: float, **settings: int) -> Request:
+        request = new_request(**settings)
+        self.recorder.accepted(request, now_s)
+        return request
+
+    def prefill(self, request: Request, *, sent_s: float, answered_s: float) -> None:
+        chunks = [choice.sequence for choice in request.choices]
+        self._step(sent_s, answered_s, chunks=chunks, starts=chunks, tokens=chunks)
+
+    def decode(self, *requests: Request, sent_s: float, answered_s: float) -> None:
+        sequences = [sequence_of(each) for each in requests]
+        self._step(sent_s, answered_s, decodes=sequences, tokens=sequences)
+
+    def end(self, request: Request, now_s: float, error: ServingError | None = None) -> None:
+        for sequence in request.live_sequences:
+            sequence.end(SequenceState.CANCELLED)
+        self.recorder.ended(request, error, now_s)
+
+    def at(self, now_s: float) -> Snapshot:
+        return self.recorder.snapshot(now_s, now_unix_s=0.0, workers=("a", "b"))
+
+    def _step(self, sent_s: float, answered_s: float, *, tokens: list[object], **parts: list[object]) -> None:
+        made = step(self._num_steps, **parts)  # type: ignore[arg-type]
+        answer = result(self._num_steps, 1, 1)
+        self._num_steps += 1
+        self.recorder.step_sent(made, sent_s)
+        progress = [SequenceUpdate(each, token=5) for each in tokens]  # type: ignore[arg-type]
+        self.recorder.step_answered(answer, progress, sent_s, answered_s)
+
+
+def test_milestones_and_waits_of_a_request() -> None:
+    story = Story()
+    request = story.accept(1000.0)
+    story.prefill(request, sent_s=1000.25, answered_s=1000.5)
+    story.decode(request, sent_s=1000.5, answered_s=1000.6)
+    story.decode(request, sent_s=1000.6, answered_s=1000.7)
+    snapshot = story.at(1001.0)
+    (shown,) = snapshot.live
+    assert (shown.arrived_s, shown.started_s, shown.first_token_s, shown.ended_s) == (
+        1000.0,
+        1000.25,
+        1000.5,
+        None,
+    )
+    assert snapshot.rates.first_token.p50_s == pytest.approx(0.5, rel=0.011)
+    assert snapshot.rates.inter_token.count == 2
+    assert snapshot.rates.inter_token.p95_s == pytest.approx(0.1, rel=0.011)
+
+
+def test_tokens_and_requests_are_counted_in_their_seconds() -> None:
+    story = Story()
+    requests = [story.accept(1000.0) for _ in range(3)]
+    for each in requests:
+        story.prefill(each, sent_s=1000.2, answered_s=1000.4)
+    for index in range(4):
+        story.decode(*requests, sent_s=1001.0, answered_s=1001.0 + index / 10)
+    story.end(requests[0], 1001.5)
+    story.end(requests[1], 1001.5, RequestCancelled("left"))
+    first, second = story.at(1002.0).seconds
+    assert (first.start_s, first.num_prefill_tokens, first.num_generated_tokens, first.num_accepted) == (
+        1000,
+        9,
+        3,
+        3,
+    )
+    assert (second.num_generated_tokens, second.num_steps, second.num_finished, second.num_unfinished) == (
+        12,
+        4,
+        1,
+        1,
+    )
+    rates = story.at(1004.0).rates
+    assert rates.over_s == pytest.approx(4.0)
+    assert rates.generated_tokens == pytest.approx(15 / 4)
+
+
+def test_the_rates_forget_what_is_older_than_ten_seconds() -> None:
+    story = Story()
+    request = story.accept(1000.0)
+    story.prefill(request, sent_s=1000.2, answered_s=1000.4)
+    assert story.at(1009.9).rates.generated_tokens > 0
+    after = story.at(1010.1)
+    assert (after.rates.generated_tokens, after.rates.inter_token.p50_s) == (0.0, None)
+    assert len(after.seconds) == 1
+    assert story.at(1000.0 + KEPT_S + 1).seconds == ()
+
+
+def test_the_pauses_of_each_sequence_are_between_its_own_tokens() -> None:
+    story = Story()
+    slow, quick = story.accept(1000.0), story.accept(1000.0)
+    for each in (slow, quick):
+        story.prefill(each, sent_s=1000.0, answered_s=1000.0)
+    story.decode(quick, sent_s=1000.1, answered_s=1000.2)
+    story.decode(slow, quick, sent_s=1000.2, answered_s=1000.4)
+    found = story.at(1001.0).rates.inter_token
+    assert found.count == 3
+    assert found.p50_s == pytest.approx(0.2, rel=0.011)
+    assert found.p99_s == pytest.approx(0.4, rel=0.011)
+
+
+def test_of_several_choices_the_first_token_counts_once() -> None:
+    story = Story()
+    request = story.accept(1000.0, num_choices=3)
+    story.prefill(request, sent_s=1000.0, answered_s=1000.3)
+    snapshot = story.at(1001.0)
+    assert snapshot.rates.first_token.count == 1
+    assert snapshot.seconds[0].num_generated_tokens == 3
+
+
+def test_queue_and_first_token_begin_with_the_call_as_in_traces() -> None:
+    recorder, now_s = ActivityRecorder(0.0), 7.0
+    traces = RequestTraces(recorder_into(ListSink()), ratio_sampler(0.0), model="m")
+    request = new_request()
+    with traces.arrival(request.id, None, 4.0) as request.trace:
+        recorder.accepted(request, now_s)
+    sequence = sequence_of(request)
+    recorder.step_sent(step(0, chunks=[sequence], starts=[sequence]), 8.0)
+    recorder.step_answered(result(0, 1), [SequenceUpdate(sequence, token=5)], 8.0, 9.0)
+    snapshot = recorder.snapshot(10.0, now_unix_s=0.0)
+    (shown,) = snapshot.live
+    assert (shown.arrived_s, shown.started_s, shown.first_token_s) == (4.0, 8.0, 9.0)
+    assert snapshot.rates.first_token.p50_s == pytest.approx(5.0, rel=0.011)
+
+
+def test_who_waits_because_an_epoch_has_ended_is_not_preempted() -> None:
+    recorder = ActivityRecorder(0.0)
+    seen = set[RequestPhase]()
+
+    def phases(model: EngineModel) -> set[RequestPhase]:
+        return {each.phase for each in recorder.snapshot(model.now_s, now_unix_s=0.0).live}
+
+    with closing(EngineModel(num_blocks=8, observers=(recorder,))) as model:
+        for first in (1, 2):
+            model.submit(Wish(prompt=(first,) * 8, max_tokens=14).request(arrival=first))
+        while RequestPhase.PREEMPTED not in seen:
+            assert model.advance(0)
+            assert model.deliver()
+            seen |= phases(model)
+        assert RequestPhase.RECOVERING not in seen
+        model.die("worker b is lost")
+        assert phases(model) == {RequestPhase.RECOVERING, RequestPhase.PREEMPTED}
+        model.start(64)
+        while not phases(model) <= {RequestPhase.PREFILL, RequestPhase.DECODE}:
+            assert model.advance(0)
+            assert model.deliver()
+        model.die("worker b is lost again")
+        assert phases(model) == {RequestPhase.RECOVERING}
+
+
+@pytest.mark.parametrize(
+    ("error", "phase"),
+    [
+        (None, RequestPhase.FINISHED),
+        (RequestCancelled("the client has left"), RequestPhase.CANCELLED),
+        (ClusterUnavailable("no pipeline"), RequestPhase.FAILED),
+    ],
+)
+def test_a_request_that_has_ended_is_remembered_with_its_end(
+    error: ServingError | None, phase: RequestPhase
+) -> None:
+    story = Story()
+    request = story.accept(1000.0)
+    story.end(request, 1002.0, error)
+    snapshot = story.at(1003.0)
+    assert snapshot.live == ()
+    (ended,) = snapshot.ended
+    assert (ended.request_id, ended.phase, ended.ended_s) == (request.id, phase, 1002.0)
+    assert ended.error == ("" if error is None else str(error))
+
+
+def test_nothing_is_kept_of_many_requests_but_the_last() -> None:
+    story = Story()
+    for index in range(MAX_ENDED + 50):
+        request = story.accept(1000.0 + index)
+        story.prefill(request, sent_s=1000.0 + index, answered_s=1000.1 + index)
+        story.end(request, 1000.2 + index)
+    assert story.recorder._token_s == {}
+    assert story.recorder._requests._live == {}
+    assert len(story.recorder._requests.ended(10_000)) == MAX_ENDED
+    newest = story.at(1400.0).ended[0]
+    assert newest.arrived_s == 1000.0 + MAX_ENDED + 49
+
+
+def test_an_epoch_that_stops_voids_what_is_in_flight() -> None:
+    story = Story()
+    story.recorder.epoch_started(3, 1000.0)
+    story.recorder.step_sent(step(0), 1000.1)
+    story.recorder.epoch_stopped("worker w1 is lost", 1000.5)
+    story.recorder.epoch_started(4, 1001.0)
+    snapshot = story.at(1002.0)
+    assert snapshot.in_flight == ()
+    assert [(each.epoch, each.started_s, each.stopped_s, each.reason) for each in snapshot.epochs] == [
+        (3, 1000.0, 1000.5, "worker w1 is lost"),
+        (4, 1001.0, None, ""),
+    ]
+
+
+def test_who_asks_again_gets_only_newer_steps() -> None:
+    story = Story()
+    request = story.accept(1000.0)
+    story.prefill(request, sent_s=1000.0, answered_s=1000.1)
+    for index in range(5):
+        story.decode(request, sent_s=1000.2, answered_s=1000.3 + index / 10)
+    steps = story.at(1001.0).steps
+    assert [each.number for each in steps_after(steps, 0)] == [1, 2, 3, 4, 5, 6]
+    assert [each.number for each in steps_after(steps, 4)] == [5, 6]
+
+
+def test_one_answer_has_a_bounded_number_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordinator.observability.activity.MAX_STAGE_TIMES", 6)
+    story = Story()
+    request = story.accept(1000.0)
+    for index in range(9):
+        story.decode(request, sent_s=1000.2, answered_s=1000.3 + index / 100)
+    assert [each.number for each in steps_after(story.at(1001.0).steps, 0)] == [7, 8, 9]

@@ -1,0 +1,203 @@
+"""The coordinator's spans of a request, on a clock that moves when a test says so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import ClassVar, TypeAlias
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.trace import StatusCode
+
+from coordinator.observability.request_traces import MADE_WAY, RequestTraces
+from coordinator.scheduler.policy import SchedulerLimits
+from telemetry.span_recorder import ratio_sampler
+from telemetry.spans import Attr, SpanName
+from tests.unit.coordinator.engine.engine_model import EngineModel
+from tests.unit.coordinator.engine.wishes import Wish
+from tests.unit.telemetry.recording import ListSink, recorder_into
+from wire.errors import InvalidRequest, Overloaded
+from wire.ids import id_text, new_request_id
+from wire.steps import Step
+from wire.trace_context import format_traceparent, parse_traceparent, span_context
+
+NewTraced: TypeAlias = "type[Traced]"
+
+LIMITS = SchedulerLimits(max_step_tokens=8, max_step_sequences=4, max_steps_in_flight=1)
+
+
+@pytest.fixture
+def new_traced() -> Iterator[type[Traced]]:
+    yield Traced
+    while Traced.models:
+        Traced.models.pop().close()
+
+
+class Traced:
+    """An engine whose steps take a second each."""
+
+    models: ClassVar[list[EngineModel]] = []
+
+    def __init__(self, *, sampled: float = 1.0, num_blocks: int = 64) -> None:
+        self.sink = ListSink()
+        self.traces = RequestTraces(recorder_into(self.sink), ratio_sampler(sampled), model="m")
+        self.model = EngineModel(limits=LIMITS, num_blocks=num_blocks, observers=(self.traces,))
+        self.models.append(self.model)
+
+    def run(self, num_steps: int = 1000) -> None:
+        for _ in range(num_steps):
+            self.model.now_s += 1.0
+            if not (self.model.advance(0) and self.model.deliver()):
+                return
+
+    def spans(self, name: SpanName) -> list[ReadableSpan]:
+        return self.sink.named(name)
+
+    @property
+    def starts(self) -> list[str]:
+        """What stages were told of sequences that began."""
+        return [start.traceparent for step in self.model.sent for start in step.starts]
+
+
+def seconds(span: ReadableSpan) -> float:
+    assert span.start_time is not None
+    assert span.end_time is not None
+    return (span.end_time - span.start_time) / 1e9
+
+
+def test_a_request_is_its_queue_its_chunks_and_its_decode_work(new_traced: NewTraced) -> None:
+    traced = new_traced()
+    request = Wish(prompt=tuple(range(20)), max_tokens=5).request()
+    traced.model.submit(request)
+    traced.run()
+    (root,) = traced.spans(SpanName.GENERATE)
+    chunks, (decode,) = traced.spans(SpanName.PREFILL_CHUNK), traced.spans(SpanName.DECODE)
+    assert [(each.attributes or {})[Attr.TOKENS] for each in chunks] == [8, 8, 4]
+    assert [seconds(each) for each in chunks] == pytest.approx([1, 1, 1])
+    assert (decode.attributes or {})[Attr.TOKENS] == 4
+    assert (decode.attributes or {})[Attr.STEP_DURATION] == pytest.approx(4)
+    assert seconds(decode) == pytest.approx(4)
+    attributes = root.attributes or {}
+    assert attributes[Attr.REQUEST_ID] == id_text(request.id)
+    assert attributes[Attr.TIME_TO_FIRST_TOKEN] == pytest.approx(3)
+    assert attributes[Attr.E2E] == pytest.approx(7)
+    assert len(traced.starts) == 1
+    told = parse_traceparent(traced.starts[0])
+    assert told is not None
+    assert root.context is not None
+    assert told.span_id == root.context.span_id
+
+
+def test_what_is_not_sampled_costs_stages_nothing_and_is_not_recorded(new_traced: NewTraced) -> None:
+    traced = new_traced(sampled=0.0)
+    traced.model.submit(Wish(max_tokens=5).request())
+    traced.run()
+    assert traced.starts == [""]
+    assert traced.sink.spans == []
+
+
+def test_an_interruption_is_recorded_with_what_came_before_it(new_traced: NewTraced) -> None:
+    traced = new_traced(sampled=0.0)
+    traced.model.submit(Wish(max_tokens=9).request())
+    traced.run(3)
+    traced.model.die("worker b is lost")
+    traced.model.now_s += 10.0
+    traced.model.start(64)
+    traced.run()
+    assert [each.name for each in traced.sink.spans if each.parent] == [
+        *(SpanName.INTAKE, SpanName.QUEUE, SpanName.PREFILL_CHUNK, SpanName.DECODE),
+        *(SpanName.RECOVERY, SpanName.PREFILL_CHUNK, SpanName.DECODE),
+    ]
+    (recovery,) = traced.spans(SpanName.RECOVERY)
+    assert seconds(recovery) == pytest.approx(10)
+    assert traced.starts[0] == ""
+    assert traced.starts[1] != ""
+    (root,) = traced.spans(SpanName.GENERATE)
+    assert {each.parent.span_id for each in traced.sink.spans if each.parent} == {root.context.span_id}  # type: ignore[union-attr]
+    (cluster,) = traced.spans(SpanName.CLUSTER_RECOVERY)
+    assert (cluster.attributes or {})[Attr.NUM_REQUESTS] == 1
+
+
+def test_who_is_preempted_waits_and_the_pieces_make_up_the_whole(new_traced: NewTraced) -> None:
+    traced = new_traced(num_blocks=8)
+    requests = [Wish(prompt=(first,) * 8, max_tokens=14).request(arrival=first) for first in (1, 2)]
+    for request in requests:
+        traced.model.submit(request)
+    traced.run()
+    (waited,) = traced.spans(SpanName.PREEMPTION)
+    assert seconds(waited) > 0
+    for root in traced.spans(SpanName.GENERATE):
+        decodes = [
+            each
+            for each in traced.spans(SpanName.DECODE)
+            if each.parent is not None and each.parent.span_id == root.context.span_id  # type: ignore[union-attr]
+        ]
+        tokens = sum(int((each.attributes or {})[Attr.TOKENS]) for each in decodes)  # type: ignore[call-overload]
+        assert tokens + len(decodes) == 14
+
+
+def test_who_makes_way_for_suspects_is_not_preempted(new_traced: NewTraced) -> None:
+    traced = new_traced()
+    for first in (1, 2):
+        traced.model.submit(Wish(prompt=(first,) * 4, max_tokens=12).request(arrival=first))
+    traced.run(4)
+    traced.model.die("worker b is lost")
+    traced.model.start(64)
+    traced.run()
+    assert traced.spans(SpanName.PREEMPTION) == []
+    reasons = [(each.attributes or {}).get(Attr.REASON) for each in traced.spans(SpanName.RECOVERY)]
+    assert MADE_WAY in reasons
+    roots = [each.attributes or {} for each in traced.spans(SpanName.GENERATE)]
+    assert [(each[Attr.NUM_PREEMPTIONS], each[Attr.NUM_RECOVERIES]) for each in roots] == [(0, 1)] * 2
+
+
+def test_an_error_is_recorded_and_says_why(new_traced: NewTraced) -> None:
+    traced = new_traced(sampled=0.0)
+    request = Wish(max_tokens=9).request()
+    traced.model.submit(request)
+    traced.model.stop()
+    traced.model.engine.fail_all("no pipeline")
+    (root,) = traced.spans(SpanName.GENERATE)
+    assert root.status.status_code is StatusCode.ERROR
+    assert root.status.description == "no pipeline"
+    assert (root.attributes or {})[Attr.OUTCOME] == "failed"
+
+
+async def test_refusals_are_told_and_clients_that_leave_are_not() -> None:
+    told: list[Exception] = []
+    traces = RequestTraces(recorder_into(ListSink()), ratio_sampler(1.0), model="m", on_refusal=told.append)
+    errors = [Overloaded("full"), InvalidRequest("no prompt"), asyncio.CancelledError(), GeneratorExit()]
+    for error in errors:
+        with pytest.raises(type(error)), traces.arrival(new_request_id(), None, 0.0):
+            raise error
+    with pytest.raises(InvalidRequest), traces.nameless_arrival():
+        raise InvalidRequest("no id")
+    assert list(map(str, told)) == ["full", "no prompt", "no id"]
+
+
+def test_the_next_coordinator_goes_on_under_the_same_span(new_traced: NewTraced) -> None:
+    begun, caller = span_context(11, 12), span_context(11, 13)
+    traced = new_traced()
+    request = Wish(max_tokens=3).request()
+    trace = traced.traces.resumed(format_traceparent(begun), format_traceparent(caller), 500.0)
+    assert trace is not None
+    assert (trace.traceparent, trace.caller_traceparent) == tuple(map(format_traceparent, (begun, caller)))
+    request.trace = trace
+    traced.model.engine.resume(request, ended=None)
+    traced.run()
+    (root,) = traced.spans(SpanName.GENERATE)
+    assert root.context is not None
+    assert root.parent is not None
+    assert (root.context.span_id, root.parent.span_id) == (12, 13)
+    assert (root.attributes or {})[Attr.NUM_RECOVERIES] == 1
+    assert len(traced.spans(SpanName.RECOVERY)) == 1
+    assert traced.spans(SpanName.INTAKE) == []
+    assert traced.traces.resumed("", "", 0.0) is None
+
+
+def test_steps_of_others_are_nobodys(new_traced: NewTraced) -> None:
+    """Records alone make a step without slices."""
+    traced = new_traced()
+    traced.traces.step_sent(Step(epoch=1, step_id=99), 1.0)
+    assert traced.sink.spans == []

@@ -1,0 +1,91 @@
+"""An engine with the coordinator's metrics, over a clock and answers that come when a test says so."""
+
+from collections import deque
+
+from coordinator.engine.admission import AdmissionLimits
+from coordinator.engine.engine import Engine
+from coordinator.engine.output_buffer import OutputBuffer
+from coordinator.engine.request import Choice, Request
+from coordinator.observability.metrics import PipelineMetrics, RequestMetrics
+from coordinator.scheduler.kv_manager import KvCacheManager
+from coordinator.scheduler.policy import SchedulerLimits
+from coordinator.scheduler.sequence import QueueOrder, Sequence
+from telemetry.metrics.definitions import Metric
+from telemetry.metrics.registry import Buckets, Registry
+from wire.ids import SequenceKey, new_request_id
+from wire.steps import SliceResult, StageTime, Step, StepResult, StepSampling
+
+LIMITS = SchedulerLimits(max_step_tokens=16, max_step_sequences=8, max_steps_in_flight=1)
+
+
+class WatchedEngine:
+    """At 100 s on its clock; one step in flight at a time."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.registry = Registry(start_ns=0)
+        self.requests = RequestMetrics(self.registry)
+        self.pipeline = PipelineMetrics(self.registry)
+        self.registry.read_with(lambda: self.pipeline.read(self.now_s))
+        self.engine = Engine(
+            AdmissionLimits(queue_size=64),
+            clock=lambda: self.now_s,
+            observers=(self.requests, self.pipeline),
+        )
+        self.sent = deque[Step]()
+        self.epoch = 0
+
+    def start_epoch(self) -> None:
+        self.epoch += 1
+        kv = KvCacheManager(num_blocks=64, block_size=4)
+        self.engine.start_epoch(self.epoch, kv, LIMITS, self.sent.append, max_sequence_tokens=128)
+
+    def stop_epoch(self) -> None:
+        self.engine.stop_epoch("the test says so")
+        self.sent.clear()
+
+    def submit(self, *, num_prompt_tokens: int = 3, max_tokens: int = 4, num_choices: int = 1) -> Request:
+        request_id = new_request_id()
+        choices = [
+            Choice(
+                Sequence(
+                    SequenceKey(request_id, choice),
+                    tuple(range(num_prompt_tokens)),
+                    max_tokens=max_tokens,
+                    sampling=StepSampling(),
+                    stop_token_ids=frozenset(),
+                    order=QueueOrder(self.now_s, 0),
+                ),
+                OutputBuffer(None),
+            )
+            for choice in range(num_choices)
+        ]
+        request = Request(request_id, choices, client="test")
+        self.engine.submit(request)
+        return request
+
+    def answer(self, *times: StageTime, after_s: float) -> None:
+        """The oldest step comes back so much later."""
+        self.now_s += after_s
+        step = self.sent.popleft()
+        results = tuple(
+            SliceResult(part.sequence, part.generation, 7) for part in step.slices if part.is_answered
+        )
+        self.engine.complete(StepResult(step.epoch, step.step_id, results, times))
+
+    def value(self, metric: Metric, *labels: str) -> float:
+        """0 where there is no such series."""
+        found = self._points(metric).get(labels, 0)
+        assert not isinstance(found, Buckets)
+        return found
+
+    def times(self, metric: Metric, *labels: str) -> tuple[int, float]:
+        """How many there are, and their sum to the microsecond."""
+        found = self._points(metric).get(labels, Buckets((), 0.0))
+        assert isinstance(found, Buckets)
+        return found.count, round(found.sum, 6)
+
+    def _points(self, metric: Metric) -> dict[tuple[str, ...], float | Buckets]:
+        snapshot = self.registry.snapshot(0)
+        (points,) = (each.points for each in snapshot.metrics if each.metric is metric)
+        return {point.labels: point.value for point in points}

@@ -1,0 +1,238 @@
+"""The planner gives every layer to one stage, within memory, and no split is better than the one it picks."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations, pairwise, permutations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from checkpoint import DType, ModelConfig
+from coordinator.planner.plan import Plan, PlanImpossible, WorkerCapacity
+from coordinator.planner.planner import StageMemory, make_plan
+from tests.unit.coordinator.planner.small_models import (
+    GIB,
+    SMALL_STEPS,
+    USUAL_STEPS,
+    llama,
+    llama_8b,
+    workers,
+)
+from wire.ids import StageRole
+
+BLOCK_SIZE = 4
+Objective = tuple[int, int, int]
+
+
+def small_plan(config: ModelConfig, capacities: Sequence[WorkerCapacity]) -> Plan:
+    return make_plan(config, DType.F32, capacities, limits=SMALL_STEPS, block_size=BLOCK_SIZE)
+
+
+def small_memory(config: ModelConfig) -> StageMemory:
+    return StageMemory(config=config, dtype=DType.F32, limits=SMALL_STEPS, block_size=BLOCK_SIZE)
+
+
+def cuts(num_layers: int, num_stages: int) -> Iterator[tuple[int, ...]]:
+    for inner in combinations(range(1, num_layers), num_stages - 1):
+        edges = (0, *inner, num_layers)
+        yield tuple(end - begin for begin, end in pairwise(edges))
+
+
+def objective(memory: StageMemory, counts: Sequence[int], capacities: Sequence[int]) -> Objective | None:
+    """(slowest cost, minus blocks, sum of squared costs) of one split, or None when it does not fit."""
+    roles = [StageRole.of_stage(stage, len(counts)) for stage in range(len(counts))]
+    stages = list(zip(roles, counts, capacities, strict=True))
+    least = SMALL_STEPS.max_sequence_tokens // BLOCK_SIZE
+    num_sequences = (len(counts) + 1) * SMALL_STEPS.max_step_sequences
+    most = num_sequences * SMALL_STEPS.max_sequence_tokens // BLOCK_SIZE
+    too_many = bisect_left(
+        range(most + 1),
+        True,
+        key=lambda blocks: any(memory.total_bytes(role, n, blocks) > size for role, n, size in stages),
+    )
+    if too_many <= least:
+        return None
+    costs = [n * memory.layer_bytes + (memory.head_cost if role.has_head else 0) for role, n, _ in stages]
+    return max(costs), 1 - too_many, sum(cost * cost for cost in costs)
+
+
+def best_by_trying(memory: StageMemory, orders: Sequence[Sequence[int]]) -> Objective | None:
+    tried = [
+        objective(memory, counts, order)
+        for order in orders
+        for counts in cuts(memory.config.num_layers, len(order))
+    ]
+    return min((found for found in tried if found is not None), default=None)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[ModelConfig, list[WorkerCapacity]]:
+    """A small model and 1 to 4 workers that hold from nothing up to about the whole model."""
+    config = llama(
+        num_layers=draw(st.integers(4, 7)), tied=draw(st.booleans()), vocab_size=draw(st.integers(8, 600))
+    )
+    memory = small_memory(config)
+    everything = memory.total_bytes(StageRole.ONLY, config.num_layers, 64)
+    sizes = draw(st.lists(st.integers(0, everything * 5 // 4), min_size=1, max_size=4))
+    return config, workers(*sizes)
+
+
+@settings(max_examples=400, deadline=None)
+@given(problems())
+def test_no_split_is_better_than_the_plan(problem: tuple[ModelConfig, list[WorkerCapacity]]) -> None:
+    config, capacities = problem
+    memory = small_memory(config)
+    sizes = [worker.memory_bytes for worker in capacities]
+    in_order = best_by_trying(memory, [sizes])
+    in_any_order = in_order or best_by_trying(memory, sorted(set(permutations(sizes))))
+    if in_any_order is None:
+        with pytest.raises(PlanImpossible, match="too little"):
+            small_plan(config, capacities)
+        return
+    plan = small_plan(config, capacities)
+    costs = [stage.cost for stage in plan.stages]
+    assert (max(costs), -plan.num_blocks) == in_any_order[:2]
+    if in_order is not None:
+        assert [stage.worker for stage in plan.stages] == [worker.name for worker in capacities]
+        assert sum(cost * cost for cost in costs) == in_order[2]
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems())
+def test_every_layer_once_in_order_and_every_worker_within_memory(
+    problem: tuple[ModelConfig, list[WorkerCapacity]],
+) -> None:
+    config, capacities = problem
+    try:
+        plan = small_plan(config, capacities)
+    except PlanImpossible:
+        return
+    layers = [layer for stage in plan.stages for layer in range(stage.layer_begin, stage.layer_end)]
+    assert layers == list(range(config.num_layers))
+    assert all(stage.num_layers >= 1 for stage in plan.stages)
+    assert sorted(stage.worker for stage in plan.stages) == sorted(worker.name for worker in capacities)
+    assert [stage.role for stage in plan.stages] == [
+        StageRole.of_stage(i, len(capacities)) for i in range(len(capacities))
+    ]
+    memory = small_memory(config)
+    for stage in plan.stages:
+        total = memory.total_bytes(stage.role, stage.num_layers, plan.num_blocks)
+        assert stage.total_bytes == total <= stage.memory_bytes
+    assert plan.num_kv_tokens >= plan.max_sequence_tokens == 32
+
+
+def test_the_head_counts_as_work_of_the_last_stage() -> None:
+    config = llama(num_layers=8, vocab_size=1)
+    memory = small_memory(config)
+    head_of_two_layers = llama(num_layers=8, vocab_size=2 * memory.layer_bytes // (4 * 16))
+    layers = [stage.num_layers for stage in small_plan(head_of_two_layers, workers(GIB, GIB)).stages]
+    assert layers == [5, 3]
+
+
+def test_equal_workers_get_equal_work() -> None:
+    plan = small_plan(llama(num_layers=7), workers(GIB, GIB, GIB))
+    assert [stage.num_layers for stage in plan.stages] == [3, 2, 2]
+
+
+def test_a_small_first_worker_moves_to_where_it_fits() -> None:
+    config = llama(num_layers=8, vocab_size=600)
+    memory = small_memory(config)
+    small = memory.total_bytes(StageRole.MIDDLE, 1, 8)
+    plan = small_plan(config, workers(small, GIB, GIB))
+    assert [stage.worker for stage in plan.stages] == ["gpu-b", "gpu-a", "gpu-c"]
+    assert plan.stages[1].num_layers == 1
+
+
+def test_kv_is_capped_by_what_the_sequences_in_flight_can_hold_and_by_the_caller() -> None:
+    config = llama()
+    most = SMALL_STEPS.max_step_sequences * SMALL_STEPS.max_sequence_tokens
+    assert small_plan(config, workers(GIB)).num_kv_tokens == 2 * most
+    assert small_plan(config, workers(GIB, GIB)).num_kv_tokens == 3 * most
+    asked = make_plan(
+        config, DType.F32, workers(GIB), limits=SMALL_STEPS, block_size=BLOCK_SIZE, max_kv_tokens=23
+    )
+    assert asked.num_kv_tokens == 20
+    assert asked.max_sequence_tokens == 20
+
+
+def test_sequences_are_bound_by_model_caller_and_cache() -> None:
+    config = llama_8b()
+    sizes = workers(24 * GIB, 24 * GIB, 8 * GIB)
+    long = make_plan(
+        config, DType.BF16, sizes, limits=USUAL_STEPS.capped(10**9), block_size=16, max_kv_tokens=1024
+    )
+    assert long.limits.max_sequence_tokens == 8192
+    assert long.max_sequence_tokens == 1024
+    beyond = llama(max_position_embeddings=16)
+    assert small_plan(beyond, workers(GIB)).max_sequence_tokens == 16
+
+
+@pytest.mark.parametrize(
+    ("windows", "num_blocks", "longest"),
+    [((5, 5), 4, 40), ((5, 3), 4, 40), ((5, 5), 2, 8), ((5, None), 4, 16), ((12, 12), 4, 16)],
+)
+def test_the_cache_bounds_no_sequence_whose_window_fits_into_it(
+    windows: tuple[int | None, ...], num_blocks: int, longest: int
+) -> None:
+    """With a chunk of one block of 4, a window of 5 takes up to 3 blocks and one of 12 up to 5."""
+    config = replace(llama(num_layers=2), layer_windows=windows, max_position_embeddings=40)
+    limits = replace(SMALL_STEPS, max_sequence_tokens=100)
+    plan = make_plan(
+        config, DType.F32, workers(GIB), limits=limits, block_size=4, max_kv_tokens=4 * num_blocks
+    )
+    assert plan.num_blocks == num_blocks
+    assert plan.max_sequence_tokens == longest
+
+
+def test_given_layers_are_used_as_they_are() -> None:
+    plan = make_plan(
+        llama_8b(),
+        DType.BF16,
+        workers(24 * GIB, 24 * GIB, 8 * GIB),
+        limits=USUAL_STEPS,
+        block_size=16,
+        layers=(14, 14, 4),
+    )
+    ranges = [(stage.layer_begin, stage.layer_end) for stage in plan.stages]
+    assert ranges == [(0, 14), (14, 28), (28, 32)]
+    assert min(stage.free_bytes for stage in plan.stages) >= 0
+
+
+def test_given_layers_get_the_most_blocks_that_fit() -> None:
+    config = llama()
+    memory = small_memory(config)
+    size = memory.total_bytes(StageRole.ONLY, 8, 12)
+    for extra, blocks in ((-1, 11), (0, 12)):
+        plan = make_plan(
+            config,
+            DType.F32,
+            workers(size + extra),
+            limits=SMALL_STEPS,
+            block_size=BLOCK_SIZE,
+            layers=[8],
+        )
+        assert plan.num_blocks == blocks
+
+
+def test_tied_embeddings_count_on_both_ends_and_once_on_only() -> None:
+    tied, untied = (small_memory(llama(tied=flag, vocab_size=400)) for flag in (True, False))
+    matrix = 400 * 16 * 4
+    assert tied.outside_bytes(StageRole.FIRST) == matrix
+    assert tied.outside_bytes(StageRole.LAST) == matrix + 16 * 4
+    assert tied.outside_bytes(StageRole.ONLY) == matrix + 16 * 4
+    assert untied.outside_bytes(StageRole.ONLY) == 2 * matrix + 16 * 4
+    assert tied.outside_bytes(StageRole.MIDDLE) == 0
+
+
+@pytest.mark.parametrize("ends_gib", [40.0, 1.0])
+def test_200_layers_on_64_workers_are_planned_in_no_time(ends_gib: float) -> None:
+    sizes = [int(ends_gib * GIB), *[(6, 8, 12, 16, 24, 40)[i % 6] * GIB for i in range(62)], 40 * GIB]
+    begin = time.process_time()
+    plan = make_plan(llama_8b(200), DType.BF16, workers(*sizes), limits=USUAL_STEPS, block_size=16)
+    assert time.process_time() - begin < 0.5
+    assert (plan.stages[0].worker != "gpu-a") == (ends_gib == 1.0)

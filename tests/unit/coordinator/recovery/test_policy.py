@@ -1,0 +1,29 @@
+"""Waits are positive and finite, and a lease outlives a lost heartbeat."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from coordinator.recovery.policy import RecoveryPolicy
+
+FIELDS = ["heartbeat_interval_s", "lease_s", "epoch_timeout_s", "recovery_timeout_s"]
+
+
+def test_the_defaults_are_valid() -> None:
+    timing = RecoveryPolicy()
+    assert timing.lease_s >= 2 * timing.heartbeat_interval_s
+
+
+@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf, -math.inf])
+def test_a_wait_that_is_not_positive_and_finite_is_refused_by_name(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be positive and finite, got {value}"):
+        RecoveryPolicy(**{name: value})
+
+
+def test_a_lease_shorter_than_two_heartbeats_is_refused_with_both() -> None:
+    RecoveryPolicy(heartbeat_interval_s=0.5, lease_s=1.0)
+    with pytest.raises(ValueError, match=r"lease of 0\.9 s is less than two heartbeats of 0\.5 s"):
+        RecoveryPolicy(heartbeat_interval_s=0.5, lease_s=0.9)

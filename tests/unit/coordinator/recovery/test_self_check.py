@@ -1,0 +1,649 @@
+"""Where the reference of a self-check comes from, and how long it is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import stat
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from builtin_model import SELF_CHECK_FILE
+from checkpoint import DType
+from coordinator.config import CoordinatorConfig
+from coordinator.model import ServedModel, open_model
+from coordinator.planner.plan import Plan, StepLimits, WorkerCapacity
+from coordinator.recovery import self_check
+from coordinator.recovery.self_check import (
+    CheckedEpoch,
+    ReferenceQuestion,
+    References,
+    ReferenceSource,
+    SelfCheck,
+)
+from coordinator.recovery.self_check_script import Script, write_script
+from coordinator.recovery.self_check_verdict import (
+    LEAST_TOLERANCE,
+    CheckOutcome,
+    KnownReference,
+    NoReference,
+    Verdict,
+    deviation,
+    judge,
+    tolerance,
+)
+from coordinator.scheduler.kv_manager import KvCacheManager
+from stageline_rpc.v1 import stage_pb2
+from tests.unit.coordinator.cluster.cluster_driver import plan_of
+from wire.ids import SequenceKey
+from wire.reference import (
+    NUM_TEXTS,
+    NUM_TOP,
+    STATE_WIDTH,
+    LayerReference,
+    Reference,
+    TextReference,
+    check_text,
+    encode_reference,
+    read_references,
+)
+from wire.steps import SliceError, SliceResult, Step, StepResult, TokenLogprobs
+from wire.tensors import ScaledDType
+
+ROW_SELF_CHECK_REFERENCES = TokenLogprobs(7, -3.0, 0, ((1, -0.5), (2, -1.5)))
+SOURCES = (ReferenceSource("small", "small:1", 10), ReferenceSource("large", "large:1", 20))
+NUM_LAYERS = 2
+QUESTION = ReferenceQuestion(DType.F32, DType.F32, ((3, 7), (4, 5, 6)))
+
+
+def reference_of(texts: tuple[tuple[int, ...], ...]) -> Reference:
+    num_tokens = sum(map(len, texts))
+    layer = LayerReference(array("f", [1.0] * num_tokens * STATE_WIDTH), 0.25)
+    found = tuple(TextReference(text, (ROW_SELF_CHECK_REFERENCES,) * len(text)) for text in texts)
+    return Reference(found, (layer,) * NUM_LAYERS, 2.0, 0.5)
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> ServedModel:
+    model = open_model(config())
+    return replace(
+        model, is_builtin=False, directory=tmp_path, config=replace(model.config, num_layers=NUM_LAYERS)
+    )
+
+
+class Workers:
+    """Answers for every worker but `refusing`; those that are `held` wait."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, refusing: str = "") -> None:
+        self.asked: list[str] = []
+        self.is_held = asyncio.Event()
+        self.is_held.set()
+        self._refusing = refusing
+        monkeypatch.setattr(self_check, "compute_reference", self._compute)
+
+    async def _compute(
+        self, address: str, request: stage_pb2.ReferenceRequest, *, timeout_s: float
+    ) -> stage_pb2.ReferenceResponse:
+        name = address.partition(":")[0]
+        self.asked.append(name)
+        assert request.num_top == NUM_TOP
+        await self.is_held.wait()
+        if name == self._refusing:
+            raise grpc.aio.AioRpcError(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.aio.Metadata(), grpc.aio.Metadata(), "too large"
+            )
+        return encode_reference(reference_of(tuple(tuple(text.tokens) for text in request.texts)))
+
+
+async def test_the_worker_with_the_most_free_memory_is_asked_once(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers, references = Workers(monkeypatch), References(served)
+    for _ in range(2):
+        known = await references.get(QUESTION, SOURCES)
+    assert known.origin == "the reference of worker large"
+    assert known.reference == reference_of(QUESTION.texts)
+    assert workers.asked == ["large"]
+    await references.get(replace(QUESTION, dtype=DType.BF16, wire_dtype=ScaledDType.I8), SOURCES)
+    assert workers.asked == ["large", "large"]
+
+
+async def test_a_reference_of_longer_texts_holds_for_shorter_ones(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers, references = Workers(monkeypatch), References(served)
+    await references.get(QUESTION, SOURCES)
+    await references.get(replace(QUESTION, texts=((3,), (4, 5))), SOURCES)
+    assert workers.asked == ["large"]
+    await references.get(replace(QUESTION, texts=((3, 7, 9), (4, 5, 6))), SOURCES)
+    assert workers.asked == ["large", "large"]
+
+
+async def test_another_worker_is_asked_when_one_refuses(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = Workers(monkeypatch, refusing="large")
+    known = await References(served).get(QUESTION, SOURCES)
+    assert known.origin == "the reference of worker small"
+    assert workers.asked == ["large", "small"]
+
+
+async def test_a_refusal_by_all_says_what_each_said_and_is_not_kept(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    references = References(served)
+    Workers(monkeypatch, refusing="large")
+    with pytest.raises(NoReference, match=r"^worker large: too large$"):
+        await references.get(QUESTION, SOURCES[1:])
+    with pytest.raises(NoReference, match=r"^no worker can be asked$"):
+        await references.get(QUESTION, ())
+    Workers(monkeypatch)
+    assert (await references.get(QUESTION, SOURCES)).origin == "the reference of worker large"
+
+
+async def test_a_reference_of_another_model_is_a_refusal(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Workers(monkeypatch)
+    other = replace(served, config=replace(served.config, num_layers=3))
+    with pytest.raises(NoReference, match="worker large: a reference of 2 layers"):
+        await References(other).get(QUESTION, SOURCES[1:])
+
+
+async def test_what_takes_too_long_goes_on_and_is_there_later(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers, references = Workers(monkeypatch), References(served, wait_s=0.01)
+    workers.is_held.clear()
+    for _ in range(2):
+        with pytest.raises(NoReference, match=r"within 0\.01 s, and still is being computed$"):
+            await references.get(QUESTION, SOURCES)
+    assert workers.asked == ["large"] and not references.has(QUESTION)
+    workers.is_held.set()
+    while not references.has(QUESTION):
+        await asyncio.sleep(0)
+    assert (await references.get(QUESTION, ())).worker == "large"
+
+
+async def test_a_reference_that_failed_a_plan_comes_from_another_worker_next(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers, references = Workers(monkeypatch), References(served)
+    await references.get(QUESTION, SOURCES)
+    references.distrust(QUESTION)
+    await references.get(QUESTION, SOURCES)
+    assert workers.asked == ["large", "small"]
+
+
+async def test_a_confirmed_reference_is_kept_for_the_next_coordinator(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    workers = Workers(monkeypatch)
+    first = References(served, cache_directory=tmp_path / "cache")
+    await first.get(QUESTION, SOURCES)
+    assert not (tmp_path / "cache").exists(), "before a plan has passed, nothing is kept"
+    await first.confirm(QUESTION)
+    first.distrust(QUESTION)
+    assert (await first.get(QUESTION, SOURCES)).origin == "the reference of worker large"
+    (file,) = (tmp_path / "cache" / "references").iterdir()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    second = References(served, cache_directory=tmp_path / "cache")
+    known = await second.get(QUESTION, SOURCES)
+    assert (known.origin, known.reference) == ("the kept reference", reference_of(QUESTION.texts))
+    assert workers.asked == ["large"]
+    other = References(replace(served, fingerprint="another"), cache_directory=tmp_path / "cache")
+    await other.get(QUESTION, SOURCES)
+    assert workers.asked == ["large", "large"]
+
+
+@pytest.mark.parametrize("spoil", [b"", b"{", b"[1]", b'{"version": 2}', None])
+async def test_a_corrupt_file_is_computed_again_with_a_line_in_the_log(
+    served: ServedModel,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    spoil: bytes | None,
+) -> None:
+    workers = Workers(monkeypatch)
+    for _ in range(2):
+        references = References(served, cache_directory=tmp_path)
+        await references.get(QUESTION, SOURCES)
+        await references.confirm(QUESTION)
+    assert workers.asked == ["large"]
+    (file,) = (tmp_path / "references").iterdir()
+    # One character of the data, which no longer matches its checksum.
+    file.write_bytes(file.read_bytes().replace(b'"data": "A', b'"data": "B') if spoil is None else spoil)
+    if spoil is None:
+        text = file.read_text()
+        place = text.index('"data": "') + 20
+        file.write_text(text[:place] + ("A" if text[place] != "A" else "B") + text[place + 1 :])
+    references = References(served, cache_directory=tmp_path)
+    with caplog.at_level(logging.WARNING):
+        await references.get(QUESTION, SOURCES)
+        await references.confirm(QUESTION)
+    assert workers.asked == ["large", "large"]
+    assert "the kept reference is not used" in caplog.text
+    assert read_references(file, served.fingerprint).keys() == {"f32"}
+
+
+async def test_a_cache_that_cannot_be_written_is_done_without(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Workers(monkeypatch)
+    (tmp_path / "file").write_text("")
+    references = References(served, cache_directory=tmp_path / "file")
+    for _ in range(2):
+        await references.get(QUESTION, SOURCES)
+        with caplog.at_level(logging.WARNING):
+            await references.confirm(QUESTION)
+    assert caplog.text.count("is not kept for the next start") == 1
+
+
+async def test_what_is_recorded_is_for_the_built_in_model_and_its_fingerprint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    workers = Workers(monkeypatch)
+    model = open_model(config())
+    texts = tuple(check_text(number, 20, model.config.vocab_size) for number in range(NUM_TEXTS))
+    for dtype in DType:
+        question = ReferenceQuestion(dtype, dtype, texts)
+        assert (await References(model).get(question, ())).origin == "the recorded reference"
+    assert workers.asked == []
+    assert read_references(SELF_CHECK_FILE, "another") == {}
+    with pytest.raises(NoReference):
+        await References(replace(model, is_builtin=False)).get(question, ())
+
+
+VOCAB_SIZE = 50
+TEXTS = tuple(check_text(number, 8, VOCAB_SIZE) for number in range(NUM_TEXTS))
+ROW = TokenLogprobs(7, -3.0, 9, ((1, -0.5), (2, -1.5)))
+ROUNDING = 0.01
+
+
+def row_after(text: int, position: int) -> TokenLogprobs:
+    """Different ones for different places."""
+    tokens = TEXTS[text]
+    following = tokens[position + 1] if position + 1 < len(tokens) else 1
+    first = -0.25 - 0.01 * position - 0.1 * text
+    top = ((1, first), (2, first - 1.0), (3, first - 2.0))
+    return TokenLogprobs(following, dict(top).get(following, first - 5.0), 0, top)
+
+
+def reference() -> Reference:
+    texts = tuple(
+        TextReference(tokens, tuple(row_after(number, i) for i in range(len(tokens))))
+        for number, tokens in enumerate(TEXTS)
+    )
+    num_tokens = sum(map(len, TEXTS))
+    states = array("f", [float(1 + i % 7) for i in range(num_tokens * STATE_WIDTH)])
+    return Reference(texts, tuple(LayerReference(states, ROUNDING) for _ in range(2)), 2.0, ROUNDING)
+
+
+REFERENCE = reference()
+KNOWN = KnownReference(REFERENCE, "the reference of worker w", "w")
+
+
+def plan() -> Plan:
+    """Two stages of a layer each, and blocks of four tokens."""
+    made = plan_of([WorkerCapacity(name=name, memory_bytes=1) for name in "ab"], needed_bytes=0)
+    limits = StepLimits(max_step_tokens=16, max_step_sequences=8, max_sequence_tokens=32)
+    return replace(made, limits=limits, num_blocks=16, block_size=4)
+
+
+PLAN = plan()
+
+
+def new_script() -> Script:
+    return write_script(PLAN, 5, TEXTS, KvCacheManager(num_blocks=16, block_size=4))
+
+
+SCRIPT = new_script()
+
+
+def answers(script: Script = SCRIPT) -> list[StepResult]:
+    """Those of a good pipeline."""
+    results = []
+    for each in script.steps:
+        entries = []
+        for part in each.slices:
+            rows = [row_after(part.text, part.first + i) for i in range(part.num_tokens)]
+            sampled = replace(rows[-1], token=rows[-1].top[0][0], logprob=rows[-1].top[0][1])
+            entries.append(
+                SliceResult(
+                    part.sequence,
+                    0,
+                    sampled.token if part.is_sampled else None,
+                    sampled if part.is_sampled else None,
+                    tuple(rows[: part.num_scored]),
+                )
+            )
+        results.append(StepResult(5, each.step.step_id, tuple(entries)))
+    return results
+
+
+def states() -> array[float]:
+    """What a good stage hands on."""
+    found = array("f")
+    for part in (part for each in SCRIPT.steps for part in each.slices):
+        for position in range(part.first, part.first + part.num_tokens):
+            begin = REFERENCE.state_index(part.text, position)
+            found += REFERENCE.layers[0].states[begin : begin + STATE_WIDTH]
+    return found
+
+
+def verdict_of(results: Sequence[StepResult], **options: Any) -> Verdict:
+    found = {"states": {0: states()}, "known": KNOWN} | options
+    return judge(SCRIPT, PLAN, results, found["states"], found["known"])
+
+
+def changed(
+    results: Sequence[StepResult], choose: Callable[[SliceResult], bool], **changes: Any
+) -> list[StepResult]:
+    """With changes of the first result that is chosen."""
+    left = True
+
+    def change(entry: SliceResult) -> SliceResult:
+        nonlocal left
+        if left and choose(entry):
+            left = False
+            return replace(entry, **changes)
+        return entry
+
+    return [replace(each, results=tuple(map(change, each.results))) for each in results]
+
+
+def is_decode(entry: SliceResult) -> bool:
+    return not entry.prompt_logprobs
+
+
+# The measure
+
+
+def test_differences_count_as_a_fraction_of_the_spread() -> None:
+    assert deviation([(ROW, ROW)], REFERENCE) == 0.0
+    moved = replace(ROW, logprob=-2.5, top=((1, 0.0), (2, -1.0)))
+    assert deviation([(moved, ROW)], REFERENCE) == pytest.approx(0.25)
+
+
+def test_a_token_that_only_one_side_lists_counts_with_what_it_is_above_the_others_last() -> None:
+    # 4 in the place of 2: 0.5 above the last that the reference lists, which 2 is itself above the last here.
+    other = replace(ROW, top=((1, -0.5), (4, -1.0)))
+    assert deviation([(other, ROW)], REFERENCE) == pytest.approx(math.sqrt(0.5**2 / 4) / 2.0)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_no_deviation_that_can_be_allowed(value: float) -> None:
+    assert not deviation([(replace(ROW, logprob=value), ROW)], REFERENCE) <= tolerance(REFERENCE)
+
+
+def test_logits_without_spread_are_compared_all_the_same() -> None:
+    flat = replace(REFERENCE, logit_spread=0.0, rounding=0.0)
+    assert deviation([(ROW, ROW)], flat) == 0.0
+    assert deviation([(replace(ROW, logprob=-2.0), ROW)], flat) > tolerance(flat)
+
+
+def test_twice_what_rounding_does_is_allowed_and_a_little_at_least() -> None:
+    assert tolerance(REFERENCE) == pytest.approx(2 * ROUNDING / 2.0)
+    assert tolerance(replace(REFERENCE, rounding=0.0)) == LEAST_TOLERANCE
+
+
+# The verdict
+
+
+def test_answers_like_the_reference_pass() -> None:
+    verdict = verdict_of(answers())
+    assert (verdict.outcome, verdict.deviation, verdict.stage) == (CheckOutcome.PASSED, 0.0, None)
+    assert verdict.text == (
+        f"passed: the log-probabilities of {SCRIPT.num_rows} tokens in {len(SCRIPT.steps)} steps differ from "
+        "the reference of worker w by 0 of the spread of the logits, and 0.01 is allowed"
+    )
+
+
+def test_one_wrong_decode_is_not_lost_among_right_prompts() -> None:
+    wrong = TokenLogprobs(1, -1.5, 1, ((1, -1.5), (2, -3.0), (3, -4.0)))
+    verdict = verdict_of(changed(answers(), is_decode, outcome=1, logprobs=wrong))
+    assert verdict.outcome is CheckOutcome.FAILED
+    assert verdict.deviation is not None and verdict.deviation > 10 * 0.01
+    assert verdict.stage == 1
+    assert verdict.detail.endswith("; stage 1 (worker b) gets the right hidden states")
+
+
+def test_the_first_stage_that_deviates_is_named() -> None:
+    wrong = states()
+    wrong[-STATE_WIDTH] += 5.0
+    verdict = verdict_of(answers(), states={0: wrong})
+    assert (verdict.outcome, verdict.stage) == (CheckOutcome.FAILED, 0)
+    assert verdict.detail.startswith("the hidden states of stage 0 (worker a) differ by ")
+    other = TokenLogprobs(1, -1.5, 1, ((1, -1.5), (2, -3.0), (3, -4.0)))
+    verdict = verdict_of(changed(answers(), is_decode, outcome=1, logprobs=other), states={0: wrong})
+    assert (verdict.outcome, verdict.stage) == (CheckOutcome.FAILED, 0)
+    assert "; first, the hidden states of stage 0 (worker a) differ by " in verdict.detail
+
+
+@pytest.mark.parametrize("told", [{}, {0: array("f", [1.0])}])
+def test_where_a_stage_does_not_tell_none_is_named(told: dict[int, array[float]]) -> None:
+    wrong = TokenLogprobs(1, -1.5, 1, ((1, -1.5), (2, -3.0), (3, -4.0)))
+    verdict = verdict_of(changed(answers(), is_decode, outcome=1, logprobs=wrong), states=told)
+    assert (verdict.outcome, verdict.stage) == (CheckOutcome.FAILED, None)
+    assert verdict.detail.endswith("no hidden states of stage 0 to compare")
+
+
+def test_another_token_than_by_far_the_most_likely_one_fails() -> None:
+    second = TokenLogprobs(2, row_after(0, 0).top[1][1], 2, row_after(0, 0).top)
+    verdict = verdict_of(
+        changed(
+            answers(),
+            lambda entry: entry.sequence.choice == 0 and entry.outcome is not None,
+            outcome=2,
+            logprobs=replace(second, logprob=row_after(0, 1).top[1][1], top=row_after(0, 1).top),
+        )
+    )
+    assert verdict.outcome is CheckOutcome.FAILED
+    assert verdict.detail.startswith("token 2 was sampled where 1 is by far the most likely; ")
+
+
+def test_without_a_reference_answers_have_to_be_finite() -> None:
+    nothing = NoReference("worker w: too large")
+    verdict = verdict_of(answers(), known=nothing)
+    assert (verdict.outcome, verdict.text) == (
+        CheckOutcome.FINITE_ONLY,
+        "finite only: there is no reference: worker w: too large",
+    )
+    rows = (replace(ROW, top=((1, math.nan),)),)
+    results = changed(answers(), lambda entry: len(entry.prompt_logprobs) == 1, prompt_logprobs=rows)
+    assert verdict_of(results, known=nothing).outcome is CheckOutcome.FAILED
+
+
+def test_the_error_of_a_slice_is_the_problem() -> None:
+    key = SCRIPT.steps[0].slices[0].sequence
+    error = SliceError(1, 2, f"logits for position 1 of {key} are not finite")
+    verdict = verdict_of(changed(answers(), lambda entry: True, outcome=error))
+    assert verdict.text == "failed: logits for position 1 are not finite"
+
+
+SPOILT: list[Callable[[list[StepResult]], list[StepResult]]] = [
+    lambda results: [replace(results[0], step_id=1), *results[1:]],
+    lambda results: [replace(results[0], results=()), *results[1:]],
+    lambda results: changed(results, lambda entry: True, prompt_logprobs=(ROW,) * 9),
+    lambda results: changed(results, is_decode, logprobs=None),
+    lambda results: changed(results, is_decode, outcome=3),
+    lambda results: changed(results, is_decode, logprobs=replace(ROW, token=1, top=())),
+    lambda results: changed(
+        results, lambda entry: True, sequence=SequenceKey(SCRIPT.steps[0].slices[0].sequence.request_id, 9)
+    ),
+]
+
+
+@pytest.mark.parametrize("spoil", SPOILT)
+@pytest.mark.parametrize("known", [KNOWN, NoReference("none")])
+def test_answers_to_something_else_fail(
+    spoil: Callable[[list[StepResult]], list[StepResult]], known: KnownReference | NoReference
+) -> None:
+    assert verdict_of(spoil(answers()), known=known).outcome is CheckOutcome.FAILED
+
+
+# Running
+
+
+class FakeReferences(References):
+    """One reference, which is there or not."""
+
+    def __init__(self) -> None:
+        self.known: KnownReference | None = KNOWN
+        self.confirmed = self.distrusted = 0
+
+    async def get(self, question: ReferenceQuestion, sources: Sequence[ReferenceSource]) -> KnownReference:
+        if self.known is None:
+            raise NoReference("not yet")
+        return self.known
+
+    def has(self, question: ReferenceQuestion) -> bool:
+        return self.known is not None
+
+    async def confirm(self, question: ReferenceQuestion) -> None:
+        self.confirmed += 1
+
+    def distrust(self, question: ReferenceQuestion) -> None:
+        self.distrusted += 1
+
+
+class Running:
+    """A check of a pipeline that answers as it is told."""
+
+    def __init__(self, *, interval_s: float = 600.0) -> None:
+        self.references = FakeReferences()
+        self.check = SelfCheck(
+            self.references,
+            vocab_size=VOCAB_SIZE,
+            interval_s=interval_s,
+            answer_timeout_s=0.01,
+            states_timeout_s=0.01,
+            now_us=lambda: 77,
+        )
+        self.results = answers()
+        self.states: array[float] | None = states()
+
+    def _send(self, step: Step) -> None:
+        if step.step_id < len(self.results):
+            self.check.take(self.results[step.step_id])
+
+    def _tell(self) -> None:
+        if self.states is not None:
+            self.check.take_states(0, self.states.tobytes())
+
+    async def run(self) -> Verdict:
+        self.check.begin()
+        known = await self.check.reference(PLAN, DType.F32, ())
+        kv = KvCacheManager(num_blocks=16, block_size=4)
+        epoch = CheckedEpoch(
+            epoch=5, plan=PLAN, kv=kv, first_step_id=0, send=self._send, ask_states=self._tell
+        )
+        verdict = await self.check.run(epoch, known)
+        await self.check.keep_reference()
+        return verdict
+
+
+async def test_the_last_verdict_is_told_with_its_time() -> None:
+    running = Running()
+    assert running.check.verdict.text == "not run yet"
+    verdict = await running.run()
+    assert running.check.verdict is verdict
+    assert (verdict.outcome, verdict.at_us) == (CheckOutcome.PASSED, 77)
+    assert (running.references.confirmed, running.references.distrusted) == (1, 0)
+
+
+async def test_an_answer_that_does_not_come_ends_the_check() -> None:
+    running = Running()
+    running.results.pop()
+    with pytest.raises(TimeoutError):
+        await running.run()
+    assert running.check.verdict.text == "under way"
+
+
+async def test_a_reference_that_a_plan_has_failed_with_is_not_kept() -> None:
+    running = Running()
+    running.states = array("f", [0.0] * len(states()))
+    assert (await running.run()).stage == 0
+    assert (running.references.confirmed, running.references.distrusted) == (0, 1)
+
+
+async def test_hidden_states_that_do_not_come_are_waited_for_in_vain_but_not_for_long() -> None:
+    running = Running()
+    running.states = None
+    verdict = await running.run()
+    assert verdict.outcome is CheckOutcome.PASSED
+    assert verdict.detail.endswith("no hidden states of stage 0 to compare")
+
+
+async def test_a_check_is_due_after_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    running = Running()
+    assert not running.check.is_due(), "the first one is not for an idle moment"
+    await running.run()
+    assert not running.check.is_due()
+    running.check._checked_at_s = asyncio.get_running_loop().time() - 601
+    assert running.check.is_due()
+    off = Running(interval_s=0.0)
+    await off.run()
+    off.check._checked_at_s = -1e9
+    assert not off.check.is_due()
+
+
+async def test_a_check_is_due_when_its_reference_has_come() -> None:
+    running = Running()
+    running.references.known = None
+    assert (await running.run()).outcome is CheckOutcome.FINITE_ONLY
+    assert not running.check.is_due()
+    running.references.known = KNOWN
+    assert running.check.is_due()
+
+
+# Whether
+
+
+def config(**settings: Any) -> CoordinatorConfig:
+    values: dict[str, Any] = {
+        "model_directory": None,
+        "listen": "127.0.0.1:0",
+        "num_stages": 1,
+        "layers": None,
+        "dtype": None,
+        "block_size": 4,
+        "max_step_tokens": 8,
+        "max_step_sequences": 4,
+        "max_sequence_tokens": None,
+        "max_kv_tokens": None,
+        "queue_size": 4,
+    }
+    return CoordinatorConfig(**{**values, **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, True),
+        ({"self_check": False}, False),
+        ({"model_directory": Path("/nowhere")}, True),
+        ({"model_directory": Path("/nowhere"), "self_check": False}, False),
+        ({"mock_model": "layers=4"}, False),
+    ],
+)
+def test_every_model_with_weights_is_checked_unless_told(settings: dict[str, Any], expected: bool) -> None:
+    assert config(**settings).wants_self_check is expected
+
+
+def test_a_mock_model_cannot_be_checked() -> None:
+    with pytest.raises(ValueError, match="--self-check needs weights"):
+        config(mock_model="layers=4", self_check=True)
+
+
+@pytest.mark.parametrize("interval_s", [-1.0, math.inf, math.nan])
+def test_an_impossible_interval_is_refused(interval_s: float) -> None:
+    with pytest.raises(ValueError, match="self_check_interval_s is"):
+        config(self_check_interval_s=interval_s)

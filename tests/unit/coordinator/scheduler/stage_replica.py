@@ -1,0 +1,181 @@
+"""A stage that holds what a step says it holds, and checks what it is sent.
+
+The KV entry of a position is a hash of all tokens up to there. A stage writes the entries of a slice to the
+pages of its block table and then reads the whole sequence back, so a wrong page, a hit that is none, or a
+page that was given away too early shows as a wrong entry. The last stage "samples" a function of the newest
+entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from coordinator.scheduler.policy import SchedulerLimits
+from kvcache import BlockTables
+from wire.ids import SequenceKey
+from wire.steps import Decode, Prefill, StartRecord, Step, StepSlice, TokenLogprobs
+
+VOCAB_SIZE = 7
+
+
+def kv_entry(before: int, token: int) -> int:
+    """What the cache holds for `token` after the entry `before`."""
+    return hash((before, token))
+
+
+def kv_entries(tokens: Sequence[int]) -> list[int]:
+    """One entry per token."""
+    return list(accumulate(tokens, kv_entry, initial=0))[1:]
+
+
+def sample(entry: int, choice: int = 0) -> int:
+    """The token that follows the position with this entry."""
+    return hash((entry, choice)) % VOCAB_SIZE
+
+
+def score(entry: int, token: int, num_top: int) -> TokenLogprobs:
+    """What the model says of `token` after the position with this entry."""
+    top = tuple((each, -(entry % 997 + each) / 997) for each in range(num_top))
+    return TokenLogprobs(token, -(entry % 997) / 997, 1 + entry % VOCAB_SIZE, top)
+
+
+@dataclass(slots=True)
+class _Known:
+    """What a stage knows of a sequence."""
+
+    start: StartRecord
+    generation: int
+    num_prefill_tokens: int
+    tokens: list[int]
+    entries: list[int]
+    num_computed: int | None = None
+
+
+class StageReplica:
+    """One stage in one epoch. Whatever the design calls a step fault is an AssertionError here."""
+
+    def __init__(
+        self, *, num_blocks: int, block_size: int, limits: SchedulerLimits, window: int | None = None
+    ) -> None:
+        """Queries see `window` positions, their own included; None: all."""
+        self._window = window
+        self.tables = BlockTables(num_blocks, block_size=block_size)
+        self.sequences: dict[SequenceKey, _Known] = {}
+        self.first_starts: dict[tuple[SequenceKey, int], int] = {}
+        self._limits = limits
+        self._block_size = block_size
+        self._slots: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self._started: set[tuple[SequenceKey, int]] = set()
+        self._next_step_id = 0
+
+    def apply(self, step: Step) -> dict[SequenceKey, int]:
+        """Runs a step; the sampled token of each sequence that is due one."""
+        assert step.step_id == self._next_step_id, f"step {step.step_id}, expected {self._next_step_id}"
+        self._next_step_id += 1
+        assert step.num_tokens <= self._limits.max_step_tokens
+        assert len(step.slices) <= self._limits.max_step_sequences
+        assert len({part.sequence for part in step.slices}) == len(step.slices), "a sequence twice"
+        self._apply_records(step)
+        return {
+            part.sequence: sample(self.sequences[part.sequence].entries[-1], part.sequence.choice)
+            for part in step.slices
+            if self._run(part)
+        }
+
+    def logprobs(self, part: StepSlice, token: int) -> TokenLogprobs | None:
+        """Of the token that was sampled for a slice of the newest step, if they are wanted."""
+        known = self.sequences[part.sequence]
+        num_top = known.start.sampling.logprobs
+        return None if num_top is None else score(known.entries[-1], token, num_top)
+
+    def prompt_logprobs(self, part: StepSlice) -> tuple[TokenLogprobs, ...]:
+        """Of the prompt tokens that follow those of a slice of the newest step, if they are wanted."""
+        if not part.is_scored:
+            return ()
+        known, start = self.sequences[part.sequence], part.first_position
+        end = min(start + len(part.tokens), known.start.num_prompt_tokens - 1)
+        num_top = known.start.sampling.prompt_logprobs
+        return tuple(score(known.entries[i], known.tokens[i + 1], num_top) for i in range(start, end))
+
+    def check_idle(self) -> None:
+        """Nothing is held any more."""
+        assert not self.sequences
+        assert len(self.tables) == 0
+        assert self.tables.pool.num_active == 0
+
+    def _apply_records(self, step: Step) -> None:
+        for end in step.ends:
+            assert self.sequences[end.sequence].generation == end.generation, "end of another generation"
+            del self.sequences[end.sequence]
+        for start in step.starts:
+            self._start(start)
+        for entry in step.signals:
+            self.tables.apply(entry.sequence, entry.signal)
+        assert self.tables.digest == step.digest, f"digest diverges in step {step.step_id}"
+        for end in step.ends:
+            if end.sequence not in self.sequences and end.sequence in self.tables:
+                self.tables.drop(end.sequence)
+        assert len(self.tables) == len(self.sequences), "a table of a sequence that has not started"
+
+    def _start(self, start: StartRecord) -> None:
+        key, generation = start.sequence, start.generation
+        assert key not in self.sequences, "start of a sequence that is live"
+        assert (key, generation) not in self._started, "second start of a generation"
+        assert 0 < start.num_prompt_tokens <= len(start.tokens)
+        self._started.add((key, generation))
+        tokens = list(start.tokens)
+        self.sequences[key] = _Known(start, generation, len(tokens), tokens, kv_entries(tokens))
+
+    def _run(self, part: StepSlice) -> bool:
+        """Whether a token is due."""
+        known = self.sequences[part.sequence]
+        assert part.generation == known.generation, "slice of another generation"
+        self._check_position(part, known)
+        step = part.inference_step
+        if isinstance(step, Decode):
+            assert step.position == len(known.tokens), "decode before the prefill is complete"
+            known.tokens.extend(part.tokens)
+            known.entries.append(kv_entry(known.entries[-1], part.tokens[0]))
+        else:
+            self._check_chunk(part, step, known)
+        start, end = part.first_position, part.first_position + len(part.tokens)
+        known.num_computed = end
+        self._write(part.sequence, known, start, end)
+        self._check_entries(part.sequence, known, start, end)
+        return part.is_sampled
+
+    def _check_position(self, part: StepSlice, known: _Known) -> None:
+        position = part.first_position
+        if known.num_computed is None:
+            valid = min(self.tables.valid_until(part.sequence), len(known.tokens) - 1)
+            # A prompt that is scored shares its blocks, and is computed from its first token all the same.
+            is_scored = known.start.sampling.prompt_logprobs is not None
+            is_first = position <= valid if is_scored else position == valid
+            assert is_first, f"begins at {position}, {valid} are cached"
+            self.first_starts[part.sequence, part.generation] = position
+        else:
+            assert position == known.num_computed, f"position {position}, expected {known.num_computed}"
+
+    def _check_chunk(self, part: StepSlice, step: Prefill, known: _Known) -> None:
+        end = step.start + step.num_tokens
+        assert step.num_prefill_tokens == known.num_prefill_tokens == len(known.tokens)
+        assert list(part.tokens) == known.tokens[step.start : end]
+        assert step.is_final or end % self._block_size == 0, "a chunk that ends inside a block"
+
+    def _write(self, key: SequenceKey, known: _Known, start: int, end: int) -> None:
+        pages, first_block = self.tables.pages(key), self.tables.first_block(key)
+        for run_start, run_end in self.tables.writable_runs(key, start, end):
+            for position in range(run_start, run_end):
+                block, offset = divmod(position, self._block_size)
+                self._slots[pages[block - first_block]][offset] = known.entries[position]
+
+    def _check_entries(self, key: SequenceKey, known: _Known, start: int, end: int) -> None:
+        """What the queries start..end-1 see is held, and is what it should be."""
+        first = 0 if self._window is None else max(0, start - self._window + 1)
+        held_from = self.tables.first_block(key) * self._block_size
+        assert held_from <= first, f"{key} sees from {first} on, and holds from {held_from} on"
+        slots = [slot for page in self.tables.pages(key) for slot in self._slots[page]]
+        seen = slots[first - held_from : end - held_from]
+        assert seen == known.entries[first:end], f"{key} reads {seen}, expected {known.entries[first:end]}"

@@ -1,0 +1,104 @@
+"""Steps that never end are told of once, those that end late are not."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from stage_worker.backends.compute_thread import ComputeThread, StepWatchdog
+
+
+def a_future() -> asyncio.Future[None]:
+    return asyncio.get_running_loop().create_future()
+
+
+async def test_a_step_that_does_not_end_in_time_is_told_of_however_often_it_is_waited_for() -> None:
+    hung: asyncio.Queue[str] = asyncio.Queue()
+    watchdog = StepWatchdog(0.05, hung.put_nowait)
+    watchdog.expect(a_future())
+    watchdog.expect(a_future())
+    async with asyncio.timeout(10):
+        assert "after it was given up" in await hung.get()
+    await asyncio.sleep(0)
+    assert hung.empty()
+
+
+async def test_a_step_that_ends_in_time_is_not_told_of_and_the_next_has_all_its_time() -> None:
+    hung: asyncio.Queue[str] = asyncio.Queue()
+    watchdog = StepWatchdog(3600, hung.put_nowait)
+    first = a_future()
+    watchdog.expect(first)
+    timer = watchdog._timer
+    assert timer is not None
+    first.set_result(None)
+    await asyncio.sleep(0)
+    assert timer.cancelled()
+    watchdog.expect(a_future())
+    assert watchdog._timer is not None and watchdog._timer is not timer
+    watchdog.close()
+    assert hung.empty()
+
+
+@pytest.fixture
+def compute() -> Iterator[ComputeThread]:
+    thread = ComputeThread()
+    yield thread
+    assert thread.stop(timeout_s=10)
+
+
+async def test_everything_runs_in_one_other_thread_in_order(compute: ComputeThread) -> None:
+    order: list[int] = []
+
+    def work(index: int) -> int:
+        order.append(index)
+        return threading.get_ident()
+
+    threads = await asyncio.gather(*(compute.run(work, index) for index in range(20)))
+    assert order == list(range(20))
+    assert len(set(threads)) == 1
+    assert threading.get_ident() not in threads
+
+
+async def test_errors_come_back_and_the_thread_goes_on(compute: ComputeThread) -> None:
+    with pytest.raises(ZeroDivisionError):
+        await compute.run(lambda: 1 // 0)
+    assert await compute.run(lambda: 7) == 7
+
+
+async def test_what_is_cancelled_before_its_turn_is_left_out(compute: ComputeThread) -> None:
+    gate, entered, ran = threading.Event(), threading.Event(), []
+
+    def hold() -> None:
+        entered.set()
+        assert gate.wait(10)
+        ran.append("held")
+
+    holding = asyncio.create_task(compute.run(hold))
+    assert await asyncio.to_thread(entered.wait, 10)
+    waiting = asyncio.create_task(compute.run(ran.append, "left out"))
+    following = asyncio.create_task(compute.run(ran.append, "following"))
+    await asyncio.sleep(0)
+    holding.cancel()
+    waiting.cancel()
+    await asyncio.gather(holding, waiting, return_exceptions=True)
+    gate.set()
+    await following
+    assert ran == ["held", "following"]
+
+
+async def test_a_busy_thread_is_told_apart_from_one_that_has_ended() -> None:
+    thread, gate, entered = ComputeThread(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        entered.set()
+        assert gate.wait(10)
+
+    holding = asyncio.create_task(thread.run(hold))
+    assert await asyncio.to_thread(entered.wait, 10)
+    assert not thread.stop(timeout_s=0.01)
+    gate.set()
+    assert thread.stop(timeout_s=10)
+    await holding

@@ -1,0 +1,116 @@
+"""Whose fault it is that something is not finite."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from stage_worker.backends.model_compute import FiniteStates, are_finite
+from stageline_rpc.v1 import stage_pb2
+from wire.errors import StepFault, StepFaultKind
+from wire.ids import RequestId, SequenceKey
+from wire.steps import Decode, Prefill, SliceError, SliceResult, Step, StepSlice
+
+WIDTH = 8
+NOT_FINITE = stage_pb2.SliceError.KIND_NON_FINITE_LOGITS
+
+
+def key(request: int, choice: int = 0) -> SequenceKey:
+    return SequenceKey(RequestId(bytes([request]) * 16), choice)
+
+
+STEP = Step(
+    epoch=1,
+    step_id=3,
+    digest=0,
+    slices=(
+        StepSlice(key(1), 0, (5, 6, 7), Prefill(0, 3, 3)),
+        StepSlice(key(2), 0, (8,), Decode(9)),
+        StepSlice(key(3), 0, (9,), Decode(4)),
+        StepSlice(key(3, 1), 0, (9,), Decode(4)),
+    ),
+)
+
+
+def states(*bad_rows: int, value: float = math.nan) -> torch.Tensor:
+    hidden = torch.ones(6, WIDTH)
+    for row in bad_rows:
+        hidden[row, 3] = value
+    return hidden
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_single_value_that_is_not_finite_is_seen(dtype: torch.dtype, value: float) -> None:
+    assert are_finite(states().to(dtype))
+    assert not are_finite(states(4, value=value).to(dtype))
+
+
+def test_large_values_that_add_up_to_more_than_the_dtype_holds_are_finite() -> None:
+    assert are_finite(torch.full((64, 64), 6e4, dtype=torch.float16))
+
+
+def handed_on(incoming: torch.Tensor, outgoing: torch.Tensor, step: Step = STEP) -> None:
+    FiniteStates().check_handed_on(step, outgoing, lambda: incoming)
+
+
+ALL = tuple(range(6))
+
+
+@pytest.mark.parametrize("rows", [(), (0,), (0, 1, 2), (3,), (0, 1, 2, 3, 4)], ids=str)
+def test_while_others_are_finite_the_request_is_the_cause(rows: tuple[int, ...]) -> None:
+    handed_on(states(), states(*rows))
+
+
+def test_where_nothing_is_finite_that_came_in_so_the_stage_is() -> None:
+    with pytest.raises(StepFault, match="4 of 4 sequences") as raised:
+        handed_on(states(), states(*ALL))
+    assert raised.value.kind is StepFaultKind.NON_FINITE
+    with pytest.raises(StepFault, match="3 of 4 sequences"):
+        handed_on(states(1), states(*ALL))
+
+
+def test_what_came_in_so_is_not_the_fault_of_this_stage() -> None:
+    handed_on(states(*ALL), states(*ALL))
+    handed_on(states(2, 3, 4, 5), states(2, 3, 4, 5))
+
+
+def test_a_request_alone_is_the_cause_unless_all_of_it_is_spoilt() -> None:
+    step, fine = replace(STEP, slices=STEP.slices[:1]), states()[:3]
+    handed_on(fine, states(1, 2)[:3], step)
+    handed_on(states(1)[:3], states(0, 1, 2)[:3], step)
+    with pytest.raises(StepFault, match="1 of 1 sequences"):
+        handed_on(fine, states(0, 1, 2)[:3], step)
+
+
+def test_pages_of_a_sequence_that_is_not_finite_spoil_what_follows_of_it() -> None:
+    finite = FiniteStates()
+    first = replace(STEP, slices=STEP.slices[:1])
+    later = replace(STEP, slices=(StepSlice(key(1), 0, (8,), Prefill(3, 1, 4)),))
+    finite.check_handed_on(first, states(0, 1, 2)[:3], lambda: states(0)[:3])
+    finite.check_handed_on(later, states(0)[:1], lambda: states()[:1])
+    finite.end(key(1))
+    with pytest.raises(StepFault):
+        finite.check_handed_on(later, states(0)[:1], lambda: states()[:1])
+
+
+def answered(incoming: torch.Tensor, *bad: int, kind: int = NOT_FINITE) -> None:
+    error = SliceError(kind, 1, "logits are not finite")
+    results = [
+        SliceResult(part.sequence, 0, error if place in bad else 7) for place, part in enumerate(STEP.slices)
+    ]
+    FiniteStates().check_answered(STEP, results, lambda: incoming)
+
+
+def test_logits_are_judged_like_hidden_states() -> None:
+    answered(states(), 1, 2)
+    answered(states(0, 3), 0, 1)
+    answered(states(), 0, 1, 2, 3, kind=stage_pb2.SliceError.KIND_SAMPLER)
+    answered(states(*ALL), 0, 1, 2, 3)
+    with pytest.raises(StepFault):
+        answered(states(), 0, 1, 2, 3)
+    with pytest.raises(StepFault, match="3 of 4 sequences"):
+        answered(states(3), 0, 1, 2, 3)

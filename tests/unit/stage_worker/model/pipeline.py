@@ -1,0 +1,139 @@
+"""Runs a checkpoint through DecoderStages in one process, with paged KV and a simple page table."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain, pairwise
+
+import torch
+from torch import Tensor
+
+from checkpoint import Checkpoint
+from kvcache.pages import KvPages
+from stage_worker.model.decoder import DecoderStage
+from stage_worker.model.kernels import Kernels
+from stage_worker.validation import SliceLayout
+
+
+class NanPages(KvPages):
+    """Pages that are NaN until written: anything that reads a slot too early poisons its output."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__(
+            num_layers=num_layers,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            device="cpu",
+        )
+        self.fill(float("nan"))
+
+    def fill(self, value: float, blocks: slice = slice(None)) -> None:
+        """Overwrite these blocks in all layers."""
+        self._store[:, blocks] = value
+
+    def contents(self) -> Tensor:
+        """A copy of everything, [layers, blocks, keys and values, heads, block_size, head_dim]."""
+        return self._store.clone()
+
+
+@dataclass
+class Running:
+    """A sequence under way: its pages and how many of its tokens have been computed."""
+
+    tokens: list[int]
+    pages: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    first_block: int = 0
+
+
+class Pipeline:
+    """The stages of `checkpoint` cut at `cuts` (layer numbers), each with its own pages."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        cuts: Sequence[int] = (),
+        *,
+        block_size: int = 8,
+        kernels: Kernels | None = None,
+    ) -> None:
+        config = checkpoint.config
+        self.stages: list[DecoderStage] = []
+        self.pages: list[NanPages] = []
+        for begin, end in pairwise([0, *cuts, config.num_layers]):
+            stage = DecoderStage(
+                config,
+                layer_begin=begin,
+                layer_end=end,
+                has_embeddings=begin == 0,
+                has_head=end == config.num_layers,
+                dtype=config.dtype,
+                kernels=kernels,
+            )
+            stage.load(checkpoint)
+            self.stages.append(stage)
+            sizes = (end - begin, 96, block_size, config.num_kv_heads, config.head_dim)
+            self.pages.append(NanPages(*sizes, stage.torch_dtype))
+        self.block_size = block_size
+        self.free = list(range(96))
+        random.Random(7).shuffle(self.free)
+        self.window = max((w for w in config.layer_windows if w), default=0)
+        self.releases = all(config.layer_windows)
+
+    def step(self, work: Sequence[tuple[Running, int]], *, shift: int = 0) -> list[Tensor]:
+        """Compute the next `n` tokens of each sequence; logits [n, vocab] of each. `shift` falsifies the
+        positions of all but the first stage."""
+        inputs = [s.tokens[s.num_computed : s.num_computed + n] for s, n in work]
+        slices = [self._slice(s, n) for s, n in work]
+        hidden = self.stages[0].embed(torch.tensor(list(chain.from_iterable(inputs))))
+        for index, (stage, pages) in enumerate(zip(self.stages, self.pages, strict=True)):
+            shifted = [_shifted(item, shift if index else 0) for item in slices]
+            layout = stage.layout(shifted, block_size=self.block_size)
+            hidden = stage.forward(hidden, layout, pages)
+        for s, n in work:
+            s.num_computed += n
+            self._release(s)
+        return list(torch.split(self.stages[-1].logits(hidden), [n for _, n in work]))
+
+    def _slice(self, sequence: Running, num_tokens: int) -> SliceLayout:
+        end = sequence.num_computed + num_tokens + 1  # one to spare, for positions that a test shifts
+        while (sequence.first_block + len(sequence.pages)) * self.block_size < end:
+            sequence.pages.append(self.free.pop())
+        return SliceLayout(
+            first_position=sequence.num_computed,
+            num_tokens=num_tokens,
+            pages=tuple(sequence.pages),
+            first_block=sequence.first_block,
+            num_valid=sequence.num_computed,
+        )
+
+    def _release(self, sequence: Running) -> None:
+        """Free the blocks that no later query sees, where every layer has a window."""
+        if not self.releases:
+            return
+        while (sequence.first_block + 1) * self.block_size <= sequence.num_computed - self.window + 1:
+            self.free.append(sequence.pages.pop(0))
+            sequence.first_block += 1
+
+
+def _shifted(item: SliceLayout, shift: int) -> SliceLayout:
+    return SliceLayout(
+        first_position=item.first_position + shift,
+        num_tokens=item.num_tokens,
+        pages=item.pages,
+        first_block=item.first_block,
+        num_valid=0,
+    )

@@ -1,0 +1,204 @@
+"""Norms, rotation, gates and attention of one query, against their formulas written out."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from checkpoint import Checkpoint
+from stage_worker.model.kernels import PLAIN, Kernels
+from stage_worker.model.operations import Operations, operations, rms_norm
+from stage_worker.model.rope import Rope, rotate_
+from stage_worker.model.step_layout import StepLayout, ViewRules
+from stage_worker.validation import SliceLayout
+from tests.checkpoints import make_checkpoint
+from tests.unit.stage_worker.model.kernel_choices import CHOICES, IN_PLACE, skip_unless_possible
+from tests.unit.stage_worker.model.pipeline import NanPages
+
+DTYPES = [torch.float32, torch.bfloat16]
+HEADS, KV_HEADS, BLOCK = 6, 2, 8
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return Checkpoint.open(make_checkpoint(tmp_path_factory.mktemp("m"), "llama", num_layers=1, head_dim=32))
+
+
+@pytest.fixture
+def native(checkpoint: Checkpoint) -> Operations:
+    skip_unless_possible(IN_PLACE, checkpoint.config)
+    return operations(IN_PLACE)
+
+
+def random(*size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def differs_by_roundings(found: Tensor, expected: Tensor, *, share: float) -> bool:
+    """bfloat16 values are equal but for a share of them, which differ by one step of the last bit."""
+    different = found != expected
+    torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-6)
+    return float(different.float().mean()) <= share
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [(1, 48), (7, 768), (3, 5, 64)])
+def test_the_norm_is_that_of_transformers_bit_by_bit(size: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, weight = random(*size, dtype=dtype), random(size[-1], dtype=dtype, seed=1)
+    wide = x.to(torch.float32)
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
+    assert torch.equal(rms_norm(x, weight, 1e-5), weight * (wide * scale).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotation_is_that_of_transformers_bit_by_bit(dtype: torch.dtype, checkpoint: Checkpoint) -> None:
+    positions = [0, 3, 700, 16_383, 20_000]
+    cos, sin = Rope(checkpoint.config, dtype, torch.device("cpu")).cos_sin(positions)
+    angles = torch.tensor(positions)[:, None] * (1.0 / 10_000.0 ** (torch.arange(0, 32, 2) / 32))
+    doubled = torch.cat((angles, angles), dim=-1)[:, None]
+    plain_cos, plain_sin = doubled.cos().to(dtype), doubled.sin().to(dtype)
+    x = random(5, HEADS, 32, dtype=dtype)
+    first, second = x.chunk(2, dim=-1)
+    expected = x * plain_cos + torch.cat((-second, first), dim=-1) * plain_sin
+    rotate_(x, cos, sin)
+    assert torch.equal(x, expected)
+
+
+def test_kept_angles_are_those_that_are_computed_each_time(checkpoint: Checkpoint) -> None:
+    rope = Rope(checkpoint.config, torch.bfloat16, torch.device("cpu"))
+    alone = [rope.cos_sin([position]) for position in (5, 900, 40_000)]
+    for together, single in zip(rope.cos_sin([5, 900, 40_000]), zip(*alone, strict=True), strict=True):
+        assert torch.equal(together, torch.cat(single))
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("width", [16, 768])
+def test_the_compiled_norm_rounds_where_the_plain_one_does(rows: int, width: int, native: Operations) -> None:
+    x, weight = random(rows, width, dtype=torch.bfloat16), random(width, dtype=torch.bfloat16, seed=1)
+    assert differs_by_roundings(native.rms_norm(x, weight, 1e-5), rms_norm(x, weight, 1e-5), share=0.01)
+
+
+def test_the_compiled_gate_rounds_where_the_plain_one_does(native: Operations) -> None:
+    both = random(6, 2 * 112, dtype=torch.bfloat16) * 8
+    both[0, :8] = torch.tensor([0.0, -0.0, 100.0, -100.0, 3e38, -3e38, 1e-30, -90.0])
+    assert differs_by_roundings(native.gate(both), operations(PLAIN).gate(both), share=0.01)
+    both[1, 3] = float("nan")
+    assert native.gate(both).isnan().nonzero().tolist() == [[1, 3]]
+
+
+def layout(
+    checkpoint: Checkpoint, kernels: Kernels, slices: list[SliceLayout], window: int | None
+) -> StepLayout:
+    device = torch.device("cpu")
+    return StepLayout.build(
+        slices,
+        windows=[window],
+        rope=Rope(checkpoint.config, torch.bfloat16, device),
+        rules=ViewRules(block_size=BLOCK, dtype=torch.bfloat16, kernels=kernels, max_keys=1 << 20),
+        device=device,
+    )
+
+
+def test_compiled_rotation_and_writes_are_those_of_torch_bit_by_bit(
+    native: Operations, checkpoint: Checkpoint
+) -> None:
+    slices = [
+        SliceLayout(first_position=6, num_tokens=4, pages=(3, 1), num_valid=8),
+        SliceLayout(first_position=17, num_tokens=1, pages=(5, 2, 0)),
+        SliceLayout(first_position=0, num_tokens=3, pages=(6,)),
+    ]
+    step = layout(checkpoint, IN_PLACE, slices, None)
+    heads = random(8, HEADS + 2 * KV_HEADS, 32, dtype=torch.bfloat16)
+    stores, turned = [], []
+    for chosen in (native, operations(PLAIN)):
+        pages, mine = NanPages(2, 8, BLOCK, KV_HEADS, 32, torch.bfloat16), heads.clone()
+        chosen.rotate_and_write(mine, HEADS, 1, step, pages)
+        stores.append(pages.contents())
+        turned.append(mine)
+    assert torch.equal(*turned)
+    assert torch.equal(stores[0].isnan(), stores[1].isnan())
+    assert torch.equal(*(store.nan_to_num() for store in stores))
+    assert int((~stores[0].isnan()).sum()) == 6 * 2 * KV_HEADS * 32
+
+
+def attention_by_formula(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """float64 [heads, head_dim] of one query [heads, head_dim] over [s, kv_heads, head_dim]."""
+    keys, values = (x.double().repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (keys, values))
+    scores = torch.einsum("hd,shd->hs", query.double(), keys) / math.sqrt(query.shape[-1])
+    return torch.einsum("hs,shd->hd", scores.softmax(dim=-1), values)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
+@pytest.mark.parametrize("window", [None, 11, 100])
+@pytest.mark.parametrize("choice", CHOICES)
+def test_one_query_attends_as_the_formula_says(
+    choice: str, window: int | None, head_dim: int, checkpoint: Checkpoint
+) -> None:
+    kernels = CHOICES[choice]
+    skip_unless_possible(kernels, checkpoint.config)
+    lengths = [1, 8, 9, 16, 33, 150, 260]
+    blocks = iter(torch.randperm(128, generator=torch.Generator().manual_seed(4)).tolist())
+    tables = [[next(blocks) for _ in range(-(-length // BLOCK))] for length in lengths]
+    pages = NanPages(1, 128, BLOCK, KV_HEADS, head_dim, torch.bfloat16)
+    slices, contents = [], []
+    for index, (length, table) in enumerate(zip(lengths, tables, strict=True)):
+        slices.append(SliceLayout(first_position=length - 1, num_tokens=1, pages=table))
+        tokens = random(length, 2 * KV_HEADS, head_dim, dtype=torch.bfloat16, seed=index)
+        tokens[:, :KV_HEADS] *= 3  # scores of several units, which rounding to bfloat16 would spoil
+        contents.append(tokens)
+        pages.clear(torch.tensor(table[-1:]))
+        slots = [table[i // BLOCK] * BLOCK + i % BLOCK for i in range(length)]
+        pages.write(0, tokens, torch.tensor(slots))
+    query = random(len(lengths), HEADS, head_dim, dtype=torch.bfloat16, seed=99)
+    output = torch.full_like(query, float("nan"))
+    step = layout(checkpoint, kernels, slices, window)
+    for view in step.views[window].decodes:
+        operations(kernels).decode(query, output, 0, view, step, pages)
+    expected = torch.stack(
+        [
+            attention_by_formula(
+                query[i],
+                tokens[-(window or len(tokens)) :, :KV_HEADS],
+                tokens[-(window or len(tokens)) :, KV_HEADS:],
+            )
+            for i, tokens in enumerate(contents)
+        ]
+    )
+    error = (output.double() - expected).abs()
+    assert float(error.max()) < 0.02
+    assert float(error.square().mean().sqrt()) < 0.003
+
+
+def test_chosen_rows_of_a_mixed_step_are_filled_and_no_others(
+    native: Operations, checkpoint: Checkpoint
+) -> None:
+    pages = NanPages(1, 8, BLOCK, KV_HEADS, 32, torch.bfloat16)
+    pages.fill(1.0)
+    slices = [
+        SliceLayout(first_position=0, num_tokens=2, pages=(0,)),
+        SliceLayout(first_position=9, num_tokens=1, pages=(1, 2)),
+        SliceLayout(first_position=3, num_tokens=1, pages=(3,)),
+    ]
+    step = layout(checkpoint, IN_PLACE, slices, None)
+    output = torch.zeros(4, HEADS, 32, dtype=torch.bfloat16)
+    (view,) = step.views[None].decodes
+    query = random(4, HEADS, 32, dtype=torch.bfloat16)
+    native.decode(query, output, 0, view, step, pages)
+    assert output[:2].eq(0).all()
+    torch.testing.assert_close(output[2:], torch.ones(2, HEADS, 32, dtype=torch.bfloat16), rtol=2**-7, atol=0)
+
+
+def test_pages_and_slots_that_do_not_exist_are_not_touched(
+    native: Operations, checkpoint: Checkpoint
+) -> None:
+    pages = NanPages(1, 8, BLOCK, KV_HEADS, 32, torch.bfloat16)
+    step = layout(checkpoint, IN_PLACE, [SliceLayout(first_position=9, num_tokens=1, pages=(1, 8))], None)
+    heads = random(1, HEADS + 2 * KV_HEADS, 32, dtype=torch.bfloat16)
+    with pytest.raises(IndexError, match="slot 65"):
+        native.rotate_and_write(heads, HEADS, 0, step, pages)
+    (view,) = step.views[None].decodes
+    with pytest.raises(IndexError, match="page 8 needed, 8 available"):
+        native.decode(heads[:, :HEADS], heads[:, :HEADS].clone(), 0, view, step, pages)

@@ -1,0 +1,72 @@
+"""Which CPUs a worker keeps to, and that it says when it cannot."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from stage_worker.config import WorkerConfig, check_cpu_set, parse_cpu_set
+
+ALLOWED = sorted(os.sched_getaffinity(0))
+
+
+def config(*, cpu_set: tuple[int, ...] | None, num_threads: int | None = None) -> WorkerConfig:
+    return WorkerConfig(
+        coordinator="127.0.0.1:1",
+        device="cpu",
+        memory_bytes=None,
+        name=None,
+        listen=None,
+        advertise=None,
+        model_directory=None,
+        num_threads=num_threads,
+        cpu_set=cpu_set,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "cpus"),
+    [("0", (0,)), ("0-3,8", (0, 1, 2, 3, 8)), ("8,2-3,2", (2, 3, 8)), ("5-5", (5,))],
+)
+def test_numbers_and_ranges_are_listed_in_order(text: str, cpus: tuple[int, ...]) -> None:
+    assert parse_cpu_set(text) == cpus
+
+
+@pytest.mark.parametrize("text", ["", "a", "3-1", "1,", "-1", "1-", "0-123456", "1 2", "\u0663"])
+def test_anything_else_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a list of numbers and ranges such as 0-3,8"):
+        parse_cpu_set(text)
+
+
+def test_cpus_that_are_not_there_are_refused_with_the_numbers() -> None:
+    listed = ",".join(map(str, ALLOWED))
+    with pytest.raises(ValueError, match=f"CPUs 9998,9999 are not among .* may use: {listed}$"):
+        config(cpu_set=(ALLOWED[0], 9998, 9999))
+    with pytest.raises(ValueError, match=f"may use: {listed}"):
+        check_cpu_set(())
+
+
+def test_there_is_a_thread_for_each_cpu_unless_told_otherwise() -> None:
+    assert config(cpu_set=None).compute_threads is None
+    assert config(cpu_set=tuple(ALLOWED)).compute_threads == len(ALLOWED)
+    assert config(cpu_set=tuple(ALLOWED), num_threads=7).compute_threads == 7
+
+
+_PINNED = """
+import os, threading
+from stage_worker.config import pin_to
+pin_to(({cpu},))
+seen = []
+thread = threading.Thread(target=lambda: seen.append(os.sched_getaffinity(0)))
+thread.start()
+thread.join()
+assert seen == [{{{cpu}}}], seen
+import torch
+assert torch.get_num_threads() == 1, torch.get_num_threads()
+"""
+
+
+def test_threads_that_are_started_later_keep_to_the_same_cpus() -> None:
+    code = _PINNED.format(cpu=ALLOWED[-1])
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

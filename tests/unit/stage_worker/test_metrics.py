@@ -1,0 +1,176 @@
+"""How a stage's time is cut, step by step, on a clock that the test sets."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from checkpoint import DType
+from stage_worker.backends.backend import LoadedStage
+from stage_worker.backends.contract import HandedOn, StepTiming, TimedOutput
+from stage_worker.backends.mock_compute import MockCompute
+from stage_worker.executor import StepExecutor
+from stage_worker.metrics import StageMetrics
+from telemetry.metrics import definitions
+from telemetry.metrics.definitions import Metric
+from telemetry.metrics.registry import Buckets, Registry
+from tests.unit.stage_worker.backends.mock_stages import mock_assignment
+from wire.frames import Frame
+from wire.steps import Step, StepResult
+from wire.tensors import TensorView
+
+
+@dataclass
+class Stage:
+    """What the worker would show."""
+
+    loaded: LoadedStage | None = None
+    is_idle: bool = True
+
+
+class Watched:
+    """Stage 1 of 3, in an epoch since 100 s."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.stage = Stage()
+        self.registry = Registry(start_ns=0)
+        self.metrics = StageMetrics(self.registry, clock=lambda: self.now_s)
+        self.metrics.watch(self.stage)
+        self.metrics.epoch_began(mock_assignment(stage=1), 1)
+
+    def step(
+        self,
+        *,
+        received_s: float,
+        started_s: float,
+        ready_s: float,
+        sent_s: float,
+        num_tokens: int = 2,
+        is_last: bool = False,
+    ) -> None:
+        hidden = TensorView(DType.BF16, (num_tokens, 6), bytes(num_tokens * 12))
+        output = StepResult(1, 0) if is_last else HandedOn(0, b"", hidden)
+        timing = StepTiming(received_s, received_s, started_s, ready_s, None)
+        frame = Frame(Step(epoch=1, step_id=0), b"", hidden)
+        self.now_s = max(self.now_s, sent_s)
+        self.metrics.step_done(frame, TimedOutput(output, (), 0, timing), sent_s)
+
+    def values(self, metric: Metric) -> dict[tuple[str, ...], float | Buckets]:
+        snapshot = self.registry.snapshot(0)
+        (points,) = (each.points for each in snapshot.metrics if each.metric is metric)
+        return {point.labels: point.value for point in points}
+
+    def seconds(self, metric: Metric, stage: str = "1") -> float:
+        found = self.values(metric)[(stage,)]
+        assert not isinstance(found, Buckets)
+        return round(found, 6)
+
+
+def test_a_step_after_another_waits_from_one_to_the_other() -> None:
+    watched = Watched()
+    watched.step(received_s=101.0, started_s=101.1, ready_s=103.0, sent_s=103.5)
+    # This one was there before the first was computed: the stage has not waited for it.
+    watched.step(received_s=102.0, started_s=103.0, ready_s=104.0, sent_s=104.25)
+    watched.step(received_s=106.0, started_s=106.0, ready_s=107.0, sent_s=107.0)
+    assert watched.seconds(definitions.WAIT_TIME) == 1.0 + 2.0
+    assert watched.seconds(definitions.BUSY_TIME) == 1.9 + 1.0 + 1.0
+    assert watched.seconds(definitions.SEND_TIME) == 0.5 + 0.25
+    assert watched.seconds(definitions.SERVING_TIME) == 7.0
+    found = watched.values(definitions.STAGE_STEP_TIME)[("1",)]
+    assert isinstance(found, Buckets)
+    assert (found.count, round(found.sum, 6)) == (3, 3.9)
+
+
+def test_who_is_idle_waits_before_the_next_step_has_come() -> None:
+    watched = Watched()
+    watched.now_s = 104.0
+    assert watched.seconds(definitions.WAIT_TIME) == 4.0
+    watched.step(received_s=105.0, started_s=105.0, ready_s=106.0, sent_s=106.0)
+    watched.now_s = 108.0
+    assert watched.seconds(definitions.WAIT_TIME) == 5.0 + 2.0
+
+
+def test_who_computes_does_not_wait_meanwhile() -> None:
+    watched = Watched()
+    watched.stage.is_idle = False
+    watched.now_s = 104.0
+    assert watched.seconds(definitions.WAIT_TIME) == 0.0
+    watched.stage.is_idle = True
+    watched.step(received_s=101.0, started_s=101.0, ready_s=104.0, sent_s=104.0)
+    assert watched.seconds(definitions.WAIT_TIME) == 1.0
+
+
+def test_a_wait_that_was_told_is_never_taken_back() -> None:
+    watched = Watched()
+    watched.now_s = 104.0
+    assert watched.seconds(definitions.WAIT_TIME) == 4.0
+    # The step was computed already, and only its output was on its way.
+    watched.step(received_s=103.0, started_s=103.0, ready_s=103.9, sent_s=104.1)
+    assert watched.seconds(definitions.WAIT_TIME) == 4.0
+    watched.now_s = 110.0
+    assert watched.seconds(definitions.WAIT_TIME) == 3.0 + 6.1
+
+
+def test_time_counts_while_an_epoch_serves() -> None:
+    watched = Watched()
+    watched.now_s = 102.0
+    watched.metrics.epoch_over()
+    watched.now_s = 200.0
+    assert watched.seconds(definitions.SERVING_TIME) == watched.seconds(definitions.WAIT_TIME) == 2.0
+    watched.metrics.epoch_began(mock_assignment(stage=2), 2)
+    watched.now_s = 203.0
+    assert watched.seconds(definitions.SERVING_TIME) == 2.0
+    assert watched.seconds(definitions.SERVING_TIME, "2") == 3.0
+    watched.metrics.epoch_over()
+    watched.metrics.epoch_over()
+    watched.step(received_s=203.0, started_s=203.0, ready_s=204.0, sent_s=204.0)
+    assert watched.seconds(definitions.BUSY_TIME, "2") == 0.0
+
+
+@pytest.mark.parametrize(("is_last", "expected"), [(False, 60), (True, 0)])
+def test_hidden_states_are_counted_in_and_out(is_last: bool, expected: int) -> None:
+    watched = Watched()
+    for num_tokens in (2, 3):
+        watched.step(
+            received_s=101.0,
+            started_s=101.0,
+            ready_s=101.0,
+            sent_s=101.0,
+            num_tokens=num_tokens,
+            is_last=is_last,
+        )
+    assert watched.values(definitions.ACTIVATION_BYTES) == {
+        ("1", "receive"): 60,
+        ("1", "transmit"): expected,
+    }
+    assert watched.values(definitions.FRAMES) == {("1", "receive"): 2, ("1", "transmit"): 2}
+
+
+def test_the_present_stage_is_read_off_and_no_other() -> None:
+    watched = Watched()
+    assert watched.values(definitions.KV_BLOCKS) == {}
+    for stage in (1, 2):
+        assignment = mock_assignment(stage=stage)
+        watched.stage.loaded = LoadedStage(
+            assignment=assignment,
+            executor=StepExecutor(assignment, MockCompute(assignment)),
+            weight_bytes=1000,
+            kv_bytes=2000,
+            read_bytes=0,
+            load_ms=1500,
+            warmup_ms=250,
+            device="cuda:1",
+            kernels="plain",
+        )
+        text = str(stage)
+        assert watched.values(definitions.KV_BLOCKS) == {
+            (text, "active"): 0,
+            (text, "inactive"): 0,
+            (text, "free"): 32,
+        }
+        assert watched.values(definitions.LOAD_TIME) == {(text, "load"): 1.5, (text, "warmup"): 0.25}
+        assert watched.values(definitions.STAGE_MEMORY) == {(text, "weights"): 1000, (text, "kv"): 2000}
+        assert watched.values(definitions.STAGE_COMPUTE) == {("cuda:1", assignment.dtype.value, "plain"): 1}
+    watched.stage.loaded = None
+    assert watched.values(definitions.STAGE_MEMORY) == {}
+    assert watched.values(definitions.STAGE_COMPUTE) == {}

@@ -1,0 +1,39 @@
+"""Places for streams whose epoch has not begun on the stage."""
+
+from contextlib import ExitStack
+
+import pytest
+
+from stage_worker.stage_manager import MAX_PER_HOST, MAX_WAITING, EarlyStreams
+from wire.errors import Overloaded
+from wire.peer_secrets import MAX_TRIES, RefusedPeers
+
+
+def test_a_host_that_has_its_places_leaves_those_of_others(caplog: pytest.LogCaptureFixture) -> None:
+    early = EarlyStreams(RefusedPeers(lambda: 0.0))
+    with ExitStack() as stack:
+        for _ in range(MAX_PER_HOST):
+            stack.enter_context(early.waiting("10.0.0.9"))
+        for _ in range(2 * MAX_TRIES):
+            with pytest.raises(Overloaded) as caught, early.waiting("10.0.0.9"):
+                pass
+        with early.waiting("10.0.0.1"):
+            pass
+    problem = "4 streams of this host wait for epochs that have not begun on this stage, the limit is 4"
+    assert str(caught.value) == f"{problem}: retry when the epoch has begun"
+    assert len(caplog.messages) == MAX_TRIES
+    assert caplog.messages[0] == f"refused a stream: {problem}, host=10.0.0.9 tries=1"
+    with early.waiting("10.0.0.9"):
+        pass
+
+
+def test_all_hosts_together_have_a_limit_and_places_are_free_again() -> None:
+    early = EarlyStreams(RefusedPeers(lambda: 0.0))
+    with ExitStack() as stack:
+        for number in range(MAX_WAITING):
+            stack.enter_context(early.waiting(f"10.0.0.{number}"))
+        with pytest.raises(Overloaded, match=r"^16 streams wait .*, the limit is 16"), early.waiting("::1"):
+            pass
+    with early.waiting("::1"):
+        pass
+    assert not early._num_waiting

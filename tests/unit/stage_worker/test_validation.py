@@ -1,0 +1,163 @@
+"""A stage counts its sequences by itself, and takes nothing that disagrees."""
+
+from dataclasses import replace
+
+import pytest
+
+from stage_worker import validation
+from stage_worker.validation import SequenceStates
+from wire.errors import StepFault, StepFaultKind
+from wire.ids import RequestId, SequenceKey
+from wire.steps import Decode, EndRecord, Prefill, StartRecord, StepSampling, StepSlice
+
+GREEDY = StepSampling(temperature=0.0)
+KEY = SequenceKey(RequestId(bytes(16)), 0)
+TOKENS = tuple(range(100, 110))
+
+
+def start(generation: int = 0, key: SequenceKey = KEY) -> StartRecord:
+    return StartRecord(key, generation, len(TOKENS), TOKENS, GREEDY)
+
+
+def chunk(begin: int, end: int, *, generation: int = 0) -> StepSlice:
+    return StepSlice(KEY, generation, TOKENS[begin:end], Prefill(begin, end - begin, len(TOKENS)))
+
+
+def decode(position: int, *, generation: int = 0) -> StepSlice:
+    return StepSlice(KEY, generation, (5,), Decode(position))
+
+
+def started(generation: int = 0) -> SequenceStates:
+    states = SequenceStates()
+    states.start(start(generation))
+    return states
+
+
+def take(states: SequenceStates, part: StepSlice, *, valid_until: int = 0) -> None:
+    state = states.get(part.sequence)
+    state.check(part, valid_until=valid_until)
+    state.advance(part)
+
+
+def refused(states: SequenceStates, part: StepSlice, *, valid_until: int = 0) -> StepFault:
+    with pytest.raises(StepFault) as fault:
+        take(states, part, valid_until=valid_until)
+    return fault.value
+
+
+def test_chunks_and_decodes_follow_each_other() -> None:
+    states = started()
+    for part in (chunk(0, 4), chunk(4, 8), chunk(8, 10), decode(10), decode(11)):
+        take(states, part)
+
+
+@pytest.mark.parametrize("first", [0, 3, 8])
+def test_a_fresh_sequence_begins_anywhere_inside_its_cached_tokens(first: int) -> None:
+    states = started()
+    take(states, chunk(first, 10), valid_until=8)
+    take(states, decode(10), valid_until=8)
+
+
+def test_a_fresh_sequence_does_not_begin_behind_its_cached_tokens() -> None:
+    fault = refused(started(), chunk(9, 10), valid_until=8)
+    assert fault.kind is StepFaultKind.POSITION
+    assert "position 9" in fault.message
+    assert "end at 8" in fault.message
+
+
+@pytest.mark.parametrize("first", [0, 3, 5, 8])
+def test_cached_tokens_do_not_excuse_a_gap_or_a_repeat_later_on(first: int) -> None:
+    states = started()
+    take(states, chunk(0, 4), valid_until=8)
+    assert refused(states, chunk(first, 10), valid_until=8).kind is StepFaultKind.POSITION
+
+
+@pytest.mark.parametrize("position", [0, 9, 11])
+def test_a_decode_at_another_position_is_refused(position: int) -> None:
+    states = started()
+    take(states, chunk(0, 10))
+    fault = refused(states, decode(position))
+    assert fault.kind is StepFaultKind.POSITION
+    assert "computed 10" in fault.message
+
+
+def test_a_decode_before_the_prefill_is_done_is_refused() -> None:
+    states = started()
+    assert refused(states, decode(0)).kind is StepFaultKind.SLICE_SET
+    take(states, chunk(0, 4))
+    assert refused(states, decode(4)).kind is StepFaultKind.SLICE_SET
+
+
+def test_a_chunk_of_other_tokens_is_refused() -> None:
+    states = started()
+    assert refused(states, replace(chunk(0, 2), tokens=(1, 2))).kind is StepFaultKind.SLICE_SET
+
+
+def test_a_chunk_of_another_prefill_is_refused() -> None:
+    longer = StepSlice(KEY, 0, TOKENS[:4], Prefill(0, 4, 11))
+    fault = refused(started(), longer)
+    assert (fault.kind, "11" in fault.message) == (StepFaultKind.SLICE_SET, True)
+
+
+@pytest.mark.parametrize("generation", [0, 2])
+def test_a_slice_of_another_generation_is_refused(generation: int) -> None:
+    fault = refused(started(1), chunk(0, 4, generation=generation))
+    assert fault.kind is StepFaultKind.SLICE_SET
+
+
+def test_a_slice_of_a_sequence_that_has_ended_is_refused() -> None:
+    states = started()
+    take(states, chunk(0, 10))
+    states.end(EndRecord(KEY, 0))
+    assert refused(states, decode(10)).kind is StepFaultKind.SLICE_SET
+
+
+def test_the_choices_of_a_request_are_sequences_of_their_own() -> None:
+    states = started()
+    other = SequenceKey(KEY.request_id, 1)
+    states.start(start(key=other))
+    states.end(EndRecord(other, 0))
+    take(states, chunk(0, 4))
+
+
+@pytest.mark.parametrize("generation", [0, 1])
+def test_a_start_of_a_live_sequence_is_refused(generation: int) -> None:
+    with pytest.raises(StepFault, match=r"RECORD.*generation 0 is live"):
+        started().start(start(generation))
+
+
+def test_a_second_start_of_a_generation_that_has_ended_is_refused() -> None:
+    states = started()
+    states.end(EndRecord(KEY, 0))
+    with pytest.raises(StepFault, match=r"RECORD.*ended already"):
+        states.start(start(0))
+    states.start(start(1))
+
+
+def test_the_memory_of_ended_sequences_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validation, "ENDED_REMEMBERED", 2)
+    states = SequenceStates()
+    for generation in range(4):
+        states.start(start(generation))
+        states.end(EndRecord(KEY, generation))
+    states.start(start(1))
+    states.end(EndRecord(KEY, 1))
+    with pytest.raises(StepFault, match="ended already"):
+        states.start(start(3))
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+def test_an_end_of_what_is_not_live_is_refused(generation: int) -> None:
+    states = started()
+    with pytest.raises(StepFault, match="RECORD"):
+        states.end(EndRecord(KEY, generation))
+    states.end(EndRecord(KEY, 0))
+    with pytest.raises(StepFault, match="RECORD"):
+        states.end(EndRecord(KEY, 0))
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [0, 11])
+def test_a_start_record_that_contradicts_itself_is_refused(num_prompt_tokens: int) -> None:
+    record = replace(start(), num_prompt_tokens=num_prompt_tokens)
+    with pytest.raises(StepFault, match="RECORD"):
+        SequenceStates().start(record)

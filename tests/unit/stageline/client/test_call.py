@@ -1,0 +1,210 @@
+"""Which call follows one that failed, and for how long; no clock and no server."""
+
+from typing import Any
+
+import grpc
+import pytest
+
+from stageline import DeadlineExceeded, FinishReason, GenerateOutput, ServerError, TokenLogprobs, Usage
+from stageline.client.call import ResumeAction, ResumePolicy, RetryPolicy, StreamCursor
+
+LOST, NOT_FOUND, EXISTS = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.ALREADY_EXISTS,
+)
+
+
+def test_a_lost_connection_is_followed_by_attach() -> None:
+    reattachment = ResumePolicy(can_generate=True)
+    assert reattachment.way is ResumeAction.GENERATE
+    assert reattachment.follow(LOST, is_connection_loss=True)
+    assert reattachment.way is ResumeAction.ATTACH
+    assert reattachment.follow(LOST, is_connection_loss=True)
+    assert reattachment.way is ResumeAction.ATTACH
+
+
+def test_a_request_that_never_arrived_is_sent_again() -> None:
+    reattachment = ResumePolicy(can_generate=True)
+    reattachment.follow(LOST, is_connection_loss=True)
+    assert reattachment.follow(NOT_FOUND, is_connection_loss=False)
+    assert reattachment.way is ResumeAction.GENERATE
+    assert reattachment.follow(EXISTS, is_connection_loss=False)
+    assert reattachment.way is ResumeAction.ATTACH
+
+
+def test_a_request_that_was_heard_of_is_not_sent_again() -> None:
+    reattachment = ResumePolicy(can_generate=True)
+    reattachment.has_heard = True
+    reattachment.follow(LOST, is_connection_loss=True)
+    assert not reattachment.follow(NOT_FOUND, is_connection_loss=False)
+
+
+def test_one_who_only_attaches_has_nothing_to_send() -> None:
+    reattachment = ResumePolicy(can_generate=False)
+    assert reattachment.way is ResumeAction.ATTACH
+    assert not reattachment.follow(NOT_FOUND, is_connection_loss=False)
+    reattachment.follow(LOST, is_connection_loss=True)
+    assert not reattachment.follow(NOT_FOUND, is_connection_loss=False)
+
+
+@pytest.mark.parametrize("code", list(grpc.StatusCode))
+def test_a_first_call_that_the_server_refuses_is_the_last(code: grpc.StatusCode) -> None:
+    assert not ResumePolicy(can_generate=True).follow(code, is_connection_loss=False)
+
+
+@pytest.mark.parametrize("code", set(grpc.StatusCode) - {NOT_FOUND})
+def test_a_refusal_after_a_loss_is_the_last_too(code: grpc.StatusCode) -> None:
+    reattachment = ResumePolicy(can_generate=True)
+    reattachment.follow(LOST, is_connection_loss=True)
+    assert not reattachment.follow(code, is_connection_loss=False)
+
+
+def test_pauses_grow_to_two_seconds_and_begin_anew_after_an_outage() -> None:
+    patience = RetryPolicy(outage_s=30, timeout_s=None, now_s=0)
+    assert [patience.fail(0) for _ in range(7)] == [0, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0]
+    patience.succeed()
+    assert patience.fail(0) == 0
+
+
+def test_an_outage_is_counted_from_its_first_failure() -> None:
+    patience = RetryPolicy(outage_s=30, timeout_s=None, now_s=0)
+    assert patience.time_left_s(1e6) is None
+    patience.fail(100)
+    patience.fail(120)
+    assert patience.outage_left_s(125) == 5
+    assert patience.outage_left_s(131) == 0
+    patience.succeed()
+    patience.fail(200)
+    assert patience.outage_left_s(200) == 30
+
+
+def test_the_timeout_bounds_calls_and_outages() -> None:
+    patience = RetryPolicy(outage_s=30, timeout_s=10, now_s=100)
+    assert patience.time_left_s(104) == 6
+    patience.fail(108)
+    assert patience.outage_left_s(108) == 2
+    with pytest.raises(DeadlineExceeded, match="the timeout of 10 s has passed"):
+        patience.outage_left_s(110)
+
+
+USAGE = Usage(prompt_tokens=1, completion_tokens=1, cached_tokens=0, seed=0, restarts=0)
+LAST: dict[str, Any] = {"finish_reason": FinishReason.STOP, "usage": USAGE}
+
+
+def output(choice: int, first_token_index: int, text: str, **more: Any) -> GenerateOutput:
+    """One token per character; each text before had one too."""
+    values: dict[str, Any] = {"text_offset": first_token_index, "token_ids": [ord(each) for each in text]}
+    return GenerateOutput(
+        request_id="r", choice=choice, first_token_index=first_token_index, text=text, **(values | more)
+    )
+
+
+def prompt_logprobs(first: int, num: int) -> dict[str, Any]:
+    entries = [TokenLogprobs(token_id=first + index, logprob=-1.0, rank=1, top=[]) for index in range(num)]
+    return {"prompt_logprobs": entries, "first_prompt_token_index": first}
+
+
+def test_every_choice_has_a_position_of_its_own() -> None:
+    continuity = StreamCursor(num_choices=2)
+    assert continuity.check(output(0, 0, "ab")) is not None
+    assert continuity.check(output(1, 0, "c")) is not None
+    assert continuity.check(output(0, 2, "d", **LAST)) is not None
+    assert continuity.positions == {0: 3, 1: 1}
+    assert not continuity.is_complete
+    assert continuity.check(output(1, 1, "e", **LAST)) is not None
+    assert continuity.is_complete
+    continuity.check_finished()
+
+
+@pytest.mark.parametrize(
+    ("next_output", "message"),
+    [
+        (
+            output(0, 2, "x"),
+            "choice 0 of request r continues at token 2 and character 2, after 1 tokens and 1",
+        ),
+        (output(0, 0, "a"), "continues at token 0 and character 0, after 1 tokens and 1 characters"),
+        (output(0, 1, "b", text_offset=0), "continues at token 1 and character 0, after 1 tokens"),
+        (
+            output(1, 1, "b"),
+            "choice 1 of request r continues at token 1 and character 1, after 0 tokens and 0",
+        ),
+        (output(2, 0, "a"), "the server sent choice 2, of 2 from 0"),
+        (output(0, 1, "", **prompt_logprobs(1, 1)), "continues at prompt logprob 1, after 0"),
+    ],
+)
+def test_what_is_missing_or_comes_twice_is_an_error(next_output: GenerateOutput, message: str) -> None:
+    continuity = StreamCursor(num_choices=2)
+    continuity.check(output(0, 0, "a"))
+    with pytest.raises(ServerError, match=message):
+        continuity.check(next_output)
+
+
+@pytest.mark.parametrize("text", ["", "b"])
+def test_nothing_comes_after_the_last_message(text: str) -> None:
+    continuity = StreamCursor(num_choices=1)
+    continuity.check(output(0, 0, "a", **LAST))
+    with pytest.raises(ServerError, match="more after the last message of choice 0 of request r"):
+        continuity.check(output(0, 1, text))
+
+
+def test_a_last_message_that_came_before_the_cut_is_heard_once() -> None:
+    continuity = StreamCursor(num_choices=2)
+    continuity.check(output(0, 0, "a", **LAST))
+    continuity.interrupt()
+    assert continuity.check(output(0, 1, "", **LAST)) is None
+    with pytest.raises(ServerError, match="more after the last message"):
+        continuity.check(output(0, 1, "b", **LAST))
+
+
+def test_prompt_logprobs_are_passed_on_once() -> None:
+    continuity = StreamCursor(num_choices=1)
+    assert continuity.check(output(0, 0, "", **prompt_logprobs(0, 3))) is not None
+    continuity.interrupt()
+    assert continuity.check(output(0, 0, "", **prompt_logprobs(0, 2))) is None
+    rest = continuity.check(output(0, 0, "a", **prompt_logprobs(2, 3)))
+    assert rest is not None
+    assert rest.first_prompt_token_index == 3
+    assert [entry.token_id for entry in rest.prompt_logprobs or []] == [3, 4]
+
+
+def test_a_gap_in_prompt_logprobs_is_an_error_after_a_cut_too() -> None:
+    continuity = StreamCursor(num_choices=1)
+    continuity.check(output(0, 0, "", **prompt_logprobs(0, 1)))
+    continuity.interrupt()
+    with pytest.raises(ServerError, match="continues at prompt logprob 2, after 1"):
+        continuity.check(output(0, 0, "", **prompt_logprobs(2, 1)))
+
+
+def test_one_who_attaches_takes_the_first_text_offset_as_given() -> None:
+    continuity = StreamCursor(num_choices=None, first_token=3, starts={1: 5})
+    assert continuity.check(output(0, 3, "a", text_offset=40)) is not None
+    assert continuity.check(output(0, 4, "b", text_offset=41)) is not None
+    assert continuity.check(output(1, 5, "c", text_offset=7)) is not None
+    with pytest.raises(ServerError, match="continues at token 5 and character 50, after 5 tokens and 42"):
+        continuity.check(output(0, 5, "d", text_offset=50))
+
+
+def test_one_who_attaches_at_the_start_expects_the_text_from_its_start() -> None:
+    with pytest.raises(ServerError, match="character 4, after 0 tokens and 0 characters"):
+        StreamCursor(num_choices=None).check(output(0, 0, "a", text_offset=4))
+
+
+def test_where_the_number_of_choices_is_unknown_all_that_came_have_to_end() -> None:
+    continuity = StreamCursor(num_choices=None)
+    with pytest.raises(ServerError, match="of choice 0, after 0 tokens"):
+        continuity.check_finished()
+    continuity.check(output(0, 0, "a", **LAST))
+    continuity.check(output(1, 0, "a"))
+    assert not continuity.is_complete
+    with pytest.raises(ServerError, match="of choice 1, after 1 tokens"):
+        continuity.check_finished()
+    continuity.check(output(1, 1, "b", **LAST))
+    continuity.check_finished()
+
+
+def test_a_message_without_anything_is_not_passed_on() -> None:
+    continuity = StreamCursor(num_choices=1)
+    assert continuity.check(output(0, 0, "")) is None
+    assert continuity.check(output(0, 0, "a")) is not None

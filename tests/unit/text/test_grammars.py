@@ -1,0 +1,263 @@
+"""What a client wants the text to be becomes a grammar, or is refused with the field and the reason."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import xxhash
+from tokenizers import Tokenizer
+
+from builtin_model import MODEL_DIRECTORY
+from checkpoint import Checkpoint
+from checkpoint.grammar_tokenizer import GrammarError, GrammarTokenizer
+from tests.unit.text.trained_tokenizers import byte_level, save_tokenizer, sentencepiece_like
+from text.grammars import MAX_DEFINITION_BYTES, GrammarCompiler, GrammarKind, UnusableGrammar
+
+VOCAB_SIZE = 400
+EOS = (2, 3)
+KINDS = {"byte level": byte_level, "sentencepiece": sentencepiece_like}
+DRAFT_04 = "http://json-schema.org/draft-04/schema#"
+
+
+@pytest.fixture(params=KINDS)
+def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return save_tokenizer(tmp_path, KINDS[request.param]())
+
+
+@pytest.fixture
+def compiler(tmp_path: Path) -> GrammarCompiler:
+    return new_compiler(save_tokenizer(tmp_path, byte_level()))
+
+
+def new_compiler(directory: Path, eos: Sequence[int] = EOS, vocab_size: int = VOCAB_SIZE) -> GrammarCompiler:
+    return GrammarCompiler(directory, vocab_size=vocab_size, eos_token_ids=eos)
+
+
+def accepts(directory: Path, kind: GrammarKind, texts: Sequence[str], output: str) -> bool:
+    """Whether `output`, as its own tokenizer splits it, is a complete text of the grammar."""
+    spec = new_compiler(directory).compile(kind, texts)
+    tokens = Tokenizer.from_file(str(directory / "tokenizer.json")).encode(output, add_special_tokens=False)
+    matcher = GrammarTokenizer.open(directory, vocab_size=VOCAB_SIZE, eos_token_ids=EOS).matcher(
+        spec.definition
+    )
+    try:
+        matcher.consume(tokens.ids)
+    except GrammarError:
+        return False
+    return matcher.is_accepting
+
+
+def test_a_grammar_that_cannot_begin_is_refused(tmp_path: Path) -> None:
+    directory = save_tokenizer(tmp_path, byte_level())
+    compiler = new_compiler(directory)
+    first = (
+        Tokenizer.from_file(str(directory / "tokenizer.json")).encode("7", add_special_tokens=False).ids[0]
+    )
+    kind, texts = GrammarKind.REGEX, ["7"]
+    assert compiler.compile(kind, texts, allowed={first, *EOS})
+    for wanted in ({"allowed": set(EOS)}, {"forbidden": {first}}, {"allowed": {first}, "forbidden": {first}}):
+        with pytest.raises(
+            UnusableGrammar, match=r"^regex: no token can begin the text that allowed_token_ids"
+        ):
+            compiler.compile(kind, texts, **wanted)
+    with pytest.raises(UnusableGrammar, match=r"^regex: no token of the vocabulary can begin the text"):
+        new_compiler(directory, vocab_size=first).compile(kind, texts)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "good", "bad"),
+    [
+        (GrammarKind.REGEX, r"\d{2}:\d{2}", "12:34", "1234"),
+        (GrammarKind.REGEX, r"a/b|[^/]\\", "a/b", "a/"),
+        (GrammarKind.REGEX, r"[\d.]+", "1.2", "\u0661"),
+        (GrammarKind.REGEX, "^(你好|😀)+$", "你好😀", "你"),
+        (GrammarKind.GRAMMAR, 'start: "<" word ">"\nword: /[a-z]+/ | "(" word ")"', "<((x))>", "<((x)>"),
+        (GrammarKind.JSON_SCHEMA, '{"enum": ["a", 3]}', "3", "4"),
+        (GrammarKind.JSON_SCHEMA, '{"type": "array", "items": {"type": "integer"}}', "[1,\n    2]", "[1, 2"),
+        (GrammarKind.JSON_SCHEMA, "true", '{"a": [null]}', "nil"),
+    ],
+)
+def test_a_grammar_takes_what_it_describes(
+    kind: GrammarKind, text: str, good: str, bad: str, tmp_path: Path
+) -> None:
+    directory = save_tokenizer(tmp_path, byte_level())
+    assert accepts(directory, kind, [text], good)
+    assert not accepts(directory, kind, [text], bad)
+
+
+def test_choices_are_taken_as_they_are(tmp_path: Path) -> None:
+    directory = save_tokenizer(tmp_path, byte_level())
+    choices = ["y", "yes", "no", 'a "quoted"\n\\n', "a|b", "/x/", "你好 😀", "\x7f", "y"]
+    for text in choices:
+        assert accepts(directory, GrammarKind.CHOICE, choices, text)
+        assert not accepts(directory, GrammarKind.CHOICE, choices, text + "!")
+
+
+def test_white_space_between_json_tokens_is_bounded_unless_the_schema_says_otherwise(tmp_path: Path) -> None:
+    directory = save_tokenizer(tmp_path, byte_level())
+    narrow = '{"type": "array", "x-guidance": {"whitespace_flexible": false}}'
+    wide = '{"type": "array"}'
+    assert accepts(directory, GrammarKind.JSON_SCHEMA, [wide], "[" + " " * 64 + "]")
+    assert not accepts(directory, GrammarKind.JSON_SCHEMA, [wide], "[" + " " * 65 + "]")
+    assert not accepts(directory, GrammarKind.JSON_SCHEMA, [narrow], "[ ]")
+    assert accepts(directory, GrammarKind.JSON_SCHEMA, [narrow], "[]")
+
+
+def test_the_definition_carries_the_checksum_of_the_tokenizer(directory: Path) -> None:
+    spec = new_compiler(directory).compile(GrammarKind.REGEX, ["a"])
+    content = (directory / "tokenizer.json").read_bytes()
+    assert spec.tokenizer_checksum == xxhash.xxh3_64_intdigest(content)
+
+
+def test_the_built_in_model_serves_structured_output() -> None:
+    checkpoint = Checkpoint.open(MODEL_DIRECTORY)
+    compiler = new_compiler(MODEL_DIRECTORY, checkpoint.eos_token_ids, checkpoint.config.vocab_size)
+    assert compiler.load() is None
+    assert compiler.compile(GrammarKind.JSON_SCHEMA, ['{"type": "object"}']).definition
+
+
+@pytest.mark.parametrize(
+    ("kind", "texts", "words"),
+    [
+        (GrammarKind.JSON_SCHEMA, [""], "is empty"),
+        (GrammarKind.JSON_SCHEMA, ["{"], "is not JSON: Expecting property name"),
+        (GrammarKind.JSON_SCHEMA, ["[" * 100_000], "nested too deeply"),
+        (GrammarKind.JSON_SCHEMA, ['{"type": "string", "type": "null"}'], 'has the key "type" twice'),
+        (GrammarKind.JSON_SCHEMA, ["3"], "must be an object, or true"),
+        (GrammarKind.JSON_SCHEMA, ["false"], "must be an object, or true"),
+        (GrammarKind.JSON_SCHEMA, ['{"type": "strange"}'], "Invalid type: strange"),
+        (GrammarKind.JSON_SCHEMA, ['{"type": "string", "format": "strange"}'], "Unknown format: strange"),
+        (GrammarKind.JSON_SCHEMA, ['{"not": {}}'], 'Unimplemented keys: ["not"]'),
+        (GrammarKind.JSON_SCHEMA, ['{"$ref": "http://example.org/"}'], "example.org"),
+        (GrammarKind.JSON_SCHEMA, ['{"maximum": NaN}'], "expected value"),
+        (GrammarKind.JSON_SCHEMA, ['{"x-guidance": {"strange": 1}}'], "unknown field `strange`"),
+        (GrammarKind.JSON_SCHEMA, ['{"x-guidance": 1}'], '"x-guidance" would have no effect'),
+        (GrammarKind.REGEX, [""], "is empty"),
+        (GrammarKind.REGEX, ["a("], "unclosed group"),
+        (GrammarKind.REGEX, ["(?=a)b"], "look-ahead"),
+        (GrammarKind.REGEX, ["a\\"], "backslash"),
+        (GrammarKind.REGEX, ["(?x)a # b\nc"], "one line"),
+        (GrammarKind.REGEX, ["[^\\x00-\\x{10FFFF}]"], "allows no token"),
+        (GrammarKind.CHOICE, [], "at least 1 is needed"),
+        (GrammarKind.CHOICE, ["a", ""], "text 1 is empty"),
+        (GrammarKind.GRAMMAR, [" \n"], "is empty"),
+        (GrammarKind.GRAMMAR, ["start: a"], 'unknown name: "a"'),
+        (GrammarKind.GRAMMAR, ['x: "a"'], "no start rule"),
+        (GrammarKind.GRAMMAR, ['{"grammars": [{"json_schema": {}}]}'], "expecting rule"),
+        (GrammarKind.GRAMMAR, ["start: start"], "allows no token"),
+        (GrammarKind.GRAMMAR, [f"start: <[{VOCAB_SIZE - 1}]>"], "too large"),
+        (GrammarKind.GRAMMAR, ['start: %json {"if": {}}'], 'Unimplemented keys: ["if"]'),
+    ],
+)
+def test_what_is_no_grammar_is_refused_in_one_line_with_the_field(
+    kind: GrammarKind, texts: list[str], words: str, compiler: GrammarCompiler
+) -> None:
+    with pytest.raises(UnusableGrammar) as refused:
+        compiler.compile(kind, texts)
+    told = str(refused.value)
+    assert told.startswith(f"{kind.value}: ")
+    assert words in told
+    assert "\n" not in told
+    assert len(told) < 500
+
+
+@pytest.mark.parametrize(
+    ("schema", "keyword"),
+    [
+        ({"nullable": True, "type": "string"}, "nullable"),
+        ({"type": "object", "properties": {"a": {"nullable": True}}}, "nullable"),
+        ({"type": "array", "items": [{"disallow": "string"}]}, "disallow"),
+        ({"$ref": "#/mine/a", "mine": {"a": {"divisibleBy": 3}}}, "divisibleBy"),
+        ({"type": "object", "properties": {"a": {"type": "string", "required": True}}}, "required"),
+        ({"$schema": DRAFT_04, "const": 3}, "const"),
+        ({"$schema": DRAFT_04, "anyOf": [{"if": {}}]}, "if"),
+        ({"$schema": "http://json-schema.org/draft-07/schema#", "prefixItems": [{}]}, "prefixItems"),
+    ],
+)
+def test_a_keyword_that_would_be_ignored_is_refused(
+    schema: dict[str, object], keyword: str, compiler: GrammarCompiler
+) -> None:
+    with pytest.raises(UnusableGrammar, match=f'^json_schema: keyword "{keyword}" would have no effect: '):
+        compiler.compile(GrammarKind.JSON_SCHEMA, [json.dumps(schema)])
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"nullable": {"type": "string"}, "const": {}}, "$schema": DRAFT_04},
+        {"enum": [{"nullable": True}], "title": "t", "examples": [{"disallow": 1}], "default": {}},
+        {"type": "string", "nullable": False},
+        {"const": 3},
+    ],
+)
+def test_names_and_values_that_look_like_keywords_are_none(
+    schema: dict[str, object], compiler: GrammarCompiler
+) -> None:
+    assert compiler.compile(GrammarKind.JSON_SCHEMA, [json.dumps(schema)])
+
+
+def test_a_lenient_schema_is_refused_as_soon_as_something_is_ignored(compiler: GrammarCompiler) -> None:
+    lenient: dict[str, object] = {"x-guidance": {"lenient": True}, "type": "string"}
+    assert compiler.compile(GrammarKind.JSON_SCHEMA, [json.dumps(lenient)])
+    for kind, prefix in ((GrammarKind.JSON_SCHEMA, ""), (GrammarKind.GRAMMAR, "start: %json ")):
+        with pytest.raises(UnusableGrammar, match="would not be honoured in full: Unimplemented keys"):
+            compiler.compile(kind, [prefix + json.dumps(lenient | {"not": {}})])
+
+
+@pytest.mark.parametrize("kind", list(GrammarKind))
+def test_what_is_too_large_is_refused_with_the_numbers(kind: GrammarKind, compiler: GrammarCompiler) -> None:
+    with pytest.raises(UnusableGrammar, match=f"has {MAX_DEFINITION_BYTES + 1} bytes; at most"):
+        compiler.compile(kind, ["x" * (MAX_DEFINITION_BYTES + 1)])
+    with pytest.raises(UnusableGrammar, match="bytes as a grammar; at most"):
+        compiler.compile(GrammarKind.CHOICE, [f"choice {index}" for index in range(20_000)])
+
+
+@pytest.mark.parametrize(
+    ("content", "eos", "words"),
+    [
+        (None, EOS, "the checkpoint has no tokenizer.json"),
+        (byte_level(), (), "names no end-of-sequence id"),
+        (byte_level(), (VOCAB_SIZE + 7,), "names no end-of-sequence id"),
+        (byte_level(), (VOCAB_SIZE - 1,), "out of range"),
+        ("{}", EOS, "tokenizer.json: error loading tokenizer"),
+        ("tokenizer.model", EOS, "tokenizer.json: is no JSON object"),
+    ],
+)
+def test_a_checkpoint_that_cannot_serve_grammars_says_why(
+    content: str | None, eos: tuple[int, ...], words: str, tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    compiler = new_compiler(tmp_path, eos)
+    assert words in str(compiler.load())
+    with pytest.raises(UnusableGrammar, match=f"^regex: .*{words}"):
+        compiler.compile(GrammarKind.REGEX, ["a"])
+
+
+def test_many_threads_share_one_set_of_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[int] = []
+    open_once = GrammarTokenizer.open
+    is_everyone_here = threading.Event()
+
+    def counted(directory: Path, *, vocab_size: int, eos_token_ids: Sequence[int]) -> GrammarTokenizer:
+        opened.append(vocab_size)
+        is_everyone_here.wait(timeout=30)
+        return open_once(directory, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
+
+    monkeypatch.setattr(GrammarTokenizer, "open", counted)
+    compiler = new_compiler(save_tokenizer(tmp_path, byte_level()))
+    assert not opened
+    threads = [
+        threading.Thread(target=compiler.compile, args=(GrammarKind.REGEX, [f"a{{{index + 1}}}"]))
+        for index in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    is_everyone_here.set()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert opened == [VOCAB_SIZE]

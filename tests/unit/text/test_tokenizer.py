@@ -1,0 +1,187 @@
+"""Text is encoded as transformers encodes it, without loading torch; what cannot be is refused by name."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from tests.unit.text.trained_tokenizers import (
+    CHAT_TEMPLATE,
+    byte_level,
+    load,
+    save_tokenizer,
+    sentencepiece_like,
+)
+from text.tokenizer import (
+    BadConversation,
+    ChatMessage,
+    NoChatTemplate,
+    TextCodec,
+    UnknownToken,
+    UnreadableTokenizer,
+    load_text_codec,
+)
+
+KINDS = {"byte level": byte_level, "sentencepiece": sentencepiece_like}
+TEXTS = ["", " ", "Once upon a time", "  two  spaces ", "你好 😀!", "<|end|>hello<tool>", "a\n\tb"]
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return KINDS[request.param]()
+
+
+def test_ids_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    codec = load(tmp_path, kind)
+    reference = AutoTokenizer.from_pretrained(tmp_path)
+    for text in TEXTS:
+        ids = codec.encode(text)
+        assert ids == reference(text)["input_ids"]
+        assert ids[0] == 1
+        assert codec.decode(ids) == reference.decode(ids, skip_special_tokens=True)
+        with_special = reference.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert codec.decode(ids, skip_special_tokens=False) == with_special
+
+
+def test_a_file_without_post_processor_adds_no_bos(kind: str, tmp_path: Path) -> None:
+    described = json.loads(kind)
+    described["post_processor"] = None
+    assert load(tmp_path, json.dumps(described), add_bos_token=True).encode("hello")[0] != 1
+
+
+def test_the_file_decides_and_not_the_class_that_the_config_names(tmp_path: Path) -> None:
+    """LlamaTokenizer's own rules merge the prefix with the first space and add none after <|end|>."""
+    described = json.loads(sentencepiece_like())
+    described["pre_tokenizer"] = None
+    codec = load(tmp_path, json.dumps(described), tokenizer_class="LlamaTokenizer")
+    ids = codec.encode(" Once<|end|>fox")
+    assert ids == Tokenizer.from_str(json.dumps(described)).encode(" Once<|end|>fox").ids
+    assert [codec.piece(token_id) for token_id in ids][1:3] == ["\u2581", "\u2581Once"]
+
+
+def test_text_survives_the_way_there_and_back(kind: str, tmp_path: Path) -> None:
+    codec = load(tmp_path, kind)
+    for text in ("Once upon a time", "  two  spaces ", "你好 😀!", "naïve"):
+        assert codec.decode(codec.encode(text)) == text
+
+
+def test_truncation_in_the_file_does_not_cut_prompts(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_str(byte_level())
+    tokenizer.enable_truncation(4)
+    assert len(load(tmp_path, tokenizer.to_str()).encode("a long story " * 40)) > 100
+
+
+def test_a_conversation_is_rendered_up_to_the_answer(kind: str, tmp_path: Path) -> None:
+    codec = load(tmp_path, kind, chat_template=CHAT_TEMPLATE)
+    ids = codec.encode_conversation([ChatMessage(role="user", content="hello")])
+    assert ids.count(1) == 2
+    assert codec.decode(ids).replace(" ", "") == "user:helloassistant:"
+    assert codec.has_chat_template
+
+
+def test_a_template_in_its_own_file_is_found(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    assert load(tmp_path, byte_level()).has_chat_template
+
+
+def test_a_conversation_without_template_is_refused(tmp_path: Path) -> None:
+    codec = load(tmp_path, byte_level())
+    assert not codec.has_chat_template
+    with pytest.raises(NoChatTemplate):
+        codec.encode_conversation([ChatMessage(role="user", content="hello")])
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (CHAT_TEMPLATE, "no role robot"),
+        ("{{ messages[0].content.missing.more }}", "no attribute"),
+        ("{{ 1 // 0 }}", "zero"),
+        ("{% for %}", "Expected"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+    ],
+)
+def test_what_the_template_says_reaches_the_caller(template: str, words: str, tmp_path: Path) -> None:
+    codec = load(tmp_path, byte_level(), chat_template=template)
+    with pytest.raises(BadConversation, match=words):
+        codec.encode_conversation([ChatMessage(role="robot", content="hello")])
+
+
+def test_an_empty_conversation_is_refused(tmp_path: Path) -> None:
+    codec = load(tmp_path, byte_level(), chat_template=CHAT_TEMPLATE)
+    with pytest.raises(BadConversation, match="no messages"):
+        codec.encode_conversation([])
+
+
+def test_ids_that_only_the_model_has_stand_for_no_text(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, byte_level())
+    codec = load_text_codec(tmp_path, model_vocab_size=512)
+    assert codec is not None
+    assert codec.vocab_size == 512
+    assert codec.decode([*codec.encode("hello"), 511]) == "hello"
+    for outside in (512, -1):
+        with pytest.raises(UnknownToken, match=f"token id {outside} is outside the vocabulary of 512"):
+            codec.decode([outside])
+
+
+def test_the_vocabulary_counts_added_tokens(tmp_path: Path) -> None:
+    codec = load(tmp_path, byte_level())
+    assert codec.vocab_size == codec.encode("<tool>")[-1] + 1
+
+
+def test_a_checkpoint_without_tokenizer_has_none(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert load_text_codec(tmp_path) is None
+
+
+def test_a_broken_tokenizer_is_refused_with_its_place(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"model": 3}')
+    with pytest.raises(UnreadableTokenizer, match=str(tmp_path)):
+        load_text_codec(tmp_path)
+
+
+def test_a_checkpoint_with_vocabulary_and_merges_only_is_converted(tmp_path: Path) -> None:
+    model = json.loads(byte_level())["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (tmp_path / "merges.txt").write_text("\n".join(" ".join(merge) for merge in model["merges"]))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    codec = load_text_codec(tmp_path)
+    assert codec is not None
+    assert codec.decode(codec.encode("Once upon a 😀")) == "Once upon a 😀"
+
+
+LOAD_AND_USE = """
+import sys
+from pathlib import Path
+import text.tokenizer, text.detokenizer
+assert "transformers" not in sys.modules
+codec = text.tokenizer.load_text_codec(Path(sys.argv[1]))
+ids = codec.encode_conversation([text.tokenizer.ChatMessage(role="user", content="hello")])
+stream = text.detokenizer.IncrementalDetokenizer(codec, [])
+assert "hello" in stream.push(ids) + stream.flush()
+assert "torch" not in sys.modules
+"""
+
+
+def test_no_torch_is_loaded_for_a_tokenizer(kind: str, tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, kind, chat_template=CHAT_TEMPLATE)
+    command = [sys.executable, "-c", LOAD_AND_USE, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_codec_says_which_kind_it_is(tmp_path: Path) -> None:
+    codecs: list[TextCodec] = []
+    for name, make in KINDS.items():
+        (tmp_path / name).mkdir()
+        codecs.append(load(tmp_path / name, make()))
+    assert [codec.is_byte_level for codec in codecs] == [True, False]

@@ -1,0 +1,73 @@
+"""Where a user's cache is."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from wire.user_files import (
+    read_secret,
+    state_directory,
+    token_path,
+    token_paths,
+    user_cache_directory,
+    write_secret,
+)
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"HOME": "/home/a"}, "/home/a/.cache/stageline"),
+        ({"HOME": "/home/a", "XDG_CACHE_HOME": "/var/c"}, "/var/c/stageline"),
+        ({"HOME": "/home/a", "XDG_CACHE_HOME": "relative"}, "/home/a/.cache/stageline"),
+        ({"HOME": "/home/a", "XDG_CACHE_HOME": ""}, "/home/a/.cache/stageline"),
+    ],
+)
+def test_the_cache_is_where_the_specification_says(environment: dict[str, str], expected: str) -> None:
+    assert user_cache_directory(environment) == Path(expected)
+
+
+def test_what_is_written_is_read_and_readable_by_the_owner_only(tmp_path: Path) -> None:
+    path = tmp_path / "state" / "secret"
+    for secret in ("first", "second"):
+        write_secret(path, secret)
+        assert read_secret(path) == secret
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o660])
+def test_a_file_that_others_can_use_is_refused(tmp_path: Path, mode: int) -> None:
+    write_secret(tmp_path / "secret", "x")
+    (tmp_path / "secret").chmod(mode)
+    with pytest.raises(PermissionError, match=rf"has mode {mode:04o}, must be 0600 or stricter"):
+        read_secret(tmp_path / "secret")
+
+
+def test_only_small_regular_files_are_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo", 0o600)
+    with pytest.raises(OSError, match="not a regular file"):
+        read_secret(tmp_path / "fifo")
+    write_secret(tmp_path / "large", "x" * 5000)
+    with pytest.raises(OSError, match="more than 4096 bytes"):
+        read_secret(tmp_path / "large")
+
+
+def test_tokens_are_named_after_addresses(tmp_path: Path) -> None:
+    assert token_path(tmp_path, "127.0.0.1:7480").name == "127.0.0.1_7480"
+    assert token_path(tmp_path, "localhost:7480").name == "127.0.0.1_7480"
+    assert token_path(tmp_path, "[::1]:1").name == "..1_1"
+    found = [each.name for each in token_paths(tmp_path, "127.0.0.1:1")]
+    assert found == ["127.0.0.1_1", "0.0.0.0_1", ".._1"]
+    assert [each.name for each in token_paths(tmp_path, "10.0.0.7:1")] == ["10.0.0.7_1"]
+
+
+def test_the_state_directory_is_the_users_own() -> None:
+    assert state_directory({"XDG_STATE_HOME": "/x"}) == Path("/x/stageline")
+    assert state_directory({"XDG_STATE_HOME": "relative"}) == Path.home() / ".local/state/stageline"
+    assert state_directory({}) == Path.home() / ".local/state/stageline"

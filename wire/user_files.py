@@ -1,0 +1,79 @@
+"""Files in the user's cache and state directories, including secrets."""
+
+import os
+import stat
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from wire.addresses import Address, parse_address
+
+
+def user_cache_directory(environment: Mapping[str, str]) -> Path:
+    """Stageline's directory there; it need not exist. Follows the XDG Base Directory Specification 0.8, which
+    ignores relative paths.
+    """
+    base = Path(environment.get("XDG_CACHE_HOME", ""))
+    home = Path(environment.get("HOME", "") or "/")
+    return (base if base.is_absolute() else home / ".cache") / "stageline"
+
+
+MAX_BYTES = 4096
+_WILDCARDS = {"0.0.0.0", "::"}
+_LOOPBACK = {"127.0.0.1", "::1"}
+
+
+def state_directory(environment: Mapping[str, str]) -> Path:
+    """Where Stageline keeps what outlives a command: in $XDG_STATE_HOME, or else in ~/.local/state."""
+    home = environment.get("XDG_STATE_HOME", "")
+    base = Path(home) if os.path.isabs(home) else Path.home() / ".local" / "state"
+    return base / "stageline"
+
+
+def token_path(directory: Path, address: str) -> Path:
+    """The file in `directory` with the token of the coordinator at this address."""
+    where = parse_address(address)
+    host = "127.0.0.1" if where.host == "localhost" else where.host
+    return directory / f"{host.replace(':', '.')}_{where.port}"
+
+
+def token_paths(directory: Path, address: str) -> list[Path]:
+    """Files that may have the token of the coordinator at `address`; on loopback, a coordinator that listens
+    on every interface is reached too.
+    """
+    where = parse_address(address)
+    paths = [token_path(directory, address)]
+    if where.host == "localhost" or where.host in _LOOPBACK:
+        paths += [token_path(directory, str(Address(host, where.port))) for host in sorted(_WILDCARDS)]
+    return paths
+
+
+def write_secret(path: Path, secret: str) -> None:
+    """Creates or replaces `path` with mode 0600, in a directory of mode 0700. Raises OSError."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.parent.chmod(0o700)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".")
+    try:
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            file.write(f"{secret}\n")
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def read_secret(path: Path) -> str:
+    """The secret in a file of its owner's. Raises OSError; PermissionError where others may read it."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(f"{path} is not a regular file")
+        if (mode := stat.S_IMODE(status.st_mode)) & 0o077:
+            raise PermissionError(
+                f"{path} has mode {mode:04o}, must be 0600 or stricter: run chmod 600 {path}"
+            )
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise OSError(f"{path} has more than {MAX_BYTES} bytes, which is no secret")
+    return data.decode("ascii", "replace").strip()
