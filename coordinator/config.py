@@ -66,8 +66,8 @@ class CoordinatorConfig:
     it in a file in `token_directory` while it runs; without that too, nobody may.
 
     Of the requests whose callers have not decided about it, `trace_sample` (0 to 1) are traced; None leaves
-    that to `telemetry`, which is what OpenTelemetry's variables say. The newest traces are kept,
-    `trace_store` and `trace_bytes` at most, and with `trace_db` in that file as well.
+    that to `telemetry`, which is what OpenTelemetry's variables say. The newest traces are kept in memory,
+    `trace_store` and `trace_bytes` at most.
     """
 
     model_directory: Path | None
@@ -105,7 +105,6 @@ class CoordinatorConfig:
     trace_sample: float | None = None
     trace_store: int = 512
     trace_bytes: int = DEFAULT_TRACE_BYTES
-    trace_db: Path | None = None
     telemetry: TelemetrySettings = NO_SETTINGS
     logs: LogSettings = DEFAULT_LOGS
 

@@ -41,7 +41,6 @@ from coordinator.model import ServedModel, open_model
 from coordinator.observability.activity import ActivityRecorder
 from coordinator.observability.metrics import CoordinatorMetrics
 from coordinator.observability.request_traces import RequestTraces
-from coordinator.observability.trace_file import TraceFile, TraceFileUnusable
 from coordinator.observability.trace_reader import TraceReader
 from coordinator.observability.trace_store import StoreLimits, TraceStore
 from coordinator.planner.planner import check_counts, plan_for
@@ -79,7 +78,9 @@ class CoordinatorServer:
         self._token_file = TokenFile(config.token_directory) if config.token is None else None
         self._token = config.token if self._token_file is None else self._token_file.token
         self.journal = None if config.journal is None else open_journal(config.journal, model)
-        self.trace_store = open_trace_store(config)
+        self.trace_store = TraceStore(
+            StoreLimits(num_traces=config.trace_store, size_bytes=config.trace_bytes)
+        )
         self.trace_reader = TraceReader(self.trace_store)
         incarnation, clock = new_incarnation(), ClusterClock()
         instance = str(UUID(bytes=incarnation))
@@ -124,7 +125,7 @@ class CoordinatorServer:
         self.metrics.watch(
             self.engine,
             self.controller,
-            num_dropped_spans=lambda: self.recorder.num_dropped + self.trace_store.num_unwritten,
+            num_dropped_spans=lambda: self.recorder.num_dropped,
         )
         self._sweep_interval_s = timing.sweep_interval_s
         self._sweeper: asyncio.Task[None] | None = None
@@ -221,7 +222,6 @@ class CoordinatorServer:
         await self.recorder.close()
         await self._server.stop(STOP_GRACE_S)
         self.trace_reader.close()
-        await asyncio.get_running_loop().run_in_executor(None, self.trace_store.close)
 
     async def _sweep(self) -> None:
         while True:
@@ -257,15 +257,6 @@ def _new_self_check(config: CoordinatorConfig, model: ServedModel) -> SelfCheck:
     )
 
 
-def open_trace_store(config: CoordinatorConfig) -> TraceStore:
-    """Raises TraceFileUnusable."""
-    limits = StoreLimits(num_traces=config.trace_store, size_bytes=config.trace_bytes)
-    if config.trace_db is None:
-        return TraceStore(limits)
-    file = TraceFile(config.trace_db, num_traces=limits.num_traces, size_bytes=limits.size_bytes)
-    return TraceStore(limits, file)
-
-
 def run(config: CoordinatorConfig) -> int:
     """Serves until SIGTERM or SIGINT. Returns the exit code; what goes wrong is one line on stderr."""
     logs.configure(config.logs, "coordinator")
@@ -282,7 +273,6 @@ def run(config: CoordinatorConfig) -> int:
         CheckpointError,
         TokenizerError,
         JournalUnusable,
-        TraceFileUnusable,
         ValueError,
         OSError,
     ) as error:

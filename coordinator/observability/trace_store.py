@@ -2,35 +2,199 @@
 
 import threading
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from enum import Enum
 
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, TracesData
 
-from coordinator.observability.kept_trace import KeptSpan, KeptTrace, KeptTraces
-from coordinator.observability.trace_file import TraceFile
 from telemetry.spans import Attr, SpanName
 from wire.errors import InvalidRequest, RequestNotFound
 from wire.ids import id_text, parse_request_id
 
 PIECE_SPANS = 64
-"""So many spans are taken in at once; a few microseconds each."""
+"""Spans added before the event loop gets a turn; a few microseconds each."""
 REMEMBERED_DROPS = 4096
-"""Traces that were dropped and are still known, so that late spans do not bring a stump of them back."""
+"""Ids of dropped traces that are remembered, so that late spans do not start an incomplete trace."""
 KNOWN_SOURCES = 128
-"""Processes whose description is kept once for all traces."""
+"""Descriptions of processes that are stored once for all traces."""
 MOST_SOURCE_BYTES = 8 * 1024
-"""The description of a process and its scope; ours take a few hundred."""
+"""Limit of the description of a process and its scope; ours take a few hundred bytes."""
 SCOPE = "stageline"
-"""Whose spans are kept. Names of services may be changed by whoever runs them, and so do not tell."""
+"""The instrumentation scope whose spans are kept. Service names are configurable and identify nothing."""
 LEAST_PART = 4
-"""Characters of an id by which a request is found."""
+"""Minimum characters of an id to find a request by."""
 MOST_TRACE_BYTES = 12 * 1024 * 1024
-"""What one trace may have of the store: it has to fit into an answer."""
+"""Limit of one trace: it has to fit into one response."""
+SPAN_BYTES = 400
+"""Memory of a span beside its message: 320 bytes by tracemalloc, rounded up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptSpan:
+    """One stored span.
+
+    Attributes:
+        source: the serialised ResourceSpans that it arrived in, without spans.
+        message: the serialised Span.
+        request_id: set for the root span of a request only.
+        has_failed: the request of this root span failed.
+    """
+
+    span_id: bytes
+    parent_id: bytes
+    request_id: str | None
+    start_ns: int
+    source: bytes
+    message: bytes
+    has_failed: bool = False
+
+    @property
+    def size_bytes(self) -> int:
+        """Without the source, which many spans share."""
+        return len(self.message) + SPAN_BYTES
+
+
+class TraceKind(Enum):
+    """Decides which traces are evicted first."""
+
+    SERVED = "served"
+    UNFINISHED = "unfinished"
+    """No request's root span has arrived."""
+    REFUSED = "refused"
+    """Only root spans of requests that failed before any work was done."""
+
+
+@dataclass(slots=True, eq=False)
+class KeptTrace:
+    """Spans by id in arrival order; root spans by request id. `version` counts changes.
+
+    `size_bytes` counts each source of its spans once.
+    """
+
+    id: bytes
+    spans: dict[bytes, KeptSpan] = field(default_factory=dict)
+    roots: dict[str, KeptSpan] = field(default_factory=dict)
+    size_bytes: int = 0
+    version: int = 0
+    _children: dict[bytes, list[KeptSpan]] = field(default_factory=dict)
+    _sources: dict[bytes, int] = field(default_factory=dict)
+    _num_failed: int = 0
+
+    @property
+    def kind(self) -> TraceKind:
+        if not self.roots:
+            return TraceKind.UNFINISHED
+        return TraceKind.REFUSED if self._num_failed == len(self.spans) else TraceKind.SERVED
+
+    def add(self, span: KeptSpan) -> bool:
+        """Return False for a span that is stored already."""
+        if span.span_id in self.spans:
+            return False
+        self.spans[span.span_id] = span
+        self._children.setdefault(span.parent_id, []).append(span)
+        self.size_bytes += span.size_bytes
+        if span.source not in self._sources:
+            self.size_bytes += len(span.source)
+        self._sources[span.source] = self._sources.get(span.source, 0) + 1
+        self._num_failed += span.has_failed
+        self.version += 1
+        if span.request_id is not None:
+            self.roots.setdefault(span.request_id, span)
+        return True
+
+    def drop_oldest(self) -> KeptSpan:
+        """Remove and return the span that arrived first."""
+        span = self.spans.pop(next(iter(self.spans)))
+        siblings = self._children[span.parent_id]
+        siblings.remove(span)
+        if not siblings:
+            del self._children[span.parent_id]
+        self.size_bytes -= span.size_bytes
+        self._sources[span.source] -= 1
+        if not self._sources[span.source]:
+            del self._sources[span.source]
+            self.size_bytes -= len(span.source)
+        self._num_failed -= span.has_failed
+        self.version += 1
+        if span.request_id is not None and self.roots.get(span.request_id) is span:
+            del self.roots[span.request_id]
+        return span
+
+    def spans_of(self, request_id: str) -> tuple[KeptSpan, ...]:
+        """The root span of a request and all spans below it.
+
+        In a trace with one request, also the spans whose parent is missing.
+        """
+        if len(self.roots) == 1:
+            return tuple(self.spans.values())
+        return tuple(self._below(self.roots[request_id]))
+
+    def _below(self, root: KeptSpan) -> Iterator[KeptSpan]:
+        waiting = [root]
+        while waiting:
+            span = waiting.pop()
+            yield span
+            # A root below another one is a request of its own. Skipping it also rules out a cycle.
+            children = self._children.get(span.span_id, ())
+            waiting += [child for child in children if child.request_id is None]
+
+
+class KeptTraces:
+    """All traces by id in arrival order, and the total size of each kind."""
+
+    def __init__(self) -> None:
+        self._by_kind: dict[TraceKind, dict[bytes, KeptTrace]] = {kind: {} for kind in TraceKind}
+        self._kinds: dict[bytes, TraceKind] = {}
+        self._sizes = dict.fromkeys(TraceKind, 0)
+        self._known_sizes: dict[bytes, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._kinds)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(self._sizes.values())
+
+    def get(self, trace_id: bytes) -> KeptTrace | None:
+        kind = self._kinds.get(trace_id)
+        return None if kind is None else self._by_kind[kind][trace_id]
+
+    def put(self, trace: KeptTrace) -> None:
+        """Insert or update a trace. It keeps its place unless its kind has changed."""
+        before = self._kinds.get(trace.id)
+        if before is not None:
+            self._sizes[before] -= self._known_sizes[trace.id]
+        if before is not trace.kind:
+            if before is not None:
+                del self._by_kind[before][trace.id]
+            self._by_kind[trace.kind][trace.id] = trace
+            self._kinds[trace.id] = trace.kind
+        self._known_sizes[trace.id] = trace.size_bytes
+        self._sizes[trace.kind] += trace.size_bytes
+
+    def remove(self, trace: KeptTrace) -> None:
+        kind = self._kinds.pop(trace.id)
+        del self._by_kind[kind][trace.id]
+        self._sizes[kind] -= self._known_sizes.pop(trace.id)
+
+    def first_to_go(self, *, num_traces: int, size_bytes: int) -> KeptTrace:
+        """The next trace to evict.
+
+        The oldest refused or unfinished one if its kind has several traces and more than a quarter of a
+        limit, else the oldest of all.
+        """
+        for kind in (TraceKind.REFUSED, TraceKind.UNFINISHED):
+            traces = self._by_kind[kind]
+            has_too_much = 4 * len(traces) > num_traces or 4 * self._sizes[kind] > size_bytes
+            if has_too_much and len(traces) > 1:
+                return next(iter(traces.values()))
+        oldest = next(iter(self._kinds))
+        return self._by_kind[self._kinds[oldest]][oldest]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreLimits:
-    """Bounds of the store: of all traces together."""
+    """Limits for all traces together."""
 
     num_traces: int = 512
     size_bytes: int = 64 * 1024 * 1024
@@ -43,8 +207,10 @@ class StoreLimits:
 
 @dataclass(slots=True)
 class StoreCounts:
-    """Spans since the coordinator started. `dropped` were in a trace that was dropped, came after that, or
-    had no room in theirs; `refused` had no valid ids, or were none of ours.
+    """Spans since the coordinator started.
+
+    `dropped` spans belonged to a dropped trace, or were evicted from a trace over its limit; `refused` spans
+    had invalid ids or another scope.
     """
 
     taken: int = 0
@@ -56,9 +222,7 @@ class StoreCounts:
 
 @dataclass(slots=True)
 class Taken:
-    """What came of spans that were sent: some belong to traces that are gone, some are refused, each for one
-    reason.
-    """
+    """Result of adding spans: how many were dropped with their trace, and how many refused, by reason."""
 
     num_dropped: int = 0
     refused: dict[str, int] = field(default_factory=dict)
@@ -73,7 +237,7 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class FoundTrace:
-    """One request's spans as they were sent. `version` changes when spans are added to its trace."""
+    """One request's spans as they were exported. `version` changes when spans are added to its trace."""
 
     request_id: str
     trace_id: str
@@ -81,16 +245,16 @@ class FoundTrace:
     spans: tuple[KeptSpan, ...]
 
     def data(self) -> TracesData:
-        """As one message, which takes about 10 us for each span."""
+        """Build one message; about 10 us per span."""
         by_source: dict[bytes, list[bytes]] = {}
         for span in self.spans:
             by_source.setdefault(span.source, []).append(span.message)
-        return TracesData(resource_spans=[_resource_spans(*each) for each in by_source.items()])
+        return TracesData(resource_spans=[_resource_spans(*source) for source in by_source.items()])
 
 
 @dataclass(slots=True)
-class _Dropped:
-    """The newest of a bounded number of ids."""
+class _DroppedIds:
+    """The newest ids of dropped traces, a bounded number."""
 
     ids: dict[bytes, None] = field(default_factory=dict)
 
@@ -101,48 +265,40 @@ class _Dropped:
 
 
 class TraceStore:
-    """Spans may come late, repeatedly and in any order. Any thread may call; nobody waits long.
+    """Traces by id and by request. Thread-safe; spans may arrive late, repeatedly and in any order.
 
-    The oldest trace makes room, and within a trace that alone is too large the oldest span. Traces without a
-    request's root, and those of requests that were refused, make room first where they have more than a
-    quarter each. What is kept is also written to `file`, and what it has is taken over.
+    The oldest trace is evicted first, and within a trace over its own limit the oldest span. Traces without a
+    request's root span, and those of refused requests, are evicted before others as soon as either kind holds
+    more than a quarter of a limit.
     """
 
-    def __init__(self, limits: StoreLimits | None = None, file: TraceFile | None = None) -> None:
+    def __init__(self, limits: StoreLimits | None = None) -> None:
         self.limits = limits or StoreLimits()
         self.counts = StoreCounts()
         self._lock = threading.Lock()
         self._traces = KeptTraces()
         self._requests: dict[str, KeptTrace] = {}
-        self._dropped = _Dropped()
+        self._dropped = _DroppedIds()
         self._sources: dict[bytes, bytes] = {}
-        self._file: TraceFile | None = None
-        if file is not None:
-            self._take_over(file)
 
     @property
     def size_bytes(self) -> int:
-        """What the kept spans take, about, and for each trace who recorded them."""
+        """Approximate size of all spans, and of each trace's process descriptions."""
         return self._traces.size_bytes
-
-    @property
-    def num_unwritten(self) -> int:
-        """Spans that the file could not take."""
-        return 0 if self._file is None else self._file.num_lost
 
     @property
     def num_traces(self) -> int:
         return len(self._traces)
 
     def add(self, resource_spans: Iterable[ResourceSpans]) -> Taken:
-        """Takes spans in; a few microseconds each."""
+        """Add spans; a few microseconds each."""
         taken = Taken()
         for _ in self.adding(resource_spans, taken):
             pass
         return taken
 
     def adding(self, resource_spans: Iterable[ResourceSpans], taken: Taken) -> Iterator[None]:
-        """The same in pieces, for an event loop that has something else to do between them."""
+        """Add spans in pieces, so that an event loop can run between them."""
         num_spans = 0
         for message in resource_spans:
             for scope_spans in message.scope_spans:
@@ -156,7 +312,7 @@ class TraceStore:
                         yield
 
     def recent(self, num_requests: int | None = None) -> list[FoundTrace]:
-        """Requests whose trace is kept, those that began last first."""
+        """Requests with a stored trace, newest start first."""
         with self._lock:
             newest = sorted(
                 (
@@ -173,24 +329,14 @@ class TraceStore:
         return found
 
     def find(self, wanted: str) -> FoundTrace:
-        """By a request id, by the beginning or the end of one, or by a trace id. Raises RequestNotFound, and
-        InvalidRequest where several requests are meant.
+        """Find a request by its id, the beginning or end of its id, or its trace id.
+
+        Raises:
+            RequestNotFound: no stored request matches.
+            InvalidRequest: the text is too short, or several requests match.
         """
         with self._lock:
             return self._found(self._request_id(wanted))
-
-    def close(self) -> None:
-        """Writes what is still to be written."""
-        if self._file is not None:
-            self._file.close()
-
-    def _take_over(self, file: TraceFile) -> None:
-        for trace_id, span in file.read():
-            if span.request_id is not None:
-                span = replace(span, has_failed=_has_failed(Span.FromString(span.message)))
-            self._take(trace_id, span, Taken())
-        self.counts = StoreCounts()
-        self._file = file
 
     def _request_id(self, wanted: str) -> str:
         wanted = wanted.strip().lower()
@@ -216,7 +362,7 @@ class TraceStore:
         return FoundTrace(request_id, trace.id.hex(), trace.version, trace.spans_of(request_id))
 
     def _accepted_source(self, message: ResourceSpans, scope_spans: ScopeSpans, taken: Taken) -> bytes | None:
-        """None where these spans are refused."""
+        """The source of these spans, or None if they are refused."""
         num_spans = len(scope_spans.spans)
         if scope_spans.scope.name != SCOPE:
             reason = f"of a scope that is not {SCOPE}"
@@ -231,7 +377,7 @@ class TraceStore:
         return None
 
     def _shared(self, source: bytes) -> bytes:
-        """Equal ones are kept once, whatever the number of traces; `size_bytes` has them for each trace."""
+        """Store equal sources once for all traces; `size_bytes` counts them per trace."""
         known = self._sources.get(source)
         if known is not None:
             return known
@@ -272,8 +418,6 @@ class TraceStore:
             if span.request_id is not None:
                 self._requests.setdefault(span.request_id, trace)
             self._make_room(trace)
-            if self._file is not None and trace_id not in self._dropped.ids:
-                self._file.write(trace_id, span)
 
     def _make_room(self, latest: KeptTrace) -> None:
         while latest.size_bytes > self.limits.trace_bytes:
@@ -292,8 +436,6 @@ class TraceStore:
         self.counts.dropped += len(trace.spans)
         self.counts.dropped_traces += 1
         self._dropped.add(trace.id)
-        if self._file is not None:
-            self._file.drop(trace.id)
         for request_id in trace.roots:
             self._forget_request(request_id, trace)
 
@@ -303,7 +445,7 @@ class TraceStore:
 
 
 def _source(message: ResourceSpans, scope_spans: ScopeSpans) -> bytes:
-    """Who recorded a span: `ResourceSpans` without spans."""
+    """The process and scope that recorded a span: `ResourceSpans` without spans."""
     return ResourceSpans(
         resource=message.resource,
         scope_spans=[ScopeSpans(scope=scope_spans.scope, schema_url=scope_spans.schema_url)],
@@ -312,7 +454,7 @@ def _source(message: ResourceSpans, scope_spans: ScopeSpans) -> bytes:
 
 
 def _checked(span: Span) -> str | None:
-    """Whose root it is; None for every other span. Raises ValueError, which says what spans are refused."""
+    """The request id of a root span, None for other spans. Raises ValueError with the reason for refusal."""
     if len(span.trace_id) != 16 or len(span.span_id) != 8:
         raise ValueError("without a trace id of 16 bytes and a span id of 8")
     if span.name != SpanName.GENERATE:

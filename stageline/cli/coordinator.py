@@ -50,7 +50,6 @@ def coordinator(
     trace_sample: options.TraceSample = None,
     trace_store: options.TraceStore = 512,
     trace_bytes: options.TraceBytes = None,
-    trace_db: options.TraceDb = None,
     log_format: options.LogFormat = LogFormat.CONSOLE,
     log_level: options.LogLevel = LogLevel.INFO,
 ) -> int:
@@ -92,7 +91,6 @@ def coordinator(
             trace_sample=trace_sample,
             trace_store=trace_store,
             trace_bytes=trace_bytes or DEFAULT_TRACE_BYTES,
-            trace_db=trace_db,
             telemetry=read_environment(os.environ, version=VERSION),
             logs=LogSettings(format=log_format, level=log_level),
         )
@@ -134,7 +132,6 @@ def flags_of(config: CoordinatorConfig) -> tuple[str, ...]:
         "--trace-sample": config.trace_sample,
         "--trace-store": config.trace_store,
         "--trace-bytes": f"{config.trace_bytes}B",
-        "--trace-db": config.trace_db,
     }
     given = [part for flag, value in values.items() if value is not None for part in (flag, str(value))]
     if not config.prefix_cache:

@@ -445,15 +445,6 @@ TraceBytes: TypeAlias = Annotated[
         parser=_parser(parse_size), metavar="SIZE", help="Memory that they may take; 64MiB unless given."
     ),
 ]
-TraceDb: TypeAlias = Annotated[
-    Path | None,
-    typer.Option(
-        dir_okay=False,
-        resolve_path=True,
-        metavar="PATH",
-        help="File that traces survive the coordinator in; made if it is not there.",
-    ),
-]
 LogFormat: TypeAlias = Annotated[
     logs.LogFormat,
     typer.Option(envvar="STAGELINE_LOG_FORMAT", help="Lines for people, or one JSON object per line."),

@@ -112,7 +112,6 @@ def up(
     trace_sample: options.TraceSample = None,
     trace_store: options.TraceStore = 512,
     trace_bytes: options.TraceBytes = None,
-    trace_db: options.TraceDb = None,
     restart: Annotated[
         bool,
         typer.Option(
@@ -166,7 +165,6 @@ def up(
             trace_sample=trace_sample,
             trace_store=trace_store,
             trace_bytes=trace_bytes or DEFAULT_TRACE_BYTES,
-            trace_db=trace_db,
             logs=LogSettings(format=log_format, level=log_level),
         )
         if self_check and mock:

@@ -1,4 +1,4 @@
-"""One churn: real processes with mock stages, journal and trace file, and requests at a constant rate."""
+"""One churn: real processes with mock stages, a journal, and requests at a constant rate."""
 
 from __future__ import annotations
 
@@ -118,7 +118,6 @@ def _cluster_config(directory: Path, counts: Path) -> LocalClusterConfig:
             *("--mock-model", f"layers=8,vocab={VOCAB_SIZE},max_len=4096"),
             *("--kv-tokens", "32768"),
             *("--journal", str(directory / "journal.db")),
-            *("--trace-db", str(directory / "traces.db")),
         ),
         environment={**ENVIRONMENT, COUNTS_VARIABLE: str(counts)},
         log_directory=directory / "logs",

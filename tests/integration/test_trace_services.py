@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -27,7 +26,6 @@ from coordinator.api.message_limits import MessageLimits
 from coordinator.api.telemetry_service import MetricsService, TraceService
 from coordinator.config import CoordinatorConfig
 from coordinator.model import open_model
-from coordinator.observability.trace_file import TraceFileUnusable
 from coordinator.observability.trace_store import StoreLimits, TraceStore
 from coordinator.server import CoordinatorServer
 from stageline.client.client import Client
@@ -45,7 +43,7 @@ def export_request(spans: list[ResourceSpans]) -> trace_service_pb2.ExportTraceS
     return trace_service_pb2.ExportTraceServiceRequest(resource_spans=spans)
 
 
-def config(trace_db: Path | None = None) -> CoordinatorConfig:
+def config() -> CoordinatorConfig:
     return CoordinatorConfig(
         model_directory=None,
         mock_model="layers=2,hidden=32,vocab=512",
@@ -59,7 +57,6 @@ def config(trace_db: Path | None = None) -> CoordinatorConfig:
         max_sequence_tokens=None,
         max_kv_tokens=None,
         queue_size=4,
-        trace_db=trace_db,
     )
 
 
@@ -220,27 +217,6 @@ async def test_metrics_of_strangers_are_refused_by_the_coordinator(channel: grpc
     response = await stub.Export(request, timeout=DEADLINE_S)
     assert response.partial_success.rejected_data_points == 14
     assert "14 points" in response.partial_success.error_message
-
-
-async def test_traces_survive_the_coordinator(tmp_path: Path) -> None:
-    path = tmp_path / "traces.db"
-    server = await started(config(path))
-    server.trace_store.add(served().spans)
-    await server.stop()
-    server = await started(config(path))
-    try:
-        async with Client(server.address) as client:
-            found = await client.trace(REQUEST_ID)
-        assert read(found.traces_data, REQUEST_ID) == served().trace()
-    finally:
-        await server.stop()
-
-
-async def test_a_file_that_cannot_be_used_is_told_before_anything_is_served(tmp_path: Path) -> None:
-    path = tmp_path / "traces.db"
-    path.write_text("something else")
-    with pytest.raises(TraceFileUnusable, match=f"trace file {path} cannot be used: file is not a database"):
-        await started(config(path))
 
 
 async def test_a_stage_that_is_slow_on_purpose_is_named() -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from checkpoint import CheckpointError
 from coordinator.journal.records import JournalUnusable
-from coordinator.observability.trace_file import TraceFileUnusable
 from coordinator.planner.plan import PlanImpossible
 from deploy import ClusterFailed
 from stage_worker.backends.contract import DeviceError
@@ -22,7 +21,6 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "errors.md"
 WRITTEN_IN_COMMANDS = {USAGE, "NO_TOKENIZER", "NO_CHAT_TEMPLATE", "NO_SECRET", "NO_TOKEN"}
 OF_PROCESSES = (
     JournalUnusable,
-    TraceFileUnusable,
     PlanImpossible,
     UnreadableTokenizer,
     ClusterFailed,

@@ -160,7 +160,7 @@ def test_the_coordinators_flags_become_its_config(tmp_path: Path, monkeypatch: p
         f"coordinator --model {tmp_path} --listen [::1]:0 --stages 3 --layers 10,12,10 --dtype bf16 "
         "--block-size 32 --max-step-tokens 256 --max-step-sequences 8 --max-model-len 4096 "
         "--kv-tokens 9999 --no-prefix-cache --queue-size 5 --wire-dtype int8 --self-check-interval 7 "
-        f"--trace-store 7 --trace-bytes 5MiB --trace-db {tmp_path / 'traces.db'}"
+        "--trace-store 7 --trace-bytes 5MiB"
     )
     assert main(line.split()) == 3
     assert seen == [
@@ -184,7 +184,6 @@ def test_the_coordinators_flags_become_its_config(tmp_path: Path, monkeypatch: p
             token_directory=default_token_directory(),
             trace_store=7,
             trace_bytes=5 * 2**20,
-            trace_db=tmp_path / "traces.db",
             telemetry=read_environment({}, version=VERSION),
         )
     ]

@@ -6,7 +6,7 @@ import logging
 import os
 import sqlite3
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import pytest
 
 from coordinator.journal.journal import Journal
 from coordinator.journal.records import JournalUnusable
-from coordinator.observability.trace_file import TraceFile, TraceFileUnusable
 from tests.unit.coordinator.journal.journals import IDENTITY, accepted_request
 
 
@@ -23,14 +22,6 @@ def open_journal(path: Path) -> Journal:
     journal = Journal(path, IDENTITY)
     journal.accept(accepted_request())
     return journal
-
-
-def open_trace_file(path: Path) -> TraceFile:
-    return TraceFile(path, num_traces=3, size_bytes=10**6)
-
-
-Open = Callable[[Path], Journal | TraceFile]
-KINDS = pytest.mark.parametrize("open_file", [open_journal, open_trace_file])
 
 
 @pytest.fixture(params=[0o000, 0o022, 0o277])
@@ -46,10 +37,9 @@ def modes(path: Path) -> dict[str, int]:
     return {suffix: stat.S_IMODE(each.stat().st_mode) for suffix, each in found.items()}
 
 
-@KINDS
 @pytest.mark.usefixtures("umask")
-def test_only_the_owner_may_read_a_new_file_and_what_is_beside_it(tmp_path: Path, open_file: Open) -> None:
-    opened = open_file(tmp_path / "x.db")
+def test_only_the_owner_may_read_a_new_file_and_what_is_beside_it(tmp_path: Path) -> None:
+    opened = open_journal(tmp_path / "x.db")
     found = modes(tmp_path / "x.db")
     opened.close()
     assert {suffix: found[suffix] for suffix in ("", "-wal", "-shm")} == {
@@ -60,10 +50,7 @@ def test_only_the_owner_may_read_a_new_file_and_what_is_beside_it(tmp_path: Path
     assert found[".lock"] & 0o077 == 0
 
 
-@KINDS
-def test_it_is_private_before_anything_is_written(
-    tmp_path: Path, open_file: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_private_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, real, seen = tmp_path / "x.db", sqlite3.connect, list[tuple[int, int]]()
 
     def connect(*arguments: Any, **options: Any) -> sqlite3.Connection:
@@ -72,23 +59,22 @@ def test_it_is_private_before_anything_is_written(
         return real(*arguments, **options)
 
     monkeypatch.setattr(sqlite3, "connect", connect)
-    open_file(path).close()
+    open_journal(path).close()
     assert seen[0] == (0o600, 0)
 
 
-@KINDS
 def test_an_existing_file_that_others_may_read_is_restricted_and_the_log_says_so(
-    tmp_path: Path, open_file: Open, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "x.db"
-    first = open_file(path)
+    first = open_journal(path)
     kept = {suffix: Path(f"{path}{suffix}").read_bytes() for suffix in ("", "-wal")}
     first.close()
     for suffix, content in kept.items():  # as a crash leaves them
         Path(f"{path}{suffix}").write_bytes(content)
         Path(f"{path}{suffix}").chmod(0o644)
     with caplog.at_level(logging.WARNING):
-        opened = open_file(path)
+        opened = open_journal(path)
         found = modes(path)
         opened.close()
     assert {found[suffix] for suffix in ("", "-wal", "-shm")} == {0o600}
@@ -96,18 +82,16 @@ def test_an_existing_file_that_others_may_read_is_restricted_and_the_log_says_so
     assert any(f"{path}-wal from 0644 to 0600" in each for each in caplog.messages)
 
 
-@KINDS
-def test_a_link_is_followed(tmp_path: Path, open_file: Open) -> None:
+def test_a_link_is_followed(tmp_path: Path) -> None:
     link, target = tmp_path / "link.db", tmp_path / "elsewhere.db"
     link.symlink_to(target)
-    opened = open_file(link)
+    opened = open_journal(link)
     found = modes(target)
     opened.close()
     assert {found[suffix] for suffix in ("", "-wal", "-shm")} == {0o600}
 
 
-@KINDS
-def test_a_file_of_something_else_is_refused_and_left_as_it_was(tmp_path: Path, open_file: Open) -> None:
+def test_a_file_of_something_else_is_refused_and_left_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "x.db"
     other = sqlite3.connect(path)
     other.execute("CREATE TABLE somebodys (thing)")
@@ -115,7 +99,7 @@ def test_a_file_of_something_else_is_refused_and_left_as_it_was(tmp_path: Path, 
     other.close()
     path.chmod(0o644)
     before = path.read_bytes()
-    with pytest.raises((JournalUnusable, TraceFileUnusable)):
-        open_file(path)
+    with pytest.raises(JournalUnusable):
+        open_journal(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
     assert path.read_bytes() == before
