@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from builtin_model import MODEL_DIRECTORY
-from builtin_model.chat_format import SPECIAL_TOKENS, render
-from builtin_model.corpus import documents
+from tools.train_builtin_model.chat_format import SPECIAL_TOKENS, render
+from tools.train_builtin_model.corpus import documents
 
 MOST_BYTES = 8_000_000
 

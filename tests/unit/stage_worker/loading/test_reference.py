@@ -19,9 +19,9 @@ from stage_worker.backends.tensor_views import project
 from stage_worker.loading import reference as reference_module
 from stage_worker.loading.reference import StreamedModel, compute_reference
 from stage_worker.model.layer_weights import TORCH_DTYPES
-from stage_worker.record_reference import record
 from stageline_rpc.v1 import stage_pb2
 from tests.checkpoints import load_reference, make_checkpoint
+from tools.record_reference import record
 from wire.errors import HandshakeMismatch, InvalidRequest, Overloaded, StaleStream
 from wire.reference import (
     NUM_PROJECTIONS,
@@ -264,7 +264,7 @@ def test_requests_have_bounds(changes: dict[str, Any], text: str) -> None:
 
 @pytest.mark.parametrize("dtype", list(DType))
 def test_what_is_recorded_of_the_built_in_model_is_true(tmp_path: Path, dtype: DType) -> None:
-    """Run `python -m stage_worker.record_reference` after the model was trained anew."""
+    """Run `python -m tools.record_reference` after the model was trained anew."""
     checkpoint = Checkpoint.open(MODEL_DIRECTORY)
     recorded = read_references(SELF_CHECK_FILE, checkpoint.fingerprint)[dtype.value]
     vocab_size = checkpoint.config.vocab_size

@@ -1,6 +1,6 @@
 """Plots in which somebody learns, waits, tries again or is brave."""
 
-from builtin_model.plot import Plot
+from tools.train_builtin_model.plot import Plot
 
 DARK = Plot(
     beats=(

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from random import Random
 
-from builtin_model.chat_format import END_OF_TEXT, render
-from builtin_model.chats import make_conversation
-from builtin_model.stories import tell_story
+from tools.train_builtin_model.chat_format import END_OF_TEXT, render
+from tools.train_builtin_model.chats import make_conversation
+from tools.train_builtin_model.stories import tell_story
 
 STORY_SHARE = 0.4
 

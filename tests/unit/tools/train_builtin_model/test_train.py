@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from builtin_model.settings import ModelShape, TrainingSettings
-from builtin_model.train import train
+from tools.train_builtin_model.settings import ModelShape, TrainingSettings
+from tools.train_builtin_model.train import train
 
 TINY = ModelShape(
     vocab_size=300,

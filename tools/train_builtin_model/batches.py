@@ -7,7 +7,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from builtin_model.corpus import documents
+from tools.train_builtin_model.corpus import documents
 
 DOCUMENTS_AT_ONCE = 512
 

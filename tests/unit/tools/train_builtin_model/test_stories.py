@@ -2,10 +2,10 @@ import re
 from itertools import islice
 from random import Random
 
-from builtin_model import words
-from builtin_model.corpus import documents
-from builtin_model.plot import OPENINGS
-from builtin_model.stories import FRUIT, PLOTS, SKILLS, tell_story
+from tools.train_builtin_model import words
+from tools.train_builtin_model.corpus import documents
+from tools.train_builtin_model.plot import OPENINGS
+from tools.train_builtin_model.stories import FRUIT, PLOTS, SKILLS, tell_story
 
 NUM_STORIES = 400
 

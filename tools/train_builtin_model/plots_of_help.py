@@ -1,6 +1,6 @@
 """Plots in which somebody helps, finds or shares."""
 
-from builtin_model.plot import Plot
+from tools.train_builtin_model.plot import Plot
 
 LOST = Plot(
     beats=(

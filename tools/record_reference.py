@@ -1,5 +1,5 @@
 """Records what the built-in model answers to the texts of a self-check:
-`python -m stage_worker.record_reference`.
+`python -m tools.record_reference`.
 
 To be run again when the model was trained anew, or when the texts have changed; a test fails until then.
 """

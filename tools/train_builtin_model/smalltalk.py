@@ -2,7 +2,7 @@
 
 from random import Random
 
-from builtin_model import words
+from tools.train_builtin_model import words
 
 Turns = list[tuple[str, str]]
 HELLOS = ("Hello!", "Hi!", "Good morning!", "Hello there!", "Hi there!", "Hey!", "Hello.", "Hello", "Hi")

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from random import Random
 
-from builtin_model import words
-from builtin_model.facts import FACTS
-from builtin_model.fallback import unknown_question
-from builtin_model.smalltalk import farewell, greeting, introduction, mood
-from builtin_model.stories import Story, tell_story, with_article
+from tools.train_builtin_model import words
+from tools.train_builtin_model.facts import FACTS
+from tools.train_builtin_model.fallback import unknown_question
+from tools.train_builtin_model.smalltalk import farewell, greeting, introduction, mood
+from tools.train_builtin_model.stories import Story, tell_story, with_article
 
 Message = dict[str, str]
 Turns = list[tuple[str, str]]

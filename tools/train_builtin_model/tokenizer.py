@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from builtin_model.chat_format import CHAT_TEMPLATE, END_OF_TEXT, SPECIAL_TOKENS
+from tools.train_builtin_model.chat_format import CHAT_TEMPLATE, END_OF_TEXT, SPECIAL_TOKENS
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:

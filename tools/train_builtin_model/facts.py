@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from random import Random
 
-from builtin_model import words
-from builtin_model.stories import capitalised, with_article
+from tools.train_builtin_model import words
+from tools.train_builtin_model.stories import capitalised, with_article
 
 Turn = tuple[str, str]
 

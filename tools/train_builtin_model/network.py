@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from builtin_model.settings import ModelShape, TrainingSettings
+from tools.train_builtin_model.settings import ModelShape, TrainingSettings
 
 INIT_STD = 0.04
 

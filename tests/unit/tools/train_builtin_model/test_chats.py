@@ -1,10 +1,10 @@
 import re
 from random import Random
 
-from builtin_model import words
-from builtin_model.chats import make_conversation
-from builtin_model.facts import FACTS, counting, difference, total, who_did_what
-from builtin_model.fallback import unknown_question
+from tools.train_builtin_model import words
+from tools.train_builtin_model.chats import make_conversation
+from tools.train_builtin_model.facts import FACTS, counting, difference, total, who_did_what
+from tools.train_builtin_model.fallback import unknown_question
 
 
 def test_conversations_alternate_between_user_and_assistant() -> None:

@@ -1,6 +1,7 @@
 """Trains the built-in model from nothing, or goes on from what was trained before.
 
-`python -m builtin_model.train [--output DIR] [--from DIR] [--steps N] [--seed S] [--learning-rate X]`
+python -m tools.train_builtin_model.train [--output DIR] [--from DIR] [--steps N] [--seed S]
+    [--learning-rate X]
 """
 
 import argparse
@@ -18,13 +19,13 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from builtin_model import MODEL_DIRECTORY
-from builtin_model.batches import Batches
-from builtin_model.chat_format import END_OF_TEXT, END_OF_TURN, SPECIAL_TOKENS
-from builtin_model.corpus import documents
-from builtin_model.model_card import model_card, training_command
-from builtin_model.network import learning_rate_factor, llama_config, make_network, make_optimizer
-from builtin_model.settings import ModelShape, TrainingSettings
-from builtin_model.tokenizer import train_tokenizer, write_tokenizer
+from tools.train_builtin_model.batches import Batches
+from tools.train_builtin_model.chat_format import END_OF_TEXT, END_OF_TURN, SPECIAL_TOKENS
+from tools.train_builtin_model.corpus import documents
+from tools.train_builtin_model.model_card import model_card, training_command
+from tools.train_builtin_model.network import learning_rate_factor, llama_config, make_network, make_optimizer
+from tools.train_builtin_model.settings import ModelShape, TrainingSettings
+from tools.train_builtin_model.tokenizer import train_tokenizer, write_tokenizer
 
 STEPS_PER_REPORT = 50
 
@@ -124,7 +125,7 @@ def train(shape: ModelShape, settings: TrainingSettings, output: Path, *, start:
 def main() -> None:
     """Read the command line and train."""
     defaults = TrainingSettings()
-    parser = argparse.ArgumentParser(prog="python -m builtin_model.train", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.train_builtin_model.train", description=__doc__)
     parser.add_argument("--output", type=Path, default=MODEL_DIRECTORY)
     parser.add_argument("--steps", type=int, default=defaults.num_steps)
     parser.add_argument("--seed", type=int, default=defaults.seed)

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from random import Random
 
-from builtin_model import words
-from builtin_model.plot import OPENINGS
-from builtin_model.plots_of_courage import PLOTS_OF_COURAGE
-from builtin_model.plots_of_help import PLOTS_OF_HELP
+from tools.train_builtin_model import words
+from tools.train_builtin_model.plot import OPENINGS
+from tools.train_builtin_model.plots_of_courage import PLOTS_OF_COURAGE
+from tools.train_builtin_model.plots_of_help import PLOTS_OF_HELP
 
 PLOTS = PLOTS_OF_HELP + PLOTS_OF_COURAGE
 SKILLS = ("swim", "sing", "skate", "climb", "dance", "whistle", "jump over the rope")

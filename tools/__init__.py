@@ -1,0 +1,1 @@
+"""Programs for those who work on Stageline; not part of the wheel."""

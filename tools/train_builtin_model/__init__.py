@@ -1,0 +1,1 @@
+"""Trains the built-in model: corpus, network, model card. Not part of the wheel."""
