@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from checkpoint import DType
+from coordinator.recovery.policy import DEFAULT_POLICY
 from coordinator.scheduler.kv_manager import KvCacheManager
 from coordinator.scheduler.policy import SchedulerLimits
 from coordinator.scheduler.scheduler import Scheduler
@@ -174,7 +175,7 @@ def _sequence(index: int, prompt_tokens: int) -> Sequence:
 
 def measure(case: Case, num_steps: int) -> dict[str, float]:
     """Medians by part, of `num_steps` steps."""
-    scheduler, ring, parts, now_s = Scheduler(), Ring(case.hidden_size), Parts(), 0.0
+    scheduler, ring, parts, now_s = Scheduler(DEFAULT_POLICY), Ring(case.hidden_size), Parts(), 0.0
     limits = SchedulerLimits(max_step_tokens=512, max_step_sequences=256, max_steps_in_flight=1)
     scheduler.begin_epoch(1, KvCacheManager(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE), limits)
     counted = num_added = 0

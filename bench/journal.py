@@ -20,6 +20,7 @@ from coordinator.engine.durability import Durability
 from coordinator.journal.database import ServedIdentity
 from coordinator.journal.journal import Journal
 from coordinator.journal.records import AcceptedRequest
+from coordinator.recovery.policy import DEFAULT_POLICY
 from coordinator.scheduler.batch import SequenceUpdate
 from coordinator.scheduler.sequence import QueueOrder, Sequence
 from wire.ids import SequenceKey, new_request_id
@@ -38,7 +39,7 @@ def steps_us(
         directory / f"{num_sequences}-{has_logprobs}-{synchronous}.db", ServedIdentity("f" * 32, "bf16")
     )
     journal._connection.execute(f"PRAGMA synchronous = {synchronous}")
-    durability = Durability(journal)
+    durability = Durability(journal, policy=DEFAULT_POLICY)
     progress = [_progress(journal, has_logprobs=has_logprobs) for _ in range(num_sequences)]
     times = []
     for step in range(num):

@@ -24,6 +24,7 @@ from coordinator.engine.engine import Engine
 from coordinator.engine.observer import EngineObserver, Observers
 from coordinator.observability.metrics import PipelineMetrics, RequestMetrics, WorkerMetrics, exposed_workers
 from coordinator.observability.request_traces import RequestTraces
+from coordinator.recovery.policy import DEFAULT_POLICY
 from coordinator.scheduler.batch import SequenceUpdate
 from stage_worker.assignment import Assignment, ModelShape
 from stage_worker.backends.contract import HandedOn, StepTiming, TimedOutput
@@ -119,7 +120,7 @@ def coordinator_step_us(observers: Sequence[EngineObserver], num_sequences: int,
     """One step in flight at a time, all sequences in each."""
     observer = TimedObserver(observers)
     limits = AdmissionLimits(queue_size=2 * num_sequences, max_unread_tokens=1 << 30)
-    engine = Engine(limits, observers=(observer,))
+    engine = Engine(limits, policy=DEFAULT_POLICY, observers=(observer,))
     sent: list[Step] = []
     engine.start_epoch(1, _kv_log(), _limits(1), sent.append, max_sequence_tokens=1 << 20)
     for index in range(num_sequences):

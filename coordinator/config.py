@@ -10,7 +10,7 @@ from opentelemetry.sdk.trace.sampling import Sampler
 from checkpoint import DType
 from checkpoint.config_fields import MAX_INT, MAX_LAYERS
 from coordinator.mock_model import parse_mock_model
-from coordinator.recovery.policy import RecoveryPolicy
+from coordinator.recovery.policy import DEFAULT_POLICY, RecoveryPolicy
 from telemetry.logs import DEFAULT_LOGS, LogSettings
 from telemetry.settings import NO_SETTINGS, TelemetrySettings
 from telemetry.span_recorder import ratio_sampler
@@ -92,10 +92,10 @@ class CoordinatorConfig:
     journal: Path | None = None
     reattach_timeout_s: float = 60.0
     wire_dtype: str | None = None
-    heartbeat_s: float = 0.5
-    lease_s: float = 2.0
-    recovery_timeout_s: float = 30.0
-    drain_timeout_s: float = 30.0
+    heartbeat_s: float = DEFAULT_POLICY.heartbeat_interval_s
+    lease_s: float = DEFAULT_POLICY.lease_s
+    recovery_timeout_s: float = DEFAULT_POLICY.recovery_timeout_s
+    drain_timeout_s: float = DEFAULT_POLICY.drain_timeout_s
     self_check: bool | None = None
     self_check_interval_s: float = 600.0
     cache_directory: Path | None = None
@@ -118,7 +118,7 @@ class CoordinatorConfig:
         return ratio_sampler(1.0 if self.trace_sample is None else self.trace_sample)
 
     @property
-    def timing(self) -> RecoveryPolicy:
+    def recovery_policy(self) -> RecoveryPolicy:
         """Raises ValueError for times that do not fit each other."""
         return RecoveryPolicy(
             heartbeat_interval_s=self.heartbeat_s,
@@ -165,7 +165,7 @@ class CoordinatorConfig:
                 raise ValueError("--self-check needs weights to check: not together with --mock-model")
             if self.model_directory is not None:
                 raise ValueError("--mock-model is served in the place of a model: not together with --model")
-        _ = self.timing
+        _ = self.recovery_policy
         self._check_layers()
         self._check_step_tokens()
 

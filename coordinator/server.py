@@ -65,16 +65,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-STOP_GRACE_S = 2.0
-
-
 class CoordinatorServer:
     """All parts of a coordinator, bound and started together. `address` is where it listens."""
 
     def __init__(
-        self, config: CoordinatorConfig, model: ServedModel, timing: RecoveryPolicy | None = None
+        self, config: CoordinatorConfig, model: ServedModel, policy: RecoveryPolicy | None = None
     ) -> None:
         self._config = config
+        policy = self._policy = policy or config.recovery_policy
         self._token_file = TokenFile(config.token_directory) if config.token is None else None
         self._token = config.token if self._token_file is None else self._token_file.token
         self.journal = None if config.journal is None else open_journal(config.journal, model)
@@ -101,17 +99,17 @@ class CoordinatorServer:
                 max_client_requests=config.max_client_requests,
                 max_unread_tokens=config.max_unread_tokens,
             ),
-            durability=Durability(self.journal, config.reattach_timeout_s),
+            policy=policy,
+            durability=Durability(self.journal, config.reattach_timeout_s, policy=policy),
             observers=(traces, RequestLog(), *self.metrics.observers, self.activity),
         )
-        timing = timing or config.timing
         self._health = CoordinatorHealth()
         self.controller = Controller(
-            _new_state(config, model, timing, self.journal),
+            _new_state(config, model, policy, self.journal),
             self.engine,
             model,
             incarnation=incarnation,
-            timing=timing,
+            policy=policy,
             pace=PaceSettings(
                 steps_in_flight=config.steps_in_flight, max_decode_slowdown=config.max_decode_slowdown
             ),
@@ -119,7 +117,7 @@ class CoordinatorServer:
             cache_directory=config.cache_directory,
             on_serving=self._health.set_serving,
             on_epoch_end=self.metrics.pipeline.note_end,
-            self_check=_new_self_check(config, model) if config.wants_self_check else None,
+            self_check=_new_self_check(config, model, policy) if config.wants_self_check else None,
             new_secret=new_secret,
         )
         self.metrics.watch(
@@ -127,7 +125,6 @@ class CoordinatorServer:
             self.controller,
             num_dropped_spans=lambda: self.recorder.num_dropped,
         )
-        self._sweep_interval_s = timing.sweep_interval_s
         self._sweeper: asyncio.Task[None] | None = None
         status = StatusReporter(self.controller, self.engine, model)
         activity = ActivityReporter(self.activity, self.controller, self.engine)
@@ -220,12 +217,12 @@ class CoordinatorServer:
         await self.metrics.close()
         await self._health.stop()
         await self.recorder.close()
-        await self._server.stop(STOP_GRACE_S)
+        await self._server.stop(self._policy.stop_grace_s)
         self.trace_reader.close()
 
     async def _sweep(self) -> None:
         while True:
-            await asyncio.sleep(self._sweep_interval_s)
+            await asyncio.sleep(self._policy.sweep_interval_s)
             self.engine.sweep()
 
 
@@ -235,25 +232,26 @@ def open_journal(path: Path, model: ServedModel) -> Journal:
 
 
 def _new_state(
-    config: CoordinatorConfig, model: ServedModel, timing: RecoveryPolicy, journal: Journal | None
+    config: CoordinatorConfig, model: ServedModel, policy: RecoveryPolicy, journal: Journal | None
 ) -> ClusterState:
     """Nobody is here yet; a former coordinator may have served."""
     return ClusterState(
         num_stages=config.num_stages,
         make_plan=lambda workers: plan_for(config, model, workers),
         is_mock_model=model.is_mock,
-        return_grace_s=timing.return_grace_s,
+        policy=policy,
         last_epoch=0 if journal is None else journal.epoch,
         has_served=journal is not None and journal.has_served,
         needs_check=config.wants_self_check,
     )
 
 
-def _new_self_check(config: CoordinatorConfig, model: ServedModel) -> SelfCheck:
+def _new_self_check(config: CoordinatorConfig, model: ServedModel, policy: RecoveryPolicy) -> SelfCheck:
     return SelfCheck(
-        References(model, cache_directory=config.cache_directory),
+        References(model, cache_directory=config.cache_directory, policy=policy),
         vocab_size=model.config.vocab_size,
         interval_s=config.self_check_interval_s,
+        policy=policy,
     )
 
 

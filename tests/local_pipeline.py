@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from checkpoint import Checkpoint, DType
+from coordinator.recovery.policy import DEFAULT_POLICY
 from coordinator.recovery.self_check_script import Script
 from coordinator.scheduler.kv_manager import KvCacheManager
 from coordinator.scheduler.policy import SchedulerLimits
@@ -136,7 +137,7 @@ class LocalPipeline:
         self._epoch += 1
         for stage, executor in enumerate(self.stages):
             executor.begin_epoch(self._epoch, stage=stage)
-        run = self.last_run = Run(Scheduler(), self.new_log())
+        run = self.last_run = Run(Scheduler(DEFAULT_POLICY), self.new_log())
         run.scheduler.begin_epoch(self._epoch, run.kv, self._limits)
         order = sorted(range(len(requests)), key=lambda index: requests[index].arrives_at)
         run.sequences = [_sequence(request, order.index(i)) for i, request in enumerate(requests)]

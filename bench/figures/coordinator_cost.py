@@ -19,6 +19,7 @@ from coordinator.engine.admission import AdmissionLimits
 from coordinator.engine.engine import Engine
 from coordinator.engine.output_buffer import OutputBuffer
 from coordinator.engine.request import Choice, Request
+from coordinator.recovery.policy import DEFAULT_POLICY
 from coordinator.scheduler.kv_manager import KvCacheManager
 from coordinator.scheduler.policy import SchedulerLimits
 from coordinator.scheduler.scheduler import Scheduler
@@ -75,7 +76,7 @@ def _figure(name: str, times_us: Times, limit_us: float, how: str) -> Figure:
 
 
 def _scheduling(num_steps_in_flight: int, num_steps: int) -> Times:
-    scheduler = Scheduler()
+    scheduler = Scheduler(DEFAULT_POLICY)
     scheduler.begin_epoch(1, _kv_log(), _limits(num_steps_in_flight))
     for index in range(NUM_SEQUENCES):
         scheduler.add(_sequence(index))
@@ -103,7 +104,9 @@ def _scheduling(num_steps_in_flight: int, num_steps: int) -> Times:
 
 def _everything(num_steps: int) -> Times:
     """The engine with its readers away: what they cost is another figure's business."""
-    engine = Engine(AdmissionLimits(queue_size=2 * NUM_SEQUENCES, max_unread_tokens=1 << 30))
+    engine = Engine(
+        AdmissionLimits(queue_size=2 * NUM_SEQUENCES, max_unread_tokens=1 << 30), policy=DEFAULT_POLICY
+    )
     sent: list[Step] = []
     frames: list[bytes] = []
 

@@ -86,8 +86,6 @@ def _token_ids(packed_tokens: bytes) -> Sequence[int]:
     return tokens
 
 
-HELLO_TIMEOUT_S = 10.0
-
 _Message = TypeVar("_Message")
 
 
@@ -107,7 +105,9 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         request_iterator: AsyncIterator[cluster_pb2.WorkerMessage],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[cluster_pb2.CoordinatorMessage]:
-        hello = await _first(request_iterator, cluster_pb2.WorkerMessage())
+        hello = await _first(
+            request_iterator, cluster_pb2.WorkerMessage(), self._controller.policy.hello_timeout_s
+        )
         connection = self._controller.join(decode_hello(hello), hello.hello.rejoin_secret)
         when_call_ends(context, lambda: self._controller.leave(connection, "its stream broke"))
         reader = asyncio.create_task(self._read(request_iterator, connection))
@@ -168,7 +168,9 @@ class StepResultsService(stage_pb2_grpc.StepResultsServicer):
         request_iterator: AsyncIterator[stage_pb2.DeliverRequest],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[stage_pb2.DeliverResponse]:
-        first = await _first(request_iterator, stage_pb2.DeliverRequest())
+        first = await _first(
+            request_iterator, stage_pb2.DeliverRequest(), self._controller.policy.hello_timeout_s
+        )
         if first.WhichOneof("message") != "hello":
             raise InvalidRequest("the first message of Deliver must be hello")
         epoch = self._controller.open_results(first.hello, host=peer_host(context))
@@ -183,10 +185,10 @@ class StepResultsService(stage_pb2_grpc.StepResultsServicer):
             self._controller.fail_epoch(epoch, f"a result of LAST is damaged: {error}")
 
 
-async def _first(messages: AsyncIterator[_Message], nothing: _Message) -> _Message:
+async def _first(messages: AsyncIterator[_Message], nothing: _Message, timeout_s: float) -> _Message:
     """The first message of a stream, `nothing` if it ends before. Raises InvalidRequest for a silent one."""
     try:
-        async with asyncio.timeout(HELLO_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             return await anext(aiter(messages), nothing)
     except TimeoutError:
-        raise InvalidRequest(f"no hello within {HELLO_TIMEOUT_S:g} s") from None
+        raise InvalidRequest(f"no hello within {timeout_s:g} s") from None

@@ -22,13 +22,13 @@ class Availability:
         self,
         state: ClusterState,
         engine: Engine,
-        timing: RecoveryPolicy,
+        policy: RecoveryPolicy,
         on_serving: Callable[[bool], None] = lambda _: None,
     ) -> None:
         """`on_serving` is told whether new requests are served, when that may have changed."""
         self._state = state
         self._engine = engine
-        self._timing = timing
+        self._policy = policy
         self._on_serving = on_serving
         self._serving = asyncio.Event()
         self._is_draining = False
@@ -74,7 +74,7 @@ class Availability:
         if self._is_draining:
             raise ClusterUnavailable(DRAINING)
         try:
-            async with asyncio.timeout(self._timing.recovery_timeout_s):
+            async with asyncio.timeout(self._policy.recovery_timeout_s):
                 # The event may be cleared again before a waiter runs.
                 while not self._is_closing and self._state.phase is not ClusterPhase.SERVING:
                     await self._serving.wait()
@@ -130,7 +130,7 @@ class Availability:
             waiting = (condition, asyncio.Event())
             self._awaited.append(waiting)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(waiting[1].wait(), self._timing.drain_timeout_s)
+                await asyncio.wait_for(waiting[1].wait(), self._policy.drain_timeout_s)
             self._awaited = [each for each in self._awaited if each is not waiting]
 
     def look_around(self) -> None:
@@ -164,14 +164,14 @@ class Availability:
         if self._engine.durability.failure is not None:
             return
         if since_s is not None and not self.is_serving and self._is_long_since(since_s):
-            late_s = self._engine.now_s() - self._timing.recovery_timeout_s
+            late_s = self._engine.now_s() - self._policy.recovery_timeout_s
             self._engine.fail_waiting(late_s, self._missing())
 
     def _is_long_since(self, since_s: float) -> bool:
-        return self._engine.now_s() - since_s >= self._timing.recovery_timeout_s
+        return self._engine.now_s() - since_s >= self._policy.recovery_timeout_s
 
     def _missing(self) -> str:
-        limit = f"{self._timing.recovery_timeout_s:g} s"
+        limit = f"{self._policy.recovery_timeout_s:g} s"
         if trouble := self._state.trouble:
             return f"no token within {limit}: {trouble}"
         return f"no pipeline within {limit}: {self._state.detail}"

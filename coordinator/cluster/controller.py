@@ -65,7 +65,7 @@ class Controller:
         model: ServedModel,
         *,
         incarnation: Incarnation,
-        timing: RecoveryPolicy,
+        policy: RecoveryPolicy,
         pace: PaceSettings | None = None,
         prefix_caching: bool = True,
         on_serving: Callable[[bool], None] = lambda _: None,
@@ -78,10 +78,10 @@ class Controller:
         why an epoch that serves ends, just before. `new_secret` makes what processes of the cluster prove
         themselves with."""
         self.state = state
-        self.availability = Availability(state, engine, timing, on_serving)
+        self.availability = Availability(state, engine, policy, on_serving)
         engine.durability.on_change = self._journal_changed
         self.connections = Connections()
-        self.timing = timing
+        self.policy = policy
         self.incarnation = incarnation
         self._new_secret = new_secret
         self.memory_limits = MemoryLimits()
@@ -92,10 +92,13 @@ class Controller:
         self.prefix_caching = prefix_caching
         self._events = EventLog()
         self._pipeline = Pipeline(
-            incarnation=incarnation, fingerprint=model.fingerprint, new_secret=new_secret
+            incarnation=incarnation,
+            fingerprint=model.fingerprint,
+            connect_timeout_s=policy.connect_timeout_s,
+            new_secret=new_secret,
         )
         self._watch = FailureDetector(
-            timing,
+            policy,
             connections=lambda: self.connections.values(),
             on_silence=self._note_silence,
             on_lease_over=self.leave,
@@ -151,7 +154,7 @@ class Controller:
         connection.send(
             encode_welcome(
                 self.incarnation,
-                self.timing,
+                self.policy,
                 self._model,
                 reference_secret=connection.reference_secret,
                 rejoin_secret=connection.rejoin_secret,
@@ -236,7 +239,7 @@ class Controller:
             return
         if not report.kind.blames_requests:
             # Where the next stage is gone, its own end says more than that it cannot be reached.
-            asyncio.get_running_loop().call_later(self.timing.report_grace_s, self._fail_hop, report)
+            asyncio.get_running_loop().call_later(self.policy.report_grace_s, self._fail_hop, report)
             return
         if self.state.phase is ClusterPhase.SERVING and not self._fits_when_smaller(report):
             self._engine.blame.note_fault(report)
@@ -324,7 +327,7 @@ class Controller:
 
     def stream_broke(self, epoch: int, reason: str) -> None:
         """A stream of this epoch has ended. Whoever knows why has a moment to say it first."""
-        asyncio.get_running_loop().call_later(self.timing.report_grace_s, self.fail_epoch, epoch, reason)
+        asyncio.get_running_loop().call_later(self.policy.report_grace_s, self.fail_epoch, epoch, reason)
 
     def fail_epoch(self, epoch: int, reason: str) -> None:
         """This epoch cannot go on. An older one changes nothing."""
@@ -374,7 +377,7 @@ class Controller:
             self.connections[worker.name].send(self._pipeline.begin_message(action, stage))
         self._release_link()
         link = self._pipeline.new_link(action, lambda reason: self.stream_broke(action.epoch, reason))
-        asyncio.get_running_loop().call_later(self.timing.epoch_timeout_s, self._check_started, action.epoch)
+        asyncio.get_running_loop().call_later(self.policy.epoch_timeout_s, self._check_started, action.epoch)
         try:
             await link.open()
         except LinkBroken as error:
@@ -383,7 +386,7 @@ class Controller:
             self._carry_out(self.state.link_open(action.epoch))
 
     def _check_started(self, epoch: int) -> None:
-        reason = f"epoch {epoch}: not every stage was ready within {self.timing.epoch_timeout_s:g} s"
+        reason = f"epoch {epoch}: not every stage was ready within {self.policy.epoch_timeout_s:g} s"
         self._carry_out(self.state.epoch_late(epoch, reason))
 
     def _start_timer(self, action: StartTimer) -> None:
@@ -399,7 +402,7 @@ class Controller:
             self._model,
             activity=self._activity,
             send=self._send,
-            idle_s=self.timing.weights_idle_s,
+            idle_s=self.policy.weights_idle_s,
             cache_directory=cache_directory,
         )
 
@@ -503,7 +506,7 @@ class Controller:
         self.availability.look_around()
         if self.state.phase is not ClusterPhase.SERVING:
             return
-        if (fault := overdue_fault(self._engine, self._stage_connections())) is not None:
+        if (fault := overdue_fault(self._engine, self._stage_connections(), self.policy)) is not None:
             self.report_fault(fault)
         else:
             self._require_sound_ledger(self.ledger_check.when_idle())

@@ -7,15 +7,9 @@ from enum import Enum, auto
 from statistics import median_low
 
 from coordinator.planner.plan import StagePlan
+from coordinator.recovery.policy import RecoveryPolicy
 from wire.errors import HandshakeMismatch
 from wire.ids import Incarnation
-
-MAX_FAILED_LOADS = 2
-"""The second failure is no accident."""
-MAX_LOST = 8
-"""Lost workers that are remembered."""
-_FIRST_HOLD_S = 0.5
-_MAX_HOLD_S = 30.0
 
 
 class WorkerState(Enum):
@@ -84,13 +78,13 @@ class WorkerRecord:
         """It is not given a stage before it joins anew."""
         self.state, self.detail = WorkerState.QUARANTINED, reason
 
-    def fail_to_load(self, reason: str) -> bool:
+    def fail_to_load(self, reason: str, *, max_failures: int) -> bool:
         """Once more; True when it is not tried again."""
         self.num_failed_loads += 1
         self.detail = f"could not load its stage: {reason}"
-        if self.num_failed_loads >= MAX_FAILED_LOADS:
+        if self.num_failed_loads >= max_failures:
             self.quarantine(self.detail)
-        return self.num_failed_loads >= MAX_FAILED_LOADS
+        return self.num_failed_loads >= max_failures
 
     @property
     def shown_detail(self) -> str:
@@ -112,7 +106,8 @@ class WorkerRecord:
 class Members:
     """The workers by name."""
 
-    def __init__(self) -> None:
+    def __init__(self, policy: RecoveryPolicy) -> None:
+        self._policy = policy
         self._records: dict[str, WorkerRecord] = {}
         self._lost: dict[str, WorkerRecord] = {}
         self._losses = Counter[str]()
@@ -158,8 +153,7 @@ class Members:
         """A worker has joined. Returns how long it has to wait, in seconds, before it is used: a worker that
         is lost again and again, while the others are not, would cost an epoch each time.
         """
-        num_losses = self._losses[identity.name] - self._usual_losses(identity.name)
-        hold_s = min(_MAX_HOLD_S, _FIRST_HOLD_S * 2.0 ** min(num_losses - 2, 10)) if num_losses > 1 else 0.0
+        hold_s = self._hold_s(identity.name)
         record = WorkerRecord(identity)
         self._lost.pop(identity.name, None)
         if hold_s:
@@ -169,6 +163,13 @@ class Members:
             )
         self._records[identity.name] = record
         return hold_s
+
+    def _hold_s(self, name: str) -> float:
+        policy = self._policy
+        num_excess = self._losses[name] - self._usual_losses(name) - policy.tolerated_losses
+        if num_excess < 1:
+            return 0.0
+        return min(policy.max_hold_s, policy.first_hold_s * 2.0 ** min(num_excess - 1, 10))
 
     def note_silence(self, name: str, incarnation: Incarnation, *, is_silent: bool) -> None:
         """Heartbeats of a worker are missing, or are there again; it is not lost yet."""
@@ -247,7 +248,7 @@ class Members:
         if record.stage is not None and not record.is_draining:
             record.detail = f"{record.detail}; it had {record.stage.layers_text}"
             self._lost[record.identity.name] = record
-            for name in list(self._lost)[:-MAX_LOST]:
+            for name in list(self._lost)[: -self._policy.max_remembered_losses]:
                 del self._lost[name]
 
     @property

@@ -113,7 +113,7 @@ def encode_begin(
 
 def encode_welcome(
     incarnation: Incarnation,
-    timing: RecoveryPolicy,
+    policy: RecoveryPolicy,
     model: ServedModel,
     *,
     reference_secret: bytes,
@@ -121,9 +121,9 @@ def encode_welcome(
 ) -> cluster_pb2.CoordinatorMessage:
     welcome = cluster_pb2.Welcome(
         coordinator_incarnation=incarnation,
-        heartbeat_interval_ms=round(timing.heartbeat_interval_s * 1000),
-        lease_ms=round(max(timing.lease_s, timing.loading_lease_s) * 1000),
-        drain_timeout_ms=round(timing.drain_timeout_s * 1000),
+        heartbeat_interval_ms=round(policy.heartbeat_interval_s * 1000),
+        lease_ms=round(max(policy.lease_s, policy.loading_lease_s) * 1000),
+        drain_timeout_ms=round(policy.drain_timeout_s * 1000),
         model=_encode_model(model),
         reference_secret=reference_secret,
         rejoin_secret=rejoin_secret,

@@ -26,9 +26,6 @@ from wire.steps import Step
 log = logging.getLogger(__name__)
 
 
-OPEN_TIMEOUT_S = 5.0
-
-
 class LinkBroken(Exception):
     """FIRST does not accept the stream, or the stream has ended."""
 
@@ -43,15 +40,17 @@ class PipelineLink:
         on_broken: Callable[[str], None],
         *,
         worker: str = "FIRST",
+        timeout_s: float,
         now_us: Callable[[], int] = wall_clock_us,
     ) -> None:
         """`on_broken` is called at most once, with the reason, when an open stream ends by itself. `now_us`:
-        microseconds since 1970. `worker` is who listens at `address`.
+        microseconds since 1970. `worker` listens at `address` and has `timeout_s` to accept the stream.
         """
         self._where = f"stage 0 (worker {worker} at {address})"
         self._channel = client_channel(address)
         self._hello = hello
         self._on_broken = on_broken
+        self._timeout_s = timeout_s
         self._now_us = now_us
         self._steps: asyncio.Queue[tuple[Step, int]] = asyncio.Queue()
         self._call: ForwardCall | None = None
@@ -64,10 +63,10 @@ class PipelineLink:
     async def open(self) -> None:
         """Dials FIRST and waits until it accepts. Raises LinkBroken with the reason."""
         try:
-            async with asyncio.timeout(OPEN_TIMEOUT_S):
+            async with asyncio.timeout(self._timeout_s):
                 call, response = await self._greet()
         except TimeoutError:
-            raise LinkBroken(f"{self._where} did not accept within {OPEN_TIMEOUT_S:g} s") from None
+            raise LinkBroken(f"{self._where} did not accept within {self._timeout_s:g} s") from None
         except grpc.aio.AioRpcError as error:
             raise LinkBroken(f"{self._where} refused: {error.details()}") from error
         if not isinstance(response, stage_pb2.ForwardResponse):
@@ -121,7 +120,12 @@ class Pipeline:
     """Owner of the stream to FIRST."""
 
     def __init__(
-        self, *, incarnation: Incarnation, fingerprint: str, new_secret: Callable[[], bytes]
+        self,
+        *,
+        incarnation: Incarnation,
+        fingerprint: str,
+        connect_timeout_s: float,
+        new_secret: Callable[[], bytes],
     ) -> None:
         """`new_secret` makes what the two ends of a hop know of each other in one epoch."""
         self._new_secret = new_secret
@@ -130,6 +134,7 @@ class Pipeline:
         self._has_results = False
         self._incarnation = incarnation
         self._fingerprint = fingerprint
+        self._connect_timeout_s = connect_timeout_s
         self._begun: BeginEpoch | None = None
         self._link: PipelineLink | None = None
 
@@ -155,7 +160,9 @@ class Pipeline:
         hello = encode_hop_hello(action, incarnation=self._incarnation, fingerprint=self._fingerprint)
         hello.secret = self._secrets[0]
         first = action.workers[0]
-        self._link = PipelineLink(first.address, hello, on_broken, worker=first.name)
+        self._link = PipelineLink(
+            first.address, hello, on_broken, worker=first.name, timeout_s=self._connect_timeout_s
+        )
         return self._link
 
     def send(self, step: Step) -> None:

@@ -7,6 +7,7 @@ from itertools import combinations, islice
 
 from coordinator.cluster.membership import Members, WorkerRecord
 from coordinator.planner.plan import Plan, PlanImpossible, StagePlan, WorkerCapacity, format_size
+from coordinator.recovery.policy import RecoveryPolicy
 
 
 class PlanRefused(PlanImpossible):
@@ -102,9 +103,6 @@ def _placement(plan: Plan) -> _Placement:
     return tuple(map(_Part.of, plan.stages))
 
 
-MOST_CHOICES = 64
-"""Sets of workers that are looked at for one number of stages, where others have failed."""
-
 ROOM_FOR_ANYTHING_BYTES = 1 << 60
 
 MakePlan = Callable[[Sequence[WorkerCapacity]], Plan]
@@ -117,9 +115,10 @@ class TooFewWorkers(Exception):
 class PlanChoice:
     """Remembers the last plan with all stages, whose places are kept, and the plans that are not good."""
 
-    def __init__(self, num_stages: int, make_plan: MakePlan) -> None:
+    def __init__(self, num_stages: int, make_plan: MakePlan, policy: RecoveryPolicy) -> None:
         """`make_plan` may raise PlanImpossible; it is given workers in the order in which to use them."""
         self._num_stages = num_stages
+        self._policy = policy
         self._make_plan = make_plan
         self._refusals = PlanRefusals()
         self._template: Plan | None = None
@@ -212,7 +211,8 @@ class PlanChoice:
         by_size = sorted(usable, key=lambda each: (-each.identity.memory_bytes, _by_name(each)))
         choices = [by_rank[:num_stages], by_size[:num_stages]]
         if any(record.doubts for record in usable):
-            choices += map(list, islice(combinations(by_rank, num_stages), MOST_CHOICES))
+            sets = islice(combinations(by_rank, num_stages), self._policy.max_plan_candidates)
+            choices += map(list, sets)
         seen = set[frozenset[str]]()
         for chosen in choices:
             names = frozenset(each.identity.name for each in chosen)

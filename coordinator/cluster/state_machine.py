@@ -31,7 +31,8 @@ from coordinator.cluster.actions import (
 from coordinator.cluster.membership import Members, WorkerIdentity, WorkerRecord, WorkerState
 from coordinator.cluster.plan_choice import MakePlan, PlanChoice, TooFewWorkers
 from coordinator.planner.plan import Plan, PlanImpossible
-from coordinator.recovery.rejoin import RETURN_GRACE_S, FailureCounters, RejoinTimer
+from coordinator.recovery.policy import RecoveryPolicy
+from coordinator.recovery.rejoin import FailureCounters, RejoinTimer
 from wire.ids import Incarnation
 from wire.steps import FaultReport
 
@@ -96,8 +97,8 @@ class ClusterState:
         *,
         num_stages: int,
         make_plan: MakePlan,
+        policy: RecoveryPolicy,
         is_mock_model: bool = False,
-        return_grace_s: float = RETURN_GRACE_S,
         last_epoch: int = 0,
         has_served: bool = False,
         needs_check: bool = False,
@@ -112,17 +113,18 @@ class ClusterState:
         self.detail = f"waiting for {num_stages} workers"
         self.epoch = last_epoch
         self.plan: Plan | None = None
-        self.workers = Members()
+        self.workers = Members(policy)
         self.has_served = has_served
-        self._choice = PlanChoice(num_stages, make_plan)
+        self._choice = PlanChoice(num_stages, make_plan, policy)
+        self._policy = policy
         self._needs_check = needs_check
         self._checked_plan_id = 0
         self._is_mock_model = is_mock_model
-        self._grace = RejoinTimer(return_grace_s)
+        self._grace = RejoinTimer(policy)
         self._has_drained = False
         self._plan_id = 0
         self._signs = EpochReadiness()
-        self._setbacks = FailureCounters()
+        self._setbacks = FailureCounters(policy)
 
     @property
     def stage_workers(self) -> tuple[WorkerRecord, ...]:
@@ -248,7 +250,7 @@ class ClusterState:
         record = self.workers.find(name)
         if record is None or plan_id != self._plan_id or record.state is not WorkerState.LOADING:
             return []
-        is_out = record.fail_to_load(reason)
+        is_out = record.fail_to_load(reason, max_failures=self._policy.max_failed_loads)
         return self._give_up_plan("" if is_out else f"worker {name} {record.detail}", EndCause.FAULT)
 
     def weights_differ(self, name: str, reason: str) -> list[Action]:

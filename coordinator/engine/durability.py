@@ -8,6 +8,7 @@ from coordinator.engine.request import Choice, Registry, Request
 from coordinator.journal.journal import Journal
 from coordinator.journal.records import AcceptedRequest, ChoiceProgress, End, Entry, RequestProgress
 from coordinator.journal.writer import JournalWriter
+from coordinator.recovery.policy import RecoveryPolicy
 from coordinator.scheduler.batch import SequenceUpdate
 from coordinator.scheduler.sequence import FinishReason, SequenceState
 from wire.errors import STATUS_OF_ERROR, JournalUnavailable, RequestSuspended, ServingError
@@ -76,6 +77,7 @@ class Durability:
         journal: Journal | None = None,
         reattach_timeout_s: float = 60.0,
         *,
+        policy: RecoveryPolicy,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.journal = journal
@@ -84,7 +86,7 @@ class Durability:
         self.is_suspended = False
         self.on_change: Callable[[], None] = lambda: None
         """Called when `failure` has been set or cleared."""
-        self._writer = None if journal is None else JournalWriter(journal, lambda: self.on_change())
+        self._writer = None if journal is None else JournalWriter(journal, lambda: self.on_change(), policy)
         self._leaving: dict[RequestId, float] = {}
         self._num_steps = 0
 

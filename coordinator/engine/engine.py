@@ -17,6 +17,7 @@ from coordinator.engine.output_stream import OutputStream, Positions
 from coordinator.engine.request import Choice, Registry, Request, RequestTotals, check_attach_secret
 from coordinator.journal.records import AcceptedRequest
 from coordinator.recovery.attribution import FailureAttribution
+from coordinator.recovery.policy import RecoveryPolicy
 from coordinator.scheduler.batch import SequenceUpdate
 from coordinator.scheduler.in_flight import OverdueStep
 from coordinator.scheduler.kv_events import KvEventPublisher
@@ -49,17 +50,18 @@ class Engine:
         self,
         limits: AdmissionLimits,
         *,
+        policy: RecoveryPolicy,
         clock: Callable[[], float] = time.monotonic,
         durability: Durability | None = None,
         observers: Items[EngineObserver] = (),
     ) -> None:
         self._limits = limits
-        self._durability = durability or Durability()
+        self._durability = durability or Durability(policy=policy)
         self._clock = clock
-        self._scheduler = Scheduler()
+        self._scheduler = Scheduler(policy)
         self._registry = Registry()
         self._pace = RetryAfterEstimator()
-        self.blame = FailureAttribution(self._scheduler, self._registry, self._fail)
+        self.blame = FailureAttribution(self._scheduler, self._registry, self._fail, policy=policy)
         self.admission = Admission(limits, self._registry, self._pace)
         self._observers = Observers(observers)
         self._send: Callable[[Step], None] | None = None

@@ -7,11 +7,9 @@ from concurrent.futures import Future
 
 from coordinator.journal.journal import Journal
 from coordinator.journal.records import JournalFailed
+from coordinator.recovery.policy import RecoveryPolicy
 
 log = logging.getLogger(__name__)
-
-FIRST_PAUSE_S = 0.5
-LONGEST_PAUSE_S = 5.0
 
 
 class JournalWriter:
@@ -21,7 +19,7 @@ class JournalWriter:
     bounded by the number of different keys: of two writes with one key only the later is kept.
     """
 
-    def __init__(self, journal: Journal, on_change: Callable[[], None]) -> None:
+    def __init__(self, journal: Journal, on_change: Callable[[], None], policy: RecoveryPolicy) -> None:
         """`on_change` is called after `failure` was set or cleared."""
         self.failure: str | None = None
         self._journal = journal
@@ -29,7 +27,8 @@ class JournalWriter:
         self._waiting: dict[Hashable, Callable[[], None]] = {}
         self._probe: Future[None] | None = None
         self._next_probe_s = 0.0
-        self._pause_s = FIRST_PAUSE_S
+        self._policy = policy
+        self._pause_s = policy.journal_retry_s
 
     @property
     def num_waiting(self) -> int:
@@ -69,7 +68,7 @@ class JournalWriter:
         except JournalFailed as error:
             self.failure = str(error)
             self._next_probe_s = now_s + self._pause_s
-            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+            self._pause_s = min(2 * self._pause_s, self._policy.max_journal_retry_s)
 
     def flush(self) -> None:
         """Tries to write what waits, whatever became of the last try."""
@@ -87,7 +86,7 @@ class JournalWriter:
         self._journal.reconnect()
         num_waiting = len(self._waiting)
         self._write_waiting()
-        self.failure, self._next_probe_s, self._pause_s = None, 0.0, FIRST_PAUSE_S
+        self.failure, self._next_probe_s, self._pause_s = None, 0.0, self._policy.journal_retry_s
         log.info("the journal is written again: wrote %d records; new requests are accepted", num_waiting)
         self._on_change()
 

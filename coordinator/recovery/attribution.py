@@ -3,32 +3,28 @@
 from collections.abc import Callable
 
 from coordinator.engine.request import Registry, Request
+from coordinator.recovery.policy import RecoveryPolicy
 from coordinator.scheduler.scheduler import Scheduler
 from wire.errors import RequestPoisoned, ServingError, StepFailed
 from wire.steps import FaultReport
-
-MAX_RETRIES = 2
-"""How often a request is computed again after a faulty step."""
-FORGIVEN_AFTER_TOKENS = 16
-"""With so many tokens since its last faulty step, a request is not the cause of that one."""
-MAX_DEATHS_ALONE = 2
-"""The death of a worker while one request runs alone may be chance; the second one is not."""
-MAX_UNRELATED_DEATHS = 2
-"""Where workers are also lost without a request, so many more deaths while it runs alone may be chance."""
-MAX_BREAKS_ALONE = 3
-"""Streams that break while one request runs alone, and do not while others run."""
 
 
 class FailureAttribution:
     """All of it is to be called before the epoch is stopped, while it is known what was unfinished."""
 
     def __init__(
-        self, scheduler: Scheduler, registry: Registry, fail: Callable[[Request, ServingError], None]
+        self,
+        scheduler: Scheduler,
+        registry: Registry,
+        fail: Callable[[Request, ServingError], None],
+        *,
+        policy: RecoveryPolicy,
     ) -> None:
         self._scheduler = scheduler
         self._isolation = scheduler.isolation
         self._registry = registry
         self._fail = fail
+        self._policy = policy
         self._num_tokens = 0
         self._num_setbacks = 0
 
@@ -50,14 +46,14 @@ class FailureAttribution:
             running = [] if request is None else [x for x in request.live_sequences if not x.state.is_queued]
             if request is None or not running:
                 continue
-            if request.num_generated_tokens >= request.num_tokens_at_fault + FORGIVEN_AFTER_TOKENS:
+            if request.num_generated_tokens >= request.num_tokens_at_fault + self._policy.forgiving_tokens:
                 request.num_faults = 0
             request.num_faults += 1
             request.num_tokens_at_fault = request.num_generated_tokens
-            if request.num_faults > MAX_RETRIES:
+            if request.num_faults > self._policy.max_step_retries:
                 text = f"all {request.num_faults} steps that computed this request were refused; the last"
                 self._fail(request, StepFailed(f"{text}: {fault}"))
-            elif request.num_faults == MAX_RETRIES:
+            elif request.num_faults == self._policy.max_step_retries:
                 self._isolation.suspect(running)
 
     def note_death(self, reason: str) -> None:
@@ -74,7 +70,8 @@ class FailureAttribution:
                 request.num_unrelated_before_deaths = self._num_unrelated(request)
             request.num_deaths_alone += 1
             num_unrelated = self._num_unrelated(request) - request.num_unrelated_before_deaths
-            if request.num_deaths_alone >= MAX_DEATHS_ALONE + min(num_unrelated, MAX_UNRELATED_DEATHS):
+            num_granted = min(num_unrelated, self._policy.max_unrelated_deaths)
+            if request.num_deaths_alone >= self._policy.max_deaths_alone + num_granted:
                 text = f"{request.num_deaths_alone} workers were lost while this request alone ran; the last"
                 self._fail(request, RequestPoisoned(f"{text}: {reason}"))
         self._isolation.note_death(self._scheduler.unfinished)
@@ -113,7 +110,7 @@ class FailureAttribution:
             request.num_breaks_alone += 1
             self._isolation.give_way(request.live_sequences)
             has_others = self._num_tokens > request.num_tokens_before_breaks
-            if request.num_breaks_alone >= MAX_BREAKS_ALONE and has_others:
+            if request.num_breaks_alone >= self._policy.max_breaks_alone and has_others:
                 text = f"{request.num_breaks_alone} streams broke while this request alone ran; the last"
                 self._fail(request, StepFailed(f"{text}: {reason}"))
         if is_lasting:

@@ -9,17 +9,16 @@ from coordinator.recovery.policy import RecoveryPolicy
 from wire.errors import StepFaultKind
 from wire.steps import FaultReport
 
-_MIN_UNKNOWN_S = 10.0
-_WARMUPS = 8
-"""How many times the warm-up of all stages the first steps may take, before anything is known of steps."""
 
-
-def overdue_fault(engine: Engine, workers: Sequence[WorkerConnection | None]) -> FaultReport | None:
+def overdue_fault(
+    engine: Engine, workers: Sequence[WorkerConnection | None], policy: RecoveryPolicy
+) -> FaultReport | None:
     """The fault of the oldest step in flight, if its answer is overdue. `workers` are those of the stages, in
     order; None for one that is gone.
     """
     warmup_s = sum(each.warmup_ms for each in workers if each is not None) / 1000
-    overdue = engine.overdue_step(unknown_s=max(_MIN_UNKNOWN_S, _WARMUPS * warmup_s))
+    unknown_s = max(policy.first_step_timeout_s, policy.first_step_warmups * warmup_s)
+    overdue = engine.overdue_step(unknown_s=unknown_s)
     if overdue is None:
         return None
     step = overdue.step
@@ -36,20 +35,12 @@ def overdue_fault(engine: Engine, workers: Sequence[WorkerConnection | None]) ->
     )
 
 
-_MOST_LATE = 4
-"""So often in a row, to be late is an excuse for workers that seem silent."""
-_STEADY_S = 30.0
-"""After so long without a break, earlier losses of a worker are not held against it; after so long with some,
-half of them.
-"""
-
-
 class FailureDetector:
     """Looks after the workers and the oldest step, a few times per heartbeat."""
 
     def __init__(
         self,
-        timing: RecoveryPolicy,
+        policy: RecoveryPolicy,
         *,
         connections: Callable[[], Iterable[WorkerConnection]],
         on_silence: Callable[[WorkerConnection, bool], None],
@@ -62,7 +53,7 @@ class FailureDetector:
         it has been silent for too long; `on_tick` is called every time; `on_steady` when no worker was lost
         and nobody called `restart` for a while; `on_time` after each such while, whatever happened in it.
         """
-        self._timing = timing
+        self._policy = policy
         self._connections = connections
         self._on_silence = on_silence
         self._on_lease_over = on_lease_over
@@ -79,7 +70,7 @@ class FailureDetector:
     async def run(self) -> None:
         """Until it is cancelled."""
         loop = asyncio.get_running_loop()
-        interval_s = self._timing.heartbeat_interval_s / 2
+        interval_s = self._policy.heartbeat_interval_s / 2
         self.restart()
         self._timed_since_s = loop.time()
         num_late = 0
@@ -87,7 +78,7 @@ class FailureDetector:
             due_s = loop.time() + interval_s
             await asyncio.sleep(interval_s)
             num_late = num_late + 1 if loop.time() - due_s > interval_s else 0
-            if 0 < num_late <= _MOST_LATE:
+            if 0 < num_late <= self._policy.max_late_checks:
                 # This process was held up, so heartbeats may be here that nobody has read.
                 continue
             self._check(loop.time())
@@ -96,9 +87,9 @@ class FailureDetector:
     def _check(self, now_s: float) -> None:
         for connection in list(self._connections()):
             silence_s = now_s - connection.heard_at_s
-            lease_s = self._timing.lease_s
+            lease_s = self._policy.lease_s
             if connection.loads_tokenizer:
-                lease_s = max(lease_s, self._timing.loading_lease_s)
+                lease_s = max(lease_s, self._policy.loading_lease_s)
             if silence_s > lease_s:
                 self._on_lease_over(connection, f"no heartbeat for {silence_s:.1f} s")
                 self.restart()
@@ -107,9 +98,9 @@ class FailureDetector:
             if is_silent != connection.is_silent:
                 connection.is_silent = is_silent
                 self._on_silence(connection, is_silent)
-        if now_s - self._steady_since_s > _STEADY_S:
+        if now_s - self._steady_since_s > self._policy.steady_window_s:
             self._on_steady()
             self.restart()
-        if now_s - self._timed_since_s > _STEADY_S:
+        if now_s - self._timed_since_s > self._policy.steady_window_s:
             self._on_time()
             self._timed_since_s = now_s

@@ -4,28 +4,24 @@ from collections import Counter, deque
 from collections.abc import Collection
 
 from coordinator.cluster.actions import Shrink, StartTimer
+from coordinator.recovery.policy import RecoveryPolicy
 from wire.ids import RequestId
-
-RETURN_GRACE_S = 0.5
-"""How long a lost worker may take to come back before its layers are shared out among the others: enough for
-one whose connection broke. A process that has to start again takes longer, and the others serve meanwhile.
-"""
-REJOIN_S = 1.0
-"""How long workers may take to find a coordinator that is back, before it does without the others."""
 
 
 class RejoinTimer:
     """Of the last loss; one before it counts no more."""
 
-    def __init__(self, grace_s: float) -> None:
-        self._grace_s = grace_s
+    def __init__(self, policy: RecoveryPolicy) -> None:
+        self._policy = policy
         self._num_losses = 0
         self.is_running = False
 
     def await_all(self) -> StartTimer:
         """Nobody is here yet, and whoever was before may come."""
         self.is_running = True
-        return StartTimer(max(self._grace_s, REJOIN_S), Shrink(self._num_losses))
+        return StartTimer(
+            max(self._policy.return_grace_s, self._policy.coordinator_rejoin_s), Shrink(self._num_losses)
+        )
 
     def note_loss(self, *, is_granted: bool) -> None:
         """A worker is lost; unless that `is_granted`, nobody waits for it."""
@@ -34,7 +30,7 @@ class RejoinTimer:
 
     def timer(self) -> StartTimer:
         """When it is over."""
-        return StartTimer(self._grace_s, Shrink(self._num_losses))
+        return StartTimer(self._policy.return_grace_s, Shrink(self._num_losses))
 
     def end(self, timer: Shrink) -> bool:
         """Its time is over; False for an older one."""
@@ -44,20 +40,11 @@ class RejoinTimer:
         return True
 
 
-MAX_EPOCH_DELAY_S = 2.0
-"""Longest pause before another try when epoch after epoch ends without a single result."""
-MAX_HOP_FAILURES = 2
-"""Epochs in a row in which a stage does not reach the next one, before the plan does without that one."""
-MAX_SPOILT = 2
-"""Steps that a stage spoils before the plan does without it."""
-MAX_BREAKS = 3
-"""Epochs in a row that break without a token, before what they computed is suspected."""
-
-
 class FailureCounters:
     """Counted in a row: a result makes up for epochs that bore none, a token for those that broke."""
 
-    def __init__(self) -> None:
+    def __init__(self, policy: RecoveryPolicy) -> None:
+        self._policy = policy
         self._num_fruitless = 0
         self._num_breaks = 0
         self._last_break = ""
@@ -76,7 +63,8 @@ class FailureCounters:
         delay_s = 0.0
         if self._num_fruitless:
             # The exponent is bounded: 2**1024 is no float.
-            delay_s = min(MAX_EPOCH_DELAY_S, 0.05 * 2 ** min(self._num_fruitless, 10))
+            doubled_s = self._policy.first_epoch_delay_s * 2 ** min(self._num_fruitless - 1, 10)
+            delay_s = min(self._policy.max_epoch_delay_s, doubled_s)
         self._num_fruitless += 1
         return delay_s
 
@@ -95,7 +83,7 @@ class FailureCounters:
         """An epoch has broken; True when that is to be taken for lasting."""
         self._num_breaks += 1
         self._last_break = reason
-        return self._num_breaks >= MAX_BREAKS
+        return self._num_breaks >= self._policy.max_breaks
 
     def start_over(self) -> None:
         """With another plan, of which neither failed hops nor fruitless epochs say anything."""
@@ -112,11 +100,11 @@ class FailureCounters:
         once more, and not always for the same single request. Results in between make up for nothing: they
         may be of steps that it did not spoil.
         """
-        steps = self._spoilt.setdefault(worker, deque(maxlen=8))
+        steps = self._spoilt.setdefault(worker, deque(maxlen=self._policy.non_finite_window))
         steps.append(frozenset(requests))
-        return len(steps) >= MAX_SPOILT and len(frozenset().union(*steps)) > 1
+        return len(steps) >= self._policy.max_non_finite_steps and len(frozenset().union(*steps)) > 1
 
     def note_unreached(self, worker: str) -> bool:
         """The stage before does not reach this worker; True when that is to be taken for lasting."""
         self._hop_failures[worker] += 1
-        return self._hop_failures[worker] >= MAX_HOP_FAILURES
+        return self._hop_failures[worker] >= self._policy.max_hop_failures

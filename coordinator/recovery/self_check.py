@@ -13,6 +13,7 @@ from builtin_model import SELF_CHECK_FILE
 from checkpoint import DType
 from coordinator.model import ServedModel
 from coordinator.planner.plan import Plan
+from coordinator.recovery.policy import RecoveryPolicy
 from coordinator.recovery.self_check_script import Script, texts_for, write_script
 from coordinator.recovery.self_check_verdict import CheckOutcome, KnownReference, NoReference, Verdict, judge
 from coordinator.scheduler.kv_manager import KvCacheManager
@@ -33,12 +34,6 @@ from wire.steps import Step, StepResult
 from wire.tensors import DTYPE_TO_MESSAGE, WIRE_DTYPE_TO_MESSAGE, WireDType
 
 log = logging.getLogger(__name__)
-
-
-WAIT_S = 120.0
-"""Plans wait so long for a reference: a checkpoint of 140 GB is read at 1.2 GB/s."""
-COMPUTE_TIMEOUT_S = 3600.0
-"""For one worker; what comes after WAIT_S is for the next check."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +68,11 @@ class References:
         *,
         recorded: Path = SELF_CHECK_FILE,
         cache_directory: Path | None = None,
-        wait_s: float = WAIT_S,
+        policy: RecoveryPolicy,
     ) -> None:
         """Those that a plan has passed with are kept in `cache_directory`, if given."""
         self._model = model
-        self._wait_s = wait_s
+        self._policy = policy
         self._recorded = recorded if model.is_builtin else None
         self._kept = None if cache_directory is None else _kept_file(cache_directory, model.fingerprint)
         self._known: dict[str, KnownReference] = {}
@@ -100,10 +95,12 @@ class References:
             task = self._computing[question] = asyncio.create_task(self._compute(question, sources))
             task.add_done_callback(_take_exception)
         try:
-            async with asyncio.timeout(self._wait_s):
+            async with asyncio.timeout(self._policy.reference_wait_s):
                 return await asyncio.shield(task)
         except TimeoutError:
-            reason = f"it was not computed within {self._wait_s:g} s, and still is being computed"
+            reason = (
+                f"it was not computed within {self._policy.reference_wait_s:g} s, and still is being computed"
+            )
             raise NoReference(reason) from None
 
     def has(self, question: ReferenceQuestion) -> bool:
@@ -198,7 +195,9 @@ class References:
             num_top=NUM_TOP,
             secret=source.secret,
         )
-        response = await compute_reference(source.address, request, timeout_s=COMPUTE_TIMEOUT_S)
+        response = await compute_reference(
+            source.address, request, timeout_s=self._policy.reference_timeout_s
+        )
         reference = decode_reference(response)
         if tuple(text.tokens for text in reference.texts) != question.texts:
             raise ValueError("a reference of other texts")
@@ -215,12 +214,6 @@ def _take_exception(task: asyncio.Task[KnownReference]) -> None:
 
 def _kept_file(cache_directory: Path, fingerprint: str) -> Path:
     return cache_directory / "references" / f"{fingerprint}.json"
-
-
-ANSWER_TIMEOUT_S = 30.0
-"""For the answer to each step of a plan's first check, after that to the one before: kernels may be cold."""
-STATES_TIMEOUT_S = 5.0
-"""For what all stages have handed on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,8 +243,7 @@ class SelfCheck:
         *,
         vocab_size: int,
         interval_s: float = 0.0,
-        answer_timeout_s: float = ANSWER_TIMEOUT_S,
-        states_timeout_s: float = STATES_TIMEOUT_S,
+        policy: RecoveryPolicy,
         now_us: Callable[[], int] = wall_clock_us,
     ) -> None:
         """A check is due again after `interval_s`; never, if that is 0. `now_us`: microseconds since 1970."""
@@ -259,8 +251,7 @@ class SelfCheck:
         self._references = references
         self._vocab_size = vocab_size
         self._interval_s = interval_s
-        self._answer_timeout_s = answer_timeout_s
-        self._states_timeout_s = states_timeout_s
+        self._policy = policy
         self._now_us = now_us
         self._question: ReferenceQuestion | None = None
         self._passed: ReferenceQuestion | None = None
@@ -338,7 +329,7 @@ class SelfCheck:
         for each in script.steps:
             epoch.send(each.step)
         results = []
-        timeout_s = None if epoch.is_watched else self._answer_timeout_s
+        timeout_s = None if epoch.is_watched else self._policy.check_answer_timeout_s
         for _ in script.steps:
             async with asyncio.timeout(timeout_s):
                 results.append(await self._results.get())
@@ -354,7 +345,7 @@ class SelfCheck:
         if num_stages:
             ask()
         with contextlib.suppress(TimeoutError, ValueError):
-            async with asyncio.timeout(self._states_timeout_s):
+            async with asyncio.timeout(self._policy.check_states_timeout_s):
                 for _ in range(num_stages):
                     stage, data = await self._states.get()
                     states[stage] = decode_states(data, num_tokens)

@@ -5,15 +5,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from coordinator.recovery.policy import RecoveryPolicy
 from coordinator.scheduler.cost_model import StepCost
 from wire.steps import SliceResult, Step, StepResult, StepSlice
-
-MIN_PATIENCE_S = 2.0
-SLOWDOWN = 8.0
-"""A step may take so many times as long as nearly all before it, in proportion to what it computes."""
-
-_NUM_KEPT = 512
-_NEARLY_ALL = 0.99
 
 
 class StepTimeoutEstimator:
@@ -23,8 +17,9 @@ class StepTimeoutEstimator:
     queue in the pipeline do not make each other late.
     """
 
-    def __init__(self) -> None:
-        self._ratios: deque[float] = deque(maxlen=_NUM_KEPT)
+    def __init__(self, policy: RecoveryPolicy) -> None:
+        self._policy = policy
+        self._ratios: deque[float] = deque(maxlen=policy.step_ratio_window)
 
     def observe(self, waited_s: float, predicted_s: float) -> None:
         """An answer came after `waited_s`, to a step that was predicted to take `predicted_s`."""
@@ -33,11 +28,12 @@ class StepTimeoutEstimator:
 
     def limit_s(self, predicted_s: float, *, unknown_s: float) -> float:
         """When to give up a step; `unknown_s` while nothing is known of such steps."""
+        policy = self._policy
         if not self._ratios or predicted_s <= 0:
-            return max(MIN_PATIENCE_S, unknown_s)
+            return max(policy.min_step_timeout_s, unknown_s)
         ordered = sorted(self._ratios)
-        usual = ordered[math.ceil(_NEARLY_ALL * len(ordered)) - 1]
-        return max(MIN_PATIENCE_S, SLOWDOWN * usual * predicted_s)
+        usual = ordered[math.ceil(policy.step_ratio_quantile * len(ordered)) - 1]
+        return max(policy.min_step_timeout_s, policy.step_slowdown * usual * predicted_s)
 
 
 class ResultMismatch(Exception):
@@ -80,10 +76,10 @@ class OverdueStep:
 class StepsInFlight:
     """A queue whose order is that of the pipeline: results come in the order of the steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, policy: RecoveryPolicy) -> None:
         self._steps: deque[StepInFlight] = deque()
         self._answered_s = -math.inf
-        self._patience = StepTimeoutEstimator()
+        self._timeouts = StepTimeoutEstimator(policy)
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -115,12 +111,12 @@ class StepsInFlight:
             return None
         oldest = self._steps[0]
         waited_s = now_s - max(oldest.sent_s, self._answered_s)
-        limit_s = self._patience.limit_s(step_us(oldest.work) / 1e6, unknown_s=unknown_s)
+        limit_s = self._timeouts.limit_s(step_us(oldest.work) / 1e6, unknown_s=unknown_s)
         return OverdueStep(oldest.step, waited_s, limit_s) if waited_s > limit_s else None
 
     def note_answer(self, answered: AnsweredStep, predicted_us: float) -> None:
         """Learns from a step that was predicted to take `predicted_us`, how late is too late."""
-        self._patience.observe(answered.waited_s, predicted_us / 1e6)
+        self._timeouts.observe(answered.waited_s, predicted_us / 1e6)
 
     def take_unchecked(self, now_s: float) -> None:
         """The oldest step is answered now, and another component checks the answer. Does nothing when no step

@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from operator import attrgetter
 
+from coordinator.recovery.policy import RecoveryPolicy
 from coordinator.scheduler.batch import (
     DecodeQueue,
     SchedulerCounts,
@@ -78,7 +79,7 @@ _ORDER = attrgetter("order")
 class Scheduler:
     """Owns the queue, the running sequences, the ledger and the steps in flight, epoch after epoch."""
 
-    def __init__(self) -> None:
+    def __init__(self, policy: RecoveryPolicy) -> None:
         self._queue: list[Sequence] = []
         self._preempted: list[Sequence] = []
         self._made_way: list[Sequence] = []
@@ -86,7 +87,7 @@ class Scheduler:
         self._prefilling: dict[SequenceKey, Sequence] = {}
         self._decoding = DecodeQueue()
         self._burst_tokens = 0
-        self._in_flight = StepsInFlight()
+        self._in_flight = StepsInFlight(policy)
         self.isolation = Isolation()
         self._starts_new = True
         self._ends: list[EndRecord] = []

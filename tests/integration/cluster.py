@@ -30,8 +30,13 @@ DEADLINE_S = 30.0
 
 TOKEN = "token-of-the-operators-of-tests"
 
-TEST_TIMING = RecoveryPolicy(
-    heartbeat_interval_s=0.05, lease_s=10.0, epoch_timeout_s=10.0, recovery_timeout_s=10.0
+TEST_POLICY = RecoveryPolicy(
+    heartbeat_interval_s=0.05,
+    lease_s=10.0,
+    epoch_timeout_s=10.0,
+    recovery_timeout_s=10.0,
+    # Many tests hold frames back, on machines that may be slow, and want no step to be overdue.
+    min_step_timeout_s=60.0,
 )
 
 
@@ -115,7 +120,7 @@ class Cluster:
         max_kv_tokens: int = 1024,
         queue_size: int = 256,
         worker_memory_bytes: int = 64 * 1024 * 1024,
-        timing: RecoveryPolicy = TEST_TIMING,
+        policy: RecoveryPolicy = TEST_POLICY,
         waits: bool = True,
         has_text: bool = False,
         prefix_cache: bool = True,
@@ -171,7 +176,7 @@ class Cluster:
             trace_sample=trace_sample,
             telemetry=telemetry,
         )
-        self.server = CoordinatorServer(self._config, _model_of(self._config, has_text=has_text), timing)
+        self.server = CoordinatorServer(self._config, _model_of(self._config, has_text=has_text), policy)
         self.coordinator_proxy = CoordinatorProxy() if is_coordinator_proxied else None
         self.workers: dict[str, RunningWorker] = {}
         self._retired: list[RunningWorker] = []

@@ -12,12 +12,6 @@ from tests.checkpoints import make_checkpoint
 torch.set_num_threads(1)
 
 
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many of these tests hold frames back, on machines that may be slow, and want no step to be overdue."""
-    monkeypatch.setattr("coordinator.scheduler.in_flight.MIN_PATIENCE_S", 60.0)
-
-
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random float32 Llama of three layers."""

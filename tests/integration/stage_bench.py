@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from checkpoint import Checkpoint, DType
+from coordinator.recovery.policy import DEFAULT_POLICY
 from coordinator.scheduler.kv_manager import KvCacheManager
 from coordinator.scheduler.policy import SchedulerLimits
 from coordinator.scheduler.scheduler import Scheduler
@@ -115,7 +116,7 @@ class Log:
 
     def __init__(self, assignment: Assignment) -> None:
         self._assignment = assignment
-        self.scheduler = Scheduler()
+        self.scheduler = Scheduler(DEFAULT_POLICY)
 
     def begin(self, epoch: int) -> None:
         if self.scheduler.kv is not None:

@@ -12,12 +12,12 @@ import pytest
 from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc, stage_pb2
 from tests.checkpoints import make_checkpoint
 from tests.integration.asks import SoloRuns, mixed_asks
-from tests.integration.cluster import DEADLINE_S, TEST_TIMING, Ask, Cluster
+from tests.integration.cluster import DEADLINE_S, TEST_POLICY, Ask, Cluster
 from wire.channels import PROTOCOL_VERSION, client_channel
 from wire.ids import new_incarnation
 
 LAYERS = (1, 1, 1)
-IMPATIENT = replace(TEST_TIMING, recovery_timeout_s=0.5)
+IMPATIENT = replace(TEST_POLICY, recovery_timeout_s=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ async def test_requests_that_come_before_the_workers_wait_and_are_served(
 
 
 async def test_too_few_workers_are_unavailable_with_the_reason(varied_llama: Path) -> None:
-    async with Cluster(varied_llama, layers=LAYERS, num_workers=2, waits=False, timing=IMPATIENT) as cluster:
+    async with Cluster(varied_llama, layers=LAYERS, num_workers=2, waits=False, policy=IMPATIENT) as cluster:
         await cluster.wait_status(lambda status: len(status.workers) == 2)
         answer = await cluster.generate(Ask(prompt=(1,), max_tokens=4))
         assert answer.error is not None
@@ -48,8 +48,8 @@ async def test_too_few_workers_are_unavailable_with_the_reason(varied_llama: Pat
 
 async def test_survivors_that_are_too_small_leave_requests_with_the_numbers(varied_llama: Path) -> None:
     """One cannot hold what three did, and it is said what is missing and where."""
-    timing = replace(TEST_TIMING, recovery_timeout_s=2.0, return_grace_s=0.1)
-    async with Cluster(varied_llama, layers=LAYERS, timing=timing, worker_memory_bytes=880_000) as cluster:
+    policy = replace(TEST_POLICY, recovery_timeout_s=2.0, return_grace_s=0.1)
+    async with Cluster(varied_llama, layers=LAYERS, policy=policy, worker_memory_bytes=880_000) as cluster:
         async with cluster.generating(mixed_asks(2, max_tokens=120)) as answers:
             async with asyncio.timeout(DEADLINE_S):
                 while not all(answer.tokens for answer in answers):
@@ -70,8 +70,8 @@ async def test_survivors_that_are_too_small_leave_requests_with_the_numbers(vari
 
 
 async def test_live_requests_fail_when_a_worker_stays_away(varied_llama: Path, solo: SoloRuns) -> None:
-    timing = replace(IMPATIENT, return_grace_s=DEADLINE_S)
-    async with Cluster(varied_llama, layers=LAYERS, timing=timing) as cluster:
+    policy = replace(IMPATIENT, return_grace_s=DEADLINE_S)
+    async with Cluster(varied_llama, layers=LAYERS, policy=policy) as cluster:
         async with cluster.generating(mixed_asks(4, max_tokens=120)) as answers:
             async with asyncio.timeout(DEADLINE_S):
                 while not all(answer.tokens for answer in answers):
@@ -90,7 +90,7 @@ async def test_live_requests_fail_when_a_worker_stays_away(varied_llama: Path, s
 
 async def test_a_model_that_does_not_fit_blocks_with_the_numbers(varied_llama: Path) -> None:
     async with Cluster(
-        varied_llama, layers=LAYERS, waits=False, timing=IMPATIENT, worker_memory_bytes=100_000
+        varied_llama, layers=LAYERS, waits=False, policy=IMPATIENT, worker_memory_bytes=100_000
     ) as cluster:
         status = await cluster.wait_state(cluster_pb2.CLUSTER_STATE_BLOCKED)
         assert re.search(r"\d+(\.\d+)? KiB", status.detail)
@@ -123,7 +123,7 @@ async def test_a_worker_with_another_model_is_named_with_both_fingerprints(
     varied_llama: Path, tmp_path: Path
 ) -> None:
     other = make_checkpoint(tmp_path / "other", "llama", num_layers=3, hidden_size=32)
-    async with Cluster(varied_llama, layers=LAYERS, num_workers=2, waits=False, timing=IMPATIENT) as cluster:
+    async with Cluster(varied_llama, layers=LAYERS, num_workers=2, waits=False, policy=IMPATIENT) as cluster:
         await cluster.start_worker("w2", model_directory=other)
         status = await cluster.wait_state(cluster_pb2.CLUSTER_STATE_BLOCKED)
         (failed,) = [each for each in status.workers if each.state == cluster_pb2.WORKER_STATE_QUARANTINED]
@@ -229,12 +229,10 @@ async def test_requests_that_wait_for_a_pipeline_are_bounded_and_counted(varied_
         assert [error.message for error in waited] == ["the coordinator is stopping"] * 4
 
 
-async def test_a_join_that_says_nothing_is_refused(
-    varied_llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("coordinator.api.cluster_service.HELLO_TIMEOUT_S", 0.1)
+async def test_a_join_that_says_nothing_is_refused(varied_llama: Path) -> None:
+    policy = replace(TEST_POLICY, hello_timeout_s=0.1)
     async with (
-        Cluster(varied_llama, layers=LAYERS, num_workers=0, waits=False) as cluster,
+        Cluster(varied_llama, layers=LAYERS, num_workers=0, waits=False, policy=policy) as cluster,
         client_channel(cluster.address) as channel,
     ):
         call = cluster_pb2_grpc.ClusterStub(channel).Join(timeout=DEADLINE_S)

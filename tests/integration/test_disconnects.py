@@ -10,11 +10,11 @@ import pytest
 
 from stageline_rpc.v1 import cluster_pb2
 from tests.integration.calls import Caller, Reader, StatusCode, again, message
-from tests.integration.cluster import TEST_TIMING, Cluster
+from tests.integration.cluster import TEST_POLICY, Cluster
 from tests.integration.gate import Gate
 
 LAYERS = (1, 1, 1)
-TIMING = replace(TEST_TIMING, sweep_interval_s=0.05)
+POLICY = replace(TEST_POLICY, sweep_interval_s=0.05)
 LONG_PROMPT = tuple(index * 7 % 128 for index in range(200))
 
 
@@ -22,7 +22,7 @@ LONG_PROMPT = tuple(index * 7 % 128 for index in range(200))
 async def served(directory: Path) -> AsyncIterator[tuple[Cluster, Caller]]:
     """A cluster whose pipeline can be stopped, with a client that stays."""
     async with (
-        Cluster(directory, layers=LAYERS, timing=TIMING, max_kv_tokens=2048, hop_proxies=[0]) as cluster,
+        Cluster(directory, layers=LAYERS, policy=POLICY, max_kv_tokens=2048, hop_proxies=[0]) as cluster,
         Caller(cluster.address) as caller,
     ):
         yield cluster, caller

@@ -16,7 +16,7 @@ from stageline.cli import main
 from stageline.client.errors import StatusDetails, Unavailable, WorkerNotFound
 from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc
 from tests.integration.asks import mixed_asks
-from tests.integration.cluster import DEADLINE_S, TEST_TIMING, TOKEN, Ask, Cluster
+from tests.integration.cluster import DEADLINE_S, TEST_POLICY, TOKEN, Ask, Cluster
 from tests.integration.test_mock_cluster import VOCAB_SIZE, check, has_tokens, mock_cluster, until
 from tests.mock_answers import mock_tokens
 from wire.channels import client_channel
@@ -167,8 +167,8 @@ async def test_the_last_worker_finishes_what_runs_and_what_waits_is_served_by_th
 
 async def test_the_last_worker_leaves_when_its_time_is_over() -> None:
     """What runs then goes on with the next one."""
-    timing = replace(TEST_TIMING, drain_timeout_s=0.1)
-    async with mock_cluster(1, "step=5ms", timing=timing) as cluster:
+    policy = replace(TEST_POLICY, drain_timeout_s=0.1)
+    async with mock_cluster(1, "step=5ms", policy=policy) as cluster:
         async with cluster.generating([Ask(prompt=(1, 2), max_tokens=200)]) as answers:
             await until(lambda: has_tokens(answers, 2))
             await drain(cluster, "w0")

@@ -15,7 +15,7 @@ from stageline.client.errors import Unavailable
 from stageline.client.output import Completion, Completions, GenerateOutput
 from stageline_rpc.v1 import cluster_pb2
 from tests.integration.calls import SECRET
-from tests.integration.cluster import DEADLINE_S, TEST_TIMING, Cluster
+from tests.integration.cluster import DEADLINE_S, TEST_POLICY, Cluster
 from tests.unit.coordinator.journal.journals import crashed
 from wire.ids import id_text, new_request_id
 
@@ -152,14 +152,14 @@ async def test_without_workers_the_requests_of_a_journal_wait_and_then_fail(tmp_
 async def test_a_coordinator_that_follows_one_that_served_goes_on_with_fewer_workers(tmp_path: Path) -> None:
     """Two of three are left: as after a loss, they do without the third, and health says so meanwhile."""
     story = Story({})
-    fast = replace(TEST_TIMING, return_grace_s=0.05)
+    fast = replace(TEST_POLICY, return_grace_s=0.05)
     layers = (4, 4, 4)
-    first = Cluster(None, layers=layers, has_text=True, journal=tmp_path / "j.db", timing=fast)
+    first = Cluster(None, layers=layers, has_text=True, journal=tmp_path / "j.db", policy=fast)
     async with first, AsyncExitStack() as stack:
         await story.read_some(first, stack)
         journal = crashed(tmp_path / "j.db", tmp_path / "after")
     second = Cluster(
-        None, layers=layers, num_workers=2, waits=False, has_text=True, journal=journal, timing=fast
+        None, layers=layers, num_workers=2, waits=False, has_text=True, journal=journal, policy=fast
     )
     async with second:
         assert (await second.client.status()).health == cluster_pb2.HEALTH_DEGRADED

@@ -15,7 +15,7 @@ from stageline_rpc.v1 import cluster_pb2
 from telemetry.logs import PACKAGES
 from tests.integration.alterations import flip_byte
 from tests.integration.asks import mixed_asks
-from tests.integration.cluster import TEST_TIMING, TOKEN
+from tests.integration.cluster import TEST_POLICY, TOKEN
 from tests.integration.test_mock_cluster import check, has_tokens, mock_cluster, until
 from wire.frames import Frame
 from wire.ids import id_text, new_request_id
@@ -128,8 +128,8 @@ async def test_a_request_that_fails_is_a_warning_with_its_id(lines: Lines) -> No
 
 
 async def test_a_request_that_finds_no_pipeline_is_a_warning_with_its_id(lines: Lines) -> None:
-    timing = replace(TEST_TIMING, recovery_timeout_s=0.05)
-    async with mock_cluster(2, num_workers=1, waits=False, timing=timing) as cluster:
+    policy = replace(TEST_POLICY, recovery_timeout_s=0.05)
+    async with mock_cluster(2, num_workers=1, waits=False, policy=policy) as cluster:
         request_id = id_text(new_request_id())
         with pytest.raises(StagelineError):
             await cluster.client.complete([1, 2, 3], max_tokens=4, request_id=request_id, timeout_s=5)

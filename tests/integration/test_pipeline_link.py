@@ -11,6 +11,7 @@ import grpc.aio
 import pytest
 
 from coordinator.cluster.pipeline import LinkBroken, PipelineLink
+from coordinator.recovery.policy import DEFAULT_POLICY
 from stageline_rpc.v1 import stage_pb2
 from wire.stage_calls import Messages, forward_handler
 
@@ -56,7 +57,9 @@ async def test_links_that_end_leave_no_task_behind(
     for ending in ("here", "there", "refused"):
         stage.accepts = ending != "refused"
         broke = asyncio.get_running_loop().create_future()
-        link = PipelineLink(address, stage_pb2.HopHello(), broke.set_result)
+        link = PipelineLink(
+            address, stage_pb2.HopHello(), broke.set_result, timeout_s=DEFAULT_POLICY.connect_timeout_s
+        )
         if ending == "refused":
             with pytest.raises(LinkBroken, match="not now"):
                 await link.open()
@@ -78,7 +81,9 @@ async def test_links_that_end_leave_no_task_behind(
 async def test_a_stage_where_too_many_streams_wait_is_asked_again(first: tuple[First, str]) -> None:
     stage, address = first
     stage.num_overloaded = 2
-    link = PipelineLink(address, stage_pb2.HopHello(), lambda reason: None)
+    link = PipelineLink(
+        address, stage_pb2.HopHello(), lambda reason: None, timeout_s=DEFAULT_POLICY.connect_timeout_s
+    )
     await link.open()
     await link.close()
     assert stage.num_overloaded == 0

@@ -13,7 +13,7 @@ import stage_worker.validation
 from stageline_rpc.v1 import cluster_pb2
 from tests.integration.asks import SoloRuns
 from tests.integration.calls import Caller, StatusCode
-from tests.integration.cluster import DEADLINE_S, TEST_TIMING, Cluster
+from tests.integration.cluster import DEADLINE_S, TEST_POLICY, Cluster
 from tests.integration.footprint import Footprint, resident_bytes
 from tests.integration.storm import FATES, Storm
 
@@ -68,11 +68,11 @@ async def test_storms_of_requests_leave_nothing_behind(
     # A write that meets the end of its call: grpc tells of it with a traceback, which would hold the request.
     caplog.set_level(logging.CRITICAL, "grpc")
     solo = SoloRuns(varied_llama)
-    timing = replace(TEST_TIMING, sweep_interval_s=0.05)
+    policy = replace(TEST_POLICY, sweep_interval_s=0.05)
     outcomes: Counter[tuple[str, StatusCode | None]] = Counter()
     memory: list[int] = []
     async with (
-        Cluster(varied_llama, layers=LAYERS, max_kv_tokens=KV_TOKENS, timing=timing) as cluster,
+        Cluster(varied_llama, layers=LAYERS, max_kv_tokens=KV_TOKENS, policy=policy) as cluster,
         Caller(cluster.address) as caller,
     ):
         await Storm(cluster.address, caller, solo, seed=0).run(NUM_WARM_UP)

@@ -16,7 +16,7 @@ import torch
 from builtin_model import MODEL_DIRECTORY
 from checkpoint import Checkpoint
 from checkpoint.directory import sampled_ranges
-from coordinator.recovery.self_check import ANSWER_TIMEOUT_S
+from coordinator.recovery.policy import DEFAULT_POLICY
 from kvcache import Removed
 from stage_worker.assignment import ReferenceRequest
 from stage_worker.backends import torch_backend
@@ -28,7 +28,7 @@ from stage_worker.model.rope import Rope
 from stageline_rpc.v1 import cluster_pb2
 from tests.checkpoints import make_checkpoint
 from tests.integration.alterations import drop
-from tests.integration.cluster import DEADLINE_S, TEST_TIMING, Ask, Cluster
+from tests.integration.cluster import DEADLINE_S, TEST_POLICY, Ask, Cluster
 from tests.integration.planted_faults import decode_attention_is_zero, keys_and_values_are_not_written
 from wire.errors import Overloaded
 from wire.ids import CHECK_REQUEST
@@ -246,7 +246,7 @@ def zeroed_copy_of_the_built_in_model(directory: Path) -> Path:
 async def test_a_bad_worker_that_joins_does_not_take_a_good_cluster_down(tmp_path: Path) -> None:
     """Real weights that are zero on one worker only: it is put aside, and the others serve again."""
     zeroed = zeroed_copy_of_the_built_in_model(tmp_path)
-    async with Cluster(None, layers=(4, 4, 4), timing=replace(TEST_TIMING, return_grace_s=0.05)) as cluster:
+    async with Cluster(None, layers=(4, 4, 4), policy=replace(TEST_POLICY, return_grace_s=0.05)) as cluster:
         answer = await cluster.generate(ASK)
         await cluster.workers["w0"].stop()
         await cluster.wait_status(lambda status: is_serving_with(status, 2))
@@ -361,12 +361,15 @@ async def test_requests_that_come_during_checks_are_served(model: Path) -> None:
         assert cluster.epoch == 2
 
 
-async def test_a_frame_that_is_lost_in_an_idle_check_is_overdue_like_any_other(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_frame_that_is_lost_in_an_idle_check_is_overdue_like_any_other(model: Path) -> None:
     """A request that comes meanwhile is served long before a first check would be given up."""
     async with Cluster(
-        model, layers=LAYERS, self_check=True, self_check_interval_s=3600.0, hop_proxies=(1,)
+        model,
+        layers=LAYERS,
+        self_check=True,
+        self_check_interval_s=3600.0,
+        hop_proxies=(1,),
+        policy=replace(TEST_POLICY, min_step_timeout_s=DEFAULT_POLICY.min_step_timeout_s),
     ) as cluster:
         # From these answers the limit of a step is learnt.
         for _ in range(8):
@@ -380,8 +383,7 @@ async def test_a_frame_that_is_lost_in_an_idle_check_is_overdue_like_any_other(
         async with asyncio.timeout(DEADLINE_S):
             await lost.happened.wait()
         checks.check._interval_s = 0.0
-        monkeypatch.setattr("coordinator.scheduler.in_flight.MIN_PATIENCE_S", 2.0)
-        async with asyncio.timeout(ANSWER_TIMEOUT_S / 2):
+        async with asyncio.timeout(DEFAULT_POLICY.check_answer_timeout_s / 2):
             again = await cluster.generate(ASK.again())
         assert again.tokens == answer.tokens
         assert cluster.epoch > 2

@@ -15,11 +15,11 @@ from checkpoint import Checkpoint
 from checkpoint.hashes import Hashes, TensorHasher, hash_when_idle
 from stageline_rpc.v1 import cluster_pb2
 from tests.checkpoints import byte_outside_of_samples, flip_byte, make_checkpoint
-from tests.integration.cluster import DEADLINE_S, TEST_TIMING, Ask, Cluster
+from tests.integration.cluster import DEADLINE_S, TEST_POLICY, Ask, Cluster
 
 LAYERS = (1, 1, 1)
-TIMING = replace(TEST_TIMING, weights_idle_s=0.05, return_grace_s=0.05)
-NEVER = replace(TEST_TIMING, weights_idle_s=3600.0)
+POLICY = replace(TEST_POLICY, weights_idle_s=0.05, return_grace_s=0.05)
+NEVER = replace(TEST_POLICY, weights_idle_s=3600.0)
 ASK = Ask(prompt=(5, 17, 99), max_tokens=12)
 TENSOR = "model.layers.1.mlp.gate_proj.weight"
 LEVELS = {
@@ -48,9 +48,9 @@ def with_one_other_byte(model: Path, directory: Path, tensor: str) -> Path:
 
 
 async def test_weights_are_compared_by_samples_first_and_in_full_when_idle(model: Path) -> None:
-    async with Cluster(model, layers=LAYERS, timing=NEVER) as cluster:
+    async with Cluster(model, layers=LAYERS, policy=NEVER) as cluster:
         assert levels(await cluster.client.status()) == ["sampled"] * 3
-    async with Cluster(model, layers=LAYERS, timing=TIMING) as cluster:
+    async with Cluster(model, layers=LAYERS, policy=POLICY) as cluster:
         await cluster.wait_status(lambda status: levels(status) == ["full"] * 3)
         # The next plan is compared anew; a spare has nothing to compare.
         await cluster.start_worker("w3")
@@ -64,7 +64,7 @@ async def test_a_byte_that_no_sample_covers_takes_the_worker_out_and_names_the_t
     model: Path, tmp_path: Path
 ) -> None:
     damaged = with_one_other_byte(model, tmp_path, TENSOR)
-    async with Cluster(model, layers=LAYERS, timing=TIMING, num_workers=1, waits=False) as cluster:
+    async with Cluster(model, layers=LAYERS, policy=POLICY, num_workers=1, waits=False) as cluster:
         await cluster.start_worker("w1", model_directory=damaged)
         await cluster.start_worker("w2")
 
@@ -84,13 +84,13 @@ async def test_a_byte_that_no_sample_covers_takes_the_worker_out_and_names_the_t
             )
         )
         answer = await cluster.generate(ASK)
-    async with Cluster(model, layers=LAYERS, timing=NEVER) as cluster:
+    async with Cluster(model, layers=LAYERS, policy=NEVER) as cluster:
         assert (await cluster.generate(ASK.again())).tokens == answer.tokens
 
 
 async def test_the_same_files_are_refused_when_their_worker_joins_again(model: Path, tmp_path: Path) -> None:
     damaged = with_one_other_byte(model, tmp_path, TENSOR)
-    async with Cluster(model, layers=(3,), timing=TIMING, num_workers=0, waits=False) as cluster:
+    async with Cluster(model, layers=(3,), policy=POLICY, num_workers=0, waits=False) as cluster:
         await cluster.start_worker("w0", model_directory=damaged)
         first = await cluster.wait_state(cluster_pb2.CLUSTER_STATE_BLOCKED)
         assert "its weights differ" in first.workers[0].detail
@@ -124,7 +124,7 @@ async def test_a_verdict_that_comes_after_the_worker_dialled_again_reaches_the_c
         return hashes
 
     monkeypatch.setattr("stage_worker.loading.weights_check.hash_when_idle", hash_and_wait)
-    async with Cluster(model, layers=(3,), timing=TIMING, num_workers=0, waits=False) as cluster:
+    async with Cluster(model, layers=(3,), policy=POLICY, num_workers=0, waits=False) as cluster:
         await cluster.start_worker("w0", model_directory=damaged)
         await cluster.wait_state(cluster_pb2.CLUSTER_STATE_SERVING)
         await cluster.start_worker("w1")

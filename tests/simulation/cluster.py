@@ -37,7 +37,7 @@ from wire.ids import Incarnation, RequestId
 
 RESTART_S = 0.4
 COORDINATOR = "10.0.1.1:7000"
-TIMING = RecoveryPolicy(heartbeat_interval_s=0.5, lease_s=2.0, epoch_timeout_s=2.0, recovery_timeout_s=20.0)
+POLICY = RecoveryPolicy(heartbeat_interval_s=0.5, lease_s=2.0, epoch_timeout_s=2.0, recovery_timeout_s=20.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +154,7 @@ class Cluster:
             fingerprint=mock_model.mock_fingerprint(model_config),
             dtype=DType.F32,
         )
-        self.coordinator = CoordinatorServer(config, model, TIMING)
+        self.coordinator = CoordinatorServer(config, model, POLICY)
         self.coordinator.engine._clock = self.loop.time
         untyped: Any = self.coordinator.controller
         if shape.is_checked:

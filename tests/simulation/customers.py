@@ -12,9 +12,8 @@ from uuid import UUID
 
 import grpc
 
-from coordinator.recovery.attribution import MAX_DEATHS_ALONE, MAX_UNRELATED_DEATHS
 from stageline_rpc.v1 import inference_pb2, inference_pb2_grpc
-from tests.simulation.cluster import TIMING, Cluster, Shape
+from tests.simulation.cluster import POLICY, Cluster, Shape
 from tests.simulation.stage_compute import VOCAB_SIZE, right_tokens
 
 Code = grpc.StatusCode
@@ -41,8 +40,9 @@ _ENDS: dict[Habit, frozenset[Code]] = {
 }
 
 
-_MOST_DEATHS = MAX_DEATHS_ALONE + MAX_UNRELATED_DEATHS
-_POISONED = re.compile(f"[{MAX_DEATHS_ALONE}-{_MOST_DEATHS}] workers were lost while this request alone ran")
+_LEAST_DEATHS = POLICY.max_deaths_alone
+_MOST_DEATHS = _LEAST_DEATHS + POLICY.max_unrelated_deaths
+_POISONED = re.compile(f"[{_LEAST_DEATHS}-{_MOST_DEATHS}] workers were lost while this request alone ran")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -203,7 +203,7 @@ class Visit:
         customer.end = f"{code.name}: {text}"
         if code in _ENDS.get(customer.habit, ()):
             return
-        was_unserved = self._cluster.oracle.unserved_s >= TIMING.recovery_timeout_s - 0.1
+        was_unserved = self._cluster.oracle.unserved_s >= POLICY.recovery_timeout_s - 0.1
         if code is Code.UNAVAILABLE and was_unserved:
             return
         if code is Code.ABORTED and "all 3 steps that computed this request were refused" in text:

@@ -9,10 +9,10 @@ from coordinator.cluster.actions import Action, Shrink, StartTimer
 from coordinator.cluster.membership import WorkerIdentity
 from coordinator.cluster.state_machine import ClusterState
 from coordinator.planner.plan import Plan, PlanImpossible, StagePlan, StepLimits, WorkerCapacity
-from coordinator.recovery.rejoin import RETURN_GRACE_S
+from coordinator.recovery.policy import DEFAULT_POLICY
 from wire.ids import Incarnation, StageRole
 
-WAITS_FOR_RETURN = StartTimer(RETURN_GRACE_S, Shrink(1))
+WAITS_FOR_RETURN = StartTimer(DEFAULT_POLICY.return_grace_s, Shrink(1))
 """What follows the first loss that nobody can make up for."""
 LIMITS = StepLimits(max_step_tokens=8, max_step_sequences=4, max_sequence_tokens=32)
 
@@ -78,6 +78,7 @@ class ClusterDriver:
         self.state = ClusterState(
             num_stages=num_stages,
             make_plan=lambda workers: plan_of(workers, needed_bytes=needed_bytes),
+            policy=DEFAULT_POLICY,
             needs_check=needs_check,
             has_served=has_served,
             last_epoch=last_epoch,

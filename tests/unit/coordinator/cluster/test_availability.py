@@ -26,9 +26,9 @@ class Waiting:
     def __init__(self, model: EngineModel) -> None:
         self.model = model
         self.cluster = ClusterDriver(num_stages=2).serving()
-        timing = replace(RecoveryPolicy(), recovery_timeout_s=TIMEOUT_S)
+        policy = replace(RecoveryPolicy(), recovery_timeout_s=TIMEOUT_S)
         self.told: list[bool] = []
-        self.availability = Availability(self.cluster.state, model.engine, timing, self.told.append)
+        self.availability = Availability(self.cluster.state, model.engine, policy, self.told.append)
         self.availability.begin()
 
     def submit(self) -> Request:

@@ -21,7 +21,7 @@ from coordinator.cluster.actions import (
 )
 from coordinator.cluster.membership import WorkerIdentity, WorkerRecord, WorkerState
 from coordinator.cluster.state_machine import ClusterPhase
-from coordinator.recovery.rejoin import MAX_EPOCH_DELAY_S
+from coordinator.recovery.policy import DEFAULT_POLICY
 from tests.unit.coordinator.cluster.cluster_driver import ClusterDriver
 
 names = st.sampled_from(["a", "b", "c", "d", "gpu-2", "gpu-10"])
@@ -231,7 +231,7 @@ class ClusterEvents(RuleBasedStateMachine):
         if self.num_fruitless == 0:
             assert begin.delay_s == 0
         else:
-            assert self.last_delay_s < begin.delay_s or begin.delay_s == MAX_EPOCH_DELAY_S
+            assert self.last_delay_s < begin.delay_s or begin.delay_s == DEFAULT_POLICY.max_epoch_delay_s
         self.num_fruitless += 1
         self.last_delay_s = begin.delay_s
 

@@ -10,7 +10,7 @@ from coordinator.cluster.controller import Controller
 from coordinator.cluster.membership import WorkerState
 from coordinator.engine.admission import AdmissionLimits
 from coordinator.engine.engine import Engine
-from coordinator.recovery.policy import RecoveryPolicy
+from coordinator.recovery.policy import DEFAULT_POLICY
 from tests.unit.coordinator.api.small_requests import served_model
 from tests.unit.coordinator.cluster.cluster_driver import ClusterDriver, identity_of
 from wire.errors import NameInUse
@@ -20,10 +20,10 @@ from wire.ids import new_incarnation
 def new_controller(*, num_stages: int) -> Controller:
     return Controller(
         ClusterDriver(num_stages=num_stages).state,
-        Engine(AdmissionLimits(queue_size=4)),
+        Engine(AdmissionLimits(queue_size=4), policy=DEFAULT_POLICY),
         served_model(),
         incarnation=new_incarnation(),
-        timing=RecoveryPolicy(),
+        policy=DEFAULT_POLICY,
     )
 
 

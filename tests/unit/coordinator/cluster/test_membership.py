@@ -17,9 +17,9 @@ from coordinator.cluster.actions import (
     StartTimer,
     StopServing,
 )
-from coordinator.cluster.membership import MAX_LOST, WorkerState
+from coordinator.cluster.membership import WorkerState
 from coordinator.cluster.state_machine import ClusterPhase
-from coordinator.recovery.rejoin import REJOIN_S
+from coordinator.recovery.policy import DEFAULT_POLICY
 from tests.unit.coordinator.cluster.cluster_driver import (
     WAITS_FOR_RETURN,
     ClusterDriver,
@@ -132,7 +132,7 @@ def test_survivors_of_which_one_fails_to_load_once_try_again() -> None:
 
 def test_a_coordinator_after_one_that_served_waits_and_then_does_without_the_lost() -> None:
     cluster = ClusterDriver(num_stages=3, has_served=True, last_epoch=7)
-    assert cluster.state.start() == [StartTimer(REJOIN_S, Shrink(0))]
+    assert cluster.state.start() == [StartTimer(DEFAULT_POLICY.coordinator_rejoin_s, Shrink(0))]
     assert cluster.join_all("a", "c") == []
     assert cluster.state.phase is ClusterPhase.WAITING_FOR_WORKERS
     assert kinds(cluster.shrink(0)) == [AssignStage] * 2
@@ -477,5 +477,5 @@ def test_only_a_few_are_remembered() -> None:
     for number in range(12):
         cluster.lose(cluster.stage_names[0])
         cluster.join(f"worker-{number}")
-    assert len(missed(cluster)) == MAX_LOST
+    assert len(missed(cluster)) == DEFAULT_POLICY.max_remembered_losses
     assert "worker-10" in missed(cluster)

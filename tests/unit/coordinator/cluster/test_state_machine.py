@@ -17,7 +17,7 @@ from coordinator.cluster.actions import (
 )
 from coordinator.cluster.membership import WorkerState
 from coordinator.cluster.state_machine import ClusterPhase
-from coordinator.recovery.rejoin import MAX_EPOCH_DELAY_S
+from coordinator.recovery.policy import DEFAULT_POLICY
 from tests.unit.coordinator.cluster.cluster_driver import WAITS_FOR_RETURN, ClusterDriver, identity_of
 
 
@@ -174,7 +174,7 @@ def test_pauses_grow_while_epochs_bear_no_fruit_and_a_result_ends_that() -> None
     assert delays[0] > 0
     assert delays == sorted(delays)
     assert delays[:3] == sorted(set(delays[:3]))
-    assert delays[-1] == MAX_EPOCH_DELAY_S
+    assert delays[-1] == DEFAULT_POLICY.max_epoch_delay_s
     cluster.get_ready()
     cluster.state.result_arrived()
     assert only_begin(cluster.state.epoch_failed(10, "fault")).delay_s == 0
@@ -194,7 +194,7 @@ def test_a_cluster_that_faults_for_days_keeps_trying() -> None:
     cluster = ClusterDriver(num_stages=1).serving()
     for epoch in range(1, 1200):
         begin = only_begin(cluster.state.epoch_failed(epoch, "fault"))
-    assert (begin.epoch, begin.delay_s) == (1200, MAX_EPOCH_DELAY_S)
+    assert (begin.epoch, begin.delay_s) == (1200, DEFAULT_POLICY.max_epoch_delay_s)
 
 
 # Loss

@@ -9,6 +9,7 @@ from pathlib import Path
 from coordinator.engine.durability import Durability, restore
 from coordinator.engine.request import Request
 from coordinator.journal.journal import Journal
+from coordinator.recovery.policy import DEFAULT_POLICY
 from tests.unit.coordinator.engine.engine_model import Call, EngineModel
 from tests.unit.coordinator.engine.wishes import Wish
 from tests.unit.coordinator.journal.journals import IDENTITY, accepted_request, crashed
@@ -71,7 +72,9 @@ class Coordinators:
 
     def _begin(self) -> None:
         self.journal = Journal(self._path, IDENTITY)
-        self.durability = Durability(self.journal, GRACE_S, wall_clock=lambda: self.now_s)
+        self.durability = Durability(
+            self.journal, GRACE_S, policy=DEFAULT_POLICY, wall_clock=lambda: self.now_s
+        )
         self.model = EngineModel(num_blocks=64, num_stages=2, durability=self.durability)
         self.model.now_s = self.now_s
         for arrival, left in enumerate(self.journal.take_requests()):

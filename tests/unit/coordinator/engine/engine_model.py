@@ -14,6 +14,7 @@ from coordinator.engine.observer import EngineObserver
 from coordinator.engine.output_stream import Output, OutputStream, Positions
 from coordinator.engine.request import Request
 from coordinator.journal.records import AcceptedRequest
+from coordinator.recovery.policy import DEFAULT_POLICY
 from coordinator.scheduler.kv_manager import KvCacheManager
 from coordinator.scheduler.policy import SchedulerLimits
 from coordinator.scheduler.sequence import SequenceState
@@ -131,6 +132,7 @@ class EngineModel:
         self.now_s = 1000.0
         self.engine = Engine(
             admission or AdmissionLimits(queue_size=64),
+            policy=DEFAULT_POLICY,
             clock=lambda: self.now_s,
             durability=durability,
             observers=observers,

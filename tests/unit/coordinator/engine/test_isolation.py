@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from coordinator.engine.request import Request
-from coordinator.recovery.attribution import FORGIVEN_AFTER_TOKENS, MAX_DEATHS_ALONE, MAX_UNRELATED_DEATHS
+from coordinator.recovery.policy import DEFAULT_POLICY
 from coordinator.scheduler.sequence import SequenceState
 from tests.unit.coordinator.engine.conftest import NewModel
 from tests.unit.coordinator.engine.engine_model import Call, EngineModel, check_whole, ended_as
@@ -200,7 +200,7 @@ def test_a_request_is_tried_once_more_for_each_worker_that_was_lost_without_it(n
     model = new_model()
     (request,), _ = submit_all(model, [wish_of(1)])
     model.die()
-    for num_alone in range(1, MAX_DEATHS_ALONE + MAX_UNRELATED_DEATHS):
+    for num_alone in range(1, DEFAULT_POLICY.max_deaths_alone + DEFAULT_POLICY.max_unrelated_deaths):
         model.start(64)
         assert model.engine.scheduler.lone_suspect is request.choices[0].sequence
         model.die()
@@ -214,9 +214,9 @@ def test_a_request_is_tried_once_more_for_each_worker_that_was_lost_without_it(n
 
 def test_faults_long_ago_are_forgiven(new_model: NewModel) -> None:
     model = new_model()
-    wish = Wish(prompt=(1,) * 3, max_tokens=4 * FORGIVEN_AFTER_TOKENS)
+    wish = Wish(prompt=(1,) * 3, max_tokens=4 * DEFAULT_POLICY.forgiving_tokens)
     (request,), (call,) = submit_all(model, [wish])
-    for num_before in range(0, 3 * FORGIVEN_AFTER_TOKENS, FORGIVEN_AFTER_TOKENS):
+    for num_before in range(0, 3 * DEFAULT_POLICY.forgiving_tokens, DEFAULT_POLICY.forgiving_tokens):
         while request.num_generated_tokens < num_before:
             model.run_step()
         model.fault(model.sent[-1].step_id)

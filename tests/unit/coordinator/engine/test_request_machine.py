@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from coordinator.engine.admission import AdmissionLimits
 from coordinator.engine.engine import DEADLINE_SLACK_S
 from coordinator.engine.request import Request
-from coordinator.recovery.attribution import MAX_DEATHS_ALONE, MAX_RETRIES
+from coordinator.recovery.policy import DEFAULT_POLICY
 from coordinator.scheduler.policy import SchedulerLimits
 from coordinator.scheduler.sequence import SequenceState
 from tests.unit.coordinator.engine.customers import Customer
@@ -253,7 +253,7 @@ class Requests(RuleBasedStateMachine):
         ends: Ends = {}
         if alone is not None:
             self.num_deaths_alone[alone.key.request_id] += 1
-            if self.num_deaths_alone[alone.key.request_id] == MAX_DEATHS_ALONE:
+            if self.num_deaths_alone[alone.key.request_id] == DEFAULT_POLICY.max_deaths_alone:
                 ends[alone.key.request_id] = RequestPoisoned
         self.model.die()
         self.check_ends(ends)
@@ -270,7 +270,9 @@ class Requests(RuleBasedStateMachine):
         self.model.fault(step_id, kind=kind)
         for request_id in hit:
             self.num_faults[request_id] += 1
-        failing = [request_id for request_id in hit if self.num_faults[request_id] > MAX_RETRIES]
+        failing = [
+            request_id for request_id in hit if self.num_faults[request_id] > DEFAULT_POLICY.max_step_retries
+        ]
         self.check_ends(dict.fromkeys(failing, StepFailed))
         self.plan_anew(num_blocks)
 

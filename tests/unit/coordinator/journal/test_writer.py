@@ -14,7 +14,8 @@ import pytest
 
 from coordinator.journal.journal import Journal
 from coordinator.journal.records import Entry, JournalFailed, RequestProgress
-from coordinator.journal.writer import LONGEST_PAUSE_S, JournalWriter
+from coordinator.journal.writer import JournalWriter
+from coordinator.recovery.policy import DEFAULT_POLICY
 from tests.unit.coordinator.journal.faulty_disk import FULL, FaultyDisk
 from tests.unit.coordinator.journal.journals import IDENTITY, accepted_request, left_in, opened
 
@@ -55,7 +56,9 @@ class Written:
         self.journal = FakeJournal()
         self.changes: list[str | None] = []
         self.writer = JournalWriter(
-            cast(Journal, self.journal), lambda: self.changes.append(self.writer.failure)
+            cast(Journal, self.journal),
+            lambda: self.changes.append(self.writer.failure),
+            DEFAULT_POLICY,
         )
 
     def write(self, what: str, *, key: str | None = None) -> None:
@@ -111,7 +114,9 @@ def test_probes_come_at_growing_intervals_and_soon_again_after_a_recovery(writte
     times = probed_at(60)
     pauses = [later - earlier for earlier, later in pairwise(times)]
     assert pauses == sorted(pauses)
-    assert pauses[-1] <= LONGEST_PAUSE_S + 2, "one sweep begins a probe, the next one takes its result"
+    assert pauses[-1] <= DEFAULT_POLICY.max_journal_retry_s + 2, (
+        "one sweep begins a probe, the next one takes its result"
+    )
     written.journal.error = None
     written.writer.retry(100.0)
     written.writer.retry(100.0)

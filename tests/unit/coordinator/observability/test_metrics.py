@@ -16,6 +16,7 @@ from coordinator.observability.metrics import (
 )
 from coordinator.observability.steps import WINDOW_S, BubbleWindow
 from coordinator.planner.plan import WorkerCapacity
+from coordinator.recovery.policy import DEFAULT_POLICY
 from telemetry.metrics import definitions
 from telemetry.metrics.otlp import encode_metrics
 from telemetry.metrics.registry import MetricPoints
@@ -265,7 +266,7 @@ def test_a_request_is_as_far_as_the_choice_that_is_least_far() -> None:
 
 
 def test_a_lost_worker_that_is_a_member_no_more_is_counted_until_it_is_back() -> None:
-    members = Members()
+    members = Members(DEFAULT_POLICY)
     for name in ("a", "b"):
         members.add(identity_of(name))
     (members["b"].stage,) = plan_of([WorkerCapacity(name="b", memory_bytes=1000)], needed_bytes=1).stages

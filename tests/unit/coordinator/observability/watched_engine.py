@@ -7,6 +7,7 @@ from coordinator.engine.engine import Engine
 from coordinator.engine.output_buffer import OutputBuffer
 from coordinator.engine.request import Choice, Request
 from coordinator.observability.metrics import PipelineMetrics, RequestMetrics
+from coordinator.recovery.policy import DEFAULT_POLICY
 from coordinator.scheduler.kv_manager import KvCacheManager
 from coordinator.scheduler.policy import SchedulerLimits
 from coordinator.scheduler.sequence import QueueOrder, Sequence
@@ -29,6 +30,7 @@ class WatchedEngine:
         self.registry.read_with(lambda: self.pipeline.read(self.now_s))
         self.engine = Engine(
             AdmissionLimits(queue_size=64),
+            policy=DEFAULT_POLICY,
             clock=lambda: self.now_s,
             observers=(self.requests, self.pipeline),
         )

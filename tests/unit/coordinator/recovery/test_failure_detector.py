@@ -12,7 +12,7 @@ from coordinator.recovery.failure_detector import FailureDetector
 from coordinator.recovery.policy import RecoveryPolicy
 from tests.unit.coordinator.cluster.cluster_driver import identity_of
 
-TIMING = RecoveryPolicy(heartbeat_interval_s=0.5, lease_s=2.0)
+POLICY = RecoveryPolicy(heartbeat_interval_s=0.5, lease_s=2.0)
 TICK_S = 0.25
 
 
@@ -29,7 +29,7 @@ class Seen:
         self._num_left = 0
         monkeypatch.setattr("coordinator.recovery.failure_detector.asyncio", self)
         self.watch = FailureDetector(
-            TIMING,
+            POLICY,
             connections=lambda: self.connections,
             on_silence=lambda each, is_silent: self.said.append((each.identity.name, is_silent)),
             on_lease_over=self._lose,

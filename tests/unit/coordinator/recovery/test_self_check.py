@@ -21,6 +21,7 @@ from coordinator.config import CoordinatorConfig
 from coordinator.model import ServedModel, open_model
 from coordinator.planner.plan import Plan, StepLimits, WorkerCapacity
 from coordinator.recovery import self_check
+from coordinator.recovery.policy import DEFAULT_POLICY
 from coordinator.recovery.self_check import (
     CheckedEpoch,
     ReferenceQuestion,
@@ -105,7 +106,7 @@ class Workers:
 async def test_the_worker_with_the_most_free_memory_is_asked_once(
     served: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    workers, references = Workers(monkeypatch), References(served)
+    workers, references = Workers(monkeypatch), References(served, policy=DEFAULT_POLICY)
     for _ in range(2):
         known = await references.get(QUESTION, SOURCES)
     assert known.origin == "the reference of worker large"
@@ -118,7 +119,7 @@ async def test_the_worker_with_the_most_free_memory_is_asked_once(
 async def test_a_reference_of_longer_texts_holds_for_shorter_ones(
     served: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    workers, references = Workers(monkeypatch), References(served)
+    workers, references = Workers(monkeypatch), References(served, policy=DEFAULT_POLICY)
     await references.get(QUESTION, SOURCES)
     await references.get(replace(QUESTION, texts=((3,), (4, 5))), SOURCES)
     assert workers.asked == ["large"]
@@ -130,7 +131,7 @@ async def test_another_worker_is_asked_when_one_refuses(
     served: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workers = Workers(monkeypatch, refusing="large")
-    known = await References(served).get(QUESTION, SOURCES)
+    known = await References(served, policy=DEFAULT_POLICY).get(QUESTION, SOURCES)
     assert known.origin == "the reference of worker small"
     assert workers.asked == ["large", "small"]
 
@@ -138,7 +139,7 @@ async def test_another_worker_is_asked_when_one_refuses(
 async def test_a_refusal_by_all_says_what_each_said_and_is_not_kept(
     served: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    references = References(served)
+    references = References(served, policy=DEFAULT_POLICY)
     Workers(monkeypatch, refusing="large")
     with pytest.raises(NoReference, match=r"^worker large: too large$"):
         await references.get(QUESTION, SOURCES[1:])
@@ -154,13 +155,16 @@ async def test_a_reference_of_another_model_is_a_refusal(
     Workers(monkeypatch)
     other = replace(served, config=replace(served.config, num_layers=3))
     with pytest.raises(NoReference, match="worker large: a reference of 2 layers"):
-        await References(other).get(QUESTION, SOURCES[1:])
+        await References(other, policy=DEFAULT_POLICY).get(QUESTION, SOURCES[1:])
 
 
 async def test_what_takes_too_long_goes_on_and_is_there_later(
     served: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    workers, references = Workers(monkeypatch), References(served, wait_s=0.01)
+    workers, references = (
+        Workers(monkeypatch),
+        References(served, policy=replace(DEFAULT_POLICY, reference_wait_s=0.01)),
+    )
     workers.is_held.clear()
     for _ in range(2):
         with pytest.raises(NoReference, match=r"within 0\.01 s, and still is being computed$"):
@@ -175,7 +179,7 @@ async def test_what_takes_too_long_goes_on_and_is_there_later(
 async def test_a_reference_that_failed_a_plan_comes_from_another_worker_next(
     served: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    workers, references = Workers(monkeypatch), References(served)
+    workers, references = Workers(monkeypatch), References(served, policy=DEFAULT_POLICY)
     await references.get(QUESTION, SOURCES)
     references.distrust(QUESTION)
     await references.get(QUESTION, SOURCES)
@@ -186,7 +190,7 @@ async def test_a_confirmed_reference_is_kept_for_the_next_coordinator(
     served: ServedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     workers = Workers(monkeypatch)
-    first = References(served, cache_directory=tmp_path / "cache")
+    first = References(served, cache_directory=tmp_path / "cache", policy=DEFAULT_POLICY)
     await first.get(QUESTION, SOURCES)
     assert not (tmp_path / "cache").exists(), "before a plan has passed, nothing is kept"
     await first.confirm(QUESTION)
@@ -194,11 +198,13 @@ async def test_a_confirmed_reference_is_kept_for_the_next_coordinator(
     assert (await first.get(QUESTION, SOURCES)).origin == "the reference of worker large"
     (file,) = (tmp_path / "cache" / "references").iterdir()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    second = References(served, cache_directory=tmp_path / "cache")
+    second = References(served, cache_directory=tmp_path / "cache", policy=DEFAULT_POLICY)
     known = await second.get(QUESTION, SOURCES)
     assert (known.origin, known.reference) == ("the kept reference", reference_of(QUESTION.texts))
     assert workers.asked == ["large"]
-    other = References(replace(served, fingerprint="another"), cache_directory=tmp_path / "cache")
+    other = References(
+        replace(served, fingerprint="another"), cache_directory=tmp_path / "cache", policy=DEFAULT_POLICY
+    )
     await other.get(QUESTION, SOURCES)
     assert workers.asked == ["large", "large"]
 
@@ -213,7 +219,7 @@ async def test_a_corrupt_file_is_computed_again_with_a_line_in_the_log(
 ) -> None:
     workers = Workers(monkeypatch)
     for _ in range(2):
-        references = References(served, cache_directory=tmp_path)
+        references = References(served, cache_directory=tmp_path, policy=DEFAULT_POLICY)
         await references.get(QUESTION, SOURCES)
         await references.confirm(QUESTION)
     assert workers.asked == ["large"]
@@ -224,7 +230,7 @@ async def test_a_corrupt_file_is_computed_again_with_a_line_in_the_log(
         text = file.read_text()
         place = text.index('"data": "') + 20
         file.write_text(text[:place] + ("A" if text[place] != "A" else "B") + text[place + 1 :])
-    references = References(served, cache_directory=tmp_path)
+    references = References(served, cache_directory=tmp_path, policy=DEFAULT_POLICY)
     with caplog.at_level(logging.WARNING):
         await references.get(QUESTION, SOURCES)
         await references.confirm(QUESTION)
@@ -238,7 +244,7 @@ async def test_a_cache_that_cannot_be_written_is_done_without(
 ) -> None:
     Workers(monkeypatch)
     (tmp_path / "file").write_text("")
-    references = References(served, cache_directory=tmp_path / "file")
+    references = References(served, cache_directory=tmp_path / "file", policy=DEFAULT_POLICY)
     for _ in range(2):
         await references.get(QUESTION, SOURCES)
         with caplog.at_level(logging.WARNING):
@@ -254,11 +260,13 @@ async def test_what_is_recorded_is_for_the_built_in_model_and_its_fingerprint(
     texts = tuple(check_text(number, 20, model.config.vocab_size) for number in range(NUM_TEXTS))
     for dtype in DType:
         question = ReferenceQuestion(dtype, dtype, texts)
-        assert (await References(model).get(question, ())).origin == "the recorded reference"
+        assert (
+            await References(model, policy=DEFAULT_POLICY).get(question, ())
+        ).origin == "the recorded reference"
     assert workers.asked == []
     assert read_references(SELF_CHECK_FILE, "another") == {}
     with pytest.raises(NoReference):
-        await References(replace(model, is_builtin=False)).get(question, ())
+        await References(replace(model, is_builtin=False), policy=DEFAULT_POLICY).get(question, ())
 
 
 VOCAB_SIZE = 50
@@ -523,8 +531,7 @@ class Running:
             self.references,
             vocab_size=VOCAB_SIZE,
             interval_s=interval_s,
-            answer_timeout_s=0.01,
-            states_timeout_s=0.01,
+            policy=replace(DEFAULT_POLICY, check_answer_timeout_s=0.01, check_states_timeout_s=0.01),
             now_us=lambda: 77,
         )
         self.results = answers()

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from coordinator.recovery.policy import DEFAULT_POLICY
 from coordinator.scheduler.cost_model import decodes_cost
 from coordinator.scheduler.kv_manager import KvCacheManager
 from coordinator.scheduler.policy import SchedulerLimits
@@ -64,7 +65,7 @@ class PipelineModel:
         window: int | None = None,
     ) -> None:
         self._window = window
-        self.scheduler = Scheduler()
+        self.scheduler = Scheduler(DEFAULT_POLICY)
         self.limits = limits
         self.num_blocks, self.block_size = num_blocks, block_size
         self.clients: dict[SequenceKey, _Client] = {}

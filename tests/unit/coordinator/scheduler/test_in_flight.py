@@ -4,35 +4,36 @@ from __future__ import annotations
 
 import pytest
 
+from coordinator.recovery.policy import DEFAULT_POLICY
 from coordinator.scheduler.cost_model import StepCost
-from coordinator.scheduler.in_flight import MIN_PATIENCE_S, SLOWDOWN, StepsInFlight, StepTimeoutEstimator
+from coordinator.scheduler.in_flight import StepsInFlight, StepTimeoutEstimator
 from wire.steps import Step, StepResult
 
 
 def patience_of(*ratios: float) -> StepTimeoutEstimator:
     """What it is after answers that took so many times as long as predicted."""
-    patience = StepTimeoutEstimator()
+    patience = StepTimeoutEstimator(DEFAULT_POLICY)
     for ratio in ratios:
         patience.observe(ratio * 0.1, 0.1)
     return patience
 
 
-@pytest.mark.parametrize(("unknown_s", "limit_s"), [(10.0, 10.0), (0.5, MIN_PATIENCE_S)])
+@pytest.mark.parametrize(("unknown_s", "limit_s"), [(10.0, 10.0), (0.5, DEFAULT_POLICY.min_step_timeout_s)])
 def test_while_nothing_is_known_the_limit_is_the_one_for_unknown_steps(
     unknown_s: float, limit_s: float
 ) -> None:
-    assert StepTimeoutEstimator().limit_s(1.0, unknown_s=unknown_s) == limit_s
+    assert StepTimeoutEstimator(DEFAULT_POLICY).limit_s(1.0, unknown_s=unknown_s) == limit_s
     assert patience_of(1.0).limit_s(0.0, unknown_s=unknown_s) == limit_s
 
 
 def test_fast_steps_have_two_seconds() -> None:
-    assert patience_of(1.0).limit_s(0.01, unknown_s=10.0) == MIN_PATIENCE_S == 2.0
+    assert patience_of(1.0).limit_s(0.01, unknown_s=10.0) == DEFAULT_POLICY.min_step_timeout_s == 2.0
 
 
 def test_the_limit_grows_with_the_work() -> None:
     patience = patience_of(*[1.5] * 10)
     assert patience.limit_s(1.0, unknown_s=0.0) == pytest.approx(12.0)
-    assert patience.limit_s(60.0, unknown_s=0.0) == pytest.approx(SLOWDOWN * 1.5 * 60)
+    assert patience.limit_s(60.0, unknown_s=0.0) == pytest.approx(DEFAULT_POLICY.step_slowdown * 1.5 * 60)
 
 
 def test_one_of_a_hundred_does_not_count_and_two_do() -> None:
@@ -45,7 +46,7 @@ def test_what_was_long_ago_is_forgotten() -> None:
 
 
 def test_steps_that_could_not_be_predicted_teach_nothing() -> None:
-    patience = StepTimeoutEstimator()
+    patience = StepTimeoutEstimator(DEFAULT_POLICY)
     patience.observe(100.0, 0.0)
     assert patience.limit_s(1.0, unknown_s=3.0) == 3.0
 
@@ -55,7 +56,7 @@ def step(step_id: int) -> Step:
 
 
 def test_a_step_waits_from_the_answer_before_on() -> None:
-    steps = StepsInFlight()
+    steps = StepsInFlight(DEFAULT_POLICY)
     for step_id in range(3):
         steps.add(step(step_id), StepCost(), 0.0)
     assert steps.overdue(2.0, lambda work: 0.0, unknown_s=0.0) is None
@@ -70,7 +71,7 @@ def test_a_step_waits_from_the_answer_before_on() -> None:
 
 
 def test_a_step_that_is_sent_into_an_idle_pipeline_waits_from_then_on() -> None:
-    steps = StepsInFlight()
+    steps = StepsInFlight(DEFAULT_POLICY)
     steps.add(step(0), StepCost(), 0.0)
     steps.take(StepResult(1, 0, ()), 1.0)
     assert steps.overdue(1000.0, lambda work: 0.0, unknown_s=0.0) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from coordinator.recovery.policy import DEFAULT_POLICY
 from coordinator.scheduler import scheduler
 from coordinator.scheduler.cost_model import work_of
 from coordinator.scheduler.in_flight import ResultMismatch
@@ -542,7 +543,7 @@ def test_a_step_that_holds_less_than_a_block_is_refused() -> None:
     """A long prompt could never begin."""
     limits = SchedulerLimits(max_step_tokens=3, max_step_sequences=1, max_steps_in_flight=1)
     with pytest.raises(ValueError, match="max_step_tokens 3 is less than one block of 4 tokens"):
-        Scheduler().begin_epoch(1, KvCacheManager(num_blocks=8, block_size=4), limits)
+        Scheduler(DEFAULT_POLICY).begin_epoch(1, KvCacheManager(num_blocks=8, block_size=4), limits)
 
 
 def test_finish_reasons_reach_whoever_asked() -> None:
