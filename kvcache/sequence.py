@@ -45,6 +45,13 @@ class TokensView(Sequence[int]):
         return f"TokensView({self._tokens})"
 
 
+def _check_sizes(block_size: int, max_output_tokens: int) -> None:
+    if block_size < 1:
+        raise ValueError(f"block_size must be at least 1, got {block_size}")
+    if max_output_tokens < 0:
+        raise ValueError(f"max_output_tokens must not be negative, got {max_output_tokens}")
+
+
 class ActiveSequence:
     """The tokens of one sequence and the blocks that hold them.
 
@@ -70,10 +77,7 @@ class ActiveSequence:
 
         Raises ValueError for a block size below 1, a negative output limit or a token beyond u32.
         """
-        if block_size < 1:
-            raise ValueError(f"block_size must be at least 1, got {block_size}")
-        if max_output_tokens < 0:
-            raise ValueError(f"max_output_tokens must not be negative, got {max_output_tokens}")
+        _check_sizes(block_size, max_output_tokens)
         self._tokens = list(tokens)
         self._tokens_view = TokensView(self._tokens)
         self.block_size = block_size

@@ -12,7 +12,7 @@ from kvcache import BlockTables, IntegrityMonitor, IntegrityReport, KvCacheError
 from stage_worker.assignment import Assignment
 from stage_worker.backends.contract import DeviceError, HandedOn, StageCompute, StageOutput
 from stage_worker.validation import (
-    SequenceStates,
+    StageSequences,
     StepRules,
     check_hidden_states,
     check_limits,
@@ -72,7 +72,7 @@ class StepExecutor:
         self._refused = None
         self._integrity.restart()
         self._tables = BlockTables(self._num_blocks, block_size=self._block_size)
-        self._sequences = SequenceStates()
+        self._sequences = StageSequences()
         self._compute.begin_epoch(stage=stage)
 
     def run(self, frame: Frame) -> StageOutput:

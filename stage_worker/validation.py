@@ -86,7 +86,7 @@ ENDED_REMEMBERED = 4096
 
 
 @dataclass(slots=True)
-class SequenceState:
+class StageSequence:
     """One (sequence, generation). The stage counts by itself how far it has computed."""
 
     key: SequenceKey
@@ -153,17 +153,17 @@ class SequenceState:
             )
 
 
-class SequenceStates:
+class StageSequences:
     """All live sequences of an epoch on one stage."""
 
     def __init__(self) -> None:
-        self._live: dict[SequenceKey, SequenceState] = {}
+        self._live: dict[SequenceKey, StageSequence] = {}
         self._ended: OrderedDict[tuple[SequenceKey, int], None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._live)
 
-    def __iter__(self) -> Iterator[SequenceState]:
+    def __iter__(self) -> Iterator[StageSequence]:
         return iter(self._live.values())
 
     def __contains__(self, key: SequenceKey) -> bool:
@@ -184,7 +184,7 @@ class SequenceStates:
                 key,
                 f"start of {key} with {record.num_prompt_tokens} prompt tokens of {len(record.tokens)}",
             )
-        self._live[key] = SequenceState(key, generation, record.tokens, len(record.tokens), record.sampling)
+        self._live[key] = StageSequence(key, generation, record.tokens, len(record.tokens), record.sampling)
 
     def end(self, record: EndRecord) -> None:
         """Raises StepFault RECORD for a sequence or generation that is not live."""
@@ -201,7 +201,7 @@ class SequenceStates:
         if len(self._ended) > ENDED_REMEMBERED:
             self._ended.popitem(last=False)
 
-    def get(self, key: SequenceKey) -> SequenceState:
+    def get(self, key: SequenceKey) -> StageSequence:
         """Raises StepFault SLICE_SET for a sequence that was not started."""
         state = self._live.get(key)
         if state is None:
@@ -294,14 +294,14 @@ def _repeated(step: Step) -> SequenceKey:
 
 
 def slice_layouts(
-    slices: Sequence[StepSlice], sequences: SequenceStates, tables: BlockTables, rules: StepRules
+    slices: Sequence[StepSlice], sequences: StageSequences, tables: BlockTables, rules: StepRules
 ) -> list[SliceLayout]:
     """Checks every slice against what the stage knows of its sequence, and finds its pages."""
     return [_slice_layout(part, sequences, tables, rules) for part in slices]
 
 
 def _slice_layout(
-    part: StepSlice, sequences: SequenceStates, tables: BlockTables, rules: StepRules
+    part: StepSlice, sequences: StageSequences, tables: BlockTables, rules: StepRules
 ) -> SliceLayout:
     key, first_position, num_tokens = part.sequence, part.first_position, len(part.tokens)
     end_position = first_position + num_tokens

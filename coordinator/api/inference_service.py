@@ -78,13 +78,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     def __init__(
         self,
-        sessions: RequestHandler,
+        requests: RequestHandler,
         engine: Engine,
         status: StatusReporter,
         callers: CallContexts,
         operators: Operators,
     ) -> None:
-        self._sessions = sessions
+        self._requests = requests
         self._engine = engine
         self._status = status
         self._callers = callers
@@ -94,7 +94,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: bytes, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         secret = metadata_value(context, ATTACH_SECRET_KEY) or new_attach_secret()
-        attachment = await self._sessions.accept(request, self._callers.of(context), digest_of(secret))
+        attachment = await self._requests.submit(request, self._callers.of(context), digest_of(secret))
         async for response in self._read(attachment, context, ((ATTACH_SECRET_KEY, secret),)):
             yield response
 

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import count
 from typing import TypeVar
 
@@ -27,7 +28,7 @@ from coordinator.engine.output_stream import OutputStream
 from coordinator.engine.request import Request
 from coordinator.journal.records import AcceptedRequest, JournalledRequest
 from coordinator.model import ServedModel
-from coordinator.observability.request_traces import RequestTrace, RequestTraces
+from coordinator.observability.request_traces import RequestTraces
 from coordinator.planner.plan import Plan
 from coordinator.scheduler.sequence import Priority, QueueOrder, queue_order
 from stageline_rpc.v1 import inference_pb2
@@ -96,8 +97,20 @@ TOKENIZER_THREADS = 2
 """Texts that are tokenized at once; the queue's bound holds for those that wait."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """One Generate call: `number` in the order of arrival, `is_large` if the message takes milliseconds."""
+
+    message: inference_pb2.GenerateRequest
+    caller: CallContext
+    request_id: RequestId
+    arrived_s: float
+    number: int
+    is_large: bool
+
+
 class RequestHandler:
-    """Accepts requests."""
+    """Submits the requests of clients, and those that the journal has kept."""
 
     def __init__(
         self,
@@ -126,7 +139,7 @@ class RequestHandler:
         self._arrivals = count()
         self._tokenizers = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
 
-    async def accept(self, data: bytes, caller: CallContext, attach_digest: bytes = b"") -> OutputStream:
+    async def submit(self, data: bytes, caller: CallContext, attach_digest: bytes = b"") -> OutputStream:
         """Validates and queues an encoded GenerateRequest, with the digest of the secret to attach to it.
 
         Raises InvalidRequest, RequestExists, Overloaded, JournalUnavailable, or ClusterUnavailable when there
@@ -135,11 +148,17 @@ class RequestHandler:
         with self._traces.nameless_arrival():
             message = await self._decode(data, caller)
             request_id, arrived_s = request_id_of(message), self._engine.now_s()
+        arrival = _Arrival(
+            message, caller, request_id, arrived_s, next(self._arrivals), len(data) > INLINE_BYTES
+        )
         with self._traces.arrival(request_id, caller.span, arrived_s) as trace:
-            is_large = len(data) > INLINE_BYTES
             try:
-                return await self._accept(
-                    message, caller, attach_digest, request_id, arrived_s, trace, is_large=is_large
+                request, resolved = await self._prepare(arrival)
+                request.trace, request.attach_digest = trace, attach_digest
+                return self._engine.submit(
+                    request,
+                    deadline_s=caller.deadline_s,
+                    accepted=self._journal_record(arrival, resolved, request),
                 )
             except ServingError as error:
                 error.request_id = request_id
@@ -157,36 +176,22 @@ class RequestHandler:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._tokenizers, function, *arguments)
 
-    async def _accept(
-        self,
-        message: inference_pb2.GenerateRequest,
-        caller: CallContext,
-        attach_digest: bytes,
-        request_id: RequestId,
-        arrived_s: float,
-        trace: RequestTrace,
-        *,
-        is_large: bool,
-    ) -> OutputStream:
+    async def _prepare(self, arrival: _Arrival) -> tuple[Request, Resolved]:
+        """The request of a call, validated, once the cluster has a plan."""
+        message, request_id, is_large = arrival.message, arrival.request_id, arrival.is_large
         self._engine.durability.check()
         self._engine.registry.check_new(request_id)
-        arrival = next(self._arrivals)
 
         def place(priority: Priority, choice: int) -> QueueOrder:
-            return self._place(priority, arrived_s, arrival, choice)
+            return self._place(priority, arrival.arrived_s, arrival.number, choice)
 
         def make(resolved: Resolved, plan: Plan) -> Request:
+            client = arrival.caller.client
             return make_request(
-                message,
-                resolved,
-                request_id,
-                model=self._model,
-                plan=plan,
-                client=caller.client,
-                place=place,
+                message, resolved, request_id, model=self._model, plan=plan, client=client, place=place
             )
 
-        with self._engine.admission.preparing(caller.client, num_sequences_of(message)):
+        with self._engine.admission.preparing(arrival.caller.client, num_sequences_of(message)):
             resolved = await self._resolve(message, is_large=is_large)
             plan = await self._plan_for(request_id)
             if self._controller.state.has_mock_stages:
@@ -194,12 +199,7 @@ class RequestHandler:
             request = await self._beside(make, resolved, plan) if is_large else make(resolved, plan)
             if message.sampling.echo:
                 await self._beside(make_echoed_text, request)
-        request.trace, request.attach_digest = trace, attach_digest
-        return self._engine.submit(
-            request,
-            deadline_s=caller.deadline_s,
-            accepted=self._accepted(message, resolved, request, arrived_s, caller.deadline_s),
-        )
+        return request, resolved
 
     def resume(self, journalled: list[JournalledRequest]) -> int:
         """Takes up what a former coordinator has left, in its old order; how many of them are live. To be
@@ -260,20 +260,17 @@ class RequestHandler:
             priority, arrived_s=arrived_s, arrival=arrival, choice=choice, age_s=self._priority_age_s
         )
 
-    def _accepted(
-        self,
-        message: inference_pb2.GenerateRequest,
-        resolved: Resolved,
-        request: Request,
-        arrived_s: float,
-        deadline_s: float | None,
+    def _journal_record(
+        self, arrival: _Arrival, resolved: Resolved, request: Request
     ) -> AcceptedRequest | None:
+        """The journal's record of an accepted request; None without a journal."""
         durability, now_s = self._engine.durability, self._engine.now_s()
         if durability.journal is None:
             return None
-        arrived_at, deadline_at = (durability.at(each, now_s=now_s) for each in (arrived_s, deadline_s))
+        times = (arrival.arrived_s, arrival.caller.deadline_s)
+        arrived_at, deadline_at = (durability.at(time_s, now_s=now_s) for time_s in times)
         assert arrived_at is not None
-        return accepted_of(message, resolved, request, arrived_at=arrived_at, deadline_at=deadline_at)
+        return accepted_of(arrival.message, resolved, request, arrived_at=arrived_at, deadline_at=deadline_at)
 
     async def _resolve(self, message: inference_pb2.GenerateRequest, *, is_large: bool) -> Resolved:
         """Texts take milliseconds to tokenize, and the event loop has streams to serve; ids take none."""

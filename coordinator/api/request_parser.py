@@ -100,13 +100,27 @@ def resolve_sampling(
         prompt_logprobs=_most_prompt_logprobs(message),
         grammar=grammar,
     )
+    return _resolved(message, _checked_weight(message, sampling), stop_token_ids, _stops(message, vocabulary))
+
+
+def _checked_weight(message: inference_pb2.SamplingParameters, sampling: StepSampling) -> StepSampling:
+    """Encoded now where it is large, so that no step waits for that. Raises InvalidRequest."""
     _check_weight(message, sampling)
     if len(sampling.logit_bias) + len(sampling.bad_words) > MAX_ENTRIES_ENCODED_LATE:
-        sampling = encoded_ahead(sampling)
+        return encoded_ahead(sampling)
+    return sampling
+
+
+def _resolved(
+    message: inference_pb2.SamplingParameters,
+    sampling: StepSampling,
+    stop_token_ids: frozenset[int],
+    stops: tuple[str, ...],
+) -> ResolvedSampling:
     return ResolvedSampling(
         sampling=sampling,
         stop_token_ids=stop_token_ids,
-        stops=_stops(message, vocabulary),
+        stops=stops,
         num_choices=_num_choices(message),
         echo=message.echo,
         skip_special_tokens=message.skip_special_tokens if message.HasField("skip_special_tokens") else True,
@@ -370,9 +384,8 @@ def make_request(
         grammar=resolved.grammar,
     )
     keep_s, priority = _keep_s(message), _priority(message)
-
-    def choice(index: int) -> Choice:
-        sequence = Sequence(
+    sequences = [
+        Sequence(
             SequenceKey(request_id, index),
             prompt,
             max_tokens=max_tokens,
@@ -384,11 +397,11 @@ def make_request(
             # The prompt is the same for all choices: one of them scores it.
             wants_prompt_logprobs=generation.wants_prompt_logprobs and index == 0,
         )
-        return Choice(sequence, _transcript(generation, prompt, model.text))
-
+        for index in range(generation.num_choices)
+    ]
     return Request(
         request_id,
-        [choice(index) for index in range(generation.num_choices)],
+        [Choice(sequence, _output_buffer(generation, prompt, model.text)) for sequence in sequences],
         client=client,
         keep_s=keep_s,
         num_top_prompt_logprobs=generation.num_top_prompt_logprobs,
@@ -402,7 +415,7 @@ def make_echoed_text(request: Request) -> None:
         choice.transcript.make_text(max_tokens=choice.transcript.num_tokens)
 
 
-def _transcript(
+def _output_buffer(
     generation: ResolvedSampling, prompt: tuple[int, ...], codec: TextCodec | None
 ) -> OutputBuffer:
     """With echo the prompt is part of the output, and its text too."""

@@ -33,7 +33,7 @@ from wire.steps import TokenLogprobs
 from wire.tensors import WireDType
 
 
-class NonFiniteLogits(ValueError):
+class NonFiniteReference(ValueError):
     """Logits before the token at `position` of text number `text` are not finite."""
 
     def __init__(self, text: int, position: int) -> None:
@@ -65,7 +65,7 @@ class HeadSummary:
     def add(self, first: int, logits: Tensor) -> None:
         """`logits` float32 [2, n, m] of the tokens from `first` on. Raises NonFiniteLogits."""
         for row in non_finite_rows(logits[0]):
-            raise NonFiniteLogits(*self._place(row))
+            raise NonFiniteReference(*self._place(row))
         wide = logits.double()
         highest = torch.maximum(self._highest, wide.amax(dim=2))
         self._mass = self._mass * (self._highest - highest).exp() + (wide - highest[..., None]).exp().sum(2)
@@ -338,7 +338,7 @@ def _compute(request: ReferenceRequest, checkpoint: Checkpoint, progress: LoadPr
     try:
         for first, logits in model.logits(hidden):
             summary.add(first, logits)
-    except NonFiniteLogits as error:
+    except NonFiniteReference as error:
         raise HandshakeMismatch(
             f"logits of the checkpoint in {request.dtype.value}",
             expected="finite numbers",

@@ -196,16 +196,7 @@ def _load(
     resident.end_stage()
     checkpoint = Checkpoint.open(resources.directory(assignment.model_directory))
     _check_model(assignment, checkpoint)
-    model = DecoderStage(
-        checkpoint.config,
-        layer_begin=assignment.layer_begin,
-        layer_end=assignment.layer_end,
-        has_embeddings=assignment.role.has_embeddings,
-        has_head=assignment.role.has_head,
-        dtype=assignment.dtype,
-        device=resources.device,
-        choice=resources.kernels,
-    )
+    model = _new_model(assignment, checkpoint, resources)
     kv_bytes = _kv_bytes(assignment, checkpoint.config)
     _check_memory(assignment, resources, weight_bytes=model.weight_bytes, kv_bytes=kv_bytes)
     if not assignment.role.has_head:
@@ -232,6 +223,20 @@ def _load(
         kernels=model.kernels.choice.value,
         kernels_detail=str(model.kernels),
         source=_source(model, checkpoint, resident),
+    )
+
+
+def _new_model(assignment: Assignment, checkpoint: Checkpoint, resources: WorkerResources) -> DecoderStage:
+    """The stage without its weights."""
+    return DecoderStage(
+        checkpoint.config,
+        layer_begin=assignment.layer_begin,
+        layer_end=assignment.layer_end,
+        has_embeddings=assignment.role.has_embeddings,
+        has_head=assignment.role.has_head,
+        dtype=assignment.dtype,
+        device=resources.device,
+        choice=resources.kernels,
     )
 
 

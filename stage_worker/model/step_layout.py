@@ -335,20 +335,6 @@ class StepLayout:
         cos, sin = rope.cos_sin(
             [position for item in slices for position in range(item.first_position, item.end_position)]
         )
-        singles = [item for item in slices if item.num_tokens == 1]
-        single_rows = [begin for begin, end in ranges if end - begin == 1]
-        longer = [item for item in slices if item.num_tokens > 1]
-
-        def view(window: int | None) -> AttentionViews:
-            decodes = decode_views(singles, single_rows, window, rules)
-            prefills = [prefill_view(item, window, rules) for item in longer]
-            if len(decodes) == 1 and not longer:
-                decodes = [replace(decodes[0], rows=None)]
-            return AttentionViews(
-                decodes=tuple(view.to(device) for view in decodes),
-                prefills=tuple(view.to(device) for view in prefills),
-            )
-
         return cls(
             num_tokens=ranges[-1][1],
             kernels=rules.kernels,
@@ -356,8 +342,29 @@ class StepLayout:
             sin=sin,
             writes=_kv_writes(slices, ranges, rules.block_size, device),
             prefill_rows=tuple((begin, end) for begin, end in ranges if end - begin > 1),
-            views={window: view(window) for window in windows},
+            views={window: _views(slices, ranges, window, rules, device) for window in windows},
         )
+
+
+def _views(
+    slices: Sequence[SliceLayout],
+    ranges: Sequence[tuple[int, int]],
+    window: int | None,
+    rules: ViewRules,
+    device: torch.device,
+) -> AttentionViews:
+    """What the slices, which lie in rows `ranges`, attend to with one window."""
+    singles = [item for item in slices if item.num_tokens == 1]
+    single_rows = [begin for begin, end in ranges if end - begin == 1]
+    longer = [item for item in slices if item.num_tokens > 1]
+    decodes = decode_views(singles, single_rows, window, rules)
+    prefills = [prefill_view(item, window, rules) for item in longer]
+    if len(decodes) == 1 and not longer:
+        decodes = [replace(decodes[0], rows=None)]
+    return AttentionViews(
+        decodes=tuple(view.to(device) for view in decodes),
+        prefills=tuple(view.to(device) for view in prefills),
+    )
 
 
 def _row_ranges(slices: Sequence[SliceLayout]) -> list[tuple[int, int]]:

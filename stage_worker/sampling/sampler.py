@@ -94,7 +94,7 @@ def _check_logprobs(sampling: StepSampling) -> None:
 
 
 @dataclass(slots=True)
-class SequenceState:
+class SamplerState:
     """`problem` is why no token can be drawn; `prompt` is kept for scoring until the first decode step.
 
     What is None is not used by the sequence and costs nothing.
@@ -108,7 +108,7 @@ class SequenceState:
     masks: SequenceMasks | None = None
 
     @classmethod
-    def of(cls, record: StartRecord, *, vocab_size: int) -> "SequenceState":
+    def of(cls, record: StartRecord, *, vocab_size: int) -> "SamplerState":
         """The state after `record.tokens`, whether they came with a prompt or were generated before."""
         sampling, tokens = record.sampling, record.tokens
         prompt = tokens[: record.num_prompt_tokens]
@@ -154,7 +154,7 @@ def _problem(record: StartRecord, vocab_size: int) -> str | None:
 
 def choose_rows(
     logits: Tensor,
-    states: Sequence[SequenceState],
+    states: Sequence[SamplerState],
     draws: Sequence[Draw],
     forbid: Callable[[Tensor], None] | None = None,
 ) -> list[int | None]:
@@ -175,7 +175,7 @@ def choose_rows(
 
 
 def processed(
-    logits: Tensor, states: Sequence[SequenceState], forbid: Callable[[Tensor], None] | None = None
+    logits: Tensor, states: Sequence[SamplerState], forbid: Callable[[Tensor], None] | None = None
 ) -> Tensor:
     """`logits` [n, vocab_size] after bias, penalties and masks, in the order of docs/sampling.md; each acts
     on those rows alone that use it. `logits` themselves where no row uses any.
@@ -252,11 +252,11 @@ class Sampler:
         self._vocab_size = vocab_size
         self._stage = stage
         self._grammars = grammars
-        self._live: dict[SequenceKey, SequenceState] = {}
+        self._live: dict[SequenceKey, SamplerState] = {}
 
     def start(self, record: StartRecord) -> None:
         """Makes a sequence known; what is wrong with its parameters is answered to each of its slices."""
-        state = SequenceState.of(record, vocab_size=self._vocab_size)
+        state = SamplerState.of(record, vocab_size=self._vocab_size)
         if state.problem is None and record.sampling.grammar is not None:
             grammars = self._grammars
             state.problem = grammars.start(record) if grammars is not None else NO_GRAMMARS
@@ -323,7 +323,7 @@ class Sampler:
         return replace(result, prompt_logprobs=scored)
 
     def _errors(
-        self, slices: Sequence[StepSlice], states: Sequence[SequenceState], logits: Tensor
+        self, slices: Sequence[StepSlice], states: Sequence[SamplerState], logits: Tensor
     ) -> dict[int, SliceResult]:
         """The results of rows of which nothing can be chosen."""
         errors = {
@@ -335,7 +335,7 @@ class Sampler:
         return errors
 
     def _choose_block(
-        self, slices: Sequence[StepSlice], states: Sequence[SequenceState], logits: Tensor
+        self, slices: Sequence[StepSlice], states: Sequence[SamplerState], logits: Tensor
     ) -> list[SliceResult]:
         draws = [
             Draw(state.sampling, part.sequence.choice, _position(part))
@@ -357,7 +357,7 @@ class Sampler:
         return results
 
     def _forbid(
-        self, slices: Sequence[StepSlice], states: Sequence[SequenceState], problems: dict[int, str]
+        self, slices: Sequence[StepSlice], states: Sequence[SamplerState], problems: dict[int, str]
     ) -> Callable[[Tensor], None] | None:
         """Applies the grammars of a block, if any row has one, and collects what is wrong with them."""
         grammars = self._grammars
@@ -389,7 +389,7 @@ def _position(part: StepSlice) -> int:
     return part.first_position + len(part.tokens)
 
 
-def _nothing_allowed(part: StepSlice, state: SequenceState) -> str:
+def _nothing_allowed(part: StepSlice, state: SamplerState) -> str:
     names = state.masks.names() if state.masks is not None else []
     if state.sampling.grammar is not None:
         names = [*names, "the grammar"]
@@ -397,7 +397,7 @@ def _nothing_allowed(part: StepSlice, state: SequenceState) -> str:
 
 
 def _sampled_logprobs(
-    logits: Tensor, tokens: Sequence[int | None], states: Sequence[SequenceState]
+    logits: Tensor, tokens: Sequence[int | None], states: Sequence[SamplerState]
 ) -> dict[int, TokenLogprobs]:
     """By row, of those rows that ask for them."""
     wanted = [

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from stage_worker import validation
-from stage_worker.validation import SequenceStates
+from stage_worker.validation import StageSequences
 from wire.errors import StepFault, StepFaultKind
 from wire.ids import RequestId, SequenceKey
 from wire.steps import Decode, EndRecord, Prefill, StartRecord, StepSampling, StepSlice
@@ -27,19 +27,19 @@ def decode(position: int, *, generation: int = 0) -> StepSlice:
     return StepSlice(KEY, generation, (5,), Decode(position))
 
 
-def started(generation: int = 0) -> SequenceStates:
-    states = SequenceStates()
+def started(generation: int = 0) -> StageSequences:
+    states = StageSequences()
     states.start(start(generation))
     return states
 
 
-def take(states: SequenceStates, part: StepSlice, *, valid_until: int = 0) -> None:
+def take(states: StageSequences, part: StepSlice, *, valid_until: int = 0) -> None:
     state = states.get(part.sequence)
     state.check(part, valid_until=valid_until)
     state.advance(part)
 
 
-def refused(states: SequenceStates, part: StepSlice, *, valid_until: int = 0) -> StepFault:
+def refused(states: StageSequences, part: StepSlice, *, valid_until: int = 0) -> StepFault:
     with pytest.raises(StepFault) as fault:
         take(states, part, valid_until=valid_until)
     return fault.value
@@ -136,7 +136,7 @@ def test_a_second_start_of_a_generation_that_has_ended_is_refused() -> None:
 
 def test_the_memory_of_ended_sequences_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validation, "ENDED_REMEMBERED", 2)
-    states = SequenceStates()
+    states = StageSequences()
     for generation in range(4):
         states.start(start(generation))
         states.end(EndRecord(KEY, generation))
@@ -160,4 +160,4 @@ def test_an_end_of_what_is_not_live_is_refused(generation: int) -> None:
 def test_a_start_record_that_contradicts_itself_is_refused(num_prompt_tokens: int) -> None:
     record = replace(start(), num_prompt_tokens=num_prompt_tokens)
     with pytest.raises(StepFault, match="RECORD"):
-        SequenceStates().start(record)
+        StageSequences().start(record)

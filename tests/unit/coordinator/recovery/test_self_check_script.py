@@ -10,7 +10,7 @@ from coordinator.planner.plan import Plan, StepLimits, WorkerCapacity
 from coordinator.recovery.self_check_script import Script, parts_for, texts_for, write_script
 from coordinator.scheduler.kv_manager import KvCacheManager
 from kvcache import DEFAULT_SALT, ActiveSequence, BlockTables, KvWindow, Removed
-from stage_worker.validation import SequenceStates, StepRules, check_limits, slice_layouts
+from stage_worker.validation import StageSequences, StepRules, check_limits, slice_layouts
 from tests.unit.coordinator.cluster.cluster_driver import plan_of
 from wire.ids import CHECK_REQUEST, SequenceKey, new_request_id, parse_request_id
 from wire.steps import Decode, Prefill
@@ -59,7 +59,7 @@ def replay(script: Script, made: Plan) -> None:
         max_step_sequences=made.limits.max_step_sequences,
         max_sequence_tokens=made.max_sequence_tokens,
     )
-    tables, sequences = BlockTables(made.num_blocks, block_size=made.block_size), SequenceStates()
+    tables, sequences = BlockTables(made.num_blocks, block_size=made.block_size), StageSequences()
     for step in (each.step for each in script.steps):
         check_limits(step, rules)
         for end in step.ends:
