@@ -128,7 +128,7 @@ async def test_a_worker_with_another_model_is_named_with_both_fingerprints(
         status = await cluster.wait_state(cluster_pb2.CLUSTER_STATE_BLOCKED)
         (failed,) = [each for each in status.workers if each.state == cluster_pb2.WORKER_STATE_QUARANTINED]
         assert failed.name == "w2"
-        expected, got = re.findall(r"(?:expected|got) (\S+?)(?:,|$)", failed.detail)
+        got, expected = re.findall(r"(?:has the fingerprint|expected) ([0-9a-f-]+)", failed.detail)
         assert expected == status.fingerprint != got
         answer = await cluster.generate(Ask(prompt=(1,), max_tokens=4))
         assert answer.error is not None

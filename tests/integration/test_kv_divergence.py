@@ -198,7 +198,13 @@ def test_a_changed_signal_is_caught_in_its_own_step(
         is_due = True
 
         def changed(
-            tables: BlockTables, key: object, signal: Signal, stage: int = stage, step_id: int = step_id
+            tables: BlockTables,
+            key: object,
+            signal: Signal,
+            *,
+            is_counted: bool = True,
+            stage: int = stage,
+            step_id: int = step_id,
         ) -> object:
             nonlocal is_due
             wanted: Signal | None = signal
@@ -206,7 +212,7 @@ def test_a_changed_signal_is_caught_in_its_own_step(
             if is_due and is_here and isinstance(signal, kind):
                 is_due, pipeline.harmed_at = False, pipeline.now
                 wanted = change(signal)
-            return () if wanted is None else apply(tables, key, wanted)
+            return () if wanted is None else apply(tables, key, wanted, is_counted=is_counted)
 
         with monkeypatch.context() as patch:
             patch.setattr(BlockTables, "apply", changed)
