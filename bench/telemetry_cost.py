@@ -1,10 +1,11 @@
-"""What telemetry costs: a step on the coordinator and on a worker, a span, a snapshot, an export, a scrape.
+"""Cost of telemetry: a step on the coordinator and on a worker, a span, a snapshot, an export, a scrape.
 
     python -m bench.telemetry_cost [--steps 2000]
 
-Times are medians of microseconds; other processes should be quiet. "step" is everything that a step costs in
-the coordinator's observers, from deciding on it to its answer: a real engine hands out steps and gets
-answers, in which every sequence gets a token. "text" is written on a thread beside the event loop.
+Times are medians in microseconds, of processor time where a step is measured. "step" is the total time in
+the coordinator's observers, from scheduling to the answer: a real engine sends steps and receives answers in
+which every sequence gets a token. "SDK" is the same with the values of a step recorded through
+OpenTelemetry's instruments. "text" is written on a thread beside the event loop.
 """
 
 from __future__ import annotations
@@ -13,8 +14,12 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from itertools import starmap
 
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 
 from bench.figures.coordinator_cost import _kv_log, _limits, _request
@@ -22,19 +27,19 @@ from checkpoint import DType
 from coordinator.engine.admission import AdmissionLimits
 from coordinator.engine.engine import Engine
 from coordinator.engine.observer import EngineObserver, Observers
-from coordinator.observability.metrics import PipelineMetrics, RequestMetrics, WorkerMetrics, exposed_workers
+from coordinator.observability.metrics import PipelineMetrics, RequestMetrics, WorkerMetrics
 from coordinator.observability.request_traces import RequestTraces
 from coordinator.recovery.policy import DEFAULT_POLICY
 from coordinator.scheduler.batch import SequenceUpdate
 from stage_worker.assignment import Assignment, ModelShape
 from stage_worker.backends.contract import HandedOn, StepTiming, TimedOutput
-from stage_worker.metrics import StageMetrics
+from stage_worker.metrics import ObservedStage, StageMetrics
 from stage_worker.spans import StageSpans
 from telemetry.metrics import definitions
-from telemetry.metrics.definitions import Process
-from telemetry.metrics.otlp import encode_metrics
+from telemetry.metrics.definitions import Metric, Process
+from telemetry.metrics.otlp import export_request
 from telemetry.metrics.prometheus import Exposed, prometheus_text
-from telemetry.metrics.registry import Registry
+from telemetry.metrics.registry import Attributes, Distribution, Family, Number, Registry
 from telemetry.span_recorder import SpanRecorder, new_resource, ratio_sampler
 from telemetry.span_sinks import SpanSink
 from wire.clock import ClusterClock
@@ -60,7 +65,7 @@ WARM_UP = 50
 
 
 class TimedObserver(EngineObserver):
-    """Passes on what a step causes, and notes how long that took, step by step."""
+    """Forwards the engine's events and measures the processor time of each step's observers."""
 
     def __init__(self, observers: Sequence[EngineObserver]) -> None:
         self._inner = Observers(observers)
@@ -69,27 +74,81 @@ class TimedObserver(EngineObserver):
         self.accepted = self._inner.accepted  # type: ignore[method-assign]
 
     def step_scheduled(self, duration_s: float) -> None:
-        began = time.perf_counter_ns()
+        began = time.thread_time_ns()
         self._inner.step_scheduled(duration_s)
-        self._spent_ns += time.perf_counter_ns() - began
+        self._spent_ns += time.thread_time_ns() - began
 
     def step_sent(self, step: Step, now_s: float) -> None:
-        began = time.perf_counter_ns()
+        began = time.thread_time_ns()
         self._inner.step_sent(step, now_s)
-        self._spent_ns += time.perf_counter_ns() - began
+        self._spent_ns += time.thread_time_ns() - began
         self.steps_us.append(self._spent_ns / 1e3)
         self._spent_ns = 0
 
     def step_answered(
         self, result: StepResult, progress: Sequence[SequenceUpdate], sent_s: float, now_s: float
     ) -> None:
-        began = time.perf_counter_ns()
+        began = time.thread_time_ns()
         self._inner.step_answered(result, progress, sent_s, now_s)
-        self._spent_ns += time.perf_counter_ns() - began
+        self._spent_ns += time.thread_time_ns() - began
+
+
+METER = MeterProvider(metric_readers=[InMemoryMetricReader()]).get_meter("bench")
+
+
+class SdkNumber(Number):
+    """Every change is also recorded by an instrument of the SDK."""
+
+    __slots__ = ("_counter", "_sdk_attributes", "_total")
+
+    def __init__(self, metric: Metric, attributes: Attributes) -> None:
+        self._counter = METER.create_up_down_counter(metric.name)
+        self._sdk_attributes = attributes
+        self._total = 0.0
+        super().__init__(metric, attributes)
+
+    @property
+    def value(self) -> float:
+        return self._total
+
+    @value.setter
+    def value(self, total: float) -> None:
+        self._counter.add(total - self._total, self._sdk_attributes)
+        self._total = total
+
+
+class SdkDistribution(Distribution):
+    """Every value is recorded by an instrument of the SDK."""
+
+    __slots__ = ("_histogram", "_sdk_attributes")
+
+    def __init__(self, metric: Metric, attributes: Attributes) -> None:
+        bounds = list(metric.bounds)
+        self._histogram = METER.create_histogram(metric.name, explicit_bucket_boundaries_advisory=bounds)
+        self._sdk_attributes = attributes
+        super().__init__(metric, attributes)
+
+    def observe(self, value: float, count: int = 1) -> None:
+        for _ in range(count):
+            self._histogram.record(value, self._sdk_attributes)
+
+
+class SdkRegistry(Registry):
+    """Records through the SDK's instruments."""
+
+    def number(self, metric: Metric) -> Family[Number]:
+        family: Family[Number] = Family(metric, SdkNumber)
+        self._register(family)
+        return family
+
+    def distribution(self, metric: Metric) -> Family[Distribution]:
+        family: Family[Distribution] = Family(metric, SdkDistribution)
+        self._register(family)
+        return family
 
 
 class NoSink(SpanSink):
-    """Takes everything and keeps nothing."""
+    """Discards all spans."""
 
     num_dropped = 0
 
@@ -107,8 +166,7 @@ def _recorder(sink: SpanSink) -> SpanRecorder:
     return SpanRecorder(new_resource("bench", instance="bench", version="0"), ClusterClock(), (sink,))
 
 
-def metric_observers() -> list[EngineObserver]:
-    registry = Registry(start_ns=0)
+def metric_observers(registry: Registry) -> list[EngineObserver]:
     return [RequestMetrics(registry), PipelineMetrics(registry)]
 
 
@@ -117,7 +175,7 @@ def trace_observers() -> list[EngineObserver]:
 
 
 def coordinator_step_us(observers: Sequence[EngineObserver], num_sequences: int, num_steps: int) -> float:
-    """One step in flight at a time, all sequences in each."""
+    """One step in flight at a time, with all sequences."""
     observer = TimedObserver(observers)
     limits = AdmissionLimits(queue_size=2 * num_sequences, max_unread_tokens=1 << 30)
     engine = Engine(limits, policy=DEFAULT_POLICY, observers=(observer,))
@@ -137,8 +195,8 @@ def coordinator_step_us(observers: Sequence[EngineObserver], num_sequences: int,
 
 
 def span_step_us(num_sequences: int, num_steps: int) -> float:
-    """A decode step on a stage, all of whose sequences are traced: the mean, with the spans that it ends."""
-    spans = StageSpans(_recorder(NoSink()), worker="bench")
+    """A decode step of traced sequences on a stage: the mean, including the spans that it ends."""
+    spans = StageSpans(_recorder(NoSink()), NoStage(), worker="bench")
     spans.epoch_began(_assignment(0), 1)
     keys = [SequenceKey(new_request_id(), 0) for _ in range(num_sequences)]
     parent = format_traceparent(span_context(1, 2))
@@ -156,7 +214,7 @@ def span_step_us(num_sequences: int, num_steps: int) -> float:
 def encoded_span_us() -> float:
     """A span of a stage, encoded for the wire among 15 others."""
     sink = KeptSpans()
-    spans = StageSpans(_recorder(sink), worker="bench")
+    spans = StageSpans(_recorder(sink), NoStage(), worker="bench")
     spans.epoch_began(_assignment(0), 1)
     parent = format_traceparent(span_context(1, 2))
     output = TimedOutput(HandedOn(0, b"", None), (), 0, StepTiming(1.0, 1.1, 1.2, 1.3, 0.1))
@@ -169,9 +227,14 @@ def encoded_span_us() -> float:
     return _median_us(lambda: encode_spans(sink.spans).SerializeToString(), 200) / 16
 
 
-class KeptSpans(NoSink):
-    """Keeps them."""
+class NoStage(ObservedStage):
+    """A worker without a stage."""
 
+    loaded = None
+    is_idle = True
+
+
+class KeptSpans(NoSink):
     def __init__(self) -> None:
         self.spans: list[ReadableSpan] = []
 
@@ -179,8 +242,8 @@ class KeptSpans(NoSink):
         self.spans.append(span)
 
 
-def worker_step_us(num_steps: int) -> float:
-    metrics = _stage_metrics(Registry(start_ns=0))
+def worker_step_us(registry: Registry, num_steps: int) -> float:
+    metrics = _stage_metrics(registry)
     hidden = TensorView(DType.BF16, (16, 64), bytes(16 * 64 * 2))
     frame = Frame(Step(epoch=1, step_id=0), b"", hidden)
     times = []
@@ -217,7 +280,7 @@ def _assignment(stage: int) -> Assignment:
 
 
 def _worker_registry(stage: int) -> Registry:
-    """With about as many series as a worker has."""
+    """About as many series as a worker has."""
     registry = Registry(start_ns=0)
     _stage_metrics(registry, stage % NUM_STAGES)
     registry.number(definitions.RESIDENT_MEMORY).of().set(7e7)
@@ -245,11 +308,11 @@ def _median_us(action: Callable[[], object], rounds: int) -> float:
 
 
 def scrape_us(num_workers: int) -> tuple[float, float, float, int]:
-    """Taking one worker's export, the snapshot, the text; and the text's size in bytes."""
+    """Time to take a worker's export, of a snapshot and of the text; and the text's size in bytes."""
     kept = WorkerMetrics(lambda: {f"w{index}" for index in range(num_workers)})
     for index in range(num_workers):
-        resource = {"service.name": Process.WORKER.value, "service.instance.id": f"w{index}"}
-        request = encode_metrics(_worker_registry(index).snapshot(1), resource)
+        resource = Resource({"service.name": Process.WORKER.value, "service.instance.id": f"w{index}"})
+        request = export_request(_worker_registry(index).snapshot(1), resource)
         assert kept.take(request, 0.0) == 0
     taking_us = _median_us(lambda: kept.take(request, 0.0), 200)
     registry = _coordinator_registry()
@@ -257,7 +320,8 @@ def scrape_us(num_workers: int) -> tuple[float, float, float, int]:
     snapshot = registry.snapshot(1)
 
     def text() -> bytes:
-        return prometheus_text([Exposed("", snapshot), *exposed_workers(kept.last())], "")[0]
+        (coordinator,) = export_request(snapshot, Resource({})).resource_metrics
+        return prometheus_text([Exposed("", coordinator), *starmap(Exposed, kept.last().items())], "")[0]
 
     return taking_us, snapshot_us, _median_us(text, 10), len(text())
 
@@ -269,19 +333,22 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000)
     num_steps = parser.parse_args().steps
     for num_sequences in (4, 64, 256):
-        metrics_us = coordinator_step_us(metric_observers(), num_sequences, num_steps)
+        metrics_us = coordinator_step_us(metric_observers(Registry(start_ns=0)), num_sequences, num_steps)
+        sdk_us = coordinator_step_us(metric_observers(SdkRegistry(start_ns=0)), num_sequences, num_steps)
         traces_us = coordinator_step_us(trace_observers(), num_sequences, num_steps)
         of_stage_us = span_step_us(num_sequences, num_steps)
         print(
-            f"a step of {num_sequences:>3} sequences: coordinator {metrics_us:.1f} us metrics, "
-            f"{traces_us:.1f} us spans; stage {of_stage_us:.1f} us spans"
+            f"a step of {num_sequences:>3} sequences: coordinator {metrics_us:.1f} us metrics "
+            f"(SDK {sdk_us:.1f}), {traces_us:.1f} us spans; stage {of_stage_us:.1f} us spans"
         )
-    print(f"worker, metrics of a step           {worker_step_us(num_steps):8.1f} us")
+    own_us = worker_step_us(Registry(start_ns=0), num_steps)
+    sdk_us = worker_step_us(SdkRegistry(start_ns=0), num_steps)
+    print(f"worker, metrics of a step           {own_us:8.1f} us (SDK {sdk_us:.1f})")
     print(f"worker, a span encoded              {encoded_span_us():8.1f} us")
     registry = _worker_registry(0)
     print(f"worker, a snapshot                  {_median_us(lambda: registry.snapshot(1), 500):8.1f} us")
     snapshot = registry.snapshot(1)
-    encoding_us = _median_us(lambda: encode_metrics(snapshot, {}).SerializeToString(), 500)
+    encoding_us = _median_us(lambda: export_request(snapshot, Resource({})).SerializeToString(), 500)
     print(f"worker, its message                 {encoding_us:8.1f} us")
     for num_workers in (8, 64):
         taking_us, snapshot_us, text_us, size = scrape_us(num_workers)

@@ -11,7 +11,7 @@ The time of an epoch is cut at the moments that the session knows of every step,
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,14 +19,16 @@ import grpc
 import psutil
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceResponse
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2_grpc import MetricsServiceStub
+from opentelemetry.sdk.metrics.export import ScopeMetrics
+from opentelemetry.sdk.resources import Resource
 
 from stage_worker.assignment import Assignment
 from stage_worker.backends.backend import LoadedStage
 from stage_worker.backends.contract import HandedOn, StepObserver, TimedOutput
 from telemetry.metrics import definitions
 from telemetry.metrics.definitions import Process
-from telemetry.metrics.otlp import encode_metrics
-from telemetry.metrics.registry import Distribution, Number, Registry, Snapshot, TakeSnapshot
+from telemetry.metrics.otlp import export_request
+from telemetry.metrics.registry import Distribution, Number, Registry, TakeSnapshot
 from telemetry.settings import TelemetrySettings
 from telemetry.span_recorder import SpanRecorder, new_resource
 from wire.channels import client_channel
@@ -51,7 +53,7 @@ class CoordinatorExport:
     """One call per interval; what does not arrive is counted in `num_failed`, and made up for by the next."""
 
     def __init__(
-        self, coordinator: str, take_snapshot: TakeSnapshot, resource: Mapping[str, str], *, interval_s: float
+        self, coordinator: str, take_snapshot: TakeSnapshot, resource: Resource, *, interval_s: float
     ) -> None:
         self._coordinator = coordinator
         self._take_snapshot = take_snapshot
@@ -68,7 +70,7 @@ class CoordinatorExport:
                 await self._export(stub)
 
     async def _export(self, stub: Any) -> None:
-        request = encode_metrics(self._take_snapshot(), self._resource)
+        request = export_request(self._take_snapshot(), self._resource)
         try:
             response: ExportMetricsServiceResponse = await stub.Export(request, timeout=DEADLINE_S)
         except grpc.aio.AioRpcError as error:
@@ -241,7 +243,7 @@ class WorkerMetrics:
         self._task: asyncio.Task[None] | None = None
         self._registry.read_with(self._read)
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> ScopeMetrics:
         """All metrics as of now."""
         return self._registry.snapshot(time.time_ns())
 
@@ -256,7 +258,7 @@ class WorkerMetrics:
         self._to_coordinator = CoordinatorExport(
             coordinator,
             self.snapshot,
-            {"service.name": service, "service.instance.id": name},
+            Resource({"service.name": service, "service.instance.id": name}),
             interval_s=export.to_coordinator_interval_s,
         )
         self._task = asyncio.create_task(self._to_coordinator.run(), name="metrics-to-coordinator")

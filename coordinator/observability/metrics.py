@@ -4,17 +4,19 @@ What comes is kept as it is, and read only when somebody asks for it, on the thr
 """
 
 import asyncio
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from itertools import repeat
 from typing import TYPE_CHECKING
 
 import psutil
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.metrics.v1.metrics_pb2 import ResourceMetrics
+from opentelemetry.sdk.metrics.export import ScopeMetrics
+from opentelemetry.sdk.resources import Resource
 
 from coordinator.cluster.actions import EndCause
 from coordinator.cluster.controller import Controller
@@ -27,9 +29,9 @@ from coordinator.scheduler.batch import SequenceUpdate
 from coordinator.scheduler.sequence import Sequence, SequenceState
 from telemetry.metrics import definitions
 from telemetry.metrics.definitions import WORKER, Process
-from telemetry.metrics.otlp import decode_metrics, resource_attributes
+from telemetry.metrics.otlp import export_request, resource_attributes
 from telemetry.metrics.prometheus import Exposed, prometheus_text
-from telemetry.metrics.registry import Registry, Snapshot
+from telemetry.metrics.registry import Registry
 from telemetry.settings import TelemetrySettings
 from telemetry.span_recorder import new_resource
 from wire.errors import (
@@ -204,7 +206,7 @@ class RequestMetrics(EngineObserver):
         for before_s, count in waits.items():
             assert before_s is not None
             self._inter_token_time.observe(now_s - before_s, count)
-        self._token_s.update(zip(sequences, repeat(now_s)))
+        self._token_s.update(zip(sequences, itertools.repeat(now_s)))
 
     def ended(self, request: Request, error: ServingError | None, now_s: float) -> None:
         for choice in request.choices:
@@ -346,11 +348,6 @@ class WorkerMetrics:
         return is_there and metrics.ByteSize() <= MAX_BYTES
 
 
-def exposed_workers(last: dict[str, ResourceMetrics]) -> list[Exposed]:
-    """What `WorkerMetrics.last` has given, read; some 100 us for each worker."""
-    return [Exposed(name, decode_metrics(metrics, Process.WORKER)) for name, metrics in last.items()]
-
-
 def num_points(message: ResourceMetrics) -> int:
     """Every kind of metric has its points in `data_points`."""
     metrics = (metric for scope in message.scope_metrics for metric in scope.metrics)
@@ -412,7 +409,7 @@ class CoordinatorMetrics:
         self._workers.forget_old(now_s)
         return self._workers.take(request, now_s)
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> ScopeMetrics:
         """The coordinator's own metrics as of now."""
         return self._registry.snapshot(time.time_ns())
 
@@ -430,5 +427,6 @@ class CoordinatorMetrics:
             self._failed_exports.of("collector").set(self._export.num_failed)
 
 
-def _text(own: Snapshot, workers: dict[str, ResourceMetrics], accept: str) -> tuple[bytes, str]:
-    return prometheus_text([Exposed("", own), *exposed_workers(workers)], accept)
+def _text(own: ScopeMetrics, workers: dict[str, ResourceMetrics], accept: str) -> tuple[bytes, str]:
+    (coordinator,) = export_request(own, Resource({})).resource_metrics
+    return prometheus_text([Exposed("", coordinator), *itertools.starmap(Exposed, workers.items())], accept)

@@ -10,11 +10,11 @@ import threading
 from collections.abc import Callable
 from queue import Full, Queue
 
-from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult, MetricsData
+from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult, MetricsData, ScopeMetrics
 from opentelemetry.sdk.resources import Resource
 
-from telemetry.metrics.registry import Snapshot, TakeSnapshot
-from telemetry.metrics.sdk_form import sdk_metrics
+from telemetry.metrics.otlp import metrics_data
+from telemetry.metrics.registry import TakeSnapshot
 from telemetry.settings import OtlpProtocol
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class CollectorExport:
         self._resource = resource
         self._interval_s = interval_s
         self._new_exporter = new_exporter or new_otlp_exporter
-        self._next: Queue[Snapshot | None] = Queue(maxsize=1)
+        self._next: Queue[ScopeMetrics | None] = Queue(maxsize=1)
         self._num_dropped = 0
         self._num_refused = 0
         self._is_failing = False
@@ -71,7 +71,7 @@ class CollectorExport:
             await asyncio.sleep(self._interval_s)
             self._offer(self._take_snapshot())
 
-    def _offer(self, snapshot: Snapshot) -> None:
+    def _offer(self, snapshot: ScopeMetrics) -> None:
         try:
             self._next.put_nowait(snapshot)
         except Full:
@@ -94,7 +94,7 @@ class CollectorExport:
             log.error("metrics are not exported: %s", error)
             return
         while (snapshot := self._next.get()) is not None:
-            self._note(exporter_took=self._try(exporter, sdk_metrics(snapshot, self._resource)))
+            self._note(exporter_took=self._try(exporter, metrics_data(snapshot, self._resource)))
 
     def _try(self, exporter: MetricExporter, data: MetricsData) -> bool:
         try:

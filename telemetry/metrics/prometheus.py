@@ -1,16 +1,21 @@
-"""Snapshots as the text that Prometheus reads."""
+"""Exported metrics of all processes as the text that Prometheus reads.
 
-import math
+OpenTelemetry's PrometheusMetricReader covers neither of our needs: it exposes the metrics of its own process
+only, and labels named after attributes (`stageline_stage_index`) instead of those of the table (`stage`).
+"""
+
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
+from opentelemetry.proto.metrics.v1.metrics_pb2 import HistogramDataPoint, ResourceMetrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric as FamilyText
 from prometheus_client.registry import Collector
 
 from telemetry.metrics.definitions import WORKER, Kind, Metric, Process
-from telemetry.metrics.registry import Buckets, MetricPoints, Snapshot
+from telemetry.metrics.otlp import Points, known_points
 
 _Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
@@ -20,12 +25,17 @@ class Exposed:
     """The metrics of one process; `worker` is its name, empty for the coordinator."""
 
     worker: str
-    snapshot: Snapshot
+    message: ResourceMetrics
+
+    @property
+    def process(self) -> Process:
+        return Process.WORKER if self.worker else Process.COORDINATOR
 
 
 def prometheus_text(exposed: Sequence[Exposed], accept: str) -> tuple[bytes, str]:
-    """The text and its content type: OpenMetrics where the header `accept` asks for it, the classic text
-    otherwise. Takes some 10 us per line: for a thread.
+    """The text and its content type: OpenMetrics if the header `accept` asks for it, else the classic text.
+
+    Takes some 10 us per line; call it on a thread.
     """
     encode, content_type = choose_encoder(accept)
     return encode(_Exposition(exposed)), content_type
@@ -37,18 +47,14 @@ class _Exposition(Collector):
 
     def collect(self) -> Iterable[FamilyText]:
         families: dict[str, _Family] = {}
-        for each in self._exposed:
-            for points in each.snapshot.metrics:
-                if points.points:
-                    _add_points(_family(families, points.metric), points, each.worker)
+        for source in self._exposed:
+            for metric, points in known_points(source.message, source.process):
+                if points:
+                    family = families.get(metric.name)
+                    if family is None:
+                        family = families[metric.name] = _new_family(metric)
+                    _add_points(family, metric, points, source.worker)
         return families.values()
-
-
-def _family(families: dict[str, _Family], metric: Metric) -> _Family:
-    family = families.get(metric.name)
-    if family is None:
-        family = families[metric.name] = _new_family(metric)
-    return family
 
 
 def _new_family(metric: Metric) -> _Family:
@@ -65,22 +71,18 @@ def _new_family(metric: Metric) -> _Family:
             return GaugeMetricFamily(name, about, labels=names, unit=unit)
 
 
-def _add_points(family: _Family, points: MetricPoints, worker: str) -> None:
-    of_worker = (worker,) if Process.WORKER in points.metric.processes else ()
-    for point in points.points:
-        labels = (*of_worker, *point.labels)
-        if isinstance(point.value, Buckets):
-            assert isinstance(family, HistogramMetricFamily)
-            family.add_metric(labels, _cumulative(points.metric.bounds, point.value), point.value.sum)
+def _add_points(family: _Family, metric: Metric, points: Points, worker: str) -> None:
+    worker_label = (worker,) if Process.WORKER in metric.processes else ()
+    for labels, point in points.items():
+        values = (*worker_label, *labels)
+        if isinstance(family, HistogramMetricFamily):
+            assert isinstance(point, HistogramDataPoint)
+            family.add_metric(values, _cumulative(point), point.sum)
         else:
-            assert not isinstance(family, HistogramMetricFamily)
-            family.add_metric(labels, point.value)
+            assert not isinstance(point, HistogramDataPoint)
+            family.add_metric(values, point.as_int if metric.is_integer else point.as_double)
 
 
-def _cumulative(bounds: tuple[float, ...], buckets: Buckets) -> list[tuple[str, float]]:
-    total = 0.0
-    cumulative: list[tuple[str, float]] = []
-    for bound, count in zip((*bounds, math.inf), buckets.counts, strict=True):
-        total += count
-        cumulative.append(("+Inf" if bound == math.inf else str(float(bound)), total))
-    return cumulative
+def _cumulative(point: HistogramDataPoint) -> list[tuple[str, float]]:
+    bounds = [*map(str, point.explicit_bounds), "+Inf"]
+    return list(zip(bounds, map(float, accumulate(point.bucket_counts)), strict=True))

@@ -1,93 +1,85 @@
-"""Metric values of one process and their snapshots.
+"""Metric values of one process and their snapshots, in OpenTelemetry's data model.
 
-Adding to a number takes some 50 ns, observing a value some 200 ns; a snapshot copies all of them.
+Recording is ours because it runs with every step: adding to a number takes some 50 ns, observing a value some
+200 ns, where an instrument of the SDK takes several microseconds (docs/telemetry.md has the figures).
 """
 
 from bisect import bisect_left
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
+
+from opentelemetry.sdk.metrics.export import (
+    AggregationTemporality,
+    Gauge,
+    Histogram,
+    HistogramDataPoint,
+    NumberDataPoint,
+    ScopeMetrics,
+    Sum,
+)
+from opentelemetry.sdk.metrics.export import Metric as MetricData
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from telemetry.metrics.definitions import OTHER, SERIES_OVERFLOWS, Kind, Metric
 
+SCOPE = InstrumentationScope("stageline")
+_CUMULATIVE = AggregationTemporality.CUMULATIVE
 
-@dataclass(frozen=True, slots=True)
-class Buckets:
-    """A histogram: how many values fell into each bucket, the one above all bounds last, and their sum."""
-
-    counts: tuple[int, ...]
-    sum: float
-
-    @property
-    def count(self) -> int:
-        return sum(self.counts)
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """One series; `labels` are the values of the metric's labels, in their order."""
-
-    labels: tuple[str, ...]
-    value: float | Buckets
-
-
-@dataclass(frozen=True, slots=True)
-class MetricPoints:
-    """All series of one metric."""
-
-    metric: Metric
-    points: tuple[Point, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """Times are Unix times in nanoseconds; counters and histograms count from `start_ns` on."""
-
-    start_ns: int
-    time_ns: int
-    metrics: tuple[MetricPoints, ...]
-
-
-TakeSnapshot = Callable[[], Snapshot]
-"""To be called on the event loop."""
+Attributes = Mapping[str, str | int]
+TakeSnapshot = Callable[[], ScopeMetrics]
+"""Call it on the event loop. The result does not change afterwards."""
 
 
 class Number:
     """The value of a counter or gauge."""
 
-    __slots__ = ("value",)
+    __slots__ = ("_attributes", "_is_integer", "value")
 
-    def __init__(self) -> None:
+    def __init__(self, metric: Metric, attributes: Attributes) -> None:
         self.value: float = 0
+        self._attributes = attributes
+        self._is_integer = metric.is_integer
 
     def add(self, amount: float = 1) -> None:
         self.value += amount
 
     def set(self, value: float) -> None:
-        """For what is read off; of a counter, somebody else's count."""
+        """Set a gauge, or a counter to a total that is counted elsewhere."""
         self.value = value
 
-    def point_value(self) -> float:
-        return self.value
+    def point(self, start_ns: int, time_ns: int) -> NumberDataPoint:
+        value = int(self.value) if self._is_integer else float(self.value)
+        return NumberDataPoint(self._attributes, start_ns, time_ns, value)
 
 
 class Distribution:
-    """The values of a histogram, counted by bucket; the last bucket is for what is above all bounds."""
+    """The values of a histogram, counted by bucket; the last bucket is for values above all bounds."""
 
-    __slots__ = ("_bounds", "_counts", "_sum")
+    __slots__ = ("_attributes", "_bounds", "_counts", "_sum")
 
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
+    def __init__(self, metric: Metric, attributes: Attributes) -> None:
+        self._attributes = attributes
+        self._bounds = metric.bounds
+        self._counts = [0] * (len(metric.bounds) + 1)
         self._sum = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
-        """`value`, `count` times."""
+        """Record `value`, `count` times."""
         self._counts[bisect_left(self._bounds, value)] += count
         self._sum += value * count
 
-    def point_value(self) -> Buckets:
-        return Buckets(tuple(self._counts), self._sum)
+    def point(self, start_ns: int, time_ns: int) -> HistogramDataPoint:
+        return HistogramDataPoint(
+            attributes=self._attributes,
+            start_time_unix_nano=start_ns,
+            time_unix_nano=time_ns,
+            count=sum(self._counts),
+            sum=self._sum,
+            bucket_counts=tuple(self._counts),
+            explicit_bounds=self._bounds,
+            min=None,  # type: ignore[arg-type]  # not recorded; OTLP leaves them out
+            max=None,  # type: ignore[arg-type]
+        )
 
 
 Series = TypeVar("Series", Number, Distribution)
@@ -96,28 +88,38 @@ Series = TypeVar("Series", Number, Distribution)
 class Family(Generic[Series]):
     """One metric with a series for each combination of label values."""
 
-    def __init__(self, metric: Metric, new_series: Callable[[], Series], overflows: Number) -> None:
+    def __init__(self, metric: Metric, new_series: Callable[[Metric, Attributes], Series]) -> None:
         self.metric = metric
-        self._new_series: Callable[[], Series] = new_series
-        self._overflows = overflows
+        self.num_overflows = 0
+        self._new_series: Callable[[Metric, Attributes], Series] = new_series
         self._series: dict[tuple[str, ...], Series] = {}
 
     def of(self, *labels: str) -> Series:
-        """The series with these values of the metric's labels; for hot paths to keep.
+        """The series with these label values; hot paths keep it. With too many series, that of OTHER.
 
-        Where there are too many series, that of OTHER. Raises ValueError for a value that the metric's
-        definition does not have.
+        Raises:
+            ValueError: the metric's definition does not have such a label value.
         """
         series = self._series.get(labels)
         return self._add(labels) if series is None else series
 
     def clear(self) -> None:
-        """Forgets all series."""
+        """Remove all series."""
         self._series.clear()
 
-    def points(self) -> MetricPoints:
-        points = [Point(labels, series.point_value()) for labels, series in self._series.items()]
-        return MetricPoints(self.metric, tuple(points))
+    def data(self, start_ns: int, time_ns: int) -> MetricData:
+        """A copy of all series."""
+        metric = self.metric
+        points: list[Any] = [series.point(start_ns, time_ns) for series in self._series.values()]
+        data: Histogram | Gauge | Sum
+        match metric.kind:
+            case Kind.HISTOGRAM:
+                data = Histogram(points, _CUMULATIVE)
+            case Kind.GAUGE:
+                data = Gauge(points)
+            case _:
+                data = Sum(points, _CUMULATIVE, metric.kind is Kind.COUNTER)
+        return MetricData(metric.name, metric.description, metric.unit, data)
 
     def _add(self, labels: tuple[str, ...]) -> Series:
         expected = self.metric.labels
@@ -127,48 +129,56 @@ class Family(Generic[Series]):
             if label.values and value not in label.values:
                 raise ValueError(f"{value!r} is no {label.name} of {self.metric.name}")
         if len(self._series) >= self.metric.max_series:
-            self._overflows.add()
+            self.num_overflows += 1
             labels = (OTHER,) * len(labels)
-        return self._series.setdefault(labels, self._new_series())
+        return self._series.setdefault(labels, self._new_series(self.metric, self._attributes(labels)))
+
+    def _attributes(self, labels: tuple[str, ...]) -> Attributes:
+        return {
+            label.attribute: int(value) if label.is_integer and value.isdecimal() else value
+            for label, value in zip(self.metric.labels, labels, strict=True)
+        }
 
 
 class Registry:
-    """The families of one process; made once, at its start."""
+    """The families of one process; created once, at its start."""
 
     def __init__(self, *, start_ns: int) -> None:
         """`start_ns` and all times are Unix times in nanoseconds."""
         self._start_ns = start_ns
         self._families: dict[str, Family[Number] | Family[Distribution]] = {}
         self._readers: list[Callable[[], None]] = []
-        self._overflows = Number()
-        overflows = self.number(SERIES_OVERFLOWS).of()
-        self.read_with(lambda: overflows.set(self._overflows.value))
+        self._overflows = self.number(SERIES_OVERFLOWS).of()
 
     def number(self, metric: Metric) -> Family[Number]:
-        """The family of a counter or gauge; once for each metric."""
+        """Create the family of a counter or gauge; once for each metric."""
         assert metric.kind is not Kind.HISTOGRAM, metric.name
-        family: Family[Number] = Family(metric, Number, self._overflows)
-        self._keep(family)
+        family: Family[Number] = Family(metric, Number)
+        self._register(family)
         return family
 
     def distribution(self, metric: Metric) -> Family[Distribution]:
-        """The family of a histogram; once for each metric."""
+        """Create the family of a histogram; once for each metric."""
         assert metric.kind is Kind.HISTOGRAM, metric.name
-        family: Family[Distribution] = Family(metric, lambda: Distribution(metric.bounds), self._overflows)
-        self._keep(family)
+        family: Family[Distribution] = Family(metric, Distribution)
+        self._register(family)
         return family
 
     def read_with(self, reader: Callable[[], None]) -> None:
         """`reader` sets values before each snapshot."""
         self._readers.append(reader)
 
-    def snapshot(self, now_ns: int) -> Snapshot:
-        """All values as of now, which nobody changes any more."""
+    def snapshot(self, time_ns: int) -> ScopeMetrics:
+        """Copy all values. Metrics without a series are left out."""
         for reader in self._readers:
             reader()
-        return Snapshot(self._start_ns, now_ns, tuple([each.points() for each in self._families.values()]))
+        families = self._families.values()
+        self._overflows.set(sum(family.num_overflows for family in families))
+        metrics = [family.data(self._start_ns, time_ns) for family in families]
+        recorded = [metric for metric in metrics if metric.data.data_points]
+        return ScopeMetrics(scope=SCOPE, metrics=recorded, schema_url="")
 
-    def _keep(self, family: Family[Number] | Family[Distribution]) -> None:
+    def _register(self, family: Family[Number] | Family[Distribution]) -> None:
         name = family.metric.name
         assert name not in self._families, f"two families of {name}"
         self._families[name] = family

@@ -5,23 +5,24 @@ from dataclasses import replace
 
 import grpc
 import pytest
+from opentelemetry.sdk.resources import Resource
 
 from stage_worker.metrics import CoordinatorExport
 from telemetry.metrics.definitions import Process
-from telemetry.metrics.otlp import decode_metrics, resource_attributes
-from telemetry.metrics.registry import Snapshot
+from telemetry.metrics.otlp import resource_attributes
 from telemetry.settings import MetricsExport, OtlpProtocol, TelemetrySettings
 from tests.integration.asks import mixed_asks
 from tests.integration.metrics_cluster import MetricsCluster
+from tests.metric_points import Buckets, Values, exported_values
 from tests.metrics_collector import DEADLINE_S, MetricsCollector
 from tests.unit.telemetry.metrics.snapshots import worker_snapshot
 
-RESOURCE = {"service.name": "stageline-worker", "service.instance.id": "w0"}
+RESOURCE = Resource({"service.name": "stageline-worker", "service.instance.id": "w0"})
 QUICK = MetricsExport(collector=OtlpProtocol.GRPC, interval_s=0.05, to_coordinator_interval_s=0.02)
 AT_THE_END = replace(QUICK, interval_s=3600)
 
 
-def last_snapshots(collector: MetricsCollector) -> dict[str, Snapshot]:
+def last_exports(collector: MetricsCollector) -> dict[str, dict[str, Values]]:
     """By service and instance; the coordinator's instance is a UUID."""
     found = {}
     for request in collector.requests:
@@ -30,17 +31,12 @@ def last_snapshots(collector: MetricsCollector) -> dict[str, Snapshot]:
             process = Process(resource["service.name"])
             is_worker = process is Process.WORKER
             name = resource["service.instance.id"] if is_worker else "coordinator"
-            found[name] = decode_metrics(metrics, process)
+            found[name] = exported_values(metrics, process)
     return found
 
 
-def total(snapshot: Snapshot, name: str) -> float:
-    return sum(
-        point.value if isinstance(point.value, int | float) else point.value.count
-        for each in snapshot.metrics
-        if each.metric.name == name
-        for point in each.points
-    )
+def total(exported: dict[str, Values], name: str) -> float:
+    return sum(value.count if isinstance(value, Buckets) else value for value in exported[name].values())
 
 
 @pytest.fixture
@@ -66,7 +62,7 @@ async def test_a_collector_gets_the_metrics_of_all_processes(collector_variables
                 )
             )
         # Each exports when it is stopped.
-        found = last_snapshots(collector)
+        found = last_exports(collector)
     assert sorted(found) == ["coordinator", "w0", "w1", "w2"]
     assert total(found["coordinator"], "stageline.generated.tokens") == 60
     assert total(found["coordinator"], "stageline.request.ended") == 6
@@ -99,7 +95,7 @@ async def test_a_worker_tells_the_coordinator_again_and_again() -> None:
         task = asyncio.create_task(export.run())
         await coordinator.wait_requests(3)
         (metrics,) = coordinator.requests[-1].resource_metrics
-        assert resource_attributes(metrics) == RESOURCE
+        assert resource_attributes(metrics) == RESOURCE.attributes
         assert export.num_failed == 0
         coordinator.refusal = grpc.StatusCode.UNIMPLEMENTED
         async with asyncio.timeout(DEADLINE_S):

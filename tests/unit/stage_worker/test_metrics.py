@@ -12,7 +12,8 @@ from stage_worker.executor import StepExecutor
 from stage_worker.metrics import StageMetrics
 from telemetry.metrics import definitions
 from telemetry.metrics.definitions import Metric
-from telemetry.metrics.registry import Buckets, Registry
+from telemetry.metrics.registry import Registry
+from tests.metric_points import Buckets, Values, values_of
 from tests.unit.stage_worker.backends.mock_stages import mock_assignment
 from wire.frames import Frame
 from wire.steps import Step, StepResult
@@ -55,10 +56,8 @@ class Watched:
         self.now_s = max(self.now_s, sent_s)
         self.metrics.step_done(frame, TimedOutput(output, (), 0, timing), sent_s)
 
-    def values(self, metric: Metric) -> dict[tuple[str, ...], float | Buckets]:
-        snapshot = self.registry.snapshot(0)
-        (points,) = (each.points for each in snapshot.metrics if each.metric is metric)
-        return {point.labels: point.value for point in points}
+    def values(self, metric: Metric) -> Values:
+        return values_of(self.registry.snapshot(0), metric)
 
     def seconds(self, metric: Metric, stage: str = "1") -> float:
         found = self.values(metric)[(stage,)]

@@ -2,6 +2,7 @@
 
 import pytest
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+from opentelemetry.sdk.resources import Resource
 
 from coordinator.cluster.actions import EndCause
 from coordinator.cluster.membership import Members, WorkerState
@@ -10,7 +11,6 @@ from coordinator.observability.metrics import (
     KEPT_S,
     MAX_BYTES,
     WorkerMetrics,
-    exposed_workers,
     request_state,
     worker_states,
 )
@@ -18,8 +18,9 @@ from coordinator.observability.steps import WINDOW_S, BubbleWindow
 from coordinator.planner.plan import WorkerCapacity
 from coordinator.recovery.policy import DEFAULT_POLICY
 from telemetry.metrics import definitions
-from telemetry.metrics.otlp import encode_metrics
-from telemetry.metrics.registry import MetricPoints
+from telemetry.metrics.definitions import Process
+from telemetry.metrics.otlp import export_request
+from tests.metric_points import exported_values
 from tests.unit.coordinator.cluster.cluster_driver import identity_of, plan_of
 from tests.unit.coordinator.observability.watched_engine import WatchedEngine
 from tests.unit.telemetry.metrics.snapshots import worker_snapshot
@@ -284,17 +285,15 @@ NUM_POINTS = 6
 
 
 def export(name: str, stage: str = "0", service: str = "stageline-worker") -> ExportMetricsServiceRequest:
-    resource = {"service.name": service, "service.instance.id": name}
-    return encode_metrics(worker_snapshot(stage), resource)
+    resource = Resource({"service.name": service, "service.instance.id": name})
+    return export_request(worker_snapshot(stage), resource)
 
 
-def points(workers: WorkerMetrics) -> dict[str, MetricPoints]:
-    """Of the busy time, by worker."""
+def busy_stages(workers: WorkerMetrics) -> dict[str, list[tuple[str, ...]]]:
+    """Labels of the busy time, by worker."""
     return {
-        each.worker: points
-        for each in exposed_workers(workers.last())
-        for points in each.snapshot.metrics
-        if points.metric is definitions.BUSY_TIME
+        worker: list(exported_values(message, Process.WORKER)[definitions.BUSY_TIME.name])
+        for worker, message in workers.last().items()
     }
 
 
@@ -302,10 +301,9 @@ def test_the_last_of_each_worker_counts() -> None:
     workers = WorkerMetrics(lambda: {"w0", "w1"})
     for name, stage in (("w1", "1"), ("w0", "0"), ("w0", "2")):
         assert workers.take(export(name, stage), 0.0) == 0
-    found = points(workers)
+    found = busy_stages(workers)
     assert list(found) == ["w0", "w1"]
-    assert found["w0"].points[0].labels == ("2",)
-    assert found["w1"].points[0].labels == ("1",)
+    assert found == {"w0": [("2",)], "w1": [("1",)]}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from coordinator.scheduler.kv_manager import KvCacheManager
 from coordinator.scheduler.policy import SchedulerLimits
 from coordinator.scheduler.sequence import QueueOrder, Sequence
 from telemetry.metrics.definitions import Metric
-from telemetry.metrics.registry import Buckets, Registry
+from telemetry.metrics.registry import Registry
+from tests.metric_points import Buckets, Values, values_of
 from wire.ids import SequenceKey, new_request_id
 from wire.steps import SliceResult, StageTime, Step, StepResult, StepSampling
 
@@ -83,11 +84,9 @@ class WatchedEngine:
 
     def times(self, metric: Metric, *labels: str) -> tuple[int, float]:
         """How many there are, and their sum to the microsecond."""
-        found = self._points(metric).get(labels, Buckets((), 0.0))
+        found = self._points(metric).get(labels, Buckets())
         assert isinstance(found, Buckets)
         return found.count, round(found.sum, 6)
 
-    def _points(self, metric: Metric) -> dict[tuple[str, ...], float | Buckets]:
-        snapshot = self.registry.snapshot(0)
-        (points,) = (each.points for each in snapshot.metrics if each.metric is metric)
-        return {point.labels: point.value for point in points}
+    def _points(self, metric: Metric) -> Values:
+        return values_of(self.registry.snapshot(0), metric)

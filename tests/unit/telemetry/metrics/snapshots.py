@@ -1,12 +1,14 @@
 """Snapshots for tests: some of every kind of metric, of a coordinator and of a worker."""
 
+from opentelemetry.sdk.metrics.export import ScopeMetrics
+
 from telemetry.metrics import definitions
-from telemetry.metrics.registry import Registry, Snapshot
+from telemetry.metrics.registry import Registry
 
 START_NS, NOW_NS = 1_700_000_000_000_000_000, 1_700_000_010_000_000_000
 
 
-def coordinator_snapshot() -> Snapshot:
+def coordinator_snapshot() -> ScopeMetrics:
     registry = Registry(start_ns=START_NS)
     registry.number(definitions.REQUESTS_ENDED).of("finished").set(7)
     registry.number(definitions.BUBBLE).of().set(0.25)
@@ -19,7 +21,7 @@ def coordinator_snapshot() -> Snapshot:
     return registry.snapshot(NOW_NS)
 
 
-def worker_snapshot(stage: str = "2") -> Snapshot:
+def worker_snapshot(stage: str = "2") -> ScopeMetrics:
     registry = Registry(start_ns=START_NS)
     registry.number(definitions.BUSY_TIME).of(stage).add(1.5)
     registry.number(definitions.KV_BLOCKS).of(stage, "free").set(40)

@@ -3,18 +3,27 @@
 from collections.abc import Iterable
 
 import pytest
+from opentelemetry.sdk.metrics.export import ScopeMetrics
+from opentelemetry.sdk.resources import Resource
 from prometheus_client import parser
 from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics import parser as openmetrics_parser
 
+from telemetry.metrics.otlp import export_request
 from telemetry.metrics.prometheus import Exposed, prometheus_text
 from tests.unit.telemetry.metrics.snapshots import coordinator_snapshot, worker_snapshot
 
 OPEN_METRICS = "application/openmetrics-text; version=1.0.0"
+
+
+def exposed(worker: str, snapshot: ScopeMetrics) -> Exposed:
+    return Exposed(worker, export_request(snapshot, Resource({})).resource_metrics[0])
+
+
 EXPOSED = [
-    Exposed("", coordinator_snapshot()),
-    Exposed("w0", worker_snapshot("0")),
-    Exposed("w1", worker_snapshot("1")),
+    exposed("", coordinator_snapshot()),
+    exposed("w0", worker_snapshot("0")),
+    exposed("w1", worker_snapshot("1")),
 ]
 
 
