@@ -1,17 +1,23 @@
-"""Writes the timeline of a part of a run."""
+"""Draws timelines: one row per stage, one colour per step; white is idle time."""
 
 from __future__ import annotations
 
+import colorsys
+
+from matplotlib.figure import Figure
+
 from bench.harness.cluster import BenchCluster
 from bench.harness.group import Setting
-from bench.harness.timeline import timeline
-from bench.harness.timeline_svg import draw
+from bench.harness.timeline import Timeline, timeline
+
+NUM_COLOURS = 12
+"""Neighbouring steps, and steps in flight together, differ in colour."""
 
 
 def write_timeline(
     setting: Setting, cluster: BenchCluster, begin_s: float, end_s: float, *, name: str, title: str
 ) -> None:
-    """Draws [begin_s, end_s] of the machine's clock into NAME_timeline.svg; says so when it cannot."""
+    """Draws [begin_s, end_s] of the machine's clock into NAME_timeline.svg, or reports why it cannot."""
     file = setting.output_directory / f"{name}_timeline.svg"
     try:
         drawn = timeline(cluster.steps(), begin_s, end_s)
@@ -19,4 +25,28 @@ def write_timeline(
         setting.say(f"no {file.name}: {error}")
         return
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(draw(drawn, title))
+    draw(drawn, title).savefig(file)
+
+
+def draw(drawn: Timeline, title: str) -> Figure:
+    """One collection of bars per stage, FIRST on top."""
+    figure = Figure(figsize=(12, 1 + 0.3 * drawn.num_stages), layout="constrained")
+    axes = figure.subplots()
+    for stage in range(drawn.num_stages):
+        bars = [bar for bar in drawn.bars if bar.stage == stage]
+        axes.broken_barh(
+            [(bar.begin_s * 1e3, (bar.end_s - bar.begin_s) * 1e3) for bar in bars],
+            (stage - 0.4, 0.8),
+            facecolors=[_colour(bar.step_id) for bar in bars],
+        )
+    axes.set_yticks(range(drawn.num_stages), [f"stage {stage}" for stage in range(drawn.num_stages)])
+    axes.secondary_yaxis("right").set_yticks(range(drawn.num_stages), [f"{busy:.1%}" for busy in drawn.busy])
+    axes.set(xlim=(0, drawn.duration_s * 1e3), ylim=(drawn.num_stages - 0.5, -0.5), xlabel="ms")
+    travel_ms = drawn.travel_s * 1e3
+    axes.set_title(f"{title}\none colour per step, white is idle; all hops of a step {travel_ms:.2f} ms")
+    return figure
+
+
+def _colour(step_id: int) -> tuple[float, float, float]:
+    # Steps of the golden angle keep neighbours far apart on the colour wheel.
+    return colorsys.hls_to_rgb(step_id % NUM_COLOURS * 137.5 % 360 / 360, 0.58, 0.62)

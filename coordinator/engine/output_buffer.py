@@ -46,7 +46,7 @@ class OutputBuffer:
     tokens and their log-probabilities travel together.
 
     Text is made when it is read, or, with stop strings, when a token is appended; a token takes microseconds
-    (`bench/text.py`). Where many are due at once, an echoed prompt or what nobody has read for a long time,
+    (bench/STUDIES.md). Where many are due at once, an echoed prompt or what nobody has read for a long time,
     `make_text` does it in portions.
     """
 

@@ -1,15 +1,13 @@
 from __future__ import annotations
 
-import re
 from collections import deque
 from dataclasses import replace
-from xml.etree import ElementTree
 
 import pytest
 
 from bench.harness.step_log import LoggedStep
 from bench.harness.timeline import timeline, travel_s
-from bench.harness.timeline_svg import draw
+from bench.harness.timeline_file import draw
 from tests.unit.bench.runs import logged
 
 
@@ -102,18 +100,14 @@ def test_steps_that_do_not_tell_their_times_alike_are_no_timeline(
 
 def test_the_drawing_has_a_row_per_stage_and_a_bar_per_stage_and_step() -> None:
     steps, _ = simulated([0.02, 0.02, 0.02], hop_s=0.001, num_steps=8, in_flight=3)
-    drawn = timeline(steps, 0.0, steps[-1].result_s)
-    document = draw(drawn, "3 stages & more")
-    root = ElementTree.fromstring(document)
-    titles = [title.text or "" for title in root.iter("{http://www.w3.org/2000/svg}title")]
-    assert len(titles) == len(drawn.bars) == 24
-    assert re.findall(r">(stage \d+)<", document) == ["stage 0", "stage 1", "stage 2"]
+    (axes,) = draw(timeline(steps, 0.0, steps[-1].result_s), "3 stages & more").axes
+    assert [len(row.get_paths()) for row in axes.collections] == [8, 8, 8]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["stage 0", "stage 1", "stage 2"]
 
 
 def test_a_step_has_one_colour_on_all_stages_and_its_neighbours_have_others() -> None:
     steps, _ = simulated([0.02, 0.02], hop_s=0.001, num_steps=6, in_flight=3)
-    document = draw(timeline(steps, 0.0, steps[-1].result_s), "colours")
-    found = re.findall(r'fill="(hsl[^"]*)">\n?<title>step (\d+)', document)
-    colours = {step: {colour for colour, other in found if other == step} for _, step in found}
-    assert all(len(each) == 1 for each in colours.values())
-    assert len(set.union(*colours.values())) == 6
+    (axes,) = draw(timeline(steps, 0.0, steps[-1].result_s), "colours").axes
+    first, second = ([tuple(colour) for colour in row.get_facecolor()] for row in axes.collections)
+    assert first == second
+    assert len(set(first)) == 6
