@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from coordinator.cluster.controller import Controller
 from coordinator.cluster.membership import WorkerRecord, WorkerState
 from coordinator.cluster.messages import ROLE_TO_MESSAGE
-from coordinator.cluster.state_machine import ClusterPhase
+from coordinator.cluster.transitions import ClusterPhase
 from coordinator.engine.engine import Engine
 from coordinator.model import ServedModel
 from coordinator.recovery.self_check_verdict import CheckOutcome

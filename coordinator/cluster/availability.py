@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
-from coordinator.cluster.state_machine import ClusterPhase, ClusterState
+from coordinator.cluster.state_machine import ClusterState
+from coordinator.cluster.transitions import ClusterPhase
 from coordinator.engine.engine import Engine
 from coordinator.planner.plan import Plan
 from coordinator.recovery.policy import RecoveryPolicy

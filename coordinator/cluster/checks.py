@@ -14,7 +14,8 @@ from coordinator.cluster.connections import Connections
 from coordinator.cluster.event_log import EventLog
 from coordinator.cluster.membership import WorkerIdentity
 from coordinator.cluster.pipeline import Pipeline
-from coordinator.cluster.state_machine import ClusterPhase, ClusterState
+from coordinator.cluster.state_machine import ClusterState
+from coordinator.cluster.transitions import ClusterPhase
 from coordinator.engine.engine import Engine
 from coordinator.model import ServedModel
 from coordinator.planner.plan import Plan, StagePlan

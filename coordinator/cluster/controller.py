@@ -34,8 +34,9 @@ from coordinator.cluster.messages import (
     encode_welcome,
 )
 from coordinator.cluster.pipeline import LinkBroken, Pipeline
-from coordinator.cluster.state_machine import ClusterPhase, ClusterState
+from coordinator.cluster.state_machine import ClusterState
 from coordinator.cluster.step_limits import MemoryLimits, PaceSettings, scheduler_limits
+from coordinator.cluster.transitions import ClusterPhase
 from coordinator.engine.engine import Engine
 from coordinator.model import ServedModel
 from coordinator.planner.plan import Plan

@@ -1,17 +1,9 @@
 """Cluster phases, members and plan: events in, actions out. Pure.
 
-```
-WAITING_FOR_WORKERS -> LOADING -> STARTING_EPOCH -> SERVING
-         ^                ^              ^             |
-         `----------------+--------------+-------------'   a worker is lost, a step is faulty, a stream breaks
-```
-
-Where a self-check is wanted, the first epoch of a plan goes to CHECKING in the place of SERVING.
-`BLOCKED` stands for WAITING_FOR_WORKERS with enough workers but no plan that fits them.
+`coordinator.cluster.transitions` has the table of phases that it executes.
 """
 
 from collections.abc import Collection
-from enum import Enum, auto
 
 from coordinator.cluster.actions import (
     Action,
@@ -30,23 +22,12 @@ from coordinator.cluster.actions import (
 )
 from coordinator.cluster.membership import Members, WorkerIdentity, WorkerRecord, WorkerState
 from coordinator.cluster.plan_choice import MakePlan, PlanChoice, TooFewWorkers
+from coordinator.cluster.transitions import ClusterEvent, ClusterPhase, handles
 from coordinator.planner.plan import Plan, PlanImpossible
 from coordinator.recovery.policy import RecoveryPolicy
 from coordinator.recovery.rejoin import FailureCounters, RejoinTimer
 from wire.ids import Incarnation
 from wire.steps import FaultReport
-
-
-class ClusterPhase(Enum):
-    """What the cluster is doing as a whole."""
-
-    WAITING_FOR_WORKERS = auto()
-    LOADING = auto()
-    STARTING_EPOCH = auto()
-    CHECKING = auto()
-    SERVING = auto()
-    BLOCKED = auto()
-
 
 ACTIVE = (ClusterPhase.STARTING_EPOCH, ClusterPhase.CHECKING, ClusterPhase.SERVING)
 """An epoch has begun and is not over."""
@@ -147,6 +128,7 @@ class ClusterState:
 
     # Membership
 
+    @handles(ClusterEvent.JOIN)
     def join(self, identity: WorkerIdentity) -> list[Action]:
         """A worker has joined, in the place of one with its name. Raises HandshakeMismatch for a mock stage
         among real ones, or a real one among mocks.
@@ -165,6 +147,7 @@ class ClusterState:
         actions += self._advance() if hold_s else self._improve()
         return actions + (self._wait_for_return() if had_stage else [])
 
+    @handles(ClusterEvent.ELAPSED)
     def elapsed(self, timer: Release | Shrink) -> list[Action]:
         """The time of a StartTimer is over. One that is out of date changes nothing."""
         match timer:
@@ -173,6 +156,7 @@ class ClusterState:
             case Shrink():
                 return self._advance(self.detail) if self._grace.end(timer) else []
 
+    @handles(ClusterEvent.LOSE)
     def lose(
         self, name: str, incarnation: Incarnation, reason: str, cause: EndCause = EndCause.DEATH
     ) -> list[Action]:
@@ -206,6 +190,7 @@ class ClusterState:
     def _wait_for_return(self) -> list[Action]:
         return [self._grace.timer()] if self.plan is None and self._grace.is_running else []
 
+    @handles(ClusterEvent.DRAIN)
     def drain(self, name: str) -> list[Action]:
         """A worker is to leave. Its layers move first; where nobody can take them, what runs is finished."""
         record = self.workers.find(name)
@@ -217,6 +202,7 @@ class ClusterState:
         self._has_drained = True
         return self._move_from(f"worker {name} is drained") or [FinishRunning(record.identity)]
 
+    @handles(ClusterEvent.DRAINED)
     def drained(self, name: str, incarnation: Incarnation) -> list[Action]:
         """Nothing runs any more that a worker has to finish before it leaves."""
         record = self.workers.live(name, incarnation)
@@ -235,6 +221,7 @@ class ClusterState:
 
     # Loading and starting
 
+    @handles(ClusterEvent.LOADED)
     def loaded(self, name: str, plan_id: int) -> list[Action]:
         """A worker holds its stage and is warm."""
         record = self.workers.find(name)
@@ -245,6 +232,7 @@ class ClusterState:
             return self._begin_epoch()
         return []
 
+    @handles(ClusterEvent.LOAD_FAILED)
     def load_failed(self, name: str, plan_id: int, reason: str) -> list[Action]:
         """A worker could not load its stage. The second time, it is not tried again before it joins anew."""
         record = self.workers.find(name)
@@ -253,6 +241,7 @@ class ClusterState:
         is_out = record.fail_to_load(reason, max_failures=self._policy.max_failed_loads)
         return self._give_up_plan("" if is_out else f"worker {name} {record.detail}", EndCause.FAULT)
 
+    @handles(ClusterEvent.WEIGHTS_DIFFER)
     def weights_differ(self, name: str, reason: str) -> list[Action]:
         """The files of a worker differ from the coordinator's checkpoint. The report may be about an older
         plan: what the worker has computed may be wrong. It is not used again before it joins anew.
@@ -265,32 +254,39 @@ class ClusterState:
             return []
         return self._give_up_plan(f"worker {name}: {record.detail}", EndCause.FAULT)
 
+    @handles(ClusterEvent.EPOCH_READY)
     def epoch_ready(self, name: str, epoch: int) -> list[Action]:
         """A stage has empty pools and is connected to the next one."""
-        if epoch == self.epoch:
-            self._signs.note_ready(name)
-        return self._maybe_serve(epoch)
+        if epoch != self.epoch:
+            return []
+        self._signs.note_ready(name)
+        return self._maybe_serve()
 
+    @handles(ClusterEvent.LINK_OPEN)
     def link_open(self, epoch: int) -> list[Action]:
         """FIRST has accepted the coordinator's stream."""
-        if epoch == self.epoch:
-            self._signs.note_link()
-        return self._maybe_serve(epoch)
+        if epoch != self.epoch:
+            return []
+        self._signs.note_link()
+        return self._maybe_serve()
 
+    @handles(ClusterEvent.RESULTS_OPEN)
     def results_open(self, epoch: int) -> list[Action]:
         """LAST has opened its stream of results."""
-        if epoch == self.epoch:
-            self._signs.note_results()
-        return self._maybe_serve(epoch)
+        if epoch != self.epoch:
+            return []
+        self._signs.note_results()
+        return self._maybe_serve()
 
+    @handles(ClusterEvent.EPOCH_LATE)
     def epoch_late(self, epoch: int, reason: str) -> list[Action]:
         """The epoch has not started in time: stages that are not ready are as good as lost."""
-        if epoch != self.epoch or self.phase is not ClusterPhase.STARTING_EPOCH:
+        if epoch != self.epoch:
             return []
         late = [each for each in self.stage_workers if not self._signs.is_ready(each.identity.name)]
         if 0 < len(late) < len(self.stage_workers):
             return [Disconnect(each.identity, reason) for each in late]
-        return self.epoch_failed(epoch, reason)
+        return self._fail_epoch(epoch, reason)
 
     # Serving
 
@@ -307,19 +303,24 @@ class ClusterState:
         """What keeps epochs from bearing tokens; empty if nothing does."""
         return self._setbacks.text if self.phase in ACTIVE else ""
 
+    @handles(ClusterEvent.EPOCH_FAILED)
     def epoch_failed(self, epoch: int, reason: str, cause: EndCause = EndCause.BROKEN) -> list[Action]:
         """A step was faulty, a stream broke, or the epoch was not ready in time. Old ones change nothing."""
-        if not self._is_active(epoch):
+        return self._fail_epoch(epoch, reason, cause)
+
+    def _fail_epoch(self, epoch: int, reason: str, cause: EndCause = EndCause.BROKEN) -> list[Action]:
+        if epoch != self.epoch:
             return []
         if cause is EndCause.BROKEN and self._setbacks.note_break(reason):
             cause = EndCause.FRUITLESS
         return [StopServing(epoch, reason, cause), *self._begin_epoch(reason)]
 
+    @handles(ClusterEvent.HOP_FAILED)
     def hop_failed(self, epoch: int, stage: int, reason: str) -> list[Action]:
         """`stage` does not reach the next one. When that happens again, the plan does without the next one,
         if it can.
         """
-        if not self._is_active(epoch):
+        if epoch != self.epoch:
             return []
         if stage + 1 < len(self.stage_workers):
             receiver = self.stage_workers[stage + 1]
@@ -327,13 +328,14 @@ class ClusterState:
                 actions := self._do_without(receiver, reason, EndCause.REPLANNED)
             ):
                 return actions
-        return self.epoch_failed(epoch, reason)
+        return self._fail_epoch(epoch, reason)
 
+    @handles(ClusterEvent.STAGE_FAILED)
     def stage_failed(self, fault: FaultReport) -> list[Action]:
         """What a stage computes is not finite. When that happens again, the plan does without that one, if it
         can.
         """
-        if not self._is_active(fault.epoch):
+        if fault.epoch != self.epoch:
             return []
         if fault.stage < len(self.stage_workers):
             record = self.stage_workers[fault.stage]
@@ -342,10 +344,7 @@ class ClusterState:
                 actions := self._do_without(record, str(fault), EndCause.FAULT)
             ):
                 return actions
-        return self.epoch_failed(fault.epoch, str(fault), EndCause.FAULT)
-
-    def _is_active(self, epoch: int) -> bool:
-        return epoch == self.epoch and self.phase in ACTIVE
+        return self._fail_epoch(fault.epoch, str(fault), EndCause.FAULT)
 
     def _do_without(self, record: WorkerRecord, reason: str, cause: EndCause) -> list[Action]:
         """Nothing, if there is no plan without it."""
@@ -355,12 +354,13 @@ class ClusterState:
             record.is_left_out, record.detail = False, ""
         return actions
 
+    @handles(ClusterEvent.CHECKED)
     def checked(self, epoch: int, problem: str | None, *, stage: int | None = None) -> list[Action]:
         """The plan was checked in `epoch`. A good one serves, in an epoch of its own with empty pools; one
         with a problem is not made again, and the next best is tried. `stage` is the cause, where that is
         known.
         """
-        if epoch != self.epoch or self.phase is not ClusterPhase.CHECKING or self.plan is None:
+        if epoch != self.epoch or self.plan is None:
             return []
         if problem is None:
             self._checked_plan_id = self._plan_id
@@ -373,9 +373,10 @@ class ClusterState:
         self.plan = None
         return actions + self._advance()
 
+    @handles(ClusterEvent.DOUBTED)
     def doubted(self, epoch: int, reason: str) -> list[Action]:
         """What the plan computes in `epoch` is wrong: it does not serve before it is checked again."""
-        if epoch != self.epoch or self.phase is not ClusterPhase.SERVING:
+        if epoch != self.epoch:
             return []
         self._checked_plan_id = 0
         return [StopServing(epoch, reason, EndCause.FAULT), *self._begin_epoch(reason)]
@@ -497,19 +498,19 @@ class ClusterState:
         """The plan has to pass a self-check before it serves."""
         return self._needs_check and self._checked_plan_id != self._plan_id and not self.has_mock_stages
 
-    def _maybe_serve(self, epoch: int) -> list[Action]:
-        if epoch != self.epoch or self.phase is not ClusterPhase.STARTING_EPOCH or self.plan is None:
+    def _maybe_serve(self) -> list[Action]:
+        """Nothing, until every sign of the epoch is there."""
+        assert self.plan is not None
+        if not self._signs.are_complete({stage.worker for stage in self.plan.stages}):
             return []
-        if self._signs.are_complete({stage.worker for stage in self.plan.stages}):
-            if self._is_unchecked:
-                self.phase, self.detail = ClusterPhase.CHECKING, "the self-check is under way"
-                return [CheckPlan(epoch, self.plan)]
-            self.phase, self.has_served = ClusterPhase.SERVING, True
-            self.detail = ""
-            if len(self.plan.stages) == self.num_stages:
-                self.workers.forget_lost()
-            else:
-                shrunk = f"with {len(self.plan.stages)} of {self.num_stages} stages"
-                self.detail = f"{shrunk}{self.workers.missed}{self.workers.quarantine}"
-            return [StartServing(epoch, self.plan)]
-        return []
+        if self._is_unchecked:
+            self.phase, self.detail = ClusterPhase.CHECKING, "the self-check is under way"
+            return [CheckPlan(self.epoch, self.plan)]
+        self.phase, self.has_served = ClusterPhase.SERVING, True
+        self.detail = ""
+        if len(self.plan.stages) == self.num_stages:
+            self.workers.forget_lost()
+        else:
+            shrunk = f"with {len(self.plan.stages)} of {self.num_stages} stages"
+            self.detail = f"{shrunk}{self.workers.missed}{self.workers.quarantine}"
+        return [StartServing(self.epoch, self.plan)]

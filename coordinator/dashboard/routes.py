@@ -13,7 +13,7 @@ from aiohttp import hdrs, web
 from coordinator.api.activity import ActivityReporter
 from coordinator.api.status import StatusReporter
 from coordinator.cluster.controller import Controller
-from coordinator.cluster.state_machine import ClusterPhase
+from coordinator.cluster.transitions import ClusterPhase
 from coordinator.dashboard.auth import DashboardAuth
 from coordinator.engine.engine import Engine
 from coordinator.observability.activity import PipelineLoad, Snapshot, pipeline_load, steps_after

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from coordinator.cluster.state_machine import ClusterPhase
+from coordinator.cluster.transitions import ClusterPhase
 from tests.simulation.cluster import Cluster, Shape
 from tests.simulation.customers import draw_customers
 from tests.simulation.faults import Fault

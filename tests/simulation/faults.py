@@ -6,7 +6,7 @@ from collections.abc import Callable
 from random import Random
 
 from coordinator.cluster.membership import WorkerState
-from coordinator.cluster.state_machine import ClusterPhase
+from coordinator.cluster.transitions import ClusterPhase
 from tests.simulation.cluster import Cluster, Host
 from tests.simulation.network import Direction
 

@@ -8,24 +8,9 @@ from functools import wraps
 from typing import Any
 
 from coordinator.cluster.state_machine import ClusterState
+from coordinator.cluster.transitions import ClusterEvent
 
-EVENTS = (
-    "join",
-    "lose",
-    "loaded",
-    "load_failed",
-    "epoch_ready",
-    "link_open",
-    "results_open",
-    "epoch_failed",
-    "elapsed",
-    "drain",
-    "drained",
-    "epoch_late",
-    "hop_failed",
-    "checked",
-    "doubted",
-)
+EVENTS = tuple(event.value for event in ClusterEvent)
 Transition = tuple[str, str, str]
 
 TAKEN: Counter[Transition] = Counter()

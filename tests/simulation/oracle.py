@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from coordinator.cluster.checks import PlanChecks
-from coordinator.cluster.state_machine import ClusterPhase
+from coordinator.cluster.transitions import ClusterPhase
 from coordinator.server import CoordinatorServer
 from kvcache import IntegrityBroken
 from tests.simulation.virtual_loop import BEGAN_S

@@ -7,9 +7,10 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from coordinator.cluster.actions import Action, BeginEpoch
+from coordinator.cluster.actions import Action, BeginEpoch, EndCause
 from coordinator.cluster.controller import Controller
-from coordinator.cluster.state_machine import ClusterPhase, ClusterState
+from coordinator.cluster.state_machine import ClusterState
+from coordinator.cluster.transitions import ClusterPhase
 from coordinator.scheduler.in_flight import ResultMismatch
 from coordinator.scheduler.kv_manager import KvCacheManager
 from coordinator.scheduler.scheduler import Scheduler
@@ -109,6 +110,20 @@ def an_epoch_begins_under_the_number_of_the_last() -> Iterator[None]:
         return actions
 
     with patch.object(ClusterState, "_begin_epoch", again):
+        yield
+
+
+@_bug
+def an_epoch_that_failed_still_serves() -> Iterator[None]:
+    fail = ClusterState._fail_epoch
+
+    def go_on(self: ClusterState, epoch: int, reason: str, cause: EndCause = EndCause.BROKEN) -> list[Action]:
+        actions = fail(self, epoch, reason, cause)
+        if actions:
+            self.phase = ClusterPhase.SERVING
+        return actions
+
+    with patch.object(ClusterState, "_fail_epoch", go_on):
         yield
 
 

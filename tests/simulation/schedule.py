@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from uuid import UUID
 
-from coordinator.cluster.state_machine import ClusterPhase
+from coordinator.cluster.transitions import ClusterPhase
 from tests.simulation.cluster import Cluster, Shape, simulated
 from tests.simulation.customers import Customer, Habit, Visit, draw_customers, late_guest
 from tests.simulation.faults import FAULTS, Fault, fail_load, kill, relieve, spoil_weights

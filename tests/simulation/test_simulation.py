@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from tests.simulation.campaign import Tally, campaign, examine
-from tests.simulation.coverage import DIRECTED, missing, unlisted
+from tests.simulation.coverage import DIRECTED, EXPECTED, missing, unlisted
 from tests.simulation.directed import DIRECTED as DIRECTED_SCHEDULES
 from tests.simulation.directed import directed
 from tests.simulation.observed import Transition
@@ -21,7 +21,7 @@ def check(tally: Tally) -> None:
     failed = {f"--seed {each.seed} --schedule {each.number}": each.problems for each in tally.failed}
     assert not failed, f"see `python -m tests.simulation` with any of {failed}"
     assert not missing(tally.transitions), "decisions that were never taken"
-    assert not unlisted(tally.transitions), "decisions that tests/simulation/coverage.py does not know"
+    assert not unlisted(tally.transitions), "decisions that the table of the cluster does not list"
     assert tally.least_events >= LEAST_EVENTS
 
 
@@ -42,6 +42,10 @@ def test_what_random_schedules_seldom_reach_is_reached_by_directed_ones() -> Non
         taken += verdict.transitions
     assert not missing(taken, DIRECTED)
     assert not unlisted(taken)
+
+
+def test_what_is_expected_of_schedules_is_in_the_table_of_the_cluster() -> None:
+    assert not unlisted(EXPECTED | DIRECTED)
 
 
 def test_a_schedule_can_be_repeated() -> None:

@@ -20,7 +20,7 @@ from coordinator.cluster.actions import (
     StopServing,
 )
 from coordinator.cluster.membership import WorkerIdentity, WorkerRecord, WorkerState
-from coordinator.cluster.state_machine import ClusterPhase
+from coordinator.cluster.transitions import ClusterPhase
 from coordinator.recovery.policy import DEFAULT_POLICY
 from tests.unit.coordinator.cluster.cluster_driver import ClusterDriver
 

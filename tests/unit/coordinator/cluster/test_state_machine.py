@@ -16,7 +16,7 @@ from coordinator.cluster.actions import (
     StopServing,
 )
 from coordinator.cluster.membership import WorkerState
-from coordinator.cluster.state_machine import ClusterPhase
+from coordinator.cluster.transitions import ClusterPhase
 from coordinator.recovery.policy import DEFAULT_POLICY
 from tests.unit.coordinator.cluster.cluster_driver import WAITS_FOR_RETURN, ClusterDriver, identity_of
 

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import ClientResponse
 from aiohttp.test_utils import TestClient, TestServer
 
-from coordinator.cluster.state_machine import ClusterPhase
+from coordinator.cluster.transitions import ClusterPhase
 from coordinator.dashboard import auth
 from coordinator.dashboard.routes import DashboardContext
 from coordinator.dashboard.server import DashboardServer
