@@ -4,7 +4,7 @@ isort:skip_file
 What clients speak: generate text, cancel it, ask what is served.
 
 Any gRPC client in any language can be written from this file alone. Token ids are unsigned 32-bit everywhere.
-Field numbers named in `reserved` are room for growth and are never reused.
+Field numbers in `reserved` were used before and are never used again.
 """
 
 from collections import abc as _abc
