@@ -70,6 +70,7 @@ async def _measure(rounds: int) -> None:
     config = CoordinatorConfig(
         model_directory=None,
         listen="127.0.0.1:0",
+        http=None,
         num_stages=1,
         layers=None,
         dtype=None,

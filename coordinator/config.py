@@ -1,9 +1,11 @@
-"""What a coordinator is started with."""
+"""Configuration of a coordinator."""
 
 import math
 import re
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 from opentelemetry.sdk.trace.sampling import Sampler
 
@@ -14,105 +16,283 @@ from coordinator.recovery.policy import DEFAULT_POLICY, RecoveryPolicy
 from telemetry.logs import DEFAULT_LOGS, LogSettings
 from telemetry.settings import NO_SETTINGS, TelemetrySettings
 from telemetry.span_recorder import ratio_sampler
-from wire.addresses import parse_address
+from wire.addresses import DEFAULT_ADDRESS, parse_address
+from wire.flags import Flag, check_limits, check_positive, checkpoint_directory, file_path, listen_address
+from wire.sizes import MAX_BYTES, exact_size, parse_size
 from wire.tensors import check_can_carry, parse_wire_dtype
 
-DEFAULT_TRACE_BYTES = 64 * 1024 * 1024
 DTYPES = ("bf16", "f16", "f32")
 MIN_TOKEN_LENGTH = 16
-_LIMITS = {
-    "num_stages": MAX_LAYERS,
-    "block_size": 2**16,
-    "max_step_tokens": 2**20,
-    "max_step_sequences": 2**16,
-    "queue_size": 10**6,
-    "max_sequence_tokens": MAX_INT,
-    "max_kv_tokens": 2**40,
-    "max_client_requests": 10**6,
-    "max_unread_tokens": MAX_INT,
-    "steps_in_flight": 2**12,
-    "trace_store": 10**6,
-    "trace_bytes": 2**50,
-}
-"""Largest values: what is above was mistyped, and some of it would be allocated."""
 _METADATA_KEY = re.compile(r"[a-z0-9_.-]+(?<!-bin)")
+
+
+def parse_layers(text: str) -> tuple[int, ...]:
+    """Layers of each stage, as in 10,12,10. Raises ValueError."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"--layers {text!r} is not a list of numbers such as 10,12,10") from None
+
+
+def _format_layers(layers: tuple[int, ...]) -> str:
+    return ",".join(map(str, layers))
+
+
+_model = partial(Flag, panel="Model and stages")
+_batching = partial(Flag, panel="Batching and KV cache")
+_admission = partial(Flag, panel="Admission")
+_failures = partial(Flag, panel="Failures and restarts")
+_serving = partial(Flag, panel="Addresses and access")
+_traces = partial(Flag, panel="Traces")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CoordinatorConfig:
-    """Validated when it is made; raises ValueError with the numbers.
+    """Settings of a coordinator, with the flags that set them. Raises ValueError with the numbers.
 
-    `None` stands for: the built-in model (`model_directory`), a split that balances the stages (`layers`),
-    the checkpoint's dtype, hidden states that travel as they are computed (`wire_dtype`), the model's own
-    limit (`max_sequence_tokens`), as many KV tokens as the memory of the workers holds (`max_kv_tokens`), no
-    bound on one client's requests, and clients that are told apart by their address (`client_key`, else a key
-    of their calls' metadata). A request is cancelled when its reader is `max_unread_tokens` behind. Waiting
-    for `priority_age_s` is worth one class of priority. Without `prefix_cache`, requests share no KV blocks.
-    `mock_model`, such as "layers=64", is served by mock
-    stages in the place of a model. `steps_in_flight` None lets measured times decide. Prefill may make
-    decodes take up to `max_decode_slowdown` times as long as they would alone. Plans of a model with
-    weights are checked before they serve unless `self_check` is False, and again when the cluster is idle
-    and the last check was `self_check_interval_s` ago; 0: not again. References and
-    hashes of weights are kept in `cache_directory`, if given.
-
-    With a `journal`, requests survive the coordinator: the next one with the same file goes on with them, and
-    waits `reattach_timeout_s` for the clients of those that nobody asked to keep.
-
-    A worker sends a heartbeat every `heartbeat_s` and is lost after `lease_s` without. Requests wait for
-    `recovery_timeout_s` for a pipeline; whoever has to leave finishes what runs within `drain_timeout_s`.
-
-    The dashboard is served on `http` (HOST:PORT), or not at all. Callers with the operator `token` may cancel
-    any request and drain workers, over gRPC and HTTP. Without one the coordinator makes a fresh one and keeps
-    it in a file in `token_directory` while it runs; without that too, nobody may.
-
-    Of the requests whose callers have not decided about it, `trace_sample` (0 to 1) are traced; None leaves
-    that to `telemetry`, which is what OpenTelemetry's variables say. The newest traces are kept in memory,
-    `trace_store` and `trace_bytes` at most.
+    The upper limits reject mistyped values, some of which would be allocated.
     """
 
-    model_directory: Path | None
-    listen: str
-    num_stages: int
-    layers: tuple[int, ...] | None
-    dtype: str | None
-    block_size: int
-    max_step_tokens: int
-    max_step_sequences: int
-    max_sequence_tokens: int | None
-    max_kv_tokens: int | None
-    queue_size: int
-    max_client_requests: int | None = None
-    client_key: str | None = None
-    max_unread_tokens: int = 4096
-    prefix_cache: bool = True
-    priority_age_s: float = 10.0
-    steps_in_flight: int | None = None
-    max_decode_slowdown: float = 1.3
-    mock_model: str | None = None
-    journal: Path | None = None
-    reattach_timeout_s: float = 60.0
-    wire_dtype: str | None = None
-    heartbeat_s: float = DEFAULT_POLICY.heartbeat_interval_s
-    lease_s: float = DEFAULT_POLICY.lease_s
-    recovery_timeout_s: float = DEFAULT_POLICY.recovery_timeout_s
-    drain_timeout_s: float = DEFAULT_POLICY.drain_timeout_s
-    self_check: bool | None = None
-    self_check_interval_s: float = 600.0
-    cache_directory: Path | None = None
-    http: str | None = None
+    num_stages: Annotated[
+        int,
+        _model("--stages", "N", "Stages of the pipeline; as many workers must join", min=1, max=MAX_LAYERS),
+    ]
+    model_directory: Annotated[
+        Path | None,
+        _model(
+            "--model",
+            "DIR",
+            "Hugging Face checkpoint with safetensors",
+            unset="the built-in model",
+            parse=checkpoint_directory,
+        ),
+    ] = None
+    layers: Annotated[
+        tuple[int, ...] | None,
+        _model(
+            "--layers",
+            "N,N,...",
+            "Layers of each stage",
+            unset="balanced",
+            parse=parse_layers,
+            format=_format_layers,
+        ),
+    ] = None
+    dtype: Annotated[
+        str | None,
+        _model("--dtype", "bf16|f16|f32", "Dtype of weights and compute", unset="the checkpoint's"),
+    ] = None
+    wire_dtype: Annotated[
+        str | None,
+        _model(
+            "--wire-dtype",
+            "bf16|fp8|int8",
+            "Dtype of hidden states between stages; smaller and less exact",
+            unset="as computed",
+        ),
+    ] = None
+    mock_model: Annotated[
+        str | None,
+        _model(
+            "--mock-model",
+            "SHAPE",
+            "Serve a model without weights on mock stages, as in layers=64,hidden=1024",
+        ),
+    ] = None
+    self_check: Annotated[
+        bool | None,
+        _model(
+            "--self-check",
+            None,
+            "Compare results with a reference before serving and when idle",
+            unset="on, off for mock models",
+        ),
+    ] = None
+    self_check_interval_s: Annotated[
+        float,
+        _model("--self-check-interval", "SECONDS", "Interval of self-checks while idle; 0 disables them"),
+    ] = 600.0
+
+    block_size: Annotated[int, _batching("--block-size", "N", "Tokens per KV block", min=1, max=2**16)] = 16
+    max_step_tokens: Annotated[
+        int,
+        _batching(
+            "--max-step-tokens",
+            "N",
+            "Maximum tokens per step; longer prompts are split into chunks",
+            min=1,
+            max=2**20,
+        ),
+    ] = 512
+    max_step_sequences: Annotated[
+        int, _batching("--max-step-sequences", "N", "Maximum sequences per step", min=1, max=2**16)
+    ] = 64
+    max_sequence_tokens: Annotated[
+        int | None,
+        _batching(
+            "--max-model-len",
+            "N",
+            "Maximum tokens of a sequence, prompt and output",
+            unset="the model's limit",
+            min=1,
+            max=MAX_INT,
+        ),
+    ] = None
+    max_kv_tokens: Annotated[
+        int | None,
+        _batching(
+            "--kv-tokens",
+            "N",
+            "Maximum tokens in the KV cache",
+            unset="what fits in the workers' memory",
+            min=1,
+            max=2**40,
+        ),
+    ] = None
+    prefix_cache: Annotated[
+        bool, _batching("--prefix-cache", None, "Share KV blocks of equal prefixes between requests")
+    ] = True
+    steps_in_flight: Annotated[
+        int | None,
+        _batching(
+            "--steps-in-flight", "N", "Steps in flight", unset="chosen from measured times", min=1, max=2**12
+        ),
+    ] = None
+    max_decode_slowdown: Annotated[
+        float,
+        _batching("--max-decode-slowdown", "X", "Maximum mean slowdown of decode steps by prefill chunks"),
+    ] = 1.3
+
+    queue_size: Annotated[
+        int,
+        _admission(
+            "--queue-size",
+            "N",
+            "Maximum waiting sequences; a request with n choices has n",
+            min=1,
+            max=10**6,
+        ),
+    ] = 256
+    max_client_requests: Annotated[
+        int | None,
+        _admission(
+            "--max-client-requests",
+            "N",
+            "Maximum live sequences per client",
+            unset="unlimited",
+            min=1,
+            max=10**6,
+        ),
+    ] = None
+    client_key: Annotated[
+        str | None,
+        _admission("--client-key", "KEY", "gRPC metadata key that identifies a client", unset="its address"),
+    ] = None
+    max_unread_tokens: Annotated[
+        int,
+        _admission(
+            "--max-unread-tokens",
+            "N",
+            "Tokens a reader may lag behind before its request is cancelled",
+            min=1,
+            max=MAX_INT,
+        ),
+    ] = 4096
+    priority_age_s: Annotated[
+        float, _admission("--priority-age", "SECONDS", "Waiting time that is worth one priority class")
+    ] = 10.0
+
+    heartbeat_s: Annotated[float, _failures("--heartbeat", "SECONDS", "Worker heartbeat interval")] = (
+        DEFAULT_POLICY.heartbeat_interval_s
+    )
+    lease_s: Annotated[float, _failures("--lease", "SECONDS", "Silence after which a worker is lost")] = (
+        DEFAULT_POLICY.lease_s
+    )
+    recovery_timeout_s: Annotated[
+        float, _failures("--recovery-timeout", "SECONDS", "Maximum wait of requests for a pipeline")
+    ] = DEFAULT_POLICY.recovery_timeout_s
+    drain_timeout_s: Annotated[
+        float,
+        _failures("--drain-timeout", "SECONDS", "Maximum time to finish running requests before exit"),
+    ] = DEFAULT_POLICY.drain_timeout_s
+    journal: Annotated[
+        Path | None,
+        _failures(
+            "--journal",
+            "PATH",
+            "Journal file; accepted requests survive a restart. Created if missing",
+            unset="none",
+            parse=file_path,
+        ),
+    ] = None
+    reattach_timeout_s: Annotated[
+        float,
+        _failures(
+            "--reattach-timeout", "SECONDS", "Wait of journalled requests for their clients after a restart"
+        ),
+    ] = 60.0
+
+    listen: Annotated[
+        str,
+        _serving("--listen", "HOST:PORT", "Listen address; port 0 takes a free port", parse=listen_address),
+    ] = DEFAULT_ADDRESS
+    http: Annotated[
+        str | None,
+        _serving(
+            "--http",
+            "HOST:PORT",
+            "Address of the dashboard and /metrics; port 0 takes a free port",
+            parse=listen_address,
+            off="--no-http",
+        ),
+    ] = "127.0.0.1:7481"
+    token_file: Annotated[
+        Path | None,
+        _serving(
+            "--token-file",
+            "FILE",
+            "File of mode 0600 with the operator token, which drain and cancelling any request need",
+            unset="a new token for commands on this host",
+            parse=file_path,
+        ),
+    ] = None
     token: str | None = field(default=None, repr=False)
+    """The operator token in `token_file`."""
     token_directory: Path | None = None
-    trace_sample: float | None = None
-    trace_store: int = 512
-    trace_bytes: int = DEFAULT_TRACE_BYTES
+    """Directory for a new token while the coordinator runs; without it, no caller is an operator."""
+    cache_directory: Path | None = None
+    """Directory of references and weight hashes, if they are to be kept."""
+
+    trace_sample: Annotated[
+        float | None,
+        _traces(
+            "--trace-sample",
+            "RATIO",
+            "Share of requests to trace, 0 to 1",
+            unset="OTEL_TRACES_SAMPLER, else all",
+        ),
+    ] = None
+    trace_store: Annotated[
+        int, _traces("--trace-store", "COUNT", "Maximum traces in memory", min=1, max=10**6)
+    ] = 512
+    trace_bytes: Annotated[
+        int,
+        _traces(
+            "--trace-bytes",
+            "SIZE",
+            "Maximum memory of traces",
+            min=1,
+            max=MAX_BYTES,
+            parse=parse_size,
+            format=exact_size,
+        ),
+    ] = 64 * 2**20
     telemetry: TelemetrySettings = NO_SETTINGS
     logs: LogSettings = DEFAULT_LOGS
 
     @property
     def sampler(self) -> Sampler:
-        """Which requests are traced: `trace_sample` of those whose callers have not decided, or what the
-        environment says, or all.
-        """
+        """Decides which requests are traced, unless their callers have decided."""
         if self.trace_sample is None and self.telemetry.sampler is not None:
             return self.telemetry.sampler
         return ratio_sampler(1.0 if self.trace_sample is None else self.trace_sample)
@@ -133,8 +313,7 @@ class CoordinatorConfig:
             parse_address(self.http)
         if self.token is not None:
             _check_token(self.token)
-        for name, limit in _LIMITS.items():
-            _check_count(name, getattr(self, name), limit)
+        check_limits(self)
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r} is none of {', '.join(DTYPES)}")
         if self.wire_dtype is not None:
@@ -143,12 +322,8 @@ class CoordinatorConfig:
             raise ValueError(
                 f"client_key {self.client_key!r} is no metadata key: use a-z, 0-9, '-', '_', '.'"
             )
-        if not 0 < self.priority_age_s < math.inf:
-            raise ValueError(f"priority_age_s is {self.priority_age_s:g}, but must be positive and finite")
-        if not 0 < self.reattach_timeout_s < math.inf:
-            raise ValueError(
-                f"reattach_timeout_s is {self.reattach_timeout_s:g}, but must be positive and finite"
-            )
+        check_positive("priority_age_s", self.priority_age_s)
+        check_positive("reattach_timeout_s", self.reattach_timeout_s)
         if not 0 <= self.self_check_interval_s < math.inf:
             raise ValueError(
                 f"self_check_interval_s is {self.self_check_interval_s:g}, but must be finite and at least 0"
@@ -178,7 +353,6 @@ class CoordinatorConfig:
 
     @property
     def wants_self_check(self) -> bool:
-        """Plans are checked before they serve."""
         return self.mock_model is None if self.self_check is None else self.self_check
 
     def _check_layers(self) -> None:
@@ -206,10 +380,3 @@ def _check_token(token: str) -> None:
             f"the operator token has {len(token)} characters, but must have at least {MIN_TOKEN_LENGTH}, "
             "all of them printable ASCII without spaces"
         )
-
-
-def _check_count(name: str, value: int | None, limit: int) -> None:
-    if value is not None and value < 1:
-        raise ValueError(f"{name} is {value}, but must be at least 1")
-    if value is not None and value > limit:
-        raise ValueError(f"{name} is {value}, the limit is {limit}")

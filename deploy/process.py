@@ -10,9 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from coordinator.config import CoordinatorConfig
 from deploy import parent_death_signal
 from deploy.local_config import ClusterFailed
 from stage_worker.backends.contract import DEVICE_FAILED_EXIT_CODE
+from stage_worker.config import WorkerConfig
+from wire.flags import variables_of
 
 MAX_RESTARTS = 5
 WINDOW_S = 600.0
@@ -54,6 +57,12 @@ _POLL_INTERVAL_S = 0.03
 _ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "GRPC_VERBOSITY": "NONE"}
 
 
+def _inherited() -> dict[str, str]:
+    """This process's environment without variables of flags: the command line has all settings."""
+    variables = {*variables_of(CoordinatorConfig), *variables_of(WorkerConfig)}
+    return {name: value for name, value in os.environ.items() if name not in variables}
+
+
 def _open_log(path: Path) -> BinaryIO:
     """For appending; a new one is its owner's alone."""
     return open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600))
@@ -81,7 +90,7 @@ class LocalProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=asyncio.subprocess.STDOUT,
-                env={**_ENVIRONMENT, **os.environ, **environment},
+                env={**_ENVIRONMENT, **_inherited(), **environment},
                 # A Ctrl-C in the terminal is for the launcher, which then ends its processes in order.
                 start_new_session=True,
             )

@@ -1,17 +1,28 @@
 """Configuration of a stage worker."""
 
-import math
 import os
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 from stage_worker.backends.contract import KernelChoice
 from stage_worker.backends.mock_spec import MockSpec
 from telemetry.logs import DEFAULT_LOGS, LogSettings
 from telemetry.settings import NO_SETTINGS, TelemetrySettings
-from wire.addresses import parse_address, parse_peer_address
-from wire.tensors import WireDType
+from wire.addresses import DEFAULT_ADDRESS, parse_address, parse_peer_address
+from wire.flags import (
+    Flag,
+    check_limits,
+    check_positive,
+    checkpoint_directory,
+    listen_address,
+    peer_address,
+)
+from wire.sizes import exact_size, parse_size
+from wire.tensors import WireDType, parse_wire_dtype, wire_dtype_name
 
 _PART = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?", re.ASCII)
 
@@ -43,7 +54,7 @@ def pin_to(cpus: tuple[int, ...]) -> None:
     os.sched_setaffinity(0, cpus)
 
 
-def _listed(cpus: "set[int] | list[int]") -> str:
+def _listed(cpus: Collection[int]) -> str:
     return ",".join(map(str, sorted(cpus)))
 
 
@@ -55,34 +66,125 @@ class MemoryTooLarge(ValueError):
     """`memory_bytes` is more than the device has."""
 
 
+_cluster = partial(Flag, panel="Cluster and addresses")
+_compute = partial(Flag, panel="Compute")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerConfig:
-    """Validated when it is made; raises ValueError with the numbers.
+    """Settings of a stage worker, with the flags that set them. Raises ValueError with the numbers.
 
-    `None` stands for: what the device has to spare (`memory_bytes`), a name of host and device (`name`),
-    any free port where the coordinator is reached from (`listen`), where it listens (`advertise`), the path
-    that the coordinator names (`model_directory`), every CPU that the process may use (`cpu_set`), one thread
-    for each of `cpu_set`, or torch's own choice without one (`num_threads`), a real stage (`mock`), and what
-    the coordinator wants hidden states to be sent in (`wire_dtype`). A mock stage has neither model nor
-    device nor threads. Hashes of weights are kept in `cache_directory`, if given. `telemetry` is what
-    OpenTelemetry's variables say. A step that still computes `step_timeout_s` after the coordinator has given
-    it up ends the process.
+    A mock stage has neither model nor device nor threads.
     """
 
-    coordinator: str
-    device: str
-    memory_bytes: int | None
-    name: str | None
-    listen: str | None
-    advertise: str | None
-    model_directory: Path | None
-    num_threads: int | None
-    cpu_set: tuple[int, ...] | None = None
-    mock: MockSpec | None = None
-    wire_dtype: WireDType | None = None
-    kernels: KernelChoice = KernelChoice.AUTO
+    coordinator: Annotated[
+        str, _cluster("--coordinator", "HOST:PORT", "Coordinator address", parse=peer_address)
+    ] = DEFAULT_ADDRESS
+    name: Annotated[
+        str | None,
+        _cluster(
+            "--name", "NAME", "Stable name, unique in the cluster, e.g. gpu-a", unset="from host and device"
+        ),
+    ] = None
+    listen: Annotated[
+        str | None,
+        _cluster(
+            "--listen",
+            "ADDR:PORT",
+            "Listen address",
+            unset="a free port of the address that reaches the coordinator",
+            parse=listen_address,
+        ),
+    ] = None
+    advertise: Annotated[
+        str | None,
+        _cluster(
+            "--advertise",
+            "HOST:PORT",
+            "Address at which others reach this worker",
+            unset="the listen address",
+            parse=peer_address,
+        ),
+    ] = None
+    wire_dtype: Annotated[
+        WireDType | None,
+        _cluster(
+            "--wire-dtype",
+            "bf16|fp8|int8",
+            "Dtype of hidden states sent to the next stage",
+            unset="the coordinator's choice",
+            parse=parse_wire_dtype,
+            format=wire_dtype_name,
+        ),
+    ] = None
+
+    device: Annotated[str, _compute("--device", "DEVICE", "cpu, cuda or cuda:N")] = "cpu"
+    memory_bytes: Annotated[
+        int | None,
+        _compute(
+            "--memory",
+            "SIZE",
+            "Memory for weights, KV cache and activations together, e.g. 20GiB",
+            unset="90 % of free GPU memory, half of free host memory",
+            min=1,
+            parse=parse_size,
+            format=exact_size,
+        ),
+    ] = None
+    model_directory: Annotated[
+        Path | None,
+        _compute(
+            "--model",
+            "DIR",
+            "The checkpoint's directory on this host",
+            unset="the coordinator's path",
+            parse=checkpoint_directory,
+        ),
+    ] = None
+    num_threads: Annotated[
+        int | None, _compute("--threads", "N", "Compute threads per worker", unset="one per core", min=1)
+    ] = None
+    cpu_set: Annotated[
+        tuple[int, ...] | None,
+        _compute(
+            "--cpu-set",
+            "LIST",
+            "CPUs to run on, e.g. 0-3,8",
+            unset="all",
+            parse=parse_cpu_set,
+            format=_listed,
+        ),
+    ] = None
+    kernels: Annotated[
+        KernelChoice,
+        _compute(
+            "--kernels",
+            None,
+            "Functions that compute a stage: the fastest available, torch's operators only, or compiled "
+            "kernels only, which need bf16 and a CPU with AVX-512",
+        ),
+    ] = KernelChoice.AUTO
+    step_timeout_s: Annotated[
+        float,
+        _compute(
+            "--step-timeout",
+            "SECONDS",
+            "Time that a step may compute after the coordinator has given it up; then the process exits with "
+            "code 3",
+        ),
+    ] = 30.0
+    mock: Annotated[
+        MockSpec | None,
+        _compute(
+            "--mock",
+            "TIMES",
+            "Mock stage: take time, as in step=20ms,token=0.05ms, but compute nothing; context= is per token "
+            "and 1,000 tokens of context; poison_after=N, hang_after=N and oom_at=N make the device fail",
+            parse=MockSpec.parse,
+        ),
+    ] = None
     cache_directory: Path | None = None
-    step_timeout_s: float = 30.0
+    """Directory of weight hashes, if they are to be kept."""
     telemetry: TelemetrySettings = NO_SETTINGS
     logs: LogSettings = DEFAULT_LOGS
 
@@ -90,8 +192,7 @@ class WorkerConfig:
         parse_peer_address(self.coordinator)
         if not _DEVICE.fullmatch(self.device):
             raise ValueError(f"device {self.device!r} is none of cpu, cuda, cuda:0, cuda:1, ...")
-        if self.memory_bytes is not None and self.memory_bytes < 1:
-            raise ValueError(f"memory_bytes is {self.memory_bytes}, but must be at least 1")
+        check_limits(self)
         if self.name is not None and not _NAME.fullmatch(self.name):
             raise ValueError(f"name {self.name!r} is not 1 to 63 letters, digits, '.', '_' or '-'")
         if self.listen is not None:
@@ -100,10 +201,7 @@ class WorkerConfig:
             parse_peer_address(self.advertise)
         if self.mock is not None:
             self._check_mock()
-        if not 0 < self.step_timeout_s < math.inf:
-            raise ValueError(f"step_timeout_s is {self.step_timeout_s:g}, must be positive and finite")
-        if self.num_threads is not None and self.num_threads < 1:
-            raise ValueError(f"num_threads is {self.num_threads}, but must be at least 1")
+        check_positive("step_timeout_s", self.step_timeout_s)
         if self.cpu_set is not None:
             check_cpu_set(self.cpu_set)
 

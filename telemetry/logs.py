@@ -10,8 +10,9 @@ from collections import deque
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
+from wire.flags import Flag
 from wire.log_context import FIELDS
 
 log = logging.getLogger(__name__)
@@ -140,15 +141,16 @@ class LogLevel(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogSettings:
-    """What a process is told about its log."""
+    """Format and level of a process's log."""
 
-    format: LogFormat = LogFormat.CONSOLE
-    level: LogLevel = LogLevel.INFO
-
-    @property
-    def flags(self) -> tuple[str, ...]:
-        """The flags that give another process these settings."""
-        return ("--log-format", self.format.value, "--log-level", self.level.value)
+    format: Annotated[
+        LogFormat,
+        Flag("--log-format", None, "Log lines for people, or one JSON object per line", panel="Logs"),
+    ] = LogFormat.CONSOLE
+    level: Annotated[
+        LogLevel,
+        Flag("--log-level", None, "Minimum log level; per-request messages are at debug", panel="Logs"),
+    ] = LogLevel.INFO
 
 
 DEFAULT_LOGS = LogSettings()

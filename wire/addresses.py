@@ -20,6 +20,8 @@ def host_of(peer: str) -> str:
     return rest.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else peer
 
 
+DEFAULT_ADDRESS = "127.0.0.1:7480"
+"""Where a coordinator listens, and where workers and clients look for it."""
 _ADDRESS = re.compile(
     r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(?:%[\w.-]+)?)\]|(?P<host>[^\s:\[\]/]+)):(?P<port>\d{1,5})",
     re.ASCII,

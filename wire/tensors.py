@@ -53,6 +53,11 @@ def parse_wire_dtype(name: str) -> WireDType:
     return found
 
 
+def wire_dtype_name(wire_dtype: WireDType) -> str:
+    """The name that `parse_wire_dtype` reads."""
+    return next(name for name, choice in CHOICES.items() if choice is wire_dtype)
+
+
 def can_carry(wire_dtype: WireDType, computed: DType) -> bool:
     """Whether hidden states that are computed in `computed` may travel so: as they are, or smaller."""
     return wire_dtype is computed or (

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, fields
+from decimal import Decimal
 from typing import Any
 
 from wire.steps import StepSlice
@@ -46,6 +47,16 @@ class MockSpec:
                 raise ValueError(f"mock time {name!r} is given twice")
             values[name] = _parse_count(name, value) if name in _COUNTS else _parse_time(name, value)
         return cls(**values)
+
+    def __str__(self) -> str:
+        """The text that `parse` reads as this spec."""
+        given = [(field.name, getattr(self, field.name)) for field in fields(self)]
+        texts = [
+            f"{name}={value}" if name in _COUNTS else f"{name}={Decimal(repr(value)):f}s"
+            for name, value in given
+            if value
+        ]
+        return ",".join(texts) or "step=0s"
 
     def longest_step_s(self, *, num_tokens: int, context: int) -> float:
         """What a step of so many tokens takes at most, none of which attends to more than `context`."""

@@ -67,7 +67,7 @@ def _options(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command line (this process's unless given) and returns its exit code.
+    """Run a command line, by default this process's, and return its exit code.
 
     0: done. 1: failed, with one line. 2: wrong usage, with one line. 130: ended by Ctrl-C.
     """
@@ -97,4 +97,16 @@ def _with_hint(error: Exception) -> str:
 def _one_line(error: typer.TyperException) -> str:
     message = " ".join(error.format_message().split()).removesuffix(".")
     context = getattr(error, "ctx", None)  # only errors of usage have one
-    return message if context is None else f"{message} (see {context.command_path} --help)"
+    if context is None:
+        return message
+    return f"{message}{_source(error, context)} (see {context.command_path} --help)"
+
+
+def _source(error: typer.TyperException, context: typer.Context) -> str:
+    """Where a rejected value comes from, if not from the command line."""
+    option = getattr(error, "param", None)
+    if option is None:
+        return ""
+    source = context.get_parameter_source(option.name)
+    places = {"ENVIRONMENT": option.envvar, "DEFAULT_MAP": context.params.get("config")}
+    return f", from {places[source.name]}" if source is not None and source.name in places else ""

@@ -15,6 +15,7 @@ from stageline.cli.options import INTERRUPTED, CommandFailed, read_secret_file
 from stageline.cli.output import Report, print_report, show_for, show_stream
 from stageline.client.client import Client
 from stageline.client.errors import RequestNotFound, StagelineError
+from wire.addresses import DEFAULT_ADDRESS
 from wire.ids import id_text, parse_request_id
 from wire.user_files import state_directory, write_secret
 
@@ -113,7 +114,7 @@ def attach(
     ] = 0,
     n: Annotated[int, typer.Option("--n", "-n", metavar="N", min=1, help="How many choices it has.")] = 1,
     json: options.Json = False,
-    coordinator: options.Coordinator = options.DEFAULT_ADDRESS,
+    coordinator: options.Coordinator = DEFAULT_ADDRESS,
 ) -> int:
     """Show the output of a detached request, here instead of where it went before."""
 
@@ -143,7 +144,7 @@ def cancel(
     request_id: _RequestId,
     secret_file: _SecretFile = None,
     token_file: options.OperatorTokenFile = None,
-    coordinator: options.Coordinator = options.DEFAULT_ADDRESS,
+    coordinator: options.Coordinator = DEFAULT_ADDRESS,
 ) -> int:
     """Cancel a request, or drop the output of one that has ended.
 

@@ -22,6 +22,7 @@ from stageline.load.plan import Arrivals, LoadSpec, PlannedRequest, make_plan, p
 from stageline.load.report import check_plot, json_report, report_view, save_plot, shown_progress, warnings_of
 from stageline.load.results import Limits, LoadRun, summarize
 from stageline_rpc.v1 import inference_pb2
+from wire.addresses import DEFAULT_ADDRESS
 from wire.errors import reason_of
 
 DEFAULT_RATE_PER_S = 4.0
@@ -256,7 +257,7 @@ def serve(
         Path | None,
         typer.Option(metavar="FILE.svg|png", help="Draw latencies, and tokens and concurrency over time."),
     ] = None,
-    coordinator: options.Coordinator = options.DEFAULT_ADDRESS,
+    coordinator: options.Coordinator = DEFAULT_ADDRESS,
     **flags: Any,
 ) -> int:
     """Send requests when they are due, however slow the answers are; show throughput and latencies.

@@ -12,6 +12,7 @@ from stageline.cli.request_flags import EndingFlags, MaxTokens, SamplingFlags, o
 from stageline.client.client import Client
 from stageline.client.errors import StagelineError
 from stageline.client.request import ChatMessage
+from wire.addresses import DEFAULT_ADDRESS
 
 with contextlib.suppress(ImportError):  # it gives input() line editing and history, where Python has it
     import readline  # noqa: F401
@@ -20,7 +21,7 @@ with contextlib.suppress(ImportError):  # it gives input() line editing and hist
 @takes(SamplingFlags, EndingFlags)
 def chat(
     max_tokens: MaxTokens = None,
-    coordinator: options.Coordinator = options.DEFAULT_ADDRESS,
+    coordinator: options.Coordinator = DEFAULT_ADDRESS,
     **flags: Any,
 ) -> int:
     """Hold a conversation. [bold]/reset[/] forgets it, [bold]/exit[/] ends, Ctrl-C stops an answer."""

@@ -1,4 +1,4 @@
-"""`stageline demo`: the built-in model answers through three stage processes of this machine."""
+"""`stageline demo`: one completion of the built-in model through three stage processes on this machine."""
 
 import asyncio
 
@@ -6,12 +6,11 @@ from rich.console import Console
 
 from coordinator.config import CoordinatorConfig
 from deploy import LocalCluster, LocalClusterConfig
-from stageline.cli import options
-from stageline.cli.coordinator import flags_of
+from stageline.cli.config_flags import flags_of
 from stageline.cli.options import CommandFailed
 from stageline.cli.output import Report, live, show_stream
 from stageline.cli.tables import topology_view
-from stageline.cli.up import check_plan, wait_until_serving
+from stageline.cli.up import SET_BY_CLUSTER, check_plan, wait_until_serving
 from stageline.client.client import Client
 from stageline.client.errors import StagelineError
 
@@ -25,24 +24,12 @@ _KV_TOKENS = 8192
 
 
 def demo() -> int:
-    """Start a coordinator and three workers here, let the built-in model tell a story, and end them."""
-    coordinator = CoordinatorConfig(
-        model_directory=None,
-        listen=options.DEFAULT_ADDRESS,
-        num_stages=_NUM_WORKERS,
-        layers=None,
-        dtype=None,
-        block_size=16,
-        max_step_tokens=512,
-        max_step_sequences=64,
-        max_sequence_tokens=None,
-        max_kv_tokens=_KV_TOKENS,
-        queue_size=256,
-    )
+    """Run the built-in model on a coordinator and three workers of this machine, and stop them."""
+    coordinator = CoordinatorConfig(num_stages=_NUM_WORKERS, max_kv_tokens=_KV_TOKENS, http=None)
     cluster = LocalClusterConfig(
         num_workers=_NUM_WORKERS,
-        coordinator_arguments=flags_of(coordinator),
-        worker_arguments=(coordinator.logs.flags,) * _NUM_WORKERS,
+        coordinator_arguments=flags_of(coordinator, without=SET_BY_CLUSTER),
+        worker_arguments=(flags_of(coordinator.logs),) * _NUM_WORKERS,
     )
     check_plan(coordinator, cluster)
     asyncio.run(run_demo(cluster))

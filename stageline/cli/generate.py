@@ -24,6 +24,7 @@ from stageline.client.client import Client
 from stageline.client.connection import new_attach_secret
 from stageline.client.errors import StagelineError, Superseded, Unavailable
 from stageline.client.request import Detach, GenerateOptions, Prompt
+from wire.addresses import DEFAULT_ADDRESS
 from wire.ids import id_text, new_request_id
 
 
@@ -35,7 +36,7 @@ def generate(
         bool, typer.Option("--token-ids", help="PROMPT is token ids, as in 1,15,7.")
     ] = False,
     json: options.Json = False,
-    coordinator: options.Coordinator = options.DEFAULT_ADDRESS,
+    coordinator: options.Coordinator = DEFAULT_ADDRESS,
     **flags: Any,
 ) -> int:
     """Complete a prompt, and write the text as it arrives."""

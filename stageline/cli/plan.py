@@ -1,7 +1,7 @@
 """`stageline plan`: the plan for given workers, without starting anything."""
 
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich import box
@@ -13,8 +13,10 @@ from checkpoint import CheckpointError
 from coordinator.config import CoordinatorConfig
 from coordinator.planner.plan import Plan, PlanImpossible, StagePlan, WorkerCapacity
 from stageline.cli import options
-from stageline.cli.options import CommandFailed, format_size, parse_size
+from stageline.cli.config_flags import config_parameters, make_config
+from stageline.cli.options import CommandFailed
 from wire.errors import reason_of
+from wire.sizes import format_size, parse_size
 
 _SIZES = ("Weights", "KV", "Activations", "Total", "Free")
 
@@ -99,41 +101,34 @@ def parse_workers(text: str) -> tuple[WorkerCapacity, ...]:
     )
 
 
+_FLAGS = (
+    "--model",
+    "--layers",
+    "--dtype",
+    "--block-size",
+    "--max-step-tokens",
+    "--max-step-sequences",
+    "--max-model-len",
+    "--kv-tokens",
+)
+
+
+@options.takes(config_parameters(CoordinatorConfig, only=_FLAGS))
 def plan(
+    context: typer.Context,
     workers: Annotated[
         str,
         typer.Option(
             metavar="SIZE,SIZE,...",
-            help="Memory of each worker for weights, KV and activations together, e.g. 24GiB,24GiB,8GiB.",
+            help="Memory of each worker for weights, KV cache and activations, e.g. 24GiB,24GiB,8GiB.",
         ),
     ],
-    model: options.Model = None,
-    layers: options.Layers = None,
-    dtype: options.Dtype = None,
-    block_size: options.BlockSize = 16,
-    max_step_tokens: options.MaxStepTokens = 512,
-    max_step_sequences: options.MaxStepSequences = 64,
-    max_model_len: options.MaxModelLen = None,
-    kv_tokens: options.KvTokens = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON, sizes in bytes.")] = False,
+    **flags: Any,
 ) -> int:
     """Show which layers each worker would get and what fits, without starting anything."""
     capacities = options.build_config(lambda: parse_workers(workers))
-    config = options.build_config(
-        lambda: CoordinatorConfig(
-            model_directory=model,
-            listen=options.DEFAULT_ADDRESS,
-            num_stages=len(capacities),
-            layers=options.parse_layers(layers),
-            dtype=dtype,
-            block_size=block_size,
-            max_step_tokens=max_step_tokens,
-            max_step_sequences=max_step_sequences,
-            max_sequence_tokens=max_model_len,
-            max_kv_tokens=kv_tokens,
-            queue_size=1,
-        )
-    )
+    config = make_config(CoordinatorConfig, context, flags, num_stages=len(capacities))
     from coordinator.model import open_model  # imported late, as the coordinator does
     from coordinator.planner.planner import plan_for
 

@@ -11,6 +11,7 @@ from rich.live import Live
 from stageline.cli import options
 from stageline.cli.tables import status_view
 from stageline.client.client import Client
+from wire.addresses import DEFAULT_ADDRESS
 from wire.status_json import status_facts
 
 
@@ -19,7 +20,7 @@ def drain(
         str, typer.Argument(metavar="WORKER", help="Its name, as in `stageline status`.", show_default=False)
     ],
     token_file: options.OperatorTokenFile = None,
-    coordinator: options.Coordinator = options.DEFAULT_ADDRESS,
+    coordinator: options.Coordinator = DEFAULT_ADDRESS,
 ) -> int:
     """Move the layers of a worker to others, and let it exit.
 
@@ -45,7 +46,7 @@ def status(
         bool, typer.Option("--json", help="Print the status as JSON (docs/status.md).")
     ] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Show it anew every second, until Ctrl-C.")] = False,
-    coordinator: options.Coordinator = options.DEFAULT_ADDRESS,
+    coordinator: options.Coordinator = DEFAULT_ADDRESS,
 ) -> int:
     """Show plan, workers, layers, memory, KV use and requests."""
     if as_json and watch:

@@ -6,8 +6,8 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator.cluster.connections import StageKernels, differing_kernels
-from stageline.cli.options import format_size
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
+from wire.sizes import format_size
 from wire.tensors import WIRE_DTYPE_FROM_MESSAGE
 
 _NOTHING = "-"

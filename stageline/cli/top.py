@@ -18,11 +18,13 @@ from rich.table import Table
 from rich.text import Text
 
 from stageline.cli import options
-from stageline.cli.options import format_duration, format_rate, format_size
+from stageline.cli.options import format_duration, format_rate
 from stageline.cli.tables import describe_cluster
 from stageline.client.client import Client
 from stageline.client.errors import StagelineError, Unavailable
 from stageline_rpc.v1 import cluster_pb2, telemetry_pb2
+from wire.addresses import DEFAULT_ADDRESS
+from wire.sizes import format_size
 
 WINDOW_US = 3_000_000
 _SHADES = "·░▒▓█"
@@ -297,7 +299,7 @@ def top(
     interval: Annotated[
         float, typer.Option(metavar="SECONDS", min=0.1, max=60, help="How often to show it anew.")
     ] = 1.0,
-    coordinator: options.Coordinator = options.DEFAULT_ADDRESS,
+    coordinator: options.Coordinator = DEFAULT_ADDRESS,
 ) -> int:
     """Show stages, their load, the pipeline and the requests, live; q ends it."""
     console = Console()

@@ -34,6 +34,7 @@ from telemetry.trace_view.read_model import (
     request_trace,
 )
 from telemetry.trace_view.waterfall import STAGE_KINDS, Row, Segment, SegmentKind, Waterfall, waterfall
+from wire.addresses import DEFAULT_ADDRESS
 from wire.errors import reason_of
 
 MOST_LABEL = 22
@@ -318,7 +319,7 @@ def trace(
     limit: Annotated[
         int | None, typer.Option("--limit", "-n", metavar="N", min=1, help="List so many; 20 unless given.")
     ] = None,
-    coordinator: options.Coordinator = options.DEFAULT_ADDRESS,
+    coordinator: options.Coordinator = DEFAULT_ADDRESS,
 ) -> int:
     """List recent requests, or show where the time of one went: stage by stage, and in a sentence."""
     if request_id is None:

@@ -4,25 +4,28 @@ import asyncio
 import shlex
 import signal
 from collections import defaultdict
-from typing import Annotated
+from collections.abc import Mapping
+from functools import partial
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from checkpoint import CheckpointError
-from coordinator.config import DEFAULT_TRACE_BYTES, CoordinatorConfig
+from coordinator.config import CoordinatorConfig
 from coordinator.planner.plan import PlanImpossible, WorkerCapacity
 from deploy import LocalCluster, LocalClusterConfig, LocalProcess
 from deploy.process import MAX_RESTARTS, WINDOW_S, RestartPolicy
 from stage_worker.backends.contract import KernelChoice
+from stage_worker.config import WorkerConfig
 from stageline.cli import options
-from stageline.cli.coordinator import flags_of
+from stageline.cli.config_flags import config_parameters, flags_of, make_config
 from stageline.cli.options import CommandFailed
 from stageline.cli.tables import describe_cluster, describe_kv_cache, describe_start, topology_view
 from stageline.client.client import Client
 from stageline_rpc.v1 import cluster_pb2
-from telemetry.logs import LogFormat, LogLevel, LogSettings
+from wire.addresses import DEFAULT_ADDRESS
 from wire.channels import raise_file_limit
 from wire.errors import reason_of
 
@@ -57,146 +60,104 @@ async def wait_until_serving(
 _GENERATE_TEXT = 'generate "Once upon a time"'
 _GENERATE_IDS = "generate --token-ids 1,2,3"
 _NUM_WORKERS = 3
+_ANY_HTTP = "127.0.0.1:0"
 _START_TIMEOUT_S = 3600.0  # a large model takes its time to load; the progress shows meanwhile
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+SET_BY_CLUSTER = ("--stages", "--model", "--listen", "--http")
+"""Flags of the coordinator that a local cluster gives by itself."""
+_processes = partial(typer.Option, rich_help_panel="Workers of this machine")
+
+
+@options.takes(
+    config_parameters(
+        WorkerConfig,
+        only=("--memory", "--threads", "--kernels"),
+        defaults={
+            "--memory": "an even share of 60 % of free memory",
+            "--threads": "an even share of the cores",
+        },
+    ),
+    config_parameters(
+        CoordinatorConfig, without=("--stages",), defaults={"--http": "a free port of 127.0.0.1"}
+    ),
+)
 def up(
+    context: typer.Context,
     workers: Annotated[
         int | None,
-        typer.Option(
+        _processes(
             metavar="N",
             min=1,
-            help=f"Stage workers to start, one stage each: {_NUM_WORKERS}, or as many as --mock is given.",
+            help=f"Stage workers, one stage each (default: {_NUM_WORKERS}, or the number of --mock flags).",
         ),
     ] = None,
-    model: options.Model = None,
-    listen: options.Listen = options.DEFAULT_ADDRESS,
     device: Annotated[
-        str, typer.Option(metavar="DEVICE,...", help="One device for all workers, or one for each.")
+        str, _processes(metavar="DEVICE,...", help="One device for all workers, or one for each.")
     ] = "cpu",
-    memory: options.Memory = None,
-    threads: options.Threads = None,
     pin: Annotated[
-        bool, typer.Option(help="Give each worker on the CPU cores of its own, if there are enough.")
+        bool, _processes(help="Pin each worker on the CPU to cores of its own, if there are enough.")
     ] = True,
-    kernels: options.Kernels = KernelChoice.AUTO,
-    layers: options.Layers = None,
-    dtype: options.Dtype = None,
-    wire_dtype: options.WireDtype = None,
-    block_size: options.BlockSize = 16,
-    max_step_tokens: options.MaxStepTokens = 512,
-    max_step_sequences: options.MaxStepSequences = 64,
-    max_model_len: options.MaxModelLen = None,
-    kv_tokens: options.KvTokens = None,
-    prefix_cache: options.PrefixCache = True,
-    queue_size: options.QueueSize = 256,
-    max_client_requests: options.MaxClientRequests = None,
-    client_key: options.ClientKey = None,
-    max_unread_tokens: options.MaxUnreadTokens = 4096,
-    priority_age: options.PriorityAge = 10.0,
-    steps_in_flight: options.StepsInFlight = None,
-    max_decode_slowdown: options.MaxDecodeSlowdown = 1.3,
-    heartbeat: options.Heartbeat = 0.5,
-    lease: options.Lease = 2.0,
-    recovery_timeout: options.RecoveryTimeout = 30.0,
-    drain_timeout: options.DrainTimeout = 30.0,
-    mock_model: options.MockModel = None,
-    self_check: options.SelfCheck = None,
-    self_check_interval: options.SelfCheckInterval = 600.0,
-    journal: options.Journal = None,
-    reattach_timeout: options.ReattachTimeout = 60.0,
-    http: options.Http = None,
-    no_http: options.NoHttp = False,
-    token_file: options.TokenFile = None,
-    trace_sample: options.TraceSample = None,
-    trace_store: options.TraceStore = 512,
-    trace_bytes: options.TraceBytes = None,
     restart: Annotated[
         bool,
-        typer.Option(
-            help="Start a worker again whose device has failed or that a signal has ended, "
-            f"at most {MAX_RESTARTS} times within {WINDOW_S / 60:g} min."
+        _processes(
+            help="Restart a worker whose device failed or that a signal ended, "
+            f"at most {MAX_RESTARTS} times within {WINDOW_S / 60:g} min.",
         ),
     ] = True,
-    log_format: options.LogFormat = LogFormat.CONSOLE,
-    log_level: options.LogLevel = LogLevel.INFO,
     mock: Annotated[
         list[str] | None,
-        typer.Option(metavar="TIMES", help="Mock stages, as in step=20ms; once for all, or once for each."),
+        _processes(
+            metavar="TIMES",
+            help="Mock stages, as in step=20ms; repeatable: one for all workers, or one for each.",
+        ),
     ] = None,
+    **flags: Any,
 ) -> int:
-    """Start a coordinator and its workers on this machine, and keep them until Ctrl-C."""
-
+    """Start a coordinator and its workers on this machine, and stop them on Ctrl-C."""
     num_workers = workers or (len(mock) if mock and len(mock) > 1 else _NUM_WORKERS)
-
-    def make_configs() -> tuple[CoordinatorConfig, LocalClusterConfig]:
-        coordinator = CoordinatorConfig(
-            model_directory=model,
-            listen=listen,
-            num_stages=num_workers,
-            layers=options.parse_layers(layers),
-            dtype=dtype,
-            wire_dtype=wire_dtype,
-            block_size=block_size,
-            max_step_tokens=max_step_tokens,
-            max_step_sequences=max_step_sequences,
-            max_sequence_tokens=max_model_len,
-            max_kv_tokens=kv_tokens,
-            prefix_cache=prefix_cache,
-            queue_size=queue_size,
-            max_client_requests=max_client_requests,
-            client_key=client_key,
-            max_unread_tokens=max_unread_tokens,
-            priority_age_s=priority_age,
-            steps_in_flight=steps_in_flight,
-            max_decode_slowdown=max_decode_slowdown,
-            heartbeat_s=heartbeat,
-            lease_s=lease,
-            recovery_timeout_s=recovery_timeout,
-            drain_timeout_s=drain_timeout,
-            mock_model=mock_model,
-            self_check=self_check,
-            self_check_interval_s=self_check_interval,
-            journal=journal,
-            reattach_timeout_s=reattach_timeout,
-            http=options.http_address(http, options.ANY_HTTP, is_off=no_http),
-            token=options.read_token(token_file),
-            trace_sample=trace_sample,
-            trace_store=trace_store,
-            trace_bytes=trace_bytes or DEFAULT_TRACE_BYTES,
-            logs=LogSettings(format=log_format, level=log_level),
-        )
-        if self_check and mock:
-            raise ValueError("--self-check needs stages that compute: not together with --mock")
-        if mock and kernels is not KernelChoice.AUTO:
-            raise ValueError("a mock stage computes nothing: --mock does not go with --kernels")
-        cluster = LocalClusterConfig(
+    coordinator = make_config(
+        CoordinatorConfig,
+        context,
+        flags,
+        num_stages=num_workers,
+        http=_ANY_HTTP,
+        token=options.read_token(flags["token_file"]),
+    )
+    _check_mocks(mock, flags)
+    cluster = options.build_config(
+        lambda: LocalClusterConfig(
             num_workers=num_workers,
-            model_directory=model,
-            listen=listen,
             devices=tuple(device.split(",")),
-            memory_bytes=memory,
-            num_threads=threads,
+            memory_bytes=flags["memory"],
+            num_threads=flags["threads"],
             mocks=tuple(mock or ()),
             pins_workers=pin,
+            model_directory=coordinator.model_directory,
+            listen=coordinator.listen,
             http=coordinator.http,
-            coordinator_arguments=(
-                *flags_of(coordinator),
-                *(() if token_file is None else ("--token-file", str(token_file))),
-            ),
-            worker_arguments=((*coordinator.logs.flags, *_kernel_flags(kernels)),) * num_workers,
+            coordinator_arguments=flags_of(coordinator, without=SET_BY_CLUSTER),
+            worker_arguments=(_worker_arguments(coordinator, flags),) * num_workers,
         )
-        return coordinator, cluster
-
-    coordinator, cluster = options.build_config(make_configs)
+    )
     check_plan(coordinator, cluster)
     raise_file_limit()
     return asyncio.run(run_up(cluster, restarts=restart))
 
 
-def _kernel_flags(kernels: KernelChoice) -> tuple[str, ...]:
-    return () if kernels is KernelChoice.AUTO else ("--kernels", kernels.value)
+def _check_mocks(mock: list[str] | None, flags: Mapping[str, Any]) -> None:
+    if not mock:
+        return
+    if flags["self_check"]:
+        raise typer.BadParameter("--self-check needs stages that compute: not together with --mock")
+    if flags["kernels"] not in (None, KernelChoice.AUTO):
+        raise typer.BadParameter("a mock stage computes nothing: --mock does not go with --kernels")
+
+
+def _worker_arguments(coordinator: CoordinatorConfig, flags: Mapping[str, Any]) -> tuple[str, ...]:
+    kernels = () if flags["kernels"] is None else ("--kernels", flags["kernels"].value)
+    return (*kernels, *flags_of(coordinator.logs))
 
 
 async def run_up(config: LocalClusterConfig, *, restarts: bool = True) -> int:
@@ -320,5 +281,5 @@ class _Supervisor:
 
 
 def _client_command(cluster: LocalCluster, command: str) -> str:
-    is_default = cluster.address == options.DEFAULT_ADDRESS
+    is_default = cluster.address == DEFAULT_ADDRESS
     return f"stageline {command}" + ("" if is_default else f" --coordinator {cluster.address}")

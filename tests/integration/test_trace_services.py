@@ -45,17 +45,13 @@ def export_request(spans: list[ResourceSpans]) -> trace_service_pb2.ExportTraceS
 
 def config() -> CoordinatorConfig:
     return CoordinatorConfig(
-        model_directory=None,
         mock_model="layers=2,hidden=32,vocab=512",
         listen="127.0.0.1:0",
+        http=None,
         num_stages=2,
-        layers=None,
-        dtype=None,
         block_size=8,
         max_step_tokens=32,
         max_step_sequences=4,
-        max_sequence_tokens=None,
-        max_kv_tokens=None,
         queue_size=4,
     )
 

@@ -144,6 +144,7 @@ class Cluster:
             queue_size=64,
             mock_model=f"layers={NUM_LAYERS},hidden=1,ffn=1,heads=1,kv_heads=1,head_dim=1,"
             f"vocab={VOCAB_SIZE},max_len=96",
+            http=None,
             telemetry=DISABLED,
         )
         assert config.mock_model is not None

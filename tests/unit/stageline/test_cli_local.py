@@ -119,6 +119,7 @@ def test_all_processes_of_up_log_as_it_was_told(launch: Launch) -> None:
     for pid in pids:
         line = psutil.Process(pid).cmdline()
         assert line[line.index("--log-format") :][:4] == flags
+        assert not {"STAGELINE_LOG_FORMAT", "STAGELINE_LOG_LEVEL"} & psutil.Process(pid).environ().keys()
     launcher.terminate()
     assert launcher.wait(GRACE_S) == 0
 

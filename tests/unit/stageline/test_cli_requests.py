@@ -20,10 +20,10 @@ from stageline import Client, Detach, GenerateOptions, GenerateOutput, Priority,
 from stageline.cli import main
 from stageline.cli.chat import chat
 from stageline.cli.generate import generate
-from stageline.cli.options import DEFAULT_ADDRESS
 from stageline.cli.request_flags import EndingFlags, SamplingFlags
 from tests.error_lines import parse_error_line
 from tests.fake_processes import FAKE_COMMAND, FAKE_ENVIRONMENT
+from wire.addresses import DEFAULT_ADDRESS
 from wire.ids import id_text, new_request_id, parse_request_id
 from wire.user_files import token_path, write_secret
 

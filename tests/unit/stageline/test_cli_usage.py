@@ -8,7 +8,7 @@ import pytest
 from coordinator.config import CoordinatorConfig
 from stage_worker.config import WorkerConfig
 from stageline.cli import main
-from stageline.cli.coordinator import flags_of
+from stageline.cli.config_flags import flags_of
 from stageline.cli.options import default_token_directory
 from stageline.version import VERSION
 from telemetry.logs import LogFormat, LogLevel, LogSettings
@@ -75,8 +75,11 @@ from wire.tensors import ScaledDType
         ("coordinator --stages 2 --wire-dtype int4", "wire dtype 'int4' is none of bf16, fp8, int8"),
         ("coordinator --stages 1 --wire-dtype fp8", "wire_dtype fp8 is for hidden states between stages"),
         ("coordinator --stages 2 --dtype f16 --wire-dtype bf16", "bf16 does not make hidden states in f16"),
-        ("coordinator --stages 1 --http [::1]:0 --no-http", "--http [::1]:0 says where to serve"),
-        ("up --http 127.0.0.1:7481 --no-http", "--http 127.0.0.1:7481 says where to serve"),
+        (
+            "coordinator --stages 1 --http [::1]:0 --no-http",
+            "--http [::1]:0 and --no-http contradict each other",
+        ),
+        ("up --http 127.0.0.1:7481 --no-http", "--http 127.0.0.1:7481 and --no-http contradict each other"),
         ("up --wire-dtype f32", "wire dtype 'f32' is none of bf16, fp8, int8"),
         ("up --workers 1 --wire-dtype bf16", "between stages, but there is one stage"),
         ("worker --wire-dtype FP8", "wire dtype 'FP8' is none of bf16, fp8, int8"),
@@ -180,15 +183,13 @@ def test_the_coordinators_flags_become_its_config(tmp_path: Path, monkeypatch: p
             wire_dtype="int8",
             self_check_interval_s=7.0,
             cache_directory=tmp_path / "stageline",
-            http="127.0.0.1:7481",
             token_directory=default_token_directory(),
             trace_store=7,
             trace_bytes=5 * 2**20,
             telemetry=read_environment({}, version=VERSION),
         )
     ]
-    again = ["coordinator", "--model", str(tmp_path), "--listen", "[::1]:0", "--stages", "3"]
-    assert main([*again, *flags_of(seen[0])]) == 3
+    assert main(["coordinator", *flags_of(seen[0])]) == 3
     assert seen[1] == seen[0]
 
 
@@ -202,7 +203,7 @@ def test_how_to_log_comes_from_flags_or_the_environment(monkeypatch: pytest.Monk
     monkeypatch.setenv("STAGELINE_LOG_FORMAT", "json")
     monkeypatch.setenv("STAGELINE_LOG_LEVEL", "debug")
     assert main(line.split()) == 3
-    assert main([*line.split(), *LogSettings().flags]) == 3
+    assert main([*line.split(), *flags_of(LogSettings())]) == 3
     assert [each.logs for each in seen] == [LogSettings(), debug_json, debug_json, LogSettings()]
 
 

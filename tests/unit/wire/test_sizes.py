@@ -1,6 +1,6 @@
 import pytest
 
-from stageline.cli.options import format_size, parse_size
+from wire.sizes import exact_size, format_size, parse_size
 
 
 @pytest.mark.parametrize(
@@ -42,3 +42,8 @@ def test_what_is_no_size_is_refused_with_the_text(text: str, message: str) -> No
 )
 def test_sizes_are_written_in_binary_units(size_bytes: int, text: str) -> None:
     assert format_size(size_bytes) == text
+
+
+@pytest.mark.parametrize("text", ["1000B", "1KiB", "1536MiB", "64MiB", "20GiB", "2TiB", "1025KiB"])
+def test_exact_sizes_are_read_as_they_were(text: str) -> None:
+    assert exact_size(parse_size(text)) == text

@@ -1,0 +1,175 @@
+"""Declarations of flags at the fields of config dataclasses.
+
+A field of type `Annotated[T, Flag(...)]` is set by the flag, by an environment variable and by a key of a
+TOML file. This declaration and the field's default are the only place of an option.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any, cast, get_args, get_type_hints
+
+from checkpoint.errors import GGUF_ADVICE
+from wire.addresses import parse_address, parse_peer_address
+
+
+def listen_address(text: str) -> str:
+    """HOST:PORT to listen on. Raises ValueError."""
+    return str(parse_address(text))
+
+
+def peer_address(text: str) -> str:
+    """HOST:PORT to connect to. Raises ValueError."""
+    return str(parse_peer_address(text))
+
+
+def file_path(text: str) -> Path:
+    """The absolute path of a file, existing or not. Raises ValueError for a directory."""
+    path = Path(text).resolve()
+    if path.is_dir():
+        raise ValueError(f"{text!r} is a directory: give the path of a file")
+    return path
+
+
+def checkpoint_directory(text: str) -> Path:
+    """The absolute path of a checkpoint's directory. Raises ValueError for anything else."""
+    path = Path(text)
+    if path.suffix.lower() == ".gguf":
+        raise ValueError(f"{text!r} is a GGUF file: {GGUF_ADVICE}")
+    if not path.exists():
+        raise ValueError(f"directory {text!r} does not exist")
+    if not path.is_dir():
+        raise ValueError(f"{text!r} is a file: give the directory of a Hugging Face checkpoint")
+    return path.resolve()
+
+
+def plain(value: Any) -> Any:
+    """A bool, int, float or str, as TOML has them."""
+    if isinstance(value, Enum):
+        value = value.value
+    return value if isinstance(value, bool | int | float | str) else str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """How users set a field. `help` has no full stop; default and limits are added to it.
+
+    `unset` describes the default None. `parse` reads the flag's text and `format` writes a value as `parse`
+    reads it; without them the field's type decides. `off` is a flag that sets the field to None.
+    """
+
+    name: str
+    metavar: str | None
+    help: str
+    unset: str | None = None
+    panel: str | None = None
+    min: int | None = None
+    max: int | None = None
+    parse: Callable[[str], Any] | None = None
+    format: Callable[[Any], Any] = plain
+    off: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """A config field with a flag, or one of the dataclass in the config field `section`.
+
+    `type` is that of the value on the command line; `default` is MISSING where the flag is required.
+    """
+
+    flag: Flag
+    type: type
+    attribute: str
+    section: str | None
+    default: Any
+
+    def value_in(self, config: object) -> Any:
+        owner = config if self.section is None else getattr(config, self.section)
+        return getattr(owner, self.attribute)
+
+    def describe(self, default: str | None = None) -> str:
+        """The help text, with `default` in the place of the field's."""
+        default = default or self._default_text()
+        return f"{self.flag.help}." if default is None else f"{self.flag.help} (default: {default})."
+
+    def _default_text(self) -> str | None:
+        if self.default is MISSING:
+            return None
+        if self.default is None:
+            return self.flag.unset
+        if isinstance(self.default, bool):
+            return "on" if self.default else "off"
+        text = self.flag.format(self.default)
+        return f"{text:g}s" if self.flag.metavar == "SECONDS" else str(text)
+
+
+def key_of(flag: str) -> str:
+    """The key of a flag in a TOML file: max-step-tokens for --max-step-tokens."""
+    return flag.removeprefix("--")
+
+
+def parameter_of(flag: str) -> str:
+    """The parameter of a command: max_step_tokens for --max-step-tokens."""
+    return key_of(flag).replace("-", "_")
+
+
+def variable_of(flag: str) -> str:
+    """The environment variable of a flag: STAGELINE_MAX_STEP_TOKENS for --max-step-tokens."""
+    return f"STAGELINE_{parameter_of(flag).upper()}"
+
+
+def settings_of(config: type) -> tuple[Setting, ...]:
+    """The settings of a config dataclass and of the dataclasses in its fields, as they are declared."""
+    found: list[Setting] = []
+    hints = get_type_hints(config, include_extras=True)
+    for field in fields(config):
+        hint = hints[field.name]
+        flags = [each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Flag)]
+        if flags:
+            found.append(
+                Setting(
+                    flag=flags[0],
+                    type=_text_type(hint.__origin__, flags[0]),
+                    attribute=field.name,
+                    section=None,
+                    default=field.default,
+                )
+            )
+        elif is_dataclass(hint):
+            assert isinstance(hint, type)
+            found += [replace(setting, section=field.name) for setting in settings_of(hint)]
+    return tuple(found)
+
+
+def variables_of(config: type) -> Iterator[str]:
+    """The environment variables of the flags of a config dataclass."""
+    for setting in settings_of(config):
+        yield variable_of(setting.flag.name)
+        if setting.flag.off is not None:
+            yield variable_of(setting.flag.off)
+
+
+def _text_type(annotation: Any, flag: Flag) -> type:
+    if flag.parse is not None:
+        return str
+    types: list[type] = [each for each in get_args(annotation) if each is not type(None)]
+    return types[0] if types else cast(type, annotation)
+
+
+def check_limits(config: object) -> None:
+    """Raises ValueError for a number beyond the `min` or `max` of its flag."""
+    for setting in settings_of(type(config)):
+        low, high = setting.flag.min, setting.flag.max
+        value = setting.value_in(config)
+        if value is not None and low is not None and value < low:
+            raise ValueError(f"{setting.attribute} is {value}, but must be at least {low}")
+        if value is not None and high is not None and value > high:
+            raise ValueError(f"{setting.attribute} is {value}, the limit is {high}")
+
+
+def check_positive(name: str, value: float) -> None:
+    """Raises ValueError for a number that is not positive and finite."""
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} is {value:g}, but must be positive and finite")
