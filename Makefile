@@ -1,4 +1,5 @@
 # `make demo` and `make test` need nothing but Python 3.11 to 3.13: they make .venv and install into it first.
+# Tests come in tiers: test, test-full, test-chaos and nightly; a test without a marker is in `make test`.
 # Another Python: make demo PYTHON=python3.12. Figures of one group: make bench BENCH=decode
 # Other faults than by default: make chaos SECONDS=60 SEED=3 CHAOS=--real
 # Faults that do not wait for a recovery: make chaos CHAOS=--storm, or CHAOS="--storm --kill-coordinator"
@@ -12,24 +13,36 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c c
 TORCH := $(shell grep '^torch==' constraints.txt)
 SECONDS ?= 600
 MINUTES ?= 30
+# More test processes than cores: many tests wait for timers and for processes that start.
+WORKERS ?= 4
+PYTEST := $(BIN)/python -m pytest -q --durations=30
+PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Else every process that a test starts would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 PROTOS := $(wildcard proto/stageline_rpc/v1/*.proto)
 
-.PHONY: demo test test-chaos test-gpu test-all lint proto bench chaos churn venv clean
+.PHONY: demo test test-full test-chaos test-gpu nightly lint proto bench chaos churn venv clean
 
 demo: venv
 	@$(BIN)/stageline demo
 
-test: lint
-	@$(BIN)/python -m pytest -q -m "not slow and not chaos and not gpu"
+test: venv
+	@$(PYTEST) $(PARALLEL) -m "not (full or chaos or nightly or gpu)"
+
+test-full: venv
+	@$(PYTEST) $(PARALLEL) --hypothesis-profile full -m "(full or hypothesis) and not (chaos or nightly or gpu)"
 
 test-chaos: venv
-	@$(BIN)/python -m pytest -q -m chaos
+	@$(PYTEST) -m chaos
 
 test-gpu: venv
-	@$(BIN)/python -m pytest -q -m gpu tests/gpu
+	@$(PYTEST) -m gpu tests/gpu
 
-test-all: lint
-	@$(BIN)/python -m pytest -q
+nightly: venv
+	@$(PYTEST) $(PARALLEL) --hypothesis-profile nightly -m "nightly or hypothesis"
+	@$(BIN)/python -m tests.chaos --seconds 600
+	@$(BIN)/python -m tests.chaos --seconds 600 --storm
+	@$(BIN)/python -m tests.churn --minutes 30 --rate 20
 
 lint: venv
 	@$(BIN)/ruff check .

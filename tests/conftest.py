@@ -1,7 +1,15 @@
 """For all tests."""
 
 import os
+import time
+from collections import defaultdict
+from pathlib import Path
 
+import pytest
+
+from tests.faults.figures import FIGURE, Figure, Figures
+from tests.properties import register_profiles
+from tests.summary import Results
 from tests.temporary import end_in_order, process_directory
 
 # Before anything imports grpc: its core writes lines of its own about connections that end, which tests do on
@@ -12,7 +20,49 @@ os.environ["XDG_STATE_HOME"] = str(process_directory("test-state"))
 # What a user's cache holds must not decide whether a test passes; processes inherit this.
 os.environ["XDG_CACHE_HOME"] = str(process_directory("test-cache"))
 
+register_profiles()
+_BEGAN_S = time.monotonic()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave cases of `matrix(n)` tests to `make test-full`: all but n, which are spread over all cases."""
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("matrix") and not item.get_closest_marker("full"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for items_of_test in cases.values():
+        marker = items_of_test[0].get_closest_marker("matrix")
+        assert marker is not None
+        num_kept = min(marker.args[0], len(items_of_test))
+        kept = {number * len(items_of_test) // num_kept for number in range(num_kept)}
+        for number, item in enumerate(items_of_test):
+            if number not in kept:
+                item.add_marker("full")
+
 
 def pytest_runtest_setup() -> None:
     """Before each test: an event loop that has handled a signal leaves the default handler behind."""
     end_in_order()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the durations of recoveries; append them, and all results, to the files that variables name."""
+    stats = terminalreporter.stats
+    recorded = Figures(
+        [
+            Figure(**value)
+            for report in stats.get("", [])
+            if report.when == "teardown"
+            for name, value in report.user_properties
+            if name == FIGURE
+        ]
+    )
+    if recorded.all:
+        terminalreporter.section("recoveries")
+        terminalreporter.write("".join(f"{line}\n" for line in recorded.lines()))
+    if (file := os.environ.get("STAGELINE_RECOVERY_FIGURES")) is not None:
+        with Path(file).open("a") as output:
+            output.write(recorded.json_lines())
+    if (file := os.environ.get("STAGELINE_TEST_RESULTS")) is not None:
+        Results.of_reports(stats, time.monotonic() - _BEGAN_S).append_to(Path(file))

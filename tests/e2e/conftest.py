@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,8 @@ import torch
 from deploy import LocalCluster
 from tests.e2e.clusters import START_TIMEOUT_S, Reference, Served, config, make_reference
 from tests.e2e.recovery_setup import make_steady_model
-from tests.faults.figures import Figures
+from tests.faults.figures import FIGURE, Figures
+from tests.ports import unused_address
 
 torch.set_num_threads(1)
 
@@ -48,27 +48,12 @@ async def served(llama: Reference, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.fixture
 def free_address() -> str:
     """An address of this machine where nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
-
-
-_FIGURES = pytest.StashKey[Figures]()
+    return unused_address()
 
 
 @pytest.fixture
-def figures(pytestconfig: pytest.Config) -> Figures:
-    """Shown at the end of the run, and appended as JSON to the file that STAGELINE_RECOVERY_FIGURES names."""
-    return pytestconfig.stash.setdefault(_FIGURES, Figures())
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    found = config.stash.get(_FIGURES, Figures())
-    if not found.all:
-        return
-    terminalreporter.section("recoveries")
-    for line in found.lines():
-        terminalreporter.write_line(line)
-    if (file := os.environ.get("STAGELINE_RECOVERY_FIGURES")) is not None:
-        with Path(file).open("a") as output:
-            output.write(found.json_lines())
+def figures(request: pytest.FixtureRequest) -> Iterator[Figures]:
+    """Durations for the end of the run; the test's report takes them there, from any process."""
+    recorded = Figures()
+    yield recorded
+    request.node.user_properties += [(FIGURE, asdict(figure)) for figure in recorded.all]

@@ -52,6 +52,7 @@ async def test_a_folder_with_a_gguf_file_says_what_to_do(tmp_path: Path) -> None
     assert "Stageline reads safetensors; convert it" in run.the_error()
 
 
+@pytest.mark.full
 async def test_a_client_without_a_coordinator_says_so_soon(free_address: str) -> None:
     start = time.monotonic()
     run = await run_stageline("status", "--coordinator", free_address)
@@ -60,6 +61,7 @@ async def test_a_client_without_a_coordinator_says_so_soon(free_address: str) ->
     assert time.monotonic() - start < 15
 
 
+@pytest.mark.full
 async def test_a_port_in_use_is_refused(served: Served, tmp_path: Path) -> None:
     commands: tuple[tuple[str, ...], ...] = (
         ("coordinator", "--stages", "1", "--listen", served.address, "--no-http"),

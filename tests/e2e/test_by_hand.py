@@ -81,6 +81,7 @@ async def test_workers_start_first_in_any_order_and_outlive_their_coordinator(
             assert "Traceback" not in worker.read_log()
 
 
+@pytest.mark.full
 async def test_a_worker_with_another_model_is_refused_with_both_fingerprints_and_bf16_serves(
     llama: Reference, tmp_path: Path
 ) -> None:

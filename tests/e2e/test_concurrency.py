@@ -14,6 +14,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="package")
 NUM_TOKENS = 12
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("num_requests", [1, 4, 16, 64])
 async def test_each_of_many_requests_equals_its_solo_run(served: Served, num_requests: int) -> None:
     # Lengths from one token to more than a chunk, and no prompt that a test before has left in the cache.

@@ -94,6 +94,7 @@ class _Streams:
             self._news.set()
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 async def test_streams_continue_when_the_coordinator_comes_back_with_its_journal(
     llama: Reference, tmp_path: Path, number: signal.Signals
@@ -121,6 +122,7 @@ async def test_streams_continue_when_the_coordinator_comes_back_with_its_journal
             assert worker.read_log().count("loading layers") == 1, "weights are kept"
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 async def test_without_a_journal_clients_hear_of_it_at_once(
     llama: Reference, tmp_path: Path, number: signal.Signals
@@ -135,6 +137,7 @@ async def test_without_a_journal_clients_hear_of_it_at_once(
                 await asyncio.wait_for(live, timeout=3)
 
 
+@pytest.mark.full
 async def test_a_journal_that_cannot_be_used_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
     path, damaged = tmp_path / "journal.db", tmp_path / "damaged.db"
     damaged.write_bytes(b"once upon a time" * 100)

@@ -6,6 +6,8 @@ import asyncio
 import re
 from pathlib import Path
 
+import pytest
+
 from deploy import LocalCluster, LocalClusterConfig
 from stage_worker.backends.contract import DEVICE_FAILED_EXIT_CODE
 from stageline import Client
@@ -21,6 +23,7 @@ NUM_TOKENS = 60
 MODEL = f"layers=8,vocab={VOCAB_SIZE}"
 
 
+@pytest.mark.full
 async def test_poisoned_devices_under_load_cost_no_request_a_token(tmp_path: Path) -> None:
     asks = mixed_asks(8, lengths=(1, 40), max_tokens=NUM_TOKENS, vocab_size=VOCAB_SIZE, seed=53)
     expected = [list(mock_tokens(ask.prompt, NUM_TOKENS, vocab_size=VOCAB_SIZE)) for ask in asks]

@@ -26,6 +26,9 @@ from tests.mock_answers import mock_tokens
 from wire.channels import client_channel
 from wire.interceptors import DETAILS_KEY
 
+pytestmark = pytest.mark.full
+
+
 VOCAB_SIZE = 1000
 DISK_BYTES = 4 * 2**20
 NUM_TOKENS = 400

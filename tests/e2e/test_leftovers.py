@@ -61,6 +61,7 @@ async def end(
     return process.returncode
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("number", "passes", "code"),
     [(None, True, 0), (None, False, 1), (signal.SIGINT, True, 2), (signal.SIGTERM, True, 2)],
@@ -83,6 +84,7 @@ async def test_a_test_run_leaves_no_file(
     assert leftover_files(temporary) == []
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("program", "number"),
     [
@@ -101,6 +103,7 @@ async def test_a_program_that_is_ended_leaves_no_file(
     assert leftover_files(temporary) == []
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("keeps", [False, True])
 async def test_a_storm_that_fails_leaves_only_the_logs_that_it_was_asked_to_keep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_address: str, keeps: bool

@@ -23,6 +23,9 @@ from tests.integration.stage_bench import assign_message, new_assignment
 from tests.zero_checkpoint import write_zero_checkpoint
 from wire.ids import StageRole
 
+pytestmark = pytest.mark.full
+
+
 HEARTBEAT_MS = 500
 MOST_SILENCE_S = 1.5
 """A lease is 2 s. Measured with both cores busy: the interpreter is held for 0.1 s at most."""

@@ -23,6 +23,7 @@ MOST_BYTES = 80_000_000
 HEAVY = re.compile(r"/[^/\n]*(torch|tokenizers|transformers|llguidance|numpy)[^\n]*")
 
 
+@pytest.mark.full
 async def test_sixteen_mock_stages_serve_in_little_memory(tmp_path: Path) -> None:
     config = LocalClusterConfig(
         num_workers=NUM_STAGES,

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from stageline import Client, Unavailable
 from tests.e2e.recovery_setup import DEADLINE_S, SHORT_PROMPTS, config, is_idle, serves_as_ever
 from tests.faults.cluster import FaultyCluster
 from tests.faults.streams import Streams, undisturbed
+
+pytestmark = pytest.mark.full
+
 
 RECOVERY_TIMEOUT_S = 4
 LEAST_BYTES = 700

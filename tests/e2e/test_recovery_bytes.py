@@ -25,13 +25,13 @@ from tests.faults.cluster import FaultyCluster
 from tests.faults.figures import Figures
 from tests.faults.streams import Streams, undisturbed
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.full]
 
 SEED = 8
 ROLES = (
-    pytest.param("FIRST", marks=pytest.mark.slow),
+    pytest.param("FIRST", marks=pytest.mark.full),
     pytest.param("MIDDLE"),
-    pytest.param("LAST", marks=pytest.mark.slow),
+    pytest.param("LAST", marks=pytest.mark.full),
 )
 WITHIN_BYTES = 20_000
 """A flipped bit is in so many bytes of a hop: some frames of sixteen decodes."""

@@ -34,7 +34,7 @@ from tests.integration.alterations import (
 )
 from wire.frames import Frame
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.full]
 
 SEED = 6
 NUM_FAULTS = 2
@@ -82,7 +82,7 @@ def generator(request: pytest.FixtureRequest) -> random.Random:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else (pytest.mark.slow,)) for name in FRAME_FAULTS]
+    "name", [pytest.param(name, marks=() if name in QUICK else (pytest.mark.full,)) for name in FRAME_FAULTS]
 )
 async def test_faulty_frames_between_stages_give_no_wrong_token(
     cluster: FaultyCluster,
@@ -114,11 +114,11 @@ async def test_faulty_frames_between_stages_give_no_wrong_token(
     "name",
     [
         pytest.param("dropped"),
-        pytest.param("repeated", marks=pytest.mark.slow),
-        pytest.param("reordered", marks=pytest.mark.slow),
+        pytest.param("repeated", marks=pytest.mark.full),
+        pytest.param("reordered", marks=pytest.mark.full),
         pytest.param("truncated"),
         "altered",
-        pytest.param("delayed", marks=pytest.mark.slow),
+        pytest.param("delayed", marks=pytest.mark.full),
     ],
 )
 async def test_faulty_results_of_the_last_stage_give_no_wrong_token(

@@ -23,6 +23,9 @@ from tests.faults.cluster import FaultyCluster
 from tests.faults.figures import Figures
 from tests.faults.streams import Streams, undisturbed
 
+pytestmark = pytest.mark.full
+
+
 LATE_MS = 700
 
 
@@ -58,7 +61,6 @@ async def test_a_worker_that_thaws_after_its_lease_is_refused_and_joins_as_new(
         await serves_as_ever(client, SHORT_PROMPTS, expected, salt="thawed")
 
 
-@pytest.mark.slow
 async def test_a_worker_that_hangs_for_less_than_its_lease_is_not_lost(steady: Path, tmp_path: Path) -> None:
     async with (
         FaultyCluster(config(steady, 3, num_stages=3, logs=tmp_path)) as cluster,

@@ -26,7 +26,7 @@ from tests.faults.figures import Figures
 from tests.faults.network import Network, network_of
 from tests.faults.streams import Streams, undisturbed
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.full]
 
 WORKERS = ("worker-0", "worker-1", "worker-2", "worker-3")
 SILENCE_S = 2.5

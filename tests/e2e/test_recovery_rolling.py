@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from stageline import Client
 from tests.e2e.clusters import VOCAB_SIZE
 from tests.e2e.recovery_setup import DEADLINE_S, config, is_idle, now_s
@@ -12,6 +14,9 @@ from tests.faults.cluster import FaultyCluster
 from tests.faults.figures import Figures
 from tests.faults.load import ConstantLoad
 from tests.faults.streams import Ask, mixed_asks, undisturbed
+
+pytestmark = pytest.mark.full
+
 
 NUM_STREAMS = 32
 

@@ -20,6 +20,8 @@ from tests.faults.cluster import FaultyCluster
 from tests.faults.figures import Figures
 from tests.faults.streams import Streams, undisturbed
 
+pytestmark = pytest.mark.full
+
 
 async def test_survivors_take_over_when_two_of_four_stages_are_killed_at_once(
     steady: Path, tmp_path: Path, figures: Figures
@@ -45,7 +47,6 @@ async def test_survivors_take_over_when_two_of_four_stages_are_killed_at_once(
         await serves_as_ever(client, SHORT_PROMPTS, expected, salt="grown back")
 
 
-@pytest.mark.slow
 async def test_two_spares_take_over_when_two_stages_are_killed_at_once(
     steady: Path, tmp_path: Path, figures: Figures
 ) -> None:

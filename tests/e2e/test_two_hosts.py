@@ -15,7 +15,7 @@ from tests.e2e.clusters import NUM_NEW_TOKENS, STEP_FLAGS, Reference
 from tests.e2e.commands import ENVIRONMENT, STAGELINE, Shell, until_logged
 from tests.e2e.namespaces import Host, two_hosts
 
-pytestmark = pytest.mark.asyncio(loop_scope="package")
+pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.full]
 
 START_TIMEOUT_S = 120.0
 

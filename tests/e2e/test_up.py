@@ -10,6 +10,7 @@ import signal
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.e2e.clusters import is_idle, is_serving, wait_for_status
 from tests.e2e.commands import run_stageline
@@ -130,6 +131,7 @@ async def _chat_reads_a_pipe(address: str) -> None:
     assert len(chat.stdout.splitlines()) == 2
 
 
+@pytest.mark.full
 async def test_ctrl_c_ends_everything_also_when_one_worker_is_dead_and_another_hangs(tmp_path: Path) -> None:
     async with Terminal("up", "--workers", "2", "--no-restart", *FLAGS, temporary=tmp_path) as up:
         address = await _serving(up)
@@ -151,6 +153,7 @@ async def test_ctrl_c_ends_everything_also_when_one_worker_is_dead_and_another_h
         assert_nothing_left(pids, ports, tmp_path)
 
 
+@pytest.mark.full
 async def test_kill_9_of_up_ends_its_children(tmp_path: Path) -> None:
     async with Terminal("up", "--workers", "1", *FLAGS, temporary=tmp_path) as up:
         address = await _serving(up)

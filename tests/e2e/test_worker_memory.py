@@ -12,7 +12,7 @@ from tests.e2e.clusters import START_TIMEOUT_S
 from tests.e2e.commands import ENVIRONMENT
 from tests.zero_checkpoint import write_zero_checkpoint
 
-pytestmark = pytest.mark.asyncio(loop_scope="package")
+pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.full]
 
 MIB = 2**20
 CONFIG = {

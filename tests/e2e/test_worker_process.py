@@ -112,6 +112,7 @@ async def test_a_worker_that_hands_over_ends_when_its_coordinator_is_gone(
             process.kill()
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
 async def test_a_worker_ends_at_once_while_it_waits_for_its_coordinator(
     signal_number: signal.Signals,
@@ -139,6 +140,7 @@ async def test_a_port_in_use_is_one_clear_line() -> None:
     assert f"cannot listen on {address}" in stderr[0]
 
 
+@pytest.mark.full
 async def test_a_device_that_is_not_here_is_one_clear_line() -> None:
     status, stdout, stderr = await ended(await start_worker("127.0.0.1:1", "--device", "cuda:63"))
     assert (status, stdout) == (1, [])

@@ -1,10 +1,13 @@
-"""How long recoveries took, for whoever reads the output of a test run. Figures are never asserted on."""
+"""Durations of recoveries, printed at the end of a test run. Figures are never asserted on."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
 from statistics import median
+
+FIGURE = "recovery"
+"""Name of the property of a test's report that holds one figure."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ async def read_all_there_is(cluster: Cluster, gate: Gate, reader: Reader) -> Non
         await reader.until(count, choice=choice)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("shape", SHAPES)
 async def test_a_call_that_attaches_goes_on_and_the_one_before_gets_nothing_more(
     worded_llama: Path, shape: str
@@ -91,6 +92,7 @@ async def test_calls_that_attach_while_another_reads_share_one_stream(worded_lla
         await cluster.wait_drained()
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("shape", ["one choice", "echo", "stop strings"])
 async def test_a_request_that_has_ended_is_read_from_any_token_on(worded_llama: Path, shape: str) -> None:
     async with (

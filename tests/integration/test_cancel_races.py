@@ -52,6 +52,7 @@ async def test_a_cancel_meets_the_last_token(varied_llama: Path) -> None:
         assert counts(await cluster.wait_drained()) == (1, 1, 0)
 
 
+@pytest.mark.full
 async def test_a_cancel_comes_before_the_end_or_after_it(varied_llama: Path) -> None:
     num_requests, num_tokens = 60, 12
 
@@ -101,6 +102,7 @@ async def test_a_cancel_meets_a_prompt_in_chunks(varied_llama: Path) -> None:
         assert after.tokens == undisturbed.tokens
 
 
+@pytest.mark.full
 async def test_a_cancel_meets_a_preemption(varied_llama: Path, solo: SoloRuns) -> None:
     asks = mixed_asks(16, max_tokens=40)
 

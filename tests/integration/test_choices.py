@@ -86,6 +86,7 @@ async def test_choices_that_end_in_one_step_have_all_their_tokens(varied_llama: 
         assert (await cluster.wait_drained()).requests.finished == 2
 
 
+@pytest.mark.full
 async def test_choices_are_preempted_one_by_one(varied_llama: Path) -> None:
     request = message(PROMPT, 40, seed=3, n=6)
     async with Cluster(varied_llama, layers=LAYERS) as cluster, Caller(cluster.address) as caller:

@@ -31,7 +31,7 @@ FAULTS_OF_STAGES = [
         fault,
         stage,
         id=f"{fault}-stage{stage}",
-        marks=() if stage == 1 or fault.name in QUICK else (pytest.mark.slow,),
+        marks=() if stage == 1 or fault.name in QUICK else (pytest.mark.full,),
     )
     for stage in range(len(LAYERS))
     for fault in FRAME_FAULTS
@@ -70,6 +70,7 @@ def blamed(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
     return [(int(stage), kind) for stage, kind in found]
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize(("fault", "stage"), FAULTS_OF_STAGES)
 async def test_a_faulty_step_is_computed_again_and_costs_no_token(
     varied_llama: Path,
@@ -92,6 +93,7 @@ async def test_a_faulty_step_is_computed_again_and_costs_no_token(
         await cluster.wait_drained()
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 async def test_a_faulty_prompt_chunk_costs_no_token(varied_llama: Path, solo: SoloRuns, stage: int) -> None:
     async with Cluster(varied_llama, layers=LAYERS, hop_proxies=[stage], max_step_tokens=16) as cluster:
@@ -130,6 +132,7 @@ async def test_a_request_whose_steps_are_faulty_three_times_fails_and_no_other(
         await cluster.wait_drained()
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 async def test_a_stream_that_breaks_fails_nobody(
     varied_llama: Path, solo: SoloRuns, num_loads: mock.Mock, stage: int

@@ -69,6 +69,7 @@ async def test_survivors_that_are_too_small_leave_requests_with_the_numbers(vari
         assert again.error is None
 
 
+@pytest.mark.full
 async def test_live_requests_fail_when_a_worker_stays_away(varied_llama: Path, solo: SoloRuns) -> None:
     policy = replace(IMPATIENT, return_grace_s=DEADLINE_S)
     async with Cluster(varied_llama, layers=LAYERS, policy=policy) as cluster:
@@ -156,8 +157,9 @@ def other_block_size(message: stage_pb2.HopHello) -> None:
     message.block_size = 16
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
-    "stage", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow)]
+    "stage", [pytest.param(0, marks=pytest.mark.full), 1, pytest.param(2, marks=pytest.mark.full)]
 )
 @pytest.mark.parametrize(
     ("alter", "values"),

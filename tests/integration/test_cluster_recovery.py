@@ -62,6 +62,7 @@ def places(status: cluster_pb2.GetStatusResponse) -> dict[int, str]:
     return {worker.stage: worker.name for worker in status.workers if worker.HasField("stage")}
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 async def test_streams_go_on_when_a_worker_comes_back(varied_llama: Path, solo: SoloRuns, stage: int) -> None:
     async with Cluster(varied_llama, layers=LAYERS) as cluster:
@@ -77,6 +78,7 @@ async def test_streams_go_on_when_a_worker_comes_back(varied_llama: Path, solo: 
         await cluster.wait_drained()
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 async def test_a_spare_takes_the_place_of_a_worker_that_leaves(
     varied_llama: Path, solo: SoloRuns, stage: int
@@ -91,6 +93,7 @@ async def test_a_spare_takes_the_place_of_a_worker_that_leaves(
         assert places(await cluster.wait_drained()) == before | {stage: spare}
 
 
+@pytest.mark.full
 async def test_all_workers_leave_and_come_back(varied_llama: Path, solo: SoloRuns) -> None:
     async with Cluster(varied_llama, layers=LAYERS) as cluster:
         async with cluster.generating(mixed_asks(NUM_STREAMS, max_tokens=40)) as answers:
@@ -131,6 +134,7 @@ def token_outside_the_vocabulary(result: stage_pb2.StepResult) -> None:
     result.results[0].token = 4_000_000
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     "alter",
     [
@@ -198,6 +202,7 @@ def every(number: int) -> Callable[[Frame], bool]:
     return is_due
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("alter", [cut, flip_byte], ids=["cut", "flipped-byte"])
 async def test_repeated_faults_end(varied_llama: Path, solo: SoloRuns, alter: Alteration) -> None:
     async with Cluster(varied_llama, layers=LAYERS, hop_proxies=[1]) as cluster:
@@ -239,6 +244,7 @@ class Footprint:
         return all(count <= limit for count, limit in zip(mine, limits, strict=True))
 
 
+@pytest.mark.full
 async def test_many_epochs_leave_no_tasks_files_or_objects(varied_llama: Path) -> None:
     # Exporters connect when they first have something to say.
     async with Cluster(varied_llama, layers=LAYERS, hop_proxies=[1], telemetry=DISABLED) as cluster:

@@ -37,6 +37,7 @@ def num_decodes(step: Step) -> int:
     return sum(isinstance(part.inference_step, Decode) for part in step.slices)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("count", [1, 4, 16, 64])
 async def test_concurrent_requests_end_like_solo_runs(varied_llama: Path, solo: SoloRuns, count: int) -> None:
     async with Cluster(varied_llama, layers=LAYERS, max_kv_tokens=8192) as cluster:
@@ -86,7 +87,7 @@ async def test_several_steps_are_in_flight_under_load(varied_llama: Path, solo: 
         assert max(decodes) <= 3
 
 
-@pytest.mark.parametrize("count", [6, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [6, pytest.param(16, marks=pytest.mark.full)])
 async def test_a_tiny_cache_preempts_all_the_time_and_changes_no_token(
     varied_llama: Path, solo: SoloRuns, count: int
 ) -> None:
@@ -196,6 +197,7 @@ def _is_live(cluster: Cluster, ask: Ask) -> bool:
     return any(each.key.request_id == ask.request_id for each in cluster.server.engine.live_sequences)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("how", ["cancel", "disconnect"])
 @pytest.mark.parametrize("after", [0, 3], ids=["prefill", "decode"])
 async def test_requests_that_are_given_up_leave_no_blocks(

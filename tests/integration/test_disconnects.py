@@ -46,6 +46,7 @@ def has(**wanted: int) -> Callable[[cluster_pb2.GetStatusResponse], bool]:
     return lambda status: all(getattr(status.requests, name) == value for name, value in wanted.items())
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("how", ["call", "connection"])
 async def test_a_detached_request_goes_on_and_is_found_again(varied_llama: Path, how: str) -> None:
     async with served(varied_llama) as (cluster, caller):
@@ -123,6 +124,7 @@ async def test_cancel_ends_a_detached_request_and_forgets_a_kept_one(varied_llam
         assert status.requests.kept == 0
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("how", ["call", "connection"])
 @pytest.mark.parametrize("stage", ["prefill", "decode"])
 async def test_whoever_leaves_frees_the_pages_of_all_choices(
@@ -152,6 +154,7 @@ async def test_whoever_leaves_frees_the_pages_of_all_choices(
         assert await caller.generate(message(LONG_PROMPT, 5)).end() is StatusCode.OK
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("keep_s", [None, 60.0], ids=["cancel", "detach"])
 @pytest.mark.parametrize("stage", ["prefill", "decode"])
 async def test_a_deadline_cancels_whatever_was_asked_for(

@@ -120,6 +120,7 @@ async def test_a_spare_leaves_at_once_and_disturbs_nobody() -> None:
         assert (cluster.epoch, places(status), len(status.workers)) == (epoch, ["w0", "w1"], 2)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("has_spare", [False, True])
 async def test_layers_move_under_load_and_no_request_fails(*, has_spare: bool) -> None:
     """To the spare, if there is one, else to those who stay."""

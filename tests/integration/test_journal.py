@@ -136,6 +136,7 @@ async def test_a_drawn_seed_is_drawn_once(tmp_path: Path) -> None:
     assert whole.token_ids == again.token_ids
 
 
+@pytest.mark.full
 async def test_without_workers_the_requests_of_a_journal_wait_and_then_fail(tmp_path: Path) -> None:
     story = Story({})
     async with new_cluster(tmp_path / "j.db") as first, AsyncExitStack() as stack:

@@ -80,6 +80,7 @@ async def test_accounting_is_checked_while_steps_follow_each_other(
         assert executor.executor.stats.integrity.num_checks >= 6
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("harm", [lose_a_page, give_a_page_an_owner], ids=lambda harm: harm.__name__)
 @pytest.mark.parametrize("owner", ["coordinator", "w0", "w1"])
 async def test_broken_accounting_ends_the_epoch_while_idle(

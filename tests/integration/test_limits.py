@@ -114,6 +114,7 @@ async def test_without_a_key_a_client_is_an_address_whatever_its_connection(vari
         assert await second.generate(message([2], 4)).end() is StatusCode.OK
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("end", ["finish", "cancel", "disconnect", "deadline", "detach", "refusal"])
 async def test_a_request_gives_its_place_back_however_it_ends(varied_llama: Path, end: str) -> None:
     async with (

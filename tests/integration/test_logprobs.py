@@ -35,7 +35,7 @@ CUTS = [
         num_stages,
         chunk,
         id=f"{num_stages}-stages-chunks-of-{chunk}",
-        marks=() if (num_stages, chunk) in ((1, 64), (2, 16), (4, 8)) else pytest.mark.slow,
+        marks=() if (num_stages, chunk) in ((1, 64), (2, 16), (4, 8)) else pytest.mark.full,
     )
     for num_stages in LAYERS
     for chunk in (8, 16, 64)
@@ -118,6 +118,7 @@ def assert_close(some: Sequence[TokenLogprobs], others: Sequence[TokenLogprobs])
     assert numbers[0] == pytest.approx(numbers[1], rel=0, abs=1e-5)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(("num_stages", "chunk"), CUTS)
 async def test_every_cut_reports_the_log_probabilities_of_transformers(
     llama: Path, reference: LogprobReference, num_stages: int, chunk: int
@@ -141,6 +142,7 @@ async def test_every_cut_reports_the_log_probabilities_of_transformers(
         await cluster.wait_drained()
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("layers", [(5,), (1, 2, 2)], ids=["1-stage", "3-stages"])
 async def test_a_trained_model_reports_the_log_probabilities_of_transformers(layers: tuple[int, ...]) -> None:
     expected = json.loads((STORIES260K / "expected.json").read_text())
@@ -254,6 +256,7 @@ async def test_requests_with_and_without_log_probabilities_keep_to_themselves(
         await cluster.wait_drained()
 
 
+@pytest.mark.full
 async def test_preempted_requests_report_each_once(llama: Path, reference: LogprobReference) -> None:
     calls = [call(prompt_of(20 + 5 * index, seed=index), max_tokens=40, seed=index) for index in range(8)]
     async with Cluster(llama, layers=LAYERS[2], max_step_tokens=8, max_kv_tokens=128) as cluster:
@@ -270,6 +273,7 @@ def reaches(position: int, frame: Frame) -> bool:
     return any(isinstance(step, Prefill) and step.start >= position for step in steps)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("stage", [0, 1])
 async def test_a_worker_that_is_lost_amid_a_prefill_leaves_no_gap(
     llama: Path, reference: LogprobReference, stage: int

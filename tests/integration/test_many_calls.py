@@ -14,6 +14,9 @@ from tests.integration.cluster import Cluster
 from tests.integration.test_mock_cluster import mock_cluster
 from wire.channels import client_channel
 
+pytestmark = pytest.mark.full
+
+
 NUM_CALLS = 2000
 DEADLINE_S = 60.0
 

@@ -69,6 +69,7 @@ def has_tokens(answers: Sequence[Answer], count: int) -> bool:
     return all(len(answer.tokens) >= count for answer in answers)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
 async def test_concurrent_requests_get_the_predicted_tokens(num_stages: int) -> None:
     async with mock_cluster(num_stages) as cluster:

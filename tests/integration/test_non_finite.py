@@ -24,6 +24,7 @@ def spoil(cluster: Cluster, name: str) -> None:
         compute._model._loaded().layers[0]._mlp_norm.fill_(math.nan)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 async def test_requests_of_a_stage_that_computes_nothing_finite_go_on_without_it(
     tiny_llama: Path, stage: int

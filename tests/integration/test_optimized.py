@@ -4,7 +4,12 @@ import asyncio
 import json
 import sys
 
+import pytest
+
 from tests.fake_processes import ROOT
+
+pytestmark = pytest.mark.full
+
 
 TIMEOUT_S = 90.0
 

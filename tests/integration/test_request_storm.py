@@ -17,6 +17,9 @@ from tests.integration.cluster import DEADLINE_S, TEST_POLICY, Cluster
 from tests.integration.footprint import Footprint, resident_bytes
 from tests.integration.storm import FATES, Storm
 
+pytestmark = pytest.mark.full
+
+
 LAYERS = (1, 1, 1)
 NUM_ROUNDS = 3
 NUM_REQUESTS = 500

@@ -153,6 +153,7 @@ def _step_sampling(seed: int) -> StepSampling:
     )
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("num_stages", LAYERS)
 async def test_alone_in_a_batch_and_again_on_any_number_of_stages(
     llama: Path, solo: list[Tokens], num_stages: int
@@ -169,6 +170,7 @@ async def test_alone_in_a_batch_and_again_on_any_number_of_stages(
         await cluster.wait_drained()
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("num_choices", [1, 2, 5])
 async def test_a_choice_is_the_same_however_many_there_are(
     llama: Path, solo: list[Tokens], num_choices: int
@@ -180,15 +182,16 @@ async def test_a_choice_is_the_same_however_many_there_are(
     assert [outputs.tokens[:most] for outputs in answers] == [case[:most] for case in solo]
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("num_stages", "chunk"),
     [
         (2, 8),
         (3, 128),
-        pytest.param(1, 8, marks=pytest.mark.slow),
-        pytest.param(3, 16, marks=pytest.mark.slow),
-        pytest.param(5, 8, marks=pytest.mark.slow),
-        pytest.param(5, 256, marks=pytest.mark.slow),
+        pytest.param(1, 8, marks=pytest.mark.full),
+        pytest.param(3, 16, marks=pytest.mark.full),
+        pytest.param(5, 8, marks=pytest.mark.full),
+        pytest.param(5, 256, marks=pytest.mark.full),
     ],
 )
 async def test_in_small_and_large_chunks(
@@ -198,6 +201,7 @@ async def test_in_small_and_large_chunks(
         assert tokens_of(await run_all(cluster)) == solo
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("block_size", [4, 32])
 async def test_in_small_and_large_blocks(llama: Path, solo: list[Tokens], block_size: int) -> None:
     async with Cluster(llama, layers=LAYERS[2], block_size=block_size, max_kv_tokens=1024) as cluster:
@@ -205,6 +209,7 @@ async def test_in_small_and_large_blocks(llama: Path, solo: list[Tokens], block_
         assert tokens_of(await run_all(cluster)) == solo
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("num_stages", [1, 3])
 async def test_after_preemptions(llama: Path, solo: list[Tokens], num_stages: int) -> None:
     async with Cluster(llama, layers=LAYERS[num_stages], max_kv_tokens=120) as cluster:
@@ -214,6 +219,7 @@ async def test_after_preemptions(llama: Path, solo: list[Tokens], num_stages: in
     assert restarts(answers) > 3
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 async def test_after_a_worker_is_lost_amid_decoding(llama: Path, solo: list[Tokens], stage: int) -> None:
     async with Cluster(llama, layers=LAYERS[3], max_kv_tokens=2048) as cluster:

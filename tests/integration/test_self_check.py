@@ -117,6 +117,7 @@ def is_decided(status: cluster_pb2.GetStatusResponse) -> bool:
     return status.state in (cluster_pb2.CLUSTER_STATE_SERVING, cluster_pb2.CLUSTER_STATE_BLOCKED)
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 async def test_a_plan_with_a_faulty_stage_never_serves(
     model: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
@@ -243,6 +244,7 @@ def zeroed_copy_of_the_built_in_model(directory: Path) -> Path:
     return copy
 
 
+@pytest.mark.full
 async def test_a_bad_worker_that_joins_does_not_take_a_good_cluster_down(tmp_path: Path) -> None:
     """Real weights that are zero on one worker only: it is put aside, and the others serve again."""
     zeroed = zeroed_copy_of_the_built_in_model(tmp_path)
@@ -409,6 +411,7 @@ async def test_no_request_waits_for_a_reference_that_is_written_to_disk(
             assert (await cluster.generate(ASK.again())).tokens == answer.tokens
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 async def test_a_stage_that_goes_wrong_while_it_serves_is_found_and_named(model: Path, stage: int) -> None:
     async with Cluster(model, layers=LAYERS, self_check=True, self_check_interval_s=0.05) as cluster:
@@ -438,6 +441,7 @@ async def test_a_kept_reference_is_used_by_the_next_coordinator(
         assert "from the kept reference" in (await cluster.client.status()).self_check.detail
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("wire_dtype", ["bf16", "int8", "fp8"])
 async def test_hidden_states_may_travel_smaller(model: Path, wire_dtype: str) -> None:
     async with Cluster(model, layers=LAYERS, self_check=True, wire_dtype=wire_dtype) as cluster:

@@ -46,6 +46,7 @@ async def refusal(bench: StageBench, change: Change) -> StreamEnded:
     return ended.value
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("change", "says"),
     [

@@ -64,6 +64,7 @@ def check(
     assert stopped.finish_reason == STOP
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     "stops",
     [

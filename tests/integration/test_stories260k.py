@@ -8,6 +8,7 @@ from tests.local_pipeline import LocalPipeline
 from tests.repository import STORIES260K
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     "layers", [(5,), (2, 3), (2, 2, 1), (1, 2, 1, 1), (1, 1, 1, 1, 1)], ids=lambda each: f"{len(each)}-stages"
 )

@@ -68,6 +68,7 @@ async def test_the_same_request_gives_the_same_text_alone_and_among_others(clust
     assert all(is_wanted(each.text) for each in alone)
 
 
+@pytest.mark.full
 async def test_a_grammar_is_where_it_was_after_a_preemption() -> None:
     """A pool for hardly more than one of them at a time."""
     async with Cluster(None, layers=(6, 6), block_size=4, max_kv_tokens=96, has_text=True) as cluster:
@@ -79,6 +80,7 @@ async def test_a_grammar_is_where_it_was_after_a_preemption() -> None:
         assert (await cluster.client.status()).requests.preemptions > 0
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

@@ -69,10 +69,12 @@ def num_equal(tokens: list[list[int]], others: list[list[int]]) -> int:
     return count
 
 
+@pytest.mark.full
 async def test_a_bf16_model_in_bf16_says_the_same(bf16_llama: Path) -> None:
     assert await tokens_of(bf16_llama, "bf16", "bf16") == await tokens_of(bf16_llama, "bf16", None)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("wire_dtype", ["bf16", "fp8", "int8"])
 async def test_a_model_says_nearly_the_same_in_fewer_bytes(varied_llama: Path, wire_dtype: str) -> None:
     exact = await tokens_of(varied_llama, "f32", None)
@@ -204,6 +206,7 @@ async def test_a_hello_with_an_impossible_wire_dtype_is_refused(
         await (await predecessor_in(bench, FP8)).close()
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("declared", [None, DType.BF16, FP8, INT8])
 @pytest.mark.parametrize("sent", [DType.F32, DType.BF16, FP8, INT8])
 async def test_a_frame_in_anything_but_what_was_declared_is_refused(
@@ -240,6 +243,7 @@ async def test_a_payload_has_room_for_what_was_declared_and_no_more(
     assert f"payload of {hidden.size_bytes} bytes or more, expected at most {most}" in fault.message
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("taken", [DType.F32, FP8, INT8])
 @pytest.mark.parametrize("given", [DType.BF16, FP8, INT8])
 async def test_a_stage_takes_what_was_declared_and_sends_what_it_was_told(
@@ -273,6 +277,7 @@ async def test_a_wire_dtype_that_saves_nothing_cannot_be_loaded(tiny_llama: Path
             assert says in failed.reason
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("wire_dtype", [None, DType.BF16, FP8, INT8])
 async def test_what_is_not_finite_fails_its_own_request_only(

@@ -152,6 +152,7 @@ async def test_loaded_comes_after_the_warm_up(
         assert loaded.warmup_ms > 0
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("change", "says"),
     [

@@ -14,7 +14,7 @@ RARE = {"checksums_are_not_compared", "answers_to_an_older_generation_count"}
 
 
 @pytest.mark.parametrize(
-    "bug", [pytest.param(bug, marks=pytest.mark.slow) if bug in RARE else bug for bug in BUGS]
+    "bug", [pytest.param(bug, marks=pytest.mark.full) if bug in RARE else bug for bug in BUGS]
 )
 def test_a_planted_bug_is_caught(bug: str) -> None:
     tally = campaign(0, num_schedules=MOST_SCHEDULES, num_processes=1, bug=bug)

@@ -13,25 +13,28 @@ from tests.simulation.directed import directed
 from tests.simulation.observed import Transition
 from tests.simulation.schedule import LEAST_EVENTS, run
 
-QUICK, LONG = 600, 4000
+QUICK, FULL, LONG = 60, 600, 4000
 SEED = 0
 
 
 def check(tally: Tally) -> None:
     failed = {f"--seed {each.seed} --schedule {each.number}": each.problems for each in tally.failed}
     assert not failed, f"see `python -m tests.simulation` with any of {failed}"
-    assert not missing(tally.transitions), "decisions that were never taken"
+    assert tally.num_schedules < FULL or not missing(tally.transitions), "decisions that were never taken"
     assert not unlisted(tally.transitions), "decisions that the table of the cluster does not list"
     assert tally.least_events >= LEAST_EVENTS
 
 
-def test_whatever_fails_tokens_come_once_in_order_and_nothing_is_left() -> None:
-    check(campaign(SEED, num_schedules=QUICK))
-
-
-@pytest.mark.slow
-def test_of_many_more_schedules() -> None:
-    check(campaign(SEED + 1, num_schedules=LONG))
+@pytest.mark.parametrize(
+    ("seed", "num_schedules"),
+    [
+        (SEED, QUICK),
+        pytest.param(SEED, FULL, marks=pytest.mark.full),
+        pytest.param(SEED + 1, LONG, marks=pytest.mark.nightly),
+    ],
+)
+def test_whatever_fails_tokens_come_once_in_order_and_nothing_is_left(seed: int, num_schedules: int) -> None:
+    check(campaign(seed, num_schedules=num_schedules))
 
 
 def test_what_random_schedules_seldom_reach_is_reached_by_directed_ones() -> None:

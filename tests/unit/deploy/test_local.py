@@ -91,6 +91,7 @@ async def test_a_plan_that_cannot_be_fails_the_start(fake_cluster: MakeConfig) -
             await cluster.wait_until_serving(timeout_s=20)
 
 
+@pytest.mark.full
 async def test_a_start_that_takes_too_long_says_what_it_waits_for(fake_cluster: MakeConfig) -> None:
     async with LocalCluster(fake_cluster()) as cluster:
         cluster.kill("worker-0", signal.SIGSTOP)

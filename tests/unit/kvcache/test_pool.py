@@ -19,6 +19,7 @@ from kvcache import (
     Signal,
     Use,
 )
+from tests.properties import examples
 from tests.unit.kvcache.naive_pool import NaivePool, Refused
 
 
@@ -44,7 +45,7 @@ _signals: st.SearchStrategy[Signal] = st.one_of(
 )
 
 
-@settings(max_examples=1400, deadline=None)
+@settings(max_examples=examples(7))
 @given(st.integers(1, 6), st.lists(_signals, min_size=5, max_size=40))
 def test_any_stream_of_signals_does_what_the_rules_say(capacity: int, signals: list[Signal]) -> None:
     pool, replica, model = BlockPool(capacity), BlockPool(capacity), NaivePool(capacity)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvcache import ActiveSequence, BlockTables, Ledger, OutOfBlocks, Promote, Signal
+from tests.properties import examples
 from tests.unit.kvcache.naive_pool import NaivePool
 
 _NUM_BLOCKS, _BLOCK_SIZE = 7, 2
@@ -155,7 +156,7 @@ class Serving(RuleBasedStateMachine):
 
 
 TestServing = Serving.TestCase
-TestServing.settings = settings(max_examples=1800, stateful_step_count=20, deadline=None)
+TestServing.settings = settings(max_examples=examples(9), stateful_step_count=20)
 
 
 class CollidingServing(Serving):
@@ -171,4 +172,4 @@ class CollidingServing(Serving):
 
 
 TestCollidingServing = CollidingServing.TestCase
-TestCollidingServing.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
+TestCollidingServing.settings = settings(stateful_step_count=30)

@@ -151,6 +151,7 @@ def test_a_refused_epoch_stays_refused_until_the_next_begins(stage: Stage) -> No
     stage.executor.check_integrity()
 
 
+@pytest.mark.matrix(1)
 def test_a_frame_of_another_epoch_does_not_refuse_the_present_one(stage: Stage) -> None:
     stage.log.add((1, 2, 3))
     step = stage.log.step()
@@ -174,6 +175,7 @@ def failing_step(stage: Stage, monkeypatch: pytest.MonkeyPatch, error: Exception
     return fault
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("kind", [RuntimeError, torch.AcceleratorError])
 def test_nothing_is_computed_any_more_after_an_error_of_the_device(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, kind: type[RuntimeError]
@@ -184,6 +186,7 @@ def test_nothing_is_computed_any_more_after_an_error_of_the_device(
         stage.begin(2)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     "error",
     [
@@ -204,6 +207,7 @@ def test_out_of_memory_frees_what_is_cached_and_the_next_epoch_goes_on(
     stage.run(stage.log.step())
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("error", [KeyError("a defect"), RuntimeError("mat1 and mat2 shapes")])
 def test_a_defect_of_ours_refuses_the_epoch_and_no_more(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, error: Exception
@@ -214,6 +218,7 @@ def test_a_defect_of_ours_refuses_the_epoch_and_no_more(
     stage.run(stage.log.step())
 
 
+@pytest.mark.matrix(1)
 def test_a_begun_epoch_has_forgotten_everything(stage: Stage) -> None:
     sequence = stage.log.add((1, 2, 3))
     stage.run(stage.log.step())
@@ -249,6 +254,7 @@ def test_an_ended_sequence_leaves_no_state_in_the_sampler(last: Stage) -> None:
     assert not compute._sampler._live
 
 
+@pytest.mark.matrix(1)
 def test_two_sequences_on_one_page_are_refused_before_anything_is_written(stage: Stage) -> None:
     """Nothing that the accounting allows; the last line of defence where it is wrong all the same."""
     one, two = stage.log.add((1, 2, 3)), stage.log.add((4, 5, 6))

@@ -173,6 +173,7 @@ def refused(worker: Worker, begin: int, end: int, **changes: object) -> StageLoa
     return error.value
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     "cause", ["a tensor that cannot be read", "too little memory", "another fingerprint", "the warm-up"]
 )
@@ -205,6 +206,7 @@ def test_a_load_that_fails_leaves_nothing_in_memory(
     assert worker.load(1, 3).read_bytes == layer_bytes(worker.directory, 2)
 
 
+@pytest.mark.full
 def test_a_load_that_is_given_up_leaves_whole_layers_for_the_one_that_takes_its_place(worker: Worker) -> None:
     worker.load(1, 4)
 
@@ -221,6 +223,7 @@ def test_a_load_that_is_given_up_leaves_whole_layers_for_the_one_that_takes_its_
     assert len(worker.layers) == 4
 
 
+@pytest.mark.full
 def test_a_load_of_what_is_there_can_be_given_up_too(worker: Worker) -> None:
     worker.load(1, 4)
     cancelled = LoadProgress()
@@ -240,6 +243,7 @@ def test_files_that_changed_are_noticed_and_files_that_are_gone_are_not(tmp_path
     assert not resident.is_of(directory)
 
 
+@pytest.mark.full
 def test_tables_of_grammars_are_built_once_for_one_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """They hold the interpreter, which a worker that recovers has no time for."""
     built: list[GrammarMasks] = []
@@ -266,6 +270,7 @@ def test_tables_of_grammars_are_built_once_for_one_tokenizer(monkeypatch: pytest
     assert held() is None
 
 
+@pytest.mark.full
 def test_a_stage_of_kept_layers_hands_on_what_a_fresh_one_does(worker: Worker) -> None:
     def hidden(loaded: LoadedStage) -> bytes:
         log = Log(loaded.assignment)

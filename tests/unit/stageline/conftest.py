@@ -1,11 +1,9 @@
-import socket
-
 import pytest
+
+from tests import ports
 
 
 @pytest.fixture
 def unused_address() -> str:
     """An address of this machine where nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    return ports.unused_address()

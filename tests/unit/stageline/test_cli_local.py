@@ -67,6 +67,7 @@ def _all_ended(pids: list[int]) -> bool:
     return not any(is_running(pid) for pid in pids)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_up_shows_the_topology_and_a_signal_ends_it_in_order(
     launch: Launch, number: signal.Signals, tmp_path: Path
@@ -87,6 +88,7 @@ def test_up_shows_the_topology_and_a_signal_ends_it_in_order(
     assert list(tmp_path.glob("stageline-*")) == []
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

@@ -174,6 +174,7 @@ def test_failures_are_one_line_and_an_exit_code(
     assert output.err.count("\n") == 1
 
 
+@pytest.mark.full
 def test_no_coordinator_is_one_line(unused_address: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", "--coordinator", unused_address]) == 1
     assert f"no coordinator at {unused_address}" in capsys.readouterr().err

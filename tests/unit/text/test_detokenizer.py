@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.properties import examples
 from tests.unit.text.stop_reference import Case, cut_one_by_one, num_held_one_by_one
 from tests.unit.text.trained_tokenizers import byte_level, load, sentencepiece_like
 from text.detokenizer import IncrementalDetokenizer, StopMatcher
@@ -54,7 +55,7 @@ def deliver(case: Case) -> tuple[list[str], bool]:
     return [*returned, matcher.flush()], matcher.is_stopped
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=examples(5))
 @given(case=st.booleans().flatmap(lambda always: cases(may_always_stop=always)))
 def test_what_is_delivered_is_what_looking_at_each_character_delivers(case: Case) -> None:
     expected, end = cut_one_by_one(case)
@@ -63,7 +64,7 @@ def test_what_is_delivered_is_what_looking_at_each_character_delivers(case: Case
     assert is_stopped == (end is not None)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(2.5))
 @given(case=cases(may_always_stop=True))
 def test_no_stop_string_and_no_part_of_the_one_that_ended_it_ever_gets_out(case: Case) -> None:
     expected, end = cut_one_by_one(case)
@@ -74,7 +75,7 @@ def test_no_stop_string_and_no_part_of_the_one_that_ended_it_ever_gets_out(case:
         assert end is None or expected.startswith(delivered)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(2.5))
 @given(case=st.booleans().flatmap(lambda always: cases(may_always_stop=always)))
 def test_nothing_is_held_back_but_what_may_become_a_stop_string(case: Case) -> None:
     _, end = cut_one_by_one(case)
@@ -183,7 +184,7 @@ def complete_text(codec: TextCodec, token_ids: list[int], *, skip: bool = True) 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(1.5))
 @given(text=texts, cut=st.integers(0, 60), seed=st.integers(0, 99), skip=st.booleans())
 def test_pieces_add_up_to_the_whole_and_end_between_characters(
     codecs: Codecs, kind: str, text: str, cut: int, seed: int, skip: bool
@@ -198,7 +199,7 @@ def test_pieces_add_up_to_the_whole_and_end_between_characters(
     assert not any("\ufffd" in piece for piece in pieces[:-1])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(1.5))
 @given(data=st.data(), cut=st.integers(0, 30), seed=st.integers(0, 99), skip=st.booleans())
 def test_any_bytes_at_all_are_streamed_as_they_decode_at_once(
     codecs: Codecs, data: st.DataObject, cut: int, seed: int, skip: bool
@@ -215,7 +216,7 @@ def test_any_bytes_at_all_are_streamed_as_they_decode_at_once(
     assert whole in [before[: len(before) - count] + streamed for count in range(min(held, 2) + 1)]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(1.5))
 @given(data=st.data(), seed=st.integers(0, 99), skip=st.booleans())
 def test_any_tokens_but_broken_bytes_are_streamed_as_they_decode_at_once(
     codecs: Codecs, data: st.DataObject, seed: int, skip: bool

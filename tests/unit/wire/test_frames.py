@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 from google.protobuf.message import DecodeError
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from checkpoint import DType
@@ -175,7 +175,6 @@ def test_a_changed_byte_of_a_message_never_gives_another_frame() -> None:
 
 
 @pytest.mark.usefixtures("small_chunks")
-@settings(max_examples=200)
 @given(data=st.data())
 def test_lost_repeated_and_swapped_chunks_never_give_a_wrong_frame(data: st.DataObject) -> None:
     sent = [(example_step(step_id=n), hidden_states(3, 6 + 5 * n)) for n in range(3)]

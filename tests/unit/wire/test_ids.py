@@ -40,6 +40,7 @@ def test_an_id_survives_its_text_form() -> None:
         ("no-uuid", "is not a UUID"),
         (id_text(new_request_id())[:-1], "is not a UUID"),
     ],
+    ids=["version 4", "version 1", "nil", "empty", "text", "a digit short"],
 )
 def test_anything_but_a_uuid7_is_refused(text: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason) as caught:

@@ -22,6 +22,7 @@ from coordinator.cluster.actions import (
 from coordinator.cluster.membership import WorkerIdentity, WorkerRecord, WorkerState
 from coordinator.cluster.transitions import ClusterPhase
 from coordinator.recovery.policy import DEFAULT_POLICY
+from tests.properties import examples
 from tests.unit.coordinator.cluster.cluster_driver import ClusterDriver
 
 names = st.sampled_from(["a", "b", "c", "d", "gpu-2", "gpu-10"])
@@ -297,4 +298,4 @@ class ClusterEvents(RuleBasedStateMachine):
 
 
 TestClusterEvents = ClusterEvents.TestCase
-TestClusterEvents.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
+TestClusterEvents.settings = settings(max_examples=examples(1.5), stateful_step_count=50)

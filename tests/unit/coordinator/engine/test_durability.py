@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.journal import journal as journal_module
+from tests.properties import examples
 from tests.unit.coordinator.engine.coordinators import GRACE_S, Coordinators
 from tests.unit.coordinator.engine.customers import Customer
 from tests.unit.coordinator.engine.engine_model import check_whole
@@ -30,7 +31,7 @@ def coordinators(tmp_path: Path) -> Iterator[Coordinators]:
     coordinators.close()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(0.75))
 @given(
     asked=st.lists(wishes(), min_size=1, max_size=4),
     crashes=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 3), st.booleans()), min_size=1, max_size=3),

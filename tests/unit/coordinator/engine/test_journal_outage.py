@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.properties import examples
 from tests.unit.coordinator.engine.coordinators import Coordinators
 from tests.unit.coordinator.engine.customers import Customer
 from tests.unit.coordinator.engine.engine_model import check_whole
@@ -162,7 +163,7 @@ def test_whoever_watches_is_told_when_an_outage_begins_and_ends(
     assert [each is None for each in seen] == [False, True]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(0.4))
 @given(
     asked=st.lists(wishes(), min_size=1, max_size=4),
     script=st.lists(

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from coordinator.engine.output_buffer import OutputBuffer, TokenNotGenerated
 from coordinator.scheduler.sequence import FinishReason
+from tests.properties import examples
 from tests.unit.coordinator.engine.transcript_scripts import (
     ALL,
     EOS,
@@ -39,7 +40,6 @@ def codecs(tmp_path_factory: pytest.TempPathFactory) -> Codecs:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=200, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 99))
 def test_what_is_read_as_it_comes_is_the_whole_output(
     codecs: Codecs, kind: str, data: st.DataObject, seed: int
@@ -67,7 +67,7 @@ def test_what_is_read_as_it_comes_is_the_whole_output(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(0.75))
 @given(data=st.data(), seed=st.integers(0, 99))
 def test_attaching_at_any_token_repeats_nothing_and_misses_nothing(
     codecs: Codecs, kind: str, data: st.DataObject, seed: int
@@ -86,7 +86,6 @@ def test_attaching_at_any_token_repeats_nothing_and_misses_nothing(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=200, deadline=None)
 @given(words=st.lists(st.sampled_from(WORDS), min_size=2), cut=st.integers(1, 30))
 def test_the_text_of_an_echo_is_that_of_all_tokens_decoded_at_once(
     codecs: Codecs, kind: str, words: list[str], cut: int

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from hypothesis import HealthCheck, event, settings
+from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -16,6 +16,7 @@ from coordinator.engine.request import Request
 from coordinator.recovery.policy import DEFAULT_POLICY
 from coordinator.scheduler.policy import SchedulerLimits
 from coordinator.scheduler.sequence import SequenceState
+from tests.properties import examples
 from tests.unit.coordinator.engine.customers import Customer
 from tests.unit.coordinator.engine.engine_model import BLOCK_SIZE, EngineModel, ended_as
 from tests.unit.coordinator.engine.wishes import Wish, wishes
@@ -424,6 +425,4 @@ class Requests(RuleBasedStateMachine):
 
 
 TestRequests = Requests.TestCase
-TestRequests.settings = settings(
-    max_examples=120, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+TestRequests.settings = settings(max_examples=examples(0.6), stateful_step_count=50)

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from coordinator.journal.journal import Journal
 from coordinator.journal.records import End
+from tests.properties import examples
 from tests.unit.coordinator.journal.journals import (
     IDENTITY,
     Expected,
@@ -128,8 +129,7 @@ class JournalMachine(RuleBasedStateMachine):
 
 TestJournalMachine = JournalMachine.TestCase
 TestJournalMachine.settings = settings(
-    max_examples=40,
+    max_examples=examples(0.2),
     stateful_step_count=25,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

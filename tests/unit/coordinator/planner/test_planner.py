@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from checkpoint import DType, ModelConfig
 from coordinator.planner.plan import Plan, PlanImpossible, WorkerCapacity
 from coordinator.planner.planner import StageMemory, make_plan
+from tests.properties import examples
 from tests.unit.coordinator.planner.small_models import (
     GIB,
     SMALL_STEPS,
@@ -82,7 +83,7 @@ def problems(draw: st.DrawFn) -> tuple[ModelConfig, list[WorkerCapacity]]:
     return config, workers(*sizes)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(2))
 @given(problems())
 def test_no_split_is_better_than_the_plan(problem: tuple[ModelConfig, list[WorkerCapacity]]) -> None:
     config, capacities = problem
@@ -102,7 +103,6 @@ def test_no_split_is_better_than_the_plan(problem: tuple[ModelConfig, list[Worke
         assert sum(cost * cost for cost in costs) == in_order[2]
 
 
-@settings(max_examples=200, deadline=None)
 @given(problems())
 def test_every_layer_once_in_order_and_every_worker_within_memory(
     problem: tuple[ModelConfig, list[WorkerCapacity]],

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import kvcache.hashing
 from coordinator.scheduler.policy import SchedulerLimits
+from tests.properties import examples
 from tests.unit.coordinator.scheduler.pipeline_model import PipelineModel
 from tests.unit.coordinator.scheduler.stage_replica import VOCAB_SIZE
 from wire.steps import StageTime, Step
@@ -185,10 +186,10 @@ def play_at_once(setup: Setup, requests: list[tuple[tuple[int, ...], int]]) -> N
     Load(setup, [Arrival(prompt, max_tokens, frozenset()) for prompt, max_tokens in requests]).finish()
 
 
-QUIET = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+QUIET = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
-@settings(QUIET, max_examples=250)
+@settings(QUIET, max_examples=examples(1.25))
 @given(data=st.data())
 def test_every_load_ends_with_the_tokens_of_solo_runs(data: st.DataObject) -> None:
     setup = data.draw(setups())
@@ -198,7 +199,7 @@ def test_every_load_ends_with_the_tokens_of_solo_runs(data: st.DataObject) -> No
     assert all(client.delivered == client.expected for client in load.model.clients.values())
 
 
-@settings(QUIET, max_examples=350)
+@settings(QUIET, max_examples=examples(1.75))
 @given(data=st.data())
 def test_cancels_errors_and_restarts_disturb_nobody_else(data: st.DataObject) -> None:
     setup = data.draw(setups())
@@ -208,7 +209,7 @@ def test_cancels_errors_and_restarts_disturb_nobody_else(data: st.DataObject) ->
     play(setup, requests, events)
 
 
-@settings(QUIET, max_examples=40)
+@settings(QUIET, max_examples=examples(0.2))
 @given(st.integers(2, 8), st.integers(1, 8), st.integers(2, 5))
 def test_a_pool_that_holds_one_request_serves_them_one_after_the_other(
     num_requests: int, num_steps_in_flight: int, num_blocks: int
@@ -229,7 +230,7 @@ def two_bits_of_hash() -> Iterator[None]:
         yield
 
 
-@settings(QUIET, max_examples=120)
+@settings(QUIET, max_examples=examples(0.6))
 @given(data=st.data())
 def test_content_with_equal_hashes_is_never_shared(data: st.DataObject) -> None:
     setup = data.draw(setups())

@@ -22,6 +22,7 @@ from coordinator.scheduler.sequence import (
     queue_order,
 )
 from kvcache import ActiveSequence
+from tests.properties import examples
 from tests.unit.coordinator.scheduler.pipeline_model import GREEDY, key_of
 from wire.errors import InvariantBroken
 from wire.ids import RequestId, SequenceKey
@@ -540,4 +541,4 @@ class AnySequence(RuleBasedStateMachine):
 
 
 TestAnySequence = AnySequence.TestCase
-TestAnySequence.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestAnySequence.settings = settings(max_examples=examples(0.75), stateful_step_count=30)

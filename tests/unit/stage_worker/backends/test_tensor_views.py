@@ -56,6 +56,7 @@ def error_bound(hidden: Tensor, wire: ScaledDType, run: DType) -> Tensor:
     return of_format * (1 + 1e-5) + (wide + of_format) * (UNIT[run] + 2.0**-20) + SUBNORMAL[run]
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(("wire", "run"), SCALED_CASES)
 @given(data=st.data())
 def test_scaled_rows_come_back_within_their_bound(wire: ScaledDType, run: DType, data: st.DataObject) -> None:

@@ -39,6 +39,7 @@ def shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return seen
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_the_largest_chunk_and_all_batch_sizes_are_run(
     directory: Path, stage: int, shapes: list[tuple[int, ...]]
@@ -60,6 +61,7 @@ def test_a_spent_budget_ends_it_early(directory: Path, shapes: list[tuple[int, .
     assert set(shapes) == {(16,), (1,), ()}
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     "limits",
     [
@@ -89,6 +91,7 @@ def test_the_first_epoch_after_it_is_as_if_it_had_not_been(directory: Path) -> N
     executor.check_integrity()
 
 
+@pytest.mark.full
 def test_on_a_cpu_only_the_first_stage_of_a_process_takes_time_to_warm_up(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

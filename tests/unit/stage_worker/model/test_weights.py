@@ -192,6 +192,7 @@ def measure(directory: Path, dtype: str, mode: str = "", *stages_before: str) ->
     return int(weight_bytes), int(peak_kib) * 1024
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="VmHWM is read from /proc")
 @pytest.mark.parametrize("dtype", ["bf16", "f32"])
 def test_peak_memory_while_loading_stays_near_the_stage_s_own_weights(
@@ -202,12 +203,14 @@ def test_peak_memory_while_loading_stays_near_the_stage_s_own_weights(
     assert peak < 1.15 * weight_bytes + 400e6
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="VmHWM is read from /proc")
 def test_the_memory_bound_notices_windows_that_stay_mapped(large_checkpoint: Path) -> None:
     weight_bytes, peak = measure(large_checkpoint, "bf16", "keep mappings")
     assert peak > 1.15 * weight_bytes + 400e6
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="VmHWM is read from /proc")
 @pytest.mark.parametrize("dtype", ["bf16", "f32"])
 def test_the_peak_stays_there_when_stages_follow_one_another(dtype: str, large_checkpoint: Path) -> None:
@@ -215,6 +218,7 @@ def test_the_peak_stays_there_when_stages_follow_one_another(dtype: str, large_c
     assert peak < 1.15 * weight_bytes + 400e6
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="VmHWM is read from /proc")
 def test_the_memory_bound_notices_layers_that_are_dropped_late(large_checkpoint: Path) -> None:
     weight_bytes, peak = measure(large_checkpoint, "bf16", "drop late", "0-5")

@@ -76,6 +76,7 @@ def drawn(name: str) -> Counts:
     return counted(draw(scenario, seeds(name, NUM_DRAWS)), scenario)
 
 
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_tokens_of_many_seeds_fit_the_exact_probabilities(name: str) -> None:
     shares, counts = SCENARIOS[name].shares, drawn(name)
@@ -101,6 +102,7 @@ def test_tokens_of_one_seed_fit_over_positions_and_choices(name: str) -> None:
     assert p_value(counted(tokens, scenario), scenario.shares) > FITS
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("name", ["plain", "warpers"])
 def test_tokens_of_one_sequence_fit_over_positions(name: str) -> None:
     scenario = WITHOUT_HISTORY[name]
@@ -113,6 +115,7 @@ def test_tokens_of_one_sequence_fit_over_positions(name: str) -> None:
     assert p_value(counted(tokens, scenario), scenario.shares) > FITS
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("name", ["penalties", "bad-words", "min-tokens-reached", "masks", "everything"])
 def test_tokens_that_were_decoded_count_like_those_of_a_start_record(name: str) -> None:
     """Sequences that start from the prompt, take all generated tokens as input, and then fit."""

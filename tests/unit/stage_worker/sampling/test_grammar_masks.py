@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from builtin_model import MODEL_DIRECTORY
 from checkpoint import Checkpoint
 from stage_worker.sampling.grammar_masks import GrammarMasks
+from tests.properties import examples
 from tests.unit.stage_worker.sampling.grammar_walks import (
     EOS,
     VOCAB_SIZE,
@@ -103,6 +104,7 @@ def is_nested(text: str) -> bool:
     return text[core] == "x" and text[:core] == text[:core:-1].translate(str.maketrans(")]", "(["))
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("is_greedy", [True, False])
 def test_every_text_under_a_schema_is_json_of_that_schema(setting: Setting, is_greedy: bool) -> None:
     spec = setting.spec(GrammarKind.JSON_SCHEMA, json.dumps(PERSON))
@@ -165,7 +167,7 @@ def repeated(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     return counted | joined | either
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(0.3))
 @given(
     regex=st.recursive(PIECES, repeated, max_leaves=6),
     seed=st.integers(0, 2**20),
@@ -176,7 +178,8 @@ def test_any_small_regex_holds(setting: Setting, regex: str, seed: int, is_greed
     assert re.fullmatch(regex, text)
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.mark.matrix(1)
+@settings(max_examples=examples(0.3))
 @given(
     choices=st.lists(
         st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8), min_size=1, max_size=6
@@ -221,6 +224,7 @@ def test_a_model_with_fewer_ids_than_the_tokenizer_gets_a_mask_of_its_own_width(
     assert 26 <= int((logits == 0).sum()) < 100
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("seed", range(6))
 def test_a_sequence_that_starts_again_goes_on_where_it_was(setting: Setting, seed: int) -> None:
     """As after a preemption: the record has the prompt and all generated tokens."""

@@ -4,6 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.properties import examples
 from tests.sampled import Row, expected_probabilities
 from tests.unit.stage_worker.sampling.reference_distribution import Context, distribution
 from tests.unit.stage_worker.sampling.scenarios import VOCAB, spread_logits
@@ -43,7 +44,7 @@ def samplings(draw: st.DrawFn) -> StepSampling:
     )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(0.3), derandomize=True)
 @given(
     sampling=samplings(),
     prompt=st.lists(tokens, min_size=2, max_size=8),

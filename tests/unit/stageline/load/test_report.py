@@ -113,6 +113,7 @@ def test_the_json_has_everything() -> None:
     }
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(("suffix", "begins"), [(".svg", b"<?xml"), (".png", b"\x89PNG")])
 @pytest.mark.parametrize("run", [RUN, NOTHING], ids=["a run", "nothing"])
 def test_a_plot_is_drawn(run: LoadRun, suffix: str, begins: bytes, tmp_path: Path) -> None:
