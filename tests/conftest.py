@@ -22,6 +22,8 @@ os.environ["XDG_CACHE_HOME"] = str(process_directory("test-cache"))
 
 register_profiles()
 _BEGAN_S = time.monotonic()
+# Not for the test runs that tests start.
+_RESULTS_FILE = os.environ.pop("STAGELINE_TEST_RESULTS", None)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -64,5 +66,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if (file := os.environ.get("STAGELINE_RECOVERY_FIGURES")) is not None:
         with Path(file).open("a") as output:
             output.write(recorded.json_lines())
-    if (file := os.environ.get("STAGELINE_TEST_RESULTS")) is not None:
-        Results.of_reports(stats, time.monotonic() - _BEGAN_S).append_to(Path(file))
+    if _RESULTS_FILE is not None:
+        Results.of_reports(stats, time.monotonic() - _BEGAN_S).append_to(Path(_RESULTS_FILE))
