@@ -1,10 +1,10 @@
-"""What remembering steps, for the dashboard and `stageline top`, costs the event loop, in microseconds.
+"""Cost of the step history for dashboard and `stageline top` on the event loop, in microseconds.
 
     python -m bench.telemetry_activity [--steps 3000]
 
-"a step" is `ActivityRecorder.step_sent` and `.step_answered` together, for a step of decodes, each of which
-gets a token, in a pipeline of 8 stages with 4 steps in flight. "a look" is what one poll of a dashboard
-takes: on the event loop, and on a thread beside it.
+"a step" is `FactRecorder.step_sent` and `.step_answered` with an `ActivityRecorder`, for a step of decodes
+that all get a token, in a pipeline of 8 stages with 4 steps in flight. "a look" is one poll of a dashboard:
+on the event loop, and on a thread beside it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from coordinator.dashboard.routes import activity_json
 from coordinator.engine.output_buffer import OutputBuffer
 from coordinator.engine.request import Choice, Request
 from coordinator.observability.activity import ActivityRecorder
+from coordinator.observability.facts import FactRecorder
 from coordinator.scheduler.batch import SequenceUpdate
 from coordinator.scheduler.sequence import QueueOrder, Sequence
 from wire.ids import SequenceKey, new_request_id
@@ -33,6 +34,7 @@ class Pipeline:
     def __init__(self, num_sequences: int) -> None:
         self.now_s = 1000.0
         self.recorder = ActivityRecorder(self.now_s)
+        self.facts = FactRecorder((self.recorder,))
         self._cohorts = [[self._new_sequence() for _ in range(num_sequences)] for _ in range(NUM_IN_FLIGHT)]
         self._num_steps = 0
         self._times = (StageTime(150, 5000, 120, 40),) * NUM_STAGES
@@ -47,7 +49,7 @@ class Pipeline:
             order=QueueOrder(0.0, 0),
         )
         request = Request(sequence.key.request_id, [Choice(sequence, OutputBuffer(None))], client="bench")
-        self.recorder.accepted(request, self.now_s)
+        self.facts.accepted(request, self.now_s)
         return sequence
 
     def step_us(self) -> float:
@@ -60,8 +62,8 @@ class Pipeline:
         self._num_steps += 1
         self.now_s += STEP_S
         started_s = time.thread_time_ns()
-        self.recorder.step_sent(step, self.now_s)
-        self.recorder.step_answered(result, progress, self.now_s, self.now_s + 0.03)
+        self.facts.step_sent(step, self.now_s)
+        self.facts.step_answered(result, progress, self.now_s, self.now_s + 0.03)
         return (time.thread_time_ns() - started_s) / 1000
 
 

@@ -27,6 +27,7 @@ from checkpoint import DType
 from coordinator.engine.admission import AdmissionLimits
 from coordinator.engine.engine import Engine
 from coordinator.engine.observer import EngineObserver, Observers
+from coordinator.observability.facts import FactRecorder
 from coordinator.observability.metrics import PipelineMetrics, RequestMetrics, WorkerMetrics
 from coordinator.observability.request_traces import RequestTraces
 from coordinator.recovery.policy import DEFAULT_POLICY
@@ -167,7 +168,7 @@ def _recorder(sink: SpanSink) -> SpanRecorder:
 
 
 def metric_observers(registry: Registry) -> list[EngineObserver]:
-    return [RequestMetrics(registry), PipelineMetrics(registry)]
+    return [FactRecorder((RequestMetrics(registry), PipelineMetrics(registry)))]
 
 
 def trace_observers() -> list[EngineObserver]:
@@ -292,8 +293,9 @@ def _coordinator_registry() -> Registry:
     registry = Registry(start_ns=0)
     RequestMetrics(registry)
     pipeline = PipelineMetrics(registry)
-    pipeline.step_sent(Step(epoch=1, step_id=0), 0.0)
-    pipeline.step_answered(StepResult(1, 0, (), STAGE_TIMES), (), 0.0, 1.0)
+    facts = FactRecorder((pipeline,))
+    facts.step_sent(Step(epoch=1, step_id=0), 0.0)
+    facts.step_answered(StepResult(1, 0, (), STAGE_TIMES), (), 0.0, 1.0)
     registry.read_with(lambda: pipeline.read(1.0))
     return registry
 

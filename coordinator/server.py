@@ -39,6 +39,7 @@ from coordinator.journal.journal import Journal
 from coordinator.journal.records import JournalUnusable
 from coordinator.model import ServedModel, open_model
 from coordinator.observability.activity import ActivityRecorder
+from coordinator.observability.facts import FactRecorder
 from coordinator.observability.metrics import CoordinatorMetrics
 from coordinator.observability.request_traces import RequestTraces
 from coordinator.observability.trace_reader import TraceReader
@@ -91,7 +92,7 @@ class CoordinatorServer:
             self.recorder,
             config.sampler,
             model=model.name,
-            on_refusal=self.metrics.requests.note_refusal,
+            on_refusal=self.metrics.requests.count_refusal,
         )
         self.engine = Engine(
             AdmissionLimits(
@@ -101,7 +102,7 @@ class CoordinatorServer:
             ),
             policy=policy,
             durability=Durability(self.journal, config.reattach_timeout_s, policy=policy),
-            observers=(traces, RequestLog(), *self.metrics.observers, self.activity),
+            observers=(traces, RequestLog(), FactRecorder((*self.metrics.observers, self.activity))),
         )
         self._health = CoordinatorHealth()
         self.controller = Controller(
@@ -116,7 +117,7 @@ class CoordinatorServer:
             prefix_caching=config.prefix_cache,
             cache_directory=config.cache_directory,
             on_serving=self._health.set_serving,
-            on_epoch_end=self.metrics.pipeline.note_end,
+            on_epoch_end=self.metrics.pipeline.set_end_cause,
             self_check=_new_self_check(config, model, policy) if config.wants_self_check else None,
             new_secret=new_secret,
         )

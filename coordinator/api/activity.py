@@ -14,9 +14,10 @@ from coordinator.observability.activity import (
     pipeline_load,
     steps_after,
 )
+from coordinator.observability.facts import SentStep, StepKind, StepRecord
 from coordinator.observability.rates import PastSecond, Quantiles, Rates
 from coordinator.observability.requests import RequestActivity, RequestPhase
-from coordinator.observability.steps import AnsweredStep, SentStep, StageLoad, StepKind
+from coordinator.observability.steps import StageLoad
 from stageline_rpc.v1 import telemetry_pb2
 from wire.ids import id_text
 
@@ -84,7 +85,7 @@ def _stages(loads: Iterable[StageLoad], workers: tuple[str, ...]) -> list[teleme
     ]
 
 
-def _step(step: AnsweredStep) -> telemetry_pb2.StepActivity:
+def _step(step: StepRecord) -> telemetry_pb2.StepActivity:
     sent = step.sent
     return telemetry_pb2.StepActivity(
         number=step.number,

@@ -17,9 +17,9 @@ from coordinator.cluster.transitions import ClusterPhase
 from coordinator.dashboard.auth import DashboardAuth
 from coordinator.engine.engine import Engine
 from coordinator.observability.activity import PipelineLoad, Snapshot, pipeline_load, steps_after
+from coordinator.observability.facts import SentStep, StepRecord
 from coordinator.observability.rates import PastSecond, Quantiles, Rates
 from coordinator.observability.requests import RequestActivity
-from coordinator.observability.steps import AnsweredStep, SentStep
 from coordinator.observability.trace_reader import TraceReader
 from stageline_rpc.v1 import cluster_pb2, inference_pb2
 from telemetry.trace_view.facts import summary_facts
@@ -163,7 +163,7 @@ def _load_activity_json(load: PipelineLoad, workers: tuple[str, ...]) -> dict[st
     }
 
 
-def _step(step: AnsweredStep) -> dict[str, Any]:
+def _step(step: StepRecord) -> dict[str, Any]:
     """`computed`: for each stage, begin and end of its computation, relative to `sent_us`."""
     sent = step.sent
     return {

@@ -4,29 +4,16 @@ A step costs it a few microseconds, and a fraction of one for each sequence; eve
 when somebody asks. Every buffer is bounded.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as AbcSequence
-from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 
-from coordinator.engine.observer import EngineObserver
-from coordinator.engine.request import Request
-from coordinator.observability.rates import PastSecond, PerSecond, Rates, Second
+from coordinator.observability.facts import FactObserver, Outcome, RequestRecord, SentStep, StepRecord
+from coordinator.observability.rates import PastSecond, PerSecond, Rates
 from coordinator.observability.requests import RequestActivity, RequestHistory
-from coordinator.observability.steps import (
-    KEPT_S,
-    AnsweredStep,
-    SentStep,
-    StageLoad,
-    StepHistory,
-    stage_loads,
-)
-from coordinator.scheduler.batch import SequenceUpdate
-from coordinator.scheduler.sequence import Sequence
+from coordinator.observability.steps import KEPT_S, StageLoad, StepHistory, stage_loads
 from telemetry.trace_view.explain import stands_out, times_the_others
-from wire.errors import ServingError
-from wire.steps import Step, StepResult
 
 _FEW_STEPS = 3
 
@@ -115,7 +102,7 @@ class Snapshot:
     began_s: float
     bubble_share: float | None
     num_answered: int
-    steps: tuple[AnsweredStep, ...]
+    steps: tuple[StepRecord, ...]
     in_flight: tuple[SentStep, ...]
     epochs: tuple[EpochSpan, ...]
     workers: tuple[str, ...]
@@ -155,9 +142,9 @@ def pipeline_load(snapshot: Snapshot) -> PipelineLoad:
     )
 
 
-def steps_after(steps: AbcSequence[AnsweredStep], number: int) -> tuple[AnsweredStep, ...]:
+def steps_after(steps: AbcSequence[StepRecord], number: int) -> tuple[StepRecord, ...]:
     """Those that were answered after step `number`; where they are many, the latest."""
-    kept, num_times = list[AnsweredStep](), 0
+    kept, num_times = list[StepRecord](), 0
     for step in reversed(steps):
         num_times += len(step.stage_times)
         if step.number <= number or num_times > MAX_STAGE_TIMES:
@@ -172,62 +159,54 @@ MAX_ENDED = 100
 _KEPT_EPOCHS = 32
 
 
-class ActivityRecorder(EngineObserver):
+class ActivityRecorder(FactObserver):
     """Records from `began_s` on, on the engine's clock."""
 
     def __init__(
         self, began_s: float, *, bubble_share: Callable[[float], float | None] = lambda now_s: None
     ) -> None:
-        """`bubble_share` is asked for that of the last seconds."""
+        """`bubble_share` returns the bubble share of the last seconds."""
         self._bubble_share = bubble_share
         self._began_s = began_s
         self._steps = StepHistory()
         self._seconds = PerSecond(began_s)
         self._requests = RequestHistory()
-        self._token_s = dict[Sequence, float]()
         self._epochs = deque[EpochSpan](maxlen=_KEPT_EPOCHS)
 
-    def accepted(self, request: Request, now_s: float) -> None:
-        self._requests.accept(request, now_s)
-        self._seconds.at(now_s).num_accepted += 1
+    def request_accepted(self, record: RequestRecord) -> None:
+        self._requests.request_accepted(record)
+        self._seconds.at(record.accepted_s).num_accepted += 1
 
-    def step_sent(self, step: Step, now_s: float) -> None:
-        self._steps.send(step, now_s)
-        if step.starts:
-            self._requests.start(step.starts, now_s)
+    def request_ended(self, record: RequestRecord) -> None:
+        self._requests.request_ended(record)
+        assert record.ended_s is not None
+        second = self._seconds.at(record.ended_s)
+        if record.outcome is Outcome.FINISHED:
+            second.num_finished += 1
+        else:
+            second.num_unfinished += 1
 
-    def step_answered(
-        self, result: StepResult, progress: Items[SequenceUpdate], sent_s: float, now_s: float
-    ) -> None:
-        second = self._seconds.at(now_s)
+    def step_sent(self, step: SentStep) -> None:
+        self._steps.step_sent(step)
+
+    def step_answered(self, record: StepRecord) -> None:
+        self._steps.step_answered(record)
+        second = self._seconds.at(record.answered_s)
         second.num_steps += 1
-        if (sent := self._steps.answer(result, now_s)) is not None:
-            second.num_prefill_tokens += sent.num_chunk_tokens
-        sequences = [each.sequence for each in progress if each.token is not None]
-        if sequences:
-            second.num_generated_tokens += len(sequences)
-            self._note_tokens(sequences, second, now_s)
-
-    def preempted(self, sequences: Items[Sequence], now_s: float) -> None:
-        self._requests.preempt(sequences)
+        second.num_prefill_tokens += record.sent.num_chunk_tokens
+        second.num_generated_tokens += record.num_tokens_generated
+        for wait_s, count in record.inter_token:
+            second.inter_token.add(wait_s, count)
+        for token in record.first_tokens:
+            second.first_token.add(token.since_arrival_s)
 
     def epoch_started(self, epoch: int, now_s: float) -> None:
         self._epochs.append(EpochSpan(epoch, now_s, None))
 
     def epoch_stopped(self, reason: str, now_s: float) -> None:
-        self._steps.void()
+        self._steps.epoch_stopped(reason, now_s)
         if self._epochs and self._epochs[-1].stopped_s is None:
             self._epochs[-1] = replace(self._epochs[-1], stopped_s=now_s, reason=reason)
-
-    def ended(self, request: Request, error: ServingError | None, now_s: float) -> None:
-        self._requests.end(request, error, now_s)
-        for choice in request.choices:
-            self._token_s.pop(choice.sequence, None)
-        second = self._seconds.at(now_s)
-        if error is None:
-            second.num_finished += 1
-        else:
-            second.num_unfinished += 1
 
     def snapshot(self, now_s: float, *, now_unix_s: float, workers: tuple[str, ...] = ()) -> Snapshot:
         """As of now; a millisecond at most. What is made of it may be worked out on another thread."""
@@ -246,21 +225,3 @@ class ActivityRecorder(EngineObserver):
             live=self._requests.live(MAX_LIVE),
             ended=self._requests.ended(MAX_ENDED),
         )
-
-    def _note_tokens(self, sequences: list[Sequence], second: Second, now_s: float) -> None:
-        """Each of these has got a token. Those of one step have mostly got the one before together, too."""
-        before_s = Counter(map(self._token_s.get, sequences))
-        num_first = before_s.pop(None, 0)
-        for token_s, count in before_s.items():
-            assert token_s is not None
-            second.inter_token.add(now_s - token_s, count)
-        if num_first:
-            for sequence in sequences:
-                if sequence not in self._token_s:
-                    self._note_first_token(sequence, second, now_s)
-        self._token_s.update(dict.fromkeys(sequences, now_s))
-
-    def _note_first_token(self, sequence: Sequence, second: Second, now_s: float) -> None:
-        waited_s = self._requests.take_first_token(sequence, now_s)
-        if waited_s is not None:
-            second.first_token.add(waited_s)

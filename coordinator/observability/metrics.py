@@ -22,11 +22,10 @@ from coordinator.cluster.actions import EndCause
 from coordinator.cluster.controller import Controller
 from coordinator.cluster.membership import Members
 from coordinator.engine.engine import Engine
-from coordinator.engine.observer import EngineObserver
 from coordinator.engine.request import Request
+from coordinator.observability.facts import FactObserver, RequestRecord, SentStep, StepRecord
 from coordinator.observability.steps import BubbleWindow
-from coordinator.scheduler.batch import SequenceUpdate
-from coordinator.scheduler.sequence import Sequence, SequenceState
+from coordinator.scheduler.sequence import SequenceState
 from telemetry.metrics import definitions
 from telemetry.metrics.definitions import WORKER, Process
 from telemetry.metrics.otlp import export_request, resource_attributes
@@ -36,15 +35,11 @@ from telemetry.settings import TelemetrySettings
 from telemetry.span_recorder import new_resource
 from wire.errors import (
     ClusterUnavailable,
-    DeadlinePassed,
     InvalidRequest,
     JournalUnavailable,
     Overloaded,
-    RequestCancelled,
-    ServingError,
 )
-from wire.ids import RequestId
-from wire.steps import StageTime, Step, StepResult
+from wire.steps import StageTime
 
 if TYPE_CHECKING:
     from telemetry.metrics.collector_export import CollectorExport
@@ -60,8 +55,8 @@ class _StageTotals:
     compute: int = 0
 
 
-class PipelineMetrics(EngineObserver):
-    """Steps, stages and recoveries, from what the engine sees."""
+class PipelineMetrics(FactObserver):
+    """Metrics of steps, stages and recoveries."""
 
     def __init__(self, registry: Registry) -> None:
         self._step_time = registry.distribution(definitions.STEP_TIME).of()
@@ -83,22 +78,20 @@ class PipelineMetrics(EngineObserver):
     def step_scheduled(self, duration_s: float) -> None:
         self._scheduler_time.observe(duration_s)
 
-    def step_sent(self, step: Step, now_s: float) -> None:
+    def step_sent(self, step: SentStep) -> None:
         if self._num_in_flight:
-            self._count_active(now_s)
+            self._count_active(step.sent_s)
         self._num_in_flight += 1
-        self._counted_s = now_s
+        self._counted_s = step.sent_s
 
-    def step_answered(
-        self, result: StepResult, progress: Items[SequenceUpdate], sent_s: float, now_s: float
-    ) -> None:
-        self._step_time.observe(now_s - sent_s)
-        computed_us = self._add_times(result.stage_times)
-        self._count_active(now_s, computed_s=computed_us / 1e6)
+    def step_answered(self, record: StepRecord) -> None:
+        self._step_time.observe(record.duration_s)
+        computed_us = self._add_times(record.stage_times)
+        self._count_active(record.answered_s, computed_s=computed_us / 1e6)
         self._num_in_flight -= 1
 
-    def note_end(self, cause: EndCause) -> None:
-        """Why the epoch is about to be stopped."""
+    def set_end_cause(self, cause: EndCause) -> None:
+        """Set why the epoch is about to be stopped."""
         self._cause = cause
 
     def epoch_stopped(self, reason: str, now_s: float) -> None:
@@ -156,17 +149,8 @@ class PipelineMetrics(EngineObserver):
         return computed_us / len(times)
 
 
-@dataclass(slots=True)
-class _Life:
-    """A live request, since it was accepted here."""
-
-    accepted_s: float
-    has_begun: bool = False
-    has_token: bool = False
-
-
-class RequestMetrics(EngineObserver):
-    """Histograms of requests. What is kept is bounded by the live requests and their choices."""
+class RequestMetrics(FactObserver):
+    """Counters and histograms of requests."""
 
     def __init__(self, registry: Registry) -> None:
         self._queue_time = registry.distribution(definitions.QUEUE_TIME).of()
@@ -177,53 +161,26 @@ class RequestMetrics(EngineObserver):
         self._refused = registry.number(definitions.REQUESTS_REFUSED)
         for reason in definitions.REFUSAL.values:
             self._refused.of(reason)
-        self._lives: dict[RequestId, _Life] = {}
-        self._token_s: dict[Sequence, float] = {}
 
-    def note_refusal(self, error: Exception) -> None:
-        """A request is not accepted because of this."""
+    def count_refusal(self, error: Exception) -> None:
+        """Count a request that was not accepted because of `error`."""
         self._refused.of(_refusal(error)).add()
 
-    def accepted(self, request: Request, now_s: float) -> None:
-        self._lives[request.id] = _Life(now_s)
+    def request_started(self, record: RequestRecord) -> None:
+        assert record.started_s is not None
+        self._queue_time.observe(record.started_s - record.accepted_s)
 
-    def step_sent(self, step: Step, now_s: float) -> None:
-        for start in step.starts:
-            life = self._lives.get(start.sequence.request_id)
-            if life is not None and not life.has_begun:
-                life.has_begun = True
-                self._queue_time.observe(now_s - life.accepted_s)
+    def step_answered(self, record: StepRecord) -> None:
+        self._num_generated.add(record.num_tokens_generated)
+        for wait_s, count in record.inter_token:
+            self._inter_token_time.observe(wait_s, count)
+        for token in record.first_tokens:
+            self._first_token_time.observe(token.since_accepted_s)
 
-    def step_answered(
-        self, result: StepResult, progress: Items[SequenceUpdate], sent_s: float, now_s: float
-    ) -> None:
-        """Sequences of one step mostly were in one step before, too, so few of the waits differ."""
-        sequences = [each.sequence for each in progress if each.token is not None]
-        self._num_generated.add(len(sequences))
-        waits = Counter(map(self._token_s.get, sequences))
-        if waits.pop(None, 0):
-            self._note_first_tokens(sequences, now_s)
-        for before_s, count in waits.items():
-            assert before_s is not None
-            self._inter_token_time.observe(now_s - before_s, count)
-        self._token_s.update(zip(sequences, itertools.repeat(now_s)))
-
-    def ended(self, request: Request, error: ServingError | None, now_s: float) -> None:
-        for choice in request.choices:
-            self._token_s.pop(choice.sequence, None)
-        life = self._lives.pop(request.id, None)
-        if life is not None:
-            self._request_time.of(_outcome(error)).observe(now_s - life.accepted_s)
-
-    def _note_first_tokens(self, sequences: list[Sequence], now_s: float) -> None:
-        for sequence in sequences:
-            life = self._lives.get(sequence.key.request_id)
-            if life is None or life.has_token or sequence in self._token_s:
-                continue
-            life.has_token = True
-            # What a former coordinator has begun had its first token there.
-            if sequence.num_generated_tokens == 1:
-                self._first_token_time.observe(now_s - life.accepted_s)
+    def request_ended(self, record: RequestRecord) -> None:
+        assert record.ended_s is not None
+        assert record.outcome is not None
+        self._request_time.of(record.outcome.value).observe(record.ended_s - record.accepted_s)
 
 
 def _refusal(error: Exception) -> str:
@@ -232,12 +189,6 @@ def _refusal(error: Exception) -> str:
     if isinstance(error, InvalidRequest):
         return "invalid"
     return "unavailable" if isinstance(error, ClusterUnavailable | JournalUnavailable) else "other"
-
-
-def _outcome(error: ServingError | None) -> str:
-    if error is None:
-        return "finished"
-    return "cancelled" if isinstance(error, RequestCancelled | DeadlinePassed) else "failed"
 
 
 class Gauges:
@@ -356,7 +307,7 @@ def num_points(message: ResourceMetrics) -> int:
 
 
 class CoordinatorMetrics:
-    """Used from the event loop only. `observers` are for the engine; `watch` it before `start`."""
+    """Used from the event loop only. `observers` are for a `FactRecorder`; `watch` it before `start`."""
 
     def __init__(self, settings: TelemetrySettings, *, instance: str) -> None:
         """`instance` tells coordinators apart, in a collector."""
@@ -365,7 +316,7 @@ class CoordinatorMetrics:
         self._registry = Registry(start_ns=time.time_ns())
         self.requests = RequestMetrics(self._registry)
         self.pipeline = PipelineMetrics(self._registry)
-        self.observers: tuple[EngineObserver, ...] = (self.requests, self.pipeline)
+        self.observers: tuple[FactObserver, ...] = (self.requests, self.pipeline)
         self._memory = self._registry.number(definitions.RESIDENT_MEMORY).of()
         self._failed_exports = self._registry.number(definitions.FAILED_EXPORTS)
         self._export: CollectorExport | None = None

@@ -18,6 +18,7 @@ from coordinator.dashboard import auth
 from coordinator.dashboard.routes import DashboardContext
 from coordinator.dashboard.server import DashboardServer
 from coordinator.observability.activity import ActivityRecorder
+from coordinator.observability.facts import FactRecorder
 from stageline_rpc.v1 import cluster_pb2, inference_pb2
 from telemetry.trace_view.facts import TraceSummary
 from tests.unit.coordinator.observability.makers import new_request, result, sequence_of, step
@@ -39,7 +40,8 @@ class Coordinator:
         self.health = cluster_pb2.HEALTH_SERVING
         self.durability = SimpleNamespace(failure=None)
         self.recorder = ActivityRecorder(1000.0)
-        self.recorder.accepted(self.request, 1000.0)
+        self.facts = FactRecorder((self.recorder,))
+        self.facts.accepted(self.request, 1000.0)
         self.connections = {"worker-0": object()}
 
     @property
@@ -220,8 +222,8 @@ async def test_status_tells_in_words_what_grpc_tells(http: Http) -> None:
 async def test_activity_has_the_steps_that_the_reader_lacks(coordinator: Coordinator, http: Http) -> None:
     sequence = sequence_of(coordinator.request)
     for index in range(4):
-        coordinator.recorder.step_sent(step(index, decodes=[sequence]), 1000.0 + index / 10)
-        coordinator.recorder.step_answered(result(index, 10, 20), (), 0.0, 1000.1 + index / 10)
+        coordinator.facts.step_sent(step(index, decodes=[sequence]), 1000.0 + index / 10)
+        coordinator.facts.step_answered(result(index, 10, 20), (), 0.0, 1000.1 + index / 10)
     whole = await (await http.get("/api/activity")).json()
     assert [each["n"] for each in whole["steps"]] == [1, 2, 3, 4]
     assert whole["steps"][0]["computed"] == [0, 10000, 10000, 30000]

@@ -8,6 +8,7 @@ import pytest
 
 from coordinator.engine.request import Request
 from coordinator.observability.activity import ActivityRecorder, Snapshot, steps_after
+from coordinator.observability.facts import FactRecorder
 from coordinator.observability.rates import KEPT_S
 from coordinator.observability.request_traces import RequestTraces
 from coordinator.observability.requests import MAX_ENDED, RequestPhase
@@ -26,11 +27,12 @@ class Story:
 
     def __init__(self) -> None:
         self.recorder = ActivityRecorder(1000.0)
+        self.facts = FactRecorder((self.recorder,))
         self._num_steps = 0
 
     def accept(self, now_s: float, **settings: int) -> Request:
         request = new_request(**settings)
-        self.recorder.accepted(request, now_s)
+        self.facts.accepted(request, now_s)
         return request
 
     def prefill(self, request: Request, *, sent_s: float, answered_s: float) -> None:
@@ -44,7 +46,7 @@ class Story:
     def end(self, request: Request, now_s: float, error: ServingError | None = None) -> None:
         for sequence in request.live_sequences:
             sequence.end(SequenceState.CANCELLED)
-        self.recorder.ended(request, error, now_s)
+        self.facts.ended(request, error, now_s)
 
     def at(self, now_s: float) -> Snapshot:
         return self.recorder.snapshot(now_s, now_unix_s=0.0, workers=("a", "b"))
@@ -53,9 +55,9 @@ class Story:
         made = step(self._num_steps, **parts)  # type: ignore[arg-type]
         answer = result(self._num_steps, 1, 1)
         self._num_steps += 1
-        self.recorder.step_sent(made, sent_s)
+        self.facts.step_sent(made, sent_s)
         progress = [SequenceUpdate(each, token=5) for each in tokens]  # type: ignore[arg-type]
-        self.recorder.step_answered(answer, progress, sent_s, answered_s)
+        self.facts.step_answered(answer, progress, sent_s, answered_s)
 
 
 def test_milestones_and_waits_of_a_request() -> None:
@@ -139,13 +141,14 @@ def test_of_several_choices_the_first_token_counts_once() -> None:
 
 def test_queue_and_first_token_begin_with_the_call_as_in_traces() -> None:
     recorder, now_s = ActivityRecorder(0.0), 7.0
+    facts = FactRecorder((recorder,))
     traces = RequestTraces(recorder_into(ListSink()), ratio_sampler(0.0), model="m")
     request = new_request()
     with traces.arrival(request.id, None, 4.0) as request.trace:
-        recorder.accepted(request, now_s)
+        facts.accepted(request, now_s)
     sequence = sequence_of(request)
-    recorder.step_sent(step(0, chunks=[sequence], starts=[sequence]), 8.0)
-    recorder.step_answered(result(0, 1), [SequenceUpdate(sequence, token=5)], 8.0, 9.0)
+    facts.step_sent(step(0, chunks=[sequence], starts=[sequence]), 8.0)
+    facts.step_answered(result(0, 1), [SequenceUpdate(sequence, token=5)], 8.0, 9.0)
     snapshot = recorder.snapshot(10.0, now_unix_s=0.0)
     (shown,) = snapshot.live
     assert (shown.arrived_s, shown.started_s, shown.first_token_s) == (4.0, 8.0, 9.0)
@@ -159,7 +162,7 @@ def test_who_waits_because_an_epoch_has_ended_is_not_preempted() -> None:
     def phases(model: EngineModel) -> set[RequestPhase]:
         return {each.phase for each in recorder.snapshot(model.now_s, now_unix_s=0.0).live}
 
-    with closing(EngineModel(num_blocks=8, observers=(recorder,))) as model:
+    with closing(EngineModel(num_blocks=8, observers=(FactRecorder((recorder,)),))) as model:
         for first in (1, 2):
             model.submit(Wish(prompt=(first,) * 8, max_tokens=14).request(arrival=first))
         while RequestPhase.PREEMPTED not in seen:
@@ -204,8 +207,9 @@ def test_nothing_is_kept_of_many_requests_but_the_last() -> None:
         request = story.accept(1000.0 + index)
         story.prefill(request, sent_s=1000.0 + index, answered_s=1000.1 + index)
         story.end(request, 1000.2 + index)
-    assert story.recorder._token_s == {}
-    assert story.recorder._requests._live == {}
+    assert story.facts._token_s == {}
+    assert story.facts._active == {}
+    assert story.recorder._requests._active == {}
     assert len(story.recorder._requests.ended(10_000)) == MAX_ENDED
     newest = story.at(1400.0).ended[0]
     assert newest.arrived_s == 1000.0 + MAX_ENDED + 49
@@ -213,10 +217,10 @@ def test_nothing_is_kept_of_many_requests_but_the_last() -> None:
 
 def test_an_epoch_that_stops_voids_what_is_in_flight() -> None:
     story = Story()
-    story.recorder.epoch_started(3, 1000.0)
-    story.recorder.step_sent(step(0), 1000.1)
-    story.recorder.epoch_stopped("worker w1 is lost", 1000.5)
-    story.recorder.epoch_started(4, 1001.0)
+    story.facts.epoch_started(3, 1000.0)
+    story.facts.step_sent(step(0), 1000.1)
+    story.facts.epoch_stopped("worker w1 is lost", 1000.5)
+    story.facts.epoch_started(4, 1001.0)
     snapshot = story.at(1002.0)
     assert snapshot.in_flight == ()
     assert [(each.epoch, each.started_s, each.stopped_s, each.reason) for each in snapshot.epochs] == [

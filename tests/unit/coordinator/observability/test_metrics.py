@@ -127,7 +127,7 @@ def test_recoveries_are_counted_with_their_cause_and_how_long_they_took() -> Non
     assert watched.times(definitions.RECOVERY_TIME, "death") == (0, 0.0)
     watched.submit(max_tokens=20)
     watched.now_s += 1.0
-    watched.pipeline.note_end(EndCause.DEATH)
+    watched.pipeline.set_end_cause(EndCause.DEATH)
     watched.stop_epoch()
     assert watched.value(definitions.RECOVERIES, "death") == 1
     # A new epoch that does not come to serve is part of the same recovery.
@@ -135,7 +135,7 @@ def test_recoveries_are_counted_with_their_cause_and_how_long_they_took() -> Non
     watched.start_epoch()
     assert watched.times(definitions.RECOVERY_TIME, "death") == (1, 3.0)
     assert watched.value(definitions.ACTIVE_TIME) == 1.0
-    watched.pipeline.note_end(EndCause.FAULT)
+    watched.pipeline.set_end_cause(EndCause.FAULT)
     watched.stop_epoch()
     watched.now_s += 0.5
     watched.start_epoch()
@@ -149,7 +149,7 @@ def test_recoveries_are_counted_with_their_cause_and_how_long_they_took() -> Non
 def test_an_end_without_a_cause_is_the_end_of_the_coordinator() -> None:
     watched = WatchedEngine()
     watched.start_epoch()
-    watched.pipeline.note_end(EndCause.BROKEN)
+    watched.pipeline.set_end_cause(EndCause.BROKEN)
     for _ in range(2):
         watched.stop_epoch()
         watched.now_s += 1.0
@@ -226,10 +226,10 @@ def test_nothing_is_kept_of_what_has_ended() -> None:
     leaving = watched.submit(max_tokens=50)
     while not leaving.choices[0].sequence.num_generated_tokens or len(watched.engine.registry.live) > 1:
         watched.answer(after_s=0.1)
-    assert len(watched.requests._lives) == len(watched.requests._token_s) == 1
+    assert len(watched.facts._active) == len(watched.facts._token_s) == 1
     watched.engine.cancel(leaving.id)
-    assert not watched.requests._lives
-    assert not watched.requests._token_s
+    assert not watched.facts._active
+    assert not watched.facts._token_s
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_nothing_is_kept_of_what_has_ended() -> None:
 )
 def test_refusals_are_counted_by_their_reason(error: Exception, reason: str) -> None:
     watched = WatchedEngine()
-    watched.requests.note_refusal(error)
+    watched.requests.count_refusal(error)
     counts = {each: watched.value(definitions.REQUESTS_REFUSED, each) for each in definitions.REFUSAL.values}
     assert counts == {**dict.fromkeys(definitions.REFUSAL.values, 0), reason: 1}
 

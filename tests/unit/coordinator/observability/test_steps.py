@@ -6,16 +6,35 @@ import pytest
 
 from coordinator.observability import steps
 from coordinator.observability.activity import describe_pipeline, find_bottleneck
-from coordinator.observability.steps import KEPT_S, StageLoad, StepHistory, StepKind, stage_loads
+from coordinator.observability.facts import FactRecorder, StepKind
+from coordinator.observability.steps import KEPT_S, StageLoad, StepHistory, stage_loads
 from telemetry.trace_view.explain import STANDS_OUT
 from tests.unit.coordinator.observability.makers import new_request, result, sequence_of, step
-from wire.steps import StageTime, StepResult
+from wire.steps import StageTime, Step, StepResult
+
+
+class Watched(StepHistory):
+    """A history with the recorder that it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._facts = FactRecorder((self,))
+
+    def send(self, sent: Step, now_s: float) -> None:
+        self._facts.step_sent(sent, now_s)
+
+    def answer(self, answer: StepResult, now_s: float) -> None:
+        self._facts.step_answered(answer, (), 0.0, now_s)
+
+    def void(self) -> None:
+        self._facts.epoch_stopped("the test says so", 0.0)
+
 
 FIRST, SECOND = sequence_of(new_request()), sequence_of(new_request())
 
 
 def test_computation_follows_hops_receiving_and_waiting_from_stage_to_stage() -> None:
-    history = StepHistory()
+    history = Watched()
     history.send(step(5, decodes=[FIRST]), 100.0)
     history.answer(result(5, 20, 40, wait_ms=3, hop_ms=1), 100.075)
     (answered,) = history.answered(100.1)
@@ -36,25 +55,28 @@ def test_computation_follows_hops_receiving_and_waiting_from_stage_to_stage() ->
 def test_the_kind_of_a_step_follows_from_its_slices(
     decodes: list[object], chunks: list[object], kind: StepKind, num_tokens: int
 ) -> None:
-    history = StepHistory()
+    history = Watched()
     history.send(step(decodes=decodes, chunks=chunks), 1.0)  # type: ignore[arg-type]
     (sent,) = history.in_flight()
     assert (sent.kind, sent.num_tokens, sent.num_sequences) == (kind, num_tokens, len(decodes) + len(chunks))
 
 
 def test_answers_belong_to_the_oldest_step_in_flight() -> None:
-    history = StepHistory()
+    history = Watched()
     for step_id in range(3):
         history.send(step(step_id), 1.0 + step_id)
-    assert history.answer(result(0), 4.0) is not None
+    history.answer(result(0), 4.0)
     assert [each.step_id for each in history.in_flight()] == [1, 2]
+    assert [each.sent.step_id for each in history.answered(4.0)] == [0]
     history.void()
     assert history.in_flight() == ()
-    assert history.answer(result(1), 5.0) is None
+    history.send(step(3), 5.0)
+    history.answer(result(3), 6.0)
+    assert [each.sent.step_id for each in history.answered(6.0)] == [0, 3]
 
 
 def test_steps_are_forgotten_after_their_time() -> None:
-    history = StepHistory()
+    history = Watched()
     for step_id in range(3):
         history.send(step(step_id), 10.0 + step_id)
         history.answer(result(step_id, 1.0), 10.0 + step_id)
@@ -67,7 +89,7 @@ def test_steps_are_forgotten_after_their_time() -> None:
 def test_however_fast_steps_are_their_number_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "MAX_STEPS", 5)
     monkeypatch.setattr(steps, "MAX_STAGE_TIMES", 12)
-    history = StepHistory()
+    history = Watched()
     for step_id in range(20):
         history.send(step(step_id), 1.0)
         history.answer(result(step_id), 1.0)
@@ -81,7 +103,7 @@ def test_however_fast_steps_are_their_number_is_bounded(monkeypatch: pytest.Monk
 SEQUENCE = sequence_of(new_request())
 
 
-def run(history: StepHistory, *compute_ms: float, begin_s: float, end_s: float, every_s: float) -> None:
+def run(history: Watched, *compute_ms: float, begin_s: float, end_s: float, every_s: float) -> None:
     """One step after the other, each alone in the pipeline."""
     count = round((end_s - begin_s) / every_s)
     for index in range(count):
@@ -90,12 +112,12 @@ def run(history: StepHistory, *compute_ms: float, begin_s: float, end_s: float, 
         history.answer(result(index, *compute_ms), at_s + every_s)
 
 
-def loads_at(history: StepHistory, now_s: float, *, began_s: float = 0.0) -> list[StageLoad]:
+def loads_at(history: Watched, now_s: float, *, began_s: float = 0.0) -> list[StageLoad]:
     return stage_loads(history.answered(now_s), now_s, began_s=began_s, is_idle=not history.in_flight())
 
 
 def test_busy_is_a_share_of_all_time() -> None:
-    history = StepHistory()
+    history = Watched()
     run(history, 20, 40, 20, begin_s=105.0, end_s=110.0, every_s=0.1)
     loads = loads_at(history, 110.0)
     assert [each.busy_share for each in loads] == pytest.approx([0.1, 0.2, 0.1])
@@ -103,7 +125,7 @@ def test_busy_is_a_share_of_all_time() -> None:
 
 
 def test_what_was_computed_before_the_window_does_not_count() -> None:
-    history = StepHistory()
+    history = Watched()
     history.send(step(0, decodes=[SEQUENCE]), 95.0)
     history.answer(result(0, 10_000), 105.0)
     (load,) = loads_at(history, 110.0)
@@ -113,7 +135,7 @@ def test_what_was_computed_before_the_window_does_not_count() -> None:
 
 
 def test_steps_in_flight_make_no_stage_look_idle() -> None:
-    history = StepHistory()
+    history = Watched()
     run(history, 50, 50, begin_s=100.0, end_s=105.0, every_s=0.1)
     history.send(step(99, decodes=[SEQUENCE]), 105.0)
     loads = loads_at(history, 109.0, began_s=100.0)
@@ -121,7 +143,7 @@ def test_steps_in_flight_make_no_stage_look_idle() -> None:
 
 
 def test_steps_without_times_or_without_slices_tell_nothing() -> None:
-    history = StepHistory()
+    history = Watched()
     history.send(step(0), 1.0)
     history.answer(result(0, 1, 1), 1.1)
     history.send(step(1, decodes=[SEQUENCE]), 1.0)
@@ -130,14 +152,14 @@ def test_steps_without_times_or_without_slices_tell_nothing() -> None:
 
 
 def test_steps_of_another_number_of_stages_are_left_out() -> None:
-    history = StepHistory()
+    history = Watched()
     run(history, 10, 10, 10, begin_s=100.0, end_s=101.0, every_s=0.1)
     run(history, 10, 10, begin_s=101.0, end_s=102.0, every_s=0.1)
     assert [each.num_steps for each in loads_at(history, 102.0)] == [10, 10]
 
 
 def test_a_hop_ends_with_the_first_byte_as_in_traces() -> None:
-    history = StepHistory()
+    history = Watched()
     history.send(step(0, decodes=[SEQUENCE]), 100.0)
     times = (StageTime(4_000, 1_000, hop_us=2_000, receive_us=500), StageTime(0, 1_000, -300, 900))
     history.answer(StepResult(1, 0, (), times), 100.1)

@@ -6,6 +6,7 @@ from coordinator.engine.admission import AdmissionLimits
 from coordinator.engine.engine import Engine
 from coordinator.engine.output_buffer import OutputBuffer
 from coordinator.engine.request import Choice, Request
+from coordinator.observability.facts import FactRecorder
 from coordinator.observability.metrics import PipelineMetrics, RequestMetrics
 from coordinator.recovery.policy import DEFAULT_POLICY
 from coordinator.scheduler.kv_manager import KvCacheManager
@@ -28,12 +29,13 @@ class WatchedEngine:
         self.registry = Registry(start_ns=0)
         self.requests = RequestMetrics(self.registry)
         self.pipeline = PipelineMetrics(self.registry)
+        self.facts = FactRecorder((self.requests, self.pipeline))
         self.registry.read_with(lambda: self.pipeline.read(self.now_s))
         self.engine = Engine(
             AdmissionLimits(queue_size=64),
             policy=DEFAULT_POLICY,
             clock=lambda: self.now_s,
-            observers=(self.requests, self.pipeline),
+            observers=(self.facts,),
         )
         self.sent = deque[Step]()
         self.epoch = 0
