@@ -1,1 +1,1 @@
-"""How things travel: ids, roles, errors, tensors, frames, channels. Knows gRPC and protobuf, never torch."""
+"""Ids, errors, tensors, frames and channels of the cluster's RPCs. Imports gRPC and protobuf, never torch."""

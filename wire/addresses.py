@@ -1,4 +1,4 @@
-"""HOST:PORT addresses and peer hosts; IPv6 hosts stand in brackets."""
+"""HOST:PORT addresses and peer hosts; IPv6 hosts are written in brackets."""
 
 import re
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ import grpc
 
 
 def peer_host(context: grpc.aio.ServicerContext[Any, Any]) -> str:
-    """The host of the caller, without its port, which changes with every connection."""
-    untyped: Any = context  # the stubs lack what a context can be asked
+    """Return the host of a call's peer, without the port, which differs per connection."""
+    untyped: Any = context  # the stubs lack `peer`
     return host_of(untyped.peer())
 
 
 def host_of(peer: str) -> str:
-    """The host of a gRPC peer: "ipv4:10.0.0.1:4711" is 10.0.0.1, whatever connection it comes on."""
+    """Return the host of a gRPC peer: 10.0.0.1 for "ipv4:10.0.0.1:4711"; other kinds unchanged."""
     kind, _, rest = unquote(peer).partition(":")
     return rest.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else peer
 
@@ -30,7 +30,7 @@ _ADDRESS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A host name or IP address (IPv6 without brackets) and a TCP port; port 0 asks for a free one."""
+    """Host name or IP address (IPv6 without brackets) and TCP port; port 0 binds any free port."""
 
     host: str
     port: int
@@ -41,19 +41,19 @@ class Address:
 
 
 def parse_address(text: str) -> Address:
-    """Reads HOST:PORT, for example `10.0.0.7:7480`, `gpu-a:7480` or `[::1]:0`. Raises ValueError."""
+    """Parse HOST:PORT, for example `10.0.0.7:7480`, `gpu-a:7480` or `[::1]:0`. Raises ValueError."""
     match = _ADDRESS.fullmatch(text)
     if match is None:
-        raise ValueError(f"address {text!r} is not HOST:PORT (an IPv6 host goes in brackets: [::1]:7480)")
+        raise ValueError(f"address {text!r} is not HOST:PORT: write for example gpu-a:7480 or [::1]:7480")
     port = int(match["port"])
     if port > 65535:
-        raise ValueError(f"address {text!r} has port {port}, above 65535")
+        raise ValueError(f"address {text!r} has port {port}, the limit is 65535")
     return Address(match["ipv6"] or match["host"], port)
 
 
 def parse_peer_address(text: str) -> Address:
-    """Reads the HOST:PORT of somebody to dial, so port 0 is refused too. Raises ValueError."""
+    """Parse the HOST:PORT of a peer to connect to; port 0 is an error too. Raises ValueError."""
     address = parse_address(text)
     if address.port == 0:
-        raise ValueError(f"address {text!r} has port 0, which nobody can be reached at")
+        raise ValueError(f"address {text!r} has port 0: give the port that the peer listens on")
     return address

@@ -1,7 +1,7 @@
-"""Clocks of several hosts: how far apart they are, and what time it is on the coordinator's.
+"""Clock offset between a process and the coordinator, measured from heartbeats.
 
-The offset is measured as NTP does (RFC 5905, section 8): a heartbeat and its answer carry four times; the
-exchange that took the least time on the way says most, and at most half of that time can be wrong.
+As in NTP (RFC 5905, section 8), a heartbeat and its response carry four timestamps. The exchange with the
+shortest round trip gives the best estimate; its error is at most half of that round trip.
 """
 
 import time
@@ -10,18 +10,19 @@ from dataclasses import dataclass
 
 KEPT_EXCHANGES = 32
 SET_US = 10_000
-"""A host's clock that moves by so much against its monotonic clock was set."""
+"""A wall clock that moves by more than this against the monotonic clock was set."""
 
 
 def wall_clock_us() -> int:
-    """Microseconds since 1970 by this host's clock."""
+    """Return this host's wall clock in microseconds since 1970."""
     return time.time_ns() // 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A heartbeat and its answer: sent and back by our clock, received and answered by the other, in
-    microseconds.
+    """Timestamps of a heartbeat and its response, in microseconds.
+
+    `sent_us` and `back_us` are read from this host's clock, `received_us` and `answered_us` from the peer's.
     """
 
     sent_us: int
@@ -31,19 +32,19 @@ class Exchange:
 
     @property
     def on_the_way_us(self) -> int:
-        """How long both messages travelled together."""
+        """Network time of both messages together."""
         return (self.back_us - self.sent_us) - (self.answered_us - self.received_us)
 
     @property
     def offset_us(self) -> int:
-        """What to add to our clock, if both messages took equally long."""
+        """Peer clock minus this clock, if both messages took equally long."""
         return (self.received_us - self.sent_us + self.answered_us - self.back_us) // 2
 
 
 class ClusterClock:
-    """The coordinator's clock as this process knows it: its own clock, and an offset.
+    """The coordinator's clock as seen by this process: the local clock plus an offset.
 
-    An offset that is below its uncertainty is not applied: on one host it would only add noise.
+    An offset below its uncertainty is not applied: on one host it would only add noise.
     """
 
     def __init__(self) -> None:
@@ -55,30 +56,29 @@ class ClusterClock:
 
     @property
     def offset_us(self) -> int:
-        """What is added to this host's clock."""
         return self._offset_us
 
     @property
     def uncertainty_us(self) -> int | None:
-        """By how much the offset may be off; None before the first exchange."""
+        """Maximum error of the offset; None before the first exchange."""
         return self._uncertainty_us
 
     def refresh(self) -> None:
-        """Follows this host's clock, which may have been set; to be called now and then."""
+        """Re-read this host's wall clock, which may have been set. Call periodically."""
         before, self._monotonic_at_us = self._monotonic_at_us, wall_clock_us() - time.monotonic_ns() // 1000
         if abs(self._monotonic_at_us - before) > SET_US:
             self._exchanges.clear()
 
     def at_us(self, monotonic_s: float) -> int:
-        """The coordinator's clock, in microseconds since 1970, at a moment of `time.monotonic`."""
+        """Convert a `time.monotonic` time to the coordinator's clock, in microseconds since 1970."""
         return round(monotonic_s * 1e6) + self._monotonic_at_us + self._offset_us
 
     def note(self, exchange: Exchange) -> None:
-        """Takes another exchange. One that took less than no time is none: a clock was set meanwhile."""
+        """Update the offset; a negative round trip (a clock was set) discards earlier exchanges."""
         if exchange.on_the_way_us < 0:
             self._exchanges.clear()
             return
         self._exchanges.append(exchange)
-        best = min(self._exchanges, key=lambda each: each.on_the_way_us)
+        best = min(self._exchanges, key=lambda candidate: candidate.on_the_way_us)
         self._uncertainty_us = max(1, best.on_the_way_us // 2)
         self._offset_us = best.offset_us if abs(best.offset_us) > self._uncertainty_us else 0

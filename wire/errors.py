@@ -1,35 +1,4 @@
-"""The exception tree, its gRPC status codes and reason codes.
-
-```
-ServingError
-|- InvalidRequest            INVALID_ARGUMENT     a parameter or a prompt that cannot be served
-|  `- MessageTooLarge        INVALID_ARGUMENT     more bytes or entries than the method takes
-|- RequestNotFound           NOT_FOUND
-|- RequestExists             ALREADY_EXISTS
-|- WorkerNotFound            NOT_FOUND
-|- ServiceNotFound           NOT_FOUND            the health of a service that the server does not have
-|- MethodNotFound            UNIMPLEMENTED        the server has no such method
-|- NameInUse                 ALREADY_EXISTS       a live worker elsewhere has this name
-|- SecretMismatch            PERMISSION_DENIED    the caller does not know the secret of this hop or worker
-|- AttachSecretMismatch      PERMISSION_DENIED    the caller does not know the secret of this request
-|- TokenMissing              UNAUTHENTICATED      an operator's call without the operator token
-|- TokenMismatch             PERMISSION_DENIED    an operator's call with another token
-|- Overloaded                RESOURCE_EXHAUSTED   a bounded queue is full; says when to try again
-|- HandshakeMismatch         FAILED_PRECONDITION  two ends disagree; carries both values
-|- StaleStream               ABORTED              a stream of an epoch that is over
-|- StepFailed                ABORTED              its steps were faulty, again and again
-|- RequestPoisoned           INTERNAL             workers died when they ran this request alone
-|- SliceFailed               INTERNAL             this sequence alone failed on a stage
-|- InvariantBroken           INTERNAL             a guard of tokens, ends or pages failed: a defect
-|- RequestCancelled          CANCELLED
-|- DeadlinePassed            DEADLINE_EXCEEDED
-|- Superseded                ABORTED              another call reads this request now
-|- ClusterUnavailable        UNAVAILABLE          no stages in time
-|- JournalUnavailable        UNAVAILABLE          the journal cannot be written
-|- RequestSuspended          UNAVAILABLE          the coordinator stops; the next one goes on with the request
-`- StepFault                 ABORTED              a stage refuses a step, and with it the epoch
-```
-"""
+"""Exceptions of the product, their gRPC status codes (`STATUS_OF_ERROR`) and reason codes (`reason_of`)."""
 
 import re
 from enum import Enum
@@ -43,62 +12,62 @@ from wire.ids import RequestId, id_text
 class ServingError(Exception):
     """Base of every error that the product raises on purpose. Its text is safe to send to a client.
 
-    `request_id` is for the log, where the message that a call began with does not name the request by itself.
+    `request_id` is for the log; set it where the call's first message does not contain the request id.
     """
 
     request_id: RequestId | None = None
 
 
 class InvalidRequest(ServingError):
-    """A parameter or a prompt that cannot be served; the text has the numbers."""
+    """A parameter or prompt that cannot be served; the text gives value and limit."""
 
 
 class MessageTooLarge(InvalidRequest):
-    """The message has more bytes, or more entries, than its method takes; sending it again is no use."""
+    """A message with more bytes or entries than its method accepts; retrying does not help."""
 
 
 class RequestNotFound(ServingError):
-    """No such request is live."""
+    """No running request has this id."""
 
 
 class RequestExists(ServingError):
-    """A live request has this id."""
+    """A running request already has this id."""
 
 
 class WorkerNotFound(ServingError):
-    """No such worker is here."""
+    """No worker of the cluster has this name."""
 
 
 class ServiceNotFound(ServingError):
-    """The server knows no health of this service."""
+    """The health service does not know this service."""
 
 
 class MethodNotFound(ServingError):
-    """The server has no such method."""
+    """The server does not implement this method."""
 
 
 class NameInUse(ServingError):
-    """A live worker elsewhere has this name."""
+    """A connected worker at another address already has this name."""
 
 
 class SecretMismatch(ServingError):
-    """The caller does not present the secret that this call needs; the text says nothing else."""
+    """The caller did not present the secret that this call needs; the text gives no other detail."""
 
 
 class AttachSecretMismatch(ServingError):
-    """The caller knows the id of a request, but not its secret."""
+    """The caller presented the id of a request without its secret."""
 
 
 class TokenMissing(ServingError):
-    """An operator's call came without the operator token."""
+    """An operator call without the operator token."""
 
 
 class TokenMismatch(ServingError):
-    """An operator's call came with a token that is not the coordinator's."""
+    """An operator call with a token other than the coordinator's."""
 
 
 class Overloaded(ServingError):
-    """A bounded queue is full, or a client has too many requests. `retry_after_s`: when to try again."""
+    """A bounded queue is full, or a client has too many requests; `retry_after_s` is the retry hint."""
 
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -106,60 +75,59 @@ class Overloaded(ServingError):
 
 
 class HandshakeMismatch(ServingError):
-    """Two ends disagree about something that must be equal."""
+    """Two processes disagree about a value that must be equal; `text` replaces the default message."""
 
     def __init__(self, what: str, *, expected: object, got: object, text: str = "") -> None:
-        """`text`, if given, takes the place of the usual sentence."""
         super().__init__(text or f"{what} mismatch: expected {expected}, got {got}")
         self.what = what
 
 
 class StaleStream(ServingError):
-    """The stream belongs to an epoch, a process or a predecessor that is not the present one."""
+    """The stream belongs to an earlier epoch, process or predecessor."""
 
 
 class StepFailed(ServingError):
-    """The steps that carried this request were faulty, and it has been tried often enough."""
+    """The steps with this request failed more often than the retry limit allows."""
 
 
 class RequestPoisoned(ServingError):
-    """Workers died while this request, and no other, ran."""
+    """Workers crashed while they ran this request alone."""
 
 
 class InvariantBroken(ServingError):
-    """A guard of tokens, ends or pages failed: a defect of ours, which must not become wrong output."""
+    """An internal check of tokens, ends or pages failed: a defect, reported instead of wrong output."""
 
 
 class SliceFailed(ServingError):
-    """This sequence failed on a stage; its batch mates did not."""
+    """This sequence failed on a stage; the other sequences of the batch did not."""
 
 
 class RequestCancelled(ServingError):
-    """The request was cancelled; the text says why."""
+    """The request was cancelled; the text gives the reason."""
 
 
 class DeadlinePassed(ServingError):
-    """The request was not finished when its deadline came."""
+    """The request was not finished at its deadline."""
 
 
 class Superseded(ServingError):
-    """Another call has attached to the request; this one gets nothing more."""
+    """Another call has attached to the request; this call receives no further output."""
 
 
 class ClusterUnavailable(ServingError):
-    """There are no stages to serve with, and none came in time."""
+    """No pipeline of stages is serving, and none became ready within the timeout."""
 
 
 class JournalUnavailable(ServingError):
-    """The journal cannot be written, so a new request would not survive the coordinator."""
+    """The journal cannot be written, so a new request would not survive a coordinator restart."""
 
 
 class RequestSuspended(ServingError):
-    """The coordinator stops, and whoever opens its journal next goes on with the request."""
+    """The coordinator is stopping; the next coordinator with its journal continues the request."""
 
 
 class StepFaultKind(Enum):
-    """Why a stage refused a step. Values are those of the wire enum."""
+    """Why a stage rejected a step. The values equal the wire enum."""
 
     HIDDEN_STATES_MISSING = stage_pb2.STEP_FAULT_KIND_HIDDEN_STATES_MISSING
     HIDDEN_STATES_UNEXPECTED = stage_pb2.STEP_FAULT_KIND_HIDDEN_STATES_UNEXPECTED
@@ -183,15 +151,15 @@ class StepFaultKind(Enum):
 
     @property
     def blames_requests(self) -> bool:
-        """What was computed may have caused it; a stage that cannot reach the next one says nothing of it."""
+        """Whether the computed requests may be the cause; an unreachable next stage (NEIGHBOUR) is not."""
         return self is not StepFaultKind.NEIGHBOUR
 
 
 class StepFault(ServingError):
-    """A stage computes nothing for this step and refuses every later frame of the epoch.
+    """A stage rejects this step and every later frame of the epoch.
 
-    `step_id` is None where the frame was too broken to tell; the stage that reports it fills in the step that
-    it expected, and its own index.
+    `step_id` is None for a frame that could not be decoded; the reporting stage then fills in the step id
+    that it expected and its own index.
     """
 
     def __init__(
@@ -209,7 +177,6 @@ class StepFault(ServingError):
         self.request_ids = request_ids
 
     def describe(self, *, stage: int) -> str:
-        """One line that names stage, step and requests."""
         step = "unknown step" if self.step_id is None else f"step {self.step_id}"
         requests = ", ".join(id_text(request_id) for request_id in self.request_ids) or "none known"
         return f"stage {stage}, {step}, requests {requests}: {self}"
@@ -246,7 +213,7 @@ STATUS_OF_ERROR: dict[type[ServingError], grpc.StatusCode] = {
 
 
 def require(holds: bool, text: str) -> None:
-    """Raises InvariantBroken unless it `holds`. Unlike `assert`, also under `python -O`."""
+    """Raise InvariantBroken if `holds` is false; unlike `assert`, also under `python -O`."""
     if not holds:
         raise InvariantBroken(text)
 
@@ -255,7 +222,7 @@ INTERNAL_ERROR_TEXT = "internal error; the coordinator's or worker's log has the
 
 
 def status_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
-    """Status code and text to send for `error`. What is not ours becomes INTERNAL with a fixed text."""
+    """Return status code and text to send for `error`; any other exception is INTERNAL with a fixed text."""
     for kind in type(error).__mro__:
         code = STATUS_OF_ERROR.get(kind)
         if code is not None:
@@ -264,9 +231,9 @@ def status_of(error: BaseException) -> tuple[grpc.StatusCode, str]:
 
 
 def reason_of(error: BaseException) -> str:
-    """The reason code of an error class: `CLUSTER_UNAVAILABLE` for ClusterUnavailable.
+    """Return the reason code of an error class: `CLUSTER_UNAVAILABLE` for ClusterUnavailable.
 
-    Built-in exceptions have two codes, OS_ERROR and INVALID_CONFIGURATION (ValueError); every other one is an
+    OSError gives OS_ERROR, ValueError gives INVALID_CONFIGURATION, any other built-in exception
     INTERNAL_ERROR. docs/errors.md lists the codes.
     """
     kind = type(error)
@@ -278,5 +245,5 @@ def reason_of(error: BaseException) -> str:
 
 
 def error_line(reason: str, text: str) -> str:
-    """The line on standard error that ends a command or a process: `stageline: error[REASON]: text`."""
+    """Format the last stderr line of a failed command or process: `stageline: error[REASON]: text`."""
     return f"stageline: error[{reason}]: {text}"

@@ -1,15 +1,14 @@
 """Frames and step results on a stream, each with one checksum.
 
-A message is written as its fields without the payload, and then once more with nothing but the payload:
+A frame is one step on one hop: the serialised step, forwarded byte for byte, and the hidden states of this
+hop. Each message is written as two concatenated messages, one without the payload, one with nothing else:
 
     ForwardRequest { chunk { step, hidden, checksum, is_last, stage_times } }
     ForwardRequest { chunk { payload } }
 
-Protobuf defines such a concatenation as one message with all of these fields, so any implementation reads it.
-Here, the payload of a message of this form is a view of the received bytes; what has another form is read by
-protobuf. Source: "Last One Wins" in https://protobuf.dev/programming-guides/encoding/.
-
-A frame is a step on one hop: the serialised step, forwarded byte for byte, and the hidden states of this hop.
+Protobuf merges such a concatenation into one message, so any implementation can read it. This module reads
+the payload of such a message as a view of the received bytes; protobuf parses messages of any other form.
+Source: "Last One Wins" in https://protobuf.dev/programming-guides/encoding/.
 """
 
 import struct
@@ -27,13 +26,13 @@ from wire.tensors import TensorView, WireDType, decode_tensor, encode_header
 
 _CHUNK_TAG = stage_pb2.ForwardRequest.CHUNK_FIELD_NUMBER << 3 | 2
 _PAYLOAD_TAG = stage_pb2.FrameChunk.PAYLOAD_FIELD_NUMBER << 3 | 2
-_MOST_VARINT_BYTES = 4
+_MAX_VARINT_BYTES = 4
 
 Payload = bytes | memoryview
 
 
 def write_chunk(head: bytes, payload: Payload) -> bytes:
-    """The message with a serialised FrameChunk that has no payload, and the payload."""
+    """Return the message for a serialised FrameChunk without payload, followed by its payload."""
     chunk = bytes((_CHUNK_TAG,)) + _varint(len(head)) + head
     if not payload:
         return chunk
@@ -43,10 +42,7 @@ def write_chunk(head: bytes, payload: Payload) -> bytes:
 
 
 def read_chunk(message: bytes) -> tuple[stage_pb2.FrameChunk, Payload]:
-    """The chunk and its payload, which counts in place of the chunk's own.
-
-    Raises StepFault UNDECODABLE for bytes that are no message, and for a message that is no chunk.
-    """
+    """Return chunk and payload (the chunk's own field may be empty). Raises StepFault UNDECODABLE."""
     try:
         split = _split(message)
         if split is not None:
@@ -56,12 +52,12 @@ def read_chunk(message: bytes) -> tuple[stage_pb2.FrameChunk, Payload]:
         raise StepFault(StepFaultKind.UNDECODABLE, f"message of the stream: {error}") from error
     if not request.HasField("chunk"):
         got = request.WhichOneof("message")
-        raise StepFault(StepFaultKind.UNDECODABLE, f"message {got!r} where a chunk was due")
+        raise StepFault(StepFaultKind.UNDECODABLE, f"message of kind {got!r}, expected a chunk")
     return request.chunk, request.chunk.payload
 
 
 def _split(message: bytes) -> tuple[stage_pb2.FrameChunk, Payload] | None:
-    """None for a message that has another form than `write_chunk` gives it."""
+    """Split a message as written by `write_chunk`; None for any other form."""
     head = _field(message, 0, _CHUNK_TAG)
     if head is None:
         return None
@@ -79,13 +75,14 @@ def _split(message: bytes) -> tuple[stage_pb2.FrameChunk, Payload] | None:
 
 
 def _field(message: bytes, at: int, tag: int) -> tuple[int, int] | None:
-    """From where to where the content of the length-delimited field at `at` lies, if there is one with this
-    tag. It may claim to end behind the message.
+    """Return start and end of the length-delimited field at `at`, or None if another tag is there.
+
+    The end is not checked against the length of the message.
     """
     if at >= len(message) or message[at] != tag:
         return None
     size = shift = 0
-    for begin in range(at + 1, min(at + 1 + _MOST_VARINT_BYTES, len(message))):
+    for begin in range(at + 1, min(at + 1 + _MAX_VARINT_BYTES, len(message))):
         byte = message[begin]
         size |= (byte & 0x7F) << shift
         if byte < 0x80:
@@ -95,7 +92,7 @@ def _field(message: bytes, at: int, tag: int) -> tuple[int, int] | None:
 
 
 def _varint(number: int) -> bytes:
-    """Source: "Base 128 Varints" in the same guide."""
+    """Encode a varint. Source: "Base 128 Varints" in the encoding guide."""
     written = bytearray()
     while number > 0x7F:
         written.append(number & 0x7F | 0x80)
@@ -112,9 +109,10 @@ _LENGTHS = struct.Struct("<QQQ")
 
 @dataclass(slots=True, unsafe_hash=True)
 class Frame:
-    """A step with its serialised form, the hidden states that came with it, what the stages before have spent
-    on it, and when the sender had it ready (microseconds of the coordinator's clock since 1970, or 0). Not
-    modified once it is made, like everything in `wire.steps`.
+    """A step, its serialised form, its hidden states and the times of earlier stages.
+
+    `ready_at_us` is when the sender had the frame ready, in microseconds of the coordinator's clock since
+    1970, or 0 if unknown. Never modified, like everything in `wire.steps`.
     """
 
     step: Step
@@ -125,7 +123,7 @@ class Frame:
 
 
 def frame_checksum(step: bytes, hidden: bytes, stage_times: bytes, payload: Payload) -> int:
-    """XXH3-64 over everything that the frame carries: the lengths of the first three, then all four."""
+    """XXH3-64 over the lengths of the first three parts, then all four parts."""
     digest = _begin_checksum(step, hidden, stage_times)
     digest.update(payload)
     return digest.intdigest()
@@ -144,9 +142,9 @@ def encode_frame(
     *,
     ready_at_us: int = 0,
 ) -> Iterator[bytes]:
-    """The serialised messages of one frame, in order. `hidden` is None into FIRST and for a step without
-    slices; `stage_times` are those of the stages up to the sending one, which had the frame ready at
-    `ready_at_us`.
+    """Yield the serialised messages of one frame, in order.
+
+    `hidden` is None on the way to FIRST and for a step without slices; `stage_times` include the sender's.
     """
     header = b""
     payload = memoryview(b"")
@@ -169,12 +167,12 @@ def encode_frame(
 
 
 class _Parts:
-    """What the first chunk of a frame says, and the pieces of its payload under their checksum so far."""
+    """Fields of a frame's first chunk, and the payload received so far with its checksum."""
 
     __slots__ = ("_digest", "checksum", "hidden", "pieces", "size_bytes", "stage_times", "step")
 
     def __init__(self, chunk: stage_pb2.FrameChunk) -> None:
-        """Reading a field from a message copies it, so each is read once."""
+        """Read each field once: every read copies it out of the message."""
         self.step = chunk.step
         self.hidden = chunk.hidden
         self.stage_times = chunk.stage_times
@@ -194,14 +192,13 @@ class _Parts:
 
     @property
     def payload(self) -> Payload:
-        """Copied only where it came in several pieces."""
         return self.pieces[0] if len(self.pieces) == 1 else b"".join(self.pieces)
 
 
 class FrameAssembler:
-    """Puts the chunks of one stream together again. Bounded by `max_payload_bytes` per frame.
+    """Reassembles the frames of one stream from chunks; at most `max_payload_bytes` per frame.
 
-    The payload of a frame that came in one message is a view of that message.
+    The payload of a frame that arrived in one message is a view of that message.
     """
 
     def __init__(
@@ -211,17 +208,16 @@ class FrameAssembler:
         num_stages_before: int | None = None,
         wire_dtype: WireDType | None = None,
     ) -> None:
-        """`num_stages_before` stages have computed the frames of this stream already; None for any number.
-        `wire_dtype` is what the stream's hidden states were declared to come in; None for anything.
-        """
+        """`num_stages_before` and `wire_dtype` are checked against each frame; None accepts any."""
         self._max_payload_bytes = max_payload_bytes
         self._wire_dtype = wire_dtype
         self._num_stages_before = num_stages_before
         self._parts: _Parts | None = None
 
     def add(self, message: bytes) -> Frame | None:
-        """The frame that this serialised ForwardRequest completes, or None. Raises StepFault when it is no
-        chunk, or the frame is corrupt or out of bounds.
+        """Return the frame that this ForwardRequest completes, or None.
+
+        Raises StepFault for a message other than a chunk and for a corrupt or too large frame.
         """
         chunk, payload = read_chunk(message)
         parts = self._parts
@@ -237,7 +233,7 @@ class FrameAssembler:
         return self._decode(parts)
 
     def finish(self) -> None:
-        """The stream has ended. Raises StepFault UNDECODABLE when it ended inside a frame."""
+        """Check that the stream did not end inside a frame. Raises StepFault UNDECODABLE."""
         if self._parts is not None:
             raise StepFault(
                 StepFaultKind.UNDECODABLE,
@@ -248,7 +244,7 @@ class FrameAssembler:
         if size_bytes > self._max_payload_bytes:
             raise StepFault(
                 StepFaultKind.SHAPE,
-                f"frame payload of {size_bytes} bytes or more, expected at most {self._max_payload_bytes}",
+                f"frame payload has {size_bytes} bytes or more, the limit is {self._max_payload_bytes}",
             )
 
     def _check_declared(self, hidden: TensorView | None) -> None:
@@ -256,7 +252,7 @@ class FrameAssembler:
         if hidden is not None and declared is not None and hidden.dtype is not declared:
             raise StepFault(
                 StepFaultKind.DTYPE,
-                f"hidden states in {hidden.dtype.value}, expected {declared.value}, as the hello said",
+                f"hidden states in {hidden.dtype.value}, expected {declared.value} as in the hello",
             )
 
     def _decode(self, first: _Parts) -> Frame:
@@ -279,10 +275,10 @@ class FrameAssembler:
 
 def _check_further(chunk: stage_pb2.FrameChunk, payload: Payload) -> None:
     if chunk.step or chunk.hidden or chunk.stage_times:
-        raise StepFault(StepFaultKind.UNDECODABLE, "a frame began before the one before it was complete")
+        raise StepFault(StepFaultKind.UNDECODABLE, "a new frame began inside an incomplete frame")
     if not payload:
-        # Every further chunk brings payload, which bounds how many there can be.
-        raise StepFault(StepFaultKind.UNDECODABLE, "a further chunk of a frame without payload")
+        # Requiring payload in every chunk bounds the number of chunks.
+        raise StepFault(StepFaultKind.UNDECODABLE, "a later chunk of a frame has no payload")
 
 
 def _decode_hidden(first: _Parts, step: Step) -> TensorView | None:
@@ -301,24 +297,23 @@ def _decode_hidden(first: _Parts, step: Step) -> TensorView | None:
     if (header.step_id, header.step_checksum) != (step.step_id, step_checksum):
         raise StepFault(
             StepFaultKind.SLICE_SET,
-            f"hidden states of step {header.step_id} ({header.step_checksum:016x}) came with "
+            f"hidden states of step {header.step_id} ({header.step_checksum:016x}) in a frame of "
             f"step {step.step_id} ({step_checksum:016x})",
         )
     return decode_tensor(header, first.payload)
 
 
 def encode_result_frame(result: StepResult) -> stage_pb2.DeliverRequest:
-    """The message that carries `result`."""
     data = encode_result(result).SerializeToString()
     frame = stage_pb2.ResultFrame(result=data, checksum=xxhash.xxh3_64_intdigest(data))
     return stage_pb2.DeliverRequest(frame=frame)
 
 
 def decode_result_frame(message: stage_pb2.DeliverRequest) -> StepResult:
-    """The result in `message`. Raises StepFault CHECKSUM or UNDECODABLE."""
+    """Decode the result in `message`. Raises StepFault CHECKSUM or UNDECODABLE."""
     if message.WhichOneof("message") != "frame":
         raise StepFault(
-            StepFaultKind.UNDECODABLE, f"message {message.WhichOneof('message')!r} where a result was due"
+            StepFaultKind.UNDECODABLE, f"message of kind {message.WhichOneof('message')!r}, expected a result"
         )
     data, expected = message.frame.result, message.frame.checksum
     actual = xxhash.xxh3_64_intdigest(data)

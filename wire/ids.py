@@ -1,4 +1,4 @@
-"""Identities of requests, sequences and processes (UUIDv7), and stage roles."""
+"""Ids of requests, sequences and processes (UUIDv7), and stage roles."""
 
 from enum import Enum
 from typing import NamedTuple, NewType
@@ -8,7 +8,7 @@ import uuid6
 
 
 class StageRole(Enum):
-    """What a stage does besides running its layers."""
+    """Position of a stage in the pipeline."""
 
     FIRST = "FIRST"
     MIDDLE = "MIDDLE"
@@ -17,19 +17,19 @@ class StageRole(Enum):
 
     @property
     def has_embeddings(self) -> bool:
-        """Tokens enter here; there are no hidden states in its frames."""
+        """The stage receives tokens; its frames carry no hidden states."""
         return self in (StageRole.FIRST, StageRole.ONLY)
 
     @property
     def has_head(self) -> bool:
-        """Final norm, output head and sampling are here; it answers every frame."""
+        """The stage runs final norm, output head and sampling, and returns the results."""
         return self in (StageRole.LAST, StageRole.ONLY)
 
     @classmethod
     def of_stage(cls, stage: int, num_stages: int) -> "StageRole":
-        """The role of stage `stage` of `num_stages`. Raises ValueError when there is no such stage."""
+        """Return the role of stage `stage` of `num_stages`. Raises ValueError for an index out of range."""
         if not 0 <= stage < num_stages:
-            raise ValueError(f"stage {stage} of a plan with {num_stages} stages")
+            raise ValueError(f"stage {stage} is not in 0..{num_stages - 1}")
         if num_stages == 1:
             return cls.ONLY
         if stage == 0:
@@ -41,11 +41,11 @@ RequestId = NewType("RequestId", bytes)
 Incarnation = NewType("Incarnation", bytes)
 
 CHECK_REQUEST = RequestId(bytes(16))
-"""Request id of self-checks. Reserved: no client's request has it, because it is no UUIDv7."""
+"""Request id of self-checks. No client can use it, because it is not a UUIDv7."""
 
 
 class SequenceKey(NamedTuple):
-    """One choice of a request: the identity of a sequence everywhere."""
+    """Identity of a sequence: one choice of a request."""
 
     request_id: RequestId
     choice: int
@@ -55,26 +55,24 @@ class SequenceKey(NamedTuple):
 
 
 def new_request_id() -> RequestId:
-    """A fresh UUIDv7."""
     return RequestId(uuid6.uuid7().bytes)
 
 
 def new_incarnation() -> Incarnation:
-    """A fresh UUIDv7 for a process that starts now."""
     return Incarnation(uuid6.uuid7().bytes)
 
 
 def parse_request_id(text: str) -> RequestId:
-    """The id behind the UUIDv7 `text`. Raises ValueError for anything else, other UUID versions included."""
+    """Parse a UUIDv7. Raises ValueError for other text and for other UUID versions."""
     try:
         parsed = UUID(text)
     except ValueError:
         raise ValueError(f"request_id {text!r} is not a UUID") from None
     if parsed.version != 7:
-        raise ValueError(f"request_id {text!r} is a UUID of version {parsed.version}; version 7 is needed")
+        raise ValueError(f"request_id {text!r} is a UUID of version {parsed.version}, expected version 7")
     return RequestId(parsed.bytes)
 
 
 def id_text(identity: bytes) -> str:
-    """The usual text form of a 16-byte id; tolerates other lengths, for messages about malformed ones."""
+    """Format a 16-byte id as a UUID; malformed ids are shown in hexadecimal, for error messages."""
     return str(UUID(bytes=identity)) if len(identity) == 16 else identity.hex() or "(none)"

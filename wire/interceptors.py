@@ -1,4 +1,4 @@
-"""Maps exceptions of servicers to gRPC statuses with reason codes."""
+"""gRPC server interceptor that maps exceptions to statuses with reason codes."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ DOMAIN = "stageline"
 
 
 def details_of(error: BaseException) -> tuple[tuple[str, bytes], ...]:
-    """Trailing metadata for `error`: its kind, as ErrorInfo, and when to try again, as RetryInfo.
+    """Return trailing metadata for `error`: ErrorInfo with the reason, RetryInfo with the retry delay.
 
-    Whoever reads it can tell an answer of ours from a connection that broke: only an answer has details.
+    Only Stageline's own errors have details; a broken connection has none, so clients can tell them apart.
     """
     code, text = status_of(error)
     number: int = code.value[0]
@@ -46,12 +46,12 @@ def details_of(error: BaseException) -> tuple[tuple[str, bytes], ...]:
         delay = Duration()
         delay.FromNanoseconds(round(error.retry_after_s * 1e9))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
-    status = status_pb2.Status(code=number, message=text, details=[_packed(each) for each in details])
+    status = status_pb2.Status(code=number, message=text, details=[_packed(detail) for detail in details])
     return ((DETAILS_KEY, status.SerializeToString()),)
 
 
 def sent_reason(error: BaseException) -> str:
-    """The reason code that a client receives: INTERNAL_ERROR for everything but a ServingError."""
+    """Return the reason code for the client: INTERNAL_ERROR for everything but a ServingError."""
     return reason_of(error) if isinstance(error, ServingError) else "INTERNAL_ERROR"
 
 
@@ -62,17 +62,17 @@ def _packed(message: error_details_pb2.ErrorInfo | error_details_pb2.RetryInfo) 
 
 
 class _Aborting:
-    """The part of a call's context that grpc's servicer uses for a service without a health."""
+    """Stands in for the call context in grpc's health servicer: `abort` raises ServiceNotFound."""
 
     def __init__(self, service: str) -> None:
         self._service = service
 
     async def abort(self, code: grpc.StatusCode) -> NoReturn:
-        raise ServiceNotFound(f"service {self._service[:100]!r} has no health here")
+        raise ServiceNotFound(f"service {self._service[:100]!r} not found")
 
 
 class HealthServicer(health_aio.HealthServicer):  # type: ignore[misc]  # grpc_health has no types
-    """Raises ServiceNotFound where grpc's own servicer aborts without details."""
+    """Raises ServiceNotFound, with details, where grpc's servicer aborts without."""
 
     async def Check(  # noqa: N802
         self, request: health_pb2.HealthCheckRequest, context: object
@@ -82,16 +82,15 @@ class HealthServicer(health_aio.HealthServicer):  # type: ignore[misc]  # grpc_h
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-UNDECODABLE = "the request cannot be decoded as the message of this method"
+UNDECODABLE = "request cannot be decoded as the message of this method"
 _SHOWN_METHOD = 100
-"""Characters of a method's name that an error repeats."""
+"""Maximum characters of a method name repeated in an error."""
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Maps our exception tree to status codes; anything else becomes INTERNAL with a fixed text and is
-    logged.
+    """Maps ServingError to status codes; other exceptions are logged and sent as INTERNAL.
 
-    Without it grpc.aio sends the text of an unknown exception to the client.
+    The text of such an INTERNAL is fixed, where grpc.aio alone would send the text of the exception.
     """
 
     async def intercept_service(
@@ -115,7 +114,10 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 
 class _Refused:
-    """A request that its deserializer refuses; grpc would send the parser's own words to the client."""
+    """Result of a deserializer that rejected a request; the handler raises `error`.
+
+    Raising in the deserializer would send the parser's text to the client.
+    """
 
     def __init__(self, error: ServingError) -> None:
         self.error = error
@@ -135,7 +137,7 @@ def _tolerant(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], A
 
 def _refuse_method(name: str) -> Callable[..., Any]:
     async def refuse(requests: Any, context: Context) -> None:
-        raise MethodNotFound(f"this server has no method {name[:_SHOWN_METHOD]!r}")
+        raise MethodNotFound(f"method {name[:_SHOWN_METHOD]!r} not found")
 
     return _guard_unary(refuse, name)
 
@@ -157,7 +159,7 @@ def _guard_unary(behaviour: Callable[[Any, Context], Awaitable[Any]], name: str)
 
 
 def _guard_responses(behaviour: Callable[[Any, Context], Any], name: str) -> Callable[..., Any]:
-    """A streaming servicer either yields its responses or, like grpc's health service, writes them itself."""
+    """Wrap a streaming servicer that yields responses or, like grpc's health service, writes them itself."""
     if inspect.isasyncgenfunction(behaviour):
         return _guard_stream(behaviour, name)
     return _guard_unary(behaviour, name)
@@ -176,21 +178,21 @@ def _guard_stream(behaviour: Callable[[Any, Context], AsyncIterator[Any]], name:
 
 
 async def _abort(context: Context, error: Exception, name: str, request: Any) -> None:
-    # grpc's own: an abort that was meant, a client that is gone, a server that stops. It knows what to do.
+    # gRPC handles its own errors: an explicit abort, a disconnected client, a stopping server.
     if isinstance(error, grpc.aio.BaseError) and not isinstance(error, grpc.aio.UsageError):
         raise error
-    if isinstance(error, DecodeError):  # in a stream; in a single message it is found before
+    if isinstance(error, DecodeError):  # in a stream; `_tolerant` handles single messages
         error = InvalidRequest(UNDECODABLE)
     code, text = status_of(error)
     if not isinstance(error, ServingError):
-        log.exception("unexpected error in %s", name, exc_info=error, extra=_about(error, request))
+        log.exception("unexpected error in %s", name, exc_info=error, extra=_request_fields(error, request))
     else:
-        log.debug("%s ends as %s: %s", name, code.name, text, extra=_about(error, request))
+        log.debug("%s ends as %s: %s", name, code.name, text, extra=_request_fields(error, request))
     await context.abort(code, text, trailing_metadata=details_of(error))
 
 
-def _about(error: Exception, request: Any) -> dict[str, object]:
-    """The request that an error or the message of its call is about, if one of them names it."""
+def _request_fields(error: Exception, request: Any) -> dict[str, object]:
+    """Log fields of the request that the error, or else the call's message, names."""
     if isinstance(error, ServingError) and error.request_id is not None:
         return log_context(request_id=error.request_id)
     try:

@@ -1,4 +1,4 @@
-"""Structured fields of a log line: `log.info("...", extra=log_context(epoch=3))`."""
+"""Structured log fields: `log.info("...", extra=log_context(epoch=3))`."""
 
 from collections.abc import Iterable
 
@@ -15,7 +15,7 @@ FIELDS = (
     "trace_id",
     "span_id",
 )
-"""In the order in which they are written. None is a name of `logging.LogRecord` itself."""
+"""Field names in output order. None of them is an attribute of `logging.LogRecord`."""
 
 
 def log_context(
@@ -30,14 +30,14 @@ def log_context(
     trace_id: str | None = None,
     span_id: str | None = None,
 ) -> dict[str, object]:
-    """Those that are known, for `extra`. Ids become text as it is used everywhere, also in `stageline trace`.
+    """Return the given fields for `extra`; ids are formatted as in `stageline trace`.
 
-    `request_ids` is for what concerns all requests of a step. `trace_id` and `span_id` have 32 and 16
-    hexadecimal digits.
+    `request_ids` is for events that concern all requests of a step. `trace_id` has 32 hexadecimal digits,
+    `span_id` 16.
     """
     known: dict[str, object] = {
         "request_id": None if request_id is None else id_text(request_id),
-        "request_ids": [id_text(each) for each in request_ids] or None,
+        "request_ids": [id_text(member) for member in request_ids] or None,
         "epoch": epoch,
         "step": step,
         "stage": stage,

@@ -1,7 +1,7 @@
 """Checks counts, nesting and field numbers of an encoded message before protobuf parses it.
 
-A parser makes an object of every two bytes of empty submessages, and holds the interpreter meanwhile. The
-scan stops at the first excess. Encoding: https://protobuf.dev/programming-guides/encoding
+A parser allocates an object for every two bytes of empty submessages and holds the GIL meanwhile. The scan
+stops at the first violation. Encoding: https://protobuf.dev/programming-guides/encoding
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from wire.errors import InvalidRequest, MessageTooLarge
 
 MAX_DEPTH = 32
-"""Messages inside messages."""
+"""Maximum nesting of messages."""
 
 _CONTINUED = bytes(range(0x80, 0x100))
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
@@ -30,7 +30,7 @@ _NUM_BYTES = {_FIXED64: 8, _FIXED32: 4}
 
 
 class UnknownFields(Enum):
-    """What becomes of fields that the schema does not name."""
+    """Handling of fields that the schema does not contain."""
 
     REFUSE = auto()
     SKIP = auto()
@@ -39,7 +39,7 @@ class UnknownFields(Enum):
 @dataclass(frozen=True, slots=True)
 class _Field:
     name: str
-    max_count: int | None  # None: it is not repeated
+    max_count: int | None  # None: not a repeated field
     wire_type: int
     is_packed: bool = False
     message: "_Message | None" = None
@@ -52,7 +52,7 @@ class _Message:
 
 
 class MessageScan:
-    """The scan for one message type. Stateless, and safe to call from several threads."""
+    """Scan for one message type. Stateless and thread-safe."""
 
     def __init__(
         self,
@@ -62,8 +62,9 @@ class MessageScan:
         max_counts: Mapping[str, int] | None = None,
         unknown: UnknownFields = UnknownFields.REFUSE,
     ) -> None:
-        """At most `max_fields` fields in all, and of a repeated field at most its number in `max_counts`, by
-        full name such as "stageline.v1.TokenIds.ids", packed elements included.
+        """`max_fields` limits all fields together, `max_counts` the elements of repeated fields by full name.
+
+        A full name is, for example, "stageline.v1.TokenIds.ids". Packed elements count.
         """
         self._max_fields = max_fields
         self._max_counts = dict(max_counts or {})
@@ -77,7 +78,7 @@ class MessageScan:
             raise ValueError(f"{descriptor.full_name} has no field {', '.join(sorted(unused))}")
 
     def check(self, data: bytes) -> None:
-        """Raises MessageTooLarge, InvalidRequest for a field that would be ignored, and DecodeError."""
+        """Raise MessageTooLarge, InvalidRequest (a field would be ignored) or DecodeError."""
         _Walk(data, self._max_fields, self._unknown).message(self._root, 0, len(data), depth=1)
 
     def _message(self, descriptor: Descriptor) -> _Message:
@@ -90,7 +91,7 @@ class MessageScan:
 
     def _add(self, fields: dict[int, _Field], field: FieldDescriptor) -> None:
         wire_type = _WIRE_TYPES.get(field.type, _VARINT)
-        # The entries of a map hold a key and a value: protobuf drops everything else in them.
+        # Map entries have only key and value; protobuf drops all other fields.
         inner = field.message_type
         if inner is not None and inner.GetOptions().map_entry:
             inner = None
@@ -112,9 +113,9 @@ class _Walk:
         self._counts: dict[str, int] = {}
 
     def message(self, message: _Message, start: int, end: int, *, depth: int) -> None:
-        """The fields in [start, end)."""
+        """Scan the fields in [start, end)."""
         if depth > MAX_DEPTH:
-            raise MessageTooLarge(f"messages are nested deeper than {MAX_DEPTH}")
+            raise MessageTooLarge(f"messages are nested too deeply, the limit is {MAX_DEPTH}")
         data, find, position = self._data, message.fields.get, start
         while position < end:
             tag, position = data[position], position + 1
@@ -123,7 +124,7 @@ class _Walk:
             field = find(tag)
             if field is None:
                 begin, position = position, self._skip_unknown(message, tag, position, end)
-            elif tag & 7 == _LENGTH and position < end and data[position] < 0x80:  # most are short
+            elif tag & 7 == _LENGTH and position < end and data[position] < 0x80:  # the common case, inlined
                 begin = position + 1
                 position = begin + data[position]
             else:
@@ -132,9 +133,7 @@ class _Walk:
                 raise DecodeError("truncated")
             self._num_fields += 1
             if self._num_fields > self._max_fields:
-                raise MessageTooLarge(
-                    f"the message has more than {self._max_fields} fields, which is the limit"
-                )
+                raise MessageTooLarge(f"message has too many fields, the limit is {self._max_fields}")
             if field is not None:
                 self._enter(field, begin, position, depth)
 
@@ -154,11 +153,11 @@ class _Walk:
         if not tag >> 3:
             raise DecodeError("field number 0")
         if self._unknown is UnknownFields.REFUSE:
-            raise InvalidRequest(f"{message.name} has fields that this version does not know: {tag >> 3}")
+            raise InvalidRequest(f"{message.name} has field {tag >> 3}, unknown to this version")
         return self._bounds(tag & 7, position, end)[1]
 
     def _bounds(self, wire_type: int, position: int, end: int) -> tuple[int, int]:
-        """Where the value begins and ends whose tag ends at `position`."""
+        """Return start and end of the value whose tag ends at `position`."""
         if wire_type == _VARINT:
             return position, self._varint(position, end)[1]
         if wire_type == _LENGTH:
@@ -176,7 +175,7 @@ class _Walk:
             if byte < 0x80:
                 return value, index + 1
             shift += 7
-        raise DecodeError("truncated or endless varint")
+        raise DecodeError("truncated or too long varint")
 
 
 def _num_packed(data: bytes, field: _Field, begin: int, end: int) -> int:

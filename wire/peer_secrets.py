@@ -1,4 +1,4 @@
-"""Secrets between processes of one cluster; failed attempts are bounded and counted."""
+"""Secrets between processes of one cluster; failed attempts are limited and counted."""
 
 import hmac
 import logging
@@ -17,81 +17,77 @@ MAX_PEERS = 256
 
 
 class RefusedTries:
-    """Times of the last refusals, by host of the peer; the host refused longest ago is forgotten first.
+    """Times of recent rejected attempts by peer host; the oldest host is evicted first.
 
-    Only wrong secrets count, and a right one always passes: an attacker locks out nobody on its own host.
+    Only wrong secrets count and a correct one always passes, so an attacker cannot lock out its own host.
     """
 
     def __init__(self) -> None:
         self._refused: OrderedDict[str, deque[float]] = OrderedDict()
 
     def note(self, host: str, now_s: float) -> int:
-        """One more refusal; how many there are within the window, up to MAX_TRIES + 1."""
+        """Record a rejected attempt; return the number within the window, at most MAX_TRIES + 1."""
         times = self._refused.setdefault(host, deque(maxlen=MAX_TRIES + 1))
         self._refused.move_to_end(host)
         times.append(now_s)
         while len(self._refused) > MAX_PEERS:
             self._refused.popitem(last=False)
-        return sum(now_s - each < WINDOW_S for each in times)
+        return sum(now_s - time_s < WINDOW_S for time_s in times)
 
 
 SECRET_BYTES = 32
 PAST_EPOCHS = 16
-"""Epochs whose secrets are remembered: a late stream of the cluster is told that its epoch is over."""
+"""Number of past epochs whose secrets are kept, to tell a late stream that its epoch is over."""
 
 
 def new_secret() -> bytes:
-    """Unguessable bytes."""
     return secrets.token_bytes(SECRET_BYTES)
 
 
 def is_secret(presented: bytes, expected: bytes) -> bool:
-    """Whether both are equal, compared in constant time. False while none is expected."""
+    """Compare in constant time. False while no secret is expected."""
     return hmac.compare_digest(presented, expected) and len(expected) == SECRET_BYTES
 
 
 class RefusedPeers:
-    """Counts refused tries by host of the peer, and logs the first MAX_TRIES of a minute."""
+    """Counts rejected attempts by peer host and logs the first MAX_TRIES per minute."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._tries = RefusedTries()
 
     def note(self, call: str, problem: str, *, host: str) -> bool:
-        """Counts a refused `call`. False, and nothing is logged, once `host` has had its tries."""
+        """Count and log a rejected `call`; return False, without logging, above MAX_TRIES."""
         if (num_tries := self._tries.note(host, self._clock())) > MAX_TRIES:
             return False
         log.warning("refused %s: %s, host=%s tries=%d", call, problem, host, num_tries)
         return True
 
     def secret_mismatch(self, call: str, what: str, *, host: str) -> SecretMismatch:
-        """The error for a `call` with a wrong secret, which is counted; it names `what` and neither value."""
+        """Count a wrong secret and return the error, which names `what` and neither value."""
         problem = f"{what} does not match"
         if not self.note(call, problem, host=host):
-            return SecretMismatch(f"{problem}, like {MAX_TRIES} others of your host just now")
+            return SecretMismatch(f"{problem}; {MAX_TRIES} earlier attempts from this host failed too")
         return SecretMismatch(problem)
 
 
 class HopSecrets:
-    """The receiving end of a hop: the secret of the present epoch, and those of the last ones before."""
+    """Checks the secret of incoming streams against the current and recent epochs."""
 
     def __init__(self, refused: RefusedPeers) -> None:
         self._refused = refused
-        self._present = b""
+        self._current = b""
         self._past: deque[bytes] = deque(maxlen=PAST_EPOCHS)
 
     def begin_epoch(self, secret: bytes) -> None:
-        """`secret` is the one that the stream of the new epoch presents."""
-        self._past.append(self._present)
-        self._present = secret
+        """Expect `secret` from the stream of the new epoch."""
+        self._past.append(self._current)
+        self._current = secret
 
     def check(self, presented: bytes, *, host: str) -> None:
-        """Raises StaleStream for the secret of an epoch that is over, else SecretMismatch for a wrong one.
-
-        `host` is the peer's.
-        """
-        if is_secret(presented, self._present):
+        """Raise StaleStream for a recent epoch's secret, SecretMismatch for a wrong one."""
+        if is_secret(presented, self._current):
             return
         if sum(is_secret(presented, past) for past in self._past):
-            raise StaleStream("the stream is of an epoch that is over")
+            raise StaleStream("the stream belongs to an earlier epoch")
         raise self._refused.secret_mismatch("a stream", "hop secret", host=host)

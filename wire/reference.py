@@ -1,4 +1,4 @@
-"""Reference outputs of a model for self-checks, in messages and files."""
+"""Reference outputs of a model for self-checks, as messages and files."""
 
 import base64
 import json
@@ -22,10 +22,10 @@ from wire.tensors import WireDType
 NUM_TEXTS = 2
 NUM_TOP = 20
 CHECK_VERSION = 2
-"""Of texts and references: a kept reference of another version is of no use."""
+"""Version of texts and references; stored references of other versions are ignored."""
 NUM_PROJECTIONS = 8
 STATE_WIDTH = NUM_PROJECTIONS + 1
-"""Numbers that stand for a hidden state: its projections, then its norm."""
+"""Numbers per hidden state: its projections, then its norm."""
 
 Text = tuple[int, ...]
 
@@ -35,8 +35,10 @@ _TEXT_OFFSET = 1000
 
 @dataclass(frozen=True, slots=True)
 class TextReference:
-    """`rows[i]` are log-probabilities after tokens[0] to tokens[i]: of the token that follows, or for the
-    last row of the most likely one, and of the most likely ones. Ranks are not known.
+    """Log-probabilities of one text; ranks are unknown.
+
+    `rows[i]` are log-probabilities after tokens[0] to tokens[i]: of the next token (in the last row, of the
+    most likely token) and of the `NUM_TOP` most likely tokens.
     """
 
     tokens: Text
@@ -45,19 +47,16 @@ class TextReference:
 
 @dataclass(frozen=True, slots=True)
 class LayerReference:
-    """Hidden states after a layer: STATE_WIDTH float32 for each token of each text, in order.
-
-    `rounding` is what rounding on the way changes them by, as a fraction of their norms.
-    """
-
     states: "array[float]"
     rounding: float
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """`logit_spread` is the standard deviation of the logits over the vocabulary; `rounding` is what rounding
-    to the run dtype on the way changes log-probabilities by. Both are root mean squares over the rows.
+    """Reference outputs of one model in one dtype; both statistics are root mean squares over all rows.
+
+    `logit_spread` is the standard deviation of the logits over the vocabulary. `rounding` is the change of
+    log-probabilities caused by rounding to the run dtype.
     """
 
     texts: tuple[TextReference, ...]
@@ -66,18 +65,18 @@ class Reference:
     rounding: float
 
     def covers(self, texts: tuple[Text, ...]) -> bool:
-        """Each of `texts` is the beginning of the one here in its place."""
+        """Whether each of `texts` is a prefix of the reference text at the same index."""
         pairs = zip(texts, self.texts, strict=False)
-        return len(texts) <= len(self.texts) and all(text == here.tokens[: len(text)] for text, here in pairs)
+        return len(texts) <= len(self.texts) and all(text == own.tokens[: len(text)] for text, own in pairs)
 
     def state_index(self, text: int, position: int) -> int:
-        """Where the hidden state of a token begins in `LayerReference.states`."""
-        before = sum(len(each.tokens) for each in self.texts[:text])
+        """Index in `LayerReference.states` where a token's hidden state begins."""
+        before = sum(len(earlier.tokens) for earlier in self.texts[:text])
         return (before + position) * STATE_WIDTH
 
 
 def check_text(number: int, length: int, vocab_size: int) -> Text:
-    """The first `length` tokens of text `number`, spread over the vocabulary."""
+    """Return the first `length` tokens of text `number`, spread over the vocabulary."""
     first = number * _TEXT_OFFSET
     return tuple(int((first + i + 0.5) * _GOLDEN % 1 * vocab_size) for i in range(length))
 
@@ -94,13 +93,13 @@ def encode_reference(reference: Reference) -> stage_pb2.ReferenceResponse:
 
 
 def decode_reference(message: stage_pb2.ReferenceResponse) -> Reference:
-    """Raises ValueError when it contradicts itself."""
+    """Decode a reference. Raises ValueError for inconsistent lengths."""
     texts = tuple(
         TextReference(tuple(text.tokens), tuple(map(decode_logprobs, text.rows))) for text in message.texts
     )
     for text in texts:
         if len(text.rows) != len(text.tokens):
-            raise ValueError(f"a reference of {len(text.rows)} rows for {len(text.tokens)} tokens")
+            raise ValueError(f"reference has {len(text.rows)} rows for {len(text.tokens)} tokens")
     num_tokens = sum(len(text.tokens) for text in texts)
     layers = tuple(
         LayerReference(decode_states(layer.states, num_tokens), layer.rounding) for layer in message.layers
@@ -114,21 +113,22 @@ def encode_states(states: "array[float]") -> bytes:
 
 
 def decode_states(data: bytes, num_tokens: int) -> "array[float]":
-    """Raises ValueError unless they are those of so many tokens."""
+    """Decode hidden states. Raises ValueError for a size that does not match `num_tokens`."""
     expected = num_tokens * STATE_WIDTH * 4
     if len(data) != expected:
-        raise ValueError(f"hidden states in {len(data)} bytes, {expected} expected for {num_tokens} tokens")
+        raise ValueError(f"hidden states of {num_tokens} tokens have {len(data)} bytes, expected {expected}")
     return array("f", data)
 
 
 def reference_key(dtype: DType, wire_dtype: WireDType) -> str:
-    """What a reference is kept under: "bf16", or "f32 over int8"."""
+    """Key of a stored reference: "bf16", or "f32 over int8" with another wire dtype."""
     return dtype.value if wire_dtype is dtype else f"{dtype.value} over {wire_dtype.value}"
 
 
 def read_references(path: Path, fingerprint: str) -> dict[str, Reference]:
-    """By `reference_key`; empty for another fingerprint or version. Raises OSError, ValueError for a file
-    that is corrupt.
+    """Read references by `reference_key`; empty for another fingerprint or version.
+
+    Raises OSError, and ValueError for a corrupt file.
     """
     try:
         content = json.loads(path.read_text())
@@ -140,8 +140,8 @@ def read_references(path: Path, fingerprint: str) -> dict[str, Reference]:
 
 
 def write_references(path: Path, fingerprint: str, references: Mapping[str, Reference]) -> None:
-    """Replaces the file at once, readable by its owner only. Raises OSError; then the old one is there."""
-    entries = ",\n".join(f"{json.dumps(key)}: {_encoded(each)}" for key, each in references.items())
+    """Replace the file atomically, with mode 0600. Raises OSError and then keeps the old file."""
+    entries = ",\n".join(f"{json.dumps(key)}: {_encoded(value)}" for key, value in references.items())
     head = f'"version": {CHECK_VERSION},\n"fingerprint": {json.dumps(fingerprint)}'
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
@@ -161,5 +161,5 @@ def _encoded(reference: Reference) -> str:
 def _decoded(entry: Mapping[str, str]) -> Reference:
     data = base64.b64decode(entry["data"], validate=True)
     if xxhash.xxh3_64_hexdigest(data) != entry["checksum"]:
-        raise ValueError("a checksum does not match")
+        raise ValueError("checksum of a reference does not match")
     return decode_reference(stage_pb2.ReferenceResponse.FromString(data))

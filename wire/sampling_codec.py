@@ -1,4 +1,4 @@
-"""Sampling parameters and log-probabilities <-> protobuf messages."""
+"""Encodes and decodes sampling parameters and log-probabilities."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ from wire.steps import GrammarSpec, StepSampling, TokenLogprobs
 
 
 def encode_sampling(sampling: StepSampling, message: stage_pb2.StepSampling) -> None:
-    """Writes `sampling` into the empty `message`."""
+    """Write `sampling` into the empty `message`."""
     if sampling.encoded is not None:
         message.MergeFromString(sampling.encoded)
         return
@@ -36,14 +36,14 @@ def encode_sampling(sampling: StepSampling, message: stage_pb2.StepSampling) -> 
 
 
 def encoded_ahead(sampling: StepSampling) -> StepSampling:
-    """The same with `encoded`. It takes 50 ms for 65,536 biases, too long for an event loop."""
+    """Return a copy with `encoded` set; 65,536 biases take 50 ms, too long for an event loop."""
     message = stage_pb2.StepSampling()
     encode_sampling(sampling, message)
     return replace(sampling, encoded=message.SerializeToString())
 
 
 def decode_sampling(message: stage_pb2.StepSampling) -> StepSampling:
-    """The parameters as they are; whether a token can be sampled with them is for the sampler to say."""
+    """Decode the parameters without validating them; the sampler does that."""
     return StepSampling(
         temperature=message.temperature,
         top_k=message.top_k,
@@ -54,9 +54,9 @@ def decode_sampling(message: stage_pb2.StepSampling) -> StepSampling:
         repetition_penalty=message.repetition_penalty,
         frequency_penalty=message.frequency_penalty,
         presence_penalty=message.presence_penalty,
-        logit_bias=tuple((each.token, each.bias) for each in message.logit_bias),
+        logit_bias=tuple((entry.token, entry.bias) for entry in message.logit_bias),
         allowed_token_ids=tuple(message.allowed_token_ids),
-        bad_words=tuple(tuple(each.tokens) for each in message.bad_words),
+        bad_words=tuple(tuple(word.tokens) for word in message.bad_words),
         min_tokens=message.min_tokens,
         min_tokens_hold_back=tuple(message.min_tokens_hold_back),
         logprobs=message.logprobs if message.HasField("logprobs") else None,
@@ -66,7 +66,7 @@ def decode_sampling(message: stage_pb2.StepSampling) -> StepSampling:
 
 
 def encode_logprobs(logprobs: TokenLogprobs, message: stage_pb2.StepLogprobs) -> None:
-    """Writes `logprobs` into the empty `message`."""
+    """Write `logprobs` into the empty `message`."""
     message.token = logprobs.token
     message.logprob = logprobs.logprob
     message.rank = logprobs.rank
@@ -75,7 +75,7 @@ def encode_logprobs(logprobs: TokenLogprobs, message: stage_pb2.StepLogprobs) ->
 
 
 def decode_logprobs(message: stage_pb2.StepLogprobs) -> TokenLogprobs:
-    """Pairs end with the shorter list: a sender that sends unequal ones is not one of ours."""
+    """Decode log-probabilities; lists of unequal lengths (no stage sends them) are cut."""
     top = tuple(zip(message.top_tokens, message.top_logprobs, strict=False))
     return TokenLogprobs(message.token, message.logprob, message.rank, top)
 

@@ -1,6 +1,6 @@
-"""`Stage.Forward` and `Stage.ComputeReference` at both ends, with messages as bytes.
+"""Client and server side of `Stage.Forward` and `Stage.ComputeReference`, with messages as bytes.
 
-What grpc generates would copy every payload into a message and out of it again.
+The code that grpc generates would copy every payload into a message and out again.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -15,14 +15,14 @@ ForwardCall = grpc.aio.StreamStreamCall[Any, Any]
 Messages = AsyncIterator[bytes]
 
 HELLO_RETRY_S = 0.05
-"""Delay before a hello is sent again to a stage where too many early streams wait (RESOURCE_EXHAUSTED)."""
+"""Delay before a hello is repeated to a stage with too many waiting streams (RESOURCE_EXHAUSTED)."""
 
 _FORWARD = stage_pb2.DESCRIPTOR.services_by_name["Stage"].methods_by_name["Forward"]
 _SERVICE: str = _FORWARD.containing_service.full_name
 
 
 def open_forward(channel: grpc.aio.Channel, requests: Messages | None = None) -> ForwardCall:
-    """The call; it takes serialised ForwardRequests, and answers with ForwardResponses."""
+    """Open the call, which sends serialised ForwardRequests and receives ForwardResponses."""
     untyped: Any = channel
     call = untyped.stream_stream(
         f"/{_SERVICE}/{_FORWARD.name}", response_deserializer=stage_pb2.ForwardResponse.FromString
@@ -34,7 +34,7 @@ def open_forward(channel: grpc.aio.Channel, requests: Messages | None = None) ->
 def forward_handler(
     forward: Callable[[Messages, Any], AsyncIterator[stage_pb2.ForwardResponse]],
 ) -> grpc.GenericRpcHandler:
-    """For a server whose `forward` takes the requests as bytes."""
+    """Return the RPC handler; `forward` receives the requests as bytes."""
     untyped: Any = forward
     handler: Any = grpc.stream_stream_rpc_method_handler(
         untyped, response_serializer=stage_pb2.ForwardResponse.SerializeToString
@@ -48,7 +48,7 @@ _COMPUTE = stage_pb2.DESCRIPTOR.services_by_name["Stage"].methods_by_name["Compu
 async def compute_reference(
     address: str, request: stage_pb2.ReferenceRequest, *, timeout_s: float
 ) -> stage_pb2.ReferenceResponse:
-    """Asks the worker at `address`. Raises grpc.aio.AioRpcError."""
+    """Call ComputeReference of the worker at `address`. Raises grpc.aio.AioRpcError."""
     async with client_channel(address) as channel:
         stub = stage_pb2_grpc.StageStub(channel)
         return await stub.ComputeReference(request, timeout=timeout_s)
@@ -57,7 +57,7 @@ async def compute_reference(
 def reference_handler(
     compute: Callable[[bytes, Any], Awaitable[stage_pb2.ReferenceResponse]],
 ) -> grpc.GenericRpcHandler:
-    """For a server whose `compute` takes the request as bytes; Stage.Forward has a handler of its own."""
+    """Return the RPC handler; `compute` receives the request as bytes."""
     untyped: Any = compute
     handler: Any = grpc.unary_unary_rpc_method_handler(
         untyped,

@@ -1,4 +1,4 @@
-"""`GetStatus` as JSON: what `stageline status --json` prints and the dashboard serves (docs/status.md)."""
+"""`GetStatus` as JSON, for `stageline status --json` and the dashboard (docs/status.md)."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -15,7 +15,7 @@ _WEIGHTS = {
 
 
 def status_facts(status: cluster_pb2.GetStatusResponse) -> dict[str, Any]:
-    """The documented schema; every key is always there, and what is not known is null."""
+    """Return the documented schema; all keys are always present, unknown values are null."""
     return {
         "model": status.model,
         "fingerprint": status.fingerprint,
@@ -61,7 +61,7 @@ def _self_check(check: cluster_pb2.SelfCheckStatus) -> dict[str, Any]:
 
 
 def _integrity(status: cluster_pb2.GetStatusResponse) -> str:
-    """Of the ledger and of every stage: the first problem, or whether all that is known is well."""
+    """Return the first problem of the ledger or a stage, else OK or NOT_CHECKED."""
     if status.kv.ledger.problem:
         return f"coordinator: {status.kv.ledger.problem}"
     for worker in status.workers:
@@ -113,7 +113,7 @@ def _dtype(number: stage_pb2.DType.ValueType) -> str | None:
 
 
 def _time(at_us: int) -> str | None:
-    """ISO 8601 in UTC; None for a time that has not come."""
+    """Format as ISO 8601 in UTC; None for 0."""
     if not at_us:
         return None
     return datetime.fromtimestamp(at_us / 1e6, UTC).isoformat(timespec="milliseconds")

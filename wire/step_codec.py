@@ -1,9 +1,11 @@
-"""Steps and step results as protobuf messages; validated when decoded.
+"""Encodes steps and step results as protobuf messages; decoding validates them.
 
-The slices of a step begin with its columns, as far as they are decodes of one token; likewise its results.
+Leading slices that are decodes of one token are encoded as columns, likewise leading results that are plain
+tokens.
 
-8 bytes: when the sender had this ready to send, in microseconds of the coordinator's clock since 1970, or 0;
-then 16 bytes for each stage, from FIRST on: hop (signed), receive, wait, compute. All of it little-endian.
+Stage times are little-endian: 8 bytes for the time when the sender had the message ready (microseconds of the
+coordinator's clock since 1970, or 0), then per stage, from FIRST on, 4 bytes each for hop (signed), receive,
+wait and compute (microseconds).
 """
 
 import struct
@@ -33,26 +35,25 @@ from wire.steps import (
 )
 
 _ID_BYTES = 16
-_FEWEST = 4
-"""Columns for fewer sequences cost more than their messages."""
+_MIN_COLUMN_LENGTH = 4
+"""Columns for fewer sequences are larger than their messages."""
 
 Columns = stage_pb2.DecodeColumns | stage_pb2.TokenColumns
 
 
 def encode_decodes(slices: Sequence[StepSlice], columns: stage_pb2.DecodeColumns) -> int:
-    """Fills the empty `columns` with the first slices; returns how many."""
+    """Encode the leading decode slices into the empty `columns`; return their number."""
     decodes = list(takewhile(_is_decode, slices))
-    if len(decodes) < _FEWEST:
+    if len(decodes) < _MIN_COLUMN_LENGTH:
         return 0
-    _encode_keys([part.sequence for part in decodes], columns)
-    columns.generations.extend([part.generation for part in decodes])
-    columns.tokens.extend([part.tokens[0] for part in decodes])
-    columns.positions.extend([part.first_position for part in decodes])
+    _encode_keys([decode.sequence for decode in decodes], columns)
+    columns.generations.extend([decode.generation for decode in decodes])
+    columns.tokens.extend([decode.tokens[0] for decode in decodes])
+    columns.positions.extend([decode.first_position for decode in decodes])
     return len(decodes)
 
 
 def decode_decodes(columns: stage_pb2.DecodeColumns) -> list[StepSlice]:
-    """Raises StepFault UNDECODABLE for columns of different lengths."""
     _check_lengths(columns, columns.positions)
     return [
         StepSlice(key, generation, (token,), Decode(position))
@@ -63,9 +64,9 @@ def decode_decodes(columns: stage_pb2.DecodeColumns) -> list[StepSlice]:
 
 
 def encode_tokens(results: Sequence[SliceResult], columns: stage_pb2.TokenColumns) -> int:
-    """Fills the empty `columns` with the first results; returns how many."""
+    """Encode the leading token results into the empty `columns`; return their number."""
     sampled = list(takewhile(_is_token, results))
-    if len(sampled) < _FEWEST:
+    if len(sampled) < _MIN_COLUMN_LENGTH:
         return 0
     _encode_keys([result.sequence for result in sampled], columns)
     columns.generations.extend([result.generation for result in sampled])
@@ -74,7 +75,6 @@ def encode_tokens(results: Sequence[SliceResult], columns: stage_pb2.TokenColumn
 
 
 def decode_tokens(columns: stage_pb2.TokenColumns) -> list[SliceResult]:
-    """Raises StepFault UNDECODABLE for columns of different lengths."""
     _check_lengths(columns)
     return [
         SliceResult(key, generation, token)
@@ -84,8 +84,8 @@ def decode_tokens(columns: stage_pb2.TokenColumns) -> list[SliceResult]:
     ]
 
 
-def _is_decode(part: StepSlice) -> bool:
-    return isinstance(part.inference_step, Decode) and len(part.tokens) == 1
+def _is_decode(step_slice: StepSlice) -> bool:
+    return isinstance(step_slice.inference_step, Decode) and len(step_slice.tokens) == 1
 
 
 def _is_token(result: SliceResult) -> bool:
@@ -106,17 +106,16 @@ def _decode_keys(columns: Columns) -> list[SequenceKey]:
 
 
 def _check_lengths(columns: Columns, *others: Sequence[int]) -> None:
-    lengths = [len(each) for each in (columns.choices, columns.generations, columns.tokens, *others)]
+    lengths = [len(column) for column in (columns.choices, columns.generations, columns.tokens, *others)]
     if any(length * _ID_BYTES != len(columns.request_ids) for length in lengths):
         raise StepFault(
             StepFaultKind.UNDECODABLE,
-            f"columns of {lengths} entries for request ids of {len(columns.request_ids)} bytes, "
-            f"{_ID_BYTES} for each",
+            f"columns have {lengths} entries, request ids have {len(columns.request_ids)} bytes, "
+            f"expected {_ID_BYTES} per entry",
         )
 
 
 def encode_signal(signal: Signal, message: stage_pb2.SequenceSignal) -> None:
-    """Writes `signal` into the oneof of `message`."""
     match signal:
         case Use():
             message.use.blocks.extend(_encode_block(block) for block in signal.blocks)
@@ -136,7 +135,7 @@ def encode_signal(signal: Signal, message: stage_pb2.SequenceSignal) -> None:
 
 
 def decode_signal(message: stage_pb2.SequenceSignal) -> Signal:
-    """Raises StepFault UNDECODABLE for a signal without content."""
+    """Decode a signal. Raises StepFault UNDECODABLE for an empty oneof."""
     match message.WhichOneof("signal"):
         case "use":
             use = message.use
@@ -158,7 +157,7 @@ def decode_signal(message: stage_pb2.SequenceSignal) -> Signal:
         case "destroy":
             return Destroy(_decode_block(message.destroy))
         case _:
-            raise StepFault(StepFaultKind.UNDECODABLE, "a KV signal without content")
+            raise StepFault(StepFaultKind.UNDECODABLE, "KV signal has no content")
 
 
 def _encode_block(block: Block) -> stage_pb2.Block:
@@ -174,64 +173,67 @@ def _decode_block(message: stage_pb2.Block) -> Block:
         case "partial":
             return PartialBlock(message.partial)
         case _:
-            raise StepFault(StepFaultKind.UNDECODABLE, "a KV signal names a block without content")
+            raise StepFault(StepFaultKind.UNDECODABLE, "block of a KV signal has no content")
 
 
-_MOST_US = 0xFFFFFFFF
-_MOST_SIGNED_US = 0x7FFFFFFF
+_MAX_US = 0xFFFFFFFF
+_MAX_SIGNED_US = 0x7FFFFFFF
 _READY_AT = struct.Struct("<Q")
-_ONE = struct.Struct("<iIII")
+_STAGE_TIME = struct.Struct("<iIII")
 
 
 def encode_stage_times(times: Sequence[StageTime], *, ready_at_us: int = 0) -> bytes:
-    """Nothing where nothing is known; what is longer than 71 minutes (hops: 35) is cut there."""
+    """Encode stage times; empty if there are none. Times are capped at 71 minutes (hops: 35)."""
     if not times and not ready_at_us:
         return b""
     return _READY_AT.pack(ready_at_us) + b"".join(
         [
-            _ONE.pack(
-                max(-_MOST_SIGNED_US, min(each.hop_us, _MOST_SIGNED_US)),
-                min(each.receive_us, _MOST_US),
-                min(each.wait_us, _MOST_US),
-                min(each.compute_us, _MOST_US),
+            _STAGE_TIME.pack(
+                max(-_MAX_SIGNED_US, min(time.hop_us, _MAX_SIGNED_US)),
+                min(time.receive_us, _MAX_US),
+                min(time.wait_us, _MAX_US),
+                min(time.compute_us, _MAX_US),
             )
-            for each in times
+            for time in times
         ]
     )
 
 
 def decode_stage_times(data: bytes, *, num_stages: int | None = None) -> tuple[tuple[StageTime, ...], int]:
-    """Those of `num_stages` stages (None: of any number), and when the sender had this ready; nothing and 0
-    where it does not tell.
+    """Return stage times and when the sender had the message ready (0 if unknown).
 
-    Raises StepFault UNDECODABLE for another number, and for half a stage.
+    Raises StepFault UNDECODABLE for a size other than `num_stages` stages (None: any number).
     """
     if not data:
         return (), 0
     size_bytes = len(data) - _READY_AT.size
-    expected = size_bytes // _ONE.size * _ONE.size if num_stages is None else num_stages * _ONE.size
+    expected = (
+        size_bytes // _STAGE_TIME.size * _STAGE_TIME.size
+        if num_stages is None
+        else num_stages * _STAGE_TIME.size
+    )
     if size_bytes < 0 or size_bytes != expected:
         raise StepFault(
             StepFaultKind.UNDECODABLE,
-            f"times of stages in {len(data)} bytes, expected {_READY_AT.size + max(0, expected)}: "
-            f"{_READY_AT.size}, and {_ONE.size} for each stage",
+            f"stage times have {len(data)} bytes, expected {_READY_AT.size + max(0, expected)}: "
+            f"{_READY_AT.size}, and {_STAGE_TIME.size} per stage",
         )
     (ready_at_us,) = _READY_AT.unpack_from(data)
     times = tuple(
         [
             StageTime(wait_us, compute_us, hop_us, receive_us)
-            for hop_us, receive_us, wait_us, compute_us in _ONE.iter_unpack(data[_READY_AT.size :])
+            for hop_us, receive_us, wait_us, compute_us in _STAGE_TIME.iter_unpack(data[_READY_AT.size :])
         ]
     )
     return times, ready_at_us
 
 
 def encode_step(step: Step) -> bytes:
-    """The serialised form that travels unchanged through all stages."""
+    """Return the serialised form, which passes through all stages unchanged."""
     message = stage_pb2.Step(epoch=step.epoch, step_id=step.step_id, digest=step.digest)
     num_decodes = encode_decodes(step.slices, message.decodes)
-    for part in step.slices[num_decodes:]:
-        _add_slice(message, part)
+    for step_slice in step.slices[num_decodes:]:
+        _add_slice(message, step_slice)
     for start in step.starts:
         _add_start(message, start)
     for end in step.ends:
@@ -245,7 +247,7 @@ def encode_step(step: Step) -> bytes:
 
 
 def decode_step(data: bytes) -> Step:
-    """The step behind `data`. Raises StepFault UNDECODABLE or SLICE_SET."""
+    """Decode a step. Raises StepFault UNDECODABLE or SLICE_SET."""
     try:
         message = stage_pb2.Step.FromString(data)
     except DecodeError as error:
@@ -259,15 +261,15 @@ def decode_step(data: bytes) -> Step:
 
 
 def _request_ids(message: stage_pb2.Step) -> tuple[RequestId, ...]:
-    """Those of a step that is not what it should be, as far as they can be ids at all."""
+    """Return the well-formed request ids of an invalid step."""
     column = message.decodes.request_ids
-    ids = [column[begin : begin + 16] for begin in range(0, len(column), 16)]
-    ids += [part.sequence.request_id for part in message.slices]
-    return tuple(dict.fromkeys(RequestId(each) for each in ids if len(each) == 16))
+    ids = [column[begin : begin + _ID_BYTES] for begin in range(0, len(column), _ID_BYTES)]
+    ids += [encoded.sequence.request_id for encoded in message.slices]
+    return tuple(dict.fromkeys(RequestId(request_id) for request_id in ids if len(request_id) == _ID_BYTES))
 
 
 def _decode_step(message: stage_pb2.Step) -> Step:
-    slices = [_decode_slice(part) for part in message.slices]
+    slices = [_decode_slice(encoded) for encoded in message.slices]
     if message.HasField("decodes"):
         slices = decode_decodes(message.decodes) + slices
     return Step(
@@ -309,9 +311,7 @@ def encode_result(result: StepResult) -> stage_pb2.StepResult:
 
 
 def decode_result(message: stage_pb2.StepResult) -> StepResult:
-    """Raises StepFault UNDECODABLE for a slice result without token, error and prompt log-probabilities, for
-    columns of different lengths, and for times that are those of no number of stages.
-    """
+    """Decode a result. Raises StepFault UNDECODABLE for missing content and inconsistent lengths."""
     results = [_decode_slice_result(entry) for entry in message.results]
     if message.HasField("tokens"):
         results = decode_tokens(message.tokens) + results
@@ -331,7 +331,7 @@ def encode_fault(report: FaultReport) -> cluster_pb2.StepFault:
 
 
 def decode_fault(message: cluster_pb2.StepFault) -> FaultReport:
-    """Raises ValueError for a kind that this version does not know."""
+    """Decode a fault report. Raises ValueError for an unknown kind."""
     return FaultReport(
         epoch=message.epoch,
         step_id=message.step_id,
@@ -343,28 +343,30 @@ def decode_fault(message: cluster_pb2.StepFault) -> FaultReport:
 
 
 def _set_key(message: stage_pb2.SequenceKey, key: SequenceKey) -> None:
-    """In place: a message that is made apart is copied into the one it goes into."""
+    """Set the key in place: assigning a separate message would copy it."""
     message.request_id = key.request_id
     message.choice = key.choice
 
 
 def _decode_key(message: stage_pb2.SequenceKey) -> SequenceKey:
     request_id = message.request_id
-    if len(request_id) != 16:
-        raise StepFault(StepFaultKind.UNDECODABLE, f"request id of {len(request_id)} bytes, expected 16")
+    if len(request_id) != _ID_BYTES:
+        raise StepFault(
+            StepFaultKind.UNDECODABLE, f"request id has {len(request_id)} bytes, expected {_ID_BYTES}"
+        )
     return SequenceKey(RequestId(request_id), message.choice)
 
 
-def _add_slice(message: stage_pb2.Step, part: StepSlice) -> None:
-    key, step = part.sequence, part.inference_step
+def _add_slice(message: stage_pb2.Step, step_slice: StepSlice) -> None:
+    key, step = step_slice.sequence, step_slice.inference_step
     encoded = message.slices.add()
     sequence = encoded.sequence
     sequence.request_id = key.request_id
     if key.choice:
         sequence.choice = key.choice
-    if part.generation:
-        encoded.generation = part.generation
-    encoded.tokens.extend(part.tokens)
+    if step_slice.generation:
+        encoded.generation = step_slice.generation
+    encoded.tokens.extend(step_slice.tokens)
     if isinstance(step, Prefill):
         encoded.prefill.start = step.start
         encoded.prefill.num_tokens = step.num_tokens
@@ -385,7 +387,7 @@ def _decode_slice(message: stage_pb2.Slice) -> StepSlice:
 
 def _decode_prefill(message: stage_pb2.Slice, key: SequenceKey, num_tokens: int) -> Prefill:
     if not message.HasField("prefill"):
-        raise StepFault(StepFaultKind.SLICE_SET, "a slice without an inference step")
+        raise StepFault(StepFaultKind.SLICE_SET, f"slice of {key} has no inference step")
     prefill = message.prefill
     step = Prefill(prefill.start, prefill.num_tokens, prefill.num_prefill_tokens, prefill.is_scored)
     if num_tokens != step.num_tokens or num_tokens == 0:
@@ -393,7 +395,7 @@ def _decode_prefill(message: stage_pb2.Slice, key: SequenceKey, num_tokens: int)
     if step.start + step.num_tokens > step.num_prefill_tokens:
         raise StepFault(
             StepFaultKind.SLICE_SET,
-            f"chunk [{step.start}, {step.start + step.num_tokens}) of {key} passes the end of its "
+            f"chunk [{step.start}, {step.start + step.num_tokens}) of {key} exceeds its "
             f"{step.num_prefill_tokens} prefill tokens",
         )
     return step
@@ -402,7 +404,7 @@ def _decode_prefill(message: stage_pb2.Slice, key: SequenceKey, num_tokens: int)
 def _wrong_count(key: SequenceKey, num_tokens: int, expected: int) -> StepFault:
     return StepFault(
         StepFaultKind.SLICE_SET,
-        f"slice of {key} has {num_tokens} tokens, its inference step says {expected}",
+        f"slice of {key} has {num_tokens} tokens, its inference step expects {expected}",
     )
 
 
@@ -436,7 +438,7 @@ def _decode_slice_result(message: stage_pb2.SliceResult) -> SliceResult:
         message.generation,
         _decode_outcome(message, key),
         decode_logprobs(message.logprobs) if message.HasField("logprobs") else None,
-        tuple([decode_logprobs(each) for each in scores]) if scores else (),
+        tuple([decode_logprobs(score) for score in scores]) if scores else (),
     )
 
 
@@ -449,4 +451,6 @@ def _decode_outcome(message: stage_pb2.SliceResult, key: SequenceKey) -> int | S
         case _ if message.prompt_logprobs:
             return None
         case _:
-            raise StepFault(StepFaultKind.UNDECODABLE, f"result of {key} without token and error")
+            raise StepFault(
+                StepFaultKind.UNDECODABLE, f"result of {key} has no token, error or log-probabilities"
+            )

@@ -1,7 +1,7 @@
-"""A step as the thinking parts see it: slices, records, signals. Plain data, no protobuf.
+"""A step without protobuf: slices, records, signals and results, as plain data.
 
-Nothing here is modified once it is made. What every step is made of is not declared frozen, because making a
-frozen dataclass takes twice as long.
+Objects are never modified after construction. The classes used in every step are not declared frozen, because
+constructing a frozen dataclass takes twice as long.
 """
 
 from dataclasses import dataclass, field
@@ -13,9 +13,9 @@ from wire.ids import RequestId, SequenceKey
 
 @dataclass(slots=True, unsafe_hash=True)
 class Prefill:
-    """Tokens [start, start + num_tokens) of the `num_prefill_tokens` that are to be computed in all.
+    """Tokens [start, start + num_tokens) of `num_prefill_tokens` prefill tokens.
 
-    A scored chunk is answered with the log-probabilities of the prompt tokens that follow its tokens.
+    For a scored chunk, LAST returns the log-probability of each next prompt token.
     """
 
     start: int
@@ -47,19 +47,18 @@ class StepSlice:
 
     @property
     def first_position(self) -> int:
-        """Absolute position of the first token of this slice."""
         step = self.inference_step
         return step.start if isinstance(step, Prefill) else step.position
 
     @property
     def is_sampled(self) -> bool:
-        """LAST owes a token (or an error) for this slice."""
+        """LAST returns a token or an error for this slice."""
         step = self.inference_step
         return step.is_final if isinstance(step, Prefill) else True
 
     @property
     def is_scored(self) -> bool:
-        """LAST owes the log-probabilities of the prompt tokens that follow."""
+        """LAST returns log-probabilities of prompt tokens for this slice."""
         step = self.inference_step
         return isinstance(step, Prefill) and step.is_scored
 
@@ -71,8 +70,9 @@ class StepSlice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarSpec:
-    """What the generated text must match: a grammar as llguidance serialises it, and the XXH3-64 of the
-    tokenizer.json that the coordinator checked it with.
+    """Grammar that the generated text must match, in llguidance's serialised form.
+
+    `tokenizer_checksum` is the XXH3-64 of the tokenizer.json with which the coordinator checked it.
     """
 
     definition: str
@@ -81,12 +81,11 @@ class GrammarSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSampling:
-    """Sampling parameters as the coordinator resolved them; a default here is a filter that does nothing.
+    """Resolved sampling parameters; the defaults have no effect.
 
-    `min_tokens_hold_back` are the tokens that may not be sampled before `min_tokens` generated ones.
-    `logprobs`: of the sampled token and of so many most likely ones; None: of none. `prompt_logprobs`: of so
-    many most likely ones in scored chunks. `encoded` is the encoded message of all this, made ahead where
-    encoding it takes long.
+    `min_tokens_hold_back` are tokens not sampled before `min_tokens` generated tokens. `logprobs` is the
+    number of most likely tokens reported beside the sampled one (None: report neither), `prompt_logprobs` the
+    number per position of scored chunks. `encoded` is the encoded message where it was encoded ahead.
     """
 
     temperature: float = 0.0
@@ -111,9 +110,9 @@ class StepSampling:
 
 @dataclass(frozen=True, slots=True)
 class StartRecord:
-    """Makes a (sequence, generation) known to every stage; `tokens` are all tokens so far.
+    """Announces a (sequence, generation) to every stage; `tokens` are all tokens so far.
 
-    `traceparent` (W3C) is that of the request's span; empty where it is not traced.
+    `traceparent` (W3C) is the request's span; empty if the request is not traced.
     """
 
     sequence: SequenceKey
@@ -125,7 +124,10 @@ class StartRecord:
 
     @property
     def most_bytes(self) -> int:
-        """An upper bound of its size in a frame, but for a few hundred bytes: a token takes at most 5."""
+        """Upper bound of its size in a frame, without a few hundred bytes of fixed fields.
+
+        A token takes at most 5 bytes.
+        """
         sampling = self.sampling
         num_words = sum(len(word) + 2 for word in sampling.bad_words)
         num_tokens = len(self.tokens) + len(sampling.allowed_token_ids) + num_words
@@ -143,7 +145,7 @@ class EndRecord:
 
 @dataclass(frozen=True, slots=True)
 class SequenceSignal:
-    """A KV signal with the sequence whose block table it changes."""
+    """A KV signal and the sequence whose block table it changes."""
 
     sequence: SequenceKey
     signal: Signal
@@ -151,7 +153,7 @@ class SequenceSignal:
 
 @dataclass(slots=True, unsafe_hash=True, kw_only=True)
 class Step:
-    """One micro-batch on its way through all stages once: ends, starts, signals, then slices apply."""
+    """One micro-batch; each stage applies ends, starts, signals, then slices."""
 
     epoch: int
     step_id: int
@@ -163,17 +165,17 @@ class Step:
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(part.tokens) for part in self.slices)
+        return sum(len(step_slice.tokens) for step_slice in self.slices)
 
     @property
     def request_ids(self) -> tuple[RequestId, ...]:
-        """Requests that have a slice in this step, each once, in slice order."""
-        return tuple(dict.fromkeys(part.sequence.request_id for part in self.slices))
+        """Requests with a slice in this step, without duplicates, in slice order."""
+        return tuple(dict.fromkeys(step_slice.sequence.request_id for step_slice in self.slices))
 
 
 @dataclass(frozen=True, slots=True)
 class SliceError:
-    """One sequence failed on LAST; `kind` is the number of the wire enum."""
+    """Failure of one sequence on LAST; `kind` is the number in the wire enum."""
 
     kind: int
     stage: int
@@ -182,9 +184,9 @@ class SliceError:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural logarithms of the model's own probabilities, before penalties and filters.
+    """Natural logarithms of the model's probabilities, before penalties and filters.
 
-    `rank` is 1 for the most likely token; `top` are the most likely tokens, most likely first.
+    `rank` is 1 for the most likely token; `top` lists the most likely tokens in descending order.
     """
 
     token: int
@@ -195,10 +197,10 @@ class TokenLogprobs:
 
 @dataclass(slots=True, unsafe_hash=True)
 class SliceResult:
-    """What LAST answers for a slice that is sampled or scored.
+    """Result of LAST for a sampled or scored slice.
 
-    `outcome` is the sampled token, an error, or None for a scored chunk that is not the last one.
-    `prompt_logprobs` of a scored chunk begin with those of the token at position start + 1.
+    `outcome` is the sampled token, an error, or None for a scored chunk before the final one.
+    `prompt_logprobs` of a scored chunk begin with the token at position start + 1.
     """
 
     sequence: SequenceKey
@@ -210,12 +212,11 @@ class SliceResult:
 
 @dataclass(slots=True, unsafe_hash=True)
 class StageTime:
-    """What one stage spent on a step, in microseconds.
+    """Time that one stage spent on a step, in microseconds, as four consecutive intervals.
 
-    `hop_us`: from the sender having it ready to the first byte here, by two clocks that are compared, so it
-    may be a little off, and below 0; `receive_us`: from there to the whole frame being here and checked;
-    `wait_us`: from there to the start of its computation; `compute_us`: from there to its output being
-    ready to send.
+    `hop_us` ends with the first byte received; it compares two clocks, so it may be slightly off, even
+    negative. `receive_us` ends when the frame is complete and checked, `wait_us` when its computation starts,
+    and `compute_us` when its output is ready to send.
     """
 
     wait_us: int
@@ -226,10 +227,10 @@ class StageTime:
 
 @dataclass(slots=True, unsafe_hash=True)
 class StepResult:
-    """The answer to one frame; `results` has one entry per slice that is sampled or scored, in order.
+    """Result of one step; `results` has one entry per sampled or scored slice, in order.
 
-    `stage_times` has one entry per stage, from FIRST to LAST, or none where they are not known.
-    `ready_at_us`: when LAST had it ready, in microseconds of the coordinator's clock since 1970, or 0.
+    `stage_times` has one entry per stage, from FIRST to LAST, or is empty if unknown. `ready_at_us` is when
+    LAST had the result ready, in microseconds of the coordinator's clock since 1970, or 0.
     """
 
     epoch: int
@@ -241,7 +242,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultReport:
-    """A step fault as the coordinator receives it."""
+    """A step fault as received by the coordinator."""
 
     epoch: int
     step_id: int

@@ -1,4 +1,4 @@
-"""Tensors on the wire, without torch: header, dtype, payload size."""
+"""Tensors on the wire, without torch: header, dtype and payload size."""
 
 import math
 import sys
@@ -13,14 +13,16 @@ from wire.errors import StepFault, StepFaultKind
 
 
 class ScaledDType(Enum):
-    """One byte per element, and behind all elements one float32 per row that multiplies those of the row."""
+    """One byte per element, then, after all elements, one float32 scale per row.
+
+    The values of a row are its elements times its scale.
+    """
 
     F8_E4M3 = "fp8"
     I8 = "int8"
 
     @property
     def size_bytes(self) -> int:
-        """Bytes per element, without the scales."""
         return 1
 
 
@@ -46,11 +48,11 @@ WIRE_DTYPE_FROM_MESSAGE: dict[int, WireDType] = {
 
 
 def parse_wire_dtype(name: str) -> WireDType:
-    """The dtype that a user calls `name`. Raises ValueError with all names."""
-    found = CHOICES.get(name)
-    if found is None:
-        raise ValueError(f"wire dtype {name!r} is none of {', '.join(CHOICES)}")
-    return found
+    """Parse a wire dtype name as users write it. Raises ValueError with the valid names."""
+    wire_dtype = CHOICES.get(name)
+    if wire_dtype is None:
+        raise ValueError(f"wire dtype {name!r} is not one of {', '.join(CHOICES)}")
+    return wire_dtype
 
 
 def wire_dtype_name(wire_dtype: WireDType) -> str:
@@ -59,28 +61,28 @@ def wire_dtype_name(wire_dtype: WireDType) -> str:
 
 
 def can_carry(wire_dtype: WireDType, computed: DType) -> bool:
-    """Whether hidden states that are computed in `computed` may travel so: as they are, or smaller."""
+    """Whether `wire_dtype` can transport hidden states computed in `computed`: unchanged, or smaller."""
     return wire_dtype is computed or (
         wire_dtype in CHOICES.values() and wire_dtype.size_bytes < computed.size_bytes
     )
 
 
 def check_can_carry(wire_dtype: WireDType, computed: DType) -> None:
-    """Raises ValueError where `can_carry` does not hold."""
+    """Raise ValueError unless `can_carry`."""
     if not can_carry(wire_dtype, computed):
         raise ValueError(
-            f"wire dtype {wire_dtype.value} does not make hidden states in {computed.value} any smaller"
+            f"wire dtype {wire_dtype.value} is not smaller than hidden states in {computed.value}"
         )
 
 
 def payload_bytes(dtype: WireDType, shape: Sequence[int]) -> int:
-    """Bytes of hidden states of this shape, with the scales of their rows if they have some."""
+    """Size of hidden states of this shape, including the row scales of a ScaledDType."""
     elements = math.prod(shape) * dtype.size_bytes
     return elements + _SCALE_BYTES * math.prod(shape[:-1]) if isinstance(dtype, ScaledDType) else elements
 
 
 def number_of(wire_dtype: WireDType | None) -> stage_pb2.DType.ValueType:
-    """As messages have it; unspecified for None."""
+    """Return the number in messages; DTYPE_UNSPECIFIED for None."""
     return stage_pb2.DTYPE_UNSPECIFIED if wire_dtype is None else WIRE_DTYPE_TO_MESSAGE[wire_dtype]
 
 
@@ -97,9 +99,9 @@ if sys.byteorder != "little":  # pragma: no cover
 
 @dataclass(slots=True, unsafe_hash=True)
 class TensorView:
-    """A dense, row-major, little-endian tensor over bytes that somebody else owns. Not modified once made.
+    """A dense, row-major, little-endian tensor over borrowed bytes; never modified.
 
-    With a ScaledDType, the scales of its rows follow its elements.
+    With a ScaledDType, the row scales follow the elements.
     """
 
     dtype: WireDType
@@ -119,7 +121,7 @@ class TensorView:
 
 
 def encode_header(tensor: TensorView, *, step_id: int, step_checksum: int) -> stage_pb2.TensorHeader:
-    """The header of hidden states that were computed for the step with this id and checksum."""
+    """Return the header of hidden states computed for the step with this id and checksum."""
     return stage_pb2.TensorHeader(
         dtype=WIRE_DTYPE_TO_MESSAGE[tensor.dtype],
         shape=tensor.shape,
@@ -131,13 +133,13 @@ def encode_header(tensor: TensorView, *, step_id: int, step_checksum: int) -> st
 
 
 def decode_tensor(header: stage_pb2.TensorHeader, payload: bytes | bytearray | memoryview) -> TensorView:
-    """The tensor behind `header` and `payload`. Raises StepFault (DTYPE or SHAPE) with the numbers."""
+    """Check `payload` against `header`. Raises StepFault (DTYPE or SHAPE) with the numbers."""
     dtype = WIRE_DTYPE_FROM_MESSAGE.get(header.dtype)
     if dtype is None:
-        raise StepFault(StepFaultKind.DTYPE, f"hidden states of unknown dtype number {header.dtype}")
+        raise StepFault(StepFaultKind.DTYPE, f"hidden states have unknown dtype number {header.dtype}")
     if header.byte_order != stage_pb2.BYTE_ORDER_LITTLE_ENDIAN:
         raise StepFault(
-            StepFaultKind.DTYPE, f"hidden states of unknown byte order number {header.byte_order}"
+            StepFaultKind.DTYPE, f"hidden states have unknown byte order number {header.byte_order}"
         )
     shape = tuple(header.shape)
     expected = payload_bytes(dtype, shape)

@@ -10,9 +10,7 @@ from wire.addresses import Address, parse_address
 
 
 def user_cache_directory(environment: Mapping[str, str]) -> Path:
-    """Stageline's directory there; it need not exist. Follows the XDG Base Directory Specification 0.8, which
-    ignores relative paths.
-    """
+    """Return Stageline's cache directory (XDG Base Directory Specification 0.8); it may not exist."""
     base = Path(environment.get("XDG_CACHE_HOME", ""))
     home = Path(environment.get("HOME", "") or "/")
     return (base if base.is_absolute() else home / ".cache") / "stageline"
@@ -24,22 +22,23 @@ _LOOPBACK = {"127.0.0.1", "::1"}
 
 
 def state_directory(environment: Mapping[str, str]) -> Path:
-    """Where Stageline keeps what outlives a command: in $XDG_STATE_HOME, or else in ~/.local/state."""
+    """Return Stageline's state directory: in $XDG_STATE_HOME, else in ~/.local/state."""
     home = environment.get("XDG_STATE_HOME", "")
     base = Path(home) if os.path.isabs(home) else Path.home() / ".local" / "state"
     return base / "stageline"
 
 
 def token_path(directory: Path, address: str) -> Path:
-    """The file in `directory` with the token of the coordinator at this address."""
+    """Return the token file in `directory` for the coordinator at `address`."""
     where = parse_address(address)
     host = "127.0.0.1" if where.host == "localhost" else where.host
     return directory / f"{host.replace(':', '.')}_{where.port}"
 
 
 def token_paths(directory: Path, address: str) -> list[Path]:
-    """Files that may have the token of the coordinator at `address`; on loopback, a coordinator that listens
-    on every interface is reached too.
+    """Return the files that may hold the token of the coordinator at `address`.
+
+    A loopback address also reaches a coordinator that listens on all interfaces.
     """
     where = parse_address(address)
     paths = [token_path(directory, address)]
@@ -49,7 +48,7 @@ def token_paths(directory: Path, address: str) -> list[Path]:
 
 
 def write_secret(path: Path, secret: str) -> None:
-    """Creates or replaces `path` with mode 0600, in a directory of mode 0700. Raises OSError."""
+    """Create or replace `path` with mode 0600, in a directory with mode 0700. Raises OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.parent.chmod(0o700)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".")
@@ -63,7 +62,7 @@ def write_secret(path: Path, secret: str) -> None:
 
 
 def read_secret(path: Path) -> str:
-    """The secret in a file of its owner's. Raises OSError; PermissionError where others may read it."""
+    """Read the secret in `path`. Raises OSError; PermissionError if other users may read the file."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
         status = os.fstat(descriptor)
@@ -75,5 +74,5 @@ def read_secret(path: Path) -> str:
             )
         data = file.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
-        raise OSError(f"{path} has more than {MAX_BYTES} bytes, which is no secret")
+        raise OSError(f"{path} is too large for a secret, the limit is {MAX_BYTES} bytes")
     return data.decode("ascii", "replace").strip()

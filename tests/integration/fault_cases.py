@@ -200,7 +200,7 @@ FRAME_FAULTS = (
         ("2 tokens", "says 1"),
     ),
     FrameFault("prefill-after-prefill", K.SLICE_SET, _with_slice(_as_prefill), ("start record",)),
-    FrameFault("hidden-of-another-step", K.SLICE_SET, _of_another_step, ("came with",)),
+    FrameFault("hidden-of-another-step", K.SLICE_SET, _of_another_step, ("in a frame of",)),
     FrameFault("position-gap", K.POSITION, _with_slice(_later), ("position 6", "computed 5 tokens")),
     FrameFault("position-repeat", K.POSITION, _with_slice(_earlier), ("position 4", "computed 5 tokens")),
     FrameFault("second-start", K.RECORD, _second_start, ("is live",)),

@@ -118,7 +118,7 @@ async def test_times_of_another_number_of_stages_are_refused(stage: int, num_tim
         await predecessor.send(messages_of(step, stage, BEFORE[:num_times]))
         fault = await bench.link.fault()
         assert (fault.kind, fault.step_id, fault.stage) == (StepFaultKind.UNDECODABLE, 0, stage)
-        expected = f"times of stages in {8 + 16 * num_times} bytes, expected {8 + 16 * stage}: 8, and 16 for"
+        expected = f"stage times have {8 + 16 * num_times} bytes, expected {8 + 16 * stage}: 8, and 16 per"
         assert expected in fault.message
         assert fault.request_ids == step.request_ids
         assert not bench.has_output

@@ -119,7 +119,7 @@ async def test_refused_tries_are_counted_and_logged_and_the_coordinator_is_answe
             refusals.append(caught.value.details())
         response = await ask(cluster, tiny_llama)
     assert refusals[MAX_TRIES - 1] == "reference secret does not match"
-    assert refusals[-1] == "reference secret does not match, like 10 others of your host just now"
+    assert refusals[-1] == "reference secret does not match; 10 earlier attempts from this host failed too"
     logged = [line for line in caplog.messages if "reference secret" in line]
     assert len(logged) == MAX_TRIES
     assert logged[0] == ("refused ComputeReference: reference secret does not match, host=127.0.0.1 tries=1")

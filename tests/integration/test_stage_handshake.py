@@ -122,7 +122,7 @@ async def test_the_secret_of_an_epoch_that_is_over_is_no_wrong_one(assignment: A
         ended = await refusal(bench, setting(secret=hop_secret(1, 1), epoch=1))
         assert (ended.code, ended.details) == (
             grpc.StatusCode.ABORTED,
-            "the stream is of an epoch that is over",
+            "the stream belongs to an earlier epoch",
         )
 
 
@@ -132,7 +132,7 @@ async def test_after_many_wrong_secrets_a_right_one_from_the_same_host_passes(
     async with stage_bench(assignment) as bench:
         await bench.begin_epoch()
         said = [(await refusal(bench, setting(secret=b"x" * 32))).details for _ in range(MAX_TRIES + 2)]
-        assert said[-1] == "hop secret does not match, like 10 others of your host just now"
+        assert said[-1] == "hop secret does not match; 10 earlier attempts from this host failed too"
         predecessor = await bench.predecessor()
         await predecessor.close()
     assert sum("hop secret" in line for line in caplog.messages) == MAX_TRIES

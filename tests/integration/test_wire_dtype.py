@@ -240,7 +240,7 @@ async def test_a_payload_has_room_for_what_was_declared_and_no_more(
         fault = await bench.link.fault()
         await predecessor.close()
     assert fault.kind is StepFaultKind.SHAPE
-    assert f"payload of {hidden.size_bytes} bytes or more, expected at most {most}" in fault.message
+    assert f"payload has {hidden.size_bytes} bytes or more, the limit is {most}" in fault.message
 
 
 @pytest.mark.matrix(1)
@@ -270,7 +270,7 @@ async def test_a_stage_takes_what_was_declared_and_sends_what_it_was_told(
 async def test_a_wire_dtype_that_saves_nothing_cannot_be_loaded(tiny_llama: Path) -> None:
     async with stage_bench(stage_of(tiny_llama, MIDDLE)) as bench:
         message = assign_message(replace(bench.assignment, plan_id=2))
-        for number, says in ((stage_pb2.DTYPE_F16, "f16 does not make"), (77, "wire dtype number 77")):
+        for number, says in ((stage_pb2.DTYPE_F16, "f16 is not smaller"), (77, "wire dtype number 77")):
             message.wire_dtype = number  # type: ignore[assignment]
             bench.link.send(assign=message)
             failed: cluster_pb2.LoadFailed = await bench.link.answer("load_failed")

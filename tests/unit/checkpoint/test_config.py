@@ -410,7 +410,7 @@ def test_dtype_names(name: str, dtype: DType) -> None:
 
 @pytest.mark.parametrize("name", ["auto", "int8", "float64", ""])
 def test_an_unknown_dtype_lists_the_legal_names(name: str) -> None:
-    with pytest.raises(UnknownDType, match=f"{name!r} is none of bf16, f16, f32, bfloat16"):
+    with pytest.raises(UnknownDType, match=f"{name!r} is not one of bf16, f16, f32, bfloat16"):
         DType.from_name(name)
 
 

@@ -32,7 +32,7 @@ def test_hidden_states_are_sent_as_computed_unless_somebody_says_otherwise(
     assert decode_assignment(message).sent_dtype is DType.F32
     assert decode_assignment(in_int8).sent_dtype is INT8
     assert decode_assignment(in_int8, wire_dtype=FP8).sent_dtype is FP8
-    with pytest.raises(ValueError, match="f16 does not make hidden states in f32 any smaller"):
+    with pytest.raises(ValueError, match="wire dtype f16 is not smaller than hidden states in f32"):
         decode_assignment(message, wire_dtype=DType.F16)
 
 

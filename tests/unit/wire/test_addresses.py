@@ -54,7 +54,7 @@ def test_what_is_no_address_is_refused_with_the_text(text: str) -> None:
 
 
 def test_a_port_above_65535_is_refused_with_the_number() -> None:
-    with pytest.raises(ValueError, match="port 65536, above 65535"):
+    with pytest.raises(ValueError, match="port 65536, the limit is 65535"):
         parse_address("host:65536")
 
 

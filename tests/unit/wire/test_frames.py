@@ -202,7 +202,7 @@ def test_a_frame_that_begins_inside_another_is_undecodable(hidden: TensorView | 
     second = chunks_of(example_step(step_id=2), hidden)
     fault = refusal([*first[:-1], *second])
     assert fault.kind is StepFaultKind.UNDECODABLE
-    assert "before the one before it was complete" in fault.message
+    assert "inside an incomplete frame" in fault.message
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -392,7 +392,7 @@ def test_any_bytes_are_read_as_by_protobuf(message: bytes) -> None:
 
 def test_a_hello_in_the_place_of_a_chunk_is_named() -> None:
     message = stage_pb2.ForwardRequest(hello=stage_pb2.HopHello(epoch=3)).SerializeToString()
-    with pytest.raises(StepFault, match="message 'hello' where a chunk was due"):
+    with pytest.raises(StepFault, match="message of kind 'hello', expected a chunk"):
         read_chunk(message)
 
 

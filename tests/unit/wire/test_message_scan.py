@@ -66,17 +66,17 @@ def test_entries_count_over_all_messages() -> None:
 
 
 def test_fields_count_in_all() -> None:
-    with pytest.raises(MessageTooLarge, match="more than 60 fields"):
+    with pytest.raises(MessageTooLarge, match="too many fields, the limit is 60"):
         SCAN.check(inside(6, b"") * 61)
 
 
 @pytest.mark.parametrize(
     ("data", "text"),
     [
-        (varint(99 << 3) + b"\x01", "GenerateRequest has fields that this version does not know: 99"),
-        (inside(6, varint(99 << 3) + b"\x01"), "SamplingParameters has fields .*: 99"),
-        (GROUP * 5000 + END_GROUP * 5000, "GenerateRequest has fields .*: 99"),
-        (varint(2 << 3) + b"\x01", "GenerateRequest has fields .*: 2"),  # text as a number
+        (varint(99 << 3) + b"\x01", "GenerateRequest has field 99, unknown"),
+        (inside(6, varint(99 << 3) + b"\x01"), "SamplingParameters has field 99, unknown"),
+        (GROUP * 5000 + END_GROUP * 5000, "GenerateRequest has field 99, unknown"),
+        (varint(2 << 3) + b"\x01", "GenerateRequest has field 2, unknown"),  # text as a number
     ],
 )
 def test_what_would_be_ignored_is_refused(data: bytes, text: str) -> None:
@@ -93,7 +93,7 @@ def test_what_may_be_skipped_is_skipped_and_nesting_has_an_end() -> None:
     for _ in range(MAX_DEPTH):  # AnyValue -> ArrayValue -> AnyValue ...
         value = inside(5, inside(1, value))
     attribute = inside(9, inside(1, b"key") + inside(2, value))
-    with pytest.raises(MessageTooLarge, match=f"nested deeper than {MAX_DEPTH}"):
+    with pytest.raises(MessageTooLarge, match=f"nested too deeply, the limit is {MAX_DEPTH}"):
         scan.check(inside(1, inside(2, inside(2, attribute))))
 
 

@@ -43,7 +43,10 @@ def test_refusals_of_every_kind_count_together_by_host(caplog: pytest.LogCapture
     assert refused.note("a stream", "too many", host="10.0.0.9")
     assert caplog.messages[-1] == f"refused a stream: too many, host=10.0.0.9 tries={MAX_TRIES}"
     error = refused.secret_mismatch("ComputeReference", "reference secret", host="10.0.0.9")
-    assert str(error) == f"reference secret does not match, like {MAX_TRIES} others of your host just now"
+    assert (
+        str(error)
+        == f"reference secret does not match; {MAX_TRIES} earlier attempts from this host failed too"
+    )
     assert len(caplog.messages) == MAX_TRIES
     assert refused.note("a stream", "too many", host="10.0.0.8")
 

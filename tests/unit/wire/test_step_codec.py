@@ -93,12 +93,12 @@ def change_slice(change: Callable[[stage_pb2.Slice], object]) -> bytes:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda part: part.tokens.append(9), "3 tokens, its inference step says 2"),
-        (lambda part: part.tokens.pop(), "1 tokens, its inference step says 2"),
-        (lambda part: part.decode.SetInParent(), "2 tokens, its inference step says 1"),
+        (lambda part: part.tokens.append(9), "3 tokens, its inference step expects 2"),
+        (lambda part: part.tokens.pop(), "1 tokens, its inference step expects 2"),
+        (lambda part: part.decode.SetInParent(), "2 tokens, its inference step expects 1"),
         (lambda part: (part.ClearField("tokens"), part.prefill.ClearField("num_tokens")), "0 tokens"),
         (lambda part: setattr(part.prefill, "num_prefill_tokens", 17), r"chunk \[16, 18\) .* 17 prefill"),
-        (lambda part: part.ClearField("prefill"), "without an inference step"),
+        (lambda part: part.ClearField("prefill"), "has no inference step"),
     ],
     ids=["too many tokens", "too few", "a decode of two", "no tokens", "past the end", "no inference step"],
 )
@@ -122,7 +122,7 @@ def test_a_wrong_slice_names_its_step_and_requests() -> None:
 
 @pytest.mark.parametrize("size", [0, 15, 17])
 def test_a_request_id_that_is_not_16_bytes_is_undecodable(size: int) -> None:
-    with pytest.raises(StepFault, match=f"request id of {size} bytes") as caught:
+    with pytest.raises(StepFault, match=f"request id has {size} bytes") as caught:
         decode_step(change_slice(lambda part: setattr(part.sequence, "request_id", bytes(size))))
     assert caught.value.kind is StepFaultKind.UNDECODABLE
 
@@ -133,12 +133,12 @@ def test_a_signal_or_block_without_content_is_undecodable(field: str) -> None:
     getattr(message.signals[0], field).SetInParent()
     if field == "use":
         message.signals[0].use.blocks.add()
-    with pytest.raises(StepFault, match="names a block without content") as caught:
+    with pytest.raises(StepFault, match="block of a KV signal has no content") as caught:
         decode_step(message.SerializeToString())
     assert caught.value.kind is StepFaultKind.UNDECODABLE
 
     message.signals[0].ClearField(field)  # type: ignore[arg-type]
-    with pytest.raises(StepFault, match="signal without content") as caught:
+    with pytest.raises(StepFault, match="signal has no content") as caught:
         decode_step(message.SerializeToString())
     assert caught.value.kind is StepFaultKind.UNDECODABLE
 
@@ -146,7 +146,7 @@ def test_a_signal_or_block_without_content_is_undecodable(field: str) -> None:
 def test_a_slice_result_without_outcome_is_undecodable() -> None:
     message = stage_pb2.StepResult(epoch=1, step_id=2)
     message.results.add(sequence=stage_pb2.SequenceKey(request_id=KEY.request_id, choice=1))
-    with pytest.raises(StepFault, match="without token and error") as caught:
+    with pytest.raises(StepFault, match="has no token, error or log-probabilities") as caught:
         decode_result(message)
     assert caught.value.kind is StepFaultKind.UNDECODABLE
 
@@ -279,7 +279,7 @@ def test_decode_columns_of_different_lengths_are_refused(
 ) -> None:
     message = step_message(*DECODES)
     change(message.decodes)
-    with pytest.raises(StepFault, match=r"columns of .* entries for request ids of .* bytes") as caught:
+    with pytest.raises(StepFault, match=r"columns have .* entries, request ids have .* bytes") as caught:
         decode_step(message.SerializeToString())
     assert caught.value.kind is StepFaultKind.UNDECODABLE
     assert caught.value.step_id == 7
@@ -289,7 +289,7 @@ def test_decode_columns_of_different_lengths_are_refused(
 def test_token_columns_of_different_lengths_are_refused(name: str) -> None:
     message = encode_result(StepResult(1, 7, TOKENS))
     getattr(message.tokens, name).append(1)
-    with pytest.raises(StepFault, match="columns of") as caught:
+    with pytest.raises(StepFault, match="columns have") as caught:
         decode_result(message)
     assert caught.value.kind is StepFaultKind.UNDECODABLE
 
