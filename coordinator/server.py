@@ -26,7 +26,7 @@ from coordinator.api.message_limits import MessageLimits
 from coordinator.api.request_handler import RequestHandler
 from coordinator.api.status import StatusReporter
 from coordinator.api.telemetry_service import MetricsService, TelemetryService, TraceService
-from coordinator.cluster.controller import Controller
+from coordinator.cluster.controller import Controller, ControllerHooks, ServingSettings
 from coordinator.cluster.state_machine import ClusterState
 from coordinator.cluster.step_limits import PaceSettings
 from coordinator.config import CoordinatorConfig
@@ -57,7 +57,7 @@ from wire.addresses import parse_address
 from wire.channels import bind, new_server, raise_file_limit
 from wire.clock import ClusterClock
 from wire.errors import error_line, reason_of
-from wire.ids import new_incarnation
+from wire.ids import Incarnation, new_incarnation
 from wire.peer_secrets import new_secret
 
 if TYPE_CHECKING:
@@ -72,85 +72,98 @@ class CoordinatorServer:
     def __init__(
         self, config: CoordinatorConfig, model: ServedModel, policy: RecoveryPolicy | None = None
     ) -> None:
-        self._config = config
-        policy = self._policy = policy or config.recovery_policy
+        self._config, self._model = config, model
+        self._policy = policy or config.recovery_policy
         self._token_file = TokenFile(config.token_directory) if config.token is None else None
         self._token = config.token if self._token_file is None else self._token_file.token
         self.journal = None if config.journal is None else open_journal(config.journal, model)
-        self.trace_store = TraceStore(
-            StoreLimits(num_traces=config.trace_store, size_bytes=config.trace_bytes)
-        )
-        self.trace_reader = TraceReader(self.trace_store)
-        incarnation, clock = new_incarnation(), ClusterClock()
-        instance = str(UUID(bytes=incarnation))
-        self.recorder = new_recorder(
-            COORDINATOR, StoreSink(self.trace_store.add), config.telemetry, clock, instance=instance
-        )
-        self.metrics = CoordinatorMetrics(config.telemetry, instance=instance)
-        self.activity = ActivityRecorder(time.monotonic(), bubble_share=self.metrics.pipeline.bubble_share)
-        traces = RequestTraces(
+        incarnation = new_incarnation()
+        self._open_telemetry(str(UUID(bytes=incarnation)))
+        self._traces = RequestTraces(
             self.recorder,
             config.sampler,
             model=model.name,
             on_refusal=self.metrics.requests.count_refusal,
         )
-        self.engine = Engine(
-            AdmissionLimits(
-                queue_size=config.queue_size,
-                max_client_requests=config.max_client_requests,
-                max_unread_tokens=config.max_unread_tokens,
-            ),
-            policy=policy,
-            durability=Durability(self.journal, config.reattach_timeout_s, policy=policy),
-            observers=(traces, RequestLog(), FactRecorder((*self.metrics.observers, self.activity))),
-        )
+        self.engine = self._new_engine()
         self._health = CoordinatorHealth()
-        self.controller = Controller(
-            _new_state(config, model, policy, self.journal),
-            self.engine,
-            model,
-            incarnation=incarnation,
-            policy=policy,
-            pace=PaceSettings(
-                steps_in_flight=config.steps_in_flight, max_decode_slowdown=config.max_decode_slowdown
-            ),
-            prefix_caching=config.prefix_cache,
-            cache_directory=config.cache_directory,
-            on_serving=self._health.set_serving,
-            on_epoch_end=self.metrics.pipeline.set_end_cause,
-            self_check=_new_self_check(config, model, policy) if config.wants_self_check else None,
-            new_secret=new_secret,
-        )
-        self.metrics.watch(
-            self.engine,
-            self.controller,
-            num_dropped_spans=lambda: self.recorder.num_dropped,
-        )
+        self.controller = self._new_controller(incarnation)
+        self.metrics.watch(self.engine, self.controller, num_dropped_spans=lambda: self.recorder.num_dropped)
         self._sweeper: asyncio.Task[None] | None = None
         status = StatusReporter(self.controller, self.engine, model)
         activity = ActivityReporter(self.activity, self.controller, self.engine)
-        self._sessions = RequestHandler(
-            self.engine,
-            self.controller,
-            model,
-            traces,
-            priority_age_s=config.priority_age_s,
-            max_model_len=config.max_sequence_tokens,
-        )
-        if self.journal is not None and (requests := self.journal.take_requests()):
-            num_live = self._sessions.resume(requests)
-            log.info("%d requests are in the journal, %d of them live", len(requests), num_live)
+        self._requests = self._new_request_handler()
         self.dashboard = None if config.http is None else self._dashboard(config.http, status, activity)
         self._server = new_server(interceptors=(MessageLimits(),))
         self._add_services(status, activity)
         self.address = config.listen
+
+    def _open_telemetry(self, instance: str) -> None:
+        config = self._config
+        limits = StoreLimits(num_traces=config.trace_store, size_bytes=config.trace_bytes)
+        self.trace_store = TraceStore(limits)
+        self.trace_reader = TraceReader(self.trace_store)
+        sink, clock = StoreSink(self.trace_store.add), ClusterClock()
+        self.recorder = new_recorder(COORDINATOR, sink, config.telemetry, clock, instance=instance)
+        self.metrics = CoordinatorMetrics(config.telemetry, instance=instance)
+        self.activity = ActivityRecorder(time.monotonic(), bubble_share=self.metrics.pipeline.bubble_share)
+
+    def _new_engine(self) -> Engine:
+        config = self._config
+        limits = AdmissionLimits(
+            queue_size=config.queue_size,
+            max_client_requests=config.max_client_requests,
+            max_unread_tokens=config.max_unread_tokens,
+        )
+        return Engine(
+            limits,
+            policy=self._policy,
+            durability=Durability(self.journal, config.reattach_timeout_s, policy=self._policy),
+            observers=(self._traces, RequestLog(), FactRecorder((*self.metrics.observers, self.activity))),
+        )
+
+    def _new_controller(self, incarnation: Incarnation) -> Controller:
+        config, model = self._config, self._model
+        pace = PaceSettings(
+            steps_in_flight=config.steps_in_flight, max_decode_slowdown=config.max_decode_slowdown
+        )
+        return Controller(
+            _new_state(config, model, self._policy, self.journal),
+            self.engine,
+            model,
+            incarnation=incarnation,
+            policy=self._policy,
+            settings=ServingSettings(
+                pace=pace, prefix_caching=config.prefix_cache, cache_directory=config.cache_directory
+            ),
+            hooks=ControllerHooks(
+                on_serving=self._health.set_serving, on_epoch_end=self.metrics.pipeline.set_end_cause
+            ),
+            self_check=_new_self_check(config, model, self._policy) if config.wants_self_check else None,
+            new_secret=new_secret,
+        )
+
+    def _new_request_handler(self) -> RequestHandler:
+        """With the requests of the journal, if there are any."""
+        handler = RequestHandler(
+            self.engine,
+            self.controller,
+            self._model,
+            self._traces,
+            priority_age_s=self._config.priority_age_s,
+            max_model_len=self._config.max_sequence_tokens,
+        )
+        if self.journal is not None and (requests := self.journal.take_requests()):
+            num_live = handler.resume(requests)
+            log.info("%d requests are in the journal, %d of them live", len(requests), num_live)
+        return handler
 
     def _add_services(self, status: StatusReporter, activity: ActivityReporter) -> None:
         """Everything that is served over gRPC."""
         callers = CallContexts(self._config.client_key, self.engine.now_s)
         operators = Operators(self._token)
         inference_pb2_grpc.add_InferenceServicer_to_server(
-            InferenceService(self._sessions, self.engine, status, callers, operators), self._server
+            InferenceService(self._requests, self.engine, status, callers, operators), self._server
         )
         cluster_pb2_grpc.add_ClusterServicer_to_server(
             ClusterService(self.controller, status, self.engine.kv_feed, operators), self._server
@@ -184,9 +197,9 @@ class CoordinatorServer:
 
     async def start(self) -> None:
         """Raises OSError when an address cannot be had."""
-        wanted = parse_address(self._config.listen)
-        port = bind(self._server, str(wanted))
-        self.address = f"{self._config.listen.rpartition(':')[0]}:{port}"
+        listen = self._config.listen
+        port = bind(self._server, str(parse_address(listen)))
+        self.address = f"{listen.rpartition(':')[0]}:{port}"
         if self._token_file is not None:
             self._token_file.write(self.address)
         if self.dashboard is not None:
@@ -213,7 +226,7 @@ class CoordinatorServer:
             await self.dashboard.stop()
         self.engine.suspend()
         await self.controller.close()
-        self._sessions.close()
+        self._requests.close()
         self.engine.kv_feed.close()
         await self.metrics.close()
         await self._health.stop()

@@ -5,13 +5,13 @@ from enum import Enum, auto
 
 from coordinator.cluster.membership import WorkerIdentity
 from coordinator.planner.plan import Plan, StagePlan
-from wire.ids import Incarnation
+from coordinator.recovery.rejoin import StartTimer
 
 
 class EndCause(Enum):
     """Why an epoch ends. DEATH: a worker of it is lost, and what it computed may be why. DEVICE: a worker
     reported that its device has failed, and exits; that is hardly what it computed. FAULT: a stage
-    refused a step, or its answer did not come. BROKEN: a stream ended for no known reason. FRUITLESS: so it
+    refused a step, or its answer did not come. BROKEN: a stream ended for no known reason. NO_PROGRESS: so it
     did in the epochs before, without a token in between, and what is in the steps may be why. REPLANNED: all
     is well, but there is a better plan.
     """
@@ -20,13 +20,13 @@ class EndCause(Enum):
     DEVICE = auto()
     FAULT = auto()
     BROKEN = auto()
-    FRUITLESS = auto()
+    NO_PROGRESS = auto()
     REPLANNED = auto()
 
 
 @dataclass(frozen=True, slots=True)
 class AssignStage:
-    """Tell `worker` to load `stage` of plan `plan_id`. `reads_again`: nothing that it has in memory is
+    """Tell `worker` to load `stage` of plan `plan_id`. `force_reload`: nothing that it has in memory is
     trusted.
     """
 
@@ -34,7 +34,7 @@ class AssignStage:
     plan_id: int
     plan: Plan
     stage: StagePlan
-    reads_again: bool = False
+    force_reload: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,29 +97,6 @@ class FinishRunning:
     """
 
     worker: WorkerIdentity
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """The hold of a worker that was lost again and again is over."""
-
-    name: str
-    incarnation: Incarnation
-
-
-@dataclass(frozen=True, slots=True)
-class Shrink:
-    """Whoever was lost has had its time to come back; `num_losses` tells which loss that was."""
-
-    num_losses: int
-
-
-@dataclass(frozen=True, slots=True)
-class StartTimer:
-    """Call `ClusterState.elapsed(timer)` after `delay_s`."""
-
-    delay_s: float
-    timer: Release | Shrink
 
 
 Action = (

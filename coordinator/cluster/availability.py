@@ -52,7 +52,7 @@ class Availability:
     @property
     def serves_new(self) -> bool:
         """A new request would be accepted and get tokens."""
-        welcomes = self._starts_new and not self.is_ending and self._engine.durability.failure is None
+        welcomes = self._starts_new and not self.is_ending and self._engine.journal_failure is None
         return self.is_serving and welcomes
 
     @property
@@ -63,7 +63,7 @@ class Availability:
         if self._state.phase is ClusterPhase.SERVING:
             if not self._starts_new:
                 return cluster_pb2.HEALTH_DRAINING
-            if self._engine.durability.failure is None:
+            if self._engine.journal_failure is None:
                 return cluster_pb2.HEALTH_SERVING
             return cluster_pb2.HEALTH_DEGRADED
         return cluster_pb2.HEALTH_DEGRADED if self._state.has_served else cluster_pb2.HEALTH_STARTING
@@ -91,7 +91,7 @@ class Availability:
         """
         self._serving.set()
         self._serving_since_s = self._engine.now_s()
-        if not self._engine.registry.live:
+        if not self._engine.has_live_requests:
             self._waiting_since_s = None
         self._starts_new = starts_new
         self.report()
@@ -123,10 +123,10 @@ class Availability:
         """Takes no new requests; returns when those that are here have ended, or their time is over."""
         self._is_draining = True
         self.report()
-        await self.wait_until(lambda: not self._engine.registry.live)
+        await self.wait_until(lambda: not self._engine.has_live_requests)
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Waits for it, but not longer than the limit for drains. Needs `look_around` now and then."""
+        """Waits for it, but not longer than the limit for drains. Needs `tick` now and then."""
         if not condition():
             waiting = (condition, asyncio.Event())
             self._awaited.append(waiting)
@@ -134,7 +134,7 @@ class Availability:
                 await asyncio.wait_for(waiting[1].wait(), self._policy.drain_timeout_s)
             self._awaited = [each for each in self._awaited if each is not waiting]
 
-    def look_around(self) -> None:
+    def tick(self) -> None:
         """Tells those who wait for something that it has come, and those who wait for too long. To be called
         now and then.
         """
@@ -162,7 +162,7 @@ class Availability:
     def _give_up_late(self) -> None:
         """While an epoch serves, an answer comes or is overdue."""
         since_s = self._waiting_since_s
-        if self._engine.durability.failure is not None:
+        if self._engine.journal_failure is not None:
             return
         if since_s is not None and not self.is_serving and self._is_long_since(since_s):
             late_s = self._engine.now_s() - self._policy.recovery_timeout_s

@@ -20,6 +20,7 @@ from coordinator.engine.engine import Engine
 from coordinator.model import ServedModel
 from coordinator.planner.plan import Plan, StagePlan
 from coordinator.recovery.self_check import CheckedEpoch, SelfCheck
+from coordinator.recovery.self_check_verdict import KnownReference, NoReference, Verdict
 from coordinator.scheduler.kv_manager import KvCacheManager
 from kvcache import IntegrityMonitor, IntegrityReport
 from stageline_rpc.v1 import cluster_pb2
@@ -171,17 +172,18 @@ class PlanChecks:
         self._task: asyncio.Task[None] | None = None
         self._sends_in: int | None = None
         self._is_idle_check = False
+        self._num_lent_steps = 0
 
     def begin(self, action: CheckPlan) -> None:
         """Checks a plan in an epoch that is for nothing else."""
         self.check.begin()
         self._task = self._spawn(self._check_plan(action))
 
-    def look_around(self) -> None:
+    def tick(self) -> None:
         """Begins the next check where it is due and nobody has to wait for it; to be called now and then."""
         is_busy = self._task is not None and not self._task.done()
         is_checked = self._state.phase is ClusterPhase.SERVING and not self._state.has_mock_stages
-        if is_checked and not is_busy and not self._engine.registry.live and self.check.is_due():
+        if is_checked and not is_busy and not self._engine.has_live_requests and self.check.is_due():
             assert self._state.plan is not None
             self._task = self._spawn(self._check_idle(self._state.epoch, self._state.plan))
 
@@ -196,9 +198,9 @@ class PlanChecks:
 
     def take_states(self, worker: str, message: cluster_pb2.CheckStates) -> None:
         """What a stage has handed on in the epoch that is checked."""
-        record = self._state.workers.find(worker)
-        if record is not None and record.stage is not None and message.epoch == self._state.epoch:
-            self.check.take_states(record.stage.stage, message.states)
+        stage = self._state.stage_of(worker)
+        if stage is not None and message.epoch == self._state.epoch:
+            self.check.take_states(stage.stage, message.states)
 
     def end(self) -> None:
         """The epoch is over."""
@@ -236,8 +238,9 @@ class PlanChecks:
         await self.check.keep_reference()
 
     async def _check_idle(self, epoch: int, plan: Plan) -> None:
-        """In the present epoch, whose cache stays; requests that come meanwhile wait for its few steps. A
-        step that is overdue ends the epoch like any other, and the check with it.
+        """Checks the present epoch, whose cache stays; requests that arrive wait for its few steps.
+
+        A step that is overdue ends the epoch like any other, and the check with it.
         """
         wire_dtype = self._wire_dtype(plan)
         known = await self.check.reference(plan, wire_dtype, self._connections.reference_sources)
@@ -245,37 +248,38 @@ class PlanChecks:
         if lent is None:
             return
         kv, first_step_id = lent
-        self._sends_in, self._is_idle_check, num_sent = epoch, True, 0
-
-        def send(step: Step) -> None:
-            nonlocal num_sent
-            num_sent += 1
-            self._engine.note_lent_step(step)
-            self._pipeline.send(step)
-
+        self._sends_in, self._is_idle_check, self._num_lent_steps = epoch, True, 0
         checked = CheckedEpoch(
             epoch=epoch,
             plan=plan,
             kv=kv,
             first_step_id=first_step_id,
-            send=send,
+            send=self._send_lent,
             ask_states=None,
             is_watched=True,
         )
         began_s = time.monotonic()
-        try:
-            verdict = await self.check.run(checked, known)
-        except Exception:
-            # Requests wait for the epoch, which only a new one gives back now.
-            self._fail_epoch(epoch, "the self-check ended with an unexpected error")
-            raise
+        verdict = await self._run_lent(checked, known)
         self._sends_in = None
         self._events.checked(epoch, verdict, duration_s=time.monotonic() - began_s)
         if verdict.is_good:
-            self._engine.take_epoch_back(next_step_id=first_step_id + num_sent)
+            self._engine.take_epoch_back(next_step_id=first_step_id + self._num_lent_steps)
         else:
             self._carry_out(self._state.doubted(epoch, f"the self-check {verdict.text}"))
         await self.check.keep_reference()
+
+    def _send_lent(self, step: Step) -> None:
+        self._num_lent_steps += 1
+        self._engine.note_lent_step(step)
+        self._pipeline.send(step)
+
+    async def _run_lent(self, epoch: CheckedEpoch, known: KnownReference | NoReference) -> Verdict:
+        """Requests wait for the lent epoch, which only a new one gives back after an error."""
+        try:
+            return await self.check.run(epoch, known)
+        except Exception:
+            self._fail_epoch(epoch.epoch, "the self-check ended with an unexpected error")
+            raise
 
     def _ask_states(self) -> None:
         ask = cluster_pb2.CoordinatorMessage(report_states=cluster_pb2.ReportStates(epoch=self._state.epoch))

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 
 from coordinator.cluster.membership import WorkerIdentity
+from coordinator.recovery.failure_detector import StageProgress
 from coordinator.recovery.self_check import ReferenceSource
 from stageline_rpc.v1 import cluster_pb2
 from wire.clock import wall_clock_us
@@ -116,6 +117,15 @@ class Connections(dict[str, WorkerConnection]):
     def of_stages(self, workers: Iterable[WorkerIdentity]) -> list[WorkerConnection | None]:
         """In the order of `workers`; None for one that is gone."""
         return [self.get(worker.name) for worker in workers]
+
+    def progress_of(self, workers: Iterable[WorkerIdentity]) -> list[StageProgress | None]:
+        """In the order of `workers`; None for a worker that is gone."""
+        return [
+            None
+            if connection is None
+            else StageProgress(connection.warmup_ms / 1000, connection.heartbeat.num_steps)
+            for connection in self.of_stages(workers)
+        ]
 
     @property
     def reference_sources(self) -> list[ReferenceSource]:

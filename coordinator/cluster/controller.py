@@ -7,6 +7,7 @@ one.
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from typing import assert_never
 
@@ -20,7 +21,6 @@ from coordinator.cluster.actions import (
     FinishRunning,
     LetGo,
     StartServing,
-    StartTimer,
     StopServing,
 )
 from coordinator.cluster.availability import STOPPING, Availability
@@ -35,13 +35,15 @@ from coordinator.cluster.messages import (
 )
 from coordinator.cluster.pipeline import LinkBroken, Pipeline
 from coordinator.cluster.state_machine import ClusterState
-from coordinator.cluster.step_limits import MemoryLimits, PaceSettings, scheduler_limits
+from coordinator.cluster.step_limits import DEFAULT_PACE, MemoryLimits, PaceSettings, scheduler_limits
 from coordinator.cluster.transitions import ClusterPhase
 from coordinator.engine.engine import Engine
 from coordinator.model import ServedModel
 from coordinator.planner.plan import Plan
-from coordinator.recovery.failure_detector import FailureDetector, overdue_fault
+from coordinator.recovery.attribution import FailureAttribution
+from coordinator.recovery.failure_detector import FailureDetector, StageProgress, overdue_fault
 from coordinator.recovery.policy import RecoveryPolicy
+from coordinator.recovery.rejoin import StartTimer
 from coordinator.recovery.self_check import SelfCheck
 from coordinator.scheduler.in_flight import ResultMismatch
 from coordinator.scheduler.kv_manager import KvCacheManager
@@ -56,6 +58,25 @@ from wire.tensors import WIRE_DTYPE_FROM_MESSAGE
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingSettings:
+    """How plans serve. `cache_directory` is the user's, for hashes of weights."""
+
+    pace: PaceSettings = DEFAULT_PACE
+    prefix_caching: bool = True
+    cache_directory: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControllerHooks:
+    """`on_serving` receives whether new requests are served, whenever that may have changed; `on_epoch_end`
+    the cause, just before a serving epoch ends.
+    """
+
+    on_serving: Callable[[bool], None] = lambda _: None
+    on_epoch_end: Callable[[EndCause], None] = lambda _: None
+
+
 class Controller:
     """One per coordinator process."""
 
@@ -67,30 +88,22 @@ class Controller:
         *,
         incarnation: Incarnation,
         policy: RecoveryPolicy,
-        pace: PaceSettings | None = None,
-        prefix_caching: bool = True,
-        on_serving: Callable[[bool], None] = lambda _: None,
-        on_epoch_end: Callable[[EndCause], None] = lambda _: None,
+        settings: ServingSettings,
+        hooks: ControllerHooks,
         self_check: SelfCheck | None = None,
-        cache_directory: Path | None = None,
         new_secret: Callable[[], bytes] = new_secret,
     ) -> None:
-        """`on_serving` is told whether new requests are served, when that may have changed; `on_epoch_end`
-        why an epoch that serves ends, just before. `new_secret` makes what processes of the cluster prove
-        themselves with."""
-        self.state = state
-        self.availability = Availability(state, engine, policy, on_serving)
-        engine.durability.on_change = self._journal_changed
-        self.connections = Connections()
-        self.policy = policy
-        self.incarnation = incarnation
+        """`new_secret` makes the secrets by which processes of the cluster authenticate each other."""
+        self.state, self._engine, self._model, self._config = state, engine, model, model.config
+        self.incarnation, self.policy, self._settings, self._hooks = incarnation, policy, settings, hooks
         self._new_secret = new_secret
+        self._totals, self._durability = engine.totals, engine.durability
+        self._durability.on_change = self._journal_changed
+        self._attribution = FailureAttribution(engine.scheduler, engine.registry, engine.fail, policy=policy)
+        self.availability = Availability(state, engine, policy, hooks.on_serving)
+        self.connections = Connections()
         self.memory_limits = MemoryLimits()
-        self._on_epoch_end = on_epoch_end
-        self._engine = engine
-        self._model = model
-        self._pace = pace or PaceSettings()
-        self.prefix_caching = prefix_caching
+        self.ledger_check = LedgerCheck(engine)
         self._events = EventLog()
         self._pipeline = Pipeline(
             incarnation=incarnation,
@@ -98,27 +111,33 @@ class Controller:
             connect_timeout_s=policy.connect_timeout_s,
             new_secret=new_secret,
         )
-        self._watch = FailureDetector(
-            policy,
-            connections=lambda: self.connections.values(),
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failure_detector = self._new_failure_detector()
+        self._weights_check = None if model.is_mock else self._new_weights_check()
+        self.checks = None if self_check is None else self._new_checks(self_check)
+
+    @property
+    def prefix_caching(self) -> bool:
+        return self._settings.prefix_caching
+
+    def _new_failure_detector(self) -> FailureDetector[WorkerConnection]:
+        return FailureDetector(
+            self.policy,
+            connections=self.connections.values,
             on_silence=self._note_silence,
             on_lease_over=self.leave,
-            on_tick=self._look_around,
-            on_steady=state.note_steady,
-            on_time=state.note_time,
+            on_tick=self._tick,
+            on_steady=self.state.note_steady,
+            on_time=self.state.note_time,
         )
-        self.ledger_check = LedgerCheck(engine)
-        self._weights_check = None if model.is_mock else self._new_weights_check(cache_directory)
-        self._tasks: set[asyncio.Task[None]] = set()
-        self.checks = None if self_check is None else self._new_checks(self_check)
 
     def start(self) -> None:
         """Begins to watch leases and steps. Requests that are here already wait as long as after a loss."""
-        self._spawn(self._watch.run())
+        self._spawn(self._failure_detector.run())
         if self._weights_check is not None:
             self._spawn(self._weights_check.run())
         self._carry_out(self.state.start())
-        if self._engine.registry.live:
+        if self._engine.has_live_requests:
             self.availability.limit_waiting()
 
     async def close(self) -> None:
@@ -178,7 +197,7 @@ class Controller:
         """A worker is about to be lost: it may be one that computed nothing."""
         is_computing = record is not None and record.stage is not None and self.availability.is_serving
         if record is not None and not record.is_draining and not is_computing:
-            self._engine.blame.note_unrelated_death()
+            self._attribution.record_unrelated_loss()
 
     def receive(self, connection: WorkerConnection, message: cluster_pb2.WorkerMessage) -> None:
         """A message on a worker's stream."""
@@ -234,7 +253,7 @@ class Controller:
         if report.epoch != self.state.epoch:
             return
         workers = dict(enumerate(each.identity.name for each in self.state.stage_workers))
-        in_step = self._engine.scheduler.sequences_in_step(report.step_id)
+        in_step = self._engine.sequences_in_step(report.step_id)
         self._events.faulty(report, in_step, workers.get(report.stage))
         if report.kind is StepFaultKind.DEVICE and self._lose_device(report):
             return
@@ -243,7 +262,7 @@ class Controller:
             asyncio.get_running_loop().call_later(self.policy.report_grace_s, self._fail_hop, report)
             return
         if self.state.phase is ClusterPhase.SERVING and not self._fits_when_smaller(report):
-            self._engine.blame.note_fault(report)
+            self._attribution.record_fault(report)
         if report.kind is StepFaultKind.NON_FINITE:
             self._carry_out(self.state.stage_failed(report))
         else:
@@ -260,7 +279,7 @@ class Controller:
 
     def _fits_when_smaller(self, report: FaultReport) -> bool:
         """Whether the step was too large for a stage's memory, and steps are smaller from now on."""
-        step, plan = self._engine.scheduler.step_in_flight(report.step_id), self.state.plan
+        step, plan = self._engine.step_in_flight(report.step_id), self.state.plan
         if report.kind is not StepFaultKind.OUT_OF_MEMORY or step is None or plan is None:
             return False
         is_smaller = self.memory_limits.note_out_of_memory(
@@ -275,7 +294,7 @@ class Controller:
         return is_smaller
 
     def _plan_limits(self, plan: Plan) -> SchedulerLimits:
-        return scheduler_limits(plan, self._pace, hidden_size=self._model.config.hidden_size)
+        return scheduler_limits(plan, self._settings.pace, hidden_size=self._config.hidden_size)
 
     def _fail_hop(self, report: FaultReport) -> None:
         self._carry_out(self.state.hop_failed(report.epoch, report.stage, str(report)))
@@ -307,13 +326,14 @@ class Controller:
             raise StaleStream(f"epoch {epoch} is over")
         self.state.result_arrived()
         try:
-            _check_tokens(result, vocab_size=self._model.config.vocab_size)
+            _check_tokens(result, vocab_size=self._config.vocab_size)
             num_tokens = self._engine.complete(result)
         except (ResultMismatch, InvariantBroken) as error:
             if isinstance(error, InvariantBroken):
                 log.exception("epoch %d fails: %s", epoch, error)
             self.fail_epoch(epoch, str(error))
             return
+        self._attribution.record_tokens(num_tokens)
         if num_tokens:
             self.state.token_arrived()
         self.availability.note_result(has_tokens=num_tokens > 0)
@@ -341,7 +361,7 @@ class Controller:
                     self._assign(action)
                 case BeginEpoch():
                     self._pipeline.expect(action)
-                    self._engine.durability.begin_epoch(action.epoch)
+                    self._durability.begin_epoch(action.epoch)
                     self._spawn(self._begin_epoch(action))
                 case StopServing():
                     self._stop_serving(action)
@@ -398,20 +418,20 @@ class Controller:
         if (connection := self.connections.of(action.worker)) is not None:
             self.leave(connection, action.reason)
 
-    def _new_weights_check(self, cache_directory: Path | None) -> WeightsCheck:
+    def _new_weights_check(self) -> WeightsCheck:
         return WeightsCheck(
             self._model,
             activity=self._activity,
             send=self._send,
             idle_s=self.policy.weights_idle_s,
-            cache_directory=cache_directory,
+            cache_directory=self._settings.cache_directory,
         )
 
     def _activity(self) -> object | None:
         """Changes with every request; None while one is live, or nothing serves."""
-        if self._engine.registry.live or self.state.phase is not ClusterPhase.SERVING:
+        if self._engine.has_live_requests or self.state.phase is not ClusterPhase.SERVING:
             return None
-        return self.state.epoch, self._engine.totals.finished
+        return self.state.epoch, self._totals.finished
 
     def _send(self, worker: WorkerIdentity, message: cluster_pb2.CoordinatorMessage) -> None:
         if (connection := self.connections.of(worker)) is not None:
@@ -441,7 +461,7 @@ class Controller:
         limits = self.memory_limits.apply(self._plan_limits(plan))
         self._events.serving(action.epoch, plan)
         self._events.computing([stage_kernels(each) for each in self._stage_connections()])
-        self._engine.durability.note_served()
+        self._durability.note_served()
         if self._weights_check is not None:
             workers = (each.identity for each in self.state.stage_workers)
             self._weights_check.plan_serves(self.state.plan_id, zip(workers, plan.stages, strict=True))
@@ -474,10 +494,10 @@ class Controller:
         self._events.over(action, was_serving=self.availability.is_serving)
         if self.checks is not None:
             self.checks.end()
-        self._watch.restart()
+        self._failure_detector.restart()
         if self.availability.is_serving:
-            self._blame(action)
-            self._on_epoch_end(action.cause)
+            self._attribute(action)
+            self._hooks.on_epoch_end(action.cause)
             self._engine.stop_epoch(action.reason)
             self.availability.end()
         self._release_link()
@@ -485,15 +505,15 @@ class Controller:
         self.connections.send_all(cluster_pb2.CoordinatorMessage(end_epoch=end))
         self.availability.limit_waiting()
 
-    def _blame(self, action: StopServing) -> None:
+    def _attribute(self, action: StopServing) -> None:
         match action.cause:
             case EndCause.DEATH:
-                self._engine.blame.note_death(action.reason)
+                self._attribution.record_worker_loss(action.reason)
             case EndCause.DEVICE:
-                self._engine.blame.note_device_failure(action.reason, num_stages=self.state.num_stages)
-            case EndCause.BROKEN | EndCause.FRUITLESS:
-                is_lasting = action.cause is EndCause.FRUITLESS
-                self._engine.blame.note_break(action.reason, is_lasting=is_lasting)
+                self._attribution.record_device_failure(action.reason, num_stages=self.state.num_stages)
+            case EndCause.BROKEN | EndCause.NO_PROGRESS:
+                is_lasting = action.cause is EndCause.NO_PROGRESS
+                self._attribution.record_break(action.reason, is_lasting=is_lasting)
 
     def _release_link(self) -> None:
         if (link := self._pipeline.release()) is not None:
@@ -503,19 +523,22 @@ class Controller:
         identity = connection.identity
         self.state.workers.note_silence(identity.name, identity.incarnation, is_silent=is_silent)
 
-    def _look_around(self) -> None:
-        self.availability.look_around()
+    def _tick(self) -> None:
+        self.availability.tick()
         if self.state.phase is not ClusterPhase.SERVING:
             return
-        if (fault := overdue_fault(self._engine, self._stage_connections(), self.policy)) is not None:
+        if (fault := overdue_fault(self._engine, self._stage_progress(), self.policy)) is not None:
             self.report_fault(fault)
         else:
             self._require_sound_ledger(self.ledger_check.when_idle())
             if self.checks is not None:
-                self.checks.look_around()
+                self.checks.tick()
 
     def _stage_connections(self) -> list[WorkerConnection | None]:
         return self.connections.of_stages(each.identity for each in self.state.stage_workers)
+
+    def _stage_progress(self) -> list[StageProgress | None]:
+        return self.connections.progress_of(record.identity for record in self.state.stage_workers)
 
     def _new_checks(self, check: SelfCheck) -> PlanChecks:
         return PlanChecks(

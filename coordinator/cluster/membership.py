@@ -39,7 +39,7 @@ class WorkerIdentity:
     last_epoch: int
     pid: int
     is_mock: bool = False
-    lacks_bf16: bool = False
+    supports_bf16: bool = True
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class WorkerRecord:
     is_draining: bool = False
     is_dismissed: bool = False
     is_left_out: bool = False
-    has_spoilt: bool = False
+    produced_non_finite: bool = False
     doubts: tuple[str, ...] = ()
     """How plans have failed that it may have spoilt."""
 

@@ -49,7 +49,7 @@ def decode_hello(message: cluster_pb2.WorkerMessage) -> WorkerIdentity:
         last_epoch=hello.last_epoch,
         pid=hello.pid,
         is_mock=hello.is_mock,
-        lacks_bf16=hello.lacks_bf16,
+        supports_bf16=not hello.lacks_bf16,
     )
 
 
@@ -70,7 +70,7 @@ def encode_assign(action: AssignStage, model: ServedModel) -> cluster_pb2.Coordi
         max_step_sequences=plan.limits.max_step_sequences,
         max_sequence_tokens=plan.max_sequence_tokens,
         wire_dtype=number_of(model.wire_dtype),
-        reads_again=action.reads_again,
+        reads_again=action.force_reload,
     )
     return cluster_pb2.CoordinatorMessage(assign=assign)
 

@@ -254,7 +254,9 @@ def _more_telling(
 
 def _capacity(record: WorkerRecord) -> WorkerCapacity:
     worker = record.identity
-    return WorkerCapacity(name=worker.name, memory_bytes=worker.memory_bytes, lacks_bf16=worker.lacks_bf16)
+    return WorkerCapacity(
+        name=worker.name, memory_bytes=worker.memory_bytes, supports_bf16=worker.supports_bf16
+    )
 
 
 def _imaginary(place: int) -> WorkerCapacity:

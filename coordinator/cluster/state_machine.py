@@ -14,18 +14,22 @@ from coordinator.cluster.actions import (
     EndCause,
     FinishRunning,
     LetGo,
-    Release,
-    Shrink,
     StartServing,
-    StartTimer,
     StopServing,
 )
 from coordinator.cluster.membership import Members, WorkerIdentity, WorkerRecord, WorkerState
 from coordinator.cluster.plan_choice import MakePlan, PlanChoice, TooFewWorkers
 from coordinator.cluster.transitions import ClusterEvent, ClusterPhase, handles
-from coordinator.planner.plan import Plan, PlanImpossible
+from coordinator.planner.plan import Plan, PlanImpossible, StagePlan
 from coordinator.recovery.policy import RecoveryPolicy
-from coordinator.recovery.rejoin import FailureCounters, RejoinTimer
+from coordinator.recovery.rejoin import (
+    FailureCounters,
+    GraceExpired,
+    HoldExpired,
+    RejoinTimer,
+    StartTimer,
+    Timer,
+)
 from wire.ids import Incarnation
 from wire.steps import FaultReport
 
@@ -101,20 +105,25 @@ class ClusterState:
         self._needs_check = needs_check
         self._checked_plan_id = 0
         self._is_mock_model = is_mock_model
-        self._grace = RejoinTimer(policy)
+        self._rejoin_timer = RejoinTimer(policy)
         self._has_drained = False
         self._plan_id = 0
-        self._signs = EpochReadiness()
-        self._setbacks = FailureCounters(policy)
+        self._readiness = EpochReadiness()
+        self._failures = FailureCounters(policy)
 
     @property
     def stage_workers(self) -> tuple[WorkerRecord, ...]:
         """The workers of the present plan, in stage order; empty without a plan."""
         return () if self.plan is None else tuple(self.workers[stage.worker] for stage in self.plan.stages)
 
+    def stage_of(self, worker: str) -> StagePlan | None:
+        """The stage of a live worker in the present plan."""
+        record = self.workers.find(worker)
+        return None if record is None else record.stage
+
     def start(self) -> list[Action]:
         """Workers may join from now on. To be called once."""
-        return [self._grace.await_all()] if self.has_served else []
+        return [self._rejoin_timer.await_all()] if self.has_served else []
 
     @property
     def plan_id(self) -> int:
@@ -143,18 +152,18 @@ class ClusterState:
         hold_s = self.workers.add(identity)
         self._choice.forget(identity.name, self.workers)
         if hold_s:
-            actions.append(StartTimer(hold_s, Release(identity.name, identity.incarnation)))
+            actions.append(StartTimer(hold_s, HoldExpired(identity.name, identity.incarnation)))
         actions += self._advance() if hold_s else self._improve()
         return actions + (self._wait_for_return() if had_stage else [])
 
     @handles(ClusterEvent.ELAPSED)
-    def elapsed(self, timer: Release | Shrink) -> list[Action]:
+    def elapsed(self, timer: Timer) -> list[Action]:
         """The time of a StartTimer is over. One that is out of date changes nothing."""
         match timer:
-            case Release(name, incarnation):
+            case HoldExpired(name, incarnation):
                 return self._improve() if self.workers.release(name, incarnation) else []
-            case Shrink():
-                return self._advance(self.detail) if self._grace.end(timer) else []
+            case GraceExpired():
+                return self._advance(self.detail) if self._rejoin_timer.end(timer) else []
 
     @handles(ClusterEvent.LOSE)
     def lose(
@@ -182,13 +191,13 @@ class ClusterState:
         self.workers.note_loss(name)
         self.workers.try_all_again()
         # One that was silent for the whole of its lease will not be back in a moment.
-        self._grace.note_loss(is_granted=self._may_shrink and not record.is_silent)
+        self._rejoin_timer.note_loss(is_granted=self._may_shrink and not record.is_silent)
         actions = self._stop(f"worker {name} is lost: {reason}", cause)
         self.plan = None
         return actions
 
     def _wait_for_return(self) -> list[Action]:
-        return [self._grace.timer()] if self.plan is None and self._grace.is_running else []
+        return [self._rejoin_timer.timer()] if self.plan is None and self._rejoin_timer.is_running else []
 
     @handles(ClusterEvent.DRAIN)
     def drain(self, name: str) -> list[Action]:
@@ -217,7 +226,7 @@ class ClusterState:
     def note_steady(self) -> None:
         """The cluster has served for a while without a break."""
         self.workers.note_steady()
-        self._setbacks.note_steady()
+        self._failures.note_steady()
 
     # Loading and starting
 
@@ -259,7 +268,7 @@ class ClusterState:
         """A stage has empty pools and is connected to the next one."""
         if epoch != self.epoch:
             return []
-        self._signs.note_ready(name)
+        self._readiness.note_ready(name)
         return self._maybe_serve()
 
     @handles(ClusterEvent.LINK_OPEN)
@@ -267,7 +276,7 @@ class ClusterState:
         """FIRST has accepted the coordinator's stream."""
         if epoch != self.epoch:
             return []
-        self._signs.note_link()
+        self._readiness.note_link()
         return self._maybe_serve()
 
     @handles(ClusterEvent.RESULTS_OPEN)
@@ -275,7 +284,7 @@ class ClusterState:
         """LAST has opened its stream of results."""
         if epoch != self.epoch:
             return []
-        self._signs.note_results()
+        self._readiness.note_results()
         return self._maybe_serve()
 
     @handles(ClusterEvent.EPOCH_LATE)
@@ -283,7 +292,7 @@ class ClusterState:
         """The epoch has not started in time: stages that are not ready are as good as lost."""
         if epoch != self.epoch:
             return []
-        late = [each for each in self.stage_workers if not self._signs.is_ready(each.identity.name)]
+        late = [each for each in self.stage_workers if not self._readiness.is_ready(each.identity.name)]
         if 0 < len(late) < len(self.stage_workers):
             return [Disconnect(each.identity, reason) for each in late]
         return self._fail_epoch(epoch, reason)
@@ -292,16 +301,16 @@ class ClusterState:
 
     def result_arrived(self) -> None:
         """The present epoch bears fruit."""
-        self._setbacks.bear_fruit()
+        self._failures.on_progress()
 
     def token_arrived(self) -> None:
         """Somebody has got on, in the present epoch."""
-        self._setbacks.note_token()
+        self._failures.note_token()
 
     @property
     def trouble(self) -> str:
         """What keeps epochs from bearing tokens; empty if nothing does."""
-        return self._setbacks.text if self.phase in ACTIVE else ""
+        return self._failures.text if self.phase in ACTIVE else ""
 
     @handles(ClusterEvent.EPOCH_FAILED)
     def epoch_failed(self, epoch: int, reason: str, cause: EndCause = EndCause.BROKEN) -> list[Action]:
@@ -311,8 +320,8 @@ class ClusterState:
     def _fail_epoch(self, epoch: int, reason: str, cause: EndCause = EndCause.BROKEN) -> list[Action]:
         if epoch != self.epoch:
             return []
-        if cause is EndCause.BROKEN and self._setbacks.note_break(reason):
-            cause = EndCause.FRUITLESS
+        if cause is EndCause.BROKEN and self._failures.record_break(reason):
+            cause = EndCause.NO_PROGRESS
         return [StopServing(epoch, reason, cause), *self._begin_epoch(reason)]
 
     @handles(ClusterEvent.HOP_FAILED)
@@ -324,7 +333,7 @@ class ClusterState:
             return []
         if stage + 1 < len(self.stage_workers):
             receiver = self.stage_workers[stage + 1]
-            if self._setbacks.note_unreached(receiver.identity.name) and (
+            if self._failures.record_unreached(receiver.identity.name) and (
                 actions := self._do_without(receiver, reason, EndCause.REPLANNED)
             ):
                 return actions
@@ -339,8 +348,8 @@ class ClusterState:
             return []
         if fault.stage < len(self.stage_workers):
             record = self.stage_workers[fault.stage]
-            record.has_spoilt = True
-            if self._setbacks.note_spoilt(record.identity.name, fault.request_ids) and (
+            record.produced_non_finite = True
+            if self._failures.record_non_finite(record.identity.name, fault.request_ids) and (
                 actions := self._do_without(record, str(fault), EndCause.FAULT)
             ):
                 return actions
@@ -365,7 +374,7 @@ class ClusterState:
         if problem is None:
             self._checked_plan_id = self._plan_id
             self._choice.note_passed(self.plan, self.workers)
-            self._setbacks.bear_fruit()
+            self._failures.on_progress()
             return self._begin_epoch()
         worker = None if stage is None else self.plan.stages[stage].worker
         self._choice.note_failed(self.plan, problem, self.workers, cause=worker)
@@ -442,7 +451,7 @@ class ClusterState:
         not serve without them.
         """
         try:
-            return self._new_plan(may_shrink=not self._grace.is_running)
+            return self._new_plan(may_shrink=not self._rejoin_timer.is_running)
         except (PlanImpossible, TooFewWorkers):
             if not any(record.is_held for record in self.workers) or self._can_do_without_held():
                 raise
@@ -467,16 +476,16 @@ class ClusterState:
         self.workers.release_stages()
         self.plan = plan
         self._choice.keep_places(plan)
-        self._grace.is_running = False
+        self._rejoin_timer.is_running = False
         self._plan_id += 1
-        self._setbacks.start_over()
+        self._failures.start_over()
         self.phase, self.detail = ClusterPhase.LOADING, "workers are loading their layers"
         actions: list[Action] = []
         for stage in plan.stages:
             record = self.workers[stage.worker]
             record.state, record.stage = WorkerState.LOADING, stage
-            reads_again = bool(record.doubts) or record.has_spoilt
-            actions.append(AssignStage(record.identity, self._plan_id, plan, stage, reads_again))
+            force_reload = bool(record.doubts) or record.produced_non_finite
+            actions.append(AssignStage(record.identity, self._plan_id, plan, stage, force_reload))
         return actions + self._dismiss()
 
     def _dismiss(self) -> list[Action]:
@@ -487,10 +496,10 @@ class ClusterState:
         assert self.plan is not None
         workers = tuple(each.identity for each in self.stage_workers)
         self.epoch = max(self.epoch, *(each.last_epoch for each in workers)) + 1
-        self._signs.clear()
+        self._readiness.clear()
         self.phase = ClusterPhase.STARTING_EPOCH
         self.detail = f"starting epoch {self.epoch}" + (f": {reason}" if reason else "")
-        delay_s = self._setbacks.next_delay_s()
+        delay_s = self._failures.next_delay_s()
         return [BeginEpoch(self.epoch, self._plan_id, self.plan, workers, delay_s, self._is_unchecked)]
 
     @property
@@ -501,7 +510,7 @@ class ClusterState:
     def _maybe_serve(self) -> list[Action]:
         """Nothing, until every sign of the epoch is there."""
         assert self.plan is not None
-        if not self._signs.are_complete({stage.worker for stage in self.plan.stages}):
+        if not self._readiness.are_complete({stage.worker for stage in self.plan.stages}):
             return []
         if self._is_unchecked:
             self.phase, self.detail = ClusterPhase.CHECKING, "the self-check is under way"

@@ -19,6 +19,9 @@ class PaceSettings:
     max_decode_slowdown: float = 1.3
 
 
+DEFAULT_PACE = PaceSettings()
+
+
 def scheduler_limits(plan: Plan, settings: PaceSettings, *, hidden_size: int) -> SchedulerLimits:
     """The bounds for the scheduler while this plan serves."""
     num_stages = len(plan.stages)

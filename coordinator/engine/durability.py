@@ -50,10 +50,10 @@ def _take_up(choice: Choice, known: ChoiceProgress, *, num_scored: int) -> None:
             reason = FinishReason.STOP
     counts = {"num_cached_tokens": known.num_cached_tokens, "num_restarts": known.num_restarts}
     if reason is None:
-        choice.sequence.take_up(tokens, num_scored=num_scored, **counts)
+        choice.sequence.restore(tokens, num_scored=num_scored, **counts)
     else:
         choice.transcript.finish(reason)
-        choice.sequence.take_up_finished(tokens, reason=reason, **counts)
+        choice.sequence.restore_finished(tokens, reason=reason, **counts)
 
 
 def _error(end: End) -> ServingError:

@@ -16,7 +16,6 @@ from coordinator.engine.observer import EngineObserver, Observers
 from coordinator.engine.output_stream import OutputStream, Positions
 from coordinator.engine.request import Choice, Registry, Request, RequestTotals, check_attach_secret
 from coordinator.journal.records import AcceptedRequest
-from coordinator.recovery.attribution import FailureAttribution
 from coordinator.recovery.policy import RecoveryPolicy
 from coordinator.scheduler.batch import SequenceUpdate
 from coordinator.scheduler.in_flight import OverdueStep
@@ -61,7 +60,6 @@ class Engine:
         self._scheduler = Scheduler(policy)
         self._registry = Registry()
         self._pace = RetryAfterEstimator()
-        self.blame = FailureAttribution(self._scheduler, self._registry, self._fail, policy=policy)
         self.admission = Admission(limits, self._registry, self._pace)
         self._observers = Observers(observers)
         self._send: Callable[[Step], None] | None = None
@@ -89,6 +87,15 @@ class Engine:
     def registry(self) -> Registry:
         """For reading only."""
         return self._registry
+
+    @property
+    def has_live_requests(self) -> bool:
+        return bool(self._registry.live)
+
+    @property
+    def journal_failure(self) -> str | None:
+        """Why the journal cannot be written; None while it can, and without one."""
+        return self._durability.failure
 
     @property
     def live_sequences(self) -> list[Sequence]:
@@ -157,7 +164,7 @@ class Engine:
         """Leaves what is live to the next coordinator, if there is a journal to leave it in."""
         if self._durability.suspend():
             for request in self._registry.live:
-                self._fail(request, RequestSuspended(SUSPENDED))
+                self.fail(request, RequestSuspended(SUSPENDED))
 
     def leave(self, attachment: OutputStream) -> None:
         """The call of this reader has ended: the request goes on without one, or is cancelled."""
@@ -201,7 +208,7 @@ class Engine:
         self._max_sequence_tokens = max_sequence_tokens
         for request in self._registry.live:
             if (error := misfit(request, max_sequence_tokens)) is not None:
-                self._fail(request, error)
+                self.fail(request, error)
         self._scheduler.begin_epoch(epoch, kv, limits, starts_new=starts_new)
         self.kv_feed.begin_epoch(epoch, block_size=kv.block_size, cached_blocks=kv.cached_blocks)
         self._observers.epoch_started(epoch, self._clock())
@@ -250,16 +257,23 @@ class Engine:
         """The step whose answer should have come; `unknown_s` is the limit while steps are not known."""
         return self._scheduler.overdue_step(self._clock(), unknown_s=unknown_s)
 
+    def sequences_in_step(self, step_id: int) -> list[Sequence]:
+        """The sequences of a step in flight; empty where there is no such step."""
+        return self._scheduler.sequences_in_step(step_id)
+
+    def step_in_flight(self, step_id: int) -> Step | None:
+        return self._scheduler.step_in_flight(step_id)
+
     def fail_all(self, reason: str) -> None:
         """Fails every live request as UNAVAILABLE."""
         for request in self._registry.live:
-            self._fail(request, ClusterUnavailable(reason))
+            self.fail(request, ClusterUnavailable(reason))
 
     def fail_waiting(self, since_s: float, reason: str) -> None:
         """Fails as UNAVAILABLE those live requests that have been here `since_s`, on this engine's clock."""
         for request in self._registry.live:
             if request.accepted_s <= since_s:
-                self._fail(request, ClusterUnavailable(reason))
+                self.fail(request, ClusterUnavailable(reason))
 
     def complete(self, result: StepResult) -> int:
         """Takes the answer of LAST to the oldest step. Returns how many tokens it has brought. Raises
@@ -268,15 +282,13 @@ class Engine:
         now_s = self._clock()
         progress = self._scheduler.complete(result, now_s)
         self._observers.step_answered(result, progress, self._sent_s.popleft(), now_s)
-        if made_way := self._scheduler.take_made_way():
-            self._observers.made_way(made_way, now_s)
+        if requeued := self._scheduler.take_requeued():
+            self._observers.requeued(requeued, now_s)
         self._held += progress
         if self._durability.add_step(progress):
             self._deliver_held()
-        num_tokens = sum(each.token is not None for each in progress)
-        self.blame.note_tokens(num_tokens)
         self._pump()
-        return num_tokens
+        return sum(update.token is not None for update in progress)
 
     def sweep(self) -> None:
         """Ends what has outlived its time; to be called now and then.
@@ -325,10 +337,10 @@ class Engine:
         if request is None:
             return  # a choice of this request has failed earlier in this step
         if progress.error is not None:
-            self._fail(request, progress.error)
+            self.fail(request, progress.error)
             return
         if progress.token is not None:
-            request.num_deaths_alone = request.num_breaks_alone = request.num_device_failures_alone = 0
+            request.failures.on_token()
         try:
             request.add_prompt_logprobs(progress.prompt_logprobs)
             self._write(request.choices[key.choice], progress)
@@ -336,7 +348,7 @@ class Engine:
             log.exception(
                 "request %s fails: %s", id_text(request.id), error, extra=log_context(request_id=request.id)
             )
-            self._fail(request, error)
+            self.fail(request, error)
             return
         if request.is_finished:
             self.totals.finished += 1
@@ -371,7 +383,8 @@ class Engine:
         self._drop(request, SequenceState.CANCELLED)
         self._end(request, error)
 
-    def _fail(self, request: Request, error: ServingError) -> None:
+    def fail(self, request: Request, error: ServingError) -> None:
+        """Ends a live request with `error`."""
         self.totals.failed += 1
         self._drop(request, SequenceState.FAILED)
         self._end(request, error)

@@ -36,7 +36,7 @@ class EngineObserver:
     def preempted(self, sequences: Items[Sequence], now_s: float) -> None:
         """These have given up their blocks, and are in the queue again."""
 
-    def made_way(self, sequences: Items[Sequence], now_s: float) -> None:
+    def requeued(self, sequences: Items[Sequence], now_s: float) -> None:
         """These are in the queue again, so that those who may be why a worker was lost run alone."""
 
     def epoch_started(self, epoch: int, now_s: float) -> None:
@@ -77,9 +77,9 @@ class Observers(EngineObserver):
         for each in self._all:
             each.preempted(sequences, now_s)
 
-    def made_way(self, sequences: Items[Sequence], now_s: float) -> None:
+    def requeued(self, sequences: Items[Sequence], now_s: float) -> None:
         for each in self._all:
-            each.made_way(sequences, now_s)
+            each.requeued(sequences, now_s)
 
     def epoch_started(self, epoch: int, now_s: float) -> None:
         for each in self._all:

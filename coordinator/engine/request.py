@@ -95,6 +95,25 @@ class Trace(Protocol):
         """Of the span that it is below, or empty."""
 
 
+@dataclass(slots=True)
+class FailureHistory:
+    """Failures that hit one request; `alone` means that nothing else ran."""
+
+    num_failures: int = 0
+    """Faults, breaks and lost workers while steps of the request were unfinished."""
+    num_faults: int = 0
+    num_tokens_at_fault: int = 0
+    num_deaths_alone: int = 0
+    num_unrelated_before_deaths: int = 0
+    num_device_failures_alone: int = 0
+    num_breaks_alone: int = 0
+    num_tokens_before_breaks: int = 0
+
+    def on_token(self) -> None:
+        """What ran alone without a token in between counts no more."""
+        self.num_deaths_alone = self.num_breaks_alone = self.num_device_failures_alone = 0
+
+
 class Request:
     """Lives until each of its choices has finished, or it has ended as a whole with an error.
 
@@ -133,18 +152,10 @@ class Request:
         self.deadline_s: float | None = None
         self.accepted_s = 0.0
         self.left_s = 0.0
-        self.num_faults = 0
-        self.num_tokens_at_fault = 0
-        self.num_deaths_alone = 0
-        self.num_setbacks = 0
-        """Faults, breaks and deaths that came while steps of it were unfinished."""
-        self.num_unrelated_before_deaths = 0
-        self.num_device_failures_alone = 0
+        self.failures = FailureHistory()
         self.trace: Trace | None = None
         self.attach_digest = b""
         """Of the secret that Attach and Cancel need; empty: nobody has one."""
-        self.num_breaks_alone = 0
-        self.num_tokens_before_breaks = 0
         self.awaited_until_s: float | None = None
         """Its reader was cut off by the end of a coordinator, and is expected back until then."""
         self.add_prompt_logprobs(())

@@ -296,7 +296,7 @@ class RequestTrace:
 
 
 INTERNAL_ERROR = "internal error"
-MADE_WAY = "requests that may be why a worker was lost run alone"
+REQUEUED = "requests that may be why a worker was lost run alone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,11 +434,11 @@ class RequestTraces(EngineObserver):
                 owner.trace.interrupt(owner.choice, SpanName.PREEMPTION, "its blocks were needed", now_s)
                 _mark(owner.trace, sequence)
 
-    def made_way(self, sequences: Items[Sequence], now_s: float) -> None:
+    def requeued(self, sequences: Items[Sequence], now_s: float) -> None:
         for sequence in sequences:
             owner = self._live.get(sequence.key)
             if owner is not None:
-                owner.trace.interrupt(owner.choice, SpanName.RECOVERY, MADE_WAY, now_s)
+                owner.trace.interrupt(owner.choice, SpanName.RECOVERY, REQUEUED, now_s)
                 _mark(owner.trace, sequence)
 
     def epoch_started(self, epoch: int, now_s: float) -> None:

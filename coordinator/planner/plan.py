@@ -19,12 +19,12 @@ class WorkerCapacity:
 
     The process itself (interpreter, torch, gRPC: some 300 MB on the host, a CUDA context on the device) is
     not part of it: a worker that is told `--memory 8GiB` takes 8 GiB beyond what it needs to exist.
-    `lacks_bf16`: its device has no bfloat16 arithmetic and computes it slower than float32.
+    Without `supports_bf16`, its device emulates bfloat16 and computes it slower than float32.
     """
 
     name: str
     memory_bytes: int
-    lacks_bf16: bool = False
+    supports_bf16: bool = True
 
     def __post_init__(self) -> None:
         if not self.name:

@@ -256,13 +256,7 @@ def make_plan(
     refuse_counts(config, workers, block_size=block_size, layers=layers, max_kv_tokens=max_kv_tokens)
     memory = StageMemory(config=config, dtype=dtype, limits=limits, block_size=block_size)
     problem = _problem(memory, workers, max_kv_tokens)
-    if layers is not None:
-        split = _given_split(memory, workers, layers, problem)
-    else:
-        found = best_split(problem)
-        if found is None:
-            refuse_memory(memory, workers, problem)
-        split = found
+    split = _choose_split(memory, workers, layers, problem)
     stages = tuple(_stage(memory, workers, split, stage) for stage in range(len(workers)))
     return Plan(
         stages=stages,
@@ -272,6 +266,21 @@ def make_plan(
         limits=limits,
         window=KvWindow.of(config.layer_windows, limits.max_step_tokens),
     )
+
+
+def _choose_split(
+    memory: StageMemory,
+    workers: Sequence[WorkerCapacity],
+    layers: Sequence[int] | None,
+    problem: SplitProblem,
+) -> Split:
+    """The given split, or the best one."""
+    if layers is not None:
+        return _given_split(memory, workers, layers, problem)
+    split = best_split(problem)
+    if split is None:
+        refuse_memory(memory, workers, problem)
+    return split
 
 
 def _problem(
@@ -363,7 +372,7 @@ def plan_for(config: CoordinatorConfig, model: ServedModel, workers: Sequence[Wo
         max_sequence_tokens=config.max_sequence_tokens or model.config.max_position_embeddings,
     )
     dtype = model.dtype
-    if config.dtype is None and dtype is DType.BF16 and any(worker.lacks_bf16 for worker in workers):
+    if config.dtype is None and dtype is DType.BF16 and not all(worker.supports_bf16 for worker in workers):
         dtype = DType.F32
     return make_plan(
         model.config,

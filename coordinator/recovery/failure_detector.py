@@ -2,49 +2,70 @@
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
-from coordinator.cluster.connections import WorkerConnection
 from coordinator.engine.engine import Engine
 from coordinator.recovery.policy import RecoveryPolicy
 from wire.errors import StepFaultKind
 from wire.steps import FaultReport
 
 
+class Heartbeats(Protocol):
+    """What the detector reads and sets of a worker's connection."""
+
+    heard_at_s: float
+    loads_tokenizer: bool
+    is_silent: bool
+
+
+Worker = TypeVar("Worker", bound=Heartbeats)
+
+
+@dataclass(frozen=True, slots=True)
+class StageProgress:
+    """Warm-up of a stage, and the number of steps of the epoch in its last heartbeat."""
+
+    warmup_s: float
+    num_steps: int
+
+
 def overdue_fault(
-    engine: Engine, workers: Sequence[WorkerConnection | None], policy: RecoveryPolicy
+    engine: Engine, stages: Sequence[StageProgress | None], policy: RecoveryPolicy
 ) -> FaultReport | None:
-    """The fault of the oldest step in flight, if its answer is overdue. `workers` are those of the stages, in
-    order; None for one that is gone.
+    """The fault of the oldest step in flight if its answer is overdue.
+
+    Args:
+        stages: In stage order; None for a stage whose worker is gone.
     """
-    warmup_s = sum(each.warmup_ms for each in workers if each is not None) / 1000
+    warmup_s = sum(stage.warmup_s for stage in stages if stage is not None)
     unknown_s = max(policy.first_step_timeout_s, policy.first_step_warmups * warmup_s)
     overdue = engine.overdue_step(unknown_s=unknown_s)
     if overdue is None:
         return None
     step = overdue.step
-    # Heartbeats tell how many steps of the epoch a stage has computed.
-    missing = (each is None or each.heartbeat.num_steps <= step.step_id for each in workers)
-    stage = next((index for index, is_missing in enumerate(missing) if is_missing), len(workers) - 1)
+    missing = (stage is None or stage.num_steps <= step.step_id for stage in stages)
+    first_missing = next((index for index, is_missing in enumerate(missing) if is_missing), len(stages) - 1)
     return FaultReport(
         epoch=step.epoch,
         step_id=step.step_id,
-        stage=stage,
+        stage=first_missing,
         kind=StepFaultKind.OVERDUE,
         message=f"no answer for {overdue.waited_s:.1f} s, where {overdue.limit_s:.1f} s is the limit",
         request_ids=step.request_ids,
     )
 
 
-class FailureDetector:
+class FailureDetector(Generic[Worker]):
     """Looks after the workers and the oldest step, a few times per heartbeat."""
 
     def __init__(
         self,
         policy: RecoveryPolicy,
         *,
-        connections: Callable[[], Iterable[WorkerConnection]],
-        on_silence: Callable[[WorkerConnection, bool], None],
-        on_lease_over: Callable[[WorkerConnection, str], None],
+        connections: Callable[[], Iterable[Worker]],
+        on_silence: Callable[[Worker, bool], None],
+        on_lease_over: Callable[[Worker, str], None],
         on_tick: Callable[[], None],
         on_steady: Callable[[], None],
         on_time: Callable[[], None] = lambda: None,

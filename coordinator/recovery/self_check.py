@@ -72,6 +72,7 @@ class References:
     ) -> None:
         """Those that a plan has passed with are kept in `cache_directory`, if given."""
         self._model = model
+        self._num_layers = model.config.num_layers
         self._policy = policy
         self._recorded = recorded if model.is_builtin else None
         self._kept = None if cache_directory is None else _kept_file(cache_directory, model.fingerprint)
@@ -201,7 +202,7 @@ class References:
         reference = decode_reference(response)
         if tuple(text.tokens for text in reference.texts) != question.texts:
             raise ValueError("a reference of other texts")
-        if len(reference.layers) != self._model.config.num_layers:
+        if len(reference.layers) != self._num_layers:
             raise ValueError(f"a reference of {len(reference.layers)} layers")
         return reference
 

@@ -193,9 +193,10 @@ class _Writer:
     def _fill(self) -> tuple[list[tuple[StepSlice, CheckedSlice]], list[StartRecord]]:
         slices: list[tuple[StepSlice, CheckedSlice]] = []
         starts: list[StartRecord] = []
-        room = self._plan.limits.max_step_tokens
+        limits = self._plan.limits
+        room = limits.max_step_tokens
         for each in (*self._running, *self._ready()):
-            if len(slices) == self._plan.limits.max_step_sequences:
+            if len(slices) == limits.max_step_sequences:
                 break
             if not each.is_started and each.part.shares_block:
                 each.num_computed = self._kv.num_cached_tokens(each.active)

@@ -12,9 +12,9 @@ _ORDER = attrgetter("order")
 class _Group:
     """Suspects that run together; how often this group has given way to the others."""
 
-    def __init__(self, members: Iterable[Sequence], *, num_given_way: int = 0, is_alone: bool = True) -> None:
+    def __init__(self, members: Iterable[Sequence], *, num_rotations: int = 0, is_alone: bool = True) -> None:
         self.members = dict.fromkeys(members)
-        self.num_given_way = num_given_way
+        self.num_rotations = num_rotations
         self.is_alone = is_alone
 
 
@@ -40,25 +40,25 @@ class Isolation:
         for sequence in sequences:
             group = self._suspects.get(sequence)
             if group is None or not group.is_alone:
-                self._put([sequence], num_given_way=group.num_given_way if group else 0)
+                self._put([sequence], num_rotations=group.num_rotations if group else 0)
 
-    def note_death(self, unfinished: Iterable[Sequence]) -> None:
+    def record_worker_loss(self, unfinished: Iterable[Sequence]) -> None:
         """These were in steps that a dead worker left unfinished. Those that were suspects already run alone
         from now on.
         """
         ordered = sorted(unfinished, key=_ORDER)
         for sequence in ordered:
             if (group := self._suspects.get(sequence)) is not None:
-                self._put([sequence], num_given_way=group.num_given_way)
+                self._put([sequence], num_rotations=group.num_rotations)
         new = [sequence for sequence in ordered if sequence not in self._suspects]
         size = isqrt(len(new))
         for start in range(0, len(new), size or 1):
             self._put(new[start : start + size])
 
-    def give_way(self, sequences: Iterable[Sequence]) -> None:
+    def rotate(self, sequences: Iterable[Sequence]) -> None:
         """As far as these are suspects, the others come first."""
         for sequence in self._suspects.keys() & set(sequences):
-            self._suspects[sequence].num_given_way += 1
+            self._suspects[sequence].num_rotations += 1
 
     def discard(self, sequence: Sequence) -> None:
         """It has ended, or is cleared."""
@@ -71,7 +71,7 @@ class Isolation:
         """
         suspects = [sequence for sequence in queue if sequence in self._suspects]
         if not is_busy:
-            first = min(suspects, key=lambda each: self._suspects[each].num_given_way, default=None)
+            first = min(suspects, key=lambda each: self._suspects[each].num_rotations, default=None)
             self._running = None if first is None else self._suspects[first]
         members = (sequence for sequence in suspects if self._suspects[sequence] is self._running)
         return next(members, None)
@@ -80,7 +80,7 @@ class Isolation:
         """Who of the queue is no suspect."""
         return [each for each in queue if each not in self._suspects]
 
-    def must_make_way(self, sequence: Sequence) -> bool:
+    def must_requeue(self, sequence: Sequence) -> bool:
         """`sequence` has got a token: it is no suspect any more, and waits if there are others."""
         self.discard(sequence)
         return self.is_active
@@ -90,9 +90,9 @@ class Isolation:
         group = self._suspects.get(sequence)
         return group is not None and group.is_alone
 
-    def _put(self, sequences: list[Sequence], *, num_given_way: int = 0) -> None:
+    def _put(self, sequences: list[Sequence], *, num_rotations: int = 0) -> None:
         """Into a group of their own, out of those in which they are."""
         for sequence in sequences:
             self.discard(sequence)
-        group = _Group(sequences, num_given_way=num_given_way, is_alone=len(sequences) == 1)
+        group = _Group(sequences, num_rotations=num_rotations, is_alone=len(sequences) == 1)
         self._suspects.update(dict.fromkeys(sequences, group))

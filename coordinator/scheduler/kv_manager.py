@@ -58,6 +58,7 @@ class KvCacheManager:
     ) -> None:
         """With a `window`, sequences give back the blocks that no later query can see."""
         self._ledger = Ledger(num_blocks, block_size=block_size)
+        self._pool = self._ledger.pool
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._prefix_caching = prefix_caching
@@ -85,19 +86,19 @@ class KvCacheManager:
     @property
     def num_available(self) -> int:
         """Blocks that are free or can be evicted."""
-        return self._ledger.pool.num_free + self._ledger.pool.num_inactive
+        return self._pool.num_free + self._pool.num_inactive
 
     @property
     def num_active(self) -> int:
-        return self._ledger.pool.num_active
+        return self._pool.num_active
 
     @property
     def num_inactive(self) -> int:
-        return self._ledger.pool.num_inactive
+        return self._pool.num_inactive
 
     @property
     def num_free(self) -> int:
-        return self._ledger.pool.num_free
+        return self._pool.num_free
 
     def take_pending(self) -> tuple[SequenceSignal, ...]:
         """The signals since the last call, in the order in which the ledger applied them."""

@@ -122,7 +122,8 @@ class BatchingPolicy:
 
     def chunk_us(self, *, start: int, num_tokens: int) -> float:
         """What a chunk adds to the slowest stage's time of a step."""
-        return self._times.slowest.chunk_us(num_tokens, chunk_pairs(start, num_tokens))
+        slowest = self._times.slowest
+        return slowest.chunk_us(num_tokens, chunk_pairs(start, num_tokens))
 
     def _decode_steps(self, load: DecodeLoad) -> int:
         """The number that serves most sequences per second.
@@ -132,7 +133,8 @@ class BatchingPolicy:
         """
         limits = self._limits
         least, most = limits.least_in_flight, limits.max_steps_in_flight
-        if least == most or not self._times.slowest.knows_decodes:
+        slowest = self._times.slowest
+        if least == most or not slowest.knows_decodes:
             return least
         rates = dict[int, float]()
         for number in range(least, most + 1):
@@ -149,7 +151,8 @@ class BatchingPolicy:
         """Chunks do not get smaller when there are more of them, so one more than fills the pipeline."""
         limits = self._limits
         size = limits.max_step_tokens
-        slowest_us = self._times.slowest.chunk_us(size, size * size / 2)
+        slowest = self._times.slowest
+        slowest_us = slowest.chunk_us(size, size * size / 2)
         filling = self._times.chunk_way_us(size) / slowest_us if slowest_us > 0 else limits.least_in_flight
         number = max(limits.least_in_flight, math.floor(filling)) + 1
         return min(number, limits.max_steps_in_flight)

@@ -82,7 +82,7 @@ class Scheduler:
     def __init__(self, policy: RecoveryPolicy) -> None:
         self._queue: list[Sequence] = []
         self._preempted: list[Sequence] = []
-        self._made_way: list[Sequence] = []
+        self._requeued: list[Sequence] = []
         self._running: dict[SequenceKey, Sequence] = {}
         self._prefilling: dict[SequenceKey, Sequence] = {}
         self._decoding = DecodeQueue()
@@ -169,7 +169,7 @@ class Scheduler:
         self._is_lent, self._next_step_id = False, next_step_id
 
     @property
-    def lone_suspect(self) -> Sequence | None:
+    def isolated_sequence(self) -> Sequence | None:
         """The suspect that runs now, alone; None while none does."""
         return next(filter(self.isolation.is_alone, self._running.values()), None)
 
@@ -183,7 +183,7 @@ class Scheduler:
             sequence.preempt()
         self._queue = sorted((*self._running.values(), *self._queue), key=_ORDER)
         self._preempted.clear()
-        self._made_way.clear()
+        self._requeued.clear()
         self._running.clear()
         self._prefilling.clear()
         self._decoding.clear()
@@ -322,9 +322,9 @@ class Scheduler:
         reason = sequence.accept_token(outcome)
         if reason is not None:
             self._leave(sequence)
-        elif self.isolation.must_make_way(sequence):
+        elif self.isolation.must_requeue(sequence):
             self._requeue(sequence)
-            self._made_way.append(sequence)
+            self._requeued.append(sequence)
         else:
             self._decoding.make_ready(sequence)
         if sequence.max_tokens == 0:
@@ -343,10 +343,10 @@ class Scheduler:
         preempted, self._preempted = self._preempted, []
         return preempted
 
-    def take_made_way(self) -> list[Sequence]:
+    def take_requeued(self) -> list[Sequence]:
         """Those that wait again, so that suspects run alone, since this was asked last."""
-        made_way, self._made_way = self._made_way, []
-        return made_way
+        requeued, self._requeued = self._requeued, []
+        return requeued
 
     def _requeue(self, sequence: Sequence) -> None:
         """A running sequence waits again, with its tokens."""

@@ -129,6 +129,12 @@ class Sequence:
     `all_tokens` are all tokens so far; `num_computed_tokens` of them are in steps that were handed out, so
     their KV is, or will be when those steps have run, in the cache. Between two decode steps exactly the last
     token is not computed. Tokens are only ever appended, so there are never less than the prompt's.
+
+    Sequences share cached prefixes only with those of the same `cache_salt`, and with none without
+    `shares_cache`. With `max_tokens` 0 the prompt is computed and nothing is generated.
+
+    Raises:
+        ValueError: an empty prompt or a negative number of tokens.
     """
 
     def __init__(
@@ -144,12 +150,6 @@ class Sequence:
         shares_cache: bool = True,
         wants_prompt_logprobs: bool = False,
     ) -> None:
-        """Sequences share cached prefixes only with those of the same `cache_salt`, and with none without
-        `shares_cache`.
-
-        With `max_tokens` 0 the prompt is computed and nothing is generated. Raises ValueError for an empty
-        prompt and a negative number of tokens.
-        """
         if not prompt:
             raise ValueError("a prompt needs at least one token")
         if max_tokens < 0:
@@ -281,7 +281,7 @@ class Sequence:
         """Its newest token is here and not handed out yet."""
         return self._state is SequenceState.DECODE and not self._is_token_due
 
-    def take_up(
+    def restore(
         self, tokens: tuple[int, ...], *, num_scored: int, num_cached_tokens: int, num_restarts: int
     ) -> None:
         """Goes on where a former process has left it: with tokens, as after a preemption."""
@@ -295,7 +295,7 @@ class Sequence:
             self._move_to(SequenceState.PREFILL)
             self._move_to(SequenceState.PREEMPTED)
 
-    def take_up_finished(
+    def restore_finished(
         self, tokens: tuple[int, ...], *, num_cached_tokens: int, num_restarts: int, reason: FinishReason
     ) -> None:
         """Is what a former process has made of it."""

@@ -114,7 +114,7 @@ REFUSAL = Label(
     "reason", "stageline.refusal.reason", values=("overloaded", "invalid", "unavailable", "other")
 )
 REASON = Label(
-    "reason", "stageline.reason", values=("death", "device", "fault", "broken", "fruitless", "replanned")
+    "reason", "stageline.reason", values=("death", "device", "fault", "broken", "no_progress", "replanned")
 )
 STEP_PART = Label("part", "stageline.step.part", values=("hop", "receive", "wait", "compute"))
 WORKER_STATE = Label(

@@ -355,7 +355,7 @@ async def test_requests_that_come_during_checks_are_served(model: Path) -> None:
         assert checks is not None
         answers = []
         for _ in range(20):
-            checks.look_around()
+            checks.tick()
             assert checks._task is not None
             await asyncio.sleep(0)
             answers.append(await cluster.generate(ASK.again()))

@@ -128,6 +128,7 @@ def test_a_worker_without_bfloat16_makes_the_plan_a_float32_one_unless_told(
     model = open_model(config)
     assert model.config.dtype is DType.BF16
     workers = [
-        WorkerCapacity(name=name, memory_bytes=1 << 40, lacks_bf16=name in lacking) for name in ("a", "b")
+        WorkerCapacity(name=name, memory_bytes=1 << 40, supports_bf16=name not in lacking)
+        for name in ("a", "b")
     ]
     assert plan_for(config, model, workers).dtype is planned

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from checkpoint import DType
-from coordinator.cluster.actions import Action, Shrink, StartTimer
+from coordinator.cluster.actions import Action
 from coordinator.cluster.membership import WorkerIdentity
 from coordinator.cluster.state_machine import ClusterState
 from coordinator.planner.plan import Plan, PlanImpossible, StagePlan, StepLimits, WorkerCapacity
 from coordinator.recovery.policy import DEFAULT_POLICY
+from coordinator.recovery.rejoin import GraceExpired, StartTimer
 from wire.ids import Incarnation, StageRole
 
-WAITS_FOR_RETURN = StartTimer(DEFAULT_POLICY.return_grace_s, Shrink(1))
+WAITS_FOR_RETURN = StartTimer(DEFAULT_POLICY.return_grace_s, GraceExpired(1))
 """What follows the first loss that nobody can make up for."""
 LIMITS = StepLimits(max_step_tokens=8, max_step_sequences=4, max_sequence_tokens=32)
 
@@ -119,7 +120,7 @@ class ClusterDriver:
 
     def shrink(self, num_losses: int = 1) -> list[Action]:
         """Whoever was lost has had its time to come back."""
-        return self.state.elapsed(Shrink(num_losses))
+        return self.state.elapsed(GraceExpired(num_losses))
 
     def fail_load(self, name: str, reason: str = "no such file") -> list[Action]:
         return self.state.load_failed(name, self.state._plan_id, reason)

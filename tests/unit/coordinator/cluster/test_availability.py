@@ -51,7 +51,7 @@ class Waiting:
 
     def pass_s(self, seconds: float) -> None:
         self.model.now_s += seconds
-        self.availability.look_around()
+        self.availability.tick()
 
 
 @pytest.fixture

@@ -151,7 +151,7 @@ class Checks:
 
     def lose(self, name: str) -> Checks:
         self._note(self.cluster.lose(name))
-        self._note(self.cluster.shrink(self.state._grace._num_losses))
+        self._note(self.cluster.shrink(self.state._rejoin_timer._num_losses))
         return self.settle()
 
     def settle(self) -> Checks:
@@ -176,7 +176,7 @@ class Checks:
 
     def _note(self, actions: list[Action]) -> None:
         assigned = [each for each in actions if isinstance(each, AssignStage)]
-        self.read_again += [each.worker.name for each in assigned if each.reads_again]
+        self.read_again += [each.worker.name for each in assigned if each.force_reload]
 
 
 def everywhere(*names: str) -> set[tuple[str, int]]:

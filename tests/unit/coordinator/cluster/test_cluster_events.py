@@ -13,15 +13,13 @@ from coordinator.cluster.actions import (
     Disconnect,
     FinishRunning,
     LetGo,
-    Release,
-    Shrink,
     StartServing,
-    StartTimer,
     StopServing,
 )
 from coordinator.cluster.membership import WorkerIdentity, WorkerRecord, WorkerState
 from coordinator.cluster.transitions import ClusterPhase
 from coordinator.recovery.policy import DEFAULT_POLICY
+from coordinator.recovery.rejoin import GraceExpired, HoldExpired, StartTimer
 from tests.properties import examples
 from tests.unit.coordinator.cluster.cluster_driver import ClusterDriver
 
@@ -45,12 +43,12 @@ class ClusterEvents(RuleBasedStateMachine):
         self.in_force: int | None = None
         self.served: set[int] = set()
         self.serving: int | None = None
-        self.num_fruitless = 0
+        self.num_without_result = 0
         self.last_delay_s = 0.0
         self.num_incarnations = 0
         self.plan_id = 0
         self.assigned: list[AssignStage] = []
-        self.timers: list[Release | Shrink] = []
+        self.timers: list[HoldExpired | GraceExpired] = []
         self.let_go: set[WorkerIdentity] = set()
         self.finishing: list[WorkerIdentity] = []
         for name in "abcd"[:num_joined]:
@@ -169,7 +167,7 @@ class ClusterEvents(RuleBasedStateMachine):
     def result_arrives(self) -> None:
         if self.serving is not None:
             self.state.result_arrived()
-            self.num_fruitless = 0
+            self.num_without_result = 0
             self.last_delay_s = 0.0
 
     # What follows
@@ -218,7 +216,7 @@ class ClusterEvents(RuleBasedStateMachine):
         assert not record.is_draining and not record.is_left_out
         assert record.state is WorkerState.LOADING
         self.assigned.append(assign)
-        self.num_fruitless, self.last_delay_s = 0, 0.0
+        self.num_without_result, self.last_delay_s = 0, 0.0
         self.plan_id = assign.plan_id
 
     def check_begin(self, begin: BeginEpoch) -> None:
@@ -229,11 +227,11 @@ class ClusterEvents(RuleBasedStateMachine):
         assert begin.plan_id == self.plan_id
         self.epochs.append(begin.epoch)
         self.in_force = begin.epoch
-        if self.num_fruitless == 0:
+        if self.num_without_result == 0:
             assert begin.delay_s == 0
         else:
             assert self.last_delay_s < begin.delay_s or begin.delay_s == DEFAULT_POLICY.max_epoch_delay_s
-        self.num_fruitless += 1
+        self.num_without_result += 1
         self.last_delay_s = begin.delay_s
 
     @property
@@ -268,7 +266,7 @@ class ClusterEvents(RuleBasedStateMachine):
         state = self.state
         if not state.has_served or state.plan is not None or not self.usable:
             return
-        has_timer = Shrink(state._grace._num_losses) in self.timers
+        has_timer = GraceExpired(state._rejoin_timer._num_losses) in self.timers
         assert has_timer or "needed" in state.detail, "waits for ever"
 
     @invariant()

@@ -11,15 +11,13 @@ from coordinator.cluster.actions import (
     EndCause,
     FinishRunning,
     LetGo,
-    Release,
-    Shrink,
     StartServing,
-    StartTimer,
     StopServing,
 )
 from coordinator.cluster.membership import WorkerState
 from coordinator.cluster.transitions import ClusterPhase
 from coordinator.recovery.policy import DEFAULT_POLICY
+from coordinator.recovery.rejoin import GraceExpired, HoldExpired, StartTimer
 from tests.unit.coordinator.cluster.cluster_driver import (
     WAITS_FOR_RETURN,
     ClusterDriver,
@@ -65,7 +63,7 @@ def test_the_timer_of_an_older_loss_does_nothing() -> None:
     cluster = ClusterDriver(num_stages=3).serving()
     cluster.lose("a")
     cluster.join("a", incarnation=2)
-    assert cluster.lose("b")[-1] == StartTimer(WAITS_FOR_RETURN.delay_s, Shrink(2))
+    assert cluster.lose("b")[-1] == StartTimer(WAITS_FOR_RETURN.delay_s, GraceExpired(2))
     assert cluster.shrink(1) == []
     assert cluster.state.plan is None
     assert kinds(cluster.shrink(2)) == [AssignStage] * 2
@@ -132,7 +130,7 @@ def test_survivors_of_which_one_fails_to_load_once_try_again() -> None:
 
 def test_a_coordinator_after_one_that_served_waits_and_then_does_without_the_lost() -> None:
     cluster = ClusterDriver(num_stages=3, has_served=True, last_epoch=7)
-    assert cluster.state.start() == [StartTimer(DEFAULT_POLICY.coordinator_rejoin_s, Shrink(0))]
+    assert cluster.state.start() == [StartTimer(DEFAULT_POLICY.coordinator_rejoin_s, GraceExpired(0))]
     assert cluster.join_all("a", "c") == []
     assert cluster.state.phase is ClusterPhase.WAITING_FOR_WORKERS
     assert kinds(cluster.shrink(0)) == [AssignStage] * 2
@@ -169,7 +167,7 @@ def flap(cluster: ClusterDriver, name: str, times: int) -> list[list[object]]:
         cluster.lose(name)
         actions = cluster.join(name, incarnation=incarnation)
         returns.append(list(actions))
-        cluster.state.elapsed(Release(name, identity_of(name, incarnation=incarnation).incarnation))
+        cluster.state.elapsed(HoldExpired(name, identity_of(name, incarnation=incarnation).incarnation))
     return returns
 
 
@@ -186,7 +184,7 @@ def test_a_worker_that_waits_is_not_used_and_says_why() -> None:
     flap(cluster, "b", 1)
     cluster.lose("b")
     (timer,) = cluster.join("b", incarnation=9)
-    assert timer == StartTimer(0.5, Release("b", identity_of("b", incarnation=9).incarnation))
+    assert timer == StartTimer(0.5, HoldExpired("b", identity_of("b", incarnation=9).incarnation))
     assert shown(cluster, "b") is WorkerState.JOINING
     assert cluster.state.workers["b"].detail == "lost 2 times; it waits 0.5 s before it is used"
     assert kinds(cluster.join("c")) == [AssignStage] * 2
@@ -376,7 +374,7 @@ def test_a_stage_that_is_not_reached_twice_is_done_without() -> None:
     cluster.load_all()
     cluster.get_ready()
     assert kinds(cluster.lose("c")) == [StopServing, StartTimer]
-    assert kinds(cluster.state.elapsed(Shrink(1))) == [AssignStage, AssignStage]
+    assert kinds(cluster.state.elapsed(GraceExpired(1))) == [AssignStage, AssignStage]
     assert cluster.stage_names == ["a", "b"], "it may be reached now"
 
 

@@ -14,6 +14,7 @@ from coordinator.engine.observer import EngineObserver
 from coordinator.engine.output_stream import Output, OutputStream, Positions
 from coordinator.engine.request import Request
 from coordinator.journal.records import AcceptedRequest
+from coordinator.recovery.attribution import FailureAttribution
 from coordinator.recovery.policy import DEFAULT_POLICY
 from coordinator.scheduler.kv_manager import KvCacheManager
 from coordinator.scheduler.policy import SchedulerLimits
@@ -137,6 +138,9 @@ class EngineModel:
             durability=durability,
             observers=observers,
         )
+        self.attribution = FailureAttribution(
+            self.engine.scheduler, self.engine.registry, self.engine.fail, policy=DEFAULT_POLICY
+        )
         self.error_at: Callable[[StepSlice], bool] = lambda part: False
         self.sent: list[Step] = []
         self.epoch = 0
@@ -194,7 +198,7 @@ class EngineModel:
 
     def die(self, reason: str = "worker b is lost") -> None:
         """A worker dies."""
-        self.engine.blame.note_death(reason)
+        self.attribution.record_worker_loss(reason)
         self.stop()
 
     def fault(
@@ -205,7 +209,7 @@ class EngineModel:
         kind: StepFaultKind = StepFaultKind.POSITION,
     ) -> None:
         """A stage refuses a step."""
-        self.engine.blame.note_fault(
+        self.attribution.record_fault(
             FaultReport(
                 epoch=self.epoch, step_id=step_id, stage=0, kind=kind, message="", request_ids=request_ids
             )
@@ -251,7 +255,7 @@ class EngineModel:
         """The oldest result reaches the engine; False if there is none."""
         if not self.results:
             return False
-        self.engine.complete(self.results.popleft())
+        self.attribution.record_tokens(self.engine.complete(self.results.popleft()))
         return True
 
     def run_step(self) -> bool:

@@ -53,7 +53,7 @@ def check_isolation(model: EngineModel) -> None:
     scheduler = model.engine.scheduler
     if scheduler.isolation.is_active:
         assert scheduler.isolation.others(scheduler.running) == []
-    if (alone := scheduler.lone_suspect) is not None:
+    if (alone := scheduler.isolated_sequence) is not None:
         assert scheduler.running == (alone,)
         keys = {part.sequence for queue in model.queues for step in queue for part in step.slices}
         assert keys <= {alone.key}, "somebody else is still computed"
@@ -120,7 +120,7 @@ def test_workers_that_die_by_chance_fail_nobody(new_model: NewModel, seed: int) 
     last_tokens: dict[SequenceKey, int] = {}
 
     def kills(step: Step) -> bool:
-        alone = model.engine.scheduler.lone_suspect
+        alone = model.engine.scheduler.isolated_sequence
         if chance.random() > 0.2:
             return False
         if alone is not None:
@@ -152,10 +152,10 @@ def test_suspects_run_one_at_a_time_and_newcomers_wait_for_them(new_model: NewMo
     scheduler = model.engine.scheduler
     for request in requests:
         sequence = request.choices[0].sequence
-        assert scheduler.lone_suspect is sequence
+        assert scheduler.isolated_sequence is sequence
         assert scheduler.running == (sequence,)
         model.run_step()
-    assert scheduler.lone_suspect is None
+    assert scheduler.isolated_sequence is None
     assert len(scheduler.running) == 3
     model.run()
     for call, wish in zip(calls, wishes, strict=True):
@@ -175,11 +175,11 @@ def test_after_a_death_suspects_run_in_groups_and_after_another_one_alone(new_mo
     scheduler = model.engine.scheduler
     first = [request.choices[0].sequence for request in requests[:3]]
     assert list(scheduler.running) == first
-    assert scheduler.lone_suspect is None
+    assert scheduler.isolated_sequence is None
     model.die()
     model.start(64)
     for sequence in first:
-        assert scheduler.lone_suspect is sequence
+        assert scheduler.isolated_sequence is sequence
         model.run_step()
     for turn in (requests[3:6], requests[6:9]):
         assert list(scheduler.running) == [request.choices[0].sequence for request in turn]
@@ -189,7 +189,7 @@ def test_after_a_death_suspects_run_in_groups_and_after_another_one_alone(new_mo
             model.run_step()
             check_isolation(model)
     model.run()
-    assert [request.num_deaths_alone for request in requests] == [0] * 9
+    assert [request.failures.num_deaths_alone for request in requests] == [0] * 9
     for call, wish in zip(calls, wishes, strict=True):
         check_whole(call, wish)
     model.check_idle()
@@ -202,11 +202,11 @@ def test_a_request_is_tried_once_more_for_each_worker_that_was_lost_without_it(n
     model.die()
     for num_alone in range(1, DEFAULT_POLICY.max_deaths_alone + DEFAULT_POLICY.max_unrelated_deaths):
         model.start(64)
-        assert model.engine.scheduler.lone_suspect is request.choices[0].sequence
+        assert model.engine.scheduler.isolated_sequence is request.choices[0].sequence
         model.die()
         for _ in range(3):
-            model.engine.blame.note_unrelated_death()
-        assert (request.error, request.num_deaths_alone) == (None, num_alone)
+            model.attribution.record_unrelated_loss()
+        assert (request.error, request.failures.num_deaths_alone) == (None, num_alone)
     model.start(64)
     model.die()
     assert isinstance(request.error, RequestPoisoned), "chance has its limits"
@@ -221,7 +221,7 @@ def test_faults_long_ago_are_forgiven(new_model: NewModel) -> None:
             model.run_step()
         model.fault(model.sent[-1].step_id)
         model.start(64)
-        assert request.num_faults == 1
+        assert request.failures.num_faults == 1
     model.run()
     check_whole(call, wish)
 
@@ -233,7 +233,7 @@ def test_what_was_only_in_the_queue_is_no_suspect(new_model: NewModel) -> None:
     model.die()
     model.start(64)
     model.run_step()
-    assert model.engine.scheduler.lone_suspect is None
+    assert model.engine.scheduler.isolated_sequence is None
     model.run()
     check_whole(calls[0], first)
     check_whole(calls[1], second)
@@ -246,9 +246,9 @@ def test_suspects_stay_suspects_when_the_epoch_ends_for_another_reason(new_model
     model.die()
     for _ in range(2):
         model.start(64)
-        assert model.engine.scheduler.lone_suspect is requests[0].choices[0].sequence
+        assert model.engine.scheduler.isolated_sequence is requests[0].choices[0].sequence
         model.stop()
-    assert [each.num_deaths_alone for each in requests] == [0, 0]
+    assert [each.failures.num_deaths_alone for each in requests] == [0, 0]
     model.start(64)
     model.run()
     check_whole(calls[0], wish_of(1))
@@ -281,10 +281,10 @@ def test_who_follows_a_cancelled_suspect_is_not_blamed_for_what_that_one_does(ne
     for _ in range(2):
         model.die()
         model.start(64)
-        assert model.engine.scheduler.lone_suspect is requests[0].choices[0].sequence
+        assert model.engine.scheduler.isolated_sequence is requests[0].choices[0].sequence
     model.engine.cancel(requests[0].id)
     model.die()
-    assert requests[1].num_deaths_alone == 0
+    assert requests[1].failures.num_deaths_alone == 0
     model.start(64)
     model.run()
     check_whole(calls[1], wish_of(2))
@@ -295,7 +295,7 @@ def test_who_follows_a_cancelled_suspect_is_not_blamed_for_what_that_one_does(ne
 
 
 def fail_device(model: EngineModel, *, num_stages: int) -> None:
-    model.engine.blame.note_device_failure("its device failed", num_stages=num_stages)
+    model.attribution.record_device_failure("its device failed", num_stages=num_stages)
     model.stop()
 
 
@@ -306,7 +306,7 @@ def test_devices_of_all_stages_may_fail_under_one_request_that_runs_alone(new_mo
     fail_device(model, num_stages=3)
     for _ in range(3):
         model.start(64)
-        assert model.engine.scheduler.lone_suspect is requests[0].choices[0].sequence
+        assert model.engine.scheduler.isolated_sequence is requests[0].choices[0].sequence
         fail_device(model, num_stages=3)
     model.start(64)
     model.run()
@@ -343,7 +343,7 @@ def test_the_last_try_after_faults_is_alone(new_model: NewModel, kind: StepFault
         everybody = tuple(request.id for request in model.engine.registry.live)
         model.fault(model.sent[-1].step_id, kind=kind, request_ids=everybody)
         model.start(64)
-        assert (model.engine.scheduler.lone_suspect is not None) == is_alone
+        assert (model.engine.scheduler.isolated_sequence is not None) == is_alone
     model.run()
     check_whole(calls[0], wish_of(1))
     check_whole(calls[1], wish_of(2))
@@ -451,7 +451,7 @@ def run_over_breaks(model: EngineModel, breaks: Callable[[Step], bool], *, most:
         elif breaks(model.queues[stage][0]):
             num_breaks, num_in_a_row = num_breaks + 1, num_in_a_row + 1
             assert num_breaks <= most, "the cluster goes round in circles"
-            model.engine.blame.note_break("it broke", is_lasting=num_in_a_row >= 3)
+            model.attribution.record_break("it broke", is_lasting=num_in_a_row >= 3)
             model.stop()
             model.start(64)
         else:
@@ -480,15 +480,15 @@ def test_where_every_stream_breaks_nobody_is_the_cause_and_all_have_their_turn(
     model = new_model()
     requests, _ = submit_all(model, [wish_of(number) for number in range(3)])
     for _ in range(3):
-        model.engine.blame.note_break("it broke", is_lasting=True)
+        model.attribution.record_break("it broke", is_lasting=True)
         model.stop()
         model.start(64)
     alone: list[RequestId] = []
     for _ in range(9):
-        suspect = model.engine.scheduler.lone_suspect
+        suspect = model.engine.scheduler.isolated_sequence
         assert suspect is not None
         alone.append(suspect.key.request_id)
-        model.engine.blame.note_break("it broke", is_lasting=True)
+        model.attribution.record_break("it broke", is_lasting=True)
         model.stop()
         model.start(64)
     assert all(alone.count(request.id) >= 3 for request in requests)

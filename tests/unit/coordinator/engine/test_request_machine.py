@@ -250,7 +250,7 @@ class Requests(RuleBasedStateMachine):
     def lose_a_worker(self, num_blocks: int | None, happens: bool) -> None:
         if not happens:
             return
-        alone = self.engine.scheduler.lone_suspect
+        alone = self.engine.scheduler.isolated_sequence
         ends: Ends = {}
         if alone is not None:
             self.num_deaths_alone[alone.key.request_id] += 1
@@ -347,7 +347,7 @@ class Requests(RuleBasedStateMachine):
     @invariant()
     def a_suspect_that_runs_is_alone(self) -> None:
         scheduler = self.engine.scheduler
-        if (alone := scheduler.lone_suspect) is not None:
+        if (alone := scheduler.isolated_sequence) is not None:
             assert scheduler.running == (alone,)
             assert set(scheduler.unfinished) <= {alone}
 

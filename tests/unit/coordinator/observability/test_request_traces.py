@@ -10,7 +10,7 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import StatusCode
 
-from coordinator.observability.request_traces import MADE_WAY, RequestTraces
+from coordinator.observability.request_traces import REQUEUED, RequestTraces
 from coordinator.scheduler.policy import SchedulerLimits
 from telemetry.span_recorder import ratio_sampler
 from telemetry.spans import Attr, SpanName
@@ -147,7 +147,7 @@ def test_who_makes_way_for_suspects_is_not_preempted(new_traced: NewTraced) -> N
     traced.run()
     assert traced.spans(SpanName.PREEMPTION) == []
     reasons = [(each.attributes or {}).get(Attr.REASON) for each in traced.spans(SpanName.RECOVERY)]
-    assert MADE_WAY in reasons
+    assert REQUEUED in reasons
     roots = [each.attributes or {} for each in traced.spans(SpanName.GENERATE)]
     assert [(each[Attr.NUM_PREEMPTIONS], each[Attr.NUM_RECOVERIES]) for each in roots] == [(0, 1)] * 2
 

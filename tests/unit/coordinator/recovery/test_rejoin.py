@@ -21,7 +21,7 @@ def cause_of(cluster: ClusterDriver, reason: str = "it broke") -> EndCause:
 def test_an_epoch_that_breaks_blames_nobody_and_the_third_in_a_row_does() -> None:
     cluster = ClusterDriver(num_stages=2).serving()
     causes = [cause_of(cluster) for _ in range(4)]
-    assert causes == [EndCause.BROKEN, EndCause.BROKEN, EndCause.FRUITLESS, EndCause.FRUITLESS]
+    assert causes == [EndCause.BROKEN, EndCause.BROKEN, EndCause.NO_PROGRESS, EndCause.NO_PROGRESS]
 
 
 def test_a_token_makes_up_for_what_broke_and_a_part_of_a_prompt_does_not() -> None:
@@ -29,7 +29,7 @@ def test_a_token_makes_up_for_what_broke_and_a_part_of_a_prompt_does_not() -> No
     for _ in range(2):
         cause_of(cluster)
         cluster.state.result_arrived()
-    assert cause_of(cluster) is EndCause.FRUITLESS
+    assert cause_of(cluster) is EndCause.NO_PROGRESS
     cluster.state.token_arrived()
     assert cause_of(cluster) is EndCause.BROKEN
 
@@ -114,7 +114,7 @@ def test_when_it_is_used_again_it_reads_its_layers_again() -> None:
     cluster.lose("a")
     (assign,) = cluster.shrink()
     assert isinstance(assign, AssignStage)
-    assert (assign.worker.name, assign.reads_again) == ("b", True)
+    assert (assign.worker.name, assign.force_reload) == ("b", True)
 
 
 def test_what_was_long_ago_does_not_count_and_what_is_late_changes_nothing() -> None:
