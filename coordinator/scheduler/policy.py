@@ -34,7 +34,7 @@ class SchedulerLimits:
     max_step_sequences: int
     max_steps_in_flight: int
     min_steps_in_flight: int | None = None
-    max_decode_slowdown: float = 1.4
+    max_decode_slowdown: float = 1.3
 
     def __post_init__(self) -> None:
         for name in ("max_step_tokens", "max_step_sequences", "max_steps_in_flight"):

@@ -19,40 +19,41 @@ from wire.addresses import DEFAULT_ADDRESS
 from wire.ids import id_text, parse_request_id
 from wire.user_files import state_directory, write_secret
 
-LIVE_S = 7 * 24 * 3600.0
-"""How long a file is kept whose request is not known to have ended. Its time of change says until when."""
+MAX_LIFE_S = 7 * 24 * 3600.0
+"""Lifetime of the file of a request with an unknown end; the file's modification time is its expiry."""
 
 
 def store(request_id: str, secret: str) -> None:
-    """Writes the file, and removes those of requests that are over. Raises OSError."""
+    """Write the file, and remove the files of requests that ended. Raises OSError."""
     _prune()
     path = _path(request_id)
     write_secret(path, secret)
-    expire_after(request_id, LIVE_S)
+    expire_after(request_id, MAX_LIFE_S)
 
 
 def expire_after(request_id: str, seconds: float) -> None:
-    """The file, if there is one, is not needed for longer than this."""
+    """Set when the file, if there is one, may be removed."""
     until = time.time() + seconds
     with suppress(OSError):
         os.utime(_path(request_id), (until, until))
 
 
 def forget(request_id: str) -> None:
-    """The request is over."""
+    """Remove the file of a request that ended."""
     with suppress(OSError, typer.BadParameter):
         _path(request_id).unlink()
 
 
 def forget_if_over(request_id: str, error: StagelineError) -> None:
-    """An error that says that the request is not there."""
+    """Remove the file of a request that the coordinator does not know."""
     if isinstance(error, RequestNotFound):
         forget(request_id)
 
 
 def find(request_id: str, secret_file: str | None) -> str:
-    """The secret in `secret_file` ("-": standard input), else the stored one. Raises CommandFailed or
-    typer.BadParameter.
+    """The secret in `secret_file` ("-": standard input), or by default the stored one.
+
+    Raises CommandFailed or typer.BadParameter.
     """
     if secret_file == "-":
         return _given(sys.stdin.readline().strip(), "standard input")
@@ -92,7 +93,7 @@ def _prune() -> None:
 
 
 _RequestId = Annotated[
-    str, typer.Argument(metavar="REQUEST_ID", help="As `generate --detach` told it.", show_default=False)
+    str, typer.Argument(metavar="REQUEST_ID", help="Id that `generate --detach` printed.", show_default=False)
 ]
 
 
@@ -101,7 +102,7 @@ _SecretFile = Annotated[
     typer.Option(
         metavar="PATH|-",
         help="File of mode 0600 with the secret of the request, - for standard input "
-        "(default: the file that `generate --detach` has left on this machine).",
+        "(default: the file that `generate --detach` wrote on this machine).",
     ),
 ]
 
@@ -109,15 +110,14 @@ _SecretFile = Annotated[
 def attach(
     request_id: _RequestId,
     secret_file: _SecretFile = None,
-    from_token: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Leave out so many tokens of its output.")
-    ] = 0,
-    n: Annotated[int, typer.Option("--n", "-n", metavar="N", min=1, help="How many choices it has.")] = 1,
+    from_token: Annotated[int, typer.Option(metavar="N", min=0, help="Skip the first N output tokens.")] = 0,
+    n: Annotated[
+        int, typer.Option("--n", "-n", metavar="N", min=1, help="Number of choices of the request.")
+    ] = 1,
     json: options.Json = False,
     coordinator: options.Coordinator = DEFAULT_ADDRESS,
 ) -> int:
-    """Show the output of a detached request, here instead of where it went before."""
-
+    """Move the output of a detached request to this terminal."""
     secret = find(request_id, secret_file)
 
     async def run() -> Report:

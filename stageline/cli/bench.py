@@ -1,4 +1,4 @@
-"""`stageline bench serve`: drives a running cluster with a load."""
+"""`stageline bench serve`: a load on a running cluster."""
 
 import asyncio
 import signal
@@ -31,91 +31,112 @@ DEFAULT_PROMPT_TOKENS = "128"
 DEFAULT_OUTPUT_TOKENS = "64"
 DEFAULT_TIMEOUT_S = 600.0
 
-_LENGTHS = "N, uniform:A-B, normal:MEAN,SD or lognormal:MEAN,SD; the last two may end with :A-B, their bounds"
+_LENGTHS = "N, uniform:A-B, normal:MEAN,SD or lognormal:MEAN,SD; :A-B after the last two bounds them"
 
-_load = partial(typer.Option, rich_help_panel="When requests arrive")
-_shape = partial(typer.Option, rich_help_panel="What a request is")
-_slo = partial(typer.Option, metavar="MS", rich_help_panel="Goodput: requests within all of these limits")
+_load = partial(typer.Option, rich_help_panel="Arrivals")
+_shape = partial(typer.Option, rich_help_panel="Requests")
+_slo = partial(typer.Option, metavar="MS", rich_help_panel="Latency limits for goodput")
 
 
 class ArrivalFlags(TypedDict, total=False):
-    """When requests arrive, and how many."""
+    """Arrivals of requests."""
 
     request_rate: Annotated[
         float | None,
         _load(
             metavar="R",
-            help=f"Requests per second; inf is all at once; {DEFAULT_RATE_PER_S:g} unless given.",
+            help=f"Requests per second; inf sends all at once (default: {DEFAULT_RATE_PER_S:g}).",
         ),
     ]
     num_requests: Annotated[
         int | None,
-        _load(metavar="N", min=1, help=f"How many; {DEFAULT_NUM_REQUESTS} unless --duration is given."),
+        _load(
+            metavar="N",
+            min=1,
+            help=f"Number of requests (default: {DEFAULT_NUM_REQUESTS}, none with --duration).",
+        ),
     ]
     duration: Annotated[
-        float | None, _load(metavar="SECONDS", help="Send what arrives in so long, instead of a number.")
+        float | None, _load(metavar="SECONDS", help="Duration of arrivals, instead of --num-requests.")
     ]
     burstiness: Annotated[
         float | None,
-        _load(metavar="X", help="1, the default, is Poisson; less comes in bursts, more is steadier."),
+        _load(
+            metavar="X",
+            help="Shape of gamma-distributed arrivals; lower is burstier (default: 1, Poisson).",
+        ),
     ]
     max_concurrency: Annotated[
         int | None,
-        _load(metavar="N", min=1, help="Run no more at once; others wait, and their latencies count that."),
+        _load(
+            metavar="N",
+            min=1,
+            help="Maximum concurrent requests; the wait of others counts as latency (default: unlimited).",
+        ),
     ]
     seed: Annotated[
         int | None,
-        _load(metavar="N", min=0, max=2**64 - 1, help="The same seed is the same load, times included; 0."),
+        _load(
+            metavar="N",
+            min=0,
+            max=2**64 - 1,
+            help="Random seed of lengths, tokens and arrival times (default: 0).",
+        ),
     ]
     warmup: Annotated[
-        int | None, _load(metavar="N", min=0, help="Send so many before, at once, and do not count them.")
+        int | None,
+        _load(metavar="N", min=0, help="Requests sent before the measurement, all at once (default: 0)."),
     ]
 
 
 class ShapeFlags(TypedDict, total=False):
-    """What a request is."""
+    """Shape of a request."""
 
     prompt_tokens: Annotated[
         str | None,
         _shape(
-            metavar="LENGTHS", help=f"Random token ids: {_LENGTHS}; {DEFAULT_PROMPT_TOKENS} unless given."
+            metavar="LENGTHS", help=f"Random prompt lengths: {_LENGTHS} (default: {DEFAULT_PROMPT_TOKENS})."
         ),
     ]
     output_tokens: Annotated[
         str | None,
-        _shape(metavar="LENGTHS", help=f"Exact output lengths; {DEFAULT_OUTPUT_TOKENS} unless given."),
+        _shape(
+            metavar="LENGTHS",
+            help=f"Exact output lengths, as for --prompt-tokens (default: {DEFAULT_OUTPUT_TOKENS}).",
+        ),
     ]
     shared_prefix: Annotated[
         int | None,
-        _shape(metavar="N", min=0, help="So many tokens before each prompt are the same in its group."),
+        _shape(metavar="N", min=0, help="Tokens before each prompt that its group shares (default: 0)."),
     ]
     prefix_groups: Annotated[
         int | None,
-        _shape(metavar="K", min=1, help="Groups that requests fall into; 1 unless given."),
+        _shape(metavar="K", min=1, help="Groups of requests with the same prefix (default: 1)."),
     ]
     temperature: Annotated[
-        float | None, _shape(metavar="T", min=0, help="0, the default, always takes the likeliest token.")
+        float | None,
+        _shape(metavar="T", min=0, help="Sampling temperature; 0 takes the likeliest token (default: 0)."),
     ]
     timeout: Annotated[
         float | None,
         _shape(
             metavar="SECONDS",
-            help=f"Most time from sending a request to its end; {DEFAULT_TIMEOUT_S:g} unless given.",
+            help=f"Maximum time from sending a request to its end (default: {DEFAULT_TIMEOUT_S:g}s).",
         ),
     ]
 
 
 class LimitFlags(TypedDict, total=False):
-    """What counts as good."""
+    """Limits of a good request, in milliseconds."""
 
-    slo_ttft: Annotated[float | None, _slo(help="Time to the first token, from when the request was due.")]
-    slo_itl: Annotated[float | None, _slo(help="The longest gap between two messages of a request.")]
-    slo_tpot: Annotated[float | None, _slo(help="Mean time per output token after the first one.")]
-    slo_e2e: Annotated[float | None, _slo(help="Time to the last token, from when the request was due.")]
+    slo_ttft: Annotated[float | None, _slo(help="Maximum time to the first token, from the due time.")]
+    slo_itl: Annotated[float | None, _slo(help="Maximum gap between two messages of a request.")]
+    slo_tpot: Annotated[float | None, _slo(help="Maximum mean time per output token after the first.")]
+    slo_e2e: Annotated[float | None, _slo(help="Maximum time to the last token, from the due time.")]
 
 
 def load_config(coordinator: str, flags: Mapping[str, Any]) -> LoadConfig:
-    """The load that the user has described; a flag that is None was not given. Raises ValueError."""
+    """The load of `flags`; None stands for a flag's default. Raises ValueError."""
     given = {name: value for name, value in flags.items() if value is not None}
     return LoadConfig(
         coordinator=coordinator,
@@ -158,7 +179,7 @@ def _limits(given: Mapping[str, Any]) -> Limits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputFiles:
-    """Where to write what was measured, if anywhere. Raises ValueError for where that cannot be."""
+    """Files for the results. Raises ValueError for a path that cannot be written."""
 
     json: Path | None
     plot: Path | None
@@ -180,7 +201,7 @@ class _Measured:
 
 
 def run_load(config: LoadConfig, files: OutputFiles) -> int:
-    """Returns the exit code: 0, 1 when requests have failed, 130 when Ctrl-C has ended it before its time."""
+    """The exit code: 0, 1 when requests failed, 130 after Ctrl-C."""
     plan = options.build_config(lambda: make_plan(config.spec))
     measured = uvloop.run(_measure(config, plan))
     _tell(measured, files)
@@ -232,7 +253,7 @@ def _tell(measured: _Measured, files: OutputFiles) -> None:
 
 
 def _first_errors(run: LoadRun) -> dict[str, str]:
-    """The first error of each status."""
+    """The first error by status."""
     errors: dict[str, str] = {}
     for record in run.records:
         if record.has_failed:
@@ -251,21 +272,22 @@ def _bench() -> None:
 @takes(ArrivalFlags, ShapeFlags, LimitFlags)
 def serve(
     json: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write all numbers, and a record of each request.")
+        Path | None, typer.Option(metavar="FILE", help="File for all results, with a record of each request.")
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.svg|png", help="Draw latencies, and tokens and concurrency over time."),
+        typer.Option(
+            metavar="FILE.svg|png",
+            help="File for plots of latencies, and of tokens and concurrency over time.",
+        ),
     ] = None,
     coordinator: options.Coordinator = DEFAULT_ADDRESS,
     **flags: Any,
 ) -> int:
-    """Send requests when they are due, however slow the answers are; show throughput and latencies.
+    """Send requests at their due times, regardless of responses; show throughput and latencies.
 
-    The load is open-loop: latencies count from when a request was due, also where it had to wait to be sent.
+    The load is open-loop: latencies count from the due time, even if the request had to wait to be sent.
     """
-    # Imported late: numpy takes a while.
-
     config = options.build_config(lambda: load_config(coordinator, flags))
     files = options.build_config(lambda: OutputFiles(json=json, plot=plot))
     return run_load(config, files)

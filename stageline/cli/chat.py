@@ -1,4 +1,4 @@
-"""`stageline chat`: a conversation that remembers what was said."""
+"""`stageline chat`: a conversation with the model."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ def chat(
     coordinator: options.Coordinator = DEFAULT_ADDRESS,
     **flags: Any,
 ) -> int:
-    """Hold a conversation. [bold]/reset[/] forgets it, [bold]/exit[/] ends, Ctrl-C stops an answer."""
+    """Chat with a model. [bold]/reset[/] clears the history, [bold]/exit[/] ends; Ctrl-C stops an answer."""
     history: list[ChatMessage] = []
     wanted = options_from({**flags, "max_tokens": max_tokens})
 
@@ -57,7 +57,7 @@ def chat(
 
 
 def _next_line(history: list[ChatMessage]) -> str | None:
-    """The next thing the user says to the model; commands are carried out here. None at the end."""
+    """The user's next message, after running commands such as /reset. None at the end."""
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "").strip()

@@ -33,50 +33,50 @@ def generate(
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to complete.", show_default=False)],
     max_tokens: MaxTokens = 100,
     token_ids: Annotated[
-        bool, typer.Option("--token-ids", help="PROMPT is token ids, as in 1,15,7.")
+        bool, typer.Option("--token-ids", help="Read PROMPT as token ids, as in 1,15,7.")
     ] = False,
     json: options.Json = False,
     coordinator: options.Coordinator = DEFAULT_ADDRESS,
     **flags: Any,
 ) -> int:
-    """Complete a prompt, and write the text as it arrives."""
+    """Complete a prompt and print the text as it arrives."""
     given: Prompt = _parse_token_ids(prompt) if token_ids else prompt
     wanted = options_from({**flags, "max_tokens": max_tokens})
-    # Made here, so that it can be told.
-    request_id = wanted.setdefault("request_id", id_text(new_request_id()))
+    # Made here, so that it can be printed.
+    request_id = wanted.setdefault("request_id", id_text(new_request_id())) or ""
     detach = wanted.get("on_disconnect")
     is_detached = detach is not None
     if is_detached:
         wanted["attach_secret"] = new_attach_secret()
-
-    async def run() -> Report:
-        async with Client(coordinator) as client:
-            model = await client.model()
-            if isinstance(given, str) and not model.has_tokenizer:
-                text = f"model {model.name} has no tokenizer: give token ids with --token-ids"
-                raise CommandFailed(text, reason="NO_TOKENIZER")
-            outputs = client.generate(given, **wanted)
-            if is_detached:
-                store(request_id or "", wanted["attach_secret"] or "")
-                print(f"(request {request_id})", file=sys.stderr)
-            num_choices = wanted.get("n") or 1
-            show = show_for(num_choices=num_choices, as_token_ids=not model.has_tokenizer, is_json=json)
-            return await show_stream(outputs, show)
-
     try:
-        report = asyncio.run(run())
+        report = asyncio.run(_run(coordinator, given, wanted, is_json=json))
     except KeyboardInterrupt:
         print(f"\nstageline: {_describe_leaving(request_id, is_detached=is_detached)}", file=sys.stderr)
         return INTERRUPTED
     except StagelineError as error:
         if is_detached and not isinstance(error, Unavailable | Superseded):
-            forget(request_id or "")
+            forget(request_id)
         raise
     if isinstance(detach, Detach):
-        expire_after(request_id or "", detach.keep_s)
+        expire_after(request_id, detach.keep_s)
     print_report(report, is_json=json)
     print(f"({_describe(report, wanted)})", file=sys.stderr)
     return 0
+
+
+async def _run(coordinator: str, prompt: Prompt, wanted: GenerateOptions, *, is_json: bool) -> Report:
+    async with Client(coordinator) as client:
+        model = await client.model()
+        if isinstance(prompt, str) and not model.has_tokenizer:
+            text = f"model {model.name} has no tokenizer: give token ids with --token-ids"
+            raise CommandFailed(text, reason="NO_TOKENIZER")
+        outputs = client.generate(prompt, **wanted)
+        if (secret := wanted.get("attach_secret")) is not None:
+            store(wanted["request_id"] or "", secret)
+            print(f"(request {wanted['request_id']})", file=sys.stderr)
+        num_choices = wanted.get("n") or 1
+        show = show_for(num_choices=num_choices, as_token_ids=not model.has_tokenizer, is_json=is_json)
+        return await show_stream(outputs, show)
 
 
 def _describe(report: Report, wanted: GenerateOptions) -> str:

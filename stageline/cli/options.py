@@ -165,9 +165,7 @@ Coordinator: TypeAlias = Annotated[
         help="Coordinator address.",
     ),
 ]
-Json: TypeAlias = Annotated[
-    bool, typer.Option("--json", help="Write one JSON object with everything, at the end.")
-]
+Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")]
 OperatorTokenFile: TypeAlias = Annotated[
     Path | None,
     typer.Option(

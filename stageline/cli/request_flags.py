@@ -10,138 +10,155 @@ import typer
 from stageline.client.request import Detach, GenerateOptions, Priority
 
 _sampling = partial(typer.Option, rich_help_panel="Sampling")
-_ending = partial(typer.Option, rich_help_panel="Length and end")
-_form = partial(typer.Option, rich_help_panel="Form of the output (at most one of these)")
-_output = partial(typer.Option, rich_help_panel="What comes back")
-_life = partial(typer.Option, rich_help_panel="The request's life")
+_ending = partial(typer.Option, rich_help_panel="Length and stopping")
+_form = partial(typer.Option, rich_help_panel="Structured output (at most one of these)")
+_output = partial(typer.Option, rich_help_panel="Output")
+_life = partial(typer.Option, rich_help_panel="Scheduling and lifetime")
 
 
 MaxTokens: TypeAlias = Annotated[
-    int | None, _ending(metavar="N", min=0, help="Most new tokens; 0 computes the prompt only.")
+    int | None, _ending(metavar="N", min=0, help="Maximum new tokens; 0 computes the prompt only.")
 ]
-"""Its default is the command's own."""
+"""Each command has its own default."""
 
 
 class SamplingFlags(TypedDict, total=False):
-    """Which token comes next."""
+    """Sampling of the next token."""
 
     temperature: Annotated[
         float | None,
-        _sampling(metavar="T", min=0, help="0 always takes the likeliest token; 1 samples as trained."),
+        _sampling(
+            metavar="T",
+            min=0,
+            help="Sampling temperature; 0 takes the likeliest token (default: 0).",
+        ),
     ]
     top_k: Annotated[
-        int | None, _sampling(metavar="K", min=0, help="Sample among the K likeliest tokens; 0 is all.")
+        int | None, _sampling(metavar="K", min=0, help="Sample from the K likeliest tokens; 0 disables it.")
     ]
     top_p: Annotated[
-        float | None, _sampling(metavar="P", help="Sample among the likeliest tokens that make up share P.")
+        float | None,
+        _sampling(metavar="P", help="Sample from the likeliest tokens with total probability P."),
     ]
     min_p: Annotated[
-        float | None, _sampling(metavar="P", help="Drop tokens less likely than P times the likeliest one.")
+        float | None,
+        _sampling(metavar="P", help="Minimum probability of a token, relative to the likeliest."),
     ]
     typical_p: Annotated[
         float | None,
-        _sampling(metavar="P", help="Sample among the most typical tokens that make up share P."),
+        _sampling(metavar="P", help="Sample from the most typical tokens with total probability P."),
     ]
     repetition_penalty: Annotated[
-        float | None, _sampling(metavar="X", help="Above 1: make tokens of prompt and output less likely.")
+        float | None, _sampling(metavar="X", help="Penalty on tokens of prompt and output; 1 disables it.")
     ]
     frequency_penalty: Annotated[
-        float | None, _sampling(metavar="X", help="Taken off a token's logit for each time it came.")
+        float | None, _sampling(metavar="X", help="Penalty on a token's logit per occurrence in the output.")
     ]
     presence_penalty: Annotated[
-        float | None, _sampling(metavar="X", help="Taken off a token's logit once it has come.")
+        float | None, _sampling(metavar="X", help="Penalty on a token's logit once it is in the output.")
     ]
-    seed: Annotated[int | None, _sampling(metavar="N", min=0, help="The same seed samples the same tokens.")]
+    seed: Annotated[
+        int | None, _sampling(metavar="N", min=0, help="Random seed; the same seed samples the same tokens.")
+    ]
     logit_bias: Annotated[
-        list[str] | None, _sampling(metavar="ID=BIAS", help="Added to the logit of a token; repeatable.")
+        list[str] | None,
+        _sampling(metavar="ID=BIAS", help="Value added to the logit of a token; repeatable."),
     ]
-    allowed_token_ids: Annotated[str | None, _sampling(metavar="ID,...", help="Generate none but these.")]
+    allowed_token_ids: Annotated[str | None, _sampling(metavar="ID,...", help="Only token ids to generate.")]
     bad_words: Annotated[
-        list[str] | None, _sampling("--bad-word", metavar="TEXT", help="Never generate this; repeatable.")
+        list[str] | None, _sampling("--bad-word", metavar="TEXT", help="Text never to generate; repeatable.")
     ]
     bad_word_ids: Annotated[
         list[str] | None,
-        _sampling(metavar="ID,...", help="The same, as a sequence of token ids; repeatable."),
+        _sampling(metavar="ID,...", help="Token ids never to generate in sequence; repeatable."),
     ]
 
 
 class EndingFlags(TypedDict, total=False):
-    """When it ends, besides --max-tokens."""
+    """Stopping conditions besides --max-tokens."""
 
-    min_tokens: Annotated[
-        int | None, _ending(metavar="N", min=0, help="Do not end before so many new tokens.")
+    min_tokens: Annotated[int | None, _ending(metavar="N", min=0, help="Minimum new tokens before stopping.")]
+    stop: Annotated[list[str] | None, _ending(metavar="TEXT", help="Text to stop before; repeatable.")]
+    stop_token_ids: Annotated[str | None, _ending(metavar="ID,...", help="Token ids to stop after.")]
+    ignore_eos: Annotated[
+        bool | None, _ending("--ignore-eos", help="Continue after an end-of-sequence token.")
     ]
-    stop: Annotated[
-        list[str] | None, _ending(metavar="TEXT", help="End before this text, without it; repeatable.")
-    ]
-    stop_token_ids: Annotated[str | None, _ending(metavar="ID,...", help="End after one of these tokens.")]
-    ignore_eos: Annotated[bool | None, _ending("--ignore-eos", help="Go on after an end-of-sequence token.")]
 
 
 class FormFlags(TypedDict, total=False):
     """Structured output."""
 
-    json_schema: Annotated[str | None, _form(metavar="TEXT|@FILE", help="JSON that fits this JSON schema.")]
-    regex: Annotated[str | None, _form(metavar="REGEX", help="Text that this expression matches.")]
-    choice: Annotated[list[str] | None, _form(metavar="TEXT", help="One of these texts; repeatable.")]
+    json_schema: Annotated[str | None, _form(metavar="TEXT|@FILE", help="JSON schema of the output.")]
+    regex: Annotated[str | None, _form(metavar="REGEX", help="Regular expression of the output.")]
+    choice: Annotated[list[str] | None, _form(metavar="TEXT", help="Allowed output; repeatable.")]
     grammar: Annotated[
-        str | None, _form(metavar="TEXT|@FILE", help="Text of this context-free grammar, in Lark's syntax.")
+        str | None, _form(metavar="TEXT|@FILE", help="Context-free grammar of the output, in Lark's syntax.")
     ]
 
 
 class OutputFlags(TypedDict, total=False):
-    """What comes back."""
+    """Parts of the output."""
 
     n: Annotated[
         int | None,
         _output(
-            "--n", "-n", metavar="N", min=1, help="So many completions; each is written when it has ended."
+            "--n",
+            "-n",
+            metavar="N",
+            min=1,
+            help="Number of completions; each is printed when it ends (default: 1).",
         ),
     ]
-    echo: Annotated[bool | None, _output("--echo/--no-echo", help="Begin with the prompt.")]
+    echo: Annotated[bool | None, _output("--echo/--no-echo", help="Print the prompt first (default: off).")]
     skip_special_tokens: Annotated[
         bool | None,
         _output(
             "--skip-special-tokens/--no-skip-special-tokens",
-            help="Leave special tokens out of the text, as is usual.",
+            help="Leave special tokens out of the text (default: on).",
         ),
     ]
     logprobs: Annotated[
         int | None,
-        _output(
-            metavar="N", min=0, help="Log-probabilities of each new token and of the N likeliest, as a table."
-        ),
+        _output(metavar="N", min=0, help="Table of log-probabilities of each new token and the N likeliest."),
     ]
     prompt_logprobs: Annotated[
-        int | None, _output(metavar="N", min=0, help="The same for the tokens of the prompt.")
+        int | None, _output(metavar="N", min=0, help="Table of log-probabilities of the prompt's tokens.")
     ]
 
 
 class LifeFlags(TypedDict, total=False):
-    """How the request waits, and how it ends."""
+    """Scheduling and lifetime of the request."""
 
     cache_salt: Annotated[
-        str | None, _life(metavar="TEXT", help="Share cached prefixes with requests of this salt only.")
+        str | None, _life(metavar="TEXT", help="Share cached prefixes only with requests of the same salt.")
     ]
     prefix_cache: Annotated[
         bool | None,
         _life(
             "--prefix-cache/--no-prefix-cache",
-            help="Share cached KV blocks with other requests (default: share).",
+            help="Share cached KV blocks with other requests (default: on).",
         ),
     ]
-    priority: Annotated[Priority | None, _life(help="The class in which it waits; normal unless given.")]
+    priority: Annotated[Priority | None, _life(help="Priority class in the queue (default: normal).")]
     on_disconnect: Annotated[
         float | None,
         _life(
             "--detach",
             metavar="SECONDS",
-            help="Go on without this command, and keep the output so long: see `stageline attach`.",
+            help="Continue when this command exits, and keep the output this long; see `stageline attach`.",
         ),
     ]
-    request_id: Annotated[str | None, _life(metavar="UUID", help="UUIDv7; made here unless given.")]
+    request_id: Annotated[
+        str | None, _life(metavar="UUID", help="Request id, a UUIDv7 (default: a new one).")
+    ]
     timeout_s: Annotated[
-        float | None, _life("--timeout", metavar="SECONDS", min=0, help="Cancel it after so long.")
+        float | None,
+        _life(
+            "--timeout",
+            metavar="SECONDS",
+            min=0,
+            help="Deadline after which the request is cancelled (default: none).",
+        ),
     ]
 
 

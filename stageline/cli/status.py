@@ -17,16 +17,18 @@ from wire.status_json import status_facts
 
 def drain(
     worker: Annotated[
-        str, typer.Argument(metavar="WORKER", help="Its name, as in `stageline status`.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="WORKER", help="Name of the worker, as in `stageline status`.", show_default=False
+        ),
     ],
     token_file: options.OperatorTokenFile = None,
     coordinator: options.Coordinator = DEFAULT_ADDRESS,
 ) -> int:
-    """Move the layers of a worker to others, and let it exit.
+    """Move the layers of a worker to other workers, then stop it.
 
-    Where nobody can take them, running requests finish first, within the coordinator's --drain-timeout.
+    If no other worker can hold them, running requests finish first, within the coordinator's --drain-timeout.
     """
-
     token = options.operator_token(token_file, coordinator)
 
     async def run() -> None:
@@ -45,7 +47,7 @@ def status(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the status as JSON (docs/status.md).")
     ] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Show it anew every second, until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh every second until Ctrl-C.")] = False,
     coordinator: options.Coordinator = DEFAULT_ADDRESS,
 ) -> int:
     """Show plan, workers, layers, memory, KV use and requests."""

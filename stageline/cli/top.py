@@ -293,11 +293,9 @@ _QUIT_KEYS = frozenset(b"qQ\x1b\x03")
 
 
 def top(
-    once: Annotated[
-        bool, typer.Option("--once", help="Show it once and exit, as where the output is no terminal.")
-    ] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print once and exit, as without a terminal.")] = False,
     interval: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.1, max=60, help="How often to show it anew.")
+        float, typer.Option(metavar="SECONDS", min=0.1, max=60, help="Refresh interval.")
     ] = 1.0,
     coordinator: options.Coordinator = DEFAULT_ADDRESS,
 ) -> int:

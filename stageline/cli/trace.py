@@ -302,22 +302,22 @@ def trace(
         str | None,
         typer.Argument(
             metavar="[REQUEST_ID]",
-            help="A request, by its id or by the beginning or end of it. Recent ones are listed without.",
+            help="Id of a request, or the beginning or end of it; without it, recent requests are listed.",
             show_default=False,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what is shown as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     perfetto_file: Annotated[
         Path | None,
         typer.Option(
             "--perfetto",
             metavar="FILE",
             dir_okay=False,
-            help="Write the trace to FILE, for ui.perfetto.dev.",
+            help="File for the trace in the format of ui.perfetto.dev.",
         ),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option("--limit", "-n", metavar="N", min=1, help="List so many; 20 unless given.")
+        int | None, typer.Option("--limit", "-n", metavar="N", min=1, help="Requests to list (default: 20).")
     ] = None,
     coordinator: options.Coordinator = DEFAULT_ADDRESS,
 ) -> int:
@@ -333,14 +333,17 @@ def trace(
         )
     if limit is not None:
         raise typer.BadParameter("--limit is for the list: it does not go with a request")
-    found = asyncio.run(_trace(coordinator, request_id))
+    _show(asyncio.run(_trace(coordinator, request_id)), perfetto_file, as_json=as_json)
+    return 0
+
+
+def _show(found: RequestTrace, perfetto_file: Path | None, *, as_json: bool) -> None:
     if perfetto_file is not None:
         _write(perfetto_file, perfetto(found))
     if as_json:
         print(json.dumps(trace_facts(found), indent=2))
     else:
         Console().print(waterfall_view(found, width=Console().width))
-    return 0
 
 
 async def _traces(coordinator: str, limit: int) -> telemetry_pb2.ListTracesResponse:

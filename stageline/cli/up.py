@@ -1,4 +1,4 @@
-"""`stageline up`: a cluster on this machine, until Ctrl-C."""
+"""`stageline up`: a cluster on this machine until Ctrl-C."""
 
 import asyncio
 import shlex
@@ -6,7 +6,7 @@ import signal
 from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, TypedDict
 
 import typer
 from rich.console import Console
@@ -29,11 +29,11 @@ from wire.addresses import DEFAULT_ADDRESS
 from wire.channels import raise_file_limit
 from wire.errors import reason_of
 
-_UNKNOWN_MEMORY_BYTES = 2**50  # of a device that only its worker asks: no reason to refuse
+_UNKNOWN_MEMORY_BYTES = 2**50  # memory of a GPU, which only its worker reads: never the reason to refuse
 
 
 def check_plan(coordinator: CoordinatorConfig, cluster: LocalClusterConfig) -> None:
-    """Raises CommandFailed with the line that the coordinator would say once all workers have joined."""
+    """Raises CommandFailed for a plan that the coordinator would refuse once all workers have joined."""
     from coordinator.model import open_model  # imported late, as the coordinator does
     from coordinator.planner.planner import plan_for
 
@@ -50,7 +50,7 @@ def check_plan(coordinator: CoordinatorConfig, cluster: LocalClusterConfig) -> N
 async def wait_until_serving(
     cluster: LocalCluster, console: Console, *, timeout_s: float
 ) -> cluster_pb2.GetStatusResponse:
-    """Returns the status once the cluster serves, with a line that moves until then. Raises ClusterFailed."""
+    """The status once the cluster serves; shows progress until then. Raises ClusterFailed."""
     with console.status("Waiting for the workers") as line:
         return await cluster.wait_until_serving(
             timeout_s=timeout_s, on_status=lambda status: line.update(escape(describe_start(status)))
@@ -61,16 +61,55 @@ _GENERATE_TEXT = 'generate "Once upon a time"'
 _GENERATE_IDS = "generate --token-ids 1,2,3"
 _NUM_WORKERS = 3
 _ANY_HTTP = "127.0.0.1:0"
-_START_TIMEOUT_S = 3600.0  # a large model takes its time to load; the progress shows meanwhile
+_START_TIMEOUT_S = 3600.0  # large models load for minutes
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 SET_BY_CLUSTER = ("--stages", "--model", "--listen", "--http")
 """Flags of the coordinator that a local cluster gives by itself."""
-_processes = partial(typer.Option, rich_help_panel="Workers of this machine")
+_processes = partial(typer.Option, rich_help_panel="Workers on this machine")
+
+
+class ProcessFlags(TypedDict, total=False):
+    """Processes of the cluster."""
+
+    workers: Annotated[
+        int | None,
+        _processes(
+            metavar="N",
+            min=1,
+            help=f"Stage workers, one stage each (default: {_NUM_WORKERS}, or the number of --mock flags).",
+        ),
+    ]
+    device: Annotated[
+        str | None,
+        _processes(
+            metavar="DEVICE,...",
+            help="Device of all workers, or one per worker, e.g. cuda:0,cuda:1 (default: cpu).",
+        ),
+    ]
+    pin: Annotated[
+        bool | None,
+        _processes(help="Pin each worker on the CPU to cores of its own, if there are enough (default: on)."),
+    ]
+    restart: Annotated[
+        bool | None,
+        _processes(
+            help="Restart a worker whose device failed or that a signal ended, at most "
+            f"{MAX_RESTARTS} times within {WINDOW_S / 60:g} min (default: on).",
+        ),
+    ]
+    mock: Annotated[
+        list[str] | None,
+        _processes(
+            metavar="TIMES",
+            help="Mock stages, as in step=20ms; repeatable: one for all workers, or one per worker.",
+        ),
+    ]
 
 
 @options.takes(
+    ProcessFlags,
     config_parameters(
         WorkerConfig,
         only=("--memory", "--threads", "--kernels"),
@@ -83,40 +122,10 @@ _processes = partial(typer.Option, rich_help_panel="Workers of this machine")
         CoordinatorConfig, without=("--stages",), defaults={"--http": "a free port of 127.0.0.1"}
     ),
 )
-def up(
-    context: typer.Context,
-    workers: Annotated[
-        int | None,
-        _processes(
-            metavar="N",
-            min=1,
-            help=f"Stage workers, one stage each (default: {_NUM_WORKERS}, or the number of --mock flags).",
-        ),
-    ] = None,
-    device: Annotated[
-        str, _processes(metavar="DEVICE,...", help="One device for all workers, or one for each.")
-    ] = "cpu",
-    pin: Annotated[
-        bool, _processes(help="Pin each worker on the CPU to cores of its own, if there are enough.")
-    ] = True,
-    restart: Annotated[
-        bool,
-        _processes(
-            help="Restart a worker whose device failed or that a signal ended, "
-            f"at most {MAX_RESTARTS} times within {WINDOW_S / 60:g} min.",
-        ),
-    ] = True,
-    mock: Annotated[
-        list[str] | None,
-        _processes(
-            metavar="TIMES",
-            help="Mock stages, as in step=20ms; repeatable: one for all workers, or one for each.",
-        ),
-    ] = None,
-    **flags: Any,
-) -> int:
+def up(context: typer.Context, **flags: Any) -> int:
     """Start a coordinator and its workers on this machine, and stop them on Ctrl-C."""
-    num_workers = workers or (len(mock) if mock and len(mock) > 1 else _NUM_WORKERS)
+    mocks = tuple(flags["mock"] or ())
+    num_workers = flags["workers"] or (len(mocks) if len(mocks) > 1 else _NUM_WORKERS)
     coordinator = make_config(
         CoordinatorConfig,
         context,
@@ -125,15 +134,16 @@ def up(
         http=_ANY_HTTP,
         token=options.read_token(flags["token_file"]),
     )
-    _check_mocks(mock, flags)
+    if mocks:
+        _check_mocks(flags)
     cluster = options.build_config(
         lambda: LocalClusterConfig(
             num_workers=num_workers,
-            devices=tuple(device.split(",")),
+            devices=tuple((flags["device"] or "cpu").split(",")),
             memory_bytes=flags["memory"],
             num_threads=flags["threads"],
-            mocks=tuple(mock or ()),
-            pins_workers=pin,
+            mocks=mocks,
+            pins_workers=flags["pin"] is not False,
             model_directory=coordinator.model_directory,
             listen=coordinator.listen,
             http=coordinator.http,
@@ -143,12 +153,10 @@ def up(
     )
     check_plan(coordinator, cluster)
     raise_file_limit()
-    return asyncio.run(run_up(cluster, restarts=restart))
+    return asyncio.run(run_up(cluster, restarts=flags["restart"] is not False))
 
 
-def _check_mocks(mock: list[str] | None, flags: Mapping[str, Any]) -> None:
-    if not mock:
-        return
+def _check_mocks(flags: Mapping[str, Any]) -> None:
     if flags["self_check"]:
         raise typer.BadParameter("--self-check needs stages that compute: not together with --mock")
     if flags["kernels"] not in (None, KernelChoice.AUTO):
@@ -161,8 +169,9 @@ def _worker_arguments(coordinator: CoordinatorConfig, flags: Mapping[str, Any]) 
 
 
 async def run_up(config: LocalClusterConfig, *, restarts: bool = True) -> int:
-    """Returns 0 once a signal has ended the cluster; raises ClusterFailed when the coordinator ends. With
-    `restarts`, workers that end unexpectedly are started again.
+    """Run the cluster until a signal, then return 0. Raises ClusterFailed when the coordinator exits.
+
+    With `restarts`, workers that exit unexpectedly are restarted.
     """
     console = Console()
     cluster = LocalCluster(config)
@@ -180,7 +189,7 @@ def _kept_logs(cluster: LocalCluster) -> str:
 
 
 def _end_on_signals(cluster: LocalCluster, console: Console) -> None:
-    """The first signal ends the cluster in order; a second one does not wait for that."""
+    """Stop in order at the first signal, and at once at the second."""
     task = asyncio.current_task()
     assert task is not None
 
@@ -217,13 +226,13 @@ async def _serve(cluster: LocalCluster, console: Console, *, restarts: bool) -> 
             process = await cluster.next_exit()
             if process is cluster.coordinator:
                 raise process.failure()
-            supervisor.note_exit(process)
+            supervisor.on_exit(process)
     finally:
         await supervisor.close()
 
 
 class _Supervisor:
-    """Tells of workers that have ended, and starts them again where that may help."""
+    """Reports workers that exited, and restarts them within the limits of RestartPolicy."""
 
     def __init__(self, cluster: LocalCluster, console: Console, *, restarts: bool) -> None:
         self._cluster = cluster
@@ -232,8 +241,7 @@ class _Supervisor:
         self._policies: defaultdict[str, RestartPolicy] = defaultdict(RestartPolicy)
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def note_exit(self, process: LocalProcess) -> None:
-        """A worker has ended."""
+    def on_exit(self, process: LocalProcess) -> None:
         if process.has_left:
             self._print(f"{process.name} has left: its layers are with the others.")
             return
@@ -251,7 +259,7 @@ class _Supervisor:
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Starts nothing any more."""
+        """Cancel pending restarts."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

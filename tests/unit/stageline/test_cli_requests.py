@@ -382,7 +382,7 @@ def test_the_help_explains_every_flag(command: str, capsys: pytest.CaptureFixtur
     words = capsys.readouterr().out
     assert "--coordinator" in words
     if command == "generate":
-        assert "Form of the output (at most one of these)" in words
+        assert "Structured output (at most one of these)" in words
 
 
 def _interrupt(line: list[str]) -> tuple[int, str]:

@@ -56,6 +56,7 @@ def pace_of(stages: Stages, **limits: Any) -> BatchingPolicy:
         "max_step_sequences": 64,
         "max_steps_in_flight": 20,
         "min_steps_in_flight": len(stages.slowness),
+        "max_decode_slowdown": 1.4,
         **limits,
     }
     return BatchingPolicy(SchedulerLimits(**values), stages.measured())
