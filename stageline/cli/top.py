@@ -18,13 +18,27 @@ from rich.table import Table
 from rich.text import Text
 
 from stageline.cli import options
-from stageline.cli.options import format_duration, format_rate
 from stageline.cli.tables import describe_cluster
 from stageline.client.client import Client
 from stageline.client.errors import StagelineError, Unavailable
 from stageline_rpc.v1 import cluster_pb2, telemetry_pb2
+from telemetry.trace_view.explain import format_seconds, three_digits
 from wire.addresses import DEFAULT_ADDRESS
 from wire.sizes import format_size
+
+
+def format_duration(seconds: float) -> str:
+    """12.3 s, 812 ms, 85 us; from two minutes on 2 min 5 s."""
+    if seconds >= 120:
+        minutes, rest = divmod(int(seconds), 60)
+        return f"{minutes} min {rest} s"
+    return format_seconds(seconds)
+
+
+def format_rate(per_second: float) -> str:
+    """12300, 98.4, 7.12, 0."""
+    return "0" if per_second == 0 else three_digits(per_second)
+
 
 WINDOW_US = 3_000_000
 _SHADES = "·░▒▓█"

@@ -1,4 +1,4 @@
-"""Every metric in one table; docs/telemetry.md explains them.
+"""The table of all metrics, explained in docs/telemetry.md.
 
 Names and units follow OpenTelemetry's conventions (dots, UCUM); the names for Prometheus are derived from
 them by OpenTelemetry's rules for that. A label has a short name in Prometheus and is an attribute elsewhere.
@@ -10,7 +10,7 @@ from enum import Enum
 
 
 class Kind(Enum):
-    """COUNTER only grows, UP_DOWN is a sum that also shrinks, GAUGE is read off, HISTOGRAM counts values."""
+    """COUNTER only grows, UP_DOWN also shrinks, GAUGE is set, HISTOGRAM counts values by bucket."""
 
     COUNTER = "counter"
     UP_DOWN = "up-down counter"
@@ -19,19 +19,19 @@ class Kind(Enum):
 
 
 class Process(Enum):
-    """Who records a metric; the value is its service.name."""
+    """The process that records a metric; the value is its service.name."""
 
     COORDINATOR = "stageline-coordinator"
     WORKER = "stageline-worker"
 
 
 OTHER = "other"
-"""The label value that stands for all that have no series of their own."""
+"""Label value of the series for all values beyond the limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """What tells the series of a metric apart: one of `values`, or else at most `most` different ones.
+    """A label of a metric: one of `values`, or else at most `most` different ones.
 
     `name` is the label in Prometheus, `attribute` that of OpenTelemetry, where its values are integers if
     `is_integer`.
@@ -49,7 +49,7 @@ class Label:
 
     @property
     def num_values(self) -> int:
-        """The most that there are, without OTHER."""
+        """Maximum number of values, without OTHER."""
         return len(self.values) or self.most
 
 
@@ -58,7 +58,7 @@ _UNIT_WORDS = {"s": "seconds", "By": "bytes"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Metric:
-    """One metric. Those of workers have the label `worker` too, where the coordinator shows them.
+    """One metric. The coordinator exposes those of workers with the additional label `worker`.
 
     `bounds` are the upper bounds of a histogram's buckets, inclusive, in `unit`.
     """
@@ -79,7 +79,7 @@ class Metric:
 
     @property
     def prometheus_name(self) -> str:
-        """Of its family: with the unit, and `_total` for a counter."""
+        """Name of its family: with the unit, and `_total` for a counter."""
         name = re.sub(r"[^a-zA-Z0-9]+", "_", self.name)
         if unit := self.prometheus_unit:
             name = name if name.endswith(f"_{unit}") else f"{name}_{unit}"
@@ -87,19 +87,19 @@ class Metric:
 
     @property
     def prometheus_unit(self) -> str:
-        """The word that ends its name; what is counted, in braces in UCUM, is none."""
+        """The unit as the last word of the name; counted things, in braces in UCUM, have none."""
         if self.unit == "1":
             return "ratio" if self.kind is Kind.GAUGE else ""
         return _UNIT_WORDS[self.unit] if not self.unit.startswith("{") else ""
 
     @property
     def is_integer(self) -> bool:
-        """It counts whole things."""
+        """Whether values are whole numbers."""
         return self.unit not in ("s", "1")
 
     @property
     def max_series(self) -> int:
-        """Different label values that it may have, OTHER not counted."""
+        """Maximum number of series, without OTHER."""
         product = 1
         for label in self.labels:
             product *= label.num_values
@@ -166,18 +166,18 @@ REQUESTS = _of(
     "stageline.request.active",
     _UP_DOWN,
     "{request}",
-    "Requests that have not ended, by what they are doing now.",
+    "Active requests, by state.",
     REQUEST_STATE,
 )
 REQUESTS_ENDED = _of(
-    _COORDINATOR, "stageline.request.ended", _COUNTER, "{request}", "Requests that have ended.", OUTCOME
+    _COORDINATOR, "stageline.request.ended", _COUNTER, "{request}", "Ended requests, by outcome.", OUTCOME
 )
 REQUESTS_REFUSED = _of(
     _COORDINATOR,
     "stageline.request.refused",
     _COUNTER,
     "{request}",
-    "Requests that were not accepted, by the reason.",
+    "Rejected requests, by reason.",
     REFUSAL,
 )
 QUEUE_TIME = _of(
@@ -185,7 +185,7 @@ QUEUE_TIME = _of(
     "stageline.request.queue.duration",
     _HISTOGRAM,
     "s",
-    "From accepting a request to handing out its first step.",
+    "From accepting a request to sending its first step.",
     bounds=_REQUEST_S,
 )
 FIRST_TOKEN_TIME = _of(
@@ -201,7 +201,7 @@ INTER_TOKEN_TIME = _of(
     "stageline.request.inter_token_latency",
     _HISTOGRAM,
     "s",
-    "From one token of a choice to its next, whatever came in between.",
+    "From one token of a choice to the next, including preemptions and recoveries.",
     bounds=_TOKEN_S,
 )
 REQUEST_TIME = _of(
@@ -218,31 +218,29 @@ PROMPT_TOKENS = _of(
     "stageline.prompt.tokens",
     _COUNTER,
     "{token}",
-    "Prompt tokens of the choices that have begun, cached ones too.",
+    "Prompt tokens of started choices, including cached ones.",
 )
 CACHED_TOKENS = _of(
     _COORDINATOR,
     "stageline.prompt.cached_tokens",
     _COUNTER,
     "{token}",
-    "Prompt tokens that were not computed, because the cache had them.",
+    "Prompt tokens that were reused from the prefix cache.",
 )
-GENERATED_TOKENS = _of(
-    _COORDINATOR, "stageline.generated.tokens", _COUNTER, "{token}", "Tokens that were generated."
-)
+GENERATED_TOKENS = _of(_COORDINATOR, "stageline.generated.tokens", _COUNTER, "{token}", "Generated tokens.")
 PREEMPTIONS = _of(
     _COORDINATOR,
     "stageline.preemptions",
     _COUNTER,
     "{preemption}",
-    "Choices that had to give up their blocks to others.",
+    "Preempted choices: others needed their KV blocks.",
 )
 RECOVERIES = _of(
     _COORDINATOR,
     "stageline.recoveries",
     _COUNTER,
     "{recovery}",
-    "Epochs that ended while requests were served, by the reason.",
+    "Epochs that ended while serving, by reason.",
     REASON,
 )
 RECOVERY_TIME = _of(
@@ -250,19 +248,17 @@ RECOVERY_TIME = _of(
     "stageline.recovery.duration",
     _HISTOGRAM,
     "s",
-    "From the end of an epoch to the first moment at which the next one takes steps.",
+    "From the end of an epoch until the next one accepts steps.",
     REASON,
     bounds=_RECOVERY_S,
 )
-STEPS_IN_FLIGHT = _of(
-    _COORDINATOR, "stageline.steps.in_flight", _UP_DOWN, "{step}", "Steps that are not answered yet."
-)
+STEPS_IN_FLIGHT = _of(_COORDINATOR, "stageline.steps.in_flight", _UP_DOWN, "{step}", "Steps in flight.")
 STEP_TIME = _of(
     _COORDINATOR,
     "stageline.step.duration",
     _HISTOGRAM,
     "s",
-    "From handing out a step to its answer.",
+    "From sending a step to its answer.",
     bounds=_STEP_S,
 )
 STEP_PART_TIME = _of(
@@ -270,7 +266,7 @@ STEP_PART_TIME = _of(
     "stageline.step.part.time",
     _COUNTER,
     "s",
-    "What answered steps have spent at each stage and on the way to it.",
+    "Time of answered steps at each stage and on the hop to it.",
     STAGE,
     STEP_PART,
 )
@@ -279,7 +275,7 @@ SCHEDULER_TIME = _of(
     "stageline.scheduler.duration",
     _HISTOGRAM,
     "s",
-    "Deciding what a step computes.",
+    "Time to schedule a step.",
     bounds=_SHORT_S,
 )
 ACTIVE_TIME = _of(
@@ -287,31 +283,26 @@ ACTIVE_TIME = _of(
     "stageline.pipeline.active.time",
     _COUNTER,
     "s",
-    "Time in which at least one step was in flight.",
+    "Time with at least one step in flight.",
 )
 BUBBLE = _of(
     _COORDINATOR,
     "stageline.pipeline.bubble",
     _GAUGE,
     "1",
-    "Of the time with steps in flight in the last 10 s, the share in which a stage computed nothing; "
-    "the mean of all stages.",
+    "Share of the time with steps in flight in which a stage computed nothing, over 10 s; mean over stages.",
 )
-WORKERS = _of(
-    _COORDINATOR, "stageline.workers", _UP_DOWN, "{worker}", "Workers, by their state.", WORKER_STATE
-)
+WORKERS = _of(_COORDINATOR, "stageline.workers", _UP_DOWN, "{worker}", "Workers, by state.", WORKER_STATE)
 DROPPED_SPANS = _of(
-    _BOTH, "stageline.spans.dropped", _COUNTER, "{span}", "Spans that were recorded and not kept."
+    _BOTH, "stageline.spans.dropped", _COUNTER, "{span}", "Spans that were recorded and dropped."
 )
-BUSY_TIME = _of(
-    _WORKER, "stageline.stage.busy.time", _COUNTER, "s", "Time in which the stage computed a step.", STAGE
-)
+BUSY_TIME = _of(_WORKER, "stageline.stage.busy.time", _COUNTER, "s", "Time spent computing steps.", STAGE)
 WAIT_TIME = _of(
     _WORKER,
     "stageline.stage.wait.time",
     _COUNTER,
     "s",
-    "Time of an epoch in which the stage had nothing to compute.",
+    "Time of an epoch without a step to compute.",
     STAGE,
 )
 SEND_TIME = _of(
@@ -319,7 +310,7 @@ SEND_TIME = _of(
     "stageline.stage.send.time",
     _COUNTER,
     "s",
-    "From an output's being ready to the transport's having taken it; overlaps the next step's computation.",
+    "From an output being ready until the transport has taken it; overlaps the next step's computation.",
     STAGE,
 )
 SERVING_TIME = _of(
@@ -327,7 +318,7 @@ SERVING_TIME = _of(
     "stageline.stage.serving.time",
     _COUNTER,
     "s",
-    "Time in which an epoch served here: busy, waiting, and handing over between the two.",
+    "Time of serving epochs: busy, waiting, and the handover between the two.",
     STAGE,
 )
 STAGE_STEP_TIME = _of(
@@ -335,7 +326,7 @@ STAGE_STEP_TIME = _of(
     "stageline.stage.step.duration",
     _HISTOGRAM,
     "s",
-    "Computing one step.",
+    "Time to compute a step.",
     STAGE,
     bounds=_STEP_S,
 )
@@ -344,7 +335,7 @@ FRAMES = _of(
     "stageline.stage.frames",
     _COUNTER,
     "{frame}",
-    "Frames that came in and were computed; outputs that went on.",
+    "Received frames that were computed; transmitted outputs.",
     STAGE,
     DIRECTION,
 )
@@ -353,7 +344,7 @@ ACTIVATION_BYTES = _of(
     "stageline.stage.activation.io",
     _COUNTER,
     "By",
-    "Hidden states that came in and went on.",
+    "Bytes of hidden states.",
     STAGE,
     DIRECTION,
 )
@@ -362,7 +353,7 @@ KV_BLOCKS = _of(
     "stageline.kv.blocks",
     _UP_DOWN,
     "{block}",
-    "Blocks of the KV cache: in use, kept for prefix hits, free.",
+    "KV cache blocks: in use, kept for prefix hits, free.",
     STAGE,
     BLOCK_STATE,
 )
@@ -371,18 +362,23 @@ PREFIX_WANTED = _of(
     "stageline.kv.prefix.wanted",
     _COUNTER,
     "{block}",
-    "Full blocks that sequences wanted from the cache.",
+    "Full prompt blocks that were looked up in the cache.",
     STAGE,
 )
 PREFIX_HITS = _of(
-    _WORKER, "stageline.kv.prefix.hits", _COUNTER, "{block}", "Those of them that were there.", STAGE
+    _WORKER,
+    "stageline.kv.prefix.hits",
+    _COUNTER,
+    "{block}",
+    "Full prompt blocks that were found in the cache.",
+    STAGE,
 )
 LOAD_TIME = _of(
     _WORKER,
     "stageline.stage.load.duration",
     _GAUGE,
     "s",
-    "What the present stage took to load, and to warm up.",
+    "Time to load and to warm up the current stage.",
     STAGE,
     LOAD_PHASE,
 )
@@ -391,7 +387,7 @@ STAGE_MEMORY = _of(
     "stageline.stage.memory",
     _UP_DOWN,
     "By",
-    "Memory of the present stage's weights and KV pages.",
+    "Memory of the current stage's weights and KV pages.",
     STAGE,
     MEMORY_KIND,
 )
@@ -400,7 +396,7 @@ STAGE_COMPUTE = _of(
     "stageline.stage.compute",
     _GAUGE,
     "{stage}",
-    "How the present stage computes; always 1.",
+    "Device, dtype and kernels of the current stage; always 1.",
     DEVICE,
     DTYPE,
     KERNELS,
@@ -417,17 +413,17 @@ JOURNAL_UNWRITTEN = _of(
     "stageline.journal.unwritten",
     _UP_DOWN,
     "{record}",
-    "Records of running requests that wait for the journal.",
+    "Records of active requests that wait to be written.",
 )
 RESIDENT_MEMORY = _of(
-    _BOTH, "stageline.process.resident_memory", _UP_DOWN, "By", "Memory that the process holds."
+    _BOTH, "stageline.process.resident_memory", _UP_DOWN, "By", "Resident memory of the process."
 )
 FAILED_EXPORTS = _of(
     _BOTH,
     "stageline.metrics.exports.failed",
     _COUNTER,
     "{export}",
-    "Exports of this process's metrics that nobody took.",
+    "Failed exports of this process's metrics.",
     DESTINATION,
 )
 SERIES_OVERFLOWS = _of(
@@ -435,7 +431,7 @@ SERIES_OVERFLOWS = _of(
     "stageline.metrics.overflows",
     _COUNTER,
     "{lookup}",
-    "Values that went to the series `other`, because there were too many series.",
+    "Lookups that fell back to the series `other` because of too many series.",
 )
 
 METRICS: tuple[Metric, ...] = tuple(each for each in vars().values() if isinstance(each, Metric))

@@ -309,13 +309,14 @@ def format_seconds(seconds: float) -> str:
     if seconds < 0:
         return f"-{format_seconds(-seconds)}"
     if seconds >= 0.9995:
-        return f"{_three_digits(seconds)} s"
+        return f"{three_digits(seconds)} s"
     if seconds >= 0.0009995:
-        return f"{_three_digits(seconds * 1e3)} ms"
+        return f"{three_digits(seconds * 1e3)} ms"
     return f"{seconds * 1e6:.0f} us"
 
 
-def _three_digits(number: float) -> str:
+def three_digits(number: float) -> str:
+    """12300, 98.4, 7.12."""
     if number >= 99.95:
         return f"{number:.0f}"
     return f"{number:.1f}" if number >= 9.995 else f"{number:.2f}"

@@ -7,8 +7,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from stageline.cli.options import format_duration, format_rate
-from stageline.cli.top import Frame, bar, top_view
+from stageline.cli.top import Frame, bar, format_duration, format_rate, top_view
 from stageline_rpc.v1 import cluster_pb2, telemetry_pb2
 
 DECODE, PREFILL = telemetry_pb2.STEP_KIND_DECODE, telemetry_pb2.STEP_KIND_PREFILL
