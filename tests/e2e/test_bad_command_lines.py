@@ -89,6 +89,7 @@ async def test_a_folder_that_is_no_checkpoint_is_refused_by_what_is_missing(tmp_
         assert str(directory) in run.the_error()
 
 
+@pytest.mark.full
 async def test_text_and_chat_are_refused_for_a_model_without_a_tokenizer(served: Served) -> None:
     text = await run_stageline("generate", "hello", "--coordinator", served.address)
     assert text.code == 1

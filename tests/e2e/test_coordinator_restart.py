@@ -122,7 +122,7 @@ async def test_streams_continue_when_the_coordinator_comes_back_with_its_journal
             assert worker.read_log().count("loading layers") == 1, "weights are kept"
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 async def test_without_a_journal_clients_hear_of_it_at_once(
     llama: Reference, tmp_path: Path, number: signal.Signals

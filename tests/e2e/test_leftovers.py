@@ -84,7 +84,7 @@ async def test_a_test_run_leaves_no_file(
     assert leftover_files(temporary) == []
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("program", "number"),
     [

@@ -80,6 +80,7 @@ BAD_USAGE = {
 }
 
 
+@pytest.mark.full
 async def test_wrong_mock_flags_are_one_line_and_exit_code_2() -> None:
     finished = await asyncio.gather(*(run_stageline(*line.split()) for line in BAD_USAGE))
     for (line, text), run in zip(BAD_USAGE.items(), finished, strict=True):

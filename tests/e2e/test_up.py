@@ -166,6 +166,7 @@ async def test_kill_9_of_up_ends_its_children(tmp_path: Path) -> None:
         await asyncio.to_thread(wait_until, lambda: is_free(address))
 
 
+@pytest.mark.full
 async def test_ctrl_c_while_the_cluster_comes_up_ends_it(tmp_path: Path) -> None:
     async with Terminal("up", "--workers", "2", *FLAGS, temporary=tmp_path) as up:
         await up.expect("0 of 2|waiting for 2")

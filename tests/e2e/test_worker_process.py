@@ -73,6 +73,7 @@ async def test_a_worker_says_where_it_listens_and_hands_over_on_sigterm(
             process.kill()
 
 
+@pytest.mark.full
 async def test_a_second_sigterm_does_not_wait_for_the_handover(coordinator: CoordinatorDouble) -> None:
     process = await start_worker(coordinator.address)
     try:
@@ -92,6 +93,7 @@ async def test_a_second_sigterm_does_not_wait_for_the_handover(coordinator: Coor
             process.kill()
 
 
+@pytest.mark.full
 async def test_a_worker_that_hands_over_ends_when_its_coordinator_is_gone(
     coordinator: CoordinatorDouble,
 ) -> None:
@@ -131,6 +133,7 @@ async def test_a_worker_ends_at_once_while_it_waits_for_its_coordinator(
             process.kill()
 
 
+@pytest.mark.full
 async def test_a_port_in_use_is_one_clear_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -148,6 +151,7 @@ async def test_a_device_that_is_not_here_is_one_clear_line() -> None:
     assert "cuda:63" in stderr[0]
 
 
+@pytest.mark.full
 async def test_a_refused_handshake_is_one_clear_line(coordinator: CoordinatorDouble) -> None:
     coordinator.refusal = (
         grpc.StatusCode.FAILED_PRECONDITION,

@@ -64,6 +64,7 @@ async def test_a_call_that_attaches_goes_on_and_the_one_before_gets_nothing_more
         assert (await cluster.wait_drained()).requests.finished == 2
 
 
+@pytest.mark.full
 async def test_calls_that_attach_while_another_reads_share_one_stream(worded_llama: Path) -> None:
     async with (
         Cluster(worded_llama, layers=LAYERS, has_text=True) as cluster,
@@ -144,6 +145,7 @@ async def test_what_cannot_be_attached_to_is_refused_and_disturbs_nobody(worded_
         await cluster.wait_drained()
 
 
+@pytest.mark.full
 async def test_the_deadline_of_the_call_that_attaches_is_the_one_that_counts(worded_llama: Path) -> None:
     async with (
         Cluster(worded_llama, layers=LAYERS, has_text=True, hop_proxies=[0]) as cluster,

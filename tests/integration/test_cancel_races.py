@@ -176,6 +176,7 @@ async def test_a_cancel_while_there_is_no_pipeline(varied_llama: Path) -> None:
         assert counts(await cluster.wait_drained()) == (1, 1, 0)
 
 
+@pytest.mark.full
 async def test_a_cancel_ends_the_choices_that_are_left(varied_llama: Path) -> None:
     async with Cluster(varied_llama, layers=LAYERS) as cluster, Caller(cluster.address) as caller:
         free = await caller.run(message([3, 1, 4], 40, seed=9, n=3))

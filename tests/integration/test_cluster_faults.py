@@ -147,6 +147,7 @@ async def test_a_stream_that_breaks_fails_nobody(
         await cluster.wait_drained()
 
 
+@pytest.mark.full
 async def test_a_late_frame_disturbs_nobody(varied_llama: Path, solo: SoloRuns) -> None:
     async with Cluster(varied_llama, layers=LAYERS, hop_proxies=[1]) as cluster:
         epoch = cluster.epoch

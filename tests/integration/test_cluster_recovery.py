@@ -162,6 +162,7 @@ async def test_a_nonsensical_answer_of_last_begins_a_new_epoch_and_fails_nobody(
         await cluster.wait_drained()
 
 
+@pytest.mark.full
 async def test_a_slice_error_fails_its_request_alone(poisoned_llama: Path) -> None:
     healthy = SoloRuns(poisoned_llama)
     async with Cluster(poisoned_llama, layers=LAYERS) as cluster:
@@ -202,7 +203,7 @@ def every(number: int) -> Callable[[Frame], bool]:
     return is_due
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.full
 @pytest.mark.parametrize("alter", [cut, flip_byte], ids=["cut", "flipped-byte"])
 async def test_repeated_faults_end(varied_llama: Path, solo: SoloRuns, alter: Alteration) -> None:
     async with Cluster(varied_llama, layers=LAYERS, hop_proxies=[1]) as cluster:

@@ -45,6 +45,7 @@ async def test_concurrent_requests_end_like_solo_runs(varied_llama: Path, solo: 
         await cluster.wait_drained()
 
 
+@pytest.mark.full
 async def test_requests_join_and_leave_at_any_step(varied_llama: Path, solo: SoloRuns) -> None:
     asks = [
         Ask(prompt=ask.prompt, max_tokens=1 + 5 * index % 23, seed=ask.seed)
@@ -73,6 +74,7 @@ async def test_long_prompts_go_in_chunks_beside_decodes(varied_llama: Path, solo
         assert any(0 < num_decodes(step) < len(step.slices) for step in cluster.proxy(1).steps.values())
 
 
+@pytest.mark.full
 async def test_several_steps_are_in_flight_under_load(varied_llama: Path, solo: SoloRuns) -> None:
     async with Cluster(varied_llama, layers=LAYERS, hop_proxies=[0]) as cluster:
         most = 0
@@ -119,6 +121,7 @@ async def test_an_id_is_refused_while_its_request_is_live(varied_llama: Path, so
         solo.check(answers)
 
 
+@pytest.mark.full
 async def test_an_id_may_come_again_when_its_request_has_ended(varied_llama: Path, solo: SoloRuns) -> None:
     first, second = mixed_asks(2, max_tokens=30)
     second = Ask(prompt=second.prompt, max_tokens=30, seed=5, request_id=first.request_id)
@@ -160,6 +163,7 @@ async def test_the_same_beginning_is_computed_once(varied_llama: Path, solo: Sol
         await cluster.wait_drained()
 
 
+@pytest.mark.full
 async def test_a_slow_reader_holds_nobody_up(varied_llama: Path, solo: SoloRuns) -> None:
     async with Cluster(varied_llama, layers=LAYERS) as cluster, client_channel(cluster.address) as channel:
         request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[3]), max_tokens=100)
@@ -244,6 +248,7 @@ async def test_a_client_that_vanishes_leaves_no_blocks(varied_llama: Path, solo:
         solo.check(await cluster.generate_all(mixed_asks(2)))
 
 
+@pytest.mark.full
 async def test_a_storm_of_aborts_leaves_nothing(varied_llama: Path, solo: SoloRuns) -> None:
     async with Cluster(varied_llama, layers=LAYERS, max_kv_tokens=2048) as cluster:
         async with cluster.generating(mixed_asks(3, max_tokens=40)) as others:

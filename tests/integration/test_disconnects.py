@@ -75,6 +75,7 @@ async def test_a_detached_request_goes_on_and_is_found_again(varied_llama: Path,
         await leaver.__aexit__(None, None, None)
 
 
+@pytest.mark.full
 async def test_a_detached_request_can_be_joined_in_the_middle(varied_llama: Path) -> None:
     async with served(varied_llama) as (cluster, caller):
         request = message([3, 1, 4], 60, seed=5, keep_s=60.0)

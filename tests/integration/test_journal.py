@@ -124,6 +124,7 @@ def assert_same(got: list[Completion], expected: list[Completion]) -> None:
             )
 
 
+@pytest.mark.full
 async def test_a_drawn_seed_is_drawn_once(tmp_path: Path) -> None:
     story = Story({"temperature": 1.0})
     async with new_cluster(tmp_path / "j.db") as first, AsyncExitStack() as stack:
@@ -150,6 +151,7 @@ async def test_without_workers_the_requests_of_a_journal_wait_and_then_fail(tmp_
             await story.read_rest(second)
 
 
+@pytest.mark.full
 async def test_a_coordinator_that_follows_one_that_served_goes_on_with_fewer_workers(tmp_path: Path) -> None:
     """Two of three are left: as after a loss, they do without the third, and health says so meanwhile."""
     story = Story({})

@@ -124,6 +124,7 @@ async def test_a_subscriber_that_leaves_is_forgotten(tiny_llama: Path) -> None:
                 await asyncio.sleep(0.01)
 
 
+@pytest.mark.full
 async def test_salts_hits_and_preemptions_show_in_usage_and_status(tiny_llama: Path) -> None:
     prompt = list(range(1, 42))
     async with Cluster(tiny_llama, layers=LAYERS, max_kv_tokens=96) as cluster:

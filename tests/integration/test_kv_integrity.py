@@ -110,6 +110,7 @@ async def test_broken_accounting_ends_the_epoch_while_idle(
         assert status.epoch == epoch + 1
 
 
+@pytest.mark.full
 async def test_broken_accounting_ends_the_epoch_between_steps_and_no_request(
     tiny_llama: Path, every_eighth_step: None
 ) -> None:

@@ -240,6 +240,7 @@ async def test_choices_of_a_scored_prompt_share_one_score(llama: Path, reference
         reference.check(choice.logprobs, choice.tokens, first=0, num_top=5)
 
 
+@pytest.mark.full
 async def test_requests_with_and_without_log_probabilities_keep_to_themselves(
     llama: Path, reference: LogprobReference
 ) -> None:

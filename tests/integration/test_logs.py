@@ -71,6 +71,7 @@ async def test_a_cluster_that_starts_says_each_thing_once(lines: Lines) -> None:
     assert not hasattr(lines.the("serving: "), "duration_s")
 
 
+@pytest.mark.full
 async def test_requests_that_are_served_are_debug_and_steps_are_nothing(lines: Lines) -> None:
     num_lines = []
     async with mock_cluster(3) as cluster:

@@ -128,6 +128,7 @@ async def test_prefixes_are_shared_as_by_real_stages() -> None:
         assert answer.usage.cached_tokens == 63
 
 
+@pytest.mark.full
 async def test_a_worker_that_stops_in_the_middle_repeats_and_loses_no_token() -> None:
     async with mock_cluster(3) as cluster:
         epoch = cluster.epoch
@@ -187,6 +188,7 @@ async def test_mock_stages_sample_only_what_a_request_allows() -> None:
         await cluster.wait_drained()
 
 
+@pytest.mark.full
 async def test_constraints_of_a_sequence_survive_its_recomputation() -> None:
     wish: dict[str, Any] = {"allowed_token_ids": [7, 8, 9], "bad_word_ids": [[7, 8], [8, 9], [9, 7], [7, 7]]}
     async with mock_cluster(2) as cluster:
@@ -253,6 +255,7 @@ async def test_out_of_memory_makes_steps_smaller_and_fails_nobody(caplog: pytest
         await cluster.wait_status(lambda now: now.epoch > status.epoch and not now.detail)
 
 
+@pytest.mark.full
 async def test_memory_too_small_for_one_block_fails_the_request_and_not_the_cluster() -> None:
     async with mock_cluster(1, "step=500us,oom_at=8") as cluster:
         with pytest.raises(StepFailed, match="OUT_OF_MEMORY"):

@@ -235,6 +235,7 @@ async def test_after_a_worker_is_lost_amid_decoding(llama: Path, solo: list[Toke
     assert restarts(answers) > 3
 
 
+@pytest.mark.full
 async def test_greedy_tokens_with_penalties_are_the_same_too(llama: Path) -> None:
     greedy: dict[str, Any] = {"temperature": 0.0, "n": 1, "top_k": 0}
     async with Cluster(llama, layers=LAYERS[1], max_step_tokens=256) as cluster:

@@ -137,6 +137,7 @@ async def test_a_plan_with_a_faulty_stage_never_serves(
     assert suspects == {"w1"}
 
 
+@pytest.mark.full
 async def test_logits_that_are_not_finite_are_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, lambda stage: stage._loaded().layers[0]._mlp_norm.fill_(math.nan))
     async with Cluster(model, layers=LAYERS, self_check=True, waits=False) as cluster:
@@ -363,6 +364,7 @@ async def test_requests_that_come_during_checks_are_served(model: Path) -> None:
         assert cluster.epoch == 2
 
 
+@pytest.mark.full
 async def test_a_frame_that_is_lost_in_an_idle_check_is_overdue_like_any_other(model: Path) -> None:
     """A request that comes meanwhile is served long before a first check would be given up."""
     async with Cluster(
@@ -427,6 +429,7 @@ async def test_a_stage_that_goes_wrong_while_it_serves_is_found_and_named(model:
         assert status.self_check.stage == stage
 
 
+@pytest.mark.full
 async def test_a_kept_reference_is_used_by_the_next_coordinator(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

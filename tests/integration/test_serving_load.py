@@ -69,6 +69,7 @@ async def test_every_request_of_a_load_has_its_length_with_the_built_in_model() 
     assert status.requests.finished == 23, "those of the warm-up are not in the numbers"
 
 
+@pytest.mark.full
 async def test_prompts_share_what_they_are_told_to_and_nothing_with_a_run_before(tiny_llama: Path) -> None:
     alone = replace(SPEC, arrivals=Arrivals(rate_per_s=math.inf))
     shared = replace(alone, shared_prefix_tokens=16, num_prefix_groups=2)

@@ -150,6 +150,7 @@ def test_releasing_one_block_too_early_is_refused_by_the_stages(
     assert caught.value.kind is StepFaultKind.INTERNAL
 
 
+@pytest.mark.full
 def test_preemption_starts_over_from_all_tokens(mistral: Path) -> None:
     requests = [Request(prompt=prompt_of(seed, seed), max_tokens=60) for seed in range(3, 13)]
     alone = [new_pipeline(mistral).serve([request]).tokens[0] for request in requests]

@@ -58,6 +58,7 @@ async def test_whoever_falls_too_far_behind_is_cancelled_with_the_reason_and_oth
         await cluster.wait_drained()
 
 
+@pytest.mark.full
 async def test_a_reader_that_comes_back_in_time_gets_all_of_it_in_few_messages(
     varied_llama: Path, solo: SoloRuns
 ) -> None:
@@ -76,6 +77,7 @@ async def test_a_reader_that_comes_back_in_time_gets_all_of_it_in_few_messages(
         await cluster.wait_drained()
 
 
+@pytest.mark.full
 async def test_a_detached_request_is_not_read_slowly_but_one_that_is_read_may_be(
     varied_llama: Path, solo: SoloRuns
 ) -> None:
@@ -108,6 +110,7 @@ async def test_a_detached_request_is_not_read_slowly_but_one_that_is_read_may_be
         assert (requests.finished, requests.cancelled) == (1, 1)
 
 
+@pytest.mark.full
 async def test_a_client_that_never_reads_again_and_leaves_is_forgotten(
     varied_llama: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

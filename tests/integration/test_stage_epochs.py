@@ -220,7 +220,7 @@ async def test_health_says_serving_only_while_the_coordinator_does(assignment: A
         await predecessor.close()
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.full
 async def test_epochs_leave_no_tasks_and_no_sessions_behind(assignment: Assignment) -> None:
     async with stage_bench(assignment) as bench:
         counts = []

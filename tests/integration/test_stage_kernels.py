@@ -69,6 +69,7 @@ async def test_stages_that_differ_are_warned_of_once(
     assert "stage 0: plain on cpu; stage 1: compiled on cpu" in warnings[0].message
 
 
+@pytest.mark.full
 async def test_compiled_kernels_that_cannot_be_fail_the_load_with_the_reason(directory: Path) -> None:
     async with ChoosyCluster(directory, (AUTO, COMPILED), dtype="f32", waits=False) as cluster:
         status = await cluster.wait_state(cluster_pb2.CLUSTER_STATE_BLOCKED)

@@ -133,6 +133,7 @@ async def test_a_stop_string_in_the_end_of_sequence_token(cluster: Cluster, call
     await cluster.wait_drained()
 
 
+@pytest.mark.full
 async def test_choices_stop_one_by_one(cluster: Cluster, caller: Caller, codec: TextCodec) -> None:
     free = await caller.run(message(PROMPT, NUM_TOKENS, seed=5, n=4, ignore_eos=True))
     stops = [" big", ". She", " friend"]

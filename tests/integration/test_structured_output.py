@@ -59,6 +59,7 @@ async def test_each_kind_gives_what_it_says_and_ends_by_itself(cluster: Cluster)
     assert free.text == (await complete(cluster, max_tokens=20)).text
 
 
+@pytest.mark.full
 async def test_the_same_request_gives_the_same_text_alone_and_among_others(cluster: Cluster) -> None:
     alone = [await complete(cluster, json_schema=SCHEMA, temperature=1.0, seed=seed) for seed in range(4)]
     together = await asyncio.gather(

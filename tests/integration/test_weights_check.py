@@ -60,6 +60,7 @@ async def test_weights_are_compared_by_samples_first_and_in_full_when_idle(model
         assert [worker.name for worker in status.workers if worker.HasField("stage")] == ["w0", "w3", "w2"]
 
 
+@pytest.mark.full
 async def test_a_byte_that_no_sample_covers_takes_the_worker_out_and_names_the_tensor(
     model: Path, tmp_path: Path
 ) -> None:
@@ -108,6 +109,7 @@ async def test_the_same_files_are_refused_when_their_worker_joins_again(model: P
         assert cluster.epoch == first.epoch, "no token of it was served again"
 
 
+@pytest.mark.full
 async def test_a_verdict_that_comes_after_the_worker_dialled_again_reaches_the_coordinator(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

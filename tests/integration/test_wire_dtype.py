@@ -83,6 +83,7 @@ async def test_a_model_says_nearly_the_same_in_fewer_bytes(varied_llama: Path, w
     assert num_equal(tokens, exact) >= {"bf16": 40, "fp8": 8, "int8": 16}[wire_dtype]
 
 
+@pytest.mark.full
 async def test_status_says_what_travels(varied_llama: Path) -> None:
     async with Cluster(varied_llama, layers=LAYERS, wire_dtype="int8") as cluster:
         assert (await cluster.client.status()).wire_dtype == stage_pb2.DTYPE_I8
@@ -90,6 +91,7 @@ async def test_status_says_what_travels(varied_llama: Path) -> None:
         assert (await cluster.client.status()).wire_dtype == stage_pb2.DTYPE_UNSPECIFIED
 
 
+@pytest.mark.full
 async def test_a_worker_overrides_it_for_what_it_sends(
     varied_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -199,6 +199,7 @@ async def test_the_workers_own_model_path_goes_before_the_coordinators(
         await load(link, replace(assignment, model_directory="/only/on/the/coordinator"))
 
 
+@pytest.mark.full
 async def test_a_load_gives_way_to_another_assignment(
     coordinator: CoordinatorDouble, assignment: Assignment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,6 +232,7 @@ async def test_a_load_gives_way_to_another_assignment(
         assert (await link.answer("loaded")).plan_id == 2
 
 
+@pytest.mark.full
 async def test_the_same_stage_is_not_loaded_twice(
     coordinator: CoordinatorDouble, assignment: Assignment, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:

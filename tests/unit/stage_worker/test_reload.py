@@ -128,6 +128,7 @@ def test_the_progress_is_of_what_is_really_read(worker: Worker) -> None:
     assert (nothing.read_bytes, worker.progress.fraction) == (0, 1.0)
 
 
+@pytest.mark.full
 def test_pages_and_unwanted_layers_are_gone_before_anything_is_read(worker: Worker) -> None:
     worker.load(0, 5)
     held: list[tuple[int, int]] = []
@@ -173,7 +174,7 @@ def refused(worker: Worker, begin: int, end: int, **changes: object) -> StageLoa
     return error.value
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "cause", ["a tensor that cannot be read", "too little memory", "another fingerprint", "the warm-up"]
 )
@@ -232,6 +233,7 @@ def test_a_load_of_what_is_there_can_be_given_up_too(worker: Worker) -> None:
         load_stage(assigned(worker.directory, 1, 3), RESOURCES, cancelled, worker.resident)
 
 
+@pytest.mark.full
 def test_files_that_changed_are_noticed_and_files_that_are_gone_are_not(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path / "model", "llama", num_layers=LAYERS)
     resident = StageCache()

@@ -142,6 +142,7 @@ def test_up_reports_a_lost_worker_and_goes_on(launch: Launch) -> None:
     assert _all_ended(pids)
 
 
+@pytest.mark.full
 def test_up_does_not_ask_for_a_worker_that_has_left(launch: Launch) -> None:
     launcher, pids, _ = _start_up(launch)
     os.kill(pids[1], signal.SIGINT)
@@ -165,6 +166,7 @@ def test_up_ends_with_exit_code_1_when_the_coordinator_is_lost(launch: Launch) -
     assert _all_ended(pids)
 
 
+@pytest.mark.full
 def test_a_second_signal_does_not_wait_for_processes_that_hang(launch: Launch) -> None:
     launcher, pids, _ = _start_up(launch, FAKE_HANGS="1")
     start = time.monotonic()
@@ -196,6 +198,7 @@ def test_the_demo_shows_who_ran_what_the_text_and_the_speed(launch: Launch, tmp_
     assert list(tmp_path.glob("stageline-*")) == []
 
 
+@pytest.mark.full
 def test_a_demo_that_fails_ends_with_the_last_lines_of_the_log(launch: Launch) -> None:
     demo = launch("demo", FAKE_FAILING_WORKER="worker-2")
     _, errors = demo.communicate(timeout=60)

@@ -53,6 +53,7 @@ def test_the_largest_chunk_and_all_batch_sizes_are_run(
     assert executor.stats.blocks_free == assignment.num_blocks
 
 
+@pytest.mark.full
 def test_a_spent_budget_ends_it_early(directory: Path, shapes: list[tuple[int, ...]]) -> None:
     assignment = new_assignment(directory, stage=1)
     executor = load_stage(assignment, RESOURCES).executor

@@ -102,7 +102,7 @@ def test_tokens_of_one_seed_fit_over_positions_and_choices(name: str) -> None:
     assert p_value(counted(tokens, scenario), scenario.shares) > FITS
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["plain", "warpers"])
 def test_tokens_of_one_sequence_fit_over_positions(name: str) -> None:
     scenario = WITHOUT_HISTORY[name]

@@ -233,6 +233,7 @@ def test_equals_of_the_kth_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(np.flatnonzero(seen)) == {1, 2, 3}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("vocab_size", [8, 4096])
 def test_among_equals_at_the_edge_of_top_p_the_lowest_ids_stay(
     vocab_size: int, monkeypatch: pytest.MonkeyPatch
