@@ -1,1 +1,1 @@
-"""Who is here, what they were told to do, and the streams to them."""
+"""Cluster membership, phases, plans in force, and the streams to workers."""

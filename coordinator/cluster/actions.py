@@ -1,4 +1,4 @@
-"""What `ClusterState` wants done. Data only."""
+"""Actions that `ClusterState` returns and `Controller` carries out. Data only."""
 
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -9,11 +9,13 @@ from coordinator.recovery.rejoin import StartTimer
 
 
 class EndCause(Enum):
-    """Why an epoch ends. DEATH: a worker of it is lost, and what it computed may be why. DEVICE: a worker
-    reported that its device has failed, and exits; that is hardly what it computed. FAULT: a stage
-    refused a step, or its answer did not come. BROKEN: a stream ended for no known reason. NO_PROGRESS: so it
-    did in the epochs before, without a token in between, and what is in the steps may be why. REPLANNED: all
-    is well, but there is a better plan.
+    """Why an epoch ends.
+
+    DEATH: one of its workers was lost, possibly because of what it computed. DEVICE: a worker reported a
+    failed device and exits, hardly because of what it computed. FAULT: a stage refused a step, or its answer
+    is overdue. BROKEN: a stream ended for no known reason. NO_PROGRESS: several epochs in a row were BROKEN
+    without a token in between, possibly because of the contents of their steps. REPLANNED: a better plan
+    exists.
     """
 
     DEATH = auto()
@@ -26,8 +28,8 @@ class EndCause(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AssignStage:
-    """Tell `worker` to load `stage` of plan `plan_id`. `force_reload`: nothing that it has in memory is
-    trusted.
+    """Tell `worker` to load `stage` of plan `plan_id`. With `force_reload` it discards the weights that it
+    holds.
     """
 
     worker: WorkerIdentity
@@ -39,7 +41,7 @@ class AssignStage:
 
 @dataclass(frozen=True, slots=True)
 class BeginEpoch:
-    """Begin `epoch` on all `workers`, in stage order, after `delay_s`; for a self-check if `is_check`."""
+    """Begin `epoch` on `workers` (in stage order) after `delay_s`; for a self-check if `is_check`."""
 
     epoch: int
     plan_id: int
@@ -51,7 +53,7 @@ class BeginEpoch:
 
 @dataclass(frozen=True, slots=True)
 class StopServing:
-    """The epoch is over; nothing of it counts any more."""
+    """The epoch is over; results of it are void."""
 
     epoch: int
     reason: str
@@ -68,7 +70,7 @@ class StartServing:
 
 @dataclass(frozen=True, slots=True)
 class CheckPlan:
-    """Every stage of `epoch` is ready and connected, and this plan has never been checked."""
+    """Every stage of `epoch` is ready and connected, and the plan has to pass a self-check first."""
 
     epoch: int
     plan: Plan
@@ -76,7 +78,7 @@ class CheckPlan:
 
 @dataclass(frozen=True, slots=True)
 class Disconnect:
-    """This worker is of no use as it is: end its stream, as if it were lost. It may join again."""
+    """End the stream of a worker that does not get ready, as if it were lost. It may rejoin."""
 
     worker: WorkerIdentity
     reason: str
@@ -84,7 +86,7 @@ class Disconnect:
 
 @dataclass(frozen=True, slots=True)
 class LetGo:
-    """This worker has no stage and is to exit."""
+    """Tell a drained worker without a stage to exit."""
 
     worker: WorkerIdentity
     reason: str
@@ -92,8 +94,8 @@ class LetGo:
 
 @dataclass(frozen=True, slots=True)
 class FinishRunning:
-    """Start nothing new, and say `ClusterState.drained` when nothing runs any more: `worker` is to leave, and
-    nobody can take its layers.
+    """Start nothing new, and call `ClusterState.drained` when the running requests have finished: `worker`
+    drains, and no other worker can take its layers.
     """
 
     worker: WorkerIdentity

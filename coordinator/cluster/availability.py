@@ -1,4 +1,4 @@
-"""Whether requests can be served now, and how long they wait while they cannot."""
+"""Whether requests can be served, and how long they wait while they cannot."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ DRAINING = "the coordinator finishes what runs, and takes no new requests"
 
 
 class Availability:
-    """Follows epochs as they begin and end; fails what has waited too long for one."""
+    """Tracks serving epochs and fails requests that wait longer than the recovery timeout for one."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class Availability:
         policy: RecoveryPolicy,
         on_serving: Callable[[bool], None] = lambda _: None,
     ) -> None:
-        """`on_serving` is told whether new requests are served, when that may have changed."""
+        """`on_serving` receives whether new requests are served, whenever that may have changed."""
         self._state = state
         self._engine = engine
         self._policy = policy
@@ -46,14 +46,14 @@ class Availability:
 
     @property
     def is_ending(self) -> bool:
-        """The coordinator is about to end, and takes no new requests."""
+        """The coordinator drains or stops, and rejects new requests."""
         return self._is_draining or self._is_closing
 
     @property
     def serves_new(self) -> bool:
         """A new request would be accepted and get tokens."""
-        welcomes = self._starts_new and not self.is_ending and self._engine.journal_failure is None
-        return self.is_serving and welcomes
+        accepts = self._starts_new and not self.is_ending and self._engine.journal_failure is None
+        return self.is_serving and accepts
 
     @property
     def health(self) -> cluster_pb2.Health.ValueType:
@@ -86,8 +86,8 @@ class Availability:
         return self._state.plan
 
     def begin(self, *, starts_new: bool = True) -> None:
-        """An epoch serves from now on; without `starts_new`, only what has begun. Whoever waits goes on
-        waiting until there is a token.
+        """An epoch serves from now on; without `starts_new`, only requests that have begun. Waiting requests
+        wait until a token arrives.
         """
         self._serving.set()
         self._serving_since_s = self._engine.now_s()
@@ -97,13 +97,13 @@ class Availability:
         self.report()
 
     def finish_running(self) -> None:
-        """Nothing new begins in this epoch."""
+        """Rejects new requests for the rest of the epoch."""
         self._starts_new = False
         self.report()
 
     def note_result(self, *, has_tokens: bool) -> None:
-        """The present epoch bears fruit. Parts of prompts count when that has gone on for long enough: an
-        epoch after another may end behind the first.
+        """A result arrived in the current epoch. Results without tokens (prompt chunks) count only once the
+        epoch has served for the recovery timeout: otherwise epoch after epoch might end after the first.
         """
         if self._waiting_since_s is not None and (has_tokens or self._is_long_since(self._serving_since_s)):
             self._waiting_since_s = None
@@ -114,53 +114,51 @@ class Availability:
         self.report()
 
     def limit_waiting(self) -> None:
-        """Live requests wait for the recovery time, from now on unless they do already."""
+        """Starts the recovery timeout of live requests unless it runs already."""
         if self._waiting_since_s is None:
             self._waiting_since_s = self._engine.now_s()
         self._give_up_late()
 
     async def drain(self) -> None:
-        """Takes no new requests; returns when those that are here have ended, or their time is over."""
+        """Rejects new requests; returns when the live ones have ended or the drain timeout has passed."""
         self._is_draining = True
         self.report()
         await self.wait_until(lambda: not self._engine.has_live_requests)
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Waits for it, but not longer than the limit for drains. Needs `tick` now and then."""
+        """Waits for `condition` within the drain timeout; `tick` evaluates it."""
         if not condition():
             waiting = (condition, asyncio.Event())
             self._awaited.append(waiting)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(waiting[1].wait(), self._policy.drain_timeout_s)
-            self._awaited = [each for each in self._awaited if each is not waiting]
+            self._awaited = [awaited for awaited in self._awaited if awaited is not waiting]
 
     def tick(self) -> None:
-        """Tells those who wait for something that it has come, and those who wait for too long. To be called
-        now and then.
-        """
+        """Evaluates awaited conditions and fails requests that have waited too long; called periodically."""
         self._give_up_late()
         for condition, met in self._awaited:
             if condition():
                 met.set()
 
     def journal_changed(self) -> None:
-        """The journal can be written again, or not any more. Its outage does not count as waiting."""
+        """The journal has become writable or unwritable. Its outage does not count as waiting."""
         if self._waiting_since_s is not None:
             self._waiting_since_s = self._engine.now_s()
         self.report()
 
     def report(self) -> None:
-        """Tells whether new requests are served."""
+        """Reports whether new requests are served."""
         self._on_serving(self.serves_new)
 
     def close(self) -> None:
-        """Nobody waits any more; live requests fail."""
+        """Fails live requests and ends every wait."""
         self._is_closing = True
         self._serving.set()
         self._engine.fail_all(STOPPING)
 
     def _give_up_late(self) -> None:
-        """While an epoch serves, an answer comes or is overdue."""
+        """Not while an epoch serves: its steps have timeouts of their own."""
         since_s = self._waiting_since_s
         if self._engine.journal_failure is not None:
             return

@@ -290,7 +290,7 @@ class PlanChecks:
         """The coarsest of what any stage hands hidden states on in."""
         names = [stage.worker for stage in plan.stages[:-1]]
         used = [connection.wire_dtype for name in names if (connection := self._connections.get(name))]
-        return max((each for each in used if each is not None), key=_coarseness, default=plan.dtype)
+        return max((dtype for dtype in used if dtype is not None), key=_coarseness, default=plan.dtype)
 
 
 def _coarseness(dtype: WireDType) -> tuple[int, bool]:

@@ -1,4 +1,4 @@
-"""`Cluster.Join` streams, coordinator side, and what kernels the stages report."""
+"""Coordinator side of `Cluster.Join` streams, and the kernels that stages report."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -13,7 +13,7 @@ from wire.tensors import WireDType
 
 
 class WorkerConnection:
-    """A joined worker: messages to it, and the last heartbeat from it."""
+    """A joined worker: its outbox and its last heartbeat."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class WorkerConnection:
         self.heard_at_s = now_s
         self.is_silent = False
         self.loads_tokenizer = False
-        """Its interpreter may be held up for seconds."""
+        """Loading may block its interpreter for seconds."""
         self.warmup_ms = 0
         self.kernels = self.kernels_detail = ""
         self.wire_dtype: WireDType | None = None
@@ -62,11 +62,11 @@ class WorkerConnection:
         self._outbox.put_nowait(None)
 
     async def wait_closed(self) -> None:
-        """Until somebody has called `close`."""
+        """Returns after `close`."""
         await self._is_closed.wait()
 
     async def messages(self) -> AsyncIterator[cluster_pb2.CoordinatorMessage]:
-        """What to send, until `close`."""
+        """Messages to send, until `close`."""
         while (message := await self._outbox.get()) is not None:
             yield message
 
@@ -75,15 +75,15 @@ MAX_DEPARTED = 64
 
 
 class Connections(dict[str, WorkerConnection]):
-    """By the worker's name: of several that dialled under one name, the last one."""
+    """The latest connection per worker name."""
 
     def __init__(self) -> None:
         super().__init__()
         self.departed: dict[str, WorkerConnection] = {}
-        """Those of the last workers that have gone and have not come back."""
+        """Connections of the latest workers that have left and not rejoined."""
 
     def put(self, connection: WorkerConnection) -> None:
-        """This one counts from now on."""
+        """Replaces the connection of the same name."""
         name = connection.identity.name
         if (old := self.get(name)) is not None:
             old.close("replaced by a new process of the same name")
@@ -91,7 +91,7 @@ class Connections(dict[str, WorkerConnection]):
         self.departed.pop(name, None)
 
     def remove(self, connection: WorkerConnection) -> bool:
-        """Its stream has ended; False when it did not count any more."""
+        """Removes a connection whose stream has ended; False if it was replaced or removed before."""
         if self.get(connection.identity.name) is not connection:
             return False
         name = connection.identity.name
@@ -102,7 +102,7 @@ class Connections(dict[str, WorkerConnection]):
         return True
 
     def of(self, worker: WorkerIdentity) -> WorkerConnection | None:
-        """The stream of this very process, while it is here."""
+        """The connection of this process; None once it has left."""
         connection = self.get(worker.name)
         return connection if connection is not None and connection.identity is worker else None
 
@@ -115,7 +115,7 @@ class Connections(dict[str, WorkerConnection]):
             connection.close(reason)
 
     def of_stages(self, workers: Iterable[WorkerIdentity]) -> list[WorkerConnection | None]:
-        """In the order of `workers`; None for one that is gone."""
+        """In the order of `workers`; None for a worker that is gone."""
         return [self.get(worker.name) for worker in workers]
 
     def progress_of(self, workers: Iterable[WorkerIdentity]) -> list[StageProgress | None]:
@@ -129,8 +129,8 @@ class Connections(dict[str, WorkerConnection]):
 
     @property
     def reference_sources(self) -> list[ReferenceSource]:
-        """Who can be asked what the model answers, with the memory that is left there."""
-        return [_reference_source(each) for each in self.values()]
+        """Workers that can compute references, with their free memory."""
+        return [_reference_source(connection) for connection in self.values()]
 
 
 def _reference_source(connection: WorkerConnection) -> ReferenceSource:

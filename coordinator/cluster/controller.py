@@ -1,7 +1,6 @@
-"""Carries out what `ClusterState` decides: talks to workers, opens and closes the pipeline, feeds the engine.
+"""Carries out the actions of `ClusterState`: messages to workers, the pipeline, epochs of the engine.
 
-All of it runs on the event loop; every public method but `close` is synchronous, so events are handled one by
-one.
+Everything runs on the event loop; events are handled one by one because handlers do not await.
 """
 
 import asyncio
@@ -132,7 +131,7 @@ class Controller:
         )
 
     def start(self) -> None:
-        """Begins to watch leases and steps. Requests that are here already wait as long as after a loss."""
+        """Starts the failure detector. Requests of a former coordinator wait as long as after a loss."""
         self._spawn(self._failure_detector.run())
         if self._weights_check is not None:
             self._spawn(self._weights_check.run())
@@ -141,7 +140,7 @@ class Controller:
             self.availability.limit_waiting()
 
     async def close(self) -> None:
-        """Fails what is live, ends every worker's stream and every task."""
+        """Fails live requests, ends the streams of all workers and all tasks."""
         self.availability.close()
         if self.checks is not None:
             self.checks.close()
@@ -155,8 +154,10 @@ class Controller:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def join(self, identity: WorkerIdentity, rejoin_secret: bytes = b"") -> WorkerConnection:
-        """A worker's stream is open. Raises NameInUse while another process has the name and is heard; with
-        `rejoin_secret` it is the same one.
+        """A worker has opened its stream.
+
+        Raises:
+            NameInUse: a live worker has the name, unless `rejoin_secret` proves that it is the same process.
         """
         present = self.connections.get(identity.name)
         if present is not None and not is_secret(rejoin_secret, present.rejoin_secret):
@@ -184,23 +185,23 @@ class Controller:
         return connection
 
     def leave(self, connection: WorkerConnection, reason: str, cause: EndCause = EndCause.DEATH) -> None:
-        """A worker's stream has ended, or it is about to end."""
+        """The stream of a worker has ended or is about to end."""
         name = connection.identity.name
         connection.close(reason)
         if not self.connections.remove(connection):
-            return  # It has left, or the worker has dialled again and this is the end of its old stream.
+            return  # It has left already, or has rejoined and this is the end of its old stream.
         self._events.left(name, reason)
         self._note_unrelated_death(self.state.workers.find(name))
         self._carry_out(self.state.lose(name, connection.identity.incarnation, reason, cause))
 
     def _note_unrelated_death(self, record: WorkerRecord | None) -> None:
-        """A worker is about to be lost: it may be one that computed nothing."""
+        """Counts the loss of a worker that computed nothing."""
         is_computing = record is not None and record.stage is not None and self.availability.is_serving
         if record is not None and not record.is_draining and not is_computing:
             self._attribution.record_unrelated_loss()
 
     def receive(self, connection: WorkerConnection, message: cluster_pb2.WorkerMessage) -> None:
-        """A message on a worker's stream."""
+        """Handles a message on the stream of a worker."""
         name = connection.identity.name
         connection.heard_at_s = asyncio.get_running_loop().time()
         match message.WhichOneof("message"):
@@ -209,7 +210,7 @@ class Controller:
             case "loaded":
                 connection.loads_tokenizer = False
                 self._events.loaded(name, message.loaded)
-                # The next heartbeat tells the same, but status is asked as soon as the cluster serves.
+                # The next heartbeat has the same, but status may be read as soon as the cluster serves.
                 connection.warmup_ms = message.loaded.warmup_ms
                 connection.kernels = message.loaded.kernels
                 connection.kernels_detail = message.loaded.kernels_detail
@@ -240,8 +241,8 @@ class Controller:
                 self._events.unexpected(name, unknown)
 
     def receive_fault(self, connection: WorkerConnection, report: FaultReport) -> None:
-        """A fault on a worker's stream; it counts if that worker runs the stage which the report names."""
-        stages = [each.identity for each in self.state.stage_workers]
+        """Handles a fault report of a worker; ignored unless the worker runs the stage that it names."""
+        stages = [record.identity for record in self.state.stage_workers]
         is_of_stage = report.stage < len(stages) and stages[report.stage] is connection.identity
         if report.epoch == self.state.epoch and not is_of_stage:
             self._events.foreign_fault(connection.identity.name, report.stage)
@@ -249,16 +250,16 @@ class Controller:
         self.report_fault(report)
 
     def report_fault(self, report: FaultReport) -> None:
-        """A stage refuses a step: everything starts again in a new epoch."""
+        """A stage refused a step: starts a new epoch."""
         if report.epoch != self.state.epoch:
             return
-        workers = dict(enumerate(each.identity.name for each in self.state.stage_workers))
+        workers = dict(enumerate(record.identity.name for record in self.state.stage_workers))
         in_step = self._engine.sequences_in_step(report.step_id)
         self._events.faulty(report, in_step, workers.get(report.stage))
         if report.kind is StepFaultKind.DEVICE and self._lose_device(report):
             return
         if not report.kind.blames_requests:
-            # Where the next stage is gone, its own end says more than that it cannot be reached.
+            # If the next stage is gone, its own loss is the better cause.
             asyncio.get_running_loop().call_later(self.policy.report_grace_s, self._fail_hop, report)
             return
         if self.state.phase is ClusterPhase.SERVING and not self._fits_when_smaller(report):
@@ -269,7 +270,7 @@ class Controller:
             self._carry_out(self.state.epoch_failed(report.epoch, str(report), EndCause.FAULT))
 
     def _lose_device(self, report: FaultReport) -> bool:
-        """The worker of this stage exits. False if the stage has none."""
+        """Drops the worker of the stage, which exits. False if the stage has none."""
         workers = self.state.stage_workers[report.stage : report.stage + 1]
         connection = self.connections.of(workers[0].identity) if workers else None
         if connection is None:
@@ -278,7 +279,7 @@ class Controller:
         return True
 
     def _fits_when_smaller(self, report: FaultReport) -> bool:
-        """Whether the step was too large for a stage's memory, and steps are smaller from now on."""
+        """True if the step was too large for the memory of a stage and steps are limited from now on."""
         step, plan = self._engine.step_in_flight(report.step_id), self.state.plan
         if report.kind is not StepFaultKind.OUT_OF_MEMORY or step is None or plan is None:
             return False
@@ -300,12 +301,14 @@ class Controller:
         self._carry_out(self.state.hop_failed(report.epoch, report.stage, str(report)))
 
     async def drain(self, name: str) -> None:
-        """Moves the layers of a worker to others and lets it exit; returns when it has left. Raises
-        WorkerNotFound.
+        """Moves the layers of a worker to others and lets it exit; returns when it has left.
+
+        Raises:
+            WorkerNotFound: no connected worker has the name.
         """
         connection = self.connections.get(name)
         if connection is None:
-            raise WorkerNotFound(f"no worker {name!r} is here")
+            raise WorkerNotFound(f"worker {name!r} not found")
         self._events.leaving(name, asks_itself=False)
         self._carry_out(self.state.drain(name))
         await connection.wait_closed()
@@ -340,18 +343,18 @@ class Controller:
         self._require_sound_ledger(self.ledger_check.after_step())
 
     def _require_sound_ledger(self, problem: str) -> None:
-        """A ledger with a `problem` serves no further: the next epoch begins with an empty one."""
+        """Ends the epoch if the ledger has a `problem`: the next one begins with an empty ledger."""
         if problem:
             self._events.ledger_broken(self.state.epoch, problem)
             reason = f"the coordinator's KV accounting is broken: {problem}"
             self._carry_out(self.state.epoch_failed(self.state.epoch, reason, EndCause.FAULT))
 
     def stream_broke(self, epoch: int, reason: str) -> None:
-        """A stream of this epoch has ended. Whoever knows why has a moment to say it first."""
+        """A stream of the epoch broke; its cause has `report_grace_s` to arrive first."""
         asyncio.get_running_loop().call_later(self.policy.report_grace_s, self.fail_epoch, epoch, reason)
 
     def fail_epoch(self, epoch: int, reason: str) -> None:
-        """This epoch cannot go on. An older one changes nothing."""
+        """Ends the epoch; older epochs are ignored."""
         self._carry_out(self.state.epoch_failed(epoch, reason))
 
     def _carry_out(self, actions: list[Action]) -> None:
@@ -428,7 +431,7 @@ class Controller:
         )
 
     def _activity(self) -> object | None:
-        """Changes with every request; None while one is live, or nothing serves."""
+        """A value that changes with every request; None while a request is live or nothing serves."""
         if self._engine.has_live_requests or self.state.phase is not ClusterPhase.SERVING:
             return None
         return self.state.epoch, self._totals.finished
@@ -442,7 +445,7 @@ class Controller:
         self._send(action.worker, cluster_pb2.CoordinatorMessage(leave=leave))
 
     async def _finish_running(self, action: FinishRunning) -> None:
-        """Nobody can take the layers of this worker: what runs is finished before it goes."""
+        """Finishes running requests before the worker leaves: no other worker can take its layers."""
         self._events.finishing(action.worker.name)
         self._engine.finish_running()
         self.availability.finish_running()
@@ -460,12 +463,12 @@ class Controller:
         )
         limits = self.memory_limits.apply(self._plan_limits(plan))
         self._events.serving(action.epoch, plan)
-        self._events.computing([stage_kernels(each) for each in self._stage_connections()])
+        self._events.computing([stage_kernels(connection) for connection in self._stage_connections()])
         self._durability.note_served()
         if self._weights_check is not None:
-            workers = (each.identity for each in self.state.stage_workers)
+            workers = (record.identity for record in self.state.stage_workers)
             self._weights_check.plan_serves(self.state.plan_id, zip(workers, plan.stages, strict=True))
-        # Whoever drains while nobody can take its layers waits for what runs.
+        # A worker may drain whose layers no other worker can take.
         starts_new = not any(record.is_draining for record in self.state.stage_workers)
         self.availability.begin(starts_new=starts_new)
         self._send_serving()
@@ -480,12 +483,12 @@ class Controller:
         )
 
     def _send_serving(self) -> None:
-        """Tells workers whether new requests are served, for their own health."""
+        """Informs workers whether new requests are served, for their health services."""
         message = encode_serving(self.state.epoch, is_serving=self.availability.serves_new)
         self.connections.send_all(message)
 
     def _journal_changed(self) -> None:
-        """The journal can be written again, or cannot any more."""
+        """The journal has become writable or unwritable."""
         self.availability.journal_changed()
         if self.availability.is_serving:
             self._send_serving()
@@ -535,7 +538,7 @@ class Controller:
                 self.checks.tick()
 
     def _stage_connections(self) -> list[WorkerConnection | None]:
-        return self.connections.of_stages(each.identity for each in self.state.stage_workers)
+        return self.connections.of_stages(record.identity for record in self.state.stage_workers)
 
     def _stage_progress(self) -> list[StageProgress | None]:
         return self.connections.progress_of(record.identity for record in self.state.stage_workers)
@@ -566,7 +569,7 @@ class Controller:
 
 
 def _check_tokens(result: StepResult, *, vocab_size: int) -> None:
-    """Raises ResultMismatch; what has reached a client cannot be taken back."""
+    """Raises ResultMismatch: a token that has reached a client cannot be revoked."""
     for entry in result.results:
         if isinstance(entry.outcome, int) and entry.outcome >= vocab_size:
             raise ResultMismatch(

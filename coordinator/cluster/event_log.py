@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class EventLog:
-    """Whoever carries an event out says so here."""
+    """One method per event that the controller handles."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -41,7 +41,7 @@ class EventLog:
         stage = action.stage
         if stage.stage == 0:
             stages = action.plan.stages
-            ranges = (f"{_layers(each)} on {each.worker}" for each in stages)
+            ranges = (f"{_layers(stage)} on {stage.worker}" for stage in stages)
             log.info("plan %d: layers %s", action.plan_id, ", ".join(ranges))
         log.debug(
             "worker %s gets stage %d (%s), layers %s",
@@ -91,7 +91,7 @@ class EventLog:
         """`in_step` are the sequences of the faulty step, which its stage may not have been able to tell;
         `worker` has the stage. That a stage does not reach the next one may be the end of that one only.
         """
-        named = (*(each.key.request_id for each in in_step), *report.request_ids)
+        named = (*(sequence.key.request_id for sequence in in_step), *report.request_ids)
         log.log(
             logging.ERROR if report.kind.blames_requests else logging.WARNING,
             "step fault: %s",

@@ -13,8 +13,8 @@ from wire.ids import Incarnation
 
 
 class WorkerState(Enum):
-    """What one worker is doing. JOINING: it was lost again and again, and has to wait before it is used.
-    SUSPECT: it is silent, but not for long enough to be lost, or it may have spoilt a plan and is used last.
+    """State of one worker. JOINING: held because it was lost repeatedly. SUSPECT: silent, but within its
+    lease, or possibly the cause of a failed plan and used last.
     """
 
     JOINING = auto()
@@ -29,7 +29,7 @@ class WorkerState(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerIdentity:
-    """What a worker says of itself when it joins."""
+    """Contents of a worker's hello."""
 
     name: str
     incarnation: Incarnation
@@ -44,7 +44,7 @@ class WorkerIdentity:
 
 @dataclass(slots=True)
 class WorkerRecord:
-    """A worker that has joined, live or lost. `detail` says why it is in its state."""
+    """A worker that has joined, live or lost. `detail` is the reason for its state."""
 
     identity: WorkerIdentity
     state: WorkerState = WorkerState.SPARE
@@ -57,7 +57,7 @@ class WorkerRecord:
     is_left_out: bool = False
     produced_non_finite: bool = False
     doubts: tuple[str, ...] = ()
-    """How plans have failed that it may have spoilt."""
+    """How plans failed that it may be the cause of."""
 
     @property
     def is_live(self) -> bool:
@@ -65,21 +65,21 @@ class WorkerRecord:
 
     @property
     def is_usable(self) -> bool:
-        """May be given a stage. A worker in quarantine stays out until it joins anew."""
+        """Can get a stage. A quarantined worker cannot until it rejoins."""
         out = (WorkerState.LOST, WorkerState.QUARANTINED, WorkerState.JOINING)
         return self.state not in out and not self.is_draining and not self.is_left_out
 
     @property
     def is_held(self) -> bool:
-        """May be given a stage only where the cluster cannot do without it."""
+        """Can get a stage only where there is no plan without it."""
         return self.state is WorkerState.JOINING and not self.is_draining and not self.is_left_out
 
     def quarantine(self, reason: str) -> None:
-        """It is not given a stage before it joins anew."""
+        """Excludes it from plans until it rejoins."""
         self.state, self.detail = WorkerState.QUARANTINED, reason
 
     def fail_to_load(self, reason: str, *, max_failures: int) -> bool:
-        """Once more; True when it is not tried again."""
+        """Counts a failed load; True once it is quarantined."""
         self.num_failed_loads += 1
         self.detail = f"could not load its stage: {reason}"
         if self.num_failed_loads >= max_failures:
@@ -88,12 +88,12 @@ class WorkerRecord:
 
     @property
     def shown_detail(self) -> str:
-        """Why it is in the state that is shown."""
+        """The reason for `shown_state`."""
         return self.detail or next(reversed(self.doubts), "")
 
     @property
     def shown_state(self) -> WorkerState:
-        """Its state as operators see it."""
+        """The state that operators see."""
         if self.state in (WorkerState.LOST, WorkerState.QUARANTINED):
             return self.state
         if self.is_draining:
@@ -104,7 +104,7 @@ class WorkerRecord:
 
 
 class Members:
-    """The workers by name."""
+    """Workers by name, and their losses."""
 
     def __init__(self, policy: RecoveryPolicy) -> None:
         self._policy = policy
@@ -126,7 +126,7 @@ class Members:
         return self._records.get(name)
 
     def live(self, name: str, incarnation: Incarnation) -> WorkerRecord | None:
-        """The record of this very process, while it is not lost."""
+        """The record of this process; None once it is lost or replaced."""
         record = self._records.get(name)
         is_it = record is not None and record.is_live and record.identity.incarnation == incarnation
         return record if is_it else None
@@ -150,8 +150,8 @@ class Members:
                 raise HandshakeMismatch(what, expected=expected, got=kinds[identity.is_mock])
 
     def add(self, identity: WorkerIdentity) -> float:
-        """A worker has joined. Returns how long it has to wait, in seconds, before it is used: a worker that
-        is lost again and again, while the others are not, would cost an epoch each time.
+        """Adds a worker that has joined. Returns its hold in seconds before it is used: a worker that is lost
+        repeatedly, while the others are not, would cost an epoch each time.
         """
         hold_s = self._hold_s(identity.name)
         record = WorkerRecord(identity)
@@ -172,13 +172,13 @@ class Members:
         return min(policy.max_hold_s, policy.first_hold_s * 2.0 ** min(num_excess - 1, 10))
 
     def note_silence(self, name: str, incarnation: Incarnation, *, is_silent: bool) -> None:
-        """Heartbeats of a worker are missing, or are there again; it is not lost yet."""
+        """Marks a worker whose heartbeats are missing, or arrive again, within its lease."""
         record = self.live(name, incarnation)
         if record is not None:
             record.is_silent = is_silent
 
     def release(self, name: str, incarnation: Incarnation) -> bool:
-        """The time that a worker had to wait is over; False if it does not wait any more."""
+        """Ends the hold of a worker; False if it is not held."""
         record = self.live(name, incarnation)
         if record is None or record.state is not WorkerState.JOINING:
             return False
@@ -186,35 +186,37 @@ class Members:
         return True
 
     def dismiss(self) -> list[WorkerRecord]:
-        """Those who are to leave and have no stage any more, once."""
-        leaving = [each for each in self if each.is_live and each.is_draining and each.stage is None]
-        dismissed = [each for each in leaving if not each.is_dismissed]
+        """Draining workers without a stage; each is returned once."""
+        leaving = [
+            record for record in self if record.is_live and record.is_draining and record.stage is None
+        ]
+        dismissed = [record for record in leaving if not record.is_dismissed]
         for record in dismissed:
             record.is_dismissed = True
         return dismissed
 
     def note_loss(self, name: str) -> None:
-        """It was lost while it had a stage."""
+        """Counts the loss of a worker that had a stage."""
         self._losses[name] += 1
 
     def _usual_losses(self, name: str) -> int:
-        """How often the others were lost: of half of them at most so often."""
+        """Lower median of the losses of the other workers."""
         others = {*self._records, *self._lost} - {name}
         return median_low(self._losses[other] for other in others) if others else 0
 
     def forget_half(self) -> None:
-        """Some time has passed: losses count for less."""
+        """Halves the losses of every worker."""
         self._losses = Counter({name: count // 2 for name, count in self._losses.items() if count > 1})
 
     def try_all_again(self) -> None:
-        """Those who are left are few: who was not reached before may be reached now, and who has computed
-        what was not finite reads its layers again.
+        """Readmits workers that plans avoided: few are left, connections may work now, and those with
+        non-finite results reload their layers.
         """
         for record in self:
             record.is_left_out = False
 
     def note_steady(self) -> None:
-        """All has gone well for a while."""
+        """Forgets all losses after a steady window."""
         self._losses.clear()
 
     def remove(self, name: str) -> None:
@@ -222,20 +224,20 @@ class Members:
 
     @property
     def lost(self) -> tuple[WorkerRecord, ...]:
-        """Who had a stage and has not come back, the last one last: what operators want to know."""
+        """Lost workers that had a stage and have not rejoined, the latest last."""
         return tuple(self._lost.values())
 
     @property
     def missed(self) -> str:
-        """Who is lost; empty if nobody is."""
-        return "".join(f"; worker {each.identity.name} is lost" for each in self.lost)
+        """The lost workers as text; empty if there are none."""
+        return "".join(f"; worker {record.identity.name} is lost" for record in self.lost)
 
     def forget_lost(self) -> None:
-        """Nobody is missed any more."""
+        """All stages serve again."""
         self._lost.clear()
 
     def release_stages(self) -> None:
-        """Nobody has a stage; those who are lost are no members any more."""
+        """Takes every stage back and removes lost workers."""
         for record in self:
             if record.state is WorkerState.LOST:
                 self.remove(record.identity.name)
@@ -253,6 +255,6 @@ class Members:
 
     @property
     def quarantine(self) -> str:
-        """Who is out, and why; empty if nobody is."""
-        out = [each for each in self if each.state is WorkerState.QUARANTINED]
+        """The quarantined workers and the reasons as text; empty if there are none."""
+        out = [record for record in self if record.state is WorkerState.QUARANTINED]
         return "".join(f"; worker {each.identity.name} is out: {each.detail}" for each in out)

@@ -139,7 +139,7 @@ class Pipeline:
         self._link: PipelineLink | None = None
 
     def expect(self, action: BeginEpoch) -> None:
-        """This epoch begins: results of it are welcome."""
+        """The epoch begins: accepts a stream of its results."""
         self._begun, self._has_results = action, False
         self._secrets = tuple(self._new_secret() for _ in range(len(action.workers) + 1))
         self._incoming.begin_epoch(self._secrets[-1])

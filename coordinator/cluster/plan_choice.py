@@ -1,4 +1,4 @@
-"""Which workers run which layers next, and which plans are refused. Pure."""
+"""Chooses the next plan, and remembers refused ones. Pure."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +11,7 @@ from coordinator.recovery.policy import RecoveryPolicy
 
 
 class PlanRefused(PlanImpossible):
-    """This very plan has failed its self-check; the text says how."""
+    """The plan has failed its self-check before; the text is the problem."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class PlanRefusals:
             raise PlanRefused(failure.problem)
 
     def doubts(self, worker: str) -> list[str]:
-        """How the plans failed that this worker may have spoilt, the last one last."""
+        """How plans failed that this worker may be the cause of, the latest last."""
         return [
             failure.problem
             for placement, failure in self._failures.items()
@@ -109,7 +109,7 @@ MakePlan = Callable[[Sequence[WorkerCapacity]], Plan]
 
 
 class TooFewWorkers(Exception):
-    """Fewer than the plan needs; the message says how many there are."""
+    """Fewer workers than the plan needs; the message has the numbers."""
 
 
 class PlanChoice:
@@ -138,7 +138,7 @@ class PlanChoice:
         `may_shrink` the plan may have fewer stages than were asked for, if it must. Raises TooFewWorkers or
         PlanImpossible.
         """
-        usable = [each for each in members if each.is_usable or (uses_held and each.is_held)]
+        usable = [record for record in members if record.is_usable or (uses_held and record.is_held)]
         if not usable or (len(usable) < self._num_stages and not may_shrink):
             here = f"{len(usable)} of {self._num_stages} workers are here"
             raise TooFewWorkers(f"{here}{self._what_is_missing(usable)}{members.quarantine}")
@@ -165,7 +165,7 @@ class PlanChoice:
             plan = self._make_plan(capacities)
         except PlanImpossible:
             return ""
-        names = {each.identity.name for each in usable}
+        names = {record.identity.name for record in usable}
         missing = [stage for stage in plan.stages if stage.worker not in names]
         layers = ", ".join(
             f"{stage.layers_text} need{'s' * (stage.num_layers == 1)} {format_size(stage.weight_bytes)}"
@@ -187,7 +187,7 @@ class PlanChoice:
         self._note_doubts(members)
 
     def note_passed(self, plan: Plan, members: Members) -> None:
-        """The plan has passed its self-check; whoever alone can have spoilt another is out."""
+        """The plan has passed its self-check; quarantines a worker that must be the cause of a failed one."""
         self._refusals.add_passed(plan)
         self._good_template = self._template
         self._note_doubts(members)
@@ -215,13 +215,13 @@ class PlanChoice:
             choices += map(list, sets)
         seen = set[frozenset[str]]()
         for chosen in choices:
-            names = frozenset(each.identity.name for each in chosen)
+            names = frozenset(record.identity.name for record in chosen)
             if names not in seen:
                 seen.add(names)
                 yield self._in_places(chosen)
 
     def _rank(self, record: WorkerRecord) -> tuple[object, ...]:
-        """Who has spoilt plans, could not load or is silent gives way to others."""
+        """Orders by doubts, failed loads and silence, then by place and name."""
         place = (not self._has_place(record), _by_name(record))
         return (len(record.doubts), record.num_failed_loads, record.is_silent, *place)
 
@@ -230,13 +230,13 @@ class PlanChoice:
         return any(stage.worker == record.identity.name for stage in stages)
 
     def _in_places(self, chosen: list[WorkerRecord]) -> list[WorkerRecord]:
-        """In stage order, as few as there may be."""
+        """In stage order, without free places."""
         return [record for record in self._places(chosen) if record is not None]
 
     def _places(self, chosen: list[WorkerRecord]) -> list[WorkerRecord | None]:
-        """In stage order; None for a place that nobody takes."""
+        """In stage order; None for a free place."""
         stages = self._template.stages if self._template else ()
-        by_name = {each.identity.name: each for each in chosen}
+        by_name = {record.identity.name: record for record in chosen}
         places = [by_name.pop(stage.worker, None) for stage in stages]
         newcomers = iter(sorted(by_name.values(), key=_by_name))
         filled = [place or next(newcomers, None) for place in places]
@@ -246,7 +246,7 @@ class PlanChoice:
 def _more_telling(
     before: PlanImpossible | None, error: PlanImpossible, *, is_first_size: bool
 ) -> PlanImpossible:
-    """A check that has failed says most, then what the largest workers lack, who are tried after others."""
+    """The more specific of two problems: a failed check, then the one of the largest workers (tried last)."""
     if before is None or isinstance(error, PlanRefused):
         return error if not isinstance(before, PlanRefused) else before
     return error if is_first_size and not isinstance(before, PlanRefused) else before

@@ -38,8 +38,8 @@ ACTIVE = (ClusterPhase.STARTING_EPOCH, ClusterPhase.CHECKING, ClusterPhase.SERVI
 
 
 class EpochReadiness:
-    """Of one epoch at a time. It can serve when every stage is ready, FIRST has accepted the coordinator's
-    stream, and LAST has opened its results.
+    """Readiness of the current epoch: every stage is ready, FIRST has accepted the stream of steps, and LAST
+    has opened the stream of results.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class EpochReadiness:
         self._are_results_open = False
 
     def clear(self) -> None:
-        """Nothing has been heard of the epoch that begins."""
+        """A new epoch begins."""
         self._ready.clear()
         self._is_link_open = self._are_results_open = False
 
@@ -62,19 +62,18 @@ class EpochReadiness:
         self._are_results_open = True
 
     def is_ready(self, worker: str) -> bool:
-        """This stage has empty pools and reaches the next one."""
+        """The stage has empty pools and is connected to the next one."""
         return worker in self._ready
 
     def are_complete(self, workers: Collection[str]) -> bool:
-        """For an epoch of these workers."""
         return self._ready.issuperset(workers) and self._is_link_open and self._are_results_open
 
 
 class ClusterState:
     """One owner feeds it events and carries out the actions it returns, in order.
 
-    Until it has served, or a worker was told to leave, a plan has `num_stages` stages. Later ones have fewer
-    while there are fewer workers, and as many again when workers come back.
+    Until the cluster has served, or a worker has drained, a plan has `num_stages` stages. Later plans have
+    fewer while there are fewer workers, and as many again when workers rejoin.
     """
 
     def __init__(
@@ -88,10 +87,13 @@ class ClusterState:
         has_served: bool = False,
         needs_check: bool = False,
     ) -> None:
-        """`make_plan` may raise PlanImpossible; it is given workers in the order in which to use them. A mock
-        model has no weights, so real stages have nothing to load. Epochs count from above `last_epoch`, and
-        from above what the workers have seen. `has_served`: a former coordinator has; whoever is lost since
-        then has its time to come back. `needs_check`: only checked plans serve.
+        """
+        Args:
+            make_plan: Receives workers in the order in which to use them; may raise PlanImpossible.
+            is_mock_model: The model has no weights, so real stages have nothing to load.
+            last_epoch: Epochs count from above it, and from above those that workers have seen.
+            has_served: A former coordinator has served; its workers have time to rejoin.
+            needs_check: Plans serve only after a self-check.
         """
         self.num_stages = num_stages
         self.phase = ClusterPhase.WAITING_FOR_WORKERS
@@ -122,25 +124,27 @@ class ClusterState:
         return None if record is None else record.stage
 
     def start(self) -> list[Action]:
-        """Workers may join from now on. To be called once."""
+        """Called once, before the first event."""
         return [self._rejoin_timer.await_all()] if self.has_served else []
 
     @property
     def plan_id(self) -> int:
-        """The number of the present plan, or of the last one."""
+        """Number of the current plan, or of the last one."""
         return self._plan_id
 
     @property
     def has_mock_stages(self) -> bool:
-        """The stages of the plan compute nothing."""
-        return any(each.identity.is_mock for each in self.stage_workers)
+        """The plan has stages that compute nothing."""
+        return any(record.identity.is_mock for record in self.stage_workers)
 
     # Membership
 
     @handles(ClusterEvent.JOIN)
     def join(self, identity: WorkerIdentity) -> list[Action]:
-        """A worker has joined, in the place of one with its name. Raises HandshakeMismatch for a mock stage
-        among real ones, or a real one among mocks.
+        """A worker has joined; it replaces one of the same name.
+
+        Raises:
+            HandshakeMismatch: a mock stage among real ones, or a real one among mocks.
         """
         self.workers.check_may_join(identity, is_mock_model=self._is_mock_model)
         known = self.workers.find(identity.name)
@@ -158,7 +162,7 @@ class ClusterState:
 
     @handles(ClusterEvent.ELAPSED)
     def elapsed(self, timer: Timer) -> list[Action]:
-        """The time of a StartTimer is over. One that is out of date changes nothing."""
+        """A timer has expired; one that is out of date changes nothing."""
         match timer:
             case HoldExpired(name, incarnation):
                 return self._improve() if self.workers.release(name, incarnation) else []
@@ -177,12 +181,12 @@ class ClusterState:
             return []
         had_stage = record.stage is not None
         actions = self._part_with(record, reason, cause)
-        # Those who are left may be fewer than was said, or have a plan without it.
+        # The others may have a plan without it, or the shown number of workers is out of date.
         actions += self._advance(f"worker {name} is lost: {reason}" if had_stage else "")
         return actions + (self._wait_for_return() if had_stage else [])
 
     def _part_with(self, record: WorkerRecord, reason: str, cause: EndCause) -> list[Action]:
-        """It is lost, and with it the plan, if it has a stage."""
+        """Removes a lost worker, and the plan if it had a stage."""
         name = record.identity.name
         record.state, record.detail = WorkerState.LOST, reason
         if record.stage is None:
@@ -190,7 +194,7 @@ class ClusterState:
             return []
         self.workers.note_loss(name)
         self.workers.try_all_again()
-        # One that was silent for the whole of its lease will not be back in a moment.
+        # A worker that was silent for its whole lease will not rejoin within the grace.
         self._rejoin_timer.note_loss(is_granted=self._may_shrink and not record.is_silent)
         actions = self._stop(f"worker {name} is lost: {reason}", cause)
         self.plan = None
@@ -201,7 +205,7 @@ class ClusterState:
 
     @handles(ClusterEvent.DRAIN)
     def drain(self, name: str) -> list[Action]:
-        """A worker is to leave. Its layers move first; where nobody can take them, what runs is finished."""
+        """Drains a worker: moves its layers, or finishes running requests where no worker can take them."""
         record = self.workers.find(name)
         if record is None or record.is_draining:
             return []
@@ -213,18 +217,18 @@ class ClusterState:
 
     @handles(ClusterEvent.DRAINED)
     def drained(self, name: str, incarnation: Incarnation) -> list[Action]:
-        """Nothing runs any more that a worker has to finish before it leaves."""
+        """The running requests that a draining worker waited for have finished."""
         record = self.workers.live(name, incarnation)
         if record is None or not record.is_draining or record.stage is None:
             return []
         return self._give_up_plan(f"worker {name} is drained", EndCause.REPLANNED)
 
     def note_time(self) -> None:
-        """Some time has passed, with breaks or without."""
+        """A steady window has passed, with losses or without."""
         self.workers.forget_half()
 
     def note_steady(self) -> None:
-        """The cluster has served for a while without a break."""
+        """A steady window has passed without a loss or an ended epoch."""
         self.workers.note_steady()
         self._failures.note_steady()
 
@@ -237,13 +241,13 @@ class ClusterState:
         if record is None or plan_id != self._plan_id or record.state is not WorkerState.LOADING:
             return []
         record.state, record.detail, record.num_failed_loads = WorkerState.READY, "", 0
-        if all(each.state is WorkerState.READY for each in self.stage_workers):
+        if all(record.state is WorkerState.READY for record in self.stage_workers):
             return self._begin_epoch()
         return []
 
     @handles(ClusterEvent.LOAD_FAILED)
     def load_failed(self, name: str, plan_id: int, reason: str) -> list[Action]:
-        """A worker could not load its stage. The second time, it is not tried again before it joins anew."""
+        """A worker could not load its stage; repeated failures quarantine it until it rejoins."""
         record = self.workers.find(name)
         if record is None or plan_id != self._plan_id or record.state is not WorkerState.LOADING:
             return []
@@ -253,7 +257,7 @@ class ClusterState:
     @handles(ClusterEvent.WEIGHTS_DIFFER)
     def weights_differ(self, name: str, reason: str) -> list[Action]:
         """The files of a worker differ from the coordinator's checkpoint. The report may be about an older
-        plan: what the worker has computed may be wrong. It is not used again before it joins anew.
+        plan: the results of the worker may be wrong. It is quarantined until it rejoins.
         """
         record = self.workers.find(name)
         if record is None or record.state is WorkerState.QUARANTINED:
@@ -289,32 +293,32 @@ class ClusterState:
 
     @handles(ClusterEvent.EPOCH_LATE)
     def epoch_late(self, epoch: int, reason: str) -> list[Action]:
-        """The epoch has not started in time: stages that are not ready are as good as lost."""
+        """The epoch has not started in time: disconnects the stages that are not ready."""
         if epoch != self.epoch:
             return []
-        late = [each for each in self.stage_workers if not self._readiness.is_ready(each.identity.name)]
+        late = [record for record in self.stage_workers if not self._readiness.is_ready(record.identity.name)]
         if 0 < len(late) < len(self.stage_workers):
-            return [Disconnect(each.identity, reason) for each in late]
+            return [Disconnect(record.identity, reason) for record in late]
         return self._fail_epoch(epoch, reason)
 
     # Serving
 
     def result_arrived(self) -> None:
-        """The present epoch bears fruit."""
+        """A result arrived in the current epoch."""
         self._failures.on_progress()
 
     def token_arrived(self) -> None:
-        """Somebody has got on, in the present epoch."""
-        self._failures.note_token()
+        """A token arrived in the current epoch."""
+        self._failures.on_token()
 
     @property
     def trouble(self) -> str:
-        """What keeps epochs from bearing tokens; empty if nothing does."""
+        """Why epochs end without tokens; empty if they do not."""
         return self._failures.text if self.phase in ACTIVE else ""
 
     @handles(ClusterEvent.EPOCH_FAILED)
     def epoch_failed(self, epoch: int, reason: str, cause: EndCause = EndCause.BROKEN) -> list[Action]:
-        """A step was faulty, a stream broke, or the epoch was not ready in time. Old ones change nothing."""
+        """A step was refused, a stream broke, or the epoch started late. Older epochs are ignored."""
         return self._fail_epoch(epoch, reason, cause)
 
     def _fail_epoch(self, epoch: int, reason: str, cause: EndCause = EndCause.BROKEN) -> list[Action]:
@@ -326,37 +330,33 @@ class ClusterState:
 
     @handles(ClusterEvent.HOP_FAILED)
     def hop_failed(self, epoch: int, stage: int, reason: str) -> list[Action]:
-        """`stage` does not reach the next one. When that happens again, the plan does without the next one,
-        if it can.
-        """
+        """`stage` does not reach the next one, which repeated failures exclude from the plan if possible."""
         if epoch != self.epoch:
             return []
         if stage + 1 < len(self.stage_workers):
             receiver = self.stage_workers[stage + 1]
             if self._failures.record_unreached(receiver.identity.name) and (
-                actions := self._do_without(receiver, reason, EndCause.REPLANNED)
+                actions := self._replan_without(receiver, reason, EndCause.REPLANNED)
             ):
                 return actions
         return self._fail_epoch(epoch, reason)
 
     @handles(ClusterEvent.STAGE_FAILED)
     def stage_failed(self, fault: FaultReport) -> list[Action]:
-        """What a stage computes is not finite. When that happens again, the plan does without that one, if it
-        can.
-        """
+        """A stage computed non-finite values. Repeated failures replan without it where possible."""
         if fault.epoch != self.epoch:
             return []
         if fault.stage < len(self.stage_workers):
             record = self.stage_workers[fault.stage]
             record.produced_non_finite = True
             if self._failures.record_non_finite(record.identity.name, fault.request_ids) and (
-                actions := self._do_without(record, str(fault), EndCause.FAULT)
+                actions := self._replan_without(record, str(fault), EndCause.FAULT)
             ):
                 return actions
         return self._fail_epoch(fault.epoch, str(fault), EndCause.FAULT)
 
-    def _do_without(self, record: WorkerRecord, reason: str, cause: EndCause) -> list[Action]:
-        """Nothing, if there is no plan without it."""
+    def _replan_without(self, record: WorkerRecord, reason: str, cause: EndCause) -> list[Action]:
+        """A plan without `record`; nothing if there is none."""
         record.is_left_out, record.detail = True, reason
         actions = self._move_from(reason, cause)
         if not actions:
@@ -365,9 +365,8 @@ class ClusterState:
 
     @handles(ClusterEvent.CHECKED)
     def checked(self, epoch: int, problem: str | None, *, stage: int | None = None) -> list[Action]:
-        """The plan was checked in `epoch`. A good one serves, in an epoch of its own with empty pools; one
-        with a problem is not made again, and the next best is tried. `stage` is the cause, where that is
-        known.
+        """The self-check in `epoch` ended. A good plan serves in a new epoch with empty pools; a plan with a
+        `problem` is refused and the next best is tried. `stage` is the cause where it is known.
         """
         if epoch != self.epoch or self.plan is None:
             return []
@@ -384,7 +383,7 @@ class ClusterState:
 
     @handles(ClusterEvent.DOUBTED)
     def doubted(self, epoch: int, reason: str) -> list[Action]:
-        """What the plan computes in `epoch` is wrong: it does not serve before it is checked again."""
+        """An idle check in `epoch` failed: the plan serves only after another self-check."""
         if epoch != self.epoch:
             return []
         self._checked_plan_id = 0
@@ -401,7 +400,7 @@ class ClusterState:
         return [StopServing(self.epoch, reason, cause)] if self.phase in ACTIVE else []
 
     def _advance(self, reason: str = "") -> list[Action]:
-        """A new plan, if there is none and one is possible."""
+        """Makes a plan if there is none and one is possible."""
         if self.plan is not None:
             return []
         try:
@@ -418,8 +417,8 @@ class ClusterState:
         return self._dismiss()
 
     def _improve(self) -> list[Action]:
-        """A worker can be used that could not before: for the first plan, in the place of one that has to
-        leave, or for a stage more.
+        """Uses a worker that has become usable: for a first plan, in place of a draining one, or for an
+        additional stage.
         """
         if self.plan is None:
             return self._advance()
@@ -439,7 +438,7 @@ class ClusterState:
         return self._stop(reason, EndCause.REPLANNED) + self._assign(plan)
 
     def _move_from(self, reason: str, cause: EndCause = EndCause.REPLANNED) -> list[Action]:
-        """A plan without those who are not usable any more; nothing if there is none."""
+        """Replans without the workers that are no longer usable; nothing if there is no plan."""
         try:
             plan = self._new_plan(may_shrink=True)
         except (PlanImpossible, TooFewWorkers):
@@ -447,18 +446,16 @@ class ClusterState:
         return self._stop(reason, cause) + self._assign(plan)
 
     def _next_plan(self) -> Plan:
-        """Raises TooFewWorkers or PlanImpossible. Workers that are to wait are used where the others could
-        not serve without them.
-        """
+        """Uses held workers only where needed. Raises TooFewWorkers or PlanImpossible."""
         try:
             return self._new_plan(may_shrink=not self._rejoin_timer.is_running)
         except (PlanImpossible, TooFewWorkers):
-            if not any(record.is_held for record in self.workers) or self._can_do_without_held():
+            if not any(record.is_held for record in self.workers) or self._can_replan_without_held():
                 raise
         return self._choice.best(self.workers, may_shrink=self._may_shrink, uses_held=True)
 
-    def _can_do_without_held(self) -> bool:
-        """When those who were lost have had their time to come back."""
+    def _can_replan_without_held(self) -> bool:
+        """Once the grace of lost workers is over."""
         try:
             self._new_plan(may_shrink=True)
         except (PlanImpossible, TooFewWorkers):
@@ -489,13 +486,13 @@ class ClusterState:
         return actions + self._dismiss()
 
     def _dismiss(self) -> list[Action]:
-        """Who is to leave, and has no stage any more, goes. Once."""
+        """Lets draining workers without a stage exit, once each."""
         return [LetGo(record.identity, "drained") for record in self.workers.dismiss()]
 
     def _begin_epoch(self, reason: str = "") -> list[Action]:
         assert self.plan is not None
-        workers = tuple(each.identity for each in self.stage_workers)
-        self.epoch = max(self.epoch, *(each.last_epoch for each in workers)) + 1
+        workers = tuple(record.identity for record in self.stage_workers)
+        self.epoch = max(self.epoch, *(worker.last_epoch for worker in workers)) + 1
         self._readiness.clear()
         self.phase = ClusterPhase.STARTING_EPOCH
         self.detail = f"starting epoch {self.epoch}" + (f": {reason}" if reason else "")

@@ -138,8 +138,8 @@ class Durability:
         journal = self.journal
         if journal is None:
             return True
-        known = (each for each in progress if journal.has(each.sequence.key.request_id))
-        entries = [_entry(each) for each in known if each.error is None]
+        known = (update for update in progress if journal.has(update.sequence.key.request_id))
+        entries = [_entry(update) for update in known if update.error is None]
         if entries:
             at = self.wall_clock()
             self._num_steps += 1
@@ -196,12 +196,18 @@ class Durability:
 
     def _tidy(self, journal: Journal, registry: Registry) -> None:
         now_at = self.wall_clock()
-        for request_id in [each for each, until_at in self._leaving.items() if until_at <= now_at]:
+        for request_id in [record for record, until_at in self._leaving.items() if until_at <= now_at]:
             del self._leaving[request_id]
-        journal.forget([each for each in journal.ids if each not in self._leaving and not registry.has(each)])
-        due = [registry.find(each) for each in journal.due_to_fold() if registry.has(each)]
+        journal.forget(
+            [
+                request_id
+                for request_id in journal.ids
+                if request_id not in self._leaving and not registry.has(request_id)
+            ]
+        )
+        due = [registry.find(request_id) for request_id in journal.due_to_fold() if registry.has(request_id)]
         if due:
-            journal.fold([(each.id, progress_of(each, now_at)) for each in due])
+            journal.fold([(request.id, progress_of(request, now_at)) for request in due])
         journal.trim()
 
     def _journal_of(self, request: Request) -> Journal | None:

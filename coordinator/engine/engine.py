@@ -75,7 +75,7 @@ class Engine:
 
     @property
     def durability(self) -> Durability:
-        """For whoever tells it what the engine does not know."""
+        """Also fed by the controller, with epochs."""
         return self._durability
 
     @property
@@ -130,7 +130,7 @@ class Engine:
     def attach(
         self, request_id: RequestId, positions: Positions, *, deadline_s: float | None = None
     ) -> OutputStream:
-        """Reads a request from now on, in the place of whoever read it. Raises RequestNotFound, and
+        """Reads a request from now on; the previous reader is superseded. Raises RequestNotFound, and
         InvalidRequest for positions that it does not have.
 
         Nothing here awaits, so this happens between two steps, and the old reader gets nothing after it.
@@ -203,7 +203,7 @@ class Engine:
         requests that have begun.
 
         A live request that was accepted under a larger plan, and can never fit under this one, fails: at the
-        head of the queue it would hold up all others for ever.
+        head of the queue it would block all others.
         """
         self._max_sequence_tokens = max_sequence_tokens
         for request in self._registry.live:
@@ -216,13 +216,13 @@ class Engine:
         self._pump()
 
     def finish_running(self) -> None:
-        """Starts nothing new in this epoch."""
+        """Starts no queued sequence for the rest of the epoch."""
         self._scheduler.finish_running()
 
     @property
     def is_idle(self) -> bool:
-        """Nothing has begun that has not ended."""
-        queued = (each.state is SequenceState.PREEMPTED for each in self._scheduler.queue)
+        """Every request that has begun has ended."""
+        queued = (sequence.state is SequenceState.PREEMPTED for sequence in self._scheduler.queue)
         return not self._scheduler.running and not any(queued)
 
     def lend_epoch(self) -> tuple[KvCacheManager, int] | None:
@@ -241,7 +241,7 @@ class Engine:
         self._scheduler.note_lent_answer(self._clock())
 
     def take_epoch_back(self, *, next_step_id: int) -> None:
-        """Serves again."""
+        """Resumes serving."""
         self._scheduler.take_epoch_back(next_step_id=next_step_id)
         self._pump()
 
@@ -291,7 +291,7 @@ class Engine:
         return sum(update.token is not None for update in progress)
 
     def sweep(self) -> None:
-        """Ends what has outlived its time; to be called now and then.
+        """Ends expired requests; called periodically.
 
         Forgets output that was kept long enough, and cancels detached requests at their deadline. What nobody
         reads and nobody asked to keep is an orphan: there is no way to make one, so each is a defect that is
@@ -308,10 +308,10 @@ class Engine:
                 continue
             if request.awaited_until_s is not None:
                 if request.awaited_until_s <= now_s:
-                    self._cancel(request, RequestCancelled("the client has not come back"))
+                    self._cancel(request, RequestCancelled("the client did not reattach in time"))
                 continue
             self._count_orphan(f"request {id_text(request.id)}", request.id)
-            self._cancel(request, RequestCancelled("nobody reads this request"))
+            self._cancel(request, RequestCancelled("the request has no reader"))
         for sequence in (*self._scheduler.running, *self._scheduler.queue):
             if self._registry.live_request(sequence.key.request_id) is None:
                 self._count_orphan(f"sequence {sequence.key}", sequence.key.request_id)
@@ -328,8 +328,8 @@ class Engine:
     def _deliver_held(self) -> None:
         """Delivers what is in the journal by now."""
         held, self._held = self._held, []
-        for each in held:
-            self._deliver(each)
+        for update in held:
+            self._deliver(update)
 
     def _deliver(self, progress: SequenceUpdate) -> None:
         key = progress.sequence.key

@@ -56,42 +56,42 @@ class Observers(EngineObserver):
         self._all = tuple(observers)
 
     def accepted(self, request: Request, now_s: float) -> None:
-        for each in self._all:
-            each.accepted(request, now_s)
+        for observer in self._all:
+            observer.accepted(request, now_s)
 
     def step_scheduled(self, duration_s: float) -> None:
-        for each in self._all:
-            each.step_scheduled(duration_s)
+        for observer in self._all:
+            observer.step_scheduled(duration_s)
 
     def step_sent(self, step: Step, now_s: float) -> None:
-        for each in self._all:
-            each.step_sent(step, now_s)
+        for observer in self._all:
+            observer.step_sent(step, now_s)
 
     def step_answered(
         self, result: StepResult, progress: Items[SequenceUpdate], sent_s: float, now_s: float
     ) -> None:
-        for each in self._all:
-            each.step_answered(result, progress, sent_s, now_s)
+        for observer in self._all:
+            observer.step_answered(result, progress, sent_s, now_s)
 
     def preempted(self, sequences: Items[Sequence], now_s: float) -> None:
-        for each in self._all:
-            each.preempted(sequences, now_s)
+        for observer in self._all:
+            observer.preempted(sequences, now_s)
 
     def requeued(self, sequences: Items[Sequence], now_s: float) -> None:
-        for each in self._all:
-            each.requeued(sequences, now_s)
+        for observer in self._all:
+            observer.requeued(sequences, now_s)
 
     def epoch_started(self, epoch: int, now_s: float) -> None:
-        for each in self._all:
-            each.epoch_started(epoch, now_s)
+        for observer in self._all:
+            observer.epoch_started(epoch, now_s)
 
     def epoch_stopped(self, reason: str, now_s: float) -> None:
-        for each in self._all:
-            each.epoch_stopped(reason, now_s)
+        for observer in self._all:
+            observer.epoch_stopped(reason, now_s)
 
     def ended(self, request: Request, error: ServingError | None, now_s: float) -> None:
-        for each in self._all:
-            each.ended(request, error, now_s)
+        for observer in self._all:
+            observer.ended(request, error, now_s)
 
 
 _WISHED = (DeadlinePassed, RequestCancelled, RequestSuspended)
@@ -125,7 +125,7 @@ class RequestLog(EngineObserver):
         if not log.isEnabledFor(level):
             return
         if error is None:
-            num_tokens = sum(len(each.sequence.generated_tokens) for each in request.choices)
+            num_tokens = sum(len(choice.sequence.generated_tokens) for choice in request.choices)
             text = f"has finished with {num_tokens} tokens"
         else:
             text = f"{'has ended' if level == logging.DEBUG else 'failed'}: {type(error).__name__}: {error}"

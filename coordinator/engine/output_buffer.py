@@ -100,7 +100,7 @@ class OutputBuffer:
     def generated_logprobs(self) -> list[TokenLogprobs]:
         """Those of the tokens after the prompt; none where none were asked for."""
         logprobs = self._logprobs or []
-        return [each for each in logprobs[0 if self._is_waiting else self._num_prompt_tokens :] if each]
+        return [row for row in logprobs[0 if self._is_waiting else self._num_prompt_tokens :] if row]
 
     def set_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs | None]) -> None:
         """One per token of the echoed prompt, once; the first one is None."""

@@ -267,7 +267,7 @@ class Request:
 
 
 def _with_top(logprobs: Items[TokenLogprobs | None], num_top: int) -> tuple[TokenLogprobs | None, ...]:
-    return tuple(each and replace(each, top=each.top[:num_top]) for each in logprobs)
+    return tuple(row and replace(row, top=row.top[:num_top]) for row in logprobs)
 
 
 MAX_KEPT = 1024

@@ -57,7 +57,7 @@ def overdue_fault(
 
 
 class FailureDetector(Generic[Worker]):
-    """Looks after the workers and the oldest step, a few times per heartbeat."""
+    """Checks leases and the oldest step twice per heartbeat."""
 
     def __init__(
         self,
@@ -70,9 +70,13 @@ class FailureDetector(Generic[Worker]):
         on_steady: Callable[[], None],
         on_time: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_silence` says when a worker becomes silent and when it does not any more; `on_lease_over` that
-        it has been silent for too long; `on_tick` is called every time; `on_steady` when no worker was lost
-        and nobody called `restart` for a while; `on_time` after each such while, whatever happened in it.
+        """
+        Args:
+            on_silence: Called when a worker becomes silent, and when its heartbeats arrive again.
+            on_lease_over: Called with the reason when the lease of a worker has expired.
+            on_tick: Called with every check.
+            on_steady: Called after a steady window without a loss or a `restart`.
+            on_time: Called after every steady window.
         """
         self._policy = policy
         self._connections = connections
@@ -85,11 +89,10 @@ class FailureDetector(Generic[Worker]):
         self._timed_since_s = 0.0
 
     def restart(self) -> None:
-        """What is steady counts from now on."""
+        """Starts a new steady window."""
         self._steady_since_s = asyncio.get_running_loop().time()
 
     async def run(self) -> None:
-        """Until it is cancelled."""
         loop = asyncio.get_running_loop()
         interval_s = self._policy.heartbeat_interval_s / 2
         self.restart()
@@ -100,7 +103,7 @@ class FailureDetector(Generic[Worker]):
             await asyncio.sleep(interval_s)
             num_late = num_late + 1 if loop.time() - due_s > interval_s else 0
             if 0 < num_late <= self._policy.max_late_checks:
-                # This process was held up, so heartbeats may be here that nobody has read.
+                # This process was held up, so heartbeats may be unread.
                 continue
             self._check(loop.time())
             self._on_tick()

@@ -35,7 +35,7 @@ class StartTimer:
 
 
 class RejoinTimer:
-    """Of the last loss; one before it counts no more."""
+    """Timer of the last loss; timers of earlier ones are void."""
 
     def __init__(self, policy: RecoveryPolicy) -> None:
         self._policy = policy
@@ -43,7 +43,7 @@ class RejoinTimer:
         self.is_running = False
 
     def await_all(self) -> StartTimer:
-        """Nobody is here yet, and whoever was before may come."""
+        """Starts the timer of a restarted coordinator, for the workers of the former one."""
         self.is_running = True
         return StartTimer(
             max(self._policy.return_grace_s, self._policy.coordinator_rejoin_s),
@@ -51,16 +51,16 @@ class RejoinTimer:
         )
 
     def note_loss(self, *, is_granted: bool) -> None:
-        """A worker is lost; unless that `is_granted`, nobody waits for it."""
+        """Restarts the timer for a loss, or stops it unless the wait `is_granted`."""
         self._num_losses += 1
         self.is_running = is_granted
 
     def timer(self) -> StartTimer:
-        """When it is over."""
+        """The action that starts the timer of the last loss."""
         return StartTimer(self._policy.return_grace_s, GraceExpired(self._num_losses))
 
     def end(self, timer: GraceExpired) -> bool:
-        """Its time is over; False for an older one."""
+        """Stops the timer; False for the timer of an earlier loss."""
         if timer.num_losses != self._num_losses:
             return False
         self.is_running = False
@@ -68,7 +68,7 @@ class RejoinTimer:
 
 
 class FailureCounters:
-    """Counted in a row: a result makes up for epochs that bore none, a token for those that broke."""
+    """Consecutive failures of epochs: a result resets epochs without one, a token resets broken ones."""
 
     def __init__(self, policy: RecoveryPolicy) -> None:
         self._policy = policy
@@ -80,13 +80,13 @@ class FailureCounters:
 
     @property
     def text(self) -> str:
-        """How often epochs have broken since the last token, and why; empty if none has."""
+        """Number and reason of breaks since the last token; empty if there are none."""
         if self._num_breaks < 2:
             return self._last_break
-        return f"{self._last_break}, and so or in a like way ended {self._num_breaks} epochs without a token"
+        return f"{self._last_break}; {self._num_breaks} epochs in a row ended without a token"
 
     def next_delay_s(self) -> float:
-        """An epoch is to begin, after this pause."""
+        """Pause before the epoch that begins now."""
         delay_s = 0.0
         if self._num_without_result:
             # The exponent is bounded: 2**1024 is no float.
@@ -96,42 +96,41 @@ class FailureCounters:
         return delay_s
 
     def on_progress(self) -> None:
-        """A result has come."""
+        """A result arrived in the current epoch."""
         self._num_without_result = 0
         if self._hop_failures:
             self._hop_failures.clear()
 
-    def note_token(self) -> None:
-        """Somebody has got on."""
+    def on_token(self) -> None:
+        """A token arrived in the current epoch."""
         if self._num_breaks:
             self._num_breaks, self._last_break = 0, ""
 
     def record_break(self, reason: str) -> bool:
-        """An epoch has broken; True when that is to be taken for lasting."""
+        """Counts a broken epoch; True once that is considered lasting."""
         self._num_breaks += 1
         self._last_break = reason
         return self._num_breaks >= self._policy.max_breaks
 
     def start_over(self) -> None:
-        """With another plan, of which neither failed hops nor fruitless epochs say anything."""
+        """Resets what was counted of the previous plan."""
         self._num_without_result = 0
         self._hop_failures.clear()
         self._non_finite.clear()
 
     def note_steady(self) -> None:
-        """All has gone well for a while."""
+        """Forgets non-finite steps after a steady window."""
         self._non_finite.clear()
 
     def record_non_finite(self, worker: str, requests: Collection[RequestId]) -> bool:
-        """What this worker computed for these requests was not finite; True when it is not to be trusted:
-        once more, and not always for the same single request. Results in between make up for nothing: they
-        may be of steps that it did not spoil.
+        """Counts a non-finite step of `worker`; True once plans should avoid it: the steps are not all of one
+        request. Results in between reset nothing: they may be of steps that the worker computed correctly.
         """
         steps = self._non_finite.setdefault(worker, deque(maxlen=self._policy.non_finite_window))
         steps.append(frozenset(requests))
         return len(steps) >= self._policy.max_non_finite_steps and len(frozenset().union(*steps)) > 1
 
     def record_unreached(self, worker: str) -> bool:
-        """The stage before does not reach this worker; True when that is to be taken for lasting."""
+        """Counts a failed connection to `worker`; True once that is considered lasting."""
         self._hop_failures[worker] += 1
         return self._hop_failures[worker] >= self._policy.max_hop_failures

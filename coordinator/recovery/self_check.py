@@ -150,7 +150,7 @@ class References:
             except (OSError, ValueError) as error:
                 log.warning("%s is not used, and is computed again: %s: %s", origin, path, error)
                 continue
-            found |= {key: KnownReference(each, origin) for key, each in references.items()}
+            found |= {key: KnownReference(reference, origin) for key, reference in references.items()}
         return found
 
     def _keep(self, path: Path, key: str, reference: Reference) -> None:
@@ -327,8 +327,8 @@ class SelfCheck:
         self._results = asyncio.Queue()
         texts = texts_for(epoch.plan, self._vocab_size)
         script = write_script(epoch.plan, epoch.epoch, texts, epoch.kv, first_step_id=epoch.first_step_id)
-        for each in script.steps:
-            epoch.send(each.step)
+        for checked_step in script.steps:
+            epoch.send(checked_step.step)
         results = []
         timeout_s = None if epoch.is_watched else self._policy.check_answer_timeout_s
         for _ in script.steps:
@@ -340,7 +340,7 @@ class SelfCheck:
         self, num_stages: int, script: Script, ask: Callable[[], None]
     ) -> dict[int, Sequence[float]]:
         """Those that come in time and are of the right size."""
-        num_tokens = sum(each.step.num_tokens for each in script.steps)
+        num_tokens = sum(checked_step.step.num_tokens for checked_step in script.steps)
         self._states = asyncio.Queue()
         states: dict[int, Sequence[float]] = {}
         if num_stages:

@@ -75,7 +75,9 @@ class Script:
     @property
     def num_rows(self) -> int:
         """Positions whose log-probabilities are compared."""
-        return sum(part.num_scored + part.is_sampled for each in self.steps for part in each.slices)
+        return sum(
+            part.num_scored + part.is_sampled for checked_step in self.steps for part in checked_step.slices
+        )
 
 
 @dataclass(slots=True)
@@ -180,38 +182,38 @@ class _Writer:
 
     def _end_finished(self) -> list[EndRecord]:
         """Blocks stay cached for parts that wait for them, and for nobody else."""
-        ended = [each for each in self._running if each.is_done]
-        self._running = [each for each in self._running if not each.is_done]
-        for each in ended:
+        ended = [live for live in self._running if live.is_done]
+        self._running = [live for live in self._running if not live.is_done]
+        for live in ended:
             awaited = any(
-                other.part.shares_block and other.part.text == each.part.text for other in self._waiting
+                other.part.shares_block and other.part.text == live.part.text for other in self._waiting
             )
-            signals = each.active.free_signals() if awaited else each.active.destroy_signals()
-            self._kv.free(each.key, each.active, signals)
-        return [EndRecord(each.key, each.generation) for each in ended]
+            signals = live.active.free_signals() if awaited else live.active.destroy_signals()
+            self._kv.free(live.key, live.active, signals)
+        return [EndRecord(live.key, live.generation) for live in ended]
 
     def _fill(self) -> tuple[list[tuple[StepSlice, CheckedSlice]], list[StartRecord]]:
         slices: list[tuple[StepSlice, CheckedSlice]] = []
         starts: list[StartRecord] = []
         limits = self._plan.limits
         room = limits.max_step_tokens
-        for each in (*self._running, *self._ready()):
+        for live in (*self._running, *self._ready()):
             if len(slices) == limits.max_step_sequences:
                 break
-            if not each.is_started and each.part.shares_block:
-                each.num_computed = self._kv.num_cached_tokens(each.active)
-            first, end = each.num_computed, each.next_end
-            if end - first > room or (end := self._take_blocks(each, end)) <= first:
+            if not live.is_started and live.part.shares_block:
+                live.num_computed = self._kv.num_cached_tokens(live.active)
+            first, end = live.num_computed, live.next_end
+            if end - first > room or (end := self._take_blocks(live, end)) <= first:
                 continue
             room -= end - first
-            if not each.is_started:
-                each.is_started = True
-                prompt = each.tokens[: each.num_prompt_tokens]
-                starts.append(StartRecord(each.key, each.generation, len(prompt), prompt, _SAMPLING))
-                self._waiting.remove(each)
-                self._running.append(each)
-            slices.append(_slice(each, end))
-            each.num_computed = end
+            if not live.is_started:
+                live.is_started = True
+                prompt = live.tokens[: live.num_prompt_tokens]
+                starts.append(StartRecord(live.key, live.generation, len(prompt), prompt, _SAMPLING))
+                self._waiting.remove(live)
+                self._running.append(live)
+            slices.append(_slice(live, end))
+            live.num_computed = end
         return slices, starts
 
     def _ready(self) -> list[_Live]:
@@ -221,10 +223,10 @@ class _Writer:
         next_step = len(self._steps)
         is_late = next_step > 0 and not self._running
         ready = [
-            each
-            for each in self._waiting
-            if (is_late or each.part.starts_at <= next_step)
-            and (not each.part.shares_block or self._is_cached(each))
+            live
+            for live in self._waiting
+            if (is_late or live.part.starts_at <= next_step)
+            and (not live.part.shares_block or self._is_cached(live))
         ]
         return sorted(ready, key=lambda each: not each.part.shares_block)
 

@@ -208,7 +208,7 @@ def _with_stage(verdict: Verdict, plan: Plan, hops: Sequence[_Hop]) -> Verdict:
         return replace(verdict, stage=bad.stage.stage, detail=f"{verdict.detail}; first, {bad}")
     if len(hops) < len(plan.stages) - 1:
         told = {hop.stage.stage for hop in hops}
-        silent = ", ".join(str(each.stage) for each in plan.stages[:-1] if each.stage not in told)
+        silent = ", ".join(str(stage.stage) for stage in plan.stages[:-1] if stage.stage not in told)
         return replace(verdict, detail=f"{verdict.detail}; no hidden states of stage {silent} to compare")
     if verdict.is_good:
         return verdict
@@ -237,7 +237,7 @@ def _places(script: Script, reference: Reference) -> tuple[list[tuple[int, int]]
     fresh: list[tuple[int, int]] = []
     cached: list[tuple[int, int]] = []
     here = 0
-    for part in (part for each in script.steps for part in each.slices):
+    for part in (part for checked_step in script.steps for part in checked_step.slices):
         for position in range(part.first, part.first + part.num_tokens):
             place = (here, reference.state_index(part.text, position))
             (cached if part.reads_cache else fresh).append(place)
@@ -294,13 +294,13 @@ def _judge_alone(rows: Sequence[AnsweredRow], reason: NoReference) -> Verdict:
 
 def _answered_rows(script: Script, results: Sequence[StepResult]) -> Iterator[AnsweredRow]:
     """Raises BadAnswer."""
-    for each, result in zip(script.steps, results, strict=True):
-        owed = [part for part in each.slices if part.num_scored or part.is_sampled]
+    for checked_step, result in zip(script.steps, results, strict=True):
+        owed = [part for part in checked_step.slices if part.num_scored or part.is_sampled]
         sequences = [entry.sequence for entry in result.results]
-        if result.step_id != each.step.step_id or sequences != [part.sequence for part in owed]:
+        if result.step_id != checked_step.step.step_id or sequences != [part.sequence for part in owed]:
             raise BadAnswer(
                 f"an answer to step {result.step_id} with {len(sequences)} results, "
-                f"where {len(owed)} of step {each.step.step_id} are due"
+                f"where {len(owed)} of step {checked_step.step.step_id} are due"
             )
         for part, entry in zip(owed, result.results, strict=True):
             yield from _rows_of(part, entry)

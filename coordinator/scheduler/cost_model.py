@@ -206,10 +206,10 @@ class CostModel:
         """A step was answered `elapsed_us` after it was handed out. Says nothing without work or times."""
         if work.is_empty or not stage_times:
             return
-        computing = [each.compute_us for each in stage_times]
+        computing = [stage_time.compute_us for stage_time in stage_times]
         self.slowest.observe(work, max(computing))
         self.total.observe(work, sum(computing))
-        on_the_way = elapsed_us - sum(computing) - sum(each.wait_us for each in stage_times)
+        on_the_way = elapsed_us - sum(computing) - sum(stage_time.wait_us for stage_time in stage_times)
         transfer = self._chunk_transfer if work.chunk_tokens else self._decode_transfer
         transfer.add(max(0.0, on_the_way))
 

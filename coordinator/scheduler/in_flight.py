@@ -94,11 +94,11 @@ class StepsInFlight:
 
     @property
     def steps(self) -> list[Step]:
-        return [each.step for each in self._steps]
+        return [in_flight.step for in_flight in self._steps]
 
     def find(self, step_id: int) -> Step | None:
         """The step with this id, if it is in flight."""
-        return next((each.step for each in self._steps if each.step.step_id == step_id), None)
+        return next((in_flight.step for in_flight in self._steps if in_flight.step.step_id == step_id), None)
 
     def overdue(
         self, now_s: float, step_us: Callable[[StepCost], float], *, unknown_s: float

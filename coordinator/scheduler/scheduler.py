@@ -244,7 +244,9 @@ class Scheduler:
         owners = (
             (self._running.get(part.sequence), part.generation) for step in steps for part in step.slices
         )
-        found = (each for each, generation in owners if each and each.generation == generation)
+        found = (
+            sequence for sequence, generation in owners if sequence and sequence.generation == generation
+        )
         return list(dict.fromkeys(found))
 
     @property
@@ -444,7 +446,7 @@ class Scheduler:
             return self.isolation.next_of(self._queue, is_busy=bool(self._running or self._in_flight))
         if self._starts_new:
             return self._queue[0] if self._queue else None
-        return next((each for each in self._queue if each.state is SequenceState.PREEMPTED), None)
+        return next((sequence for sequence in self._queue if sequence.state is SequenceState.PREEMPTED), None)
 
     def _add_chunk(
         self, sequence: Sequence, draft: StepBuilder, kv: KvCacheManager, pace: BatchingPolicy, room: int
@@ -480,5 +482,5 @@ class Scheduler:
     @property
     def _num_waiting_tokens(self) -> int:
         """Prefill that is to come, as far as the first of the queue tell."""
-        queued = sum(each.num_tokens for each in self._queue[:QUEUE_LOOKAHEAD])
-        return queued + sum(each.num_uncomputed_prefill_tokens for each in self._prefilling.values())
+        queued = sum(sequence.num_tokens for sequence in self._queue[:QUEUE_LOOKAHEAD])
+        return queued + sum(sequence.num_uncomputed_prefill_tokens for sequence in self._prefilling.values())

@@ -65,7 +65,7 @@ async def start_spare(cluster: Cluster) -> str:
 
 async def test_a_worker_that_is_not_here_cannot_leave() -> None:
     async with mock_cluster(1) as cluster:
-        with pytest.raises(WorkerNotFound, match="no worker 'nobody' is here"):
+        with pytest.raises(WorkerNotFound, match="worker 'nobody' not found"):
             await cluster.client.drain("nobody", token=TOKEN)
         async with client_channel(cluster.address) as channel:
             request = cluster_pb2.DrainRequest(worker="nobody")
@@ -109,7 +109,7 @@ async def test_the_command_says_who_has_left_and_who_is_not_here(
         assert capsys.readouterr().out == "worker w1 has left\n"
         assert await asyncio.to_thread(main, ["drain", "w1", *arguments]) == 1
         output = capsys.readouterr()
-        assert (output.out, "no worker 'w1' is here" in output.err) == ("", True)
+        assert (output.out, "worker 'w1' not found" in output.err) == ("", True)
 
 
 async def test_a_spare_leaves_at_once_and_disturbs_nobody() -> None:

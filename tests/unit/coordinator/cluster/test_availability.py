@@ -72,8 +72,7 @@ def test_epochs_that_begin_and_break_do_not_prolong_the_wait(waiting: Waiting) -
     waiting.pass_s(4.0)
     assert isinstance(request.error, ClusterUnavailable)
     assert str(request.error) == (
-        "no token within 30 s: the connection to stage 0 broke, and so or in a like way ended 8 epochs "
-        "without a token"
+        "no token within 30 s: the connection to stage 0 broke; 8 epochs in a row ended without a token"
     )
 
 

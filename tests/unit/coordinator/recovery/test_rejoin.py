@@ -49,7 +49,7 @@ def test_the_trouble_is_told_with_its_number_and_ends_with_a_token() -> None:
     assert cluster.state.trouble == "the connection to stage 0 broke"
     cause_of(cluster, "the connection to stage 0 broke")
     assert cluster.state.trouble == (
-        "the connection to stage 0 broke, and so or in a like way ended 2 epochs without a token"
+        "the connection to stage 0 broke; 2 epochs in a row ended without a token"
     )
     cluster.state.token_arrived()
     assert cluster.state.trouble == ""
