@@ -1,9 +1,9 @@
 """Metrics of a worker and their export to the coordinator.
 
-The time of an epoch is cut at the moments that the session knows of every step, in the order of the steps:
+The time of an epoch is split at the timestamps of its steps, in their order:
 
-    wait: computed(before) -> received      nothing was queued and nothing computed
-    (rest): received or computed(before), the later -> started      handing over to whoever computes
+    wait: computed(previous) -> received    nothing queued and nothing to compute
+    (rest): received or computed(previous), the later -> started    handover to the executor
     busy: started -> ready
     send: ready -> sent                     while the next step is computed
 """
@@ -50,7 +50,7 @@ DEADLINE_S = 1.0
 
 
 class CoordinatorExport:
-    """One call per interval; what does not arrive is counted in `num_failed`, and made up for by the next."""
+    """One call per interval. Failures are counted in `num_failed`; the next export has the same totals."""
 
     def __init__(
         self, coordinator: str, take_snapshot: TakeSnapshot, resource: Resource, *, interval_s: float
@@ -81,19 +81,19 @@ class CoordinatorExport:
 
 
 class ObservedStage(Protocol):
-    """What is read off the stage now and then."""
+    """The stage's state, read before each snapshot."""
 
     @property
     def loaded(self) -> LoadedStage | None: ...
 
     @property
     def is_idle(self) -> bool:
-        """An epoch serves, and no frame waits or is computed."""
+        """Whether an epoch serves and no frame is queued or computed."""
 
 
 @dataclass(slots=True)
 class _Series:
-    """Of one stage; `wait_s` is exact up to the last step, what is told may be some microseconds ahead."""
+    """Series of one stage. `wait_s` is exact up to the last step; the metric may be microseconds ahead."""
 
     busy: Number
     wait: Number
@@ -110,7 +110,7 @@ class _Series:
 
 
 class StageMetrics(StepObserver):
-    """Recorded on the event loop. The stage may change; its series then go on as those of another."""
+    """Recorded on the event loop. With another stage, the worker continues that stage's series."""
 
     def __init__(self, registry: Registry, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -136,7 +136,7 @@ class StageMetrics(StepObserver):
         registry.read_with(self._read)
 
     def watch(self, stage: ObservedStage) -> None:
-        """Reads off this one; once."""
+        """Read from this stage. Call once."""
         self._stage = stage
 
     def epoch_began(self, assignment: Assignment, epoch: int) -> None:
@@ -191,7 +191,7 @@ class StageMetrics(StepObserver):
             self._read_stage(loaded)
 
     def _read_counters(self) -> None:
-        """Those that grow while an epoch serves, whether steps come or not."""
+        """Update counters that grow during an epoch even without steps."""
         series, stage = self._now, self._stage
         if series is None or stage is None:
             return
@@ -199,7 +199,7 @@ class StageMetrics(StepObserver):
         series.serving.value += now_s - self._counted_s
         self._counted_s = now_s
         idle_s = max(0.0, now_s - self._computed_s) if stage.is_idle else 0.0
-        # A step may be done and not told of yet: then this was ahead, and must not go back.
+        # A step may be computed but not reported yet: the counter is then ahead and must not decrease.
         series.wait.value = max(series.wait.value, series.wait_s + idle_s)
         if stage.loaded is not None:
             stats = stage.loaded.executor.stats
@@ -228,7 +228,7 @@ def _num_bytes(hidden: TensorView | None) -> int:
 
 
 class WorkerMetrics:
-    """Used from the event loop only. `stage` is for the sessions; `start` once the worker has its name."""
+    """Used on the event loop only. `stage` observes the sessions; `start` needs the name of the worker."""
 
     def __init__(self, settings: TelemetrySettings) -> None:
         self._settings = settings
@@ -244,11 +244,10 @@ class WorkerMetrics:
         self._registry.read_with(self._read)
 
     def snapshot(self) -> ScopeMetrics:
-        """All metrics as of now."""
         return self._registry.snapshot(time.time_ns())
 
     def start(self, name: str, coordinator: str, stage: ObservedStage, spans: SpanRecorder) -> None:
-        """Exports from now on: to the coordinator, and to the collector if there is one."""
+        """Start to export to the coordinator, and to the collector if one is configured."""
         self.stage.watch(stage)
         self._spans = spans
         settings = self._settings
@@ -264,7 +263,7 @@ class WorkerMetrics:
         self._task = asyncio.create_task(self._to_coordinator.run(), name="metrics-to-coordinator")
         if export.collector is None:
             return
-        # Imported late: some MB that a worker without a collector does not need.
+        # Imported late: a worker without a collector does not need these megabytes.
         from telemetry.metrics.collector_export import CollectorExport
 
         resource = new_resource(service, instance=name, version=settings.service_version)
@@ -274,7 +273,7 @@ class WorkerMetrics:
         self._to_collector.start()
 
     async def close(self) -> None:
-        """Exports once more to the collector, without waiting for long."""
+        """Export once more to the collector, without waiting long."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

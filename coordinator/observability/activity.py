@@ -1,7 +1,6 @@
 """Recent pipeline activity as read-only snapshots, and the bottleneck stage.
 
-A step costs it a few microseconds, and a fraction of one for each sequence; everything else is worked out
-when somebody asks. Every buffer is bounded.
+Recording takes a few microseconds per step; the rest is computed per snapshot. All buffers are bounded.
 """
 
 from collections import deque
@@ -20,7 +19,7 @@ _FEW_STEPS = 3
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
-    """`stage` computes longest for a step, `ratio` times as long as the median of the others."""
+    """The stage with the longest compute time per step, `ratio` times the median of the others."""
 
     stage: int
     ratio: float
@@ -31,7 +30,7 @@ class Bottleneck:
 
 
 def find_bottleneck(loads: AbcSequence[StageLoad]) -> Bottleneck | None:
-    """None for a single stage, and before there are some steps to compare."""
+    """None for a single stage, and before enough steps were answered."""
     if len(loads) < 2 or loads[0].num_steps < _FEW_STEPS:
         return None
     stage = max(range(len(loads)), key=lambda index: loads[index].compute_s)
@@ -74,12 +73,12 @@ def _percent(share: float) -> str:
 
 
 MAX_STAGE_TIMES = 8000
-"""Of all stages in the steps of one answer: some 100 kB."""
+"""Limit over all stages and steps of one response: some 100 kB."""
 
 
 @dataclass(frozen=True, slots=True)
 class EpochSpan:
-    """When steps of an epoch could be handed out, and why it ended; `stopped_s` None: they still can."""
+    """When an epoch accepted steps, and why it ended; `stopped_s` is None while it serves."""
 
     epoch: int
     started_s: float
@@ -89,12 +88,15 @@ class EpochSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """What was recorded. Times are in seconds of the coordinator's monotonic clock, of which `now_s` was
-    `now_unix_s` since 1970; it is recorded since `began_s`.
+    """Recorded activity since `began_s`. Times are seconds of the coordinator's monotonic clock.
 
-    `bubble_share` is that of the metric `stageline.pipeline.bubble`, None where nothing was in flight.
-    `steps` are those answered in the last seconds, of `num_answered` in all; `workers` are the names of the
-    stages' workers; `seconds` and `steps` begin with the oldest, `ended` with the latest.
+    Attributes:
+        now_s: time of the snapshot; `now_unix_s` is the same moment since 1970.
+        bubble_share: the value of the metric `stageline.pipeline.bubble`, None without steps in flight.
+        num_answered: of all steps; `steps` has those of the last seconds, oldest first.
+        workers: names of the stages' workers.
+        seconds: oldest first.
+        ended: requests, latest first.
     """
 
     now_s: float
@@ -114,9 +116,9 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineLoad:
-    """What stages did in the last `over_s` seconds.
+    """Load of the stages over the last `over_s` seconds.
 
-    `slowest` holds up the others, if one of them does; `summary` says it in a sentence.
+    `slowest` is the stage that limits the others, if there is one; `summary` describes it in a sentence.
     """
 
     over_s: float
@@ -127,7 +129,7 @@ class PipelineLoad:
 
 
 def pipeline_load(snapshot: Snapshot) -> PipelineLoad:
-    """Takes some milliseconds where there are many steps."""
+    """Takes some milliseconds for many steps."""
     over_s = min(KEPT_S, snapshot.now_s - snapshot.began_s)
     loads = stage_loads(
         snapshot.steps, snapshot.now_s, began_s=snapshot.began_s, is_idle=not snapshot.in_flight
@@ -143,7 +145,7 @@ def pipeline_load(snapshot: Snapshot) -> PipelineLoad:
 
 
 def steps_after(steps: AbcSequence[StepRecord], number: int) -> tuple[StepRecord, ...]:
-    """Those that were answered after step `number`; where they are many, the latest."""
+    """Steps answered after step `number`; of many, the latest."""
     kept, num_times = list[StepRecord](), 0
     for step in reversed(steps):
         num_times += len(step.stage_times)
@@ -155,7 +157,7 @@ def steps_after(steps: AbcSequence[StepRecord], number: int) -> tuple[StepRecord
 
 MAX_LIVE = 100
 MAX_ENDED = 100
-"""Requests of one snapshot."""
+"""Maximum number of requests per snapshot."""
 _KEPT_EPOCHS = 32
 
 
@@ -209,7 +211,7 @@ class ActivityRecorder(FactObserver):
             self._epochs[-1] = replace(self._epochs[-1], stopped_s=now_s, reason=reason)
 
     def snapshot(self, now_s: float, *, now_unix_s: float, workers: tuple[str, ...] = ()) -> Snapshot:
-        """As of now; a millisecond at most. What is made of it may be worked out on another thread."""
+        """Takes a millisecond at most. The result may be read on another thread."""
         return Snapshot(
             now_s=now_s,
             now_unix_s=now_unix_s,

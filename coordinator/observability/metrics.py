@@ -1,6 +1,6 @@
-"""Metrics of the coordinator.
+"""Metrics of the coordinator, and the last export of each worker.
 
-What comes is kept as it is, and read only when somebody asks for it, on the thread that writes the text.
+Exports are stored as they arrive and parsed on the thread that writes the text for `/metrics`.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _StageTotals:
-    """Of all answered steps at one stage, in microseconds."""
+    """Total times of all answered steps at one stage, in microseconds."""
 
     hop: int = 0
     receive: int = 0
@@ -110,7 +110,7 @@ class PipelineMetrics(FactObserver):
             self._broken = None
 
     def read(self, now_s: float) -> None:
-        """Brings what is not counted step by step up to now."""
+        """Update the metrics that do not change with every step."""
         share = self.bubble_share(now_s)
         for stage, totals in enumerate(self._stages):
             for part in definitions.STEP_PART.values:
@@ -120,8 +120,9 @@ class PipelineMetrics(FactObserver):
             self._bubble.of().set(share)
 
     def bubble_share(self, now_s: float) -> float | None:
-        """Of the time with steps in flight in the last seconds, the share in which stages computed nothing;
-        None where nothing was in flight.
+        """Share of the time with steps in flight in which stages computed nothing, over the last seconds.
+
+        None without steps in flight.
         """
         if self._num_in_flight:
             self._count_active(now_s)
@@ -134,7 +135,7 @@ class PipelineMetrics(FactObserver):
         self._window.add(now_s, active_s=active_s, computed_s=computed_s)
 
     def _add_times(self, times: Items[StageTime]) -> float:
-        """Returns the mean of what the stages have computed, in microseconds."""
+        """Add a step's times. Returns the mean compute time of the stages in microseconds."""
         if not times:
             return 0.0
         while len(self._stages) < len(times):
@@ -192,7 +193,7 @@ def _refusal(error: Exception) -> str:
 
 
 class Gauges:
-    """Reads; never changes anything but the metrics."""
+    """Metrics that are read from engine and controller before each snapshot."""
 
     def __init__(
         self, registry: Registry, engine: Engine, controller: Controller, num_dropped_spans: Callable[[], int]
@@ -235,12 +236,12 @@ class Gauges:
 
 
 def worker_states(members: Members) -> Counter[str]:
-    """How many are in each state. Lost ones are those that are missed, not those that have left."""
+    """Number of workers by state. Lost workers count, workers that left do not."""
     return Counter(record.shown_state.name.lower() for record in (*members, *members.lost))
 
 
 def request_state(request: Request) -> str:
-    """A request is as far as the choice that is least far."""
+    """The state of the least advanced choice."""
     states = [sequence.state for sequence in request.live_sequences]
     if any(state.is_queued for state in states):
         return "queued"
@@ -248,9 +249,9 @@ def request_state(request: Request) -> str:
 
 
 KEPT_S = 60.0
-"""How long the metrics of a worker that has left are shown."""
+"""How long the metrics of a disconnected worker are shown."""
 MAX_BYTES = 512 * 1024
-"""Of one worker's metrics; those of a worker are some 5 kB."""
+"""Limit of one worker's export; usually some 5 kB."""
 
 
 @dataclass(slots=True)
@@ -260,15 +261,15 @@ class _Kept:
 
 
 class WorkerMetrics:
-    """Bounded: one message for each worker that is known, and for a while of those that have left."""
+    """The last export of each connected worker, and for a while of disconnected ones."""
 
     def __init__(self, known: Callable[[], Collection[str]]) -> None:
-        """`known` are the names of the workers that are here."""
+        """`known` returns the names of the connected workers."""
         self._known = known
         self._kept: dict[str, _Kept] = {}
 
     def take(self, request: ExportMetricsServiceRequest, now_s: float) -> int:
-        """Keeps what workers that are here say of themselves. Returns how many points were refused."""
+        """Store the exports of connected workers. Returns the number of rejected points."""
         known = self._known()
         num_refused = 0
         for metrics in request.resource_metrics:
@@ -282,7 +283,7 @@ class WorkerMetrics:
         return num_refused
 
     def forget_old(self, now_s: float) -> None:
-        """Forgets those who have left some time ago."""
+        """Remove exports of workers that disconnected more than `KEPT_S` ago."""
         known = self._known()
         for name, kept in list(self._kept.items()):
             if name in known:
@@ -291,7 +292,7 @@ class WorkerMetrics:
                 del self._kept[name]
 
     def last(self) -> dict[str, ResourceMetrics]:
-        """By name; nobody changes these messages any more."""
+        """By worker name. These messages do not change afterwards."""
         return {name: kept.metrics for name, kept in sorted(self._kept.items())}
 
     def _has_room(self, name: str, metrics: ResourceMetrics) -> bool:
@@ -300,7 +301,7 @@ class WorkerMetrics:
 
 
 def num_points(message: ResourceMetrics) -> int:
-    """Every kind of metric has its points in `data_points`."""
+    """Number of points; every kind of metric has them in `data_points`."""
     metrics = (metric for scope in message.scope_metrics for metric in scope.metrics)
     kinds = ((metric, metric.WhichOneof("data")) for metric in metrics)
     return sum(len(getattr(metric, kind).data_points) for metric, kind in kinds if kind is not None)
@@ -310,7 +311,7 @@ class CoordinatorMetrics:
     """Used from the event loop only. `observers` are for a `FactRecorder`; `watch` it before `start`."""
 
     def __init__(self, settings: TelemetrySettings, *, instance: str) -> None:
-        """`instance` tells coordinators apart, in a collector."""
+        """`instance` identifies this process in a collector."""
         self._settings = settings
         self._instance = instance
         self._registry = Registry(start_ns=time.time_ns())
@@ -325,14 +326,14 @@ class CoordinatorMetrics:
     def watch(
         self, engine: Engine, controller: Controller, *, num_dropped_spans: Callable[[], int] = lambda: 0
     ) -> None:
-        """Reads off these two, now and then; once."""
+        """Read gauges from these two. Call once."""
         Gauges(self._registry, engine, controller, num_dropped_spans)
         self._workers = WorkerMetrics(lambda: controller.connections)
         self._registry.read_with(lambda: self.pipeline.read(engine.now_s()))
         self._registry.read_with(self._read)
 
     def start(self) -> None:
-        """Exports to the collector from now on, if there is one."""
+        """Start to export to the collector, if one is configured."""
         settings, export = self._settings, self._settings.metrics
         if settings.is_disabled or export.collector is None:
             return
@@ -349,25 +350,23 @@ class CoordinatorMetrics:
         self._export.start()
 
     async def close(self) -> None:
-        """Exports once more, without waiting for long."""
+        """Export once more, without waiting long."""
         if self._export is not None:
             await self._export.close()
 
     def take(self, request: ExportMetricsServiceRequest) -> int:
-        """What workers export to the coordinator. Returns how many of their resources were refused."""
+        """Store an export of workers. Returns the number of rejected points."""
         assert self._workers is not None, "take before watch"
         now_s = time.monotonic()
         self._workers.forget_old(now_s)
         return self._workers.take(request, now_s)
 
     def snapshot(self) -> ScopeMetrics:
-        """The coordinator's own metrics as of now."""
+        """The coordinator's own metrics."""
         return self._registry.snapshot(time.time_ns())
 
     async def metrics_text(self, accept: str) -> tuple[bytes, str]:
-        """For `/metrics`: the text of coordinator and workers, and its content type, as the header `accept`
-        wishes.
-        """
+        """The text for `/metrics` of all processes, and its content type by the header `accept`."""
         assert self._workers is not None, "metrics_text before watch"
         self._workers.forget_old(time.monotonic())
         return await asyncio.to_thread(_text, self.snapshot(), self._workers.last(), accept)

@@ -1,4 +1,4 @@
-"""Reads kept traces beside the event loop: spans become messages, lines and pictures on a thread."""
+"""Reads stored traces on a thread: spans become messages, summaries and facts."""
 
 import asyncio
 import time
@@ -14,7 +14,7 @@ _Result = TypeVar("_Result")
 
 
 class TraceReader:
-    """One thread, so that readers wait for each other and not the event loop for them."""
+    """One thread, so that readers wait for each other and never block the event loop."""
 
     def __init__(self, store: TraceStore) -> None:
         self._store = store
@@ -22,21 +22,21 @@ class TraceReader:
         self._summaries: dict[str, tuple[int, TraceSummary]] = {}
 
     async def summaries(self, num_requests: int | None = None) -> list[TraceSummary]:
-        """Those that began last first."""
+        """Newest start first."""
         return await self._on_thread(lambda: self._summarise(num_requests))
 
     async def data(self, wanted: str) -> tuple[FoundTrace, bytes]:
-        """A request's spans, and these as a serialised TracesData. Raises what `TraceStore.find` does."""
+        """A request's spans, and a serialised TracesData of them. Raises the errors of `TraceStore.find`."""
         found = self._store.find(wanted)
         return found, await self._on_thread(lambda: found.data().SerializeToString())
 
     async def facts(self, wanted: str) -> dict[str, Any]:
-        """What `trace_facts` says of a request. Raises what `TraceStore.find` does."""
+        """The `trace_facts` of a request. Raises the errors of `TraceStore.find`."""
         found = self._store.find(wanted)
         return await self._on_thread(lambda: trace_facts(_read(found)))
 
     def close(self) -> None:
-        """Whoever still waits gets nothing."""
+        """Cancel waiting reads."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _summarise(self, num_requests: int | None) -> list[TraceSummary]:
@@ -54,7 +54,7 @@ class TraceReader:
             self._summaries |= known
             while len(self._summaries) > 2 * self._store.limits.num_traces:
                 del self._summaries[next(iter(self._summaries))]
-        return [each for _, each in known.values()]
+        return [line for _, line in known.values()]
 
     async def _on_thread(self, work: Callable[[], _Result]) -> _Result:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -1,7 +1,7 @@
-"""Exports the metrics of this process to a collector: snapshots on the event loop, everything else on a
-thread, through the SDK's exporter.
+"""Exports this process's metrics to a collector: snapshots on the event loop, the SDK's exporter on a thread.
 
-A collector that is slow gets fewer snapshots, and one that is down none; nothing waits for it.
+A slow collector receives fewer snapshots, an unreachable one none; nothing blocks. The SDK's periodic reader
+collects on its own thread, where the engine's state must not be read.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ _LAST_EXPORT_TIMEOUT_S = 0.5
 
 
 class CollectorExport:
-    """Made, started and closed on the event loop. `num_failed` counts exports that nobody took."""
+    """Created, started and closed on the event loop. `num_failed` counts failed and skipped exports."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class CollectorExport:
         self._is_failing = False
         self._task: asyncio.Task[None] | None = None
         self._exporter: MetricExporter | None = None
-        # A daemon: an export that hangs must not hold up the end of the process.
+        # A daemon: an export that hangs must not delay the exit of the process.
         self._thread = threading.Thread(target=self._export, name="metrics-export", daemon=True)
 
     @property
@@ -53,12 +53,12 @@ class CollectorExport:
         return self._num_dropped + self._num_refused
 
     def start(self) -> None:
-        """Exports once per interval from now on."""
+        """Start to export once per interval."""
         self._thread.start()
         self._task = asyncio.create_task(self._snapshots(), name="metrics-snapshots")
 
     async def close(self) -> None:
-        """Exports once more, if that takes no longer than a moment."""
+        """Export once more, for at most half a second."""
         if self._task is None:
             return
         self._task.cancel()
@@ -113,8 +113,8 @@ class CollectorExport:
 
 
 def new_otlp_exporter(protocol: OtlpProtocol) -> MetricExporter:
-    """As the environment says. Imported late: each is some MB that most processes do not need."""
-    # It warns at every attempt; that exports fail is said once here.
+    """The exporter, configured by the environment. Imported late: it takes some MB."""
+    # It warns at every attempt; failures are logged once here.
     logging.getLogger("opentelemetry.exporter.otlp").setLevel(logging.CRITICAL)
     if protocol is OtlpProtocol.GRPC:
         from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter as GrpcExporter
