@@ -1,4 +1,4 @@
-"""Model configuration, read from config.json."""
+"""Model configuration from config.json."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from checkpoint.errors import BadConfig, UnsupportedModel
 from checkpoint.rope_config import RopeConfig, parse_rope
 
 _DEFAULT_MAX_WINDOW_LAYERS = 28
-"""What transformers' Qwen2Config and Qwen3Config assume where config.json does not say."""
+"""Default in transformers' Qwen2Config and Qwen3Config."""
 
 
 def parse_layer_windows(
     raw: RawConfig, num_layers: int, *, windowed_by_default: bool
 ) -> tuple[int | None, ...]:
-    """The window of every layer in positions (the query's own included), None where a layer sees all.
+    """Return each layer's window in positions (the query's own included); None for full attention.
 
-    With `windowed_by_default` (mistral) `sliding_window` alone makes every layer windowed. Otherwise
-    `use_sliding_window` must be true, and `layer_types`, or else `max_window_layers` (the first so many
-    layers see all), says which layers are meant. Raises UnsupportedModel for another layer type, BadConfig
-    for fields that contradict each other.
+    With `windowed_by_default` (mistral), `sliding_window` alone gives every layer the window. Otherwise
+    `use_sliding_window` must be true, and `layer_types`, or else `max_window_layers` (the number of leading
+    layers with full attention), selects the layers.
+
+    Raises UnsupportedModel for another layer type, BadConfig for contradictory fields.
     """
     window = _parse_window(raw, windowed_by_default=windowed_by_default)
     full_layers = 0 if windowed_by_default else _num_full_layers(raw)
@@ -33,7 +34,7 @@ def parse_layer_windows(
         return implied
     if windowed_by_default and listed != implied:
         raise UnsupportedModel(
-            "config field 'layer_types' mixes layers, which this architecture does not compute"
+            "config field 'layer_types' mixes kinds of layers, which is not supported for this architecture"
         )
     return listed
 
@@ -61,7 +62,7 @@ def _parse_layer_types(raw: RawConfig, num_layers: int, window: int | None) -> t
         if name not in ("full_attention", "sliding_attention"):
             raise UnsupportedModel(f"config field 'layer_types[{layer}]' = {name!r} is not supported")
         if name == "sliding_attention" and window is None:
-            raise BadConfig(f"config field 'layer_types[{layer}]' = {name!r} without a sliding window in use")
+            raise BadConfig(f"config field 'layer_types[{layer}]' = {name!r}, but no sliding window is set")
     return tuple(window if name == "sliding_attention" else None for name in types)
 
 
@@ -92,11 +93,11 @@ _FAMILY_KEYS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The shape of a decoder. Widths are in elements, lengths in tokens.
+    """Shape of a decoder. Widths are in elements, lengths in tokens.
 
     `head_dim` is independent of hidden_size / num_attention_heads. `layer_windows[i]` is the number of
-    positions, the query's own included, that layer i sees, or None where it sees all. `dtype` is what the
-    checkpoint was saved for, the default run dtype.
+    positions, the query's own included, that layer i sees, or None for all. `dtype` is the checkpoint's
+    dtype, the default run dtype.
     """
 
     family: ModelFamily
@@ -125,15 +126,15 @@ class ModelConfig:
 
     @property
     def kv_size(self) -> int:
-        """Width of the key projection, which is that of the value projection."""
+        """Width of the key projection, and of the value projection."""
         return self.num_kv_heads * self.head_dim
 
 
 def parse_config(raw: Mapping[str, object], *, stored_dtype: DType | None = None) -> ModelConfig:
-    """The ModelConfig of a parsed config.json.
+    """Validate a parsed config.json. `stored_dtype` is used if the config names no dtype.
 
-    `stored_dtype` stands in where the config names no dtype. Raises UnsupportedModel, naming the
-    architecture or the field with its value, and BadConfig for missing, impossible or contradictory values.
+    Raises UnsupportedModel, with the architecture or the field and its value, and BadConfig for missing,
+    impossible or contradictory values.
     """
     family = _parse_family(raw)
     refuse_unknown_keys(raw, _FAMILY_KEYS[family])
@@ -164,7 +165,7 @@ def parse_config(raw: Mapping[str, object], *, stored_dtype: DType | None = None
 
 
 def _parse_family(raw: RawConfig) -> ModelFamily:
-    """The family that `architectures` and `model_type` agree on; one of the two may be absent."""
+    """Return the family in `architectures` and `model_type`, which must agree; one may be missing."""
     named = raw.get("architectures") or []
     if not isinstance(named, list):
         raise BadConfig(f"config field 'architectures' must be a list, is {named!r}")
@@ -179,7 +180,7 @@ def _parse_family(raw: RawConfig) -> ModelFamily:
     if len(families) != 1:
         raise BadConfig(
             "config fields 'architectures' and 'model_type' must name one model,"
-            f" are {named!r} and {model_type!r}"
+            f" got {named!r} and {model_type!r}"
         )
     return families.pop()
 
@@ -202,7 +203,7 @@ def _refuse_activation(raw: RawConfig) -> None:
 
 
 def _parse_heads(raw: RawConfig, family: ModelFamily) -> tuple[int, int, int]:
-    """Attention heads, KV heads, head width. Defaults are those of transformers' config classes."""
+    """Return attention heads, KV heads and head width; defaults as in transformers' config classes."""
     heads = positive_int(raw, "num_attention_heads")
     if "num_key_value_heads" not in raw and family is not ModelFamily.LLAMA:
         raise BadConfig("config field 'num_key_value_heads' is missing")
@@ -223,7 +224,7 @@ def _default_head_dim(raw: RawConfig, family: ModelFamily, heads: int) -> int:
     hidden_size = positive_int(raw, "hidden_size")
     if hidden_size % heads:
         raise BadConfig(
-            f"hidden_size {hidden_size} is no multiple of {heads} attention heads, and head_dim is missing"
+            f"hidden_size {hidden_size} is not a multiple of {heads} attention heads, and head_dim is missing"
         )
     return hidden_size // heads
 

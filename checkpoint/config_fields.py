@@ -1,10 +1,10 @@
-"""Typed fields of config.json, and which keys are understood, harmless or refused.
+"""Typed fields of config.json, and which keys are supported, ignored or rejected.
 
-A key is *computed* when the decoder acts on it, *inert* when it cannot change a logit (metadata, training,
-initialisation, generation defaults, output options). Every other key is refused by name unless it is null or
-has a value that `_NEUTRAL` lists for it. Refusing is the default, because a field that nobody looked at (say,
-a logit soft cap) would silently give wrong tokens; false is no exception, as it need not mean that the
-decoder does without (`is_causal: false` lets tokens see their future).
+A key is *computed* if the decoder implements it, *inert* if it cannot change a logit (metadata, training,
+initialisation, generation defaults, output options). Any other key is rejected by name unless it is null or
+has a value listed in `_NEUTRAL`. Rejecting is the default, because an unknown field (such as a logit soft
+cap) would silently give wrong tokens. False is no exception: it need not turn a feature off (`is_causal:
+false` lets tokens attend to later tokens).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ LIMITS: Mapping[str, int] = {
     "head_dim": 2**16,
     "vocab_size": 2**24,
 }
-"""Largest values, far above every model: nothing is allocated for a field that is out of bounds."""
+"""Upper bounds, far above those of existing models, so that no oversized allocation follows."""
 _Number = TypeVar("_Number", int, float)
 
 
 def positive_int(raw: RawConfig, key: str, default: int | None = None) -> int:
-    """`raw[key]`, an integer from 1 to its limit (`LIMITS`); `default` where it is absent or null.
+    """Return `raw[key]`, an integer from 1 to its limit (`LIMITS`), or `default` if missing or null.
 
-    Raises BadConfig when it is absent without a default, or is anything else.
+    Raises BadConfig for any other value, and if it is missing without a default.
     """
     value = raw.get(key)
     if value is None:
@@ -47,7 +47,7 @@ def positive_int(raw: RawConfig, key: str, default: int | None = None) -> int:
 
 
 def positive_float(raw: RawConfig, key: str, default: float | None = None) -> float:
-    """`raw[key]`, a finite number above 0; `default` where it is absent or null. Raises as `positive_int`."""
+    """Return `raw[key]`, a finite number above 0, or `default`. Raises like `positive_int`."""
     value = raw.get(key)
     if value is None:
         return _default(key, default)
@@ -57,12 +57,12 @@ def positive_float(raw: RawConfig, key: str, default: float | None = None) -> fl
 
 
 def optional_float(raw: RawConfig, key: str) -> float | None:
-    """As `positive_float`, with None where the field is absent or null."""
+    """Like `positive_float`, with None for a missing or null field."""
     return None if raw.get(key) is None else positive_float(raw, key)
 
 
 def flag(raw: RawConfig, key: str, *, default: bool) -> bool:
-    """`raw[key]`, true or false; `default` where it is absent or null. Raises BadConfig for anything else."""
+    """Return `raw[key]`, a boolean, or `default` if missing or null. Raises BadConfig."""
     value = raw.get(key)
     if value is None:
         return default
@@ -72,7 +72,7 @@ def flag(raw: RawConfig, key: str, *, default: bool) -> bool:
 
 
 def text(raw: RawConfig, key: str) -> str | None:
-    """`raw[key]`, a string, or None where it is absent or null. Raises BadConfig for anything else."""
+    """Return `raw[key]`, a string, or None if missing or null. Raises BadConfig."""
     value = raw.get(key)
     if value is not None and not isinstance(value, str):
         raise BadConfig(f"config field {key!r} must be a string, is {value!r}")
@@ -90,14 +90,14 @@ def _default(key: str, default: _Number | None) -> _Number:
     return default
 
 
-# Keys that every family reads.
+# Keys computed for every family.
 _COMPUTED_WORDS = """
     architectures model_type hidden_size intermediate_size num_hidden_layers num_attention_heads
     num_key_value_heads head_dim vocab_size max_position_embeddings rms_norm_eps rope_theta rope_scaling
     rope_parameters tie_word_embeddings torch_dtype dtype layer_types hidden_act
 """
 _COMPUTED = frozenset(_COMPUTED_WORDS.split())
-# `pretraining_tp` only slices the same products; dropouts act in training; `max_length` and its like are
+# `pretraining_tp` only splits matrix products; dropouts apply in training; `max_length` and similar keys are
 # generation defaults of transformers 4.
 _INERT_WORDS = """
     _name_or_path _commit_hash _from_model_config _attn_implementation _attn_implementation_autoset
@@ -116,7 +116,7 @@ _INERT_WORDS = """
 """
 _INERT = frozenset(_INERT_WORDS.split())
 
-# The values with which a decoder that does not know the key computes the same.
+# Values with which a decoder that ignores the key computes the same.
 _OFF_WORDS = """
     add_bos_token add_cross_attention add_eos_token attention_bias is_decoder is_encoder_decoder mlp_bias
     output_router_logits rope_interleaved rope_traditional tf_legacy_loss tie_encoder_decoder use_mrope
@@ -145,7 +145,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 
 
 def refuse_unknown_keys(raw: RawConfig, family_keys: frozenset[str]) -> None:
-    """Raise UnsupportedModel for the first key that is not understood and not neutral.
+    """Raise UnsupportedModel for the first key that is neither supported nor neutral.
 
     `family_keys` are the computed keys of this family beyond the common ones.
     """
@@ -157,10 +157,10 @@ def refuse_unknown_keys(raw: RawConfig, family_keys: frozenset[str]) -> None:
 
 
 def is_neutral(key: str, value: object) -> bool:
-    """Whether the key, not being understood, may be passed over because of its value."""
+    """Whether an unsupported key has a value with which it has no effect."""
     if value is None:
         return True
-    # In Python True == 1 and False == 0, but in a config they are different statements.
+    # In Python True == 1 and False == 0; in a config they differ.
     return any(
         isinstance(value, bool) is isinstance(known, bool) and value == known
         for known in _NEUTRAL.get(key, ())

@@ -1,4 +1,4 @@
-"""Opens a checkpoint directory: validated, fingerprinted, nothing loaded."""
+"""Opens a checkpoint directory: validates and fingerprints it without loading weights."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from checkpoint.tensors import EMBEDDINGS, verify_tensors
 
 SAMPLE_BYTES = 4096
 NUM_INNER_SAMPLES = 2
-"""Samples at places that follow from the tensor's name, beside the first and the last one."""
+"""Samples at offsets derived from the tensor's name, beside the first and the last sample."""
 
 Range = tuple[int, int]
 
 
 def sampled_ranges(name: str, entry: TensorEntry) -> tuple[Range, ...]:
-    """The byte ranges [begin, end) of the file that are hashed; a small tensor is hashed whole."""
+    """Return the byte ranges [begin, end) of the file to hash; a small tensor is hashed whole."""
     if entry.end - entry.begin <= (NUM_INNER_SAMPLES + 2) * SAMPLE_BYTES:
         return ((entry.begin, entry.end),)
     num_places = entry.end - entry.begin - SAMPLE_BYTES + 1
@@ -38,11 +38,9 @@ def sampled_ranges(name: str, entry: TensorEntry) -> tuple[Range, ...]:
 
 
 def sample_digest(directory: Path, tensors: Mapping[str, TensorEntry]) -> int:
-    """XXH3-64 over names and sampled bytes of all tensors, in name order: which file a tensor lies in does
-    not matter.
+    """XXH3-64 over names and sampled bytes of all tensors, in name order, whichever file each is in.
 
-    Raises CheckpointNotFound or NotRegularFile for a file that cannot be read, BadHeader for one that has
-    become shorter.
+    Raises CheckpointNotFound or NotRegularFile for an unreadable file, BadHeader for a truncated one.
     """
     hashes: dict[str, bytes] = {}
     by_file: dict[str, list[str]] = {}
@@ -58,16 +56,16 @@ def sample_digest(directory: Path, tensors: Mapping[str, TensorEntry]) -> int:
 
 
 def _hash_ranges(path: Path, ranges: Mapping[str, tuple[Range, ...]]) -> dict[str, bytes]:
-    """The kernel is told of all ranges first, so that a slow disk reads them side by side."""
+    """Announce all ranges to the kernel first, so that a slow disk reads them in parallel."""
     with open_regular(path) as stream:
         descriptor = stream.fileno()
         if hasattr(os, "posix_fadvise"):
-            for begin, end in (each for of_tensor in ranges.values() for each in of_tensor):
+            for begin, end in (part for tensor_ranges in ranges.values() for part in tensor_ranges):
                 os.posix_fadvise(descriptor, begin, end - begin, os.POSIX_FADV_WILLNEED)
         try:
             return {
-                name: b"".join(xxhash.xxh3_64_digest(_read(path, descriptor, each)) for each in of_tensor)
-                for name, of_tensor in ranges.items()
+                name: b"".join(xxhash.xxh3_64_digest(_read(path, descriptor, part)) for part in tensor_ranges)
+                for name, tensor_ranges in ranges.items()
             }
         except OSError as error:
             raise CheckpointNotFound(f"{path} cannot be read: {error.strerror}") from error
@@ -77,33 +75,33 @@ def _read(path: Path, descriptor: int, wanted: Range) -> bytes:
     begin, end = wanted
     data = os.pread(descriptor, end - begin, begin)
     if len(data) != end - begin:
-        raise BadHeader(f"{path} ended at byte {begin + len(data)}, its header accounted for {end}")
+        raise BadHeader(f"{path} ended at byte {begin + len(data)}, its header requires {end}")
     return data
 
 
 PARTS = ("config", "headers", "values")
-"""What the three numbers of a fingerprint stand for."""
+"""Names of the three numbers of a fingerprint."""
 
 
 def fingerprint(raw_config: Mapping[str, object], shards: Iterable[ShardHeader], sample_digest: int) -> str:
-    """CONFIG-HEADERS-VALUES, 16 hex digits (XXH3-64) each: the config as canonical JSON, each file's name and
-    header, and sampled values (see `checkpoint.directory`).
+    """Return CONFIG-HEADERS-VALUES, each an XXH3-64 in 16 hex digits.
 
-    Key order and white space of config.json do not matter. Two checkpoints that differ in few values only
-    can have the same fingerprint; `checkpoint.hashes` tells them apart.
+    They cover the config as canonical JSON, each file's name and header, and `sample_digest`. Key order and
+    white space of config.json do not matter. Two checkpoints that differ in a few values only can have the
+    same fingerprint; `checkpoint.hashes` distinguishes them.
     """
     canonical = json.dumps(raw_config, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     headers = xxhash.xxh3_64()
     for shard in sorted(shards, key=lambda shard: shard.file):
         for part in (shard.file.encode(), shard.digest):
-            # The length goes first, so that no two lists of parts run together to the same bytes.
+            # Length prefixes keep different lists of parts from giving the same bytes.
             headers.update(len(part).to_bytes(8, "little") + part)
     digests = (xxhash.xxh3_64_intdigest(canonical.encode()), headers.intdigest(), sample_digest)
     return "-".join(f"{digest:016x}" for digest in digests)
 
 
 def differing_parts(one: str, other: str) -> str:
-    """What two fingerprints differ in, as in "headers and values"; "" where that cannot be told."""
+    """Return what two fingerprints differ in, such as "headers and values"; "" if unknown."""
     pairs = list(zip(PARTS, one.split("-"), other.split("-"), strict=False))
     if len(pairs) != len(PARTS):
         return ""
@@ -115,10 +113,10 @@ CONFIG_FILE = "config.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A Hugging Face safetensors directory whose config and headers have been checked.
+    """A Hugging Face safetensors directory with validated config and headers.
 
-    `tensors` maps every tensor's name to its place. `fingerprint` identifies config, layout and
-    sampled values. `eos_token_ids` end a sequence; it may be empty.
+    `tensors` maps names to file locations. `fingerprint` identifies config, layout and sampled values.
+    `eos_token_ids` end a sequence; it may be empty.
     """
 
     directory: Path
@@ -130,17 +128,17 @@ class Checkpoint:
 
     @classmethod
     def open(cls, directory: str | Path) -> Checkpoint:
-        """Read config and headers of `directory` and check all of them; of the weights, samples are read.
+        """Read and validate config and headers of `directory`; of the weights, only samples are read.
 
-        Raises CheckpointError (see checkpoint.errors): a missing directory or file, broken JSON, a model or
-        field that is not supported, tensors that are missing, unknown or of another shape.
+        Raises CheckpointError (see checkpoint.errors): a missing directory or file, invalid JSON, an
+        unsupported model or field, tensors that are missing, unknown or of another shape.
         """
         path = Path(directory)
         if not path.is_dir():
             raise CheckpointNotFound(f"{path} is not a directory")
         _refuse_gguf(path)
         raw = read_json_object(path / CONFIG_FILE)
-        parse_config(raw, stored_dtype=DType.F32)  # what the config refuses is told before any header is read
+        parse_config(raw, stored_dtype=DType.F32)  # report config errors before reading headers
         headers = read_headers(path)
         config = parse_config(raw, stored_dtype=_stored_dtype(headers.tensors))
         verify_tensors(config, headers.tensors)

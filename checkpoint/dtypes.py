@@ -1,4 +1,4 @@
-"""The element types that weights, activations and KV pages can have."""
+"""Element types of weights, activations and KV pages."""
 
 from __future__ import annotations
 
@@ -16,20 +16,18 @@ class DType(Enum):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes per element."""
         return 4 if self is DType.F32 else 2
 
     @classmethod
     def from_name(cls, name: str) -> DType:
-        """The type called `name`: the short name, torch's ("bfloat16", "torch.float16", "half", "float")
-        or safetensors' ("BF16").
+        """Parse a short name, torch's ("bfloat16", "torch.half") or safetensors' ("BF16").
 
-        Raises UnknownDType, which lists the legal names. "auto" is a choice between dtypes, not a dtype.
+        Raises UnknownDType with the valid names.
         """
-        found = _BY_NAME.get(name.lower().removeprefix("torch."))
-        if found is None:
-            raise UnknownDType(f"dtype {name!r} is none of {', '.join(_BY_NAME)}")
-        return found
+        dtype = _BY_NAME.get(name.lower().removeprefix("torch."))
+        if dtype is None:
+            raise UnknownDType(f"dtype {name!r} is not one of {', '.join(_BY_NAME)}")
+        return dtype
 
 
 _BY_NAME = {

@@ -23,12 +23,12 @@ _READ_WHOLE = frozenset({".json", ".jinja", ".model", ".txt"})
 
 
 def is_named(path: Path) -> bool:
-    """Whether the directory has an entry of this name, of any kind: a broken link is not absence."""
+    """Whether the directory has an entry of this name, even a broken link."""
     return os.path.lexists(path)
 
 
 def check_regular(path: Path) -> None:
-    """Raises NotRegularFile for anything else, CheckpointNotFound for what is absent. Follows links."""
+    """Raise NotRegularFile or CheckpointNotFound unless `path` is a regular file. Follows links."""
     try:
         _check_mode(path, path.stat())
     except OSError as error:
@@ -36,10 +36,10 @@ def check_regular(path: Path) -> None:
 
 
 def check_directory(directory: Path, *, max_bytes: int) -> None:
-    """For libraries that read what they find: nothing in `directory` blocks, and no text file is too large.
+    """Check the entries of `directory` before a library reads them: none blocks, no text file is too large.
 
-    Raises NotRegularFile for an entry that is neither a file nor a directory, FileTooLarge for JSON, a
-    vocabulary or a template beyond `max_bytes`. A link to nothing is passed over: it cannot be read.
+    Raises NotRegularFile for an entry other than a file or directory, FileTooLarge for JSON, a vocabulary or
+    a template above `max_bytes`. Broken links are skipped.
     """
     for entry in sorted(directory.iterdir()):
         try:
@@ -53,10 +53,10 @@ def check_directory(directory: Path, *, max_bytes: int) -> None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """`path` for reading; never blocks. Raises CheckpointNotFound or NotRegularFile.
+    """Open `path` for reading without blocking. Raises CheckpointNotFound or NotRegularFile.
 
-    It is looked at before it is opened, because opening a device can have an effect, and again afterwards,
-    because another file may have taken its place.
+    The type is checked before opening, because opening a device can have side effects, and again after,
+    because the file may have been replaced.
     """
     check_regular(path)
     try:
@@ -72,7 +72,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path, *, max_bytes: int) -> bytes:
-    """All of `path`. Raises what `open_regular` raises, and FileTooLarge with both sizes."""
+    """Read all of `path`. Raises like `open_regular`, and FileTooLarge with size and limit."""
     with open_regular(path) as stream:
         _check_size(path, os.fstat(stream.fileno()), max_bytes)
         try:
@@ -101,10 +101,10 @@ Status = tuple[int, int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileIdentity:
-    """One file of a checkpoint as it was when it was looked at. Whoever writes to it or puts another in its
-    place changes `status`: device, inode, size in bytes, and time of the last change in ns; None: not there.
+    """Identity of a checkpoint file; any write or replacement changes `status`.
 
-    The fingerprint may not tell apart two checkpoints that differ in few values.
+    `status` is device, inode, size in bytes and time of the last change in ns; None for a missing file. It
+    detects changes of a few values, which the fingerprint may not.
     """
 
     name: str
@@ -112,12 +112,12 @@ class FileIdentity:
 
 
 def stat_files(directory: Path, names: Iterable[str]) -> tuple[FileIdentity, ...]:
-    """The files of these names as they are now."""
+    """Return the current identity of each named file."""
     return tuple(FileIdentity(name=name, status=_status_at(directory / name)) for name in names)
 
 
 def identity_of_open(name: str, descriptor: int) -> FileIdentity:
-    """The open file, whatever lies under its name by now."""
+    """Return the identity of an open file, even if its name now refers to another file."""
     return FileIdentity(name=name, status=_status(os.fstat(descriptor)))
 
 
@@ -133,22 +133,22 @@ def _status(found: os.stat_result) -> Status:
 
 
 MAX_CONFIG_BYTES = 4 * 1024 * 1024
-"""Of config.json and generation_config.json, which have some kB."""
+"""Limit for config.json and generation_config.json, which have some kB."""
 
 
 def read_json_object(path: Path, *, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, object]:
-    """The JSON object in `path`.
+    """Read the JSON object in `path`.
 
-    Raises CheckpointNotFound when the file is absent or unreadable, NotRegularFile when it is no file,
-    FileTooLarge, and BadConfig when it is not UTF-8, not JSON, not an object, or names a key twice.
+    Raises CheckpointNotFound, NotRegularFile, FileTooLarge, and BadConfig unless the file is a UTF-8 JSON
+    object without duplicate keys.
     """
     return parse_json_object(read_regular(path, max_bytes=max_bytes), str(path), BadConfig)
 
 
 def parse_json_object(text: bytes, source: str, error_type: type[CheckpointError]) -> dict[str, object]:
-    """`text` as a JSON object; `source` names it in an error of `error_type`."""
+    """Parse a JSON object; `source` names it in an error of `error_type`."""
     try:
-        value = json.loads(text.decode("utf-8"), object_pairs_hook=_no_duplicates)
+        value = json.loads(text.decode("utf-8"), object_pairs_hook=_reject_duplicate_keys)
     except (ValueError, RecursionError) as error:
         raise error_type(f"{source} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
@@ -156,7 +156,7 @@ def parse_json_object(text: bytes, source: str, error_type: type[CheckpointError
     return value
 
 
-def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _reject_duplicate_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     result: dict[str, object] = {}
     for key, value in pairs:
         if key in result:

@@ -12,15 +12,15 @@ GENERATION_CONFIG_FILE = "generation_config.json"
 
 
 def read_generation_config(directory: Path) -> dict[str, object]:
-    """generation_config.json, or an empty dict where the checkpoint has none. Raises BadConfig if broken."""
+    """Read generation_config.json; empty if it is missing. Raises BadConfig."""
     path = directory / GENERATION_CONFIG_FILE
     return read_json_object(path) if is_named(path) else {}
 
 
 def eos_token_ids(generation: Mapping[str, object], raw_config: Mapping[str, object]) -> tuple[int, ...]:
-    """Token ids that end a sequence: those of the generation config, else those of config.json, else none.
+    """Return the ids that end a sequence, from generation_config.json, else from config.json.
 
-    Both may give one id or a list. Raises BadConfig for anything but non-negative integers.
+    Each may hold one id or a list. Raises BadConfig for anything but non-negative integers.
     """
     value = generation.get("eos_token_id")
     if value is None:
@@ -32,7 +32,7 @@ def eos_token_ids(generation: Mapping[str, object], raw_config: Mapping[str, obj
 
 
 def bos_token_id(generation: Mapping[str, object], raw_config: Mapping[str, object]) -> int | None:
-    """The id that begins a sequence, from the same places, or None. Raises BadConfig as `eos_token_ids`."""
+    """Return the id that begins a sequence, or None; sources and errors as in `eos_token_ids`."""
     for source in (generation, raw_config):
         if (value := source.get("bos_token_id")) is not None:
             return _token_id("bos_token_id", value)
@@ -41,5 +41,5 @@ def bos_token_id(generation: Mapping[str, object], raw_config: Mapping[str, obje
 
 def _token_id(field: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise BadConfig(f"{field!r} holds {value!r}, which is no token id")
+        raise BadConfig(f"{field!r} holds {value!r}, which is not a token id")
     return value

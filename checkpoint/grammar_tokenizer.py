@@ -1,8 +1,8 @@
-"""Grammars over the tokens of a checkpoint: tables of tokenizer.json, and matchers that walk a grammar.
+"""Token tables from tokenizer.json for grammars, and matchers that apply a grammar.
 
-The library is llguidance (docs/structured-output.md says why). The coordinator, which checks a grammar, and
-the stage, which applies it, both match with what is here, so they cannot disagree about limits or about the
-tokens that end a text. Neither transformers nor torch is needed.
+Uses llguidance (docs/structured-output.md gives the reasons). The coordinator, which validates a grammar, and
+the stage, which applies it, share this module and thus limits and end-of-sequence tokens. It needs neither
+transformers nor torch.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from checkpoint.files import is_named, read_regular
 
 TOKENIZER_FILE = "tokenizer.json"
 MAX_TOKENIZER_BYTES = 256 * 1024 * 1024
-"""Of each file of a tokenizer; tokenizer.json of 262,000 ids has 33 MB."""
+"""Limit for each tokenizer file; tokenizer.json with 262,000 ids has 33 MB."""
 MAX_LEXER_STATES = 50_000
-"""Of one matcher, at 1 to 2 kB each: what a hostile regular expression can take is 100 MB and not, as by the
-library's default, 500 MB. The library's other limits bound the time of a mask to some hundred milliseconds.
+"""Limit per matcher, at 1 to 2 kB each: a hostile regular expression takes 100 MB instead of 500 MB.
+
+The library's other limits bound the time of a mask to some hundred milliseconds.
 """
 
 _MAX_REASON_CHARACTERS = 400
@@ -29,11 +30,11 @@ _QUIET = 0
 
 
 class GrammarError(ValueError):
-    """A grammar that cannot be used, a token that it does not allow, or a state where it allows none."""
+    """An invalid grammar, a token that it does not allow, or a state without allowed tokens."""
 
 
 class GrammarTokenizer:
-    """The tokens of one tokenizer.json as tables. Immutable; safe to share between threads."""
+    """Token tables of one tokenizer.json. Immutable; safe to share between threads."""
 
     def __init__(self, tables: LLTokenizer, checksum: int) -> None:
         self._tables = tables
@@ -42,14 +43,14 @@ class GrammarTokenizer:
 
     @classmethod
     def open(cls, directory: Path, *, vocab_size: int, eos_token_ids: Sequence[int]) -> GrammarTokenizer:
-        """Reads tokenizer.json of `directory`; `vocab_size` is the width of the model's logits.
+        """Read tokenizer.json of `directory`; `vocab_size` is the width of the model's logits.
 
-        Takes about 10 ms per 2,000 ids, 0.8 s for 152,000, and holds the GIL all that time. Raises
+        Takes about 10 ms per 2,000 ids, 0.8 s for 152,000, and holds the GIL throughout. Raises
         UnusableTokenizer.
         """
         ends = [token_id for token_id in dict.fromkeys(eos_token_ids) if token_id < vocab_size]
         if not ends:
-            raise UnusableTokenizer("the checkpoint names no end-of-sequence id, so no text could ever end")
+            raise UnusableTokenizer("the checkpoint has no end-of-sequence id, so a text cannot end")
         path = directory / TOKENIZER_FILE
         if not is_named(path):
             raise UnusableTokenizer(f"the checkpoint has no {TOKENIZER_FILE}")
@@ -61,15 +62,15 @@ class GrammarTokenizer:
         return cls(tables, xxhash.xxh3_64_intdigest(content))
 
     def matcher(self, definition: str) -> GrammarMatcher:
-        """At the beginning of a text. Drops the GIL. Raises GrammarError for what is no grammar."""
+        """Return a matcher at the start of a text. Releases the GIL. Raises GrammarError."""
         return GrammarMatcher(LLMatcher(self._tables, definition, log_level=_QUIET, limits=_limits()))
 
 
 class GrammarMatcher:
-    """Where one text is in its grammar. To be used by one thread at a time.
+    """State of one text in its grammar. Not thread-safe.
 
-    The library never raises: it reports a wrong token or a dead end as a state, and in that state its mask
-    lets the text end. Here each of them is an error, and stays one.
+    The library never raises: it reports a wrong token or a dead end as a state, whose mask allows the text to
+    end. This class raises GrammarError then, and at every later call.
     """
 
     def __init__(self, matcher: LLMatcher) -> None:
@@ -78,7 +79,7 @@ class GrammarMatcher:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What the library has ignored in the grammar."""
+        """Parts of the grammar that the library ignored."""
         return tuple(self._matcher.get_grammar_warnings())
 
     @property
@@ -87,16 +88,16 @@ class GrammarMatcher:
         return self._matcher.is_accepting()
 
     def consume(self, tokens: Sequence[int]) -> None:
-        """Goes on by these tokens. Raises GrammarError where the grammar does not allow one."""
+        """Advance by these tokens. Raises GrammarError for a token that the grammar does not allow."""
         if not self._matcher.consume_tokens(list(tokens)):
             self._check()
             raise GrammarError("the text has ended")
 
     def mask(self) -> bytes:
-        """The tokens that may come next, a bit per id, the lowest bit first; a multiple of 4 bytes.
+        """Return the allowed next tokens, one bit per id, lowest bit first, padded to 4 bytes.
 
-        Only end-of-sequence ids where the text is complete. Drops the GIL. Raises GrammarError where no token
-        may come next.
+        A complete text allows only end-of-sequence ids. Releases the GIL. Raises GrammarError if no token is
+        allowed.
         """
         mask = self._matcher.compute_bitmask()
         self._check()
@@ -108,17 +109,17 @@ class GrammarMatcher:
 
 
 def one_line(reason: str) -> str:
-    """The library's reason in one line, without its echo of the source and the carets below."""
+    """Format the library's reason as one line, without source excerpts and carets."""
     lines = [line.strip() for line in reason.splitlines()]
-    told = [line for line in lines if line.strip("^ ") and not _is_echo(line)]
-    text = " ".join(told)
+    kept = [line for line in lines if line.strip("^ ") and not _is_echo(line)]
+    text = " ".join(kept)
     return text if len(text) <= _MAX_REASON_CHARACTERS else text[:_MAX_REASON_CHARACTERS] + " ..."
 
 
 def _tables(content: bytes, eos_token_ids: list[int]) -> LLTokenizer:
     text = content.decode().lstrip()
     if not text.startswith("{"):
-        raise ValueError("is no JSON object")  # the library would take it for the name of a file
+        raise ValueError("is not a JSON object")  # the library would take it for a file name
     return LLTokenizer(text, eos_token=eos_token_ids)
 
 
@@ -128,7 +129,7 @@ def _is_echo(line: str) -> bool:
 
 
 def _plain(error: str) -> str:
-    """Without the state of the parser, which the library appends."""
+    """Remove the parser state that the library appends."""
     for mark in ("<non-verbose/>", "<state>"):
         error = error.partition(mark)[0]
     return "the grammar allows no token here" if error.startswith("NoExtension") else error

@@ -1,6 +1,6 @@
-"""Full hashes of tensors, computed when idle and cached per file.
+"""Full hashes of tensors, computed while idle and cached per file.
 
-XXH3-128 and not a cryptographic hash: it is against accidents, and costs less than reading.
+XXH3-128 instead of a cryptographic hash: it detects accidents and costs less than reading.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ log = logging.getLogger(__name__)
 
 
 CACHE_FOLDER = "weights"
-"""Of the user's cache directory."""
+"""Folder in the user's cache directory."""
 MAX_BYTES = 16 * 1024 * 1024
 MAX_FILES = 1024
-"""One for each file of a checkpoint; the least recently written ones go first."""
+"""Maximum cache files, one per weights file; the least recently written are removed first."""
 
 
 class HashCache:
-    """One small file for each file of weights, named after its identity: a touched one is hashed again.
+    """Cache with one small file per weights file, keyed by its identity: changed files are rehashed.
 
-    Several processes may use the same directory. What cannot be read or written is computed again.
+    Several processes may share the directory. Unreadable entries are recomputed.
     """
 
     def __init__(self, directory: Path) -> None:
-        """`directory` is made when something is stored."""
+        """`directory` is created when an entry is stored."""
         self._directory = directory
 
     def load(self, identity: FileIdentity) -> dict[str, bytes]:
-        """What is known of this very file: 16 bytes by name of the tensor."""
+        """Return the known hashes (16 bytes) of this file by tensor name."""
         path = self._path(identity)
         if not path.exists():
             return {}
@@ -51,14 +51,14 @@ class HashCache:
                 raise ValueError("its checksum does not match")
             return _parse_hashes(content.get("hashes")) if content["status"] == _status(identity) else {}
         except (CheckpointError, ValueError) as error:
-            log.warning("%s is not used: %s", path, error)
+            log.warning("ignoring hash cache %s: %s", path, error)
             return {}
 
     def store(self, identity: FileIdentity, hashes: Mapping[str, bytes]) -> None:
-        """Replaces at once what is known of this file."""
+        """Atomically replace the entry of this file."""
         content: dict[str, object] = {
             "status": _status(identity),
-            "hashes": {name: each.hex() for name, each in hashes.items()},
+            "hashes": {name: digest.hex() for name, digest in hashes.items()},
         }
         content["checksum"] = _checksum(content)
         path = self._path(identity)
@@ -67,7 +67,7 @@ class HashCache:
             _replace(path, json.dumps(content))
             self._prune()
         except OSError as error:
-            log.warning("hashes of %s are not kept, they are computed again: %s", identity.name, error)
+            log.warning("cannot cache hashes of %s, they will be recomputed: %s", identity.name, error)
 
     def _path(self, identity: FileIdentity) -> Path:
         text = json.dumps([identity.name, _status(identity)])
@@ -82,7 +82,7 @@ class HashCache:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Readable by its owner only. Raises OSError; then nothing has changed."""
+    """Write with mode 0600. Raises OSError and then leaves the old file."""
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "w") as stream:
@@ -98,18 +98,18 @@ def _status(identity: FileIdentity) -> list[int]:
 
 
 def _checksum(content: Mapping[str, object]) -> str:
-    """A damaged hash would look like damaged weights."""
+    """Guard against damaged entries, which would look like damaged weights."""
     checked = json.dumps([content.get("status"), content.get("hashes")], sort_keys=True)
     return xxhash.xxh3_64_hexdigest(checked.encode())
 
 
 def _parse_hashes(value: object) -> dict[str, bytes]:
-    """Raises ValueError for anything but hashes of 16 bytes."""
+    """Parse hashes of 16 bytes. Raises ValueError."""
     if not isinstance(value, dict):
-        raise ValueError("it holds no hashes")
+        raise ValueError("it has no hashes")
     hashes = {name: bytes.fromhex(text) for name, text in value.items() if isinstance(text, str)}
-    if len(hashes) != len(value) or any(len(each) != 16 for each in hashes.values()):
-        raise ValueError("it holds something else than hashes of 16 bytes")
+    if len(hashes) != len(value) or any(len(digest) != 16 for digest in hashes.values()):
+        raise ValueError("it has values other than hashes of 16 bytes")
     return hashes
 
 
@@ -117,11 +117,11 @@ SLICE_BYTES = 8 * 1024 * 1024
 MAX_PAUSE_S = 0.25
 
 Hashes = dict[str, bytes]
-"""16 bytes by name of the tensor."""
+"""16 bytes by tensor name."""
 
 
 class TensorHasher:
-    """The hashes of some tensors of a checkpoint. Used by one thread at a time."""
+    """Hashes some tensors of a checkpoint. Not thread-safe."""
 
     def __init__(
         self,
@@ -131,23 +131,23 @@ class TensorHasher:
         files: Iterable[FileIdentity] = (),
         cache: HashCache | None = None,
     ) -> None:
-        """`files` are what the files must be, as far as they are given; `cache` has what is known already."""
+        """`files` are the expected identities, if known; `cache` supplies known hashes."""
         self.hashes: Hashes = {}
         self.read_bytes = 0
         self._checkpoint = checkpoint
         self._names_by_file: dict[str, list[str]] = {}
         for name in names:
             self._names_by_file.setdefault(checkpoint.tensors[name].file, []).append(name)
-        self._files = {each.name: each for each in files}
+        self._files = {identity.name: identity for identity in files}
         self._cache = cache
         self._buffer = memoryview(bytearray(SLICE_BYTES))
         self._slices = self._hash_all()
 
     def advance(self) -> bool:
-        """Hashes one slice more; True when `hashes` is complete.
+        """Hash one more slice; return True when `hashes` is complete.
 
-        Raises FileChanged for a file that is not, or not any more, what it must be, CheckpointNotFound,
-        NotRegularFile or BadHeader for one that cannot be read. Then it must not be used any more.
+        Raises FileChanged for a file that differs from its expected identity, CheckpointNotFound,
+        NotRegularFile or BadHeader for one that cannot be read. Do not call it again after an error.
         """
         return next(self._slices, None) is None
 
@@ -163,12 +163,12 @@ class TensorHasher:
                 missing = [name for name in names if name not in known]
                 yield from self._hash_tensors(stream, file, missing)
                 if identity_of_open(file, stream.fileno()) != identity:
-                    raise FileChanged(f"{path} has changed while it was hashed")
+                    raise FileChanged(f"{path} changed while it was hashed")
             if missing and self._cache is not None:
                 self._cache.store(identity, known | {name: self.hashes[name] for name in names})
 
     def _hash_tensors(self, stream: BinaryIO, file: str, names: list[str]) -> Iterator[int]:
-        """In the order in which they lie in the file. Yields after each slice how many bytes it has."""
+        """Hash in file order; yield the size of each slice read."""
         for name in sorted(names, key=lambda name: self._checkpoint.tensors[name].begin):
             entry, state = self._checkpoint.tensors[name], xxhash.xxh3_128()
             for begin in range(entry.begin, entry.end, SLICE_BYTES):
@@ -188,10 +188,10 @@ class TensorHasher:
 async def hash_when_idle(
     hasher: TensorHasher, activity: Callable[[], object | None], *, idle_s: float
 ) -> Hashes:
-    """All hashes of `hasher`, computed on a thread while nothing else is done, half of the time at most.
+    """Compute all hashes on a thread while idle, using at most half of the time.
 
-    A slice is begun when `activity` has returned the same value for `idle_s`, and not None, which means that
-    something is under way. Raises what `TensorHasher.advance` raises.
+    A slice starts once `activity` has returned the same value other than None (busy) for `idle_s`. Raises
+    like `TensorHasher.advance`.
     """
     loop = asyncio.get_running_loop()
     seen, since_s = activity(), loop.time()

@@ -1,8 +1,8 @@
-"""Headers of safetensors files: which tensor lies where.
+"""Headers of safetensors files: the location of each tensor.
 
 Format: 8 bytes little-endian header length, that many bytes of JSON (name -> dtype, shape, data_offsets
-relative to the end of the header), then the data without gaps.
-Source: https://github.com/huggingface/safetensors#format, whose reference reader makes the same checks.
+relative to the end of the header), then the data without gaps. Source:
+https://github.com/huggingface/safetensors#format; the reference reader makes the same checks.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from checkpoint.errors import (
 from checkpoint.files import is_named, open_regular, parse_json_object, read_json_object
 
 MAX_HEADER_BYTES = 100_000_000
-"""The reference implementation's bound."""
+"""The reference implementation's limit."""
 
 _DTYPES = {"BF16": DType.BF16, "F16": DType.F16, "F32": DType.F32}
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where a tensor lies: bytes [begin, end) of `file`, counted from the start of the file."""
+    """Location of a tensor: bytes [begin, end) of `file`, counted from the start of the file."""
 
     file: str
     dtype: DType
@@ -53,11 +53,10 @@ class ShardHeader:
 
 
 def read_shard_header(directory: Path, file: str) -> ShardHeader:
-    """The header of `directory / file`.
+    """Read the header of `directory / file`.
 
-    Raises CheckpointNotFound when it cannot be opened, NotRegularFile when it is no file, BadHeader when
-    anything in it disagrees with the format or the file's size, UnsupportedModel for an element type that is
-    not computed.
+    Raises CheckpointNotFound, NotRegularFile, BadHeader for a violation of the format or of the file's size,
+    UnsupportedModel for an unsupported element type.
     """
     path = directory / file
     try:
@@ -79,7 +78,7 @@ def _read_header_bytes(stream: BinaryIO, path: Path, size_bytes: int) -> bytes:
         raise BadHeader(f"{path} has {size_bytes} bytes, too few for a safetensors header")
     length = int.from_bytes(stream.read(8), "little")
     if length > min(MAX_HEADER_BYTES, size_bytes - 8):
-        raise BadHeader(f"{path} states a header of {length} bytes in a file of {size_bytes} bytes")
+        raise BadHeader(f"{path} claims a header of {length} bytes in a file of {size_bytes} bytes")
     header = stream.read(length)
     if len(header) != length:
         raise BadHeader(f"{path} ended after {len(header)} of {length} header bytes")
@@ -93,7 +92,7 @@ def _parse_entry(path: Path, file: str, name: str, info: object, data_begin: int
     offsets = _naturals(path, name, "data_offsets", info["data_offsets"])
     dtype = _DTYPES.get(info["dtype"]) if isinstance(info["dtype"], str) else None
     if dtype is None:
-        raise UnsupportedModel(f"{path}: tensor {name} has dtype {info['dtype']!r}, which is not supported")
+        raise UnsupportedModel(f"{path}: tensor {name} has unsupported dtype {info['dtype']!r}")
     if len(offsets) != 2 or offsets[1] - offsets[0] != prod(shape) * dtype.size_bytes:
         raise BadHeader(f"{path}: tensor {name} of {dtype.value} {shape} has data_offsets {offsets}")
     return TensorEntry(file, dtype, shape, data_begin + offsets[0], data_begin + offsets[1])
@@ -118,25 +117,25 @@ def _check_no_gaps(path: Path, tensors: Mapping[str, TensorEntry], data_begin: i
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_INDEX_BYTES = 64 * 1024 * 1024
-"""That of a model with 90,000 tensors has 9 MB."""
+"""The index of a model with 90,000 tensors has 9 MB."""
 
 _OTHER_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".gguf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Headers:
-    """All tensors of a checkpoint by name, and the files they lie in, in name order."""
+    """All tensors of a checkpoint by name, and their files in name order."""
 
     tensors: Mapping[str, TensorEntry]
     shards: tuple[ShardHeader, ...]
 
 
 def read_headers(directory: Path) -> Headers:
-    """Headers of `model.safetensors`, or else of the shards that `model.safetensors.index.json` names.
+    """Read headers of `model.safetensors`, or else of the shards in `model.safetensors.index.json`.
 
-    Raises UnsupportedFormat when there are only other kinds of weights (those are never opened),
-    CheckpointNotFound when there are none or a shard is absent, BadHeader for a broken header or index,
-    MissingTensor when a shard lacks a tensor that the index places there.
+    Raises UnsupportedFormat if there are only other kinds of weights (which are never opened),
+    CheckpointNotFound for missing weights or shards, BadHeader for an invalid header or index, MissingTensor
+    for a shard without a tensor that the index places there.
     """
     if is_named(directory / SINGLE_FILE):
         shard = read_shard_header(directory, SINGLE_FILE)
@@ -160,7 +159,7 @@ def _read_sharded(directory: Path) -> Headers:
             tensors[name] = entry
     for name, file in weight_map.items():
         if name not in tensors:
-            raise MissingTensor(f"{INDEX_FILE} places tensor {name} in {file}, which does not hold it")
+            raise MissingTensor(f"{INDEX_FILE} places tensor {name} in {file}, which does not contain it")
     return Headers(tensors=tensors, shards=shards)
 
 
@@ -178,7 +177,7 @@ def _nothing_to_read(directory: Path) -> CheckpointNotFound | UnsupportedFormat:
     others = sorted(entry.name for entry in directory.iterdir() if entry.suffix in _OTHER_SUFFIXES)
     if others:
         return UnsupportedFormat(
-            f"{directory} holds its weights as {', '.join(others[:5])}; only {SINGLE_FILE} or {INDEX_FILE}"
-            " with its shards is read, and nothing is ever unpickled"
+            f"{directory} has weights as {', '.join(others[:5])}; only {SINGLE_FILE} or {INDEX_FILE}"
+            " with its shards is supported: convert the weights to safetensors"
         )
-    return CheckpointNotFound(f"{directory} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
+    return CheckpointNotFound(f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}")

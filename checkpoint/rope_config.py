@@ -1,7 +1,7 @@
-"""The rotary position embedding as config.json states it, in both dialects of transformers.
+"""Rotary position embedding in config.json, in both formats of transformers.
 
-Old (transformers 4): `rope_theta` at the top and `rope_scaling`, whose kind is under `rope_type` or `type`.
-New (transformers 5): one `rope_parameters` with everything. The formulas are in stage_worker/model/rope.py.
+transformers 4: `rope_theta` at the top level and `rope_scaling`, whose kind is `rope_type` or `type`.
+transformers 5: everything in `rope_parameters`. stage_worker/model/rope.py has the formulas.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from checkpoint.errors import BadConfig, UnsupportedModel
 
 
 class RopeKind(Enum):
-    """How the rotary frequencies are scaled; the value is the name in config.json."""
+    """Scaling of the rotary frequencies; the value is the name in config.json."""
 
     DEFAULT = "default"
     LINEAR = "linear"
@@ -24,7 +24,7 @@ class RopeKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Parameters of the rotary embedding. Those a kind does not use keep their defaults.
+    """Parameters of the rotary embedding; those that a kind does not use keep their defaults.
 
     `factor` belongs to LINEAR, LLAMA3 and YARN; `low_freq_factor` and `high_freq_factor` to LLAMA3;
     `original_max_position_embeddings` (tokens) to LLAMA3 and YARN; the rest to YARN.
@@ -45,7 +45,7 @@ class RopeConfig:
 
 
 _COMMON_KEYS = frozenset({"rope_theta", "rope_type", "type", "finetuned"})
-"""`finetuned` says how the weights were trained; the formula is the same."""
+"""`finetuned` describes the training of the weights; the formula is the same."""
 
 _KIND_KEYS = {
     RopeKind.DEFAULT: frozenset[str](),
@@ -69,10 +69,10 @@ _KIND_KEYS = {
 
 
 def parse_rope(raw: RawConfig) -> RopeConfig:
-    """The RopeConfig of a whole config.json.
+    """Parse the RopeConfig from a whole config.json.
 
-    Raises UnsupportedModel for a kind or a parameter that is not computed, BadConfig for numbers that cannot
-    be and for two places that contradict each other.
+    Raises UnsupportedModel for an unsupported kind or parameter, BadConfig for impossible or contradictory
+    values.
     """
     field, parameters = _rope_object(raw)
     kind = _parse_kind(field, parameters)
@@ -108,7 +108,7 @@ def _parse_kind(field: str, parameters: RawConfig) -> RopeKind:
     name = names.pop() if names else "default"
     if name in ("dynamic", "longrope", "su"):
         raise UnsupportedModel(
-            f"config field '{field}.rope_type' = {name!r} is not supported: its keys change with the total"
+            f"config field '{field}.rope_type' = {name!r} is not supported: it changes keys with the total"
             " length of the sequence, so cached keys would be wrong"
         )
     try:
@@ -130,7 +130,7 @@ def _refuse_unknown_parameters(field: str, parameters: RawConfig, kind: RopeKind
 
 
 def _parse_theta(raw: RawConfig, field: str, parameters: RawConfig) -> float:
-    """The base of the frequencies; 10000 where neither place has it, as in transformers."""
+    """Return the base of the frequencies; 10000 by default, as in transformers."""
     top, inner = optional_float(raw, "rope_theta"), optional_float(parameters, "rope_theta")
     if top is not None and inner is not None and top != inner:
         raise BadConfig(f"config fields 'rope_theta' = {top} and '{field}.rope_theta' = {inner} contradict")
@@ -175,5 +175,5 @@ def _original_length(parameters: RawConfig, max_positions: int) -> int:
 
 
 def _mscale(parameters: RawConfig, key: str) -> float | None:
-    """0 and null both mean "not given", as in transformers."""
+    """Treat 0 and null as missing, as in transformers."""
     return optional_float(parameters, key) if parameters.get(key) else None

@@ -1,6 +1,6 @@
 """Tensor names, shapes and sizes of a model.
 
-The names are those of transformers' Llama, Mistral, Qwen2 and Qwen3 checkpoints, which are alike.
+The names are those in transformers' Llama, Mistral, Qwen2 and Qwen3 checkpoints, which agree.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def layer_tensor_name(layer: int, suffix: str) -> str:
-    """Full name of the tensor `suffix` (see `layer_tensor_shapes`) of the model's layer number `layer`."""
+    """Return the full name of tensor `suffix` (see `layer_tensor_shapes`) of layer `layer`."""
     return f"model.layers.{layer}.{suffix}"
 
 
 def layer_tensor_shapes(config: ModelConfig) -> Shapes:
-    """Shape of each tensor of one layer (all layers are alike), by its name within the layer.
+    """Return the shape of each tensor of one layer by name within the layer; all layers are equal.
 
-    Matrices are [out, in], as torch.nn.functional.linear wants them.
+    Matrices are [out, in], as in torch.nn.functional.linear.
     """
     hidden, inner = config.hidden_size, config.intermediate_size
     shapes: Shapes = {"input_layernorm.weight": (hidden,)}
@@ -46,12 +46,14 @@ def layer_tensor_shapes(config: ModelConfig) -> Shapes:
 def stage_tensor_shapes(
     config: ModelConfig, layer_begin: int, layer_end: int, *, has_embeddings: bool, has_head: bool
 ) -> Shapes:
-    """Name and shape of every tensor that a stage with layers [layer_begin, layer_end) reads.
+    """Return name and shape of every tensor that a stage with layers [layer_begin, layer_end) reads.
 
-    A tied output head is the embedding matrix, listed once also when a stage has both.
+    A tied output head is the embedding matrix, listed once even if a stage has both.
     """
     if not 0 <= layer_begin < layer_end <= config.num_layers:
-        raise ValueError(f"layers [{layer_begin}, {layer_end}) of a model with {config.num_layers} layers")
+        raise ValueError(
+            f"layers [{layer_begin}, {layer_end}) are not within the model's {config.num_layers} layers"
+        )
     matrix = (config.vocab_size, config.hidden_size)
     shapes: Shapes = {EMBEDDINGS: matrix} if has_embeddings else {}
     for layer in range(layer_begin, layer_end):
@@ -66,34 +68,33 @@ def stage_tensor_shapes(
 def stage_tensor_names(
     config: ModelConfig, layer_begin: int, layer_end: int, *, has_embeddings: bool, has_head: bool
 ) -> list[str]:
-    """Names of the tensors that a stage reads; see `stage_tensor_shapes`."""
+    """Return the names of the tensors that a stage reads; see `stage_tensor_shapes`."""
     return list(
         stage_tensor_shapes(config, layer_begin, layer_end, has_embeddings=has_embeddings, has_head=has_head)
     )
 
 
 def num_elements(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Elements of all tensors together."""
     return sum(prod(shape) for shape in shapes.values())
 
 
 def verify_tensors(config: ModelConfig, tensors: Mapping[str, TensorEntry]) -> None:
-    """Check, from the headers alone, that exactly the tensors of `config` are there with their shapes.
+    """Check, from the headers alone, that the checkpoint has exactly the tensors of `config`.
 
-    Tolerated beside them: rotary `inv_freq` buffers, and a second copy of a tied output head. Raises
+    Rotary `inv_freq` buffers and a second copy of a tied output head are allowed in addition. Raises
     MissingTensor, UnexpectedTensor or WrongShape, naming the tensors.
     """
     expected = stage_tensor_shapes(config, 0, config.num_layers, has_embeddings=True, has_head=True)
     if missing := [name for name in expected if name not in tensors]:
-        raise MissingTensor(f"the checkpoint lacks {_listed(missing)}")
+        raise MissingTensor(f"checkpoint lacks {_listed(missing)}")
     if config.tie_word_embeddings and OUTPUT_HEAD in tensors:
         expected[OUTPUT_HEAD] = expected[EMBEDDINGS]
     extra = [name for name in tensors if name not in expected and not _is_harmless(name)]
     if extra:
-        raise UnexpectedTensor(f"the checkpoint holds {_listed(extra)}, unknown to {config.family.value!r}")
+        raise UnexpectedTensor(f"checkpoint has {_listed(extra)}, unknown to {config.family.value!r}")
     for name, shape in expected.items():
         if tensors[name].shape != shape:
-            raise WrongShape(f"tensor {name} has shape {tensors[name].shape}, the config asks for {shape}")
+            raise WrongShape(f"tensor {name} has shape {tensors[name].shape}, the config requires {shape}")
 
 
 def _projection(name: str, out_size: int, in_size: int, *, bias: bool) -> Shapes:
@@ -111,14 +112,14 @@ def _listed(names: list[str]) -> str:
 
 
 def layer_weight_bytes(config: ModelConfig, dtype: DType) -> int:
-    """Weights of one layer; all layers are alike."""
+    """Size of the weights of one layer; all layers are equal."""
     return num_elements(layer_tensor_shapes(config)) * dtype.size_bytes
 
 
 def head_bytes(config: ModelConfig, dtype: DType) -> int:
-    """Final norm and output head on a stage that does not also have the embeddings.
+    """Size of final norm and output head on a stage without embeddings.
 
-    A tied head is a second copy of the embedding matrix there; a stage with both shares one copy, see
+    A tied head is a second copy of the embedding matrix there; a stage with both has one copy, see
     `stage_weight_bytes`.
     """
     return (config.vocab_size + 1) * config.hidden_size * dtype.size_bytes
@@ -133,7 +134,7 @@ def stage_weight_bytes(
     has_embeddings: bool,
     has_head: bool,
 ) -> int:
-    """All weights of a stage with layers [layer_begin, layer_end); tied weights count once on one stage."""
+    """Size of the weights of a stage with layers [layer_begin, layer_end); tied weights count once."""
     shapes = stage_tensor_shapes(
         config, layer_begin, layer_end, has_embeddings=has_embeddings, has_head=has_head
     )
@@ -141,5 +142,5 @@ def stage_weight_bytes(
 
 
 def kv_bytes_per_token_per_layer(config: ModelConfig, dtype: DType) -> int:
-    """Keys and values of one position in one layer."""
+    """Size of keys and values of one position in one layer."""
     return 2 * config.kv_size * dtype.size_bytes

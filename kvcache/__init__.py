@@ -1,7 +1,6 @@
 """KV cache accounting: blocks, sequences, signals, and the pools that apply them.
 
-Everything here is pure Python and deterministic. Only `kvcache.pages`, which this file does not import, knows
-torch.
+Pure Python and deterministic; only `kvcache.pages`, which is not imported here, uses torch.
 """
 
 from kvcache.block_table import BlockTables

@@ -1,4 +1,4 @@
-"""The stage's side: which pages each sequence lies on, kept by the same signals that move the pool."""
+"""Block tables of a stage: the pages of each sequence, updated by the signals that update the pool."""
 
 from collections.abc import Hashable
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from kvcache.pool import BlockPool
 
 
 class _Table:
-    """Blocks and pages of one sequence, from absolute block index `first_block` on, and which were hits."""
+    """Blocks and pages of one sequence from block index `first_block` on, and which were cache hits."""
 
     __slots__ = ("blocks", "first_block", "later_hits", "num_leading_hits", "pages")
 
@@ -30,7 +30,7 @@ class _Table:
             self.later_hits.add(index)
 
     def remove(self, position: int) -> None:
-        """`position` is 0 or the last. Empty, the table starts over: no window releases the newest block."""
+        """Remove the block at `position`, 0 or the last; an empty table starts over at block 0."""
         del self.blocks[position], self.pages[position]
         if not self.blocks:
             self.first_block = self.num_leading_hits = 0
@@ -47,9 +47,7 @@ class _Table:
 
 
 class Placed(NamedTuple):
-    """Where a slice lies: see `BlockTables.pages`, `first_block`, `valid_until` and `writable_runs`; the last
-    is None where the table does not hold all of the slice.
-    """
+    """Location of a slice, see `BlockTables`; `writable_runs` is None unless the whole slice is held."""
 
     pages: list[int]
     first_block: int
@@ -58,16 +56,15 @@ class Placed(NamedTuple):
 
 
 class BlockTables:
-    """The pool of one stage and a table of pages for each sequence.
+    """The block pool of one stage and a page table per sequence.
 
-    Keys name sequences and may be any hashable. A table opens with the sequence's first `Use` and closes with
-    `drop`; between the two it may become empty (preemption) and start over. An error means that nothing has
-    changed. `num_wanted_blocks` counts the full blocks that all counted `Use`s so far named, `num_hit_blocks`
-    those of them that were there already.
+    Keys identify sequences and may be any hashable. The first `Use` of a sequence creates its table, `drop`
+    deletes it; in between it may become empty (preemption) and start over. A method that raises changes
+    nothing. `num_wanted_blocks` counts the full blocks named by all counted `Use`s so far, `num_hit_blocks`
+    those that were in the cache.
     """
 
     def __init__(self, num_blocks: int, *, block_size: int) -> None:
-        """`num_blocks` pages of `block_size` tokens. Raises ValueError for a block size below 1."""
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, got {block_size}")
         self.pool = BlockPool(num_blocks)
@@ -78,7 +75,7 @@ class BlockTables:
 
     @property
     def digest(self) -> int:
-        """To be compared with the digest that the frame carries, after all its signals."""
+        """Compared with the digest in a frame after all signals of that frame."""
         return self.pool.digest
 
     def __contains__(self, key: Hashable) -> bool:
@@ -88,11 +85,11 @@ class BlockTables:
         return len(self._tables)
 
     def apply(self, key: Hashable, signal: Signal, *, is_counted: bool = True) -> tuple[Event, ...]:
-        """Applies one signal of the sequence `key` to the pool and to the sequence's table. Without
-        `is_counted`, a `Use` leaves `num_wanted_blocks` and `num_hit_blocks` as they are.
+        """Apply one signal to the pool and to the table of sequence `key`; return the KV events.
 
-        Raises what `BlockPool.apply` raises, UnknownSequence, BlockNotHeld (for frees: the block is at
-        neither end of the table) or BlockShared (a partial block that another sequence holds).
+        If `is_counted` is false, a `Use` leaves `num_wanted_blocks` and `num_hit_blocks` unchanged. Raises
+        like `BlockPool.apply`, and UnknownSequence, BlockNotHeld (the released block is at neither end of the
+        table) or BlockShared (another sequence holds the partial block).
         """
         if isinstance(signal, Use):
             return self._use(key, signal, is_counted=is_counted)
@@ -102,7 +99,7 @@ class BlockTables:
         return self._release(key, table, signal)
 
     def placed(self, key: Hashable, start: int, end: int) -> Placed:
-        """All that is known of tokens start..end-1; a sequence without a table holds nothing."""
+        """Return the location of tokens start..end-1; empty for a sequence without a table."""
         table = self._tables.get(key)
         if table is None:
             return Placed([], 0, 0, None)
@@ -112,30 +109,30 @@ class BlockTables:
         return Placed(table.pages.copy(), table.first_block, table.num_leading_hits * size, runs)
 
     def pages(self, key: Hashable) -> list[int]:
-        """A copy of the sequence's pages, in order from block `first_block(key)` on, or UnknownSequence."""
+        """Return a copy of the sequence's pages from block `first_block(key)` on. Raises UnknownSequence."""
         return self._table(key).pages.copy()
 
     def first_block(self, key: Hashable) -> int:
-        """Absolute index of the first block held: block i lies on `pages(key)[i - first_block(key)]`."""
+        """Absolute index of the first block held: block i is on `pages(key)[i - first_block(key)]`."""
         return self._table(key).first_block
 
     def valid_until(self, key: Hashable) -> int:
-        """Number of leading tokens that the sequence found in the cache: their slots are not written."""
+        """Number of leading tokens that were cache hits; their slots must not be written."""
         return self._table(key).num_leading_hits * self.block_size
 
     def writable_runs(self, key: Hashable, start: int, end: int) -> list[tuple[int, int]]:
-        """The parts of tokens start..end-1 whose slots are to be written, as (start, end) pairs in order.
+        """Return the parts of tokens start..end-1 whose slots must be written, as (start, end) in order.
 
-        Left out is every block that was a hit: an earlier frame, or an earlier slice of this step, computes
-        it. Hits behind a block that was not cached (its beginning was evicted first) are left out too. Raises
-        UnknownSequence, and BlockNotHeld if a token lies outside the blocks held.
+        Blocks that were cache hits are left out, because an earlier frame or slice computes them; also hits
+        after a block that was evicted. Raises UnknownSequence, and BlockNotHeld for a token outside the
+        blocks held.
         """
         table = self._table(key)
         held_from = table.first_block * self.block_size
         held_to = held_from + len(table.blocks) * self.block_size
         if not held_from <= start <= end <= held_to:
             raise BlockNotHeld(
-                f"tokens {start}..{end - 1} of sequence {key!r}, which holds {held_from}..{held_to - 1}"
+                f"sequence {key!r} holds tokens {held_from}..{held_to - 1}, not all of {start}..{end - 1}"
             )
         return self._writable_runs(table, start, end)
 
@@ -156,31 +153,31 @@ class BlockTables:
         return runs
 
     def drop(self, key: Hashable) -> None:
-        """Forgets a sequence that has ended. Raises UnknownSequence, or SequenceHoldsBlocks if it does."""
+        """Delete the table of an ended sequence. Raises UnknownSequence or SequenceHoldsBlocks."""
         table = self._table(key)
         if table.blocks:
             raise SequenceHoldsBlocks(key, len(table.blocks))
         del self._tables[key]
 
     def check_integrity(self) -> None:
-        """Proves that every refcount has its owners and every entry its page. Raises IntegrityBroken."""
+        """Check refcounts against owners and table entries against pages. Raises IntegrityBroken."""
         self.pool.check_integrity(block for table in self._tables.values() for block in table.blocks)
         for key, table in self._tables.items():
             pages = self.pool.pages_of(table.blocks)
             if pages != table.pages:
-                raise IntegrityBroken(f"sequence {key!r} has pages {table.pages}, its blocks lie on {pages}")
+                raise IntegrityBroken(f"sequence {key!r} has pages {table.pages}, its blocks are on {pages}")
 
     def _table(self, key: Hashable) -> _Table:
         table = self._tables.get(key)
         if table is None:
-            raise UnknownSequence(f"no block table for sequence {key!r}")
+            raise UnknownSequence(f"sequence {key!r} has no block table")
         return table
 
     def _use(self, key: Hashable, use: Use, *, is_counted: bool) -> tuple[Event, ...]:
         hits = [block in self.pool for block in use.blocks]
         for block, is_hit in zip(use.blocks, hits, strict=True):
             if is_hit and isinstance(block, PartialBlock):
-                raise BlockShared(f"{block} of sequence {key!r} is in use already")
+                raise BlockShared(f"{block} of sequence {key!r} already has an owner")
         events = self.pool.apply(use)
         table = self._tables.get(key)
         if table is None:

@@ -1,7 +1,7 @@
-"""Blocks, the signals that move them, and KV events.
+"""Blocks, the signals that change their owners, and KV events.
 
-Everything is frozen and hashable. All hashes and ids are unsigned 64-bit integers; a `parent` is the sequence
-hash of the block before, or None where there is none.
+All classes are frozen and hashable; hashes and ids are unsigned 64-bit integers. `parent` is the sequence
+hash of the previous block, None for the first block.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class FullBlock:
-    """A block whose tokens are all known, named by its content and everything before it."""
+    """A complete block, identified by its content and all content before it."""
 
     sequence_hash: int
 
 
 @dataclass(frozen=True, slots=True)
 class PartialBlock:
-    """A block that is still being filled; its id is unique within an epoch and never shared."""
+    """An incomplete block; its id is unique within an epoch and never shared."""
 
     id: int
 
@@ -27,7 +27,7 @@ Block = FullBlock | PartialBlock
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One more owner for each of `blocks`, in order; `block_hashes` are those of the full ones among them."""
+    """Adds one owner to each of `blocks`, in order; `block_hashes` belong to the full blocks among them."""
 
     blocks: tuple[Block, ...]
     block_hashes: tuple[int, ...] = ()
@@ -36,7 +36,7 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Promote:
-    """`partial` has become full and is from now on known by its content."""
+    """`partial` became full and is identified by its content from now on."""
 
     partial: PartialBlock
     sequence_hash: int
@@ -46,14 +46,14 @@ class Promote:
 
 @dataclass(frozen=True, slots=True)
 class Deref:
-    """One owner less; without owners the block stays cached until it is evicted."""
+    """Removes one owner; a block without owners stays cached until eviction."""
 
     block: Block
 
 
 @dataclass(frozen=True, slots=True)
 class Destroy:
-    """One owner less; without owners the page is free at once and the content is forgotten."""
+    """Removes one owner; without owners the page is freed and its content dropped at once."""
 
     block: Block
 
@@ -63,7 +63,7 @@ Signal = Use | Promote | Deref | Destroy
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A run of full blocks that has entered the pool, following the block `parent`."""
+    """Consecutive full blocks that entered the pool after the block `parent`."""
 
     parent: int | None
     sequence_hashes: tuple[int, ...]
@@ -73,7 +73,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """Full blocks that have left the pool. The router dialect fixes the name: these are sequence hashes."""
+    """Full blocks that left the pool, by sequence hash; the router dialect fixes the field's name."""
 
     block_hashes: tuple[int, ...]
     event_id: int
@@ -89,7 +89,10 @@ _Run = tuple[int | None, list[int], list[int]]
 def use_events(
     use: Use, *, entered: list[bool], evicted: list[int], new_event_id: Callable[[], int]
 ) -> tuple[Event, ...]:
-    """First what was evicted, in order, then what entered: `entered` has one entry per block of `use`."""
+    """Return an event for the evicted blocks, then events for the blocks that entered.
+
+    `entered` has one entry per block of `use`.
+    """
     events: list[Event] = [Removed(tuple(evicted), new_event_id())] if evicted else []
     for parent, names, block_hashes in _stored_runs(use, entered):
         events.append(Stored(parent, tuple(names), tuple(block_hashes), new_event_id()))
@@ -97,7 +100,7 @@ def use_events(
 
 
 def _stored_runs(use: Use, entered: list[bool]) -> Iterator[_Run]:
-    """The unbroken runs of full blocks that entered, each after the block that truly precedes it."""
+    """Yield each unbroken run of full blocks that entered, with its actual predecessor."""
     predecessor = use.parent
     run: _Run | None = None
     block_hashes = iter(use.block_hashes)

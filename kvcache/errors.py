@@ -1,14 +1,14 @@
-"""What can go wrong in the accounting: in health `OutOfBlocks` and `HashCollision`, the rest by a defect."""
+"""Errors of the accounting. Only `OutOfBlocks` and `HashCollision` occur without a defect."""
 
-# The conformance vectors fix the name OutOfBlocks; the others follow it and drop the suffix "Error" too.
+# The conformance vectors fix the name OutOfBlocks; the other names follow it and omit "Error".
 
 
 class KvCacheError(Exception):
-    """Root of this package's errors. Whatever raises one has changed nothing."""
+    """Base of this package's errors. A method that raises one has changed nothing."""
 
 
 class OutOfBlocks(KvCacheError):
-    """The pool has too few free and evictable pages; something must be freed or preempted first."""
+    """The pool has too few free and evictable pages; free blocks or preempt a sequence first."""
 
     def __init__(self, needed: int, available: int) -> None:
         super().__init__(f"{needed} blocks needed, {available} free or evictable")
@@ -17,53 +17,53 @@ class OutOfBlocks(KvCacheError):
 
 
 class BlockNotActive(KvCacheError):
-    """A signal or query names a block that has no owner (or, for a page, is absent)."""
+    """A signal or query names a block without owners (for `page_of`: an absent block)."""
 
 
 class BlockShared(KvCacheError):
-    """A partial block with more than one owner cannot be promoted, nor be used by a second sequence."""
+    """A partial block with several owners cannot be promoted or used by another sequence."""
 
 
 class InvalidSignal(KvCacheError, ValueError):
-    """A signal that contradicts itself, such as block hashes that do not match its blocks."""
+    """A self-contradictory signal, such as block hashes that do not match its blocks."""
 
 
 class OutputLimitExceeded(KvCacheError):
     """More tokens were pushed than the sequence may generate."""
 
     def __init__(self, max_output_tokens: int) -> None:
-        super().__init__(f"the sequence has generated its {max_output_tokens} output tokens already")
+        super().__init__(
+            f"sequence already has {max_output_tokens} output tokens, the limit is {max_output_tokens}"
+        )
         self.max_output_tokens = max_output_tokens
 
 
 class NothingToPop(KvCacheError):
-    """Only the last push can be undone, once, and only while nothing else has happened since."""
+    """Only the last push can be undone, once, directly after it."""
 
 
 class HashCollision(KvCacheError):
-    """A sequence hash is known with other content; the sequence must use private ids from this block on."""
+    """A sequence hash has other content; the sequence must use private ids from this block on."""
 
     def __init__(self, block_index: int, sequence_hash: int) -> None:
-        super().__init__(f"sequence hash {sequence_hash} of block {block_index} is known with other content")
+        super().__init__(f"sequence hash {sequence_hash} of block {block_index} has other content")
         self.block_index = block_index
         self.sequence_hash = sequence_hash
 
 
 class IntegrityBroken(KvCacheError):
-    """The accounting contradicts itself: a defect of this package or of whoever reached into it."""
+    """The accounting contradicts itself: a defect."""
 
 
 class UnknownSequence(KvCacheError):
-    """No block table exists under this key."""
+    """The key has no block table."""
 
 
 class BlockNotHeld(KvCacheError):
-    """A signal releases or promotes a block that the sequence does not hold at that place of its table."""
+    """A signal releases or promotes a block that is not at that place of the sequence's table."""
 
 
 class SequenceHoldsBlocks(KvCacheError):
-    """A sequence ended before all its blocks were freed."""
-
     def __init__(self, key: object, num_blocks: int) -> None:
-        super().__init__(f"sequence {key!r} ends while it holds {num_blocks} blocks")
+        super().__init__(f"sequence {key!r} ended but still holds {num_blocks} blocks")
         self.num_blocks = num_blocks

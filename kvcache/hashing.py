@@ -1,17 +1,15 @@
-"""Block and sequence hashes, block chains and stream digests.
+"""Block hashes, sequence hashes, block chains and signal stream digests.
 
-The functions and constants are those of NVIDIA Dynamo's KV router (XXH3-64, salt 1337), so that a router that
-speaks its dialect can read our block hashes.
+Hash functions and constants are those of NVIDIA Dynamo's KV router (XXH3-64, salt 1337), so that such a
+router can read the block hashes.
 
-Each signal is folded together with what it did: whether a block was hit, reactivated or allocated, how many
-owners it has now, which blocks were evicted and in which order. Page numbers are left out, so a replica is
-free to place blocks.
+The stream digest covers each signal and its outcome: hit, reactivated or allocated, number of owners, and the
+evicted blocks in order. Page numbers are left out, so each replica may place blocks freely.
 
-    digest = XXH3-64(the digest before, the kind of signal, its fields, its outcome; seed 1337)
+    digest = XXH3-64(previous digest, kind of signal, its fields, its outcome; seed 1337)
 
-where each of these is one or more little-endian u64 words, in the order in which this file lists them.
-
-A signal without effect (a `Use` that failed) is not folded. The first digest is 0.
+Each item is one or more little-endian u64 words, in the order used in this file. Signals without effect (a
+`Use` that failed) are skipped. The first digest is 0.
 """
 
 import struct
@@ -27,19 +25,19 @@ from kvcache.blocks import Deref, Destroy, FullBlock, PartialBlock, Promote, Use
 from kvcache.errors import InvalidSignal
 
 DEFAULT_SALT = 1337
-"""Salt of a request that names none, and the seed that chains sequence hashes, whatever the salt."""
+"""Default salt, and the seed that chains sequence hashes under every salt."""
 
 MAX_TOKEN = 0xFFFF_FFFF
 """Token ids are hashed as unsigned 32-bit integers."""
 
 NO_TOKENS = b""
-"""The prefix digest of nothing."""
+"""Prefix digest of the empty prefix."""
 
 _pack_pair = Struct("<QQ").pack
 
 
 def pack_tokens(tokens: Iterable[int]) -> bytes:
-    """The tokens as little-endian u32, four bytes each. Raises ValueError for a token outside 0..2**32-1."""
+    """Pack tokens as little-endian u32. Raises ValueError for a token outside 0..2**32-1."""
     try:
         packed = array("I", tokens)
     except OverflowError as error:
@@ -50,50 +48,48 @@ def pack_tokens(tokens: Iterable[int]) -> bytes:
 
 
 def packed_block_hash(packed_tokens: bytes, salt: int) -> int:
-    """`block_hash` of tokens that are packed already."""
+    """`block_hash` of packed tokens."""
     return xxh3_64_intdigest(packed_tokens, salt)
 
 
 def block_hash(tokens: Iterable[int], salt: int = DEFAULT_SALT) -> int:
-    """Hash of one block's tokens alone, unsigned 64 bits. Raises ValueError for a token above u32."""
+    """Return the 64-bit hash of one block's tokens alone. Raises ValueError for a token above u32."""
     return packed_block_hash(pack_tokens(tokens), salt)
 
 
 def sequence_hash(parent: int | None, block_hash: int) -> int:
-    """Hash of a block and all before it; `parent`: sequence hash of the block before, None for the first."""
+    """Hash a block and all before it; `parent` is the previous sequence hash, None for the first."""
     if parent is None:
         return block_hash
     return xxh3_64_intdigest(_pack_pair(parent, block_hash), DEFAULT_SALT)
 
 
 def prefix_digest(before: bytes, packed_tokens: bytes) -> bytes:
-    """Digest (SHA-256) of the tokens of a block and of all blocks before it, whose digest is `before`.
+    """SHA-256 of a block's tokens and of the digest `before` of all earlier blocks.
 
-    Among blocks of one size equal digests mean equal tokens. Sequence hashes do not promise that: they are
-    short, and made so that others can compute them, not so that nobody finds two prefixes with the same one.
+    For blocks of one size, equal digests mean equal tokens. Sequence hashes do not guarantee that: they are
+    short and not resistant to constructed collisions.
     """
     return sha256(before + packed_tokens).digest()
 
 
 def salt_of(cache_salt: str) -> int:
-    """The salt of requests that carry the text `cache_salt`: they share blocks only with each other."""
+    """Return the salt for the text `cache_salt`; requests share blocks only under equal salts."""
     return xxh3_64_intdigest(cache_salt.encode(), 0)
 
 
 Content = tuple[int | None, int, bytes, bytes]
-"""What a full block's name stands for: the name before it, the salt, its tokens as little-endian u32, and the
-`prefix_digest` of all tokens before them.
+"""Previous sequence hash, salt, tokens (little-endian u32) and `prefix_digest` of a full block's prefix.
 
-The name before it alone would not tell what came before: that block may have left the pool since, and its
-name may have gone to other content with the same hash.
+The previous sequence hash alone does not identify the prefix: that block may have been evicted, and other
+content with the same hash may have taken its place.
 """
 
 
 class BlockChain:
-    """Three parallel lists over the complete blocks: `blocks`, their `block_hashes`, and their `contents`.
+    """Complete blocks of a sequence as parallel lists: `blocks`, `block_hashes` and `contents`.
 
-    From block `private_from` on (None: nowhere) names and block hashes are fresh ids, which match nobody's
-    content.
+    From block `private_from` on (None: never), names are unique private ids, which match no other content.
     """
 
     __slots__ = ("_block_size", "_new_id", "_salt", "block_hashes", "blocks", "contents", "private_from")
@@ -113,18 +109,17 @@ class BlockChain:
         return len(self.blocks)
 
     def name_before(self, block_index: int) -> int | None:
-        """Sequence hash of the block before `block_index`, None before the first."""
         return self.blocks[block_index - 1].sequence_hash if block_index else None
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Names the blocks that the sequence's tokens complete beyond those named already."""
+        """Add the complete blocks of `tokens`, the sequence's tokens, that are not in the chain yet."""
         packed = pack_tokens(tokens[len(self.blocks) * self._block_size :])
         width = 4 * self._block_size
         for offset in range(0, len(packed) - width + 1, width):
             self.append(packed[offset : offset + width])
 
     def append(self, packed_tokens: bytes) -> None:
-        """Names the next complete block, given its tokens as little-endian u32."""
+        """Add the next complete block, given its tokens as little-endian u32."""
         parent = self.name_before(len(self.blocks))
         if self.private_from is not None and len(self.blocks) >= self.private_from:
             name = block_hash = self._new_id()
@@ -136,20 +131,17 @@ class BlockChain:
         self.contents.append((parent, self._salt, packed_tokens, self._digest_so_far()))
 
     def forget(self, first_block: int) -> None:
-        """Drops the blocks from `first_block` on."""
         del self.blocks[first_block:], self.block_hashes[first_block:], self.contents[first_block:]
 
     def contents_of(self, first_block: int, names: list[int]) -> list[Content]:
-        """Contents of the blocks from `first_block` on. Raises InvalidSignal if they have other names."""
+        """Return the contents from `first_block` on. Raises InvalidSignal if the names differ."""
         end = first_block + len(names)
         if names != [block.sequence_hash for block in self.blocks[first_block:end]]:
-            raise InvalidSignal(
-                f"blocks {first_block}..{end - 1} of the sequence are not those of the signal"
-            )
+            raise InvalidSignal(f"blocks {first_block}..{end - 1} of the sequence do not match the signal")
         return self.contents[first_block:end]
 
     def make_private(self, first_block: int) -> None:
-        """Renames the blocks from `first_block` on; later ones will be private as well."""
+        """Rename the blocks from `first_block` on, and all later ones, to private ids."""
         packed = [content[2] for content in self.contents[first_block:]]
         self.forget(first_block)
         self.private_from = first_block
@@ -165,7 +157,7 @@ class BlockChain:
 
 _SEED = 1337
 
-# A signal of one block has one word of outcome; a promotion, or the use of a partial block, has seven words.
+# Common sizes: the outcome of one block has one word; `Promote` and a `Use` of one partial block have seven.
 _pack_1 = struct.Struct("<Q").pack
 _pack_7 = struct.Struct("<7Q").pack
 
@@ -173,17 +165,17 @@ _pack_7 = struct.Struct("<7Q").pack
 _USE, _PROMOTE, _DEREF, _DESTROY = 1, 2, 3, 4
 
 
-# The outcome for one block is the word num_owners << 2 (the owners it has afterwards) with these flags. One
-# owner and not entered means reactivated; more owners, a hit on an active block.
-ENTERED = 2  # the block took a page, or became a full block on its own
+# The outcome word of a block is num_owners << 2 (its owners after the signal) with these flags. Without
+# ENTERED, one owner means a reactivated block and several owners a hit on an active block.
+ENTERED = 2  # the block took a page, or was promoted without a duplicate
 FULL = 1
 
 
 class StreamDigest:
     """Order-sensitive digest of a stream of signals; `value` is an unsigned 64-bit integer.
 
-    Folding goes in two halves: `begin_*` packs the signal and refuses what does not fit (InvalidSignal)
-    before the pool has changed; `finish` adds the outcome, which the pool has made and which always fits.
+    `begin_*` packs a signal and raises InvalidSignal for values out of range, before the pool changes.
+    `finish` adds the pool's outcome, which is always in range.
     """
 
     __slots__ = ("value",)
@@ -192,24 +184,22 @@ class StreamDigest:
         self.value = 0
 
     def begin_use(self, use: Use, keys: list[int]) -> bytes:
-        """`keys`: the sequence hash or id of each block; which of the two follows from the outcome words."""
+        """`keys` are the sequence hash or id of each block; the outcome words tell them apart."""
         parent, hashes = use.parent, use.block_hashes
         head = (self.value, _USE, parent is not None, parent or 0, len(keys), len(hashes))
         return _pack((*head, *keys, *hashes))
 
     def begin_promote(self, promote: Promote) -> bytes:
-        """Packs the four fields."""
         parent = promote.parent
         tail = (promote.partial.id, promote.sequence_hash, promote.block_hash)
         return _pack((self.value, _PROMOTE, parent is not None, parent or 0, *tail))
 
     def begin_release(self, signal: Deref | Destroy, key: int) -> bytes:
-        """Packs a `Deref` or `Destroy` of the block with this sequence hash or id."""
         kind = _DEREF if isinstance(signal, Deref) else _DESTROY
         return _pack((self.value, kind, isinstance(signal.block, PartialBlock), key))
 
     def finish(self, words: bytes, outcome: list[int]) -> None:
-        """Folds the outcome: one word for each block, then the sequence hashes that were evicted."""
+        """Add the outcome: one word per block, then the evicted sequence hashes."""
         tail = _pack_1(*outcome) if len(outcome) == 1 else struct.pack(f"<{len(outcome)}Q", *outcome)
         self.value = xxh3_64_intdigest(words + tail, _SEED)
 

@@ -1,6 +1,6 @@
-"""Integrity checks of the accounting and when they run.
+"""Integrity checks of the accounting, and their schedule.
 
-They run while a cluster serves, so they use what is fast in Python: comprehensions, sets and dicts of ints.
+The checks run while the cluster serves, so they use fast operations: comprehensions, sets, dicts of ints.
 """
 
 import math
@@ -16,22 +16,21 @@ from kvcache.errors import IntegrityBroken
 def check_pages(
     num_blocks: int, *, free: Sequence[int], active: Sequence[int], inactive: Sequence[int]
 ) -> None:
-    """Raises IntegrityBroken unless every page 0..num_blocks-1 is in exactly one of the three."""
+    """Raise IntegrityBroken unless every page 0..num_blocks-1 is in exactly one list."""
     pages = {*free, *active, *inactive}
     count = len(free) + len(active) + len(inactive)
     is_range = not pages or (min(pages), max(pages)) == (0, num_blocks - 1)
     if not (count == len(pages) == num_blocks and is_range):
         raise IntegrityBroken(
-            f"{len(free)} free + {len(active)} active + {len(inactive)} inactive pages do not make up "
+            f"{len(free)} free + {len(active)} active + {len(inactive)} inactive pages are not "
             f"0..{num_blocks - 1}, each once"
         )
 
 
 def check_owners(full: Mapping[int, int], partial: Mapping[int, int], owned: Iterable[Block] | None) -> None:
-    """Raises IntegrityBroken unless each refcount is the number of times that `owned` names the block.
+    """Raise IntegrityBroken unless each refcount equals the number of times `owned` contains the block.
 
-    `full` are refcounts by sequence hash, `partial` by id. With None for `owned`, refcounts need only be
-    positive.
+    Refcounts are by sequence hash or id; if `owned` is None, they must only be positive.
     """
     if min(full.values(), default=1) < 1 or min(partial.values(), default=1) < 1:
         raise IntegrityBroken("an active block has no owner")
@@ -50,7 +49,7 @@ def check_owners(full: Mapping[int, int], partial: Mapping[int, int], owned: Ite
     if wrong:
         block, refcount, num_owners = min(wrong, key=repr)
         raise IntegrityBroken(
-            f"{len(wrong)} blocks have a refcount unlike their owners, such as {block}: "
+            f"{len(wrong)} blocks have a wrong refcount, for example {block}: "
             f"refcount {refcount}, {num_owners} owners"
         )
 
@@ -62,21 +61,18 @@ def _differing(refcounts: Mapping[int, int], owners: Mapping[int, int]) -> list[
 
 
 CHECK_INTERVAL_STEPS = 256
-"""Fewest steps from one check to the next."""
+"""Minimum number of steps between two checks."""
 MAX_INTERVAL_COST_S = 0.001
-"""Longest that checks take per CHECK_INTERVAL_STEPS steps, on average."""
+"""Maximum average time for checks per CHECK_INTERVAL_STEPS steps."""
 MAX_PAUSE_S = 0.05
-"""A check that takes longer waits until nothing is computed. A block takes about a microsecond."""
+"""A check that takes longer runs only while idle. One block takes about a microsecond."""
 IDLE_POLLS = 20
-"""While nothing is computed, a check is repeated after this many polls of `is_due_when_idle`."""
+"""While idle, checks repeat after this many polls of `is_due_when_idle`."""
 
 
 @dataclass(frozen=True, slots=True)
 class IntegrityReport:
-    """Number of checks so far, and time (microseconds since 1970) and problem of the last one.
-
-    `problem` is empty where nothing was wrong.
-    """
+    """Number of checks, and time (microseconds since 1970) and problem (or "") of the last one."""
 
     num_checks: int = 0
     checked_at_us: int = 0
@@ -84,7 +80,7 @@ class IntegrityReport:
 
 
 class IntegrityMonitor:
-    """Spreads checks over steps so that their cost is bounded, and keeps the last result."""
+    """Schedules checks with bounded cost and keeps the last result."""
 
     def __init__(
         self,
@@ -92,7 +88,7 @@ class IntegrityMonitor:
         clock: Callable[[], float] = time.perf_counter,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`clock` measures what a check takes, `wall_clock` tells when it was; both in seconds."""
+        """`clock` measures the duration of a check, `wall_clock` its time of day; both in seconds."""
         self._clock = clock
         self._wall_clock = wall_clock
         self._num_steps = 0
@@ -102,25 +98,22 @@ class IntegrityMonitor:
         self.report = IntegrityReport()
 
     def restart(self) -> None:
-        """The accounting starts over, empty; the last result stays."""
         self._num_steps = self._num_seen = self._num_idle_polls = 0
         self._interval = CHECK_INTERVAL_STEPS
 
     def count_step(self) -> bool:
-        """Counts a step; True when a check is due."""
+        """Count a step; return whether a check is due."""
         self._num_steps += 1
         return self._num_steps >= self._interval
 
     def is_due_when_idle(self) -> bool:
-        """To be polled regularly: True when steps have come since the last check and pause now, and from time
-        to time while none come.
-        """
+        """Poll regularly: true once after steps have paused, then periodically while idle."""
         has_paused, self._num_seen = self._num_steps == self._num_seen, self._num_steps
         self._num_idle_polls = self._num_idle_polls + 1 if has_paused else 0
         return has_paused and (self._num_steps > 0 or self._num_idle_polls >= IDLE_POLLS)
 
     def run(self, check: Callable[[], None]) -> str:
-        """Runs `check`, which raises IntegrityBroken. Returns the problem, empty if there is none."""
+        """Run `check`, which raises IntegrityBroken; return the problem, empty if there is none."""
         began_s, problem = self._clock(), ""
         try:
             check()

@@ -1,4 +1,4 @@
-"""The coordinator's side: a pool without storage that also knows what each block holds."""
+"""The coordinator's block accounting: a pool without storage that also knows the content of each block."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -13,7 +13,7 @@ from kvcache.sequence import ActiveSequence
 
 @dataclass(frozen=True, slots=True)
 class CachedBlock:
-    """A full block that is in the cache, as `Stored` told of it; its tokens are little-endian u32."""
+    """A full block in the cache, as announced by `Stored`; its tokens are little-endian u32."""
 
     sequence_hash: int
     block_hash: int
@@ -31,33 +31,32 @@ class Announced(NamedTuple):
 class Ledger:
     """The block accounting that decides admission, prefix hits and eviction.
 
-    Beside its pool it keeps the content of every full block that is present (four bytes per token, and what
-    tells all tokens before it), so that two contents with one hash are noticed before anything is shared,
-    also when the blocks before have left the pool. `prepare`, `push` and `seal` are the sequence's own, with
-    such a block and all after it renamed to private ids; `apply` refuses a collision that is left.
+    It keeps the content of every full block in the pool: four bytes per token and a digest of all tokens
+    before. So it detects two contents with one hash before anything is shared, even after eviction of earlier
+    blocks. `prepare`, `push` and `seal` call the sequence's methods and rename the colliding block and all
+    later ones to private ids; `apply` raises HashCollision for a remaining collision.
     """
 
     def __init__(self, num_blocks: int, *, block_size: int) -> None:
-        """`block_size` is that of every sequence that comes along."""
         self.pool = BlockPool(num_blocks)
         self.block_size = block_size
         self._contents: dict[int, Content] = {}
-        # Full blocks that are not announced: private ids, and blocks of sequences without `is_announced`.
-        # Then those of them that the last signal removed.
+        # Unannounced full blocks (private ids, and blocks of sequences without `is_announced`), and those of
+        # them that the last signal removed.
         self._unannounced: set[int] = set()
         self._unannounced_removed: set[int] = set()
 
     @property
     def digest(self) -> int:
-        """The digest after everything applied so far: what a frame carries."""
+        """Digest of all signals applied so far; sent with each frame."""
         return self.pool.digest
 
     def num_cached_tokens(self, sequence: ActiveSequence) -> int:
-        """Leading tokens that need no computation; never the last one, whose logits are wanted."""
+        """Leading tokens that need no computation; never the last token, whose logits are needed."""
         return max(0, min(self.pool.num_cached_blocks(sequence) * self.block_size, len(sequence) - 1))
 
     def prepare(self, sequence: ActiveSequence, num_tokens: int) -> Use | None:
-        """`sequence.prepare(num_tokens)`, free of collisions."""
+        """`sequence.prepare(num_tokens)` without collisions."""
         while (use := sequence.prepare(num_tokens)) is not None:
             collision = self.collision(sequence, use)
             if collision is None:
@@ -66,16 +65,16 @@ class Ledger:
         return None
 
     def push(self, sequence: ActiveSequence, token: int) -> list[Signal]:
-        """`sequence.push(token)`, free of collisions."""
+        """`sequence.push(token)` without collisions."""
         signals = sequence.push(token)
         return self.settle(sequence, signals) if signals else signals
 
     def seal(self, sequence: ActiveSequence) -> list[Signal]:
-        """`sequence.seal()`, free of collisions."""
+        """`sequence.seal()` without collisions."""
         return self.settle(sequence, sequence.seal())
 
     def settle(self, sequence: ActiveSequence, signals: list[Signal]) -> list[Signal]:
-        """The signals of the sequence's last push or seal, free of collisions."""
+        """Remove collisions from the signals of the sequence's last push or seal."""
         while signals and isinstance(promote := signals[0], Promote):
             if promote.sequence_hash not in self._contents:
                 break
@@ -87,7 +86,7 @@ class Ledger:
         return signals
 
     def collision(self, sequence: ActiveSequence, signal: Use | Promote) -> HashCollision | None:
-        """The first block of the sequence's next signal whose hash is known with other content, if any."""
+        """Return the first block of the sequence's next signal whose hash has other content, if any."""
         try:
             self._new_contents(sequence, signal)
         except HashCollision as collision:
@@ -95,10 +94,10 @@ class Ledger:
         return None
 
     def apply(self, sequence: ActiveSequence, signal: Signal) -> tuple[Event, ...]:
-        """Applies one signal of the sequence to the pool; a `Use` before the sequence commits it.
+        """Apply one signal of the sequence to the pool; a `Use` before the sequence commits it.
 
-        Raises what `BlockPool.apply` raises, HashCollision, or InvalidSignal for a signal that is not the
-        sequence's next; then nothing has changed.
+        Raises HashCollision, InvalidSignal for a signal other than the sequence's next, and the errors of
+        `BlockPool.apply`; nothing has changed then.
         """
         entering: dict[int, Content] = {}
         if isinstance(signal, Promote) and signal.sequence_hash not in self._contents:
@@ -120,20 +119,21 @@ class Ledger:
         return events
 
     def announced(self, events: tuple[Event, ...]) -> list[Announced]:
-        """`events` of the last signal as subscribers learn of them: without private blocks, which only their
-        own sequence can use, and without those of sequences that are not announced. They keep their ids, so
-        one that is left out leaves a gap.
+        """Return `events` of the last signal as sent to subscribers.
+
+        Private blocks, which no other sequence can use, and blocks of unannounced sequences are left out.
+        Event ids stay, so a left-out event leaves a gap.
         """
         shared: Iterable[Event] = events
         if self._unannounced or self._unannounced_removed:
-            shared = [event for each in events if (event := self._without_unannounced(each)) is not None]
+            shared = [kept for event in events if (kept := self._without_unannounced(event)) is not None]
         return [Announced(event, self._tokens_of(event)) for event in shared]
 
     def _without_unannounced(self, event: Event) -> Event | None:
         if isinstance(event, Removed):
             names = tuple(name for name in event.block_hashes if name not in self._unannounced_removed)
             return replace(event, block_hashes=names) if names else None
-        # The private blocks of a sequence are its last ones; of one that is not announced, all are left out.
+        # Unannounced blocks are the last ones of a sequence, or all of them.
         count = sum(name not in self._unannounced for name in event.sequence_hashes)
         names, hashes = event.sequence_hashes[:count], event.block_hashes[:count]
         return replace(event, sequence_hashes=names, block_hashes=hashes) if count else None
@@ -147,33 +147,33 @@ class Ledger:
         return b"".join([self._contents[name][2] for name in names])
 
     def cached_blocks(self) -> Iterator[CachedBlock]:
-        """All announced full blocks, active and inactive. Hashes each one's tokens again, so it is not for
-        every step.
-        """
+        """Yield all announced full blocks, active and inactive. Slow: rehashes all tokens."""
         for name, (parent, salt, packed_tokens, _) in self._contents.items():
             if name not in self._unannounced:
                 yield CachedBlock(name, packed_block_hash(packed_tokens, salt), parent, packed_tokens)
 
     def check_integrity(self, sequences: Iterable[ActiveSequence] | None = None) -> None:
-        """Proves the pool sound and contents kept for exactly its full blocks. Raises IntegrityBroken.
+        """Check the pool and the contents; with all running `sequences`, also the refcounts.
 
-        Given all live sequences, it proves the refcounts too.
+        Raises IntegrityBroken.
         """
-        owned = None if sequences is None else [block for each in sequences for block in each.held_blocks]
+        owned = None
+        if sequences is not None:
+            owned = [block for sequence in sequences for block in sequence.held_blocks]
         self.pool.check_integrity(owned)
         if not self.pool.has_full_blocks(self._contents.keys()):
             raise IntegrityBroken(
-                f"contents of {len(self._contents)} blocks for {self.pool.num_full} full blocks"
+                f"contents of {len(self._contents)} blocks, the pool has {self.pool.num_full} full blocks"
             )
         if not self._unannounced <= self._contents.keys():
             num_absent = len(self._unannounced - self._contents.keys())
             raise IntegrityBroken(f"{num_absent} unannounced blocks are not in the pool")
 
     def _new_contents(self, sequence: ActiveSequence, signal: Use | Promote) -> dict[int, Content]:
-        """Contents of the blocks that may enter, by sequence hash. Raises HashCollision."""
+        """Return contents of blocks that may enter, by sequence hash. Raises HashCollision."""
         if sequence.block_size != self.block_size:
             raise ValueError(
-                f"a sequence of {sequence.block_size}-token blocks in a ledger of {self.block_size}"
+                f"sequence has {sequence.block_size}-token blocks, the ledger {self.block_size}-token blocks"
             )
         first, names, contents = sequence.contents_of(signal)
         entering: dict[int, Content] = {}
@@ -198,7 +198,7 @@ class Ledger:
 
 
 def _private_names(sequence: ActiveSequence, signal: Signal) -> set[int]:
-    """Names, among those of the sequence's next signal, that are private ids."""
+    """Return the private ids among the names in the sequence's next signal."""
     private_from = sequence.first_private_block
     assert private_from is not None
     assert isinstance(signal, Use | Promote)
@@ -207,7 +207,7 @@ def _private_names(sequence: ActiveSequence, signal: Signal) -> set[int]:
 
 
 def _renamed(promote: Promote, others: list[Signal], block: Block) -> list[Signal]:
-    """`promote`, and what follows it, with the private name of `block`."""
+    """Return `promote` and the signals after it with the private name of `block`."""
     assert isinstance(block, FullBlock)
     name = block.sequence_hash
     signals: list[Signal] = [replace(promote, sequence_hash=name, block_hash=name)]

@@ -1,9 +1,9 @@
-"""The tensors behind the blocks: keys and values of one stage's layers, page by page.
+"""Tensors behind the blocks: keys and values of one stage's layers, page by page.
 
-A page is [2, kv_heads, block_size, head_dim]: keys and values side by side, and the tokens of one head
-together. So one pass over whole pages gathers both, and writes them where attention wants them, head by head
-and sequence by sequence without gaps: `index_select` into a permuted view of the result, which reads each
-page in one piece. Measured against other orders in bench/README.md. (FlashInfer calls it HND.)
+A page is [2, kv_heads, block_size, head_dim] (FlashInfer calls this layout HND): keys and values side by
+side, the tokens of one head together. One `index_select` over whole pages, into a permuted view of the
+result, gathers keys and values contiguously by head and sequence, as attention needs them, and reads each
+page in one piece. bench/README.md compares it with other orders.
 """
 
 import math
@@ -15,9 +15,9 @@ from torch import Tensor
 from kvcache.errors import KvCacheError
 
 _CPU_ALIGNMENT = 64
-"""Bytes; what torch gives its own CPU tensors, and a cache line. numpy aligns to 16 only."""
+"""Bytes: a cache line, as torch aligns its own CPU tensors. numpy aligns to 16 only."""
 _KEPT_BYTES = 16 * 1024 * 1024
-"""Gathers of up to so many bytes go into memory that is kept: fresh memory costs as much as the copy."""
+"""Gathers up to this size reuse one buffer: allocating fresh memory costs as much as the copy."""
 
 
 class InvalidWrite(KvCacheError, ValueError):
@@ -27,8 +27,9 @@ class InvalidWrite(KvCacheError, ValueError):
 class KvPages:
     """Keys and values of all layers of one stage, in `num_blocks` pages of `block_size` tokens.
 
-    A *slot* is one token's place, page * block_size + offset. All layers share pages and slots, so a step is
-    validated once (`validate_write`) and then written layer by layer. Layers count from 0 within the stage.
+    A *slot* is the place of one token: page * block_size + offset. All layers share pages and slots, so a
+    step is validated once (`validate_write`), then written layer by layer. Layers count from 0 within the
+    stage.
     """
 
     def __init__(
@@ -42,10 +43,7 @@ class KvPages:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        """Allocates everything at once, as zeros; a CPU commits memory only as pages are first written.
-
-        Raises ValueError for a size below 1.
-        """
+        """Allocate zeroed pages at once; a CPU commits memory when a page is first written."""
         sizes = (num_layers, num_blocks, block_size, num_kv_heads, head_dim)
         if min(sizes) < 1:
             raise ValueError(
@@ -55,7 +53,7 @@ class KvPages:
         self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
         shape = (num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim)
         self._store = _zeros(shape, dtype, torch.device(device))
-        # Made once, because indexing a tensor costs microseconds.
+        # Created once, because indexing a tensor costs microseconds.
         self._layers: list[Tensor] = list(self._store)
         self._pages = [layer.flatten(3) for layer in self._layers]  # [num_blocks, 2, kv_heads, block * dim]
         self._rows = [layer.view(-1, head_dim) for layer in self._layers]  # one token of one head each
@@ -65,33 +63,29 @@ class KvPages:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Element type of keys and values."""
         return self._store.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the pages are; keys, values, slots and page indexes must be there too."""
+        """Device of the pages; keys, values, slots and page indexes must be on it too."""
         return self._store.device
 
     @property
     def num_slots(self) -> int:
-        """Slots 0..num_slots-1 exist."""
+        """Number of slots; valid slots are 0..num_slots-1."""
         return self.num_blocks * self.block_size
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the whole store."""
         return self._store.numel() * self._store.element_size()
 
     def validate_write(
         self, slots: Tensor, *, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Checks a whole step before its first layer is written.
+        """Check a whole step before its first layer is written. On a GPU this waits for `slots`.
 
-        `slots`: int64 [num_tokens]; `shape`, `dtype`, `device`: those of the keys and of the values of every
-        layer, `shape` being (num_tokens, num_kv_heads, head_dim). Raises InvalidWrite for anything that does
-        not fit, and for slots that do not exist or occur twice. Reads the slots, so on a GPU it waits for
-        them.
+        `slots` is int64 [num_tokens]; `shape` of the keys and of the values is (num_tokens, num_kv_heads,
+        head_dim). Raises InvalidWrite for a mismatch and for slots that do not exist or occur twice.
         """
         self._check_slots(slots)
         self._check_tensor("keys and values", shape, dtype, device, num_tokens=slots.numel())
@@ -100,15 +94,15 @@ class KvPages:
             return
         low, high = min(numbers), max(numbers)
         if low < 0 or high >= self.num_slots:
-            raise InvalidWrite(f"slots {low}..{high} needed, 0..{self.num_slots - 1} available")
+            raise InvalidWrite(f"slots {low}..{high} are out of range, available are 0..{self.num_slots - 1}")
         if len(numbers) != slots.numel():
             raise InvalidWrite(f"slots: expected {slots.numel()} different ones, got {len(numbers)}")
 
     def write(self, layer: int, tokens: Tensor, slots: Tensor) -> None:
-        """Stores one layer's keys and values, `tokens` [n, 2 * num_kv_heads, head_dim], the heads of the keys
-        and then those of the values, at slots (int64 [n]) that have passed `validate_write`.
+        """Store one layer's keys and values at `slots` (int64 [n]) that passed `validate_write`.
 
-        Raises InvalidWrite, before anything is written, when `tokens` is another shape, dtype or device.
+        `tokens` is [n, 2 * num_kv_heads, head_dim]: the heads of the keys, then those of the values. Raises
+        InvalidWrite, before anything is written, for another shape, dtype or device.
         """
         expected = (slots.numel(), 2 * self.num_kv_heads, self.head_dim)
         if tokens.shape != expected or tokens.dtype is not self.dtype or tokens.device != self.device:
@@ -120,19 +114,19 @@ class KvPages:
         self._rows[layer].index_copy_(0, self._placed[1], tokens.reshape(-1, self.head_dim))
 
     def store(self, layer: int) -> Tensor:
-        """One layer's pages themselves, [num_blocks, 2, num_kv_heads, block_size, head_dim]."""
+        """Return one layer's pages, [num_blocks, 2, num_kv_heads, block_size, head_dim], not a copy."""
         return self._layers[layer]
 
     def clear(self, pages: Tensor) -> None:
-        """Sets whole pages (int64 [num_pages]) to zero in all layers."""
+        """Set whole pages (int64 [num_pages]) to zero in all layers."""
         self._store.index_fill_(1, pages, 0)
 
     def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """One layer's keys and values of whole pages, each [num_kv_heads, batch, num_pages * block_size,
-        head_dim] and contiguous, for `pages` int64 [batch, num_pages].
+        """Gather one layer's keys and values of whole pages, for `pages` int64 [batch, num_pages].
 
-        They hold until the next gather, which may use the same memory. Raises InvalidWrite for another rank,
-        IndexError (CPU) for a page that does not exist.
+        Each result is contiguous, [num_kv_heads, batch, num_pages * block_size, head_dim], and valid until
+        the next gather, which may reuse the memory. Raises InvalidWrite for another rank, IndexError (CPU)
+        for a page that does not exist.
         """
         if pages.dim() != 2:
             raise InvalidWrite(f"pages: expected 2 dimensions, got shape {tuple(pages.shape)}")
@@ -140,16 +134,16 @@ class KvPages:
         store = self._pages[layer]
         size = (2, self.num_kv_heads, batch * num_pages, store.shape[3])
         if self.device.type == "cpu":
-            found = self._room(size)
-            torch.index_select(store, 0, pages.flatten(), out=found.permute(2, 0, 1, 3))
+            gathered = self._room(size)
+            torch.index_select(store, 0, pages.flatten(), out=gathered.permute(2, 0, 1, 3))
         else:
-            found = store.index_select(0, pages.flatten()).permute(1, 2, 0, 3).contiguous()
+            gathered = store.index_select(0, pages.flatten()).permute(1, 2, 0, 3).contiguous()
         shape = (2, self.num_kv_heads, batch, num_pages * self.block_size, self.head_dim)
-        keys, values = found.view(shape).unbind()
+        keys, values = gathered.view(shape).unbind()
         return keys, values
 
     def _places(self, slots: Tensor) -> Tensor:
-        """Rows of `_rows` that hold the tokens at `slots`, head by head."""
+        """Return the rows of `_rows` that hold the tokens at `slots`, head by head."""
         heads = torch.arange(2 * self.num_kv_heads, device=slots.device)
         page, offset = slots // self.block_size, slots % self.block_size
         first = page * (2 * self.num_kv_heads * self.block_size) + offset
@@ -160,7 +154,7 @@ class KvPages:
         if num_elements * self.dtype.itemsize > _KEPT_BYTES:
             return self._store.new_empty(size)
         if num_elements > self._gathered.numel():
-            with torch.inference_mode(mode=False):  # so that it can be written in either mode
+            with torch.inference_mode(mode=False):  # writable in both modes
                 self._gathered = self._store.new_empty(num_elements)
         return self._gathered[:num_elements].view(size)
 
@@ -179,7 +173,7 @@ class KvPages:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """As torch.zeros, which writes every byte on a CPU; numpy takes memory that the system has zeroed."""
+    """Like torch.zeros, which writes every byte on a CPU; numpy gets zeroed memory from the system."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize

@@ -1,4 +1,4 @@
-"""The block pool: which blocks exist, who owns them, and on which page each one lies."""
+"""The block pool: which blocks exist, their owners, and the page of each block."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Set
@@ -26,7 +26,7 @@ from kvcache.sequence import ActiveSequence
 
 
 class _Page:
-    """One physical page: its number, and how many sequences own the block that lies on it."""
+    """A physical page: its number, and the number of sequences that own its block."""
 
     __slots__ = ("num_owners", "number")
 
@@ -38,18 +38,17 @@ class _Page:
 class BlockPool:
     """`num_blocks` pages and the blocks on them.
 
-    A block is *active* (it has owners), *inactive* (cached, without owners, in the order of last use) or
-    absent. Pools that apply the same signals in the same order stay equal, pages included; `digest` proves
-    it. An `apply` that raises has changed nothing.
+    A block is *active* (has owners), *inactive* (cached without owners, in order of last use) or absent.
+    Pools that apply the same signals in the same order stay equal, pages included; `digest` proves it. An
+    `apply` that raises has changed nothing.
     """
 
     def __init__(self, num_blocks: int) -> None:
-        """Raises ValueError for a negative capacity."""
         if num_blocks < 0:
             raise ValueError(f"num_blocks must not be negative, got {num_blocks}")
         self.num_blocks = num_blocks
-        # Pages that were in use come first, the one freed last before others, which is most likely still in a
-        # processor's cache; then 0, 1, 2, ... as they are needed for the first time.
+        # Freed pages are reused first, the most recently freed one (likely still in a processor's cache)
+        # before others; unused pages follow in the order 0, 1, 2, ...
         self._freed: list[_Page] = []
         self._num_made = 0
         self._full: dict[int, _Page] = {}
@@ -65,12 +64,11 @@ class BlockPool:
 
     @property
     def num_inactive(self) -> int:
-        """Cached blocks without an owner; each can be evicted."""
+        """Cached blocks without an owner; all can be evicted."""
         return len(self._inactive)
 
     @property
     def num_free(self) -> int:
-        """Pages with no block on them."""
         return len(self._freed) + self.num_blocks - self._num_made
 
     @property
@@ -85,7 +83,7 @@ class BlockPool:
 
     @property
     def digest(self) -> int:
-        """Unsigned 64-bit digest of all signals applied so far and what they did (see `kvcache.hashing`)."""
+        """64-bit digest of all signals applied so far and their outcomes (see `kvcache.hashing`)."""
         return self._digest.value
 
     def __contains__(self, block: Block) -> bool:
@@ -97,14 +95,14 @@ class BlockPool:
         return 0 if page is None else page.num_owners
 
     def page_of(self, block: Block) -> int:
-        """The page, 0..num_blocks-1, on which a present block lies. Raises BlockNotActive if it is absent."""
+        """Return the page, 0..num_blocks-1, of a present block. Raises BlockNotActive if it is absent."""
         page = self._find(block)
         if page is None:
             raise BlockNotActive(f"{block} is not in the pool")
         return page.number
 
     def pages_of(self, blocks: Iterable[Block]) -> list[int]:
-        """The pages of active blocks, -1 for one that is not active."""
+        """Return the pages of active blocks, -1 for a block that is not active."""
         full, partial = self._full, self._partial
         pages = [
             full.get(block.sequence_hash) if isinstance(block, FullBlock) else partial.get(block.id)
@@ -113,7 +111,7 @@ class BlockPool:
         return [-1 if page is None else page.number for page in pages]
 
     def num_cached_blocks(self, sequence: ActiveSequence) -> int:
-        """Length of the leading run of the sequence's full blocks that the pool has, active or inactive."""
+        """Return how many leading full blocks of the sequence are in the pool, active or inactive."""
         count = 0
         for block in sequence.blocks:
             if not isinstance(block, FullBlock) or block not in self:
@@ -122,7 +120,7 @@ class BlockPool:
         return count
 
     def apply(self, signal: Signal) -> tuple[Event, ...]:
-        """Does what the signal says and returns the events it caused.
+        """Apply a signal and return the events that it caused.
 
         Raises OutOfBlocks (Use), BlockNotActive (the other three), BlockShared (Promote) or InvalidSignal.
         """
@@ -138,10 +136,10 @@ class BlockPool:
         assert_never(signal)
 
     def check_integrity(self, owned: Iterable[Block] | None = None) -> None:
-        """Proves that every page is in exactly one state, and that the owners agree with it.
+        """Check that every page is in exactly one state and that refcounts match owners.
 
-        `owned`: every block of every sequence, repeated as often as it is owned; without it refcounts are
-        only checked for being positive. Raises IntegrityBroken.
+        `owned` has every block once per owner; None checks only that refcounts are positive. Raises
+        IntegrityBroken.
         """
         check_pages(
             self.num_blocks,
@@ -150,9 +148,9 @@ class BlockPool:
             inactive=[page.number for page in self._inactive.values()],
         )
         if both := self._full.keys() & self._inactive.keys():
-            raise IntegrityBroken(f"{len(both)} blocks are active and inactive at once")
+            raise IntegrityBroken(f"{len(both)} blocks are both active and inactive")
         if any(page.num_owners for pages in (self._freed, self._inactive.values()) for page in pages):
-            raise IntegrityBroken("a page that is free or inactive has owners")
+            raise IntegrityBroken("a free or inactive page has owners")
         check_owners(
             {key: page.num_owners for key, page in self._full.items()},
             {key: page.num_owners for key, page in self._partial.items()},
@@ -160,7 +158,7 @@ class BlockPool:
         )
 
     def has_full_blocks(self, names: Set[int]) -> bool:
-        """Whether `names` are the sequence hashes of all full blocks, active and inactive, and no others."""
+        """Whether `names` are exactly the sequence hashes of all full blocks, active and inactive."""
         full, inactive = self._full.keys(), self._inactive.keys()
         return len(names) == len(full) + len(inactive) and full <= names and inactive <= names
 
@@ -170,7 +168,7 @@ class BlockPool:
         return self._partial.get(block.id)
 
     def _use_partial(self, use: Use, partial: PartialBlock) -> tuple[Event, ...]:
-        """What `_use` does, for the one partial block that a decoding sequence opens."""
+        """Fast path of `_use` for the one partial block that a decoding sequence opens."""
         words = self._digest.begin_use(use, [partial.id])
         evicted: list[int] = []
         page = self._partial.get(partial.id)
@@ -190,7 +188,7 @@ class BlockPool:
         keys = [block.sequence_hash if isinstance(block, FullBlock) else block.id for block in use.blocks]
         words = self._digest.begin_use(use, keys)
         revived = self._admit(use)
-        # Taken out of the queue first, so that none of them is evicted for a block named before it.
+        # Revive these first, so that none of them is evicted for an earlier block of the signal.
         for key in revived:
             self._full[key] = self._inactive.pop(key)
         outcome: list[int] = []
@@ -212,10 +210,10 @@ class BlockPool:
         return use_events(use, entered=entries, evicted=evicted, new_event_id=self._new_event_id)
 
     def _admit(self, use: Use) -> set[int]:
-        """Raises if the pages do not suffice; else returns the inactive blocks that the signal names."""
+        """Return the inactive blocks that the signal names. Raises OutOfBlocks or InvalidSignal."""
         full = [block.sequence_hash for block in use.blocks if isinstance(block, FullBlock)]
         if len(full) != len(use.block_hashes):
-            raise InvalidSignal(f"{len(use.block_hashes)} block hashes for {len(full)} full blocks")
+            raise InvalidSignal(f"signal has {len(use.block_hashes)} block hashes, {len(full)} full blocks")
         revived = {key for key in full if key in self._inactive} if full else set()
         if len(use.blocks) > self.num_free:
             needed = len({block for block in use.blocks if block not in self})
@@ -237,9 +235,9 @@ class BlockPool:
     def _promote(self, promote: Promote) -> tuple[Event, ...]:
         page = self._partial.get(promote.partial.id)
         if page is None:
-            raise BlockNotActive(f"{promote} of a block without owner")
+            raise BlockNotActive(f"{promote}: the block has no owner")
         if page.num_owners != 1:
-            raise BlockShared(f"{promote} of a block with {page.num_owners} owners")
+            raise BlockShared(f"{promote}: the block has {page.num_owners} owners, expected 1")
         words = self._digest.begin_promote(promote)
         key = promote.sequence_hash
         twin = self._full.get(key) or self._inactive.pop(key, None)
@@ -262,7 +260,7 @@ class BlockPool:
         key = block.sequence_hash
         page = self._full.get(key)
         if page is None:
-            raise BlockNotActive(f"{deref} of a block without owner")
+            raise BlockNotActive(f"{deref}: the block has no owner")
         words = self._digest.begin_release(deref, key)
         page.num_owners -= 1
         if page.num_owners == 0:
@@ -278,7 +276,7 @@ class BlockPool:
             active, key = self._partial, block.id
         page = active.get(key)
         if page is None:
-            raise BlockNotActive(f"{destroy} of a block without owner")
+            raise BlockNotActive(f"{destroy}: the block has no owner")
         words = self._digest.begin_release(destroy, key)
         page.num_owners -= 1
         self._digest.finish(words, [page.num_owners])

@@ -1,4 +1,4 @@
-"""One sequence's blocks: turns tokens into signals; sliding windows."""
+"""Blocks of one sequence: turns tokens into signals; sliding windows."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,11 +30,10 @@ class TokensView(Sequence[int]):
     def __getitem__(self, index: slice) -> tuple[int, ...]: ...
 
     def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
-        found = self._tokens[index]
-        return tuple(found) if isinstance(found, list) else found
+        selected = self._tokens[index]
+        return tuple(selected) if isinstance(selected, list) else selected
 
     def __eq__(self, other: object) -> bool:
-        """Equal to any list, tuple or view of the same tokens."""
         if isinstance(other, TokensView | list | tuple):
             return len(self) == len(other) and all(one == two for one, two in zip(self, other, strict=True))
         return NotImplemented
@@ -55,10 +54,10 @@ def _check_sizes(block_size: int, max_output_tokens: int) -> None:
 class ActiveSequence:
     """The tokens of one sequence and the blocks that hold them.
 
-    A sequence is either *up to date* (everything up to its last token is allocated, and `push` keeps it so)
-    or *catching up* (its prompt, or after a preemption all its tokens, are allocated chunk by chunk with
-    `prepare` and `commit`). Nothing here is random or touches a pool; whoever applies the signals says with
-    `commit`, or by not calling `pop`, that they succeeded.
+    A sequence is *up to date* (all tokens are allocated; `push` keeps it so) or *catching up* (its prompt, or
+    after preemption all its tokens, are allocated in chunks with `prepare` and `commit`). It is deterministic
+    and does not touch a pool. After applying the signals, the caller reports success with `commit`, or
+    reverts a failed push with `pop`.
     """
 
     def __init__(
@@ -72,10 +71,11 @@ class ActiveSequence:
         is_announced: bool = True,
         new_id: Callable[[], int],
     ) -> None:
-        """`new_id` supplies ids unique in the pool: for partial blocks, without prefix caching for all.
-        Without `is_announced`, subscribers are not told of blocks that this sequence brings into the cache.
+        """`new_id` returns ids unique in the pool, for partial blocks and private full blocks.
 
-        Raises ValueError for a block size below 1, a negative output limit or a token beyond u32.
+        Without `prefix_caching`, all blocks are private; without `is_announced`, subscribers are not told
+        about blocks that this sequence adds to the cache. Raises ValueError for invalid sizes and for a token
+        above u32.
         """
         _check_sizes(block_size, max_output_tokens)
         self._tokens = list(tokens)
@@ -90,13 +90,13 @@ class ActiveSequence:
         self._chain = BlockChain(
             block_size=block_size, salt=salt, private_from=self._always_private_from, new_id=new_id
         )
-        # The block behind the chain: allocated if the sequence is up to date, planned if it is catching up.
+        # The block after the chain: allocated if the sequence is up to date, planned if it is catching up.
         self._partial: PartialBlock | None = None
         self._num_allocated = 0
         self._num_released = 0
         self._num_committed = 0
         self._up_to_date = not self._tokens
-        # Free slots in the open block of an up-to-date sequence: what makes most pushes cheap.
+        # Free slots in the open block of an up-to-date sequence; most pushes only decrement it.
         self._room = 0
         self._just_promoted = False
         self._pop_floor = len(self._tokens)
@@ -113,48 +113,46 @@ class ActiveSequence:
 
     @property
     def num_generated_tokens(self) -> int:
-        """Tokens pushed so far (less those popped)."""
         return len(self._tokens) - self.num_prompt_tokens
 
     @property
     def num_committed_tokens(self) -> int:
-        """Leading tokens whose blocks are allocated."""
         return len(self._tokens) if self._up_to_date else self._num_committed
 
     @property
     def num_allocated_blocks(self) -> int:
-        """Leading blocks that are allocated, counting those that `release_before` has let go since."""
+        """Leading allocated blocks, including those released by `release_before`."""
         return self._num_allocated
 
     @property
     def num_released_blocks(self) -> int:
-        """Leading blocks that `release_before` has let go."""
+        """Leading blocks released by `release_before`."""
         return self._num_released
 
     @property
     def first_private_block(self) -> int | None:
-        """Index of the first full block that has a private id in the place of a hash; None where none has."""
+        """Index of the first full block with a private id instead of a hash, or None."""
         return self._chain.private_from
 
     @property
     def held_blocks(self) -> tuple[Block, ...]:
-        """The blocks that a pool counts this sequence as an owner of."""
+        """Blocks that a pool counts this sequence as an owner of."""
         return self.blocks[self._num_released : self._num_allocated]
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """All blocks from the first token on, allocated or planned; released ones keep their place.
+        """All blocks from the first token on, allocated, planned or released.
 
-        A block that is complete but allocated as a partial stays partial until the push that promotes it.
+        A complete block that was allocated as a partial one stays partial until the push that promotes it.
         """
         if not self._up_to_date:
             self._plan()
         return (*self._chain.blocks, self._partial) if self._partial else tuple(self._chain.blocks)
 
     def prepare(self, num_tokens: int) -> Use | None:
-        """The blocks that the first `num_tokens` tokens need beyond those committed, None if there are none.
+        """Return the uncommitted blocks that the first `num_tokens` tokens need, or None.
 
-        Changes nothing and repeats itself exactly. Raises ValueError for more tokens than there are, and for
+        Changes nothing; repeated calls return the same. Raises ValueError if there are fewer tokens, and for
         a chunk that ends neither on a block boundary nor with the last token.
         """
         self._check_chunk(num_tokens)
@@ -166,7 +164,7 @@ class ActiveSequence:
         return Use(blocks=blocks, block_hashes=hashes, parent=self._chain.name_before(start))
 
     def commit(self, num_tokens: int) -> None:
-        """Records that the `Use` of `prepare(num_tokens)` has succeeded. Raises like `prepare`."""
+        """Record that the `Use` of `prepare(num_tokens)` succeeded. Raises like `prepare`."""
         self._check_chunk(num_tokens)
         if num_tokens <= self.num_committed_tokens:
             return
@@ -179,11 +177,11 @@ class ActiveSequence:
             self._room = self._num_allocated * self.block_size - num_tokens
 
     def push(self, token: int) -> list[Signal]:
-        """Appends a token that is about to be computed; the signals are to be applied in order.
+        """Append a token that will be computed next; return the signals to apply, in order.
 
-        Signals appear only where an up-to-date sequence opens a new block: `Promote` of the partial just
-        completed, if there is one, then `Use` of a fresh partial. Raises OutputLimitExceeded, or ValueError
-        for a token beyond u32.
+        There are signals only where an up-to-date sequence opens a block: `Promote` of the partial block just
+        completed, if any, then `Use` of a new partial block. Raises OutputLimitExceeded, or ValueError for a
+        token above u32.
         """
         tokens = self._tokens
         if len(tokens) >= self._max_len:
@@ -202,12 +200,12 @@ class ActiveSequence:
         return signals
 
     def pop(self) -> None:
-        """Undoes the last push, whose `Use` has failed; a `Promote` that it caused stands.
+        """Revert the last push, whose `Use` failed; its `Promote` remains in effect.
 
         Raises NothingToPop for a second pop in a row, and after `commit`, `preempt` or a release.
         """
         if len(self._tokens) <= self._pop_floor:
-            raise NothingToPop(f"the sequence of {len(self._tokens)} tokens has no push to undo")
+            raise NothingToPop(f"sequence of {len(self._tokens)} tokens has no push to undo")
         self._tokens.pop()
         self._pop_floor = len(self._tokens)
         if not self._up_to_date:
@@ -220,11 +218,10 @@ class ActiveSequence:
             self._room += 1
 
     def seal(self) -> list[Signal]:
-        """The `Promote` of the last block, if it is complete and still a partial one.
+        """Return the `Promote` of a complete last block that is still partial, if any.
 
-        For a sequence that ends: the next `push`, which would promote the block, does not come. To be called
-        only when every token is computed or in a step that was sent. Private blocks, which no other sequence
-        can hit, are not promoted.
+        For a sequence that ends, because no further `push` promotes the block. Call it only when every token
+        is computed or part of a sent step. Private blocks are not promoted: no other sequence can hit them.
         """
         is_private = self._chain.private_from is not None and len(self._chain) >= self._chain.private_from
         if not self._up_to_date or self._partial is None or self._room or is_private:
@@ -235,10 +232,10 @@ class ActiveSequence:
         return [promote]
 
     def free_signals(self) -> list[Signal]:
-        """One signal per block held, tail first: `Destroy` a partial or private one, `Deref` a shareable one.
+        """Return one signal per held block, last block first; changes nothing.
 
-        Tail first makes the cache lose the ends of prefixes before their beginnings. Private blocks are never
-        hit, so they would only displace others. Changes nothing.
+        Partial and private blocks get `Destroy`, others `Deref`. The order makes the cache evict the ends of
+        prefixes before their starts. Private blocks are never hit and would only displace others.
         """
         signals = self._releases(self.held_blocks, self._num_released)
         signals.reverse()
@@ -249,24 +246,23 @@ class ActiveSequence:
         return [Destroy(block) for block in reversed(self.held_blocks)]
 
     def preempt(self) -> list[Signal]:
-        """Gives back all blocks (`free_signals`), keeps all tokens; allocation starts over with fresh ids."""
+        """Release all blocks (`free_signals`) and keep all tokens; allocation restarts with new ids."""
         signals = self.free_signals()
         self._up_to_date = not self._tokens
         self._num_allocated = self._num_released = self._num_committed = self._room = 0
         self._partial, self._just_promoted = None, False
         self._pop_floor = len(self._tokens)
-        # Names that are private, for want of prefix caching or after a collision, are used once.
+        # Private names (no prefix caching, or a collision) are used only once.
         if self._chain.private_from is not None:
             self._chain.forget(self._chain.private_from)
         self._chain.private_from = self._always_private_from
         return signals
 
     def release_before(self, num_tokens: int) -> list[Signal]:
-        """Gives back the allocated blocks wholly before token `num_tokens`, head first: one `Deref` each, or
-        `Destroy` for a private one.
+        """Release the allocated blocks that end at or before token `num_tokens`, first block first.
 
-        The last allocated block always stays, even if `num_tokens` is beyond it. Raises ValueError for more
-        tokens than there are.
+        Each gets a `Deref`, or `Destroy` if it is private. The last allocated block is always kept. Raises
+        ValueError if there are fewer tokens.
         """
         if not 0 <= num_tokens <= len(self._tokens):
             raise ValueError(f"cannot release before token {num_tokens} of {len(self._tokens)}")
@@ -279,31 +275,32 @@ class ActiveSequence:
         return signals
 
     def make_private(self, first_block: int) -> None:
-        """Renames the full blocks from `first_block` on, and all later ones, with ids nobody else can have.
+        """Rename the full blocks from `first_block` on, and all later ones, to unique private ids.
 
-        For the case that a sequence hash is known with other content. Blocks that a pool has already been
-        told of cannot be renamed: raises ValueError unless `first_block` is not allocated or its `Promote` is
-        still to be applied. Ends with the next preemption.
+        Used after a hash collision; ends with the next preemption. Raises ValueError if a pool already knows
+        block `first_block`: it is allocated and its `Promote` is not pending.
         """
-        num_told = min(self._num_allocated, len(self._chain))
+        num_known = min(self._num_allocated, len(self._chain))
         if self._just_promoted and self._up_to_date:
             is_sealed = self._partial is None
-            num_told -= is_sealed or self._room == self.block_size - 1
-        if not num_told <= first_block <= len(self._chain):
-            raise ValueError(f"block {first_block} cannot be renamed: blocks before {num_told} are in use")
+            num_known -= is_sealed or self._room == self.block_size - 1
+        if not num_known <= first_block <= len(self._chain):
+            raise ValueError(
+                f"block {first_block} cannot be renamed: the pool knows the blocks before {num_known}"
+            )
         self._chain.make_private(first_block)
 
     def newest_content(self, promote: Promote) -> Content:
-        """What the block holds that the last push completed. Raises InvalidSignal for another `Promote`."""
+        """Return the content of the block that the last push completed. Raises InvalidSignal for another."""
         chain = self._chain
         if not chain.blocks or chain.blocks[-1].sequence_hash != promote.sequence_hash:
             raise InvalidSignal(f"{promote} is not the next signal of this sequence")
         return chain.contents[-1]
 
     def contents_of(self, signal: Use | Promote) -> tuple[int, list[int], list[Content]]:
-        """The full blocks of this sequence's next signal: index of the first, sequence hashes, contents.
+        """Return index of the first full block, sequence hashes and contents for the next signal.
 
-        For a `Use` from `prepare` that is not committed yet, and for the signals of the last push. Raises
+        The signal is a `Use` from `prepare` before its commit, or a signal of the last push. Raises
         InvalidSignal for any other.
         """
         if isinstance(signal, Promote):
@@ -325,14 +322,13 @@ class ActiveSequence:
         return signals
 
     def _complete_partial(self, partial: PartialBlock) -> Promote:
-        """Names the block that the last tokens complete."""
         chain = self._chain
         chain.append(pack_tokens(self._tokens[-self.block_size :]))
         name, parent = chain.blocks[-1].sequence_hash, chain.contents[-1][0]
         return Promote(partial, name, parent, chain.block_hashes[-1])
 
     def _releases(self, blocks: Iterable[Block], first_block: int) -> list[Signal]:
-        """One release for each of `blocks`, the first of which has the index `first_block`."""
+        """Return one release for each of `blocks`, which begin at block `first_block`."""
         private_from = self._chain.private_from
         num_shareable = None if private_from is None else max(0, private_from - first_block)
         return [
@@ -347,12 +343,12 @@ class ActiveSequence:
             raise ValueError(f"cannot allocate {num_tokens} of {len(self._tokens)} tokens")
         if num_tokens % self.block_size and num_tokens != len(self._tokens):
             raise ValueError(
-                f"a chunk that ends at token {num_tokens} of {len(self._tokens)} must end on a boundary of "
-                f"{self.block_size}-token blocks"
+                f"chunk ends at token {num_tokens} of {len(self._tokens)}, which is not a multiple of "
+                f"block_size {self.block_size}"
             )
 
     def _plan(self) -> None:
-        """Names the complete blocks of a sequence that is catching up, and the partial one behind them."""
+        """Name the complete blocks of a sequence that is catching up, and the partial block after them."""
         self._chain.extend(self._tokens)
         if len(self._tokens) % self.block_size == 0:
             self._partial = None
@@ -362,46 +358,40 @@ class ActiveSequence:
 
 @dataclass(frozen=True, slots=True)
 class KvWindow:
-    """Every query sees at most `num_tokens` positions, its own included; a step computes at most
-    `max_step_tokens` of a sequence.
-    """
+    """Sliding window: a query sees at most `num_tokens` positions, its own included."""
 
     num_tokens: int
     max_step_tokens: int
 
     @classmethod
     def of(cls, layer_windows: Sequence[int | None], max_step_tokens: int) -> "KvWindow | None":
-        """The widest of the layers' windows; None when one layer sees everything, so nothing is ever hidden.
-
-        All layers: every stage frees the same blocks, also one whose own layers see less.
-        """
+        """Return the widest window; None if one layer sees everything. Every stage frees the same blocks."""
         windows = [window for window in layer_windows if window is not None]
         if len(windows) < len(layer_windows) or not windows:
             return None
         return cls(max(windows), max_step_tokens)
 
     def first_visible(self, first_query: int) -> int:
-        """The earliest position that a query at or after `first_query` sees."""
+        """Return the earliest position visible to a query at or after `first_query`."""
         return max(0, first_query - self.num_tokens + 1)
 
     def num_blocks(self, block_size: int) -> int:
-        """The most blocks that a sequence holds while a step of it is computed.
+        """Return the maximum number of blocks that a sequence holds during a step.
 
-        Its queries see num_tokens - 1 + max_step_tokens consecutive positions at most, which may begin with
-        the last slot of a block. The block before the first query is held even if a window of one token hides
-        it, for a sequence never releases the newest block that it has.
+        Its queries see at most num_tokens - 1 + max_step_tokens consecutive positions, which may start in the
+        last slot of a block. A sequence never releases its newest block, so the block before the first query
+        is held even where a window of one token hides it.
         """
         return self._num_blocks(block_size, self.max_step_tokens)
 
     def min_blocks(self, block_size: int) -> int:
-        """The blocks without which a sequence of any length cannot be computed: a step takes one block of its
-        prompt at least.
-        """
+        """Return the blocks needed to compute any sequence: a step takes at least one block."""
         return self._num_blocks(block_size, min(block_size, self.max_step_tokens))
 
     def admission_blocks(self, block_size: int, num_blocks: int) -> int:
-        """Blocks with which a sequence begins in a cache of `num_blocks`: enough for the longest step, but no
-        more than half of the cache where fewer do. Longer steps are cut to the blocks that are left.
+        """Return the blocks needed to admit a sequence to a cache of `num_blocks`.
+
+        Enough for the longest step, at most half of the cache; longer steps are cut to the blocks available.
         """
         return max(self.min_blocks(block_size), min(self.num_blocks(block_size), num_blocks // 2))
 

@@ -1,1 +1,1 @@
-"""Text to token ids and back; structured output."""
+"""Tokenizer, detokenizer, stop strings and structured output; independent of the coordinator."""

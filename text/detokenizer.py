@@ -1,28 +1,28 @@
 """Incremental detokenization and stop strings.
 
-The rule is about characters, so how the text is cut into pieces changes nothing: the stop string that is
-complete first ends the text, and among those that are complete with the same character the one that begins
-first. What may still become a stop string, the longest end of the text that some stop string begins with and
-is longer than, is held back; everything before it is let go at once.
+Stop strings are matched by character, so the result does not depend on how the text is split. The stop string
+that completes first ends the text; of several that complete at the same character, the one that starts first.
+The longest suffix that is a proper prefix of a stop string is held back; all text before it is released at
+once.
 
-Token boundaries are not character boundaries, and a token's text can depend on the tokens before it, so
-pieces cannot be decoded one by one. Two kinds of tokenizers need two ways:
+A character may span several tokens, and a token's text can depend on earlier tokens, so tokens cannot be
+decoded one by one. There are two algorithms:
 
-* Byte-level ones (GPT-2, Llama 3, Qwen, the built-in model): a token is a string of bytes. An incremental
-  UTF-8 decoder is exact and needs no decoding of earlier tokens.
-* All others (SentencePiece with its leading spaces and byte fallback): the two-offset algorithm of Hugging
-  Face's text-generation-inference (`Model.decode_token`) and vLLM (`detokenize_incrementally`): decode a few
-  tokens of context with and without the new ones; the difference in length is the new text, held back while
-  it ends in U+FFFD. Unlike there, it is held back for at most four tokens (a character has at most four
-  bytes, and the fallback one token per byte), so that bytes that are no UTF-8 delay nothing for ever and the
-  window stays short.
+* Byte-level tokenizers (GPT-2, Llama 3, Qwen, the built-in model): a token is a byte string. An incremental
+  UTF-8 decoder is exact and decodes each token once.
+* All others (SentencePiece with leading spaces and byte fallback): the two-offset algorithm of Hugging Face's
+  text-generation-inference (`Model.decode_token`) and vLLM (`detokenize_incrementally`). It decodes a few
+  tokens of context with and without the new ones; the difference in length is the new text, which is held
+  back while it ends in U+FFFD. Unlike those, this implementation holds back at most four tokens (a character
+  has at most four bytes, byte fallback one token per byte), so invalid bytes cannot delay the text
+  indefinitely and the window stays short.
 
-`tokenizers.decoders.DecodeStream` is that second algorithm in Rust. It is not used: it holds invalid bytes
-back without bound, and raises "Invalid prefix encountered" in the middle of a stream when new tokens
-change the text of the context before them, as an invalid byte after valid ones does with byte fallback.
+`tokenizers.decoders.DecodeStream` implements the second algorithm in Rust. It is not used: it holds back
+invalid bytes without bound, and raises "Invalid prefix encountered" when new tokens change the text of the
+context, as an invalid byte after valid ones does with byte fallback.
 
-Special tokens are skipped before anything else, or are tokens like all others: `skip_special_tokens` of
-transformers' decode.
+Special tokens are skipped first, or treated as ordinary tokens: `skip_special_tokens` of transformers'
+decode.
 """
 
 from __future__ import annotations
@@ -37,21 +37,20 @@ from wire.errors import require
 
 
 class StopMatcher:
-    """Looks for stop strings in one text.
+    """Finds stop strings in one text.
 
-    What `push` returned and what `flush` returns, put together, is the text before the stop string, or the
-    whole text when there was none.
+    The concatenation of all results of `push` and `flush` is the text before the stop string, or the whole
+    text if there was none.
 
-    Only what is held back and the new text are looked at: a stop string that is completed now began in what
-    is held back or after it. Searches end inside the new text, and each place where it turns out that nothing
-    is to be held back from makes that part a character shorter. So a character costs a few native calls, none
-    about more text than the longest stop string has, however much text came before.
+    Each search covers only the held-back text and the new text, because a stop string that completes now
+    starts there. So a character costs a few native calls on at most the longest stop string's length, however
+    long the text is.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """Raises ValueError for a stop string without characters. None at all is legal and finds nothing."""
+        """Raises ValueError for an empty stop string. An empty list is valid and matches nothing."""
         if "" in stops:
-            raise ValueError("a stop string needs at least one character")
+            raise ValueError("stop string is empty, at least 1 character is needed")
         self._stops = sorted(set(stops))
         self._first_characters = frozenset(stop[0] for stop in self._stops)
         self._longest = max(map(len, self._stops), default=0)
@@ -60,16 +59,16 @@ class StopMatcher:
 
     @property
     def is_stopped(self) -> bool:
-        """A stop string is complete; nothing is pushed any more."""
+        """A stop string is complete; `push` must not be called again."""
         return self._is_stopped
 
     def push(self, text: str, *, may_stop: bool = True) -> str:
-        """Takes the next text; returns what is certain now, and was not before, to be in no stop string.
+        """Add text; return the text that is now known not to be part of a stop string.
 
-        With `may_stop` False a stop string that is completed in `text` is ordinary text; one that only begins
-        there and is completed in a later piece is not.
+        If `may_stop` is false, a stop string that completes in `text` is ordinary text; one that completes in
+        a later piece still matches.
         """
-        require(not self._is_stopped, "text after a stop string")
+        require(not self._is_stopped, "text was pushed after a stop string")
         window = self._held + text
         begin = self._find(window) if may_stop else None
         self._is_stopped = begin is not None
@@ -81,29 +80,29 @@ class StopMatcher:
         return window[:begin]
 
     def flush(self) -> str:
-        """What is held back, when the text ends otherwise; nothing after a stop string."""
+        """Return the held-back text when the text ends otherwise; empty after a stop string."""
         held, self._held = self._held, ""
         return held
 
     def _find(self, window: str) -> int | None:
-        """Where the stop string begins that is completed first in the new text."""
-        found = []
+        """Return the start of the stop string that completes first in the new text."""
+        matches = []
         for stop in self._stops:
-            # What was complete before this text was let pass.
+            # Earlier text was searched before.
             begin = window.find(stop, max(0, len(self._held) + 1 - len(stop)))
             if begin >= 0:
-                found.append((begin + len(stop), begin))
-        return min(found)[1] if found else None
+                matches.append((begin + len(stop), begin))
+        return min(matches)[1] if matches else None
 
     def _begin_of_held(self, window: str) -> int:
-        """Where the longest end of `window` begins that a stop string begins with and is longer than."""
+        """Return the start of the longest suffix that is a proper prefix of a stop string."""
         for begin in range(max(0, len(window) + 1 - self._longest), len(window)):
             if window[begin] in self._first_characters and self._is_beginning(window[begin:]):
                 return begin
         return len(window)
 
     def _is_beginning(self, text: str) -> bool:
-        """Strings that begin with `text` and are longer sort right behind it."""
+        """Longer strings that start with `text` sort directly after it."""
         index = bisect_right(self._stops, text)
         return index < len(self._stops) and self._stops[index].startswith(text)
 
@@ -111,25 +110,25 @@ class StopMatcher:
 REPLACEMENT = "\ufffd"
 MAX_CHARACTER_BYTES = 4
 _CONTEXT_TOKENS = 8
-"""Enough to begin and end a window of some tokens between characters, whatever bytes are at both sides."""
+"""Enough tokens to start and end a window between characters, whatever the bytes around it."""
 
 
 class IncrementalDetokenizer:
     """The text of one sequence, piece by piece.
 
-    What `push` and then `flush` return, put together, is what decoding prompt and generated tokens at once
-    adds to the prompt's text, however the tokens are split over calls. (A character that the prompt's last
-    tokens begin and the generated ones complete belongs to the generated text.) One exception:
-    SentencePiece's byte fallback decodes a whole run of bytes as invalid when one of them is; characters of
-    that run that were returned already stay as they are.
+    The concatenation of all results of `push` and `flush` is the text that decoding prompt and generated
+    tokens together adds to the prompt's text, however the calls split the tokens. A character that the prompt
+    starts and the generated tokens complete belongs to the generated text. One exception: SentencePiece's
+    byte fallback decodes a whole run of bytes as invalid if one is; characters of that run that were already
+    returned stay.
 
-    The cost of a token does not depend on how many came before.
+    The cost per token does not depend on the number of earlier tokens.
     """
 
     def __init__(
         self, codec: TextCodec, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True
     ) -> None:
-        """Raises UnknownToken for an id in the end of the prompt that is outside the vocabulary."""
+        """Raises UnknownToken for an id outside the vocabulary in the last tokens of the prompt."""
         self._codec = codec
         self._skip_special_tokens = skip_special_tokens
         context = self._last_with_text(prompt_ids, _CONTEXT_TOKENS)
@@ -140,31 +139,31 @@ class IncrementalDetokenizer:
         )
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that is certain now and was not before; often empty. Raises UnknownToken, taking none."""
+        """Return the text that is now final; often empty. Raises UnknownToken and then adds no token."""
         self._codec.check(token_ids)
         return "".join(self._stream.push(token_id) for token_id in token_ids if self._has_text(token_id))
 
     def flush(self) -> str:
-        """The rest, with U+FFFD for a character that was never completed. Nothing is pushed after it."""
+        """Return the rest, with U+FFFD for an incomplete character. Do not push after it."""
         return self._stream.flush()
 
     def _has_text(self, token_id: int) -> bool:
         return self._codec.has_text(token_id, skip_special_tokens=self._skip_special_tokens)
 
     def _last_with_text(self, token_ids: Sequence[int], count: int) -> list[int]:
-        """The last `count` tokens that stand for text, in order."""
-        found: list[int] = []
+        """Return the last `count` tokens that have text, in order."""
+        tokens: list[int] = []
         for token_id in reversed(token_ids):
             self._codec.check((token_id,))
             if self._has_text(token_id):
-                found.append(token_id)
-            if len(found) == count:
+                tokens.append(token_id)
+            if len(tokens) == count:
                 break
-        return found[::-1]
+        return tokens[::-1]
 
 
 class _ByteStream:
-    """For byte-level tokenizers. The context only matters for a character that it leaves incomplete."""
+    """Byte-level tokenizers. The context matters only for a character that it leaves incomplete."""
 
     def __init__(self, codec: TextCodec, context: Sequence[int]) -> None:
         self._codec = codec
@@ -184,7 +183,7 @@ class _ByteStream:
 class _TextWindow:
     """The two-offset algorithm.
 
-    `_window` is context and then pending tokens, `_known` the length of the context's text.
+    `_window` is context followed by pending tokens, `_known` the length of the context's text.
     """
 
     def __init__(self, codec: TextCodec, context: Sequence[int], *, skip_special_tokens: bool) -> None:
@@ -209,7 +208,7 @@ class _TextWindow:
         return self._decode(self._window)[self._known :]
 
     def _between_characters(self, context: Sequence[int]) -> tuple[int, int]:
-        """Where in the context a window may begin, and how many tokens at its end begin a character only."""
+        """Return where a window may start in the context, and the number of final tokens to keep pending."""
         for pending in range(min(MAX_CHARACTER_BYTES, len(context))):
             for begin in range(min(MAX_CHARACTER_BYTES, len(context) - pending)):
                 text = self._decode(context[begin : len(context) - pending])
@@ -223,7 +222,7 @@ class _TextWindow:
 
 @cache
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2's spelling of bytes as printable characters, reversed (`bytes_to_unicode` in its encoder.py)."""
+    """Reverse GPT-2's mapping of bytes to printable characters (`bytes_to_unicode` in its encoder.py)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = (byte for byte in range(256) if byte not in printable)
     spelled = dict(zip(map(chr, printable), printable, strict=True))
@@ -231,9 +230,7 @@ def _byte_of_character() -> dict[str, int]:
 
 
 def _bytes_of(piece: str) -> bytes:
-    """The bytes that a byte-level token spells; a token that is not spelled so (an added one) is its own
-    text.
-    """
+    """Return the bytes of a byte-level token; an added token in plain text is its own UTF-8."""
     table = _byte_of_character()
     try:
         return bytes([table[character] for character in piece])

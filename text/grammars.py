@@ -1,12 +1,11 @@
 """Structured output: grammars from JSON schemas, regular expressions and choices.
 
-It refuses the keywords of JSON Schema 2020-12 that it does not implement, and enforces the others. But as a
-validator does, it ignores keywords that the draft named by `$schema` does not know, and those of other
-dialects. A client who writes one wants it to hold, so here they are refused.
+llguidance rejects the keywords of JSON Schema 2020-12 that it does not implement and enforces the others.
+Like a validator, it ignores keywords unknown to the draft in `$schema` and keywords of other dialects; here
+those are rejected, so that every keyword in a schema has an effect.
 
-The grammar is compiled here once, when the request is accepted, with the same library, limits and
-tokenizer.json as on the stage; what cannot be honoured is refused, never ignored. docs/structured-output.md
-has the rules.
+A grammar is compiled once when the request is accepted, with the same library, limits and tokenizer.json as
+on the stage. docs/structured-output.md has the rules.
 """
 
 from __future__ import annotations
@@ -53,9 +52,9 @@ _VALUES = frozenset({"enum", "const", "default", "example", "examples", "require
 
 
 def parse_schema(text: str) -> object:
-    """`text` as JSON. Raises ValueError for what is no JSON, nested too deeply, or names a key twice."""
+    """Parse `text` as JSON. Raises ValueError for invalid or too deeply nested JSON and duplicate keys."""
     try:
-        return json.loads(text, object_pairs_hook=_without_twins)
+        return json.loads(text, object_pairs_hook=_reject_duplicate_keys)
     except RecursionError:
         raise ValueError("is nested too deeply") from None
     except json.JSONDecodeError as error:
@@ -63,7 +62,7 @@ def parse_schema(text: str) -> object:
 
 
 def check_keywords(schema: object) -> None:
-    """Raises ValueError, with the keyword, for one that would be ignored. Looks for nothing else."""
+    """Raise ValueError, with the keyword, for a keyword that would be ignored. Checks nothing else."""
     draft = _draft(schema)
     for part in _subschemas(schema):
         for keyword, value in part.items():
@@ -71,7 +70,7 @@ def check_keywords(schema: object) -> None:
                 raise ValueError(f"keyword {json.dumps(keyword)} would have no effect: {reason}")
 
 
-def _without_twins(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _reject_duplicate_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     known: dict[str, object] = {}
     for key, value in pairs:
         if key in known:
@@ -81,31 +80,29 @@ def _without_twins(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _draft(schema: object) -> str:
-    """What `$schema` names; without one, or for one that the library refuses, the newest."""
+    """Return the draft that `$schema` names; the newest if it is missing or unknown."""
     named = str(schema.get("$schema", "")) if isinstance(schema, dict) else ""
     return next((draft for draft in _DRAFTS if draft in named), _DRAFTS[-1])
 
 
 def _why_ignored(keyword: str, value: object, draft: str) -> str | None:
     if keyword in _FOREIGN and value is not False:
-        return f"it is of {_FOREIGN[keyword]}"
+        return f"it belongs to {_FOREIGN[keyword]}"
     if keyword == "x-guidance" and not isinstance(value, dict):
-        return "it is no object of options"
+        return "it must be an object of options"
     if keyword == "required" and isinstance(value, bool):
-        return "a boolean is of draft 3; list the required properties in the object"
+        return "a boolean belongs to draft 3; list the required properties in the object"
     since = _SINCE.get(keyword, draft)
     if _DRAFTS.index(since) > _DRAFTS.index(draft):
-        return f"it is of {since}, and $schema names {draft}"
+        return f"it belongs to {since}, but $schema names {draft}"
     return None
 
 
 def _subschemas(node: object) -> Iterator[dict[str, object]]:
-    """Every object that is, or may be, a schema: `$ref` can point anywhere. Not the values of `enum` and
-    such.
-    """
+    """Yield every object that may be a schema, as `$ref` can point anywhere; not values as in `enum`."""
     if isinstance(node, list):
-        for each in node:
-            yield from _subschemas(each)
+        for item in node:
+            yield from _subschemas(item)
     if not isinstance(node, dict):
         return
     yield node
@@ -117,25 +114,21 @@ def _subschemas(node: object) -> Iterator[dict[str, object]]:
 
 
 MAX_DEFINITION_BYTES = 128 * 1024
-"""Of a serialised grammar, which rides in the start record of each of the request's sequences to every stage,
-in messages of at most 16 MiB. The text of the request is held to the same number.
-"""
+"""Limit for a request's text and for its serialised grammar, which each start record contains."""
 
 WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,64}"
-"""Between the tokens of JSON, unless the schema's "x-guidance" says otherwise: room for indented output, but
-a model that has nothing to say but white space comes to an end of it.
-"""
+"""Default white space between JSON tokens: long enough for indented output, but bounded."""
 
 _SPACING = frozenset({"whitespace_flexible", "whitespace_pattern"})
 _VERBOSE_FLAG = re.compile(r"\(\?[a-wyzA-Z]*x")
 
 
 class UnusableGrammar(ValueError):
-    """A `structured_output` that cannot be honoured; the text begins with the name of the field."""
+    """A `structured_output` that cannot be enforced; the text begins with the field name."""
 
 
 class GrammarKind(Enum):
-    """What the client described the text with; the value is the request's field."""
+    """Form of the client's grammar; the value is the request's field."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
@@ -144,10 +137,10 @@ class GrammarKind(Enum):
 
 
 class GrammarCompiler:
-    """Compiles grammars for one checkpoint. Safe to call from several threads."""
+    """Compiles grammars for one checkpoint. Thread-safe."""
 
     def __init__(self, directory: Path, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """`vocab_size` is the width of the model's logits. Reads nothing yet."""
+        """`vocab_size` is the width of the model's logits. Reads no files yet."""
         self._directory = directory
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
@@ -155,11 +148,11 @@ class GrammarCompiler:
         self._tokenizer: GrammarTokenizer | UnusableTokenizer | None = None
 
     def load(self) -> str | None:
-        """Builds the tables, which the first `compile` would do otherwise. Returns why none can be built.
+        """Build the tables ahead of the first `compile`; return the reason if that is impossible.
 
-        Holds the GIL for up to a second (see GrammarTokenizer.open), so it is for the time before serving.
+        Holds the GIL for up to a second (see GrammarTokenizer.open), so call it before serving.
         """
-        tokenizer = self._opened()
+        tokenizer = self._open_tokenizer()
         return str(tokenizer) if isinstance(tokenizer, UnusableTokenizer) else None
 
     def compile(
@@ -170,13 +163,12 @@ class GrammarCompiler:
         allowed: Collection[int] = (),
         forbidden: Collection[int] = (),
     ) -> GrammarSpec:
-        """`texts` are the choices, or the one text of every other kind. The first token must be one of
-        `allowed` (none given: any) and none of `forbidden`.
+        """Compile `texts`: the choices, or the one text of every other kind.
 
-        Takes milliseconds, and for a hostile grammar up to some hundred; not for an event loop. Raises
-        UnusableGrammar.
+        The first token must be in `allowed` (empty: any) and not in `forbidden`. Takes milliseconds, for a
+        hostile grammar some hundred; do not call it on an event loop. Raises UnusableGrammar.
         """
-        tokenizer = self._opened()
+        tokenizer = self._open_tokenizer()
         try:
             if isinstance(tokenizer, UnusableTokenizer):
                 raise tokenizer
@@ -196,7 +188,7 @@ class GrammarCompiler:
         possible &= self._bits(allowed) if allowed else known
         if not possible & ~self._bits(forbidden):
             raise ValueError(
-                "no token can begin the text that allowed_token_ids, bad words and min_tokens leave"
+                "allowed_token_ids, bad_words and min_tokens exclude every token that can begin the text"
             )
 
     def _bits(self, token_ids: Collection[int]) -> int:
@@ -206,7 +198,7 @@ class GrammarCompiler:
                 octets[token_id >> 3] |= 1 << (token_id & 7)
         return int.from_bytes(octets, "little")
 
-    def _opened(self) -> GrammarTokenizer | UnusableTokenizer:
+    def _open_tokenizer(self) -> GrammarTokenizer | UnusableTokenizer:
         with self._lock:
             if self._tokenizer is None:
                 try:
@@ -235,17 +227,18 @@ def _json_schema(text: str) -> str:
     schema = parse_schema(text)
     check_keywords(schema)
     if schema is True:
-        schema, text = {}, "{}"  # means the same, and takes options
+        schema, text = {}, "{}"  # equivalent, and accepts options
     if not isinstance(schema, dict):
         raise ValueError("a schema must be an object, or true")
-    if not _SPACING.isdisjoint(schema.get("x-guidance", ())):  # a pattern of ours would win over either
+    if not _SPACING.isdisjoint(schema.get("x-guidance", ())):  # a default pattern would override these
         return LLMatcher.grammar_from_json_schema(text)
     return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITE_SPACE})
 
 
 def _regex(text: str) -> str:
-    r"""Quoted for Lark by the library, which in two cases changes the text. `\d` is [0-9], as in JavaScript,
-    Go and JSON, and not the digits of all scripts: what Unicode counts as one depends on its version.
+    r"""Convert to Lark; the library's quoting changes the text in the two cases rejected here.
+
+    `\d` is [0-9], as in JavaScript, Go and JSON: Unicode's digits depend on its version.
     """
     if (len(text) - len(text.rstrip("\\"))) % 2:
         raise ValueError("ends with a backslash that escapes nothing")
@@ -255,29 +248,30 @@ def _regex(text: str) -> str:
 
 
 def _choice(texts: Sequence[str]) -> str:
-    """One terminal, so that the choices are one automaton; Lark's strings are those of JSON in ASCII."""
+    """Use one terminal, so that the choices form one automaton. JSON strings in ASCII are Lark strings."""
     if not texts:
-        raise ValueError("has no texts; at least 1 is needed")
+        raise ValueError("has no texts, at least 1 is needed")
     if "" in texts:
         raise ValueError(f"text {list(texts).index('')} is empty")
     return _lark("start: CHOICE\nCHOICE: " + " | ".join(json.dumps(text) for text in dict.fromkeys(texts)))
 
 
 def _lark(text: str) -> str:
-    """Named as Lark, because the library takes a text that begins with a brace for its own format."""
+    """Wrap as Lark: the library takes a text that begins with a brace for its own format."""
     return json.dumps({"grammars": [{"lark_grammar": text}]})
 
 
 def _check_size(text: str, form: str = "") -> None:
     if (size_bytes := len(text.encode())) > MAX_DEFINITION_BYTES:
-        raise ValueError(f"has {size_bytes} bytes{form}; at most {MAX_DEFINITION_BYTES} are taken")
+        raise ValueError(f"has {size_bytes} bytes{form}, the limit is {MAX_DEFINITION_BYTES}")
 
 
 def _first_mask(tokenizer: GrammarTokenizer, definition: str) -> bytes:
-    """The tokens that the text may begin with, a bit per id. Raises ValueError for what is no grammar, is not
-    honoured in full, or allows no text at all.
+    """Return the tokens that may begin the text, one bit per id.
+
+    Raises ValueError for an invalid grammar, ignored parts, or a grammar that allows no text.
     """
     matcher = tokenizer.matcher(definition)
     if matcher.warnings:
-        raise GrammarError(f"would not be honoured in full: {' '.join(matcher.warnings)}")
+        raise GrammarError(f"would be enforced only in part: {' '.join(matcher.warnings)}")
     return matcher.mask()

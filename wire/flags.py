@@ -1,7 +1,7 @@
-"""Declarations of flags at the fields of config dataclasses.
+"""Flag declarations at the fields of config dataclasses.
 
-A field of type `Annotated[T, Flag(...)]` is set by the flag, by an environment variable and by a key of a
-TOML file. This declaration and the field's default are the only place of an option.
+A field of type `Annotated[T, Flag(...)]` can be set by a flag, an environment variable or a key of a TOML
+file. The declaration and the field's default are the only definition of an option.
 """
 
 import math
@@ -16,17 +16,17 @@ from wire.addresses import parse_address, parse_peer_address
 
 
 def listen_address(text: str) -> str:
-    """HOST:PORT to listen on. Raises ValueError."""
+    """Normalise HOST:PORT to listen on. Raises ValueError."""
     return str(parse_address(text))
 
 
 def peer_address(text: str) -> str:
-    """HOST:PORT to connect to. Raises ValueError."""
+    """Normalise HOST:PORT to connect to. Raises ValueError."""
     return str(parse_peer_address(text))
 
 
 def file_path(text: str) -> Path:
-    """The absolute path of a file, existing or not. Raises ValueError for a directory."""
+    """Return the absolute path of a file, existing or not. Raises ValueError for a directory."""
     path = Path(text).resolve()
     if path.is_dir():
         raise ValueError(f"{text!r} is a directory: give the path of a file")
@@ -34,7 +34,7 @@ def file_path(text: str) -> Path:
 
 
 def checkpoint_directory(text: str) -> Path:
-    """The absolute path of a checkpoint's directory. Raises ValueError for anything else."""
+    """Return the absolute path of an existing directory. Raises ValueError for anything else."""
     path = Path(text)
     if path.suffix.lower() == ".gguf":
         raise ValueError(f"{text!r} is a GGUF file: {GGUF_ADVICE}")
@@ -46,7 +46,7 @@ def checkpoint_directory(text: str) -> Path:
 
 
 def plain(value: Any) -> Any:
-    """A bool, int, float or str, as TOML has them."""
+    """Convert to a type of TOML: bool, int, float or str."""
     if isinstance(value, Enum):
         value = value.value
     return value if isinstance(value, bool | int | float | str) else str(value)
@@ -54,10 +54,10 @@ def plain(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """How users set a field. `help` has no full stop; default and limits are added to it.
+    """How users set a field. `help` has no full stop; default and limits are appended.
 
-    `unset` describes the default None. `parse` reads the flag's text and `format` writes a value as `parse`
-    reads it; without them the field's type decides. `off` is a flag that sets the field to None.
+    `unset` describes the default None. `parse` converts the flag's text, `format` a value to text that
+    `parse` accepts; without them the field's type is used. `off` names a flag that sets the field to None.
     """
 
     name: str
@@ -74,9 +74,9 @@ class Flag:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A config field with a flag, or one of the dataclass in the config field `section`.
+    """A config field with a flag, or such a field of the nested dataclass `section`.
 
-    `type` is that of the value on the command line; `default` is MISSING where the flag is required.
+    `type` is the value's type on the command line; `default` is MISSING for a required flag.
     """
 
     flag: Flag
@@ -90,7 +90,7 @@ class Setting:
         return getattr(owner, self.attribute)
 
     def describe(self, default: str | None = None) -> str:
-        """The help text, with `default` in the place of the field's."""
+        """Return the help text; `default` replaces the field's default."""
         default = default or self._default_text()
         return f"{self.flag.help}." if default is None else f"{self.flag.help} (default: {default})."
 
@@ -106,29 +106,29 @@ class Setting:
 
 
 def key_of(flag: str) -> str:
-    """The key of a flag in a TOML file: max-step-tokens for --max-step-tokens."""
+    """Return the TOML key of a flag: max-step-tokens for --max-step-tokens."""
     return flag.removeprefix("--")
 
 
 def parameter_of(flag: str) -> str:
-    """The parameter of a command: max_step_tokens for --max-step-tokens."""
+    """Return the command's parameter of a flag: max_step_tokens for --max-step-tokens."""
     return key_of(flag).replace("-", "_")
 
 
 def variable_of(flag: str) -> str:
-    """The environment variable of a flag: STAGELINE_MAX_STEP_TOKENS for --max-step-tokens."""
+    """Return the environment variable of a flag: STAGELINE_MAX_STEP_TOKENS for --max-step-tokens."""
     return f"STAGELINE_{parameter_of(flag).upper()}"
 
 
 def settings_of(config: type) -> tuple[Setting, ...]:
-    """The settings of a config dataclass and of the dataclasses in its fields, as they are declared."""
-    found: list[Setting] = []
+    """Return the settings of a config dataclass and its nested dataclasses, in declaration order."""
+    settings: list[Setting] = []
     hints = get_type_hints(config, include_extras=True)
     for field in fields(config):
         hint = hints[field.name]
-        flags = [each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Flag)]
+        flags = [note for note in getattr(hint, "__metadata__", ()) if isinstance(note, Flag)]
         if flags:
-            found.append(
+            settings.append(
                 Setting(
                     flag=flags[0],
                     type=_text_type(hint.__origin__, flags[0]),
@@ -139,12 +139,12 @@ def settings_of(config: type) -> tuple[Setting, ...]:
             )
         elif is_dataclass(hint):
             assert isinstance(hint, type)
-            found += [replace(setting, section=field.name) for setting in settings_of(hint)]
-    return tuple(found)
+            settings += [replace(setting, section=field.name) for setting in settings_of(hint)]
+    return tuple(settings)
 
 
 def variables_of(config: type) -> Iterator[str]:
-    """The environment variables of the flags of a config dataclass."""
+    """Yield the environment variables of all flags of a config dataclass."""
     for setting in settings_of(config):
         yield variable_of(setting.flag.name)
         if setting.flag.off is not None:
@@ -154,12 +154,12 @@ def variables_of(config: type) -> Iterator[str]:
 def _text_type(annotation: Any, flag: Flag) -> type:
     if flag.parse is not None:
         return str
-    types: list[type] = [each for each in get_args(annotation) if each is not type(None)]
+    types: list[type] = [member for member in get_args(annotation) if member is not type(None)]
     return types[0] if types else cast(type, annotation)
 
 
 def check_limits(config: object) -> None:
-    """Raises ValueError for a number beyond the `min` or `max` of its flag."""
+    """Raise ValueError for a number outside the `min` and `max` of its flag."""
     for setting in settings_of(type(config)):
         low, high = setting.flag.min, setting.flag.max
         value = setting.value_in(config)
@@ -170,6 +170,6 @@ def check_limits(config: object) -> None:
 
 
 def check_positive(name: str, value: float) -> None:
-    """Raises ValueError for a number that is not positive and finite."""
+    """Raise ValueError for a number that is not positive and finite."""
     if not 0 < value < math.inf:
         raise ValueError(f"{name} is {value:g}, but must be positive and finite")

@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write and read them."""
+"""Parses and formats sizes in bytes."""
 
 import re
 
@@ -10,7 +10,7 @@ MAX_BYTES = 2**50
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size such as 20GiB, 512MiB, 1.5GB or 4096B. Raises ValueError."""
+    """Parse a size such as 20GiB, 512MiB, 1.5GB or 4096B. Raises ValueError."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"{text!r} is not a size; write for example 20GiB, 512MiB or 8GB")
@@ -33,7 +33,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(size_bytes: int) -> str:
-    """A size in binary units with one decimal: 980 B, 12.4 MiB, 20.0 GiB."""
+    """Format a size in binary units with one decimal: 980 B, 12.4 MiB, 20.0 GiB."""
     for name, unit in _BINARY.items():
         if size_bytes >= unit:
             return f"{size_bytes / unit:.1f} {name}"
@@ -41,7 +41,7 @@ def format_size(size_bytes: int) -> str:
 
 
 def exact_size(size_bytes: int) -> str:
-    """A size that `parse_size` reads as the same number: 64MiB, 1000B."""
+    """Format a size such that `parse_size` returns the same number: 64MiB, 1000B."""
     for name, unit in _BINARY.items():
         if size_bytes and size_bytes % unit == 0:
             return f"{size_bytes // unit}{name}"

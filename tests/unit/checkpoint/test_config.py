@@ -345,7 +345,7 @@ def test_the_fields_that_transformers_4_wrote_for_every_model_are_known() -> Non
         (SMALL | {"hidden_size": 10**9}, "'hidden_size' is 1000000000, the limit is 1048576"),
         (SMALL | {"hidden_size": True}, "'hidden_size' must be a positive integer, is True"),
         (SMALL | {"hidden_size": "4096"}, "'hidden_size' must be a positive integer, is '4096'"),
-        (SMALL | {"hidden_size": 4095}, "hidden_size 4095 is no multiple of 32 attention heads"),
+        (SMALL | {"hidden_size": 4095}, "hidden_size 4095 is not a multiple of 32 attention heads"),
         (SMALL | {"head_dim": 15}, "head_dim 15 is odd"),
         (SMALL | {"rms_norm_eps": 0}, "'rms_norm_eps' must be a positive number, is 0"),
         (SMALL | {"vocab_size": None}, "'vocab_size' is missing"),
@@ -359,7 +359,7 @@ def test_the_fields_that_transformers_4_wrote_for_every_model_are_known() -> Non
         (SMALL | {"rope_scaling": [1]}, "'rope_scaling' must be an object"),
         (SMALL | {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}}, "contradict"),
         (SMALL | {"rope_scaling": yarn(beta_fast=1.0, beta_slow=2.0)}, "beta_slow 2.0"),
-        (QWEN3 | {"layer_types": ["sliding_attention"] * 28}, "without a sliding window in use"),
+        (QWEN3 | {"layer_types": ["sliding_attention"] * 28}, "no sliding window is set"),
         (QWEN3 | {"layer_types": ["full_attention"]}, "must list 28 layers"),
         (
             {k: v for k, v in MISTRAL.items() if k != "num_key_value_heads"},

@@ -189,7 +189,7 @@ def test_signals_of_somebody_else_are_refused() -> None:
 
 def test_a_sequence_of_another_block_size_is_refused() -> None:
     made = ActiveSequence([1, 2, 3, 4], block_size=4, max_output_tokens=1, new_id=_IDS.__next__)
-    with pytest.raises(ValueError, match="4-token blocks in a ledger of 2"):
+    with pytest.raises(ValueError, match="4-token blocks, the ledger 2-token blocks"):
         allocate(Ledger(10, block_size=2), made)
 
 
@@ -199,5 +199,5 @@ def test_integrity_check_finds_an_owner_that_is_missing() -> None:
     with pytest.raises(IntegrityBroken):
         ledger.check_integrity([])
     ledger._contents.clear()
-    with pytest.raises(IntegrityBroken, match="contents of 0 blocks for 1"):
+    with pytest.raises(IntegrityBroken, match="contents of 0 blocks, the pool has 1"):
         ledger.check_integrity()

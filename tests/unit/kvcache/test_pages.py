@@ -98,8 +98,8 @@ _STEP: dict[str, Any] = {"shape": (2, _HEADS, _DIM), "dtype": torch.float32, "de
 @pytest.mark.parametrize(
     ("slots", "changes", "message"),
     [
-        (torch.tensor([0, 20]), {}, r"slots 0\.\.20 needed, 0\.\.19 available"),
-        (torch.tensor([-1, 3]), {}, r"slots -1\.\.3 needed"),
+        (torch.tensor([0, 20]), {}, r"slots 0\.\.20 are out of range, available are 0\.\.19"),
+        (torch.tensor([-1, 3]), {}, r"slots -1\.\.3 are out of range"),
         (torch.tensor([3, 3]), {}, "expected 2 different ones, got 1"),
         (torch.tensor([3]), {}, r"expected torch.float32 \(1, 2, 8\) on cpu, got torch.float32 \(2, 2, 8\)"),
         (torch.tensor([3.0, 4.0]), {}, "expected torch.int64"),

@@ -124,7 +124,7 @@ def test_one_that_was_let_pass_inside_what_is_held_back_is_not_found_later() -> 
 
 
 def test_an_empty_stop_string_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one character"):
+    with pytest.raises(ValueError, match="at least 1 character"):
         StopMatcher(["a", ""])
 
 
