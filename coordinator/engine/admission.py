@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from coordinator.engine.request import Registry, Request
+from coordinator.engine.request import Request, RequestRegistry
 from wire.errors import ClusterUnavailable, InvalidRequest, Overloaded
 
 _SHORTEST_S = 0.1
@@ -56,7 +56,7 @@ class AdmissionLimits:
 class Admission:
     """Says no, and when to come again."""
 
-    def __init__(self, limits: AdmissionLimits, registry: Registry, pace: RetryAfterEstimator) -> None:
+    def __init__(self, limits: AdmissionLimits, registry: RequestRegistry, pace: RetryAfterEstimator) -> None:
         self._limits = limits
         self._registry = registry
         self._pace = pace
@@ -119,5 +119,5 @@ def misfit(request: Request, max_sequence_tokens: int | None) -> ClusterUnavaila
     needed = request.max_sequence_tokens
     if max_sequence_tokens is None or needed <= max_sequence_tokens:
         return None
-    reason = f"the cluster was planned anew and holds {max_sequence_tokens} tokens per request"
+    reason = f"the current plan holds {max_sequence_tokens} tokens per request"
     return ClusterUnavailable(f"{reason}; this one may need {needed}")

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
-from coordinator.engine.request import Choice, Registry, Request
+from coordinator.engine.request import Choice, Request, RequestRegistry
 from coordinator.journal.journal import Journal
 from coordinator.journal.records import AcceptedRequest, ChoiceProgress, End, Entry, RequestProgress
 from coordinator.journal.writer import JournalWriter
@@ -167,7 +167,7 @@ class Durability:
             self._write("epoch", lambda: journal.set_epoch(epoch))
 
     def note_served(self) -> None:
-        """Whoever comes after this coordinator need not wait for all stages."""
+        """Notes that the cluster has served: the next coordinator need not wait for all stages."""
         journal = self.journal
         if journal is not None:
             self._write("served", journal.set_served)
@@ -177,14 +177,14 @@ class Durability:
         if self._writer is not None:
             self._writer.retry(now_s)
 
-    def sweep(self, registry: Registry) -> None:
+    def sweep(self, registry: RequestRegistry) -> None:
         """Forgets what the registry has forgotten, and keeps the journal short; to be called now and then."""
         journal, writer = self.journal, self._writer
         if journal is not None and writer is not None:
             writer.try_write(lambda: self._tidy(journal, registry))
 
     def suspend(self) -> bool:
-        """What is in the journal is left to whoever opens it next. False: there is none."""
+        """Leaves journaled requests to the next coordinator. False without a journal."""
         journal, writer = self.journal, self._writer
         self.journal = self._writer = None
         if journal is None or writer is None:
@@ -194,7 +194,7 @@ class Durability:
         self.is_suspended = True
         return True
 
-    def _tidy(self, journal: Journal, registry: Registry) -> None:
+    def _tidy(self, journal: Journal, registry: RequestRegistry) -> None:
         now_at = self.wall_clock()
         for request_id in [record for record, until_at in self._leaving.items() if until_at <= now_at]:
             del self._leaving[request_id]

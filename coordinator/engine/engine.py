@@ -14,7 +14,7 @@ from coordinator.engine.admission import Admission, AdmissionLimits, RetryAfterE
 from coordinator.engine.durability import SUSPENDED, Durability, Ended
 from coordinator.engine.observer import EngineObserver, Observers
 from coordinator.engine.output_stream import OutputStream, Positions
-from coordinator.engine.request import Choice, Registry, Request, RequestTotals, check_attach_secret
+from coordinator.engine.request import Choice, Request, RequestRegistry, RequestTotals, check_attach_secret
 from coordinator.journal.records import AcceptedRequest
 from coordinator.recovery.policy import RecoveryPolicy
 from coordinator.scheduler.batch import SequenceUpdate
@@ -58,7 +58,7 @@ class Engine:
         self._durability = durability or Durability(policy=policy)
         self._clock = clock
         self._scheduler = Scheduler(policy)
-        self._registry = Registry()
+        self._registry = RequestRegistry()
         self._pace = RetryAfterEstimator()
         self.admission = Admission(limits, self._registry, self._pace)
         self._observers = Observers(observers)
@@ -84,7 +84,7 @@ class Engine:
         return self._scheduler
 
     @property
-    def registry(self) -> Registry:
+    def registry(self) -> RequestRegistry:
         """For reading only."""
         return self._registry
 

@@ -87,7 +87,7 @@ class OutputStream:
         if (output := self._next_prompt_logprobs()) is not None:
             return output
         choices = self.request.choices
-        # Whoever was served last is asked last, so that no choice waits for another one's news to cease.
+        # Round-robin, so that one busy choice cannot starve the others.
         for choice in (*choices[self._next_choice :], *choices[: self._next_choice]):
             index = choice.index
             if self._is_read[index]:

@@ -261,7 +261,7 @@ class Request:
         self.wake()
 
     def wake(self) -> None:
-        """There is news for whoever reads."""
+        """Wakes the reader."""
         if self.attachment is not None:
             self.attachment.wake()
 
@@ -274,7 +274,7 @@ MAX_KEPT = 1024
 """Ended requests whose output is kept at once; one more, and the one that ended first is forgotten."""
 
 
-class Registry:
+class RequestRegistry:
     """Owner of the requests by id."""
 
     def __init__(self) -> None:

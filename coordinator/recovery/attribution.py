@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from coordinator.engine.request import Registry, Request
+from coordinator.engine.request import Request, RequestRegistry
 from coordinator.recovery.policy import RecoveryPolicy
 from coordinator.scheduler.scheduler import Scheduler
 from wire.errors import RequestPoisoned, ServingError, StepFailed
@@ -17,7 +17,7 @@ class FailureAttribution:
     def __init__(
         self,
         scheduler: Scheduler,
-        registry: Registry,
+        registry: RequestRegistry,
         fail: Callable[[Request, ServingError], None],
         *,
         policy: RecoveryPolicy,

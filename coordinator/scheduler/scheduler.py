@@ -423,7 +423,7 @@ class Scheduler:
         """Takes the head of the queue, or a suspect, if the whole of it fits now. Nobody overtakes it.
 
         Its first chunk must fit into this step: cached blocks are the sequence's own from its first chunk on,
-        and until then whoever grows may evict them.
+        and until then a growing sequence may evict them.
         """
         sequence = self._next_in_queue()
         if sequence is None:

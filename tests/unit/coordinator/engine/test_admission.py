@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.engine.admission import Admission, AdmissionLimits, RetryAfterEstimator
-from coordinator.engine.request import Registry, Request
+from coordinator.engine.request import Request, RequestRegistry
 from coordinator.scheduler.sequence import SequenceState
 from kvcache import ActiveSequence
 from tests.unit.coordinator.engine.wishes import Wish
@@ -56,7 +56,7 @@ class House:
     """Admission with what it looks at."""
 
     def __init__(self, *, queue_size: int = 100, max_client_requests: int | None = None) -> None:
-        self.registry, self.pace = Registry(), RetryAfterEstimator()
+        self.registry, self.pace = RequestRegistry(), RetryAfterEstimator()
         limits = AdmissionLimits(queue_size=queue_size, max_client_requests=max_client_requests)
         self.admission = Admission(limits, self.registry, self.pace)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from coordinator.engine.output_stream import OutputStream, Positions
-from coordinator.engine.request import MAX_KEPT, Registry, Request
+from coordinator.engine.request import MAX_KEPT, Request, RequestRegistry
 from coordinator.scheduler.sequence import SequenceState
 from tests.unit.coordinator.engine.wishes import Wish
 from wire.errors import InvariantBroken, RequestCancelled, RequestExists, RequestNotFound
 from wire.ids import id_text
 
 
-def end(registry: Registry, request: Request, *, now_s: float = 0.0) -> None:
+def end(registry: RequestRegistry, request: Request, *, now_s: float = 0.0) -> None:
     for sequence in request.live_sequences:
         sequence.end(SequenceState.CANCELLED)
     request.end(now_s, RequestCancelled("over"))
@@ -20,7 +20,7 @@ def end(registry: Registry, request: Request, *, now_s: float = 0.0) -> None:
 
 
 def test_a_live_request_is_found_and_its_id_is_taken() -> None:
-    registry, request = Registry(), Wish().request()
+    registry, request = RequestRegistry(), Wish().request()
     with pytest.raises(RequestNotFound, match=f"no request {id_text(request.id)} is live or kept"):
         registry.find(request.id)
     registry.add(request)
@@ -32,7 +32,7 @@ def test_a_live_request_is_found_and_its_id_is_taken() -> None:
 
 
 def test_what_ends_is_gone_unless_it_is_to_be_kept() -> None:
-    registry, gone, kept = Registry(), Wish().request(), Wish(keep_s=5.0).request()
+    registry, gone, kept = RequestRegistry(), Wish().request(), Wish(keep_s=5.0).request()
     for request in (gone, kept):
         registry.add(request)
         end(registry, request)
@@ -49,7 +49,7 @@ def test_what_ends_is_gone_unless_it_is_to_be_kept() -> None:
 
 
 def test_live_requests_are_in_the_order_of_their_acceptance_and_counted_by_client() -> None:
-    registry = Registry()
+    registry = RequestRegistry()
     requests = [Wish(client=client).request() for client in "abab"]
     for request in requests:
         registry.add(request)
@@ -66,7 +66,7 @@ def test_live_requests_are_in_the_order_of_their_acceptance_and_counted_by_clien
 def test_what_is_kept_expires_after_its_end_and_its_last_reader(
     ended_s: float, left_s: float, expires_s: float
 ) -> None:
-    registry, request = Registry(), Wish(keep_s=5.0).request()
+    registry, request = RequestRegistry(), Wish(keep_s=5.0).request()
     registry.add(request)
     request.left_s = left_s
     end(registry, request, now_s=ended_s)
@@ -77,7 +77,7 @@ def test_what_is_kept_expires_after_its_end_and_its_last_reader(
 
 
 def test_what_somebody_reads_does_not_expire() -> None:
-    registry, request = Registry(), Wish(keep_s=5.0).request()
+    registry, request = RequestRegistry(), Wish(keep_s=5.0).request()
     registry.add(request)
     end(registry, request)
     request.attachment = OutputStream(request, Positions())
@@ -87,7 +87,7 @@ def test_what_somebody_reads_does_not_expire() -> None:
 
 
 def test_no_more_than_so_many_are_kept_and_the_oldest_goes_first() -> None:
-    registry = Registry()
+    registry = RequestRegistry()
     requests = [Wish(keep_s=5.0).request() for _ in range(MAX_KEPT + 2)]
     for request in requests:
         registry.add(request)
