@@ -1,4 +1,4 @@
-"""A coordinator and its workers as processes of this machine."""
+"""A coordinator and its workers as processes on this machine."""
 
 import asyncio
 import shutil
@@ -26,15 +26,15 @@ _Result = TypeVar("_Result")
 
 
 class LocalCluster:
-    """Starts the processes on entry and ends all of them on exit, also those that hang.
+    """Starts the processes on entry and stops all of them on exit, including hung ones.
 
         async with LocalCluster(LocalClusterConfig(num_workers=3)) as cluster:
             await cluster.wait_until_serving(timeout_s=120)
             ... cluster.address ...
 
-    Enter it from the main thread: the processes end with the thread that started them
-    (`deploy.parent_death_signal`). Nothing is restarted by itself; `next_exit` tells of a process that has
-    ended, `restart_worker` starts it again.
+    Enter it from the main thread: the kernel kills the processes when the thread that started them ends
+    (`deploy.parent_death_signal`). There are no automatic restarts: `next_exit` returns a process that
+    exited, `restart_worker` restarts it.
     """
 
     def __init__(self, config: LocalClusterConfig) -> None:
@@ -64,61 +64,59 @@ class LocalCluster:
         exception: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # A cancelled task is somebody's wish to end, not a failure that asks for the logs.
+        # Cancellation is a request to stop, not a failure: the logs are not kept.
         self._has_failed |= isinstance(exception, Exception)
         await self.stop()
 
     @property
     def address(self) -> str:
-        """HOST:PORT of the coordinator, as it is reached from this machine."""
+        """HOST:PORT of the coordinator, as seen from this machine."""
         assert self._address is not None, "the cluster has not been started"
         return self._address
 
     @property
     def dashboard_url(self) -> str | None:
-        """Where the coordinator serves its dashboard; None where it serves none."""
+        """URL of the dashboard, or None without one."""
         return self.coordinator.dashboard_url()
 
     @property
     def coordinator(self) -> LocalProcess:
-        """The coordinator's process."""
         return self._processes[COORDINATOR]
 
     @property
     def workers(self) -> list[LocalProcess]:
-        """The processes of worker-0, worker-1, ...; after a restart the present one."""
+        """The current processes of worker-0, worker-1, ..."""
         return [process for name, process in self._processes.items() if name != COORDINATOR]
 
     def process(self, name: str) -> LocalProcess:
-        """The process of the coordinator ("coordinator") or of a worker, by name."""
+        """The current process "coordinator" or "worker-N"."""
         return self._processes[name]
 
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
-        """Sends a signal to one process."""
         self.process(name).send_signal(number)
 
     def worker_line(self, name: str) -> list[str]:
-        """What follows `stageline` on the command line that a worker was started with."""
+        """The arguments of `stageline` that started a worker."""
         return self._lines[name]
 
     async def restart_worker(self, name: str) -> LocalProcess:
-        """Starts a worker again under its name; one that still runs is killed first."""
+        """Restart a worker under its name; kill it first if it still runs."""
         await _end([self.process(name)], grace_s=0)
         return await self._start(name, self._lines[name])
 
     async def restart_coordinator(self) -> LocalProcess:
-        """Starts the coordinator again where it listened; one that still runs is killed first."""
+        """Restart the coordinator at its address; kill it first if it still runs."""
         await _end([self.coordinator], grace_s=0)
         line = list(self._lines[COORDINATOR])
         line[line.index("--listen") + 1] = self.address
         return await self._start(COORDINATOR, line)
 
     async def next_exit(self) -> LocalProcess:
-        """Waits until a process ends that `stop` has not ended, and returns it; each exit is told once."""
+        """The next process that exits, except by `stop`; each exit is returned once."""
         return await self._exits.get()
 
     async def while_running(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        """The result of `work`. Raises ClusterFailed, and cancels the work, when a process ends before."""
+        """The result of `work`. Cancels it and raises ClusterFailed when a process exits first."""
         working = asyncio.create_task(work)
         exiting = asyncio.create_task(self.next_exit())
         try:
@@ -137,11 +135,11 @@ class LocalCluster:
         timeout_s: float,
         on_status: Callable[[cluster_pb2.GetStatusResponse], None] | None = None,
     ) -> cluster_pb2.GetStatusResponse:
-        """Returns the status once the cluster serves; `on_status` sees every one until then.
+        """The status once the cluster serves; `on_status` gets each status until then.
 
-        Raises ClusterFailed as soon as a process has ended or a worker has failed, or after `timeout_s`.
+        Raises ClusterFailed when a process exits or a worker fails, or after `timeout_s`.
         """
-        detail = "the coordinator does not answer"
+        detail = "the coordinator does not respond"
         try:
             async with asyncio.timeout(timeout_s), client_channel(self.address) as channel:
                 while True:
@@ -165,9 +163,7 @@ class LocalCluster:
             raise
 
     async def stop(self, *, grace_s: float = GRACE_S) -> None:
-        """Ends every process: SIGINT, which waits for no request, then SIGKILL for what still runs after
-        `grace_s`. Twice is fine.
-        """
+        """Stop all processes: SIGINT without a drain, then SIGKILL after `grace_s`. Idempotent."""
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
@@ -176,7 +172,7 @@ class LocalCluster:
             shutil.rmtree(self.log_directory, ignore_errors=True)
 
     def kill_all(self) -> None:
-        """SIGKILL to every process, for those who do not want to wait for `stop`."""
+        """Send SIGKILL to all processes."""
         for process in self._processes.values():
             process.send_signal(signal.SIGKILL)
 

@@ -13,7 +13,7 @@ from wire.addresses import Address, parse_address
 
 
 class ClusterFailed(Exception):
-    """The cluster did not come up, or lost a process; the text says which one, with its last log lines."""
+    """The cluster did not start, or lost a process; the message names it, with its last log lines."""
 
 
 _MEMORY_SHARE = 0.6
@@ -33,12 +33,12 @@ def memory_per_worker(num_workers: int) -> int:
 
 
 def threads_per_worker(num_workers: int) -> int:
-    """An even share of the cores that this process may run on, at least 1."""
+    """An even share of the cores this process may run on, at least 1."""
     return max(1, len(os.sched_getaffinity(0)) // num_workers)
 
 
 def cpus_of_worker(worker: int, num_workers: int) -> tuple[int, ...] | None:
-    """The share of worker 0, 1, ... as neighbouring CPUs; None where there are fewer CPUs than workers."""
+    """Neighbouring CPUs for worker 0, 1, ...; None with fewer CPUs than workers."""
     cpus, share = sorted(os.sched_getaffinity(0)), threads_per_worker(num_workers)
     if len(cpus) < num_workers:
         return None
@@ -46,7 +46,7 @@ def cpus_of_worker(worker: int, num_workers: int) -> tuple[int, ...] | None:
 
 
 def available_memory_bytes() -> int:
-    """What can be allocated without swapping: of the machine, or of the container where that is less."""
+    """Memory that can be allocated without swapping: the machine's, or the container's if that is less."""
     available = int(psutil.virtual_memory().available)
     for limit_file, usage_file in _CGROUP_FILES:
         limit, usage = _read_number(limit_file), _read_number(usage_file)
@@ -73,14 +73,13 @@ _EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 class LocalClusterConfig:
     """A coordinator and `num_workers` workers, named worker-0, worker-1, ... Raises ValueError.
 
-    `num_stages` is the number of workers unless given. `devices` is one for all workers or one for each.
-    `memory_bytes` (per worker) and `num_threads` are an even share of the machine unless given.
-    `mocks` makes mock stages, with one spec for all or one for each. The coordinator serves its dashboard on
-    `http` (HOST:PORT), if that is given.
-    Workers on the CPU keep to cores of their own (`pins_workers`), if there is one for each of their threads.
-    `worker_arguments` is empty, or has the additional arguments of each worker. `environment` is added to
-    this process's. Without `log_directory` logs go to a temporary one, removed at the end unless something
-    failed.
+    `num_stages` defaults to the number of workers. `devices` and `mocks` (specs of mock stages) have one
+    entry for all workers or one per worker. `memory_bytes` (per worker) and `num_threads` default to an
+    even share of the machine. The coordinator serves its dashboard on `http` (HOST:PORT), if given. With
+    `pins_workers`, workers on the CPU run on cores of their own, if there is one per thread.
+    `worker_arguments` is empty or has the additional arguments of each worker. `environment` is added to
+    this process's. Without `log_directory`, logs go to a temporary directory, removed at the end unless
+    something failed.
     """
 
     num_workers: int = 3
@@ -131,11 +130,10 @@ class LocalClusterConfig:
                 )
 
     def device(self, worker: int) -> str:
-        """The device of a worker."""
         return self.devices[worker] if len(self.devices) > 1 else self.devices[0]
 
     def coordinator_line(self) -> list[str]:
-        """What follows `stageline` on the coordinator's command line."""
+        """The arguments of `stageline` that start the coordinator."""
         num_stages = self.num_stages or self.num_workers
         line = ["coordinator", "--listen", self.listen, "--stages", str(num_stages)]
         line += ["--no-http"] if self.http is None else ["--http", self.http]
@@ -144,7 +142,7 @@ class LocalClusterConfig:
         return [*line, *self.coordinator_arguments]
 
     def worker_line(self, worker: int, *, coordinator: str) -> list[str]:
-        """What follows `stageline` on the command line of a worker that joins the one at HOST:PORT."""
+        """The arguments of `stageline` that start a worker of the coordinator at HOST:PORT."""
         line = ["worker", "--coordinator", coordinator, "--name", worker_name(worker)]
         line += ["--listen", "127.0.0.1:0"]
         memory_bytes = self._memory_bytes(worker)
@@ -157,7 +155,6 @@ class LocalClusterConfig:
         return [*line, *(self.worker_arguments[worker] if self.worker_arguments else ())]
 
     def _compute_line(self, worker: int) -> list[str]:
-        """What a worker computes with."""
         num_threads = self.num_threads or threads_per_worker(self.num_workers)
         line = ["--device", self.device(worker), "--threads", str(num_threads)]
         cpus = cpus_of_worker(worker, self.num_workers)
@@ -166,7 +163,7 @@ class LocalClusterConfig:
         return line
 
     def worker_memory_bytes(self) -> dict[str, int | None]:
-        """What each worker may use, by name; None for all of its device."""
+        """Memory of each worker by name; None for all of its device."""
         return {worker_name(worker): self._memory_bytes(worker) for worker in range(self.num_workers)}
 
     def _memory_bytes(self, worker: int) -> int | None:
@@ -176,11 +173,10 @@ class LocalClusterConfig:
 
 
 def worker_name(worker: int) -> str:
-    """The name of worker 0, 1, ..."""
     return f"worker-{worker}"
 
 
 def dialled_address(listening: str) -> str:
-    """Where to reach, from this machine, a server that says it listens on `listening`."""
+    """The address, from this machine, of a server that listens on `listening`."""
     address = parse_address(listening)
     return str(Address(_EVERY_INTERFACE.get(address.host, address.host), address.port))

@@ -1,11 +1,11 @@
-"""Runs a command that ends when its launcher ends, however the launcher ends (`kill -9` included).
+"""Runs a command that the kernel kills when its launcher ends, even by `kill -9`.
 
-Called as `python leash.py LAUNCHER_PID COMMAND...`: asks the kernel to kill this process when its parent is
-gone, then becomes the command. The request survives exec. It is made here and not in `preexec_fn`, because
-Python code between fork and exec can deadlock in a launcher that has threads (gRPC's, for one).
+Called as `python parent_death_signal.py LAUNCHER_PID COMMAND...`: sets the parent-death signal, then
+executes the command; the setting survives exec. It is not set in `preexec_fn`, because Python code between
+fork and exec can deadlock in a launcher with threads, such as gRPC's.
 
-Linux kills the child when the *thread* that started it ends, so a launcher starts its children from a thread
-that lives as long as they shall: its main thread. Elsewhere than on Linux the leash does nothing.
+Linux sends the signal when the *thread* that started the process ends, so a launcher starts its processes
+from its main thread. On other systems there is no signal.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def main() -> None:
-    """Puts this process on the leash and replaces it by the command."""
+    """Set the parent-death signal and execute the command."""
     launcher_pid = int(sys.argv[1])
     command = sys.argv[2:]
     if sys.platform == "linux":

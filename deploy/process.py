@@ -24,20 +24,20 @@ MAX_DELAY_S = 30.0
 
 
 class RestartPolicy:
-    """Of one worker: at most `MAX_RESTARTS` within `WINDOW_S`, each after twice the delay before."""
+    """Restarts of one worker: at most `MAX_RESTARTS` within `WINDOW_S`, with exponential backoff."""
 
     def __init__(self) -> None:
         self._restarts_s: deque[float] = deque()
 
     @staticmethod
     def is_unexpected(exit_code: int) -> bool:
-        """Whether another process may do better: its device has failed, or a signal has ended it. What it was
-        told (0), or could not do as it was started (1, 2), would only repeat itself.
+        """Whether a restart may help: after a device failure or a signal, not after a requested exit (0) or
+        wrong settings (1, 2).
         """
         return exit_code == DEVICE_FAILED_EXIT_CODE or exit_code in _KILLED
 
     def next_delay_s(self, now_s: float) -> float | None:
-        """How long to wait before this restart, which is counted; None when there were too many."""
+        """The delay before this restart, which is counted; None after too many."""
         while self._restarts_s and now_s - self._restarts_s[0] > WINDOW_S:
             self._restarts_s.popleft()
         if len(self._restarts_s) >= MAX_RESTARTS:
@@ -53,7 +53,7 @@ _KILLED = frozenset(-number for number in signal.Signals)
 _LISTENING = re.compile(r"^stageline (?:coordinator|worker \S+) listening on (\S+)\n", re.MULTILINE)
 _DASHBOARD = re.compile(r"^dashboard (http://\S+)\n", re.MULTILINE)
 _POLL_INTERVAL_S = 0.03
-# gRPC's core would log every connection that ends; what matters our processes say themselves.
+# gRPC's core would log every closed connection.
 _ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "GRPC_VERBOSITY": "NONE"}
 
 
@@ -64,12 +64,12 @@ def _inherited() -> dict[str, str]:
 
 
 def _open_log(path: Path) -> BinaryIO:
-    """For appending; a new one is its owner's alone."""
+    """Open for appending; a new file has mode 0600."""
     return open(path, "ab", opener=lambda name, flags: os.open(name, flags, 0o600))
 
 
 class LocalProcess:
-    """A running or ended process. Its standard output and error are appended to `log`."""
+    """A process, running or exited. Its standard output and error are appended to `log`."""
 
     def __init__(self, name: str, log: Path, log_start: int, process: asyncio.subprocess.Process) -> None:
         self.name = name
@@ -81,12 +81,12 @@ class LocalProcess:
     async def start(
         cls, name: str, command: Sequence[str], *, log: Path, environment: Mapping[str, str]
     ) -> "LocalProcess":
-        """Starts `command` (absolute path first). It dies with this process."""
-        leashed = [sys.executable, "-I", "-S", parent_death_signal.__file__, str(os.getpid()), *command]
+        """Start `command`, which begins with an absolute path. The kernel kills it when this process ends."""
+        command_line = [sys.executable, "-I", "-S", parent_death_signal.__file__, str(os.getpid()), *command]
         with _open_log(log) as output:
             log_start = output.tell()
             process = await asyncio.create_subprocess_exec(
-                *leashed,
+                *command_line,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=asyncio.subprocess.STDOUT,
@@ -98,35 +98,33 @@ class LocalProcess:
 
     @property
     def pid(self) -> int:
-        """Process id; of another process, perhaps, once this one has ended."""
+        """Process id, which another process may get after this one exited."""
         return self._process.pid
 
     @property
     def is_running(self) -> bool:
-        """False once the process has ended."""
         return self._process.returncode is None
 
     @property
     def exit_code(self) -> int | None:
-        """Negative for the signal that ended it; None while it runs."""
+        """Negative for a signal; None while running."""
         return self._process.returncode
 
     @property
     def has_left(self) -> bool:
-        """It has ended by itself, with nothing wrong."""
+        """The process exited by itself with code 0."""
         return self._process.returncode == 0
 
     async def wait(self) -> None:
-        """Returns when the process has ended."""
         await self._process.wait()
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Sends a signal; a process that has ended gets none."""
+        """Send a signal, unless the process exited."""
         if self.is_running:
             self._process.send_signal(number)
 
     def describe_exit(self) -> str:
-        """How it ended: "exit code 1", "killed by SIGKILL"; "still running" before."""
+        """How it exited, such as "exit code 1" or "killed by SIGKILL"; "still running" before."""
         code = self._process.returncode
         if code is None:
             return "still running"
@@ -135,28 +133,27 @@ class LocalProcess:
         return f"exit code {code}"
 
     def read_log(self) -> str:
-        """What this process has written so far."""
+        """The output of this process so far."""
         with self.log.open("rb") as file:
             file.seek(self._log_start)
             return file.read().decode(errors="replace")
 
     def last_lines(self, num_lines: int = 12) -> list[str]:
-        """The end of its log."""
         return self.read_log().splitlines()[-num_lines:]
 
     def failure(self) -> ClusterFailed:
-        """The error that says how it ended, with the end of its log."""
+        """An error with the exit code and the end of the log."""
         lines = "\n".join(f"  | {line}" for line in self.last_lines()) or "  | (nothing logged)"
         how = self.describe_exit()
         return ClusterFailed(f"{self.name} (pid {self.pid}) ended: {how}; its log {self.log} says\n{lines}")
 
     def dashboard_url(self) -> str | None:
-        """From its line `dashboard http://...`, which comes before it listens."""
+        """From the line `dashboard http://...`, which is printed before the process listens."""
         found = _DASHBOARD.search(self.read_log())
         return None if found is None else found[1]
 
     async def listening_address(self, *, timeout_s: float) -> str:
-        """HOST:PORT from its line `stageline ... listening on HOST:PORT`. Raises ClusterFailed."""
+        """HOST:PORT from the line `stageline ... listening on HOST:PORT`. Raises ClusterFailed."""
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
