@@ -17,12 +17,12 @@ from wire.trace_context import DECODE, parse_traceparent, work_span
 
 FIRST_DECODE_STEPS = 16
 MOST_DECODE_STEPS = 4096
-"""A span of decode work covers 16 steps, the next one 32, and so on: few for long outputs, and early ones."""
+"""A decode span covers 16 steps, the next one 32, and so on: early spans, and few for long outputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class _DoneStep:
-    """One step on this stage, as all its sequences share it."""
+    """One step on this stage, shared by its sequences."""
 
     step_id: int
     batch_size: int
@@ -32,7 +32,7 @@ class _DoneStep:
 
 @dataclass(slots=True)
 class _Traced:
-    """One (sequence, generation) whose request is traced, with the decode steps since its last span."""
+    """A traced (sequence, restart count), with the decode steps since its last span."""
 
     request: SpanContext
     choice: int
@@ -42,10 +42,10 @@ class _Traced:
 
 
 class StageSpans(StepObserver):
-    """Records the spans of the stage that this worker holds."""
+    """Records the spans of this worker's stage."""
 
     def __init__(self, recorder: SpanRecorder, stage: ObservedStage, *, worker: str) -> None:
-        """`worker` is its name; `stage` says how it computes."""
+        """`worker` is its name; `stage` has device and kernels."""
         self._recorder = recorder
         self._stage = stage
         self._worker = worker
@@ -150,7 +150,7 @@ def _computes(loaded: LoadedStage | None) -> Attributes:
 
 
 def _durations(steps: list[_DoneStep]) -> Attributes:
-    """What the steps took, each part in seconds."""
+    """Sum of each part over the steps, in seconds."""
     timings = [each.timing for each in steps]
     return {
         Attr.HOP_DURATION: sum(each.hop_s or 0.0 for each in timings),

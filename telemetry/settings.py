@@ -22,7 +22,7 @@ _HEADER = re.compile(r"\s*[!#$%&'*+.^_`|~0-9A-Za-z-]+\s*=.*")
 
 
 def check_exporter_variables(environment: Mapping[str, str], signal: str) -> None:
-    """Of `signal`, "TRACES" or "METRICS". Raises ValueError that names the variable and its value."""
+    """Check variables of `signal`, "TRACES" or "METRICS". Raises ValueError with name and value."""
     name, endpoint = _given(environment, signal, "ENDPOINT")
     if endpoint and not _is_endpoint(endpoint):
         raise ValueError(f"{name} is {endpoint!r}, but must be http://HOST:PORT or https://HOST:PORT")
@@ -42,7 +42,7 @@ def check_exporter_variables(environment: Mapping[str, str], signal: str) -> Non
 
 
 def _given(environment: Mapping[str, str], signal: str, kind: str) -> tuple[str, str]:
-    """The variable that counts, and its value; that of the signal goes before that of all."""
+    """The effective variable and its value; the one of the signal overrides the general one."""
     names = (f"OTEL_EXPORTER_OTLP_{signal}_{kind}", f"OTEL_EXPORTER_OTLP_{kind}")
     return next(
         ((name, value) for name in names if (value := environment.get(name, "").strip())), (names[1], "")
@@ -69,11 +69,11 @@ def _is_time(text: str) -> bool:
 
 
 DEFAULT_INTERVAL_S = 60.0
-"""OpenTelemetry's own."""
+"""OpenTelemetry's default."""
 
 
 class OtlpProtocol(Enum):
-    """How a collector is spoken to."""
+    """Protocol of a collector."""
 
     GRPC = "grpc"
     HTTP = "http/protobuf"
@@ -81,7 +81,7 @@ class OtlpProtocol(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricsExport:
-    """`collector` None: there is none.
+    """Where metrics are exported; `collector` is None without a collector.
 
     Endpoint, headers, certificates, compression and timeout are read from the environment by the SDK's
     exporter itself.
@@ -96,7 +96,7 @@ NO_COLLECTOR = MetricsExport()
 
 
 def metrics_export(environment: Mapping[str, str]) -> MetricsExport:
-    """As the variables OTEL_* say. Raises ValueError for a value that nobody would act on."""
+    """Read the OTEL_* variables. Raises ValueError for a value that would be ignored."""
     return MetricsExport(collector=_collector(environment), interval_s=_interval_s(environment))
 
 
@@ -114,7 +114,7 @@ def _collector(environment: Mapping[str, str]) -> OtlpProtocol | None:
 
 
 def _of_metrics(environment: Mapping[str, str], what: str) -> str:
-    """The variable for metrics, or else the one for everything."""
+    """The variable for metrics, or else the general one."""
     own = environment.get(f"OTEL_EXPORTER_OTLP_METRICS_{what}", "").strip()
     return own or environment.get(f"OTEL_EXPORTER_OTLP_{what}", "").strip()
 
@@ -135,8 +135,12 @@ PROTOCOLS = ("grpc", "http/protobuf")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TelemetrySettings:
-    """`protocol`: how traces go to a collector; None where there is none. `sampler` None: what the command
-    line says. `metrics`: where those go.
+    """Settings from the environment.
+
+    Attributes:
+        protocol: of the collector of traces; None without a collector.
+        sampler: None leaves sampling to the command line.
+        metrics: where metrics are exported.
     """
 
     is_disabled: bool = False
@@ -147,13 +151,13 @@ class TelemetrySettings:
 
 
 NO_SETTINGS = TelemetrySettings()
-"""Where no variable is set."""
+"""The settings without any variable."""
 DISABLED = TelemetrySettings(is_disabled=True, sampler=ALWAYS_OFF)
-"""Nothing is recorded, and nothing sent."""
+"""No recording and no exporting."""
 
 
 def read_environment(environment: Mapping[str, str], *, version: str) -> TelemetrySettings:
-    """`version` is that of the program. Raises ValueError for a value that nobody would act on."""
+    """Read the OTEL_* variables. Raises ValueError for a value that would be ignored."""
     if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return DISABLED
     return TelemetrySettings(
@@ -201,7 +205,7 @@ def _sampler(environment: Mapping[str, str]) -> Sampler | None:
 
 
 def parse_ratio(text: str, name: str) -> float:
-    """A number from 0 to 1. Raises ValueError, which calls it `name`."""
+    """Parse a number from 0 to 1. Raises ValueError with `name`."""
     try:
         ratio = float(text)
     except ValueError:

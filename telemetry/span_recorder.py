@@ -23,7 +23,7 @@ from wire.clock import ClusterClock
 
 
 def ratio_sampler(ratio: float) -> Sampler:
-    """As the caller has decided; `ratio` of those that nobody has decided about."""
+    """Follow the caller's decision; sample `ratio` of the requests without one."""
     return ParentBased(TraceIdRatioBased(ratio))
 
 
@@ -41,8 +41,9 @@ _OK = Status(StatusCode.UNSET)
 
 
 class SpanRecorder:
-    """One per process. Spans are recorded when they are over, so nothing has to be kept open; times are on
-    the clock of `time.monotonic`, and become those of the coordinator's clock here.
+    """Records spans when they are over, so none is kept open. One per process.
+
+    Times are given on the clock of `time.monotonic` and converted to the coordinator's clock.
     """
 
     def __init__(self, resource: Resource, clock: ClusterClock, sinks: Sequence[SpanSink]) -> None:
@@ -52,21 +53,20 @@ class SpanRecorder:
 
     @property
     def clock(self) -> ClusterClock:
-        """The clock that spans are on."""
         return self._clock
 
     @property
     def num_dropped(self) -> int:
-        """Spans that a sink did not take, counted once for each sink."""
+        """Spans that a sink dropped, counted once per sink."""
         return sum(sink.num_dropped for sink in self._sinks)
 
     def start(self) -> None:
-        """Begins to pass spans on."""
+        """Start the sinks."""
         for sink in self._sinks:
             sink.start()
 
     async def close(self) -> None:
-        """Passes on what is there."""
+        """Flush and close the sinks."""
         for sink in self._sinks:
             await sink.close()
 
@@ -83,7 +83,7 @@ class SpanRecorder:
         events: Sequence[tuple[str, float]] = (),
         is_server: bool = False,
     ) -> None:
-        """A span that is over; `error` says why it is one. `events` are names, and when."""
+        """Record a finished span. `error` is the reason of a failure; `events` are names and times."""
         at_us = self._clock.at_us
         span = ReadableSpan(
             name,
@@ -103,8 +103,9 @@ class SpanRecorder:
 
 
 def new_resource(service: str, *, instance: str, version: str) -> Resource:
-    """What spans and metrics of this process say about it. OTEL_RESOURCE_ATTRIBUTES may say more, and it and
-    OTEL_SERVICE_NAME another name than `service`.
+    """The resource of this process's spans and metrics.
+
+    OTEL_RESOURCE_ATTRIBUTES adds attributes; it and OTEL_SERVICE_NAME override `service`.
     """
     default = Resource({"service.namespace": "stageline", "service.name": service})
     own = Resource({"service.instance.id": instance, "service.version": version})
@@ -124,7 +125,7 @@ def new_trace_id() -> int:
 def new_recorder(
     service: str, own: SpanSink, settings: TelemetrySettings, clock: ClusterClock, *, instance: str
 ) -> SpanRecorder:
-    """The recorder of this process. Its spans go to `own`, and to a collector where `settings` name one."""
+    """The recorder of this process: exports to `own`, and to a collector if `settings` name one."""
     resource = new_resource(service, instance=instance, version=settings.service_version)
     sinks: list[SpanSink] = []
     if not settings.is_disabled:

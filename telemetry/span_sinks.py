@@ -21,32 +21,32 @@ log = logging.getLogger(__name__)
 
 QUEUED_SPANS = 4096
 BATCH_SPANS = 16
-"""Spans that are encoded at once: 100 us each, during which nothing else happens in this process."""
+"""Spans per encoded batch; 100 us each, during which the event loop is blocked."""
 DELAY_S = 0.2
-"""How long a span waits for others, so that many travel together."""
+"""How long a span waits for others, to be sent in one batch."""
 SEND_TIMEOUT_S = 3.0
 
 
 class SpanSink(ABC):
-    """Takes finished spans. Used on the event loop only."""
+    """Accepts finished spans. Used on the event loop only."""
 
     num_dropped: int = 0
 
     @abstractmethod
     def offer(self, span: ReadableSpan) -> None:
-        """Takes a span, or drops it."""
+        """Accept a span, or drop it."""
 
     @abstractmethod
     def start(self) -> None:
-        """Begins to pass spans on."""
+        """Start to export."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Passes on what is there, within a moment, and ends."""
+        """Export queued spans, with a deadline, and stop."""
 
 
 class QueueSink(SpanSink):
-    """A bounded queue, and a task that hands small batches of encoded spans to whoever takes them."""
+    """A bounded queue, and a task that delivers small batches of encoded spans."""
 
     def __init__(self) -> None:
         self.num_dropped = 0
@@ -82,7 +82,7 @@ class QueueSink(SpanSink):
                     is_closing = await self._is_closing.wait()
             while self._queue:
                 await self._pass_on()
-                # Whatever else is due goes first.
+                # Let other tasks run between batches.
                 await asyncio.sleep(0)
 
     async def _pass_on(self) -> None:
@@ -96,14 +96,14 @@ class QueueSink(SpanSink):
 
     @abstractmethod
     async def deliver(self, request: trace_service_pb2.ExportTraceServiceRequest) -> bool:
-        """Whether it was taken."""
+        """Return whether the batch was accepted."""
 
 
 class StoreSink(QueueSink):
-    """Into a store in this process."""
+    """Adds spans to a store in this process."""
 
     def __init__(self, add: Callable[[Sequence[ResourceSpans]], object]) -> None:
-        """`add` takes the `ResourceSpans` of a batch."""
+        """`add` receives the `ResourceSpans` of a batch."""
         super().__init__()
         self._add = add
 
@@ -113,7 +113,7 @@ class StoreSink(QueueSink):
 
 
 class CoordinatorSink(QueueSink):
-    """To the coordinator's `TraceService`. While it does not answer, spans are dropped, not kept."""
+    """Exports to the coordinator's `TraceService`. Spans are dropped while it is unreachable."""
 
     def __init__(self, address: str) -> None:
         super().__init__()
@@ -142,13 +142,13 @@ class CoordinatorSink(QueueSink):
 
 
 COLLECTOR_BATCH_SPANS = 64
-"""The thread holds the interpreter while it encodes a batch, so batches are small."""
+"""The thread holds the interpreter lock while it encodes a batch, so batches are small."""
 DELAY_MS = 500.0
 CLOSE_TIMEOUT_S = 2.0
 
 
 class CollectorSink(SpanSink):
-    """A BatchSpanProcessor that is never given more than it has room for."""
+    """A BatchSpanProcessor that never receives more than its queue holds."""
 
     def __init__(self, exporter: SpanExporter) -> None:
         self._exporter = _Counting(exporter)
@@ -163,7 +163,7 @@ class CollectorSink(SpanSink):
 
     @property
     def num_dropped(self) -> int:  # type: ignore[override]
-        """What found no room, and what the collector did not take."""
+        """Spans that did not fit, and spans that the collector did not accept."""
         return self._num_refused + self._exporter.num_failed
 
     def offer(self, span: ReadableSpan) -> None:
@@ -174,7 +174,7 @@ class CollectorSink(SpanSink):
             self._processor.on_end(span)
 
     def start(self) -> None:
-        """The thread runs already."""
+        """The processor's thread runs already."""
 
     async def close(self) -> None:
         loop = asyncio.get_running_loop()
@@ -186,7 +186,7 @@ class CollectorSink(SpanSink):
 
 
 class _Counting(SpanExporter):
-    """Passes spans on, and counts them; on the processor's thread."""
+    """Counts exported spans; runs on the processor's thread."""
 
     def __init__(self, exporter: SpanExporter) -> None:
         self._exporter = exporter
@@ -205,8 +205,9 @@ class _Counting(SpanExporter):
 
 
 def new_exporter(protocol: str) -> SpanExporter:
-    """The exporter for "grpc" or "http/protobuf"; it reads the standard variables. Imported late: most
-    clusters have no collector, and a worker need not hold what it does not use.
+    """The exporter for "grpc" or "http/protobuf"; it reads the standard variables.
+
+    Imported late: most clusters have no collector.
     """
     if protocol == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter

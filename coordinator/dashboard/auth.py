@@ -85,7 +85,7 @@ class DashboardAuth:
             return error_response(500, "internal error; the coordinator's log has the details")
 
     def check_token(self, request: web.Request) -> None:
-        """Raises what is answered to whoever may not change anything."""
+        """Raises the HTTP error for a caller without the operator token."""
         if self._token is None:
             raise web.HTTPForbidden(text="this coordinator was started without --token-file: read only")
         scheme, _, given = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")

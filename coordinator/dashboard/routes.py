@@ -222,14 +222,14 @@ def _second(second: PastSecond) -> dict[str, Any]:
 
 
 MAX_THREADS = 2
-"""That work for all readers together; who comes later waits."""
+"""For all readers together; further requests wait."""
 LISTED_TRACES = 100
-"""Unless told otherwise."""
+"""Default limit of the list of traces."""
 MOST_LISTED_TRACES = 512
 
 
 class Routes:
-    """One handler for each path."""
+    """One handler per path."""
 
     def __init__(self, sources: DashboardContext, guard: DashboardAuth) -> None:
         self._sources = sources
@@ -239,7 +239,6 @@ class Routes:
         self._drains = set[asyncio.Task[None]]()
 
     def table(self) -> list[web.RouteDef]:
-        """For the server."""
         return [
             web.get("/", self.page),
             web.get("/static/{name}", self.static),
@@ -257,7 +256,7 @@ class Routes:
         ]
 
     def close(self) -> None:
-        """Nobody waits for workers that leave any more; they leave all the same."""
+        """Stop waiting for draining workers; they continue to drain."""
         for task in self._drains:
             task.cancel()
 
@@ -279,7 +278,7 @@ class Routes:
         return _json_response(fields)
 
     async def activity(self, request: web.Request) -> web.Response:
-        """`?after=STEP_NUMBER&since=US` leaves out what the client has already."""
+        """`?after=STEP_NUMBER&since=US` leaves out steps and seconds that the client already has."""
         after_step, since_us = _number(request, "after"), _number(request, "since")
         async with self._threads:
             snapshot = self._sources.activity.snapshot()
@@ -287,7 +286,7 @@ class Routes:
         return web.Response(body=body, content_type="application/json")
 
     async def traces(self, request: web.Request) -> web.Response:
-        """`?limit=N` of the requests whose traces are kept, latest first."""
+        """The newest `?limit=N` requests with a stored trace."""
         limit = _number(request, "limit", LISTED_TRACES)
         if not 1 <= limit <= MOST_LISTED_TRACES:
             raise web.HTTPBadRequest(text=f"limit is {limit}, but must be 1 to {MOST_LISTED_TRACES}")
@@ -297,7 +296,7 @@ class Routes:
         return web.Response(body=body, content_type="application/json")
 
     async def trace(self, request: web.Request) -> web.Response:
-        """By the id of its request, or the beginning of it."""
+        """A trace by its request id, or the beginning of it."""
         facts = await self._sources.traces.facts(request.match_info["request_id"])
         async with self._threads:
             body = await asyncio.to_thread(to_json, facts)
@@ -313,7 +312,7 @@ class Routes:
         return _text_response("ok\n")
 
     async def ready(self, request: web.Request) -> web.Response:
-        """200 only while tokens are produced, and new requests are welcome."""
+        """200 only while the cluster serves and accepts new requests."""
         state, availability = self._sources.controller.state, self._sources.controller.availability
         if state.phase is ClusterPhase.SERVING and availability.health == cluster_pb2.HEALTH_SERVING:
             return _text_response("serving\n")
@@ -337,7 +336,7 @@ class Routes:
         return _json_response({})
 
     async def drain(self, request: web.Request) -> web.Response:
-        """Answers at once; the worker leaves when its layers have moved."""
+        """Respond at once; the worker leaves after its layers have moved."""
         self._guard.check_token(request)
         name = request.match_info["name"]
         if name not in self._sources.controller.connections:

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class AiohttpLogger(logging.LoggerAdapter[logging.Logger]):
-    """Whoever connects can send bytes that are no HTTP: no error of ours, and no reason to fill a log."""
+    """Logs non-HTTP connections at debug: any client can send such bytes."""
 
     def __init__(self) -> None:
         super().__init__(log, {})

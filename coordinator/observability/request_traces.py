@@ -21,7 +21,7 @@ from wire.steps import Prefill, Step, StepResult
 from wire.trace_context import DECODE, format_traceparent, parse_traceparent, span_context, work_span
 
 MOST_HELD_SPANS = 64
-"""Spans of a request that is not sampled that are held, in case that something goes wrong with it."""
+"""Maximum number of held spans of an unsampled request; recorded if it is interrupted or fails."""
 
 
 RESUMED = "the coordinator was started again"
@@ -29,9 +29,7 @@ RESUMED = "the coordinator was started again"
 
 @dataclass(frozen=True, slots=True)
 class ObservedStep:
-    """A step as the coordinator sees it: `took_s` from being handed out to its answer, of which `result_s`
-    since LAST had the answer ready.
-    """
+    """A step: `took_s` from sending to answer, of it `result_s` since LAST had the answer."""
 
     epoch: int
     step_id: int
@@ -41,7 +39,7 @@ class ObservedStep:
 
 @dataclass(slots=True)
 class SentChunk:
-    """A prefill chunk on its way."""
+    """A prefill chunk in flight."""
 
     generation: int
     epoch: int
@@ -54,9 +52,7 @@ class SentChunk:
 
 @dataclass(slots=True)
 class ChoiceTrace:
-    """What one choice does now: it waits for `waits_for` since `since_s`, has chunks on their way, or
-    decodes.
-    """
+    """State of one choice: waiting for `waits_for` since `since_s`, with chunks in flight, or decoding."""
 
     index: int
     since_s: float
@@ -80,8 +76,9 @@ class _HeldSpan:
 
 
 class RequestTrace:
-    """Made when a call arrives. Whether it is sampled was decided then; a preemption, a recovery or an error
-    makes it be recorded all the same, with what was held until then.
+    """The trace of one request, created when its call arrives, which also decides whether it is sampled.
+
+    A preemption, a recovery or an error makes an unsampled request recorded, with the spans held until then.
     """
 
     def __init__(
@@ -94,7 +91,7 @@ class RequestTrace:
         arrived_s: float,
         begun: SpanContext | None = None,
     ) -> None:
-        """`parent` is the caller's span, `begun` the request's own, if a former coordinator has begun it."""
+        """`parent` is the caller's span; `begun` the span of a request restored from the journal."""
         self._recorder = recorder
         self._parent = parent
         self.context = span_context(
@@ -120,16 +117,16 @@ class RequestTrace:
 
     @property
     def traceparent(self) -> str:
-        """W3C's header, of the request's span."""
+        """W3C header of the request's span."""
         return format_traceparent(self.context)
 
     @property
     def caller_traceparent(self) -> str:
-        """Of the span that it is below, or empty."""
+        """W3C header of the caller's span, or empty."""
         return "" if self._parent is None else format_traceparent(self._parent)
 
     def accept(self, num_choices: int, now_s: float) -> None:
-        """The request is in the queue; that of a former coordinator recovers from the loss of it."""
+        """The request is queued; a restored one starts with a recovery."""
         self.choices = tuple(ChoiceTrace(index, now_s) for index in range(num_choices))
         if not self._is_resumed:
             self._emit(SpanName.INTAKE, self.arrived_s, now_s, {})
@@ -140,7 +137,7 @@ class RequestTrace:
         self.record_always()
 
     def send_chunk(self, choice: ChoiceTrace, chunk: SentChunk) -> None:
-        """A prompt chunk of a choice is handed out."""
+        """A prompt chunk of a choice was sent."""
         if choice.waits_for is not None:
             self._end_wait(choice, chunk.sent_s)
         if self.scheduled_s is None:
@@ -155,7 +152,7 @@ class RequestTrace:
             self._emit_chunk(choice, chunk, now_s, step)
 
     def answer_token(self, choice: ChoiceTrace, step: ObservedStep, now_s: float) -> None:
-        """A token has come: the first one of this start, or one more."""
+        """A token arrived: the first since the last start, or a further one."""
         if choice.is_decoding:
             choice.steps.append(step)
             return
@@ -164,7 +161,7 @@ class RequestTrace:
         choice.is_decoding, choice.since_s = True, now_s
 
     def end_choice(self, choice: ChoiceTrace, now_s: float) -> None:
-        """Nothing more comes of it."""
+        """A choice finished or was dropped."""
         if choice.is_over:
             return
         if choice.waits_for is not None:
@@ -173,7 +170,7 @@ class RequestTrace:
         choice.is_over = True
 
     def interrupt(self, choice: ChoiceTrace, kind: SpanName, reason: str, now_s: float) -> None:
-        """A choice that was computing waits again: PREEMPTION or RECOVERY. From here on it is recorded."""
+        """A running choice waits again, for PREEMPTION or RECOVERY. Its request is recorded from now on."""
         if choice.is_over or choice.waits_for is not None:
             return
         self._stop_work(choice, now_s)
@@ -181,7 +178,7 @@ class RequestTrace:
         self.record_always()
 
     def record_always(self) -> None:
-        """It is recorded from now on, with what has been held."""
+        """Record the request from now on, and the held spans."""
         if self.is_recorded:
             return
         self.is_recorded = True
@@ -194,7 +191,7 @@ class RequestTrace:
             self._record(each.name, context, each.start_s, each.end_s, each.attributes, each.error)
 
     def end(self, attributes: Attributes, error: str | None, now_s: float) -> None:
-        """The request is over: its own span."""
+        """Record the request's own span."""
         for choice in self.choices:
             self.end_choice(choice, now_s)
         if error is not None:
@@ -220,7 +217,7 @@ class RequestTrace:
         choice.waits_for, choice.reason = None, ""
 
     def _stop_work(self, choice: ChoiceTrace, now_s: float) -> None:
-        """Chunks that are on their way are not waited for; stages may compute them, under their spans."""
+        """End chunks in flight and decoding. Stages may still compute those chunks."""
         for chunk in choice.chunks.values():
             self._emit_chunk(choice, chunk, now_s, None)
         choice.chunks.clear()
@@ -301,7 +298,7 @@ REQUEUED = "requests that may be why a worker was lost run alone"
 
 @dataclass(frozen=True, slots=True)
 class _Owner:
-    """Whose a sequence is."""
+    """The request and choice of a sequence."""
 
     trace: RequestTrace
     choice: ChoiceTrace
@@ -319,8 +316,8 @@ class RequestTraces(EngineObserver):
         model: str,
         on_refusal: Callable[[Exception], None] = lambda error: None,
     ) -> None:
-        """`model` is what the served model is called. `on_refusal` is told why a call becomes no request,
-        unless its client has left.
+        """`model` is the served model's name. `on_refusal` receives the error of each rejected call, unless
+        its client disconnected.
         """
         self._recorder = recorder
         self._sampler = sampler
@@ -334,7 +331,7 @@ class RequestTraces(EngineObserver):
     def arrival(
         self, request_id: RequestId, parent: SpanContext | None, arrived_s: float
     ) -> Iterator[RequestTrace]:
-        """A call that has arrived becomes a request within this. An error in it is the end of the trace."""
+        """Context in which a call becomes a request. An error in it ends the trace."""
         trace = self._new_trace(parent, arrived_s)
         try:
             yield trace
@@ -350,7 +347,7 @@ class RequestTraces(EngineObserver):
 
     @contextmanager
     def nameless_arrival(self) -> Iterator[None]:
-        """The id of a call is not known within this, so an error in it is in no trace."""
+        """Context in which the request id is not known yet: an error in it is in no trace."""
         try:
             yield
         except Exception as error:
@@ -358,9 +355,7 @@ class RequestTraces(EngineObserver):
             raise
 
     def resumed(self, traceparent: str, caller_traceparent: str, arrived_s: float) -> RequestTrace | None:
-        """The trace of a request that a former coordinator has left, which goes on under the same span; None
-        where there is none.
-        """
+        """The trace of a restored request, continued under the same span; None without a traceparent."""
         begun = parse_traceparent(traceparent)
         if begun is None:
             return None
@@ -377,7 +372,7 @@ class RequestTraces(EngineObserver):
         trace = request.trace
         if trace is None:
             trace = request.trace = self._new_trace(None, now_s)
-        assert isinstance(trace, RequestTrace), "whoever traces requests makes their traces"
+        assert isinstance(trace, RequestTrace), "another tracer created the trace"
         trace.accept(len(request.choices), now_s)
         for choice, state in zip(request.choices, trace.choices, strict=True):
             if choice.sequence.state.is_live:
@@ -509,7 +504,7 @@ class RequestTraces(EngineObserver):
 
 
 def _mark(trace: RequestTrace, sequence: Sequence) -> None:
-    """From its next start on, stages record what they do for it."""
+    """Make stages record spans of a sequence from its next start on, if its request is recorded."""
     sequence.traceparent = format_traceparent(trace.context) if trace.is_recorded else ""
 
 
@@ -519,7 +514,7 @@ def _outcome(error: BaseException) -> str:
 
 
 def _text(error: BaseException) -> str:
-    """What of it a client may see."""
+    """The part of an error that clients may see."""
     if isinstance(error, asyncio.CancelledError):
         return "the client has left"
     return str(error) if isinstance(error, ServingError) else INTERNAL_ERROR

@@ -1,10 +1,10 @@
 """Recent steps: when sent, computed per stage and answered; stage load and bubble.
 
-All times are in seconds of the coordinator's monotonic clock. When a stage computes is put together from what
-stages measure: from when a step is handed out, each adds the hop to it, receiving, waiting and computing.
+All times are seconds of the coordinator's monotonic clock. A stage's computation is placed by adding up, from
+the sending of the step, the measured hop, receive, wait and compute times of all stages before it.
 
-The times of a step are known when it is answered. So what a stage has done lately is not known yet while
-steps are in flight; its shares then end with the last computation that is known of it.
+These times are known when a step is answered. While steps are in flight, a stage's share ends with its last
+known computation.
 """
 
 import math
@@ -18,7 +18,7 @@ from wire.steps import StageTime
 KEPT_S = 10.0
 MAX_STEPS = 4096
 MAX_STAGE_TIMES = 32768
-"""Of all steps together: with 64 stages, 512 steps are kept."""
+"""Limit over all steps: with 64 stages, 512 steps are stored."""
 
 
 class StepHistory(FactObserver):
@@ -67,10 +67,10 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLoad:
-    """Of one stage in the last seconds.
+    """Load of one stage over the last seconds.
 
-    `busy_share`: of all time, that in which it computes. Times are means per step, in seconds; `hop_s` ends
-    with the first byte of the frame, as in traces.
+    `busy_share` is the share of time spent computing. Times are means per step in seconds; `hop_s` ends with
+    the first byte of the frame, as in traces.
     """
 
     num_steps: int
@@ -83,8 +83,10 @@ class StageLoad:
 def stage_loads(
     steps: Sequence[StepRecord], now_s: float, *, began_s: float, is_idle: bool
 ) -> list[StageLoad]:
-    """For each stage of the newest step whose times are known; empty without any. Nothing before `began_s`
-    counts, and neither do steps without slices or of other plans. `is_idle`: no step is in flight.
+    """Load of each stage of the newest step with stage times; empty without one.
+
+    Time before `began_s`, steps without slices and steps of other plans do not count. `is_idle`: no step is
+    in flight.
     """
     known = [each for each in steps if each.stage_times and each.sent.num_sequences]
     if not known:
@@ -92,7 +94,7 @@ def stage_loads(
     num_stages = len(known[-1].stage_times)
     known = [each for each in known if len(each.stage_times) == num_stages]
     begin_s = max(now_s - KEPT_S, began_s)
-    # Only steps that were handed out before the window can have been computed before it.
+    # Only steps that were sent before the window can have been computed before it.
     early = [list(each.computed()) for each in known if each.sent.sent_s < begin_s]
     ends_s = [end_s for _, end_s in known[-1].computed()]
     loads = []
@@ -104,7 +106,7 @@ def stage_loads(
 
 
 def _load(times: Sequence[StageTime], before_s: float, window_s: float) -> StageLoad:
-    """`before_s` of what was computed was computed before the window."""
+    """`before_s` of the compute time was before the window."""
     count = len(times)
     compute_s = sum([each.compute_us for each in times]) / 1e6
     return StageLoad(
@@ -155,7 +157,7 @@ class BubbleWindow:
         second.computed_s += computed_s
 
     def share(self, now_s: float) -> float | None:
-        """In [0, 1]; None where nothing was in flight."""
+        """In [0, 1]; None without steps in flight."""
         recent = [each for each in self._seconds if each.index > now_s - WINDOW_S]
         active_s = sum(each.active_s for each in recent)
         if active_s <= 0:

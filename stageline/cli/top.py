@@ -42,15 +42,15 @@ def format_rate(per_second: float) -> str:
 
 WINDOW_US = 3_000_000
 _SHADES = "·░▒▓█"
-"""By the share of a column's time in which the stage computes; nothing of it is a bubble."""
+"""By the share of a column's time in which the stage computes; none is a bubble."""
 _LABEL = 7
 _MOST_COLUMNS = 150
 
 
 def pipeline_rows(activity: telemetry_pb2.GetActivityResponse, *, width: int) -> list[Text]:
-    """A heading, and a row for each stage; none where no step was answered lately.
+    """A heading and a row per stage; empty without recently answered steps.
 
-    What is shown ends where everything is known: with the last answer, while steps are in flight.
+    While steps are in flight, the window ends with the last answer, because later times are not known yet.
     """
     num_stages = len(activity.stages)
     if not num_stages or not activity.steps:
@@ -79,7 +79,7 @@ def pipeline_rows(activity: telemetry_pb2.GetActivityResponse, *, width: int) ->
 
 
 def _add(columns: list[float], begin: float, end: float) -> None:
-    """To each column the share of it that [begin, end) covers."""
+    """Add to each column the share of it that [begin, end) covers."""
     for column in range(max(0, int(begin)), min(len(columns), int(end) + 1)):
         columns[column] += max(0.0, min(end, column + 1) - max(begin, column))
 
@@ -116,14 +116,14 @@ _WIDE = 110
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What was asked for at the same time."""
+    """Status and activity of one moment."""
 
     status: cluster_pb2.GetStatusResponse
     activity: telemetry_pb2.GetActivityResponse
 
 
 def top_view(frame: Frame, *, width: int, height: int | None = None) -> RenderableType:
-    """In `width` columns; with a `height`, as many requests as there is room for."""
+    """The view in `width` columns; with a `height`, as many requests as fit."""
     rows = pipeline_rows(frame.activity, width=width)
     above: list[RenderableType] = [
         Text(describe_cluster(frame.status)),
@@ -195,7 +195,7 @@ def _quantiles(found: telemetry_pb2.Quantiles) -> tuple[str, str, Text]:
 def _per_second(
     seconds: Iterable[telemetry_pb2.SecondActivity], name: str, now_us: int, count: int
 ) -> list[float]:
-    """Of the last whole seconds, oldest first; 0 where nothing happened."""
+    """Values of the last `count` whole seconds, oldest first; 0 for a second without activity."""
     values = {each.start_us // 1_000_000: float(getattr(each, name)) for each in seconds}
     last = now_us // 1_000_000 - 1
     return [values.get(second, 0.0) for second in range(last - count + 1, last + 1)]

@@ -19,7 +19,7 @@ SERVICE_NAME = "service.name"
 SERVICE_INSTANCE = "service.instance.id"
 NS_PER_S = 1_000_000_000
 MOST_LEVELS = 8
-"""Spans of a request are nested three levels deep; whoever is deeper than this is in a circle."""
+"""Spans of a request are nested three levels deep; deeper nesting means a cycle."""
 
 _OF_REQUEST = frozenset(SpanName) - {SpanName.GENERATE, SpanName.CLUSTER_RECOVERY}
 
