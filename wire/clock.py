@@ -31,7 +31,7 @@ class Exchange:
     back_us: int
 
     @property
-    def on_the_way_us(self) -> int:
+    def round_trip_us(self) -> int:
         """Network time of both messages together."""
         return (self.back_us - self.sent_us) - (self.answered_us - self.received_us)
 
@@ -75,10 +75,10 @@ class ClusterClock:
 
     def note(self, exchange: Exchange) -> None:
         """Update the offset; a negative round trip (a clock was set) discards earlier exchanges."""
-        if exchange.on_the_way_us < 0:
+        if exchange.round_trip_us < 0:
             self._exchanges.clear()
             return
         self._exchanges.append(exchange)
-        best = min(self._exchanges, key=lambda candidate: candidate.on_the_way_us)
-        self._uncertainty_us = max(1, best.on_the_way_us // 2)
+        best = min(self._exchanges, key=lambda candidate: candidate.round_trip_us)
+        self._uncertainty_us = max(1, best.round_trip_us // 2)
         self._offset_us = best.offset_us if abs(best.offset_us) > self._uncertainty_us else 0

@@ -164,7 +164,7 @@ def check_limits(config: object) -> None:
         low, high = setting.flag.min, setting.flag.max
         value = setting.value_in(config)
         if value is not None and low is not None and value < low:
-            raise ValueError(f"{setting.attribute} is {value}, but must be at least {low}")
+            raise ValueError(f"{setting.attribute} is {value}, the minimum is {low}")
         if value is not None and high is not None and value > high:
             raise ValueError(f"{setting.attribute} is {value}, the limit is {high}")
 
@@ -172,4 +172,4 @@ def check_limits(config: object) -> None:
 def check_positive(name: str, value: float) -> None:
     """Raise ValueError for a number that is not positive and finite."""
     if not 0 < value < math.inf:
-        raise ValueError(f"{name} is {value:g}, but must be positive and finite")
+        raise ValueError(f"{name} is {value:g}, must be positive and finite")

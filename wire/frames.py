@@ -162,8 +162,8 @@ def encode_frame(
     )
     yield write_chunk(first.SerializeToString(), payload[:CHUNK_BYTES])
     for position in range(CHUNK_BYTES, len(payload), CHUNK_BYTES):
-        further = stage_pb2.FrameChunk(is_last=position + CHUNK_BYTES >= len(payload))
-        yield write_chunk(further.SerializeToString(), payload[position : position + CHUNK_BYTES])
+        later = stage_pb2.FrameChunk(is_last=position + CHUNK_BYTES >= len(payload))
+        yield write_chunk(later.SerializeToString(), payload[position : position + CHUNK_BYTES])
 
 
 class _Parts:
@@ -224,7 +224,7 @@ class FrameAssembler:
         if parts is None:
             parts = self._parts = _Parts(chunk)
         else:
-            _check_further(chunk, payload)
+            _check_later_chunk(chunk, payload)
         self._check_size(parts.size_bytes + len(payload))
         parts.add(payload)
         if not chunk.is_last:
@@ -273,7 +273,7 @@ class FrameAssembler:
         return Frame(step, first.step, hidden, times, ready_at_us)
 
 
-def _check_further(chunk: stage_pb2.FrameChunk, payload: Payload) -> None:
+def _check_later_chunk(chunk: stage_pb2.FrameChunk, payload: Payload) -> None:
     if chunk.step or chunk.hidden or chunk.stage_times:
         raise StepFault(StepFaultKind.UNDECODABLE, "a new frame began inside an incomplete frame")
     if not payload:

@@ -61,7 +61,7 @@ def _packed(message: error_details_pb2.ErrorInfo | error_details_pb2.RetryInfo) 
     return packed
 
 
-class _Aborting:
+class _HealthContext:
     """Stands in for the call context in grpc's health servicer: `abort` raises ServiceNotFound."""
 
     def __init__(self, service: str) -> None:
@@ -77,7 +77,7 @@ class HealthServicer(health_aio.HealthServicer):  # type: ignore[misc]  # grpc_h
     async def Check(  # noqa: N802
         self, request: health_pb2.HealthCheckRequest, context: object
     ) -> health_pb2.HealthCheckResponse:
-        return await super().Check(request, _Aborting(request.service))
+        return await super().Check(request, _HealthContext(request.service))
 
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -101,9 +101,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler: Any = await continuation(handler_call_details)
         name = str(handler_call_details.method)
         if handler is None:
-            return grpc.stream_stream_rpc_method_handler(_refuse_method(name))
+            return grpc.stream_stream_rpc_method_handler(_reject_method(name))
         if not handler.request_streaming:
-            handler = handler._replace(request_deserializer=_tolerant(handler.request_deserializer))
+            handler = handler._replace(
+                request_deserializer=_rejecting_deserializer(handler.request_deserializer)
+            )
         if handler.unary_unary is not None:
             return handler._replace(unary_unary=_guard_unary(handler.unary_unary, name))
         if handler.stream_unary is not None:
@@ -113,7 +115,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return handler._replace(stream_stream=_guard_responses(handler.stream_stream, name))
 
 
-class _Refused:
+class _RejectedRequest:
     """Result of a deserializer that rejected a request; the handler raises `error`.
 
     Raising in the deserializer would send the parser's text to the client.
@@ -123,34 +125,34 @@ class _Refused:
         self.error = error
 
 
-def _tolerant(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
+def _rejecting_deserializer(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
     def parse(data: bytes) -> Any:
         try:
             return data if deserialize is None else deserialize(data)
         except DecodeError:
-            return _Refused(InvalidRequest(UNDECODABLE))
+            return _RejectedRequest(InvalidRequest(UNDECODABLE))
         except ServingError as error:
-            return _Refused(error)
+            return _RejectedRequest(error)
 
     return parse
 
 
-def _refuse_method(name: str) -> Callable[..., Any]:
+def _reject_method(name: str) -> Callable[..., Any]:
     async def refuse(requests: Any, context: Context) -> None:
         raise MethodNotFound(f"method {name[:_SHOWN_METHOD]!r} not found")
 
     return _guard_unary(refuse, name)
 
 
-def _raise_refusal(request: Any) -> None:
-    if isinstance(request, _Refused):
+def _raise_if_rejected(request: Any) -> None:
+    if isinstance(request, _RejectedRequest):
         raise request.error
 
 
 def _guard_unary(behaviour: Callable[[Any, Context], Awaitable[Any]], name: str) -> Callable[..., Any]:
     async def guarded(request: Any, context: Context) -> Any:
         try:
-            _raise_refusal(request)
+            _raise_if_rejected(request)
             return await behaviour(request, context)
         except Exception as error:
             await _abort(context, error, name, request)
@@ -168,7 +170,7 @@ def _guard_responses(behaviour: Callable[[Any, Context], Any], name: str) -> Cal
 def _guard_stream(behaviour: Callable[[Any, Context], AsyncIterator[Any]], name: str) -> Callable[..., Any]:
     async def guarded(request: Any, context: Context) -> AsyncIterator[Any]:
         try:
-            _raise_refusal(request)
+            _raise_if_rejected(request)
             async for response in behaviour(request, context):
                 yield response
         except Exception as error:
@@ -181,7 +183,7 @@ async def _abort(context: Context, error: Exception, name: str, request: Any) ->
     # gRPC handles its own errors: an explicit abort, a disconnected client, a stopping server.
     if isinstance(error, grpc.aio.BaseError) and not isinstance(error, grpc.aio.UsageError):
         raise error
-    if isinstance(error, DecodeError):  # in a stream; `_tolerant` handles single messages
+    if isinstance(error, DecodeError):  # in a stream; `_rejecting_deserializer` handles single messages
         error = InvalidRequest(UNDECODABLE)
     code, text = status_of(error)
     if not isinstance(error, ServingError):

@@ -79,7 +79,7 @@ class MessageScan:
 
     def check(self, data: bytes) -> None:
         """Raise MessageTooLarge, InvalidRequest (a field would be ignored) or DecodeError."""
-        _Walk(data, self._max_fields, self._unknown).message(self._root, 0, len(data), depth=1)
+        _FieldWalker(data, self._max_fields, self._unknown).message(self._root, 0, len(data), depth=1)
 
     def _message(self, descriptor: Descriptor) -> _Message:
         if (known := self._messages.get(descriptor.full_name)) is not None:
@@ -104,7 +104,7 @@ class MessageScan:
             fields[field.number << 3 | _LENGTH] = packed
 
 
-class _Walk:
+class _FieldWalker:
     def __init__(self, data: bytes, max_fields: int, unknown: UnknownFields) -> None:
         self._data = data
         self._max_fields = max_fields

@@ -13,22 +13,20 @@ def parse_size(text: str) -> int:
     """Parse a size such as 20GiB, 512MiB, 1.5GB or 4096B. Raises ValueError."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"{text!r} is not a size; write for example 20GiB, 512MiB or 8GB")
+        raise ValueError(f"{text!r} is not a size: write for example 20GiB, 512MiB or 8GB")
     if not match["unit"]:
         raise ValueError(
-            f"{text!r} has no unit; write for example {match['number']}GiB or {match['number']}B"
+            f"{text!r} has no unit: write for example  {match['number']}GiB or {match['number']}B"
         )
     unit = _UNITS.get(match["unit"].upper())
     if unit is None:
-        raise ValueError(
-            f"{text!r} has the unknown unit {match['unit']!r}; known are B, kB to TB, KiB to TiB"
-        )
+        raise ValueError(f"{text!r} has unknown unit {match['unit']!r}: use B, kB to TB or KiB to TiB")
     number = float(match["number"])
     if number * unit > MAX_BYTES:
-        raise ValueError(f"{text!r} is more than any machine has, the limit is {format_size(MAX_BYTES)}")
+        raise ValueError(f"{text!r} is too large, the limit is {format_size(MAX_BYTES)}")
     size = round(number * unit)
     if size == 0:
-        raise ValueError(f"{text!r} is nothing; a size is at least 1B")
+        raise ValueError(f"{text!r} is too small, the minimum is 1B")
     return size
 
 

@@ -26,8 +26,8 @@ def test_sizes_are_read_with_their_unit(text: str, size_bytes: int) -> None:
         ("-1GiB", "not a size"),
         ("1,5GiB", "not a size"),
         ("3XB", "unknown unit 'XB'"),
-        ("0GiB", "is nothing"),
-        ("99999TiB", "more than any machine has, the limit is 1024.0 TiB"),
+        ("0GiB", "is too small, the minimum is 1B"),
+        ("99999TiB", "is too large, the limit is 1024.0 TiB"),
     ],
 )
 def test_what_is_no_size_is_refused_with_the_text(text: str, message: str) -> None:
