@@ -15,6 +15,9 @@ from tests.temporary import end_in_order, process_directory
 # Before anything imports grpc: its core writes lines of its own about connections that end, which tests do on
 # purpose.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    # Processes of a parallel run cannot remove their directories when they are ended: their parent does.
+    os.environ["TMPDIR"] = str(process_directory("tests"))
 # Secrets and tokens of commands under test stay out of the user's own state directory.
 os.environ["XDG_STATE_HOME"] = str(process_directory("test-state"))
 # What a user's cache holds must not decide whether a test passes; processes inherit this.
@@ -41,6 +44,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for number, item in enumerate(items_of_test):
             if number not in kept:
                 item.add_marker("full")
+
+
+def pytest_sessionstart() -> None:
+    """Also the parent of a parallel run, which runs no test, removes its directories when it is ended."""
+    end_in_order()
 
 
 def pytest_runtest_setup() -> None:

@@ -35,7 +35,8 @@ async def test_it():
 
 async def start(temporary: Path, *arguments: str) -> asyncio.subprocess.Process:
     temporary.mkdir()
-    environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment = {**inherited, "TMPDIR": str(temporary), "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"}
     return await asyncio.create_subprocess_exec(
         *(sys.executable, *arguments), cwd=ROOT, env=environment, stdout=asyncio.subprocess.PIPE
     )
@@ -63,12 +64,18 @@ async def end(
 
 @pytest.mark.matrix(2)
 @pytest.mark.parametrize(
-    ("number", "passes", "code"),
-    [(None, True, 0), (None, False, 1), (signal.SIGINT, True, 2), (signal.SIGTERM, True, 2)],
-    ids=["passes", "fails", "SIGINT", "SIGTERM"],
+    ("number", "passes", "code", "parallel"),
+    [
+        (None, True, 0, ()),
+        (None, False, 1, ("-n", "2")),
+        (signal.SIGINT, True, 2, ()),
+        (signal.SIGTERM, True, 2, ()),
+        (signal.SIGTERM, True, 2, ("-n", "2")),
+    ],
+    ids=["passes", "fails", "SIGINT", "SIGTERM", "SIGTERM in parallel"],
 )
 async def test_a_test_run_leaves_no_file(
-    tmp_path: Path, number: signal.Signals | None, passes: bool, code: int
+    tmp_path: Path, number: signal.Signals | None, passes: bool, code: int, parallel: tuple[str, ...]
 ) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\nasyncio_mode = auto\n")
     (tmp_path / "test_it.py").write_text(
@@ -76,7 +83,8 @@ async def test_a_test_run_leaves_no_file(
             begun=str(tmp_path / "begun"), sleep_s=0 if number is None else TIMEOUT_S, passes=passes
         )
     )
-    options = ("-p", "no:cacheprovider", "-p", "tests.conftest", "--rootdir", str(tmp_path))
+    options = (*parallel, "-p", "no:cacheprovider", "-p", "tests.conftest", "--rootdir", str(tmp_path))
+    options += ("--basetemp", str(tmp_path / "base"))
     temporary = tmp_path / "temporary"
     process = await start(temporary, "-m", "pytest", *options, str(tmp_path / "test_it.py"))
     assert await end(process, number, after=(tmp_path / "begun").exists) == code
