@@ -1,4 +1,4 @@
-"""Assignments and reference requests of the coordinator, decoded and validated."""
+"""Decodes and validates the coordinator's assignments and reference requests."""
 
 from dataclasses import dataclass, field, replace
 
@@ -11,14 +11,16 @@ from wire.reference import Text
 from wire.tensors import DTYPE_FROM_MESSAGE, WIRE_DTYPE_FROM_MESSAGE, WireDType, can_carry, check_can_carry
 
 MAX_TOKENS = 1024
-"""Of all texts together."""
+"""Limit over all texts of a request."""
 MAX_TOP = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceRequest:
-    """`directory` is the coordinator's own path, "" for the built-in model. The most likely `num_top` tokens
-    are told of each row. `wire_dtype` is what hidden states travel in.
+    """Texts to compute reference outputs for.
+
+    `directory` is the coordinator's path ("" for the built-in model), `num_top` the number of most likely
+    tokens reported per row, `wire_dtype` the dtype of hidden states between stages.
     """
 
     directory: str
@@ -38,7 +40,7 @@ class ReferenceRequest:
 
 
 def decode_request(message: stage_pb2.ReferenceRequest, directory: str) -> ReferenceRequest:
-    """For the checkpoint in `directory`. Raises InvalidRequest for what no reference can be computed of."""
+    """Decode a request for the checkpoint in `directory`. Raises InvalidRequest."""
     dtype = DTYPE_FROM_MESSAGE.get(message.dtype)
     if dtype is None:
         raise InvalidRequest(f"dtype number {message.dtype} is not known")
@@ -56,7 +58,7 @@ def decode_request(message: stage_pb2.ReferenceRequest, directory: str) -> Refer
 
 
 class ReferenceAccess:
-    """What the coordinator said in its last Welcome. Until then nobody may ask anything."""
+    """Access to references, as granted by the coordinator's last Welcome; denied before the first one."""
 
     def __init__(self, refused: RefusedPeers) -> None:
         self._refused = refused
@@ -64,12 +66,15 @@ class ReferenceAccess:
         self._secret = b""
 
     def grant(self, welcome: cluster_pb2.Welcome) -> None:
-        """The coordinator that the worker has joined may ask, about the model that it serves."""
+        """Grant access to the joined coordinator, for the model that it serves."""
         self._model, self._secret = welcome.model, welcome.reference_secret
 
     def check(self, secret: bytes, *, fingerprint: str, host: str) -> str:
-        """The directory of the served checkpoint, as in ModelRef. Raises SecretMismatch for everyone but the
-        coordinator, HandshakeMismatch for another checkpoint. `host` is the caller's.
+        """Return the served checkpoint's directory, as in ModelRef.
+
+        Raises:
+            SecretMismatch: The caller on `host` is not the coordinator.
+            HandshakeMismatch: The request is for another checkpoint.
         """
         if not is_secret(secret, self._secret):
             raise self._refused.secret_mismatch("ComputeReference", "reference secret", host=host)
@@ -88,7 +93,7 @@ _ROLES: dict[int, StageRole] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What a mock stage needs to know of a model; a real one reads its own files. Zero: not told."""
+    """Model sizes for mock stages, 0 if unknown; real stages read their own files."""
 
     hidden_size: int = 0
     vocab_size: int = 0
@@ -99,8 +104,8 @@ class ModelShape:
 class Assignment:
     """One stage of a plan: layers [layer_begin, layer_end), KV capacity, and the upper bounds of a step.
 
-    `wire_dtype` is what it sends hidden states in; None for as they are computed. `reads_again`: what is in
-    memory of the model must not be used.
+    `wire_dtype` is the dtype of sent hidden states (None: the computed one). `force_reload` forbids reuse of
+    parts in memory.
     """
 
     plan_id: int
@@ -119,7 +124,7 @@ class Assignment:
     max_sequence_tokens: int
     model_shape: ModelShape = field(default_factory=ModelShape)
     wire_dtype: WireDType | None = None
-    reads_again: bool = False
+    force_reload: bool = False
 
     def __post_init__(self) -> None:
         expected = StageRole.of_stage(self.stage, self.num_stages)
@@ -143,24 +148,24 @@ class Assignment:
 
     @property
     def sent_dtype(self) -> WireDType:
-        """What hidden states leave this stage in."""
+        """Dtype of the hidden states that this stage sends."""
         return self.wire_dtype or self.dtype
 
     def loads_like(self, other: "Assignment") -> bool:
-        """Whether a stage loaded for `other` serves this assignment as it is."""
+        """Whether a stage loaded for `other` serves this assignment unchanged."""
         return self._without_place() == other._without_place()
 
     def _without_place(self) -> "Assignment":
-        """Without what does not change what is loaded: place in the plan, path of the model, trust."""
+        """This assignment without the fields that do not affect what is loaded."""
         num_stages = 1 if self.role is StageRole.ONLY else 3
         stage = {StageRole.FIRST: 0, StageRole.ONLY: 0, StageRole.MIDDLE: 1, StageRole.LAST: 2}[self.role]
         return replace(
-            self, plan_id=0, stage=stage, num_stages=num_stages, model_directory="", reads_again=False
+            self, plan_id=0, stage=stage, num_stages=num_stages, model_directory="", force_reload=False
         )
 
 
 def decode_assignment(message: cluster_pb2.AssignStage, *, wire_dtype: WireDType | None = None) -> Assignment:
-    """`wire_dtype` overrides the coordinator's. Raises ValueError for what no stage can be."""
+    """Decode an assignment; `wire_dtype` overrides the coordinator's. Raises ValueError."""
     role = _ROLES.get(message.role)
     if role is None:
         raise ValueError(f"role number {message.role} is not known")
@@ -188,7 +193,7 @@ def decode_assignment(message: cluster_pb2.AssignStage, *, wire_dtype: WireDType
             eos_token_ids=tuple(message.model.eos_token_ids),
         ),
         wire_dtype=wire_dtype or _assigned_wire_dtype(message.wire_dtype),
-        reads_again=message.reads_again,
+        force_reload=message.reads_again,
     )
 
 
@@ -204,8 +209,8 @@ def _assigned_wire_dtype(number: int) -> WireDType | None:
 def wants(
     message: cluster_pb2.AssignStage, loading: Assignment, *, wire_dtype: WireDType | None = None
 ) -> bool:
-    """Whether `message` asks for what is being loaded, under the worker's own `wire_dtype` if it has one.
-    One that makes no sense speaks against nothing.
+    """Whether `message` assigns what is being loaded, given the worker's own `wire_dtype`; true if
+    undecodable.
     """
     try:
         return decode_assignment(message, wire_dtype=wire_dtype).loads_like(loading)

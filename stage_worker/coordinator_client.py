@@ -1,4 +1,4 @@
-"""Cluster membership: one `Cluster.Join` stream, dialled again when it breaks."""
+"""Cluster membership of this worker: one `Cluster.Join` stream, reconnected with backoff."""
 
 import asyncio
 import logging
@@ -18,15 +18,17 @@ log = logging.getLogger(__name__)
 
 WELCOME_TIMEOUT_S = 10.0
 LOADING_TIMEOUT_S = 120.0
-"""What others may take to load the layers of a worker that leaves."""
+"""Maximum time for other workers to load the layers of a leaving worker."""
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 0.5
 
 LOADING_BEATS = 4
-"""Heartbeats in an interval while a stage loads. The tables of a large tokenizer hold the interpreter for
-most of a second: that silence must not be added to one that was there already."""
+"""Heartbeats per interval while a stage loads.
 
-# Waiting does not help against these: the two do not fit, or it is no coordinator that answers.
+Building a large tokenizer's tables holds the GIL for most of a second, which must not add to a full interval.
+"""
+
+# Retrying does not help: worker and coordinator are incompatible, or the server is not a coordinator.
 _FATAL = (
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -37,26 +39,26 @@ Call = grpc.aio.StreamStreamCall[cluster_pb2.WorkerMessage, cluster_pb2.Coordina
 
 
 class JoinRefused(Exception):
-    """The coordinator does not take this worker, and would not later."""
+    """The coordinator rejected this worker permanently."""
 
 
 class CoordinatorSilent(Exception):
-    """It does not answer any more."""
+    """The coordinator sent nothing for a whole lease."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Left:
-    """How a connection ended that the coordinator asked to end."""
+    """The coordinator asked this worker to leave."""
 
     reason: str
     exit_process: bool
 
 
 class CoordinatorClient:
-    """Keeps this worker joined until the coordinator lets it go.
+    """Keeps this worker joined until the coordinator tells it to leave.
 
-    Between two connections the loaded stage stays; the epoch does not, since whoever answers next begins a
-    new one.
+    The loaded stage survives a lost connection; the epoch does not, since the next connection begins a new
+    one.
     """
 
     def __init__(
@@ -65,26 +67,31 @@ class CoordinatorClient:
         coordinator: str,
         new_hello: Callable[[], cluster_pb2.WorkerHello],
         heartbeat: Callable[[], cluster_pb2.Heartbeat],
-        host: StageManager,
+        stage: StageManager,
         clock: ClusterClock,
     ) -> None:
-        """`new_hello` and `heartbeat` are asked for the state of the moment, `clock` hears the answers."""
+        """Args:
+        new_hello: Returns the hello for a new connection.
+        heartbeat: Returns the current heartbeat.
+        clock: Updated from heartbeat answers.
+        """
         self._coordinator = coordinator
         self._new_hello = new_hello
         self._heartbeat = heartbeat
-        self._host = host
+        self._stage = stage
         self._clock = clock
         self._backoff_s = FIRST_BACKOFF_S
-        self._waits_for = ""
+        self._logged_outage = ""
         self._rejoin_secret = b""
         self._connection: _Connection | None = None
         self._is_leaving = False
         self.leave_timeout_s = LOADING_TIMEOUT_S
-        """How long to wait for the coordinator, once it was asked to do without this worker."""
+        """Maximum wait for the coordinator's Leave after `ask_to_leave`."""
 
     def ask_to_leave(self) -> bool:
-        """Asks the coordinator to do without this worker; `run` returns when it does, or is gone. False when
-        nobody is there to ask.
+        """Ask the coordinator to drain this worker; `run` returns when it has, or when the connection ends.
+
+        Returns False when no coordinator is connected.
         """
         self._is_leaving = True
         if self._connection is None:
@@ -93,18 +100,18 @@ class CoordinatorClient:
         return True
 
     def stop_dialling(self) -> None:
-        """`run` returns when the connection that there is has ended."""
+        """Make `run` return when the current connection has ended."""
         self._is_leaving = True
 
     async def run(self) -> None:
-        """Returns when the coordinator asks the process to end. Raises JoinRefused."""
+        """Join, and rejoin, until the coordinator tells the process to exit. Raises JoinRefused."""
         while True:
             try:
                 left = await self._join_once()
             except (grpc.aio.AioRpcError, TimeoutError, CoordinatorSilent) as error:
-                self._say_waiting(error)
+                self._log_outage(error)
             else:
-                log.info("the coordinator asks this worker to leave: %s", left.reason)
+                log.info("leaving the cluster: %s", left.reason)
                 if left.exit_process:
                     return
                 self._backoff_s = MAX_BACKOFF_S
@@ -124,13 +131,13 @@ class CoordinatorClient:
     async def _serve(self, call: Call) -> _Left:
         async with asyncio.timeout(WELCOME_TIMEOUT_S):
             welcome = await self._welcome(call)
-        self._backoff_s, self._waits_for = FIRST_BACKOFF_S, ""
+        self._backoff_s, self._logged_outage = FIRST_BACKOFF_S, ""
         self.leave_timeout_s = welcome.drain_timeout_ms / 1000 + LOADING_TIMEOUT_S
-        self._host.reference_access.grant(welcome)
+        self._stage.reference_access.grant(welcome)
         self._rejoin_secret = welcome.rejoin_secret
         log.info("joined the coordinator at %s", self._coordinator)
         connection = self._connection = _Connection(call)
-        self._host.connected(connection.send, fingerprint=welcome.model.fingerprint)
+        self._stage.connected(connection.send, fingerprint=welcome.model.fingerprint)
         heartbeats = asyncio.create_task(self._beat(connection, welcome.heartbeat_interval_ms / 1000))
         writer = asyncio.create_task(connection.write())
         try:
@@ -140,7 +147,7 @@ class CoordinatorClient:
             for task in (heartbeats, writer):
                 task.cancel()
             await asyncio.gather(heartbeats, writer, return_exceptions=True)
-            self._host.disconnected()
+            self._stage.disconnected()
 
     async def _beat(self, connection: "_Connection", interval_s: float) -> None:
         while True:
@@ -150,7 +157,7 @@ class CoordinatorClient:
             heartbeat.clock_uncertainty_us = self._clock.uncertainty_us or 0
             heartbeat.sent_at_us = wall_clock_us()
             connection.send(cluster_pb2.WorkerMessage(heartbeat=heartbeat))
-            await asyncio.sleep(interval_s / LOADING_BEATS if self._host.is_loading else interval_s)
+            await asyncio.sleep(interval_s / LOADING_BEATS if self._stage.is_loading else interval_s)
 
     async def _welcome(self, call: Call) -> cluster_pb2.Welcome:
         hello = self._new_hello()
@@ -166,7 +173,7 @@ class CoordinatorClient:
         return message.welcome
 
     async def _read(self, call: Call, connection: "_Connection", *, lease_s: float | None) -> _Left:
-        """Every heartbeat is answered: a coordinator that is silent for `lease_s` is not reached any more."""
+        """Dispatch messages. Heartbeats are answered, so `lease_s` of silence means a lost coordinator."""
         while True:
             try:
                 async with asyncio.timeout(lease_s):
@@ -175,17 +182,17 @@ class CoordinatorClient:
                 raise CoordinatorSilent(f"silent for {lease_s:g} s") from None
             match message.WhichOneof("message"):
                 case "assign":
-                    self._host.submit(message.assign, connection.send)
+                    self._stage.submit(message.assign, connection.send)
                 case "begin_epoch":
-                    self._host.submit(message.begin_epoch, connection.send)
+                    self._stage.submit(message.begin_epoch, connection.send)
                 case "end_epoch":
-                    self._host.submit(message.end_epoch, connection.send)
+                    self._stage.submit(message.end_epoch, connection.send)
                 case "serving":
-                    self._host.submit(message.serving, connection.send)
+                    self._stage.submit(message.serving, connection.send)
                 case "verify_weights":
-                    self._host.submit(message.verify_weights, connection.send)
+                    self._stage.submit(message.verify_weights, connection.send)
                 case "report_states":
-                    self._host.submit(message.report_states, connection.send)
+                    self._stage.submit(message.report_states, connection.send)
                 case "heartbeat_answer":
                     answer = message.heartbeat_answer
                     self._clock.note(
@@ -196,10 +203,10 @@ class CoordinatorClient:
                 case "leave":
                     return _Left(message.leave.reason, message.leave.exit_process)
                 case unknown:
-                    log.warning("ignored message %r of the coordinator", unknown)
+                    log.warning("ignored unknown coordinator message %r", unknown)
 
-    def _say_waiting(self, error: Exception) -> None:
-        """Once per outage and kind of it. Raises JoinRefused where waiting would not help."""
+    def _log_outage(self, error: Exception) -> None:
+        """Log once per kind of outage. Raises JoinRefused where retrying cannot help."""
         kind = "TIMEOUT"
         if isinstance(error, grpc.aio.AioRpcError):
             kind, reason = error.code().name, f"{error.code().name}: {error.details()}"
@@ -211,13 +218,13 @@ class CoordinatorClient:
             reason = f"no welcome within {WELCOME_TIMEOUT_S:g} s"
         if self._is_leaving:
             log.info("the connection to the coordinator at %s ended (%s)", self._coordinator, reason)
-        elif self._waits_for != kind:
+        elif self._logged_outage != kind:
             log.info("waiting for the coordinator at %s (%s)", self._coordinator, reason)
-            self._waits_for = kind
+            self._logged_outage = kind
 
 
 class _Connection:
-    """What goes to the coordinator over one Join stream; once that has ended, nobody takes it from here."""
+    """Outgoing messages of one Join stream; dropped when it has ended."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
@@ -227,7 +234,7 @@ class _Connection:
         self._outbox.put_nowait(message)
 
     async def write(self) -> None:
-        """Until the stream breaks, which the reader notices too."""
+        """Write until the stream breaks, which the reader notices too."""
         while True:
             await _write(self._call, await self._outbox.get())
 
@@ -248,7 +255,9 @@ async def _read(call: Call) -> cluster_pb2.CoordinatorMessage:
 
 
 async def _raise_ended(call: Call) -> None:
-    """Raises the status of a call that has ended, also where it ended well: there is no reason to."""
+    """Raise the status of an ended call, even if it is OK: the coordinator never ends a call without an
+    error.
+    """
     code, details = await call.code(), await call.details()
     raise grpc.aio.AioRpcError(
         code,

@@ -1,4 +1,4 @@
-"""One epoch on one stage: receives frames, computes, sends results on."""
+"""One epoch on one stage: receives frames, computes steps, sends outputs."""
 
 import asyncio
 import logging
@@ -36,34 +36,36 @@ E = TypeVar("E", bound=Exception)
 
 
 QUEUED_FRAMES = 64
-"""Frames that may wait to be computed; a full queue holds the sender back. It has room for all that a
-coordinator usually has in flight, so that waiting shows as waiting here and not as a slow network.
+"""Frames that may wait for computation; a full queue blocks the sender.
+
+It holds all frames that a coordinator usually has in flight, so that queueing is measured as waiting on this
+stage and not as network time.
 """
 KEPT_TOKENS = 2048
-"""Hidden states that are kept of a self-check: far more than it has."""
+"""Limit on kept hidden states of a self-check, far above what one sends."""
 
 
 IDLE_CHECK_INTERVAL_S = 1.0
-"""How often the session looks whether steps pause, so that the KV accounting can be checked."""
+"""Interval of checks for idleness, in which KV accounting can be verified."""
 
 
 class _VerifyAccounting:
-    """A check of the KV accounting, queued behind frames."""
+    """Request to check the KV accounting, queued behind frames."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Queued:
-    """A frame that waits, or whose computation has begun already."""
+    """A queued frame; `running` is set if its computation has already begun."""
 
     received: ReceivedFrame
     running: "asyncio.Future[RanStep] | None" = None
 
 
 class EpochSession:
-    """Lives from BeginEpoch to the next BeginEpoch, EndEpoch or disconnection.
+    """State and tasks of one epoch, from BeginEpoch to the next BeginEpoch, EndEpoch or disconnection.
 
-    The first fault ends it: it is reported once, the streams end, and every later frame and stream of the
-    epoch is refused. A fault that comes of being ended from outside is not reported.
+    The first fault ends it: the session reports the fault once, ends its streams, and rejects every later
+    frame and stream of the epoch. Faults caused by an external end are not reported.
     """
 
     def __init__(
@@ -73,22 +75,23 @@ class EpochSession:
         assignment: Assignment,
         executor: StepExecutor,
         backend: StageBackend,
-        hop: NextStageStream,
+        next_stage: NextStageStream,
         on_ready: Callable[[], None],
         on_refused: Callable[[FaultReport | None], None],
         clock: ClusterClock,
         observers: Sequence[StepObserver] = (),
     ) -> None:
-        """`on_refused` is called at most once, when the epoch ends from inside; without a report, somebody
-        further on has reported."""
+        """`on_refused` is called at most once, when the epoch fails internally; with None if another stage
+        reports.
+        """
         self.epoch = epoch
         self.is_serving = False
         self.handed_on: list[TensorView] = []
-        """In an epoch for a self-check: the hidden states of all steps so far."""
+        """Hidden states of all steps, in an epoch for a self-check only."""
         self._assignment = assignment
         self._executor = executor
         self._backend = backend
-        self._hop = hop
+        self._next_stage = next_stage
         self._on_ready = on_ready
         self._on_refused = on_refused
         self._clock = clock
@@ -103,28 +106,29 @@ class EpochSession:
 
     @property
     def is_idle(self) -> bool:
-        """It serves, and no frame waits or is computed."""
+        """Serving, with no frame queued or being computed."""
         return self.is_serving and not self._num_queued
 
     def start(self) -> None:
-        """Resets the stage, dials the next one and serves, in a task of its own."""
+        """Start the task that resets the stage, dials the next one, and serves."""
         self._task = asyncio.create_task(self._run(), name=f"epoch-{self.epoch.number}")
 
     def fail_device(self, reason: str) -> None:
-        """Reports that the device has failed, unless the epoch has ended already."""
+        """Report that the device has failed, unless the epoch has already ended."""
         self._fail(StepFault(StepFaultKind.DEVICE, reason))
 
     async def close(self) -> None:
-        """Ends the epoch here, without a report. Returns when no task, call or connection of it is left."""
+        """End the epoch without a report; wait for its tasks, call and connection to end."""
         assert self._task is not None, "close before start"
-        self._end(f"epoch {self.epoch.number} is over")
+        self._end(f"epoch {self.epoch.number} has ended")
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
     def accept(self, hello: stage_pb2.HopHello) -> None:
-        """Takes the one stream of the predecessor.
+        """Accept the predecessor's only stream.
 
-        Raises StaleStream or HandshakeMismatch; then nothing has changed.
+        Raises:
+            StaleStream, HandshakeMismatch: The stream is rejected; no state has changed.
         """
         check_hop(hello, self.epoch, self._assignment)
         if self._over.done():
@@ -137,9 +141,9 @@ class EpochSession:
         self._wire_dtype = declared_dtype(hello, self._assignment)
 
     async def receive(self, messages: AsyncIterator[bytes]) -> None:
-        """Feeds the accepted stream, whose hello has been taken, into the stage until it ends.
+        """Feed the accepted stream, after its hello, into the stage until the stream ends.
 
-        Raises what ended the epoch, if that comes first.
+        Raises StaleStream if the epoch ends first.
         """
         reader = asyncio.create_task(self._read(messages))
         ends: set[asyncio.Future[Any]] = {reader, self._over}
@@ -152,7 +156,7 @@ class EpochSession:
             raise StaleStream(self._over.result())
 
     async def _read(self, messages: AsyncIterator[bytes]) -> None:
-        """Faults go the way of the frames, so that every frame before a broken one is computed first."""
+        """Queue frames and faults in order, so that every frame before a damaged one is computed."""
         assembler = FrameAssembler(
             max_payload_bytes=self._executor.rules.max_hidden_bytes(self._wire_dtype),
             num_stages_before=self._assignment.stage,
@@ -172,8 +176,8 @@ class EpochSession:
             await self._refuse(fault)
 
     async def _take(self, received: ReceivedFrame) -> None:
-        """Where nothing else waits, the computation begins at once, and if it is done at once, the output
-        goes on without another task.
+        """Compute at once if nothing is queued; an output that is ready immediately is sent without a task
+        switch.
         """
         if self._num_queued or not self.is_serving:
             await self._queue(_Queued(received))
@@ -187,7 +191,7 @@ class EpochSession:
         try:
             await self._send(output, received)
         except (StepFault, StaleStream):
-            # The watcher of the hop finds the same, and ends the epoch.
+            # The stream's watcher fails with the same error and ends the epoch.
             await asyncio.wait({self._over})
 
     async def _queue(self, queued: "_Queued") -> None:
@@ -201,14 +205,14 @@ class EpochSession:
     async def _run(self) -> None:
         try:
             await self._backend.begin_epoch(self._executor, self.epoch.number, stage=self._assignment.stage)
-            await self._hop.dial()
+            await self._next_stage.dial()
             for observer in self._observers:
                 observer.epoch_began(self._assignment, self.epoch.number)
             self.is_serving = True
             self._on_ready()
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._serve())
-                tasks.create_task(self._hop.watch())
+                tasks.create_task(self._next_stage.watch())
                 tasks.create_task(self._verify_when_idle())
         except* StepFault as faults:
             self._fail(_first(faults))
@@ -218,17 +222,17 @@ class EpochSession:
             self._fail(StepFault(StepFaultKind.DEVICE, str(_first(errors))))
         except* Exception as errors:
             log.exception(
-                "unexpected error in epoch %d", self.epoch.number, exc_info=errors, extra=self._about()
+                "unexpected error in epoch %d", self.epoch.number, exc_info=errors, extra=self._log_context()
             )
             self._fail(StepFault(StepFaultKind.INTERNAL, "unexpected error; the worker's log has the detail"))
         finally:
             self.is_serving = False
             for observer in self._observers:
                 observer.epoch_over()
-            await self._hop.close()
+            await self._next_stage.close()
 
     async def _serve(self) -> None:
-        """Computes frame after frame. An output is sent while the next frame is computed."""
+        """Compute frames in order; send each output while the next frame is computed."""
         ready: tuple[TimedOutput, ReceivedFrame] | None = None
         while True:
             queued = await self._inbox.get()
@@ -246,7 +250,7 @@ class EpochSession:
                 await self._send_if(ready)
                 ready = self._timed(await running, received), received
             finally:
-                _let_go(running)
+                _discard(running)
             self._next_step_id = received.frame.step.step_id + 1
             if self._inbox.empty():
                 await self._send_if(ready)
@@ -254,7 +258,6 @@ class EpochSession:
             self._num_queued -= 1
 
     async def _verify_when_idle(self) -> None:
-        """Until the epoch ends."""
         while True:
             await asyncio.sleep(IDLE_CHECK_INTERVAL_S)
             if self._executor.is_check_due and self.is_idle:
@@ -265,14 +268,14 @@ class EpochSession:
             await self._send(*ready)
 
     async def _send(self, output: TimedOutput, received: ReceivedFrame) -> None:
-        """Tells the observers afterwards: nothing that they do holds up the next stage."""
-        await self._hop.send(output)
+        """Send the output, then call the observers, so that they do not delay the next stage."""
+        await self._next_stage.send(output)
         sent_s = time.monotonic()
         for observer in self._observers:
             observer.step_done(received.frame, output, sent_s)
 
     def _timed(self, ran: RanStep, received: ReceivedFrame) -> TimedOutput:
-        """The output with the times of all stages so far; unknown ones stay unknown."""
+        """The output with the times of all stages so far; unknown times stay unknown."""
         if self.epoch.is_check:
             self._keep(ran.output)
         frame, clock = received.frame, self._clock
@@ -303,7 +306,7 @@ class EpochSession:
             self.handed_on.append(output.hidden)
 
     def _fail(self, fault: StepFault) -> None:
-        """Reports the first fault, unless the epoch was ended from outside."""
+        """Report the first fault, unless the epoch was ended externally."""
         if self._over.done():
             return
         if fault.step_id is None:
@@ -312,7 +315,7 @@ class EpochSession:
         log.error(
             "epoch %d refused: %s",
             *(self.epoch.number, description),
-            extra=self._about() | log_context(step=fault.step_id, request_ids=fault.request_ids),
+            extra=self._log_context() | log_context(step=fault.step_id, request_ids=fault.request_ids),
         )
         report = FaultReport(
             epoch=self.epoch.number,
@@ -327,11 +330,11 @@ class EpochSession:
 
     def _stop_quietly(self, reason: str) -> None:
         if not self._over.done():
-            log.info("epoch %d ends: %s", self.epoch.number, reason, extra=self._about())
+            log.info("epoch %d ends: %s", self.epoch.number, reason, extra=self._log_context())
             self._on_refused(None)
-            self._end(f"epoch {self.epoch.number} is over: {reason}")
+            self._end(f"epoch {self.epoch.number} has ended: {reason}")
 
-    def _about(self) -> dict[str, object]:
+    def _log_context(self) -> dict[str, object]:
         return log_context(epoch=self.epoch.number, stage=self._assignment.stage)
 
     def _end(self, reason: str) -> None:
@@ -339,8 +342,8 @@ class EpochSession:
             self._over.set_result(reason)
 
 
-def _let_go(running: "asyncio.Future[RanStep]") -> None:
-    """Nobody waits for it any more, however it ends."""
+def _discard(running: "asyncio.Future[RanStep]") -> None:
+    """Discard the future's result or error."""
     if not running.cancel() and not running.cancelled():
         running.exception()
 

@@ -1,7 +1,7 @@
-"""The routine that runs every step on every stage, whatever its role and whatever computes.
+"""The routine that runs every step on every stage, for all roles and backends.
 
 take the frame -> apply ends, starts, signals -> compare digests -> check the slices
-  -> compute -> [hand the hidden states on | answer with the results]
+  -> compute -> [send the hidden states to the next stage | return the results]
 """
 
 import logging
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorStats:
-    """What a heartbeat tells of a stage."""
+    """Executor counters for heartbeats."""
 
     num_steps: int = 0
     busy_s: float = 0.0
@@ -42,13 +42,13 @@ class ExecutorStats:
 
 
 class StepExecutor:
-    """Owns block tables and sequence states of one stage, and what computes for it.
+    """Owns the block tables and sequence states of one stage, and its `StageCompute`.
 
-    Used from one thread only; `stats` and `rules` may be read from anywhere.
+    Not thread-safe, except for reading `stats` and `rules`.
     """
 
     def __init__(self, assignment: Assignment, compute: StageCompute) -> None:
-        """`compute` is for the assigned layers, and has room for `assignment.num_blocks` blocks."""
+        """`compute` holds the assigned layers and `assignment.num_blocks` KV blocks."""
         self._role = assignment.role
         self._num_blocks = assignment.num_blocks
         self._block_size = assignment.block_size
@@ -62,8 +62,9 @@ class StepExecutor:
         self.begin_epoch(0, stage=assignment.stage)
 
     def begin_epoch(self, epoch: int, *, stage: int) -> None:
-        """Forgets everything but the weights: an empty pool, no sequences, step 0 next. Raises DeviceError
-        once the device has failed: no epoch makes up for that.
+        """Reset all state but the weights: an empty pool, no sequences, step 0 next.
+
+        Raises DeviceError once the device has failed: a new epoch does not repair it.
         """
         if self._device_failure is not None:
             raise DeviceError(self._device_failure)
@@ -76,7 +77,7 @@ class StepExecutor:
         self._compute.begin_epoch(stage=stage)
 
     def run(self, frame: Frame) -> StageOutput:
-        """One step. Raises StepFault, and from then on refuses every frame of the epoch."""
+        """Run one step. Raises StepFault; afterwards every frame of the epoch is rejected."""
         try:
             self._check_order(frame.step)
             output = self._run(frame)
@@ -87,18 +88,18 @@ class StepExecutor:
         else:
             self._next_step_id += 1
             return output
-        # Out of the handler, so that nothing of the failed step is referred to any more.
+        # Outside of the handler, so that no traceback references the failed step.
         if fault.kind is StepFaultKind.OUT_OF_MEMORY:
             self._compute.free_memory()
         raise self._refuse(fault, frame.step)
 
     def note_busy(self, seconds: float) -> None:
-        """The step that ran last took so long."""
+        """Add the computation time of the last step."""
         self._busy_s += seconds
 
     @property
     def stats(self) -> ExecutorStats:
-        """As of now; counters of a step that is being computed may be mixed with those before it."""
+        """Current counters; during a step, some of them may include it already."""
         pool = self._tables.pool
         return ExecutorStats(
             num_steps=self._next_step_id,
@@ -112,16 +113,16 @@ class StepExecutor:
         )
 
     def check_integrity(self) -> None:
-        """Proves pool and block tables sound. Raises kvcache.IntegrityBroken."""
+        """Verify pool and block tables. Raises kvcache.IntegrityBroken."""
         self._tables.check_integrity()
 
     @property
     def is_check_due(self) -> bool:
-        """To be polled regularly: nothing is computed, and a check is due."""
+        """Whether the stage is idle and an integrity check is due; to be polled regularly."""
         return self._refused is None and self._integrity.is_due_when_idle()
 
     def verify_accounting(self) -> None:
-        """Checks pool and block tables, and keeps the result in `stats`. Raises StepFault."""
+        """Check pool and block tables and keep the result in `stats`. Raises StepFault."""
         if problem := self._integrity.run(self.check_integrity):
             raise StepFault(StepFaultKind.KV_DIVERGENCE, f"KV accounting is broken: {problem}")
 
@@ -146,8 +147,8 @@ class StepExecutor:
             self.verify_accounting()
         layouts = slice_layouts(step.slices, self._sequences, self._tables, self.rules)
         computed = self._compute.compute(frame, layouts) if layouts else None
-        for part in step.slices:
-            self._sequences.get(part.sequence).advance(part)
+        for step_slice in step.slices:
+            self._sequences.get(step_slice.sequence).advance(step_slice)
         if self._role.has_head:
             if computed is not None and not isinstance(computed, tuple):
                 raise InvariantBroken("LAST computed hidden states, expected results")
@@ -182,7 +183,7 @@ class StepExecutor:
         self._drop_tables(step)
 
     def _drop_tables(self, step: Step) -> None:
-        """An ended sequence has freed its blocks in this step at the latest."""
+        """Drop the tables of an ended sequence; it has freed its blocks by this step at the latest."""
         for end in step.ends:
             key = end.sequence
             if key in self._sequences or key not in self._tables:
@@ -195,7 +196,7 @@ class StepExecutor:
                 ) from error
 
     def _unexpected(self, error: Exception, step: Step) -> StepFault:
-        """The fault of an error that is none yet; a failed device is remembered."""
+        """Convert an unexpected error to a fault; a failed device is remembered."""
         kind = self._compute.fault_kind(error)
         fault = StepFault(kind, f"{type(error).__name__}: {error}")
         if kind is StepFaultKind.DEVICE:
@@ -211,7 +212,7 @@ class StepExecutor:
 
     def _refuse(self, fault: StepFault, step: Step) -> StepFault:
         if self._refused is None and step.epoch == self._epoch:
-            # Without its traceback, which holds on to everything that the step has used.
+            # Without its traceback, which references everything that the step used.
             self._refused = StepFault(fault.kind, fault.message)
         fault.step_id = step.step_id
         fault.request_ids = tuple(dict.fromkeys((*step.request_ids, *fault.request_ids)))

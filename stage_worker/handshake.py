@@ -1,4 +1,4 @@
-"""What both ends of a hop must agree on before the first frame, and the epoch that they agree in."""
+"""Epochs, and the hello that both ends of a hop compare before the first frame."""
 
 from dataclasses import dataclass, field
 
@@ -20,7 +20,7 @@ from wire.tensors import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """One stage of the epoch: which process runs it, and where it is reached."""
+    """One stage of the epoch: its process and its address."""
 
     worker: str
     incarnation: Incarnation
@@ -29,8 +29,10 @@ class Peer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Epoch:
-    """An activation of a plan: its number, who began it, all stages in order, and the secrets of the hops
-    into and out of this stage. `is_check`: for a self-check.
+    """One activation of a plan: number, coordinator, all stages in order, and the secrets of the adjacent
+    hops.
+
+    `is_check` marks an epoch for a self-check.
     """
 
     plan_id: int
@@ -42,17 +44,16 @@ class Epoch:
     outgoing_secret: bytes = field(default=b"", repr=False)
 
     def stage_of(self, incarnation: Incarnation) -> int:
-        """The stage that this process is to run; 0 where it runs none."""
+        """Stage of the process with this incarnation, 0 if it has none."""
         incarnations = [peer.incarnation for peer in self.peers]
         return incarnations.index(incarnation) if incarnation in incarnations else 0
 
     def predecessor(self, stage: int) -> Incarnation:
-        """The process that sends to `stage`: the coordinator for the first one."""
+        """The process that sends to `stage`; the coordinator for the first stage."""
         return self.coordinator_incarnation if stage == 0 else self.peers[stage - 1].incarnation
 
 
 def decode_epoch(message: cluster_pb2.BeginEpoch) -> Epoch:
-    """The epoch that the coordinator begins."""
     return Epoch(
         plan_id=message.plan_id,
         number=message.epoch,
@@ -70,7 +71,7 @@ def decode_epoch(message: cluster_pb2.BeginEpoch) -> Epoch:
 def epoch_problem(
     epoch: Epoch, assignment: Assignment | None, *, incarnation: Incarnation, last_epoch: int
 ) -> str | None:
-    """Why a worker with this stage loaded cannot take part in `epoch`, if so."""
+    """Return why a worker with this stage loaded cannot take part in `epoch`, or None."""
     if assignment is None or assignment.plan_id != epoch.plan_id:
         present = "none" if assignment is None else assignment.plan_id
         return f"epoch {epoch.number} is of plan {epoch.plan_id}, loaded is {present}"
@@ -84,7 +85,7 @@ def epoch_problem(
 
 
 def hop_hello(epoch: Epoch, assignment: Assignment, incarnation: Incarnation) -> stage_pb2.HopHello:
-    """What this stage says to the one that it dials."""
+    """The hello that this stage sends to the next one."""
     return stage_pb2.HopHello(
         protocol_version=PROTOCOL_VERSION,
         coordinator_incarnation=epoch.coordinator_incarnation,
@@ -102,19 +103,20 @@ def hop_hello(epoch: Epoch, assignment: Assignment, incarnation: Incarnation) ->
 
 
 def check_protocol(hello: stage_pb2.HopHello) -> None:
-    """Raises HandshakeMismatch for another protocol version; until then nothing else in `hello` counts."""
+    """Raises HandshakeMismatch for another protocol version. Must precede all other checks of `hello`."""
     if hello.protocol_version != PROTOCOL_VERSION:
         raise HandshakeMismatch("protocol version", expected=PROTOCOL_VERSION, got=hello.protocol_version)
 
 
 def check_hop(hello: stage_pb2.HopHello, epoch: Epoch, assignment: Assignment) -> None:
-    """Compares field by field. The peer has proved by its secret that it may be told both values.
+    """Compare the fields of `hello` with this stage. The peer must have proved its secret.
 
-    Raises StaleStream unless `hello` comes from the present predecessor in `epoch`, then HandshakeMismatch
-    unless it agrees with this stage.
+    Raises:
+        StaleStream: `hello` does not come from the current predecessor in `epoch`.
+        HandshakeMismatch: A field differs; the error has both values.
     """
     if hello.epoch != epoch.number:
-        raise StaleStream(f"stream of epoch {hello.epoch}, the present epoch is {epoch.number}")
+        raise StaleStream(f"stream of epoch {hello.epoch}, the current epoch is {epoch.number}")
     _check_identity("coordinator incarnation", epoch.coordinator_incarnation, hello.coordinator_incarnation)
     if hello.sender_stage != assignment.stage - 1:
         raise StaleStream(
@@ -139,18 +141,18 @@ def check_hop(hello: stage_pb2.HopHello, epoch: Epoch, assignment: Assignment) -
 
 
 def declared_dtype(hello: stage_pb2.HopHello, assignment: Assignment) -> WireDType:
-    """What the stream's hidden states come in. Raises HandshakeMismatch for what this stage cannot take."""
+    """The dtype of the stream's hidden states. Raises HandshakeMismatch for an unsupported one."""
     if hello.wire_dtype == stage_pb2.DTYPE_UNSPECIFIED:
         return assignment.dtype
     wire_dtype = WIRE_DTYPE_FROM_MESSAGE.get(hello.wire_dtype)
     if wire_dtype is None or not can_carry(wire_dtype, assignment.dtype):
         possible = [
             assignment.dtype,
-            *(each for each in CHOICES.values() if can_carry(each, assignment.dtype)),
+            *(dtype for dtype in CHOICES.values() if can_carry(dtype, assignment.dtype)),
         ]
         raise HandshakeMismatch(
             "wire dtype",
-            expected=" or ".join(dict.fromkeys(each.value for each in possible)),
+            expected=" or ".join(dict.fromkeys(dtype.value for dtype in possible)),
             got=f"number {hello.wire_dtype}" if wire_dtype is None else wire_dtype.value,
         )
     return wire_dtype
@@ -158,7 +160,7 @@ def declared_dtype(hello: stage_pb2.HopHello, assignment: Assignment) -> WireDTy
 
 def _check_identity(what: str, expected: bytes, got: bytes) -> None:
     if expected != got:
-        raise StaleStream(f"stream with {what} {id_text(got)}, the present one is {id_text(expected)}")
+        raise StaleStream(f"stream with {what} {id_text(got)}, the current one is {id_text(expected)}")
 
 
 def _dtype_text(number: int) -> str:

@@ -21,17 +21,17 @@ Call = grpc.aio.StreamStreamCall[Any, Any]
 
 
 class NextStageStream:
-    """A stream that starts with hello and accepted and then carries outputs.
+    """A stream that exchanges hello and accepted, then sends outputs.
 
-    A failure is a StepFault NEIGHBOUR. An accepted stream that the other end ends as ABORTED is a StaleStream
-    instead: there the epoch is over, or refused after a fault which that stage itself reports; a second
-    report would only race with the first. Used by one session; `close` ends call and connection.
+    Failures raise StepFault NEIGHBOUR. If the receiver aborts an accepted stream, the error is StaleStream
+    instead: the epoch has ended, or the receiver reports its own fault, which a second report would race
+    with.
     """
 
     def __init__(
         self, peer: str, address: str, hello: Request, open_call: Callable[[grpc.aio.Channel], Call]
     ) -> None:
-        """`peer` names the other end in messages."""
+        """`peer` is the receiver's name in messages."""
         self._peer = f"{peer} at {address}"
         self._address = address
         self._hello = hello
@@ -41,7 +41,7 @@ class NextStageStream:
         self._is_accepted = False
 
     async def dial(self) -> None:
-        """Connects, says hello, and waits until it is accepted."""
+        """Connect, send hello, and wait for accepted."""
         self._channel = client_channel(self._address)
         try:
             async with asyncio.timeout(DIAL_TIMEOUT_S):
@@ -53,26 +53,26 @@ class NextStageStream:
         self._is_accepted = True
 
     async def send(self, output: TimedOutput) -> None:
-        """Writes one output; returns when the transport has taken all of it."""
+        """Write one output; returns when the transport has accepted it."""
         assert self._call is not None, "send before dial"
         for message in _encode(output):
             await self._write(self._call, message)
 
     async def watch(self) -> None:
-        """Waits for the other end to end the stream, which it never does by itself while all is well."""
+        """Wait for the stream to end, which the receiver does on failure only."""
         assert self._call is not None, "watch before dial"
         answer = await self._read(self._call)
         raise self._fault(f"sent an unexpected {answer.WhichOneof('message')!r}")
 
     async def close(self) -> None:
-        """Ends call and connection; harmless when there is none."""
+        """End call and connection. Idempotent."""
         if self._call is not None:
             self._call.cancel()
         if self._channel is not None:
             await self._channel.close()
 
     async def _greet(self, channel: grpc.aio.Channel) -> Any:
-        """The answer to hello, which is sent again, in a new call, while too many others wait there."""
+        """Return the answer to hello; retry in a new call while the receiver has too many streams."""
         while True:
             call = self._call = self._open_call(channel)
             try:
@@ -109,8 +109,8 @@ class NextStageStream:
         return StepFault(StepFaultKind.NEIGHBOUR, f"{self._peer} {text}")
 
 
-def hop_to_stage(stage: int, address: str, hello: stage_pb2.HopHello) -> NextStageStream:
-    """The hop from a stage to `stage`, the next one."""
+def stream_to_stage(stage: int, address: str, hello: stage_pb2.HopHello) -> NextStageStream:
+    """Stream to the next stage."""
     return NextStageStream(
         f"stage {stage}",
         address,
@@ -119,8 +119,8 @@ def hop_to_stage(stage: int, address: str, hello: stage_pb2.HopHello) -> NextSta
     )
 
 
-def hop_to_coordinator(address: str, hello: stage_pb2.HopHello) -> NextStageStream:
-    """The hop on which LAST answers every frame."""
+def stream_to_coordinator(address: str, hello: stage_pb2.HopHello) -> NextStageStream:
+    """Stream of results from LAST to the coordinator."""
     return NextStageStream(
         "the coordinator",
         address,

@@ -1,4 +1,4 @@
-"""The stage worker process: server, cluster member and stage; from configuration to exit status."""
+"""The stage worker process, from configuration to exit status."""
 
 import asyncio
 import gc
@@ -47,10 +47,10 @@ _REPORT_TIMEOUT_S = 1.0
 
 
 class Worker:
-    """Made, started, run and stopped once, in one event loop."""
+    """One worker per process: construct, start, run, stop, in one event loop."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        """Raises ValueError for a device that is not here. Binds nothing yet."""
+        """Raises ValueError for a device that this host lacks. Binds no port."""
         self._config = config
         self.metrics = WorkerMetrics(config.telemetry)
         self._health = HealthServicer()
@@ -62,7 +62,7 @@ class Worker:
         self._clock = ClusterClock()
         self._recorder: SpanRecorder | None = None
         self._observers: list[StepObserver] = [self.metrics.stage]
-        self._host = StageManager(
+        self._stage = StageManager(
             coordinator=config.coordinator,
             backend=self._backend,
             on_serving=self._set_serving,
@@ -71,11 +71,11 @@ class Worker:
             observers=self._observers,
             weights=WeightsVerifier(_hash_cache(config.cache_directory)),
         )
-        self._membership = CoordinatorClient(
+        self._client = CoordinatorClient(
             coordinator=config.coordinator,
             new_hello=self._hello,
             heartbeat=self._heartbeat,
-            host=self._host,
+            stage=self._stage,
             clock=self._clock,
         )
         self._health_tasks: set[asyncio.Task[None]] = set()
@@ -84,9 +84,9 @@ class Worker:
         self.name = config.name or ""
 
     async def start(self) -> None:
-        """Serves from here on. Raises OSError when the address cannot be had."""
+        """Bind and serve. Raises OSError when the address cannot be bound."""
         listen = await self._listen_address()
-        StageService(self._host).add_to(self._server)
+        StageService(self._stage).add_to(self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         port = bind(self._server, str(listen))
         bound = Address(listen.host, port)
@@ -105,18 +105,19 @@ class Worker:
         await self._server.start()
 
     async def run(self) -> None:
-        """A member of the cluster until the coordinator asks the process to end. Raises JoinRefused, and
-        DeviceError once the coordinator has been told.
+        """Stay in the cluster until the coordinator tells the process to exit.
+
+        Raises JoinRefused, and DeviceError after the failure was reported to the coordinator.
         """
-        membership = self._membership
-        orders = asyncio.create_task(self._host.run(), name="stage-host")
-        joined = asyncio.create_task(membership.run(), name="membership")
+        client = self._client
+        orders = asyncio.create_task(self._stage.run(), name="stage-manager")
+        joined = asyncio.create_task(client.run(), name="membership")
         failed = asyncio.create_task(self._has_failed.wait(), name="device-failure")
         try:
             await asyncio.wait({orders, joined, failed}, return_when=asyncio.FIRST_COMPLETED)
             if self._has_failed.is_set():
-                # The coordinator ends the stream when it has the report, which is on its way.
-                membership.stop_dialling()
+                # The coordinator ends the stream when it receives the report, which is being sent.
+                client.stop_dialling()
                 await asyncio.wait({joined}, timeout=_REPORT_TIMEOUT_S)
                 raise DeviceError(f"device {self._backend.device} failed: {self._device_failure}")
             for task in (orders, joined):
@@ -126,16 +127,18 @@ class Worker:
             await _cancel((joined, orders, failed))
 
     def ask_to_leave(self) -> bool:
-        """Hands the layers over to others, then `run` returns. False when no coordinator is there to ask."""
-        return self._membership.ask_to_leave()
+        """Ask to drain this worker, after which `run` returns. Returns False when no coordinator is
+        connected.
+        """
+        return self._client.ask_to_leave()
 
     @property
     def leave_timeout_s(self) -> float:
-        """How long leaving may take, as the coordinator has it."""
-        return self._membership.leave_timeout_s
+        """Maximum time that leaving may take, as set by the coordinator."""
+        return self._client.leave_timeout_s
 
     async def stop(self) -> bool:
-        """Ends server and backend; False when the backend is still busy."""
+        """Stop server and backend. Returns False when the backend is still busy."""
         await self.metrics.close()
         await self._server.stop(_STOP_GRACE_S)
         if self._recorder is not None:
@@ -144,31 +147,31 @@ class Worker:
         return self._backend.stop(timeout_s=_STOP_GRACE_S)
 
     def _start_telemetry(self) -> None:
-        """Once the worker's name is known."""
+        """Start telemetry, which needs the worker's name."""
         config = self._config
         self._recorder = new_recorder(
             WORKER, CoordinatorSink(config.coordinator), config.telemetry, self._clock, instance=self.name
         )
-        self._observers.append(StageSpans(self._recorder, self._host, worker=self.name))
+        self._observers.append(StageSpans(self._recorder, self._stage, worker=self.name))
         self._recorder.start()
-        self.metrics.start(self.name, config.coordinator, self._host, self._recorder)
+        self.metrics.start(self.name, config.coordinator, self._stage, self._recorder)
 
     async def _listen_address(self) -> Address:
-        """As configured; otherwise a free port where the coordinator is reached from, and nowhere else."""
+        """The configured address, else a free port on the interface that reaches the coordinator."""
         if self._config.listen is not None:
             return parse_address(self._config.listen)
         return Address(await _local_host(self._config.coordinator), 0)
 
     def _hello(self) -> cluster_pb2.WorkerHello:
-        """Whoever joins again is somebody new: what it was before may be given up already."""
+        """A hello with a new incarnation: the coordinator may have replaced the previous one."""
         return cluster_pb2.WorkerHello(
             protocol_version=PROTOCOL_VERSION,
             name=self.name,
-            incarnation=self._host.renew(),
+            incarnation=self._stage.renew(),
             address=self.advertised_address,
             device=self._backend.device,
             memory_bytes=self._backend.memory_bytes,
-            last_epoch=self._host.last_epoch,
+            last_epoch=self._stage.last_epoch,
             pid=os.getpid(),
             hostname=socket.gethostname(),
             is_mock=self._backend.is_mock,
@@ -176,7 +179,7 @@ class Worker:
         )
 
     def _heartbeat(self) -> cluster_pb2.Heartbeat:
-        heartbeat = self._host.heartbeat()
+        heartbeat = self._stage.heartbeat()
         heartbeat.resident_bytes = resident_bytes()
         return heartbeat
 
@@ -184,7 +187,7 @@ class Worker:
         if not self._has_failed.is_set():
             self._device_failure = reason
             self._has_failed.set()
-            self._host.device_failed(reason)
+            self._stage.device_failed(reason)
 
     def _set_serving(self, is_serving: bool) -> None:
         status = health_pb2.HealthCheckResponse.SERVING
@@ -204,18 +207,18 @@ def _hash_cache(directory: Path | None) -> HashCache | None:
 
 
 def _new_backend(config: WorkerConfig) -> StageBackend:
-    """Raises ValueError for a device that is not here."""
+    """Raises ValueError for a device that this host lacks."""
     if config.mock is not None:
         return MockBackend(
             config.mock, memory_bytes=config.memory_bytes, step_timeout_s=config.step_timeout_s
         )
-    from stage_worker.backends.torch_backend import TorchBackend  # imported late: a mock does without torch
+    from stage_worker.backends.torch_backend import TorchBackend  # imported late: a mock does not need torch
 
     return TorchBackend(config)
 
 
 async def _advertised(bound: Address, coordinator: str) -> Address:
-    """The bound address; for a wildcard, the address from which this machine reaches the coordinator."""
+    """The bound address; for a wildcard, the local address of the route to the coordinator."""
     if bound.host not in _WILDCARDS:
         return bound
     family = socket.AF_INET if bound.host == "0.0.0.0" else socket.AF_UNSPEC
@@ -223,18 +226,18 @@ async def _advertised(bound: Address, coordinator: str) -> Address:
 
 
 async def _local_host(coordinator: str, family: socket.AddressFamily = socket.AF_UNSPEC) -> str:
-    """The address of this machine from which it reaches the coordinator. Raises OSError."""
+    """The local address of the route to the coordinator. Raises OSError."""
     peer = parse_peer_address(coordinator)
     loop = asyncio.get_running_loop()
     try:
         found = await loop.getaddrinfo(peer.host, peer.port, family=family, type=socket.SOCK_DGRAM)
         family, kind, protocol, _, address = found[0]
         with socket.socket(family, kind, protocol) as probe:
-            # Connecting a datagram socket sends nothing; it only asks for the route.
+            # Connecting a datagram socket sends nothing; it only selects the route.
             probe.connect(address)
             host: str = probe.getsockname()[0]
     except OSError as error:
-        raise OSError(f"no way to the coordinator at {coordinator}: {error.strerror}") from None
+        raise OSError(f"no route to the coordinator at {coordinator}: {error.strerror}") from None
     return host
 
 
@@ -254,12 +257,16 @@ async def _cancel(tasks: Iterable["asyncio.Task[Any]"]) -> None:
 
 
 BAD_FLAG_EXIT_CODE = 2
-"""Exit code of every command whose flags are wrong."""
+"""Exit code for invalid flags, the same for all commands."""
 
 
 def run(config: WorkerConfig) -> int:
-    """Runs a worker until it is asked to end (0), cannot go on (1), or its device has failed (3); it does not
-    start where the device has less memory than it is given (2). One line on stderr says why, except for 0.
+    """Run a worker to its end, and return the exit code.
+
+    Returns:
+        0 after leaving the cluster, 1 for an error, 2 when --memory exceeds the device's memory. The process
+            exits
+        with 3 when its device fails. Errors are one line on stderr.
     """
     logs.configure(config.logs, "worker", worker=config.name)
     raise_file_limit()
@@ -276,7 +283,7 @@ async def _main(config: WorkerConfig) -> int:
     except (ValueError, OSError) as error:
         return _fail(config, error)
     logs.configure(config.logs, "worker", worker=worker.name)
-    # What is here now stays: looking through it again and again would hold up steps for tens of milliseconds.
+    # Repeated collection of these permanent objects would delay steps by tens of milliseconds.
     gc.freeze()
     task = asyncio.create_task(worker.run())
     loop = asyncio.get_running_loop()
@@ -292,30 +299,30 @@ async def _main(config: WorkerConfig) -> int:
         failure = error
     except DeviceError as error:
         _fail(config, error)
-        # Neither a hung thread nor the device's library is to be waited for.
+        # A hung thread or the device's library could block a normal exit.
         _exit_at_once(DEVICE_FAILED_EXIT_CODE)
     is_stopped = await worker.stop()
     status = 0 if failure is None else _fail(config, failure)
     if not is_stopped:
-        # A large step or tensor is still under way, and the interpreter must not wait for it.
+        # The interpreter must not wait for a large step or tensor that is still in progress.
         _exit_at_once(status)
     return status
 
 
 def _leave(worker: Worker, task: "asyncio.Task[None]") -> None:
-    """Hands the layers over first. A second SIGTERM does not wait for that, and nothing takes for ever."""
+    """Drain this worker; a second SIGTERM or the timeout stops it immediately."""
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, _stop_on, "SIGTERM", task)
     if not worker.ask_to_leave():
         _stop_on("SIGTERM", task)
         return
-    log.info("SIGTERM: handing over; a second one does not wait")
+    log.info("SIGTERM: draining; send SIGTERM again to stop immediately")
     timeout_s = worker.leave_timeout_s
     loop.call_later(timeout_s, _stop_on, f"no leave within {timeout_s:g} s", task)
 
 
 def _stop_on(name: str, task: "asyncio.Task[None]") -> None:
-    log.info("%s: ending", name)
+    log.info("%s: stopping", name)
     task.cancel()
 
 

@@ -1,4 +1,4 @@
-"""The Stage service: hello, accepted, then chunks; and references."""
+"""The Stage service: accepts the hop stream of the previous stage, and computes references."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -17,11 +17,11 @@ from wire.stage_calls import Messages, forward_handler, reference_handler
 
 HELLO_TIMEOUT_S = 10.0
 MAX_UNTRUSTED_BYTES = 64 * 1024
-"""Largest message that is parsed before its secret is checked: hellos and references have a few KiB."""
+"""Maximum message size before the secret is checked; hellos and reference requests have a few KiB."""
 
 
 class StageService:
-    """Hands the one stream of the present predecessor to the stage."""
+    """Passes the previous stage's stream to the stage."""
 
     def __init__(self, host: StageManager) -> None:
         self._host = host
@@ -34,7 +34,6 @@ class StageService:
     async def forward(
         self, messages: Messages, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[stage_pb2.ForwardResponse]:
-        """`Stage.Forward`."""
         session = await self._host.accept(await _hello(aiter(messages)), host=peer_host(context))
         yield stage_pb2.ForwardResponse(accepted=stage_pb2.HopAccepted())
         await session.receive(messages)
@@ -42,7 +41,6 @@ class StageService:
     async def compute_reference(
         self, message: bytes, context: grpc.aio.ServicerContext[Any, Any]
     ) -> stage_pb2.ReferenceResponse:
-        """`Stage.ComputeReference`."""
         _check_size(message)
         try:
             request = stage_pb2.ReferenceRequest.FromString(message)
@@ -70,6 +68,6 @@ async def _hello(messages: Messages) -> stage_pb2.HopHello:
 
 
 def _check_size(message: bytes) -> None:
-    """Raises MessageTooLarge for a message of a peer that has not presented its secret yet."""
+    """Raises MessageTooLarge for a large message of a peer that is not authenticated yet."""
     if len(message) > MAX_UNTRUSTED_BYTES:
         raise MessageTooLarge(f"message has {len(message)} bytes, the limit is {MAX_UNTRUSTED_BYTES}")

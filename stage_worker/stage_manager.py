@@ -14,7 +14,7 @@ from stage_worker.backends.contract import StepObserver
 from stage_worker.epoch_session import EpochSession
 from stage_worker.handshake import Epoch, check_protocol, decode_epoch, epoch_problem, hop_hello
 from stage_worker.loading.weights_check import WeightsVerifier
-from stage_worker.next_stage_stream import NextStageStream, hop_to_coordinator, hop_to_stage
+from stage_worker.next_stage_stream import NextStageStream, stream_to_coordinator, stream_to_stage
 from stageline_rpc.v1 import cluster_pb2, stage_pb2
 from wire.clock import ClusterClock
 from wire.errors import Overloaded, StaleStream, StepFaultKind
@@ -31,13 +31,13 @@ log = logging.getLogger(__name__)
 
 
 MAX_PER_HOST = 4
-"""The previous stage has one stream per epoch; those of a few epochs that failed at once may still wait."""
+"""The previous stage has one stream per epoch; streams of recently failed epochs may still be waiting."""
 MAX_WAITING = 16
-"""Only one of them can be the previous stage. Each costs a connection for up to `EPOCH_WAIT_S`."""
+"""Only one of them can be the previous stage. Each holds a connection for up to `EPOCH_WAIT_S`."""
 
 
 class EarlyStreams:
-    """Admits streams that wait. The previous stage retries if refused; in its epoch it needs no place."""
+    """Limits streams that wait for their epoch. A rejected previous stage retries."""
 
     def __init__(self, refused: RefusedPeers) -> None:
         self._refused = refused
@@ -45,7 +45,7 @@ class EarlyStreams:
 
     @contextmanager
     def waiting(self, host: str) -> Iterator[None]:
-        """One place of `host` while the block runs. Raises Overloaded, with the numbers, if there is none."""
+        """Hold one of `host`'s places while the block runs. Raises Overloaded when all are taken."""
         self._check(host)
         self._num_waiting[host] += 1
         try:
@@ -68,7 +68,7 @@ class EarlyStreams:
 
 
 EPOCH_WAIT_S = 10.0
-"""How long a stream of an epoch may wait for that epoch's BeginEpoch."""
+"""Maximum wait of a stream for its epoch's BeginEpoch."""
 
 Reply = Callable[[cluster_pb2.WorkerMessage], None]
 Order = (
@@ -83,22 +83,22 @@ Order = (
 
 @dataclass(frozen=True, slots=True)
 class _Connected:
-    """A coordinator is there that serves the model with this fingerprint."""
+    """The worker joined a coordinator that serves the model with this fingerprint."""
 
     fingerprint: str
 
 
 @dataclass(frozen=True, slots=True)
 class _Disconnected:
-    """The coordinator is gone; whoever comes next begins a new epoch."""
+    """The coordinator connection broke; the next connection begins a new epoch."""
 
 
 class StageManager:
     """Owner of the loaded stage and of the epoch's session.
 
-    Orders are carried out one after another by a task of its own; answers go to the connection that gave the
-    order, except for weights that differ: the connection of that moment gets the report, and each later one
-    gets it again. An order ends what the one before has begun, except for a load, which runs to its end.
+    One task executes orders sequentially and replies on the connection that gave the order. Reports of
+    weights that differ go to the current connection, and again to each later one. An order cancels what the
+    previous order started, except a load, which runs to its end.
     """
 
     def __init__(
@@ -112,10 +112,10 @@ class StageManager:
         observers: Sequence[StepObserver] = (),
         weights: WeightsVerifier | None = None,
     ) -> None:
-        """`coordinator` is where this worker reaches it: the address of `Join`, and of LAST's results.
-        `wire_dtype` overrides what the coordinator wants hidden states to be sent in.
-
-        `on_serving` is told whenever the coordinator begins or ceases to serve requests with this stage.
+        """Args:
+        coordinator: Address of `Join` and of LAST's results, as this worker reaches it.
+        on_serving: Called with whether the coordinator serves requests with this stage, on each change.
+        wire_dtype: Overrides the coordinator's dtype for hidden states sent by this stage.
         """
         refused = RefusedPeers(time.monotonic)
         self.reference_access = ReferenceAccess(refused)
@@ -139,68 +139,67 @@ class StageManager:
         self._epoch_began = asyncio.Event()
 
     def renew(self) -> Incarnation:
-        """A new identity, for those epochs that begin from now on."""
+        """Create the incarnation for epochs that begin from now on."""
         self._incarnation = new_incarnation()
         return self._incarnation
 
     @property
     def last_epoch(self) -> int:
-        """The highest epoch that this process has taken part in."""
+        """Highest epoch that this process took part in."""
         return self._last_epoch
 
     @property
     def loaded(self) -> LoadedStage | None:
-        """The stage that is in memory and warm; for reading only."""
+        """The warm stage in memory (read-only), None without one."""
         return self._loaded
 
     @property
     def is_idle(self) -> bool:
-        """An epoch serves, and no frame waits or is computed."""
+        """An epoch is serving and no frame is queued or being computed."""
         return self._session is not None and self._session.is_idle
 
     @property
     def is_loading(self) -> bool:
-        """Whether a stage is being loaded or warmed up."""
         return self._loading is not None
 
     def device_failed(self, reason: str) -> None:
-        """Reports the failure, unless a step that failed has."""
+        """Report the device failure, unless a failed step already did."""
         if self._session is not None:
             self._session.fail_device(reason)
 
     def submit(self, order: Order, reply: Reply) -> None:
-        """Carries out `order` after those before it; a load gives way to another assignment."""
+        """Queue `order`; a new assignment cancels the current load."""
         if isinstance(order, cluster_pb2.AssignStage):
-            self._give_up_load(unless_for=order)
+            self._cancel_load(unless_for=order)
         self._orders.put_nowait((order, reply))
 
     def connected(self, reply: Reply, *, fingerprint: str) -> None:
-        """A coordinator has taken this worker in and serves the model with this fingerprint; `reply` reaches
-        it.
-        """
+        """Record that the worker joined a coordinator; `reply` sends to it."""
         self._reply = reply
         self._orders.put_nowait((_Connected(fingerprint), reply))
 
     def disconnected(self) -> None:
-        """The epoch ends here; the loaded stage stays."""
+        """End the epoch; the loaded stage stays."""
         self._reply = _drop
         self._orders.put_nowait((_Disconnected(), _drop))
 
     async def run(self) -> None:
-        """Carries out orders until cancelled, then ends the epoch, or the load."""
+        """Execute orders until cancelled, then end the epoch and cancel the load."""
         try:
             while True:
                 order, reply = await self._orders.get()
-                await self._carry_out(order, reply)
+                await self._execute(order, reply)
         finally:
-            self._give_up_load()
+            self._cancel_load()
             self._weights.cancel()
             await self._end_session()
 
     async def accept(self, hello: stage_pb2.HopHello, *, host: str) -> EpochSession:
-        """The session that takes the stream of a peer on `host`, once its epoch has begun here.
+        """Return the session for a peer's stream, once its epoch has begun on this stage.
 
-        Raises Overloaded, SecretMismatch, StaleStream or HandshakeMismatch; then nothing has changed.
+        Raises:
+            Overloaded, SecretMismatch, StaleStream, HandshakeMismatch: The stream is rejected; no state has
+                changed.
         """
         if hello.epoch > self._last_epoch:
             with self._early_streams.waiting(host):
@@ -208,23 +207,23 @@ class StageManager:
         self._secrets.check(hello.secret, host=host)
         check_protocol(hello)
         if self._session is None:
-            raise StaleStream(f"stream of epoch {hello.epoch}, which is over")
+            raise StaleStream(f"stream of epoch {hello.epoch}, which has ended")
         self._session.accept(hello)
         return self._session
 
     async def _wait_begun(self, epoch: int) -> None:
-        """The stage before may learn of an epoch earlier. Raises StaleStream."""
+        """Wait for the epoch, which the previous stage may learn of first. Raises StaleStream."""
         try:
             async with asyncio.timeout(EPOCH_WAIT_S):
                 while epoch > self._last_epoch:
                     await self._epoch_began.wait()
         except TimeoutError:
             raise StaleStream(
-                f"stream of epoch {epoch}, which has not begun here within {EPOCH_WAIT_S:g} s"
+                f"epoch {epoch} has not begun on this stage within {EPOCH_WAIT_S:g} s"
             ) from None
 
     async def reference(self, request: ReferenceRequest) -> Reference:
-        """What this worker's checkpoint answers. Raises ServingError."""
+        """Compute a reference from this worker's checkpoint. Raises ServingError."""
         if self._loading is not None:
             raise Overloaded("the worker is loading a stage")
         loaded = self._loaded
@@ -232,7 +231,7 @@ class StageManager:
         return await self._backend.reference(request, held_bytes=held_bytes)
 
     def heartbeat(self) -> cluster_pb2.Heartbeat:
-        """The state of this moment; `resident_bytes` is left to the caller."""
+        """Return the current state; the caller fills in `resident_bytes`."""
         session, loaded = self._session, self._loaded
         heartbeat = cluster_pb2.Heartbeat(epoch=session.epoch.number if session else 0)
         if loaded is None:
@@ -255,7 +254,7 @@ class StageManager:
         heartbeat.load_progress = 1.0
         return heartbeat
 
-    async def _carry_out(self, order: Order | _Connected | _Disconnected, reply: Reply) -> None:
+    async def _execute(self, order: Order | _Connected | _Disconnected, reply: Reply) -> None:
         match order:
             case cluster_pb2.AssignStage():
                 reply(await self._assign(order))
@@ -283,17 +282,17 @@ class StageManager:
                 await self._end_session()
 
     async def _check_states(self, epoch: int) -> cluster_pb2.WorkerMessage:
-        """What was handed on in this epoch; nothing where it is over."""
+        """Return the hidden states handed on in this epoch, empty if it is over."""
         session, states = self._session, b""
         if session is not None and session.epoch.number == epoch:
             states = await self._backend.project(session.handed_on)
         return cluster_pb2.WorkerMessage(check_states=cluster_pb2.CheckStates(epoch=epoch, states=states))
 
     async def _assign(self, message: cluster_pb2.AssignStage) -> cluster_pb2.WorkerMessage:
-        """Loads, or finds loaded already, what the message asks for."""
+        """Load the assigned stage, or keep it if it is already loaded."""
         try:
             assignment = decode_assignment(message, wire_dtype=self._wire_dtype)
-            if not assignment.reads_again and await self._holds(assignment):
+            if not assignment.force_reload and await self._holds(assignment):
                 assert self._loaded is not None
                 self._loaded = self._loaded.placed(assignment)
             else:
@@ -301,7 +300,7 @@ class StageManager:
             self._check_weights()
         except (ValueError, StageLoadError) as error:
             log.error(
-                "plan %d cannot be loaded: %s", message.plan_id, error, extra=log_context(stage=message.stage)
+                "failed to load plan %d: %s", message.plan_id, error, extra=log_context(stage=message.stage)
             )
             return cluster_pb2.WorkerMessage(
                 load_failed=cluster_pb2.LoadFailed(plan_id=message.plan_id, reason=str(error))
@@ -313,7 +312,7 @@ class StageManager:
         return self._loaded is not None and await self._backend.holds(self._loaded, assignment)
 
     def _check_weights(self) -> None:
-        """The stage counts as loaded from here on. Raises StageLoadError for files known to differ."""
+        """Mark the stage as loaded. Raises StageLoadError for files known to differ."""
         assert self._loaded is not None
         source = self._loaded.source
         self._weights.begin_stage(source)
@@ -322,14 +321,16 @@ class StageManager:
             raise StageLoadError(problem)
 
     def _activity(self) -> object | None:
-        """Changes with every step; None while one is under way, or nothing serves."""
+        """Value that changes with every step; None while a step runs or no epoch is serving."""
         loaded, session = self._loaded, self._session
         if loaded is None or session is None or not session.is_idle:
             return None
         return session.epoch.number, loaded.executor.stats.num_steps
 
     async def _load(self, assignment: Assignment) -> None:
-        """The stage before goes first: both may not fit side by side. The backend may keep parts of it."""
+        """End the previous stage, since both may not fit in memory, then load. The backend may keep shared
+        parts.
+        """
         await self._end_session()
         self._loaded = None
         self._weights.begin_stage(None)
@@ -356,7 +357,7 @@ class StageManager:
         )
         self._loaded = loaded
 
-    def _give_up_load(self, *, unless_for: cluster_pb2.AssignStage | None = None) -> None:
+    def _cancel_load(self, *, unless_for: cluster_pb2.AssignStage | None = None) -> None:
         if self._loading is None or self._load_progress is None:
             return
         if unless_for is None or not wants(unless_for, self._loading, wire_dtype=self._wire_dtype):
@@ -407,19 +408,19 @@ class StageManager:
             assignment=loaded.assignment,
             executor=loaded.executor,
             backend=self._backend,
-            hop=self._new_hop(epoch, loaded.assignment),
+            next_stage=self._new_stream(epoch, loaded.assignment),
             on_ready=on_ready,
             on_refused=on_refused,
             clock=self._clock,
             observers=self._observers,
         )
 
-    def _new_hop(self, epoch: Epoch, assignment: Assignment) -> NextStageStream:
+    def _new_stream(self, epoch: Epoch, assignment: Assignment) -> NextStageStream:
         hello = hop_hello(epoch, assignment, self._incarnation)
         if assignment.role.has_head:
-            return hop_to_coordinator(self._coordinator, hello)
+            return stream_to_coordinator(self._coordinator, hello)
         following = assignment.stage + 1
-        return hop_to_stage(following, epoch.peers[following].address, hello)
+        return stream_to_stage(following, epoch.peers[following].address, hello)
 
     async def _end_session(self) -> None:
         session, self._session = self._session, None
@@ -443,4 +444,4 @@ def _loaded_message(loaded: LoadedStage) -> cluster_pb2.StageLoaded:
 
 
 def _drop(message: cluster_pb2.WorkerMessage) -> None:
-    """Nobody is connected who gave the order."""
+    """Reply without a connection."""

@@ -18,12 +18,12 @@ from wire.tensors import WireDType, can_carry, payload_bytes
 
 @dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class SliceLayout:
-    """One sequence's part of a step. Not modified once it is made; declaring it frozen would make it slow.
+    """Layout of one slice of a step. Immutable; not declared frozen, since that slows construction.
 
     Positions are absolute, counted from the sequence's first token. `pages[i]` is the physical page of block
-    `first_block + i`; `first_block` is above 0 when a sliding window released the head of the sequence. The
-    KV slots of the positions below `num_valid` are valid already and are not written again, nor are those
-    outside `writable_runs`: (begin, end) positions in order, None for everything that the slice computes.
+    `first_block + i`; `first_block` is above 0 when a sliding window released the head of the sequence.
+    Positions below `num_valid`, and those outside `writable_runs`, are not written; `writable_runs` are
+    ordered (begin, end) positions, None for all positions of the slice.
     """
 
     first_position: int
@@ -35,15 +35,14 @@ class SliceLayout:
 
     @property
     def end_position(self) -> int:
-        """One past the last position computed."""
         return self.first_position + self.num_tokens
 
     def first_visible(self, window: int | None) -> int:
-        """The earliest position that any of the slice's queries sees through `window`."""
+        """Earliest position that a query of the slice sees through `window`."""
         return 0 if window is None else max(0, self.first_position - window + 1)
 
     def check(self, block_size: int, window: int | None) -> None:
-        """Raise ValueError, with the numbers, unless the pages hold all positions that the slice needs."""
+        """Raises ValueError if the pages lack positions that the slice needs."""
         if self.num_tokens < 1 or self.first_position < 0 or self.first_block < 0:
             raise ValueError(f"a slice of {self.num_tokens} tokens at {self.first_position} is impossible")
         held_end = (self.first_block + len(self.pages)) * block_size
@@ -57,13 +56,13 @@ class SliceLayout:
             )
 
     def visible_pages(self, block_size: int, window: int | None) -> tuple[int, Sequence[int]]:
-        """The first block that a query sees, and the pages from there to the slice's last position."""
+        """The first visible block, and the pages from there to the slice's last position."""
         first = self.first_visible(window) // block_size
         end = (self.end_position - 1) // block_size + 1
         return first, self.pages[first - self.first_block : end - self.first_block]
 
     def written_runs(self) -> Iterator[tuple[int, int]]:
-        """The positions that this slice writes, as (begin, end) pairs in order."""
+        """Positions that this slice writes, as ordered (begin, end) pairs."""
         runs = (
             ((self.first_position, self.end_position),) if self.writable_runs is None else self.writable_runs
         )
@@ -72,7 +71,7 @@ class SliceLayout:
                 yield max(begin, self.num_valid), end
 
     def written_blocks(self, block_size: int) -> Iterator[tuple[int, int, int]]:
-        """(page, begin, end) of every block this slice writes: offsets [begin, end) within the page."""
+        """(page, begin, end) of every block that this slice writes: offsets [begin, end) within the page."""
         for position, run_end in self.written_runs():
             while position < run_end:
                 block, begin = divmod(position, block_size)
@@ -82,12 +81,12 @@ class SliceLayout:
 
 
 ENDED_REMEMBERED = 4096
-"""Ended (sequence, generation) pairs that are remembered, so that a repeated start record is noticed."""
+"""Number of ended (sequence, restart) pairs kept to detect repeated start records."""
 
 
 @dataclass(slots=True)
 class StageSequence:
-    """One (sequence, generation). The stage counts by itself how far it has computed."""
+    """One run of a sequence; the stage counts the computed tokens itself."""
 
     key: SequenceKey
     generation: int
@@ -96,23 +95,24 @@ class StageSequence:
     sampling: StepSampling
     num_computed: int | None = None
 
-    def check(self, part: StepSlice, *, valid_until: int) -> None:
-        """Raises StepFault unless `part` is what comes next in this sequence.
+    def check(self, step_slice: StepSlice, *, valid_until: int) -> None:
+        """Check that `step_slice` continues this sequence. Raises StepFault.
 
-        A fresh sequence may begin anywhere inside its `valid_until` cached tokens; from then on, positions
-        are strictly consecutive.
+        A new sequence may begin anywhere within its `valid_until` cached tokens; later positions are strictly
+        consecutive.
         """
-        if part.generation != self.generation:
+        if step_slice.generation != self.generation:
             raise StepFault(
                 StepFaultKind.SLICE_SET,
-                f"slice of {self.key} generation {part.generation}, generation {self.generation} is live",
+                f"slice of {self.key} generation {step_slice.generation}, "
+                f"generation {self.generation} is live",
             )
-        self._check_position(part.first_position, valid_until)
-        self._check_phase(part)
+        self._check_position(step_slice.first_position, valid_until)
+        self._check_phase(step_slice)
 
-    def advance(self, part: StepSlice) -> None:
-        """Counts the tokens of a checked slice as computed; a prefill that is done needs no tokens."""
-        self.num_computed = part.first_position + len(part.tokens)
+    def advance(self, step_slice: StepSlice) -> None:
+        """Count the tokens of a checked slice as computed; a finished prefill releases its tokens."""
+        self.num_computed = step_slice.first_position + len(step_slice.tokens)
         if self.num_computed >= self.num_prefill_tokens:
             self.prefill_tokens = ()
 
@@ -130,8 +130,8 @@ class StageSequence:
                 f"this stage has computed {self.num_computed} tokens",
             )
 
-    def _check_phase(self, part: StepSlice) -> None:
-        step = part.inference_step
+    def _check_phase(self, step_slice: StepSlice) -> None:
+        step = step_slice.inference_step
         if not isinstance(step, Prefill):
             if (self.num_computed or 0) < self.num_prefill_tokens:
                 raise StepFault(
@@ -146,7 +146,7 @@ class StageSequence:
                 f"chunk of {self.key} is of {step.num_prefill_tokens} tokens, "
                 f"its start record has {self.num_prefill_tokens}",
             )
-        if part.tokens != self.prefill_tokens[step.start : step.start + step.num_tokens]:
+        if step_slice.tokens != self.prefill_tokens[step.start : step.start + step.num_tokens]:
             raise StepFault(
                 StepFaultKind.SLICE_SET,
                 f"tokens of {self.key} at {step.start} are not those of its start record",
@@ -170,7 +170,7 @@ class StageSequences:
         return key in self._live
 
     def start(self, record: StartRecord) -> None:
-        """Raises StepFault RECORD for a second record of one generation, or one that contradicts itself."""
+        """Raises StepFault RECORD for a repeated or inconsistent record."""
         key, generation = record.sequence, record.generation
         live = self._live.get(key)
         if live is not None:
@@ -219,7 +219,7 @@ def _bad_record(key: SequenceKey, message: str) -> StepFault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRules:
-    """The bounds that every step of a stage keeps."""
+    """Upper bounds of every step of a stage."""
 
     takes_hidden: bool
     hidden_size: int
@@ -232,7 +232,7 @@ class StepRules:
 
     @classmethod
     def of(cls, assignment: Assignment, *, hidden_size: int, vocab_size: int) -> StepRules:
-        """The rules for the stage that `assignment` describes; the sizes are those of its model."""
+        """Rules for the stage of `assignment`, with the sizes of its model."""
         return cls(
             takes_hidden=not assignment.role.has_embeddings,
             hidden_size=hidden_size,
@@ -245,12 +245,12 @@ class StepRules:
         )
 
     def max_hidden_bytes(self, wire_dtype: WireDType) -> int:
-        """The largest payload of a frame into this stage, whose hidden states come in `wire_dtype`."""
+        """Largest payload of a frame into this stage, with hidden states in `wire_dtype`."""
         return payload_bytes(wire_dtype, (self.max_step_tokens, self.hidden_size)) if self.takes_hidden else 0
 
 
 def check_hidden_states(frame: Frame, rules: StepRules) -> None:
-    """Hidden states are there exactly when they are due, in the right shape and a possible dtype."""
+    """Hidden states must be present exactly when expected, with the right shape and a supported dtype."""
     hidden, step = frame.hidden, frame.step
     if hidden is None:
         if rules.takes_hidden and step.slices:
@@ -262,7 +262,7 @@ def check_hidden_states(frame: Frame, rules: StepRules) -> None:
     if not rules.takes_hidden or not step.slices:
         why = "the first stage takes tokens" if step.slices else "the step has no slices"
         raise StepFault(
-            StepFaultKind.HIDDEN_STATES_UNEXPECTED, f"hidden states {hidden.shape} came, but {why}"
+            StepFaultKind.HIDDEN_STATES_UNEXPECTED, f"unexpected hidden states {hidden.shape}: {why}"
         )
     if not can_carry(hidden.dtype, rules.dtype):
         raise StepFault(
@@ -276,38 +276,38 @@ def check_hidden_states(frame: Frame, rules: StepRules) -> None:
 
 
 def check_limits(step: Step, rules: StepRules) -> None:
-    """Not more tokens and sequences than were agreed, and no sequence twice."""
+    """Check the number of tokens and sequences, and that no sequence has two slices."""
     if step.num_tokens > rules.max_step_tokens:
         raise _slice_set(f"{step.num_tokens} tokens in one step, at most {rules.max_step_tokens} are agreed")
     if len(step.slices) > rules.max_step_sequences:
         raise _slice_set(
             f"{len(step.slices)} sequences in one step, at most {rules.max_step_sequences} are agreed"
         )
-    if len({part.sequence for part in step.slices}) < len(step.slices):
+    if len({step_slice.sequence for step_slice in step.slices}) < len(step.slices):
         raise _slice_set(f"two slices of {_repeated(step)} in one step")
 
 
 def _repeated(step: Step) -> SequenceKey:
-    """The first sequence that has a second slice."""
-    counts = Counter(part.sequence for part in step.slices)
+    """First sequence with a second slice."""
+    counts = Counter(step_slice.sequence for step_slice in step.slices)
     return next(key for key, count in counts.items() if count > 1)
 
 
 def slice_layouts(
     slices: Sequence[StepSlice], sequences: StageSequences, tables: BlockTables, rules: StepRules
 ) -> list[SliceLayout]:
-    """Checks every slice against what the stage knows of its sequence, and finds its pages."""
-    return [_slice_layout(part, sequences, tables, rules) for part in slices]
+    """Check every slice against its sequence, and look up its pages."""
+    return [_slice_layout(step_slice, sequences, tables, rules) for step_slice in slices]
 
 
 def _slice_layout(
-    part: StepSlice, sequences: StageSequences, tables: BlockTables, rules: StepRules
+    step_slice: StepSlice, sequences: StageSequences, tables: BlockTables, rules: StepRules
 ) -> SliceLayout:
-    key, first_position, num_tokens = part.sequence, part.first_position, len(part.tokens)
+    key, first_position, num_tokens = step_slice.sequence, step_slice.first_position, len(step_slice.tokens)
     end_position = first_position + num_tokens
-    _check_tokens(part, end_position, rules)
+    _check_tokens(step_slice, end_position, rules)
     placed = tables.placed(key, first_position, end_position)
-    sequences.get(key).check(part, valid_until=placed.valid_until)
+    sequences.get(key).check(step_slice, valid_until=placed.valid_until)
     if placed.writable_runs is None:
         held_begin = placed.first_block * rules.block_size
         held_end = held_begin + len(placed.pages) * rules.block_size
@@ -326,21 +326,23 @@ def _slice_layout(
     )
 
 
-def _check_tokens(part: StepSlice, end: int, rules: StepRules) -> None:
-    """`end`: one past the last position of the slice."""
-    step, tokens = part.inference_step, part.tokens
+def _check_tokens(step_slice: StepSlice, end: int, rules: StepRules) -> None:
+    """`end` is one past the last position of the slice."""
+    step, tokens = step_slice.inference_step, step_slice.tokens
     if len(tokens) != (step.num_tokens if isinstance(step, Prefill) else 1):
-        raise _slice_set(f"slice of {part.sequence} has {len(tokens)} tokens, which {step} contradicts")
+        raise _slice_set(f"slice of {step_slice.sequence} has {len(tokens)} tokens, which {step} contradicts")
     if max(tokens) >= rules.vocab_size:
-        raise _slice_set(f"token {max(tokens)} of {part.sequence} for a vocabulary of {rules.vocab_size}")
+        raise _slice_set(
+            f"token {max(tokens)} of {step_slice.sequence} for a vocabulary of {rules.vocab_size}"
+        )
     if end > rules.max_sequence_tokens:
         raise _slice_set(
-            f"{part.sequence} reaches {end} tokens, at most {rules.max_sequence_tokens} are agreed"
+            f"{step_slice.sequence} reaches {end} tokens, at most {rules.max_sequence_tokens} are agreed"
         )
     if isinstance(step, Prefill) and not step.is_final and end % rules.block_size:
         raise _slice_set(
-            f"chunk of {part.sequence} ends at {end}, neither the prompt's end nor a boundary of blocks of "
-            f"{rules.block_size} tokens"
+            f"chunk of {step_slice.sequence} ends at {end}, neither the prompt's end nor a boundary of "
+            f"blocks of {rules.block_size} tokens"
         )
 
 

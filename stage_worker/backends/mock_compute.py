@@ -203,29 +203,35 @@ class MockCompute(StageCompute):
         return TensorView(self._dtype, shape, self._zeros[: payload_bytes(self._dtype, shape)])
 
     def _answer(self, step: Step) -> tuple[SliceResult, ...]:
-        return tuple([self._result(part) for part in step.slices if part.is_answered])
+        return tuple([self._result(step_slice) for step_slice in step.slices if step_slice.is_answered])
 
-    def _result(self, part: StepSlice) -> SliceResult:
-        problem = self._unanswerable.get(part.sequence) if not part.is_scored else "prompt log-probabilities"
+    def _result(self, step_slice: StepSlice) -> SliceResult:
+        problem = (
+            self._unanswerable.get(step_slice.sequence)
+            if not step_slice.is_scored
+            else "prompt log-probabilities"
+        )
         if problem is not None:
-            return self._failed(part, f"mock stages have no {problem}")
-        constraints = self._constraints.get(part.sequence)
-        last = part.first_position + len(part.tokens) - 1
+            return self._failed(step_slice, f"mock stages have no {problem}")
+        constraints = self._constraints.get(step_slice.sequence)
+        last = step_slice.first_position + len(step_slice.tokens) - 1
         if constraints is None:
             token: int | None = mock_token(
-                part.tokens[-1], last, vocab_size=self.vocab_size, eos_token_ids=self._eos_token_ids
+                step_slice.tokens[-1], last, vocab_size=self.vocab_size, eos_token_ids=self._eos_token_ids
             )
         else:
-            if isinstance(part.inference_step, Decode):
-                constraints.add(part.tokens[-1])
-            token = constraints.choose(_first_choice(part.tokens[-1], last, vocab_size=self.vocab_size))
+            if isinstance(step_slice.inference_step, Decode):
+                constraints.add(step_slice.tokens[-1])
+            token = constraints.choose(_first_choice(step_slice.tokens[-1], last, vocab_size=self.vocab_size))
         if token is None:
-            return self._failed(part, f"no token is allowed at position {last + 1} of {part.sequence}")
-        return SliceResult(part.sequence, part.generation, token)
+            return self._failed(
+                step_slice, f"no token is allowed at position {last + 1} of {step_slice.sequence}"
+            )
+        return SliceResult(step_slice.sequence, step_slice.generation, token)
 
-    def _failed(self, part: StepSlice, problem: str) -> SliceResult:
+    def _failed(self, step_slice: StepSlice, problem: str) -> SliceResult:
         error = SliceError(stage_pb2.SliceError.KIND_SAMPLER, self._stage, problem)
-        return SliceResult(part.sequence, part.generation, error)
+        return SliceResult(step_slice.sequence, step_slice.generation, error)
 
 
 def _unanswerable(sampling: StepSampling) -> str | None:

@@ -67,11 +67,11 @@ class MockSpec:
         if not (self.token or self.context):
             return self.step if slices else 0.0
         num_slices = num_tokens = num_pairs = 0
-        for part in slices:
-            count = len(part.tokens)
+        for step_slice in slices:
+            count = len(step_slice.tokens)
             num_slices += 1
             num_tokens += count
-            num_pairs += count * part.first_position + count * (count + 1) // 2
+            num_pairs += count * step_slice.first_position + count * (count + 1) // 2
         if not num_slices:
             return 0.0
         return self.step + self.token * num_tokens + self.context * num_pairs / 1000

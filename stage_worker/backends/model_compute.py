@@ -66,35 +66,44 @@ class FiniteStates:
         outcomes = {result.sequence: result.outcome for result in results}
         if not any(isinstance(outcome, SliceError) for outcome in outcomes.values()):
             return
-        answered = [part for part in step.slices if part.sequence in outcomes]
-        good = [not _is_not_finite(outcomes[part.sequence]) for part in answered]
+        answered = [step_slice for step_slice in step.slices if step_slice.sequence in outcomes]
+        good = [not _is_not_finite(outcomes[step_slice.sequence]) for step_slice in answered]
         if not all(good):
             self._check(answered, good, step, incoming())
 
     def _check(self, parts: Sequence[StepSlice], good: list[bool], step: Step, incoming: Tensor) -> None:
         came_good = self._came_good(step, incoming)
-        judged = [is_good for part, is_good in zip(parts, good, strict=True) if part.sequence in came_good]
+        judged = [
+            is_good
+            for step_slice, is_good in zip(parts, good, strict=True)
+            if step_slice.sequence in came_good
+        ]
         if judged and not any(judged):
             raise StepFault(
                 StepFaultKind.NON_FINITE,
                 f"nothing that this stage has computed for {len(judged)} of {len(step.slices)} sequences is "
                 "finite, but what came in for them is",
             )
-        self._tainted.update(part.sequence for part in step.slices if part.sequence not in came_good)
+        self._tainted.update(
+            step_slice.sequence for step_slice in step.slices if step_slice.sequence not in came_good
+        )
 
     def _came_good(self, step: Step, incoming: Tensor) -> set[SequenceKey]:
         return {
-            part.sequence
-            for part, rows in zip(step.slices, _finite_rows(step, incoming), strict=True)
-            if part.sequence not in self._tainted and bool(rows.all())
+            step_slice.sequence
+            for step_slice, rows in zip(step.slices, _finite_rows(step, incoming), strict=True)
+            if step_slice.sequence not in self._tainted and bool(rows.all())
         }
 
 
 def _finite_rows(step: Step, hidden: Tensor) -> list[Tensor]:
     """Which rows are finite, bool [tokens] for each slice."""
     are_good = hidden.isfinite().all(dim=1)
-    ends = itertools.accumulate(len(part.tokens) for part in step.slices)
-    return [are_good[end - len(part.tokens) : end] for part, end in zip(step.slices, ends, strict=True)]
+    ends = itertools.accumulate(len(step_slice.tokens) for step_slice in step.slices)
+    return [
+        are_good[end - len(step_slice.tokens) : end]
+        for step_slice, end in zip(step.slices, ends, strict=True)
+    ]
 
 
 def _is_not_finite(outcome: object) -> bool:
@@ -169,7 +178,7 @@ class ModelCompute(StageCompute):
     def _input(self, frame: Frame) -> Tensor:
         if frame.hidden is not None:
             return from_wire(frame.hidden, device=self._model.device, dtype=self._model.torch_dtype)
-        tokens = [token for part in frame.step.slices for token in part.tokens]
+        tokens = [token for step_slice in frame.step.slices for token in step_slice.tokens]
         return self._model.embed(torch.tensor(tokens, dtype=torch.int64))
 
     def _check_writes(self, layout: StepLayout) -> None:
@@ -187,16 +196,22 @@ class ModelCompute(StageCompute):
 
     def _answer(self, step: Step, hidden: Tensor, sampler: Sampler) -> tuple[SliceResult, ...]:
         """One result per slice that is sampled or scored, in slice order."""
-        ends = list(itertools.accumulate(len(part.tokens) for part in step.slices))
-        sampled = [(part, end - 1) for part, end in zip(step.slices, ends, strict=True) if part.is_sampled]
+        ends = list(itertools.accumulate(len(step_slice.tokens) for step_slice in step.slices))
+        sampled = [
+            (step_slice, end - 1)
+            for step_slice, end in zip(step.slices, ends, strict=True)
+            if step_slice.is_sampled
+        ]
         results: dict[SequenceKey, SliceResult] = {}
         if sampled:
             logits = self._model.logits(hidden[[row for _, row in sampled]])
-            chosen = sampler.choose([part for part, _ in sampled], logits)
+            chosen = sampler.choose([step_slice for step_slice, _ in sampled], logits)
             results = {result.sequence: result for result in chosen}
-        for part, end in zip(step.slices, ends, strict=True):
-            if part.is_scored:
-                unscored = results.get(part.sequence, SliceResult(part.sequence, part.generation, None))
-                rows = hidden[end - len(part.tokens) : end]
-                results[part.sequence] = sampler.score(part, rows, self._model.logits, unscored)
-        return tuple(results[part.sequence] for part in step.slices if part.is_answered)
+        for step_slice, end in zip(step.slices, ends, strict=True):
+            if step_slice.is_scored:
+                unscored = results.get(
+                    step_slice.sequence, SliceResult(step_slice.sequence, step_slice.generation, None)
+                )
+                rows = hidden[end - len(step_slice.tokens) : end]
+                results[step_slice.sequence] = sampler.score(step_slice, rows, self._model.logits, unscored)
+        return tuple(results[step_slice.sequence] for step_slice in step.slices if step_slice.is_answered)

@@ -148,7 +148,7 @@ def load_stage(
     parts that were complete.
     """
     resident = resident or StageCache()
-    if assignment.reads_again:
+    if assignment.force_reload:
         resident.clear()
     try:
         return _load_or_explain(assignment, resources, progress or LoadProgress(), resident)

@@ -275,12 +275,12 @@ class Sampler:
 
         The input token of a Decode slice is appended to its sequence's history first.
         """
-        states = [self._live[part.sequence] for part in slices]
-        for part, state in zip(slices, states, strict=True):
-            if isinstance(part.inference_step, Decode):
-                state.add(part.tokens[0])
+        states = [self._live[step_slice.sequence] for step_slice in slices]
+        for step_slice, state in zip(slices, states, strict=True):
+            if isinstance(step_slice.inference_step, Decode):
+                state.add(step_slice.tokens[0])
                 if self._grammars is not None:
-                    self._grammars.advance(part.sequence, part.tokens[0])
+                    self._grammars.advance(step_slice.sequence, step_slice.tokens[0])
         results = self._errors(slices, states, logits)
         rows = [row for row in range(len(slices)) if row not in results]
         if len(rows) < len(slices):
@@ -297,18 +297,18 @@ class Sampler:
         return tuple(results[row] for row in range(len(slices)))
 
     def score(
-        self, part: StepSlice, hidden: Tensor, head: Callable[[Tensor], Tensor], result: SliceResult
+        self, step_slice: StepSlice, hidden: Tensor, head: Callable[[Tensor], Tensor], result: SliceResult
     ) -> SliceResult:
         """`result` with the log-probabilities of the prompt tokens that follow the tokens of a scored chunk,
         or with the chunk's error instead; `hidden` [tokens of the chunk, hidden_size] is the last layer's,
         `head` makes logits float32 [m, vocab_size] of some of its rows.
         """
-        state, first = self._live[part.sequence], part.first_position + 1
+        state, first = self._live[step_slice.sequence], step_slice.first_position + 1
         if isinstance(result.outcome, SliceError):
             return result
         if state.problem is not None:
-            return self._unusable(part, state.problem)
-        tokens = state.prompt[first : first + len(part.tokens)]
+            return self._unusable(step_slice, state.problem)
+        tokens = state.prompt[first : first + len(step_slice.tokens)]
         try:
             scored = score(
                 hidden,
@@ -319,7 +319,7 @@ class Sampler:
                 vocab_size=self._vocab_size,
             )
         except NonFiniteLogits as error:
-            return self._not_finite(part, error.position)
+            return self._not_finite(step_slice, error.position)
         return replace(result, prompt_logprobs=scored)
 
     def _errors(
@@ -338,22 +338,24 @@ class Sampler:
         self, slices: Sequence[StepSlice], states: Sequence[SamplerState], logits: Tensor
     ) -> list[SliceResult]:
         draws = [
-            Draw(state.sampling, part.sequence.choice, _position(part))
-            for part, state in zip(slices, states, strict=True)
+            Draw(state.sampling, step_slice.sequence.choice, _position(step_slice))
+            for step_slice, state in zip(slices, states, strict=True)
         ]
         problems: dict[int, str] = {}
         tokens = choose_rows(logits, states, draws, self._forbid(slices, states, problems))
         logprobs = _sampled_logprobs(logits, tokens, states)
         results = []
-        for row, (part, token) in enumerate(zip(slices, tokens, strict=True)):
+        for row, (step_slice, token) in enumerate(zip(slices, tokens, strict=True)):
             if row in problems:
-                results.append(self._unusable(part, problems[row]))
+                results.append(self._unusable(step_slice, problems[row]))
             elif token is None:
-                results.append(self._unusable(part, _nothing_allowed(part, states[row])))
+                results.append(self._unusable(step_slice, _nothing_allowed(step_slice, states[row])))
             else:
-                results.append(SliceResult(part.sequence, part.generation, token, logprobs.get(row)))
+                results.append(
+                    SliceResult(step_slice.sequence, step_slice.generation, token, logprobs.get(row))
+                )
                 if self._grammars is not None:
-                    self._grammars.precompute(part.sequence, token)
+                    self._grammars.precompute(step_slice.sequence, token)
         return results
 
     def _forbid(
@@ -370,30 +372,31 @@ class Sampler:
             return None
         return lambda scores: problems.update(grammars.apply(scores, rows))
 
-    def _not_finite(self, part: StepSlice, position: int) -> SliceResult:
+    def _not_finite(self, step_slice: StepSlice, position: int) -> SliceResult:
         return self._failed(
-            part,
+            step_slice,
             stage_pb2.SliceError.KIND_NON_FINITE_LOGITS,
-            f"logits for position {position} of {part.sequence} are not finite",
+            f"logits for position {position} of {step_slice.sequence} are not finite",
         )
 
-    def _unusable(self, part: StepSlice, problem: str) -> SliceResult:
-        return self._failed(part, stage_pb2.SliceError.KIND_SAMPLER, problem)
+    def _unusable(self, step_slice: StepSlice, problem: str) -> SliceResult:
+        return self._failed(step_slice, stage_pb2.SliceError.KIND_SAMPLER, problem)
 
-    def _failed(self, part: StepSlice, kind: int, message: str) -> SliceResult:
-        return SliceResult(part.sequence, part.generation, SliceError(kind, self._stage, message))
-
-
-def _position(part: StepSlice) -> int:
-    """Absolute position of the token that is drawn after `part`."""
-    return part.first_position + len(part.tokens)
+    def _failed(self, step_slice: StepSlice, kind: int, message: str) -> SliceResult:
+        return SliceResult(step_slice.sequence, step_slice.generation, SliceError(kind, self._stage, message))
 
 
-def _nothing_allowed(part: StepSlice, state: SamplerState) -> str:
+def _position(step_slice: StepSlice) -> int:
+    """Absolute position of the token that is drawn after `step_slice`."""
+    return step_slice.first_position + len(step_slice.tokens)
+
+
+def _nothing_allowed(step_slice: StepSlice, state: SamplerState) -> str:
     names = state.masks.names() if state.masks is not None else []
     if state.sampling.grammar is not None:
         names = [*names, "the grammar"]
-    return f"no token is allowed at position {_position(part)} of {part.sequence} by {' and '.join(names)}"
+    place = f"position {_position(step_slice)} of {step_slice.sequence}"
+    return f"no token is allowed at {place} by {' and '.join(names)}"
 
 
 def _sampled_logprobs(

@@ -75,7 +75,7 @@ async def test_end_epoch_ends_the_streams_without_a_fault(assignment: Assignment
         predecessor, _ = await one_step(bench)
         bench.link.send(end_epoch=cluster_pb2.EndEpoch(epoch=bench.epoch))
         ended = await predecessor.end()
-        assert (ended.code, ended.details) == (grpc.StatusCode.ABORTED, "epoch 1 is over")
+        assert (ended.code, ended.details) == (grpc.StatusCode.ABORTED, "epoch 1 has ended")
         assert (await bench.link.next_heartbeat()).epoch == 0
         await predecessor.close()
         assert_same(await run_scenario(bench), expected_outputs(assignment))
@@ -105,7 +105,7 @@ async def test_begin_epoch_wins_over_a_step_that_is_being_computed(
         bench.epoch += 1
         bench.link.send(begin_epoch=bench.begin_message())
         ended = await predecessor.end()
-        assert ended.details == "epoch 1 is over"
+        assert ended.details == "epoch 1 has ended"
         await bench.link.next_heartbeat()
         assert bench.link.answers.empty(), "not ready while the old step is in the way"
         gate.open.set()

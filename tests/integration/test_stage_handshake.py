@@ -76,7 +76,7 @@ async def test_a_mismatch_is_refused_with_both_values(
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (setting(epoch=1), "epoch 1, the present epoch is 2"),
+        (setting(epoch=1), "epoch 1, the current epoch is 2"),
         (setting(sender_stage=-1), "from stage -1, the predecessor of stage 1 is stage 0"),
         (setting(sender_incarnation=bytes(16)), "incarnation of stage 0"),
         (setting(coordinator_incarnation=bytes(16)), "coordinator incarnation"),
@@ -201,7 +201,7 @@ async def test_a_stream_whose_epoch_never_begins_is_ended(
     async with stage_bench(assignment) as bench:
         ended = await refusal(bench, setting(epoch=5))
         assert ended.code is grpc.StatusCode.ABORTED
-        assert "epoch 5, which has not begun here within 0.05 s" in ended.details
+        assert "epoch 5 has not begun on this stage within 0.05 s" in ended.details
 
 
 async def test_a_stream_that_is_ahead_of_begin_epoch_waits_for_it(assignment: Assignment) -> None:
@@ -253,7 +253,7 @@ async def test_the_stage_before_gets_its_stream_while_a_stranger_on_its_host_has
         await fill_places(bench, stack)
         hello = bench.hello()
         hello.epoch, hello.secret = 1, hop_secret(1, 1)
-        before = next_stage_stream.hop_to_stage(1, bench.worker.advertised_address, hello)
+        before = next_stage_stream.stream_to_stage(1, bench.worker.advertised_address, hello)
         stack.push_async_callback(before.close)
         dialled = asyncio.create_task(before.dial())
         async with asyncio.timeout(DEADLINE_S):
