@@ -1,4 +1,4 @@
-"""Who loads a stage and runs its steps: progress, result, failure."""
+"""Interface of a backend, which loads a stage and runs its steps; load progress and errors."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -15,21 +15,21 @@ from wire.tensors import TensorView
 
 
 class StageLoadError(Exception):
-    """This worker cannot run what it was assigned; the text has the reason and the numbers."""
+    """This worker cannot run its assignment; the text has the reason and the numbers."""
 
 
 class LoadGivenUp(StageLoadError):
-    """Another assignment has taken its place."""
+    """Another assignment replaced this load."""
 
 
 class DeviceFailedInLoad(StageLoadError):
-    """The device has failed while it loaded or warmed up; nothing more can be computed in this process."""
+    """The device failed during load or warm-up; this process can no longer compute."""
 
 
 class LoadProgress:
-    """How far a load is, and the wish that it end; shared between the event loop and whoever loads.
+    """Progress and cancellation of a load, shared between the event loop and the loader.
 
-    What is in memory already is no part of it.
+    Counts bytes read from the checkpoint, not parts already in memory.
     """
 
     def __init__(self) -> None:
@@ -39,22 +39,22 @@ class LoadProgress:
 
     @property
     def fraction(self) -> float:
-        """Of the bytes that this load reads; 0 before it is known how many, 1 when none are missing."""
+        """Fraction of the bytes to read: 0 before their number is known, 1 when complete."""
         if self._expected_bytes is None:
             return 0.0
         return self.read_bytes / self._expected_bytes if self._expected_bytes else 1.0
 
     def cancel(self) -> None:
-        """Ends the load at the next piece."""
+        """Cancel the load at its next chunk."""
         self._is_cancelled = True
 
     def expect(self, num_bytes: int) -> None:
-        """The load is going to read `num_bytes` of the checkpoint. Raises LoadGivenUp, see `advance`."""
+        """Add `num_bytes` to read. Raises LoadGivenUp, see `advance`."""
         self._expected_bytes = num_bytes
         self.advance(0)
 
     def advance(self, num_bytes: int) -> None:
-        """It has read `num_bytes` more. Raises LoadGivenUp when it is not wanted any more."""
+        """Count `num_bytes` as read. Raises LoadGivenUp if the load was cancelled."""
         self.read_bytes += num_bytes
         if self._is_cancelled:
             raise LoadGivenUp(f"the load was given up at {self.fraction:.0%}")
@@ -62,11 +62,11 @@ class LoadProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedStage:
-    """A warm stage with empty pages, and what it took. `executor` belongs to the backend that loaded it.
+    """A warm stage with empty pages. `executor` belongs to the backend that loaded it.
 
-    `read_bytes` were read of the checkpoint; the weights beyond them were in memory already. `kernels` is
-    "compiled" or "plain", empty for a mock; `kernels_detail` says which functions compute what, and why.
-    `source` is None for a mock.
+    `read_bytes` counts bytes read from the checkpoint; other weights were in memory already. `kernels` is
+    "compiled" or "plain" (empty for a mock), `kernels_detail` names the functions with reasons. `source`
+    is None for a mock.
     """
 
     assignment: Assignment
@@ -82,13 +82,13 @@ class LoadedStage:
     source: LoadedFrom | None = None
 
     def placed(self, assignment: Assignment) -> "LoadedStage":
-        """The same loaded stage under another assignment that it serves as it is."""
+        """This stage under an equivalent assignment."""
         return replace(self, assignment=assignment)
 
 
 @dataclass(slots=True)
 class RanStep:
-    """A step's output, and from when to when it was computed, on the clock of `time.monotonic`."""
+    """A step's output and the begin and end of its computation, on the clock of `time.monotonic`."""
 
     output: StageOutput
     started_s: float
@@ -96,66 +96,70 @@ class RanStep:
 
 
 class StageBackend(ABC):
-    """One per worker. Calls are made one after another, except that a load may be given up.
+    """Loads a stage and runs its steps; one per worker. Calls must not overlap, but a load may be
+    cancelled.
 
-    `on_device_failure` is told on the event loop, with the reason, that nothing more can be computed in this
-    process. Whoever owns the backend sets it before the first call.
+    `on_device_failure` must be set before the first call. The event loop calls it, with the reason, when
+    this process can no longer compute.
     """
 
     on_device_failure: Callable[[str], None]
 
     device: str
-    """What the coordinator and its users see: "cpu", "cuda:0", or "mock"."""
+    """Device name shown to users: "cpu", "cuda:0", or "mock"."""
     memory_bytes: int
-    """For weights, KV pages and activations together."""
+    """Budget for weights, KV pages and activations."""
 
     @property
     def is_mock(self) -> bool:
-        """Nothing is computed, only time passes."""
+        """Steps take simulated time without computing."""
         return False
 
     @property
-    def lacks_bf16(self) -> bool:
-        """bfloat16 takes longer than float32 here."""
-        return False
+    def supports_bf16(self) -> bool:
+        """bfloat16 is at least as fast as float32 on this device."""
+        return True
 
     @abstractmethod
     async def load(self, assignment: Assignment, progress: LoadProgress) -> LoadedStage:
-        """The stage that is assigned. Ends the one that was loaded before, whose executor must not be used
-        any more: its pages are dropped first, then the weights that the new stage does not share, and only
-        what is missing is read.
+        """Load the assigned stage, reading only the parts that are missing.
 
-        Raises StageLoadError; then no stage is loaded. A failure leaves nothing in memory. LoadGivenUp leaves
-        the parts that were complete (whole layers), which the assignment that it gave way to may share.
+        Ends the previous stage, whose executor must no longer be used: drops its pages, then unshared
+        weights.
+
+        Raises:
+            StageLoadError: No stage is loaded and memory is empty.
+            LoadGivenUp: The load was cancelled; complete layers stay in memory for the assignment that
+                replaced it.
         """
 
     @abstractmethod
     async def holds(self, loaded: LoadedStage, assignment: Assignment) -> bool:
-        """Whether `loaded`, the stage that was loaded last, serves `assignment` as it is: the same stage of
-        the same files."""
+        """Whether `loaded`, the last loaded stage, serves `assignment` unchanged, from the same files."""
 
     @abstractmethod
     async def begin_epoch(self, executor: StepExecutor, number: int, *, stage: int) -> None:
-        """Resets the stage, after everything that was begun before."""
+        """Reset the stage, after all earlier calls."""
 
     @abstractmethod
     def submit(self, executor: StepExecutor, received: ReceivedFrame) -> "asyncio.Future[RanStep]":
-        """Begins one step, after everything that was begun before. It ends with a StepFault, or so."""
+        """Start one step, after all earlier calls. The future raises StepFault for a failed step."""
 
     async def verify_accounting(self, executor: StepExecutor) -> None:
-        """Checks the KV accounting, after everything that was begun before. Raises StepFault."""
+        """Check the KV accounting, after all earlier calls. Raises StepFault."""
         executor.verify_accounting()
 
     async def reference(self, request: ReferenceRequest, *, held_bytes: int) -> Reference:
-        """What the checkpoint itself answers, while anything else goes on; the loaded stage holds
-        `held_bytes`. Raises ServingError.
+        """Compute a reference from the checkpoint, concurrently with steps. Raises ServingError.
+
+        `held_bytes` is the memory of the loaded stage.
         """
-        raise InvalidRequest("a mock stage has no weights to compute a reference with")
+        raise InvalidRequest("a mock stage has no weights to compute a reference from")
 
     async def project(self, handed_on: Sequence[TensorView]) -> bytes:
-        """Hidden states of one step after another as in LayerReference.states; b"" where there are none."""
+        """Projected hidden states of consecutive steps as in LayerReference.states, b"" without any."""
         return b""
 
     @abstractmethod
     def stop(self, *, timeout_s: float) -> bool:
-        """Ends whatever runs; False if it is still busy after `timeout_s`."""
+        """Stop all work. Returns False if the backend is still busy after `timeout_s`."""

@@ -1,4 +1,4 @@
-"""The compute thread, and the watchdog for steps that never end."""
+"""The compute thread, and the watchdog for hung steps."""
 
 import asyncio
 import logging
@@ -12,10 +12,9 @@ log = logging.getLogger(__name__)
 
 
 class StepWatchdog:
-    """A step that still computes `timeout_s` after the coordinator has given it up is hung.
+    """Reports a hung step: one that still computes `timeout_s` after the coordinator gave it up.
 
-    How long a step may take is for the coordinator to say, which knows what each computes. Belongs to the
-    event loop.
+    Only the coordinator knows how long a step may take. Used from the event loop.
     """
 
     def __init__(self, timeout_s: float, on_hung: Callable[[str], None]) -> None:
@@ -24,8 +23,8 @@ class StepWatchdog:
         self._timer: asyncio.TimerHandle | None = None
 
     def expect(self, all_ended: "asyncio.Future[Any]") -> None:
-        """`all_ended` is done as soon as the steps before it have ended. Time counts from the first call that
-        is not answered yet.
+        """Set the future that ends with all current steps; the timeout counts from the oldest unfinished
+        one.
         """
         if self._timer is None:
             loop = asyncio.get_running_loop()
@@ -33,7 +32,7 @@ class StepWatchdog:
         all_ended.add_done_callback(self._ended)
 
     def close(self) -> None:
-        """Reports nothing any more."""
+        """Stop reporting."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -58,9 +57,9 @@ class _Job:
 
 
 class ComputeThread:
-    """Owner of model, pages, pool and sequences of a stage: nothing else may touch them.
+    """Owner of a stage's model, pages, pool and sequences; no other thread may access them.
 
-    A daemon, so that a process can end while a checkpoint is still being read.
+    A daemon thread, so that a process can exit while a checkpoint is being read.
     """
 
     def __init__(self, *, on_start: Callable[[], None] = lambda: None) -> None:
@@ -71,9 +70,9 @@ class ComputeThread:
         self._thread.start()
 
     def submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> "asyncio.Future[T]":
-        """What `function` returns or raises, after everything submitted before.
+        """Run `function` after everything submitted before; the future has its result or exception.
 
-        Cancelled before its turn, it is left out; once begun, it runs to its end.
+        Cancellation before its start skips it; once started, it runs to its end.
         """
         loop = asyncio.get_running_loop()
         job = _Job(lambda: function(*args, **kwargs), loop, loop.create_future())
@@ -81,11 +80,10 @@ class ComputeThread:
         return job.done
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """`submit`, and waits for it."""
         return await self.submit(function, *args, **kwargs)
 
     def stop(self, *, timeout_s: float) -> bool:
-        """Ends the thread after the jobs at hand; False if it is still busy after `timeout_s`."""
+        """Stop the thread after its current job; returns False if it is still busy after `timeout_s`."""
         self._jobs.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -99,7 +97,7 @@ class ComputeThread:
                 _hand_back(job, job.work(), None)
             except BaseException as error:
                 _hand_back(job, None, error)
-            # The next job may be minutes away; what this one refers to (a whole model) must not wait for it.
+            # The next job may be minutes away; release what this one references (a model) now.
             del job
 
 

@@ -1,4 +1,4 @@
-"""Contract between a worker and what computes its stage. Knows no torch.
+"""Contract between a worker and its stage computation, without torch.
 
 Times are on the clock of `time.monotonic`.
 """
@@ -17,16 +17,18 @@ from wire.steps import SliceResult, StageTime, StartRecord, StepResult
 from wire.tensors import TensorView
 
 DEVICE_FAILED_EXIT_CODE = 3
-"""Exit code of a worker whose device has failed: start it again."""
+"""Exit code of a worker whose device failed; the worker should be restarted."""
 
 
 class DeviceError(Exception):
-    """The device cannot compute any more in this process; the text has the reason."""
+    """The device can no longer compute in this process; the text has the reason."""
 
 
 class KernelChoice(Enum):
-    """AUTO takes the fastest functions that the device, dtype and model allow. PLAIN takes torch's operators
-    only. COMPILED takes the compiled functions, and fails where they cannot be used.
+    """Which functions compute a stage.
+
+    AUTO takes the fastest functions that the device, dtype and model allow, PLAIN only torch's operators,
+    COMPILED the compiled functions, failing where they are unavailable.
     """
 
     AUTO = "auto"
@@ -35,12 +37,12 @@ class KernelChoice(Enum):
 
 
 class KernelsUnavailable(ValueError):
-    """The compiled kernels were asked for and cannot be used; the text has the reason."""
+    """The compiled kernels were requested but are unavailable; the text has the reason."""
 
 
 @dataclass(slots=True)
 class ReceivedFrame:
-    """A frame whose first byte was there at `began_s`, and which was whole and checked at `at_s`."""
+    """A frame with the times of its first byte (`began_s`) and of its completion (`at_s`)."""
 
     frame: Frame
     at_s: float
@@ -49,7 +51,7 @@ class ReceivedFrame:
 
 @dataclass(slots=True)
 class HandedOn:
-    """The same step, byte for byte, with the hidden states that this stage has computed for it."""
+    """The unchanged step, with the hidden states that this stage computed."""
 
     step_id: int
     step_bytes: bytes
@@ -58,8 +60,10 @@ class HandedOn:
 
 @dataclass(slots=True)
 class StepTiming:
-    """When a stage has done what for one step. `hop_s`: from the sender having it ready to the first byte
-    here, None where the sender does not tell.
+    """Times of one step on one stage.
+
+    `hop_s` is the time from the sender's output to its first byte on this stage, None if the sender does
+    not report it.
     """
 
     began_s: float
@@ -70,14 +74,14 @@ class StepTiming:
 
 
 StageOutput = HandedOn | StepResult
-"""What a stage makes of one frame."""
+"""Output of a stage for one frame."""
 
 
 @dataclass(slots=True)
 class TimedOutput:
-    """An output with what each stage so far has spent on its step; nothing where that is not known.
+    """An output with the times of all stages so far, empty where unknown.
 
-    `ready_at_us`: when it was ready to send, in microseconds of the coordinator's clock since 1970.
+    `ready_at_us` is the completion time in microseconds of the coordinator's clock since 1970.
     """
 
     output: StageOutput
@@ -87,51 +91,51 @@ class TimedOutput:
 
 
 class StepObserver:
-    """Every method does nothing by itself. They run on the event loop, after the output has been sent, so
-    each takes microseconds. Times are on the clock of `time.monotonic`.
+    """Observer of a stage's steps; all methods default to no-ops.
+
+    They run on the event loop, after the output has been sent, and must take microseconds only.
     """
 
     def epoch_began(self, assignment: Assignment, epoch: int) -> None:
-        """This stage serves; it knows no sequences."""
+        """The stage begins to serve, without sequences."""
 
     def step_done(self, frame: Frame, output: TimedOutput, sent_s: float) -> None:
-        """A step was computed, and its output handed to the transport at `sent_s`."""
+        """A step was computed, and its output passed to the transport at `sent_s`."""
 
     def epoch_over(self) -> None:
-        """Whatever was begun in this epoch is void."""
+        """Discard the state of this epoch."""
 
 
 Computed = TensorView | tuple[SliceResult, ...]
-"""Hidden states for the next stage; from LAST one result per slice that is sampled or scored, in order."""
+"""Hidden states for the next stage; on LAST, one result per sampled or scored slice, in order."""
 
 
 class StageCompute(ABC):
-    """The layers of a model, or what stands for them. Used by one executor, in step order."""
+    """The layers of a model, or a mock of them. Used by one executor, in step order."""
 
     hidden_size: int
     vocab_size: int
 
     @abstractmethod
     def begin_epoch(self, *, stage: int) -> None:
-        """Forgets all sequences; from now on this is stage number `stage`."""
+        """Drop all sequences and set the stage's number."""
 
     @abstractmethod
     def start(self, record: StartRecord) -> None:
-        """A sequence begins, or begins again."""
+        """Start or restart a sequence."""
 
     @abstractmethod
-    def end(self, sequence: SequenceKey) -> None:
-        """A sequence is over."""
+    def end(self, sequence: SequenceKey) -> None: ...
 
     @abstractmethod
     def compute(self, frame: Frame, layouts: Sequence[SliceLayout]) -> Computed:
-        """The work of a step with slices, whose `layouts` follow them. Raises StepFault."""
+        """Compute a step; `layouts` are in the order of its slices. Raises StepFault."""
 
     def fault_kind(self, error: Exception) -> StepFaultKind:
-        """Whether `error`, which is no StepFault, is one of memory, of the device, or of our own code."""
+        """Classify `error`, which is not a StepFault: out of memory, device, or internal."""
         if isinstance(error, MemoryError):
             return StepFaultKind.OUT_OF_MEMORY
         return StepFaultKind.DEVICE if isinstance(error, DeviceError) else StepFaultKind.INTERNAL
 
     def free_memory(self) -> None:  # noqa: B027
-        """Returns memory that is cached and not used to the device."""
+        """Return unused cached memory to the device."""

@@ -19,33 +19,33 @@ from wire.errors import StepFault, StepFaultKind
 
 
 class DeadlineClock:
-    """One step at a time: a step begins when it is there and the one before has ended. Pure.
+    """Schedule of one device: a step begins when it has arrived and the previous one has ended. Pure.
 
-    What counts is when steps should have ended, never when somebody woke up, so no lateness adds up.
+    Counts from scheduled ends, not actual wake-ups, so that delays do not accumulate.
     """
 
     def __init__(self) -> None:
         self._free_at_s = 0.0
 
     def serve(self, arrived_s: float, work_s: float) -> tuple[float, float]:
-        """From when to when a step that came at `arrived_s` is computed."""
+        """Return the begin and end of a step that arrived at `arrived_s`."""
         started_s = max(arrived_s, self._free_at_s)
         self._free_at_s = started_s + work_s
         return started_s, self._free_at_s
 
 
 EARLY_S = 150e-6
-"""How much before the moment to wake up: an idle machine takes so long, and what is left is waited out."""
+"""Early wake-up, since an idle machine wakes late; the rest is a busy wait."""
 
 
 class Alarm:
-    """Calls back at a moment on the clock of `time.monotonic`, to a few us where the system has timerfd.
+    """Calls back at a time on the clock of `time.monotonic`, within a few us where the system has timerfd.
 
-    Timers of event loops are rounded to milliseconds, which those of a mock stage must not be.
+    Timers of event loops are rounded to milliseconds, which is too coarse for mock steps.
     """
 
     def __init__(self) -> None:
-        """Belongs to the running event loop."""
+        """Must be created in the running event loop, which it belongs to."""
         self._loop = asyncio.get_running_loop()
         self._callback: Callable[[], None] | None = None
         self._moment_s = 0.0
@@ -54,7 +54,7 @@ class Alarm:
             self._loop.add_reader(self._timer.fd, self._ring)
 
     def set(self, moment_s: float, callback: Callable[[], None]) -> None:
-        """Calls back once, at once if the moment has passed. Forgets what was set before."""
+        """Call back once, immediately if the time has passed. Replaces an earlier setting."""
         self._callback, self._moment_s = callback, moment_s
         remaining_s = moment_s - time.monotonic()
         if remaining_s <= EARLY_S:
@@ -65,7 +65,7 @@ class Alarm:
             self._loop.call_later(remaining_s, self._go_off, callback)
 
     def close(self) -> None:
-        """Nobody is called any more; harmless twice."""
+        """Cancel the alarm. Idempotent."""
         self._callback = None
         if self._timer is not None:
             self._loop.remove_reader(self._timer.fd)
@@ -94,7 +94,7 @@ class _TimerSpec(ctypes.Structure):
 
 
 class _TimerFd:
-    """Linux timerfd, which Python has from 3.13 on. Source: timerfd_create(2)."""
+    """Linux timerfd, which Python's `os` module has from 3.13 on. Source: timerfd_create(2)."""
 
     _NONBLOCK = os.O_NONBLOCK
     _CLOEXEC = os.O_CLOEXEC
@@ -114,7 +114,7 @@ class _TimerFd:
             raise OSError(ctypes.get_errno(), "timerfd_settime failed")
 
     def has_gone_off(self) -> bool:
-        """Since it was set; says so once."""
+        """Whether the timer expired since it was set; true once."""
         try:
             return len(os.read(self.fd, 8)) == 8
         except BlockingIOError:
@@ -126,18 +126,18 @@ class _TimerFd:
 
 _MOST_MS = (1 << 32) - 1
 MEMORY_BYTES = 1 << 40
-"""Weights take none of a mock's memory, but plans are made as if they did."""
+"""Simulated budget: plans need one, although mocks hold no weights."""
 
 
 class MockBackend(StageBackend):
-    """Serves one step at a time, each as long as its spec says. Made within an event loop."""
+    """Runs one step at a time, for as long as its spec says. Must be created in an event loop."""
 
     device = "mock"
 
     def __init__(
         self, spec: MockSpec, *, memory_bytes: int | None = None, step_timeout_s: float = 30.0
     ) -> None:
-        """A step that hangs is reported `step_timeout_s` after it was given up."""
+        """A hung step is reported `step_timeout_s` after the coordinator gave it up."""
         self.memory_bytes = memory_bytes or MEMORY_BYTES
         self._device = MockDevice(spec)
         self._watchdog = StepWatchdog(step_timeout_s, lambda reason: self.on_device_failure(reason))
@@ -170,7 +170,7 @@ class MockBackend(StageBackend):
         return assignment.loads_like(loaded.assignment)
 
     def _warmup_ms(self, assignment: Assignment) -> int:
-        """What a warm-up would have taken: it tells the coordinator how long the first steps may take."""
+        """Simulated warm-up time, from which the coordinator derives the timeout of the first steps."""
         longest_s = self._spec.longest_step_s(
             num_tokens=assignment.max_step_tokens, context=assignment.max_sequence_tokens
         )
@@ -181,7 +181,7 @@ class MockBackend(StageBackend):
         executor.begin_epoch(number, stage=stage)
 
     def submit(self, executor: StepExecutor, received: ReceivedFrame) -> "asyncio.Future[RanStep]":
-        """The accounting is done at once; the time that it takes is part of the step's."""
+        """Run the accounting immediately; the step's time includes it."""
         done: asyncio.Future[RanStep] = asyncio.get_running_loop().create_future()
         try:
             output: StageOutput = executor.run(received.frame)
@@ -201,7 +201,7 @@ class MockBackend(StageBackend):
         return done
 
     async def _end_of_steps(self) -> None:
-        """Where one hangs, this does, too; as a thread that computes would."""
+        """Never done while a step hangs, like a compute thread."""
         if self._device.is_hung:
             never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._watchdog.expect(never)

@@ -1,4 +1,4 @@
-"""Outputs of a mock stage: deterministic tokens and hidden states; its device faults."""
+"""Outputs of a mock stage: deterministic tokens and hidden states, and simulated device faults."""
 
 from bisect import bisect_left
 from collections import deque
@@ -17,7 +17,7 @@ from wire.tensors import TensorView, payload_bytes
 
 
 class MockDevice:
-    """One per process, like a real one: what it has computed outlives stages and epochs."""
+    """Simulated device, one per process: its state outlives stages and epochs."""
 
     def __init__(self, spec: MockSpec) -> None:
         self._spec = spec
@@ -25,11 +25,11 @@ class MockDevice:
 
     @property
     def is_hung(self) -> bool:
-        """No step ends any more."""
+        """No further step ends."""
         return self._spec.hang_after is not None and self._num_steps > self._spec.hang_after
 
     def compute(self, num_tokens: int) -> None:
-        """Computes a step with slices of so many tokens. Raises DeviceError or MemoryError."""
+        """Count a step of `num_tokens`. Raises DeviceError or MemoryError as specified."""
         spec = self._spec
         if spec.oom_at is not None and num_tokens >= spec.oom_at:
             raise MemoryError(f"mock: {num_tokens} tokens, out of memory at {spec.oom_at} (oom_at)")
@@ -39,10 +39,10 @@ class MockDevice:
 
 
 class MockConstraints:
-    """Token constraints of one sequence, and as much of its history as they need.
+    """Token constraints of one sequence, and the history that they need.
 
-    A mock's logits are all equal, so the highest bias wins. Among equals the order begins at the token that
-    the mock would sample unasked, and tokens that end a sequence come last.
+    All logits of a mock are equal, so the highest bias wins. Among equals, the order begins at the mock's
+    default token, and end-of-sequence tokens come last.
     """
 
     def __init__(self, record: StartRecord, *, vocab_size: int, eos_token_ids: Collection[int]) -> None:
@@ -58,17 +58,17 @@ class MockConstraints:
 
     @staticmethod
     def are_in(sampling: StepSampling) -> bool:
-        """Whether `sampling` limits which tokens may be sampled."""
+        """Whether `sampling` restricts the tokens."""
         holds_back = sampling.min_tokens > 0 and sampling.min_tokens_hold_back
         return bool(sampling.allowed_token_ids or sampling.bad_words or sampling.logit_bias or holds_back)
 
     def add(self, token: int) -> None:
-        """Appends a generated token to the history."""
+        """Append a generated token to the history."""
         self._num_generated += 1
         self._tail.append(token)
 
     def choose(self, first: int) -> int | None:
-        """The token to sample, where `first` begins the order of equals; None where no token is allowed."""
+        """The token to sample, where `first` begins the order of equals; None if no token is allowed."""
         banned = self._banned()
         for tier in self._tiers:
             best: int | None = None
@@ -95,11 +95,11 @@ class MockConstraints:
 
 
 _Tier = Callable[[int], Iterator[int]]
-"""The tokens of one bias, each once, in cyclic order from the given token on."""
+"""Tokens with one bias, each once, in cyclic order from the given token on."""
 
 
 def _tiers(sampling: StepSampling, vocab_size: int) -> list[_Tier]:
-    """Highest bias first; a token without one has 0."""
+    """Highest bias first; tokens without a bias have 0."""
     allowed = sampling.allowed_token_ids
     biases = dict(sampling.logit_bias)
     by_bias: dict[float, list[int]] = {}
@@ -129,9 +129,10 @@ def _all_but(excluded: Collection[int], vocab_size: int) -> _Tier:
 
 
 def mock_token(token: int, position: int, *, vocab_size: int, eos_token_ids: Collection[int] = ()) -> int:
-    """The token that mock stages sample after `token` at this absolute position; never one that ends.
+    """The token that mock stages sample after `token` at this absolute position, never an end-of-sequence
+    token.
 
-    Raises ValueError for a vocabulary of nothing else.
+    Raises ValueError for a vocabulary of end-of-sequence tokens only.
     """
     first = _first_choice(token, position, vocab_size=vocab_size)
     for offset in range(vocab_size):
@@ -146,13 +147,13 @@ def _first_choice(token: int, position: int, *, vocab_size: int) -> int:
 
 
 class MockCompute(StageCompute):
-    """Stands for the layers of one stage: FIRST makes zeros, all others pass on what came, or zeros where it
-    came in another dtype than they send.
+    """Mock of one stage's layers: FIRST outputs zeros, others pass on their input, or zeros if dtypes
+    differ.
     """
 
     def __init__(self, assignment: Assignment, device: MockDevice | None = None) -> None:
-        """`device` is one that never fails unless given. Raises ValueError when the assignment does not say
-        what the model is like.
+        """`device` defaults to one that never fails. Raises ValueError for an assignment without model
+        sizes.
         """
         shape = assignment.model_shape
         if not shape.hidden_size or not shape.vocab_size:
@@ -167,7 +168,7 @@ class MockCompute(StageCompute):
         self._has_head = assignment.role.has_head
         self._dtype = assignment.sent_dtype
         self._stage = assignment.stage
-        # Never written to, so the system backs it with one page of zeros.
+        # Never written, so the system maps it to a single page of zeros.
         self._zeros = memoryview(
             bytes(payload_bytes(self._dtype, (assignment.max_step_tokens, self.hidden_size)))
         )
@@ -235,7 +236,7 @@ class MockCompute(StageCompute):
 
 
 def _unanswerable(sampling: StepSampling) -> str | None:
-    """What of `sampling` needs logits. The coordinator rejects these already."""
+    """Whether `sampling` needs logits; the coordinator rejects these parameters already."""
     if sampling.logprobs is not None:
         return "log-probabilities"
     if sampling.grammar is not None:

@@ -1,4 +1,4 @@
-"""How long a mock stage takes for a step, and how it fails."""
+"""Simulated step times and faults of a mock stage."""
 
 import re
 from collections.abc import Collection
@@ -17,11 +17,11 @@ _MOST_S = 3600
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MockSpec:
-    """Seconds: for each step with slices, for each of its tokens, and for each token and thousand tokens of
-    context that it attends to.
+    """Seconds per step with slices, per token, and per token and thousand tokens of context that it attends
+    to.
 
-    After `poison_after` steps of the process, every further one fails as on a device that cannot be used any
-    more; after `hang_after`, none ends. A step of `oom_at` tokens or more runs out of memory. None: never.
+    After `poison_after` steps of the process all steps fail as on a broken device; after `hang_after`,
+    none ends. A step of `oom_at` tokens or more runs out of memory. None disables a fault.
     """
 
     step: float = 0.0
@@ -33,10 +33,8 @@ class MockSpec:
 
     @classmethod
     def parse(cls, text: str) -> "MockSpec":
-        """Of "step=20ms,token=0.05ms,poison_after=100"; units are us, ms and s. Raises ValueError that names
-        what is wrong.
-        """
-        names = [each.name for each in fields(cls)]
+        """Parse "step=20ms,token=0.05ms,poison_after=100" with units us, ms and s. Raises ValueError."""
+        names = [field.name for field in fields(cls)]
         values = dict[str, Any]()
         for part in text.split(","):
             name, separator, value = part.strip().partition("=")
@@ -59,11 +57,11 @@ class MockSpec:
         return ",".join(texts) or "step=0s"
 
     def longest_step_s(self, *, num_tokens: int, context: int) -> float:
-        """What a step of so many tokens takes at most, none of which attends to more than `context`."""
+        """Upper bound for a step of `num_tokens` that attend to at most `context` tokens each."""
         return self.step + num_tokens * (self.token + self.context * context / 1000)
 
     def step_s(self, slices: Collection[StepSlice]) -> float:
-        """What a step of these slices takes; nothing when there are none."""
+        """Seconds for a step of these slices, 0 without slices."""
         if not (self.token or self.context):
             return self.step if slices else 0.0
         num_slices = num_tokens = num_pairs = 0

@@ -1,8 +1,8 @@
-"""Computes a step: embed or take hidden states, run the layers, and sample on LAST.
+"""Computes a step: embeddings or received hidden states, layers, and sampling on LAST.
 
-What a request brings itself (a token whose embedding is not finite, rows that came in so, or pages that hold
-such rows) fails it alone, on LAST. But where nothing that came in finite goes on finite, the stage has a
-fault: its step is computed again.
+Non-finite values caused by a request (its token's embedding, its received rows, or pages with such rows)
+fail that request only, on LAST. If no sequence with finite input has finite output, the stage is at fault,
+and the coordinator repeats the step.
 """
 
 import itertools
@@ -31,38 +31,39 @@ from wire.tensors import WireDType
 
 
 def are_finite(hidden: Tensor) -> bool:
-    """Whether all of `hidden` [tokens, hidden_size] is; one sum, in which nothing that is not gets lost. A
-    sum that is too large says no, too.
+    """Whether all of `hidden` [tokens, hidden_size] are finite, by one sum; False also if the sum
+    overflows.
     """
     return math.isfinite(hidden.sum(dtype=torch.float32).item())
 
 
 class FiniteStates:
-    """Remembers which sequences are not finite by themselves; used by the compute thread only."""
+    """Tracks sequences with non-finite input; used by the compute thread only."""
 
     def __init__(self) -> None:
         self._tainted: set[SequenceKey] = set()
 
     def clear(self) -> None:
-        """No sequence is known any more."""
+        """Drop all sequences."""
         self._tainted.clear()
 
     def end(self, sequence: SequenceKey) -> None:
         self._tainted.discard(sequence)
 
     def check_handed_on(self, step: Step, outgoing: Tensor, incoming: Callable[[], Tensor]) -> None:
-        """Raises StepFault if this stage has spoilt the step. Both are [tokens, hidden_size]; what came in is
-        asked for only where something is not finite.
+        """Raises StepFault if this stage produced the non-finite values.
+
+        `incoming` and `outgoing` are [tokens, hidden_size]; `incoming` is only computed when needed.
         """
         if not are_finite(outgoing):
-            # A part of a prompt may be finite up to what is not.
+            # The begin of a prompt may be finite.
             good = [bool(rows.any()) for rows in _finite_rows(step, outgoing)]
             self._check(step.slices, good, step, incoming())
 
     def check_answered(
         self, step: Step, results: Sequence[SliceResult], incoming: Callable[[], Tensor]
     ) -> None:
-        """The same for results whose logits may not be finite."""
+        """Like `check_handed_on`, for results with non-finite logits."""
         outcomes = {result.sequence: result.outcome for result in results}
         if not any(isinstance(outcome, SliceError) for outcome in outcomes.values()):
             return
@@ -97,7 +98,7 @@ class FiniteStates:
 
 
 def _finite_rows(step: Step, hidden: Tensor) -> list[Tensor]:
-    """Which rows are finite, bool [tokens] for each slice."""
+    """Finiteness of each slice's rows, bool [tokens]."""
     are_good = hidden.isfinite().all(dim=1)
     ends = itertools.accumulate(len(step_slice.tokens) for step_slice in step.slices)
     return [
@@ -112,7 +113,7 @@ def _is_not_finite(outcome: object) -> bool:
 
 
 class ModelCompute(StageCompute):
-    """Owns model, pages and, with the head, the sampler of one stage; used from the compute thread only."""
+    """Model, pages and, with the head, sampler of one stage; used from the compute thread only."""
 
     def __init__(
         self,
@@ -122,8 +123,9 @@ class ModelCompute(StageCompute):
         *,
         wire_dtype: WireDType | None = None,
     ) -> None:
-        """`pages` are for the layers of `model`; `grammars` are for a stage with the head. Hidden states go
-        on in `wire_dtype`, as they are computed unless given.
+        """`pages` cover the layers of `model`; `grammars` is for a stage with the head.
+
+        Hidden states are sent in `wire_dtype` (default: the run dtype).
         """
         self.hidden_size = model.config.hidden_size
         self.vocab_size = model.config.vocab_size
@@ -142,7 +144,7 @@ class ModelCompute(StageCompute):
             self._sampler = Sampler(vocab_size=self.vocab_size, stage=stage, grammars=self._grammars)
 
     def close(self) -> None:
-        """Lets go of model and pages, whoever still refers to this; nothing can be computed any more."""
+        """Release model and pages, even if this object is still referenced; it can no longer compute."""
         del self._model, self._pages
         self._sampler = None
 
@@ -182,7 +184,7 @@ class ModelCompute(StageCompute):
         return self._model.embed(torch.tensor(tokens, dtype=torch.int64))
 
     def _check_writes(self, layout: StepLayout) -> None:
-        """All layers write the same slots: what is wrong with them is found before the first is written."""
+        """Check before the first layer, since all layers write the same slots."""
         slots, pages = layout.writes.slots, self._pages
         try:
             pages.validate_write(
@@ -195,7 +197,7 @@ class ModelCompute(StageCompute):
             raise StepFault(StepFaultKind.KV_SIGNAL, f"{type(error).__name__}: {error}") from error
 
     def _answer(self, step: Step, hidden: Tensor, sampler: Sampler) -> tuple[SliceResult, ...]:
-        """One result per slice that is sampled or scored, in slice order."""
+        """One result per sampled or scored slice, in slice order."""
         ends = list(itertools.accumulate(len(step_slice.tokens) for step_slice in step.slices))
         sampled = [
             (step_slice, end - 1)

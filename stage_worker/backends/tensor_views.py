@@ -1,13 +1,13 @@
 """Hidden states between torch and the wire.
 
-A row with the largest magnitude m has the scale s = max(m / 448, 2 ** -126) in fp8, and in int8
-s = max(m / 127, 2 ** -126). Its element x comes back as y with
+A row with the largest magnitude m has the scale s = max(m / 448, 2 ** -126) in fp8, and s = max(m / 127, 2
+** -126) in int8. An element x is decoded as y with
 
     fp8    |x - y| <= max(|x| / 16, s / 1024)
     int8   |x - y| <= s / 2
 
-and both up to the rounding of float32 and then of the run dtype. Zeros stay zeros. A row with anything
-that is not finite has a scale that is not finite either, and comes back without one finite element.
+up to the rounding of float32 and of the run dtype. Zeros stay zeros. A row with a non-finite element has a
+non-finite scale, and is decoded without any finite element.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ from wire.tensors import ScaledDType, TensorView, WireDType
 
 @torch.inference_mode()
 def project(hidden: Tensor) -> Tensor:
-    """float32 [n, STATE_WIDTH] of `hidden` [n, width]: sums of its elements with fixed signs, and its norm.
+    """Project `hidden` [n, width] to float32 [n, STATE_WIDTH]: sums of elements with fixed signs, and the
+    norm.
 
-    The expected square of a projection is the square of the norm, whatever the state.
-    Source: Achlioptas 2003, "Database-friendly random projections".
+    The expected square of a projection is the square of the norm. Source: Achlioptas 2003,
+    "Database-friendly random projections".
     """
     wide = hidden.float().cpu()
     return torch.cat((wide @ _signs(wide.shape[1]), wide.norm(dim=1, keepdim=True)), dim=1)
 
 
 def as_array(states: Tensor) -> array[float]:
-    """`states` [n, STATE_WIDTH], row after row."""
+    """`states` [n, STATE_WIDTH] as a flat array, row by row."""
     return array("f", states.contiguous().numpy().tobytes())
 
 
 @lru_cache(maxsize=2)
 def _signs(width: int) -> Tensor:
-    """float32 [width, NUM_PROJECTIONS] of 1 and -1, the same everywhere: murmur's finalizer of the index."""
+    """float32 [width, NUM_PROJECTIONS] of 1 and -1, equal on all hosts: murmur's finalizer of the index."""
     bits = np.arange(width * NUM_PROJECTIONS, dtype=np.uint32)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
         bits = (bits ^ (bits >> np.uint32(shift))) * np.uint32(factor)
@@ -55,12 +56,12 @@ _ELEMENTS = {ScaledDType.F8_E4M3: torch.float8_e4m3fn, ScaledDType.I8: torch.int
 _LARGEST = {ScaledDType.F8_E4M3: 448.0, ScaledDType.I8: 127.0}
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
-# Of every byte, as converting float8 takes a CPU five times as long as looking it up.
+# Value of each byte: a CPU converts float8 five times slower than it looks it up.
 _F8_VALUES = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn).float()
 
 
 def scale_rows(hidden: Tensor, dtype: ScaledDType) -> Tensor:
-    """The payload uint8 of `hidden` [n, width]: the elements of all rows, then their n scales."""
+    """Encode `hidden` [n, width] as uint8: the elements of all rows, then their n scales."""
     wide = hidden.float()
     # A smaller scale would be subnormal, a row divided by it could overflow, and zeros need some scale.
     scales = (wide.abs().amax(dim=1, keepdim=True) / _LARGEST[dtype]).clamp_(min=_SMALLEST_SCALE)
@@ -72,15 +73,15 @@ def scale_rows(hidden: Tensor, dtype: ScaledDType) -> Tensor:
 
 
 def unscale_rows(payload: Tensor, dtype: ScaledDType, shape: tuple[int, int], into: torch.dtype) -> Tensor:
-    """The hidden states [n, width] in `into` behind a payload uint8; does not modify it."""
+    """Decode a uint8 payload to hidden states [n, width] in `into`; does not modify the payload."""
     num_elements = shape[0] * shape[1]
-    # Behind an odd number of elements the scales lie where no float32 may; a copy does not.
+    # Scales after an odd number of elements are misaligned for float32; a copy is aligned.
     scales = payload[num_elements:].clone().view(torch.float32)
     return _wide(payload[:num_elements], dtype).view(shape).mul_(scales[:, None]).to(into)
 
 
 def _wide(elements: Tensor, dtype: ScaledDType) -> Tensor:
-    """float32, in memory of its own."""
+    """Decode to float32, in newly allocated memory."""
     if dtype is ScaledDType.F8_E4M3 and not elements.is_cuda:
         return _F8_VALUES.index_select(0, elements.int())
     return elements.view(_ELEMENTS[dtype]).float()
@@ -89,20 +90,21 @@ def _wide(elements: Tensor, dtype: ScaledDType) -> Tensor:
 _DTYPES: dict[torch.dtype, DType] = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPES.items()}
 
 with warnings.catch_warnings():
-    # torch warns once in a process of a tensor over bytes that must not be written; nothing here writes them.
+    # torch warns once per process about tensors over read-only bytes; this module never writes them.
     warnings.simplefilter("ignore")
     torch.frombuffer(bytes(1), dtype=torch.uint8)
 
 
 def to_view(tensor: Tensor) -> TensorView:
-    """The tensor's own bytes where it is on the CPU; the view keeps them alive."""
+    """View of the tensor's bytes, without a copy on a CPU; keeps them alive."""
     dense = tensor.detach().contiguous().cpu()
     return TensorView(_DTYPES[dense.dtype], tuple(dense.shape), dense.view(torch.uint8).numpy().data)
 
 
 def from_view(view: TensorView, *, device: torch.device) -> Tensor:
-    """A tensor in the view's own dtype, which must not be modified: on the CPU it is the view's bytes, unless
-    they lie where elements of this size may not. The tensor keeps them alive.
+    """Tensor in the view's dtype; must not be modified.
+
+    On a CPU it shares the view's bytes, which it keeps alive, unless they are misaligned.
     """
     assert isinstance(view.dtype, DType), "rows with scales are for from_wire"
     raw = _raw(view)
@@ -112,7 +114,7 @@ def from_view(view: TensorView, *, device: torch.device) -> Tensor:
 
 
 def to_wire(hidden: Tensor, wire_dtype: WireDType) -> TensorView:
-    """Hidden states [n, width] as they are to travel; what the device can do is done there."""
+    """Encode hidden states [n, width] for sending, on their device as far as possible."""
     if isinstance(wire_dtype, DType):
         return to_view(hidden.to(TORCH_DTYPES[wire_dtype]))
     payload = scale_rows(hidden.detach(), wire_dtype).cpu()
@@ -120,7 +122,7 @@ def to_wire(hidden: Tensor, wire_dtype: WireDType) -> TensorView:
 
 
 def from_wire(view: TensorView, *, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Hidden states [n, width] in `dtype`, to compute from and not to be modified."""
+    """Decode hidden states [n, width] to `dtype`; must not be modified."""
     if isinstance(view.dtype, ScaledDType):
         num_rows, width = view.shape
         return unscale_rows(_raw(view).to(device), view.dtype, (num_rows, width), dtype)
@@ -128,7 +130,7 @@ def from_wire(view: TensorView, *, device: torch.device, dtype: torch.dtype) -> 
 
 
 def _raw(view: TensorView) -> Tensor:
-    """uint8 over the view's bytes."""
+    """uint8 tensor over the view's bytes."""
     if not view.size_bytes:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(view.data, dtype=torch.uint8)

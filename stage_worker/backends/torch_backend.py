@@ -33,10 +33,12 @@ CPU = torch.device("cpu")
 
 
 class TorchBackend(StageBackend):
-    """Owner of the compute thread, and of another for references: steps and loads never wait for those."""
+    """Owner of the compute thread, and of a second thread for references, so that steps and loads never wait
+    for them.
+    """
 
     def __init__(self, config: WorkerConfig) -> None:
-        """Raises ValueError for a device that is not here, MemoryTooLarge and KernelsUnavailable."""
+        """Raises ValueError for a device that this host lacks, MemoryTooLarge and KernelsUnavailable."""
         device = parse_device(config.device)
         if config.memory_bytes is not None:
             check_memory(config.memory_bytes, device)
@@ -51,19 +53,19 @@ class TorchBackend(StageBackend):
             model_directory=config.model_directory,
             kernels=config.kernels,
         )
-        self._resident = StageCache()
+        self._cache = StageCache()
         self._watchdog = StepWatchdog(config.step_timeout_s, self._fail)
         self._thread = ComputeThread(on_start=lambda: _begin_thread(device, config.compute_threads))
         self._references = ComputeThread(on_start=lambda: _begin_thread(device, config.compute_threads))
 
     @property
-    def lacks_bf16(self) -> bool:
-        return not has_native_bf16(self._resources.device)
+    def supports_bf16(self) -> bool:
+        return has_native_bf16(self._resources.device)
 
     async def load(self, assignment: Assignment, progress: LoadProgress) -> LoadedStage:
-        self._expect_end_of_steps()
+        self._watch_steps()
         try:
-            return await self._thread.run(load_stage, assignment, self._resources, progress, self._resident)
+            return await self._thread.run(load_stage, assignment, self._resources, progress, self._cache)
         except DeviceFailedInLoad as error:
             self._fail(str(error))
             raise
@@ -71,13 +73,13 @@ class TorchBackend(StageBackend):
     async def holds(self, loaded: LoadedStage, assignment: Assignment) -> bool:
         if not assignment.loads_like(loaded.assignment):
             return False
-        self._expect_end_of_steps()
+        self._watch_steps()
         return await self._thread.run(
-            self._resident.is_of, self._resources.directory(assignment.model_directory)
+            self._cache.is_of, self._resources.directory(assignment.model_directory)
         )
 
     async def begin_epoch(self, executor: StepExecutor, number: int, *, stage: int) -> None:
-        self._expect_end_of_steps()
+        self._watch_steps()
         await self._thread.run(executor.begin_epoch, number, stage=stage)
 
     def submit(self, executor: StepExecutor, received: ReceivedFrame) -> "asyncio.Future[RanStep]":
@@ -108,15 +110,15 @@ class TorchBackend(StageBackend):
         self._references.stop(timeout_s=0)
         return self._thread.stop(timeout_s=timeout_s)
 
-    def _expect_end_of_steps(self) -> None:
-        """Nobody waits any more for the steps that are still computed."""
+    def _watch_steps(self) -> None:
+        """Watch the steps that the coordinator gave up until they end."""
         self._watchdog.expect(self._thread.submit(_nothing))
 
     def _fail(self, reason: str) -> None:
         self.on_device_failure(reason)
 
     def _free_bytes(self, held_bytes: int) -> int:
-        """A reference is computed in the memory of the host, which a GPU's budget does not cover."""
+        """References use host memory, which a GPU's budget does not cover."""
         device = self._resources.device
         return self.memory_bytes - held_bytes if device.type == "cpu" else default_memory_bytes(CPU)
 
@@ -124,7 +126,7 @@ class TorchBackend(StageBackend):
 def _run(
     executor: StepExecutor, frame: Frame, loop: asyncio.AbstractEventLoop, on_failure: Callable[[str], None]
 ) -> RanStep:
-    """Tells of a failed device by itself: the epoch may be over, and nobody wait for the step any more."""
+    """Report a failed device directly: the epoch may have ended, leaving the step's error unread."""
     started_s = time.monotonic()
     try:
         output = executor.run(frame)
@@ -138,13 +140,13 @@ def _run(
 
 
 def _nothing() -> None:
-    """A job that ends when it is its turn."""
+    """Job that marks the end of the jobs before it."""
 
 
 def handed_on_states(handed_on: list[TensorView]) -> bytes:
-    """Hidden states of one step after another as in LayerReference.states."""
+    """Projected hidden states of consecutive steps, as in LayerReference.states."""
     states = (project(from_wire(view, device=CPU, dtype=torch.float32)) for view in handed_on)
-    return b"".join(encode_states(as_array(each)) for each in states)
+    return b"".join(encode_states(as_array(state)) for state in states)
 
 
 def _begin_thread(device: torch.device, num_threads: int | None) -> None:

@@ -1,10 +1,9 @@
 """Reference outputs for self-checks, computed from checkpoint files row by row.
 
-It shares with the stages the frequencies of the rotary embedding and nothing else, and never holds a layer:
-`BLOCK_ELEMENTS` weights are in memory at once, whatever the model's size.
-
-Computed in float32 on the CPU, whatever the worker computes with: so it holds for every device, takes none of
-a GPU's memory, and is not wrong where the device or its kernels are.
+An independent implementation: it shares only the rotary frequencies with the stages, and holds
+`BLOCK_ELEMENTS` weights in memory at a time, whatever the model's size. It computes in float32 on the CPU,
+so that it is valid for every device, takes no GPU memory, and is unaffected by faults of a device or its
+kernels.
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ from wire.tensors import WireDType
 
 
 class NonFiniteReference(ValueError):
-    """Logits before the token at `position` of text number `text` are not finite."""
-
     def __init__(self, text: int, position: int) -> None:
         super().__init__(f"logits for position {position} of text {text} are not finite")
         self.text, self.position = text, position
 
 
 class HeadSummary:
-    """Of exact logits and rounded ones, [2, n, m] at a time for the n tokens of all texts: log-probabilities
-    of the most likely tokens and of those that follow. Sums are in float64.
+    """Log-probabilities of the most likely tokens and of the following tokens, from blocks of logits.
+
+    Each block is [2, n, m], exact and rounded logits of m tokens, for the n tokens of all texts. Sums are
+    float64.
     """
 
     def __init__(self, texts: Sequence[Sequence[int]], *, num_top: int) -> None:
@@ -63,7 +62,7 @@ class HeadSummary:
         self._top_ids = torch.empty((size, 0), dtype=torch.int64)
 
     def add(self, first: int, logits: Tensor) -> None:
-        """`logits` float32 [2, n, m] of the tokens from `first` on. Raises NonFiniteLogits."""
+        """Add `logits` float32 [2, n, m] of the tokens from `first` on. Raises NonFiniteReference."""
         for row in non_finite_rows(logits[0]):
             raise NonFiniteReference(*self._place(row))
         wide = logits.double()
@@ -78,21 +77,21 @@ class HeadSummary:
 
     @property
     def logit_spread(self) -> float:
-        """Standard deviation over the vocabulary, in the root mean square over the rows."""
+        """Standard deviation over the vocabulary, as the root mean square over the rows."""
         mean = self._sum / self._vocab_size
         variances = (self._sum_of_squares / self._vocab_size - mean.square()).clamp_min(0.0)
         return math.sqrt(float(variances.mean()))
 
     @property
     def rounding(self) -> float:
-        """Root mean square of what the log-probabilities of all listed tokens differ by."""
+        """Root mean square difference between exact and rounded log-probabilities of all listed tokens."""
         top, following = self._logprobs()
         differences = torch.cat(((top[1] - top[0]).flatten(), (following[1] - following[0]).flatten()))
         return math.sqrt(float(differences.square().mean()))
 
     def rows(self) -> list[TokenLogprobs]:
-        """One for each token: of the token that follows, and for a text's last one of the most likely one."""
-        top, following = (each[0].tolist() for each in self._logprobs())
+        """One row per token: the following token, or the most likely one after a text's last token."""
+        top, following = (exact_and_rounded[0].tolist() for exact_and_rounded in self._logprobs())
         return [
             TokenLogprobs(
                 ids[0] if token < 0 else token,
@@ -106,7 +105,9 @@ class HeadSummary:
         ]
 
     def _logprobs(self) -> tuple[Tensor, Tensor]:
-        """[2, n, num_top] of the most likely tokens, [2, n] of those that follow or else are likeliest."""
+        """[2, n, num_top] of the most likely tokens, and [2, n] of the following (or else most likely)
+        tokens.
+        """
         mass = self._highest + self._mass.log()
         following = torch.where(self._following < 0, self._top[..., 0], self._of_following)
         return self._top - mass[..., None], following - mass
@@ -136,11 +137,10 @@ BLOCK_ELEMENTS = 1 << 22
 
 
 class StreamedModel:
-    """Several texts in one pass over the weights, each from its first token on, without a cache; on the CPU,
-    whatever device a worker has.
+    """Computes several texts in one pass over the weights, without a KV cache, on the CPU.
 
-    Hidden states are [2, n, width] for the n tokens of all texts, one text after another: exact ones, and
-    those that are rounded after every operation.
+    Hidden states are [2, n, width] for the n tokens of all texts in order: exact, and rounded after every
+    operation.
     """
 
     def __init__(
@@ -151,9 +151,11 @@ class StreamedModel:
         wire_dtype: WireDType | None = None,
         on_progress: Callable[[float], None] = lambda _: None,
     ) -> None:
-        """Weights are rounded to `dtype` for both; rounded hidden states leave a layer in `wire_dtype`.
-        `on_progress` is told the fraction of the layers that are computed; what it raises ends the
-        computation, within one matrix.
+        """Args:
+        dtype: Rounds the weights of both computations.
+        wire_dtype: Dtype of rounded hidden states between layers.
+        on_progress: Called with the fraction of computed layers, at least once per matrix; its exceptions
+            end the computation.
         """
         self._checkpoint = checkpoint
         self._config = checkpoint.config
@@ -164,8 +166,10 @@ class StreamedModel:
 
     @staticmethod
     def memory_bytes(checkpoint: Checkpoint, dtype: DType, lengths: Sequence[int]) -> int:
-        """The most that texts of these lengths take: a block of weights as read and in float32, a window of
-        the file, and what the tokens need in a layer, or for a block of the head.
+        """Upper bound for texts of these lengths.
+
+        It covers a block of weights as read and in float32, a window of the file, and the tokens'
+        activations in a layer or for a block of the head.
         """
         config = checkpoint.config
         width = max(config.hidden_size, config.intermediate_size, config.q_size)
@@ -180,7 +184,7 @@ class StreamedModel:
         return block * (8 + dtype.size_bytes) + 8 * of_tokens
 
     def hidden_states(self, texts: Sequence[Sequence[int]]) -> Iterator[Tensor]:
-        """Those after each layer, [2, n, width]. Raises what `load_tensors` raises."""
+        """Yield the hidden states [2, n, width] after each layer. Raises like `load_tensors`."""
         embedded = torch.cat([self._rows(EMBEDDINGS, token, token + 1) for text in texts for token in text])
         hidden = torch.stack((embedded, embedded))
         lengths = [len(text) for text in texts]
@@ -190,8 +194,10 @@ class StreamedModel:
             yield hidden
 
     def logits(self, hidden: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Of the last hidden states [2, n, width]: float32 [2, n, m] for m neighbouring tokens of the
-        vocabulary after another, with the first of them. Raises what `load_tensors` raises.
+        """Yield (first token, logits float32 [2, n, m]) per block of m consecutive tokens of the
+        vocabulary.
+
+        `hidden` [2, n, width] are the last hidden states. Raises like `load_tensors`.
         """
         head = EMBEDDINGS if self._config.tie_word_embeddings else OUTPUT_HEAD
         normed = self._norm(hidden, FINAL_NORM)
@@ -208,8 +214,8 @@ class StreamedModel:
         config, name = self._config, f"{layer_tensor_name(layer, 'self_attn')}."
         normed = self._norm(hidden, layer_tensor_name(layer, "input_layernorm.weight"))
         query, key, value = (
-            self._heads(self._project(normed, f"{name}{part}_proj", has_bias=config.qkv_bias))
-            for part in "qkv"
+            self._heads(self._project(normed, f"{name}{projection}_proj", has_bias=config.qkv_bias))
+            for projection in "qkv"
         )
         if config.qk_norm:
             query = self._norm(query, f"{name}q_norm.weight")
@@ -225,7 +231,9 @@ class StreamedModel:
         return x.view(*x.shape[:2], -1, self._config.head_dim)
 
     def _mix(self, query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
-        """[2, n, heads * head_dim] for query [2, n, heads, head_dim], key and value of as many kv_heads."""
+        """[2, n, heads * head_dim] for query [2, n, heads, head_dim], key and value [2, n, kv_heads,
+        head_dim].
+        """
         num_tokens, num_heads, head_dim = query.shape[1:]
         queries, keys, values = (
             x.repeat_interleave(num_heads // x.shape[2], dim=2).transpose(1, 2) for x in (query, key, value)
@@ -238,7 +246,7 @@ class StreamedModel:
         return self._rounded((weights @ values).transpose(1, 2).flatten(2))
 
     def _rotated(self, heads: Tensor) -> Tensor:
-        """Turned by the position's angles; element i of a head is paired with i + head_dim / 2."""
+        """Rotate by the position's angles; element i of a head is paired with i + head_dim / 2."""
         rope = Rope(self._config, torch.float32, heads.device)
         cos, sin = rope.cos_sin(range(heads.shape[1]))
         first, second = heads.chunk(2, dim=-1)
@@ -264,7 +272,7 @@ class StreamedModel:
         return self._rounded(product if bias is None else product + self._rows(bias, 0, product.shape[-1]))
 
     def _blocks(self, name: str) -> Iterator[tuple[int, Tensor]]:
-        """A few rows of a matrix after another, with the number of the first."""
+        """Yield (first row, rows) per block of a matrix."""
         num_rows, width = self._checkpoint.tensors[name].shape
         step = _num_rows(width)
         for first in range(0, num_rows, step):
@@ -279,24 +287,26 @@ class StreamedModel:
         return rows.float()
 
     def _rounded(self, x: Tensor) -> Tensor:
-        """`x` [2, ...], of which the second is rounded."""
+        """Round the second of `x` [2, ...]."""
         x[1] = x[1].to(self._dtype)
         return x
 
 
 def _num_rows(width: int) -> int:
-    """Rows of a block of a matrix with rows of `width` elements."""
+    """Rows per block of a matrix with rows of `width` elements."""
     return max(1, BLOCK_ELEMENTS // width)
 
 
 def compute_reference(
     request: ReferenceRequest, directory: Path, *, free_bytes: int, progress: LoadProgress
 ) -> Reference:
-    """Of the checkpoint in `directory`, within `free_bytes`.
+    """Compute the reference of the checkpoint in `directory`, within `free_bytes`.
 
-    Raises HandshakeMismatch where that is another or cannot be read, or its own logits are not finite,
-    Overloaded where it takes more memory, InvalidRequest for a token outside the vocabulary, StaleStream when
-    `progress` was cancelled.
+    Raises:
+        HandshakeMismatch: The checkpoint differs, is unreadable, or has non-finite logits.
+        Overloaded: The computation needs more memory.
+        InvalidRequest: A token is outside the vocabulary.
+        StaleStream: `progress` was cancelled.
     """
     try:
         checkpoint = Checkpoint.open(directory)
@@ -309,7 +319,7 @@ def compute_reference(
             "checkpoint", expected="one to compute a reference from", got=f"{type(error).__name__}: {error}"
         ) from error
     except StageLoadError as error:
-        raise StaleStream("nobody waits for the reference any more") from error
+        raise StaleStream("the reference was cancelled") from error
 
 
 def _check_size(request: ReferenceRequest, checkpoint: Checkpoint, free_bytes: int) -> None:
@@ -320,7 +330,7 @@ def _check_size(request: ReferenceRequest, checkpoint: Checkpoint, free_bytes: i
     lengths = [len(text) for text in request.texts]
     needed_bytes = StreamedModel.memory_bytes(checkpoint, request.dtype, lengths)
     if needed_bytes > free_bytes:
-        raise Overloaded(f"a reference takes {needed_bytes} bytes of memory, and {free_bytes} are free")
+        raise Overloaded(f"the reference needs {needed_bytes} bytes of memory, {free_bytes} are free")
 
 
 @torch.inference_mode()
@@ -350,7 +360,7 @@ def _compute(request: ReferenceRequest, checkpoint: Checkpoint, progress: LoadPr
 
 
 def _relative_rounding(hidden: Tensor) -> float:
-    """What rounding changes hidden states [2, n, width] by, as a fraction of their norms."""
+    """Norm of the rounding difference of hidden states [2, n, width], relative to their norms."""
     exact, rounded = hidden.double()
     norms = exact.norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
     return float(((rounded - exact).norm(dim=1) / norms).square().mean().sqrt())

@@ -44,23 +44,23 @@ log = logging.getLogger(__name__)
 
 
 class StageCache:
-    """Parts of a stage, the stage that is made of them, and tables of its tokenizer.
-
-    Used by the compute thread only.
+    """Loaded parts, the stage made of them, and its tokenizer's grammar tables. Used by the compute thread
+    only.
     """
 
     def __init__(self) -> None:
         self.parts = LoadedParts()
         self.has_warmed_up = False
-        """A stage of this process has: kernels and threads are ready, whatever is loaded next."""
+        """A stage was warmed up in this process, so kernels and threads are ready."""
         self._compute: ModelCompute | None = None
         self._grammars: GrammarMasks | None = None
         self._grammars_of: tuple[object, ...] | None = None
 
     def end_stage(self) -> None:
-        """Drops the stage that was loaded, but for the parts that it was made of.
+        """Drop the loaded stage, but not its parts.
 
-        A step that failed may have left its exception, and with that everything that it used, in a cycle.
+        Collects garbage, because the exception of a failed step may keep everything it used in a reference
+        cycle.
         """
         if self._compute is not None:
             self._compute.close()
@@ -75,19 +75,17 @@ class StageCache:
         *,
         wire_dtype: WireDType | None = None,
     ) -> ModelCompute:
-        """The one stage from now on; `model` is made of `parts`."""
+        """Set the loaded stage; `model` consists of `parts`."""
         self._compute = ModelCompute(model, pages, grammars, wire_dtype=wire_dtype)
         return self._compute
 
     def clear(self) -> None:
-        """Drops everything."""
         self.end_stage()
         self.drop_grammars()
         self.parts.clear()
 
     def is_of(self, directory: Path) -> bool:
-        """Whether nothing in `directory` says that the parts were read from other files. A directory that is
-        not here (any more) says nothing."""
+        """Whether the parts match the files in `directory`; true if the directory is missing."""
         origin = self.parts.origin
         if origin is None:
             return False
@@ -95,12 +93,14 @@ class StageCache:
         return all(now == was for now, was in zip(found, origin.files, strict=True) if now.status is not None)
 
     def drop_grammars(self) -> None:
-        """For a stage without the head."""
+        """Drop the grammar tables, for a stage without the head."""
         self._grammars = self._grammars_of = None
 
     def grammars(self, checkpoint: Checkpoint) -> GrammarMasks:
-        """For the stage with the head. Tables are built now, because that holds the process up; those of the
-        same file are kept."""
+        """Return the grammar tables, for the stage with the head.
+
+        Builds them now, because that blocks the process; tables of an unchanged file are reused.
+        """
         made_of = (
             stat_files(checkpoint.directory, [TOKENIZER_FILE]),
             checkpoint.config.vocab_size,
@@ -120,8 +120,8 @@ class StageCache:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerResources:
-    """What a worker has for a stage: `model_directory` overrides the coordinator's path, `kernels` is what to
-    compute with.
+    """The worker's device, memory budget and kernel choice; `model_directory` overrides the coordinator's
+    path.
     """
 
     device: torch.device
@@ -130,7 +130,7 @@ class WorkerResources:
     kernels: KernelChoice = KernelChoice.AUTO
 
     def directory(self, coordinators: str) -> Path:
-        """Where the model is here; `coordinators` is the coordinator's path, "" for the built-in model."""
+        """The local model directory; `coordinators` is the coordinator's path, "" for the built-in model."""
         if self.model_directory is not None:
             return self.model_directory
         return Path(coordinators) if coordinators else MODEL_DIRECTORY
@@ -140,34 +140,34 @@ def load_stage(
     assignment: Assignment,
     resources: WorkerResources,
     progress: LoadProgress | None = None,
-    resident: StageCache | None = None,
+    cache: StageCache | None = None,
 ) -> LoadedStage:
-    """Runs on the compute thread. Ends the stage of `resident`, keeps of it what the assigned stage shares.
+    """Load a stage on the compute thread, reusing the parts of `cache` that it shares.
 
-    Raises StageLoadError. Then no stage is there; `resident` holds nothing, or, if the load was given up, the
-    parts that were complete.
+    Raises StageLoadError: no stage is loaded, and `cache` is empty, or, after a cancelled load, has the
+    complete parts.
     """
-    resident = resident or StageCache()
+    cache = cache or StageCache()
     if assignment.force_reload:
-        resident.clear()
+        cache.clear()
     try:
-        return _load_or_explain(assignment, resources, progress or LoadProgress(), resident)
+        return _load_or_explain(assignment, resources, progress or LoadProgress(), cache)
     except LoadGivenUp:
-        resident.end_stage()
+        cache.end_stage()
         raise
     except DeviceFailedInLoad:
         raise
     except StageLoadError:
-        resident.clear()
+        cache.clear()
         free_memory(resources.device)
         raise
 
 
 def _load_or_explain(
-    assignment: Assignment, resources: WorkerResources, progress: LoadProgress, resident: StageCache
+    assignment: Assignment, resources: WorkerResources, progress: LoadProgress, cache: StageCache
 ) -> LoadedStage:
     try:
-        return _load(assignment, resources, progress, resident)
+        return _load(assignment, resources, progress, cache)
     except StageLoadError:
         raise
     except StepFault as fault:
@@ -185,32 +185,32 @@ def _load_or_explain(
 
 
 def _load_error(kind: StepFaultKind, reason: str) -> StageLoadError:
-    """A failed device ends the process; after anything else, such as too little memory, it goes on."""
+    """A failed device ends the process; other errors, such as too little memory, fail this load only."""
     return DeviceFailedInLoad(reason) if kind is StepFaultKind.DEVICE else StageLoadError(reason)
 
 
 def _load(
-    assignment: Assignment, resources: WorkerResources, progress: LoadProgress, resident: StageCache
+    assignment: Assignment, resources: WorkerResources, progress: LoadProgress, cache: StageCache
 ) -> LoadedStage:
     started = time.perf_counter()
-    resident.end_stage()
+    cache.end_stage()
     checkpoint = Checkpoint.open(resources.directory(assignment.model_directory))
     _check_model(assignment, checkpoint)
     model = _new_model(assignment, checkpoint, resources)
     kv_bytes = _kv_bytes(assignment, checkpoint.config)
     _check_memory(assignment, resources, weight_bytes=model.weight_bytes, kv_bytes=kv_bytes)
     if not assignment.role.has_head:
-        resident.drop_grammars()
-    read = model.load(checkpoint, parts=resident.parts, progress=progress)
+        cache.drop_grammars()
+    read = model.load(checkpoint, parts=cache.parts, progress=progress)
     log.debug("%s; read_bytes=%d", read, read.num_bytes)
     pages = _new_pages(assignment, checkpoint.config, resources.device)
-    grammars = resident.grammars(checkpoint) if assignment.role.has_head else None
-    compute = resident.begin_stage(model, pages, grammars, wire_dtype=assignment.sent_dtype)
+    grammars = cache.grammars(checkpoint) if assignment.role.has_head else None
+    compute = cache.begin_stage(model, pages, grammars, wire_dtype=assignment.sent_dtype)
     executor = StepExecutor(assignment, compute)
     loaded = time.perf_counter()
-    budget_s = _warmup_budget_s(resources.device, has_warmed_up=resident.has_warmed_up)
+    budget_s = _warmup_budget_s(resources.device, has_warmed_up=cache.has_warmed_up)
     warm_up(executor, assignment, checkpoint.config, budget_s=budget_s)
-    resident.has_warmed_up = True
+    cache.has_warmed_up = True
     return LoadedStage(
         assignment=assignment,
         executor=executor,
@@ -222,7 +222,7 @@ def _load(
         device=str(resources.device),
         kernels=model.kernels.choice.value,
         kernels_detail=str(model.kernels),
-        source=_source(model, checkpoint, resident),
+        source=_source(model, checkpoint, cache),
     )
 
 
@@ -240,8 +240,8 @@ def _new_model(assignment: Assignment, checkpoint: Checkpoint, resources: Worker
     )
 
 
-def _source(model: DecoderStage, checkpoint: Checkpoint, resident: StageCache) -> LoadedFrom:
-    assert resident.parts.origin is not None, "a loaded stage has parts"
+def _source(model: DecoderStage, checkpoint: Checkpoint, cache: StageCache) -> LoadedFrom:
+    assert cache.parts.origin is not None, "a loaded stage has parts"
     names = stage_tensor_names(
         model.config,
         model.layers.start,
@@ -249,7 +249,7 @@ def _source(model: DecoderStage, checkpoint: Checkpoint, resident: StageCache) -
         has_embeddings=model.has_embeddings,
         has_head=model.has_head,
     )
-    return LoadedFrom(checkpoint=checkpoint, files=resident.parts.origin.files, tensors=tuple(names))
+    return LoadedFrom(checkpoint=checkpoint, files=cache.parts.origin.files, tensors=tuple(names))
 
 
 def _check_model(assignment: Assignment, checkpoint: Checkpoint) -> None:
@@ -274,7 +274,7 @@ def _check_model(assignment: Assignment, checkpoint: Checkpoint) -> None:
 
 
 def fingerprint_mismatch(checkpoint: Checkpoint, *, expected: str) -> HandshakeMismatch:
-    """For a checkpoint of this worker with another fingerprint than `expected`; says which parts differ."""
+    """The error for a local checkpoint whose fingerprint is not `expected`; names the parts that differ."""
     parts, got = differing_parts(expected, checkpoint.fingerprint), checkpoint.fingerprint
     where = f" in its {parts}" if parts else ""
     text = (
@@ -315,8 +315,8 @@ def _new_pages(assignment: Assignment, config: ModelConfig, device: torch.device
 
 
 def _warmup_budget_s(device: torch.device, *, has_warmed_up: bool) -> float:
-    """A GPU compiles kernels for the shapes, which must not happen later; a CPU only fills its caches, and
-    for a stage after the first requests wait.
+    """A GPU compiles kernels for each shape, which must be done before serving; a CPU only fills its caches,
+    and requests wait for a reloaded stage.
     """
     if device.type != "cpu":
         return 60.0

@@ -1,4 +1,4 @@
-"""The first real-shaped steps of a stage, through the same routine as every later one."""
+"""Warm-up: the first steps of a stage, in real shapes and through the regular executor."""
 
 import time
 from collections.abc import Iterator
@@ -26,10 +26,9 @@ _FIRST_CHUNK = 16
 
 
 def warm_up(executor: StepExecutor, assignment: Assignment, config: ModelConfig, *, budget_s: float) -> None:
-    """Prefill chunks and decode batches of growing size; then an empty stage again.
+    """Run prefill chunks and decode batches of growing size, then reset the stage.
 
-    Ends with the largest that were agreed, unless `budget_s` is spent before. Raises StepFault when a step
-    fails.
+    Ends with the largest sizes that the assignment allows, or after `budget_s`. Raises StepFault.
     """
     started = time.perf_counter()
     steps = _WarmupSteps(executor, assignment, config)
@@ -67,7 +66,7 @@ def _largest_batch(assignment: Assignment) -> int:
 
 
 class _WarmupSteps:
-    """Plays the coordinator: a pool of its own yields signals and digests."""
+    """Stands in for the coordinator: its own block pool yields signals and digests."""
 
     def __init__(self, executor: StepExecutor, assignment: Assignment, config: ModelConfig) -> None:
         self._executor = executor
@@ -79,11 +78,11 @@ class _WarmupSteps:
         self._num_requests = 0
 
     def prefill(self, num_tokens: int) -> None:
-        """One sequence of `num_tokens` in one chunk."""
+        """Run one sequence of `num_tokens` in one chunk."""
         self._run_batch(num_sequences=1, num_tokens=num_tokens, decodes=False)
 
     def decode(self, num_sequences: int) -> None:
-        """That many one-token prompts, and a decode step where the limits leave room for a second token."""
+        """Run one-token prompts, then a decode step if the limits leave room for a second token."""
         decodes = self._assignment.block_size > 1 and self._assignment.max_sequence_tokens > 1
         self._run_batch(num_sequences=num_sequences, num_tokens=1, decodes=decodes)
 

@@ -1,4 +1,4 @@
-"""Compares every byte of the loaded weights with the coordinator's hashes, while no step runs."""
+"""Compares all loaded weights with the coordinator's hashes, while no step runs."""
 
 import asyncio
 import logging
@@ -15,7 +15,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedFrom:
-    """Where the weights of a stage come from: `tensors` of a checkpoint, in `files` as they were then."""
+    """Origin of a stage's weights: `tensors` of a checkpoint, and the identities of its `files` at load
+    time.
+    """
 
     checkpoint: Checkpoint
     files: tuple[FileIdentity, ...]
@@ -23,10 +25,10 @@ class LoadedFrom:
 
 
 class WeightsVerifier:
-    """How far the weights of the loaded stage were compared; finds out more in a task of its own.
+    """Verification level of the loaded stage's weights; a background task compares them.
 
-    Files that were found to differ are remembered for as long as the process runs and they stay the same, so
-    that joining again does not bring them back.
+    Files that differ are remembered while the process runs and the files stay unchanged, so that rejoining
+    does not serve them again.
     """
 
     def __init__(self, cache: HashCache | None = None) -> None:
@@ -43,14 +45,14 @@ class WeightsVerifier:
         return self._level
 
     def problem(self, source: LoadedFrom | None) -> str:
-        """Why a stage from `source` must not serve, as far as it is known; else empty."""
+        """Return why a stage from `source` must not serve, as far as known; else an empty string."""
         if source is None:
             return ""
         known = self._problems.get(source.files, {})
         return next((known[name] for name in source.tensors if name in known), "")
 
     def begin_stage(self, source: LoadedFrom | None) -> None:
-        """Another stage is loaded, or none: its fingerprint is right, no more is known yet."""
+        """Reset to the level of a newly loaded stage (its fingerprint matches), or of none."""
         self.cancel()
         self._source = source
         is_real = source is not None
@@ -65,15 +67,16 @@ class WeightsVerifier:
         activity: Callable[[], object | None],
         reply: Callable[[cluster_pb2.WorkerMessage], None],
     ) -> None:
-        """Begins to compare; `reply` is told if something differs. `activity`: see `hash_when_idle`."""
+        """Start the comparison; `reply` is called if weights differ. `activity`: see `hash_when_idle`."""
         self.cancel()
         if self._source is not None:
             check = self._check(self._source, order, activity, reply)
             self._task = asyncio.create_task(check, name="weights-check")
 
     async def finding(self, *, fingerprint: str) -> cluster_pb2.WorkerMessage | None:
-        """What was found to differ, for a coordinator that may not have heard of it and serves the model with
-        this fingerprint. None if nothing was, or the files are others by now.
+        """Return the report of differing weights, for a new connection to a coordinator.
+
+        None if no weights differ, the files have changed, or the coordinator serves another fingerprint.
         """
         finding = self._finding
         if finding is None or finding.source.checkpoint.fingerprint != fingerprint:
@@ -81,7 +84,7 @@ class WeightsVerifier:
         return finding.message if await asyncio.to_thread(finding.is_current) else None
 
     def cancel(self) -> None:
-        """Ends the comparison that is under way."""
+        """Cancel the current comparison."""
         if self._task is not None:
             self._task.cancel()
         self._task = None
@@ -115,19 +118,19 @@ class WeightsVerifier:
 
 @dataclass(frozen=True, slots=True)
 class _Finding:
-    """A stage's files that were found to differ, and the report of it."""
+    """Files of a stage that differ, with the report."""
 
     source: LoadedFrom
     message: cluster_pb2.WorkerMessage
 
     def is_current(self) -> bool:
-        """The files are still those that were compared."""
+        """Whether the files are unchanged since the comparison."""
         names = (file.name for file in self.source.files)
         return stat_files(self.source.checkpoint.directory, names) == self.source.files
 
 
 def _differences(source: LoadedFrom, expected: Hashes, hashes: Hashes) -> dict[str, str]:
-    """By name of the tensor, in the order of the stage's tensors: what differs, as a sentence."""
+    """Describe differing tensors by name, in the order of the stage's tensors."""
     differing = [name for name in source.tensors if hashes[name] != expected.get(name)]
     count = f"{len(differing)} of {len(source.tensors)} tensors of this stage differ"
     return {

@@ -1,14 +1,14 @@
 """The layers of one stage: a configurable decoder for Llama, Mistral, Qwen2 and Qwen3 checkpoints.
 
-Numerics follow transformers, so that float32 greedy tokens agree with its `generate`: RMSNorm in float32 and
-rounded before its weight; rotary angles in float32, cos and sin rounded to the run dtype; attention scaled by
-head_dim ** -0.5; residuals in the run dtype; logits computed in the run dtype and returned as float32. Fused
-projections compute the same sums as separate ones. The final norm belongs to `logits`, which only ever sees
-the rows that need logits; hidden states travel un-normed.
+Numerics follow transformers, so that float32 greedy tokens agree with its `generate`: RMSNorm in float32,
+rounded before its weight; rotary angles in float32, cos and sin rounded to the run dtype; attention scaled
+by head_dim ** -0.5; residuals in the run dtype; logits computed in the run dtype and returned as float32.
+Fused projections compute the same sums as separate ones. `logits` applies the final norm to the rows that
+need logits; hidden states are sent un-normed.
 
-bfloat16 on a CPU that has products for it rounds in two places otherwise: a projection that ends in the
-residual stream is added to it before it is rounded (transformers rounds it, adds, and rounds again), and
-attention multiplies its float32 scale with the scores, not with the queries.
+bfloat16 on a CPU with bfloat16 products rounds differently in two places: a projection is added to the
+residual stream before rounding (transformers rounds, adds, and rounds again), and attention applies its
+float32 scale to the scores, not to the queries.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from stage_worker.validation import SliceLayout
 log = logging.getLogger(__name__)
 
 _GATHERED_BYTES = 8 * 1024 * 1024
-"""What a CPU gathers at once for sequences that decode; more would not stay in a cache until it is used."""
+"""Bytes that a CPU gathers at once for decoding; more would be evicted from the cache before use."""
 
 _FEWEST_ROWS = 4
 """oneDNN's packed products of 1 and 2 rows take 1.1 to 1.4 times as long as those of 4."""
 
 
 class DecoderStage:
-    """Layers [layer_begin, layer_end) of a model, with the embeddings and the output head if asked for.
+    """Layers [layer_begin, layer_end) of a model, optionally with the embeddings and the output head.
 
-    Holds weights only; keys and values live in the pages given to `forward`. Not for concurrent use.
+    Holds weights only; keys and values are in the pages given to `forward`. Not thread-safe.
     """
 
     def __init__(
@@ -66,9 +66,13 @@ class DecoderStage:
         kernels: Kernels | None = None,
         choice: KernelChoice = KernelChoice.AUTO,
     ) -> None:
-        """Describe the stage; `load` allocates and fills the weights. `kernels` are those of `choice` on the
-        device unless given. Raises ValueError for an empty or impossible layer range, and
-        KernelsUnavailable."""
+        """Describe the stage; `load` allocates and fills the weights. `kernels` default to those of
+        `choice`.
+
+        Raises:
+            ValueError: The layer range is empty or outside the model.
+            KernelsUnavailable: The device or model does not support `choice`.
+        """
         if not 0 <= layer_begin < layer_end <= config.num_layers:
             raise ValueError(
                 f"layers [{layer_begin}, {layer_end}) of a model with {config.num_layers} layers"
@@ -106,11 +110,14 @@ class DecoderStage:
         parts: LoadedParts | None = None,
         progress: ReadProgress = NO_PROGRESS,
     ) -> PartsRead:
-        """Read those of this stage's tensors, and no others, that are not among `parts` already, converting
-        them to the run dtype. What else is in `parts` is dropped first; afterwards they are this stage's.
+        """Read this stage's tensors that are missing in `parts`, converted to the run dtype.
 
-        Raises ValueError when the checkpoint's config is not the stage's, and what `load_tensors` and
-        `progress` raise; the stage then stays without weights, and `parts` holds those that are complete.
+        Unneeded parts are dropped first; afterwards `parts` holds exactly this stage's.
+
+        Raises:
+            ValueError: The checkpoint's config is not the stage's.
+            Exception: Errors of `load_tensors` and `progress`; the stage has no weights, `parts` the complete
+                ones.
         """
         if checkpoint.config != self.config:
             raise ValueError(f"the checkpoint in {checkpoint.directory} has another config than this stage")
@@ -132,7 +139,7 @@ class DecoderStage:
 
     @torch.inference_mode()
     def layout(self, slices: list[SliceLayout], *, block_size: int) -> StepLayout:
-        """The StepLayout of `slices` for this stage. Raises ValueError, see `StepLayout.build`."""
+        """Build the StepLayout of `slices` for this stage. Raises ValueError, see `StepLayout.build`."""
         return StepLayout.build(
             slices,
             windows=self._windows,
@@ -150,7 +157,7 @@ class DecoderStage:
     def embed(self, token_ids: Tensor) -> Tensor:
         """Hidden states [n, hidden_size] of `token_ids` int64 [n].
 
-        Raises ValueError for an id outside the vocabulary; ids that are on a GPU already are not checked.
+        Raises ValueError for an id outside the vocabulary; ids already on a GPU are not checked.
         """
         weight = self._loaded().embeddings
         assert weight is not None, "embed() on a stage without embeddings"
@@ -162,9 +169,9 @@ class DecoderStage:
 
     @torch.inference_mode()
     def forward(self, hidden: Tensor, step: StepLayout, pages: PagedKv) -> Tensor:
-        """Hidden states [n, hidden_size] after the stage's layers; keys and values go to `pages`.
+        """Hidden states [n, hidden_size] after the stage's layers; stores keys and values in `pages`.
 
-        Does not modify `hidden`. Raises ValueError when it has another shape or dtype than the step needs.
+        Does not modify `hidden`. Raises ValueError for a wrong shape or dtype.
         """
         expected = (step.num_tokens, self.config.hidden_size)
         if hidden.shape != expected or hidden.dtype != self.torch_dtype:
@@ -188,7 +195,7 @@ class DecoderStage:
 
     @property
     def _max_keys(self) -> int:
-        """Keys of one layer that a decode view gathers; a GPU takes all at once."""
+        """Maximum keys of one layer that a decode view gathers; unlimited on a GPU."""
         if self.device.type != "cpu":
             return sys.maxsize
         return _GATHERED_BYTES // (2 * self.config.kv_size * self.dtype.size_bytes)

@@ -1,9 +1,9 @@
-"""One decoder layer: paged attention and gated MLP, each behind a norm.
+"""One decoder layer: paged attention and gated MLP, each after a norm.
 
-One-token slices attend all at once (`Operations.decode`). Longer ones attend one after the other, by SDPA or,
-for bfloat16 on a CPU without AMX, where SDPA reaches a quarter of the speed of a product, by batched products
-for blocks of queries: scores and softmax in float32, weights rounded to bfloat16 for the product with the
-values, as in SDPA. The heads that share a key see it by a stride of 0, or stand side by side as rows.
+One-token slices attend in one call (`Operations.decode`), longer ones one at a time by SDPA. For bfloat16
+on a CPU without AMX, where SDPA has a quarter of the speed of a product, they use batched products over
+blocks of queries: scores and softmax in float32, weights rounded to bfloat16 for the product with the
+values, as in SDPA. Heads that share a key access it with a stride of 0, or are stacked as rows.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def attend(
     step: StepLayout,
     pages: PagedKv,
 ) -> None:
-    """Fills `output` [n, heads, head_dim] for `query` of that shape, rotated.
+    """Fill `output` [n, heads, head_dim] from the rotated `query` [n, heads, head_dim].
 
-    `fresh` [n, 2 * kv_heads, head_dim] are the step's own keys and values, which are in the pages already;
+    `fresh` [n, 2 * kv_heads, head_dim] are the step's keys and values, which are already in the pages;
     `layer` counts from the stage's first.
     """
     views = step.views[window]
@@ -52,7 +52,7 @@ def _prefill(
     pages: PagedKv,
     output: Tensor,
 ) -> None:
-    """Fills `output` [n, heads, head_dim] for the n queries of one sequence."""
+    """Fill `output` [n, heads, head_dim] for the n queries of one sequence."""
     if view.pages is None:
         keys, values = fresh.transpose(0, 1).chunk(2)
     else:
@@ -101,12 +101,12 @@ def _contiguous(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class DecoderLayer:
-    """Everything about a layer that neither a step changes nor the stage that it is part of."""
+    """Weights and kernels of one layer, independent of steps and of the stage's other layers."""
 
     def __init__(
         self, config: ModelConfig, weights: LayerWeights, kernels: Kernels, *, window: int | None
     ) -> None:
-        """Weights that are packed are not kept as given."""
+        """Packed weights replace the given ones."""
         self._window = window
         self._operations = operations(kernels)
         self._eps = config.rms_norm_eps
@@ -121,11 +121,10 @@ class DecoderLayer:
         self._down = project(weights.down, weights.down_bias, kernels)
 
     def forward(self, hidden: Tensor, step: StepLayout, pages: PagedKv, layer: int) -> Tensor:
-        """Hidden states after this layer, of the shape of `hidden` [m, hidden_size], which stays as it is.
+        """Return the layer's output for `hidden` [m, hidden_size], which is not modified.
 
-        Its keys and values are those of `layer` in `pages`, which counts from the stage's first.
-
-        `m` is the step's number of tokens, or more: rows behind those are computed, but attend to nothing.
+        `layer` is the index into `pages`, from the stage's first. `m` is at least the step's number of
+        tokens: further rows are computed without attention.
         """
         normed = self._operations.rms_norm(hidden, self._input_norm, self._eps)
         hidden = self._o.added_to(hidden, self._attention(normed, step, pages, layer))
@@ -134,7 +133,7 @@ class DecoderLayer:
         return self._down.added_to(hidden, self._operations.gate(self._gate_up(normed)))
 
     def _attention(self, normed: Tensor, step: StepLayout, pages: PagedKv, layer: int) -> Tensor:
-        """[m, heads * head_dim]: what attention mixed, zeros behind the step's tokens."""
+        """Attention output [m, heads * head_dim], with zeros after the step's tokens."""
         num_rows, num_tokens, num_heads = normed.shape[0], step.num_tokens, self._num_heads
         heads = self._qkv(normed).view(num_rows, -1, self._head_dim)[:num_tokens]
         query, fresh = heads[:, :num_heads], heads[:, num_heads:]

@@ -1,7 +1,7 @@
 """Kernel choice of a stage, made once and reported.
 
-Where installing found no C compiler the module is not there; then, and for shapes and CPUs that the functions
-are not made for, torch's operators do the same work.
+torch's operators replace the compiled module where no C compiler was available at installation, and for
+shapes and CPUs that it does not support.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _LANES = 16
 
 
 def load() -> ModuleType:
-    """The compiled module. Raises ImportError where it was not built."""
+    """Import the compiled module. Raises ImportError if it was not built."""
     return importlib.import_module(_MODULE)
 
 
 def missing_because() -> str | None:
-    """Why this installation or CPU has no compiled functions, whatever the model; None if it has them."""
+    """Why compiled functions are unavailable in this installation or on this CPU; None if available."""
     try:
         module = load()
     except ImportError:
@@ -37,18 +37,18 @@ def missing_because() -> str | None:
 
 
 def unavailable_because(config: ModelConfig) -> str | None:
-    """Why a model of this shape cannot be computed here by the compiled functions; None if it can."""
+    """Why the compiled functions cannot compute this model on this host; None if they can."""
     if (reason := missing_because()) is not None:
         return reason
     if config.head_dim not in _HEAD_DIMS or config.q_size > _MOST_ELEMENTS:
-        return f"{config.num_attention_heads} heads of {config.head_dim} are none that the kernels are for"
+        return f"{config.num_attention_heads} heads of {config.head_dim} are not supported by the kernels"
     if config.hidden_size % _LANES or config.intermediate_size % _LANES:
-        return f"widths {config.hidden_size} and {config.intermediate_size} are no multiples of {_LANES}"
+        return f"widths {config.hidden_size} and {config.intermediate_size} are not multiples of {_LANES}"
     return None
 
 
 class AttentionMethod(Enum):
-    """How queries meet keys and values; the value is what logs call it."""
+    """Attention implementation; the value is its name in logs."""
 
     SDPA = "scaled_dot_product_attention"
     PRODUCTS = "batched products"
@@ -57,9 +57,12 @@ class AttentionMethod(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """`packs_weights`: oneDNN's own order of the elements, in which bfloat16 products at decode sizes take
-    0.45 to 0.6 of the time. `decode` and `prefill`: how one-token slices attend, and longer ones. With
-    IN_PLACE, norms, rotation and gates are compiled as well (see `native_operations`)."""
+    """Functions of a stage's layers.
+
+    `packs_weights`: oneDNN's packed order of elements, in which bfloat16 products at decode sizes take
+    0.45 to 0.6 of the time. `decode` and `prefill`: attention of one-token slices, and of longer ones.
+    IN_PLACE implies compiled norms, rotation and gates (see `native_operations`).
+    """
 
     packs_weights: bool
     decode: AttentionMethod
@@ -74,11 +77,10 @@ class Kernels:
         dtype: torch.dtype,
         choice: KernelChoice = KernelChoice.AUTO,
     ) -> Kernels:
-        """Under AUTO what is fastest for `dtype` on `device`, see bench/README.md. Raises KernelsUnavailable
-        where COMPILED cannot be.
+        """Select the kernels; AUTO takes the fastest for `dtype` on `device`, see bench/README.md.
 
-        Only bfloat16 on a CPU is special. Where a CPU has AMX, SDPA packs keys for it, which pays for
-        prompts; one query per sequence is too little work to pay for packing.
+        Only bfloat16 on a CPU differs. With AMX, SDPA packs keys, which pays off for prompts but not for
+        one query per sequence. Raises KernelsUnavailable for COMPILED where unsupported.
         """
         if choice is KernelChoice.PLAIN:
             return replace(PLAIN, not_compiled_because="chosen with --kernels plain")
@@ -108,11 +110,11 @@ class Kernels:
 
 
 PLAIN = Kernels(packs_weights=False, decode=AttentionMethod.SDPA, prefill=AttentionMethod.SDPA)
-"""What every device and dtype can do."""
+"""Supported by every device and dtype."""
 
 
 def check_choice(choice: KernelChoice, device: torch.device) -> None:
-    """Raises KernelsUnavailable for what can be on `device` for no model and dtype."""
+    """Raises KernelsUnavailable for a choice that `device` supports for no model and dtype."""
     if choice is KernelChoice.COMPILED and (reason := _not_on(device) or missing_because()) is not None:
         raise KernelsUnavailable(f"--kernels compiled cannot be: {reason}")
 
@@ -128,7 +130,7 @@ def _not_in(dtype: torch.dtype) -> str | None:
 
 
 def _has_bf16_products() -> bool:
-    """oneDNN has bfloat16 kernels for this CPU, and this build of torch the operators that use them."""
+    """Whether oneDNN has bfloat16 kernels for this CPU, and this torch build the operators for them."""
     names = ("_reorder_linear_weight", "_linear_pointwise")
     return (
         torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]

@@ -18,26 +18,26 @@ TORCH_DTYPES = {DType.BF16: torch.bfloat16, DType.F16: torch.float16, DType.F32:
 
 
 _EXPECTED_ROWS = 16
-"""What oneDNN packs for; measured, it packs alike for 1 to 64."""
+"""Number of rows that oneDNN packs for; measured, it packs alike for 1 to 64."""
 
 
 class Projection(Protocol):
-    """One weight matrix [out, in] with or without a bias [out]."""
+    """One weight matrix [out, in] with an optional bias [out]."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """[n, out] for `x` [n, in]."""
 
     def added_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """`residual` [n, out] plus the projection of `x` [n, in], as a new tensor."""
+        """Return `residual` [n, out] plus the projection of `x` [n, in], as a new tensor."""
 
 
 def project(weight: Tensor, bias: Tensor | None, kernels: Kernels) -> Projection:
-    """The projection by `weight`, which is copied where it is packed."""
+    """The projection by `weight`; packing copies the weight."""
     return PackedProjection(weight, bias) if kernels.packs_weights else PlainProjection(weight, bias)
 
 
 class PlainProjection:
-    """`torch.nn.functional.linear`; the sum with the residual is rounded after the product is."""
+    """`torch.nn.functional.linear`; rounds the product before adding the residual."""
 
     __slots__ = ("bias", "weight")
 
@@ -52,9 +52,9 @@ class PlainProjection:
 
 
 class PackedProjection:
-    """oneDNN's inner product on a weight that was reordered once (what Inductor's freezing calls, too).
+    """oneDNN's inner product with a weight reordered once (as in Inductor's freezing).
 
-    Products are summed in float32; the residual is added to that sum, and the result is rounded once.
+    Sums products and residual in float32, and rounds once.
     """
 
     __slots__ = ("_bias", "_linear", "_linear_add", "_packed")
@@ -76,10 +76,10 @@ class PackedProjection:
 
 
 Destinations = dict[str, Tensor]
-"""For each checkpoint tensor the contiguous view that it is loaded into."""
+"""Checkpoint tensor name -> contiguous view that it is loaded into."""
 
 NewTensor = Callable[..., Tensor]
-"""Makes an uninitialised tensor of the given sizes, in the run dtype on the stage's device."""
+"""Allocates an uninitialised tensor of the given sizes, in the run dtype on the stage's device."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -101,7 +101,7 @@ class LayerWeights:
 
 
 def allocate_layer(config: ModelConfig, layer: int, new: NewTensor) -> tuple[LayerWeights, Destinations]:
-    """Uninitialised weights of the model's layer number `layer`, and their destinations."""
+    """Allocate uninitialised weights of the model's layer number `layer`, and their destinations."""
     places: Destinations = {}
 
     def one(suffix: str, *shape: int) -> Tensor:
@@ -109,8 +109,8 @@ def allocate_layer(config: ModelConfig, layer: int, new: NewTensor) -> tuple[Lay
 
     def stacked(suffixes: dict[str, int], *width: int) -> Tensor:
         fused = new(sum(suffixes.values()), *width)
-        for suffix, part in zip(suffixes, torch.split(fused, list(suffixes.values())), strict=True):
-            places[layer_tensor_name(layer, suffix)] = part
+        for suffix, view in zip(suffixes, torch.split(fused, list(suffixes.values())), strict=True):
+            places[layer_tensor_name(layer, suffix)] = view
         return fused
 
     hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim

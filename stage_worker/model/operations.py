@@ -1,14 +1,12 @@
 """Operations between the matrix products of a layer, as torch operators or compiled functions.
 
-In both the heads that share a key stand side by side as query rows: with SDPA `enable_gqa=True` is ten times
-slower on a CPU, and with a mask keeps CUDA from its fused kernels. Batched products are for bfloat16 on a
-CPU, where SDPA calls one small product per sequence and head. Scores and softmax are float32 as in SDPA:
-scores that are rounded to bfloat16, as a plain product gives them, cost up to five times the error.
+Both stack the heads that share a key as query rows: SDPA's `enable_gqa=True` is ten times slower on a CPU,
+and with a mask prevents CUDA's fused kernels. Batched products are for bfloat16 on a CPU, where SDPA calls
+one small product per sequence and head. Scores and softmax are float32 as in SDPA: scores rounded to
+bfloat16, as of a plain product, have up to five times the error.
 
-Rounding follows torch's operators: float32 inside, bfloat16 where
-`norms`, `rope` and silu round; attention keeps its weights in float32.
-
-The functions run on the calling thread alone, and let other Python threads run meanwhile.
+Compiled functions round like torch's operators: float32 inside, bfloat16 after norms, rotation and silu;
+attention keeps its weights in float32. They run on the calling thread only and release the GIL.
 """
 
 from __future__ import annotations
@@ -26,31 +24,32 @@ from stage_worker.model.step_layout import DecodeView, PagedKv, StepLayout
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x` [..., width] scaled to unit mean square over the last dimension, times `weight` [width].
+    """Scale `x` [..., width] to unit mean square over the last dimension, times `weight` [width].
 
-    The mean square and the scaling are computed in float32, the result is rounded to x's dtype, and only
-    then multiplied by the weight in that dtype: the order of transformers' LlamaRMSNorm, on which
-    bit-equality in bf16 depends. (torch multiplies before it rounds when it is given the weight.)
-    Source: Zhang and Sennrich 2019, arXiv:1910.07467.
+    Mean square and scaling are computed in float32, rounded to x's dtype, and then multiplied by the
+    weight in that dtype: the order of transformers' LlamaRMSNorm, which bit-equality in bf16 needs.
+    (torch's own function multiplies before it rounds.) Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
     return scaled_to_unit(x, weight.shape, None, eps).mul_(weight)
 
 
 _FEW_ELEMENTS = 1 << 19
-"""Keys up to here are cheaper to convert to float32 than to multiply twice."""
+"""Up to here, converting keys to float32 is cheaper than multiplying twice."""
 
 
 def decode_sdpa(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-    """[kv_heads, b, group, head_dim] for `query` of that shape, over `keys` and `values` [kv_heads, b, s,
-    head_dim]; `mask` [1, b, 1, s] is added to the scores."""
+    """Attention of `query` [kv_heads, b, group, head_dim], returned in that shape.
+
+    `keys` and `values` are [kv_heads, b, s, head_dim]; `mask` [1, b, 1, s] is added to the scores.
+    """
     return scaled_dot_product_attention(query, keys, values, attn_mask=mask)
 
 
 def decode_products(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-    """As `decode_sdpa`, with a float32 mask.
+    """Like `decode_sdpa`, with a float32 mask.
 
-    torch has no product of bfloat16 that returns float32 on a CPU. Many keys are multiplied twice: the second
-    product gives what the first lost to rounding (beta=-1 is added to the unrounded sum).
+    torch has no bfloat16 product with a float32 result on a CPU. Many keys are multiplied twice: the
+    second product is what the first lost by rounding (beta=-1 is added to the unrounded sum).
     """
     shape = (*query.shape[:3], keys.shape[2])
     queries, keys = query.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2)
@@ -67,7 +66,7 @@ def decode_products(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | 
 
 
 class NativeOperations:
-    """See `operations.Operations`. Tensors are bfloat16 on the CPU, rows contiguous."""
+    """Compiled implementation of `Operations`, for contiguous bfloat16 rows on the CPU."""
 
     def __init__(self) -> None:
         module = load()
@@ -134,33 +133,37 @@ class NativeOperations:
 
 
 class Operations(Protocol):
-    """Shapes are those of a step of n tokens; `layer` counts from the stage's first."""
+    """Interface; shapes are for a step of n tokens, and `layer` counts from the stage's first."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See `norms.rms_norm`; `x` [n, width]."""
+        """See `rms_norm` of this module; `x` is [n, width]."""
 
     def rotate_and_write(
         self, heads: Tensor, num_heads: int, layer: int, step: StepLayout, pages: PagedKv
     ) -> None:
-        """Turn queries and keys, the first of `heads` [n, num_heads + 2 * kv_heads, head_dim], in place, and
-        write keys and values to the pages as the step says."""
+        """Rotate queries and keys in place, and write keys and values to the step's pages.
+
+        `heads` is [n, num_heads + 2 * kv_heads, head_dim]: queries, keys, values.
+        """
 
     def decode(
         self, query: Tensor, output: Tensor, layer: int, view: DecodeView, step: StepLayout, pages: PagedKv
     ) -> None:
-        """Attend with the view's rows of `query` [n, heads, head_dim]; fills the same rows of `output`."""
+        """Compute attention for the view's rows of `query` [n, heads, head_dim] into the same rows of
+        `output`.
+        """
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up, [n, width], for both beside each other, [n, 2 * width]."""
+        """silu(gate) * up, [n, width], of concatenated gate and up [n, 2 * width]."""
 
 
 def operations(kernels: Kernels) -> Operations:
-    """The implementation that `kernels` names."""
+    """The implementation for `kernels`."""
     return NativeOperations() if kernels.decode is AttentionMethod.IN_PLACE else TorchOperations()
 
 
 class TorchOperations:
-    """torch's operators, for every device and dtype."""
+    """Implementation by torch's operators, for every device and dtype."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, weight, eps)

@@ -19,8 +19,10 @@ from stage_worker.model.weights import ReadProgress, load_tensors
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NeededParts:
-    """What a stage consists of: `layers` by their numbers in the model. `is_tied`: the output head is the
-    embedding matrix."""
+    """Parts of a stage: `layers` by their numbers in the model, and embeddings and head.
+
+    `is_tied`: the output head is the embedding matrix.
+    """
 
     layers: range
     has_embeddings: bool
@@ -30,7 +32,7 @@ class NeededParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartsOrigin:
-    """What parts have in common that one stage can compute with: files, and form in memory."""
+    """Files and memory format of parts; one stage can only use parts with equal origins."""
 
     fingerprint: str
     files: tuple[FileIdentity, ...]
@@ -41,7 +43,7 @@ class PartsOrigin:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LoadedWeights:
-    """`embeddings` is None without FIRST's part, `final_norm` and `head` without LAST's."""
+    """`embeddings` is set for FIRST only, `final_norm` and `head` for LAST only."""
 
     layers: tuple[DecoderLayer, ...]
     embeddings: Tensor | None
@@ -50,9 +52,9 @@ class LoadedWeights:
 
 
 class LoadedParts:
-    """Whole parts only, all of one origin; each is there or not. Used by one thread.
+    """Complete parts, all with one origin. Used by one thread.
 
-    A head that is the embeddings, too, is not packed beside them: those are read by row.
+    A tied head beside its embeddings is not packed, because embeddings are read by row.
     """
 
     def __init__(self) -> None:
@@ -63,12 +65,11 @@ class LoadedParts:
         self.head: Projection | None = None
 
     def clear(self) -> None:
-        """Holds nothing any more."""
         self.origin = self.embeddings = self.final_norm = self.head = None
         self._drop_layers(range(0))
 
     def retain(self, needed: NeededParts, origin: PartsOrigin) -> None:
-        """Drops what a stage of `needed` from `origin` cannot use. A tied head may take its other form."""
+        """Drop the parts that `needed` from `origin` cannot use. A tied head may change its format."""
         if origin != self.origin:
             self.clear()
         self.origin = origin
@@ -84,7 +85,7 @@ class LoadedParts:
             self.head = None
 
     def weights(self, needed: NeededParts) -> LoadedWeights:
-        """All that `needed` names, which must be here."""
+        """The parts in `needed`, all of which must be loaded."""
         return LoadedWeights(
             layers=tuple(self.layers[layer] for layer in needed.layers),
             embeddings=self.embeddings,
@@ -93,7 +94,7 @@ class LoadedParts:
         )
 
     def _drop_layers(self, keep: range) -> None:
-        """One after another: giving memory back holds the interpreter, and others must have their turn."""
+        """Drop layers one by one: freeing memory holds the GIL, which other threads need in between."""
         for layer in [layer for layer in self.layers if layer not in keep]:
             del self.layers[layer]
 
@@ -112,7 +113,7 @@ class LoadedParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartsRead:
-    """Which parts of a stage were read, and which were there. `num_bytes` were read of the checkpoint."""
+    """Names of the parts read and of those reused; `num_bytes` counts bytes read from the checkpoint."""
 
     read_layers: tuple[int, ...]
     kept_layers: tuple[int, ...]
@@ -121,7 +122,7 @@ class PartsRead:
     num_bytes: int
 
     def __str__(self) -> str:
-        """Such as "layers 6-7 loaded, 0-5 kept; embeddings kept"."""
+        """For example "layers 6-7 loaded, 0-5 kept; embeddings kept"."""
         layers = f"layers {_runs(self.read_layers)} loaded, {_runs(self.kept_layers)} kept"
         others = [f"{name} loaded" for name in self.read_others] + [
             f"{name} kept" for name in self.kept_others
@@ -130,8 +131,10 @@ class PartsRead:
 
 
 class PartLoader:
-    """Completes the parts of one stage, part by part: beside whole parts at most one is in memory that is
-    not finished, and then perhaps twice, as it was read and packed."""
+    """Loads the missing parts of one stage, one at a time.
+
+    At most one incomplete part is in memory, at most twice: as read and as packed.
+    """
 
     def __init__(
         self,
@@ -142,14 +145,16 @@ class PartLoader:
         kernels: Kernels,
         new: NewTensor,
     ) -> None:
-        """`parts` are those of `needed` that can be used, see `LoadedParts.retain`."""
+        """`parts` are reusable ones of `needed`, see `LoadedParts.retain`."""
         self._checkpoint, self._config = checkpoint, checkpoint.config
         self._parts, self._needed = parts, needed
         self._kernels, self._new = kernels, new
 
     def load(self, progress: ReadProgress) -> PartsRead:
-        """Reads what is missing. Raises what `load_tensors` and `progress` raise; parts that were complete by
-        then are there."""
+        """Read the missing parts.
+
+        Raises like `load_tensors` and `progress`; the parts completed before stay loaded.
+        """
         missing = list(self._missing())
         names = [name for part in missing for name in part.tensors]
         num_bytes = sum(entry.end - entry.begin for entry in map(self._checkpoint.tensors.__getitem__, names))
@@ -211,7 +216,7 @@ class PartLoader:
         read = {part.name for part in missing}
         others = ["embeddings"] * self._needed.has_embeddings + ["final norm", "head"] * self._needed.has_head
         if self._needed.is_tied and self._needed.has_embeddings and self._needed.has_head:
-            others.remove("head")  # it is the embeddings
+            others.remove("head")  # tied: the embeddings
         return PartsRead(
             read_layers=tuple(layer for layer in self._needed.layers if layer in read),
             kept_layers=tuple(layer for layer in self._needed.layers if layer not in read),
@@ -223,7 +228,7 @@ class PartLoader:
 
 @dataclass(frozen=True, slots=True)
 class _Missing:
-    """A layer by its number, or another part by its name; `read` puts it in its place."""
+    """A layer by its number, or another part by its name; `read` loads and stores it."""
 
     name: int | str
     tensors: tuple[str, ...]

@@ -1,10 +1,9 @@
 """Rotary position embedding with the scalings linear, llama3 and yarn.
 
-Angles are computed in float32 from absolute positions, cos and sin are rounded to the run dtype last, as in
-transformers (modeling_rope_utils.py and LlamaRotaryEmbedding.forward), so that float32 tokens agree. Element
-i of a head is paired with element i + head_dim / 2 ("rotate half"), which is how Hugging Face checkpoints
-store their query and key projections.
-Source: Su et al. 2021, arXiv:2104.09864.
+Angles are computed in float32 from absolute positions; cos and sin are rounded to the run dtype last, as
+in transformers (modeling_rope_utils.py and LlamaRotaryEmbedding.forward), so that float32 tokens agree.
+Element i of a head is paired with element i + head_dim / 2 ("rotate half"), the order of Hugging Face's
+query and key projections. Source: Su et al. 2021, arXiv:2104.09864.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor
 from checkpoint import ModelConfig, RopeConfig, RopeKind
 
 _KEPT_POSITIONS = 16_384
-"""cos and sin of positions below are computed once: 4 MB for heads of 64 in bfloat16."""
+"""Positions below have precomputed cos and sin: 4 MB for heads of 64 in bfloat16."""
 
 
 class Rope:
@@ -35,7 +34,7 @@ class Rope:
     def cos_sin(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
         """cos and sin, [n, 1, head_dim] each, of n absolute positions.
 
-        The first half of `sin` is negated, which is what `rotate_` needs.
+        The first half of `sin` is negated, as `rotate_` needs it.
         """
         index = torch.from_numpy(np.array(positions, np.int64)).to(self._device)
         end = max(positions) + 1
@@ -57,7 +56,7 @@ class Rope:
 
 
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Turn `x` [n, heads, head_dim] in place by the angles whose `Rope.cos_sin` is given."""
+    """Rotate `x` [n, heads, head_dim] in place; `cos` and `sin` are from `Rope.cos_sin`."""
     first, second = x.chunk(2, dim=-1)
     swapped = torch.cat((second, first), dim=-1).mul_(sin)
     x.mul_(cos).add_(swapped)
@@ -79,7 +78,7 @@ def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
-    """Low frequencies divided by the factor, high ones kept, those between interpolated.
+    """Divide low frequencies by the factor, keep high ones, and interpolate between.
 
     Source: llama-models, models/llama3/model.py, apply_scaling; transformers _compute_llama3_parameters.
     """
@@ -110,13 +109,13 @@ def _yarn(rope: RopeConfig, wavelength_base: Tensor, head_dim: int) -> Tensor:
 
 
 def _yarn_dimension(rope: RopeConfig, num_rotations: float, head_dim: int) -> float:
-    """The dimension that turns `num_rotations` times within the original context length."""
+    """The dimension that rotates `num_rotations` times within the original context length."""
     turns = rope.original_max_position_embeddings / (num_rotations * 2 * math.pi)
     return head_dim * math.log(turns) / (2 * math.log(rope.theta))
 
 
 def _attention_factor(rope: RopeConfig) -> float:
-    """Scale of cos and sin; other than 1 only for yarn, whose attention temperature it folds in."""
+    """Scale of cos and sin; 1 except for yarn, whose attention temperature it includes."""
     if rope.kind is not RopeKind.YARN:
         return 1.0
     if rope.attention_factor is not None:

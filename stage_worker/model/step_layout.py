@@ -1,6 +1,6 @@
-"""Everything about a step that all layers share: KV writes and attention views, computed once.
+"""Data of a step that all layers share, computed once: KV writes and attention views.
 
-Masks are additive, 0 or -inf: SDPA converts a boolean mask on every call, that is per layer.
+Masks are additive, 0 or -inf: SDPA converts a boolean mask on every call, that is, per layer.
 """
 
 from __future__ import annotations
@@ -20,36 +20,41 @@ from wire.errors import require
 
 
 class PagedKv(Protocol):
-    """Keys and values of a stage's own layers, counted from 0, in pages of `block_size` slots."""
+    """Keys and values of a stage's layers, counted from 0, in pages of `block_size` slots."""
 
     def write(self, layer: int, tokens: Tensor, slots: Tensor) -> None:
-        """Store `tokens` [n, 2 * kv_heads, head_dim], the heads of their keys, then those of their values, at
-        `slots` int64 [n], which are page * block_size + offset."""
+        """Store `tokens` [n, 2 * kv_heads, head_dim], key heads before value heads.
+
+        `slots` int64 [n] are page * block_size + offset.
+        """
 
     def store(self, layer: int) -> Tensor:
-        """The pages themselves, [num_blocks, 2, kv_heads, block_size, head_dim]."""
+        """All pages, [num_blocks, 2, kv_heads, block_size, head_dim]."""
 
     def clear(self, pages: Tensor) -> None:
         """Set `pages` int64 [p] to zero in all layers."""
 
     def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of `pages` int64 [b, p], [kv_heads, b, p * block_size, head_dim] each; they hold
-        until the next gather."""
+        """Keys and values of `pages` int64 [b, p], [kv_heads, b, p * block_size, head_dim] each.
+
+        Valid until the next gather.
+        """
 
 
 _SHORT_TOKENS = 512
-"""One-token slices that see fewer tokens are grouped as if they saw so many: padding them costs less than one
-call more."""
+"""Minimum length for grouping one-token slices: padding shorter ones costs less than another call."""
 
 _QUERIES_PER_BLOCK = 128
 _SCORES_PER_BLOCK = 128 * 512
-"""Queries times keys: what 12 heads make of it in float32 is 3 MB, about what stays in a cache."""
+"""Queries times keys of a block: 3 MB in float32 with 12 heads, about a cache's size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ViewRules:
-    """How views are made: `dtype` is the run dtype; a decode view gathers at most `max_keys` keys, unless one
-    sequence alone has more."""
+    """Rules for building views.
+
+    `dtype` is the run dtype; a decode view gathers at most `max_keys` keys, except for a single sequence.
+    """
 
     block_size: int
     dtype: torch.dtype
@@ -61,10 +66,10 @@ class ViewRules:
 class DecodeView:
     """Keys of one-token slices of similar length, padded to the longest.
 
-    `rows` int64 [b] are the slices' rows in the step, or None where they are all its rows in order; `pages`
-    int64 [b, p], none above `highest_page`. What is gathered needs `mask` [1, b, 1, p * block_size], which
-    also hides the padding, or None where nothing is hidden; what is read in place needs `ranges` int64
-    [b, 2]: the keys that each slice sees, as (begin, end) counted from its first page.
+    `rows` int64 [b] are the slices' rows in the step, or None for all rows in order; `pages` is int64 [b,
+    p], with the maximum `highest_page`. Gathered keys use `mask` [1, b, 1, p * block_size], which also
+    hides the padding, or None where nothing is hidden. Keys read in place use `ranges` int64 [b, 2]: the
+    visible keys of each slice, as (begin, end) from its first page.
     """
 
     rows: Tensor | None
@@ -74,7 +79,7 @@ class DecodeView:
     ranges: Tensor | None
 
     def to(self, device: torch.device) -> DecodeView:
-        """The same on `device`."""
+        """This view on `device`."""
         if device.type == "cpu":
             return self
         return replace(
@@ -84,10 +89,10 @@ class DecodeView:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class QueryBlock:
-    """Neighbouring queries of a slice and the keys that any of them sees, as (begin, end) among its own.
+    """Consecutive queries of a slice and the range of keys visible to any of them, as (begin, end).
 
-    Only keys within `edges` can be hidden: (begin, mask [num_queries, num_keys]), counted from the first key
-    of the block.
+    Only keys within `edges` can be hidden: (begin, mask [num_queries, num_keys]), from the block's first
+    key.
     """
 
     queries: tuple[int, int]
@@ -99,9 +104,9 @@ class QueryBlock:
 class PrefillView:
     """Keys of one slice of several tokens.
 
-    `pages` int64 [1, p], or None where the slice has no history: its keys are then those just computed.
-    `num_keys` of the gathered keys are used. For SDPA there is `mask` [num_tokens, num_keys], or None for
-    plain causal; for products `blocks`, which cover all queries.
+    `pages` is int64 [1, p], or None for a slice without history, whose keys are those just computed.
+    `num_keys` of the gathered keys are used. SDPA uses `mask` [num_tokens, num_keys], or None for plain
+    causal; products use `blocks`, which cover all queries.
     """
 
     pages: Tensor | None
@@ -110,7 +115,7 @@ class PrefillView:
     blocks: tuple[QueryBlock, ...]
 
     def to(self, device: torch.device) -> PrefillView:
-        """The same on `device`. Blocks are for a CPU."""
+        """This view on `device`; blocks stay on the CPU."""
         return replace(self, pages=_on(self.pages, device), mask=_on(self.mask, device))
 
 
@@ -121,10 +126,10 @@ def _on(tensor: Tensor | None, device: torch.device) -> Tensor | None:
 def decode_views(
     slices: Sequence[SliceLayout], rows: Sequence[int], window: int | None, rules: ViewRules
 ) -> list[DecodeView]:
-    """The DecodeViews of one-token slices in these rows of the step, on the CPU; `rows` is never None.
+    """The DecodeViews of one-token slices in `rows` of the step, on the CPU; `rows` is never None.
 
-    Padding at most doubles what a slice gathers, or brings it to twice `_SHORT_TOKENS`: without groups, one
-    long sequence would make every other gather as much as it does.
+    Padding at most doubles a slice's gathered keys, or extends them to twice `_SHORT_TOKENS`. Without
+    groups, one long sequence would pad all others to its length.
     """
     visible = [item.visible_pages(rules.block_size, window) for item in slices]
     return [
@@ -136,7 +141,7 @@ def decode_views(
 
 
 def _gathered_together(lengths: Sequence[int], rules: ViewRules) -> Iterator[list[int]]:
-    """Groups of indexes into `lengths`, the pages that slices see; all where nothing is gathered."""
+    """Groups of indexes into `lengths`, the slices' numbers of pages; one group where nothing is gathered."""
     if rules.kernels.decode is AttentionMethod.IN_PLACE:
         if lengths:
             yield list(range(len(lengths)))
@@ -148,9 +153,9 @@ def _gathered_together(lengths: Sequence[int], rules: ViewRules) -> Iterator[lis
 
 
 def _similar(lengths: Sequence[int], *, shortest: int) -> list[list[int]]:
-    """Indexes into `lengths` in groups, longest first, within which none is below half of the longest.
+    """Groups of indexes into `lengths`, longest first, in which none is below half of the longest.
 
-    Those below `shortest` count as that long.
+    Lengths below `shortest` count as `shortest`.
     """
     groups: list[list[int]] = []
     longest = 0
@@ -169,8 +174,8 @@ def _decode_view(
     window: int | None,
     rules: ViewRules,
 ) -> DecodeView:
-    """One group, padded with the sequence's own first page, never with another sequence's: a hidden key still
-    enters the product with weight 0, and 0 times a neighbour's NaN would be NaN.
+    """One group, padded with the sequence's own first page, never another sequence's: a hidden key has weight
+    0 in the product, and 0 times a NaN is NaN.
     """
     width = max(len(pages) for _, pages in visible)
     padded: list[int] = []
@@ -196,10 +201,10 @@ def _indices_attention_views(values: Sequence[int] | Sequence[tuple[int, int]]) 
 
 
 def _decode_mask(ranges: Sequence[tuple[int, int]], num_keys: int, rules: ViewRules) -> Tensor | None:
-    """Hides the keys outside of each sequence's (begin, end)."""
+    """Hide the keys outside of each sequence's (begin, end)."""
     if all(seen == (0, num_keys) for seen in ranges):
         return None
-    # numpy, because a step's first calls of torch operators cost more than the rest of its layout.
+    # numpy: a step's first calls of torch operators cost more than the rest of its layout.
     mask = np.zeros((1, len(ranges), 1, num_keys), np.float32)
     for row, (begin, end) in zip(mask[0, :, 0], ranges, strict=True):
         row[:begin] = -np.inf
@@ -242,8 +247,11 @@ def _query_blocks(item: SliceLayout, first_key: int, window: int | None) -> Iter
 def _edges(
     queries: tuple[int, int], keys: tuple[int, int], window: int | None
 ) -> Iterator[tuple[int, Tensor]]:
-    """Masks for the keys that some query does not see: those that only later ones see, and those that a
-    window hides from later ones. The two may overlap."""
+    """Masks for partly visible keys: those after the first query, and those outside the window of later
+    queries.
+
+    The two masks may overlap.
+    """
     first_query, low = queries[0], keys[0]
     if queries[1] - first_query > 1:
         begin = first_query + 1
@@ -269,12 +277,12 @@ def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class KvWrites:
-    """Which rows of the step's keys and values go to which slots (page * block_size + offset).
+    """Assignment of the step's keys and values to slots (page * block_size + offset).
 
-    `rows` int64 [w], or None for all rows in order; `slots` int64 [w]; `by_row` int64 [num_tokens] says the
-    same for each row, -1 where it is not written; `highest_slot` is -1 where none is. `begun` int64 [c] are
-    the pages that this step begins and does not fill, or None. They are zeroed first, because a reused page
-    may hold the NaN of a failed sequence, which no mask can hide (0 * NaN is NaN).
+    `rows` is int64 [w], or None for all rows in order; `slots` is int64 [w]; `by_row` int64 [num_tokens]
+    has each row's slot, -1 if not written; `highest_slot` is -1 without slots. `begun` int64 [c] are the
+    partly filled new pages, or None: they are zeroed first, because a reused page may hold the NaN of a
+    failed sequence, which no mask can hide (0 * NaN is NaN).
     """
 
     rows: Tensor | None
@@ -286,9 +294,11 @@ class KvWrites:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class AttentionViews:
-    """What the step's queries see through one window: `decodes` for the one-token slices (whatever their
-    phase: one query is computed alike in both), `prefills` for the others, in the order of
-    `StepLayout.prefill_rows`."""
+    """Keys visible to the step's queries through one window.
+
+    `decodes` covers one-token slices (in either phase: one query is computed alike), `prefills` the
+    others, in the order of `StepLayout.prefill_rows`.
+    """
 
     decodes: tuple[DecodeView, ...]
     prefills: tuple[PrefillView, ...]
@@ -296,11 +306,10 @@ class AttentionViews:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class StepLayout:
-    """A step of `num_tokens` rows, the slices' tokens one after another, for a stage that computes by
-    `kernels`.
+    """A step of `num_tokens` rows, the concatenated tokens of its slices, for a stage with `kernels`.
 
     `cos` and `sin` are [num_tokens, 1, head_dim], see `Rope.cos_sin`. `prefill_rows` are the row ranges of
-    the slices of several tokens. `views` has an entry for each distinct window of the stage's layers.
+    slices of several tokens. `views` has an entry for each distinct window of the stage's layers.
     """
 
     num_tokens: int
@@ -321,10 +330,10 @@ class StepLayout:
         rules: ViewRules,
         device: torch.device,
     ) -> StepLayout:
-        """The layout of `slices`, whose rows follow each other in this order.
+        """Build the layout of `slices`, whose rows are consecutive in this order.
 
-        `windows` are the stage's distinct windows. Raises ValueError when a slice's pages do not hold the
-        positions it writes or sees, or when there is no slice.
+        `windows` are the stage's distinct windows. Raises ValueError if a slice's pages lack positions
+        that it writes or sees, or without slices.
         """
         if not slices:
             raise ValueError("a step layout needs at least one slice")
@@ -353,7 +362,7 @@ def _views(
     rules: ViewRules,
     device: torch.device,
 ) -> AttentionViews:
-    """What the slices, which lie in rows `ranges`, attend to with one window."""
+    """Views of `slices`, in rows `ranges`, through one window."""
     singles = [item for item in slices if item.num_tokens == 1]
     single_rows = [begin for begin, end in ranges if end - begin == 1]
     longer = [item for item in slices if item.num_tokens > 1]

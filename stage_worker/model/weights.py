@@ -1,8 +1,8 @@
 """Copies a stage's tensors from safetensors files into allocated memory.
 
-Each tensor is copied window by window: map a few MiB of the file, copy (and convert) them into the
-destination, unmap. So beside the destination at most one window is ever resident, and a mapped file page is
-counted to the process only while its window is open.
+Each tensor is copied in windows: map a few MiB of the file, copy (and convert) them, unmap. Thus at most
+one window is resident beside the destination, and mapped file pages count towards the process only while
+their window is open.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ WINDOW_BYTES = 32 * 1024 * 1024
 
 
 class ReadProgress(Protocol):
-    """Is told how a load gets on; what it raises ends the load."""
+    """Callbacks of a load; their exceptions end it."""
 
     def expect(self, num_bytes: int) -> None:
-        """So many bytes of the checkpoint are going to be read."""
+        """`num_bytes` of the checkpoint are going to be read."""
 
     def advance(self, num_bytes: int) -> None:
-        """So many more have been."""
+        """`num_bytes` more were read."""
 
 
 class _NoProgress:
@@ -52,11 +52,16 @@ def load_tensors(
     window_bytes: int = WINDOW_BYTES,
     progress: ReadProgress = NO_PROGRESS,
 ) -> None:
-    """Fill each destination: contiguous, shaped as the checkpoint's tensor of that name, any dtype or device.
+    """Fill each destination: contiguous, in the shape of the checkpoint's tensor of that name, any dtype or
+    device.
 
-    Files are read in order of position; after each window `progress` is told, and what it raises ends the
-    load. Raises CheckpointNotFound when a file cannot be opened, BadHeader when it has become shorter since
-    its header was read, ValueError when a weight does not fit into the run dtype (float16 ends at 65504).
+    Files are read in order of position. `progress` is called after each window; its exceptions end the
+    load.
+
+    Raises:
+        CheckpointNotFound: A file cannot be opened.
+        BadHeader: A file is shorter than its header says.
+        ValueError: A weight does not fit into the run dtype (float16 ends at 65504).
     """
     by_file: dict[str, list[tuple[TensorEntry, str]]] = {}
     for name in destinations:
@@ -71,17 +76,17 @@ def load_tensors(
 
 
 def file_identities(checkpoint: Checkpoint) -> tuple[FileIdentity, ...]:
-    """Of all files that hold weights, by name."""
+    """Identities of all files with weights, by name."""
     names = {entry.file for entry in checkpoint.tensors.values()}
     return stat_files(checkpoint.directory, sorted(names))
 
 
 @torch.inference_mode()
 def load_rows(checkpoint: Checkpoint, name: str, destination: Tensor, *, first_row: int) -> None:
-    """Fill `destination` with as many rows of the tensor `name`, from `first_row` on, as it has.
+    """Fill `destination` with rows of the tensor `name`, from `first_row` on.
 
-    It is contiguous, of any dtype, and like the tensor but for the number of rows. Raises what
-    `load_tensors` raises.
+    `destination` is contiguous, of any dtype, and has the tensor's shape except for the number of rows.
+    Raises like `load_tensors`.
     """
     whole = checkpoint.tensors[name]
     row_bytes = math.prod(whole.shape[1:]) * whole.dtype.size_bytes
@@ -106,7 +111,7 @@ def _open(path: Path, end: int) -> BinaryIO:
 def _load_tensor(
     stream: BinaryIO, entry: TensorEntry, destination: Tensor, name: str, window_bytes: int
 ) -> Iterator[int]:
-    """Yields after each window how many bytes of the file it was."""
+    """Yield the number of bytes read after each window."""
     assert tuple(destination.shape) == entry.shape, f"{name}: {tuple(destination.shape)} for {entry.shape}"
     flat = destination.view(-1)
     item_bytes = entry.dtype.size_bytes
@@ -121,7 +126,7 @@ def _load_tensor(
 def _copy_window(stream: BinaryIO, begin: int, dtype: torch.dtype, destination: Tensor) -> None:
     """Copy the file's elements from byte `begin` on into the whole of `destination`.
 
-    The mapping is copy-on-write only because torch wants a writable buffer; it is never written.
+    The mapping is copy-on-write because torch requires a writable buffer; it is never written.
     """
     page_begin = begin - begin % mmap.ALLOCATIONGRANULARITY
     length = begin - page_begin + destination.numel() * dtype.itemsize
@@ -133,7 +138,7 @@ def _copy_window(stream: BinaryIO, begin: int, dtype: torch.dtype, destination: 
 
 
 def _elements(mapped: mmap.mmap, offset: int, dtype: torch.dtype) -> Tensor:
-    """The mapped bytes from `offset` on as elements; the format does not promise that they are aligned."""
+    """The mapped bytes from `offset` on as elements, which the file format may leave misaligned."""
     if offset % dtype.itemsize == 0:
         return torch.frombuffer(mapped, dtype=dtype, offset=offset)
     return torch.frombuffer(mapped, dtype=torch.uint8, offset=offset).clone().view(dtype)

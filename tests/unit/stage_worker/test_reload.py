@@ -58,7 +58,7 @@ class Worker:
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.directory = directory
-        self.resident = StageCache()
+        self.cache = StageCache()
         self.layers: weakref.WeakSet[DecoderLayer] = weakref.WeakSet()
         self.pages: weakref.WeakSet[KvPages] = weakref.WeakSet()
         self.progress = LoadProgress()
@@ -80,7 +80,7 @@ class Worker:
         self.loaded = None
         self.progress = LoadProgress()
         assignment = replace(assigned(self.directory, begin, end), **changes)  # type: ignore[arg-type]
-        self.loaded = load_stage(assignment, RESOURCES, self.progress, self.resident)
+        self.loaded = load_stage(assignment, RESOURCES, self.progress, self.cache)
         return self.loaded
 
     @staticmethod
@@ -230,19 +230,19 @@ def test_a_load_of_what_is_there_can_be_given_up_too(worker: Worker) -> None:
     cancelled = LoadProgress()
     cancelled.cancel()
     with pytest.raises(LoadGivenUp, match="given up at"):
-        load_stage(assigned(worker.directory, 1, 3), RESOURCES, cancelled, worker.resident)
+        load_stage(assigned(worker.directory, 1, 3), RESOURCES, cancelled, worker.cache)
 
 
 @pytest.mark.full
 def test_files_that_changed_are_noticed_and_files_that_are_gone_are_not(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path / "model", "llama", num_layers=LAYERS)
-    resident = StageCache()
-    assert not resident.is_of(directory), "nothing was loaded"
-    load_stage(assigned(directory, 1, 3), RESOURCES, None, resident)
-    assert resident.is_of(directory)
-    assert resident.is_of(tmp_path / "nowhere")
+    cache = StageCache()
+    assert not cache.is_of(directory), "nothing was loaded"
+    load_stage(assigned(directory, 1, 3), RESOURCES, None, cache)
+    assert cache.is_of(directory)
+    assert cache.is_of(tmp_path / "nowhere")
     make_checkpoint(directory, "llama", num_layers=LAYERS, seed=1)
-    assert not resident.is_of(directory)
+    assert not cache.is_of(directory)
 
 
 @pytest.mark.full
@@ -256,17 +256,17 @@ def test_tables_of_grammars_are_built_once_for_one_tokenizer(monkeypatch: pytest
         return load(self)
 
     monkeypatch.setattr(GrammarMasks, "load", noted)
-    resident = StageCache()
+    cache = StageCache()
     num_layers = Checkpoint.open(MODEL_DIRECTORY).config.num_layers
     assignment = replace(
         assigned(MODEL_DIRECTORY, 1, LAYERS), dtype=Checkpoint.open(MODEL_DIRECTORY).config.dtype
     )
     for begin in (1, 2, 1):
         last = replace(assignment, layer_begin=begin, layer_end=num_layers)
-        load_stage(last, RESOURCES, None, resident)
+        load_stage(last, RESOURCES, None, cache)
     assert len(built) == 1
     middle = replace(assignment, stage=1, role=StageRole.MIDDLE, layer_begin=1, layer_end=num_layers - 1)
-    load_stage(middle, RESOURCES, None, resident)
+    load_stage(middle, RESOURCES, None, cache)
     held = weakref.ref(built.pop())
     gc.collect()
     assert held() is None

@@ -98,7 +98,7 @@ def test_on_a_cpu_only_the_first_stage_of_a_process_takes_time_to_warm_up(
 ) -> None:
     budgets_s: list[float] = []
     monkeypatch.setattr(stage_loader, "warm_up", lambda *_, budget_s: budgets_s.append(budget_s))
-    resident = StageCache()
+    cache = StageCache()
     for stage in (1, 2):
-        load_stage(new_assignment(directory, stage=stage), RESOURCES, resident=resident)
+        load_stage(new_assignment(directory, stage=stage), RESOURCES, cache=cache)
     assert budgets_s == [1.0, 0.1]
