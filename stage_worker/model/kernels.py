@@ -86,7 +86,7 @@ class Kernels:
             return replace(PLAIN, not_compiled_because="chosen with --kernels plain")
         reason = _not_on(device) or _not_in(dtype) or unavailable_because(config)
         if choice is KernelChoice.COMPILED and reason is not None:
-            raise KernelsUnavailable(f"--kernels compiled cannot be: {reason}")
+            raise KernelsUnavailable(f"--kernels compiled is not possible: {reason}")
         if device.type != "cpu" or dtype is not torch.bfloat16 or not _has_bf16_products():
             return replace(PLAIN, not_compiled_because=reason)
         has_amx = torch.cpu._is_amx_tile_supported()
@@ -116,7 +116,7 @@ PLAIN = Kernels(packs_weights=False, decode=AttentionMethod.SDPA, prefill=Attent
 def check_choice(choice: KernelChoice, device: torch.device) -> None:
     """Raises KernelsUnavailable for a choice that `device` supports for no model and dtype."""
     if choice is KernelChoice.COMPILED and (reason := _not_on(device) or missing_because()) is not None:
-        raise KernelsUnavailable(f"--kernels compiled cannot be: {reason}")
+        raise KernelsUnavailable(f"--kernels compiled is not possible: {reason}")
 
 
 def _not_on(device: torch.device) -> str | None:

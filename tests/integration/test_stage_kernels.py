@@ -73,7 +73,7 @@ async def test_stages_that_differ_are_warned_of_once(
 async def test_compiled_kernels_that_cannot_be_fail_the_load_with_the_reason(directory: Path) -> None:
     async with ChoosyCluster(directory, (AUTO, COMPILED), dtype="f32", waits=False) as cluster:
         status = await cluster.wait_state(cluster_pb2.CLUSTER_STATE_BLOCKED)
-        assert "--kernels compiled cannot be: the compiled kernels are for bf16" in status.detail
+        assert "--kernels compiled is not possible: the compiled kernels are for bf16" in status.detail
 
 
 def _serves(status: cluster_pb2.GetStatusResponse) -> bool:

@@ -219,7 +219,7 @@ def test_compiled_kernels_that_cannot_be_are_refused_with_the_reason(
         (config, "cuda:1", torch.bfloat16, "for CPUs, not for cuda:1"),
         (narrow, "cpu", torch.bfloat16, "heads of 16"),
     ):
-        with pytest.raises(KernelsUnavailable, match=f"--kernels compiled cannot be: .*{reason}"):
+        with pytest.raises(KernelsUnavailable, match=f"--kernels compiled is not possible: .*{reason}"):
             Kernels.of(shape, torch.device(device), dtype, KernelChoice.COMPILED)
     check_choice(KernelChoice.COMPILED, cpu)
     with pytest.raises(KernelsUnavailable, match="for CPUs, not for cuda"):
