@@ -1,1 +1,1 @@
-"""The gRPC edge: decodes, makes one domain call, encodes."""
+"""gRPC services: decode, make one domain call, encode."""

@@ -42,7 +42,7 @@ PHASE_TO_MESSAGE: dict[RequestPhase, telemetry_pb2.RequestPhase.ValueType] = {
 def encode_activity(
     snapshot: Snapshot, load: PipelineLoad, *, after_step: int, since_us: int
 ) -> telemetry_pb2.GetActivityResponse:
-    """Some milliseconds where there are many steps."""
+    """Encode a snapshot; takes some milliseconds for many steps."""
     return telemetry_pb2.GetActivityResponse(
         now_us=_us(snapshot.now_s),
         now_unix_us=_us(snapshot.now_unix_s),
@@ -54,11 +54,11 @@ def encode_activity(
         bubble_share=load.bubble_share,
         rates=_rates(snapshot.rates),
         num_answered=snapshot.num_answered,
-        steps=[_step(each) for each in steps_after(snapshot.steps, after_step)],
-        in_flight=[_in_flight(each) for each in snapshot.in_flight],
-        seconds=[_second(each) for each in snapshot.seconds if each.start_s * 1_000_000 >= since_us],
-        requests=[_request(each) for each in (*snapshot.live, *snapshot.ended)],
-        epochs=[_epoch(each) for each in snapshot.epochs],
+        steps=[_step(step) for step in steps_after(snapshot.steps, after_step)],
+        in_flight=[_in_flight(step) for step in snapshot.in_flight],
+        seconds=[_second(second) for second in snapshot.seconds if second.start_s * 1_000_000 >= since_us],
+        requests=[_request(request) for request in (*snapshot.live, *snapshot.ended)],
+        epochs=[_epoch(epoch) for epoch in snapshot.epochs],
     )
 
 
@@ -176,7 +176,7 @@ def _epoch(epoch: EpochSpan) -> telemetry_pb2.EpochActivity:
 
 
 class ActivityReporter:
-    """Reads; never changes anything."""
+    """Read-only access to the pipeline's activity."""
 
     def __init__(self, recorder: ActivityRecorder, controller: Controller, engine: Engine) -> None:
         self._recorder = recorder
@@ -184,13 +184,12 @@ class ActivityReporter:
         self._engine = engine
 
     def snapshot(self) -> Snapshot:
-        """What was recorded until now."""
         return self._recorder.snapshot(
             self._engine.now_s(), now_unix_s=time.time(), workers=self._stage_workers()
         )
 
     async def activity(self, request: telemetry_pb2.GetActivityRequest) -> telemetry_pb2.GetActivityResponse:
-        """Works on another thread, so that steps go out meanwhile."""
+        """Encode the activity on another thread, so that the event loop can send steps."""
         snapshot = self.snapshot()
         return await asyncio.to_thread(_encode, snapshot, request.after_step, request.since_us)
 

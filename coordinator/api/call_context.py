@@ -19,7 +19,7 @@ from wire.user_files import token_path, write_secret
 
 
 class TokenFile:
-    """A fresh token, which `write` puts where commands look for it. Without a directory there is none."""
+    """New operator token, stored in `directory` for other commands; None without a directory."""
 
     def __init__(self, directory: Path | None) -> None:
         self.token = secrets.token_urlsafe(32) if directory is not None else None
@@ -27,26 +27,28 @@ class TokenFile:
         self._path: Path | None = None
 
     def write(self, address: str) -> None:
-        """Names the file after the address that the coordinator listens on. Raises OSError."""
+        """Write the file, named after the coordinator's listen address. Raises OSError."""
         if self._directory is not None and self.token is not None:
             self._path = token_path(self._directory, address)
             write_secret(self._path, self.token)
 
     def remove(self) -> None:
-        """Unless another coordinator has the address now, and its own token in the file."""
+        """Remove the file, unless another coordinator has replaced its token."""
         if self._path is None or self.token is None:
             return
         try:
             if self._path.read_text(encoding="ascii").strip() == self.token:
                 self._path.unlink()
         except (OSError, UnicodeDecodeError):
-            return  # it is gone already
+            return  # already removed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallContext:
-    """`client` is whose limits hold; `deadline_s` is on the clock that it was read with, None for none.
-    `span` is what the caller traces itself under, by W3C's headers.
+    """Caller of a request.
+
+    `client` identifies the caller for limits; `deadline_s` is on the given clock, or None. `span` is the
+    caller's span from its W3C trace headers.
     """
 
     client: str
@@ -55,15 +57,15 @@ class CallContext:
 
 
 class CallContexts:
-    """Tells clients apart by the value of a metadata key, or by their address where there is none."""
+    """Identifies clients by the value of a metadata key, else by their address."""
 
     def __init__(self, client_key: str | None, clock: Callable[[], float]) -> None:
         self._client_key = client_key
         self._clock = clock
 
     def of(self, context: grpc.aio.ServicerContext[Any, Any]) -> CallContext:
-        """The caller behind a call."""
-        untyped: Any = context  # the stubs lack what a context can be asked
+        """Return the call's context."""
+        untyped: Any = context  # the stubs lack these methods
         remaining_s = untyped.time_remaining()
         has_deadline = remaining_s is not None and math.isfinite(remaining_s)
         return CallContext(
@@ -79,7 +81,7 @@ class CallContexts:
 
 
 def metadata_value(context: grpc.aio.ServicerContext[Any, Any], key: str) -> str:
-    """What the caller sends under this key; empty where there is nothing."""
+    """Value of a metadata key, empty if absent."""
     untyped: Any = context
     metadata = untyped.invocation_metadata() or ()
     return next((value for name, value in metadata if name == key and isinstance(value, str)), "")
@@ -93,14 +95,14 @@ def _span_of(metadata: Any) -> SpanContext | None:
 
 
 class Operators:
-    """Compares tokens with the one of this coordinator."""
+    """Checks operator tokens."""
 
     def __init__(self, token: str | None) -> None:
-        """Without a token nobody is an operator."""
+        """Without a token, every caller is rejected."""
         self._token = token
 
     def check(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Raises TokenMissing or TokenMismatch for a caller that is no operator."""
+        """Raises TokenMissing or TokenMismatch for a caller that is not an operator."""
         scheme, _, given = metadata_value(context, AUTHORIZATION_KEY).partition(" ")
         if scheme.lower() != "bearer" or not given.strip():
             raise TokenMissing("this call needs the operator token: pass --token-file")

@@ -24,16 +24,16 @@ from wire.frames import decode_result_frame
 from wire.step_codec import decode_fault
 
 BLOCKS_PER_MESSAGE = 4096
-"""About 130 KB of a snapshot, far below the largest message that a gRPC client takes by default."""
+"""About 130 KB of a snapshot, far below gRPC's default message limit."""
 
 TOKENS_PER_MESSAGE = 65_536
-"""Token ids in a part of a snapshot, at most 5 bytes each, unless one block has more."""
+"""Token ids per snapshot message, at most 5 bytes each; a single block may have more."""
 
 
 def encode_snapshot(
     snapshot: KvSnapshot, *, with_token_ids: bool = False
 ) -> Iterator[cluster_pb2.KvEventsResponse]:
-    """At least one message; the last one is marked."""
+    """Yield at least one message; the last one has `is_last`."""
     size = BLOCKS_PER_MESSAGE
     if with_token_ids:
         size = max(1, min(size, TOKENS_PER_MESSAGE // max(1, snapshot.block_size)))
@@ -52,7 +52,7 @@ def encode_snapshot(
 
 
 def encode_change(change: KvChange, *, with_token_ids: bool = False) -> cluster_pb2.KvEventsResponse:
-    """One change as a message; token ids only where they were asked for."""
+    """Encode one change; token ids only on request."""
     message = cluster_pb2.KvEvent(event_id=change.event.event_id, epoch=change.epoch)
     match change.event:
         case Stored(parent, sequence_hashes, block_hashes):
@@ -79,7 +79,7 @@ def _block(block: CachedBlock, *, with_token_ids: bool) -> cluster_pb2.KvBlock:
 
 
 def _token_ids(packed_tokens: bytes) -> Sequence[int]:
-    """The ids that `kvcache.hashing.pack_tokens` packed as little-endian u32."""
+    """Decode little-endian u32 ids, as packed by `kvcache.hashing.pack_tokens`."""
     tokens = array("I", packed_tokens)
     if sys.byteorder == "big":
         tokens.byteswap()
@@ -90,7 +90,7 @@ _Message = TypeVar("_Message")
 
 
 class ClusterService(cluster_pb2_grpc.ClusterServicer):
-    """What workers and operators call."""
+    """Called by workers and operators."""
 
     def __init__(
         self, controller: Controller, status: StatusReporter, kv_feed: KvEventPublisher, operators: Operators
@@ -152,13 +152,13 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
                 else:
                     self._controller.receive(connection, message)
         except ValueError as error:
-            reason = f"it sent something unknown: {error}"
+            reason = f"it sent an invalid message: {error}"
         finally:
             self._controller.leave(connection, reason)
 
 
 class StepResultsService(stage_pb2_grpc.StepResultsServicer):
-    """What LAST calls."""
+    """Called by LAST."""
 
     def __init__(self, controller: Controller) -> None:
         self._controller = controller
@@ -186,7 +186,7 @@ class StepResultsService(stage_pb2_grpc.StepResultsServicer):
 
 
 async def _first(messages: AsyncIterator[_Message], nothing: _Message, timeout_s: float) -> _Message:
-    """The first message of a stream, `nothing` if it ends before. Raises InvalidRequest for a silent one."""
+    """First message of a stream, `nothing` if it ends before. Raises InvalidRequest after `timeout_s`."""
     try:
         async with asyncio.timeout(timeout_s):
             return await anext(aiter(messages), nothing)

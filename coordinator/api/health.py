@@ -1,4 +1,4 @@
-"""`grpc.health.v1` of the coordinator: SERVING only while a token could really be produced."""
+"""`grpc.health.v1` of the coordinator: SERVING only while tokens can be produced."""
 
 import asyncio
 
@@ -12,7 +12,7 @@ SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 
 
 class CoordinatorHealth:
-    """Answers for the whole server, and for the Inference service by name."""
+    """Health of the whole server, and of the Inference service by name."""
 
     def __init__(self) -> None:
         self._servicer = HealthServicer()
@@ -23,12 +23,11 @@ class CoordinatorHealth:
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
     async def start(self) -> None:
-        """Not serving, until it is told otherwise."""
+        """Register the service as NOT_SERVING."""
         await self._report(is_serving=False)
         self._reporter = asyncio.create_task(self._run(), name="health")
 
     def set_serving(self, is_serving: bool) -> None:
-        """Tokens begin, or cease, to be produced."""
         self._news.put_nowait(is_serving)
 
     async def stop(self) -> None:

@@ -25,7 +25,7 @@ FINISH_REASON_TO_MESSAGE: dict[FinishReason, inference_pb2.FinishReason.ValueTyp
 
 
 def encode_output(output: Output) -> inference_pb2.GenerateResponse:
-    """One message of one choice; its last one has finish reason and usage."""
+    """Encode one message of one choice; the last one has finish reason and usage."""
     choice, piece = output.choice, output.piece
     response = inference_pb2.GenerateResponse(
         request_id=id_text(choice.sequence.key.request_id),
@@ -74,7 +74,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
-    """What clients call."""
+    """Called by clients."""
 
     def __init__(
         self,
@@ -94,8 +94,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: bytes, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         secret = metadata_value(context, ATTACH_SECRET_KEY) or new_attach_secret()
-        attachment = await self._requests.submit(request, self._callers.of(context), digest_of(secret))
-        async for response in self._read(attachment, context, ((ATTACH_SECRET_KEY, secret),)):
+        stream = await self._requests.submit(request, self._callers.of(context), digest_of(secret))
+        async for response in self._read(stream, context, ((ATTACH_SECRET_KEY, secret),)):
             yield response
 
     async def Attach(  # noqa: N802
@@ -103,12 +103,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         request_id = _request_id(request.request_id)
         self._engine.check_secret(request_id, metadata_value(context, ATTACH_SECRET_KEY))
-        attachment = self._engine.attach(
+        stream = self._engine.attach(
             request_id,
             _positions(request),
             deadline_s=self._callers.of(context).deadline_s,
         )
-        async for response in self._read(attachment, context):
+        async for response in self._read(stream, context):
             yield response
 
     async def Cancel(  # noqa: N802
@@ -128,14 +128,14 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return self._status.model()
 
     async def _read(
-        self, attachment: OutputStream, context: Context, metadata: tuple[tuple[str, str], ...] = ()
+        self, stream: OutputStream, context: Context, metadata: tuple[tuple[str, str], ...] = ()
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        when_call_ends(context, lambda: self._engine.leave(attachment))
+        when_call_ends(context, lambda: self._engine.leave(stream))
         if self._engine.durability.journal is not None:
             metadata = (*metadata, (JOURNALLED_KEY, "1"))
         if metadata:
             await context.send_initial_metadata(metadata)
-        async for output in attachment.outputs():
+        async for output in stream.outputs():
             yield encode_output(output)
 
 
@@ -147,7 +147,7 @@ def _request_id(text: str) -> RequestId:
 
 
 def _positions(request: inference_pb2.AttachRequest) -> Positions:
-    by_choice = {each.choice: each.from_token for each in request.positions}
+    by_choice = {position.choice: position.from_token for position in request.positions}
     if len(by_choice) < len(request.positions):
         raise InvalidRequest("positions has a choice twice")
     prompt_token = request.from_prompt_token if request.HasField("from_prompt_token") else None

@@ -1,4 +1,4 @@
-"""What a message may weigh before it is parsed: bytes, fields and entries, checked at the edge."""
+"""Size limits of messages (bytes, fields, entries), checked before parsing."""
 
 from __future__ import annotations  # grpc's handler types are generic in its stubs only
 
@@ -17,14 +17,14 @@ from wire.message_scan import MessageScan
 
 MAX_GENERATE_BYTES = 2 * 1024 * 1024
 PARAMETER_BYTES = 1024 * 1024
-"""Of a request, for everything but its prompt: 65,536 biases take 0.7 MB."""
+"""Limit for a request without its prompt: 65,536 biases take 0.7 MB."""
 BYTES_PER_TOKEN = 16
-"""Of a prompt: an id takes up to 5, and text seldom more than 8."""
+"""Limit per prompt token: an id takes up to 5 bytes, text rarely more than 8."""
 MAX_GENERATE_FIELDS = 131_072
 MAX_CONVERSATION_MESSAGES = 4096
 MAX_CHOICE_TEXTS = 16_384
 INLINE_BYTES = 8 * 1024
-"""A message up to this size is parsed and checked within a few milliseconds, whatever is in it."""
+"""Messages up to this size are parsed and checked within a few milliseconds, whatever their content."""
 
 MAX_UNARY_BYTES = 64 * 1024
 MAX_UNARY_FIELDS = 1024
@@ -43,14 +43,14 @@ _RAW_METHODS = (
     "/opentelemetry.proto.collector.trace.v1.TraceService/Export",
     "/opentelemetry.proto.collector.metrics.v1.MetricsService/Export",
 )
-"""Their servicers receive bytes, and parse large messages beside the event loop."""
+"""Methods whose servicers receive bytes, and parse large messages on another thread."""
 
 
 class GenerateDecoder:
-    """Turns the bytes of a GenerateRequest into the message, or refuses them with the numbers."""
+    """Decodes a GenerateRequest within size limits."""
 
     def __init__(self, *, max_model_len: int, vocab_size: int) -> None:
-        """`max_model_len` is the longest sequence that may be asked for, in tokens."""
+        """`max_model_len` is the longest accepted sequence, in tokens."""
         self.max_bytes = min(MAX_GENERATE_BYTES, PARAMETER_BYTES + BYTES_PER_TOKEN * max_model_len)
         self._scan = MessageScan(
             inference_pb2.GenerateRequest.DESCRIPTOR,
@@ -58,7 +58,7 @@ class GenerateDecoder:
             max_counts={
                 "stageline.v1.Conversation.messages": MAX_CONVERSATION_MESSAGES,
                 "stageline.v1.Choices.texts": MAX_CHOICE_TEXTS,
-                # Those of the prompt and of bad_word_ids together.
+                # Of the prompt and of bad_word_ids together.
                 "stageline.v1.TokenIds.ids": max_model_len + MAX_ENTRIES,
                 "stageline.v1.SamplingParameters.logit_bias": MAX_ENTRIES,
                 "stageline.v1.SamplingParameters.allowed_token_ids": max(vocab_size, 1),
@@ -67,14 +67,16 @@ class GenerateDecoder:
         )
 
     def check_size(self, data: bytes) -> None:
-        """Raises MessageTooLarge."""
         if len(data) > self.max_bytes:
             raise MessageTooLarge(f"the request has {len(data)} bytes, the limit is {self.max_bytes}")
 
     def decode(self, data: bytes) -> inference_pb2.GenerateRequest:
-        """Raises MessageTooLarge, InvalidRequest for a field that would be ignored, and DecodeError.
+        """Decode a message; takes up to 100 ms at the limit, see INLINE_BYTES.
 
-        Takes up to 100 ms for a message at the limit; see INLINE_BYTES.
+        Raises:
+            MessageTooLarge: The message has too many bytes, fields or entries.
+            InvalidRequest: The message has an unknown field, which would be ignored.
+            DecodeError: The bytes are not a GenerateRequest.
         """
         self.check_size(data)
         self._scan.check(data)
@@ -82,7 +84,7 @@ class GenerateDecoder:
 
 
 class MessageLimits(grpc.aio.ServerInterceptor):
-    """Gives the coordinator's methods deserializers that refuse a message before it is parsed."""
+    """Deserializers that reject a large message before it is parsed."""
 
     def __init__(self) -> None:
         self._deserializers: dict[str, Callable[[bytes], Any]] = dict.fromkeys(_RAW_METHODS, bytes)
@@ -94,7 +96,7 @@ class MessageLimits(grpc.aio.ServerInterceptor):
         self._deserializers["/stageline.v1.Cluster/Join"] = _bounded(
             cluster_pb2.WorkerMessage, MAX_CONTROL_BYTES, MAX_CONTROL_FIELDS
         )
-        # What it carries is bytes under a checksum.
+        # Its content is bytes with a checksum.
         self._deserializers["/stageline.v1.StepResults/Deliver"] = _bounded(
             stage_pb2.DeliverRequest, None, MAX_RESULT_FIELDS
         )
@@ -112,7 +114,7 @@ class MessageLimits(grpc.aio.ServerInterceptor):
 
 
 def _small(message_type: Any) -> Callable[[bytes], Any]:
-    """For a method whose messages have a few fields."""
+    """Deserializer for a method whose messages have few fields."""
     return _bounded(message_type, MAX_UNARY_BYTES, MAX_UNARY_FIELDS)
 
 

@@ -1,4 +1,4 @@
-"""Request handling: parses, admits and submits requests, and restores journalled ones."""
+"""Parses, admits and submits requests, and restores journalled ones."""
 
 import asyncio
 import logging
@@ -47,7 +47,7 @@ def accepted_of(
     arrived_at: float,
     deadline_at: float | None,
 ) -> AcceptedRequest:
-    """What is journalled of a request that was made of `message`; times are those of the wall clock."""
+    """Journal record of a request created from `message`; times are wall clock times."""
     kept = inference_pb2.GenerateRequest()
     kept.CopyFrom(message)
     if (prompt := kept.WhichOneof("prompt")) is not None:
@@ -74,8 +74,8 @@ def accepted_of(
 def restored(
     journalled: JournalledRequest, model: ServedModel, place: Callable[[Priority, int], QueueOrder]
 ) -> Request:
-    """The same request again, without what it had put out. Raises InvalidRequest where it cannot be served
-    any more.
+    """Recreate a journalled request, without its output. Raises InvalidRequest if it can no longer be
+    served.
     """
     accepted = journalled.accepted
     request = make_request(
@@ -94,12 +94,14 @@ def restored(
 _Result = TypeVar("_Result")
 
 TOKENIZER_THREADS = 2
-"""Texts that are tokenized at once; the queue's bound holds for those that wait."""
+"""Texts tokenized concurrently; the admission queue bounds the waiting ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Arrival:
-    """One Generate call: `number` in the order of arrival, `is_large` if the message takes milliseconds."""
+    """One Generate call: `number` in order of arrival; `is_large` if the message takes milliseconds to
+    parse.
+    """
 
     message: inference_pb2.GenerateRequest
     caller: CallContext
@@ -110,7 +112,7 @@ class _Arrival:
 
 
 class RequestHandler:
-    """Submits the requests of clients, and those that the journal has kept."""
+    """Submits clients' requests and journalled ones."""
 
     def __init__(
         self,
@@ -122,10 +124,10 @@ class RequestHandler:
         priority_age_s: float,
         max_model_len: int | None = None,
     ) -> None:
-        """Waiting for `priority_age_s` is worth one class of priority.
-
-        `max_model_len` (default: the model's limit) is the longest sequence to accept, and limits the size of
-        messages.
+        """Args:
+        max_model_len: Longest accepted sequence, which also limits message sizes (default: the model's
+            limit).
+        priority_age_s: Waiting time worth one priority class.
         """
         self._engine = engine
         self._controller = controller
@@ -140,10 +142,10 @@ class RequestHandler:
         self._tokenizers = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
 
     async def submit(self, data: bytes, caller: CallContext, attach_digest: bytes = b"") -> OutputStream:
-        """Validates and queues an encoded GenerateRequest, with the digest of the secret to attach to it.
+        """Validate and queue an encoded GenerateRequest, with the digest of its attach secret.
 
-        Raises InvalidRequest, RequestExists, Overloaded, JournalUnavailable, or ClusterUnavailable when there
-        is no pipeline in time.
+        Raises InvalidRequest, RequestExists, Overloaded, JournalUnavailable, or ClusterUnavailable without
+        a pipeline in time.
         """
         with self._traces.nameless_arrival():
             message = await self._decode(data, caller)
@@ -165,7 +167,7 @@ class RequestHandler:
                 raise
 
     async def _decode(self, data: bytes, caller: CallContext) -> inference_pb2.GenerateRequest:
-        """What is large takes milliseconds, and the event loop has streams to serve."""
+        """Decode large messages on another thread, since they take milliseconds."""
         self._decoder.check_size(data)
         if len(data) <= INLINE_BYTES:
             return self._decoder.decode(data)
@@ -177,7 +179,7 @@ class RequestHandler:
         return await loop.run_in_executor(self._tokenizers, function, *arguments)
 
     async def _prepare(self, arrival: _Arrival) -> tuple[Request, Resolved]:
-        """The request of a call, validated, once the cluster has a plan."""
+        """Wait for a plan, then validate the request."""
         message, request_id, is_large = arrival.message, arrival.request_id, arrival.is_large
         self._engine.durability.check()
         self._engine.registry.check_new(request_id)
@@ -202,17 +204,17 @@ class RequestHandler:
         return request, resolved
 
     def resume(self, journalled: list[JournalledRequest]) -> int:
-        """Takes up what a former coordinator has left, in its old order; how many of them are live. To be
-        called before anything is accepted.
+        """Restore the requests of a former coordinator in order, before accepting others. Returns the number
+        of live ones.
         """
-        return sum(self._resume(each) for each in journalled)
+        return sum(self._restore(request) for request in journalled)
 
     def close(self) -> None:
-        """Ends the tokenizer's threads as soon as they are idle."""
+        """End the tokenizer's threads once they are idle."""
         self._tokenizers.shutdown(wait=False, cancel_futures=True)
 
     async def _plan_for(self, request_id: RequestId) -> Plan:
-        """Raises ClusterUnavailable, of which clients that come too late are told and nobody else."""
+        """Raises ClusterUnavailable; only clients past their deadline receive it."""
         availability = self._controller.availability
         try:
             return await availability.wait_serving()
@@ -220,15 +222,15 @@ class RequestHandler:
             level = logging.DEBUG if availability.is_ending else logging.WARNING
             log.log(
                 level,
-                "request %s is not taken: %s",
+                "rejected request %s: %s",
                 *(id_text(request_id), error),
                 extra=log_context(request_id=request_id),
             )
             raise
 
-    def _resume(self, journalled: JournalledRequest) -> bool:
+    def _restore(self, journalled: JournalledRequest) -> bool:
         durability, now_s = self._engine.durability, self._engine.now_s()
-        ahead_s = now_s - durability.wall_clock()  # of the wall's clock
+        ahead_s = now_s - durability.wall_clock()  # wall clock
         accepted, arrival = journalled.accepted, next(self._arrivals)
 
         def place(priority: Priority, choice: int) -> QueueOrder:
@@ -238,7 +240,7 @@ class RequestHandler:
             request = restored(journalled, self._model, place)
         except InvalidRequest as error:
             log.error(
-                "request %s cannot be taken up: %s",
+                "failed to restore request %s: %s",
                 *(id_text(accepted.request_id), error),
                 extra=log_context(request_id=accepted.request_id),
             )
@@ -263,7 +265,7 @@ class RequestHandler:
     def _journal_record(
         self, arrival: _Arrival, resolved: Resolved, request: Request
     ) -> AcceptedRequest | None:
-        """The journal's record of an accepted request; None without a journal."""
+        """Journal record of an accepted request; None without a journal."""
         durability, now_s = self._engine.durability, self._engine.now_s()
         if durability.journal is None:
             return None
@@ -273,7 +275,7 @@ class RequestHandler:
         return accepted_of(arrival.message, resolved, request, arrived_at=arrived_at, deadline_at=deadline_at)
 
     async def _resolve(self, message: inference_pb2.GenerateRequest, *, is_large: bool) -> Resolved:
-        """Texts take milliseconds to tokenize, and the event loop has streams to serve; ids take none."""
+        """Tokenize texts on another thread, since they take milliseconds; token ids take none."""
         if message.WhichOneof("prompt") in ("text", "conversation"):
             check_text_size(message, self._model)
         if not is_large and not needs_tokenizer(message):

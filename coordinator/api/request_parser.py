@@ -1,4 +1,4 @@
-"""Validates a client message and converts it to a request; rejects with field, value and limit."""
+"""Validates a client's message and converts it to a request; errors name field, value and limit."""
 
 import math
 import secrets
@@ -33,13 +33,15 @@ MAX_BAD_WORD_TOKENS = 64
 MAX_BAD_WORD_CHARACTERS = 1024
 MAX_ENTRIES = 65_536
 MAX_ENTRIES_ENCODED_LATE = 512
-"""Of biases and words; more are encoded here, beside the event loop, for all choices and restarts."""
+"""Limit for encoding biases and words per step; more are encoded here, off the event loop, once for all
+choices.
+"""
 MAX_SEED = 2**64 - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Vocabulary:
-    """What the checkpoint makes of tokens. `has_text`: it has a tokenizer."""
+    """The checkpoint's vocabulary; `has_text` if it has a tokenizer."""
 
     size: int
     eos_token_ids: frozenset[int]
@@ -48,9 +50,9 @@ class Vocabulary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResolvedSampling:
-    """How to generate, resolved: `sampling` for the stages, the rest for the coordinator.
+    """Resolved generation parameters: `sampling` for the stages, others for the coordinator.
 
-    `stop_token_ids` end a sequence, end-of-sequence ids included where they do.
+    `stop_token_ids` end a sequence, and include end-of-sequence ids unless ignored.
     """
 
     sampling: StepSampling
@@ -63,7 +65,7 @@ class ResolvedSampling:
 
     @property
     def num_top_echoed(self) -> int | None:
-        """With echo and logprobs, those of the prompt's tokens come with them."""
+        """Number of log-probabilities per prompt token, for echo with logprobs."""
         return self.sampling.logprobs if self.echo else None
 
     @property
@@ -79,7 +81,7 @@ def resolve_sampling(
     bad_words: tuple[tuple[int, ...], ...] = (),
     grammar: GrammarSpec | None = None,
 ) -> ResolvedSampling:
-    """`bad_words` and `grammar` are what the tokenizer made of the message's. Raises InvalidRequest."""
+    """`bad_words` and `grammar` are the tokenizer's results for the message. Raises InvalidRequest."""
     stop_token_ids = _stop_token_ids(message, vocabulary)
     sampling = StepSampling(
         temperature=_within("temperature", message.temperature, 0, MAX_TEMPERATURE),
@@ -104,7 +106,7 @@ def resolve_sampling(
 
 
 def _checked_weight(message: inference_pb2.SamplingParameters, sampling: StepSampling) -> StepSampling:
-    """Encoded now where it is large, so that no step waits for that. Raises InvalidRequest."""
+    """Encode large parameters now, so that steps do not wait for it. Raises InvalidRequest."""
     _check_weight(message, sampling)
     if len(sampling.logit_bias) + len(sampling.bad_words) > MAX_ENTRIES_ENCODED_LATE:
         return encoded_ahead(sampling)
@@ -129,7 +131,7 @@ def _resolved(
 
 
 def check_bad_words(message: inference_pb2.SamplingParameters) -> None:
-    """Raises InvalidRequest for words that no tokenizer makes tokens of, and for more than it should."""
+    """Raises InvalidRequest for words that cannot be tokenized, and for too many."""
     num_words = len(message.bad_words) + len(message.bad_word_ids)
     if num_words > MAX_BAD_WORDS:
         raise InvalidRequest(f"bad_words and bad_word_ids have {num_words} entries, at most {MAX_BAD_WORDS}")
@@ -200,7 +202,7 @@ def _token_ids(name: str, ids: Iterable[int], vocabulary: Vocabulary) -> tuple[i
 
 
 def _allowed_token_ids(message: inference_pb2.SamplingParameters, vocabulary: Vocabulary) -> tuple[int, ...]:
-    """Each once: so many repetitions as a message holds would travel to every stage."""
+    """Distinct tokens: repetitions would be sent to every stage."""
     return tuple(sorted(set(_token_ids("allowed_token_ids", message.allowed_token_ids, vocabulary))))
 
 
@@ -208,7 +210,7 @@ def _bad_words(
     message: inference_pb2.SamplingParameters, spelled: tuple[tuple[int, ...], ...], vocabulary: Vocabulary
 ) -> tuple[tuple[int, ...], ...]:
     check_bad_words(message)
-    given = tuple(_token_ids("bad_word_ids", each.ids, vocabulary) for each in message.bad_word_ids)
+    given = tuple(_token_ids("bad_word_ids", word.ids, vocabulary) for word in message.bad_word_ids)
     for name, words in (("bad_words", spelled), ("bad_word_ids", given)):
         for word in words:
             if not 1 <= len(word) <= MAX_BAD_WORD_TOKENS:
@@ -233,7 +235,7 @@ def _stops(message: inference_pb2.SamplingParameters, vocabulary: Vocabulary) ->
                 f"stop has a string of {len(stop)} characters, must be in [1, {MAX_STOP_CHARACTERS}]"
             )
     if stops and not vocabulary.has_text:
-        raise InvalidRequest("stop needs a tokenizer, which this model has not; stop_token_ids needs none")
+        raise InvalidRequest("stop needs a tokenizer, which this model lacks: use stop_token_ids")
     return stops
 
 
@@ -246,13 +248,15 @@ def _num_logprobs(
 
 
 def _most_prompt_logprobs(message: inference_pb2.SamplingParameters) -> int:
-    """Stages report for scored chunks what any reader of them wants."""
+    """Maximum number requested by any reader, which stages report for scored chunks."""
     echoed = message.logprobs if message.echo else 0
     return max(message.prompt_logprobs, echoed)
 
 
 def _check_weight(message: inference_pb2.SamplingParameters, sampling: StepSampling) -> None:
-    """Each choice carries these to every stage, where they are read entry by entry while others wait."""
+    """Limit entries over all choices: every stage reads them one by one for each choice, delaying other
+    requests.
+    """
     num_choices = _num_choices(message)
     num_entries = len(sampling.logit_bias) + sum(map(len, sampling.bad_words))
     if num_choices * num_entries > MAX_ENTRIES:
@@ -293,14 +297,14 @@ def request_id_of(request: inference_pb2.GenerateRequest) -> RequestId:
 
 
 def check_text_size(request: inference_pb2.GenerateRequest, model: ServedModel) -> None:
-    """Refuses a text that can never fit, before it is tokenized, which would take seconds per megabyte.
+    """Reject a text that cannot fit before tokenizing it, which would take seconds per megabyte.
 
-    A token stands for at most as many bytes as the longest one of the vocabulary, if the tokenizer drops
-    nothing; one that folds white space may drop some, so `TEXT_SLACK` times as much is let through.
+    A token has at most as many bytes as the longest in the vocabulary. A tokenizer that folds white space
+    may drop some bytes, so `TEXT_SLACK` times as much is accepted.
     """
     text = _text_codec(model, "token_ids", instead_of=f"a prompt of {request.WhichOneof('prompt')}")
-    texts = [request.text, *(each.content for each in request.conversation.messages)]
-    size_bytes = sum(len(each.encode()) for each in texts)
+    texts = [request.text, *(message.content for message in request.conversation.messages)]
+    size_bytes = sum(len(text.encode()) for text in texts)
     max_tokens = model.config.max_position_embeddings
     most_bytes = TEXT_SLACK * max_tokens * text.longest_token_bytes
     if size_bytes > most_bytes:
@@ -312,9 +316,7 @@ def check_text_size(request: inference_pb2.GenerateRequest, model: ServedModel) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """What the tokenizer made of a request: its prompt, the words that are never generated, and what the text
-    must match.
-    """
+    """Tokenized parts of a request: prompt, bad words and grammar."""
 
     prompt: tuple[int, ...]
     bad_words: tuple[tuple[int, ...], ...] = ()
@@ -322,19 +324,19 @@ class Resolved:
 
 
 def num_sequences_of(request: inference_pb2.GenerateRequest) -> int:
-    """For how many sequences the request takes room, before its parameters are checked."""
+    """Number of sequences to reserve in the queue, before parameters are validated."""
     return min(max(request.sampling.n, 1), MAX_CHOICES)
 
 
 def needs_tokenizer(request: inference_pb2.GenerateRequest) -> bool:
-    """Whether `resolve` takes longer than a moment."""
+    """Whether `resolve` is slow."""
     sampling = request.sampling
     has_text = request.WhichOneof("prompt") in ("text", "conversation") or bool(sampling.bad_words)
     return has_text or sampling.WhichOneof("structured_output") is not None
 
 
 def resolve(request: inference_pb2.GenerateRequest, model: ServedModel) -> Resolved:
-    """May take a while for a long text. Raises InvalidRequest."""
+    """Slow for a long text. Raises InvalidRequest."""
     bad_words = _bad_words_intake(request.sampling, model)
     return Resolved(
         prompt=resolve_prompt(request, model),
@@ -344,7 +346,7 @@ def resolve(request: inference_pb2.GenerateRequest, model: ServedModel) -> Resol
 
 
 def resolve_prompt(request: inference_pb2.GenerateRequest, model: ServedModel) -> tuple[int, ...]:
-    """The prompt's token ids. May take a while for a long text. Raises InvalidRequest."""
+    """Return the prompt's token ids; slow for a long text. Raises InvalidRequest."""
     kind = request.WhichOneof("prompt")
     if kind is None:
         raise InvalidRequest("a prompt is needed: text, token_ids or conversation")
@@ -370,9 +372,10 @@ def make_request(
     client: str,
     place: Callable[[Priority, int], QueueOrder],
 ) -> Request:
-    """`place` gives each choice its place in the queue. Without a plan, the message's `max_tokens` holds.
+    """Create the request; `place` assigns each choice's place in the queue. Without a plan, `max_tokens` is
+    unchecked.
 
-    Raises InvalidRequest for parameters out of range and for a sequence that can never fit.
+    Raises InvalidRequest for parameters out of range, and for a sequence that cannot fit.
     """
     prompt = resolved.prompt
     max_tokens = message.max_tokens if plan is None else _max_tokens(message, len(prompt), model, plan)
@@ -394,7 +397,7 @@ def make_request(
             order=place(priority, index),
             cache_salt=message.cache_salt,
             shares_cache=message.prefix_cache if message.HasField("prefix_cache") else True,
-            # The prompt is the same for all choices: one of them scores it.
+            # All choices have the same prompt: one of them scores it.
             wants_prompt_logprobs=generation.wants_prompt_logprobs and index == 0,
         )
         for index in range(generation.num_choices)
@@ -410,7 +413,7 @@ def make_request(
 
 
 def make_echoed_text(request: Request) -> None:
-    """Decodes the prompts that outputs begin with. May take a while for a long prompt."""
+    """Decode the echoed prompts; slow for a long prompt."""
     for choice in request.choices:
         choice.transcript.make_text(max_tokens=choice.transcript.num_tokens)
 
@@ -418,7 +421,7 @@ def make_echoed_text(request: Request) -> None:
 def _output_buffer(
     generation: ResolvedSampling, prompt: tuple[int, ...], codec: TextCodec | None
 ) -> OutputBuffer:
-    """With echo the prompt is part of the output, and its text too."""
+    """With echo, the output begins with the prompt's tokens and text."""
     context, echoed = ((), prompt) if generation.echo else (prompt, ())
     detokenizer = None
     if codec is not None:
@@ -440,7 +443,7 @@ def _vocabulary(model: ServedModel) -> Vocabulary:
 
 
 def _keep_s(request: inference_pb2.GenerateRequest) -> float | None:
-    """How long the output outlives the request; None where a disconnect cancels it."""
+    """Seconds to keep the output after a disconnect; None to cancel."""
     policy = request.on_disconnect
     if policy.action in (inference_pb2.OnDisconnect.ACTION_UNSPECIFIED, inference_pb2.OnDisconnect.CANCEL):
         if policy.HasField("keep_s"):
@@ -475,14 +478,14 @@ def _bad_words_intake(
         return ()
     check_bad_words(sampling)
     codec = _text_codec(model, "bad_word_ids", instead_of="bad_words")
-    return tuple(each for word in sampling.bad_words for each in codec.spellings(word))
+    return tuple(spelling for word in sampling.bad_words for spelling in codec.spellings(word))
 
 
 def _never_first(
     sampling: inference_pb2.SamplingParameters, model: ServedModel, bad_words: tuple[tuple[int, ...], ...]
 ) -> set[int]:
     """Tokens that an output cannot begin with."""
-    words = (*bad_words, *(tuple(each.ids) for each in sampling.bad_word_ids))
+    words = (*bad_words, *(tuple(word.ids) for word in sampling.bad_word_ids))
     never = {word[0] for word in words if len(word) == 1}
     return never | {*sampling.stop_token_ids, *model.eos_token_ids} if sampling.min_tokens else never
 
@@ -514,7 +517,7 @@ def _encode(request: inference_pb2.GenerateRequest, codec: TextCodec) -> list[in
     try:
         if request.WhichOneof("prompt") == "text":
             return codec.encode(request.text)
-        messages = [ChatMessage(each.role, each.content) for each in request.conversation.messages]
+        messages = [ChatMessage(message.role, message.content) for message in request.conversation.messages]
         return codec.encode_conversation(messages)
     except TokenizerError as error:
         raise InvalidRequest(str(error)) from error

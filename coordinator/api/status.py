@@ -1,4 +1,4 @@
-"""What `GetStatus` and `GetModel` answer."""
+"""Answers of `GetStatus` and `GetModel`."""
 
 import asyncio
 import math
@@ -16,7 +16,7 @@ from stageline_rpc.v1 import cluster_pb2, inference_pb2
 from wire.tensors import DTYPE_TO_MESSAGE, number_of
 
 LOST_SHOWN_S = 600.0
-"""How long a lost worker is listed."""
+"""How long status lists a lost worker."""
 
 PHASE_TO_MESSAGE: dict[ClusterPhase, cluster_pb2.ClusterState.ValueType] = {
     ClusterPhase.WAITING_FOR_WORKERS: cluster_pb2.CLUSTER_STATE_WAITING_FOR_WORKERS,
@@ -46,7 +46,7 @@ CHECK_OUTCOME_TO_MESSAGE: dict[CheckOutcome, cluster_pb2.SelfCheckVerdict.ValueT
 
 
 class StatusReporter:
-    """Reads; never changes anything."""
+    """Read-only access to the cluster's status."""
 
     def __init__(self, controller: Controller, engine: Engine, model: ServedModel) -> None:
         self._controller = controller
@@ -54,7 +54,7 @@ class StatusReporter:
         self._model = model
 
     def model(self) -> inference_pb2.GetModelResponse:
-        """What is served, and how long a sequence may be now (0 before the first plan)."""
+        """The model, and the current maximum sequence length (0 before the first plan)."""
         model, plan = self._model, self._controller.state.plan
         return inference_pb2.GetModelResponse(
             name=model.name,
@@ -68,7 +68,7 @@ class StatusReporter:
         )
 
     def cluster(self) -> cluster_pb2.GetStatusResponse:
-        """Plan, workers and requests as of now."""
+        """Current plan, workers and requests."""
         state = self._controller.state
         plan = state.plan
         return cluster_pb2.GetStatusResponse(
@@ -137,14 +137,14 @@ class StatusReporter:
         return sorted(self._controller.state.workers, key=order)
 
     def _lost_workers(self) -> Iterator[cluster_pb2.WorkerStatus]:
-        """Those who are missed, unless that was long ago."""
+        """Recently lost workers that have not rejoined."""
         now_s = asyncio.get_running_loop().time()
         for record in self._controller.state.workers.lost:
             connection = self._controller.connections.departed.get(record.identity.name)
             age_s = math.inf if connection is None else now_s - connection.heard_at_s
             if age_s < LOST_SHOWN_S:
                 status = self._worker(record)
-                status.detail = f"last heard of {age_s:.0f} s ago; {record.detail}"
+                status.detail = f"last heartbeat {age_s:.0f} s ago; {record.detail}"
                 status.heartbeat_age_ms = round(age_s * 1000)
                 yield status
 

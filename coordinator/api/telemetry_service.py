@@ -19,7 +19,6 @@ from wire.message_scan import MessageScan, UnknownFields
 
 
 def encode_summary(summary: TraceSummary) -> telemetry_pb2.TraceSummary:
-    """One line of the list."""
     return telemetry_pb2.TraceSummary(
         request_id=summary.request_id,
         trace_id=summary.trace_id,
@@ -49,12 +48,12 @@ def _encode_slowest(slow: SlowStage) -> telemetry_pb2.SlowestStage:
 
 
 MAX_EXPORT_BYTES = 4 * 1024 * 1024
-"""As by default in OpenTelemetry's collector."""
+"""Default of OpenTelemetry's collector."""
 MAX_SPAN_FIELDS = 131_072
 MAX_METRIC_FIELDS = 16_384
-"""Metrics are walked on the event loop; those of a worker have some 2,000 fields."""
+"""Metrics are processed on the event loop; a worker's have about 2,000 fields."""
 MAX_THREADS = 2
-"""Exports that are parsed at once."""
+"""Exports parsed concurrently."""
 
 OtlpCallContext: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 _SPAN_SCAN = MessageScan(
@@ -68,11 +67,11 @@ _METRIC_SCAN = MessageScan(
     unknown=UnknownFields.SKIP,
 )
 OnMetrics: TypeAlias = Callable[[metrics_service_pb2.ExportMetricsServiceRequest], int]
-"""Takes metrics, and returns how many of their points it has refused."""
+"""Stores metrics, and returns the number of rejected points."""
 
 
 class TraceService(trace_service_pb2_grpc.TraceServiceServicer):
-    """Spans for the store. Raises MessageTooLarge, which exporters do not retry."""
+    """Receives spans for the store. Raises MessageTooLarge, which exporters do not retry."""
 
     def __init__(self, store: TraceStore) -> None:
         self._store = store
@@ -93,10 +92,10 @@ class TraceService(trace_service_pb2_grpc.TraceServiceServicer):
 
 
 class MetricsService(metrics_service_pb2_grpc.MetricsServiceServicer):
-    """Metrics for their keeper. Raises MessageTooLarge, which exporters do not retry."""
+    """Receives metrics. Raises MessageTooLarge, which exporters do not retry."""
 
     def __init__(self, on_metrics: OnMetrics | None = None) -> None:
-        """Without `on_metrics` nothing is kept, and nothing is refused."""
+        """Without `on_metrics`, metrics are dropped without being rejected."""
         self._on_metrics = on_metrics
         self._threads = asyncio.Semaphore(MAX_THREADS)
 
@@ -107,7 +106,7 @@ class MetricsService(metrics_service_pb2_grpc.MetricsServiceServicer):
         async with self._threads:
             metrics = await asyncio.to_thread(_parse_metrics, request)
         num_refused = 0 if self._on_metrics is None else self._on_metrics(metrics)
-        return _partial_metrics(num_refused, f"{num_refused} points of resources that nobody here knows")
+        return _partial_metrics(num_refused, f"{num_refused} points of unknown resources")
 
 
 def _parse_metrics(data: bytes) -> metrics_service_pb2.ExportMetricsServiceRequest:
@@ -143,7 +142,7 @@ def _partial_metrics(num_rejected: int, reason: str) -> metrics_service_pb2.Expo
 
 
 def _reasons(taken: Taken) -> str:
-    reasons = {**taken.refused, "of traces that had to make room": taken.num_dropped}
+    reasons = {**taken.refused, "of evicted traces": taken.num_dropped}
     return ", ".join(f"{number} spans {reason}" for reason, number in reasons.items() if number)
 
 
@@ -151,7 +150,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class TelemetryService(telemetry_pb2_grpc.TelemetryServicer):
-    """What `stageline top` and `stageline trace` ask."""
+    """Called by `stageline top` and `stageline trace`."""
 
     def __init__(self, store: TraceStore, traces: TraceReader, activity: ActivityReporter) -> None:
         self._store = store
@@ -168,7 +167,7 @@ class TelemetryService(telemetry_pb2_grpc.TelemetryServicer):
     ) -> telemetry_pb2.ListTracesResponse:
         summaries = await self._traces.summaries(request.max_traces or None)
         return telemetry_pb2.ListTracesResponse(
-            traces=[encode_summary(each) for each in summaries],
+            traces=[encode_summary(summary) for summary in summaries],
             num_dropped_traces=self._store.counts.dropped_traces,
             num_dropped_spans=self._store.counts.dropped,
         )

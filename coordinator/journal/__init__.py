@@ -1,1 +1,1 @@
-"""What a coordinator must not forget when its process ends."""
+"""Durable state of a coordinator: accepted requests, their progress, and epochs."""

@@ -19,9 +19,9 @@ _BESIDE = ("", "-wal", "-shm", "-journal")
 
 
 def create_private(path: Path) -> None:
-    """Creates an empty file with mode 0600 for SQLite to open, unless there is one. Raises OSError.
+    """Create an empty file with mode 0600 for SQLite, if missing. Raises OSError.
 
-    The files that SQLite makes beside it get the same mode, whatever the umask.
+    SQLite's files beside it get the same mode, whatever the umask.
     """
     try:
         descriptor = os.open(
@@ -30,15 +30,15 @@ def create_private(path: Path) -> None:
     except FileExistsError:
         return
     try:
-        os.fchmod(descriptor, OWNER_ONLY)  # a umask may have taken rights from the owner, too
+        os.fchmod(descriptor, OWNER_ONLY)  # the umask may also have removed rights of the owner
     finally:
         os.close(descriptor)
 
 
 def make_private(path: Path) -> None:
-    """Takes all rights of others from an existing database and the files beside it. Raises OSError.
+    """Remove access of other users to an existing database and its files. Raises OSError.
 
-    Opens nothing: to close a file that SQLite has open, too, would release SQLite's locks on it.
+    Opens no file: closing a file that SQLite has open would release SQLite's locks.
     """
     for suffix in _BESIDE:
         file = f"{os.path.realpath(path)}{suffix}"
@@ -49,14 +49,17 @@ def make_private(path: Path) -> None:
         if mode & ~OWNER_ONLY:
             os.chmod(file, OWNER_ONLY)
             log.warning(
-                "changed mode of %s from %04o to %04o: it has prompts in plain", file, mode, OWNER_ONLY
+                "changed mode of %s from %04o to %04o: it contains prompts in plain text",
+                file,
+                mode,
+                OWNER_ONLY,
             )
 
 
 SCHEMA_VERSION = 3
 APPLICATION_ID = 0x53474A4C  # "SGJL"
 WRITER_BUSY_TIMEOUT_S = 0.1
-"""The writer is on the event loop: a file that another program has locked must not hold it up."""
+"""Short, because the writer runs on the event loop, which another program's lock must not block."""
 
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value NOT NULL) WITHOUT ROWID;
@@ -86,7 +89,7 @@ CREATE TABLE log (number INTEGER PRIMARY KEY, at REAL NOT NULL, entries TEXT NOT
 
 @dataclass(frozen=True, slots=True)
 class ServedIdentity:
-    """Whose tokens the journal has: the model's fingerprint, and what it is computed in."""
+    """Model fingerprint and dtype of the journalled tokens."""
 
     fingerprint: str
     dtype: str
@@ -96,10 +99,10 @@ class ServedIdentity:
 
 
 class FileLock:
-    """Held until `release`, or until the process ends, however it does."""
+    """Lock held until `release` or the end of the process."""
 
     def __init__(self, path: Path) -> None:
-        """Raises BlockingIOError when another one is held, OSError when the file cannot be made."""
+        """Raises BlockingIOError when the lock is held, OSError when the file cannot be created."""
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -108,23 +111,23 @@ class FileLock:
             raise
 
     def release(self) -> None:
-        """Lets others have it. Once."""
+        """Release the lock. Call once."""
         os.close(self._descriptor)
 
 
 @dataclass(slots=True)
 class OpenDatabase:
-    """A database of the right kind, with the lock that keeps others away."""
+    """A validated journal database with its lock."""
 
     path: Path
     connection: sqlite3.Connection
     lock: FileLock
 
     def reconnect(self) -> None:
-        """Replaces the connection, which may have kept a state of the time before. Raises sqlite3.Error."""
+        """Replace the connection, which may have stale state after a failure. Raises sqlite3.Error."""
         connection = connect(self.path, busy_timeout_s=WRITER_BUSY_TIMEOUT_S)
         try:
-            # Opens the log before the old connection lets go of it, which would empty and delete it.
+            # Opens the log before the old connection closes, which would otherwise empty and delete it.
             connection.execute("SELECT count(*) FROM meta").fetchone()
         except BaseException:
             connection.close()
@@ -134,13 +137,13 @@ class OpenDatabase:
         self.connection = connection
 
     def close(self) -> None:
-        with suppress(sqlite3.Error):  # what could not be written has been told already
+        with suppress(sqlite3.Error):  # failed writes were already reported
             self.connection.close()
         self.lock.release()
 
 
 def open_database(path: Path, identity: ServedIdentity) -> OpenDatabase:
-    """Opens the journal at `path`, or begins one. Raises JournalUnusable, and then nothing has changed."""
+    """Open or create the journal at `path`. Raises JournalUnusable; the file is then unchanged."""
     try:
         lock = FileLock(path.with_name(f"{path.name}.lock"))
     except BlockingIOError:
@@ -155,8 +158,10 @@ def open_database(path: Path, identity: ServedIdentity) -> OpenDatabase:
 
 
 def connect(path: Path, *, busy_timeout_s: float = 5.0) -> sqlite3.Connection:
-    """Every statement is a transaction of its own. A commit survives the end of the process; whether the last
-    ones survive a loss of power is left to the disk, which keeps them consistent.
+    """Connect in autocommit mode.
+
+    Commits survive the end of the process. The last ones may be lost in a power failure, but the file
+    stays consistent.
     """
     connection = sqlite3.connect(path, isolation_level=None, timeout=busy_timeout_s)
     connection.execute("PRAGMA synchronous = NORMAL")
@@ -202,7 +207,7 @@ def _prepare(connection: sqlite3.Connection, path: Path, identity: ServedIdentit
     connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA journal_size_limit = 16777216")
-    connection.execute("BEGIN IMMEDIATE")  # says now that it cannot be written, and not with a request
+    connection.execute("BEGIN IMMEDIATE")  # fails now, not at the first request, if the file is read-only
     if not num_tables:
         _create(connection, identity)
     connection.execute("COMMIT")
@@ -219,10 +224,10 @@ def _create(connection: sqlite3.Connection, identity: ServedIdentity) -> None:
 
 def _check(connection: sqlite3.Connection, path: Path, identity: ServedIdentity) -> None:
     if _number(connection, "PRAGMA application_id") != APPLICATION_ID:
-        raise JournalUnusable(f"{path} is no journal, but a database of something else")
+        raise JournalUnusable(f"{path} is another program's database, not a journal")
     if (version := _number(connection, "PRAGMA user_version")) != SCHEMA_VERSION:
         raise JournalUnusable(
-            f"journal {path} has version {version}; this coordinator knows version {SCHEMA_VERSION}"
+            f"journal {path} has version {version}, this coordinator supports version {SCHEMA_VERSION}"
         )
     [verdict] = connection.execute("PRAGMA quick_check(1)").fetchone()
     if verdict != "ok":

@@ -1,9 +1,8 @@
 """Journal of accepted requests and their progress; accepted requests survive a restart.
 
-A step is one row, whatever it has for how many requests, so a write costs some ten microseconds
-(`bench/journal.py`) and is made where the step is completed, before anybody reads its tokens. What a request
-has put out is the sum of these rows, or, so that the rows of old steps can go, of what it had `folded_until`
-some row, and of the rows after it.
+A step is one row for all its requests, so a write takes some ten microseconds (`bench/journal.py`), and
+happens when the step completes, before any reader gets its tokens. A request's progress is the sum of
+these rows. To delete old rows, progress up to row `folded_until` is folded into the request's own row.
 """
 
 import json
@@ -35,14 +34,14 @@ from wire.steps import GrammarSpec
 
 PAGE_BYTES = 4096
 PROBE_BYTES = 256 * 1024
-"""Room that a journal needs to be written again after a failure: enough for some requests and steps."""
+"""Free space required to resume writing after a failure: enough for some requests and steps."""
 EVERY_PAGES = 512
 MOST_PAGES = 4096
-"""Beyond 16 MiB, writers wait for the log to be emptied: it begins anew only when nothing is left in it."""
+"""Beyond 16 MiB, a checkpoint blocks writers to empty the log, which is reused only once it is empty."""
 
 
 class Checkpoints:
-    """One at a time, on a thread and a connection of its own; the writer goes on meanwhile."""
+    """Checkpoints run one at a time, on their own thread and connection, while the writer continues."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -51,11 +50,11 @@ class Checkpoints:
         self._num_pages = 0
 
     def note_write(self, size_bytes: int) -> None:
-        """One more transaction is in the log, with so many bytes of values."""
+        """Count a transaction with `size_bytes` of values."""
         self._num_pages += 2 + size_bytes // PAGE_BYTES
 
     def run_if_due(self, writer: sqlite3.Connection) -> None:
-        """Begins a checkpoint if there is enough to do. Raises sqlite3.Error, also for the one before."""
+        """Start a checkpoint if due. Raises sqlite3.Error, also for the previous checkpoint."""
         if self._running is not None:
             if not self._running.done():
                 return
@@ -67,14 +66,14 @@ class Checkpoints:
             self._running = self._thread.submit(self._checkpoint)
 
     def probe(self) -> Future[None]:
-        """Writes and deletes `PROBE_BYTES`, and empties the log, on the thread. Its future raises
-        sqlite3.Error while that is not possible.
+        """Write and delete `PROBE_BYTES`, and empty the log, on the thread. The future raises sqlite3.Error
+        on failure.
         """
         self._running = None
         return self._thread.submit(self._probe)
 
     def close(self) -> None:
-        """Waits for the one that runs."""
+        """Wait for the current checkpoint, then end the thread."""
         self._thread.shutdown()
 
     def _probe(self) -> None:
@@ -84,7 +83,7 @@ class Checkpoints:
             connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
     def _checkpoint(self) -> int:
-        """Returns how many pages the log has."""
+        """Returns the number of pages in the log."""
         with closing(connect(self._path)) as connection:
             _, num_pages, _ = connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
             return int(num_pages)
@@ -98,7 +97,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class ReplayedRequest:
-    """A request with its number in the journal, and the last row of the log that is in its own row too."""
+    """A request with its number in the journal, and the last log row included in its own row."""
 
     number: int
     folded_until: int
@@ -107,7 +106,9 @@ class ReplayedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftBehind:
-    """All that a journal has. Rows [first_row, last_row] are there; `last_row` is never used again."""
+    """Contents of a journal. Its log rows are [first_row, last_row]; numbers up to `last_row` are never
+    reused.
+    """
 
     requests: list[ReplayedRequest]
     epoch: int
@@ -117,11 +118,11 @@ class LeftBehind:
 
 
 def read_journal(connection: sqlite3.Connection) -> LeftBehind:
-    """Raises ValueError, KeyError or TypeError for rows that nobody has written so."""
+    """Raises ValueError, KeyError or TypeError for invalid rows."""
     requests = replay(connection)
     meta = dict(connection.execute("SELECT key, value FROM meta").fetchall())
     first, last = connection.execute("SELECT min(number), max(number) FROM log").fetchone()
-    last_row = max(last or 0, *(each.folded_until for each in requests), 0)
+    last_row = max(last or 0, *(request.folded_until for request in requests), 0)
     first_row = last_row + 1 if first is None else first
     return LeftBehind(
         requests=requests,
@@ -133,8 +134,8 @@ def read_journal(connection: sqlite3.Connection) -> LeftBehind:
 
 
 def replay(connection: sqlite3.Connection) -> list[ReplayedRequest]:
-    """The requests in the order in which they were accepted."""
-    replayed = {each.number: each for each in _requests(connection)}
+    """Requests in order of acceptance."""
+    replayed = {request.number: request for request in _requests(connection)}
     for row, at, text in connection.execute("SELECT number, at, entries FROM log ORDER BY number"):
         for number, entry in decode_step(text):
             known = replayed.get(number)
@@ -187,10 +188,10 @@ def _accepted(
 
 
 LOG_ROWS = 4096
-"""Steps after which a request's share of them is folded into its own row, and they go."""
+"""Steps after which a request's progress is folded into its own row, so that log rows can be deleted."""
 
 MOST_AT_ONCE = 256
-"""Requests to fold, and four times as many rows to delete, in one `trim`: it runs on the event loop."""
+"""Requests to fold, and four times as many rows to delete, per call, since calls run on the event loop."""
 
 
 @dataclass(slots=True)
@@ -200,12 +201,14 @@ class _Known:
 
 
 class Journal:
-    """The only writer. `epoch` is the highest that a former coordinator has begun, 0 for none; `has_served`
-    says whether any has served.
+    """The only writer of the file.
+
+    `epoch` is the highest that a former coordinator began, 0 for none; `has_served` is whether any has
+    served.
     """
 
     def __init__(self, path: Path, identity: ServedIdentity) -> None:
-        """Opens the journal at `path`, or begins one there. Raises JournalUnusable."""
+        """Open or create the journal at `path`. Raises JournalUnusable."""
         self.path = path
         self._database = open_database(path, identity)
         try:
@@ -215,29 +218,29 @@ class Journal:
             raise damaged(path, repr(error)) from error
         self.epoch = left.epoch
         self.has_served = left.has_served
-        self._requests = [each.request for each in left.requests]
+        self._requests = [replayed.request for replayed in left.requests]
         self._known = {
-            each.request.accepted.request_id: _Known(each.number, each.folded_until) for each in left.requests
+            replayed.request.accepted.request_id: _Known(replayed.number, replayed.folded_until)
+            for replayed in left.requests
         }
         self._first_row, self._last_row = left.first_row, left.last_row
         self._checkpoints = Checkpoints(path)
 
     def has(self, request_id: RequestId) -> bool:
-        """It is in the journal."""
         return request_id in self._known
 
     @property
     def ids(self) -> list[RequestId]:
-        """Of all requests that are in it, in the order in which they were accepted."""
+        """Ids of all journalled requests, in order of acceptance."""
         return list(self._known)
 
     def take_requests(self) -> list[JournalledRequest]:
-        """What a former coordinator has left, in the order in which it was accepted. Once."""
+        """Return a former coordinator's requests in order of acceptance, and drop them. Call once."""
         requests, self._requests = self._requests, []
         return requests
 
     def accept(self, accepted: AcceptedRequest) -> None:
-        """Takes a new request, in the place of a former one of its id. Raises JournalFailed, as all do."""
+        """Record a new request, replacing a former one with its id. Raises JournalFailed, like all writes."""
         grammar = accepted.grammar
         row = (
             *(accepted.request_id, accepted.client, accepted.message, encode_tokens(accepted.prompt)),
@@ -250,22 +253,22 @@ class Journal:
         with self._writing(4 * len(accepted.prompt) + len(accepted.message)):
             cursor = self._connection.execute(_INSERT_REQUEST, row)
         assert cursor.lastrowid is not None
-        self._known.pop(accepted.request_id, None)  # so that the new one is the last
+        self._known.pop(accepted.request_id, None)  # so that the new request is the last one
         self._known[accepted.request_id] = _Known(cursor.lastrowid, self._last_row)
 
     def add_step(self, entries: Sequence[Entry], *, at: float) -> None:
-        """Takes all that one step has added."""
-        numbered = [(self._known[each.request_id].number, each) for each in entries]
+        """Record the entries of one step."""
+        numbered = [(self._known[entry.request_id].number, entry) for entry in entries]
         text = encode_step(numbered)
         with self._writing(len(text)):
-            # A write that failed may have reached the file all the same: then it is written again.
+            # A failed write may have reached the file, so a repeated one replaces it.
             self._connection.execute(
                 "INSERT OR REPLACE INTO log VALUES (?, ?, ?)", (self._last_row + 1, at, text)
             )
         self._last_row += 1
 
     def set_deadline(self, request_id: RequestId, deadline_at: float | None) -> None:
-        """Another call reads the request, with another deadline."""
+        """Change the deadline, after another call attached."""
         with self._writing():
             self._connection.execute(
                 "UPDATE requests SET deadline_at = ? WHERE number = ?",
@@ -273,7 +276,7 @@ class Journal:
             )
 
     def end(self, request_id: RequestId, end: End) -> None:
-        """An error has ended the request. (That it finished, its steps say.)"""
+        """Record the error that ended a request; finishing is recorded by its steps."""
         with self._writing():
             self._connection.execute(
                 "UPDATE requests SET ended_at = ?, error_kind = ?, error_text = ? WHERE number = ?",
@@ -281,8 +284,12 @@ class Journal:
             )
 
     def forget(self, request_ids: Iterable[RequestId]) -> None:
-        """These are not wanted any more. Unknown ones are none."""
-        known = {each: self._known[each].number for each in request_ids if each in self._known}
+        """Delete requests; unknown ids are ignored."""
+        known = {
+            request_id: self._known[request_id].number
+            for request_id in request_ids
+            if request_id in self._known
+        }
         if not known:
             return
         with self._writing():
@@ -294,26 +301,25 @@ class Journal:
             del self._known[request_id]
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch that begins."""
         with self._writing():
             self._connection.execute("UPDATE meta SET value = ? WHERE key = 'epoch'", (epoch,))
 
     def set_served(self) -> None:
-        """The cluster serves. Written once."""
+        """Record that the cluster has served."""
         if not self.has_served:
             with self._writing():
                 self._connection.execute("INSERT OR REPLACE INTO meta VALUES ('has_served', 1)")
             self.has_served = True
 
     def due_to_fold(self) -> list[RequestId]:
-        """Requests that hold up the end of old rows, the oldest first; some of them if they are many."""
+        """Requests that prevent the deletion of old rows, the oldest first, up to a limit."""
         ages = [(each, self._last_row - known.folded_until) for each, known in self._known.items()]
         if max((age for _, age in ages), default=0) <= LOG_ROWS:
             return []
-        return [each for each, age in ages if age > LOG_ROWS // 2][:MOST_AT_ONCE]
+        return [request_id for request_id, age in ages if age > LOG_ROWS // 2][:MOST_AT_ONCE]
 
     def fold(self, progress: Sequence[tuple[RequestId, RequestProgress]]) -> None:
-        """Takes all that these requests have put out until now."""
+        """Fold the progress of these requests into their own rows."""
         known = [(self._known[request_id], each) for request_id, each in progress]
         rows = [(encode_progress(each), self._last_row, of.number) for of, each in known]
         with self._writing(sum(len(text) for text, _, _ in rows)):
@@ -322,12 +328,12 @@ class Journal:
                 "UPDATE requests SET folded = ?, folded_until = ? WHERE number = ?", rows
             )
             self._connection.execute("COMMIT")
-        for of, _ in known:
-            of.folded_until = self._last_row
+        for entry, _ in known:
+            entry.folded_until = self._last_row
 
     def trim(self) -> None:
-        """Deletes rows that no request needs, and gives their room back; to be called now and then."""
-        needed_after = min((each.folded_until for each in self._known.values()), default=self._last_row)
+        """Delete unneeded rows and release their space; to be called periodically."""
+        needed_after = min((known.folded_until for known in self._known.values()), default=self._last_row)
         until = min(needed_after, self._first_row + 4 * MOST_AT_ONCE)
         if until >= self._first_row:
             with self._writing():
@@ -338,23 +344,24 @@ class Journal:
             self._checkpoints.run_if_due(self._connection)
 
     def probe(self) -> Future[None]:
-        """Tries, beside the event loop, whether there is room again. The future raises sqlite3.Error while
-        there is none. To be called only after a write that failed, and before the next one.
+        """Try to write on another thread; the future raises sqlite3.Error on failure.
+
+        Only to be called after a failed write, and before the next one.
         """
         return self._checkpoints.probe()
 
     def reconnect(self) -> None:
-        """Begins to write again, after a probe that succeeded."""
+        """Resume writing after a successful probe."""
         with self._writing():
             self._database.reconnect()
 
     def close(self) -> None:
-        """Lets another coordinator have it. Once."""
+        """Close the file and release its lock. Call once."""
         self._checkpoints.close()
         self._database.close()
 
     def failed(self, error: BaseException) -> JournalFailed:
-        """The error to raise for one of SQLite's."""
+        """Convert an SQLite error."""
         return JournalFailed(f"journal {self.path} cannot be written: {error}")
 
     @property
@@ -362,7 +369,7 @@ class Journal:
         return self._database.connection
 
     def _roll_back(self) -> None:
-        """SQLite ends some transactions that fail by itself, and leaves others open."""
+        """Roll back if needed: SQLite ends some failed transactions itself, and leaves others open."""
         with suppress(sqlite3.Error):
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")

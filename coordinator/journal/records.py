@@ -1,10 +1,10 @@
 """Journal records and their JSON form. Pure.
 
-Times that end in `_at` are seconds of the wall clock, the only one that outlives a process.
+Times that end in `_at` are wall clock seconds, since other clocks do not outlive a process.
 
-An entry of a step is `[request, choice, token]` with the request's number in the journal; a fourth element
-has what few entries have. Log-probabilities are packed, which is four times as fast: token, rank and its
-logarithm, then tokens with theirs.
+A step's entry is `[request, choice, token]` with the request's number in the journal, and an optional
+fourth element with rare fields. Log-probabilities are packed, which is four times as fast: token, rank and
+log-probability, then the top tokens with theirs.
 """
 
 import json
@@ -21,21 +21,21 @@ from wire.steps import GrammarSpec, TokenLogprobs
 
 
 class JournalUnusable(Exception):
-    """A file that cannot be this coordinator's journal: one line that names it. Nothing was changed."""
+    """The file cannot be this coordinator's journal and is unchanged; the text names it."""
 
 
 class JournalFailed(Exception):
-    """A write that did not become durable: one line that names the file and the reason."""
+    """A write is not durable; the text names file and reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptedRequest:
-    """All that is needed to make the same request again.
+    """All data to recreate a request.
 
-    `message` is the client's, encoded, without its prompt, and with what was resolved when it was accepted:
-    its id, seed and `max_tokens`. `traceparent` (W3C) is that of the request's span, which the next
-    coordinator ends, and `caller_traceparent` that of its caller, or empty. `attach_digest` is the SHA-256 of
-    the secret that attaching takes.
+    `message` is the client's message, encoded without its prompt, with the resolved id, seed and
+    `max_tokens`. `traceparent` (W3C) is the request's span, which the next coordinator ends;
+    `caller_traceparent` is the caller's. Both may be empty. `attach_digest` is the SHA-256 of the attach
+    secret.
     """
 
     request_id: RequestId
@@ -53,9 +53,9 @@ class AcceptedRequest:
 
 @dataclass(slots=True)
 class Entry:
-    """What one step has added to one choice. (Not frozen: there is one for every token.)
+    """Progress of one choice in one step. Not frozen, for speed: there is one per token.
 
-    `num_cached_tokens` and `num_restarts` are those of its sequence now.
+    `num_cached_tokens` and `num_restarts` are the sequence's current values.
     """
 
     request_id: RequestId
@@ -70,9 +70,9 @@ class Entry:
 
 @dataclass(slots=True, kw_only=True)
 class ChoiceProgress:
-    """All that one choice has generated. `logprobs` has one entry per token, or none at all.
+    """Output of one choice. `logprobs` has one entry per token, or none.
 
-    `finish_reason` is what the tokens say; a stop string at the end is found again by whoever reads them.
+    `finish_reason` does not cover stop strings, which readers find again in the text.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -84,8 +84,8 @@ class ChoiceProgress:
 
 @dataclass(slots=True, kw_only=True)
 class RequestProgress:
-    """All that a request has put out. `choices` has those of which anything is known, by index; `last_at` is
-    the time of its last step, 0 for none.
+    """Output of a request. `choices` has choices with any output, by index; `last_at` is its last step's
+    time, 0 for none.
     """
 
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -93,7 +93,7 @@ class RequestProgress:
     last_at: float = 0.0
 
     def add(self, entry: Entry, at: float) -> None:
-        """Takes what a step at this time has added."""
+        """Add an entry of the step at time `at`."""
         choice = self.choices.setdefault(entry.choice, ChoiceProgress())
         self.prompt_logprobs += entry.prompt_logprobs
         if entry.token is not None:
@@ -108,7 +108,7 @@ class RequestProgress:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How a request ended that did not finish: the name of the error's class, and its text."""
+    """Error that ended a request: class name and text."""
 
     at: float
     kind: str
@@ -117,7 +117,7 @@ class End:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalledRequest:
-    """A request of a former process. `end` None: it is live, or all its choices have finished."""
+    """A request of a former process; without `end`, it is live or all its choices have finished."""
 
     accepted: AcceptedRequest
     progress: RequestProgress
@@ -128,45 +128,44 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def encode_step(entries: Iterable[tuple[int, Entry]]) -> str:
-    """Entries with the numbers of their requests."""
+    """Encode entries with their requests' numbers."""
     return _encode([_entry(number, entry) for number, entry in entries])
 
 
 def decode_step(text: str) -> list[tuple[int, Entry]]:
-    """The reverse, but that the entries' ids are left empty. Raises ValueError."""
-    return [_decoded_entry(each) for each in json.loads(text)]
+    """Reverse of `encode_step`, with empty request ids. Raises ValueError."""
+    return [_decoded_entry(item) for item in json.loads(text)]
 
 
 def encode_progress(progress: RequestProgress) -> str:
-    """All of a request."""
     return _encode(
         {
             "at": progress.last_at,
-            "prompt": [_logprobs(each) for each in progress.prompt_logprobs],
-            "choices": {str(index): _choice(each) for index, each in progress.choices.items()},
+            "prompt": [_logprobs(logprobs) for logprobs in progress.prompt_logprobs],
+            "choices": {str(index): _choice(choice) for index, choice in progress.choices.items()},
         }
     )
 
 
 def decode_progress(text: str) -> RequestProgress:
-    """The reverse. Raises ValueError."""
+    """Reverse of `encode_progress`. Raises ValueError."""
     given = json.loads(text)
     return RequestProgress(
-        prompt_logprobs=[_decoded_logprobs(each) for each in given["prompt"]],
-        choices={int(index): _decoded_choice(each) for index, each in given["choices"].items()},
+        prompt_logprobs=[_decoded_logprobs(packed) for packed in given["prompt"]],
+        choices={int(index): _decoded_choice(choice) for index, choice in given["choices"].items()},
         last_at=given["at"],
     )
 
 
 def encode_tokens(tokens: Sequence[int]) -> bytes:
-    """Four bytes each, little end first."""
+    """Encode as u32, little-endian."""
     return struct.pack(f"<{len(tokens)}I", *tokens)
 
 
 def decode_tokens(data: bytes) -> tuple[int, ...]:
-    """The reverse. Raises ValueError."""
+    """Reverse of `encode_tokens`. Raises ValueError."""
     if len(data) % 4:
-        raise ValueError(f"{len(data)} bytes are no tokens of 4 bytes each")
+        raise ValueError(f"{len(data)} bytes are not a multiple of 4, the size of a token")
     return struct.unpack(f"<{len(data) // 4}I", data)
 
 
@@ -181,7 +180,7 @@ def _more(entry: Entry) -> dict[str, Any]:
     if entry.logprobs is not None:
         more["l"] = _logprobs(entry.logprobs)
     if entry.prompt_logprobs:
-        more["p"] = [_logprobs(each) for each in entry.prompt_logprobs]
+        more["p"] = [_logprobs(logprobs) for logprobs in entry.prompt_logprobs]
     if entry.finish_reason is not None:
         more["f"] = entry.finish_reason.name
     if entry.num_cached_tokens:
@@ -195,11 +194,11 @@ def _decoded_entry(given: Any) -> tuple[int, Entry]:
     number, choice, token, *rest = given
     more = rest[0] if rest else {}
     entry = Entry(
-        _NO_ID,
+        _EMPTY_ID,
         choice,
         token,
         _decoded_logprobs(more["l"]) if "l" in more else None,
-        tuple(_decoded_logprobs(each) for each in more.get("p", ())),
+        tuple(_decoded_logprobs(packed) for packed in more.get("p", ())),
         _decoded_reason(more.get("f")),
         more.get("c", 0),
         more.get("r", 0),
@@ -210,7 +209,7 @@ def _decoded_entry(given: Any) -> tuple[int, Entry]:
 def _choice(choice: ChoiceProgress) -> dict[str, Any]:
     return {
         "t": choice.tokens,
-        "l": [_logprobs(each) for each in choice.logprobs],
+        "l": [_logprobs(logprobs) for logprobs in choice.logprobs],
         "f": choice.finish_reason.name if choice.finish_reason else None,
         "c": choice.num_cached_tokens,
         "r": choice.num_restarts,
@@ -220,7 +219,7 @@ def _choice(choice: ChoiceProgress) -> dict[str, Any]:
 def _decoded_choice(given: Any) -> ChoiceProgress:
     return ChoiceProgress(
         tokens=given["t"],
-        logprobs=[_decoded_logprobs(each) for each in given["l"]],
+        logprobs=[_decoded_logprobs(packed) for packed in given["l"]],
         finish_reason=_decoded_reason(given["f"]),
         num_cached_tokens=given["c"],
         num_restarts=given["r"],
@@ -245,5 +244,5 @@ def _decoded_reason(name: str | None) -> FinishReason | None:
     return None if name is None else FinishReason[name]
 
 
-_NO_ID = RequestId(b"")
+_EMPTY_ID = RequestId(b"")
 _OWN, _TOP = struct.Struct("<IId"), struct.Struct("<Id")

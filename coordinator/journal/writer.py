@@ -1,4 +1,4 @@
-"""Writes that wait, in order, while the journal cannot be written, and the way back to writing them."""
+"""Writes the journal; queues writes while it cannot be written, and retries."""
 
 import logging
 import sqlite3
@@ -13,10 +13,10 @@ log = logging.getLogger(__name__)
 
 
 class JournalWriter:
-    """Writes at once while the journal can be written; after a failure, writes wait for a probe to succeed.
+    """Writes immediately; after a failure, queues writes until a probe succeeds.
 
-    `failure` is the reason while the journal cannot be written, else None. The number of writes that wait is
-    bounded by the number of different keys: of two writes with one key only the later is kept.
+    `failure` is the reason while the journal cannot be written, else None. The queue is bounded by the
+    number of distinct keys: a later write replaces an earlier one with the same key.
     """
 
     def __init__(self, journal: Journal, on_change: Callable[[], None], policy: RecoveryPolicy) -> None:
@@ -32,17 +32,17 @@ class JournalWriter:
 
     @property
     def num_waiting(self) -> int:
-        """Writes that are not in the journal yet."""
+        """Number of queued writes."""
         return len(self._waiting)
 
     def write(self, key: Hashable, write: Callable[[], None]) -> None:
-        """Calls `write` now, or when the journal can be written again."""
+        """Call `write` now, or once the journal can be written again."""
         if not self.try_write(write):
             self._waiting.pop(key, None)
             self._waiting[key] = write
 
     def try_write(self, write: Callable[[], None]) -> bool:
-        """Calls `write` now if the journal can be written. Returns whether it was written."""
+        """Call `write` if the journal can be written. Returns whether it succeeded."""
         if self.failure is not None:
             return False
         try:
@@ -53,7 +53,7 @@ class JournalWriter:
         return True
 
     def retry(self, now_s: float) -> None:
-        """Writes what waits if there is room again; to be called now and then. Waits for nothing."""
+        """Probe, and write the queue after success; to be called periodically. Does not block."""
         if self.failure is None:
             return
         if self._probe is None:
@@ -71,11 +71,11 @@ class JournalWriter:
             self._pause_s = min(2 * self._pause_s, self._policy.max_journal_retry_s)
 
     def flush(self) -> None:
-        """Tries to write what waits, whatever became of the last try."""
+        """Try to write the queue now, without a probe."""
         try:
             self._write_waiting()
         except JournalFailed as error:
-            log.error("%d records are not in the journal: %s", len(self._waiting), error)
+            log.error("failed to write %d journal records: %s", len(self._waiting), error)
 
     def _recover(self, probe: Future[None]) -> None:
         """Raises JournalFailed."""
@@ -87,7 +87,7 @@ class JournalWriter:
         num_waiting = len(self._waiting)
         self._write_waiting()
         self.failure, self._next_probe_s, self._pause_s = None, 0.0, self._policy.journal_retry_s
-        log.info("the journal is written again: wrote %d records; new requests are accepted", num_waiting)
+        log.info("journal recovered: wrote %d records, accepting new requests", num_waiting)
         self._on_change()
 
     def _write_waiting(self) -> None:
@@ -97,5 +97,5 @@ class JournalWriter:
 
     def _fail(self, error: JournalFailed) -> None:
         self.failure = str(error)
-        log.error("%s; new requests are rejected and running ones pause until it can be", error)
+        log.error("%s: rejecting new requests, pausing running ones until it recovers", error)
         self._on_change()

@@ -1,4 +1,4 @@
-"""Tokens and log-probabilities from logits, on the stage with the head; docs/sampling.md says how."""
+"""Tokens and log-probabilities from logits, on the stage with the head; see docs/sampling.md."""
 
 from stage_worker.sampling.sampler import Sampler
 

@@ -1,12 +1,11 @@
-"""Which tokens a grammar allows next, worked out while the step travels.
+"""Grammar masks, computed in the background while a step travels.
 
-A matcher goes on by a token, and works out the mask behind it, on a thread of its own: as soon as a token is
-sampled, and not when the token comes back as input. llguidance drops the GIL for a mask, so the compute
-thread goes on meanwhile. When the next logits are there the mask is, too.
+A background thread advances each matcher, and computes the next mask, as soon as a token is sampled, not
+when the token returns as input. llguidance releases the GIL for a mask, so the compute thread continues;
+the mask is usually ready before the next logits.
 
-What has been sampled is only a guess of what comes next. The state of a sequence is a function of its start
-record and of the tokens that it received as input since: a guess that does not come back is thrown away, and
-the matcher is made anew from the tokens.
+A sampled token only predicts the next input. A sequence's state is a function of its start record and its
+input tokens: a wrong prediction is discarded, and the matcher is rebuilt from the tokens.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ from wire.ids import SequenceKey
 from wire.steps import GrammarSpec, StartRecord
 
 MASK_WAIT_S = 5.0
-"""How long `apply` waits for masks that are not ready, all rows together. Batch mates wait along."""
+"""Maximum wait of `apply` for masks, for all rows of a batch together."""
 
 _SPREAD = torch.tensor(
     [[0.0 if octet >> bit & 1 else -torch.inf for bit in range(8)] for octet in range(256)]
 )
-"""What each octet of a mask adds to the logits of its eight ids."""
+"""Addends of each mask octet for the logits of its eight ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Matched:
-    """A matcher, for the background thread only, and the mask [ceil(vocab_size / 8)] of what may follow."""
+    """A matcher, for the background thread only, and its mask [ceil(vocab_size / 8)] of next tokens."""
 
     matcher: GrammarMatcher
     mask: NDArray[np.uint8]
@@ -53,7 +52,7 @@ class _Guess:
 
 @dataclass(slots=True)
 class _Sequence:
-    """`matched` is behind `tokens`, the generated tokens that were received; `guess` one token further."""
+    """`matched` is the state after `tokens`, the generated tokens received; `guess` is one token ahead."""
 
     spec: GrammarSpec
     tokens: list[int]
@@ -62,10 +61,9 @@ class _Sequence:
 
 
 class GrammarMasks:
-    """The grammars of the sequences of one stage. Used by the compute thread; has one thread of its own.
+    """Grammars of one stage's sequences. Used by the compute thread; owns one background thread.
 
-    Keys of sequences without a grammar are passed over everywhere. What goes wrong with a sequence is told by
-    `apply`, for the row that it concerns.
+    Methods ignore keys of sequences without a grammar. `apply` reports all problems, by row.
     """
 
     def __init__(
@@ -77,9 +75,12 @@ class GrammarMasks:
         pool: Executor | None = None,
         wait_s: float = MASK_WAIT_S,
     ) -> None:
-        """`directory` is the checkpoint's, None where there is none; `vocab_size` the width of the logits.
+        """Does not read files yet.
 
-        Reads nothing yet. `pool` runs its work in order, one piece at a time.
+        Args:
+            directory: The checkpoint's, or None.
+            vocab_size: Width of the logits.
+            pool: Runs its work sequentially, in order.
         """
         self._directory = directory
         self._vocab_size = vocab_size
@@ -90,18 +91,18 @@ class GrammarMasks:
         self._sequences: dict[SequenceKey, _Sequence] = {}
 
     def load(self) -> str | None:
-        """Builds the tokenizer's tables, or the first grammar does. Returns why none can be built.
+        """Build the tokenizer's tables ahead of the first grammar. Returns why they cannot be built, or
+        None.
 
-        Holds the GIL for up to a second (see GrammarTokenizer.open), so it is for the time of loading
-        weights.
+        Holds the GIL for up to a second (see GrammarTokenizer.open), so call it while loading weights.
         """
         error = self._pool.submit(self._opened).exception()
         return None if error is None else str(error)
 
     def start(self, record: StartRecord) -> str | None:
-        """Begins the sequence's grammar behind the generated tokens of the record, in the background.
+        """Start the sequence's grammar in the background, after the generated tokens of the record.
 
-        Returns a problem that is known at once; `apply` tells it too, and all those that are found later.
+        Returns a problem that is immediately known; `apply` reports it too, and later ones.
         """
         self.end(record.sequence)
         if (spec := record.sampling.grammar) is None:
@@ -114,29 +115,28 @@ class GrammarMasks:
         return None
 
     def end(self, key: SequenceKey) -> None:
-        """Frees the state of a sequence."""
         if (sequence := self._sequences.pop(key, None)) is not None:
             sequence.matched.cancel()
             if sequence.guess is not None:
                 sequence.guess.matched.cancel()
 
     def clear(self) -> None:
-        """Frees the state of all sequences; the tables stay."""
+        """Drop all sequences; the tables stay."""
         for key in list(self._sequences):
             self.end(key)
 
     def close(self) -> None:
-        """Ends the thread after the work that it is at. Waits for nothing."""
+        """End the thread after its current work, without waiting."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def precompute(self, key: SequenceKey, token: int) -> None:
-        """`token` was sampled: begins the work for the mask behind it."""
+        """Start computing the mask after the sampled `token`."""
         sequence = self._sequences.get(key)
         if sequence is not None and (sequence.guess is None or sequence.guess.token != token):
             sequence.guess = _Guess(token, self._after(sequence, token))
 
     def advance(self, key: SequenceKey, token: int) -> None:
-        """`token` is the input of a decode step."""
+        """Advance by `token`, the input of a decode step."""
         if (sequence := self._sequences.get(key)) is None:
             return
         guess = sequence.guess
@@ -146,10 +146,10 @@ class GrammarMasks:
         sequence.guess = None
 
     def apply(self, logits: Tensor, rows: Sequence[tuple[int, SequenceKey]]) -> dict[int, str]:
-        """Sets to -inf, in place, what the grammars do not allow; `logits` is [n, vocab_size].
+        """Set disallowed logits to -inf, in place; `logits` is [n, vocab_size].
 
-        Returns what is wrong with a row, which then stays as it is: a grammar or token that the matcher
-        refuses, no token that is allowed, or a mask that took too long.
+        Returns problems by row, whose logits are unchanged: a rejected grammar or token, no allowed token,
+        or a mask that was not ready in time.
         """
         started = [(row, self._sequences[key]) for row, key in rows if key in self._sequences]
         deadline = time.monotonic() + self._wait_s
@@ -174,12 +174,12 @@ class GrammarMasks:
         return f"structured output: {type(error).__name__}: {error}"
 
     def _after(self, sequence: _Sequence, token: int) -> Future[_Matched]:
-        """Behind the received tokens and this one. A guess has moved the matcher: then a new one is made."""
+        """State after `token`. A guess has advanced the matcher, so a wrong guess requires a new one."""
         if sequence.guess is None:
             return self._pool.submit(self._advance, sequence.matched, token)
         return self._pool.submit(self._begin, sequence.spec, (*sequence.tokens, token))
 
-    # What follows runs on the background thread.
+    # The following methods run on the background thread.
 
     def _opened(self) -> GrammarTokenizer:
         if self._tokenizer is None:
@@ -211,10 +211,10 @@ class GrammarMasks:
 
 
 def _forbid(logits: Tensor, rows: list[int], masks: NDArray[np.uint8]) -> None:
-    """`masks` is [len(rows), ceil(vocab_size / 8)], a bit per id, and goes to the logits' device as it is.
+    """Apply `masks` [len(rows), ceil(vocab_size / 8)], one bit per id, on the logits' device.
 
-    Adding has no branches, unlike a masked fill, and row by row it needs no new memory of the logits' size:
-    70 to 100 us per row of 152,000 on one core, where `masked_fill` on all rows takes 150 to 600.
+    Adding has no branches, unlike a masked fill, and by row it needs no memory of the logits' size: 70 to
+    100 us per row of 152,000 on one core, against 150 to 600 us for `masked_fill` on all rows.
     """
     spread = _SPREAD.to(logits.device)
     packed = torch.from_numpy(masks).to(logits.device, dtype=torch.int32)

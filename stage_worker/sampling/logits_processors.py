@@ -1,8 +1,8 @@
 """Masks, penalties, bias and log-probabilities on rows of logits.
 
-Everything here costs in proportion to the distinct tokens of the histories, not to the vocabulary, and
-nothing for a sequence without penalties. Arithmetic is float32, one operation per step, so it is the same in
-any batch.
+The cost is proportional to the distinct tokens of the histories, not to the vocabulary, and zero for
+sequences without penalties. Arithmetic is float32, one operation per step, so that results do not depend
+on the batch.
 """
 
 import math
@@ -19,9 +19,9 @@ from wire.steps import StepSampling, TokenLogprobs
 
 
 def non_finite_rows(logits: Tensor) -> list[int]:
-    """Rows of `logits` [n, vocab_size] with a NaN or an infinity in them.
+    """Rows of `logits` [n, vocab_size] with a NaN or an infinity.
 
-    The sum of a row is finite only if all of it is, which costs one pass; a sum that overflows is looked at
+    One pass suffices, since a finite sum implies finite elements; rows whose sum overflows are checked
     again.
     """
     suspects = torch.nonzero(~torch.isfinite(logits.sum(dim=-1))).flatten().tolist()
@@ -30,9 +30,9 @@ def non_finite_rows(logits: Tensor) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class RowEntries:
-    """Entries of `scores` (contiguous [n, vocab_size]) at flat indices `index`, row after row.
+    """Entries of `scores` (contiguous [n, vocab_size]) at flat indices `index`, row by row.
 
-    `lengths` [len(rows)] says how many there are of each row.
+    `lengths` [len(rows)] are the numbers of entries per row.
     """
 
     scores: Tensor
@@ -41,22 +41,21 @@ class RowEntries:
 
     @classmethod
     def of(cls, scores: Tensor, rows: Sequence[int], ids: Sequence[NDArray[np.int64]]) -> "RowEntries":
-        """No row has an id twice where it is written other than by `fill`."""
-        lengths = np.array([len(each) for each in ids], dtype=np.int64)
+        """Select `ids` of each row. `write` requires distinct ids per row; `fill` does not."""
+        lengths = np.array([len(row_ids) for row_ids in ids], dtype=np.int64)
         offsets = np.array(rows, dtype=np.int64) * scores.shape[-1]
         index = np.concatenate(ids) + np.repeat(offsets, lengths)
         return cls(scores, torch.from_numpy(index).to(scores.device), lengths)
 
     def read(self) -> Tensor:
-        """A copy of the entries, [number of entries]."""
+        """Copy of the entries, [number of entries]."""
         return self.scores.view(-1).index_select(0, self.index)
 
     def write(self, values: Tensor) -> None:
-        """`values` [number of entries]."""
+        """Set the entries to `values` [number of entries]."""
         self.scores.view(-1).index_copy_(0, self.index, values)
 
     def fill(self, value: float) -> None:
-        """The same value for all entries."""
         self.scores.view(-1).index_fill_(0, self.index, value)
 
     def spread(self, values: Sequence[float]) -> Tensor:
@@ -64,17 +63,18 @@ class RowEntries:
         return self.tensor(np.repeat(np.array(values, dtype=np.float32), self.lengths))
 
     def tensor(self, values: NDArray[np.float32]) -> Tensor:
-        """One value per entry, where the scores are."""
+        """One value per entry, on the scores' device."""
         return torch.from_numpy(values).to(self.scores.device)
 
 
 def token_logprobs(
     logits: Tensor, tokens: Sequence[int], num_top: Sequence[int]
 ) -> tuple[TokenLogprobs, ...]:
-    """One per row of `logits` (float32 [n, vocab_size], all finite): of `tokens[row]` and the `num_top[row]`
-    most likely ones, the lowest ids first and rather than others among equals.
+    """Log-probabilities per row of `logits` (float32 [n, vocab_size], all finite).
 
-    The logarithm of the softmax in float32; rank is 1 + the number of tokens that are more likely.
+    Each row has those of `tokens[row]` and of the `num_top[row]` most likely tokens, equals in the order
+    of their ids. The log-probability is the logarithm of the softmax in float32; rank is 1 + the number of
+    more likely tokens.
     """
     logprobs = logits.log_softmax(dim=-1)
     ids = torch.tensor(tokens, dtype=torch.int64, device=logits.device)[:, None]
@@ -104,7 +104,7 @@ def top_tokens(logits: Tensor, count: int) -> Tensor:
 
 
 def _top_tokens_of_row(logits: Tensor, smallest: Tensor, count: int) -> Tensor:
-    """topk takes any of the equals of the last one; the lowest ids are wanted."""
+    """Replaces topk's arbitrary choice among equals by the lowest ids."""
     ids = torch.nonzero(logits >= smallest)[:, 0]
     return ids[logits[ids].sort(descending=True, stable=True).indices[:count]]
 
@@ -113,7 +113,7 @@ _NONE = np.empty(0, dtype=np.int64)
 
 
 class SequenceMasks:
-    """What one sequence may not sample next. Knows as much of the history as its longest bad word needs."""
+    """Tokens that one sequence may not sample next; keeps as much history as its longest bad word needs."""
 
     def __init__(self, sampling: StepSampling, tokens: Sequence[int], num_generated: int) -> None:
         """`tokens` are the prompt and the `num_generated` tokens after it."""
@@ -135,7 +135,7 @@ class SequenceMasks:
         return self._num_generated < self._min_tokens
 
     def add(self, token: int) -> None:
-        """One more generated token."""
+        """Append a generated token."""
         self._num_generated += 1
         self._tail.append(token)
 
@@ -149,7 +149,7 @@ class SequenceMasks:
         return np.concatenate(parts) if parts else _NONE
 
     def names(self) -> list[str]:
-        """Which parameters ban tokens now."""
+        """Parameters that currently ban tokens."""
         named = {
             "allowed_token_ids": self.allowed is not None,
             "bad_words": len(self._always_bad) > 0 or bool(self._endings),
@@ -162,7 +162,7 @@ class SequenceMasks:
 
 
 def masks_for(sampling: StepSampling, tokens: Sequence[int], num_prompt_tokens: int) -> SequenceMasks | None:
-    """None where no token is ever masked."""
+    """None if no token is ever masked."""
     holds_back = sampling.min_tokens > 0 and sampling.min_tokens_hold_back
     if not (sampling.allowed_token_ids or sampling.bad_words or holds_back):
         return None
@@ -170,7 +170,7 @@ def masks_for(sampling: StepSampling, tokens: Sequence[int], num_prompt_tokens: 
 
 
 def mask(scores: Tensor, rows: Sequence[int], masks: Sequence[SequenceMasks]) -> None:
-    """Makes what is not allowed -inf, in place: `rows` of `scores` (contiguous float32 [n, vocab_size])."""
+    """Set disallowed tokens to -inf, in place: `rows` of `scores` (contiguous float32 [n, vocab_size])."""
     limited = [(row, each.allowed) for row, each in zip(rows, masks, strict=True) if each.allowed is not None]
     if limited:
         entries = RowEntries.of(scores, [row for row, _ in limited], [ids for _, ids in limited])
@@ -191,14 +191,14 @@ _FIRST_CAPACITY = 64
 
 @dataclass(frozen=True, slots=True)
 class Bias:
-    """logit_bias of one sequence: token ids [m], each once, and what is added to their logits [m]."""
+    """logit_bias of one sequence: distinct token ids [m], and their biases [m]."""
 
     ids: NDArray[np.int64]
     values: NDArray[np.float32]
 
     @classmethod
     def of(cls, sampling: StepSampling) -> "Bias | None":
-        """None where nothing is added."""
+        """None without biases."""
         if not sampling.logit_bias:
             return None
         ids, values = zip(*sampling.logit_bias, strict=True)
@@ -206,7 +206,7 @@ class Bias:
 
 
 class TokenCounts:
-    """The distinct tokens of a sequence and how often each was generated (0: in the prompt only)."""
+    """The distinct tokens of a sequence, with the number of times each was generated (0: prompt only)."""
 
     def __init__(self, prompt: Sequence[int], generated: Sequence[int]) -> None:
         tokens = np.fromiter((*prompt, *generated), dtype=np.int64)
@@ -218,7 +218,7 @@ class TokenCounts:
         self._slots = {token: slot for slot, token in enumerate(ids.tolist())}
 
     def add(self, token: int) -> None:
-        """Counts one more generated token."""
+        """Count a generated token."""
         slot = self._slots.get(token)
         if slot is None:
             slot = self._slots[token] = self._size
@@ -230,7 +230,7 @@ class TokenCounts:
 
     @property
     def ids(self) -> NDArray[np.int64]:
-        """[m], each token once."""
+        """Distinct tokens [m]."""
         return self._ids[: self._size]
 
     @property
@@ -240,7 +240,7 @@ class TokenCounts:
 
 
 def counts_for(sampling: StepSampling, tokens: Sequence[int], num_prompt_tokens: int) -> TokenCounts | None:
-    """What the penalties of `sampling` need to know of `tokens`; None where they do nothing."""
+    """Token counts that the penalties of `sampling` need; None without penalties."""
     penalises_generated = sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0
     if sampling.repetition_penalty == 1.0 and not penalises_generated:
         return None
@@ -249,35 +249,39 @@ def counts_for(sampling: StepSampling, tokens: Sequence[int], num_prompt_tokens:
 
 
 def add_bias(scores: Tensor, rows: Sequence[int], biases: Sequence[Bias]) -> None:
-    """Adds logit_bias to `rows` of `scores` (contiguous float32 [n, vocab_size]), in place."""
+    """Add logit_bias to `rows` of `scores` (contiguous float32 [n, vocab_size]), in place."""
     if not rows:
         return
-    entries = RowEntries.of(scores, rows, [each.ids for each in biases])
-    entries.write(entries.read() + entries.tensor(np.concatenate([each.values for each in biases])))
+    entries = RowEntries.of(scores, rows, [bias.ids for bias in biases])
+    entries.write(entries.read() + entries.tensor(np.concatenate([bias.values for bias in biases])))
 
 
 def penalise(
     scores: Tensor, rows: Sequence[int], counts: Sequence[TokenCounts], samplings: Sequence[StepSampling]
 ) -> None:
-    """repetition_penalty on all tokens of `counts`, then frequency_penalty and presence_penalty on those that
-    were generated; in place on `rows` of `scores` (contiguous float32 [n, vocab_size]).
+    """Apply penalties in place to `rows` of `scores` (contiguous float32 [n, vocab_size]).
+
+    repetition_penalty applies to all tokens of `counts`, then frequency_penalty and presence_penalty to
+    generated ones.
     """
     if not rows:
         return
-    entries = RowEntries.of(scores, rows, [each.ids for each in counts])
+    entries = RowEntries.of(scores, rows, [row_counts.ids for row_counts in counts])
     values = entries.read()
-    if any(each.repetition_penalty != 1.0 for each in samplings):
+    if any(sampling.repetition_penalty != 1.0 for sampling in samplings):
         values = _repetition_penalised(
-            values, entries.spread([each.repetition_penalty for each in samplings])
+            values, entries.spread([sampling.repetition_penalty for sampling in samplings])
         )
-    if any(each.frequency_penalty != 0.0 or each.presence_penalty != 0.0 for each in samplings):
+    if any(sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0 for sampling in samplings):
         subtracted = [_subtracted(each.counts, s) for each, s in zip(counts, samplings, strict=True)]
         values = values - entries.tensor(np.concatenate(subtracted))
     entries.write(values)
 
 
 def _repetition_penalised(values: Tensor, penalties: Tensor) -> Tensor:
-    """As transformers' RepetitionPenaltyLogitsProcessor; large values stay finite under a small penalty."""
+    """As in transformers' RepetitionPenaltyLogitsProcessor; large values stay finite under a small
+    penalty.
+    """
     limit = torch.finfo(values.dtype).max
     return torch.where(values < 0, values * penalties, values / penalties).clamp_(-limit, limit)
 

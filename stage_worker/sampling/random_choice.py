@@ -1,21 +1,20 @@
 """Seeded random sampling with top-k, top-p, min-p and typical-p.
 
-There is no generator state, so nothing depends on batch mates. The three words are folded one after another
-through the finaliser of SplitMix64, a bijection of 64-bit words in which every input bit reaches every output
+There is no generator state, so results do not depend on the batch. Seed, choice and position are hashed in
+order by SplitMix64's finaliser, a bijection of 64-bit words in which every input bit affects every output
 bit (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014; Stafford's variant 13).
 
-A token is drawn by inverting the cumulative distribution, over ascending token ids and in float64, at one
-uniform number per row. Every row is computed by itself, so its token does not depend on what else is in the
-batch.
+Sampling inverts the cumulative distribution, over ascending token ids and in float64, at one uniform
+number per row. Each row is computed independently of the others.
 
-A token's weight is proportional to its probability, 1 for the most likely token and 0 for what is dropped.
-The filters mean what transformers' TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper and
-TypicalLogitsWarper mean; where equals straddle the edge of top_p, those with the lowest ids stay. No filter
-drops the last token.
+A token's weight is proportional to its probability: 1 for the most likely token, 0 if dropped. The filters
+are equivalent to transformers' TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper and
+TypicalLogitsWarper; among equals at the edge of top_p, the lowest ids stay. At least one token always
+stays.
 
-Most filters leave few tokens. So they are applied to the NUM_CANDIDATES likeliest ones only, and the outcome
-is taken where it is proven to be that of the whole row; other rows are filtered at full width. Which way a
-row goes, and with it its token, depends on that row alone.
+Most filters keep few tokens, so they are applied to the NUM_CANDIDATES most likely ones first. The outcome
+is used if it provably equals that of the whole row; otherwise the row is filtered at full width. This
+depends on the row alone.
 """
 
 import math
@@ -40,7 +39,7 @@ def uniforms(
 ) -> NDArray[np.float64]:
     """One float64 in the open interval (0, 1) per row of the three arrays [n].
 
-    52 bits and a half: neither 0.0 nor 1.0 can occur, not even by rounding.
+    Uses 52.5 bits: 0.0 and 1.0 cannot occur, even by rounding.
     """
     words = _mixed(seeds + _GAMMA)
     words = _mixed((words ^ choices) + _GAMMA)
@@ -60,10 +59,10 @@ _NUM_BINS = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """Where the mass is reached in each of n rows; all [n, 1].
+    """Where the cumulative mass of n rows reaches its target; all [n, 1].
 
-    `key` is the lowest key with which the mass of all keys up to it reaches the target, the highest where the
-    whole mass does not; `mass_below` that of the keys below it; `num_equal` how many tokens have this key.
+    `key` is the lowest key whose cumulative mass reaches the target, or the highest key; `mass_below` the
+    mass of lower keys; `num_equal` the number of tokens with this key.
     """
 
     key: Tensor
@@ -72,12 +71,12 @@ class Edge:
 
 
 def cumulative_cutoff(keys: Tensor, masses: Tensor, targets: Tensor, *, lowest: Tensor, span: Tensor) -> Edge:
-    """The edges of rows of `keys` [n, m] with `masses` float64 [n, m] at `targets` float64 [n, 1] above 0.
+    """Find the edges of rows of `keys` [n, m] with `masses` float64 [n, m] at `targets` float64 [n, 1] above
+    0.
 
-    Exact, but for the rounding of float64 sums. A wide row is not sorted: its masses are added up in bins of
-    equal width, and only the keys of the bin in which the target is reached are sorted. `lowest` [n, 1] is a
-    lower bound of the keys, and most of what has mass lies within `span` [n, 1] of it: the bins are laid
-    there, and what lies above is in the last one.
+    Exact up to the rounding of float64 sums. Wide rows are not sorted: masses are added in bins of equal
+    width, and only the keys of the target's bin are sorted. The bins cover `span` [n, 1] from `lowest` [n,
+    1], a lower bound of the keys; most of the mass should be there, and keys above are in the last bin.
     """
     if keys.shape[-1] <= _SORTED_UP_TO:
         return _reach_sorted(keys, masses, targets)
@@ -99,12 +98,12 @@ def _reach_sorted(keys: Tensor, masses: Tensor, targets: Tensor) -> Edge:
 def _reach_wide(
     keys: Tensor, masses: Tensor, lowest: Tensor, scale: Tensor, target: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One row: keys [m] and masses [m], the others [1]; the three of an Edge, each [1, 1]."""
+    """Edge fields, each [1, 1], of one row: keys [m] and masses [m], the others [1]."""
     # Monotone in every rounding: a lower key never lies in a higher bin.
     offsets = (keys - lowest.to(keys.dtype)).mul_(scale.clamp(max=1e30))
     bins = offsets.clamp_(max=_NUM_BINS - 1).to(torch.int32)
     cumulative = torch.bincount(bins, weights=masses, minlength=_NUM_BINS).cumsum(dim=0)
-    # By rounding, the target can be above the whole mass: then the last bin with mass in it.
+    # By rounding, the target can exceed the whole mass: then take the last bin with mass.
     reached = int(torch.searchsorted(cumulative, torch.minimum(target, cumulative[-1:])))
     below = cumulative[reached - 1] if reached else torch.zeros_like(cumulative[0])
     inside = torch.nonzero(bins == reached)[:, 0]
@@ -114,7 +113,7 @@ def _reach_wide(
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How to choose the token of one row: `position` is the absolute position of the token that is drawn."""
+    """How to sample one row; `position` is the absolute position of the sampled token."""
 
     sampling: StepSampling
     choice: int
@@ -126,9 +125,9 @@ class Draw:
 
 
 def argmax_rows(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest value [n] of each row of `scores` [n, vocab_size], and the lowest id [n] that has it.
+    """Largest value [n] of each row of `scores` [n, vocab_size], and the lowest id [n] with that value.
 
-    Maxima of blocks first: torch finds a maximum much faster than its index.
+    Computes the maxima of blocks first: torch finds a maximum much faster than its index.
     """
     width = _block_width(scores.shape[-1])
     blocks = scores.view(len(scores), -1, width)
@@ -138,7 +137,7 @@ def argmax_rows(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def row_sums(weights: Tensor) -> Tensor:
-    """Sums [n, 1] of `weights` [n, m], added up in the same order for one row and for many.
+    """Sums [n, 1] of `weights` [n, m], added in the same order for one row and for many.
 
     torch splits the sum of a single long row over its threads, but not the sums of several short ones.
     """
@@ -147,7 +146,7 @@ def row_sums(weights: Tensor) -> Tensor:
 
 
 def uniform_samples(draws: Sequence[Draw], device: torch.device) -> Tensor:
-    """The uniform number of each row, float64 [n, 1]."""
+    """Uniform number of each row, float64 [n, 1]."""
     seeds, choices, positions = (
         np.array(column, dtype=np.uint64)
         for column in zip(*((draw.sampling.seed, draw.choice, draw.position) for draw in draws), strict=True)
@@ -156,8 +155,10 @@ def uniform_samples(draws: Sequence[Draw], device: torch.device) -> Tensor:
 
 
 def inverse_cdf_sample(weights: Tensor, at: Tensor) -> Tensor:
-    """Column indices [n, 1]: where the cumulative sum of a row of `weights` (float64 [n, m]) first passes its
-    share `at` [n, 1] of the total. A column of weight 0 is never drawn.
+    """Column indices [n, 1] where the cumulative sum of `weights` (float64 [n, m]) first exceeds `at` times
+    the total.
+
+    `at` is [n, 1]. Columns of weight 0 are never chosen.
     """
     cumulative = weights.cumsum(dim=-1)
     totals = cumulative[:, -1:].contiguous()
@@ -172,16 +173,17 @@ def _block_width(size: int) -> int:
 
 
 _SMALLEST_LOG_WEIGHT = -700.0
-"""A weight of exp(-700) is never drawn, as no share of the whole is below 2**-53; smaller numbers, which
-float64 has not with full precision, cost ten times as much to compute.
+"""A weight of exp(-700) is never sampled, since uniform numbers are at least 2**-53.
+
+Smaller numbers, which are subnormal in float64, are ten times as expensive to compute.
 """
 _LOG_SPAN = 40.0
-"""Tokens whose log weights are further from the most likely one's have next to no mass."""
+"""Tokens further below the maximal log weight have negligible mass."""
 
 
 @dataclass(frozen=True, slots=True)
 class FilterColumns:
-    """The parameters of n rows: float64 [n, 1] each, `top_k` int64 and vocab_size where it is all tokens."""
+    """Parameters of n rows, float64 [n, 1] each; `top_k` is int64, with vocab_size for all tokens."""
 
     temperature: Tensor
     top_k: Tensor
@@ -192,18 +194,19 @@ class FilterColumns:
     @classmethod
     def of(cls, draws: Sequence[Draw], *, vocab_size: int, device: torch.device) -> "FilterColumns":
         rows = [draw.sampling for draw in draws]
-        reals = [[each.temperature, each.top_p, each.min_p, each.typical_p] for each in rows]
+        reals = [[row.temperature, row.top_p, row.min_p, row.typical_p] for row in rows]
         temperature, top_p, min_p, typical_p = torch.tensor(reals, dtype=torch.float64, device=device).T
-        limits = [min(each.top_k or vocab_size, vocab_size) for each in rows]
+        limits = [min(row.top_k or vocab_size, vocab_size) for row in rows]
         top_k = torch.tensor(limits, dtype=torch.int64, device=device)
         return cls(*(column[:, None] for column in (temperature, top_k, top_p, min_p, typical_p)))
 
 
 @dataclass(frozen=True, slots=True)
 class KeptTokens:
-    """Tokens of n rows and what is left of them: `scores` float32 [n, m] are logits after penalties and
-    masks, in ascending order of their token ids; `maxima` [n, 1] those of the whole rows; `weights` float64
-    [n, m].
+    """Tokens of n rows that filters have kept, in ascending order of ids.
+
+    `scores` float32 [n, m] are logits after penalties and masks, `maxima` [n, 1] the maxima of whole rows,
+    `weights` float64 [n, m].
     """
 
     scores: Tensor
@@ -213,21 +216,21 @@ class KeptTokens:
 
     @classmethod
     def all_of(cls, scores: Tensor, maxima: Tensor, columns: FilterColumns) -> "KeptTokens":
-        """Weights are exp((score - maximum) / temperature)."""
+        """Keep all tokens, with weights exp((score - maximum) / temperature)."""
         return cls(scores, maxima, columns, _log_weights(scores, maxima, columns.temperature).exp_())
 
     @property
     def totals(self) -> Tensor:
-        """The weight [n, 1] of all that is left."""
+        """Remaining weight [n, 1]."""
         return row_sums(self.weights)
 
     def keep(self, kept: Tensor) -> None:
-        """Drops what is not in `kept` (bool [n, m]). Several times faster than masked_fill_."""
+        """Drop tokens outside of `kept` (bool [n, m]); several times faster than masked_fill_."""
         self.weights.mul_(kept)
 
 
 def keep_top_p(tokens: KeptTokens, totals: Tensor) -> None:
-    """Drops what is not in the smallest set of the likeliest tokens that reaches top_p of `totals` [n, 1]."""
+    """Keep the smallest set of the most likely tokens that reaches top_p of `totals` [n, 1]."""
     top_p = tokens.columns.top_p
     is_used = top_p < 1.0
     if not bool(is_used.any()):
@@ -245,22 +248,24 @@ def keep_top_p(tokens: KeptTokens, totals: Tensor) -> None:
 
 
 def keep_min_p(tokens: KeptTokens) -> None:
-    """Drops what is less than min_p times as likely as the most likely token."""
+    """Drop tokens less than min_p times as likely as the most likely token."""
     min_p = tokens.columns.min_p
     if bool((min_p > 0.0).any()):
         tokens.keep(tokens.weights >= min_p)
 
 
 def keep_typical(tokens: KeptTokens) -> None:
-    """Drops what is not in the smallest set of the tokens whose surprise is nearest to the entropy, equals of
-    the last one included, that reaches typical_p (Meister et al., 2022, arXiv:2202.00666).
+    """Keep the smallest set of tokens, by distance of their surprise to the entropy, that reaches
+    typical_p.
+
+    Equals of the last token are included. Source: Meister et al., 2022, arXiv:2202.00666.
     """
     typical_p = tokens.columns.typical_p
     is_used = typical_p < 1.0
     if not bool(is_used.any()):
         return
     log_weights = _log_weights(tokens.scores, tokens.maxima, tokens.columns.temperature)
-    # Surprise is log(total) - log weight: the total is left out of it and of the entropy.
+    # Surprise is log(total) - log weight; the total is omitted from both surprise and entropy.
     totals = tokens.totals
     mean = row_sums(tokens.weights * log_weights) / totals
     distance = log_weights.sub_(mean).abs_()
@@ -278,8 +283,9 @@ NUM_CANDIDATES = 256
 
 
 def choose_random(scores: Tensor, maxima: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Token ids [n] for `scores` float32 [n, vocab_size], each row with its largest value in `maxima` [n]
-    finite and a temperature above 0.
+    """Sample token ids [n] from `scores` float32 [n, vocab_size].
+
+    `maxima` [n] are the rows' largest values, all finite; temperatures are above 0.
     """
     vocab_size, device = scores.shape[-1], scores.device
     tokens = torch.empty(len(draws), dtype=torch.int64, device=device)
@@ -298,7 +304,7 @@ def choose_random(scores: Tensor, maxima: Tensor, draws: Sequence[Draw]) -> Tens
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Rows of scores float32 [n, vocab_size] with their maxima [n, 1] and how to draw from them."""
+    """Rows of scores float32 [n, vocab_size] with their maxima [n, 1] and sampling parameters."""
 
     scores: Tensor
     maxima: Tensor
@@ -315,7 +321,6 @@ class _Batch:
 
     @property
     def tokens(self) -> KeptTokens:
-        """All of them."""
         return KeptTokens.all_of(self.scores, self.maxima, self.columns)
 
     @property
@@ -324,7 +329,7 @@ class _Batch:
 
 
 def _by_width(samplings: list[StepSampling], vocab_size: int) -> tuple[list[int], list[int], list[int]]:
-    """Rows without filters, rows of which few candidates may do, and the others."""
+    """Partition rows: without filters, probably decidable by few candidates, and others."""
     plain: list[int] = []
     few: list[int] = []
     many: list[int] = []
@@ -340,7 +345,7 @@ def _by_width(samplings: list[StepSampling], vocab_size: int) -> tuple[list[int]
 
 
 def _is_limited(sampling: StepSampling, vocab_size: int) -> bool:
-    """top_k drops something."""
+    """Whether top_k drops tokens."""
     return 0 < sampling.top_k < vocab_size
 
 
@@ -349,11 +354,11 @@ def _choose_unfiltered(batch: _Batch) -> Tensor:
 
 
 def _choose_among_candidates(batch: _Batch) -> tuple[Tensor, Tensor]:
-    """Token ids [n], and for which of them that is what the whole row would have given [n].
+    """Token ids [n], and whether each is proven to be that of the whole row [n].
 
-    Tokens that are not among the candidates are at most as likely as the last of them. So the whole row would
-    have given the same where it can have no others, where top_k ends above the last candidate, and where the
-    candidates above the last one reach top_p or the last one is below min_p.
+    Tokens outside of the candidates are at most as likely as the last candidate. So the result is exact if
+    there are no other tokens, if top_k ends above the last candidate, if the candidates above the last
+    reach top_p, or if the last one is below min_p.
     """
     columns, vocab_size = batch.columns, batch.scores.shape[-1]
     num_candidates = min(NUM_CANDIDATES, vocab_size)
@@ -375,7 +380,7 @@ def _choose_among_candidates(batch: _Batch) -> tuple[Tensor, Tensor]:
 
 
 def _totals(batch: _Batch, tokens: KeptTokens) -> Tensor:
-    """The weight [n, 1] of all that top_k leaves, which top_p is a share of; `tokens` are the candidates."""
+    """Weight [n, 1] of the tokens within top_k, the base of top_p; `tokens` are the candidates."""
     totals = tokens.totals
     samplings, vocab_size = [draw.sampling for draw in batch.draws], batch.scores.shape[-1]
     rows = [i for i, s in enumerate(samplings) if s.top_p < 1.0 and not _is_limited(s, vocab_size)]
@@ -385,7 +390,7 @@ def _totals(batch: _Batch, tokens: KeptTokens) -> Tensor:
 
 
 def _choose_at_full_width(batch: _Batch) -> Tensor:
-    """The token id [1] of one row."""
+    """Sample the token id [1] of one row."""
     tokens, vocab_size, top_k = batch.tokens, batch.scores.shape[-1], batch.draws[0].sampling.top_k
     if 0 < top_k < vocab_size:
         tokens.keep(tokens.scores >= tokens.scores.kthvalue(vocab_size + 1 - top_k, keepdim=True).values)
@@ -394,7 +399,7 @@ def _choose_at_full_width(batch: _Batch) -> Tensor:
 
 
 def _filter(tokens: KeptTokens, totals: Tensor) -> None:
-    """What comes after top_k, in place."""
+    """Apply the filters after top_k, in place."""
     keep_top_p(tokens, totals)
     keep_min_p(tokens)
     keep_typical(tokens)

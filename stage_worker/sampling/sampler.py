@@ -33,7 +33,7 @@ MAX_TOP_LOGPROBS = 20
 
 
 def check_sampling(sampling: StepSampling, *, vocab_size: int) -> None:
-    """Raises ValueError, by name and with the range, for parameters that no token can be drawn with."""
+    """Raises ValueError, with name and range, for invalid parameters."""
     _check_filters(sampling)
     _check_penalties(sampling)
     _check_masks(sampling, vocab_size)
@@ -95,9 +95,9 @@ def _check_logprobs(sampling: StepSampling) -> None:
 
 @dataclass(slots=True)
 class SamplerState:
-    """`problem` is why no token can be drawn; `prompt` is kept for scoring until the first decode step.
+    """Sampling state of one sequence; fields it does not use are None.
 
-    What is None is not used by the sequence and costs nothing.
+    `problem` is why no token can be sampled; `prompt` is kept for scoring until the first decode step.
     """
 
     sampling: StepSampling
@@ -109,7 +109,7 @@ class SamplerState:
 
     @classmethod
     def of(cls, record: StartRecord, *, vocab_size: int) -> "SamplerState":
-        """The state after `record.tokens`, whether they came with a prompt or were generated before."""
+        """State after `record.tokens`, whether of the prompt or generated before."""
         sampling, tokens = record.sampling, record.tokens
         prompt = tokens[: record.num_prompt_tokens]
         problem = _problem(record, vocab_size)
@@ -133,7 +133,7 @@ class SamplerState:
         )
 
     def add(self, token: int) -> None:
-        """One more generated token."""
+        """Append a generated token."""
         self.prompt = ()
         if self.counts is not None:
             self.counts.add(token)
@@ -158,10 +158,9 @@ def choose_rows(
     draws: Sequence[Draw],
     forbid: Callable[[Tensor], None] | None = None,
 ) -> list[int | None]:
-    """The token of each row of `logits` (float32 [n, vocab_size], all finite); None where no token is
-    allowed.
+    """The token of each row of `logits` (float32 [n, vocab_size], all finite); None if none is allowed.
 
-    `forbid` sets to -inf, in place, what the grammars of rows do not allow.
+    `forbid` sets tokens that grammars disallow to -inf, in place.
     """
     scores = processed(logits, states, forbid)
     maxima, likeliest = argmax_rows(scores)
@@ -177,8 +176,9 @@ def choose_rows(
 def processed(
     logits: Tensor, states: Sequence[SamplerState], forbid: Callable[[Tensor], None] | None = None
 ) -> Tensor:
-    """`logits` [n, vocab_size] after bias, penalties and masks, in the order of docs/sampling.md; each acts
-    on those rows alone that use it. `logits` themselves where no row uses any.
+    """Apply bias, penalties and masks to `logits` [n, vocab_size], in the order of docs/sampling.md.
+
+    Changes only rows that use them; returns `logits` itself if no row does.
     """
     if not any(state.edits_logits for state in states):
         return logits
@@ -200,12 +200,10 @@ def processed(
 
 
 MAX_SCORED_ELEMENTS = 1 << 22
-"""Logits at a time: 16 MiB of float32, and about three times that with what is computed from them."""
+"""Logits per block: 16 MiB of float32, and about three times that for intermediate results."""
 
 
 class NonFiniteLogits(Exception):
-    """The logits for absolute position `position` have a NaN or an infinity in them."""
-
     def __init__(self, position: int) -> None:
         super().__init__(f"logits for position {position} are not finite")
         self.position = position
@@ -220,8 +218,11 @@ def score(
     num_top: int,
     vocab_size: int,
 ) -> tuple[TokenLogprobs, ...]:
-    """Of each of `tokens`, which stand at `first_position` and after and which the rows of `hidden`
-    [len(tokens), hidden_size] predict; `head` makes logits float32 [m, vocab_size] of some of these rows.
+    """Log-probabilities of `tokens`, which start at `first_position`.
+
+    Args:
+        hidden: [len(tokens), hidden_size], the rows that predict the tokens.
+        head: Computes logits float32 [m, vocab_size] of m rows.
 
     Raises NonFiniteLogits.
     """
@@ -238,24 +239,24 @@ def score(
 
 NO_GRAMMARS = "structured output is not available on this stage"
 MAX_BLOCK_ELEMENTS = 1 << 20
-"""Logits at a time: small enough for the processor's caches, and 8 MiB where float64 is computed of all."""
+"""Logits per block: fits the processor's caches, and takes 8 MiB in float64."""
 
 
 class Sampler:
-    """Chooses tokens on the stage with the head; owned by its executor, for one epoch.
+    """Samples tokens on the stage with the head; owned by its executor, for one epoch.
 
-    The state of a sequence is a function of its start record and of the tokens of its decode slices.
+    A sequence's state is a function of its start record and of the tokens of its decode slices.
     """
 
     def __init__(self, *, vocab_size: int, stage: int, grammars: GrammarMasks | None = None) -> None:
-        """Without `grammars` a sequence with structured output fails alone."""
+        """Without `grammars`, only sequences with structured output fail."""
         self._vocab_size = vocab_size
         self._stage = stage
         self._grammars = grammars
         self._live: dict[SequenceKey, SamplerState] = {}
 
     def start(self, record: StartRecord) -> None:
-        """Makes a sequence known; what is wrong with its parameters is answered to each of its slices."""
+        """Start a sequence; invalid parameters are reported for each of its slices."""
         state = SamplerState.of(record, vocab_size=self._vocab_size)
         if state.problem is None and record.sampling.grammar is not None:
             grammars = self._grammars
@@ -263,17 +264,17 @@ class Sampler:
         self._live[record.sequence] = state
 
     def end(self, key: SequenceKey) -> None:
-        """Forgets a sequence."""
         del self._live[key]
         if self._grammars is not None:
             self._grammars.end(key)
 
     def choose(self, slices: Sequence[StepSlice], logits: Tensor) -> tuple[SliceResult, ...]:
-        """One result per slice, in order: a token with its log-probabilities where they were asked for, or
-        the error of that row alone. `slices` are sampled ones of started sequences, with tokens of the
-        vocabulary; `logits` is float32 [n, vocab_size], one row per slice, and is not changed.
+        """Return one result per slice, in order: a token with requested log-probabilities, or an error of
+        that row.
 
-        The input token of a Decode slice is appended to its sequence's history first.
+        `slices` are sampled ones of started sequences; `logits` is float32 [n, vocab_size], one row per
+        slice, and is not modified. The input token of a Decode slice is appended to its sequence's history
+        first.
         """
         states = [self._live[step_slice.sequence] for step_slice in slices]
         for step_slice, state in zip(slices, states, strict=True):
@@ -299,9 +300,11 @@ class Sampler:
     def score(
         self, step_slice: StepSlice, hidden: Tensor, head: Callable[[Tensor], Tensor], result: SliceResult
     ) -> SliceResult:
-        """`result` with the log-probabilities of the prompt tokens that follow the tokens of a scored chunk,
-        or with the chunk's error instead; `hidden` [tokens of the chunk, hidden_size] is the last layer's,
-        `head` makes logits float32 [m, vocab_size] of some of its rows.
+        """Return `result` with the log-probabilities of the prompt tokens after a scored chunk, or with an
+        error.
+
+        `hidden` [tokens of the chunk, hidden_size] is the last layer's; `head` computes logits float32 [m,
+        vocab_size].
         """
         state, first = self._live[step_slice.sequence], step_slice.first_position + 1
         if isinstance(result.outcome, SliceError):
@@ -325,7 +328,7 @@ class Sampler:
     def _errors(
         self, slices: Sequence[StepSlice], states: Sequence[SamplerState], logits: Tensor
     ) -> dict[int, SliceResult]:
-        """The results of rows of which nothing can be chosen."""
+        """Results of rows without usable logits or parameters."""
         errors = {
             row: self._not_finite(slices[row], _position(slices[row])) for row in non_finite_rows(logits)
         }
@@ -361,7 +364,9 @@ class Sampler:
     def _forbid(
         self, slices: Sequence[StepSlice], states: Sequence[SamplerState], problems: dict[int, str]
     ) -> Callable[[Tensor], None] | None:
-        """Applies the grammars of a block, if any row has one, and collects what is wrong with them."""
+        """Return a function that applies the block's grammars and adds their problems, or None without
+        grammars.
+        """
         grammars = self._grammars
         rows = [
             (row, slices[row].sequence)
@@ -387,7 +392,7 @@ class Sampler:
 
 
 def _position(step_slice: StepSlice) -> int:
-    """Absolute position of the token that is drawn after `step_slice`."""
+    """Absolute position of the token sampled after `step_slice`."""
     return step_slice.first_position + len(step_slice.tokens)
 
 
@@ -402,7 +407,7 @@ def _nothing_allowed(step_slice: StepSlice, state: SamplerState) -> str:
 def _sampled_logprobs(
     logits: Tensor, tokens: Sequence[int | None], states: Sequence[SamplerState]
 ) -> dict[int, TokenLogprobs]:
-    """By row, of those rows that ask for them."""
+    """Log-probabilities by row, for rows that request them."""
     wanted = [
         (row, token, state.sampling.logprobs)
         for row, (token, state) in enumerate(zip(tokens, states, strict=True))

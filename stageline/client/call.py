@@ -1,4 +1,4 @@
-"""One generate call over as many gRPC calls as it needs: retries, reattaches, delivers exactly once."""
+"""One generate call over several gRPC calls: retries, reattaches, delivers exactly once."""
 
 import asyncio
 import random
@@ -22,7 +22,7 @@ _LONGEST_PAUSE_S = 2.0
 
 
 class RetryPolicy:
-    """Bounds an outage by `outage_s`, and everything by `timeout_s` after `now_s` (None: no bound)."""
+    """Bounds each outage by `outage_s`, and the whole call by `timeout_s` after `now_s` (None: unbounded)."""
 
     def __init__(self, *, outage_s: float, timeout_s: float | None, now_s: float) -> None:
         self._outage_s = outage_s
@@ -32,7 +32,7 @@ class RetryPolicy:
         self._num_failures = 0
 
     def time_left_s(self, now_s: float) -> float | None:
-        """What a call may take. Raises DeadlineExceeded."""
+        """Remaining time of the call. Raises DeadlineExceeded."""
         if self._deadline_s is None:
             return None
         if now_s >= self._deadline_s:
@@ -40,14 +40,14 @@ class RetryPolicy:
         return self._deadline_s - now_s
 
     def outage_left_s(self, now_s: float) -> float:
-        """What the present outage may still take, 0 when it has lasted too long. Raises DeadlineExceeded."""
+        """Remaining time of the current outage, 0 when it has lasted too long. Raises DeadlineExceeded."""
         time_left_s = self.time_left_s(now_s)
         ends_s = now_s + self._outage_s if self._outage_ends_s is None else self._outage_ends_s
         outage_left_s = max(0.0, ends_s - now_s)
         return outage_left_s if time_left_s is None else min(outage_left_s, time_left_s)
 
     def fail(self, now_s: float) -> float:
-        """A call has failed. Returns the pause before the next one: 0 at first, then more each time."""
+        """Count a failed call. Returns the pause before the next one: 0 at first, then growing."""
         if self._outage_ends_s is None:
             self._outage_ends_s = now_s + self._outage_s
         pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (self._num_failures - 1))
@@ -55,57 +55,57 @@ class RetryPolicy:
         return 0.0 if self._num_failures == 1 else pause_s
 
     def succeed(self) -> None:
-        """Something has come: the outage, if there was one, is over."""
+        """Count a response: the outage, if any, is over."""
         self._outage_ends_s = None
         self._num_failures = 0
 
 
 class ResumeAction(Enum):
-    """How a call gets at the outputs of a request."""
+    """RPC that reads the outputs of a request."""
 
     GENERATE = "generate"
     ATTACH = "attach"
 
 
 class ResumePolicy:
-    """Decides for one detached request which call comes next. `can_generate`: the request itself is at hand.
+    """Selects the next RPC of one detached request. `can_generate`: the request message is available.
 
-    | the call that failed | with | next |
+    | failed call | error | next call |
     |---|---|---|
-    | any | the connection lost | Attach |
-    | Attach, after a loss | NOT_FOUND, and nothing has come yet: it never arrived | Generate, same id |
+    | any | connection lost | Attach |
+    | Attach, after a loss | NOT_FOUND, without any output yet: it never arrived | Generate, same id |
     | Generate, after a loss | ALREADY_EXISTS: it did arrive | Attach |
-    | any | anything else | none |
+    | any | any other | none |
 
-    Sending Generate again is safe: the id is used once, and nobody has seen an output.
+    Repeating Generate is safe: its id is used once, and no output was delivered.
     """
 
     def __init__(self, *, can_generate: bool) -> None:
         self._can_generate = can_generate
-        self.way = ResumeAction.GENERATE if can_generate else ResumeAction.ATTACH
-        self.has_heard = False
-        """Something of the request has come."""
+        self.action = ResumeAction.GENERATE if can_generate else ResumeAction.ATTACH
+        self.has_output = False
+        """An output of the request was received."""
         self.was_lost = False
 
     def follow(self, code: grpc.StatusCode, *, is_connection_loss: bool) -> bool:
-        """Whether another call is worth it after one that ended so; `way` is which."""
+        """Whether to make another call after this error; `action` is its RPC."""
         if is_connection_loss:
-            self.way, self.was_lost = ResumeAction.ATTACH, True
+            self.action, self.was_lost = ResumeAction.ATTACH, True
             return True
         if not self.was_lost:
             return False
-        if code == grpc.StatusCode.NOT_FOUND and self.way is ResumeAction.ATTACH and not self.has_heard:
-            self.way = ResumeAction.GENERATE
+        if code == grpc.StatusCode.NOT_FOUND and self.action is ResumeAction.ATTACH and not self.has_output:
+            self.action = ResumeAction.GENERATE
             return self._can_generate
-        if code == grpc.StatusCode.ALREADY_EXISTS and self.way is ResumeAction.GENERATE:
-            self.way = ResumeAction.ATTACH
+        if code == grpc.StatusCode.ALREADY_EXISTS and self.action is ResumeAction.GENERATE:
+            self.action = ResumeAction.ATTACH
             return True
         return False
 
 
 @dataclass(slots=True)
 class _Position:
-    """How far one choice has come. `num_characters` is None where the next message is to tell it."""
+    """Delivered part of one choice. `num_characters` is None until the next message sets it."""
 
     num_tokens: int = 0
     num_characters: int | None = 0
@@ -113,10 +113,10 @@ class _Position:
 
 
 class StreamCursor:
-    """Holds a server to its promise that every choice continues where it was.
+    """Checks that every choice continues without gaps and repetitions.
 
-    `num_choices` is None where only the server knows. `starts` are the tokens that are not wanted: by choice,
-    and else `first_token`.
+    `num_choices` is None if only the server knows it. `starts` are the first wanted tokens by choice, else
+    `first_token`.
     """
 
     def __init__(
@@ -130,23 +130,22 @@ class StreamCursor:
 
     @property
     def positions(self) -> dict[int, int]:
-        """Number of tokens that have come, of every choice that is known."""
+        """Number of received tokens per known choice."""
         return {choice: position.num_tokens for choice, position in sorted(self._positions.items())}
 
     @property
     def is_complete(self) -> bool:
-        """Whether every choice is known to have ended."""
         num_finished = sum(position.is_finished for position in self._positions.values())
         return num_finished == self._num_choices
 
     def interrupt(self) -> None:
-        """Another call goes on. A server cannot know which last messages and prompt logprobs have arrived."""
+        """Note another call, which may repeat the last messages and prompt log-probabilities."""
         self._was_interrupted = True
 
     def check(self, output: GenerateOutput) -> GenerateOutput | None:
-        """Returns what is new of the output, None for nothing.
+        """Return the new part of the output, None if there is none.
 
-        Raises ServerError when something is missing before it, or comes twice without reason.
+        Raises ServerError for missing or unexpectedly repeated output.
         """
         position = self._position_of(output)
         if position.is_finished:
@@ -164,7 +163,7 @@ class StreamCursor:
         position.num_tokens += len(output.token_ids)
         position.num_characters += len(output.text)
         position.is_finished = output.finish_reason is not None
-        return output if _says_something(output) else None
+        return output if _has_content(output) else None
 
     def check_finished(self) -> None:
         """Raises ServerError when the stream has ended before all its choices."""
@@ -183,7 +182,9 @@ class StreamCursor:
 
     def _position_of(self, output: GenerateOutput) -> _Position:
         if self._num_choices is not None and output.choice >= self._num_choices:
-            raise ServerError(f"the server sent choice {output.choice}, of {self._num_choices} from 0")
+            raise ServerError(
+                f"the server sent choice {output.choice}, the request has {self._num_choices} (from 0)"
+            )
         if output.choice not in self._positions:
             self._positions[output.choice] = _started_at(self.first_token)
         return self._positions[output.choice]
@@ -211,7 +212,7 @@ def _started_at(num_tokens: int) -> _Position:
     return _Position(num_tokens=num_tokens, num_characters=None if num_tokens else 0)
 
 
-def _says_something(output: GenerateOutput) -> bool:
+def _has_content(output: GenerateOutput) -> bool:
     return bool(output.token_ids or output.text or output.prompt_logprobs or output.finish_reason)
 
 
@@ -228,10 +229,10 @@ if TYPE_CHECKING:  # these classes are generic in the stubs only
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestSpec:
-    """What is wanted: a request that is to be sent, or (`request` None) one that is to be attached to.
+    """A request to send, or, with `request` None, to attach to.
 
-    With `reattaches`, a call that the connection ends is followed by another one; else only where the
-    coordinator has said that the request is in its journal.
+    With `reattaches`, the client attaches again after a lost connection; otherwise only if the coordinator
+    has reported that the request is in its journal.
     """
 
     request_id: str
@@ -243,32 +244,32 @@ class RequestSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeouts:
-    """How long to wait for the coordinator: before the first call, and while it is out of reach later."""
+    """Maximum waits for the coordinator: before the first call, and in an outage."""
 
     connect_timeout_s: float
     reattach_timeout_s: float
 
 
 class GenerateCall:
-    """Reads one request. Once only; leaving `outputs` ends the call that is under way."""
+    """Reads one request, once; closing `outputs` cancels the current call."""
 
     def __init__(
-        self, connection: Connection, ask: RequestSpec, continuity: StreamCursor, waits: Timeouts
+        self, connection: Connection, spec: RequestSpec, cursor: StreamCursor, timeouts: Timeouts
     ) -> None:
         self._connection = connection
-        self._ask = ask
-        self._continuity = continuity
-        self._waits = waits
-        self._reattachment = ResumePolicy(can_generate=ask.request is not None)
+        self._spec = spec
+        self._cursor = cursor
+        self._timeouts = timeouts
+        self._resume_policy = ResumePolicy(can_generate=spec.request is not None)
         self._loss = ""
-        self._reattaches = ask.reattaches
+        self._reattaches = spec.reattaches
 
     async def outputs(self) -> AsyncGenerator[GenerateOutput, None]:
-        """Raises errors of the StagelineError tree."""
+        """Yield outputs. Raises errors of the StagelineError tree."""
         with typed_errors():
-            channel = await self._connection.ready(self._waits.connect_timeout_s)
-            self._patience = RetryPolicy(
-                outage_s=self._waits.reattach_timeout_s, timeout_s=self._ask.timeout_s, now_s=_now_s()
+            channel = await self._connection.ready(self._timeouts.connect_timeout_s)
+            self._retry_policy = RetryPolicy(
+                outage_s=self._timeouts.reattach_timeout_s, timeout_s=self._spec.timeout_s, now_s=_now_s()
             )
             while True:
                 call = self._call(channel)
@@ -277,7 +278,7 @@ class GenerateCall:
                         output = self._take(response)
                         if output is not None:
                             yield output
-                    self._continuity.check_finished()
+                    self._cursor.check_finished()
                     return
                 except grpc.aio.AioRpcError as error:
                     self._reattaches |= is_journalled(error)
@@ -290,67 +291,67 @@ class GenerateCall:
 
     def _call(self, channel: grpc.aio.Channel) -> "_Call":
         stub = inference_pb2_grpc.InferenceStub(channel)
-        timeout_s = self._patience.time_left_s(_now_s())
-        secret = ((ATTACH_SECRET_KEY, self._ask.secret),)
-        if self._reattachment.way is ResumeAction.GENERATE:
-            assert self._ask.request is not None, "a request that is not at hand is never sent"
+        timeout_s = self._retry_policy.time_left_s(_now_s())
+        secret = ((ATTACH_SECRET_KEY, self._spec.secret),)
+        if self._resume_policy.action is ResumeAction.GENERATE:
+            assert self._spec.request is not None, "GENERATE needs a request message"
             headers = (*trace_headers(), *secret)
-            return stub.Generate(self._ask.request, timeout=timeout_s, metadata=headers)
+            return stub.Generate(self._spec.request, timeout=timeout_s, metadata=headers)
         return stub.Attach(self._attach_request(), timeout=timeout_s, metadata=secret)
 
     def _attach_request(self) -> inference_pb2.AttachRequest:
         return inference_pb2.AttachRequest(
-            request_id=self._ask.request_id,
-            from_token=self._continuity.first_token,
+            request_id=self._spec.request_id,
+            from_token=self._cursor.first_token,
             positions=[
                 inference_pb2.ChoicePosition(choice=choice, from_token=num_tokens)
-                for choice, num_tokens in self._continuity.positions.items()
+                for choice, num_tokens in self._cursor.positions.items()
             ],
         )
 
     def _take(self, response: inference_pb2.GenerateResponse) -> GenerateOutput | None:
-        self._patience.succeed()
-        self._reattachment.has_heard = True
-        return self._continuity.check(output_from(response))
+        self._retry_policy.succeed()
+        self._resume_policy.has_output = True
+        return self._cursor.check(output_from(response))
 
     def _has_all(self, error: grpc.aio.AioRpcError) -> bool:
         """Whether the connection was lost between the last message and the status that ends the call."""
-        return self._reattaches and self._continuity.is_complete and is_connection_loss(error)
+        return self._reattaches and self._cursor.is_complete and is_connection_loss(error)
 
     def _check_worth_another_call(self, error: grpc.aio.AioRpcError) -> None:
-        """Raises the error that ends the generation, unless another call may go on."""
+        """Raises the error that ends the generation, unless another call may continue."""
         typed = from_rpc_error(error)
         if not self._reattaches:
             raise typed from None
         is_loss = is_connection_loss(error)
         if is_loss:
             self._loss = typed.message
-        if not self._reattachment.follow(error.code(), is_connection_loss=is_loss):
-            if self._reattachment.was_lost and error.code() == grpc.StatusCode.NOT_FOUND:
-                message = f"{self._loss}; the coordinator does not know the request any more"
+        if not self._resume_policy.follow(error.code(), is_connection_loss=is_loss):
+            if self._resume_policy.was_lost and error.code() == grpc.StatusCode.NOT_FOUND:
+                message = f"{self._loss}; the coordinator has lost the request"
                 raise Unavailable(f"{message}: {typed.message}") from None
             raise typed from None
 
     async def _reconnected(self) -> grpc.aio.Channel:
         """The channel for the next call. Raises Unavailable when the outage has lasted too long."""
-        self._continuity.interrupt()
-        pause_s = self._patience.fail(_now_s()) * random.uniform(0.5, 1.0)
-        await asyncio.sleep(min(pause_s, self._patience.outage_left_s(_now_s())))
+        self._cursor.interrupt()
+        pause_s = self._retry_policy.fail(_now_s()) * random.uniform(0.5, 1.0)
+        await asyncio.sleep(min(pause_s, self._retry_policy.outage_left_s(_now_s())))
         if not self._connection.is_open:
             raise Cancelled(CLOSED)
-        outage_left_s = self._patience.outage_left_s(_now_s())
+        outage_left_s = self._retry_policy.outage_left_s(_now_s())
         if outage_left_s == 0:
             raise Unavailable(f"{self._loss}; {self._describe_outage()}")
         try:
             return await self._connection.ready(outage_left_s)
         except Unavailable:
-            self._patience.time_left_s(_now_s())  # where it is the timeout that has passed, this says so
+            self._retry_policy.time_left_s(_now_s())  # raises DeadlineExceeded if the timeout caused this
             message = f"no coordinator at {self._connection.address}"
             raise Unavailable(f"{message}; {self._describe_outage()}") from None
 
     def _describe_outage(self) -> str:
-        waited_s = self._waits.reattach_timeout_s
-        return f"request {self._ask.request_id} could not be attached to for {waited_s:g} s"
+        waited_s = self._timeouts.reattach_timeout_s
+        return f"request {self._spec.request_id} could not be attached to for {waited_s:g} s"
 
 
 def _now_s() -> float:

@@ -24,14 +24,15 @@ _UNARY_TIMEOUT_S = 10.0
 
 
 class Client:
-    """Talks to the coordinator at `address` (HOST:PORT). Methods raise errors of the `StagelineError` tree.
+    """Client of the coordinator at `address` (HOST:PORT). Methods raise errors of the `StagelineError`
+    tree.
 
         async with Client("127.0.0.1:7480") as client:
             async for output in client.generate("Once upon a time", max_tokens=100):
                 print(output.text, end="", flush=True)
 
-    One client carries any number of calls at once. Each waits for the coordinator up to `connect_timeout_s`.
-    A detached request outlives an outage of up to `reattach_timeout_s`.
+    Calls can be concurrent. Each waits up to `connect_timeout_s` for the coordinator. Detached requests
+    survive outages of up to `reattach_timeout_s`.
     """
 
     def __init__(
@@ -56,18 +57,17 @@ class Client:
     def generate(
         self, prompt: Prompt, **options: Unpack[GenerateOptions]
     ) -> AsyncGenerator[GenerateOutput, None]:
-        """Generates completions of a text, of token ids, or of a conversation, and yields them as they grow.
+        """Generate completions of a text, token ids, or a conversation; yield outputs as they arrive.
 
-        `GenerateOptions` lists the keywords; what is left out or None has the server's default. Raises
-        InvalidRequest at once for values that a message cannot carry. Called inside a span of OpenTelemetry,
-        the request's trace goes on below it.
+        Keywords are those of `GenerateOptions`; omitted ones, and None, have the server's default. Invalid
+        types raise InvalidRequest immediately. Inside an OpenTelemetry span, the request's trace continues
+        that span.
 
         Leaving the loop, closing the generator, cancelling the task or losing the connection cancels the
-        request on the server. With `on_disconnect="detach"` (or `Detach(keep_s=...)`) it goes on instead:
-        `attach` finds it, `cancel` ends it, and a connection that breaks is no error. (Other clients need the
-        `attach_secret` for both.) The client attaches again by itself, and the outputs go on where they were,
-        with nothing missing and nothing twice. That fails with Unavailable when the coordinator cannot be
-        reached for `reattach_timeout_s`, or does not know the request any more.
+        request on the server. With `on_disconnect="detach"` (or `Detach(keep_s=...)`) the request
+        continues: `attach` reads it, `cancel` ends it, and the client reattaches after a lost connection,
+        delivering each output exactly once. (Other clients need the `attach_secret` for both.) Raises
+        Unavailable when the coordinator is unreachable for `reattach_timeout_s`, or has lost the request.
         """
         request = build_request(prompt, options)
         secret = options.get("attach_secret") or new_attach_secret()
@@ -83,7 +83,7 @@ class Client:
         return self._outputs(ask, StreamCursor(num_choices=num_choices))
 
     async def complete(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> list[Completion]:
-        """What `generate` yields, as one whole completion for each of the `n` choices."""
+        """Return the outputs of `generate` as one complete `Completion` per choice."""
         completions = Completions()
         async with aclosing(self.generate(prompt, **options)) as outputs:
             async for output in outputs:
@@ -99,12 +99,12 @@ class Client:
         positions: Mapping[int, int] | None = None,
         timeout_s: float | None = None,
     ) -> AsyncGenerator[GenerateOutput, None]:
-        """Yields the outputs of a request from token `from_token` on, or by choice from `positions`.
+        """Yield the outputs of a request from token `from_token` on, or, per choice, from `positions`.
 
-        The call that had them before ends with `Superseded`. `timeout_s` takes the place of that of the call
-        before. Attaches again when the connection breaks, as `generate` does. `secret` is the request's
-        `attach_secret`, which this client knows of requests that it has sent. Raises RequestNotFound when the
-        request is not live and its output is not kept, PermissionDenied for another secret.
+        The call that read them before ends with `Superseded`, and `timeout_s` replaces its timeout.
+        Reattaches after a lost connection, like `generate`. `secret` is the request's `attach_secret`,
+        which the client keeps for its own requests. Raises RequestNotFound when the request is not live
+        and its output is not kept, PermissionDenied for a wrong secret.
         """
         given = positions or {}
         starts = {
@@ -122,7 +122,7 @@ class Client:
         return self._outputs(ask, StreamCursor(num_choices=None, first_token=first_token, starts=starts))
 
     async def cancel(self, request_id: str, *, secret: str | None = None, token: str | None = None) -> None:
-        """Cancels a live request: its `generate` raises `Cancelled`. Of one that has ended, drops the output.
+        """Cancel a live request (its `generate` raises `Cancelled`), or drop the output of an ended one.
 
         `secret` is as in `attach`; the operator `token` cancels any request. Raises RequestNotFound or
         PermissionDenied.
@@ -136,14 +136,14 @@ class Client:
         await answer(stub.Cancel(request, timeout=_UNARY_TIMEOUT_S, metadata=metadata))
 
     async def model(self) -> inference_pb2.GetModelResponse:
-        """Which model is served, and what it can take."""
+        """Return the served model and its limits."""
         stub = await self._inference()
         return await answer(stub.GetModel(inference_pb2.GetModelRequest(), timeout=_UNARY_TIMEOUT_S))
 
     async def drain(self, worker: str, *, token: str) -> None:
-        """Moves the layers of the worker with this name to others and lets it exit; returns when it has left.
+        """Move the worker's layers to other workers and let it exit; return when it has left.
 
-        `token` is the operator token of the coordinator. Raises WorkerNotFound or PermissionDenied.
+        `token` is the coordinator's operator token. Raises WorkerNotFound or PermissionDenied.
         """
         channel = await self._connection.ready(self._waits.connect_timeout_s)
         request = cluster_pb2.DrainRequest(worker=text("worker", worker))
@@ -153,9 +153,9 @@ class Client:
             raise WorkerNotFound(error.message) from None
 
     async def activity(self, *, after_step: int = 0, since_us: int = 0) -> telemetry_pb2.GetActivityResponse:
-        """What the pipeline has done in the last seconds.
+        """Return the pipeline's activity of the last seconds.
 
-        Leaves out the steps up to number `after_step`, and the seconds before `since_us`.
+        Omits steps up to number `after_step`, and seconds before `since_us`.
         """
         channel = await self._connection.ready(self._waits.connect_timeout_s)
         stub = telemetry_pb2_grpc.TelemetryStub(channel)
@@ -163,22 +163,22 @@ class Client:
         return await answer(stub.GetActivity(request, timeout=_UNARY_TIMEOUT_S))
 
     async def status(self) -> cluster_pb2.GetStatusResponse:
-        """The plan, the workers, memory, KV use and requests, as of now."""
+        """Return the current plan, workers, memory, KV use and requests."""
         channel = await self._connection.ready(self._waits.connect_timeout_s)
         stub = cluster_pb2_grpc.ClusterStub(channel)
         return await answer(stub.GetStatus(cluster_pb2.GetStatusRequest(), timeout=_UNARY_TIMEOUT_S))
 
     async def traces(self, max_traces: int | None = None) -> telemetry_pb2.ListTracesResponse:
-        """The requests whose traces the coordinator keeps, newest first; all of them unless told."""
+        """List requests with kept traces, newest first (default: all)."""
         stub = await self._telemetry()
         wanted = 0 if max_traces is None else uint32("max_traces", max_traces)
         request = telemetry_pb2.ListTracesRequest(max_traces=wanted)
         return await answer(stub.ListTraces(request, timeout=_UNARY_TIMEOUT_S))
 
     async def trace(self, request_id: str) -> telemetry_pb2.GetTraceResponse:
-        """All spans of a request, by its id, by the beginning or the end of it, or by the id of its trace.
+        """Return all spans of a request, by request id, its begin or end, or trace id.
 
-        Raises RequestNotFound when none is kept, and InvalidRequest when several are meant.
+        Raises RequestNotFound without a match, and InvalidRequest for several.
         """
         stub = await self._telemetry()
         request = telemetry_pb2.GetTraceRequest(request_id=text("request_id", request_id))

@@ -24,27 +24,27 @@ MAX_REMEMBERED = 4096
 
 
 def new_attach_secret() -> str:
-    """An unguessable secret: 43 characters of base64url."""
+    """Create a random secret: 43 characters of base64url."""
     return secrets.token_urlsafe(32)
 
 
 class AttachSecrets:
-    """Those of the last requests of one client, by request id."""
+    """Attach secrets of one client's last requests, by request id."""
 
     def __init__(self) -> None:
         self._secrets: OrderedDict[str, str] = OrderedDict()
 
     def remember(self, request_id: str, secret: str) -> None:
-        """The oldest one is forgotten when there are too many."""
+        """Store a secret; drops the oldest one at the limit."""
         self._secrets[request_id] = secret
         while len(self._secrets) > MAX_REMEMBERED:
             self._secrets.popitem(last=False)
 
     def of(self, request_id: str, given: str | None) -> str:
-        """`given`, or that of a request which this client has sent. Raises InvalidRequest without either."""
+        """Return `given`, or the secret of this client's request. Raises InvalidRequest without either."""
         secret = given or self._secrets.get(request_id)
         if secret is None:
-            raise InvalidRequest(f"request {request_id} was not sent by this client: give its secret")
+            raise InvalidRequest(f"request {request_id} was not sent by this client: pass its secret")
         return secret
 
 
@@ -62,13 +62,13 @@ class Connection:
         self._waiting: set[asyncio.Future[None]] = set()
 
     def open(self) -> None:
-        """Connects when it is first used."""
+        """Create the channel; it connects at first use."""
         self._channel = client_channel(self.address)
 
     async def close(self) -> None:
-        """Ends every call, and every wait for the coordinator."""
+        """End every call, and every wait for the coordinator."""
         channel, self._channel = self._channel, None
-        for wait in self._waiting:  # gRPC would let them wait on
+        for wait in self._waiting:  # gRPC would continue to wait
             wait.cancel()
         if channel is not None:
             await channel.close()
@@ -78,7 +78,7 @@ class Connection:
         return self._channel is not None
 
     async def ready(self, timeout_s: float) -> grpc.aio.Channel:
-        """The channel, once it is connected. Raises Unavailable, or Cancelled when `close` comes first."""
+        """Return the channel once connected. Raises Unavailable, or Cancelled when closed."""
         if self._channel is None:
             raise RuntimeError("the client is not open: use it as `async with Client(address) as client:`")
         channel = self._channel
@@ -97,7 +97,7 @@ class Connection:
 
 @contextmanager
 def typed_errors() -> Iterator[None]:
-    """Turns what gRPC raises into errors of the StagelineError tree."""
+    """Convert gRPC errors to errors of the StagelineError tree."""
     try:
         yield
     except grpc.aio.AioRpcError as error:
@@ -109,18 +109,18 @@ def typed_errors() -> Iterator[None]:
 
 
 async def answer(call: Awaitable[_Response]) -> _Response:
-    """The answer of a unary call."""
+    """Return the response of a unary call."""
     with typed_errors():
         return await call
 
 
 def is_connection_loss(error: grpc.aio.AioRpcError) -> bool:
-    """Whether the connection may have ended the call, and not the coordinator.
+    """Whether a lost connection may have ended the call, not the coordinator.
 
-    gRPC makes up a status then, never with details: UNAVAILABLE for a connection that is lost, CANCELLED for
-    a call that reached a server just when it ended, several others for a stream that was reset (by a proxy in
-    between). A coordinator's own UNAVAILABLE without details looks the same. One that stops and leaves the
-    request to the next one is as good as lost.
+    gRPC then creates a status, always without details: UNAVAILABLE for a lost connection, CANCELLED for a
+    call that reached a stopping server, others for a stream reset (by a proxy). A coordinator's own
+    UNAVAILABLE without details is indistinguishable. A coordinator that stops and leaves the request to
+    the next one counts as lost.
     """
     details = StatusDetails.of(error)
     if details.is_present:
@@ -135,11 +135,11 @@ def _is_made_up(code: grpc.StatusCode, text: str) -> bool:
 
 
 def is_journalled(error: grpc.aio.AioRpcError) -> bool:
-    """Whether the coordinator had said that the request would survive it."""
+    """Whether the coordinator reported that the request is in its journal."""
     return any(key == JOURNALLED_KEY for key, _ in error.initial_metadata() or ())
 
 
 def _is_task_cancelled() -> bool:
-    # Closing the channel under a call raises CancelledError too, in a task that nobody cancelled.
+    # Closing the channel during a call also raises CancelledError, in a task that was not cancelled.
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -2,19 +2,19 @@
 
 Source: https://google.aip.dev/193, and github.com/googleapis/googleapis google/rpc/error_details.proto.
 
-StagelineError
-    InvalidRequest      INVALID_ARGUMENT, or refused before it was sent
-    RequestExists       ALREADY_EXISTS
-    RequestNotFound     NOT_FOUND
-    WorkerNotFound      NOT_FOUND, of a worker
-    Overloaded          RESOURCE_EXHAUSTED
-    Unavailable         UNAVAILABLE, or nobody answers at the address
-    DeadlineExceeded    DEADLINE_EXCEEDED
-    Cancelled           CANCELLED
-    PermissionDenied    PERMISSION_DENIED, or UNAUTHENTICATED: a secret or token is missing or wrong
-    StepFailed          ABORTED
-    Superseded          ABORTED, with the reason SUPERSEDED in google.rpc.ErrorInfo
-    ServerError         every other status, and answers that break the contract
+    StagelineError
+        InvalidRequest      INVALID_ARGUMENT, or rejected before sending
+        RequestExists       ALREADY_EXISTS
+        RequestNotFound     NOT_FOUND
+        WorkerNotFound      NOT_FOUND, of a worker
+        Overloaded          RESOURCE_EXHAUSTED
+        Unavailable         UNAVAILABLE, or no server at the address
+        DeadlineExceeded    DEADLINE_EXCEEDED
+        Cancelled           CANCELLED
+        PermissionDenied    PERMISSION_DENIED, or UNAUTHENTICATED: missing or wrong secret or token
+        StepFailed          ABORTED
+        Superseded          ABORTED, with the reason SUPERSEDED in google.rpc.ErrorInfo
+        ServerError         any other status, and responses that violate the protocol
 """
 
 from dataclasses import dataclass
@@ -28,14 +28,14 @@ SUPERSEDED = "SUPERSEDED"
 """ErrorInfo.reason of a call whose request another call has attached to."""
 
 SUSPENDED = "REQUEST_SUSPENDED"
-"""ErrorInfo.reason of a call whose request the next coordinator goes on with."""
+"""ErrorInfo.reason of a call whose request the next coordinator continues."""
 
 _KEY = "grpc-status-details-bin"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StatusDetails:
-    """`is_present` tells a status that a server sent from one that this end made up for a lost connection."""
+    """Details of a status. `is_present` is False for a status created by gRPC for a lost connection."""
 
     is_present: bool = False
     retry_after_s: float | None = None
@@ -43,7 +43,7 @@ class StatusDetails:
 
     @classmethod
     def of(cls, error: grpc.aio.AioRpcError) -> Self:
-        """Reads the details of an error. What is absent or cannot be read says nothing."""
+        """Read the details of an error; absent or invalid ones are empty."""
         data = error.trailing_metadata().get(_KEY)
         if not isinstance(data, bytes):
             return cls()
@@ -64,10 +64,10 @@ class StatusDetails:
 
 
 class StagelineError(Exception):
-    """Base of all errors that a client raises: `code` is the name of the gRPC status, `message` says more.
+    """Base of all client errors: `code` is the name of the gRPC status, `message` the text.
 
-    `reason` is the stable code in the server's google.rpc.ErrorInfo, or the client's own (docs/errors.md); of
-    a status that gRPC made up, such as that of a lost connection, it is the name of the status.
+    `reason` is the stable code in the server's google.rpc.ErrorInfo, or the client's own (docs/errors.md);
+    for a status created by gRPC, such as for a lost connection, it is the status name.
     """
 
     code = "UNKNOWN"
@@ -90,21 +90,19 @@ class InvalidRequest(StagelineError, ValueError):
 
 
 class RequestExists(StagelineError):
-    """A live request has this request_id."""
-
     code = "ALREADY_EXISTS"
     reason = "REQUEST_EXISTS"
 
 
 class RequestNotFound(StagelineError):
-    """No request that is live, or whose output is kept, has this request_id."""
+    """No live request, and no kept output, has this request_id."""
 
     code = "NOT_FOUND"
     reason = "REQUEST_NOT_FOUND"
 
 
 class WorkerNotFound(StagelineError):
-    """No worker of this name is in the cluster."""
+    """The cluster has no worker of this name."""
 
     code = "NOT_FOUND"
     reason = "WORKER_NOT_FOUND"
@@ -113,7 +111,7 @@ class WorkerNotFound(StagelineError):
 class Overloaded(StagelineError):
     """The waiting queue is full, or this client has too many requests.
 
-    `retry_after_s` is when to try again, where the server says so (google.rpc.RetryInfo), else None.
+    `retry_after_s` is the server's retry delay (google.rpc.RetryInfo), or None.
     """
 
     code = "RESOURCE_EXHAUSTED"
@@ -122,7 +120,7 @@ class Overloaded(StagelineError):
 
 
 class Unavailable(StagelineError):
-    """No coordinator at the address, no stage workers in time, or a connection that is lost for good."""
+    """No coordinator at the address, no stage workers in time, or a permanently lost connection."""
 
     code = "UNAVAILABLE"
     reason = "UNAVAILABLE"
@@ -136,7 +134,7 @@ class DeadlineExceeded(StagelineError):
 
 
 class Cancelled(StagelineError):
-    """The server ended the call as cancelled: by Cancel, or because the client read too slowly."""
+    """The server cancelled the call: by Cancel, or because the client read too slowly."""
 
     code = "CANCELLED"
     reason = "CANCELLED"
@@ -150,21 +148,21 @@ class PermissionDenied(StagelineError):
 
 
 class StepFailed(StagelineError):
-    """The step that carried this request was faulty; sending the request again is safe."""
+    """The step with this request failed; sending the request again is safe."""
 
     code = "ABORTED"
     reason = "STEP_FAILED"
 
 
 class Superseded(StagelineError):
-    """Another call has attached to the request, which goes on there. Sending it again would double it."""
+    """Another call has attached to the request and continues it. Sending it again would duplicate it."""
 
     code = "ABORTED"
     reason = "SUPERSEDED"
 
 
 class ServerError(StagelineError):
-    """Something went wrong on the server that is not the request's fault."""
+    """A server error that the request did not cause."""
 
     code = "INTERNAL"
     reason = "BAD_RESPONSE"
@@ -189,7 +187,7 @@ _KINDS["UNAUTHENTICATED"] = PermissionDenied
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> StagelineError:
-    """The typed error for a gRPC status, with the server's text."""
+    """Convert a gRPC error, with the server's text."""
     code = error.code().name
     details = StatusDetails.of(error)
     kind = Superseded if details.reason == SUPERSEDED else _KINDS.get(code, ServerError)

@@ -9,9 +9,9 @@ from stageline_rpc.v1 import inference_pb2
 
 
 class FinishReason(StrEnum):
-    """Why a generation ended; equal to its text, so `output.finish_reason == "stop"` holds.
+    """Why a generation ended; equals its text, so `output.finish_reason == "stop"` holds.
 
-    The server does not send CANCELLED at present: a cancelled request ends with the error `Cancelled`.
+    The server does not send CANCELLED: a cancelled request raises `Cancelled`.
     """
 
     STOP = "stop"
@@ -21,7 +21,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
-    """What one choice took. `seed` is the one in use, also where the server drew it."""
+    """Token counts of one choice; `seed` is the effective one, given or random."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -40,9 +40,9 @@ class TopLogprob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenLogprobs:
-    """How likely the model found a token before penalties and filters; rank 1 is the most likely one.
+    """Likelihood of a token before penalties and filters; rank 1 is the most likely.
 
-    `logprob` is None for the first token of a prompt, which nothing precedes. `top` is most likely first.
+    `logprob` is None for the first token of a prompt. `top` is sorted, most likely first.
     """
 
     token_id: int
@@ -53,14 +53,12 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerateOutput:
-    """What is new of one choice since the output before of the same choice.
+    """New output of one choice since its previous output.
 
-    Only the last output of a choice has `finish_reason` and `usage`. `first_token_index` counts the tokens
-    of the choice's output, `text_offset` Unicode code points of its text; with `echo` both begin with the
-    prompt.
-    `logprobs` has one entry per token id. `prompt_logprobs` come with choice 0, in one or more outputs before
-    its first generated token or with it, from `first_prompt_token_index` on. Both are None in an output that
-    has none.
+    The last output of a choice has `finish_reason` and `usage`. `first_token_index` counts the choice's
+    tokens, `text_offset` the Unicode code points of its text; both include the prompt with `echo`.
+    `logprobs` has one entry per token id. `prompt_logprobs` are sent for choice 0, in one or more outputs
+    up to its first generated token, starting at `first_prompt_token_index`. Both are None if empty.
     """
 
     request_id: str
@@ -85,7 +83,7 @@ _FINISH_REASONS = {
 
 
 def output_from(response: inference_pb2.GenerateResponse) -> GenerateOutput:
-    """Decodes one message. Raises ServerError when it breaks the contract."""
+    """Decode one message. Raises ServerError when it violates the protocol."""
     finish_reason = _finish_reason_of(response)
     _check_logprobs(response)
     return GenerateOutput(
@@ -116,7 +114,7 @@ def _check_logprobs(response: inference_pb2.GenerateResponse) -> None:
     num_logprobs, num_tokens = len(response.logprobs), len(response.token_ids)
     if num_logprobs not in (0, num_tokens):
         raise ServerError(
-            f"the server sent log-probabilities of {num_logprobs} tokens with {num_tokens} tokens"
+            f"the server sent log-probabilities of {num_logprobs} tokens, expected {num_tokens}"
         )
 
 
@@ -145,9 +143,9 @@ def _token_logprobs_from(entry: inference_pb2.TokenLogprobs) -> TokenLogprobs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """All of one choice. `logprobs` and `prompt_logprobs` are None unless asked for.
+    """Complete output of one choice. `logprobs` and `prompt_logprobs` are None if not requested.
 
-    `prompt_logprobs` are the request's, and come with choice 0.
+    `prompt_logprobs` are the request's, and only on choice 0.
     """
 
     request_id: str
@@ -162,7 +160,7 @@ class Completion:
 
 @dataclass(slots=True)
 class _Parts:
-    """What has come of one choice."""
+    """Collected outputs of one choice."""
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -177,14 +175,14 @@ class _Parts:
 
 
 class Completions:
-    """Takes the outputs of one request, in the order in which they come."""
+    """Collects the outputs of one request, in order."""
 
     def __init__(self) -> None:
         self._parts: dict[int, _Parts] = {}
         self._finished: dict[int, Completion] = {}
 
     def add(self, output: GenerateOutput) -> Completion | None:
-        """Returns the whole choice with the output that ends it."""
+        """Add an output; returns the whole choice if it was the last one."""
         parts = self._parts.setdefault(output.choice, _Parts())
         parts.add(output)
         if output.finish_reason is None:
@@ -204,5 +202,5 @@ class Completions:
         return completion
 
     def in_order(self) -> list[Completion]:
-        """The choices that have ended, from 0."""
+        """Finished choices, in order."""
         return [self._finished[choice] for choice in sorted(self._finished)]

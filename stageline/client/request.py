@@ -1,7 +1,7 @@
 """Converts the arguments of `Client.generate` to a request message.
 
-All raise InvalidRequest, which names the parameter, for what the field cannot carry; ranges within that are
-for the server to judge.
+Converters raise InvalidRequest, with the parameter's name, for values that the field cannot represent; the
+server checks ranges.
 """
 
 import json
@@ -24,17 +24,15 @@ _FLOAT32_MAX = 3.4028234663852886e38
 
 
 def uint32(name: str, value: object) -> int:
-    """A count or a token id."""
     return _integer(name, value, _UINT32)
 
 
 def uint64(name: str, value: object) -> int:
-    """A seed."""
     return _integer(name, value, _UINT64)
 
 
 def number(name: str, value: object) -> float:
-    """Any number, NaN and infinities too; one beyond float32 would become an infinity, and is refused."""
+    """Any number, including NaN and infinities; numbers beyond float32 are rejected."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise InvalidRequest(f"{name} is {_kind(value)}, must be a number")
     try:
@@ -47,7 +45,7 @@ def number(name: str, value: object) -> float:
 
 
 def seconds(name: str, value: object) -> float:
-    """A finite time, not negative; it goes into no message."""
+    """A finite, non-negative time; not part of the message."""
     time_s = number(name, value)
     if not 0 <= time_s < math.inf:
         raise InvalidRequest(f"{name} is {time_s}, must be finite and at least 0")
@@ -55,14 +53,14 @@ def seconds(name: str, value: object) -> float:
 
 
 def flag(name: str, value: object) -> bool:
-    """True or False, and nothing that merely counts as such."""
+    """A bool; other truthy values are rejected."""
     if not isinstance(value, bool):
         raise InvalidRequest(f"{name} is {_kind(value)}, must be True or False")
     return value
 
 
 def text(name: str, value: object) -> str:
-    """Text that UTF-8 can carry."""
+    """Text that UTF-8 can encode."""
     if not isinstance(value, str):
         raise InvalidRequest(f"{name} is {_kind(value)}, must be text")
     try:
@@ -73,22 +71,20 @@ def text(name: str, value: object) -> str:
 
 
 def texts(name: str, value: object) -> list[str]:
-    """A list of texts; a single one is no list of its characters."""
+    """A list of texts; a single string is rejected."""
     return [text(name, item) for item in _items(name, value, "texts")]
 
 
 def text_or_texts(name: str, value: object) -> list[str]:
-    """One text, or a list of them."""
     return [text(name, value)] if isinstance(value, str) else texts(name, value)
 
 
 def token_ids(name: str, value: object) -> list[int]:
-    """A list of token ids."""
     return [_integer(f"a token id of {name}", item, _UINT32) for item in _items(name, value, "token ids")]
 
 
 def some_token_ids(name: str, value: object) -> list[int]:
-    """A list of token ids where an empty one would say the opposite, and is refused."""
+    """A non-empty list of token ids; an empty one would mean the opposite."""
     ids = token_ids(name, value)
     if not ids:
         raise InvalidRequest(f"{name} is empty, which allows nothing; leave it out to allow every token")
@@ -96,7 +92,6 @@ def some_token_ids(name: str, value: object) -> list[int]:
 
 
 def token_sequences(name: str, value: object) -> list[inference_pb2.TokenIds]:
-    """A list of lists of token ids."""
     items = _items(name, value, "lists of token ids")
     return [inference_pb2.TokenIds(ids=token_ids(name, item)) for item in items]
 
@@ -112,7 +107,7 @@ def biases(name: str, value: object) -> dict[int, float]:
 
 
 def schema(name: str, value: object) -> str:
-    """A JSON schema as JSON text, or as the dict that it describes."""
+    """A JSON schema, as JSON text or as a dict."""
     if not isinstance(value, Mapping):
         return text(name, value)
     try:
@@ -127,7 +122,7 @@ def choices(name: str, value: object) -> inference_pb2.Choices:
 
 
 def priority(name: str, value: object) -> int:
-    """One of the words of Priority, as its number in the contract."""
+    """A `Priority` value, as its enum number in the message."""
     words = ", ".join(Priority)
     if value not in list(Priority):
         raise InvalidRequest(f"{name} is {value!r}, must be one of {words}")
@@ -135,14 +130,14 @@ def priority(name: str, value: object) -> int:
 
 
 def attach_secret(name: str, value: object) -> str:
-    """What proves that a caller may have a request, as metadata carries it."""
+    """A secret, as metadata can carry it."""
     if not isinstance(value, str) or not re.fullmatch(r"[\x21-\x7e]{32,128}", value):
         raise InvalidRequest(f"{name} must be 32 to 128 characters of printable ASCII without spaces")
     return value
 
 
 def on_disconnect(name: str, value: object) -> inference_pb2.OnDisconnect:
-    """ "cancel", "detach", or a Detach that says how long to keep the output."""
+    """ "cancel", "detach", or a Detach with a retention time."""
     message = inference_pb2.OnDisconnect
     if isinstance(value, Detach):
         return message(action=message.DETACH, keep_s=number(f"keep_s of {name}", value.keep_s))
@@ -185,7 +180,7 @@ Prompt: TypeAlias = str | Sequence[int] | Sequence[ChatMessage]
 
 
 def set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt) -> None:
-    """Puts the prompt into the message. Raises InvalidRequest for what a message cannot carry."""
+    """Set the message's prompt. Raises InvalidRequest for values that it cannot represent."""
     if isinstance(prompt, str):
         request.text = text("the prompt", prompt)
     elif len(prompt) == 0:
@@ -206,7 +201,9 @@ def _chat_message(message: object) -> inference_pb2.ChatMessage:
 
 
 class Priority(StrEnum):
-    """First come, first served within a class; waiting ages, so that none starves. Equal to its text."""
+    """First come, first served within a class; waiting raises priority, which prevents starvation. Equal to
+    its text.
+    """
 
     LOW = "low"
     NORMAL = "normal"
@@ -215,15 +212,15 @@ class Priority(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Detach:
-    """The request goes on without its call. Once it has ended, its output is kept for `keep_s` seconds."""
+    """Continue the request without its call; keep its output for `keep_s` seconds after it ends."""
 
     keep_s: float = 60.0
 
 
 class GenerateOptions(TypedDict, total=False):
-    """The keywords of `Client.generate`. What is left out or None has the server's default.
+    """Keywords of `Client.generate`. Omitted ones, and None, have the server's default.
 
-    Their ranges and meaning are those of `GenerateRequest` and `SamplingParameters` in
+    Ranges and meaning are those of `GenerateRequest` and `SamplingParameters` in
     proto/stageline_rpc/v1/inference.proto; the server checks them.
     """
 
@@ -231,12 +228,12 @@ class GenerateOptions(TypedDict, total=False):
     """0 computes the prompt only, for scoring it."""
     min_tokens: int | None
     n: int | None
-    """So many choices; their outputs come interleaved, told apart by `GenerateOutput.choice`."""
+    """Number of choices; their outputs are interleaved, see `GenerateOutput.choice`."""
     echo: bool | None
     skip_special_tokens: bool | None
 
     temperature: float | None
-    """0 is greedy, and the default."""
+    """0 (the default) is greedy."""
     top_k: int | None
     top_p: float | None
     min_p: float | None
@@ -246,7 +243,7 @@ class GenerateOptions(TypedDict, total=False):
     presence_penalty: float | None
     seed: int | None
     logit_bias: Mapping[int, float] | None
-    """Token id -> what is added to its logit."""
+    """Token id -> addend of its logit."""
     allowed_token_ids: Collection[int] | None
     bad_words: Collection[str] | None
     bad_word_ids: Collection[Collection[int]] | None
@@ -256,7 +253,7 @@ class GenerateOptions(TypedDict, total=False):
     ignore_eos: bool | None
 
     logprobs: int | None
-    """Log-probabilities of each generated token, and of so many of the most likely ones."""
+    """Log-probabilities of each generated token, and of this number of the most likely ones."""
     prompt_logprobs: int | None
 
     json_schema: str | Mapping[str, Any] | None
@@ -266,18 +263,19 @@ class GenerateOptions(TypedDict, total=False):
     grammar: str | None
 
     cache_salt: str | None
-    """Cached prefixes are shared with requests of the same salt only, which keeps tenants apart."""
+    """Only requests with the same salt share cached prefixes, which isolates tenants."""
     prefix_cache: bool | None
-    """False: read no cached blocks and leave none to other requests."""
+    """False: neither read nor store cached blocks."""
     priority: Priority | Literal["low", "normal", "high"] | None
     on_disconnect: Detach | Literal["cancel", "detach"] | None
     request_id: str | None
-    """UUIDv7 as text; the client makes one unless it is given."""
+    """UUIDv7 as text (default: created by the client)."""
     attach_secret: str | None
-    """What `attach` and `cancel` of another client need, as `stageline.new_attach_secret()` makes it. Unless
-    given, the client makes one and keeps it to itself."""
+    """Secret that other clients need for `attach` and `cancel`, see `stageline.new_attach_secret()` (default:
+    created and kept by the client).
+    """
     timeout_s: float | None
-    """Bounds the whole generation, re-attaching included."""
+    """Bounds the whole generation, including reattaching."""
 
 
 _Encode = Callable[[str, object], Any]
@@ -311,14 +309,14 @@ _STRUCTURED_OUTPUT = ("json_schema", "regex", "choice", "grammar")
 
 
 def build_request(prompt: Prompt, options: GenerateOptions) -> inference_pb2.GenerateRequest:
-    """The message for these arguments; what is None stays unset, so that the server's default holds.
+    """Build the message; None leaves a field unset, so that the server's default applies.
 
-    A request without an id is given one. Raises TypeError for an unknown option, and InvalidRequest, which
-    names the option, for what the message cannot carry. All else is for the server to judge.
+    Creates an id if none is given. Raises TypeError for an unknown option, and InvalidRequest, with the
+    option's name, for values that the message cannot represent.
     """
     unknown = sorted(options.keys() - GenerateOptions.__annotations__.keys())
     if unknown:
-        raise TypeError(f"unexpected keyword argument {unknown[0]!r} of a generation")
+        raise TypeError(f"unexpected keyword argument {unknown[0]!r}")
     given = {name: value for name, value in options.items() if value is not None}
     if "attach_secret" in given:
         attach_secret("attach_secret", given["attach_secret"])
@@ -339,7 +337,7 @@ def _encode(encoders: Mapping[str, _Encode], given: Mapping[str, object]) -> dic
 def _check_structured_output(given: Iterable[str]) -> None:
     names = [name for name in _STRUCTURED_OUTPUT if name in given]
     if len(names) > 1:
-        raise InvalidRequest(f"{' and '.join(names)} exclude each other: an output has one form")
+        raise InvalidRequest(f"{' and '.join(names)} exclude each other: choose one")
 
 
 def _check_size(request: inference_pb2.GenerateRequest) -> None:

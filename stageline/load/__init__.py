@@ -1,1 +1,1 @@
-"""Drives a cluster with a load that was laid down before, and measures how it is served."""
+"""Load generator: plans, drives and reports a benchmark load."""

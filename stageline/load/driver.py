@@ -23,10 +23,10 @@ Outputs: TypeAlias = AsyncGenerator[GenerateOutput, None]
 
 
 class Driver:
-    """Drives open-loop: a request is sent when it is due, whatever has become of those before.
+    """Open-loop driver: sends each request when it is due, independent of earlier ones.
 
-    `prepare` makes the outputs of a request, and sends nothing before they are read. With `max_concurrency`
-    a request that is due waits, in order, while so many run; its latencies count that wait.
+    `prepare` creates a request's output iterator, and sends nothing before it is read. With
+    `max_concurrency`, due requests wait in order for a free slot; latencies include that wait.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Driver:
         self._is_interrupted = False
 
     async def run(self, plan: Sequence[PlannedRequest]) -> LoadRun:
-        """Once only. Returns when every request has ended, or soon after `interrupt`."""
+        """Run once; returns when every request has ended, or soon after `interrupt`."""
         self._rest = iter(plan)
         await self._prepare_until(math.inf)
         self._begin_s, cpu_s = time.perf_counter(), time.process_time()
@@ -63,7 +63,7 @@ class Driver:
         )
 
     def interrupt(self) -> None:
-        """Sends nothing more, and cancels what runs."""
+        """Stop sending, and cancel running requests."""
         self._is_interrupted = True
         if self._sending is not None:
             self._sending.cancel()
@@ -77,7 +77,7 @@ class Driver:
                 await self._prepare_until(self._ahead[0][0].time_s if self._ahead else math.inf)
 
     async def _prepare_until(self, time_s: float) -> None:
-        """Prepares requests ahead while none is due: it takes a while, in which nothing is received."""
+        """Prepare requests in advance while none is due, since preparation blocks the event loop."""
         while len(self._ahead) < _MOST_AHEAD and (not self._ahead or self._now_s() < time_s):
             planned = next(self._rest, None)
             if planned is None:
@@ -86,9 +86,9 @@ class Driver:
             await asyncio.sleep(0)
 
     async def _sleep_until(self, time_s: float) -> None:
-        await asyncio.sleep(0)  # where sending is late, receiving must go on all the same
+        await asyncio.sleep(0)  # receiving must continue even if sending is late
         while self._now_s() < time_s:  # noqa: ASYNC110 - nothing but time is waited for
-            await asyncio.sleep(time_s - self._now_s())  # which may end a little early
+            await asyncio.sleep(time_s - self._now_s())  # a timer may fire slightly early
 
     async def _serve(self, planned: PlannedRequest, outputs: Outputs) -> None:
         record = RequestRecord(planned=planned)
@@ -131,9 +131,7 @@ class Driver:
             async for output in outputs:
                 self._take(record, output)
         if record.num_tokens != record.planned.output_tokens:
-            raise ServerError(
-                f"{record.num_tokens} tokens came, of the {record.planned.output_tokens} that were asked for"
-            )
+            raise ServerError(f"received {record.num_tokens} tokens, expected {record.planned.output_tokens}")
         record.status = OK
 
     def _take(self, record: RequestRecord, output: GenerateOutput) -> None:
@@ -146,7 +144,7 @@ class Driver:
             record.restarts = output.usage.restarts
 
     def _now_s(self) -> float:
-        # The clock of a uvloop counts whole milliseconds, and stands while callbacks run.
+        # uvloop's clock has millisecond resolution, and does not advance during callbacks.
         return time.perf_counter() - self._begin_s
 
 
@@ -154,10 +152,10 @@ _NUM_SEEDS = 2**64
 
 
 class Target:
-    """Makes the requests of one run of a load.
+    """Creates the requests of one run.
 
-    Their outputs have exactly the planned lengths: end-of-sequence ids end none. Cached prefixes are shared
-    within the run only, so that a second run with the same seed finds the cache as the first one did.
+    Outputs have exactly the planned lengths, because end-of-sequence ids are ignored. A cache salt per run
+    prevents cache hits between runs with the same seed.
     """
 
     def __init__(
@@ -171,7 +169,7 @@ class Target:
         self._cache_salt = id_text(new_request_id())
 
     def prepare(self, request: PlannedRequest) -> Outputs:
-        """The outputs of a request, which is sent when they are read first."""
+        """The outputs of a request, which is sent at the first read."""
         return self._client.generate(
             self._prompts.token_ids(request),
             max_tokens=request.output_tokens,
@@ -185,7 +183,7 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadConfig:
-    """A load, the cluster that it is for, and what counts as good. Raises ValueError."""
+    """A load, its target cluster, and limits for good requests. Raises ValueError."""
 
     coordinator: str
     spec: LoadSpec
@@ -197,7 +195,7 @@ class LoadConfig:
 
     def __post_init__(self) -> None:
         if self.max_concurrency is not None and self.max_concurrency < 1:
-            raise ValueError(f"a concurrency of at most {self.max_concurrency} lets nothing through")
+            raise ValueError(f"maximum concurrency is {self.max_concurrency}, must be at least 1")
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"a temperature of {self.temperature:g} is not at least 0 and finite")
         if not 0 < self.timeout_s < math.inf:
@@ -205,24 +203,24 @@ class LoadConfig:
 
 
 class WarmupFailed(Exception):
-    """A request that was sent before the load has failed; the text says why."""
+    """A warm-up request failed; the text has the reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedLoad:
-    """A load, and a connection to the cluster that it is for."""
+    """A load, with a connection to its cluster."""
 
     config: LoadConfig
     model: inference_pb2.GetModelResponse
     client: Client
 
     def check_fits(self, plan: Sequence[PlannedRequest]) -> None:
-        """Raises ValueError when a request of the plan, or of the warm-up, is longer than may be."""
+        """Raises ValueError if a planned or warm-up request exceeds the model's maximum length."""
         for each in (plan, make_plan(_warmup_spec(self.config)) if self.config.num_warmups else ()):
             check_fits(each, self.model.max_sequence_tokens)
 
     async def warm_up(self) -> None:
-        """Sends the requests that are not counted, all at once; what they cache, the load does not find.
+        """Send the warm-up requests concurrently, without counting them or sharing their cache entries.
 
         Raises WarmupFailed.
         """
@@ -236,7 +234,6 @@ class PreparedLoad:
             raise WarmupFailed(f"{len(failed)} of {len(records)} warm-up requests failed: {why}")
 
     def driver(self) -> Driver:
-        """Drives the load, once."""
         return self._driver(self.config.spec)
 
     def _driver(self, spec: LoadSpec) -> Driver:
@@ -252,7 +249,7 @@ class PreparedLoad:
 
 @asynccontextmanager
 async def prepared(config: LoadConfig) -> AsyncIterator[PreparedLoad]:
-    """Connects, and asks which model is served."""
+    """Connect and read the model's limits."""
     async with Client(config.coordinator) as client:
         yield PreparedLoad(config=config, model=await client.model(), client=client)
 

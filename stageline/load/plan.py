@@ -1,12 +1,14 @@
 """The requests of a load: arrivals, lengths, prompts; a function of specification and seed.
 
-128                      always so many
-    uniform:64-512           each of these equally likely, both ends included
-    normal:256,64            mean and standard deviation
-    lognormal:256,128        mean and standard deviation of the lengths themselves, not of their logarithm
-    normal:256,64:16-1024    what is drawn outside of the range is set to its nearer end
+Length distributions in tokens:
 
-Draws are rounded to whole tokens, and to one at least.
+    128                      constant
+    uniform:64-512           equally likely, both ends included
+    normal:256,64            mean and standard deviation
+    lognormal:256,128        mean and standard deviation of the lengths, not of their logarithm
+    normal:256,64:16-1024    clipped to the range
+
+Samples are rounded to whole tokens, at least one.
 """
 
 import math
@@ -27,10 +29,11 @@ _DRAWN_AT_ONCE = 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrivals:
-    """An endless arrival process of `rate_per_s` requests per second; an infinite rate is all at once.
+    """An endless arrival process of `rate_per_s` requests per second; an infinite rate means all at once.
 
-    Gaps are gamma-distributed with shape `burstiness`: 1 is a Poisson process, less comes in bursts, more is
-    steadier. The squared coefficient of variation of the gaps is 1 / burstiness. Raises ValueError.
+    Gaps are gamma-distributed with shape `burstiness`: 1 is a Poisson process, lower values are burstier,
+    higher ones steadier. The squared coefficient of variation of the gaps is 1 / burstiness. Raises
+    ValueError.
     """
 
     rate_per_s: float
@@ -47,12 +50,12 @@ class Arrivals:
         return np.concatenate(([0.0], np.cumsum(self._gaps_s(num_requests - 1, rng))))
 
     def within(self, duration_s: float, rng: np.random.Generator) -> npt.NDArray[np.float64]:
-        """Seconds from the first arrival to each that comes less than `duration_s` after it, in order.
+        """Seconds from the first arrival to each later one before `duration_s`, in order.
 
-        Raises ValueError for more than MAX_REQUESTS of them.
+        Raises ValueError for more than MAX_REQUESTS.
         """
         if math.isinf(self.rate_per_s):
-            raise ValueError("at an infinite rate, a duration holds no certain number of requests")
+            raise ValueError("an infinite rate needs a number of requests, not a duration")
         times_s = np.zeros(1)
         while times_s[-1] < duration_s:
             if len(times_s) > MAX_REQUESTS:
@@ -65,7 +68,7 @@ class Arrivals:
         return times_s[times_s < duration_s]
 
     def _gaps_s(self, num_gaps: int, rng: np.random.Generator) -> npt.NDArray[np.float64]:
-        # Two rates with the same seed have the same pattern, at two speeds.
+        # Two rates with the same seed have the same pattern, scaled.
         return rng.standard_gamma(self.burstiness, num_gaps) / (self.burstiness * self.rate_per_s)
 
 
@@ -78,15 +81,13 @@ _MOMENTS = re.compile(rf"{_NUMBER},{_NUMBER}(?::([0-9]+-[0-9]+))?")
 
 
 class Lengths(Protocol):
-    """A distribution of token counts."""
-
     def draw(self, num_draws: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:
-        """Independent draws, each at least 1; shape (num_draws,)."""
+        """Independent samples, each at least 1; shape (num_draws,)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UniformLengths:
-    """Each whole number in [lowest, highest] equally likely. Raises ValueError."""
+    """Each integer in [lowest, highest] is equally likely. Raises ValueError."""
 
     lowest: int
     highest: int
@@ -94,7 +95,7 @@ class UniformLengths:
     def __post_init__(self) -> None:
         if not 1 <= self.lowest <= self.highest <= MAX_TOKENS:
             raise ValueError(
-                f"{self.lowest} to {self.highest} tokens are no range of lengths in [1, {MAX_TOKENS}]"
+                f"{self.lowest} to {self.highest} tokens is not a range of lengths in [1, {MAX_TOKENS}]"
             )
 
     def draw(self, num_draws: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:
@@ -102,7 +103,7 @@ class UniformLengths:
 
 
 class Shape(StrEnum):
-    """What a distribution looks like around its mean."""
+    """Distribution family."""
 
     NORMAL = "normal"
     LOGNORMAL = "lognormal"
@@ -110,7 +111,7 @@ class Shape(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClippedLengths:
-    """A shape with the mean and standard deviation that it has before it is clipped. Raises ValueError."""
+    """A distribution with mean and standard deviation before clipping. Raises ValueError."""
 
     shape: Shape
     mean: float
@@ -129,13 +130,13 @@ class ClippedLengths:
     def _draw(self, num_draws: int, rng: np.random.Generator) -> npt.NDArray[np.float64]:
         if self.shape is Shape.NORMAL:
             return rng.normal(self.mean, self.deviation, num_draws)
-        # The logarithm's own moments, from those of the lengths.
+        # Moments of the logarithm, from the lengths' moments.
         variance = math.log1p((self.deviation / self.mean) ** 2)
         return rng.lognormal(math.log(self.mean) - variance / 2, math.sqrt(variance), num_draws)
 
 
 def parse_lengths(text: str) -> Lengths:
-    """A distribution from its text (see the module). Raises ValueError."""
+    """Parse a distribution (see the module). Raises ValueError."""
     kind, separator, arguments = text.partition(":")
     if not separator and re.fullmatch(r"[0-9]+", kind):
         return UniformLengths(lowest=int(kind), highest=int(kind))
@@ -145,7 +146,7 @@ def parse_lengths(text: str) -> Lengths:
         mean, deviation, bounds = found.groups()
         distribution = ClippedLengths(shape=Shape(kind), mean=float(mean), deviation=float(deviation))
         return distribution if bounds is None else _clipped(distribution, bounds)
-    raise ValueError(f"{text!r} is no distribution of lengths; write for example {_EXAMPLES}")
+    raise ValueError(f"{text!r} is not a distribution of lengths; examples: {_EXAMPLES}")
 
 
 def _range(found: re.Match[str]) -> UniformLengths:
@@ -164,7 +165,9 @@ def _clipped(distribution: ClippedLengths, bounds: str) -> ClippedLengths:
 
 
 class Purpose(IntEnum):
-    """Each purpose has random numbers of its own, so that changing one part of a load leaves the others."""
+    """Purposes with separate random streams, so that changing one part of a load does not change the
+    others.
+    """
 
     ARRIVALS = 0
     PROMPT_LENGTHS = 1
@@ -176,10 +179,10 @@ class Purpose(IntEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadSpec:
-    """A load. It has `num_requests`, or as many as arrive within `duration_s`; one of the two is None.
+    """A load with either `num_requests` or `duration_s`; the other is None.
 
-    The lengths of prompts do not count the `shared_prefix_tokens` that every prompt begins with; requests of
-    the same of `num_prefix_groups` groups begin with the same ones. Raises ValueError.
+    Prompt lengths exclude the `shared_prefix_tokens` at the begin of every prompt; requests of the same of
+    `num_prefix_groups` groups share their prefix. Raises ValueError.
     """
 
     arrivals: Arrivals
@@ -193,14 +196,15 @@ class LoadSpec:
 
     def __post_init__(self) -> None:
         if (self.num_requests is None) == (self.duration_s is None):
-            raise ValueError("a load has a number of requests or a duration, and not both")
+            raise ValueError("a load needs either a number of requests or a duration")
         if self.num_requests is not None and not 1 <= self.num_requests <= MAX_REQUESTS:
-            raise ValueError(f"{self.num_requests} requests are not in [1, {MAX_REQUESTS}]")
+            raise ValueError(f"number of requests {self.num_requests} is not in [1, {MAX_REQUESTS}]")
         if self.duration_s is not None and not 0 < self.duration_s < math.inf:
             raise ValueError(f"a duration of {self.duration_s:g} s is not above 0 and finite")
         if self.shared_prefix_tokens < 0 or self.num_prefix_groups < 1:
             raise ValueError(
-                f"{self.num_prefix_groups} groups of {self.shared_prefix_tokens} shared tokens are no groups"
+                f"{self.num_prefix_groups} prefix groups of {self.shared_prefix_tokens} tokens: "
+                "at least 1 group and 0 tokens are required"
             )
         if self.num_prefix_groups > 1 and not self.shared_prefix_tokens:
             raise ValueError(
@@ -210,7 +214,7 @@ class LoadSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedRequest:
-    """One request. `time_s` counts from the first arrival; `prompt_tokens` has the shared prefix in it."""
+    """One request. `time_s` counts from the first arrival; `prompt_tokens` includes the shared prefix."""
 
     index: int
     time_s: float
@@ -220,12 +224,11 @@ class PlannedRequest:
 
     @property
     def num_tokens(self) -> int:
-        """The length of the whole sequence."""
         return self.prompt_tokens + self.output_tokens
 
 
 def make_plan(spec: LoadSpec) -> tuple[PlannedRequest, ...]:
-    """The requests in the order of their arrival, the same for equal specifications. Raises ValueError."""
+    """Create the requests in order of arrival, equal for equal specifications. Raises ValueError."""
     times_s = _times_s(spec)
     num_requests = len(times_s)
     prompts = spec.prompt_lengths.draw(num_requests, rng_for(spec.seed, Purpose.PROMPT_LENGTHS))
@@ -246,7 +249,7 @@ def make_plan(spec: LoadSpec) -> tuple[PlannedRequest, ...]:
 
 
 def check_fits(plan: Sequence[PlannedRequest], max_sequence_tokens: int) -> None:
-    """Raises ValueError, with the numbers, when a request of the plan is longer than a sequence may be."""
+    """Raises ValueError, with the numbers, for a request longer than `max_sequence_tokens`."""
     num_too_long = sum(request.num_tokens > max_sequence_tokens for request in plan)
     if num_too_long:
         longest = max(plan, key=lambda request: request.num_tokens)
@@ -258,7 +261,7 @@ def check_fits(plan: Sequence[PlannedRequest], max_sequence_tokens: int) -> None
 
 
 def rng_for(seed: int, purpose: Purpose, *which: int) -> np.random.Generator:
-    """Random numbers that depend on the arguments only."""
+    """Random generator that depends on the arguments only."""
     return np.random.default_rng((seed, purpose, *which))
 
 
@@ -279,7 +282,7 @@ class Prompts:
         self._prefix = cache(self._make_prefix)
 
     def token_ids(self, request: PlannedRequest) -> list[int]:
-        """The shared prefix of the request's group, and tokens of its own behind it."""
+        """The shared prefix of the request's group, followed by the request's own tokens."""
         num_own = request.prompt_tokens - self._spec.shared_prefix_tokens
         own = self._draw(num_own, Purpose.PROMPTS, request.index)
         token_ids: list[int] = np.concatenate((self._prefix(request.prefix_group), own)).tolist()

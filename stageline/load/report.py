@@ -32,7 +32,7 @@ _INTERVAL_S = 0.25
 
 @asynccontextmanager
 async def shown_progress(tally: Tally, num_planned: int) -> AsyncIterator[None]:
-    """Shows the tally as it grows, until the block ends."""
+    """Show progress until the block ends."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield
@@ -54,7 +54,7 @@ def _progress(console: Console) -> Progress:
         TimeElapsedColumn(),
         TextColumn("{task.fields[told]}"),
     )
-    # Drawn by the event loop: a thread of its own would hold up the clock of what arrives.
+    # Drawn on the event loop: another thread would delay the time stamps of outputs.
     return Progress(*columns, console=console, auto_refresh=False, transient=True)
 
 
@@ -83,7 +83,7 @@ def json_report(
     *,
     started_at: str,
 ) -> str:
-    """Configuration, model, numbers, the course over time, and a record of each request that came due."""
+    """JSON with configuration, model, summary, timeline, and one record per due request."""
     facts = {
         "stageline": VERSION,
         "started_at": started_at,
@@ -120,11 +120,11 @@ def _record_facts(record: RequestRecord, limits: Limits) -> dict[str, object]:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can carry: an infinite rate becomes "inf", and times lose what a clock cannot tell."""
+    """Convert to JSON types: an infinite rate becomes "inf", times are rounded to clock resolution."""
     if isinstance(value, Mapping):
         return {name: _plain(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     if isinstance(value, float):
         return round(value, _DIGITS) if math.isfinite(value) else str(value)
     return value
@@ -137,9 +137,9 @@ _MS = 1e3
 
 
 def check_plot(path: Path) -> None:
-    """Raises ValueError for a name that is no picture's, and where matplotlib is not installed."""
+    """Raises ValueError for an unsupported file extension, or without matplotlib."""
     if path.suffix not in FORMATS:
-        raise ValueError(f"{str(path)!r} ends with none of {', '.join(FORMATS)}")
+        raise ValueError(f"{str(path)!r} does not end with one of {', '.join(FORMATS)}")
     try:
         import matplotlib.figure  # noqa: F401 - imported late: it takes a while, and most runs draw nothing
     except ImportError:
@@ -149,10 +149,12 @@ def check_plot(path: Path) -> None:
 
 
 def save_plot(run: LoadRun, title: str, path: Path) -> None:
-    """TTFT and ITL as cumulative distributions; output tokens per second and concurrency over time."""
+    """Plot TTFT and ITL as cumulative distributions, and output tokens per second and concurrency over
+    time.
+    """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=_SIZE_INCHES, layout="constrained")  # no window: it is drawn with Agg or as SVG
+    figure = Figure(figsize=_SIZE_INCHES, layout="constrained")  # no window: rendered with Agg or as SVG
     figure.suptitle(title)
     axes = figure.subplots(2, 2)
     completed = [record for record in run.records if record.is_complete]
@@ -198,7 +200,7 @@ def report_view(summary: Summary, limits: Limits) -> RenderableType:
 
 
 def warnings_of(summary: Summary) -> list[str]:
-    """Where the load generator itself, and not the cluster, may have set the pace."""
+    """Warnings that the load generator, not the cluster, may have limited the results."""
     found = []
     if summary.lag_s is not None and summary.lag_s.p99 > MAX_LAG_S:
         found.append(
@@ -233,7 +235,7 @@ def _facts(summary: Summary, limits: Limits) -> Iterator[tuple[str, str]]:
 
 
 def describe_limits(limits: Limits) -> str:
-    """The limits that are given, in milliseconds."""
+    """The limits that are set, in milliseconds."""
     named = {"TTFT": limits.ttft_s, "ITL": limits.itl_s, "TPOT": limits.tpot_s, "E2E": limits.e2e_s}
     return ", ".join(f"{name} {limit_s * 1e3:g} ms" for name, limit_s in named.items() if limit_s is not None)
 

@@ -18,12 +18,12 @@ INTERRUPTED = "INTERRUPTED"
 
 @dataclass(kw_only=True, slots=True)
 class RequestRecord:
-    """One request that came due. Times are seconds from the load's begin, when the first request was due.
+    """One due request. Times are seconds from the load's begin, when the first request was due.
 
-    `slot_wait_s` is how long it waited because as many as the concurrency limit allows were running. Entry i
-    of `message_times_s` is when the i-th message with tokens arrived, which had `message_tokens[i]` of them.
-    `sent_s` is None while it waits for that. `status` is OK, RUNNING, INTERRUPTED (by whoever drives the
-    load) or the name of the gRPC status that it failed with, which `error` explains.
+    `slot_wait_s` is the wait for the concurrency limit, during which `sent_s` is None.
+    `message_times_s[i]` is the arrival of the i-th message with tokens, and `message_tokens[i]` their
+    number. `status` is OK, RUNNING, INTERRUPTED (by the caller), or the name of a gRPC status, with the
+    text `error`.
     """
 
     planned: PlannedRequest
@@ -39,34 +39,32 @@ class RequestRecord:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all its tokens have arrived."""
         return self.status == OK
 
     @property
     def has_failed(self) -> bool:
-        """Whether it has ended otherwise than by its own length or an interruption."""
+        """Whether it failed, other than by an interruption."""
         return self.status not in (OK, RUNNING, INTERRUPTED)
 
     @property
     def num_tokens(self) -> int:
-        """Output tokens that have arrived."""
         return sum(self.message_tokens)
 
     @property
     def lag_s(self) -> float | None:
-        """How late it was sent by the load generator's own fault; None while it is not sent."""
+        """Delay of sending caused by the load generator; None before sending."""
         if self.sent_s is None:
             return None
         return max(0.0, self.sent_s - self.planned.time_s - self.slot_wait_s)
 
     @property
     def ttft_s(self) -> float:
-        """From when it was due to its first token."""
+        """Seconds from due time to first token."""
         return self.message_times_s[0] - self.planned.time_s
 
     @property
     def e2e_s(self) -> float:
-        """From when it was due to its last token."""
+        """Seconds from due time to last token."""
         return self.message_times_s[-1] - self.planned.time_s
 
     @property
@@ -77,13 +75,13 @@ class RequestRecord:
 
     @property
     def gaps_s(self) -> list[float]:
-        """Between each message with tokens and the next one."""
+        """Seconds between consecutive messages with tokens."""
         return [later_s - earlier_s for earlier_s, later_s in pairwise(self.message_times_s)]
 
 
 @dataclass(kw_only=True, slots=True)
 class Tally:
-    """What a load that is under way comes to so far."""
+    """Current counts of a running load."""
 
     num_due: int = 0
     num_running: int = 0
@@ -94,10 +92,10 @@ class Tally:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadRun:
-    """What a load that was driven has left behind.
+    """Raw result of a load.
 
-    `num_planned` requests were to be sent; `records` has those that came due before `duration_s`, which ends
-    with the last request or with an interruption. `cpu_s` is the processor time of the load generator.
+    `num_planned` requests were planned; `records` has those due before `duration_s`, the time until the
+    last request ended or the interruption. `cpu_s` is the load generator's processor time.
     """
 
     records: tuple[RequestRecord, ...]
@@ -112,7 +110,7 @@ PERCENTILES = (50, 90, 95, 99)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Distribution:
-    """Of `num_samples` values; percentiles are linear between the nearest two (numpy's "linear")."""
+    """Statistics of `num_samples` values; percentiles are linearly interpolated (numpy's "linear")."""
 
     num_samples: int
     mean: float
@@ -125,9 +123,9 @@ class Distribution:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What a request has to meet to count as good; None is no limit. All are in seconds.
+    """Latency limits in seconds for a good request; None is unlimited.
 
-    `itl_s` holds for the longest of a request's gaps, `tpot_s` for their mean per token. Raises ValueError.
+    `itl_s` applies to the longest gap of a request, `tpot_s` to the mean per token. Raises ValueError.
     """
 
     ttft_s: float | None = None
@@ -145,7 +143,7 @@ class Limits:
         return any(limit is not None for limit in (self.ttft_s, self.itl_s, self.tpot_s, self.e2e_s))
 
     def are_met(self, record: RequestRecord) -> bool:
-        """Whether the request has completed within all limits; each may be reached, and not passed."""
+        """Whether the request has completed within all limits, inclusive."""
         return record.is_complete and all(
             limit_s is None or measured_s is None or measured_s <= limit_s
             for limit_s, measured_s in (
@@ -159,12 +157,12 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """All numbers of a run. Latencies are those of completed requests, None where there is none.
+    """All metrics of a run. Latencies are of completed requests, None without any.
 
-    Latencies count from when a request was due. `itl_s` has one sample for each message with tokens after the
-    first one of its request: the time since the message before. Tokens that share a message arrive together,
-    and are not counted as gaps of zero, which would hide the wait before them; `tpot_s` counts each token.
-    Token rates count every token that has arrived, `input_tokens_per_s` the prompts of completed requests.
+    Latencies count from a request's due time. `itl_s` has one sample per message with tokens after a
+    request's first: the time since the previous message. Tokens of one message arrive together and do not
+    count as gaps of zero, which would hide the wait before them; `tpot_s` counts each token. Token rates
+    count all received tokens, `input_tokens_per_s` the prompts of completed requests.
     """
 
     duration_s: float
@@ -196,7 +194,6 @@ class Summary:
 
 
 def summarize(run: LoadRun, limits: Limits) -> Summary:
-    """The numbers of a run."""
     completed = [record for record in run.records if record.is_complete]
     failures = Counter(record.status for record in run.records if record.has_failed)
     num_good = sum(limits.are_met(record) for record in completed)
@@ -234,7 +231,7 @@ def summarize(run: LoadRun, limits: Limits) -> Summary:
 
 
 def distribution(values: Iterable[float | None]) -> Distribution | None:
-    """Of the values that are not None; None when there is none."""
+    """Statistics of the values that are not None; None without any."""
     samples = np.array([value for value in values if value is not None], dtype=np.float64)
     if not samples.size:
         return None
@@ -251,7 +248,7 @@ def distribution(values: Iterable[float | None]) -> Distribution | None:
 
 
 def spans(run: LoadRun) -> list[tuple[float, float]]:
-    """From when to when each request was running, in seconds; a request that was never sent has no span."""
+    """Begin and end, in seconds, of each sent request."""
     return [
         (record.sent_s, run.duration_s if record.ended_s is None else record.ended_s)
         for record in run.records
@@ -270,9 +267,9 @@ NUM_INTERVALS = 100
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """Entry i of both lists is about the seconds from i * interval_s to (i + 1) * interval_s of the run.
+    """Entry i of both lists covers the run's seconds from i * interval_s to (i + 1) * interval_s.
 
-    `concurrency` is the mean number of requests that were running.
+    `concurrency` is the mean number of running requests.
     """
 
     interval_s: float
@@ -281,7 +278,7 @@ class Timeline:
 
 
 def timeline(run: LoadRun, *, num_intervals: int = NUM_INTERVALS) -> Timeline:
-    """The run, cut into `num_intervals`."""
+    """Divide the run into `num_intervals`."""
     edges_s = np.linspace(0.0, run.duration_s, num_intervals + 1)
     interval_s = run.duration_s / num_intervals
     times_s = [time_s for record in run.records for time_s in record.message_times_s]
@@ -295,7 +292,7 @@ def timeline(run: LoadRun, *, num_intervals: int = NUM_INTERVALS) -> Timeline:
 
 
 def _running_time_s(run: LoadRun, edges_s: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """For each edge, the time that all requests together have run before it."""
+    """Total running time of all requests before each edge."""
     total_s = np.zeros_like(edges_s)
     for begin_s, end_s in spans(run):
         total_s += edges_s.clip(begin_s, end_s) - begin_s

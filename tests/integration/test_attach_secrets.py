@@ -93,7 +93,7 @@ async def test_a_secret_that_the_client_brings_is_taken_and_a_short_one_refused(
             PROMPT, max_tokens=NUM_TOKENS, attach_secret=own, timeout_s=DEADLINE_S
         )
         request_id = (await anext(outputs)).request_id
-        with pytest.raises(InvalidRequest, match="was not sent by this client: give its secret"):
+        with pytest.raises(InvalidRequest, match="was not sent by this client: pass its secret"):
             await other.cancel(request_id)
         with pytest.raises(PermissionDenied) as denied:
             await other.cancel(request_id, secret=client_secret())

@@ -134,7 +134,7 @@ async def test_a_request_that_finds_no_pipeline_is_a_warning_with_its_id(lines: 
         request_id = id_text(new_request_id())
         with pytest.raises(StagelineError):
             await cluster.client.complete([1, 2, 3], max_tokens=4, request_id=request_id, timeout_s=5)
-        not_taken = lines.the(f"request {request_id} is not taken: no pipeline within 0.05 s: ")
+        not_taken = lines.the(f"rejected request {request_id}: no pipeline within 0.05 s: ")
         assert (not_taken.levelno, not_taken.request_id) == (logging.WARNING, request_id)
 
 

@@ -163,7 +163,7 @@ async def test_spans_of_a_trace_that_made_room_are_told_in_the_answer() -> None:
         await export(export_request(served(trace_id=b"2" * 16).spans), timeout=DEADLINE_S)
         response = await export(export_request(late), timeout=DEADLINE_S)
     assert response.partial_success.rejected_spans == len(late)
-    assert "traces that had to make room" in response.partial_success.error_message
+    assert "spans of evicted traces" in response.partial_success.error_message
 
 
 async def test_a_batch_that_is_too_large_is_refused_whole(

@@ -56,7 +56,9 @@ def test_no_more_memory_than_the_device_has_is_accepted(
     monkeypatch.setattr("stage_worker.backends.torch_device.psutil.virtual_memory", lambda: total)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: total)
     check_memory(8 << 30, device)
-    text = rf"--memory is {9 << 30} bytes \(9.0 GiB\), device {device} has {8 << 30} \(8.0 GiB\): pass less"
+    text = (
+        rf"--memory is {9 << 30} bytes \(9.0 GiB\), device {device} has {8 << 30} \(8.0 GiB\): lower --memory"
+    )
     with pytest.raises(MemoryTooLarge, match=text):
         check_memory(9 << 30, device)
 

@@ -103,7 +103,7 @@ from wire.tensors import ScaledDType
         ("bench", "Missing command"),
         ("bench serve --num-requests 0", "Invalid value for '--num-requests': Input should be greater"),
         ("bench serve --num-requests 5 --duration 5", "--num-requests and --duration exclude each other"),
-        ("bench serve --num-requests 2000000", "2000000 requests are not in [1, 1000000]"),
+        ("bench serve --num-requests 2000000", "number of requests 2000000 is not in [1, 1000000]"),
         ("bench serve --duration -1", "a duration of -1 s is not above 0"),
         ("bench serve --duration 5 --request-rate inf", "at an infinite rate, a duration holds no certain"),
         ("bench serve --request-rate 0", "a request rate of 0 per second is not above 0"),
@@ -113,15 +113,15 @@ from wire.tensors import ScaledDType
         ("bench serve --seed -1", "Invalid value for '--seed'"),
         (
             "bench serve --prompt-tokens zipf:2",
-            "'zipf:2' is no distribution of lengths; write for example 128",
+            "'zipf:2' is not a distribution of lengths; examples: 128",
         ),
-        ("bench serve --output-tokens uniform:9-5", "9 to 5 tokens are no range of lengths"),
+        ("bench serve --output-tokens uniform:9-5", "9 to 5 tokens is not a range of lengths"),
         ("bench serve --prefix-groups 2", "2 prefix groups need a shared prefix"),
         ("bench serve --timeout 0", "a timeout of 0 s is not above 0"),
         ("bench serve --temperature inf", "a temperature of inf is not"),
         ("bench serve --slo-itl 0", "a limit of 0 ms is not above 0"),
         ("bench serve --json /no/such/folder/x.json", "cannot write '/no/such/folder/x.json'"),
-        ("bench serve --plot x.pdf", "'x.pdf' ends with none of .svg, .png"),
+        ("bench serve --plot x.pdf", "'x.pdf' does not end with one of .svg, .png"),
     ],
 )
 def test_wrong_usage_is_one_line_and_exit_code_2(

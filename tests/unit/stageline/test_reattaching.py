@@ -200,7 +200,7 @@ async def test_a_request_that_is_forgotten_after_its_first_tokens_is_not_started
 ) -> None:
     served.inference.faults.extend([Fault(after=2), Fault(is_accepted=False, code=grpc.StatusCode.NOT_FOUND)])
     with pytest.raises(
-        stageline.Unavailable, match=r"^said the server; the coordinator does not know the request any more"
+        stageline.Unavailable, match=r"^said the server; the coordinator has lost the request"
     ):
         await collect(served.client)
     assert served.inference.calls == ["generate", "attach"]

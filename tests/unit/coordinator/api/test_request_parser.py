@@ -226,7 +226,7 @@ def test_stop_strings_are_bounded_in_number_and_length() -> None:
 @pytest.mark.parametrize(
     ("sampling", "text"),
     [
-        ({"stop": ["a"]}, "stop needs a tokenizer, which this model has not; stop_token_ids needs none"),
+        ({"stop": ["a"]}, "stop needs a tokenizer, which this model lacks: use stop_token_ids"),
         (
             {"bad_words": ["a"]},
             "model tiny-letters has no tokenizer: it can be given bad_word_ids, not bad_words",

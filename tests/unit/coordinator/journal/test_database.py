@@ -78,7 +78,7 @@ def test_an_existing_file_that_others_may_read_is_restricted_and_the_log_says_so
         found = modes(path)
         opened.close()
     assert {found[suffix] for suffix in ("", "-wal", "-shm")} == {0o600}
-    assert f"changed mode of {path} from 0644 to 0600: it has prompts in plain" in caplog.messages
+    assert f"changed mode of {path} from 0644 to 0600: it contains prompts in plain text" in caplog.messages
     assert any(f"{path}-wal from 0644 to 0600" in each for each in caplog.messages)
 
 

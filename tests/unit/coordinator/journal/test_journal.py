@@ -164,7 +164,7 @@ def test_a_journal_of_an_unknown_version_is_refused_and_left_alone(tmp_path: Pat
     before = path.read_bytes()
     with pytest.raises(
         JournalUnusable,
-        match=f"has version {SCHEMA_VERSION + 1}; this coordinator knows version {SCHEMA_VERSION}$",
+        match=f"has version {SCHEMA_VERSION + 1}, this coordinator supports version {SCHEMA_VERSION}$",
     ):
         Journal(path, IDENTITY)
     assert path.read_bytes() == before
@@ -174,7 +174,7 @@ def test_a_database_of_something_else_is_refused_and_left_alone(tmp_path: Path) 
     path = tmp_path / "j.db"
     change(path, "CREATE TABLE recipes (name TEXT)")
     before = path.read_bytes()
-    with pytest.raises(JournalUnusable, match=r"j\.db is no journal, but a database of something else$"):
+    with pytest.raises(JournalUnusable, match=r"j\.db is another program's database, not a journal$"):
         Journal(path, IDENTITY)
     assert path.read_bytes() == before
 

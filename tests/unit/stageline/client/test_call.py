@@ -16,36 +16,36 @@ LOST, NOT_FOUND, EXISTS = (
 
 
 def test_a_lost_connection_is_followed_by_attach() -> None:
-    reattachment = ResumePolicy(can_generate=True)
-    assert reattachment.way is ResumeAction.GENERATE
-    assert reattachment.follow(LOST, is_connection_loss=True)
-    assert reattachment.way is ResumeAction.ATTACH
-    assert reattachment.follow(LOST, is_connection_loss=True)
-    assert reattachment.way is ResumeAction.ATTACH
+    policy = ResumePolicy(can_generate=True)
+    assert policy.action is ResumeAction.GENERATE
+    assert policy.follow(LOST, is_connection_loss=True)
+    assert policy.action is ResumeAction.ATTACH
+    assert policy.follow(LOST, is_connection_loss=True)
+    assert policy.action is ResumeAction.ATTACH
 
 
 def test_a_request_that_never_arrived_is_sent_again() -> None:
-    reattachment = ResumePolicy(can_generate=True)
-    reattachment.follow(LOST, is_connection_loss=True)
-    assert reattachment.follow(NOT_FOUND, is_connection_loss=False)
-    assert reattachment.way is ResumeAction.GENERATE
-    assert reattachment.follow(EXISTS, is_connection_loss=False)
-    assert reattachment.way is ResumeAction.ATTACH
+    policy = ResumePolicy(can_generate=True)
+    policy.follow(LOST, is_connection_loss=True)
+    assert policy.follow(NOT_FOUND, is_connection_loss=False)
+    assert policy.action is ResumeAction.GENERATE
+    assert policy.follow(EXISTS, is_connection_loss=False)
+    assert policy.action is ResumeAction.ATTACH
 
 
 def test_a_request_that_was_heard_of_is_not_sent_again() -> None:
-    reattachment = ResumePolicy(can_generate=True)
-    reattachment.has_heard = True
-    reattachment.follow(LOST, is_connection_loss=True)
-    assert not reattachment.follow(NOT_FOUND, is_connection_loss=False)
+    policy = ResumePolicy(can_generate=True)
+    policy.has_output = True
+    policy.follow(LOST, is_connection_loss=True)
+    assert not policy.follow(NOT_FOUND, is_connection_loss=False)
 
 
 def test_one_who_only_attaches_has_nothing_to_send() -> None:
-    reattachment = ResumePolicy(can_generate=False)
-    assert reattachment.way is ResumeAction.ATTACH
-    assert not reattachment.follow(NOT_FOUND, is_connection_loss=False)
-    reattachment.follow(LOST, is_connection_loss=True)
-    assert not reattachment.follow(NOT_FOUND, is_connection_loss=False)
+    policy = ResumePolicy(can_generate=False)
+    assert policy.action is ResumeAction.ATTACH
+    assert not policy.follow(NOT_FOUND, is_connection_loss=False)
+    policy.follow(LOST, is_connection_loss=True)
+    assert not policy.follow(NOT_FOUND, is_connection_loss=False)
 
 
 @pytest.mark.parametrize("code", list(grpc.StatusCode))
@@ -55,9 +55,9 @@ def test_a_first_call_that_the_server_refuses_is_the_last(code: grpc.StatusCode)
 
 @pytest.mark.parametrize("code", [code for code in grpc.StatusCode if code is not NOT_FOUND])
 def test_a_refusal_after_a_loss_is_the_last_too(code: grpc.StatusCode) -> None:
-    reattachment = ResumePolicy(can_generate=True)
-    reattachment.follow(LOST, is_connection_loss=True)
-    assert not reattachment.follow(code, is_connection_loss=False)
+    policy = ResumePolicy(can_generate=True)
+    policy.follow(LOST, is_connection_loss=True)
+    assert not policy.follow(code, is_connection_loss=False)
 
 
 def test_pauses_grow_to_two_seconds_and_begin_anew_after_an_outage() -> None:
@@ -130,7 +130,7 @@ def test_every_choice_has_a_position_of_its_own() -> None:
             output(1, 1, "b"),
             "choice 1 of request r continues at token 1 and character 1, after 0 tokens and 0",
         ),
-        (output(2, 0, "a"), "the server sent choice 2, of 2 from 0"),
+        (output(2, 0, "a"), "the server sent choice 2, the request has 2 (from 0)"),
         (output(0, 1, "", **prompt_logprobs(1, 1)), "continues at prompt logprob 1, after 0"),
     ],
 )

@@ -140,10 +140,10 @@ def test_zero_is_sent_where_it_differs_from_unset(name: str) -> None:
         ({"on_disconnect": "stay"}, "on_disconnect is 'stay', must be 'cancel', 'detach' or a Detach"),
         ({"on_disconnect": Detach(keep_s="x")}, "keep_s of on_disconnect is of type str, must be a number"),  # type: ignore[arg-type]
         ({"request_id": 5}, "request_id is of type int, must be text"),
-        ({"regex": "a", "choice": ["b"]}, "regex and choice exclude each other: an output has one form"),
+        ({"regex": "a", "choice": ["b"]}, "regex and choice exclude each other: choose one"),
         (
             {"json_schema": "{}", "grammar": "", "regex": "a"},
-            "json_schema and regex and grammar exclude each other: an output has one form",
+            "json_schema and regex and grammar exclude each other: choose one",
         ),
     ],
 )

@@ -139,7 +139,7 @@ async def test_an_output_of_another_length_than_asked_for_is_a_failure() -> None
     cluster = FakeCluster(num_tokens=2)
     cluster.release(0)
     (record,) = (await drive(Driver(cluster.prepare), [planned(0)])).records
-    assert (record.status, record.error) == ("INTERNAL", "2 tokens came, of the 3 that were asked for")
+    assert (record.status, record.error) == ("INTERNAL", "received 2 tokens, expected 3")
 
 
 async def test_an_interruption_leaves_every_request_and_keeps_what_was_measured() -> None:

@@ -104,7 +104,7 @@ def test_a_plan_that_does_not_fit_is_refused_with_the_numbers() -> None:
     [
         ({"duration_s": 3.0}, "a number of requests or a duration, and not both"),
         ({"num_requests": None}, "a number of requests or a duration, and not both"),
-        ({"num_requests": 0}, "0 requests are not in"),
+        ({"num_requests": 0}, "number of requests 0 is not in"),
         ({"num_requests": None, "duration_s": math.inf}, "duration of inf s"),
         ({"num_requests": None, "duration_s": -1.0}, "duration of -1 s"),
         ({"num_prefix_groups": 0}, "0 groups of 5 shared tokens"),
@@ -182,7 +182,7 @@ def test_a_burstiness_that_is_none_is_refused(burstiness: float) -> None:
 
 
 def test_a_duration_with_endlessly_many_requests_is_refused() -> None:
-    with pytest.raises(ValueError, match="no certain number"):
+    with pytest.raises(ValueError, match="needs a number of requests"):
         Arrivals(rate_per_s=math.inf).within(1, np.random.default_rng(0))
     with pytest.raises(ValueError, match="more than 1000000 requests"):
         Arrivals(rate_per_s=1e9).within(1, np.random.default_rng(0))
@@ -241,14 +241,14 @@ MISWRITTEN = [
 
 @pytest.mark.parametrize("text", MISWRITTEN)
 def test_what_is_written_otherwise_is_refused_with_an_example(text: str) -> None:
-    with pytest.raises(ValueError, match="is no distribution of lengths; write for example 128, uniform"):
+    with pytest.raises(ValueError, match="is not a distribution of lengths; examples: 128, uniform"):
         parse_lengths(text)
 
 
 @pytest.mark.parametrize("text", ["0", "uniform:0-5", "uniform:9-5", "uniform:1-99999999", "normal:5,1:9-5"])
 def test_a_range_that_is_none_is_refused_with_its_numbers(text: str) -> None:
     numbers = text.rpartition(":")[2].split("-")
-    with pytest.raises(ValueError, match=rf"^{numbers[0]} to {numbers[-1]} tokens are no range"):
+    with pytest.raises(ValueError, match=rf"^{numbers[0]} to {numbers[-1]} tokens is not a range"):
         parse_lengths(text)
 
 

@@ -124,7 +124,7 @@ def test_a_plot_is_drawn(run: LoadRun, suffix: str, begins: bytes, tmp_path: Pat
 
 def test_a_plot_that_nothing_can_draw_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     check_plot(Path("run.svg"))
-    with pytest.raises(ValueError, match=r"'run.pdf' ends with none of .svg, .png"):
+    with pytest.raises(ValueError, match=r"'run.pdf' does not end with one of .svg, .png"):
         check_plot(Path("run.pdf"))
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ValueError, match=r"pip install 'stageline\[bench\]'"):
