@@ -183,7 +183,7 @@ class StreamCursor:
     def _position_of(self, output: GenerateOutput) -> _Position:
         if self._num_choices is not None and output.choice >= self._num_choices:
             raise ServerError(
-                f"the server sent choice {output.choice}, the request has {self._num_choices} (from 0)"
+                f"the server sent choice {output.choice}, expected choices below {self._num_choices}"
             )
         if output.choice not in self._positions:
             self._positions[output.choice] = _started_at(self.first_token)

@@ -130,7 +130,7 @@ def test_every_choice_has_a_position_of_its_own() -> None:
             output(1, 1, "b"),
             "choice 1 of request r continues at token 1 and character 1, after 0 tokens and 0",
         ),
-        (output(2, 0, "a"), "the server sent choice 2, the request has 2 (from 0)"),
+        (output(2, 0, "a"), "the server sent choice 2, expected choices below 2"),
         (output(0, 1, "", **prompt_logprobs(1, 1)), "continues at prompt logprob 1, after 0"),
     ],
 )
