@@ -70,11 +70,8 @@ class ReferenceAccess:
         self._model, self._secret = welcome.model, welcome.reference_secret
 
     def check(self, secret: bytes, *, fingerprint: str, host: str) -> str:
-        """Return the served checkpoint's directory, as in ModelRef.
-
-        Raises:
-            SecretMismatch: The caller on `host` is not the coordinator.
-            HandshakeMismatch: The request is for another checkpoint.
+        """Return the directory as in ModelRef. Raises SecretMismatch, or HandshakeMismatch for another
+        checkpoint.
         """
         if not is_secret(secret, self._secret):
             raise self._refused.secret_mismatch("ComputeReference", "reference secret", host=host)
@@ -209,9 +206,7 @@ def _assigned_wire_dtype(number: int) -> WireDType | None:
 def wants(
     message: cluster_pb2.AssignStage, loading: Assignment, *, wire_dtype: WireDType | None = None
 ) -> bool:
-    """Whether `message` assigns what is being loaded, given the worker's own `wire_dtype`; true if
-    undecodable.
-    """
+    """Whether `message` assigns what is being loaded under the worker's `wire_dtype`; true if undecodable."""
     try:
         return decode_assignment(message, wire_dtype=wire_dtype).loads_like(loading)
     except ValueError:

@@ -23,10 +23,7 @@ FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 0.5
 
 LOADING_BEATS = 4
-"""Heartbeats per interval while a stage loads.
-
-Building a large tokenizer's tables holds the GIL for most of a second, which must not add to a full interval.
-"""
+"""Heartbeats per interval in a load: a tokenizer's tables hold the GIL for most of a second."""
 
 # Retrying does not help: worker and coordinator are incompatible, or the server is not a coordinator.
 _FATAL = (
@@ -55,11 +52,7 @@ class _Left:
 
 
 class CoordinatorClient:
-    """Keeps this worker joined until the coordinator tells it to leave.
-
-    The loaded stage survives a lost connection; the epoch does not, since the next connection begins a new
-    one.
-    """
+    """Stays joined until told to leave. A lost connection ends the epoch, but keeps the loaded stage."""
 
     def __init__(
         self,
@@ -70,11 +63,7 @@ class CoordinatorClient:
         stage: StageManager,
         clock: ClusterClock,
     ) -> None:
-        """Args:
-        new_hello: Returns the hello for a new connection.
-        heartbeat: Returns the current heartbeat.
-        clock: Updated from heartbeat answers.
-        """
+        """`new_hello` and `heartbeat` are called for each connection and heartbeat."""
         self._coordinator = coordinator
         self._new_hello = new_hello
         self._heartbeat = heartbeat
@@ -89,10 +78,7 @@ class CoordinatorClient:
         """Maximum wait for the coordinator's Leave after `ask_to_leave`."""
 
     def ask_to_leave(self) -> bool:
-        """Ask the coordinator to drain this worker; `run` returns when it has, or when the connection ends.
-
-        Returns False when no coordinator is connected.
-        """
+        """Ask the coordinator to drain this worker, which ends `run`. Returns False without a connection."""
         self._is_leaving = True
         if self._connection is None:
             return False
@@ -255,9 +241,7 @@ async def _read(call: Call) -> cluster_pb2.CoordinatorMessage:
 
 
 async def _raise_ended(call: Call) -> None:
-    """Raise the status of an ended call, even if it is OK: the coordinator never ends a call without an
-    error.
-    """
+    """Raise the status of an ended call, even if it is OK."""
     code, details = await call.code(), await call.details()
     raise grpc.aio.AioRpcError(
         code,

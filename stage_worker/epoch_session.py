@@ -36,11 +36,7 @@ E = TypeVar("E", bound=Exception)
 
 
 QUEUED_FRAMES = 64
-"""Frames that may wait for computation; a full queue blocks the sender.
-
-It holds all frames that a coordinator usually has in flight, so that queueing is measured as waiting on this
-stage and not as network time.
-"""
+"""Frames that may wait; more than a coordinator has in flight, so that queueing is measured here."""
 KEPT_TOKENS = 2048
 """Limit on kept hidden states of a self-check, far above what one sends."""
 
@@ -81,9 +77,7 @@ class EpochSession:
         clock: ClusterClock,
         observers: Sequence[StepObserver] = (),
     ) -> None:
-        """`on_refused` is called at most once, when the epoch fails internally; with None if another stage
-        reports.
-        """
+        """`on_refused` is called at most once, on an internal failure; with None if another stage reports."""
         self.epoch = epoch
         self.is_serving = False
         self.handed_on: list[TensorView] = []
@@ -125,11 +119,7 @@ class EpochSession:
         await asyncio.gather(self._task, return_exceptions=True)
 
     def accept(self, hello: stage_pb2.HopHello) -> None:
-        """Accept the predecessor's only stream.
-
-        Raises:
-            StaleStream, HandshakeMismatch: The stream is rejected; no state has changed.
-        """
+        """Accept the predecessor's only stream. Raises StaleStream or HandshakeMismatch without a change."""
         check_hop(hello, self.epoch, self._assignment)
         if self._over.done():
             raise StaleStream(self._over.result())
@@ -141,10 +131,7 @@ class EpochSession:
         self._wire_dtype = declared_dtype(hello, self._assignment)
 
     async def receive(self, messages: AsyncIterator[bytes]) -> None:
-        """Feed the accepted stream, after its hello, into the stage until the stream ends.
-
-        Raises StaleStream if the epoch ends first.
-        """
+        """Feed the accepted stream into the stage until the stream ends. Raises StaleStream."""
         reader = asyncio.create_task(self._read(messages))
         ends: set[asyncio.Future[Any]] = {reader, self._over}
         try:
@@ -176,9 +163,7 @@ class EpochSession:
             await self._refuse(fault)
 
     async def _take(self, received: ReceivedFrame) -> None:
-        """Compute at once if nothing is queued; an output that is ready immediately is sent without a task
-        switch.
-        """
+        """Compute at once if nothing is queued; send an immediate output without a task switch."""
         if self._num_queued or not self.is_serving:
             await self._queue(_Queued(received))
             return

@@ -42,10 +42,7 @@ class ExecutorStats:
 
 
 class StepExecutor:
-    """Owns the block tables and sequence states of one stage, and its `StageCompute`.
-
-    Not thread-safe, except for reading `stats` and `rules`.
-    """
+    """Owns block tables and sequences of one stage. Not thread-safe, except for `stats` and `rules`."""
 
     def __init__(self, assignment: Assignment, compute: StageCompute) -> None:
         """`compute` holds the assigned layers and `assignment.num_blocks` KV blocks."""
@@ -62,9 +59,8 @@ class StepExecutor:
         self.begin_epoch(0, stage=assignment.stage)
 
     def begin_epoch(self, epoch: int, *, stage: int) -> None:
-        """Reset all state but the weights: an empty pool, no sequences, step 0 next.
-
-        Raises DeviceError once the device has failed: a new epoch does not repair it.
+        """Reset all state but the weights, with step 0 next. Raises DeviceError once the device has
+        failed.
         """
         if self._device_failure is not None:
             raise DeviceError(self._device_failure)

@@ -29,11 +29,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Epoch:
-    """One activation of a plan: number, coordinator, all stages in order, and the secrets of the adjacent
-    hops.
-
-    `is_check` marks an epoch for a self-check.
-    """
+    """One activation of a plan: number, coordinator, stages in order, and secrets of the adjacent hops."""
 
     plan_id: int
     number: int
@@ -109,11 +105,9 @@ def check_protocol(hello: stage_pb2.HopHello) -> None:
 
 
 def check_hop(hello: stage_pb2.HopHello, epoch: Epoch, assignment: Assignment) -> None:
-    """Compare the fields of `hello` with this stage. The peer must have proved its secret.
+    """Compare `hello`, whose secret was checked, with this stage.
 
-    Raises:
-        StaleStream: `hello` does not come from the current predecessor in `epoch`.
-        HandshakeMismatch: A field differs; the error has both values.
+    Raises StaleStream unless it is from the current predecessor, HandshakeMismatch for a differing field.
     """
     if hello.epoch != epoch.number:
         raise StaleStream(f"stream of epoch {hello.epoch}, the current epoch is {epoch.number}")

@@ -105,9 +105,8 @@ class Worker:
         await self._server.start()
 
     async def run(self) -> None:
-        """Stay in the cluster until the coordinator tells the process to exit.
-
-        Raises JoinRefused, and DeviceError after the failure was reported to the coordinator.
+        """Stay joined until told to exit. Raises JoinRefused, and DeviceError once the failure was
+        reported.
         """
         client = self._client
         orders = asyncio.create_task(self._stage.run(), name="stage-manager")
@@ -127,9 +126,7 @@ class Worker:
             await _cancel((joined, orders, failed))
 
     def ask_to_leave(self) -> bool:
-        """Ask to drain this worker, after which `run` returns. Returns False when no coordinator is
-        connected.
-        """
+        """Ask to drain this worker, which ends `run`. Returns False without a connection."""
         return self._client.ask_to_leave()
 
     @property
@@ -261,12 +258,10 @@ BAD_FLAG_EXIT_CODE = 2
 
 
 def run(config: WorkerConfig) -> int:
-    """Run a worker to its end, and return the exit code.
+    """Run a worker to its end; errors are one line on stderr.
 
-    Returns:
-        0 after leaving the cluster, 1 for an error, 2 when --memory exceeds the device's memory. The process
-            exits
-        with 3 when its device fails. Errors are one line on stderr.
+    Returns 0 after leaving, 1 for an error, 2 when --memory exceeds the device's; exits with 3 when the
+    device fails.
     """
     logs.configure(config.logs, "worker", worker=config.name)
     raise_file_limit()

@@ -112,10 +112,12 @@ class StageManager:
         observers: Sequence[StepObserver] = (),
         weights: WeightsVerifier | None = None,
     ) -> None:
-        """Args:
-        coordinator: Address of `Join` and of LAST's results, as this worker reaches it.
-        on_serving: Called with whether the coordinator serves requests with this stage, on each change.
-        wire_dtype: Overrides the coordinator's dtype for hidden states sent by this stage.
+        """Start without a stage.
+
+        Args:
+            coordinator: Address of `Join` and of LAST's results, as this worker reaches it.
+            on_serving: Called when the coordinator starts or stops serving with this stage.
+            wire_dtype: Overrides the coordinator's dtype for hidden states sent by this stage.
         """
         refused = RefusedPeers(time.monotonic)
         self.reference_access = ReferenceAccess(refused)
@@ -195,12 +197,7 @@ class StageManager:
             await self._end_session()
 
     async def accept(self, hello: stage_pb2.HopHello, *, host: str) -> EpochSession:
-        """Return the session for a peer's stream, once its epoch has begun on this stage.
-
-        Raises:
-            Overloaded, SecretMismatch, StaleStream, HandshakeMismatch: The stream is rejected; no state has
-                changed.
-        """
+        """The session for a peer's stream, once its epoch has begun. Raises ServingError without a change."""
         if hello.epoch > self._last_epoch:
             with self._early_streams.waiting(host):
                 await self._wait_begun(hello.epoch)
@@ -328,9 +325,7 @@ class StageManager:
         return session.epoch.number, loaded.executor.stats.num_steps
 
     async def _load(self, assignment: Assignment) -> None:
-        """End the previous stage, since both may not fit in memory, then load. The backend may keep shared
-        parts.
-        """
+        """End the previous stage, since both may not fit, then load; the backend may keep shared parts."""
         await self._end_session()
         self._loaded = None
         self._weights.begin_stage(None)

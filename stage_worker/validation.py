@@ -96,11 +96,7 @@ class StageSequence:
     num_computed: int | None = None
 
     def check(self, step_slice: StepSlice, *, valid_until: int) -> None:
-        """Check that `step_slice` continues this sequence. Raises StepFault.
-
-        A new sequence may begin anywhere within its `valid_until` cached tokens; later positions are strictly
-        consecutive.
-        """
+        """Raises StepFault unless the slice continues this sequence, or begins in its cached tokens."""
         if step_slice.generation != self.generation:
             raise StepFault(
                 StepFaultKind.SLICE_SET,

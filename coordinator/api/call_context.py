@@ -45,11 +45,7 @@ class TokenFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallContext:
-    """Caller of a request.
-
-    `client` identifies the caller for limits; `deadline_s` is on the given clock, or None. `span` is the
-    caller's span from its W3C trace headers.
-    """
+    """`client` identifies the caller for limits, `span` is from its W3C headers, `deadline_s` may be None."""
 
     client: str
     deadline_s: float | None

@@ -71,13 +71,7 @@ class GenerateDecoder:
             raise MessageTooLarge(f"the request has {len(data)} bytes, the limit is {self.max_bytes}")
 
     def decode(self, data: bytes) -> inference_pb2.GenerateRequest:
-        """Decode a message; takes up to 100 ms at the limit, see INLINE_BYTES.
-
-        Raises:
-            MessageTooLarge: The message has too many bytes, fields or entries.
-            InvalidRequest: The message has an unknown field, which would be ignored.
-            DecodeError: The bytes are not a GenerateRequest.
-        """
+        """Decode a message in at most 100 ms. Raises MessageTooLarge, InvalidRequest or DecodeError."""
         self.check_size(data)
         self._scan.check(data)
         return inference_pb2.GenerateRequest.FromString(data)

@@ -74,9 +74,7 @@ def accepted_of(
 def restored(
     journalled: JournalledRequest, model: ServedModel, place: Callable[[Priority, int], QueueOrder]
 ) -> Request:
-    """Recreate a journalled request, without its output. Raises InvalidRequest if it can no longer be
-    served.
-    """
+    """Recreate a journalled request, without its output. Raises InvalidRequest."""
     accepted = journalled.accepted
     request = make_request(
         inference_pb2.GenerateRequest.FromString(accepted.message),
@@ -99,9 +97,7 @@ TOKENIZER_THREADS = 2
 
 @dataclass(frozen=True, slots=True)
 class _Arrival:
-    """One Generate call: `number` in order of arrival; `is_large` if the message takes milliseconds to
-    parse.
-    """
+    """One Generate call; `number` is the order of arrival, `is_large` if parsing takes milliseconds."""
 
     message: inference_pb2.GenerateRequest
     caller: CallContext
@@ -124,11 +120,7 @@ class RequestHandler:
         priority_age_s: float,
         max_model_len: int | None = None,
     ) -> None:
-        """Args:
-        max_model_len: Longest accepted sequence, which also limits message sizes (default: the model's
-            limit).
-        priority_age_s: Waiting time worth one priority class.
-        """
+        """`max_model_len` (default: the model's) also limits messages; `priority_age_s` is worth a class."""
         self._engine = engine
         self._controller = controller
         self._model = model
@@ -142,11 +134,7 @@ class RequestHandler:
         self._tokenizers = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
 
     async def submit(self, data: bytes, caller: CallContext, attach_digest: bytes = b"") -> OutputStream:
-        """Validate and queue an encoded GenerateRequest, with the digest of its attach secret.
-
-        Raises InvalidRequest, RequestExists, Overloaded, JournalUnavailable, or ClusterUnavailable without
-        a pipeline in time.
-        """
+        """Validate and queue an encoded GenerateRequest. Raises ServingError."""
         with self._traces.nameless_arrival():
             message = await self._decode(data, caller)
             request_id, arrived_s = request_id_of(message), self._engine.now_s()
@@ -204,8 +192,8 @@ class RequestHandler:
         return request, resolved
 
     def resume(self, journalled: list[JournalledRequest]) -> int:
-        """Restore the requests of a former coordinator in order, before accepting others. Returns the number
-        of live ones.
+        """Restore a former coordinator's requests, before accepting others. Returns the number of live
+        ones.
         """
         return sum(self._restore(request) for request in journalled)
 

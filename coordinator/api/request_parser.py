@@ -33,9 +33,7 @@ MAX_BAD_WORD_TOKENS = 64
 MAX_BAD_WORD_CHARACTERS = 1024
 MAX_ENTRIES = 65_536
 MAX_ENTRIES_ENCODED_LATE = 512
-"""Limit for encoding biases and words per step; more are encoded here, off the event loop, once for all
-choices.
-"""
+"""Limit for encoding on each step; larger parameters are encoded once, off the event loop."""
 MAX_SEED = 2**64 - 1
 
 
@@ -50,10 +48,7 @@ class Vocabulary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResolvedSampling:
-    """Resolved generation parameters: `sampling` for the stages, others for the coordinator.
-
-    `stop_token_ids` end a sequence, and include end-of-sequence ids unless ignored.
-    """
+    """Resolved parameters; `stop_token_ids` include end-of-sequence ids unless ignored."""
 
     sampling: StepSampling
     stop_token_ids: frozenset[int]
@@ -254,9 +249,7 @@ def _most_prompt_logprobs(message: inference_pb2.SamplingParameters) -> int:
 
 
 def _check_weight(message: inference_pb2.SamplingParameters, sampling: StepSampling) -> None:
-    """Limit entries over all choices: every stage reads them one by one for each choice, delaying other
-    requests.
-    """
+    """Limit entries over all choices: every stage reads them one by one for each choice."""
     num_choices = _num_choices(message)
     num_entries = len(sampling.logit_bias) + sum(map(len, sampling.bad_words))
     if num_choices * num_entries > MAX_ENTRIES:
@@ -299,8 +292,8 @@ def request_id_of(request: inference_pb2.GenerateRequest) -> RequestId:
 def check_text_size(request: inference_pb2.GenerateRequest, model: ServedModel) -> None:
     """Reject a text that cannot fit before tokenizing it, which would take seconds per megabyte.
 
-    A token has at most as many bytes as the longest in the vocabulary. A tokenizer that folds white space
-    may drop some bytes, so `TEXT_SLACK` times as much is accepted.
+    A token has at most as many bytes as the longest in the vocabulary; `TEXT_SLACK` allows for folded
+    white space.
     """
     text = _text_codec(model, "token_ids", instead_of=f"a prompt of {request.WhichOneof('prompt')}")
     texts = [request.text, *(message.content for message in request.conversation.messages)]
@@ -372,11 +365,7 @@ def make_request(
     client: str,
     place: Callable[[Priority, int], QueueOrder],
 ) -> Request:
-    """Create the request; `place` assigns each choice's place in the queue. Without a plan, `max_tokens` is
-    unchecked.
-
-    Raises InvalidRequest for parameters out of range, and for a sequence that cannot fit.
-    """
+    """Create the request; `place` assigns each choice's place in the queue. Raises InvalidRequest."""
     prompt = resolved.prompt
     max_tokens = message.max_tokens if plan is None else _max_tokens(message, len(prompt), model, plan)
     generation = resolve_sampling(

@@ -19,9 +19,8 @@ _BESIDE = ("", "-wal", "-shm", "-journal")
 
 
 def create_private(path: Path) -> None:
-    """Create an empty file with mode 0600 for SQLite, if missing. Raises OSError.
-
-    SQLite's files beside it get the same mode, whatever the umask.
+    """Create an empty file with mode 0600, if missing; SQLite's other files get the same mode. Raises
+    OSError.
     """
     try:
         descriptor = os.open(
@@ -158,10 +157,8 @@ def open_database(path: Path, identity: ServedIdentity) -> OpenDatabase:
 
 
 def connect(path: Path, *, busy_timeout_s: float = 5.0) -> sqlite3.Connection:
-    """Connect in autocommit mode.
-
-    Commits survive the end of the process. The last ones may be lost in a power failure, but the file
-    stays consistent.
+    """Connect in autocommit mode; a power failure may lose the last commits, but keeps the file
+    consistent.
     """
     connection = sqlite3.connect(path, isolation_level=None, timeout=busy_timeout_s)
     connection.execute("PRAGMA synchronous = NORMAL")

@@ -66,8 +66,8 @@ class Checkpoints:
             self._running = self._thread.submit(self._checkpoint)
 
     def probe(self) -> Future[None]:
-        """Write and delete `PROBE_BYTES`, and empty the log, on the thread. The future raises sqlite3.Error
-        on failure.
+        """Write and delete `PROBE_BYTES`, and empty the log, on the thread. The future raises
+        sqlite3.Error.
         """
         self._running = None
         return self._thread.submit(self._probe)
@@ -106,9 +106,7 @@ class ReplayedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftBehind:
-    """Contents of a journal. Its log rows are [first_row, last_row]; numbers up to `last_row` are never
-    reused.
-    """
+    """Contents of a journal. Log rows are [first_row, last_row]; numbers up to `last_row` are not reused."""
 
     requests: list[ReplayedRequest]
     epoch: int
@@ -201,11 +199,7 @@ class _Known:
 
 
 class Journal:
-    """The only writer of the file.
-
-    `epoch` is the highest that a former coordinator began, 0 for none; `has_served` is whether any has
-    served.
-    """
+    """The only writer. `epoch` is the highest of former coordinators, 0 for none."""
 
     def __init__(self, path: Path, identity: ServedIdentity) -> None:
         """Open or create the journal at `path`. Raises JournalUnusable."""
@@ -344,10 +338,7 @@ class Journal:
             self._checkpoints.run_if_due(self._connection)
 
     def probe(self) -> Future[None]:
-        """Try to write on another thread; the future raises sqlite3.Error on failure.
-
-        Only to be called after a failed write, and before the next one.
-        """
+        """Try to write on another thread, after a failed write. The future raises sqlite3.Error."""
         return self._checkpoints.probe()
 
     def reconnect(self) -> None:

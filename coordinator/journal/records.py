@@ -53,10 +53,7 @@ class AcceptedRequest:
 
 @dataclass(slots=True)
 class Entry:
-    """Progress of one choice in one step. Not frozen, for speed: there is one per token.
-
-    `num_cached_tokens` and `num_restarts` are the sequence's current values.
-    """
+    """Progress of one choice in one step. Not frozen, for speed: there is one per token."""
 
     request_id: RequestId
     choice: int
@@ -84,9 +81,7 @@ class ChoiceProgress:
 
 @dataclass(slots=True, kw_only=True)
 class RequestProgress:
-    """Output of a request. `choices` has choices with any output, by index; `last_at` is its last step's
-    time, 0 for none.
-    """
+    """Output of a request; `choices` by index, `last_at` is the last step's time, 0 for none."""
 
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     choices: dict[int, ChoiceProgress] = field(default_factory=dict)

@@ -13,10 +13,9 @@ log = logging.getLogger(__name__)
 
 
 class JournalWriter:
-    """Writes immediately; after a failure, queues writes until a probe succeeds.
+    """Writes immediately, or, after a failure (`failure`), queues writes until a probe succeeds.
 
-    `failure` is the reason while the journal cannot be written, else None. The queue is bounded by the
-    number of distinct keys: a later write replaces an earlier one with the same key.
+    The queue is bounded by the number of distinct keys: a later write replaces an earlier one.
     """
 
     def __init__(self, journal: Journal, on_change: Callable[[], None], policy: RecoveryPolicy) -> None:

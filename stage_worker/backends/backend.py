@@ -27,10 +27,7 @@ class DeviceFailedInLoad(StageLoadError):
 
 
 class LoadProgress:
-    """Progress and cancellation of a load, shared between the event loop and the loader.
-
-    Counts bytes read from the checkpoint, not parts already in memory.
-    """
+    """Progress (in bytes read) and cancellation of a load, shared between event loop and loader."""
 
     def __init__(self) -> None:
         self.read_bytes = 0
@@ -96,11 +93,10 @@ class RanStep:
 
 
 class StageBackend(ABC):
-    """Loads a stage and runs its steps; one per worker. Calls must not overlap, but a load may be
-    cancelled.
+    """Loads a stage and runs its steps; calls must not overlap, but a load may be cancelled.
 
-    `on_device_failure` must be set before the first call. The event loop calls it, with the reason, when
-    this process can no longer compute.
+    The event loop calls `on_device_failure` when this process can no longer compute; set it before the
+    first call.
     """
 
     on_device_failure: Callable[[str], None]
@@ -150,10 +146,7 @@ class StageBackend(ABC):
         executor.verify_accounting()
 
     async def reference(self, request: ReferenceRequest, *, held_bytes: int) -> Reference:
-        """Compute a reference from the checkpoint, concurrently with steps. Raises ServingError.
-
-        `held_bytes` is the memory of the loaded stage.
-        """
+        """Compute a reference during steps; the stage holds `held_bytes`. Raises ServingError."""
         raise InvalidRequest("a mock stage has no weights to compute a reference from")
 
     async def project(self, handed_on: Sequence[TensorView]) -> bytes:

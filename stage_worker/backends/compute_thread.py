@@ -12,9 +12,8 @@ log = logging.getLogger(__name__)
 
 
 class StepWatchdog:
-    """Reports a hung step: one that still computes `timeout_s` after the coordinator gave it up.
-
-    Only the coordinator knows how long a step may take. Used from the event loop.
+    """Reports a step that still computes `timeout_s` after the coordinator, which knows its cost, gave it
+    up.
     """
 
     def __init__(self, timeout_s: float, on_hung: Callable[[str], None]) -> None:
@@ -23,8 +22,8 @@ class StepWatchdog:
         self._timer: asyncio.TimerHandle | None = None
 
     def expect(self, all_ended: "asyncio.Future[Any]") -> None:
-        """Set the future that ends with all current steps; the timeout counts from the oldest unfinished
-        one.
+        """Watch `all_ended`, a future for all current steps; the timeout counts from the oldest
+        unfinished.
         """
         if self._timer is None:
             loop = asyncio.get_running_loop()
@@ -57,10 +56,7 @@ class _Job:
 
 
 class ComputeThread:
-    """Owner of a stage's model, pages, pool and sequences; no other thread may access them.
-
-    A daemon thread, so that a process can exit while a checkpoint is being read.
-    """
+    """Owner of a stage's model, pages, pool and sequences; a daemon, so that a process can exit in a load."""
 
     def __init__(self, *, on_start: Callable[[], None] = lambda: None) -> None:
         """`on_start` runs first on the thread."""
@@ -70,10 +66,7 @@ class ComputeThread:
         self._thread.start()
 
     def submit(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> "asyncio.Future[T]":
-        """Run `function` after everything submitted before; the future has its result or exception.
-
-        Cancellation before its start skips it; once started, it runs to its end.
-        """
+        """Run `function` after everything submitted before; cancellation before its start skips it."""
         loop = asyncio.get_running_loop()
         job = _Job(lambda: function(*args, **kwargs), loop, loop.create_future())
         self._jobs.put(job)

@@ -1,7 +1,4 @@
-"""Contract between a worker and its stage computation, without torch.
-
-Times are on the clock of `time.monotonic`.
-"""
+"""Contract between a worker and its stage computation, without torch. Times are `time.monotonic`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -60,11 +57,7 @@ class HandedOn:
 
 @dataclass(slots=True)
 class StepTiming:
-    """Times of one step on one stage.
-
-    `hop_s` is the time from the sender's output to its first byte on this stage, None if the sender does
-    not report it.
-    """
+    """Times of one step on one stage; `hop_s` is from output to first byte, None if not reported."""
 
     began_s: float
     received_s: float
@@ -79,10 +72,7 @@ StageOutput = HandedOn | StepResult
 
 @dataclass(slots=True)
 class TimedOutput:
-    """An output with the times of all stages so far, empty where unknown.
-
-    `ready_at_us` is the completion time in microseconds of the coordinator's clock since 1970.
-    """
+    """An output with stage times; `ready_at_us` is on the coordinator's clock since 1970, in microseconds."""
 
     output: StageOutput
     stage_times: tuple[StageTime, ...]
@@ -91,9 +81,8 @@ class TimedOutput:
 
 
 class StepObserver:
-    """Observer of a stage's steps; all methods default to no-ops.
-
-    They run on the event loop, after the output has been sent, and must take microseconds only.
+    """Methods default to no-ops; they run on the event loop after sending, and must take microseconds
+    only.
     """
 
     def epoch_began(self, assignment: Assignment, epoch: int) -> None:

@@ -19,10 +19,7 @@ from wire.errors import StepFault, StepFaultKind
 
 
 class DeadlineClock:
-    """Schedule of one device: a step begins when it has arrived and the previous one has ended. Pure.
-
-    Counts from scheduled ends, not actual wake-ups, so that delays do not accumulate.
-    """
+    """Schedule of one device, step after step, from scheduled ends so that delays do not accumulate. Pure."""
 
     def __init__(self) -> None:
         self._free_at_s = 0.0
@@ -39,10 +36,7 @@ EARLY_S = 150e-6
 
 
 class Alarm:
-    """Calls back at a time on the clock of `time.monotonic`, within a few us where the system has timerfd.
-
-    Timers of event loops are rounded to milliseconds, which is too coarse for mock steps.
-    """
+    """Calls back within a few us by timerfd, where available: event loops round timers to milliseconds."""
 
     def __init__(self) -> None:
         """Must be created in the running event loop, which it belongs to."""

@@ -129,11 +129,7 @@ def _all_but(excluded: Collection[int], vocab_size: int) -> _Tier:
 
 
 def mock_token(token: int, position: int, *, vocab_size: int, eos_token_ids: Collection[int] = ()) -> int:
-    """The token that mock stages sample after `token` at this absolute position, never an end-of-sequence
-    token.
-
-    Raises ValueError for a vocabulary of end-of-sequence tokens only.
-    """
+    """Deterministic next token, never one of `eos_token_ids`. Raises ValueError if there is no other."""
     first = _first_choice(token, position, vocab_size=vocab_size)
     for offset in range(vocab_size):
         candidate = (first + offset) % vocab_size
@@ -147,14 +143,10 @@ def _first_choice(token: int, position: int, *, vocab_size: int) -> int:
 
 
 class MockCompute(StageCompute):
-    """Mock of one stage's layers: FIRST outputs zeros, others pass on their input, or zeros if dtypes
-    differ.
-    """
+    """Mock of one stage's layers: FIRST outputs zeros, others their input, or zeros if dtypes differ."""
 
     def __init__(self, assignment: Assignment, device: MockDevice | None = None) -> None:
-        """`device` defaults to one that never fails. Raises ValueError for an assignment without model
-        sizes.
-        """
+        """`device` defaults to one that never fails. Raises ValueError without model sizes."""
         shape = assignment.model_shape
         if not shape.hidden_size or not shape.vocab_size:
             raise ValueError(

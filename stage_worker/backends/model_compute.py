@@ -31,9 +31,7 @@ from wire.tensors import WireDType
 
 
 def are_finite(hidden: Tensor) -> bool:
-    """Whether all of `hidden` [tokens, hidden_size] are finite, by one sum; False also if the sum
-    overflows.
-    """
+    """Whether `hidden` [tokens, hidden_size] is finite, by one sum; False also if the sum overflows."""
     return math.isfinite(hidden.sum(dtype=torch.float32).item())
 
 
@@ -51,9 +49,8 @@ class FiniteStates:
         self._tainted.discard(sequence)
 
     def check_handed_on(self, step: Step, outgoing: Tensor, incoming: Callable[[], Tensor]) -> None:
-        """Raises StepFault if this stage produced the non-finite values.
-
-        `incoming` and `outgoing` are [tokens, hidden_size]; `incoming` is only computed when needed.
+        """Raises StepFault if this stage produced the non-finite values; both tensors are [tokens,
+        hidden_size].
         """
         if not are_finite(outgoing):
             # The begin of a prompt may be finite.
@@ -123,9 +120,8 @@ class ModelCompute(StageCompute):
         *,
         wire_dtype: WireDType | None = None,
     ) -> None:
-        """`pages` cover the layers of `model`; `grammars` is for a stage with the head.
-
-        Hidden states are sent in `wire_dtype` (default: the run dtype).
+        """`pages` cover the model's layers; `grammars` need the head; `wire_dtype` is that of sent hidden
+        states.
         """
         self.hidden_size = model.config.hidden_size
         self.vocab_size = model.config.vocab_size

@@ -102,10 +102,7 @@ def to_view(tensor: Tensor) -> TensorView:
 
 
 def from_view(view: TensorView, *, device: torch.device) -> Tensor:
-    """Tensor in the view's dtype; must not be modified.
-
-    On a CPU it shares the view's bytes, which it keeps alive, unless they are misaligned.
-    """
+    """Tensor over the view's bytes on a CPU, unless misaligned; must not be modified."""
     assert isinstance(view.dtype, DType), "rows with scales are for from_wire"
     raw = _raw(view)
     if raw.data_ptr() % view.dtype.size_bytes:

@@ -33,8 +33,8 @@ CPU = torch.device("cpu")
 
 
 class TorchBackend(StageBackend):
-    """Owner of the compute thread, and of a second thread for references, so that steps and loads never wait
-    for them.
+    """Owner of the compute thread and a second thread for references, which steps and loads never wait
+    for.
     """
 
     def __init__(self, config: WorkerConfig) -> None:

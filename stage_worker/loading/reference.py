@@ -105,9 +105,7 @@ class HeadSummary:
         ]
 
     def _logprobs(self) -> tuple[Tensor, Tensor]:
-        """[2, n, num_top] of the most likely tokens, and [2, n] of the following (or else most likely)
-        tokens.
-        """
+        """Of the most likely tokens [2, n, num_top], and of the following or else most likely ones [2, n]."""
         mass = self._highest + self._mass.log()
         following = torch.where(self._following < 0, self._top[..., 0], self._of_following)
         return self._top - mass[..., None], following - mass
@@ -151,12 +149,7 @@ class StreamedModel:
         wire_dtype: WireDType | None = None,
         on_progress: Callable[[float], None] = lambda _: None,
     ) -> None:
-        """Args:
-        dtype: Rounds the weights of both computations.
-        wire_dtype: Dtype of rounded hidden states between layers.
-        on_progress: Called with the fraction of computed layers, at least once per matrix; its exceptions
-            end the computation.
-        """
+        """`on_progress` receives the fraction of computed layers per matrix or more often; may raise."""
         self._checkpoint = checkpoint
         self._config = checkpoint.config
         self._dtype = TORCH_DTYPES[dtype]
@@ -166,10 +159,8 @@ class StreamedModel:
 
     @staticmethod
     def memory_bytes(checkpoint: Checkpoint, dtype: DType, lengths: Sequence[int]) -> int:
-        """Upper bound for texts of these lengths.
-
-        It covers a block of weights as read and in float32, a window of the file, and the tokens'
-        activations in a layer or for a block of the head.
+        """Upper bound, of a block of weights (as read and float32), a file window, and activations of the
+        tokens.
         """
         config = checkpoint.config
         width = max(config.hidden_size, config.intermediate_size, config.q_size)
@@ -194,10 +185,8 @@ class StreamedModel:
             yield hidden
 
     def logits(self, hidden: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first token, logits float32 [2, n, m]) per block of m consecutive tokens of the
-        vocabulary.
-
-        `hidden` [2, n, width] are the last hidden states. Raises like `load_tensors`.
+        """Yield (first token, logits float32 [2, n, m]) per block of m tokens, from the last hidden
+        states.
         """
         head = EMBEDDINGS if self._config.tie_word_embeddings else OUTPUT_HEAD
         normed = self._norm(hidden, FINAL_NORM)

@@ -44,9 +44,7 @@ log = logging.getLogger(__name__)
 
 
 class StageCache:
-    """Loaded parts, the stage made of them, and its tokenizer's grammar tables. Used by the compute thread
-    only.
-    """
+    """Loaded parts, the stage made of them, and grammar tables. Used by the compute thread only."""
 
     def __init__(self) -> None:
         self.parts = LoadedParts()
@@ -57,11 +55,7 @@ class StageCache:
         self._grammars_of: tuple[object, ...] | None = None
 
     def end_stage(self) -> None:
-        """Drop the loaded stage, but not its parts.
-
-        Collects garbage, because the exception of a failed step may keep everything it used in a reference
-        cycle.
-        """
+        """Drop the stage but not its parts; collects the reference cycles of a failed step's exception."""
         if self._compute is not None:
             self._compute.close()
         self._compute = None
@@ -97,10 +91,7 @@ class StageCache:
         self._grammars = self._grammars_of = None
 
     def grammars(self, checkpoint: Checkpoint) -> GrammarMasks:
-        """Return the grammar tables, for the stage with the head.
-
-        Builds them now, because that blocks the process; tables of an unchanged file are reused.
-        """
+        """Return the grammar tables, building them now, since that blocks the process, unless unchanged."""
         made_of = (
             stat_files(checkpoint.directory, [TOKENIZER_FILE]),
             checkpoint.config.vocab_size,
@@ -120,9 +111,7 @@ class StageCache:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerResources:
-    """The worker's device, memory budget and kernel choice; `model_directory` overrides the coordinator's
-    path.
-    """
+    """Device, memory budget and kernel choice; `model_directory` overrides the coordinator's path."""
 
     device: torch.device
     memory_bytes: int
@@ -142,10 +131,9 @@ def load_stage(
     progress: LoadProgress | None = None,
     cache: StageCache | None = None,
 ) -> LoadedStage:
-    """Load a stage on the compute thread, reusing the parts of `cache` that it shares.
+    """Load a stage on the compute thread, reusing the shared parts of `cache`. Raises StageLoadError.
 
-    Raises StageLoadError: no stage is loaded, and `cache` is empty, or, after a cancelled load, has the
-    complete parts.
+    After an error no stage is loaded; `cache` is empty, or keeps the complete parts of a cancelled load.
     """
     cache = cache or StageCache()
     if assignment.force_reload:
@@ -315,9 +303,7 @@ def _new_pages(assignment: Assignment, config: ModelConfig, device: torch.device
 
 
 def _warmup_budget_s(device: torch.device, *, has_warmed_up: bool) -> float:
-    """A GPU compiles kernels for each shape, which must be done before serving; a CPU only fills its caches,
-    and requests wait for a reloaded stage.
-    """
+    """GPUs compile kernels per shape, which must precede serving; CPUs only warm caches on a reload."""
     if device.type != "cpu":
         return 60.0
     return 0.1 if has_warmed_up else 1.0

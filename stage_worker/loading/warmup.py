@@ -26,10 +26,7 @@ _FIRST_CHUNK = 16
 
 
 def warm_up(executor: StepExecutor, assignment: Assignment, config: ModelConfig, *, budget_s: float) -> None:
-    """Run prefill chunks and decode batches of growing size, then reset the stage.
-
-    Ends with the largest sizes that the assignment allows, or after `budget_s`. Raises StepFault.
-    """
+    """Run chunks and batches up to the largest sizes or `budget_s`, then reset. Raises StepFault."""
     started = time.perf_counter()
     steps = _WarmupSteps(executor, assignment, config)
     for sizes, run in (

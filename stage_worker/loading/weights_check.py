@@ -15,9 +15,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedFrom:
-    """Origin of a stage's weights: `tensors` of a checkpoint, and the identities of its `files` at load
-    time.
-    """
+    """Origin of a stage's weights: `tensors` of a checkpoint, and identities of its `files`."""
 
     checkpoint: Checkpoint
     files: tuple[FileIdentity, ...]
@@ -25,10 +23,9 @@ class LoadedFrom:
 
 
 class WeightsVerifier:
-    """Verification level of the loaded stage's weights; a background task compares them.
+    """Verification level of the loaded weights, which a background task compares.
 
-    Files that differ are remembered while the process runs and the files stay unchanged, so that rejoining
-    does not serve them again.
+    Files that differ are remembered while unchanged, so that rejoining does not serve them again.
     """
 
     def __init__(self, cache: HashCache | None = None) -> None:
@@ -74,10 +71,7 @@ class WeightsVerifier:
             self._task = asyncio.create_task(check, name="weights-check")
 
     async def finding(self, *, fingerprint: str) -> cluster_pb2.WorkerMessage | None:
-        """Return the report of differing weights, for a new connection to a coordinator.
-
-        None if no weights differ, the files have changed, or the coordinator serves another fingerprint.
-        """
+        """The report of differing weights for a new connection; None for none, or another checkpoint."""
         finding = self._finding
         if finding is None or finding.source.checkpoint.fingerprint != fingerprint:
             return None

@@ -48,10 +48,7 @@ _FEWEST_ROWS = 4
 
 
 class DecoderStage:
-    """Layers [layer_begin, layer_end) of a model, optionally with the embeddings and the output head.
-
-    Holds weights only; keys and values are in the pages given to `forward`. Not thread-safe.
-    """
+    """Layers [layer_begin, layer_end), embeddings and head; weights only, without KV. Not thread-safe."""
 
     def __init__(
         self,
@@ -66,13 +63,7 @@ class DecoderStage:
         kernels: Kernels | None = None,
         choice: KernelChoice = KernelChoice.AUTO,
     ) -> None:
-        """Describe the stage; `load` allocates and fills the weights. `kernels` default to those of
-        `choice`.
-
-        Raises:
-            ValueError: The layer range is empty or outside the model.
-            KernelsUnavailable: The device or model does not support `choice`.
-        """
+        """Describe the stage; `load` fills it. Raises ValueError for bad layers, and KernelsUnavailable."""
         if not 0 <= layer_begin < layer_end <= config.num_layers:
             raise ValueError(
                 f"layers [{layer_begin}, {layer_end}) of a model with {config.num_layers} layers"
@@ -155,10 +146,7 @@ class DecoderStage:
 
     @torch.inference_mode()
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Hidden states [n, hidden_size] of `token_ids` int64 [n].
-
-        Raises ValueError for an id outside the vocabulary; ids already on a GPU are not checked.
-        """
+        """Hidden states [n, hidden_size] of ids int64 [n]. Raises ValueError for an invalid id on the CPU."""
         weight = self._loaded().embeddings
         assert weight is not None, "embed() on a stage without embeddings"
         if token_ids.device.type == "cpu" and token_ids.numel():
@@ -169,10 +157,7 @@ class DecoderStage:
 
     @torch.inference_mode()
     def forward(self, hidden: Tensor, step: StepLayout, pages: PagedKv) -> Tensor:
-        """Hidden states [n, hidden_size] after the stage's layers; stores keys and values in `pages`.
-
-        Does not modify `hidden`. Raises ValueError for a wrong shape or dtype.
-        """
+        """Hidden states [n, hidden_size] after the layers, which write `pages`. Raises ValueError."""
         expected = (step.num_tokens, self.config.hidden_size)
         if hidden.shape != expected or hidden.dtype != self.torch_dtype:
             given = f"{tuple(hidden.shape)} {hidden.dtype}"

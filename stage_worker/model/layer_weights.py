@@ -52,10 +52,7 @@ class PlainProjection:
 
 
 class PackedProjection:
-    """oneDNN's inner product with a weight reordered once (as in Inductor's freezing).
-
-    Sums products and residual in float32, and rounds once.
-    """
+    """oneDNN's product with a reordered weight; sums products and residual in float32, rounds once."""
 
     __slots__ = ("_bias", "_linear", "_linear_add", "_packed")
 

@@ -149,9 +149,7 @@ class Operations(Protocol):
     def decode(
         self, query: Tensor, output: Tensor, layer: int, view: DecodeView, step: StepLayout, pages: PagedKv
     ) -> None:
-        """Compute attention for the view's rows of `query` [n, heads, head_dim] into the same rows of
-        `output`.
-        """
+        """Attend from rows of `query` [n, heads, head_dim] into the same rows of `output`."""
 
     def gate(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up, [n, width], of concatenated gate and up [n, 2 * width]."""

@@ -19,10 +19,7 @@ from stage_worker.model.weights import ReadProgress, load_tensors
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NeededParts:
-    """Parts of a stage: `layers` by their numbers in the model, and embeddings and head.
-
-    `is_tied`: the output head is the embedding matrix.
-    """
+    """Layer numbers, embeddings and head of a stage; `is_tied` if the head is the embedding matrix."""
 
     layers: range
     has_embeddings: bool
@@ -52,10 +49,7 @@ class LoadedWeights:
 
 
 class LoadedParts:
-    """Complete parts, all with one origin. Used by one thread.
-
-    A tied head beside its embeddings is not packed, because embeddings are read by row.
-    """
+    """Complete parts with one origin, for one thread. A tied head beside its embeddings is not packed."""
 
     def __init__(self) -> None:
         self.origin: PartsOrigin | None = None
@@ -131,10 +125,7 @@ class PartsRead:
 
 
 class PartLoader:
-    """Loads the missing parts of one stage, one at a time.
-
-    At most one incomplete part is in memory, at most twice: as read and as packed.
-    """
+    """Loads the missing parts one at a time: at most one incomplete one is in memory, at most twice."""
 
     def __init__(
         self,
@@ -151,10 +142,7 @@ class PartLoader:
         self._kernels, self._new = kernels, new
 
     def load(self, progress: ReadProgress) -> PartsRead:
-        """Read the missing parts.
-
-        Raises like `load_tensors` and `progress`; the parts completed before stay loaded.
-        """
+        """Read the missing parts; raises like `load_tensors` and `progress`, keeping the complete ones."""
         missing = list(self._missing())
         names = [name for part in missing for name in part.tensors]
         num_bytes = sum(entry.end - entry.begin for entry in map(self._checkpoint.tensors.__getitem__, names))

@@ -32,10 +32,7 @@ class Rope:
         self._kept = self._compute(torch.arange(0, device=device))
 
     def cos_sin(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """cos and sin, [n, 1, head_dim] each, of n absolute positions.
-
-        The first half of `sin` is negated, as `rotate_` needs it.
-        """
+        """cos and sin of n positions, [n, 1, head_dim] each; the first half of `sin` is negated."""
         index = torch.from_numpy(np.array(positions, np.int64)).to(self._device)
         end = max(positions) + 1
         if end > _KEPT_POSITIONS:

@@ -1,7 +1,4 @@
-"""Data of a step that all layers share, computed once: KV writes and attention views.
-
-Masks are additive, 0 or -inf: SDPA converts a boolean mask on every call, that is, per layer.
-"""
+"""Data of a step that all layers share: KV writes and attention views. Masks are additive, 0 or -inf."""
 
 from __future__ import annotations
 
@@ -23,10 +20,7 @@ class PagedKv(Protocol):
     """Keys and values of a stage's layers, counted from 0, in pages of `block_size` slots."""
 
     def write(self, layer: int, tokens: Tensor, slots: Tensor) -> None:
-        """Store `tokens` [n, 2 * kv_heads, head_dim], key heads before value heads.
-
-        `slots` int64 [n] are page * block_size + offset.
-        """
+        """Store `tokens` [n, 2 * kv_heads, head_dim] (keys, values) in `slots` int64 [n]."""
 
     def store(self, layer: int) -> Tensor:
         """All pages, [num_blocks, 2, kv_heads, block_size, head_dim]."""
@@ -35,9 +29,8 @@ class PagedKv(Protocol):
         """Set `pages` int64 [p] to zero in all layers."""
 
     def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of `pages` int64 [b, p], [kv_heads, b, p * block_size, head_dim] each.
-
-        Valid until the next gather.
+        """Keys and values of `pages` int64 [b, p], [kv_heads, b, p * block_size, head_dim] each, until the
+        next gather.
         """
 
 
@@ -51,10 +44,7 @@ _SCORES_PER_BLOCK = 128 * 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ViewRules:
-    """Rules for building views.
-
-    `dtype` is the run dtype; a decode view gathers at most `max_keys` keys, except for a single sequence.
-    """
+    """Rules for views: the run dtype, and at most `max_keys` gathered keys beyond one sequence."""
 
     block_size: int
     dtype: torch.dtype
@@ -153,10 +143,7 @@ def _gathered_together(lengths: Sequence[int], rules: ViewRules) -> Iterator[lis
 
 
 def _similar(lengths: Sequence[int], *, shortest: int) -> list[list[int]]:
-    """Groups of indexes into `lengths`, longest first, in which none is below half of the longest.
-
-    Lengths below `shortest` count as `shortest`.
-    """
+    """Groups of indexes of similar lengths, longest first; lengths below `shortest` count as that."""
     groups: list[list[int]] = []
     longest = 0
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
@@ -174,9 +161,7 @@ def _decode_view(
     window: int | None,
     rules: ViewRules,
 ) -> DecodeView:
-    """One group, padded with the sequence's own first page, never another sequence's: a hidden key has weight
-    0 in the product, and 0 times a NaN is NaN.
-    """
+    """Pad with the sequence's own first page: another's NaN times weight 0 would be NaN."""
     width = max(len(pages) for _, pages in visible)
     padded: list[int] = []
     ranges = []
@@ -247,11 +232,7 @@ def _query_blocks(item: SliceLayout, first_key: int, window: int | None) -> Iter
 def _edges(
     queries: tuple[int, int], keys: tuple[int, int], window: int | None
 ) -> Iterator[tuple[int, Tensor]]:
-    """Masks for partly visible keys: those after the first query, and those outside the window of later
-    queries.
-
-    The two masks may overlap.
-    """
+    """Masks for partly visible keys, which may overlap: after the first query, and outside the window."""
     first_query, low = queries[0], keys[0]
     if queries[1] - first_query > 1:
         begin = first_query + 1

@@ -124,10 +124,7 @@ def _load_tensor(
 
 
 def _copy_window(stream: BinaryIO, begin: int, dtype: torch.dtype, destination: Tensor) -> None:
-    """Copy the file's elements from byte `begin` on into the whole of `destination`.
-
-    The mapping is copy-on-write because torch requires a writable buffer; it is never written.
-    """
+    """Copy elements from byte `begin` on. The mapping is copy-on-write only because torch wants it."""
     page_begin = begin - begin % mmap.ALLOCATIONGRANULARITY
     length = begin - page_begin + destination.numel() * dtype.itemsize
     mapped = mmap.mmap(stream.fileno(), length, offset=page_begin, access=mmap.ACCESS_COPY)

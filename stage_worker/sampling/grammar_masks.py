@@ -61,10 +61,7 @@ class _Sequence:
 
 
 class GrammarMasks:
-    """Grammars of one stage's sequences. Used by the compute thread; owns one background thread.
-
-    Methods ignore keys of sequences without a grammar. `apply` reports all problems, by row.
-    """
+    """Grammars of one stage's sequences, for the compute thread; `apply` reports problems, by row."""
 
     def __init__(
         self,
@@ -75,13 +72,7 @@ class GrammarMasks:
         pool: Executor | None = None,
         wait_s: float = MASK_WAIT_S,
     ) -> None:
-        """Does not read files yet.
-
-        Args:
-            directory: The checkpoint's, or None.
-            vocab_size: Width of the logits.
-            pool: Runs its work sequentially, in order.
-        """
+        """`directory` is the checkpoint's; `pool` must run its work in order, one at a time."""
         self._directory = directory
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
@@ -91,19 +82,12 @@ class GrammarMasks:
         self._sequences: dict[SequenceKey, _Sequence] = {}
 
     def load(self) -> str | None:
-        """Build the tokenizer's tables ahead of the first grammar. Returns why they cannot be built, or
-        None.
-
-        Holds the GIL for up to a second (see GrammarTokenizer.open), so call it while loading weights.
-        """
+        """Build the tokenizer's tables in up to a second with the GIL. Returns why it failed, or None."""
         error = self._pool.submit(self._opened).exception()
         return None if error is None else str(error)
 
     def start(self, record: StartRecord) -> str | None:
-        """Start the sequence's grammar in the background, after the generated tokens of the record.
-
-        Returns a problem that is immediately known; `apply` reports it too, and later ones.
-        """
+        """Start after the record's generated tokens, in the background. Returns a problem known at once."""
         self.end(record.sequence)
         if (spec := record.sampling.grammar) is None:
             return None

@@ -19,21 +19,14 @@ from wire.steps import StepSampling, TokenLogprobs
 
 
 def non_finite_rows(logits: Tensor) -> list[int]:
-    """Rows of `logits` [n, vocab_size] with a NaN or an infinity.
-
-    One pass suffices, since a finite sum implies finite elements; rows whose sum overflows are checked
-    again.
-    """
+    """Rows of `logits` [n, vocab_size] with a NaN or an infinity; overflowing sums are checked again."""
     suspects = torch.nonzero(~torch.isfinite(logits.sum(dim=-1))).flatten().tolist()
     return [row for row in suspects if not bool(torch.isfinite(logits[row]).all())]
 
 
 @dataclass(frozen=True, slots=True)
 class RowEntries:
-    """Entries of `scores` (contiguous [n, vocab_size]) at flat indices `index`, row by row.
-
-    `lengths` [len(rows)] are the numbers of entries per row.
-    """
+    """Entries of `scores` (contiguous [n, vocab_size]) at flat `index`, `lengths` [len(rows)] per row."""
 
     scores: Tensor
     index: Tensor
@@ -279,9 +272,7 @@ def penalise(
 
 
 def _repetition_penalised(values: Tensor, penalties: Tensor) -> Tensor:
-    """As in transformers' RepetitionPenaltyLogitsProcessor; large values stay finite under a small
-    penalty.
-    """
+    """As transformers' RepetitionPenaltyLogitsProcessor; finite for large values and small penalties."""
     limit = torch.finfo(values.dtype).max
     return torch.where(values < 0, values * penalties, values / penalties).clamp_(-limit, limit)
 

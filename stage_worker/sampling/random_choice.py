@@ -37,10 +37,7 @@ _SHIFT_30, _SHIFT_27, _SHIFT_31, _SHIFT_12 = (np.uint64(bits) for bits in (30, 2
 def uniforms(
     seeds: NDArray[np.uint64], choices: NDArray[np.uint64], positions: NDArray[np.uint64]
 ) -> NDArray[np.float64]:
-    """One float64 in the open interval (0, 1) per row of the three arrays [n].
-
-    Uses 52.5 bits: 0.0 and 1.0 cannot occur, even by rounding.
-    """
+    """One float64 in (0, 1) per row of the arrays [n]; 52.5 bits, so that rounding gives neither end."""
     words = _mixed(seeds + _GAMMA)
     words = _mixed((words ^ choices) + _GAMMA)
     words = _mixed((words ^ positions) + _GAMMA)
@@ -125,10 +122,7 @@ class Draw:
 
 
 def argmax_rows(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest value [n] of each row of `scores` [n, vocab_size], and the lowest id [n] with that value.
-
-    Computes the maxima of blocks first: torch finds a maximum much faster than its index.
-    """
+    """Row maxima [n] of `scores` [n, vocab_size], with their lowest ids [n]; maxima of blocks are faster."""
     width = _block_width(scores.shape[-1])
     blocks = scores.view(len(scores), -1, width)
     values, block = blocks.amax(dim=-1).max(dim=-1)
@@ -155,11 +149,7 @@ def uniform_samples(draws: Sequence[Draw], device: torch.device) -> Tensor:
 
 
 def inverse_cdf_sample(weights: Tensor, at: Tensor) -> Tensor:
-    """Column indices [n, 1] where the cumulative sum of `weights` (float64 [n, m]) first exceeds `at` times
-    the total.
-
-    `at` is [n, 1]. Columns of weight 0 are never chosen.
-    """
+    """First columns [n, 1] whose cumulative weight (float64 [n, m]) exceeds `at` [n, 1] times the total."""
     cumulative = weights.cumsum(dim=-1)
     totals = cumulative[:, -1:].contiguous()
     index = torch.searchsorted(cumulative, at * totals, right=True)
@@ -283,9 +273,8 @@ NUM_CANDIDATES = 256
 
 
 def choose_random(scores: Tensor, maxima: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Sample token ids [n] from `scores` float32 [n, vocab_size].
-
-    `maxima` [n] are the rows' largest values, all finite; temperatures are above 0.
+    """Token ids [n] from `scores` float32 [n, vocab_size] with finite row maxima [n] and temperatures above
+    0.
     """
     vocab_size, device = scores.shape[-1], scores.device
     tokens = torch.empty(len(draws), dtype=torch.int64, device=device)

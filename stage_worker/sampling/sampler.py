@@ -95,10 +95,7 @@ def _check_logprobs(sampling: StepSampling) -> None:
 
 @dataclass(slots=True)
 class SamplerState:
-    """Sampling state of one sequence; fields it does not use are None.
-
-    `problem` is why no token can be sampled; `prompt` is kept for scoring until the first decode step.
-    """
+    """`problem` is why no token can be sampled; `prompt` is kept until the first decode step."""
 
     sampling: StepSampling
     prompt: tuple[int, ...]
@@ -158,9 +155,8 @@ def choose_rows(
     draws: Sequence[Draw],
     forbid: Callable[[Tensor], None] | None = None,
 ) -> list[int | None]:
-    """The token of each row of `logits` (float32 [n, vocab_size], all finite); None if none is allowed.
-
-    `forbid` sets tokens that grammars disallow to -inf, in place.
+    """Token per row of finite `logits` float32 [n, vocab_size], or None; `forbid` applies grammars in
+    place.
     """
     scores = processed(logits, states, forbid)
     maxima, likeliest = argmax_rows(scores)
@@ -176,10 +172,7 @@ def choose_rows(
 def processed(
     logits: Tensor, states: Sequence[SamplerState], forbid: Callable[[Tensor], None] | None = None
 ) -> Tensor:
-    """Apply bias, penalties and masks to `logits` [n, vocab_size], in the order of docs/sampling.md.
-
-    Changes only rows that use them; returns `logits` itself if no row does.
-    """
+    """`logits` [n, vocab_size] after bias, penalties and masks (docs/sampling.md); itself if none apply."""
     if not any(state.edits_logits for state in states):
         return logits
     scores = logits.clone(memory_format=torch.contiguous_format)
@@ -243,9 +236,8 @@ MAX_BLOCK_ELEMENTS = 1 << 20
 
 
 class Sampler:
-    """Samples tokens on the stage with the head; owned by its executor, for one epoch.
-
-    A sequence's state is a function of its start record and of the tokens of its decode slices.
+    """Samples on the stage with the head, for one epoch; state follows from start records and decode
+    tokens.
     """
 
     def __init__(self, *, vocab_size: int, stage: int, grammars: GrammarMasks | None = None) -> None:
@@ -364,9 +356,7 @@ class Sampler:
     def _forbid(
         self, slices: Sequence[StepSlice], states: Sequence[SamplerState], problems: dict[int, str]
     ) -> Callable[[Tensor], None] | None:
-        """Return a function that applies the block's grammars and adds their problems, or None without
-        grammars.
-        """
+        """Function that applies the block's grammars and adds their problems; None without grammars."""
         grammars = self._grammars
         rows = [
             (row, slices[row].sequence)

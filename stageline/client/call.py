@@ -143,10 +143,7 @@ class StreamCursor:
         self._was_interrupted = True
 
     def check(self, output: GenerateOutput) -> GenerateOutput | None:
-        """Return the new part of the output, None if there is none.
-
-        Raises ServerError for missing or unexpectedly repeated output.
-        """
+        """New part of the output, or None. Raises ServerError for missing or repeated output."""
         position = self._position_of(output)
         if position.is_finished:
             self._check_is_repetition(output, position)
@@ -231,8 +228,7 @@ if TYPE_CHECKING:  # these classes are generic in the stubs only
 class RequestSpec:
     """A request to send, or, with `request` None, to attach to.
 
-    With `reattaches`, the client attaches again after a lost connection; otherwise only if the coordinator
-    has reported that the request is in its journal.
+    With `reattaches`, the client reattaches even if the coordinator has no journal.
     """
 
     request_id: str

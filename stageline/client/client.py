@@ -141,9 +141,9 @@ class Client:
         return await answer(stub.GetModel(inference_pb2.GetModelRequest(), timeout=_UNARY_TIMEOUT_S))
 
     async def drain(self, worker: str, *, token: str) -> None:
-        """Move the worker's layers to other workers and let it exit; return when it has left.
+        """Drain a worker with the operator `token`; return when it has left.
 
-        `token` is the coordinator's operator token. Raises WorkerNotFound or PermissionDenied.
+        Raises WorkerNotFound or PermissionDenied.
         """
         channel = await self._connection.ready(self._waits.connect_timeout_s)
         request = cluster_pb2.DrainRequest(worker=text("worker", worker))
@@ -153,10 +153,7 @@ class Client:
             raise WorkerNotFound(error.message) from None
 
     async def activity(self, *, after_step: int = 0, since_us: int = 0) -> telemetry_pb2.GetActivityResponse:
-        """Return the pipeline's activity of the last seconds.
-
-        Omits steps up to number `after_step`, and seconds before `since_us`.
-        """
+        """Recent activity without steps up to `after_step` and seconds before `since_us`."""
         channel = await self._connection.ready(self._waits.connect_timeout_s)
         stub = telemetry_pb2_grpc.TelemetryStub(channel)
         request = telemetry_pb2.GetActivityRequest(after_step=after_step, since_us=since_us)
@@ -176,9 +173,8 @@ class Client:
         return await answer(stub.ListTraces(request, timeout=_UNARY_TIMEOUT_S))
 
     async def trace(self, request_id: str) -> telemetry_pb2.GetTraceResponse:
-        """Return all spans of a request, by request id, its begin or end, or trace id.
-
-        Raises RequestNotFound without a match, and InvalidRequest for several.
+        """All spans of a request, by its id, an end of it, or trace id. Raises RequestNotFound,
+        InvalidRequest.
         """
         stub = await self._telemetry()
         request = telemetry_pb2.GetTraceRequest(request_id=text("request_id", request_id))

@@ -143,10 +143,7 @@ def _token_logprobs_from(entry: inference_pb2.TokenLogprobs) -> TokenLogprobs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """Complete output of one choice. `logprobs` and `prompt_logprobs` are None if not requested.
-
-    `prompt_logprobs` are the request's, and only on choice 0.
-    """
+    """Complete output of one choice; `prompt_logprobs` are only on choice 0."""
 
     request_id: str
     choice: int

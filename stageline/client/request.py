@@ -201,9 +201,7 @@ def _chat_message(message: object) -> inference_pb2.ChatMessage:
 
 
 class Priority(StrEnum):
-    """First come, first served within a class; waiting raises priority, which prevents starvation. Equal to
-    its text.
-    """
+    """First come, first served within a class; waiting raises priority. Equal to its text."""
 
     LOW = "low"
     NORMAL = "normal"
@@ -271,9 +269,7 @@ class GenerateOptions(TypedDict, total=False):
     request_id: str | None
     """UUIDv7 as text (default: created by the client)."""
     attach_secret: str | None
-    """Secret that other clients need for `attach` and `cancel`, see `stageline.new_attach_secret()` (default:
-    created and kept by the client).
-    """
+    """Secret for `attach` and `cancel` in other clients (default: created and kept by the client)."""
     timeout_s: float | None
     """Bounds the whole generation, including reattaching."""
 

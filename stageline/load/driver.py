@@ -220,10 +220,7 @@ class PreparedLoad:
             check_fits(each, self.model.max_sequence_tokens)
 
     async def warm_up(self) -> None:
-        """Send the warm-up requests concurrently, without counting them or sharing their cache entries.
-
-        Raises WarmupFailed.
-        """
+        """Send the warm-up requests concurrently, with a cache of their own. Raises WarmupFailed."""
         if not self.config.num_warmups:
             return
         spec = _warmup_spec(self.config)

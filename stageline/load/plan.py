@@ -50,10 +50,7 @@ class Arrivals:
         return np.concatenate(([0.0], np.cumsum(self._gaps_s(num_requests - 1, rng))))
 
     def within(self, duration_s: float, rng: np.random.Generator) -> npt.NDArray[np.float64]:
-        """Seconds from the first arrival to each later one before `duration_s`, in order.
-
-        Raises ValueError for more than MAX_REQUESTS.
-        """
+        """Arrival times before `duration_s` in seconds, in order. Raises ValueError above MAX_REQUESTS."""
         if math.isinf(self.rate_per_s):
             raise ValueError("an infinite rate needs a number of requests, not a duration")
         times_s = np.zeros(1)
@@ -165,9 +162,7 @@ def _clipped(distribution: ClippedLengths, bounds: str) -> ClippedLengths:
 
 
 class Purpose(IntEnum):
-    """Purposes with separate random streams, so that changing one part of a load does not change the
-    others.
-    """
+    """Purposes with random streams of their own, so that changing one leaves the others."""
 
     ARRIVALS = 0
     PROMPT_LENGTHS = 1

@@ -149,9 +149,7 @@ def check_plot(path: Path) -> None:
 
 
 def save_plot(run: LoadRun, title: str, path: Path) -> None:
-    """Plot TTFT and ITL as cumulative distributions, and output tokens per second and concurrency over
-    time.
-    """
+    """Plot TTFT and ITL distributions, throughput and concurrency."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=_SIZE_INCHES, layout="constrained")  # no window: rendered with Agg or as SVG

@@ -123,10 +123,7 @@ class Distribution:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """Latency limits in seconds for a good request; None is unlimited.
-
-    `itl_s` applies to the longest gap of a request, `tpot_s` to the mean per token. Raises ValueError.
-    """
+    """Latency limits in seconds, None for none; `itl_s` bounds the longest gap, `tpot_s` the mean."""
 
     ttft_s: float | None = None
     itl_s: float | None = None
@@ -267,10 +264,7 @@ NUM_INTERVALS = 100
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """Entry i of both lists covers the run's seconds from i * interval_s to (i + 1) * interval_s.
-
-    `concurrency` is the mean number of running requests.
-    """
+    """Entry i covers seconds [i * interval_s, (i + 1) * interval_s); concurrency is a mean."""
 
     interval_s: float
     output_tokens_per_s: list[float]

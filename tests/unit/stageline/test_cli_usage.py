@@ -105,7 +105,7 @@ from wire.tensors import ScaledDType
         ("bench serve --num-requests 5 --duration 5", "--num-requests and --duration exclude each other"),
         ("bench serve --num-requests 2000000", "number of requests 2000000 is not in [1, 1000000]"),
         ("bench serve --duration -1", "a duration of -1 s is not above 0"),
-        ("bench serve --duration 5 --request-rate inf", "at an infinite rate, a duration holds no certain"),
+        ("bench serve --duration 5 --request-rate inf", "an infinite rate needs a number of requests"),
         ("bench serve --request-rate 0", "a request rate of 0 per second is not above 0"),
         ("bench serve --request-rate nan", "a request rate of nan per second is not above 0"),
         ("bench serve --burstiness 0", "a burstiness of 0 is not above 0"),

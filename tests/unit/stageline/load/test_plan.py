@@ -102,12 +102,12 @@ def test_a_plan_that_does_not_fit_is_refused_with_the_numbers() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"duration_s": 3.0}, "a number of requests or a duration, and not both"),
-        ({"num_requests": None}, "a number of requests or a duration, and not both"),
+        ({"duration_s": 3.0}, "either a number of requests or a duration"),
+        ({"num_requests": None}, "either a number of requests or a duration"),
         ({"num_requests": 0}, "number of requests 0 is not in"),
         ({"num_requests": None, "duration_s": math.inf}, "duration of inf s"),
         ({"num_requests": None, "duration_s": -1.0}, "duration of -1 s"),
-        ({"num_prefix_groups": 0}, "0 groups of 5 shared tokens"),
+        ({"num_prefix_groups": 0}, "0 prefix groups of 5 tokens"),
         ({"shared_prefix_tokens": 0}, "3 prefix groups need a shared prefix"),
     ],
 )
