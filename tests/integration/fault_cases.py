@@ -197,7 +197,7 @@ FRAME_FAULTS = (
         "token-count",
         K.SLICE_SET,
         _with_slice(lambda part: replace(part, tokens=(1, 2))),
-        ("2 tokens", "says 1"),
+        ("2 tokens", "expects 1"),
     ),
     FrameFault("prefill-after-prefill", K.SLICE_SET, _with_slice(_as_prefill), ("start record",)),
     FrameFault("hidden-of-another-step", K.SLICE_SET, _of_another_step, ("in a frame of",)),
