@@ -274,4 +274,8 @@ def _first_mask(tokenizer: GrammarTokenizer, definition: str) -> bytes:
     matcher = tokenizer.matcher(definition)
     if matcher.warnings:
         raise GrammarError(f"would be enforced only in part: {' '.join(matcher.warnings)}")
-    return matcher.mask()
+    mask = matcher.mask()
+    # The library reports exhausted limits at the next token, and none while it computes the mask.
+    if first := int.from_bytes(mask, "little"):
+        matcher.consume([(first & -first).bit_length() - 1])
+    return mask

@@ -27,8 +27,11 @@ from checkpoint.grammar_tokenizer import TOKENIZER_FILE, GrammarError, GrammarMa
 from wire.ids import SequenceKey
 from wire.steps import GrammarSpec, StartRecord
 
-MASK_WAIT_S = 5.0
-"""Maximum wait of `apply` for masks, for all rows of a batch together."""
+MASK_WAIT_S = 1.5
+"""Limit of the time that `apply` waits for the masks of all rows of a step.
+
+Less than the coordinator's least step timeout, so that a slow grammar fails its own sequence, not the step.
+"""
 
 _SPREAD = torch.tensor(
     [[0.0 if octet >> bit & 1 else -torch.inf for bit in range(8)] for octet in range(256)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from tokenizers import Tokenizer
 from builtin_model import MODEL_DIRECTORY
 from checkpoint import Checkpoint
 from checkpoint.grammar_tokenizer import GrammarError, GrammarTokenizer
+from coordinator.recovery.policy import DEFAULT_POLICY
+from stage_worker.sampling.grammar_masks import MASK_WAIT_S
 from tests.unit.text.trained_tokenizers import byte_level, save_tokenizer, sentencepiece_like
 from text.grammars import MAX_DEFINITION_BYTES, GrammarCompiler, GrammarKind, UnusableGrammar
 
@@ -49,6 +52,22 @@ def accepts(directory: Path, kind: GrammarKind, texts: Sequence[str], output: st
     except GrammarError:
         return False
     return matcher.is_accepting
+
+
+def test_a_regular_expression_that_explodes_is_refused_at_once() -> None:
+    checkpoint = Checkpoint.open(MODEL_DIRECTORY)
+    compiler = new_compiler(
+        MODEL_DIRECTORY, checkpoint.eos_token_ids, vocab_size=checkpoint.config.vocab_size
+    )
+    compiler.compile(GrammarKind.REGEX, ["a"])  # builds the token tables
+    began_s = time.process_time()
+    with pytest.raises(UnusableGrammar, match="too many expressions"):
+        compiler.compile(GrammarKind.REGEX, ["(a{1000}){1000}"])
+    assert time.process_time() - began_s < MASK_WAIT_S
+
+
+def test_a_slow_mask_fails_before_its_step_counts_as_lost() -> None:
+    assert DEFAULT_POLICY.min_step_timeout_s > MASK_WAIT_S
 
 
 def test_a_grammar_that_cannot_begin_is_refused(tmp_path: Path) -> None:
