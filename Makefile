@@ -50,6 +50,7 @@ lint: venv
 	@$(BIN)/lint-imports > $(VENV)/lint-imports.log || { cat $(VENV)/lint-imports.log; exit 1; }
 	@$(BIN)/mypy
 	@$(BIN)/vulture
+	@$(BIN)/python tools/house.py --no-trace --check
 
 bench: venv
 	@$(BIN)/python -m bench $(BENCH)

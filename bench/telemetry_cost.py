@@ -28,7 +28,7 @@ from coordinator.engine.admission import AdmissionLimits
 from coordinator.engine.engine import Engine
 from coordinator.engine.observer import EngineObserver, Observers
 from coordinator.observability.facts import FactRecorder
-from coordinator.observability.metrics import PipelineMetrics, RequestMetrics, WorkerMetrics
+from coordinator.observability.metrics import PipelineMetrics, RequestMetrics, WorkerMetricsStore
 from coordinator.observability.request_traces import RequestTraces
 from coordinator.recovery.policy import DEFAULT_POLICY
 from coordinator.scheduler.batch import SequenceUpdate
@@ -311,7 +311,7 @@ def _median_us(action: Callable[[], object], rounds: int) -> float:
 
 def scrape_us(num_workers: int) -> tuple[float, float, float, int]:
     """Time to take a worker's export, of a snapshot and of the text; and the text's size in bytes."""
-    kept = WorkerMetrics(lambda: {f"w{index}" for index in range(num_workers)})
+    kept = WorkerMetricsStore(lambda: {f"w{index}" for index in range(num_workers)})
     for index in range(num_workers):
         resource = Resource({"service.name": Process.WORKER.value, "service.instance.id": f"w{index}"})
         request = export_request(_worker_registry(index).snapshot(1), resource)

@@ -86,10 +86,8 @@ class ActiveSequence:
         self.max_output_tokens = max_output_tokens
         self._max_len = self.num_prompt_tokens + max_output_tokens
         self._new_id = new_id
-        self._always_private_from = None if prefix_caching else 0
-        self._chain = BlockChain(
-            block_size=block_size, salt=salt, private_from=self._always_private_from, new_id=new_id
-        )
+        private_from = self._always_private_from = None if prefix_caching else 0
+        self._chain = BlockChain(block_size=block_size, salt=salt, private_from=private_from, new_id=new_id)
         # The block after the chain: allocated if the sequence is up to date, planned if it is catching up.
         self._partial: PartialBlock | None = None
         self._num_allocated = 0

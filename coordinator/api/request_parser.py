@@ -368,13 +368,7 @@ def make_request(
     """Create the request; `place` assigns each choice's place in the queue. Raises InvalidRequest."""
     prompt = resolved.prompt
     max_tokens = message.max_tokens if plan is None else _max_tokens(message, len(prompt), model, plan)
-    generation = resolve_sampling(
-        message.sampling,
-        _vocabulary(model),
-        max_tokens=max_tokens,
-        bad_words=resolved.bad_words,
-        grammar=resolved.grammar,
-    )
+    generation = _sampling_of(message, resolved, model, max_tokens)
     keep_s, priority = _keep_s(message), _priority(message)
     sequences = [
         Sequence(
@@ -398,6 +392,18 @@ def make_request(
         keep_s=keep_s,
         num_top_prompt_logprobs=generation.num_top_prompt_logprobs,
         num_top_echoed=generation.num_top_echoed,
+    )
+
+
+def _sampling_of(
+    message: inference_pb2.GenerateRequest, resolved: Resolved, model: ServedModel, max_tokens: int
+) -> ResolvedSampling:
+    return resolve_sampling(
+        message.sampling,
+        _vocabulary(model),
+        max_tokens=max_tokens,
+        bad_words=resolved.bad_words,
+        grammar=resolved.grammar,
     )
 
 

@@ -260,7 +260,7 @@ class _Kept:
     seen_s: float
 
 
-class WorkerMetrics:
+class WorkerMetricsStore:
     """The last export of each connected worker, and for a while of disconnected ones."""
 
     def __init__(self, known: Callable[[], Collection[str]]) -> None:
@@ -321,14 +321,14 @@ class CoordinatorMetrics:
         self._memory = self._registry.number(definitions.RESIDENT_MEMORY).of()
         self._failed_exports = self._registry.number(definitions.FAILED_EXPORTS)
         self._export: CollectorExport | None = None
-        self._workers: WorkerMetrics | None = None
+        self._workers: WorkerMetricsStore | None = None
 
     def watch(
         self, engine: Engine, controller: Controller, *, num_dropped_spans: Callable[[], int] = lambda: 0
     ) -> None:
         """Read gauges from these two. Call once."""
         Gauges(self._registry, engine, controller, num_dropped_spans)
-        self._workers = WorkerMetrics(lambda: controller.connections)
+        self._workers = WorkerMetricsStore(lambda: controller.connections)
         self._registry.read_with(lambda: self.pipeline.read(engine.now_s()))
         self._registry.read_with(self._read)
 

@@ -75,7 +75,7 @@ class _HeldSpan:
     error: str | None
 
 
-class RequestTrace:
+class RequestTraceRecorder:
     """The trace of one request, created when its call arrives, which also decides whether it is sampled.
 
     A preemption, a recovery or an error makes an unsampled request recorded, with the spans held until then.
@@ -300,7 +300,7 @@ REQUEUED = "requests that may be why a worker was lost run alone"
 class _Owner:
     """The request and choice of a sequence."""
 
-    trace: RequestTrace
+    trace: RequestTraceRecorder
     choice: ChoiceTrace
     sequence: Sequence
 
@@ -330,7 +330,7 @@ class RequestTraces(EngineObserver):
     @contextmanager
     def arrival(
         self, request_id: RequestId, parent: SpanContext | None, arrived_s: float
-    ) -> Iterator[RequestTrace]:
+    ) -> Iterator[RequestTraceRecorder]:
         """Context in which a call becomes a request. An error in it ends the trace."""
         trace = self._new_trace(parent, arrived_s)
         try:
@@ -354,12 +354,14 @@ class RequestTraces(EngineObserver):
             self._on_refusal(error)
             raise
 
-    def resumed(self, traceparent: str, caller_traceparent: str, arrived_s: float) -> RequestTrace | None:
+    def resumed(
+        self, traceparent: str, caller_traceparent: str, arrived_s: float
+    ) -> RequestTraceRecorder | None:
         """The trace of a restored request, continued under the same span; None without a traceparent."""
         begun = parse_traceparent(traceparent)
         if begun is None:
             return None
-        return RequestTrace(
+        return RequestTraceRecorder(
             self._recorder,
             begun.trace_id,
             parse_traceparent(caller_traceparent),
@@ -372,7 +374,7 @@ class RequestTraces(EngineObserver):
         trace = request.trace
         if trace is None:
             trace = request.trace = self._new_trace(None, now_s)
-        assert isinstance(trace, RequestTrace), "another tracer created the trace"
+        assert isinstance(trace, RequestTraceRecorder), "another tracer created the trace"
         trace.accept(len(request.choices), now_s)
         for choice, state in zip(request.choices, trace.choices, strict=True):
             if choice.sequence.state.is_live:
@@ -466,17 +468,17 @@ class RequestTraces(EngineObserver):
         trace = request.trace
         for choice in request.choices:
             self._live.pop(choice.sequence.key, None)
-        if isinstance(trace, RequestTrace):
+        if isinstance(trace, RequestTraceRecorder):
             text = None if error is None else _text(error)
             trace.end(self._attributes(request, trace, error, now_s), text, now_s)
 
-    def _new_trace(self, parent: SpanContext | None, arrived_s: float) -> RequestTrace:
+    def _new_trace(self, parent: SpanContext | None, arrived_s: float) -> RequestTraceRecorder:
         trace_id = new_trace_id() if parent is None else parent.trace_id
         sampled = is_sampled(self._sampler, trace_id, parent, SpanName.GENERATE)
-        return RequestTrace(self._recorder, trace_id, parent, is_sampled=sampled, arrived_s=arrived_s)
+        return RequestTraceRecorder(self._recorder, trace_id, parent, is_sampled=sampled, arrived_s=arrived_s)
 
     def _attributes(
-        self, request: Request, trace: RequestTrace, error: ServingError | None, now_s: float
+        self, request: Request, trace: RequestTraceRecorder, error: ServingError | None, now_s: float
     ) -> Attributes:
         sequences = [choice.sequence for choice in request.choices]
         sampling = sequences[0].sampling
@@ -503,7 +505,7 @@ class RequestTraces(EngineObserver):
         return attributes
 
 
-def _mark(trace: RequestTrace, sequence: Sequence) -> None:
+def _mark(trace: RequestTraceRecorder, sequence: Sequence) -> None:
     """Make stages record spans of a sequence from its next start on, if its request is recorded."""
     sequence.traceparent = format_traceparent(trace.context) if trace.is_recorded else ""
 

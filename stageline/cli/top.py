@@ -115,14 +115,14 @@ _WIDE = 110
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class TopFrame:
     """Status and activity of one moment."""
 
     status: cluster_pb2.GetStatusResponse
     activity: telemetry_pb2.GetActivityResponse
 
 
-def top_view(frame: Frame, *, width: int, height: int | None = None) -> RenderableType:
+def top_view(frame: TopFrame, *, width: int, height: int | None = None) -> RenderableType:
     """The view in `width` columns; with a `height`, as many requests as fit."""
     rows = pipeline_rows(frame.activity, width=width)
     above: list[RenderableType] = [
@@ -146,7 +146,7 @@ def _summary(activity: telemetry_pb2.GetActivityResponse) -> Text:
     return Text(activity.summary, style="bold yellow" if slow else "")
 
 
-def _figures(frame: Frame, *, width: int) -> Table:
+def _figures(frame: TopFrame, *, width: int) -> Table:
     rates, counts = frame.activity.rates, frame.status.requests
     table = Table.grid(padding=(0, 2))
     spark_width = max(8, min(60, width - 62))
@@ -220,7 +220,7 @@ def _staged(status: cluster_pb2.GetStatusResponse) -> list[cluster_pb2.WorkerSta
     return sorted((each for each in status.workers if each.HasField("stage")), key=lambda each: each.stage)
 
 
-def _stages(frame: Frame, *, width: int) -> Table:
+def _stages(frame: TopFrame, *, width: int) -> Table:
     is_wide = width >= _WIDE
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", show_edge=False, padding=0, pad_edge=False)
     for name in ("Stage", "Worker", "Layers"):
@@ -320,9 +320,9 @@ def top(
     return 0
 
 
-async def _read(client: Client) -> Frame:
+async def _read(client: Client) -> TopFrame:
     status, activity = await asyncio.gather(client.status(), client.activity())
-    return Frame(status, activity)
+    return TopFrame(status, activity)
 
 
 async def _show_once(coordinator: str, console: Console) -> None:

@@ -13,7 +13,7 @@ from stageline.client.client import Client
 from stageline.client.errors import ServerError, StagelineError
 from stageline.client.output import GenerateOutput
 from stageline.load.plan import Arrivals, LoadSpec, PlannedRequest, Prompts, check_fits, make_plan
-from stageline.load.results import INTERRUPTED, OK, Limits, LoadRun, RequestRecord, Tally
+from stageline.load.results import INTERRUPTED, OK, Limits, LoadRun, MeasuredRequest, Tally
 from stageline_rpc.v1 import inference_pb2
 from wire.ids import id_text, new_request_id
 
@@ -35,7 +35,7 @@ class Driver:
         self._prepare = prepare
         self._slots = None if max_concurrency is None else asyncio.Semaphore(max_concurrency)
         self.tally = Tally()
-        self._records: list[RequestRecord] = []
+        self._records: list[MeasuredRequest] = []
         self._ahead: deque[tuple[PlannedRequest, Outputs]] = deque()
         self._begin_s = time.perf_counter()
         self._sending: asyncio.Task[None] | None = None
@@ -91,7 +91,7 @@ class Driver:
             await asyncio.sleep(time_s - self._now_s())  # a timer may fire slightly early
 
     async def _serve(self, planned: PlannedRequest, outputs: Outputs) -> None:
-        record = RequestRecord(planned=planned)
+        record = MeasuredRequest(planned=planned)
         self._records.append(record)
         self.tally.num_due += 1
         try:
@@ -104,7 +104,7 @@ class Driver:
             record.ended_s = self._now_s()
 
     @asynccontextmanager
-    async def _slot(self, record: RequestRecord) -> AsyncIterator[None]:
+    async def _slot(self, record: MeasuredRequest) -> AsyncIterator[None]:
         due_s = self._now_s()
         if self._slots is None:
             record.sent_s = due_s
@@ -115,7 +115,7 @@ class Driver:
             record.slot_wait_s = record.sent_s - due_s
             yield
 
-    async def _run(self, record: RequestRecord, outputs: Outputs) -> None:
+    async def _run(self, record: MeasuredRequest, outputs: Outputs) -> None:
         self.tally.num_running += 1
         try:
             await self._receive(record, outputs)
@@ -126,7 +126,7 @@ class Driver:
         finally:
             self.tally.num_running -= 1
 
-    async def _receive(self, record: RequestRecord, outputs: Outputs) -> None:
+    async def _receive(self, record: MeasuredRequest, outputs: Outputs) -> None:
         async with aclosing(outputs):
             async for output in outputs:
                 self._take(record, output)
@@ -134,7 +134,7 @@ class Driver:
             raise ServerError(f"received {record.num_tokens} tokens, expected {record.planned.output_tokens}")
         record.status = OK
 
-    def _take(self, record: RequestRecord, output: GenerateOutput) -> None:
+    def _take(self, record: MeasuredRequest, output: GenerateOutput) -> None:
         if num_tokens := len(output.token_ids):
             record.message_times_s.append(self._now_s())
             record.message_tokens.append(num_tokens)

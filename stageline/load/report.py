@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stageline.load.driver import LoadConfig
-from stageline.load.results import Distribution, Limits, LoadRun, RequestRecord, Summary, Tally, timeline
+from stageline.load.results import Limits, LoadRun, MeasuredRequest, SampleSummary, Summary, Tally, timeline
 from stageline.version import VERSION
 from stageline_rpc.v1 import inference_pb2
 
@@ -106,7 +106,7 @@ def json_report(
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def _record_facts(record: RequestRecord, limits: Limits) -> dict[str, object]:
+def _record_facts(record: MeasuredRequest, limits: Limits) -> dict[str, object]:
     planned = asdict(record.planned)
     seen = asdict(record)
     del seen["planned"]
@@ -267,7 +267,7 @@ def _describe_generator(summary: Summary) -> str:
     return f"{sent}; {summary.cpu_share:.0%} of a core"
 
 
-def _describe_lag(lag_s: Distribution) -> str:
+def _describe_lag(lag_s: SampleSummary) -> str:
     return f"sent late by {_ms(lag_s.p99)} ms (p99), {_ms(lag_s.max)} ms (max)"
 
 
@@ -281,7 +281,7 @@ def _latency_table(summary: Summary) -> Table:
     return table
 
 
-def _latencies(summary: Summary) -> Iterator[tuple[str, Distribution | None]]:
+def _latencies(summary: Summary) -> Iterator[tuple[str, SampleSummary | None]]:
     yield "TTFT", summary.ttft_s
     yield "ITL", summary.itl_s
     yield "TPOT", summary.tpot_s
@@ -290,7 +290,7 @@ def _latencies(summary: Summary) -> Iterator[tuple[str, Distribution | None]]:
         yield "Wait to be sent", summary.slot_wait_s
 
 
-def _cells(values: Distribution | None) -> tuple[str, ...]:
+def _cells(values: SampleSummary | None) -> tuple[str, ...]:
     if values is None:
         return (_NOTHING,) * 7
     shown = (values.mean, values.p50, values.p90, values.p95, values.p99, values.max)

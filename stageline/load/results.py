@@ -17,7 +17,7 @@ INTERRUPTED = "INTERRUPTED"
 
 
 @dataclass(kw_only=True, slots=True)
-class RequestRecord:
+class MeasuredRequest:
     """One due request. Times are seconds from the load's begin, when the first request was due.
 
     `slot_wait_s` is the wait for the concurrency limit, during which `sent_s` is None.
@@ -98,7 +98,7 @@ class LoadRun:
     last request ended or the interruption. `cpu_s` is the load generator's processor time.
     """
 
-    records: tuple[RequestRecord, ...]
+    records: tuple[MeasuredRequest, ...]
     num_planned: int
     duration_s: float
     cpu_s: float
@@ -109,7 +109,7 @@ PERCENTILES = (50, 90, 95, 99)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Distribution:
+class SampleSummary:
     """Statistics of `num_samples` values; percentiles are linearly interpolated (numpy's "linear")."""
 
     num_samples: int
@@ -139,7 +139,7 @@ class Limits:
     def are_given(self) -> bool:
         return any(limit is not None for limit in (self.ttft_s, self.itl_s, self.tpot_s, self.e2e_s))
 
-    def are_met(self, record: RequestRecord) -> bool:
+    def are_met(self, record: MeasuredRequest) -> bool:
         """Whether the request has completed within all limits, inclusive."""
         return record.is_complete and all(
             limit_s is None or measured_s is None or measured_s <= limit_s
@@ -181,12 +181,12 @@ class Summary:
     mean_concurrency: float
     max_concurrency: int
     tokens_per_message: float | None
-    ttft_s: Distribution | None
-    itl_s: Distribution | None
-    tpot_s: Distribution | None
-    e2e_s: Distribution | None
-    lag_s: Distribution | None
-    slot_wait_s: Distribution | None
+    ttft_s: SampleSummary | None
+    itl_s: SampleSummary | None
+    tpot_s: SampleSummary | None
+    e2e_s: SampleSummary | None
+    lag_s: SampleSummary | None
+    slot_wait_s: SampleSummary | None
     cpu_share: float
 
 
@@ -227,13 +227,13 @@ def summarize(run: LoadRun, limits: Limits) -> Summary:
     )
 
 
-def distribution(values: Iterable[float | None]) -> Distribution | None:
+def distribution(values: Iterable[float | None]) -> SampleSummary | None:
     """Statistics of the values that are not None; None without any."""
     samples = np.array([value for value in values if value is not None], dtype=np.float64)
     if not samples.size:
         return None
     p50, p90, p95, p99 = np.percentile(samples, PERCENTILES, method="linear").tolist()
-    return Distribution(
+    return SampleSummary(
         num_samples=samples.size,
         mean=float(samples.mean()),
         p50=p50,

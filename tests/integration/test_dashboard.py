@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 from rich.console import Console
 
-from stageline.cli.top import Frame, top_view
+from stageline.cli.top import TopFrame, top_view
 from stageline.client.errors import Cancelled
 from stageline_rpc.v1 import telemetry_pb2
 from tests.integration.asks import mixed_asks
@@ -89,7 +89,7 @@ async def test_a_stage_made_slow_on_purpose_is_named_everywhere() -> None:
         over_http = await get(cluster, "api/activity")
         assert over_http["slowest"] == 2
         assert over_http["summary"].startswith("Stage 2 (w2) is the slowest: ")
-        frame = Frame(await cluster.client.status(), await cluster.client.activity())
+        frame = TopFrame(await cluster.client.status(), await cluster.client.activity())
         for width in (80, 120):
             console = Console(width=width, record=True, file=StringIO())
             console.print(top_view(frame, width=width))

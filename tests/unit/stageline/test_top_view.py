@@ -7,7 +7,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from stageline.cli.top import Frame, bar, format_duration, format_rate, top_view
+from stageline.cli.top import TopFrame, bar, format_duration, format_rate, top_view
 from stageline_rpc.v1 import cluster_pb2, telemetry_pb2
 
 DECODE, PREFILL = telemetry_pb2.STEP_KIND_DECODE, telemetry_pb2.STEP_KIND_PREFILL
@@ -22,7 +22,7 @@ def shown(
     height: int | None = None,
 ) -> str:
     console = Console(width=width, file=StringIO(), record=True)
-    console.print(top_view(Frame(status, activity), width=width, height=height))
+    console.print(top_view(TopFrame(status, activity), width=width, height=height))
     return console.export_text()
 
 

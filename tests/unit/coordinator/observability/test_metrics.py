@@ -10,7 +10,7 @@ from coordinator.observability.activity import ActivityRecorder, pipeline_load
 from coordinator.observability.metrics import (
     KEPT_S,
     MAX_BYTES,
-    WorkerMetrics,
+    WorkerMetricsStore,
     request_state,
     worker_states,
 )
@@ -289,7 +289,7 @@ def export(name: str, stage: str = "0", service: str = "stageline-worker") -> Ex
     return export_request(worker_snapshot(stage), resource)
 
 
-def busy_stages(workers: WorkerMetrics) -> dict[str, list[tuple[str, ...]]]:
+def busy_stages(workers: WorkerMetricsStore) -> dict[str, list[tuple[str, ...]]]:
     """Labels of the busy time, by worker."""
     return {
         worker: list(exported_values(message, Process.WORKER)[definitions.BUSY_TIME.name])
@@ -298,7 +298,7 @@ def busy_stages(workers: WorkerMetrics) -> dict[str, list[tuple[str, ...]]]:
 
 
 def test_the_last_of_each_worker_counts() -> None:
-    workers = WorkerMetrics(lambda: {"w0", "w1"})
+    workers = WorkerMetricsStore(lambda: {"w0", "w1"})
     for name, stage in (("w1", "1"), ("w0", "0"), ("w0", "2")):
         assert workers.take(export(name, stage), 0.0) == 0
     found = busy_stages(workers)
@@ -312,13 +312,13 @@ def test_the_last_of_each_worker_counts() -> None:
     ids=["unknown", "nameless", "another service"],
 )
 def test_strangers_are_refused(request_: ExportMetricsServiceRequest) -> None:
-    workers = WorkerMetrics(lambda: {"w0"})
+    workers = WorkerMetricsStore(lambda: {"w0"})
     assert workers.take(request_, 0.0) == NUM_POINTS
     assert workers.last() == {}
 
 
 def test_too_much_is_refused() -> None:
-    workers = WorkerMetrics(lambda: {"w0"})
+    workers = WorkerMetricsStore(lambda: {"w0"})
     request = export("w0")
     request.resource_metrics[0].schema_url = "x" * MAX_BYTES
     assert workers.take(request, 0.0) == NUM_POINTS
@@ -326,7 +326,7 @@ def test_too_much_is_refused() -> None:
 
 def test_there_is_room_for_so_many_workers() -> None:
     names = {f"w{index}" for index in range(definitions.WORKER.num_values + 1)}
-    workers = WorkerMetrics(lambda: names)
+    workers = WorkerMetricsStore(lambda: names)
     refused = [workers.take(export(name), 0.0) for name in sorted(names)]
     assert refused == [0] * definitions.WORKER.num_values + [NUM_POINTS]
     assert workers.take(export("w0"), 0.0) == 0
@@ -334,7 +334,7 @@ def test_there_is_room_for_so_many_workers() -> None:
 
 def test_who_has_left_is_shown_for_a_while() -> None:
     here = {"w0", "w1"}
-    workers = WorkerMetrics(lambda: here)
+    workers = WorkerMetricsStore(lambda: here)
     for name in ("w0", "w1"):
         workers.take(export(name), 0.0)
     workers.forget_old(1000.0)

@@ -1,7 +1,7 @@
 """Runs that were never driven, for tests of what is made of them."""
 
 from stageline.load.plan import PlannedRequest
-from stageline.load.results import OK, LoadRun, RequestRecord
+from stageline.load.results import OK, LoadRun, MeasuredRequest
 
 
 def planned(index: int, *, due_s: float = 0.0, prompt: int = 10, output: int = 3) -> PlannedRequest:
@@ -16,9 +16,9 @@ def record(
     due_s: float = 0.0,
     sent_s: float | None = None,
     status: str = OK,
-) -> RequestRecord:
+) -> MeasuredRequest:
     """One request whose messages came at these times with so many tokens each; it ends with the last one."""
-    return RequestRecord(
+    return MeasuredRequest(
         planned=planned(index, due_s=due_s, output=sum(count for _, count in messages)),
         sent_s=due_s if sent_s is None else sent_s,
         ended_s=messages[-1][0] if messages else sent_s,
@@ -28,7 +28,7 @@ def record(
     )
 
 
-def run_of(*records: RequestRecord, duration_s: float, num_planned: int | None = None) -> LoadRun:
+def run_of(*records: MeasuredRequest, duration_s: float, num_planned: int | None = None) -> LoadRun:
     return LoadRun(
         records=records,
         num_planned=len(records) if num_planned is None else num_planned,
