@@ -45,7 +45,7 @@ def pool_of(cluster: Cluster, owner: str) -> BlockPool:
         kv = cluster.server.engine.scheduler.kv
         assert kv is not None
         return kv._ledger.pool
-    loaded = cluster.workers[owner].worker._host.loaded
+    loaded = cluster.workers[owner].worker._stage.loaded
     assert loaded is not None
     return loaded.executor._tables.pool
 
@@ -75,7 +75,7 @@ async def test_accounting_is_checked_while_steps_follow_each_other(
     async with Cluster(tiny_llama, layers=LAYERS) as cluster:
         await cluster.generate(Ask(prompt=(1, 2, 3), max_tokens=60))
         assert cluster.server.controller.ledger_check.report.num_checks >= 6
-        executor = cluster.workers["w0"].worker._host.loaded
+        executor = cluster.workers["w0"].worker._stage.loaded
         assert executor is not None
         assert executor.executor.stats.integrity.num_checks >= 6
 

@@ -19,7 +19,7 @@ LAYERS = (1, 1, 1)
 def spoil(cluster: Cluster, name: str) -> None:
     """What this worker holds in memory is not finite any more; its files are as they were."""
     backend = cluster.workers[name].worker._backend
-    compute = backend._resident._compute  # type: ignore[attr-defined]
+    compute = backend._cache._compute  # type: ignore[attr-defined]
     with torch.inference_mode():
         compute._model._loaded().layers[0]._mlp_norm.fill_(math.nan)
 

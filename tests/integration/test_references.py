@@ -155,7 +155,7 @@ async def test_a_worker_whose_memory_is_full_refuses_with_the_numbers(tiny_llama
         heartbeat = cluster.server.controller.connections["w0"].heartbeat
         backend: Any = cluster.workers["w0"].worker._backend
         backend.memory_bytes = heartbeat.weight_bytes + heartbeat.kv_bytes + 5
-        with pytest.raises(grpc.aio.AioRpcError, match="bytes of memory, and 5 are free") as caught:
+        with pytest.raises(grpc.aio.AioRpcError, match="bytes of memory, 5 are free") as caught:
             await ask(cluster, tiny_llama)
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
@@ -171,7 +171,7 @@ async def test_a_worker_that_loads_refuses(tiny_llama: Path, monkeypatch: pytest
     monkeypatch.setattr(TorchBackend, "load", waiting)
     async with Cluster(tiny_llama, layers=(3,), waits=False) as cluster:
         worker: Any = cluster.workers["w0"].worker
-        await cluster.wait_status(lambda _: worker._host._loading is not None)
+        await cluster.wait_status(lambda _: worker._stage._loading is not None)
         with pytest.raises(grpc.aio.AioRpcError, match="the worker is loading a stage") as caught:
             await ask(cluster, tiny_llama)
         may_load.set()

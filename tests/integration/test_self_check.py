@@ -332,7 +332,7 @@ async def test_an_idle_check_counts_no_prefix_hits_and_announces_no_blocks(
 
 def hit_counters(cluster: Cluster) -> list[tuple[int, int]]:
     """Wanted and hit blocks of every stage, as of now."""
-    stats = (worker.worker._host.heartbeat().kv for worker in cluster.workers.values())
+    stats = (worker.worker._stage.heartbeat().kv for worker in cluster.workers.values())
     return [(kv.blocks_wanted, kv.blocks_hit) for kv in stats]
 
 
@@ -418,7 +418,7 @@ async def test_no_request_waits_for_a_reference_that_is_written_to_disk(
 async def test_a_stage_that_goes_wrong_while_it_serves_is_found_and_named(model: Path, stage: int) -> None:
     async with Cluster(model, layers=LAYERS, self_check=True, self_check_interval_s=0.05) as cluster:
         assert (await cluster.generate(ASK)).succeeded
-        untyped: Any = cluster.workers[f"w{stage}"].worker._host.loaded
+        untyped: Any = cluster.workers[f"w{stage}"].worker._stage.loaded
         decode_attention_is_zero(untyped.executor._compute._model)
         status = await cluster.wait_status(
             lambda status: (

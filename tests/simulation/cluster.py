@@ -120,8 +120,8 @@ class Cluster:
         loaded = []
         for record in self.coordinator.controller.state.stage_workers:
             worker = hosts[record.identity.name].worker
-            if worker is not None and worker._host._loaded is not None:
-                loaded.append(worker._host._loaded.executor)
+            if worker is not None and worker._stage._loaded is not None:
+                loaded.append(worker._stage._loaded.executor)
         return loaded
 
     def client_channel(self) -> Any:

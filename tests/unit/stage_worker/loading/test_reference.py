@@ -193,7 +193,7 @@ def test_no_more_than_a_block_is_read_at_once(llama: Path, monkeypatch: pytest.M
 def test_memory_is_bounded_and_refused_with_the_numbers(llama: Path) -> None:
     needed = StreamedModel.memory_bytes(Checkpoint.open(llama), DType.F32, [len(text) for text in TEXTS])
     assert reference_of(llama, free_bytes=needed).texts
-    with pytest.raises(Overloaded, match=f"takes {needed} bytes of memory, and {needed - 1} are free"):
+    with pytest.raises(Overloaded, match=f"needs {needed} bytes of memory, {needed - 1} are free"):
         reference_of(llama, free_bytes=needed - 1)
 
 
