@@ -33,22 +33,29 @@ def config(tmp_path: Path, *arguments: str) -> LocalClusterConfig:
     )
 
 
+async def _generate_forever(client: Client) -> None:
+    while True:
+        await tokens_of(client, [1, 2, 3], 60)
+
+
 async def test_top_shows_the_pipeline_until_a_key_ends_it(tmp_path: Path) -> None:
     async with LocalCluster(config(tmp_path)) as cluster:
         await cluster.wait_until_serving(timeout_s=START_TIMEOUT_S)
         async with Client(cluster.address) as client:
             await asyncio.gather(*(tokens_of(client, [1, 2, 3], 60) for _ in range(4)))
-        once = await run_stageline("top", "--once", "--coordinator", cluster.address)
-        assert (once.code, once.stderr) == (0, "")
-        assert "Stage 1 (worker-1) is the slowest: " in once.stdout
-        assert once.stdout.count("finished") == 4
-        for key, code in (("q", 0), (CTRL_C, 130)):
-            async with Terminal("top", "--interval", "0.2", "--coordinator", cluster.address) as terminal:
-                for _ in range(2):
-                    await terminal.expect(r"Stage 1 \(worker-1\) is the slowest")
-                terminal.type(key)
-                assert await terminal.exit_code() == code
-                assert "Traceback" not in terminal.text
+            once = await run_stageline("top", "--once", "--coordinator", cluster.address)
+            assert (once.code, once.stderr) == (0, "")
+            assert "Stage 1 (worker-1) is the slowest: " in once.stdout
+            assert once.stdout.count("finished") == 4
+            load = asyncio.create_task(_generate_forever(client))
+            for key, code in (("q", 0), (CTRL_C, 130)):
+                async with Terminal("top", "--interval", "0.2", "--coordinator", cluster.address) as terminal:
+                    for _ in range(2):
+                        await terminal.expect(r"Stage 1 \(worker-1\) is the slowest")
+                    terminal.type(key)
+                    assert await terminal.exit_code() == code
+                    assert "Traceback" not in terminal.text
+            load.cancel()
         nobody = await run_stageline("top", "--once", "--coordinator", "127.0.0.1:1")
         assert (nobody.code, nobody.stdout) == (1, "")
         assert "no coordinator at 127.0.0.1:1" in nobody.the_error()
