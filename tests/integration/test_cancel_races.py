@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.scheduler.sequence import SequenceState
+from stage_worker.backends.mock_spec import MockSpec
 from stageline_rpc.v1 import cluster_pb2
 from tests.integration.asks import SoloRuns, mixed_asks
 from tests.integration.calls import Caller, StatusCode, again, message, message_of, until
@@ -146,15 +147,21 @@ async def test_of_many_cancels_one_counts(varied_llama: Path, num_cancels: int) 
 
 
 async def test_cancel_disconnect_and_deadline_at_once_are_one_end(varied_llama: Path) -> None:
-    async with Cluster(varied_llama, layers=LAYERS) as cluster, Caller(cluster.address) as caller:
+    timeout_s = 2.0
+    slow = MockSpec(step=0.01)  # no request finishes before its deadline
+    async with Cluster(varied_llama, layers=LAYERS, mock=slow) as cluster, Caller(cluster.address) as caller:
+        now = asyncio.get_running_loop().time
 
         async def end_by_all(index: int) -> StatusCode:
-            reader = caller.generate(message([index, 1, 4], 400), timeout_s=0.3)
+            deadline_s = now() + timeout_s
+            reader = caller.generate(message([index, 1, 4], 400), timeout_s=timeout_s)
             await reader.next()
+            if index % 4 < 2:
+                await asyncio.sleep(deadline_s - now() - 0.002 * index)
             cancelling = asyncio.create_task(caller.cancel(reader.received.request_id))
             if index % 2:
                 # It may find the deadline, too.
-                await asyncio.wait([cancelling], timeout=0.3 - 0.01 * index)
+                await asyncio.wait([cancelling], timeout=max(0, deadline_s - now()))
             reader.cancel()
             return await cancelling
 

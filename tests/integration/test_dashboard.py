@@ -65,12 +65,12 @@ async def test_what_was_done_is_told_to_the_last_token() -> None:
 
 
 async def test_stages_compute_within_the_time_of_their_step_and_one_step_at_a_time() -> None:
-    async with served(3, *SLOW_LAST) as cluster:
-        check(await cluster.generate_all(mixed_asks(8, max_tokens=40)))
+    async with served(3, "step=20ms", "step=20ms", "step=40ms") as cluster:
+        check(await cluster.generate_all(mixed_asks(8, max_tokens=12)))
         activity = await cluster.client.activity()
-        steps = [each for each in activity.steps if each.kind != telemetry_pb2.STEP_KIND_EMPTY]
-        assert len(steps) > 40
-        slack_us = 2000  # two clocks are compared, and a mock ends between two ticks
+        steps = [step for step in activity.steps if step.kind != telemetry_pb2.STEP_KIND_EMPTY]
+        assert len(steps) > 12
+        slack_us = 10_000  # a busy machine delays the messages that two clocks are compared by
         for stage in range(3):
             ends_us = 0
             for step in steps:

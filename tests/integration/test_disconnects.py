@@ -92,12 +92,12 @@ async def test_a_detached_request_can_be_joined_in_the_middle(varied_llama: Path
 
 async def test_output_is_kept_for_the_time_that_was_asked_for(varied_llama: Path) -> None:
     async with served(varied_llama) as (cluster, caller):
-        short, long = (message([3], 10, keep_s=keep_s) for keep_s in (0.3, 60.0))
-        received = [await caller.run(request) for request in (short, long)]
+        long, short = (message([3], 10, keep_s=keep_s) for keep_s in (60.0, 2.0))
+        received = [await caller.run(request) for request in (long, short)]
         assert (await cluster.client.status()).requests.kept == 2
         await cluster.wait_status(has(kept=1))
-        assert await caller.attach(received[0]).end() is StatusCode.NOT_FOUND
-        assert await caller.attach(received[1]).end() is StatusCode.OK
+        assert await caller.attach(received[0]).end() is StatusCode.OK
+        assert await caller.attach(received[1]).end() is StatusCode.NOT_FOUND
         # The id is free again.
         assert await caller.generate(short).end() is StatusCode.OK
 
