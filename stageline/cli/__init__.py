@@ -69,7 +69,8 @@ def _options(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line, by default this process's, and return its exit code.
 
-    0: done. 1: failed, with one line. 2: wrong usage, with one line. 130: ended by Ctrl-C.
+    0: done. 1: failed, with one line. 2: wrong usage, with one line. 3: the worker's device failed.
+    130: ended by Ctrl-C.
     """
     try:
         words = sys.argv[1:] if arguments is None else list(arguments)

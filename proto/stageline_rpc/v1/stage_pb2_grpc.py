@@ -51,8 +51,10 @@ class StageServicer:
 
     def Forward(self, request_iterator, context):
         """One long-lived stream per hop and epoch: from the coordinator to FIRST, and from each stage to the next. The first
-        message is `hello`; the receiver answers `accepted`, or ends the call with FAILED_PRECONDITION and both values of
-        what does not match. Afterwards every message is a chunk of a frame, and the receiver sends nothing more.
+        message is `hello`; the receiver answers `accepted`, or ends the call: PERMISSION_DENIED without the secret of this
+        hop and epoch, ABORTED for a stream of another epoch, process or predecessor, FAILED_PRECONDITION with the name and
+        both values of any other field that differs, RESOURCE_EXHAUSTED when too many streams wait for their epoch.
+        Afterwards every message is a chunk of a frame, and the receiver sends nothing more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

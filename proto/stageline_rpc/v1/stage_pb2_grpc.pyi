@@ -21,8 +21,10 @@ class StageStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     Forward: _aio.StreamStreamMultiCallable[_stage_pb2.ForwardRequest, _stage_pb2.ForwardResponse]
     """One long-lived stream per hop and epoch: from the coordinator to FIRST, and from each stage to the next. The first
-    message is `hello`; the receiver answers `accepted`, or ends the call with FAILED_PRECONDITION and both values of
-    what does not match. Afterwards every message is a chunk of a frame, and the receiver sends nothing more.
+    message is `hello`; the receiver answers `accepted`, or ends the call: PERMISSION_DENIED without the secret of this
+    hop and epoch, ABORTED for a stream of another epoch, process or predecessor, FAILED_PRECONDITION with the name and
+    both values of any other field that differs, RESOURCE_EXHAUSTED when too many streams wait for their epoch.
+    Afterwards every message is a chunk of a frame, and the receiver sends nothing more.
     """
     ComputeReference: _aio.UnaryUnaryMultiCallable[_stage_pb2.ReferenceRequest, _stage_pb2.ReferenceResponse]
     """What the checkpoint on this worker's disk answers to short texts, computed in float32 from weights that are read,
@@ -39,8 +41,10 @@ class StageServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_abc.AsyncIterator[_stage_pb2.ForwardRequest], _abc.AsyncIterator[_stage_pb2.ForwardResponse]],
     ) -> _abc.AsyncIterator[_stage_pb2.ForwardResponse]:
         """One long-lived stream per hop and epoch: from the coordinator to FIRST, and from each stage to the next. The first
-        message is `hello`; the receiver answers `accepted`, or ends the call with FAILED_PRECONDITION and both values of
-        what does not match. Afterwards every message is a chunk of a frame, and the receiver sends nothing more.
+        message is `hello`; the receiver answers `accepted`, or ends the call: PERMISSION_DENIED without the secret of this
+        hop and epoch, ABORTED for a stream of another epoch, process or predecessor, FAILED_PRECONDITION with the name and
+        both values of any other field that differs, RESOURCE_EXHAUSTED when too many streams wait for their epoch.
+        Afterwards every message is a chunk of a frame, and the receiver sends nothing more.
         """
 
     @_abc_1.abstractmethod
