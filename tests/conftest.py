@@ -1,6 +1,7 @@
 """For all tests."""
 
 import os
+import signal
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -22,6 +23,10 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 os.environ["XDG_STATE_HOME"] = str(process_directory("test-state"))
 # What a user's cache holds must not decide whether a test passes; processes inherit this.
 os.environ["XDG_CACHE_HOME"] = str(process_directory("test-cache"))
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell ignores it for jobs in the background, and commands under test would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 register_profiles()
 _BEGAN_S = time.monotonic()
