@@ -16,7 +16,7 @@ MINUTES ?= 30
 # More test processes than cores: many tests wait for timers and for processes that start.
 WORKERS ?= 4
 PYTEST := $(BIN)/python -m pytest -q --durations=30
-PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PARALLEL := -n $(WORKERS) --no-loadscope-reorder
 # Else every process that a test starts would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 PROTOS := $(wildcard proto/stageline_rpc/v1/*.proto)

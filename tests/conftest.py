@@ -5,6 +5,7 @@ import signal
 import time
 from collections import defaultdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -28,6 +29,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell ignores it for jobs in the background, and commands under test would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+if TYPE_CHECKING:
+    from xdist.remote import Producer  # type: ignore[import-untyped]
+
+    from tests.parallel import FileScheduling
+
 register_profiles()
 _BEGAN_S = time.monotonic()
 # Not for the test runs that tests start.
@@ -49,6 +55,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for number, item in enumerate(items_of_test):
             if number not in kept:
                 item.add_marker("full")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "FileScheduling":
+    from tests.parallel import FileScheduling
+
+    return FileScheduling(config, log)
 
 
 def pytest_sessionstart() -> None:

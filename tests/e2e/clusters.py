@@ -108,6 +108,12 @@ async def tokens_of(client: Client, prompt: Sequence[int], max_tokens: int, **op
     return tokens
 
 
+async def generate_all(address: str, reference: Reference) -> list[list[int]]:
+    """The greedy tokens after each prompt."""
+    async with Client(address) as client:
+        return [await tokens_of(client, prompt, NUM_NEW_TOKENS) for prompt in reference.prompts]
+
+
 async def wait_for_status(
     address: str,
     condition: Callable[[cluster_pb2.GetStatusResponse], bool],

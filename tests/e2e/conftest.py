@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 import torch
 
-from deploy import LocalCluster
-from tests.e2e.clusters import START_TIMEOUT_S, Reference, Served, config, make_reference
+from tests.e2e.clusters import Reference, make_reference
 from tests.e2e.recovery_setup import make_steady_model
 from tests.faults.figures import FIGURE, Figures
 from tests.ports import unused_address
@@ -33,16 +31,6 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 def steady(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model that is recomputed in other batches after every recovery."""
     return make_steady_model(tmp_path_factory.mktemp("steady") / "model")
-
-
-@pytest_asyncio.fixture(scope="package", loop_scope="package")
-async def served(llama: Reference, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
-    """The llama on three workers with unequal shares, for tests that leave it serving."""
-    logs = tmp_path_factory.mktemp("served")
-    cluster = LocalCluster(config(llama.directory, 3, "--layers", "1,4,3", log_directory=logs))
-    async with cluster:
-        await cluster.wait_until_serving(timeout_s=START_TIMEOUT_S)
-        yield Served(cluster, llama)
 
 
 @pytest.fixture

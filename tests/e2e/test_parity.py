@@ -17,8 +17,8 @@ from tests.e2e.clusters import (
     NUM_NEW_TOKENS,
     START_TIMEOUT_S,
     Reference,
-    Served,
     config,
+    generate_all,
     reference_tokens,
     tokens_of,
 )
@@ -27,21 +27,10 @@ from tests.repository import STORIES260K
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 
-async def _generate_all(address: str, reference: Reference) -> list[list[int]]:
-    async with Client(address) as client:
-        return [await tokens_of(client, prompt, NUM_NEW_TOKENS) for prompt in reference.prompts]
-
-
-async def test_a_llama_on_three_unequal_workers(served: Served) -> None:
-    status = await served.cluster.wait_until_serving(timeout_s=10)
-    assert [(each.layer_begin, each.layer_end) for each in status.workers] == [(0, 1), (1, 5), (5, 8)]
-    assert await _generate_all(served.address, served.reference) == served.reference.expected
-
-
 async def test_a_llama_on_one_worker(llama: Reference, tmp_path: Path) -> None:
     async with LocalCluster(config(llama.directory, 1, log_directory=tmp_path)) as cluster:
         await cluster.wait_until_serving(timeout_s=START_TIMEOUT_S)
-        assert await _generate_all(cluster.address, llama) == llama.expected
+        assert await generate_all(cluster.address, llama) == llama.expected
 
 
 @pytest.mark.full
@@ -49,7 +38,7 @@ async def test_a_qwen3_on_three_unequal_workers(qwen3: Reference, tmp_path: Path
     flags = ("--layers", "5,1,2")
     async with LocalCluster(config(qwen3.directory, 3, *flags, log_directory=tmp_path)) as cluster:
         await cluster.wait_until_serving(timeout_s=START_TIMEOUT_S)
-        assert await _generate_all(cluster.address, qwen3) == qwen3.expected
+        assert await generate_all(cluster.address, qwen3) == qwen3.expected
 
 
 async def test_the_built_in_model_by_text_on_three_workers(tmp_path: Path) -> None:
