@@ -94,7 +94,7 @@ class _Streams:
             self._news.set()
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 async def test_streams_continue_when_the_coordinator_comes_back_with_its_journal(
     llama: Reference, tmp_path: Path, number: signal.Signals

@@ -111,7 +111,7 @@ async def test_a_program_that_is_ended_leaves_no_file(
     assert leftover_files(temporary) == []
 
 
-@pytest.mark.matrix(1)
+@pytest.mark.full
 @pytest.mark.parametrize("keeps", [False, True])
 async def test_a_storm_that_fails_leaves_only_the_logs_that_it_was_asked_to_keep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_address: str, keeps: bool

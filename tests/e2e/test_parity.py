@@ -27,6 +27,7 @@ from tests.repository import STORIES260K
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 
+@pytest.mark.full
 async def test_a_llama_on_one_worker(llama: Reference, tmp_path: Path) -> None:
     async with LocalCluster(config(llama.directory, 1, log_directory=tmp_path)) as cluster:
         await cluster.wait_until_serving(timeout_s=START_TIMEOUT_S)
@@ -41,6 +42,7 @@ async def test_a_qwen3_on_three_unequal_workers(qwen3: Reference, tmp_path: Path
         assert await generate_all(cluster.address, qwen3) == qwen3.expected
 
 
+@pytest.mark.full
 async def test_the_built_in_model_by_text_on_three_workers(tmp_path: Path) -> None:
     prompt = "Once upon a time"
     tokenizer = Tokenizer.from_file(str(MODEL_DIRECTORY / "tokenizer.json"))
