@@ -19,7 +19,7 @@ PYTEST := $(BIN)/python -m pytest -q --durations=30
 PARALLEL := -n $(WORKERS) --no-loadscope-reorder
 # Else every process that a test starts would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
-PROTOS := $(wildcard proto/stageline_rpc/v1/*.proto)
+PROTOS := $(wildcard proto/stageline_rpc/v1/*.proto proto/stageline_rpc/internal/v1/*.proto)
 
 .PHONY: demo test test-full test-chaos test-gpu nightly lint proto bench chaos churn venv clean
 

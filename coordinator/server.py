@@ -19,13 +19,14 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
 from checkpoint import CheckpointError
 from coordinator.api.activity import ActivityReporter
 from coordinator.api.call_context import CallContexts, Operators, TokenFile
-from coordinator.api.cluster_service import ClusterService, StepResultsService
+from coordinator.api.cluster_service import ClusterService
 from coordinator.api.health import CoordinatorHealth
 from coordinator.api.inference_service import InferenceService
 from coordinator.api.message_limits import MessageLimits
 from coordinator.api.request_handler import RequestHandler
 from coordinator.api.status import StatusReporter
 from coordinator.api.telemetry_service import MetricsService, TelemetryService, TraceService
+from coordinator.api.worker_services import MembershipService, StepResultsService
 from coordinator.cluster.controller import Controller, ControllerHooks, ServingSettings
 from coordinator.cluster.state_machine import ClusterState
 from coordinator.cluster.step_limits import PaceSettings
@@ -47,7 +48,8 @@ from coordinator.observability.trace_store import StoreLimits, TraceStore
 from coordinator.planner.planner import check_counts, plan_for
 from coordinator.recovery.policy import RecoveryPolicy
 from coordinator.recovery.self_check import References, SelfCheck
-from stageline_rpc.v1 import cluster_pb2_grpc, inference_pb2_grpc, stage_pb2_grpc, telemetry_pb2_grpc
+from stageline_rpc.internal.v1 import deliver_pb2_grpc, join_pb2_grpc
+from stageline_rpc.v1 import cluster_pb2_grpc, inference_pb2_grpc, telemetry_pb2_grpc
 from telemetry import logs
 from telemetry.span_recorder import new_recorder
 from telemetry.span_sinks import StoreSink
@@ -168,8 +170,13 @@ class CoordinatorServer:
         cluster_pb2_grpc.add_ClusterServicer_to_server(
             ClusterService(self.controller, status, self.engine.kv_feed, operators), self._server
         )
-        stage_pb2_grpc.add_StepResultsServicer_to_server(StepResultsService(self.controller), self._server)
-        telemetry_pb2_grpc.add_TelemetryServicer_to_server(
+        join_pb2_grpc.add_MembershipServiceServicer_to_server(
+            MembershipService(self.controller), self._server
+        )
+        deliver_pb2_grpc.add_StepResultsServiceServicer_to_server(
+            StepResultsService(self.controller), self._server
+        )
+        telemetry_pb2_grpc.add_TelemetryServiceServicer_to_server(
             TelemetryService(self.trace_store, self.trace_reader, activity), self._server
         )
         trace_service_pb2_grpc.add_TraceServiceServicer_to_server(

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field, replace
 
 from checkpoint import DType
-from stageline_rpc.v1 import cluster_pb2, stage_pb2
+from stageline_rpc.internal.v1 import forward_pb2, join_pb2
+from stageline_rpc.v1 import cluster_pb2
 from wire.errors import HandshakeMismatch, InvalidRequest
 from wire.ids import StageRole
 from wire.peer_secrets import RefusedPeers, is_secret
@@ -39,7 +40,7 @@ class ReferenceRequest:
             raise InvalidRequest(f"{self.num_top} most likely tokens, of 1 to {MAX_TOP} possible")
 
 
-def decode_request(message: stage_pb2.ReferenceRequest, directory: str) -> ReferenceRequest:
+def decode_request(message: forward_pb2.ComputeReferenceRequest, directory: str) -> ReferenceRequest:
     """Decode a request for the checkpoint in `directory`. Raises InvalidRequest."""
     dtype = DTYPE_FROM_MESSAGE.get(message.dtype)
     if dtype is None:
@@ -62,10 +63,10 @@ class ReferenceAccess:
 
     def __init__(self, refused: RefusedPeers) -> None:
         self._refused = refused
-        self._model = cluster_pb2.ModelRef()
+        self._model = join_pb2.ModelRef()
         self._secret = b""
 
-    def grant(self, welcome: cluster_pb2.Welcome) -> None:
+    def grant(self, welcome: join_pb2.Welcome) -> None:
         """Grant access to the joined coordinator, for the model that it serves."""
         self._model, self._secret = welcome.model, welcome.reference_secret
 
@@ -161,7 +162,7 @@ class Assignment:
         )
 
 
-def decode_assignment(message: cluster_pb2.AssignStage, *, wire_dtype: WireDType | None = None) -> Assignment:
+def decode_assignment(message: join_pb2.AssignStage, *, wire_dtype: WireDType | None = None) -> Assignment:
     """Decode an assignment; `wire_dtype` overrides the coordinator's. Raises ValueError."""
     role = _ROLES.get(message.role)
     if role is None:
@@ -195,7 +196,7 @@ def decode_assignment(message: cluster_pb2.AssignStage, *, wire_dtype: WireDType
 
 
 def _assigned_wire_dtype(number: int) -> WireDType | None:
-    if number == stage_pb2.DTYPE_UNSPECIFIED:
+    if number == cluster_pb2.DTYPE_UNSPECIFIED:
         return None
     wire_dtype = WIRE_DTYPE_FROM_MESSAGE.get(number)
     if wire_dtype is None:
@@ -203,9 +204,7 @@ def _assigned_wire_dtype(number: int) -> WireDType | None:
     return wire_dtype
 
 
-def wants(
-    message: cluster_pb2.AssignStage, loading: Assignment, *, wire_dtype: WireDType | None = None
-) -> bool:
+def wants(message: join_pb2.AssignStage, loading: Assignment, *, wire_dtype: WireDType | None = None) -> bool:
     """Whether `message` assigns what is being loaded under the worker's `wire_dtype`; true if undecodable."""
     try:
         return decode_assignment(message, wire_dtype=wire_dtype).loads_like(loading)

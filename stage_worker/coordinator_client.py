@@ -1,4 +1,4 @@
-"""Cluster membership of this worker: one `Cluster.Join` stream, reconnected with backoff."""
+"""Cluster membership of this worker: one `MembershipService.Join` stream, reconnected with backoff."""
 
 import asyncio
 import logging
@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 
 from stage_worker.stage_manager import StageManager
-from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc
+from stageline_rpc.internal.v1 import join_pb2, join_pb2_grpc
 from wire.channels import client_channel
 from wire.clock import ClusterClock, Exchange, wall_clock_us
 
@@ -32,7 +32,7 @@ _FATAL = (
     grpc.StatusCode.UNIMPLEMENTED,
 )
 
-Call = grpc.aio.StreamStreamCall[cluster_pb2.WorkerMessage, cluster_pb2.CoordinatorMessage]
+Call = grpc.aio.StreamStreamCall[join_pb2.JoinRequest, join_pb2.JoinResponse]
 
 
 class JoinRefused(Exception):
@@ -58,8 +58,8 @@ class CoordinatorClient:
         self,
         *,
         coordinator: str,
-        new_hello: Callable[[], cluster_pb2.WorkerHello],
-        heartbeat: Callable[[], cluster_pb2.Heartbeat],
+        new_hello: Callable[[], join_pb2.WorkerHello],
+        heartbeat: Callable[[], join_pb2.Heartbeat],
         stage: StageManager,
         clock: ClusterClock,
     ) -> None:
@@ -82,7 +82,7 @@ class CoordinatorClient:
         self._is_leaving = True
         if self._connection is None:
             return False
-        self._connection.send(cluster_pb2.WorkerMessage(wants_drain=cluster_pb2.WantsDrain()))
+        self._connection.send(join_pb2.JoinRequest(drain_requested=join_pb2.DrainRequested()))
         return True
 
     def stop_dialling(self) -> None:
@@ -108,7 +108,7 @@ class CoordinatorClient:
 
     async def _join_once(self) -> _Left:
         async with client_channel(self._coordinator) as channel:
-            call: Call = cluster_pb2_grpc.ClusterStub(channel).Join()
+            call: Call = join_pb2_grpc.MembershipServiceStub(channel).Join()
             try:
                 return await self._serve(call)
             finally:
@@ -142,13 +142,13 @@ class CoordinatorClient:
             heartbeat.clock_offset_us = self._clock.offset_us
             heartbeat.clock_uncertainty_us = self._clock.uncertainty_us or 0
             heartbeat.sent_at_us = wall_clock_us()
-            connection.send(cluster_pb2.WorkerMessage(heartbeat=heartbeat))
+            connection.send(join_pb2.JoinRequest(heartbeat=heartbeat))
             await asyncio.sleep(interval_s / LOADING_BEATS if self._stage.is_loading else interval_s)
 
-    async def _welcome(self, call: Call) -> cluster_pb2.Welcome:
+    async def _welcome(self, call: Call) -> join_pb2.Welcome:
         hello = self._new_hello()
         hello.rejoin_secret = self._rejoin_secret
-        await _write(call, cluster_pb2.WorkerMessage(hello=hello))
+        await _write(call, join_pb2.JoinRequest(hello=hello))
         message = await _read(call)
         if message.WhichOneof("message") != "welcome":
             raise JoinRefused(
@@ -214,9 +214,9 @@ class _Connection:
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self._outbox: asyncio.Queue[cluster_pb2.WorkerMessage] = asyncio.Queue()
+        self._outbox: asyncio.Queue[join_pb2.JoinRequest] = asyncio.Queue()
 
-    def send(self, message: cluster_pb2.WorkerMessage) -> None:
+    def send(self, message: join_pb2.JoinRequest) -> None:
         self._outbox.put_nowait(message)
 
     async def write(self) -> None:
@@ -225,18 +225,18 @@ class _Connection:
             await _write(self._call, await self._outbox.get())
 
 
-async def _write(call: Call, message: cluster_pb2.WorkerMessage) -> None:
+async def _write(call: Call, message: join_pb2.JoinRequest) -> None:
     try:
         await call.write(message)
     except asyncio.InvalidStateError:
         await _raise_ended(call)
 
 
-async def _read(call: Call) -> cluster_pb2.CoordinatorMessage:
+async def _read(call: Call) -> join_pb2.JoinResponse:
     message: Any = await call.read()
     if message is grpc.aio.EOF:
         await _raise_ended(call)
-    answer: cluster_pb2.CoordinatorMessage = message
+    answer: join_pb2.JoinResponse = message
     return answer
 
 

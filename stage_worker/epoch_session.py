@@ -21,7 +21,7 @@ from stage_worker.backends.contract import (
 from stage_worker.executor import StepExecutor
 from stage_worker.handshake import Epoch, check_hop, declared_dtype
 from stage_worker.next_stage_stream import NextStageStream
-from stageline_rpc.v1 import stage_pb2
+from stageline_rpc.internal.v1 import forward_pb2
 from wire.clock import ClusterClock
 from wire.errors import StaleStream, StepFault, StepFaultKind
 from wire.frames import FrameAssembler
@@ -118,7 +118,7 @@ class EpochSession:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
-    def accept(self, hello: stage_pb2.HopHello) -> None:
+    def accept(self, hello: forward_pb2.HopHello) -> None:
         """Accept the predecessor's only stream. Raises StaleStream or HandshakeMismatch without a change."""
         check_hop(hello, self.epoch, self._assignment)
         if self._over.done():

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 
 from stage_worker.assignment import Assignment
-from stageline_rpc.v1 import cluster_pb2, stage_pb2
+from stageline_rpc.internal.v1 import forward_pb2, join_pb2
+from stageline_rpc.v1 import cluster_pb2
 from wire.channels import PROTOCOL_VERSION
 from wire.errors import HandshakeMismatch, StaleStream
 from wire.ids import Incarnation, id_text
@@ -49,7 +50,7 @@ class Epoch:
         return self.coordinator_incarnation if stage == 0 else self.peers[stage - 1].incarnation
 
 
-def decode_epoch(message: cluster_pb2.BeginEpoch) -> Epoch:
+def decode_epoch(message: join_pb2.BeginEpoch) -> Epoch:
     return Epoch(
         plan_id=message.plan_id,
         number=message.epoch,
@@ -80,9 +81,9 @@ def epoch_problem(
     return None
 
 
-def hop_hello(epoch: Epoch, assignment: Assignment, incarnation: Incarnation) -> stage_pb2.HopHello:
+def hop_hello(epoch: Epoch, assignment: Assignment, incarnation: Incarnation) -> forward_pb2.HopHello:
     """The hello that this stage sends to the next one."""
-    return stage_pb2.HopHello(
+    return forward_pb2.HopHello(
         protocol_version=PROTOCOL_VERSION,
         coordinator_incarnation=epoch.coordinator_incarnation,
         epoch=epoch.number,
@@ -98,13 +99,13 @@ def hop_hello(epoch: Epoch, assignment: Assignment, incarnation: Incarnation) ->
     )
 
 
-def check_protocol(hello: stage_pb2.HopHello) -> None:
+def check_protocol(hello: forward_pb2.HopHello) -> None:
     """Raises HandshakeMismatch for another protocol version. Must precede all other checks of `hello`."""
     if hello.protocol_version != PROTOCOL_VERSION:
         raise HandshakeMismatch("protocol version", expected=PROTOCOL_VERSION, got=hello.protocol_version)
 
 
-def check_hop(hello: stage_pb2.HopHello, epoch: Epoch, assignment: Assignment) -> None:
+def check_hop(hello: forward_pb2.HopHello, epoch: Epoch, assignment: Assignment) -> None:
     """Compare `hello`, whose secret was checked, with this stage.
 
     Raises StaleStream unless it is from the current predecessor, HandshakeMismatch for a differing field.
@@ -134,9 +135,9 @@ def check_hop(hello: stage_pb2.HopHello, epoch: Epoch, assignment: Assignment) -
     declared_dtype(hello, assignment)
 
 
-def declared_dtype(hello: stage_pb2.HopHello, assignment: Assignment) -> WireDType:
+def declared_dtype(hello: forward_pb2.HopHello, assignment: Assignment) -> WireDType:
     """The dtype of the stream's hidden states. Raises HandshakeMismatch for an unsupported one."""
-    if hello.wire_dtype == stage_pb2.DTYPE_UNSPECIFIED:
+    if hello.wire_dtype == cluster_pb2.DTYPE_UNSPECIFIED:
         return assignment.dtype
     wire_dtype = WIRE_DTYPE_FROM_MESSAGE.get(hello.wire_dtype)
     if wire_dtype is None or not can_carry(wire_dtype, assignment.dtype):

@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 
 from stage_worker.backends.contract import HandedOn, TimedOutput
-from stageline_rpc.v1 import stage_pb2, stage_pb2_grpc
+from stageline_rpc.internal.v1 import deliver_pb2, deliver_pb2_grpc, forward_pb2
 from wire.channels import client_channel
 from wire.errors import StaleStream, StepFault, StepFaultKind
 from wire.frames import encode_frame, encode_result_frame
@@ -16,7 +16,7 @@ from wire.steps import StepResult
 
 DIAL_TIMEOUT_S = 5.0
 
-Request = bytes | stage_pb2.DeliverRequest
+Request = bytes | deliver_pb2.DeliverRequest
 Call = grpc.aio.StreamStreamCall[Any, Any]
 
 
@@ -109,23 +109,23 @@ class NextStageStream:
         return StepFault(StepFaultKind.NEIGHBOUR, f"{self._peer} {text}")
 
 
-def stream_to_stage(stage: int, address: str, hello: stage_pb2.HopHello) -> NextStageStream:
+def stream_to_stage(stage: int, address: str, hello: forward_pb2.HopHello) -> NextStageStream:
     """Stream to the next stage."""
     return NextStageStream(
         f"stage {stage}",
         address,
-        stage_pb2.ForwardRequest(hello=hello).SerializeToString(),
+        forward_pb2.ForwardRequest(hello=hello).SerializeToString(),
         open_forward,
     )
 
 
-def stream_to_coordinator(address: str, hello: stage_pb2.HopHello) -> NextStageStream:
+def stream_to_coordinator(address: str, hello: forward_pb2.HopHello) -> NextStageStream:
     """Stream of results from LAST to the coordinator."""
     return NextStageStream(
         "the coordinator",
         address,
-        stage_pb2.DeliverRequest(hello=hello),
-        lambda channel: stage_pb2_grpc.StepResultsStub(channel).Deliver(wait_for_ready=True),
+        deliver_pb2.DeliverRequest(hello=hello),
+        lambda channel: deliver_pb2_grpc.StepResultsServiceStub(channel).Deliver(wait_for_ready=True),
     )
 
 

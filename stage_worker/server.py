@@ -26,7 +26,7 @@ from stage_worker.metrics import WorkerMetrics, resident_bytes
 from stage_worker.service import StageService
 from stage_worker.spans import StageSpans
 from stage_worker.stage_manager import StageManager
-from stageline_rpc.v1 import cluster_pb2, stage_pb2
+from stageline_rpc.internal.v1 import forward_pb2, join_pb2
 from telemetry import logs
 from telemetry.span_recorder import SpanRecorder, new_recorder
 from telemetry.span_sinks import CoordinatorSink
@@ -40,7 +40,7 @@ from wire.interceptors import HealthServicer
 log = logging.getLogger(__name__)
 
 
-STAGE_SERVICE = stage_pb2.DESCRIPTOR.services_by_name["Stage"].full_name
+STAGE_SERVICE = forward_pb2.DESCRIPTOR.services_by_name["StageService"].full_name
 _WILDCARDS = ("0.0.0.0", "::")
 _STOP_GRACE_S = 0.5
 _REPORT_TIMEOUT_S = 1.0
@@ -159,9 +159,9 @@ class Worker:
             return parse_address(self._config.listen)
         return Address(await _local_host(self._config.coordinator), 0)
 
-    def _hello(self) -> cluster_pb2.WorkerHello:
+    def _hello(self) -> join_pb2.WorkerHello:
         """A hello with a new incarnation: the coordinator may have replaced the previous one."""
-        return cluster_pb2.WorkerHello(
+        return join_pb2.WorkerHello(
             protocol_version=PROTOCOL_VERSION,
             name=self.name,
             incarnation=self._stage.renew(),
@@ -175,7 +175,7 @@ class Worker:
             lacks_bf16=not self._backend.supports_bf16,
         )
 
-    def _heartbeat(self) -> cluster_pb2.Heartbeat:
+    def _heartbeat(self) -> join_pb2.Heartbeat:
         heartbeat = self._stage.heartbeat()
         heartbeat.resident_bytes = resident_bytes()
         return heartbeat

@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError
 
 from stage_worker.assignment import decode_request
 from stage_worker.stage_manager import StageManager
-from stageline_rpc.v1 import stage_pb2
+from stageline_rpc.internal.v1 import forward_pb2
 from wire.addresses import peer_host
 from wire.errors import HandshakeMismatch, InvalidRequest, MessageTooLarge, StaleStream
 from wire.reference import encode_reference
@@ -33,17 +33,17 @@ class StageService:
 
     async def forward(
         self, messages: Messages, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[stage_pb2.ForwardResponse]:
+    ) -> AsyncIterator[forward_pb2.ForwardResponse]:
         session = await self._host.accept(await _hello(aiter(messages)), host=peer_host(context))
-        yield stage_pb2.ForwardResponse(accepted=stage_pb2.HopAccepted())
+        yield forward_pb2.ForwardResponse(accepted=forward_pb2.HopAccepted())
         await session.receive(messages)
 
     async def compute_reference(
         self, message: bytes, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> stage_pb2.ReferenceResponse:
+    ) -> forward_pb2.ComputeReferenceResponse:
         _check_size(message)
         try:
-            request = stage_pb2.ReferenceRequest.FromString(message)
+            request = forward_pb2.ComputeReferenceRequest.FromString(message)
         except DecodeError:
             raise InvalidRequest("the request cannot be decoded as the message of this method") from None
         directory = self._host.reference_access.check(
@@ -52,12 +52,12 @@ class StageService:
         return encode_reference(await self._host.reference(decode_request(request, directory)))
 
 
-async def _hello(messages: Messages) -> stage_pb2.HopHello:
+async def _hello(messages: Messages) -> forward_pb2.HopHello:
     try:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
             message = await anext(messages, b"")
         _check_size(message)
-        first = stage_pb2.ForwardRequest.FromString(message)
+        first = forward_pb2.ForwardRequest.FromString(message)
     except TimeoutError:
         raise StaleStream(f"no hello within {HELLO_TIMEOUT_S:g} s") from None
     except DecodeError:

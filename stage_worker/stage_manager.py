@@ -15,7 +15,7 @@ from stage_worker.epoch_session import EpochSession
 from stage_worker.handshake import Epoch, check_protocol, decode_epoch, epoch_problem, hop_hello
 from stage_worker.loading.weights_check import WeightsVerifier
 from stage_worker.next_stage_stream import NextStageStream, stream_to_coordinator, stream_to_stage
-from stageline_rpc.v1 import cluster_pb2, stage_pb2
+from stageline_rpc.internal.v1 import forward_pb2, join_pb2
 from wire.clock import ClusterClock
 from wire.errors import Overloaded, StaleStream, StepFaultKind
 from wire.ids import Incarnation, new_incarnation
@@ -70,14 +70,14 @@ class EarlyStreams:
 EPOCH_WAIT_S = 10.0
 """Maximum wait of a stream for its epoch's BeginEpoch."""
 
-Reply = Callable[[cluster_pb2.WorkerMessage], None]
+Reply = Callable[[join_pb2.JoinRequest], None]
 Order = (
-    cluster_pb2.AssignStage
-    | cluster_pb2.BeginEpoch
-    | cluster_pb2.EndEpoch
-    | cluster_pb2.Serving
-    | cluster_pb2.VerifyWeights
-    | cluster_pb2.ReportStates
+    join_pb2.AssignStage
+    | join_pb2.BeginEpoch
+    | join_pb2.EndEpoch
+    | join_pb2.Serving
+    | join_pb2.VerifyWeights
+    | join_pb2.ReportStates
 )
 
 
@@ -171,7 +171,7 @@ class StageManager:
 
     def submit(self, order: Order, reply: Reply) -> None:
         """Queue `order`; a new assignment cancels the current load."""
-        if isinstance(order, cluster_pb2.AssignStage):
+        if isinstance(order, join_pb2.AssignStage):
             self._cancel_load(unless_for=order)
         self._orders.put_nowait((order, reply))
 
@@ -196,7 +196,7 @@ class StageManager:
             self._weights.cancel()
             await self._end_session()
 
-    async def accept(self, hello: stage_pb2.HopHello, *, host: str) -> EpochSession:
+    async def accept(self, hello: forward_pb2.HopHello, *, host: str) -> EpochSession:
         """The session for a peer's stream, once its epoch has begun. Raises ServingError without a change."""
         if hello.epoch > self._last_epoch:
             with self._early_streams.waiting(host):
@@ -227,10 +227,10 @@ class StageManager:
         held_bytes = 0 if loaded is None else loaded.weight_bytes + loaded.kv_bytes
         return await self._backend.reference(request, held_bytes=held_bytes)
 
-    def heartbeat(self) -> cluster_pb2.Heartbeat:
+    def heartbeat(self) -> join_pb2.Heartbeat:
         """Return the current state; the caller fills in `resident_bytes`."""
         session, loaded = self._session, self._loaded
-        heartbeat = cluster_pb2.Heartbeat(epoch=session.epoch.number if session else 0)
+        heartbeat = join_pb2.Heartbeat(epoch=session.epoch.number if session else 0)
         if loaded is None:
             heartbeat.load_progress = self._load_progress.fraction if self._load_progress else 0.0
             return heartbeat
@@ -253,23 +253,23 @@ class StageManager:
 
     async def _execute(self, order: Order | _Connected | _Disconnected, reply: Reply) -> None:
         match order:
-            case cluster_pb2.AssignStage():
+            case join_pb2.AssignStage():
                 reply(await self._assign(order))
-            case cluster_pb2.BeginEpoch():
+            case join_pb2.BeginEpoch():
                 await self._begin_epoch(decode_epoch(order), reply)
-            case cluster_pb2.EndEpoch():
+            case join_pb2.EndEpoch():
                 if self._session is not None and self._session.epoch.number == order.epoch:
                     await self._end_session()
-            case cluster_pb2.Serving():
+            case join_pb2.Serving():
                 session = self._session
                 if session is not None and session.epoch.number == order.epoch:
                     self._on_serving(order.is_serving and session.is_serving)
-            case cluster_pb2.VerifyWeights():
+            case join_pb2.VerifyWeights():
                 if self._loaded is not None and self._loaded.assignment.plan_id == order.plan_id:
                     self._weights.verify(
                         order, activity=self._activity, reply=lambda message: self._reply(message)
                     )
-            case cluster_pb2.ReportStates():
+            case join_pb2.ReportStates():
                 reply(await self._check_states(order.epoch))
             case _Connected(fingerprint):
                 finding = await self._weights.finding(fingerprint=fingerprint)
@@ -278,14 +278,14 @@ class StageManager:
             case _Disconnected():
                 await self._end_session()
 
-    async def _check_states(self, epoch: int) -> cluster_pb2.WorkerMessage:
+    async def _check_states(self, epoch: int) -> join_pb2.JoinRequest:
         """Return the hidden states handed on in this epoch, empty if it is over."""
         session, states = self._session, b""
         if session is not None and session.epoch.number == epoch:
             states = await self._backend.project(session.handed_on)
-        return cluster_pb2.WorkerMessage(check_states=cluster_pb2.CheckStates(epoch=epoch, states=states))
+        return join_pb2.JoinRequest(check_states=join_pb2.CheckStates(epoch=epoch, states=states))
 
-    async def _assign(self, message: cluster_pb2.AssignStage) -> cluster_pb2.WorkerMessage:
+    async def _assign(self, message: join_pb2.AssignStage) -> join_pb2.JoinRequest:
         """Load the assigned stage, or keep it if it is already loaded."""
         try:
             assignment = decode_assignment(message, wire_dtype=self._wire_dtype)
@@ -299,11 +299,11 @@ class StageManager:
             log.error(
                 "failed to load plan %d: %s", message.plan_id, error, extra=log_context(stage=message.stage)
             )
-            return cluster_pb2.WorkerMessage(
-                load_failed=cluster_pb2.LoadFailed(plan_id=message.plan_id, reason=str(error))
+            return join_pb2.JoinRequest(
+                load_failed=join_pb2.LoadFailed(plan_id=message.plan_id, reason=str(error))
             )
         assert self._loaded is not None
-        return cluster_pb2.WorkerMessage(loaded=_loaded_message(self._loaded))
+        return join_pb2.JoinRequest(loaded=_loaded_message(self._loaded))
 
     async def _holds(self, assignment: Assignment) -> bool:
         return self._loaded is not None and await self._backend.holds(self._loaded, assignment)
@@ -352,7 +352,7 @@ class StageManager:
         )
         self._loaded = loaded
 
-    def _cancel_load(self, *, unless_for: cluster_pb2.AssignStage | None = None) -> None:
+    def _cancel_load(self, *, unless_for: join_pb2.AssignStage | None = None) -> None:
         if self._loading is None or self._load_progress is None:
             return
         if unless_for is None or not wants(unless_for, self._loading, wire_dtype=self._wire_dtype):
@@ -373,7 +373,7 @@ class StageManager:
                 kind=StepFaultKind.EPOCH,
                 message=problem,
             )
-            reply(cluster_pb2.WorkerMessage(fault=encode_fault(report)))
+            reply(join_pb2.JoinRequest(fault=encode_fault(report)))
             return
         assert self._loaded is not None
         self._session = self._new_session(epoch, self._loaded, reply)
@@ -391,12 +391,12 @@ class StageManager:
                 *(epoch.number, stage),
                 extra=log_context(epoch=epoch.number, stage=stage),
             )
-            reply(cluster_pb2.WorkerMessage(epoch_ready=cluster_pb2.EpochReady(epoch=epoch.number)))
+            reply(join_pb2.JoinRequest(epoch_ready=join_pb2.EpochReady(epoch=epoch.number)))
 
         def on_refused(report: FaultReport | None) -> None:
             self._on_serving(False)
             if report is not None:
-                reply(cluster_pb2.WorkerMessage(fault=encode_fault(report)))
+                reply(join_pb2.JoinRequest(fault=encode_fault(report)))
 
         return EpochSession(
             epoch=epoch,
@@ -424,8 +424,8 @@ class StageManager:
             await session.close()
 
 
-def _loaded_message(loaded: LoadedStage) -> cluster_pb2.StageLoaded:
-    return cluster_pb2.StageLoaded(
+def _loaded_message(loaded: LoadedStage) -> join_pb2.StageLoaded:
+    return join_pb2.StageLoaded(
         plan_id=loaded.assignment.plan_id,
         weight_bytes=loaded.weight_bytes,
         kv_bytes=loaded.kv_bytes,
@@ -438,5 +438,5 @@ def _loaded_message(loaded: LoadedStage) -> cluster_pb2.StageLoaded:
     )
 
 
-def _drop(message: cluster_pb2.WorkerMessage) -> None:
+def _drop(message: join_pb2.JoinRequest) -> None:
     """Reply without a connection."""

@@ -138,7 +138,7 @@ class FakeInference(inference_pb2_grpc.InferenceServicer):
             self.num_ended_early += 1
             raise
         finally:
-            if request.on_disconnect.action != inference_pb2.OnDisconnect.DETACH:
+            if request.on_disconnect.action != inference_pb2.OnDisconnect.ACTION_DETACH:
                 self.known.pop(request.request_id, None)
 
     def _responses(

@@ -17,27 +17,28 @@ from typing import Any
 
 import grpc.aio
 
-from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc, stage_pb2
+from stageline_rpc.internal.v1 import join_pb2, join_pb2_grpc
+from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc
 from tests.fake_inference import FakeInference
 from wire.channels import SERVER_OPTIONS, client_channel
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class FakeCluster(cluster_pb2_grpc.ClusterServicer):
+class FakeCluster(cluster_pb2_grpc.ClusterServicer, join_pb2_grpc.MembershipServiceServicer):
     """Counts who has joined; each gets two layers."""
 
     def __init__(self, num_stages: int, inference: FakeInference) -> None:
         self._num_stages = num_stages
         self._inference = inference
-        self._joined: dict[str, cluster_pb2.WorkerHello] = {}
+        self._joined: dict[str, join_pb2.WorkerHello] = {}
 
     async def Join(
-        self, messages: AsyncIterator[cluster_pb2.WorkerMessage], context: _Context
-    ) -> AsyncIterator[cluster_pb2.CoordinatorMessage]:
+        self, messages: AsyncIterator[join_pb2.JoinRequest], context: _Context
+    ) -> AsyncIterator[join_pb2.JoinResponse]:
         hello = (await anext(aiter(messages))).hello
         self._joined[hello.name] = hello
-        yield cluster_pb2.CoordinatorMessage(welcome=cluster_pb2.Welcome())
+        yield join_pb2.JoinResponse(welcome=join_pb2.Welcome())
         try:
             async for _ in messages:
                 pass
@@ -50,7 +51,7 @@ class FakeCluster(cluster_pb2_grpc.ClusterServicer):
         is_complete = len(self._joined) == self._num_stages
         return cluster_pb2.GetStatusResponse(
             model="fake-stories",
-            dtype=stage_pb2.DTYPE_F32,
+            dtype=cluster_pb2.DTYPE_F32,
             state=self._state(is_complete=is_complete),
             detail="" if is_complete else f"{len(self._joined)} of {self._num_stages} workers have joined",
             num_stages=self._num_stages,
@@ -82,11 +83,9 @@ class FakeCluster(cluster_pb2_grpc.ClusterServicer):
             layer_begin=2 * stage,
             layer_end=2 * stage + 2,
             memory_bytes=2**30,
-            heartbeat=cluster_pb2.Heartbeat(
-                weight_bytes=3 * 2**20,
-                kv_bytes=2**20,
-                kv=cluster_pb2.KvUsage(blocks_active=5, blocks_inactive=1, blocks_free=58),
-            ),
+            weight_bytes=3 * 2**20,
+            kv_bytes=2**20,
+            kv=cluster_pb2.KvUsage(blocks_active=5, blocks_inactive=1, blocks_free=58),
         )
 
 
@@ -100,7 +99,9 @@ async def serve(
     server = grpc.aio.server(options=SERVER_OPTIONS)
     inference = inference or FakeInference()
     inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
-    cluster_pb2_grpc.add_ClusterServicer_to_server(FakeCluster(num_stages, inference), server)
+    cluster = FakeCluster(num_stages, inference)
+    cluster_pb2_grpc.add_ClusterServicer_to_server(cluster, server)
+    join_pb2_grpc.add_MembershipServiceServicer_to_server(cluster, server)
     port = server.add_insecure_port(listen)
     await server.start()
     return server, f"{listen.rpartition(':')[0]}:{port}", inference
@@ -121,8 +122,8 @@ async def _worker(arguments: argparse.Namespace) -> None:
         sys.exit("out of memory")
     print(f"stageline worker {arguments.name} listening on 127.0.0.1:1", flush=True)
     async with client_channel(arguments.coordinator) as channel:
-        call = cluster_pb2_grpc.ClusterStub(channel).Join()
-        await call.write(cluster_pb2.WorkerMessage(hello=cluster_pb2.WorkerHello(name=arguments.name)))
+        call = join_pb2_grpc.MembershipServiceStub(channel).Join()
+        await call.write(join_pb2.JoinRequest(hello=join_pb2.WorkerHello(name=arguments.name)))
         await _until_signal()
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from stageline_rpc.v1 import stage_pb2
+from stageline_rpc.internal.v1 import forward_pb2
 from wire import frames
 from wire.frames import Frame, FrameAssembler
 from wire.steps import StageTime
@@ -11,12 +11,12 @@ from wire.tensors import TensorView
 
 def encode_frame(
     step_bytes: bytes, step_id: int, hidden: TensorView | None, stage_times: Sequence[StageTime] = ()
-) -> Iterator[stage_pb2.ForwardRequest]:
+) -> Iterator[forward_pb2.ForwardRequest]:
     """`wire.frames.encode_frame`, decoded again."""
     for message in frames.encode_frame(step_bytes, step_id, hidden, stage_times):
-        yield stage_pb2.ForwardRequest.FromString(message)
+        yield forward_pb2.ForwardRequest.FromString(message)
 
 
-def add_chunk(assembler: FrameAssembler, chunk: stage_pb2.FrameChunk) -> Frame | None:
+def add_chunk(assembler: FrameAssembler, chunk: forward_pb2.FrameChunk) -> Frame | None:
     """`FrameAssembler.add` of a message as protobuf writes it."""
-    return assembler.add(stage_pb2.ForwardRequest(chunk=chunk).SerializeToString())
+    return assembler.add(forward_pb2.ForwardRequest(chunk=chunk).SerializeToString())

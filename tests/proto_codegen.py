@@ -14,13 +14,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 PROTO_ROOT = Path(__file__).resolve().parents[1] / "proto"
-PACKAGE = Path("stageline_rpc/v1")
+PACKAGES = (Path("stageline_rpc/v1"), Path("stageline_rpc/internal/v1"))
+"""The public and the internal protocol."""
 GENERATED_PATTERNS = ("*_pb2.py", "*_pb2.pyi", "*_pb2_grpc.py", "*_pb2_grpc.pyi")
 
 
 def generate(output: Path, *, root: Path = PROTO_ROOT) -> None:
     """Writes the generated files of every .proto under `root` to the same place under `output`."""
-    sources = sorted((root / PACKAGE).glob("*.proto"))
+    sources = sorted(source for package in PACKAGES for source in (root / package).glob("*.proto"))
     _protoc(root, sources, f"--python_out={output}", f"--mypy_out=quiet:{output}")
     with_services = [source for source in sources if "\nservice " in source.read_text()]
     _protoc(root, with_services, f"--grpc_python_out={output}", f"--mypy_grpc_out=only_async,quiet:{output}")
@@ -68,7 +69,8 @@ def _protoc(root: Path, sources: Sequence[Path], *outputs: str) -> None:
 
 
 def _contents(root: Path) -> dict[str, bytes]:
-    files = (file for pattern in GENERATED_PATTERNS for file in (root / PACKAGE).glob(pattern))
+    folders = (root / package for package in PACKAGES)
+    files = (file for folder in folders for pattern in GENERATED_PATTERNS for file in folder.glob(pattern))
     return {str(file.relative_to(root)): file.read_bytes() for file in files}
 
 

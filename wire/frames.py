@@ -18,14 +18,14 @@ from dataclasses import dataclass
 import xxhash
 from google.protobuf.message import DecodeError
 
-from stageline_rpc.v1 import stage_pb2
+from stageline_rpc.internal.v1 import deliver_pb2, forward_pb2, step_pb2
 from wire.errors import StepFault, StepFaultKind
 from wire.step_codec import decode_result, decode_stage_times, decode_step, encode_result, encode_stage_times
 from wire.steps import StageTime, Step, StepResult
 from wire.tensors import TensorView, WireDType, decode_tensor, encode_header
 
-_CHUNK_TAG = stage_pb2.ForwardRequest.CHUNK_FIELD_NUMBER << 3 | 2
-_PAYLOAD_TAG = stage_pb2.FrameChunk.PAYLOAD_FIELD_NUMBER << 3 | 2
+_CHUNK_TAG = forward_pb2.ForwardRequest.CHUNK_FIELD_NUMBER << 3 | 2
+_PAYLOAD_TAG = forward_pb2.FrameChunk.PAYLOAD_FIELD_NUMBER << 3 | 2
 _MAX_VARINT_BYTES = 4
 
 Payload = bytes | memoryview
@@ -41,13 +41,13 @@ def write_chunk(head: bytes, payload: Payload) -> bytes:
     return b"".join((chunk, rest, field, payload))
 
 
-def read_chunk(message: bytes) -> tuple[stage_pb2.FrameChunk, Payload]:
+def read_chunk(message: bytes) -> tuple[forward_pb2.FrameChunk, Payload]:
     """Return chunk and payload (the chunk's own field may be empty). Raises StepFault UNDECODABLE."""
     try:
         split = _split(message)
         if split is not None:
             return split
-        request = stage_pb2.ForwardRequest.FromString(message)
+        request = forward_pb2.ForwardRequest.FromString(message)
     except DecodeError as error:
         raise StepFault(StepFaultKind.UNDECODABLE, f"message of the stream: {error}") from error
     if not request.HasField("chunk"):
@@ -56,14 +56,14 @@ def read_chunk(message: bytes) -> tuple[stage_pb2.FrameChunk, Payload]:
     return request.chunk, request.chunk.payload
 
 
-def _split(message: bytes) -> tuple[stage_pb2.FrameChunk, Payload] | None:
+def _split(message: bytes) -> tuple[forward_pb2.FrameChunk, Payload] | None:
     """Split a message as written by `write_chunk`; None for any other form."""
     head = _field(message, 0, _CHUNK_TAG)
     if head is None:
         return None
     begin, end = head
     if end == len(message):
-        chunk = stage_pb2.FrameChunk.FromString(message[begin:end])
+        chunk = forward_pb2.FrameChunk.FromString(message[begin:end])
         return chunk, chunk.payload
     rest = _field(message, end, _CHUNK_TAG)
     if rest is None or rest[1] != len(message):
@@ -71,7 +71,7 @@ def _split(message: bytes) -> tuple[stage_pb2.FrameChunk, Payload] | None:
     payload = _field(message, rest[0], _PAYLOAD_TAG)
     if payload is None or payload[1] != len(message):
         return None
-    return stage_pb2.FrameChunk.FromString(message[begin:end]), memoryview(message)[payload[0] :]
+    return forward_pb2.FrameChunk.FromString(message[begin:end]), memoryview(message)[payload[0] :]
 
 
 def _field(message: bytes, at: int, tag: int) -> tuple[int, int] | None:
@@ -153,7 +153,7 @@ def encode_frame(
         header = message.SerializeToString()
         payload = memoryview(hidden.data).cast("B")
     times = encode_stage_times(stage_times, ready_at_us=ready_at_us)
-    first = stage_pb2.FrameChunk(
+    first = forward_pb2.FrameChunk(
         step=step_bytes,
         hidden=header,
         stage_times=times,
@@ -162,7 +162,7 @@ def encode_frame(
     )
     yield write_chunk(first.SerializeToString(), payload[:CHUNK_BYTES])
     for position in range(CHUNK_BYTES, len(payload), CHUNK_BYTES):
-        later = stage_pb2.FrameChunk(is_last=position + CHUNK_BYTES >= len(payload))
+        later = forward_pb2.FrameChunk(is_last=position + CHUNK_BYTES >= len(payload))
         yield write_chunk(later.SerializeToString(), payload[position : position + CHUNK_BYTES])
 
 
@@ -171,7 +171,7 @@ class _Parts:
 
     __slots__ = ("_digest", "checksum", "hidden", "pieces", "size_bytes", "stage_times", "step")
 
-    def __init__(self, chunk: stage_pb2.FrameChunk) -> None:
+    def __init__(self, chunk: forward_pb2.FrameChunk) -> None:
         """Read each field once: every read copies it out of the message."""
         self.step = chunk.step
         self.hidden = chunk.hidden
@@ -273,7 +273,7 @@ class FrameAssembler:
         return Frame(step, first.step, hidden, times, ready_at_us)
 
 
-def _check_later_chunk(chunk: stage_pb2.FrameChunk, payload: Payload) -> None:
+def _check_later_chunk(chunk: forward_pb2.FrameChunk, payload: Payload) -> None:
     if chunk.step or chunk.hidden or chunk.stage_times:
         raise StepFault(StepFaultKind.UNDECODABLE, "a new frame began inside an incomplete frame")
     if not payload:
@@ -290,7 +290,7 @@ def _decode_hidden(first: _Parts, step: Step) -> TensorView | None:
             )
         return None
     try:
-        header = stage_pb2.TensorHeader.FromString(first.hidden)
+        header = step_pb2.TensorHeader.FromString(first.hidden)
     except DecodeError as error:
         raise StepFault(StepFaultKind.UNDECODABLE, f"tensor header: {error}") from error
     step_checksum = xxhash.xxh3_64_intdigest(first.step)
@@ -303,13 +303,13 @@ def _decode_hidden(first: _Parts, step: Step) -> TensorView | None:
     return decode_tensor(header, first.payload)
 
 
-def encode_result_frame(result: StepResult) -> stage_pb2.DeliverRequest:
+def encode_result_frame(result: StepResult) -> deliver_pb2.DeliverRequest:
     data = encode_result(result).SerializeToString()
-    frame = stage_pb2.ResultFrame(result=data, checksum=xxhash.xxh3_64_intdigest(data))
-    return stage_pb2.DeliverRequest(frame=frame)
+    frame = deliver_pb2.ResultFrame(result=data, checksum=xxhash.xxh3_64_intdigest(data))
+    return deliver_pb2.DeliverRequest(frame=frame)
 
 
-def decode_result_frame(message: stage_pb2.DeliverRequest) -> StepResult:
+def decode_result_frame(message: deliver_pb2.DeliverRequest) -> StepResult:
     """Decode the result in `message`. Raises StepFault CHECKSUM or UNDECODABLE."""
     if message.WhichOneof("message") != "frame":
         raise StepFault(
@@ -322,6 +322,6 @@ def decode_result_frame(message: stage_pb2.DeliverRequest) -> StepResult:
             StepFaultKind.CHECKSUM, f"result checksum: expected {expected:016x}, got {actual:016x}"
         )
     try:
-        return decode_result(stage_pb2.StepResult.FromString(data))
+        return decode_result(step_pb2.StepResult.FromString(data))
     except DecodeError as error:
         raise StepFault(StepFaultKind.UNDECODABLE, f"result: {error}") from error

@@ -14,14 +14,14 @@ import xxhash
 from google.protobuf.message import DecodeError
 
 from checkpoint import DType
-from stageline_rpc.v1 import stage_pb2
+from stageline_rpc.internal.v1 import forward_pb2
 from wire.sampling_codec import decode_logprobs, encode_logprobs
 from wire.steps import TokenLogprobs
 from wire.tensors import WireDType
 
 NUM_TEXTS = 2
 NUM_TOP = 20
-CHECK_VERSION = 2
+CHECK_VERSION = 3
 """Version of texts and references; stored references of other versions are ignored."""
 NUM_PROJECTIONS = 8
 STATE_WIDTH = NUM_PROJECTIONS + 1
@@ -81,8 +81,10 @@ def check_text(number: int, length: int, vocab_size: int) -> Text:
     return tuple(int((first + i + 0.5) * _GOLDEN % 1 * vocab_size) for i in range(length))
 
 
-def encode_reference(reference: Reference) -> stage_pb2.ReferenceResponse:
-    message = stage_pb2.ReferenceResponse(logit_spread=reference.logit_spread, rounding=reference.rounding)
+def encode_reference(reference: Reference) -> forward_pb2.ComputeReferenceResponse:
+    message = forward_pb2.ComputeReferenceResponse(
+        logit_spread=reference.logit_spread, rounding=reference.rounding
+    )
     for text in reference.texts:
         encoded = message.texts.add(tokens=text.tokens)
         for row in text.rows:
@@ -92,7 +94,7 @@ def encode_reference(reference: Reference) -> stage_pb2.ReferenceResponse:
     return message
 
 
-def decode_reference(message: stage_pb2.ReferenceResponse) -> Reference:
+def decode_reference(message: forward_pb2.ComputeReferenceResponse) -> Reference:
     """Decode a reference. Raises ValueError for inconsistent lengths."""
     texts = tuple(
         TextReference(tuple(text.tokens), tuple(map(decode_logprobs, text.rows))) for text in message.texts
@@ -162,4 +164,4 @@ def _decoded(entry: Mapping[str, str]) -> Reference:
     data = base64.b64decode(entry["data"], validate=True)
     if xxhash.xxh3_64_hexdigest(data) != entry["checksum"]:
         raise ValueError("checksum of a reference does not match")
-    return decode_reference(stage_pb2.ReferenceResponse.FromString(data))
+    return decode_reference(forward_pb2.ComputeReferenceResponse.FromString(data))

@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from stageline_rpc.v1 import stage_pb2
+from stageline_rpc.internal.v1 import step_pb2
 from wire.steps import GrammarSpec, StepSampling, TokenLogprobs
 
 
-def encode_sampling(sampling: StepSampling, message: stage_pb2.StepSampling) -> None:
+def encode_sampling(sampling: StepSampling, message: step_pb2.StepSampling) -> None:
     """Write `sampling` into the empty `message`."""
     if sampling.encoded is not None:
         message.MergeFromString(sampling.encoded)
@@ -37,12 +37,12 @@ def encode_sampling(sampling: StepSampling, message: stage_pb2.StepSampling) -> 
 
 def encoded_ahead(sampling: StepSampling) -> StepSampling:
     """Return a copy with `encoded` set; 65,536 biases take 50 ms, too long for an event loop."""
-    message = stage_pb2.StepSampling()
+    message = step_pb2.StepSampling()
     encode_sampling(sampling, message)
     return replace(sampling, encoded=message.SerializeToString())
 
 
-def decode_sampling(message: stage_pb2.StepSampling) -> StepSampling:
+def decode_sampling(message: step_pb2.StepSampling) -> StepSampling:
     """Decode the parameters without validating them; the sampler does that."""
     return StepSampling(
         temperature=message.temperature,
@@ -65,7 +65,7 @@ def decode_sampling(message: stage_pb2.StepSampling) -> StepSampling:
     )
 
 
-def encode_logprobs(logprobs: TokenLogprobs, message: stage_pb2.StepLogprobs) -> None:
+def encode_logprobs(logprobs: TokenLogprobs, message: step_pb2.StepLogprobs) -> None:
     """Write `logprobs` into the empty `message`."""
     message.token = logprobs.token
     message.logprob = logprobs.logprob
@@ -74,11 +74,11 @@ def encode_logprobs(logprobs: TokenLogprobs, message: stage_pb2.StepLogprobs) ->
     message.top_logprobs.extend(logprob for _, logprob in logprobs.top)
 
 
-def decode_logprobs(message: stage_pb2.StepLogprobs) -> TokenLogprobs:
+def decode_logprobs(message: step_pb2.StepLogprobs) -> TokenLogprobs:
     """Decode log-probabilities; lists of unequal lengths (no stage sends them) are cut."""
     top = tuple(zip(message.top_tokens, message.top_logprobs, strict=False))
     return TokenLogprobs(message.token, message.logprob, message.rank, top)
 
 
-def _decode_grammar(message: stage_pb2.Grammar) -> GrammarSpec:
+def _decode_grammar(message: step_pb2.Grammar) -> GrammarSpec:
     return GrammarSpec(definition=message.definition, tokenizer_checksum=message.tokenizer_checksum)

@@ -3,7 +3,7 @@
 from datetime import UTC, datetime
 from typing import Any
 
-from stageline_rpc.v1 import cluster_pb2, stage_pb2
+from stageline_rpc.v1 import cluster_pb2
 from wire.tensors import WIRE_DTYPE_FROM_MESSAGE
 
 OK = "ok"
@@ -65,13 +65,13 @@ def _integrity(status: cluster_pb2.GetStatusResponse) -> str:
     if status.kv.ledger.problem:
         return f"coordinator: {status.kv.ledger.problem}"
     for worker in status.workers:
-        if worker.heartbeat.kv_integrity.problem:
-            return f"{worker.name}: {worker.heartbeat.kv_integrity.problem}"
+        if worker.kv_integrity.problem:
+            return f"{worker.name}: {worker.kv_integrity.problem}"
     return OK if status.kv.ledger.num_checks else NOT_CHECKED
 
 
 def _worker(worker: cluster_pb2.WorkerStatus) -> dict[str, Any]:
-    heartbeat, kv, integrity = worker.heartbeat, worker.heartbeat.kv, worker.heartbeat.kv_integrity
+    kv, integrity = worker.kv, worker.kv_integrity
     return {
         "name": worker.name,
         "address": worker.address,
@@ -79,18 +79,18 @@ def _worker(worker: cluster_pb2.WorkerStatus) -> dict[str, Any]:
         "dtype": _dtype(worker.dtype),
         "kernels": worker.kernels or None,
         "kernels_detail": worker.kernels_detail,
-        "weights": _WEIGHTS.get(worker.weights or heartbeat.weights, "unchecked"),
+        "weights": _WEIGHTS.get(worker.weights, "unchecked"),
         "state": _word(cluster_pb2.WorkerState.Name(worker.state), "WORKER_STATE_"),
         "detail": worker.detail,
         "pid": worker.pid,
         "stage": _stage(worker),
         "memory_bytes": worker.memory_bytes,
-        "weight_bytes": heartbeat.weight_bytes,
-        "kv_bytes": heartbeat.kv_bytes,
-        "resident_bytes": heartbeat.resident_bytes,
-        "load_progress": heartbeat.load_progress,
-        "steps": heartbeat.num_steps,
-        "busy_s": heartbeat.busy_us / 1e6,
+        "weight_bytes": worker.weight_bytes,
+        "kv_bytes": worker.kv_bytes,
+        "resident_bytes": worker.resident_bytes,
+        "load_progress": worker.load_progress,
+        "steps": worker.num_steps,
+        "busy_s": worker.busy_us / 1e6,
         "heartbeat_age_ms": worker.heartbeat_age_ms,
         "kv_integrity": integrity.problem or (OK if integrity.num_checks else NOT_CHECKED),
         "blocks": {"active": kv.blocks_active, "inactive": kv.blocks_inactive, "free": kv.blocks_free},
@@ -108,7 +108,7 @@ def _stage(worker: cluster_pb2.WorkerStatus) -> dict[str, Any] | None:
     }
 
 
-def _dtype(number: stage_pb2.DType.ValueType) -> str | None:
+def _dtype(number: cluster_pb2.Dtype.ValueType) -> str | None:
     return WIRE_DTYPE_FROM_MESSAGE[number].value if number else None
 
 

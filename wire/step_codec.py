@@ -15,7 +15,7 @@ from itertools import takewhile
 from google.protobuf.message import DecodeError
 
 from kvcache import Block, Deref, Destroy, FullBlock, PartialBlock, Promote, Signal, Use
-from stageline_rpc.v1 import cluster_pb2, stage_pb2
+from stageline_rpc.internal.v1 import join_pb2, step_pb2
 from wire.errors import StepFault, StepFaultKind
 from wire.ids import RequestId, SequenceKey
 from wire.sampling_codec import decode_logprobs, decode_sampling, encode_logprobs, encode_sampling
@@ -38,10 +38,10 @@ _ID_BYTES = 16
 _MIN_COLUMN_LENGTH = 4
 """Columns for fewer sequences are larger than their messages."""
 
-Columns = stage_pb2.DecodeColumns | stage_pb2.TokenColumns
+Columns = step_pb2.DecodeColumns | step_pb2.TokenColumns
 
 
-def encode_decodes(slices: Sequence[StepSlice], columns: stage_pb2.DecodeColumns) -> int:
+def encode_decodes(slices: Sequence[StepSlice], columns: step_pb2.DecodeColumns) -> int:
     """Encode the leading decode slices into the empty `columns`; return their number."""
     decodes = list(takewhile(_is_decode, slices))
     if len(decodes) < _MIN_COLUMN_LENGTH:
@@ -53,7 +53,7 @@ def encode_decodes(slices: Sequence[StepSlice], columns: stage_pb2.DecodeColumns
     return len(decodes)
 
 
-def decode_decodes(columns: stage_pb2.DecodeColumns) -> list[StepSlice]:
+def decode_decodes(columns: step_pb2.DecodeColumns) -> list[StepSlice]:
     _check_lengths(columns, columns.positions)
     return [
         StepSlice(key, generation, (token,), Decode(position))
@@ -63,7 +63,7 @@ def decode_decodes(columns: stage_pb2.DecodeColumns) -> list[StepSlice]:
     ]
 
 
-def encode_tokens(results: Sequence[SliceResult], columns: stage_pb2.TokenColumns) -> int:
+def encode_tokens(results: Sequence[SliceResult], columns: step_pb2.TokenColumns) -> int:
     """Encode the leading token results into the empty `columns`; return their number."""
     sampled = list(takewhile(_is_token, results))
     if len(sampled) < _MIN_COLUMN_LENGTH:
@@ -74,7 +74,7 @@ def encode_tokens(results: Sequence[SliceResult], columns: stage_pb2.TokenColumn
     return len(sampled)
 
 
-def decode_tokens(columns: stage_pb2.TokenColumns) -> list[SliceResult]:
+def decode_tokens(columns: step_pb2.TokenColumns) -> list[SliceResult]:
     _check_lengths(columns)
     return [
         SliceResult(key, generation, token)
@@ -115,7 +115,7 @@ def _check_lengths(columns: Columns, *others: Sequence[int]) -> None:
         )
 
 
-def encode_signal(signal: Signal, message: stage_pb2.SequenceSignal) -> None:
+def encode_signal(signal: Signal, message: step_pb2.SequenceSignal) -> None:
     match signal:
         case Use():
             message.use.blocks.extend(_encode_block(block) for block in signal.blocks)
@@ -134,7 +134,7 @@ def encode_signal(signal: Signal, message: stage_pb2.SequenceSignal) -> None:
             message.destroy.CopyFrom(_encode_block(signal.block))
 
 
-def decode_signal(message: stage_pb2.SequenceSignal) -> Signal:
+def decode_signal(message: step_pb2.SequenceSignal) -> Signal:
     """Decode a signal. Raises StepFault UNDECODABLE for an empty oneof."""
     match message.WhichOneof("signal"):
         case "use":
@@ -160,13 +160,13 @@ def decode_signal(message: stage_pb2.SequenceSignal) -> Signal:
             raise StepFault(StepFaultKind.UNDECODABLE, "KV signal has no content")
 
 
-def _encode_block(block: Block) -> stage_pb2.Block:
+def _encode_block(block: Block) -> step_pb2.Block:
     if isinstance(block, FullBlock):
-        return stage_pb2.Block(full=block.sequence_hash)
-    return stage_pb2.Block(partial=block.id)
+        return step_pb2.Block(full=block.sequence_hash)
+    return step_pb2.Block(partial=block.id)
 
 
-def _decode_block(message: stage_pb2.Block) -> Block:
+def _decode_block(message: step_pb2.Block) -> Block:
     match message.WhichOneof("block"):
         case "full":
             return FullBlock(message.full)
@@ -230,7 +230,7 @@ def decode_stage_times(data: bytes, *, num_stages: int | None = None) -> tuple[t
 
 def encode_step(step: Step) -> bytes:
     """Return the serialised form, which passes through all stages unchanged."""
-    message = stage_pb2.Step(epoch=step.epoch, step_id=step.step_id, digest=step.digest)
+    message = step_pb2.Step(epoch=step.epoch, step_id=step.step_id, digest=step.digest)
     num_decodes = encode_decodes(step.slices, message.decodes)
     for step_slice in step.slices[num_decodes:]:
         _add_slice(message, step_slice)
@@ -249,7 +249,7 @@ def encode_step(step: Step) -> bytes:
 def decode_step(data: bytes) -> Step:
     """Decode a step. Raises StepFault UNDECODABLE or SLICE_SET."""
     try:
-        message = stage_pb2.Step.FromString(data)
+        message = step_pb2.Step.FromString(data)
     except DecodeError as error:
         raise StepFault(StepFaultKind.UNDECODABLE, f"step of {len(data)} bytes: {error}") from error
     try:
@@ -260,7 +260,7 @@ def decode_step(data: bytes) -> Step:
         raise
 
 
-def _request_ids(message: stage_pb2.Step) -> tuple[RequestId, ...]:
+def _request_ids(message: step_pb2.Step) -> tuple[RequestId, ...]:
     """Return the well-formed request ids of an invalid step."""
     column = message.decodes.request_ids
     ids = [column[begin : begin + _ID_BYTES] for begin in range(0, len(column), _ID_BYTES)]
@@ -268,7 +268,7 @@ def _request_ids(message: stage_pb2.Step) -> tuple[RequestId, ...]:
     return tuple(dict.fromkeys(RequestId(request_id) for request_id in ids if len(request_id) == _ID_BYTES))
 
 
-def _decode_step(message: stage_pb2.Step) -> Step:
+def _decode_step(message: step_pb2.Step) -> Step:
     slices = [_decode_slice(encoded) for encoded in message.slices]
     if message.HasField("decodes"):
         slices = decode_decodes(message.decodes) + slices
@@ -285,8 +285,8 @@ def _decode_step(message: stage_pb2.Step) -> Step:
     )
 
 
-def encode_result(result: StepResult) -> stage_pb2.StepResult:
-    message = stage_pb2.StepResult(
+def encode_result(result: StepResult) -> step_pb2.StepResult:
+    message = step_pb2.StepResult(
         epoch=result.epoch,
         step_id=result.step_id,
         stage_times=encode_stage_times(result.stage_times, ready_at_us=result.ready_at_us),
@@ -298,7 +298,7 @@ def encode_result(result: StepResult) -> stage_pb2.StepResult:
         encoded.generation = entry.generation
         outcome = entry.outcome
         if isinstance(outcome, SliceError):
-            encoded.error.kind = stage_pb2.SliceError.Kind.ValueType(outcome.kind)
+            encoded.error.kind = step_pb2.SliceError.Kind.ValueType(outcome.kind)
             encoded.error.stage = outcome.stage
             encoded.error.message = outcome.message
         elif outcome is not None:
@@ -310,7 +310,7 @@ def encode_result(result: StepResult) -> stage_pb2.StepResult:
     return message
 
 
-def decode_result(message: stage_pb2.StepResult) -> StepResult:
+def decode_result(message: step_pb2.StepResult) -> StepResult:
     """Decode a result. Raises StepFault UNDECODABLE for missing content and inconsistent lengths."""
     results = [_decode_slice_result(entry) for entry in message.results]
     if message.HasField("tokens"):
@@ -319,8 +319,8 @@ def decode_result(message: stage_pb2.StepResult) -> StepResult:
     return StepResult(message.epoch, message.step_id, tuple(results), times, ready_at_us)
 
 
-def encode_fault(report: FaultReport) -> cluster_pb2.StepFault:
-    return cluster_pb2.StepFault(
+def encode_fault(report: FaultReport) -> join_pb2.StepFault:
+    return join_pb2.StepFault(
         epoch=report.epoch,
         step_id=report.step_id,
         stage=report.stage,
@@ -330,7 +330,7 @@ def encode_fault(report: FaultReport) -> cluster_pb2.StepFault:
     )
 
 
-def decode_fault(message: cluster_pb2.StepFault) -> FaultReport:
+def decode_fault(message: join_pb2.StepFault) -> FaultReport:
     """Decode a fault report. Raises ValueError for an unknown kind."""
     return FaultReport(
         epoch=message.epoch,
@@ -342,13 +342,13 @@ def decode_fault(message: cluster_pb2.StepFault) -> FaultReport:
     )
 
 
-def _set_key(message: stage_pb2.SequenceKey, key: SequenceKey) -> None:
+def _set_key(message: step_pb2.SequenceKey, key: SequenceKey) -> None:
     """Set the key in place: assigning a separate message would copy it."""
     message.request_id = key.request_id
     message.choice = key.choice
 
 
-def _decode_key(message: stage_pb2.SequenceKey) -> SequenceKey:
+def _decode_key(message: step_pb2.SequenceKey) -> SequenceKey:
     request_id = message.request_id
     if len(request_id) != _ID_BYTES:
         raise StepFault(
@@ -357,7 +357,7 @@ def _decode_key(message: stage_pb2.SequenceKey) -> SequenceKey:
     return SequenceKey(RequestId(request_id), message.choice)
 
 
-def _add_slice(message: stage_pb2.Step, step_slice: StepSlice) -> None:
+def _add_slice(message: step_pb2.Step, step_slice: StepSlice) -> None:
     key, step = step_slice.sequence, step_slice.inference_step
     encoded = message.slices.add()
     sequence = encoded.sequence
@@ -376,7 +376,7 @@ def _add_slice(message: stage_pb2.Step, step_slice: StepSlice) -> None:
         encoded.decode.position = step.position
 
 
-def _decode_slice(message: stage_pb2.Slice) -> StepSlice:
+def _decode_slice(message: step_pb2.StepSlice) -> StepSlice:
     key, tokens = _decode_key(message.sequence), tuple(message.tokens)
     if not message.HasField("decode"):
         return StepSlice(key, message.generation, tokens, _decode_prefill(message, key, len(tokens)))
@@ -385,7 +385,7 @@ def _decode_slice(message: stage_pb2.Slice) -> StepSlice:
     return StepSlice(key, message.generation, tokens, Decode(message.decode.position))
 
 
-def _decode_prefill(message: stage_pb2.Slice, key: SequenceKey, num_tokens: int) -> Prefill:
+def _decode_prefill(message: step_pb2.StepSlice, key: SequenceKey, num_tokens: int) -> Prefill:
     if not message.HasField("prefill"):
         raise StepFault(StepFaultKind.SLICE_SET, f"slice of {key} has no inference step")
     prefill = message.prefill
@@ -408,7 +408,7 @@ def _wrong_count(key: SequenceKey, num_tokens: int, expected: int) -> StepFault:
     )
 
 
-def _add_start(message: stage_pb2.Step, start: StartRecord) -> None:
+def _add_start(message: step_pb2.Step, start: StartRecord) -> None:
     record = message.starts.add(
         generation=start.generation,
         num_prompt_tokens=start.num_prompt_tokens,
@@ -420,7 +420,7 @@ def _add_start(message: stage_pb2.Step, start: StartRecord) -> None:
         record.traceparent = start.traceparent
 
 
-def _decode_start(message: stage_pb2.StartRecord) -> StartRecord:
+def _decode_start(message: step_pb2.StartRecord) -> StartRecord:
     return StartRecord(
         _decode_key(message.sequence),
         message.generation,
@@ -431,7 +431,7 @@ def _decode_start(message: stage_pb2.StartRecord) -> StartRecord:
     )
 
 
-def _decode_slice_result(message: stage_pb2.SliceResult) -> SliceResult:
+def _decode_slice_result(message: step_pb2.SliceResult) -> SliceResult:
     key, scores = _decode_key(message.sequence), message.prompt_logprobs
     return SliceResult(
         key,
@@ -442,7 +442,7 @@ def _decode_slice_result(message: stage_pb2.SliceResult) -> SliceResult:
     )
 
 
-def _decode_outcome(message: stage_pb2.SliceResult, key: SequenceKey) -> int | SliceError | None:
+def _decode_outcome(message: step_pb2.SliceResult, key: SequenceKey) -> int | SliceError | None:
     match message.WhichOneof("outcome"):
         case "token":
             return message.token

@@ -8,7 +8,8 @@ from enum import Enum
 from typing import TypeAlias
 
 from checkpoint.dtypes import DType
-from stageline_rpc.v1 import stage_pb2
+from stageline_rpc.internal.v1 import step_pb2
+from stageline_rpc.v1 import cluster_pb2
 from wire.errors import StepFault, StepFaultKind
 
 
@@ -35,12 +36,12 @@ CHOICES: dict[str, WireDType] = {
     "fp8": ScaledDType.F8_E4M3,
     "int8": ScaledDType.I8,
 }
-WIRE_DTYPE_TO_MESSAGE: dict[WireDType, stage_pb2.DType.ValueType] = {
-    DType.BF16: stage_pb2.DTYPE_BF16,
-    DType.F16: stage_pb2.DTYPE_F16,
-    DType.F32: stage_pb2.DTYPE_F32,
-    ScaledDType.F8_E4M3: stage_pb2.DTYPE_F8_E4M3,
-    ScaledDType.I8: stage_pb2.DTYPE_I8,
+WIRE_DTYPE_TO_MESSAGE: dict[WireDType, cluster_pb2.Dtype.ValueType] = {
+    DType.BF16: cluster_pb2.DTYPE_BF16,
+    DType.F16: cluster_pb2.DTYPE_F16,
+    DType.F32: cluster_pb2.DTYPE_F32,
+    ScaledDType.F8_E4M3: cluster_pb2.DTYPE_F8_E4M3,
+    ScaledDType.I8: cluster_pb2.DTYPE_I8,
 }
 WIRE_DTYPE_FROM_MESSAGE: dict[int, WireDType] = {
     number: dtype for dtype, number in WIRE_DTYPE_TO_MESSAGE.items()
@@ -81,15 +82,15 @@ def payload_bytes(dtype: WireDType, shape: Sequence[int]) -> int:
     return elements + _SCALE_BYTES * math.prod(shape[:-1]) if isinstance(dtype, ScaledDType) else elements
 
 
-def number_of(wire_dtype: WireDType | None) -> stage_pb2.DType.ValueType:
+def number_of(wire_dtype: WireDType | None) -> cluster_pb2.Dtype.ValueType:
     """Return the number in messages; DTYPE_UNSPECIFIED for None."""
-    return stage_pb2.DTYPE_UNSPECIFIED if wire_dtype is None else WIRE_DTYPE_TO_MESSAGE[wire_dtype]
+    return cluster_pb2.DTYPE_UNSPECIFIED if wire_dtype is None else WIRE_DTYPE_TO_MESSAGE[wire_dtype]
 
 
-DTYPE_TO_MESSAGE: dict[DType, stage_pb2.DType.ValueType] = {
-    DType.BF16: stage_pb2.DTYPE_BF16,
-    DType.F16: stage_pb2.DTYPE_F16,
-    DType.F32: stage_pb2.DTYPE_F32,
+DTYPE_TO_MESSAGE: dict[DType, cluster_pb2.Dtype.ValueType] = {
+    DType.BF16: cluster_pb2.DTYPE_BF16,
+    DType.F16: cluster_pb2.DTYPE_F16,
+    DType.F32: cluster_pb2.DTYPE_F32,
 }
 DTYPE_FROM_MESSAGE: dict[int, DType] = {number: dtype for dtype, number in DTYPE_TO_MESSAGE.items()}
 
@@ -120,24 +121,24 @@ class TensorView:
         return payload_bytes(self.dtype, self.shape)
 
 
-def encode_header(tensor: TensorView, *, step_id: int, step_checksum: int) -> stage_pb2.TensorHeader:
+def encode_header(tensor: TensorView, *, step_id: int, step_checksum: int) -> step_pb2.TensorHeader:
     """Return the header of hidden states computed for the step with this id and checksum."""
-    return stage_pb2.TensorHeader(
+    return step_pb2.TensorHeader(
         dtype=WIRE_DTYPE_TO_MESSAGE[tensor.dtype],
         shape=tensor.shape,
-        byte_order=stage_pb2.BYTE_ORDER_LITTLE_ENDIAN,
+        byte_order=step_pb2.BYTE_ORDER_LITTLE_ENDIAN,
         size_bytes=tensor.size_bytes,
         step_id=step_id,
         step_checksum=step_checksum,
     )
 
 
-def decode_tensor(header: stage_pb2.TensorHeader, payload: bytes | bytearray | memoryview) -> TensorView:
+def decode_tensor(header: step_pb2.TensorHeader, payload: bytes | bytearray | memoryview) -> TensorView:
     """Check `payload` against `header`. Raises StepFault (DTYPE or SHAPE) with the numbers."""
     dtype = WIRE_DTYPE_FROM_MESSAGE.get(header.dtype)
     if dtype is None:
         raise StepFault(StepFaultKind.DTYPE, f"hidden states have unknown dtype number {header.dtype}")
-    if header.byte_order != stage_pb2.BYTE_ORDER_LITTLE_ENDIAN:
+    if header.byte_order != step_pb2.BYTE_ORDER_LITTLE_ENDIAN:
         raise StepFault(
             StepFaultKind.DTYPE, f"hidden states have unknown byte order number {header.byte_order}"
         )

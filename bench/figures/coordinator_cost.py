@@ -24,7 +24,7 @@ from coordinator.scheduler.kv_manager import KvCacheManager
 from coordinator.scheduler.policy import SchedulerLimits
 from coordinator.scheduler.scheduler import Scheduler
 from coordinator.scheduler.sequence import QueueOrder, Sequence
-from stageline_rpc.v1 import stage_pb2
+from stageline_rpc.internal.v1 import step_pb2
 from wire.ids import SequenceKey, new_request_id
 from wire.step_codec import decode_result, encode_result, encode_step
 from wire.steps import SliceResult, StageTime, Step, StepResult, StepSampling
@@ -123,7 +123,7 @@ def _everything(num_steps: int) -> Times:
         data = encode_result(_answer(oldest)).SerializeToString()
         frames.clear()
         began = time.thread_time_ns()
-        engine.complete(decode_result(stage_pb2.StepResult.FromString(data)))
+        engine.complete(decode_result(step_pb2.StepResult.FromString(data)))
         took_us = (time.thread_time_ns() - began) / 1e3
         if _is_steady(oldest, 1):
             times_us.append(took_us)

@@ -14,12 +14,11 @@ async def measure(setting: Setting) -> list[Figure]:
     """The worker that is nearest to its bound."""
     async with real_cluster(setting) as cluster:
         await cluster.generate_all(32, PROMPT_TOKENS, NEW_TOKENS)
-        heartbeats = {worker.pid: worker.heartbeat for worker in (await cluster.status()).workers}
+        by_pid = {worker.pid: worker for worker in (await cluster.status()).workers}
         pids = [worker.pid for worker in cluster.processes.workers]
         resident = dict(zip(pids, cluster.resident_bytes(), strict=True))
     bounds = {
-        pid: heartbeat.weight_bytes + heartbeat.kv_bytes + ALLOWANCE_MB * MB
-        for pid, heartbeat in heartbeats.items()
+        pid: worker.weight_bytes + worker.kv_bytes + ALLOWANCE_MB * MB for pid, worker in by_pid.items()
     }
     worst = max(resident, key=lambda pid: resident[pid] / bounds[pid])
     figure = Figure(
@@ -32,9 +31,9 @@ async def measure(setting: Setting) -> list[Figure]:
         noise=0.03,
         how="resident after 32 streams, of the worker nearest to its bound",
         details={
-            "weights_mb": heartbeats[worst].weight_bytes / MB,
-            "kv_mb": heartbeats[worst].kv_bytes / MB,
-            "rest_mb": (resident[worst] - heartbeats[worst].weight_bytes - heartbeats[worst].kv_bytes) / MB,
+            "weights_mb": by_pid[worst].weight_bytes / MB,
+            "kv_mb": by_pid[worst].kv_bytes / MB,
+            "rest_mb": (resident[worst] - by_pid[worst].weight_bytes - by_pid[worst].kv_bytes) / MB,
         },
     )
     return [figure]

@@ -11,7 +11,8 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
 
 from coordinator.api.request_parser import MAX_CHOICES, MAX_ENTRIES
-from stageline_rpc.v1 import cluster_pb2, inference_pb2, stage_pb2, telemetry_pb2
+from stageline_rpc.internal.v1 import deliver_pb2, join_pb2
+from stageline_rpc.v1 import cluster_pb2, inference_pb2, telemetry_pb2
 from wire.errors import MessageTooLarge
 from wire.message_scan import MessageScan
 
@@ -87,12 +88,12 @@ class MessageLimits(grpc.aio.ServerInterceptor):
                 for method in service.methods:
                     name = f"/{service.full_name}/{method.name}"
                     self._deserializers.setdefault(name, _small(GetMessageClass(method.input_type)))
-        self._deserializers["/stageline.v1.Cluster/Join"] = _bounded(
-            cluster_pb2.WorkerMessage, MAX_CONTROL_BYTES, MAX_CONTROL_FIELDS
+        self._deserializers["/stageline.internal.v1.MembershipService/Join"] = _bounded(
+            join_pb2.JoinRequest, MAX_CONTROL_BYTES, MAX_CONTROL_FIELDS
         )
         # Its content is bytes with a checksum.
-        self._deserializers["/stageline.v1.StepResults/Deliver"] = _bounded(
-            stage_pb2.DeliverRequest, None, MAX_RESULT_FIELDS
+        self._deserializers["/stageline.internal.v1.StepResultsService/Deliver"] = _bounded(
+            deliver_pb2.DeliverRequest, None, MAX_RESULT_FIELDS
         )
 
     async def intercept_service(

@@ -440,11 +440,14 @@ def _vocabulary(model: ServedModel) -> Vocabulary:
 def _keep_s(request: inference_pb2.GenerateRequest) -> float | None:
     """Seconds to keep the output after a disconnect; None to cancel."""
     policy = request.on_disconnect
-    if policy.action in (inference_pb2.OnDisconnect.ACTION_UNSPECIFIED, inference_pb2.OnDisconnect.CANCEL):
+    if policy.action in (
+        inference_pb2.OnDisconnect.ACTION_UNSPECIFIED,
+        inference_pb2.OnDisconnect.ACTION_CANCEL,
+    ):
         if policy.HasField("keep_s"):
             raise InvalidRequest("on_disconnect has keep_s, which only DETACH takes")
         return None
-    if policy.action != inference_pb2.OnDisconnect.DETACH:
+    if policy.action != inference_pb2.OnDisconnect.ACTION_DETACH:
         raise InvalidRequest(f"on_disconnect is {policy.action}, must be CANCEL or DETACH")
     keep_s = policy.keep_s if policy.HasField("keep_s") else DEFAULT_KEEP_S
     if not 0 < keep_s <= MAX_KEEP_S:

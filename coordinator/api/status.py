@@ -12,6 +12,7 @@ from coordinator.engine.engine import Engine
 from coordinator.model import ServedModel
 from coordinator.recovery.self_check_verdict import CheckOutcome
 from coordinator.scheduler.sequence import SequenceState
+from stageline_rpc.internal.v1 import join_pb2
 from stageline_rpc.v1 import cluster_pb2, inference_pb2
 from wire.tensors import DTYPE_TO_MESSAGE, number_of
 
@@ -167,9 +168,8 @@ class StatusReporter:
                 status.dtype = DTYPE_TO_MESSAGE[plan.dtype]
         connection = self._controller.connections.get(identity.name)
         if connection is not None:
-            status.heartbeat.CopyFrom(connection.heartbeat)
+            _copy_heartbeat(connection.heartbeat, status)
             if stage is not None:
-                status.weights = connection.heartbeat.weights
                 status.kernels, status.kernels_detail = connection.kernels, connection.kernels_detail
             age_s = asyncio.get_running_loop().time() - connection.heard_at_s
             status.heartbeat_age_ms = round(age_s * 1000)
@@ -193,3 +193,15 @@ class StatusReporter:
             kept=self._engine.registry.num_kept,
             orphaned=totals.orphaned,
         )
+
+
+def _copy_heartbeat(heartbeat: join_pb2.Heartbeat, status: cluster_pb2.WorkerStatus) -> None:
+    status.weights = heartbeat.weights
+    status.resident_bytes = heartbeat.resident_bytes
+    status.weight_bytes = heartbeat.weight_bytes
+    status.kv_bytes = heartbeat.kv_bytes
+    status.num_steps = heartbeat.num_steps
+    status.busy_us = heartbeat.busy_us
+    status.load_progress = heartbeat.load_progress
+    status.kv.CopyFrom(heartbeat.kv)
+    status.kv_integrity.CopyFrom(heartbeat.kv_integrity)

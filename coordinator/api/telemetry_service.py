@@ -1,4 +1,4 @@
-"""`stageline.v1.Telemetry` and OpenTelemetry's collector services."""
+"""`stageline.v1.TelemetryService` and OpenTelemetry's collector services."""
 
 import asyncio
 from collections.abc import Callable
@@ -149,7 +149,7 @@ def _reasons(taken: Taken) -> str:
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class TelemetryService(telemetry_pb2_grpc.TelemetryServicer):
+class TelemetryService(telemetry_pb2_grpc.TelemetryServiceServicer):
     """Called by `stageline top` and `stageline trace`."""
 
     def __init__(self, store: TraceStore, traces: TraceReader, activity: ActivityReporter) -> None:

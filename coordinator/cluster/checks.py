@@ -23,7 +23,7 @@ from coordinator.recovery.self_check import CheckedEpoch, SelfCheck
 from coordinator.recovery.self_check_verdict import KnownReference, NoReference, Verdict
 from coordinator.scheduler.kv_manager import KvCacheManager
 from kvcache import IntegrityMonitor, IntegrityReport
-from stageline_rpc.v1 import cluster_pb2
+from stageline_rpc.internal.v1 import join_pb2
 from wire.steps import Step, StepResult
 from wire.tensors import ScaledDType, WireDType
 
@@ -65,7 +65,7 @@ class LedgerCheck:
         return self._monitor.run(lambda: kv.check_integrity(active))
 
 
-Send = Callable[[WorkerIdentity, cluster_pb2.CoordinatorMessage], None]
+Send = Callable[[WorkerIdentity, join_pb2.JoinResponse], None]
 
 
 class WeightsCheck:
@@ -125,7 +125,7 @@ class WeightsCheck:
         for worker, stage in self._stages:
             self._send(worker, self._encode(stage))
 
-    def _encode(self, stage: StagePlan) -> cluster_pb2.CoordinatorMessage:
+    def _encode(self, stage: StagePlan) -> join_pb2.JoinResponse:
         names = stage_tensor_names(
             self._model.config,
             stage.layer_begin,
@@ -133,12 +133,12 @@ class WeightsCheck:
             has_embeddings=stage.role.has_embeddings,
             has_head=stage.role.has_head,
         )
-        verify = cluster_pb2.VerifyWeights(
+        verify = join_pb2.VerifyWeights(
             plan_id=self._plan_id,
             idle_ms=round(self._idle_s * 1000),
-            tensors=[cluster_pb2.TensorHash(name=name, xxh3_128=self._hashes[name]) for name in names],
+            tensors=[join_pb2.TensorHash(name=name, xxh3_128=self._hashes[name]) for name in names],
         )
-        return cluster_pb2.CoordinatorMessage(verify_weights=verify)
+        return join_pb2.JoinResponse(verify_weights=verify)
 
 
 NOT_ANSWERED = "a step of the self-check was not answered in time"
@@ -196,7 +196,7 @@ class PlanChecks:
         self.check.take(result)
         return True
 
-    def take_states(self, worker: str, message: cluster_pb2.CheckStates) -> None:
+    def take_states(self, worker: str, message: join_pb2.CheckStates) -> None:
         """What a stage has handed on in the epoch that is checked."""
         stage = self._state.stage_of(worker)
         if stage is not None and message.epoch == self._state.epoch:
@@ -282,7 +282,7 @@ class PlanChecks:
             raise
 
     def _ask_states(self) -> None:
-        ask = cluster_pb2.CoordinatorMessage(report_states=cluster_pb2.ReportStates(epoch=self._state.epoch))
+        ask = join_pb2.JoinResponse(report_states=join_pb2.ReportStates(epoch=self._state.epoch))
         for record in self._state.stage_workers[:-1]:
             self._connections[record.identity.name].send(ask)
 

@@ -1,4 +1,4 @@
-"""Coordinator side of `Cluster.Join` streams, and the kernels that stages report."""
+"""Coordinator side of `MembershipService.Join` streams, and the kernels that stages report."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from coordinator.cluster.membership import WorkerIdentity
 from coordinator.recovery.failure_detector import StageProgress
 from coordinator.recovery.self_check import ReferenceSource
-from stageline_rpc.v1 import cluster_pb2
+from stageline_rpc.internal.v1 import join_pb2
 from wire.clock import wall_clock_us
 from wire.tensors import WireDType
 
@@ -29,7 +29,7 @@ class WorkerConnection:
         self.identity = identity
         self.reference_secret = reference_secret
         self.rejoin_secret = rejoin_secret
-        self.heartbeat = cluster_pb2.Heartbeat()
+        self.heartbeat = join_pb2.Heartbeat()
         self.heard_at_s = now_s
         self.is_silent = False
         self.loads_tokenizer = False
@@ -39,21 +39,21 @@ class WorkerConnection:
         self.wire_dtype: WireDType | None = None
         self.close_reason = ""
         self._is_closed = asyncio.Event()
-        self._outbox: asyncio.Queue[cluster_pb2.CoordinatorMessage | None] = asyncio.Queue()
+        self._outbox: asyncio.Queue[join_pb2.JoinResponse | None] = asyncio.Queue()
 
-    def send(self, message: cluster_pb2.CoordinatorMessage) -> None:
+    def send(self, message: join_pb2.JoinResponse) -> None:
         """Queues a message. There are a handful per epoch, and one per heartbeat: no bound is needed."""
         self._outbox.put_nowait(message)
 
-    def beat(self, heartbeat: cluster_pb2.Heartbeat) -> None:
+    def beat(self, heartbeat: join_pb2.Heartbeat) -> None:
         """Takes a heartbeat, and answers it with the time of this clock if that is wanted."""
         self.heartbeat = heartbeat
         if heartbeat.sent_at_us:
             now_us = wall_clock_us()
-            answer = cluster_pb2.HeartbeatAnswer(
+            answer = join_pb2.HeartbeatAnswer(
                 sent_at_us=heartbeat.sent_at_us, received_at_us=now_us, answered_at_us=now_us
             )
-            self.send(cluster_pb2.CoordinatorMessage(heartbeat_answer=answer))
+            self.send(join_pb2.JoinResponse(heartbeat_answer=answer))
 
     def close(self, reason: str) -> None:
         """Ends the stream once the messages before are out."""
@@ -65,7 +65,7 @@ class WorkerConnection:
         """Returns after `close`."""
         await self._is_closed.wait()
 
-    async def messages(self) -> AsyncIterator[cluster_pb2.CoordinatorMessage]:
+    async def messages(self) -> AsyncIterator[join_pb2.JoinResponse]:
         """Messages to send, until `close`."""
         while (message := await self._outbox.get()) is not None:
             yield message
@@ -106,7 +106,7 @@ class Connections(dict[str, WorkerConnection]):
         connection = self.get(worker.name)
         return connection if connection is not None and connection.identity is worker else None
 
-    def send_all(self, message: cluster_pb2.CoordinatorMessage) -> None:
+    def send_all(self, message: join_pb2.JoinResponse) -> None:
         for connection in self.values():
             connection.send(message)
 

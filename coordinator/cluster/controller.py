@@ -47,7 +47,8 @@ from coordinator.recovery.self_check import SelfCheck
 from coordinator.scheduler.in_flight import ResultMismatch
 from coordinator.scheduler.kv_manager import KvCacheManager
 from coordinator.scheduler.policy import SchedulerLimits
-from stageline_rpc.v1 import cluster_pb2, stage_pb2
+from stageline_rpc.internal.v1 import forward_pb2, join_pb2
+from stageline_rpc.v1 import cluster_pb2
 from wire.errors import InvariantBroken, NameInUse, StaleStream, StepFaultKind, WorkerNotFound
 from wire.ids import Incarnation
 from wire.peer_secrets import is_secret, new_secret
@@ -200,7 +201,7 @@ class Controller:
         if record is not None and not record.is_draining and not is_computing:
             self._attribution.record_unrelated_loss()
 
-    def receive(self, connection: WorkerConnection, message: cluster_pb2.WorkerMessage) -> None:
+    def receive(self, connection: WorkerConnection, message: join_pb2.JoinRequest) -> None:
         """Handles a message on the stream of a worker."""
         name = connection.identity.name
         connection.heard_at_s = asyncio.get_running_loop().time()
@@ -231,7 +232,7 @@ class Controller:
                 differ = message.weights_differ
                 self._events.weights_differ(name, differ.reason)
                 self._carry_out(self.state.weights_differ(name, differ.reason))
-            case "wants_drain":
+            case "drain_requested":
                 self._events.leaving(name, asks_itself=True)
                 self._carry_out(self.state.drain(name))
             case "check_states":
@@ -313,7 +314,7 @@ class Controller:
         self._carry_out(self.state.drain(name))
         await connection.wait_closed()
 
-    def open_results(self, hello: stage_pb2.HopHello, *, host: str) -> int:
+    def open_results(self, hello: forward_pb2.HopHello, *, host: str) -> int:
         """LAST, on `host`, opens its stream of results: returns the epoch. Raises SecretMismatch, StaleStream
         or HandshakeMismatch.
         """
@@ -436,13 +437,13 @@ class Controller:
             return None
         return self.state.epoch, self._totals.finished
 
-    def _send(self, worker: WorkerIdentity, message: cluster_pb2.CoordinatorMessage) -> None:
+    def _send(self, worker: WorkerIdentity, message: join_pb2.JoinResponse) -> None:
         if (connection := self.connections.of(worker)) is not None:
             connection.send(message)
 
     def _let_go(self, action: LetGo) -> None:
-        leave = cluster_pb2.Leave(reason=action.reason, exit_process=True)
-        self._send(action.worker, cluster_pb2.CoordinatorMessage(leave=leave))
+        leave = join_pb2.Leave(reason=action.reason, exit_process=True)
+        self._send(action.worker, join_pb2.JoinResponse(leave=leave))
 
     async def _finish_running(self, action: FinishRunning) -> None:
         """Finishes running requests before the worker leaves: no other worker can take its layers."""
@@ -504,8 +505,8 @@ class Controller:
             self._engine.stop_epoch(action.reason)
             self.availability.end()
         self._release_link()
-        end = cluster_pb2.EndEpoch(epoch=action.epoch)
-        self.connections.send_all(cluster_pb2.CoordinatorMessage(end_epoch=end))
+        end = join_pb2.EndEpoch(epoch=action.epoch)
+        self.connections.send_all(join_pb2.JoinResponse(end_epoch=end))
         self.availability.limit_waiting()
 
     def _attribute(self, action: StopServing) -> None:

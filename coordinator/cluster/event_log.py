@@ -11,7 +11,7 @@ from coordinator.cluster.membership import WorkerIdentity
 from coordinator.planner.plan import Plan, StagePlan
 from coordinator.recovery.self_check_verdict import Verdict
 from coordinator.scheduler.sequence import Sequence
-from stageline_rpc.v1 import cluster_pb2
+from stageline_rpc.internal.v1 import join_pb2
 from wire.log_context import log_context
 from wire.steps import FaultReport
 
@@ -49,7 +49,7 @@ class EventLog:
             extra=log_context(worker=action.worker.name, stage=stage.stage),
         )
 
-    def loaded(self, worker: str, loaded: cluster_pb2.StageLoaded) -> None:
+    def loaded(self, worker: str, loaded: join_pb2.StageLoaded) -> None:
         duration_ms = loaded.load_ms + loaded.warmup_ms
         kernels = f", {loaded.kernels} kernels" if loaded.kernels else ""
         log.info(

@@ -4,7 +4,8 @@ from coordinator.cluster.actions import AssignStage, BeginEpoch
 from coordinator.cluster.membership import WorkerIdentity
 from coordinator.model import ServedModel
 from coordinator.recovery.policy import RecoveryPolicy
-from stageline_rpc.v1 import cluster_pb2, stage_pb2
+from stageline_rpc.internal.v1 import forward_pb2, join_pb2
+from stageline_rpc.v1 import cluster_pb2
 from wire.addresses import parse_peer_address
 from wire.channels import PROTOCOL_VERSION
 from wire.errors import HandshakeMismatch, InvalidRequest
@@ -22,7 +23,7 @@ ROLE_TO_MESSAGE: dict[StageRole, cluster_pb2.StageRole.ValueType] = {
 }
 
 
-def decode_hello(message: cluster_pb2.WorkerMessage) -> WorkerIdentity:
+def decode_hello(message: join_pb2.JoinRequest) -> WorkerIdentity:
     """Raises HandshakeMismatch for another protocol version, InvalidRequest for a bad field."""
     if message.WhichOneof("message") != "hello":
         raise InvalidRequest("the first message of Join must be hello")
@@ -53,9 +54,9 @@ def decode_hello(message: cluster_pb2.WorkerMessage) -> WorkerIdentity:
     )
 
 
-def encode_assign(action: AssignStage, model: ServedModel) -> cluster_pb2.CoordinatorMessage:
+def encode_assign(action: AssignStage, model: ServedModel) -> join_pb2.JoinResponse:
     plan, stage = action.plan, action.stage
-    assign = cluster_pb2.AssignStage(
+    assign = join_pb2.AssignStage(
         plan_id=action.plan_id,
         stage=stage.stage,
         num_stages=len(plan.stages),
@@ -72,11 +73,11 @@ def encode_assign(action: AssignStage, model: ServedModel) -> cluster_pb2.Coordi
         wire_dtype=number_of(model.wire_dtype),
         reads_again=action.force_reload,
     )
-    return cluster_pb2.CoordinatorMessage(assign=assign)
+    return join_pb2.JoinResponse(assign=assign)
 
 
-def _encode_model(model: ServedModel) -> cluster_pb2.ModelRef:
-    return cluster_pb2.ModelRef(
+def _encode_model(model: ServedModel) -> join_pb2.ModelRef:
+    return join_pb2.ModelRef(
         directory=model.directory_for_workers,
         fingerprint=model.fingerprint,
         hidden_size=model.config.hidden_size,
@@ -87,10 +88,10 @@ def _encode_model(model: ServedModel) -> cluster_pb2.ModelRef:
 
 def encode_begin(
     action: BeginEpoch, *, incarnation: Incarnation, incoming_secret: bytes, outgoing_secret: bytes
-) -> cluster_pb2.CoordinatorMessage:
+) -> join_pb2.JoinResponse:
     """For the stage with these secrets."""
     stages = [
-        cluster_pb2.StageEndpoint(
+        join_pb2.StageEndpoint(
             worker=worker.name,
             incarnation=worker.incarnation,
             address=worker.address,
@@ -99,7 +100,7 @@ def encode_begin(
         )
         for worker, stage in zip(action.workers, action.plan.stages, strict=True)
     ]
-    begin = cluster_pb2.BeginEpoch(
+    begin = join_pb2.BeginEpoch(
         plan_id=action.plan_id,
         epoch=action.epoch,
         coordinator_incarnation=incarnation,
@@ -108,7 +109,7 @@ def encode_begin(
         outgoing_secret=outgoing_secret,
         is_check=action.is_check,
     )
-    return cluster_pb2.CoordinatorMessage(begin_epoch=begin)
+    return join_pb2.JoinResponse(begin_epoch=begin)
 
 
 def encode_welcome(
@@ -118,8 +119,8 @@ def encode_welcome(
     *,
     reference_secret: bytes,
     rejoin_secret: bytes,
-) -> cluster_pb2.CoordinatorMessage:
-    welcome = cluster_pb2.Welcome(
+) -> join_pb2.JoinResponse:
+    welcome = join_pb2.Welcome(
         coordinator_incarnation=incarnation,
         heartbeat_interval_ms=round(policy.heartbeat_interval_s * 1000),
         lease_ms=round(max(policy.lease_s, policy.loading_lease_s) * 1000),
@@ -128,17 +129,19 @@ def encode_welcome(
         reference_secret=reference_secret,
         rejoin_secret=rejoin_secret,
     )
-    return cluster_pb2.CoordinatorMessage(welcome=welcome)
+    return join_pb2.JoinResponse(welcome=welcome)
 
 
-def encode_serving(epoch: int, *, is_serving: bool) -> cluster_pb2.CoordinatorMessage:
+def encode_serving(epoch: int, *, is_serving: bool) -> join_pb2.JoinResponse:
     """Whether new requests are served in `epoch`."""
-    return cluster_pb2.CoordinatorMessage(serving=cluster_pb2.Serving(epoch=epoch, is_serving=is_serving))
+    return join_pb2.JoinResponse(serving=join_pb2.Serving(epoch=epoch, is_serving=is_serving))
 
 
-def encode_hop_hello(action: BeginEpoch, *, incarnation: Incarnation, fingerprint: str) -> stage_pb2.HopHello:
+def encode_hop_hello(
+    action: BeginEpoch, *, incarnation: Incarnation, fingerprint: str
+) -> forward_pb2.HopHello:
     """What the coordinator says to FIRST."""
-    return stage_pb2.HopHello(
+    return forward_pb2.HopHello(
         protocol_version=PROTOCOL_VERSION,
         coordinator_incarnation=incarnation,
         epoch=action.epoch,
@@ -153,7 +156,7 @@ def encode_hop_hello(action: BeginEpoch, *, incarnation: Incarnation, fingerprin
 
 
 def check_results_hello(
-    hello: stage_pb2.HopHello, action: BeginEpoch, *, incarnation: Incarnation, fingerprint: str
+    hello: forward_pb2.HopHello, action: BeginEpoch, *, incarnation: Incarnation, fingerprint: str
 ) -> None:
     """Checks what LAST says when it opens its results. Raises HandshakeMismatch with both values."""
     plan, last = action.plan, action.workers[-1]

@@ -11,7 +11,7 @@ import grpc
 
 from coordinator.cluster.actions import BeginEpoch
 from coordinator.cluster.messages import check_results_hello, encode_begin, encode_hop_hello
-from stageline_rpc.v1 import cluster_pb2, stage_pb2
+from stageline_rpc.internal.v1 import forward_pb2, join_pb2
 from wire.channels import client_channel
 from wire.clock import wall_clock_us
 from wire.errors import StaleStream
@@ -31,12 +31,12 @@ class LinkBroken(Exception):
 
 
 class PipelineLink:
-    """One `Stage.Forward` stream. Steps go out in the order of `send`; the scheduler bounds their number."""
+    """One `StageService.Forward` stream; sends steps in order. The scheduler bounds their number."""
 
     def __init__(
         self,
         address: str,
-        hello: stage_pb2.HopHello,
+        hello: forward_pb2.HopHello,
         on_broken: Callable[[str], None],
         *,
         worker: str = "FIRST",
@@ -69,7 +69,7 @@ class PipelineLink:
             raise LinkBroken(f"{self._where} did not accept within {self._timeout_s:g} s") from None
         except grpc.aio.AioRpcError as error:
             raise LinkBroken(f"{self._where} refused: {error.details()}") from error
-        if not isinstance(response, stage_pb2.ForwardResponse):
+        if not isinstance(response, forward_pb2.ForwardResponse):
             raise LinkBroken(f"{self._where} ended the stream instead of accepting it")
         log.debug("%s accepts steps", self._where, extra=log_context(epoch=self._hello.epoch))
         self._tasks = [asyncio.create_task(self._watch(call)), asyncio.create_task(self._write(call))]
@@ -86,7 +86,7 @@ class PipelineLink:
 
     async def _greet(self) -> tuple[ForwardCall, Any]:
         """The call with the answer to its hello, which is sent again while too many others wait there."""
-        hello = stage_pb2.ForwardRequest(hello=self._hello).SerializeToString()
+        hello = forward_pb2.ForwardRequest(hello=self._hello).SerializeToString()
         while True:
             # With an iterator of requests, gRPC leaves a task behind that complains when it is collected.
             call = self._call = open_forward(self._channel)
@@ -144,7 +144,7 @@ class Pipeline:
         self._secrets = tuple(self._new_secret() for _ in range(len(action.workers) + 1))
         self._incoming.begin_epoch(self._secrets[-1])
 
-    def begin_message(self, action: BeginEpoch, stage: int) -> cluster_pb2.CoordinatorMessage:
+    def begin_message(self, action: BeginEpoch, stage: int) -> join_pb2.JoinResponse:
         """For one stage of the expected epoch, with the secrets of the hops into and out of it."""
         assert action is self._begun, "secrets are of one epoch"
         return encode_begin(
@@ -175,7 +175,7 @@ class Pipeline:
         link, self._link = self._link, None
         return link
 
-    def accept_results(self, hello: stage_pb2.HopHello, *, epoch: int, host: str) -> None:
+    def accept_results(self, hello: forward_pb2.HopHello, *, epoch: int, host: str) -> None:
         """LAST, on `host`, opens its results, once in an epoch; `epoch` is the present one. Raises
         SecretMismatch, StaleStream or HandshakeMismatch.
         """

@@ -17,7 +17,7 @@ from coordinator.recovery.policy import RecoveryPolicy
 from coordinator.recovery.self_check_script import Script, texts_for, write_script
 from coordinator.recovery.self_check_verdict import CheckOutcome, KnownReference, NoReference, Verdict, judge
 from coordinator.scheduler.kv_manager import KvCacheManager
-from stageline_rpc.v1 import stage_pb2
+from stageline_rpc.internal.v1 import forward_pb2, step_pb2
 from wire.clock import wall_clock_us
 from wire.reference import (
     NUM_TOP,
@@ -188,11 +188,11 @@ class References:
         return (source.worker in self._distrusted, -source.free_bytes, source.worker)
 
     async def _ask_one(self, source: ReferenceSource, question: ReferenceQuestion) -> Reference:
-        request = stage_pb2.ReferenceRequest(
+        request = forward_pb2.ComputeReferenceRequest(
             fingerprint=self._model.fingerprint,
             dtype=DTYPE_TO_MESSAGE[question.dtype],
             wire_dtype=WIRE_DTYPE_TO_MESSAGE[question.wire_dtype],
-            texts=[stage_pb2.TokenSequence(tokens=text) for text in question.texts],
+            texts=[step_pb2.TokenSequence(tokens=text) for text in question.texts],
             num_top=NUM_TOP,
             secret=source.secret,
         )

@@ -1,1 +1,1 @@
-"""The gRPC contract of Stageline, and the Python that is generated from it."""
+"""The protocols of Stageline, and the Python generated from them (`make proto`)."""

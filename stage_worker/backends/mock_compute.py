@@ -9,7 +9,7 @@ from stage_worker.assignment import Assignment
 from stage_worker.backends.contract import Computed, DeviceError, StageCompute
 from stage_worker.backends.mock_spec import MockSpec
 from stage_worker.validation import SliceLayout
-from stageline_rpc.v1 import stage_pb2
+from stageline_rpc.internal.v1 import step_pb2
 from wire.frames import Frame
 from wire.ids import SequenceKey
 from wire.steps import Decode, SliceError, SliceResult, StartRecord, Step, StepSampling, StepSlice
@@ -223,7 +223,7 @@ class MockCompute(StageCompute):
         return SliceResult(step_slice.sequence, step_slice.generation, token)
 
     def _failed(self, step_slice: StepSlice, problem: str) -> SliceResult:
-        error = SliceError(stage_pb2.SliceError.KIND_SAMPLER, self._stage, problem)
+        error = SliceError(step_pb2.SliceError.KIND_SAMPLER, self._stage, problem)
         return SliceResult(step_slice.sequence, step_slice.generation, error)
 
 

@@ -22,7 +22,7 @@ from stage_worker.model.step_layout import StepLayout
 from stage_worker.sampling import Sampler
 from stage_worker.sampling.grammar_masks import GrammarMasks
 from stage_worker.validation import SliceLayout
-from stageline_rpc.v1 import stage_pb2
+from stageline_rpc.internal.v1 import step_pb2
 from wire.errors import StepFault, StepFaultKind
 from wire.frames import Frame
 from wire.ids import SequenceKey
@@ -105,7 +105,7 @@ def _finite_rows(step: Step, hidden: Tensor) -> list[Tensor]:
 
 
 def _is_not_finite(outcome: object) -> bool:
-    kind = stage_pb2.SliceError.KIND_NON_FINITE_LOGITS
+    kind = step_pb2.SliceError.KIND_NON_FINITE_LOGITS
     return isinstance(outcome, SliceError) and outcome.kind == kind
 
 

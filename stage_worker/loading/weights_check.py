@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from checkpoint import Checkpoint, CheckpointError
 from checkpoint.files import FileIdentity, stat_files
 from checkpoint.hashes import HashCache, Hashes, TensorHasher, hash_when_idle
+from stageline_rpc.internal.v1 import join_pb2
 from stageline_rpc.v1 import cluster_pb2
 
 log = logging.getLogger(__name__)
@@ -59,10 +60,10 @@ class WeightsVerifier:
 
     def verify(
         self,
-        order: cluster_pb2.VerifyWeights,
+        order: join_pb2.VerifyWeights,
         *,
         activity: Callable[[], object | None],
-        reply: Callable[[cluster_pb2.WorkerMessage], None],
+        reply: Callable[[join_pb2.JoinRequest], None],
     ) -> None:
         """Start the comparison; `reply` is called if weights differ. `activity`: see `hash_when_idle`."""
         self.cancel()
@@ -70,7 +71,7 @@ class WeightsVerifier:
             check = self._check(self._source, order, activity, reply)
             self._task = asyncio.create_task(check, name="weights-check")
 
-    async def finding(self, *, fingerprint: str) -> cluster_pb2.WorkerMessage | None:
+    async def finding(self, *, fingerprint: str) -> join_pb2.JoinRequest | None:
         """The report of differing weights for a new connection; None for none, or another checkpoint."""
         finding = self._finding
         if finding is None or finding.source.checkpoint.fingerprint != fingerprint:
@@ -86,9 +87,9 @@ class WeightsVerifier:
     async def _check(
         self,
         source: LoadedFrom,
-        order: cluster_pb2.VerifyWeights,
+        order: join_pb2.VerifyWeights,
         activity: Callable[[], object | None],
-        reply: Callable[[cluster_pb2.WorkerMessage], None],
+        reply: Callable[[join_pb2.JoinRequest], None],
     ) -> None:
         expected = {tensor.name: tensor.xxh3_128 for tensor in order.tensors}
         try:
@@ -105,8 +106,8 @@ class WeightsVerifier:
         self._problems[source.files] = problems
         reason = next(iter(problems.values()))
         log.error("%s", reason)
-        differ = cluster_pb2.WeightsDiffer(plan_id=order.plan_id, reason=reason)
-        self._finding = _Finding(source, cluster_pb2.WorkerMessage(weights_differ=differ))
+        differ = join_pb2.WeightsDiffer(plan_id=order.plan_id, reason=reason)
+        self._finding = _Finding(source, join_pb2.JoinRequest(weights_differ=differ))
         reply(self._finding.message)
 
 
@@ -115,7 +116,7 @@ class _Finding:
     """Files of a stage that differ, with the report."""
 
     source: LoadedFrom
-    message: cluster_pb2.WorkerMessage
+    message: join_pb2.JoinRequest
 
     def is_current(self) -> bool:
         """Whether the files are unchanged since the comparison."""

@@ -21,7 +21,7 @@ from stage_worker.sampling.logits_processors import (
     token_logprobs,
 )
 from stage_worker.sampling.random_choice import Draw, argmax_rows, choose_random
-from stageline_rpc.v1 import stage_pb2
+from stageline_rpc.internal.v1 import step_pb2
 from wire.ids import SequenceKey
 from wire.steps import Decode, SliceError, SliceResult, StartRecord, StepSampling, StepSlice, TokenLogprobs
 
@@ -370,12 +370,12 @@ class Sampler:
     def _not_finite(self, step_slice: StepSlice, position: int) -> SliceResult:
         return self._failed(
             step_slice,
-            stage_pb2.SliceError.KIND_NON_FINITE_LOGITS,
+            step_pb2.SliceError.KIND_NON_FINITE_LOGITS,
             f"logits for position {position} of {step_slice.sequence} are not finite",
         )
 
     def _unusable(self, step_slice: StepSlice, problem: str) -> SliceResult:
-        return self._failed(step_slice, stage_pb2.SliceError.KIND_SAMPLER, problem)
+        return self._failed(step_slice, step_pb2.SliceError.KIND_SAMPLER, problem)
 
     def _failed(self, step_slice: StepSlice, kind: int, message: str) -> SliceResult:
         return SliceResult(step_slice.sequence, step_slice.generation, SliceError(kind, self._stage, message))

@@ -6,7 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator.cluster.connections import StageKernels, differing_kernels
-from stageline_rpc.v1 import cluster_pb2, stage_pb2
+from stageline_rpc.v1 import cluster_pb2
 from wire.sizes import format_size
 from wire.tensors import WIRE_DTYPE_FROM_MESSAGE
 
@@ -18,9 +18,8 @@ def topology_view(status: cluster_pb2.GetStatusResponse) -> RenderableType:
     table = _table("Stage", "Worker", "Layers", "Device", "Weights", "KV cache")
     for worker in _in_stage_order(status):
         if worker.HasField("stage"):
-            heartbeat = worker.heartbeat
             table.add_row(
-                *_place(worker), _device(worker), _size(heartbeat.weight_bytes), _size(heartbeat.kv_bytes)
+                *_place(worker), _device(worker), _size(worker.weight_bytes), _size(worker.kv_bytes)
             )
     return Group("", table, "")
 
@@ -50,7 +49,7 @@ def _journal(journal: cluster_pb2.JournalStatus) -> list[str]:
 
 def describe_cluster(status: cluster_pb2.GetStatusResponse) -> str:
     """Model and state, in two lines."""
-    dtype = _name(stage_pb2.DType.Name(status.dtype), "DTYPE_")
+    dtype = _name(cluster_pb2.Dtype.Name(status.dtype), "DTYPE_")
     reason = f": {status.detail}" if status.detail else ""
     epoch = f", epoch {status.epoch}" if status.epoch else ""
     stages = "1 stage" if status.num_stages == 1 else f"{status.num_stages} stages"
@@ -80,7 +79,7 @@ def describe_kv_cache(status: cluster_pb2.GetStatusResponse) -> str:
 def describe_kv_accounting(status: cluster_pb2.GetStatusResponse) -> str:
     """Whether blocks are shared, and what the last checks of the accounting found, in one line."""
     checks = {"the coordinator": status.kv.ledger}
-    checks |= {worker.name: worker.heartbeat.kv_integrity for worker in _in_stage_order(status)}
+    checks |= {worker.name: worker.kv_integrity for worker in _in_stage_order(status)}
     problems = (f"broken on {name}: {check.problem}" for name, check in checks.items() if check.problem)
     result = next(problems, "checked" if status.kv.ledger.num_checks else "not checked yet")
     return f"Prefix cache {'on' if status.kv.prefix_cache else 'off'}, KV accounting {result}"
@@ -89,7 +88,7 @@ def describe_kv_accounting(status: cluster_pb2.GetStatusResponse) -> str:
 def describe_start(status: cluster_pb2.GetStatusResponse) -> str:
     """How far a cluster is on its way to serving, in one line."""
     loading = [
-        f"{worker.name} {worker.heartbeat.load_progress:.0%}"
+        f"{worker.name} {worker.load_progress:.0%}"
         for worker in status.workers
         if worker.state == cluster_pb2.WORKER_STATE_LOADING
     ]
@@ -104,8 +103,8 @@ def _workers_table(status: cluster_pb2.GetStatusResponse) -> Table:
             _device(worker),
             _name(cluster_pb2.WorkerState.Name(worker.state), "WORKER_STATE_"),
             _memory(worker),
-            _kv_use(worker.heartbeat.kv),
-            _size(worker.heartbeat.resident_bytes),
+            _kv_use(worker.kv),
+            _size(worker.resident_bytes),
             worker.address or _NOTHING,
         )
     return table
@@ -114,7 +113,7 @@ def _workers_table(status: cluster_pb2.GetStatusResponse) -> Table:
 def describe_kv_use(status: cluster_pb2.GetStatusResponse) -> str:
     """Blocks of each stage, what hits saved, and how often a sequence had to make room, a line each."""
     lines = [
-        f"Stage {worker.stage}: {_kv_blocks(worker.heartbeat.kv)}"
+        f"Stage {worker.stage}: {_kv_blocks(worker.kv)}"
         for worker in _in_stage_order(status)
         if worker.HasField("stage")
     ]
@@ -214,7 +213,7 @@ def _kv_use(kv: cluster_pb2.KvUsage) -> str:
 
 def _memory(worker: cluster_pb2.WorkerStatus) -> str:
     """What the stage holds of what the worker may use; the process itself is no part of either."""
-    held = worker.heartbeat.weight_bytes + worker.heartbeat.kv_bytes
+    held = worker.weight_bytes + worker.kv_bytes
     return f"{_size(held)} of {_size(worker.memory_bytes)}" if worker.memory_bytes else _NOTHING
 
 

@@ -254,9 +254,9 @@ def _load(activity: telemetry_pb2.GetActivityResponse, stage: int, width: int) -
 
 
 def _held(worker: cluster_pb2.WorkerStatus) -> tuple[str, str]:
-    kv = worker.heartbeat.kv
+    kv = worker.kv
     num_blocks = kv.blocks_active + kv.blocks_inactive + kv.blocks_free
-    held = worker.heartbeat.weight_bytes + worker.heartbeat.kv_bytes
+    held = worker.weight_bytes + worker.kv_bytes
     return (
         f"{kv.blocks_active / num_blocks * 100:.0f} %" if num_blocks else "-",
         format_size(held) if held else "-",

@@ -76,7 +76,7 @@ class Client:
             request_id=request.request_id,
             secret=secret,
             request=request,
-            reattaches=request.on_disconnect.action == inference_pb2.OnDisconnect.DETACH,
+            reattaches=request.on_disconnect.action == inference_pb2.OnDisconnect.ACTION_DETACH,
             timeout_s=_timeout_s(options.get("timeout_s")),
         )
         num_choices = request.sampling.n if request.sampling.HasField("n") else 1
@@ -155,7 +155,7 @@ class Client:
     async def activity(self, *, after_step: int = 0, since_us: int = 0) -> telemetry_pb2.GetActivityResponse:
         """Recent activity without steps up to `after_step` and seconds before `since_us`."""
         channel = await self._connection.ready(self._waits.connect_timeout_s)
-        stub = telemetry_pb2_grpc.TelemetryStub(channel)
+        stub = telemetry_pb2_grpc.TelemetryServiceStub(channel)
         request = telemetry_pb2.GetActivityRequest(after_step=after_step, since_us=since_us)
         return await answer(stub.GetActivity(request, timeout=_UNARY_TIMEOUT_S))
 
@@ -183,9 +183,9 @@ class Client:
     def _outputs(self, ask: RequestSpec, continuity: StreamCursor) -> AsyncGenerator[GenerateOutput, None]:
         return GenerateCall(self._connection, ask, continuity, self._waits).outputs()
 
-    async def _telemetry(self) -> telemetry_pb2_grpc.TelemetryStub:
+    async def _telemetry(self) -> telemetry_pb2_grpc.TelemetryServiceStub:
         channel = await self._connection.ready(self._waits.connect_timeout_s)
-        return telemetry_pb2_grpc.TelemetryStub(channel)
+        return telemetry_pb2_grpc.TelemetryServiceStub(channel)
 
     async def _inference(self) -> inference_pb2_grpc.InferenceStub:
         channel = await self._connection.ready(self._waits.connect_timeout_s)

@@ -140,10 +140,10 @@ def on_disconnect(name: str, value: object) -> inference_pb2.OnDisconnect:
     """ "cancel", "detach", or a Detach with a retention time."""
     message = inference_pb2.OnDisconnect
     if isinstance(value, Detach):
-        return message(action=message.DETACH, keep_s=number(f"keep_s of {name}", value.keep_s))
+        return message(action=message.ACTION_DETACH, keep_s=number(f"keep_s of {name}", value.keep_s))
     if value not in ("cancel", "detach"):
         raise InvalidRequest(f"{name} is {value!r}, must be 'cancel', 'detach' or a Detach")
-    return message(action=message.CANCEL if value == "cancel" else message.DETACH)
+    return message(action=message.ACTION_CANCEL if value == "cancel" else message.ACTION_DETACH)
 
 
 def _beyond_float32(name: str) -> InvalidRequest:

@@ -136,11 +136,11 @@ def is_serving(status: cluster_pb2.GetStatusResponse) -> bool:
 
 def holds_pages_everywhere(status: cluster_pb2.GetStatusResponse) -> bool:
     """Every stage has said that it holds pages of live sequences."""
-    return is_serving(status) and all(worker.heartbeat.kv.blocks_active for worker in status.workers)
+    return is_serving(status) and all(worker.kv.blocks_active for worker in status.workers)
 
 
 def is_idle(status: cluster_pb2.GetStatusResponse) -> bool:
     """No request is live, and every stage has said that it holds no page of any."""
     live = status.requests.waiting + status.requests.prefill + status.requests.decode
-    active = [worker.heartbeat.kv.blocks_active for worker in status.workers]
+    active = [worker.kv.blocks_active for worker in status.workers]
     return is_serving(status) and live == 0 and status.requests.steps_in_flight == 0 and not any(active)

@@ -116,7 +116,7 @@ def is_idle(status: cluster_pb2.GetStatusResponse) -> bool:
     in the last epoch in which it had a stage.
     """
     live = status.requests.waiting + status.requests.prefill + status.requests.decode
-    active = [worker.heartbeat.kv.blocks_active for worker in status.workers if worker.HasField("stage")]
+    active = [worker.kv.blocks_active for worker in status.workers if worker.HasField("stage")]
     return is_serving(status) and live == 0 and status.requests.steps_in_flight == 0 and not any(active)
 
 

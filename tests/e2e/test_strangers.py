@@ -16,7 +16,8 @@ import pytest_asyncio
 
 from deploy import LocalCluster, LocalClusterConfig
 from stageline import Client, PermissionDenied, new_attach_secret
-from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc, stage_pb2, stage_pb2_grpc
+from stageline_rpc.internal.v1 import deliver_pb2, deliver_pb2_grpc, forward_pb2, join_pb2, join_pb2_grpc
+from stageline_rpc.v1 import cluster_pb2
 from tests.e2e.clusters import START_TIMEOUT_S, tokens_of
 from tests.e2e.commands import ENVIRONMENT, run_stageline
 from tests.mock_answers import mock_tokens
@@ -58,10 +59,10 @@ async def status_of(cluster: LocalCluster) -> cluster_pb2.GetStatusResponse:
         return await client.status()
 
 
-def hello_of(status: cluster_pb2.GetStatusResponse, *, sender_stage: int) -> stage_pb2.HopHello:
+def hello_of(status: cluster_pb2.GetStatusResponse, *, sender_stage: int) -> forward_pb2.HopHello:
     """With everything that a stranger can ask for."""
     ends = {each.stage: each.layer_end for each in status.workers if each.HasField("stage")}
-    return stage_pb2.HopHello(
+    return forward_pb2.HopHello(
         protocol_version=PROTOCOL_VERSION,
         coordinator_incarnation=bytes(16),
         epoch=status.epoch,
@@ -75,7 +76,7 @@ def hello_of(status: cluster_pb2.GetStatusResponse, *, sender_stage: int) -> sta
     )
 
 
-def learn(hello: stage_pb2.HopHello, told: str) -> None:
+def learn(hello: forward_pb2.HopHello, told: str) -> None:
     """Puts what a refusal tells into the next try."""
     for field, pattern in (
         ("coordinator_incarnation", r"coordinator incarnation.* (?:expected|one is) ([0-9a-f-]{32,})"),
@@ -118,8 +119,8 @@ async def test_a_stranger_cannot_deliver_results(cluster: LocalCluster) -> None:
         refusals: list[grpc.aio.AioRpcError | None] = []
         async with client_channel(cluster.address) as channel:
             for _ in range(TRIES):
-                call = stage_pb2_grpc.StepResultsStub(channel).Deliver()
-                await call.write(stage_pb2.DeliverRequest(hello=hello))
+                call = deliver_pb2_grpc.StepResultsServiceStub(channel).Deliver()
+                await call.write(deliver_pb2.DeliverRequest(hello=hello))
                 refusals.append(error := await refusal(call))
                 if error is None:
                     break
@@ -138,7 +139,7 @@ async def test_a_stranger_cannot_send_steps(cluster: LocalCluster, stage: int) -
     async with client_channel(address) as channel:
         for _ in range(TRIES):
             call = open_forward(channel)
-            await call.write(stage_pb2.ForwardRequest(hello=hello).SerializeToString())
+            await call.write(forward_pb2.ForwardRequest(hello=hello).SerializeToString())
             refusals.append(error := await refusal(call))
             if error is None:
                 break
@@ -151,8 +152,8 @@ async def test_a_fault_of_a_stage_that_a_worker_does_not_run_is_ignored(cluster:
     """A stranger that joins as a spare reports one fault after another in the name of FIRST."""
     status = await status_of(cluster)
     async with client_channel(cluster.address) as channel, Client(cluster.address) as client:
-        call = cluster_pb2_grpc.ClusterStub(channel).Join()
-        hello = cluster_pb2.WorkerHello(
+        call = join_pb2_grpc.MembershipServiceStub(channel).Join()
+        hello = join_pb2.WorkerHello(
             protocol_version=PROTOCOL_VERSION,
             name="stranger",
             incarnation=new_incarnation(),
@@ -161,14 +162,14 @@ async def test_a_fault_of_a_stage_that_a_worker_does_not_run_is_ignored(cluster:
             is_mock=True,
             memory_bytes=1,
         )
-        await call.write(cluster_pb2.WorkerMessage(hello=hello))
+        await call.write(join_pb2.JoinRequest(hello=hello))
         assert (await call.read()).WhichOneof("message") == "welcome"
         answer = asyncio.create_task(tokens_of(client, PROMPT, NUM_TOKENS))
         for step_id in range(5):
             fault = FaultReport(
                 epoch=status.epoch, step_id=step_id, stage=0, kind=StepFaultKind.DEVICE, message="no"
             )
-            await call.write(cluster_pb2.WorkerMessage(fault=encode_fault(fault)))
+            await call.write(join_pb2.JoinRequest(fault=encode_fault(fault)))
         assert await answer == mock_tokens(PROMPT, NUM_TOKENS, vocab_size=VOCAB_SIZE)
         call.cancel()
     assert (await status_of(cluster)).epoch == status.epoch

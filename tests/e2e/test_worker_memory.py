@@ -46,7 +46,7 @@ async def test_the_peak_of_a_worker_is_its_weights_and_a_constant(tmp_path: Path
     )
     async with LocalCluster(config) as cluster:
         status = await cluster.wait_until_serving(timeout_s=START_TIMEOUT_S)
-        weights = [worker.heartbeat.weight_bytes for worker in status.workers]
+        weights = [worker.weight_bytes for worker in status.workers]
         assert sum(weights) == total
         for worker, weight_bytes in zip(status.workers, weights, strict=True):
             peak = _peak_bytes(worker.pid)

@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from stageline_rpc.v1 import cluster_pb2
+from stageline_rpc.internal.v1 import join_pb2
 from tests.checkpoints import make_checkpoint
 from tests.integration.doubles import CoordinatorDouble
 from tests.integration.stage_bench import assign_message, new_assignment
@@ -60,10 +60,10 @@ async def test_a_worker_says_where_it_listens_and_hands_over_on_sigterm(
         link.send(assign=assign_message(assignment))
         await link.answer("loaded")
         process.send_signal(signal.SIGTERM)
-        await link.answer("wants_drain")
+        await link.answer("drain_requested")
         await link.next_heartbeat()
         assert process.returncode is None
-        link.send(leave=cluster_pb2.Leave(reason="drained", exit_process=True))
+        link.send(leave=join_pb2.Leave(reason="drained", exit_process=True))
         status, stdout, stderr = await ended(process)
         assert (status, stdout) == (0, [])
         assert any("drained" in line for line in stderr)
@@ -82,7 +82,7 @@ async def test_a_second_sigterm_does_not_wait_for_the_handover(coordinator: Coor
         # The handler of signals is there once a heartbeat is.
         await link.next_heartbeat()
         process.send_signal(signal.SIGTERM)
-        await link.answer("wants_drain")
+        await link.answer("drain_requested")
         process.send_signal(signal.SIGTERM)
         status, _, stderr = await ended(process)
         assert status == 0
@@ -104,7 +104,7 @@ async def test_a_worker_that_hands_over_ends_when_its_coordinator_is_gone(
             link = await coordinator.links.get()
         await link.next_heartbeat()
         process.send_signal(signal.SIGTERM)
-        await link.answer("wants_drain")
+        await link.answer("drain_requested")
         link.hang_up()
         status, _, _ = await ended(process)
         assert status == 0

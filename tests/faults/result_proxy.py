@@ -6,20 +6,20 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 
-from stageline_rpc.v1 import stage_pb2
+from stageline_rpc.internal.v1 import deliver_pb2, step_pb2
 from tests.integration.stream_proxy import DELIVER, StreamProxy
 
-Results = Iterable[stage_pb2.DeliverRequest]
+Results = Iterable[deliver_pb2.DeliverRequest]
 
 
 @dataclass(eq=False)
 class ResultStream:
     """One stream of results: `held` leave after the next one."""
 
-    held: list[stage_pb2.DeliverRequest] = field(default_factory=list)
+    held: list[deliver_pb2.DeliverRequest] = field(default_factory=list)
 
 
-ResultFault = Callable[[stage_pb2.DeliverRequest, ResultStream], Awaitable[Results]]
+ResultFault = Callable[[deliver_pb2.DeliverRequest, ResultStream], Awaitable[Results]]
 
 
 @dataclass(eq=False)
@@ -27,16 +27,16 @@ class ResultInjection:
     """Does `fault` to every result that `when` holds for, at most `times`; counts them in `num_done`."""
 
     fault: ResultFault
-    when: Callable[[stage_pb2.StepResult], bool]
+    when: Callable[[step_pb2.StepResult], bool]
     times: int
     num_done: int = 0
     happened: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def matches(self, result: stage_pb2.StepResult) -> bool:
+    def matches(self, result: step_pb2.StepResult) -> bool:
         return self.num_done < self.times and self.when(result)
 
 
-def has_tokens(result: stage_pb2.StepResult) -> bool:
+def has_tokens(result: step_pb2.StepResult) -> bool:
     """It answers somebody."""
     return bool(result.tokens.tokens or result.results)
 
@@ -52,7 +52,7 @@ class ResultProxy(StreamProxy):
         self,
         fault: ResultFault,
         *,
-        when: Callable[[stage_pb2.StepResult], bool] = has_tokens,
+        when: Callable[[step_pb2.StepResult], bool] = has_tokens,
         times: int = 1,
     ) -> ResultInjection:
         """From now on, in place of the injection before."""
@@ -65,7 +65,7 @@ class ResultProxy(StreamProxy):
         stream = ResultStream()
 
         async def relay(data: bytes) -> Iterable[bytes]:
-            message = stage_pb2.DeliverRequest.FromString(data)
+            message = deliver_pb2.DeliverRequest.FromString(data)
             if message.WhichOneof("message") != "frame":
                 return (data,)
             altered = await self._altered(message, stream)
@@ -73,7 +73,7 @@ class ResultProxy(StreamProxy):
 
         return relay
 
-    async def _altered(self, message: stage_pb2.DeliverRequest, stream: ResultStream) -> Results:
+    async def _altered(self, message: deliver_pb2.DeliverRequest, stream: ResultStream) -> Results:
         held, stream.held = stream.held, []
         altered: Results = (message,)
         if (injection := self.injection) is not None and injection.matches(_result_of(message)):
@@ -83,24 +83,24 @@ class ResultProxy(StreamProxy):
         return [*altered, *held]
 
 
-def _result_of(message: stage_pb2.DeliverRequest) -> stage_pb2.StepResult:
-    return stage_pb2.StepResult.FromString(message.frame.result)
+def _result_of(message: deliver_pb2.DeliverRequest) -> step_pb2.StepResult:
+    return step_pb2.StepResult.FromString(message.frame.result)
 
 
-async def drop(message: stage_pb2.DeliverRequest, stream: ResultStream) -> Results:
+async def drop(message: deliver_pb2.DeliverRequest, stream: ResultStream) -> Results:
     return ()
 
 
-async def repeat(message: stage_pb2.DeliverRequest, stream: ResultStream) -> Results:
+async def repeat(message: deliver_pb2.DeliverRequest, stream: ResultStream) -> Results:
     return (message, message)
 
 
-async def hold_until_next(message: stage_pb2.DeliverRequest, stream: ResultStream) -> Results:
+async def hold_until_next(message: deliver_pb2.DeliverRequest, stream: ResultStream) -> Results:
     stream.held = [message]
     return ()
 
 
-async def truncate(message: stage_pb2.DeliverRequest, stream: ResultStream) -> Results:
+async def truncate(message: deliver_pb2.DeliverRequest, stream: ResultStream) -> Results:
     """The last token, or the last result, is missing."""
     result = _result_of(message)
     if result.tokens.tokens:
@@ -111,7 +111,7 @@ async def truncate(message: stage_pb2.DeliverRequest, stream: ResultStream) -> R
     return (message,)
 
 
-async def alter_token(message: stage_pb2.DeliverRequest, stream: ResultStream) -> Results:
+async def alter_token(message: deliver_pb2.DeliverRequest, stream: ResultStream) -> Results:
     """Another token than was sampled, within any vocabulary; everything else is as it was."""
     result = _result_of(message)
     if result.tokens.tokens:
@@ -123,7 +123,7 @@ async def alter_token(message: stage_pb2.DeliverRequest, stream: ResultStream) -
 
 
 def delay(seconds: float) -> ResultFault:
-    async def delayed(message: stage_pb2.DeliverRequest, stream: ResultStream) -> Results:
+    async def delayed(message: deliver_pb2.DeliverRequest, stream: ResultStream) -> Results:
         await asyncio.sleep(seconds)
         return (message,)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from checkpoint import DType
 from kvcache import Deref, FullBlock
-from stageline_rpc.v1 import stage_pb2
+from stageline_rpc.internal.v1 import step_pb2
 from tests.frame_messages import encode_frame
 from tests.integration.stream_proxy import Alteration, HopStream, Messages, StreamCut
 from wire.errors import StepFaultKind
@@ -99,7 +99,7 @@ async def take_hidden_of_step_before(frame: Frame, stream: HopStream) -> Message
     """Everything fits but the step that the hidden states say they are of."""
     (message,) = unchanged(frame)
     chunk = message.chunk
-    header = stage_pb2.TensorHeader.FromString(chunk.hidden)
+    header = step_pb2.TensorHeader.FromString(chunk.hidden)
     header.step_id -= 1
     header.step_checksum ^= 1
     chunk.hidden = header.SerializeToString()

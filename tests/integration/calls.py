@@ -17,7 +17,7 @@ from wire.ids import id_text, new_request_id
 SECRET = "the-attach-secret-of-every-test-request"
 StatusCode = grpc.StatusCode
 STOP, LENGTH = inference_pb2.FINISH_REASON_STOP, inference_pb2.FINISH_REASON_LENGTH
-_DETACH = inference_pb2.OnDisconnect.DETACH
+_DETACH = inference_pb2.OnDisconnect.ACTION_DETACH
 
 
 _WITH_SECRET = ((ATTACH_SECRET_KEY, SECRET),)

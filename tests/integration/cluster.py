@@ -318,7 +318,7 @@ class Cluster:
             return _is_idle(status) and all(each.heartbeat_age_ms + 50 < silence_ms for each in stages)
 
         status = await self.wait_status(is_fresh)
-        active = {each.name: each.heartbeat.kv.blocks_active for each in status.workers}
+        active = {each.name: each.kv.blocks_active for each in status.workers}
         assert not any(active.values()), f"blocks are still active: {active}"
         kv = self.server.engine.scheduler.kv
         if kv is not None:

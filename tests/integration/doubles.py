@@ -1,7 +1,7 @@
 """Everybody whom a stage worker talks to, played by the test over real gRPC on port 0.
 
-`CoordinatorDouble` serves Cluster.Join and StepResults.Deliver, `NextStageDouble` serves Stage.Forward, and
-`PredecessorDouble` dials a worker's Stage.Forward. Every wait has a deadline.
+`CoordinatorDouble` serves MembershipService.Join and StepResultsService.Deliver, `NextStageDouble` serves
+StageService.Forward, and `PredecessorDouble` dials a worker's. Every wait has a deadline.
 """
 
 import asyncio
@@ -12,7 +12,14 @@ from typing import Any
 
 import grpc
 
-from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc, stage_pb2, stage_pb2_grpc
+from stageline_rpc.internal.v1 import (
+    deliver_pb2,
+    deliver_pb2_grpc,
+    forward_pb2,
+    forward_pb2_grpc,
+    join_pb2,
+    join_pb2_grpc,
+)
 from tests.frame_messages import add_chunk
 from wire.channels import bind, client_channel, new_server
 from wire.frames import Frame, FrameAssembler, decode_result_frame
@@ -27,17 +34,17 @@ HEARTBEAT_MS = 20
 class WorkerLink:
     """The coordinator's end of one worker's Join stream."""
 
-    def __init__(self, hello: cluster_pb2.WorkerHello) -> None:
+    def __init__(self, hello: join_pb2.WorkerHello) -> None:
         self.hello = hello
-        self.orders: asyncio.Queue[cluster_pb2.CoordinatorMessage | None] = asyncio.Queue()
-        self.answers: asyncio.Queue[cluster_pb2.WorkerMessage] = asyncio.Queue()
-        self.heartbeats: list[cluster_pb2.Heartbeat] = []
+        self.orders: asyncio.Queue[join_pb2.JoinResponse | None] = asyncio.Queue()
+        self.answers: asyncio.Queue[join_pb2.JoinRequest] = asyncio.Queue()
+        self.heartbeats: list[join_pb2.Heartbeat] = []
         self.heard_at_s: list[float] = []
         self.heartbeat_came = asyncio.Event()
         self.has_ended = asyncio.Event()
 
     def send(self, **message: Any) -> None:
-        self.orders.put_nowait(cluster_pb2.CoordinatorMessage(**message))
+        self.orders.put_nowait(join_pb2.JoinResponse(**message))
 
     def hang_up(self) -> None:
         """Ends the stream as a coordinator that dies would."""
@@ -53,7 +60,7 @@ class WorkerLink:
     async def fault(self) -> FaultReport:
         return decode_fault(await self.answer("fault"))
 
-    async def next_heartbeat(self) -> cluster_pb2.Heartbeat:
+    async def next_heartbeat(self) -> join_pb2.Heartbeat:
         """One that was sent after this call."""
         self.heartbeat_came.clear()
         async with asyncio.timeout(DEADLINE_S):
@@ -64,14 +71,14 @@ class WorkerLink:
         return self.heartbeats[-1]
 
 
-class CoordinatorDouble(cluster_pb2_grpc.ClusterServicer, stage_pb2_grpc.StepResultsServicer):
+class CoordinatorDouble(join_pb2_grpc.MembershipServiceServicer, deliver_pb2_grpc.StepResultsServiceServicer):
     """Welcomes every worker unless `refusal` is set; keeps what LAST delivers."""
 
     def __init__(self) -> None:
         self.incarnation: Incarnation = new_incarnation()
         self.refusal: tuple[grpc.StatusCode, str] | None = None
         self.links: asyncio.Queue[WorkerLink] = asyncio.Queue()
-        self.hop_hellos: asyncio.Queue[stage_pb2.HopHello] = asyncio.Queue()
+        self.hop_hellos: asyncio.Queue[forward_pb2.HopHello] = asyncio.Queue()
         self.results: asyncio.Queue[StepResult] = asyncio.Queue()
         self.num_ignored = 0
         self.lease_ms = self.drain_timeout_ms = 0
@@ -79,8 +86,8 @@ class CoordinatorDouble(cluster_pb2_grpc.ClusterServicer, stage_pb2_grpc.StepRes
         self.address = ""
 
     async def start(self, address: str = "127.0.0.1:0") -> None:
-        cluster_pb2_grpc.add_ClusterServicer_to_server(self, self._server)
-        stage_pb2_grpc.add_StepResultsServicer_to_server(self, self._server)
+        join_pb2_grpc.add_MembershipServiceServicer_to_server(self, self._server)
+        deliver_pb2_grpc.add_StepResultsServiceServicer_to_server(self, self._server)
         self.address = f"127.0.0.1:{bind(self._server, address)}"
         await self._server.start()
 
@@ -103,19 +110,19 @@ class CoordinatorDouble(cluster_pb2_grpc.ClusterServicer, stage_pb2_grpc.StepRes
             await asyncio.Event().wait()
 
     async def Join(  # noqa: N802
-        self, request_iterator: AsyncIterator[cluster_pb2.WorkerMessage], context: Any
-    ) -> AsyncIterator[cluster_pb2.CoordinatorMessage]:
+        self, request_iterator: AsyncIterator[join_pb2.JoinRequest], context: Any
+    ) -> AsyncIterator[join_pb2.JoinResponse]:
         if self.refusal is not None:
             await context.abort(*self.refusal)
         link = WorkerLink((await anext(request_iterator)).hello)
         self.links.put_nowait(link)
-        welcome = cluster_pb2.Welcome(
+        welcome = join_pb2.Welcome(
             coordinator_incarnation=self.incarnation,
             heartbeat_interval_ms=HEARTBEAT_MS,
             lease_ms=self.lease_ms,
             drain_timeout_ms=self.drain_timeout_ms,
         )
-        yield cluster_pb2.CoordinatorMessage(welcome=welcome)
+        yield join_pb2.JoinResponse(welcome=welcome)
         reader = asyncio.create_task(_collect_answers(request_iterator, link))
         try:
             while (order := await link.orders.get()) is not None:
@@ -129,16 +136,16 @@ class CoordinatorDouble(cluster_pb2_grpc.ClusterServicer, stage_pb2_grpc.StepRes
         raise NotImplementedError
 
     async def Deliver(  # noqa: N802
-        self, request_iterator: AsyncIterator[stage_pb2.DeliverRequest], context: Any
-    ) -> AsyncIterator[stage_pb2.DeliverResponse]:
+        self, request_iterator: AsyncIterator[deliver_pb2.DeliverRequest], context: Any
+    ) -> AsyncIterator[deliver_pb2.DeliverResponse]:
         self.hop_hellos.put_nowait((await anext(request_iterator)).hello)
         await self._ignore()
-        yield stage_pb2.DeliverResponse(accepted=stage_pb2.HopAccepted())
+        yield deliver_pb2.DeliverResponse(accepted=forward_pb2.HopAccepted())
         async for request in request_iterator:
             self.results.put_nowait(decode_result_frame(request))
 
 
-async def _collect_answers(requests: AsyncIterator[cluster_pb2.WorkerMessage], link: WorkerLink) -> None:
+async def _collect_answers(requests: AsyncIterator[join_pb2.JoinRequest], link: WorkerLink) -> None:
     async for message in requests:
         if message.WhichOneof("message") == "heartbeat":
             link.heartbeats.append(message.heartbeat)
@@ -148,7 +155,7 @@ async def _collect_answers(requests: AsyncIterator[cluster_pb2.WorkerMessage], l
             link.answers.put_nowait(message)
 
 
-class NextStageDouble(stage_pb2_grpc.StageServicer):
+class NextStageDouble(forward_pb2_grpc.StageServiceServicer):
     """Accepts every stream, unless `refusal` is set, and keeps its frames. Reads none while `may_read` is not
     set.
     """
@@ -156,7 +163,7 @@ class NextStageDouble(stage_pb2_grpc.StageServicer):
     def __init__(self, *, max_payload_bytes: int = 1 << 24) -> None:
         self.incarnation: Incarnation = new_incarnation()
         self.refusal: tuple[grpc.StatusCode, str] | None = None
-        self.hellos: asyncio.Queue[stage_pb2.HopHello] = asyncio.Queue()
+        self.hellos: asyncio.Queue[forward_pb2.HopHello] = asyncio.Queue()
         self.frames: asyncio.Queue[Frame] = asyncio.Queue()
         self.stream_ended = asyncio.Event()
         self.num_ignored = 0
@@ -168,7 +175,7 @@ class NextStageDouble(stage_pb2_grpc.StageServicer):
         self.address = ""
 
     async def start(self) -> None:
-        stage_pb2_grpc.add_StageServicer_to_server(self, self._server)
+        forward_pb2_grpc.add_StageServiceServicer_to_server(self, self._server)
         self.address = f"127.0.0.1:{bind(self._server, '127.0.0.1:0')}"
         await self._server.start()
 
@@ -186,13 +193,13 @@ class NextStageDouble(stage_pb2_grpc.StageServicer):
             await asyncio.Event().wait()
 
     async def Forward(  # noqa: N802
-        self, request_iterator: AsyncIterator[stage_pb2.ForwardRequest], context: Any
-    ) -> AsyncIterator[stage_pb2.ForwardResponse]:
+        self, request_iterator: AsyncIterator[forward_pb2.ForwardRequest], context: Any
+    ) -> AsyncIterator[forward_pb2.ForwardResponse]:
         self.hellos.put_nowait((await anext(request_iterator)).hello)
         if self.refusal is not None:
             await context.abort(*self.refusal)
         await self._ignore()
-        yield stage_pb2.ForwardResponse(accepted=stage_pb2.HopAccepted())
+        yield forward_pb2.ForwardResponse(accepted=forward_pb2.HopAccepted())
         await self.may_read.wait()
         assembler = FrameAssembler(max_payload_bytes=self._max_payload_bytes)
         try:
@@ -220,16 +227,16 @@ class PredecessorDouble:
 
     def __init__(self, address: str) -> None:
         self._channel = client_channel(address)
-        self._call: Any = stage_pb2_grpc.StageStub(self._channel).Forward(wait_for_ready=True)
+        self._call: Any = forward_pb2_grpc.StageServiceStub(self._channel).Forward(wait_for_ready=True)
 
-    async def hello(self, hello: stage_pb2.HopHello) -> None:
+    async def hello(self, hello: forward_pb2.HopHello) -> None:
         """Raises StreamEnded unless the hello is accepted."""
         async with asyncio.timeout(DEADLINE_S):
-            await self.send([stage_pb2.ForwardRequest(hello=hello)])
+            await self.send([forward_pb2.ForwardRequest(hello=hello)])
             answer = await self._read()
         assert answer.WhichOneof("message") == "accepted"
 
-    async def send(self, messages: Iterable[stage_pb2.ForwardRequest]) -> None:
+    async def send(self, messages: Iterable[forward_pb2.ForwardRequest]) -> None:
         """A stream that the worker has ended already takes nothing; `end` tells of it."""
         with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
             for message in messages:

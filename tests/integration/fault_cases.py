@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvcache import Deref, FullBlock
-from stageline_rpc.v1 import stage_pb2
+from stageline_rpc.internal.v1 import forward_pb2
 from tests.frame_messages import encode_frame
 from tests.integration.stage_bench import GREEDY, hidden_for
 from wire.errors import StepFaultKind
@@ -16,7 +16,7 @@ from wire.step_codec import encode_step
 from wire.steps import Decode, EndRecord, Prefill, SequenceSignal, StartRecord, Step, StepSlice
 from wire.tensors import TensorView
 
-Messages = Iterable[stage_pb2.ForwardRequest]
+Messages = Iterable[forward_pb2.ForwardRequest]
 
 HIDDEN_SIZE = 64
 
@@ -125,8 +125,8 @@ def _of_another_step(step: Step, hidden: TensorView) -> Messages:
     yield message
 
 
-def _edited(edit: Callable[[stage_pb2.FrameChunk], None]) -> Callable[[Step, TensorView], Messages]:
-    def messages(step: Step, hidden: TensorView) -> Iterator[stage_pb2.ForwardRequest]:
+def _edited(edit: Callable[[forward_pb2.FrameChunk], None]) -> Callable[[Step, TensorView], Messages]:
+    def messages(step: Step, hidden: TensorView) -> Iterator[forward_pb2.ForwardRequest]:
         (message,) = _frame(step, hidden)
         edit(message.chunk)
         yield message
@@ -134,19 +134,19 @@ def _edited(edit: Callable[[stage_pb2.FrameChunk], None]) -> Callable[[Step, Ten
     return messages
 
 
-def _flip_payload(chunk: stage_pb2.FrameChunk) -> None:
+def _flip_payload(chunk: forward_pb2.FrameChunk) -> None:
     chunk.payload = bytes([chunk.payload[0] ^ 1]) + chunk.payload[1:]
 
 
-def _flip_step(chunk: stage_pb2.FrameChunk) -> None:
+def _flip_step(chunk: forward_pb2.FrameChunk) -> None:
     chunk.step = chunk.step[:-1] + bytes([chunk.step[-1] ^ 1])
 
 
-def _cut_payload(chunk: stage_pb2.FrameChunk) -> None:
+def _cut_payload(chunk: forward_pb2.FrameChunk) -> None:
     chunk.payload = chunk.payload[:-4]
 
 
-def _garbage_step(chunk: stage_pb2.FrameChunk) -> None:
+def _garbage_step(chunk: forward_pb2.FrameChunk) -> None:
     chunk.step = b"\xff\xff\xff"
     chunk.checksum = frame_checksum(chunk.step, chunk.hidden, chunk.stage_times, chunk.payload)
 
@@ -158,10 +158,10 @@ def _begins_again(step: Step, hidden: TensorView) -> Messages:
 
 
 def _hello_again(step: Step, hidden: TensorView) -> Messages:
-    yield stage_pb2.ForwardRequest(hello=stage_pb2.HopHello(epoch=step.epoch))
+    yield forward_pb2.ForwardRequest(hello=forward_pb2.HopHello(epoch=step.epoch))
 
 
-def _too_long(chunk: stage_pb2.FrameChunk) -> None:
+def _too_long(chunk: forward_pb2.FrameChunk) -> None:
     chunk.payload = bytes(32 * HIDDEN_SIZE * 4 + 4)
 
 

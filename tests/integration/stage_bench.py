@@ -18,7 +18,8 @@ from stage_worker.assignment import Assignment
 from stage_worker.backends.tensor_views import to_view
 from stage_worker.config import WorkerConfig
 from stage_worker.server import Worker
-from stageline_rpc.v1 import cluster_pb2, stage_pb2
+from stageline_rpc.internal.v1 import forward_pb2, join_pb2
+from stageline_rpc.v1 import cluster_pb2
 from tests.integration.doubles import (
     CoordinatorDouble,
     NextStageDouble,
@@ -66,15 +67,15 @@ def new_assignment(
     )
 
 
-def assign_message(assignment: Assignment) -> cluster_pb2.AssignStage:
-    return cluster_pb2.AssignStage(
+def assign_message(assignment: Assignment) -> join_pb2.AssignStage:
+    return join_pb2.AssignStage(
         plan_id=assignment.plan_id,
         stage=assignment.stage,
         num_stages=assignment.num_stages,
         role=_ROLE_MESSAGES[assignment.role],
         layer_begin=assignment.layer_begin,
         layer_end=assignment.layer_end,
-        model=cluster_pb2.ModelRef(directory=assignment.model_directory, fingerprint=assignment.fingerprint),
+        model=join_pb2.ModelRef(directory=assignment.model_directory, fingerprint=assignment.fingerprint),
         dtype=DTYPE_TO_MESSAGE[assignment.dtype],
         block_size=assignment.block_size,
         num_blocks=assignment.num_blocks,
@@ -161,9 +162,9 @@ class Log:
 
 def hop_hello(
     assignment: Assignment, epoch: int, *, coordinator: Incarnation, sender: Incarnation
-) -> stage_pb2.HopHello:
+) -> forward_pb2.HopHello:
     """What the predecessor of the assigned stage says."""
-    return stage_pb2.HopHello(
+    return forward_pb2.HopHello(
         protocol_version=PROTOCOL_VERSION,
         coordinator_incarnation=coordinator,
         epoch=epoch,
@@ -211,9 +212,9 @@ class StageBench:
         assert ready.epoch == self.epoch
         return self.epoch
 
-    def begin_message(self) -> cluster_pb2.BeginEpoch:
+    def begin_message(self) -> join_pb2.BeginEpoch:
         stages = [
-            cluster_pb2.StageEndpoint(worker=f"stage-{index}", incarnation=new_incarnation())
+            join_pb2.StageEndpoint(worker=f"stage-{index}", incarnation=new_incarnation())
             for index in range(self.assignment.num_stages)
         ]
         stage = self.assignment.stage
@@ -224,7 +225,7 @@ class StageBench:
         if stage + 1 < len(stages):
             stages[stage + 1].incarnation = self.next_stage.incarnation
             stages[stage + 1].address = self.next_stage.address
-        return cluster_pb2.BeginEpoch(
+        return join_pb2.BeginEpoch(
             plan_id=self.assignment.plan_id,
             epoch=self.epoch,
             coordinator_incarnation=self.coordinator.incarnation,
@@ -233,7 +234,7 @@ class StageBench:
             outgoing_secret=hop_secret(self.epoch, stage + 1),
         )
 
-    def hello(self) -> stage_pb2.HopHello:
+    def hello(self) -> forward_pb2.HopHello:
         """What the present predecessor says."""
         return hop_hello(
             self.assignment,

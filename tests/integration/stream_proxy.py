@@ -8,16 +8,16 @@ from typing import Any
 import grpc
 import xxhash
 
-from stageline_rpc.v1 import stage_pb2
+from stageline_rpc.internal.v1 import deliver_pb2, forward_pb2, step_pb2
 from tests.frame_messages import add_chunk
 from wire.channels import bind, client_channel, new_server
 from wire.frames import Frame, FrameAssembler
 from wire.steps import Step
 
-FORWARD = "/stageline.v1.Stage/Forward"
-DELIVER = "/stageline.v1.StepResults/Deliver"
+FORWARD = "/stageline.internal.v1.StageService/Forward"
+DELIVER = "/stageline.internal.v1.StepResultsService/Deliver"
 
-Messages = Iterable[stage_pb2.ForwardRequest]
+Messages = Iterable[forward_pb2.ForwardRequest]
 
 
 class StreamCut(Exception):
@@ -117,11 +117,11 @@ class HopStream:
     """One stream of frames: `previous` has passed before, `held` leave after the next frame."""
 
     previous: Frame | None = None
-    held: list[stage_pb2.ForwardRequest] = field(default_factory=list)
+    held: list[forward_pb2.ForwardRequest] = field(default_factory=list)
 
 
 Alteration = Callable[[Frame, HopStream], Awaitable[Messages]]
-HelloAlteration = Callable[[stage_pb2.HopHello], None]
+HelloAlteration = Callable[[forward_pb2.HopHello], None]
 
 
 @dataclass(eq=False)
@@ -161,10 +161,10 @@ class HopProxy(StreamProxy):
     def relay_for(self, method: str) -> Callable[[bytes], Awaitable[Iterable[bytes]]]:
         if method != FORWARD:
             return super().relay_for(method)
-        stream, pending = HopStream(), list[stage_pb2.ForwardRequest]()
+        stream, pending = HopStream(), list[forward_pb2.ForwardRequest]()
 
         async def relay(data: bytes) -> Iterable[bytes]:
-            message = stage_pb2.ForwardRequest.FromString(data)
+            message = forward_pb2.ForwardRequest.FromString(data)
             if message.WhichOneof("message") == "hello":
                 return (self._hello(message).SerializeToString(),)
             pending.append(message)
@@ -177,14 +177,14 @@ class HopProxy(StreamProxy):
 
         return relay
 
-    def _hello(self, message: stage_pb2.ForwardRequest) -> stage_pb2.ForwardRequest:
+    def _hello(self, message: forward_pb2.ForwardRequest) -> forward_pb2.ForwardRequest:
         if (alter := self.alter_hello) is not None:
             self.alter_hello = None
             alter(message.hello)
         return message
 
     async def _altered(
-        self, frame: Frame, stream: HopStream, messages: list[stage_pb2.ForwardRequest]
+        self, frame: Frame, stream: HopStream, messages: list[forward_pb2.ForwardRequest]
     ) -> Messages:
         self.steps[frame.step.epoch, frame.step.step_id] = frame.step
         held, stream.held = stream.held, []
@@ -196,14 +196,14 @@ class HopProxy(StreamProxy):
         return [*altered, *held]
 
 
-def _assembled(messages: list[stage_pb2.ForwardRequest]) -> Frame:
+def _assembled(messages: list[forward_pb2.ForwardRequest]) -> Frame:
     assembler = FrameAssembler(max_payload_bytes=1 << 30)
     frames = [add_chunk(assembler, message.chunk) for message in messages]
     assert frames[-1] is not None
     return frames[-1]
 
 
-def _spell_out(result: stage_pb2.StepResult) -> None:
+def _spell_out(result: step_pb2.StepResult) -> None:
     """A message for each token that came in columns."""
     columns, others = result.tokens, list(result.results)
     result.ClearField("results")
@@ -211,13 +211,13 @@ def _spell_out(result: stage_pb2.StepResult) -> None:
         zip(columns.choices, columns.generations, columns.tokens, strict=True)
     ):
         request_id = columns.request_ids[16 * index : 16 * (index + 1)]
-        key = stage_pb2.SequenceKey(request_id=request_id, choice=choice)
+        key = step_pb2.SequenceKey(request_id=request_id, choice=choice)
         result.results.add(sequence=key, generation=generation, token=token)
     result.results.extend(others)
     result.ClearField("tokens")
 
 
-ResultAlteration = Callable[[stage_pb2.StepResult], None]
+ResultAlteration = Callable[[step_pb2.StepResult], None]
 
 
 class CoordinatorProxy(StreamProxy):
@@ -233,10 +233,10 @@ class CoordinatorProxy(StreamProxy):
             return super().relay_for(method)
 
         async def relay(data: bytes) -> Iterable[bytes]:
-            message = stage_pb2.DeliverRequest.FromString(data)
+            message = deliver_pb2.DeliverRequest.FromString(data)
             if message.WhichOneof("message") != "frame":
                 return (data,)
-            result = stage_pb2.StepResult.FromString(message.frame.result)
+            result = step_pb2.StepResult.FromString(message.frame.result)
             _spell_out(result)
             if result.results and self.alter_result:
                 alter, self.alter_result = self.alter_result, None

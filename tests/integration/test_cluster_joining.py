@@ -9,7 +9,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc, stage_pb2
+from stageline_rpc.internal.v1 import forward_pb2, join_pb2, join_pb2_grpc
+from stageline_rpc.v1 import cluster_pb2
 from tests.checkpoints import make_checkpoint
 from tests.integration.asks import SoloRuns, mixed_asks
 from tests.integration.cluster import DEADLINE_S, TEST_POLICY, Ask, Cluster
@@ -137,23 +138,23 @@ async def test_a_worker_with_another_model_is_named_with_both_fingerprints(
         assert expected in answer.error.message
 
 
-def other_version(message: stage_pb2.HopHello) -> None:
+def other_version(message: forward_pb2.HopHello) -> None:
     message.protocol_version += 1
 
 
-def other_fingerprint(message: stage_pb2.HopHello) -> None:
+def other_fingerprint(message: forward_pb2.HopHello) -> None:
     message.fingerprint = "of-another-model"
 
 
-def other_dtype(message: stage_pb2.HopHello) -> None:
-    message.dtype = stage_pb2.DTYPE_BF16
+def other_dtype(message: forward_pb2.HopHello) -> None:
+    message.dtype = cluster_pb2.DTYPE_BF16
 
 
-def other_layers(message: stage_pb2.HopHello) -> None:
+def other_layers(message: forward_pb2.HopHello) -> None:
     message.layer_end += 1
 
 
-def other_block_size(message: stage_pb2.HopHello) -> None:
+def other_block_size(message: forward_pb2.HopHello) -> None:
     message.block_size = 16
 
 
@@ -176,7 +177,7 @@ async def test_a_neighbour_that_disagrees_is_refused_with_both_values(
     varied_llama: Path,
     solo: SoloRuns,
     stage: int,
-    alter: Callable[[stage_pb2.HopHello], None],
+    alter: Callable[[forward_pb2.HopHello], None],
     values: tuple[str, ...],
 ) -> None:
     async with Cluster(varied_llama, layers=LAYERS, hop_proxies=[stage], waits=False) as cluster:
@@ -190,8 +191,8 @@ async def test_a_neighbour_that_disagrees_is_refused_with_both_values(
         solo.check(await cluster.generate_all(mixed_asks(2)))
 
 
-def hello(*, name: str = "stranger", protocol_version: int = PROTOCOL_VERSION) -> cluster_pb2.WorkerHello:
-    return cluster_pb2.WorkerHello(
+def hello(*, name: str = "stranger", protocol_version: int = PROTOCOL_VERSION) -> join_pb2.WorkerHello:
+    return join_pb2.WorkerHello(
         protocol_version=protocol_version,
         name=name,
         incarnation=new_incarnation(),
@@ -202,14 +203,14 @@ def hello(*, name: str = "stranger", protocol_version: int = PROTOCOL_VERSION) -
     )
 
 
-async def refusal(coordinator: str, message: cluster_pb2.WorkerHello) -> grpc.aio.AioRpcError:
+async def refusal(coordinator: str, message: join_pb2.WorkerHello) -> grpc.aio.AioRpcError:
     """How the coordinator ends a `Join` that begins with `message`."""
 
-    async def requests() -> AsyncIterator[cluster_pb2.WorkerMessage]:
-        yield cluster_pb2.WorkerMessage(hello=message)
+    async def requests() -> AsyncIterator[join_pb2.JoinRequest]:
+        yield join_pb2.JoinRequest(hello=message)
 
     async with client_channel(coordinator) as channel:
-        call = cluster_pb2_grpc.ClusterStub(channel).Join(requests(), timeout=DEADLINE_S)
+        call = join_pb2_grpc.MembershipServiceStub(channel).Join(requests(), timeout=DEADLINE_S)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             async for _ in call:
                 pass
@@ -237,7 +238,7 @@ async def test_a_join_that_says_nothing_is_refused(varied_llama: Path) -> None:
         Cluster(varied_llama, layers=LAYERS, num_workers=0, waits=False, policy=policy) as cluster,
         client_channel(cluster.address) as channel,
     ):
-        call = cluster_pb2_grpc.ClusterStub(channel).Join(timeout=DEADLINE_S)
+        call = join_pb2_grpc.MembershipServiceStub(channel).Join(timeout=DEADLINE_S)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await call.read()
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT

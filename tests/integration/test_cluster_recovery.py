@@ -16,7 +16,8 @@ from coordinator.cluster.pipeline import PipelineLink
 from stage_worker.epoch_session import EpochSession
 from stage_worker.next_stage_stream import NextStageStream
 from stageline.client.errors import ServerError
-from stageline_rpc.v1 import cluster_pb2, stage_pb2
+from stageline_rpc.internal.v1 import step_pb2
+from stageline_rpc.v1 import cluster_pb2
 from telemetry.settings import DISABLED
 from tests.checkpoints import make_checkpoint
 from tests.integration.alterations import cut, drop, flip_byte
@@ -106,31 +107,31 @@ async def test_all_workers_leave_and_come_back(varied_llama: Path, solo: SoloRun
         await cluster.wait_drained()
 
 
-def result_of_another_step(result: stage_pb2.StepResult) -> None:
+def result_of_another_step(result: step_pb2.StepResult) -> None:
     result.step_id += 1
 
 
-def result_of_another_epoch(result: stage_pb2.StepResult) -> None:
+def result_of_another_epoch(result: step_pb2.StepResult) -> None:
     result.epoch += 1
 
 
-def result_of_another_sequence(result: stage_pb2.StepResult) -> None:
+def result_of_another_sequence(result: step_pb2.StepResult) -> None:
     result.results[0].sequence.choice += 1
 
 
-def result_of_another_generation(result: stage_pb2.StepResult) -> None:
+def result_of_another_generation(result: step_pb2.StepResult) -> None:
     result.results[0].generation += 1
 
 
-def one_result_too_few(result: stage_pb2.StepResult) -> None:
+def one_result_too_few(result: step_pb2.StepResult) -> None:
     del result.results[-1]
 
 
-def no_outcome(result: stage_pb2.StepResult) -> None:
+def no_outcome(result: step_pb2.StepResult) -> None:
     result.results[0].ClearField("outcome")
 
 
-def token_outside_the_vocabulary(result: stage_pb2.StepResult) -> None:
+def token_outside_the_vocabulary(result: step_pb2.StepResult) -> None:
     result.results[0].token = 4_000_000
 
 
@@ -148,7 +149,7 @@ def token_outside_the_vocabulary(result: stage_pb2.StepResult) -> None:
     ],
 )
 async def test_a_nonsensical_answer_of_last_begins_a_new_epoch_and_fails_nobody(
-    varied_llama: Path, solo: SoloRuns, alter: Callable[[stage_pb2.StepResult], None]
+    varied_llama: Path, solo: SoloRuns, alter: Callable[[step_pb2.StepResult], None]
 ) -> None:
     async with Cluster(varied_llama, layers=LAYERS, is_coordinator_proxied=True) as cluster:
         proxy, epoch = cluster.coordinator_proxy, cluster.epoch

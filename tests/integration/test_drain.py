@@ -23,7 +23,7 @@ from wire.channels import client_channel
 from wire.user_files import write_secret
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-INFERENCE, STAGE = "stageline.v1.Inference", "stageline.v1.Stage"
+INFERENCE, STAGE = "stageline.v1.Inference", "stageline.internal.v1.StageService"
 
 
 async def health(address: str, service: str = "") -> health_pb2.HealthCheckResponse.ServingStatus:

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc
+from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc, kv_events_pb2
 from tests.integration.asks import mixed_asks
 from tests.integration.cluster import DEADLINE_S, Ask, Cluster
 from wire.channels import client_channel
@@ -57,11 +57,11 @@ class Router:
         while self.next_event_id < event_id:
             await self.read_event()
 
-    async def _read(self) -> cluster_pb2.KvEventsResponse:
+    async def _read(self) -> kv_events_pb2.WatchKvEventsResponse:
         async with asyncio.timeout(DEADLINE_S):
             message = await self._call.read()
         assert message is not grpc.aio.EOF
-        answer: cluster_pb2.KvEventsResponse = message
+        answer: kv_events_pb2.WatchKvEventsResponse = message
         return answer
 
 
@@ -82,7 +82,9 @@ async def test_a_router_knows_what_is_cached_through_load_and_a_new_epoch(tiny_l
     async with Cluster(tiny_llama, layers=LAYERS, max_kv_tokens=256) as cluster:
         await cluster.generate_all(mixed_asks(6))
         async with client_channel(cluster.address) as channel:
-            router = Router(cluster_pb2_grpc.ClusterStub(channel).KvEvents(cluster_pb2.KvEventsRequest()))
+            router = Router(
+                cluster_pb2_grpc.ClusterStub(channel).WatchKvEvents(kv_events_pb2.WatchKvEventsRequest())
+            )
             await router.read_snapshot()
             assert router.cached == cached_now(cluster) != set()
             await cluster.generate_all(mixed_asks(12, seed=1))
@@ -102,7 +104,7 @@ async def test_a_router_knows_what_is_cached_through_load_and_a_new_epoch(tiny_l
 async def test_a_subscriber_that_is_too_slow_gets_resource_exhausted(tiny_llama: Path) -> None:
     async with Cluster(tiny_llama, layers=LAYERS) as cluster, client_channel(cluster.address) as channel:
         cluster.server.engine.kv_feed._buffer_size = 1
-        call: Any = cluster_pb2_grpc.ClusterStub(channel).KvEvents(cluster_pb2.KvEventsRequest())
+        call: Any = cluster_pb2_grpc.ClusterStub(channel).WatchKvEvents(kv_events_pb2.WatchKvEventsRequest())
         await Router(call).read_snapshot()
         await cluster.generate_all(mixed_asks(8, prompt_lengths=(50,)))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -114,7 +116,7 @@ async def test_a_subscriber_that_is_too_slow_gets_resource_exhausted(tiny_llama:
 
 async def test_a_subscriber_that_leaves_is_forgotten(tiny_llama: Path) -> None:
     async with Cluster(tiny_llama, layers=LAYERS) as cluster, client_channel(cluster.address) as channel:
-        call = cluster_pb2_grpc.ClusterStub(channel).KvEvents(cluster_pb2.KvEventsRequest())
+        call = cluster_pb2_grpc.ClusterStub(channel).WatchKvEvents(kv_events_pb2.WatchKvEventsRequest())
         await Router(call).read_snapshot()
         feed = cluster.server.engine.kv_feed
         assert len(feed._subscriptions) == 1
@@ -143,7 +145,7 @@ async def test_salts_hits_and_preemptions_show_in_usage_and_status(tiny_llama: P
         assert status.requests.prompt_tokens == 5 * len(prompt)
         assert status.requests.cached_tokens == sum(cached)
         for worker in status.workers:
-            kv = worker.heartbeat.kv
+            kv = worker.kv
             assert (kv.blocks_active, kv.blocks_inactive + kv.blocks_free) == (0, 12)
             assert kv.blocks_wanted == 5 * 5
             assert kv.blocks_hit == sum(cached) // 8

@@ -36,7 +36,7 @@ def every_eighth_step() -> Iterator[None]:
 
 
 def checks(status: cluster_pb2.GetStatusResponse) -> list[cluster_pb2.KvIntegrity]:
-    return [status.kv.ledger, *(worker.heartbeat.kv_integrity for worker in status.workers)]
+    return [status.kv.ledger, *(worker.kv_integrity for worker in status.workers)]
 
 
 def pool_of(cluster: Cluster, owner: str) -> BlockPool:

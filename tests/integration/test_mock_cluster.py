@@ -347,7 +347,5 @@ async def test_status_calls_them_mock() -> None:
         status = await cluster.wait_state(cluster_pb2.CLUSTER_STATE_SERVING)
         assert (status.model, status.num_stages) == ("mock", 2)
         assert all(worker.device == "mock" for worker in status.workers)
-        assert all(
-            (worker.heartbeat.weight_bytes, worker.heartbeat.kv_bytes) == (0, 0) for worker in status.workers
-        )
+        assert all((worker.weight_bytes, worker.kv_bytes) == (0, 0) for worker in status.workers)
         assert (await cluster.client.model()).name == "mock"

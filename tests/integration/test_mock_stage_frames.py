@@ -14,7 +14,7 @@ import pytest
 from stage_worker.backends.mock_backend import MockBackend
 from stage_worker.backends.mock_spec import MockSpec
 from stage_worker.next_stage_stream import NextStageStream
-from stageline_rpc.v1 import stage_pb2
+from stageline_rpc.internal.v1 import forward_pb2
 from tests.frame_messages import encode_frame
 from tests.integration.doubles import DEADLINE_S, CoordinatorDouble, NextStageDouble
 from tests.integration.stage_bench import Log, StageBench, assign_message, running_worker, worker_config
@@ -66,7 +66,7 @@ class Steps:
         return Step(epoch=1, step_id=step.step_id + 1, digest=step.digest)
 
 
-def messages_of(step: Step, stage: int, times: Sequence[StageTime] = ()) -> list[stage_pb2.ForwardRequest]:
+def messages_of(step: Step, stage: int, times: Sequence[StageTime] = ()) -> list[forward_pb2.ForwardRequest]:
     hidden = None
     if stage != FIRST and step.slices:
         size = step.num_tokens * HIDDEN_SIZE * 2
@@ -139,7 +139,7 @@ async def test_a_step_that_waits_says_so() -> None:
         await predecessor.close()
 
 
-def _garbled(step: Step, stage: int) -> list[stage_pb2.ForwardRequest]:
+def _garbled(step: Step, stage: int) -> list[forward_pb2.ForwardRequest]:
     messages = messages_of(step, stage)
     messages[0].chunk.checksum ^= 1
     return messages

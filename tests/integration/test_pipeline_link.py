@@ -12,7 +12,7 @@ import pytest
 
 from coordinator.cluster.pipeline import LinkBroken, PipelineLink
 from coordinator.recovery.policy import DEFAULT_POLICY
-from stageline_rpc.v1 import stage_pb2
+from stageline_rpc.internal.v1 import forward_pb2
 from wire.stage_calls import Messages, forward_handler
 
 DEADLINE_S = 10.0
@@ -26,14 +26,14 @@ class First:
         self.accepts = True
         self.num_overloaded = 0
 
-    async def forward(self, requests: Messages, context: Any) -> AsyncIterator[stage_pb2.ForwardResponse]:
-        assert stage_pb2.ForwardRequest.FromString(await anext(requests)).HasField("hello")
+    async def forward(self, requests: Messages, context: Any) -> AsyncIterator[forward_pb2.ForwardResponse]:
+        assert forward_pb2.ForwardRequest.FromString(await anext(requests)).HasField("hello")
         if self.num_overloaded:
             self.num_overloaded -= 1
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many streams wait")
         if not self.accepts:
             await context.abort(grpc.StatusCode.ABORTED, "not now")
-        yield stage_pb2.ForwardResponse(accepted=stage_pb2.HopAccepted())
+        yield forward_pb2.ForwardResponse(accepted=forward_pb2.HopAccepted())
         await self.ends.wait()
         await context.abort(grpc.StatusCode.ABORTED, "the epoch is over")
 
@@ -58,7 +58,7 @@ async def test_links_that_end_leave_no_task_behind(
         stage.accepts = ending != "refused"
         broke = asyncio.get_running_loop().create_future()
         link = PipelineLink(
-            address, stage_pb2.HopHello(), broke.set_result, timeout_s=DEFAULT_POLICY.connect_timeout_s
+            address, forward_pb2.HopHello(), broke.set_result, timeout_s=DEFAULT_POLICY.connect_timeout_s
         )
         if ending == "refused":
             with pytest.raises(LinkBroken, match="not now"):
@@ -82,7 +82,7 @@ async def test_a_stage_where_too_many_streams_wait_is_asked_again(first: tuple[F
     stage, address = first
     stage.num_overloaded = 2
     link = PipelineLink(
-        address, stage_pb2.HopHello(), lambda reason: None, timeout_s=DEFAULT_POLICY.connect_timeout_s
+        address, forward_pb2.HopHello(), lambda reason: None, timeout_s=DEFAULT_POLICY.connect_timeout_s
     )
     await link.open()
     await link.close()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc
+from stageline_rpc.v1 import cluster_pb2_grpc, kv_events_pb2
 from tests.integration.cluster import Cluster
 from tests.integration.test_kv_events import Router
 from wire.channels import client_channel
@@ -47,8 +47,8 @@ async def test_scored_prompts_share_their_blocks_and_are_computed_in_full(tiny_l
 
 async def test_a_request_without_prefix_cache_reads_and_leaves_no_block(tiny_llama: Path) -> None:
     async with new_cluster(tiny_llama) as cluster, client_channel(cluster.address) as channel:
-        call = cluster_pb2_grpc.ClusterStub(channel).KvEvents(
-            cluster_pb2.KvEventsRequest(with_token_ids=True)
+        call = cluster_pb2_grpc.ClusterStub(channel).WatchKvEvents(
+            kv_events_pb2.WatchKvEventsRequest(with_token_ids=True)
         )
         router = Router(call)
         await router.read_snapshot()
@@ -59,7 +59,7 @@ async def test_a_request_without_prefix_cache_reads_and_leaves_no_block(tiny_lla
         assert await cached_tokens(cluster, [*PREFIX, 1]) == 64
         status = await cluster.wait_drained()
         assert status.kv.prefix_cache
-        assert [worker.heartbeat.kv.blocks_inactive for worker in status.workers] == [4, 4]
+        assert [worker.kv.blocks_inactive for worker in status.workers] == [4, 4]
         await router.read_until(cluster.server.engine.kv_feed.subscribe().snapshot.next_event_id)
         assert len(router.cached) == 4
         assert router.token_ids == PREFIX
@@ -72,7 +72,7 @@ async def test_a_coordinator_without_prefix_cache_shares_nothing(tiny_llama: Pat
         assert await cached_tokens(cluster, [*PREFIX, 1], prefix_cache=True) == 0
         status = await cluster.wait_drained()
         assert not status.kv.prefix_cache
-        assert [worker.heartbeat.kv.blocks_inactive for worker in status.workers] == [0, 0]
+        assert [worker.kv.blocks_inactive for worker in status.workers] == [0, 0]
 
 
 @pytest.mark.parametrize("num_output_tokens", [15, 16, 17, 18])

@@ -1,4 +1,4 @@
-"""`Stage.ComputeReference` of a worker that has other things to do."""
+"""`StageService.ComputeReference` of a worker that has other things to do."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from stage_worker.backends import torch_backend
 from stage_worker.backends.backend import LoadedStage, LoadProgress, StageLoadError
 from stage_worker.backends.mock_spec import MockSpec
 from stage_worker.backends.torch_backend import TorchBackend
-from stageline_rpc.v1 import cluster_pb2, stage_pb2
+from stageline_rpc.internal.v1 import forward_pb2, step_pb2
+from stageline_rpc.v1 import cluster_pb2
 from tests.integration.cluster import DEADLINE_S, Ask, Cluster
 from wire.errors import StaleStream
 from wire.peer_secrets import MAX_TRIES
@@ -27,13 +28,13 @@ from wire.stage_calls import compute_reference
 
 async def ask(
     cluster: Cluster, directory: Path, *, fingerprint: str | None = None, secret: bytes | None = None
-) -> stage_pb2.ReferenceResponse:
+) -> forward_pb2.ComputeReferenceResponse:
     """As the coordinator asks, unless another secret is given."""
-    request = stage_pb2.ReferenceRequest(
+    request = forward_pb2.ComputeReferenceRequest(
         secret=cluster.server.controller.connections["w0"].reference_secret if secret is None else secret,
         fingerprint=fingerprint or Checkpoint.open(directory).fingerprint,
-        dtype=stage_pb2.DTYPE_F32,
-        texts=[stage_pb2.TokenSequence(tokens=[1, 2, 3])],
+        dtype=cluster_pb2.DTYPE_F32,
+        texts=[step_pb2.TokenSequence(tokens=[1, 2, 3])],
         num_top=4,
     )
     address = cluster.workers["w0"].worker.listen_address
@@ -128,7 +129,7 @@ async def test_refused_tries_are_counted_and_logged_and_the_coordinator_is_answe
 
 async def test_a_request_that_is_too_large_is_refused_unparsed(tiny_llama: Path) -> None:
     async with Cluster(tiny_llama, layers=(3,)) as cluster:
-        request = stage_pb2.ReferenceRequest(secret=b"s" * 70_000)
+        request = forward_pb2.ComputeReferenceRequest(secret=b"s" * 70_000)
         with pytest.raises(grpc.aio.AioRpcError, match="the limit is 65536") as caught:
             await compute_reference(
                 cluster.workers["w0"].worker.listen_address, request, timeout_s=DEADLINE_S
@@ -140,10 +141,10 @@ async def test_a_directory_that_the_request_names_is_never_opened(tiny_llama: Pa
     os.mkfifo(tmp_path / "config.json")  # whoever opens it waits for a writer
     named = str(tmp_path).encode()
     async with Cluster(tiny_llama, layers=(3,)) as cluster:
-        request = stage_pb2.ReferenceRequest.FromString(b"\x0a" + bytes([len(named)]) + named)
+        request = forward_pb2.ComputeReferenceRequest.FromString(b"\x0a" + bytes([len(named)]) + named)
         request.secret = cluster.server.controller.connections["w0"].reference_secret
         request.fingerprint = Checkpoint.open(tiny_llama).fingerprint
-        request.dtype, request.num_top = stage_pb2.DTYPE_F32, 4
+        request.dtype, request.num_top = cluster_pb2.DTYPE_F32, 4
         request.texts.add(tokens=[1, 2, 3])
         address = cluster.workers["w0"].worker.listen_address
         response = await compute_reference(address, request, timeout_s=DEADLINE_S)

@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from stage_worker.assignment import Assignment
 from stage_worker.model.decoder import DecoderStage
-from stageline_rpc.v1 import cluster_pb2
+from stageline_rpc.internal.v1 import join_pb2
 from tests.frame_messages import encode_frame
 from tests.integration.doubles import DEADLINE_S, PredecessorDouble
 from tests.integration.scenario import (
@@ -73,7 +73,7 @@ async def one_step(bench: StageBench) -> tuple[PredecessorDouble, ScriptedLog]:
 async def test_end_epoch_ends_the_streams_without_a_fault(assignment: Assignment) -> None:
     async with stage_bench(assignment) as bench:
         predecessor, _ = await one_step(bench)
-        bench.link.send(end_epoch=cluster_pb2.EndEpoch(epoch=bench.epoch))
+        bench.link.send(end_epoch=join_pb2.EndEpoch(epoch=bench.epoch))
         ended = await predecessor.end()
         assert (ended.code, ended.details) == (grpc.StatusCode.ABORTED, "epoch 1 has ended")
         assert (await bench.link.next_heartbeat()).epoch == 0
@@ -85,7 +85,7 @@ async def test_end_epoch_ends_the_streams_without_a_fault(assignment: Assignment
 async def test_end_epoch_of_another_epoch_changes_nothing(assignment: Assignment) -> None:
     async with stage_bench(assignment) as bench:
         predecessor, log = await one_step(bench)
-        bench.link.send(end_epoch=cluster_pb2.EndEpoch(epoch=bench.epoch + 1))
+        bench.link.send(end_epoch=join_pb2.EndEpoch(epoch=bench.epoch + 1))
         await bench.link.next_heartbeat()
         await run_frame(bench, predecessor, *log.next_frame())
         await predecessor.close()
@@ -196,7 +196,7 @@ async def test_health_says_serving_only_while_the_coordinator_does(assignment: A
                 return int((await watch.read()).status)
 
         def serve(epoch: int, *, is_serving: bool = True) -> None:
-            bench.link.send(serving=cluster_pb2.Serving(epoch=epoch, is_serving=is_serving))
+            bench.link.send(serving=join_pb2.Serving(epoch=epoch, is_serving=is_serving))
 
         assert await status() == not_serving
         await bench.begin_epoch()
@@ -207,7 +207,7 @@ async def test_health_says_serving_only_while_the_coordinator_does(assignment: A
         assert await status() == not_serving
         serve(bench.epoch)
         assert await status() == serving
-        bench.link.send(end_epoch=cluster_pb2.EndEpoch(epoch=bench.epoch))
+        bench.link.send(end_epoch=join_pb2.EndEpoch(epoch=bench.epoch))
         assert await status() == not_serving
         predecessor, log = await one_step(bench)
         serve(bench.epoch)
@@ -226,7 +226,7 @@ async def test_epochs_leave_no_tasks_and_no_sessions_behind(assignment: Assignme
         counts = []
         for _ in range(4):
             await run_scenario(bench)
-            bench.link.send(end_epoch=cluster_pb2.EndEpoch(epoch=bench.epoch))
+            bench.link.send(end_epoch=join_pb2.EndEpoch(epoch=bench.epoch))
             assert (await bench.link.next_heartbeat()).epoch == 0
             gc.collect()
             tasks = [task for task in asyncio.all_tasks() if not task.done()]

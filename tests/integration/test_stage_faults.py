@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from stage_worker.assignment import Assignment
-from stageline_rpc.v1 import stage_pb2
+from stageline_rpc.internal.v1 import forward_pb2
 from tests.frame_messages import encode_frame
 from tests.integration.doubles import PredecessorDouble, StreamEnded
 from tests.integration.fault_cases import FRAME_FAULTS, FrameFault
@@ -146,7 +146,7 @@ async def test_frames_before_the_faulty_one_are_computed(assignment: Assignment)
     async with stage_bench(assignment) as bench:
         log = ScriptedLog(assignment, await bench.begin_epoch())
         predecessor = await bench.predecessor()
-        messages: list[stage_pb2.ForwardRequest] = []
+        messages: list[forward_pb2.ForwardRequest] = []
         for _ in range(2):
             step, hidden = log.next_frame()
             messages += encode_frame(encode_step(step), step.step_id, hidden)

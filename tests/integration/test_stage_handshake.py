@@ -11,7 +11,8 @@ import pytest
 from stage_worker import next_stage_stream, service, stage_manager
 from stage_worker.assignment import Assignment
 from stage_worker.stage_manager import MAX_PER_HOST
-from stageline_rpc.v1 import stage_pb2
+from stageline_rpc.internal.v1 import forward_pb2
+from stageline_rpc.v1 import cluster_pb2
 from tests.integration.doubles import DEADLINE_S, PredecessorDouble, StreamEnded
 from tests.integration.scenario import assert_same, expected_outputs, run_scenario
 from tests.integration.stage_bench import StageBench, hop_secret, new_assignment, stage_bench
@@ -20,7 +21,7 @@ from wire.errors import StepFaultKind
 from wire.ids import new_incarnation
 from wire.peer_secrets import MAX_TRIES
 
-Change = Callable[[stage_pb2.HopHello], None]
+Change = Callable[[forward_pb2.HopHello], None]
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def assignment(tiny_llama: Path) -> Assignment:
 
 
 def setting(**fields: object) -> Change:
-    def change(hello: stage_pb2.HopHello) -> None:
+    def change(hello: forward_pb2.HopHello) -> None:
         for name, value in fields.items():
             setattr(hello, name, value)
 
@@ -52,7 +53,7 @@ async def refusal(bench: StageBench, change: Change) -> StreamEnded:
     [
         (setting(protocol_version=99), f"protocol version mismatch: expected {PROTOCOL_VERSION}, got 99"),
         (setting(fingerprint="other"), "got other"),
-        (setting(dtype=stage_pb2.DTYPE_BF16), "dtype mismatch: expected f32, got bf16"),
+        (setting(dtype=cluster_pb2.DTYPE_BF16), "dtype mismatch: expected f32, got bf16"),
         (setting(dtype=55), "dtype mismatch: expected f32, got number 55"),
         (setting(layer_end=2), "layer range mismatch: expected begin 1, got begin 2"),
         (setting(block_size=16), "block size mismatch: expected 4, got 16"),
@@ -154,7 +155,7 @@ async def test_a_stream_without_hello_is_refused(assignment: Assignment) -> None
     async with stage_bench(assignment) as bench:
         await bench.begin_epoch()
         predecessor = PredecessorDouble(bench.worker.advertised_address)
-        await predecessor.send([stage_pb2.ForwardRequest(chunk=stage_pb2.FrameChunk())])
+        await predecessor.send([forward_pb2.ForwardRequest(chunk=forward_pb2.FrameChunk())])
         ended = await predecessor.end()
         assert (ended.code, "hello" in ended.details) == (grpc.StatusCode.FAILED_PRECONDITION, True)
         await predecessor.close()

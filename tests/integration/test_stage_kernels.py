@@ -11,7 +11,7 @@ import pytest
 from checkpoint import Checkpoint
 from stage_worker.backends.contract import KernelChoice
 from stage_worker.config import WorkerConfig
-from stageline_rpc.v1 import cluster_pb2, stage_pb2
+from stageline_rpc.v1 import cluster_pb2
 from tests.checkpoints import make_checkpoint
 from tests.integration.asks import mixed_asks
 from tests.integration.cluster import Cluster
@@ -46,7 +46,7 @@ async def test_status_says_what_each_stage_computes_in_and_with(
     async with ChoosyCluster(directory, (AUTO, AUTO)) as cluster:
         status = await cluster.client.status()
         for worker in status.workers:
-            assert (worker.device, worker.dtype) == ("cpu", stage_pb2.DTYPE_BF16)
+            assert (worker.device, worker.dtype) == ("cpu", cluster_pb2.DTYPE_BF16)
             assert worker.kernels == "compiled"
             assert "decode by compiled kernels" in worker.kernels_detail
         answers = await cluster.generate_all(mixed_asks(4))

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from stage_worker.server import Worker
-from stageline_rpc.v1 import cluster_pb2, stage_pb2
+from stageline_rpc.internal.v1 import forward_pb2, join_pb2, step_pb2
 from tests.checkpoints import load_reference, make_checkpoint
 from tests.frame_messages import encode_frame
 from tests.integration.doubles import CoordinatorDouble, PredecessorDouble, WorkerLink
@@ -52,12 +52,12 @@ class Pipeline:
 
     async def begin(self, epoch: int) -> PredecessorDouble:
         stages = [
-            cluster_pb2.StageEndpoint(incarnation=link.hello.incarnation, address=link.hello.address)
+            join_pb2.StageEndpoint(incarnation=link.hello.incarnation, address=link.hello.address)
             for link in self.links
         ]
         for stage, link in enumerate(self.links):
             link.send(
-                begin_epoch=cluster_pb2.BeginEpoch(
+                begin_epoch=join_pb2.BeginEpoch(
                     plan_id=1,
                     epoch=epoch,
                     coordinator_incarnation=self.coordinator.incarnation,
@@ -85,7 +85,7 @@ class Pipeline:
             self.log.complete(result)
         return errors
 
-    def _hello(self, epoch: int) -> stage_pb2.HopHello:
+    def _hello(self, epoch: int) -> forward_pb2.HopHello:
         incarnation = self.coordinator.incarnation
         return hop_hello(self.assignments[0], epoch, coordinator=incarnation, sender=incarnation)
 
@@ -155,7 +155,7 @@ async def test_non_finite_logits_fail_their_sequence_alone(bad_token_model: Path
         errors = await stages.run(predecessor)
         assert list(errors) == [bad.key]
         error = errors[bad.key]
-        assert (error.kind, error.stage) == (stage_pb2.SliceError.KIND_NON_FINITE_LOGITS, num_stages - 1)
+        assert (error.kind, error.stage) == (step_pb2.SliceError.KIND_NON_FINITE_LOGITS, num_stages - 1)
         assert [mate.generated_tokens for mate in mates] == [alone, alone]
 
         # The pages that held NaN are used again.

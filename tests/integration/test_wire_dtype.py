@@ -13,7 +13,8 @@ from stage_worker.backends.contract import StageOutput
 from stage_worker.backends.mock_spec import MockSpec
 from stage_worker.backends.tensor_views import from_wire, to_wire
 from stage_worker.executor import StepExecutor
-from stageline_rpc.v1 import cluster_pb2, stage_pb2
+from stageline_rpc.internal.v1 import join_pb2, step_pb2
+from stageline_rpc.v1 import cluster_pb2
 from tests.checkpoints import make_checkpoint
 from tests.frame_messages import encode_frame
 from tests.integration.cluster import Ask, Cluster
@@ -86,9 +87,9 @@ async def test_a_model_says_nearly_the_same_in_fewer_bytes(varied_llama: Path, w
 @pytest.mark.full
 async def test_status_says_what_travels(varied_llama: Path) -> None:
     async with Cluster(varied_llama, layers=LAYERS, wire_dtype="int8") as cluster:
-        assert (await cluster.client.status()).wire_dtype == stage_pb2.DTYPE_I8
+        assert (await cluster.client.status()).wire_dtype == cluster_pb2.DTYPE_I8
     async with Cluster(varied_llama, layers=LAYERS) as cluster:
-        assert (await cluster.client.status()).wire_dtype == stage_pb2.DTYPE_UNSPECIFIED
+        assert (await cluster.client.status()).wire_dtype == cluster_pb2.DTYPE_UNSPECIFIED
 
 
 @pytest.mark.full
@@ -188,7 +189,7 @@ async def send(predecessor: PredecessorDouble, step: Step, hidden: TensorView) -
 @pytest.mark.parametrize(
     ("number", "says"),
     [
-        (stage_pb2.DTYPE_F16, "wire dtype mismatch: expected f32 or bf16 or fp8 or int8, got f16"),
+        (cluster_pb2.DTYPE_F16, "wire dtype mismatch: expected f32 or bf16 or fp8 or int8, got f16"),
         (77, "wire dtype mismatch: expected f32 or bf16 or fp8 or int8, got number 77"),
     ],
 )
@@ -272,10 +273,10 @@ async def test_a_stage_takes_what_was_declared_and_sends_what_it_was_told(
 async def test_a_wire_dtype_that_saves_nothing_cannot_be_loaded(tiny_llama: Path) -> None:
     async with stage_bench(stage_of(tiny_llama, MIDDLE)) as bench:
         message = assign_message(replace(bench.assignment, plan_id=2))
-        for number, says in ((stage_pb2.DTYPE_F16, "f16 is not smaller"), (77, "wire dtype number 77")):
+        for number, says in ((cluster_pb2.DTYPE_F16, "f16 is not smaller"), (77, "wire dtype number 77")):
             message.wire_dtype = number  # type: ignore[assignment]
             bench.link.send(assign=message)
-            failed: cluster_pb2.LoadFailed = await bench.link.answer("load_failed")
+            failed: join_pb2.LoadFailed = await bench.link.answer("load_failed")
             assert says in failed.reason
 
 
@@ -298,7 +299,7 @@ async def test_what_is_not_finite_fails_its_own_request_only(
             fine, failed = output.results
             assert isinstance(fine.outcome, int)
             assert isinstance(failed.outcome, SliceError)
-            assert failed.outcome.kind == stage_pb2.SliceError.KIND_NON_FINITE_LOGITS
+            assert failed.outcome.kind == step_pb2.SliceError.KIND_NON_FINITE_LOGITS
         else:
             assert isinstance(output, TensorView)
             handed_on = from_wire(output, device=torch.device("cpu"), dtype=torch.float32)

@@ -20,6 +20,7 @@ from stage_worker.backends.contract import DeviceError
 from stage_worker.coordinator_client import LOADING_TIMEOUT_S, JoinRefused
 from stage_worker.loading import stage_loader
 from stage_worker.server import Worker
+from stageline_rpc.internal.v1 import join_pb2
 from stageline_rpc.v1 import cluster_pb2
 from tests.integration.doubles import DEADLINE_S, CoordinatorDouble, WorkerLink
 from tests.integration.scenario import assert_same, expected_outputs, run_scenario
@@ -75,9 +76,9 @@ def gate() -> Iterator[Gate]:
     gate.opened.set()
 
 
-async def load(link: WorkerLink, assignment: Assignment) -> cluster_pb2.StageLoaded:
+async def load(link: WorkerLink, assignment: Assignment) -> join_pb2.StageLoaded:
     link.send(assign=assign_message(assignment))
-    loaded: cluster_pb2.StageLoaded = await link.answer("loaded")
+    loaded: join_pb2.StageLoaded = await link.answer("loaded")
     assert loaded.plan_id == assignment.plan_id
     return loaded
 
@@ -86,7 +87,7 @@ async def test_hello_says_who_and_where_the_worker_is(coordinator: CoordinatorDo
     async with running_worker(worker_config(coordinator.address)) as worker:
         hello = (await coordinator.link()).hello
         port = worker.listen_address.rpartition(":")[2]
-        assert hello == cluster_pb2.WorkerHello(
+        assert hello == join_pb2.WorkerHello(
             protocol_version=PROTOCOL_VERSION,
             name=f"{socket.gethostname()}-{port}",
             incarnation=hello.incarnation,
@@ -355,10 +356,10 @@ async def test_leave_ends_the_process_if_it_says_so(coordinator: CoordinatorDoub
     await worker.start()
     task = asyncio.create_task(worker.run())
     link = await coordinator.link()
-    link.send(leave=cluster_pb2.Leave(reason="not wanted now", exit_process=False))
+    link.send(leave=join_pb2.Leave(reason="not wanted now", exit_process=False))
     again = await coordinator.link()
     assert again.hello.incarnation != link.hello.incarnation
-    again.send(leave=cluster_pb2.Leave(reason="the cluster goes down", exit_process=True))
+    again.send(leave=join_pb2.Leave(reason="the cluster goes down", exit_process=True))
     await asyncio.wait_for(task, DEADLINE_S)
     assert await worker.stop()
 

@@ -139,7 +139,7 @@ class Visit:
             request.sampling.n = customer.num_choices
             request.sampling.temperature = 1.0
         if customer.habit in (Habit.COMES_BACK, Habit.MOVES):
-            request.on_disconnect.action = inference_pb2.OnDisconnect.DETACH
+            request.on_disconnect.action = inference_pb2.OnDisconnect.ACTION_DETACH
             request.on_disconnect.keep_s = KEEP_S
         return request
 

@@ -11,15 +11,23 @@ import pytest
 from google.protobuf import descriptor_pb2
 from google.protobuf.descriptor import FileDescriptor
 
-from stageline_rpc.v1 import cluster_pb2, inference_pb2, stage_pb2, telemetry_pb2
-from tests.proto_codegen import PACKAGE, PROTO_ROOT, drift_message, drifted
+from stageline_rpc.internal.v1 import deliver_pb2, forward_pb2, join_pb2, step_pb2
+from stageline_rpc.v1 import cluster_pb2, inference_pb2, kv_events_pb2, telemetry_pb2
+from tests.proto_codegen import PACKAGES, PROTO_ROOT, drift_message, drifted
 
-FILES: tuple[FileDescriptor, ...] = (
+PUBLIC_FILES: tuple[FileDescriptor, ...] = (
     cluster_pb2.DESCRIPTOR,
     inference_pb2.DESCRIPTOR,
-    stage_pb2.DESCRIPTOR,
+    kv_events_pb2.DESCRIPTOR,
     telemetry_pb2.DESCRIPTOR,
 )
+INTERNAL_FILES: tuple[FileDescriptor, ...] = (
+    deliver_pb2.DESCRIPTOR,
+    forward_pb2.DESCRIPTOR,
+    join_pb2.DESCRIPTOR,
+    step_pb2.DESCRIPTOR,
+)
+FILES = PUBLIC_FILES + INTERNAL_FILES
 
 
 def messages_of(file: FileDescriptor) -> Iterator[descriptor_pb2.DescriptorProto]:
@@ -40,20 +48,22 @@ def test_committed_code_is_what_the_proto_files_give() -> None:
 def test_a_changed_a_missing_and_a_left_over_file_are_named(tmp_path: Path) -> None:
     root = tmp_path / "proto"
     shutil.copytree(PROTO_ROOT, root, ignore=shutil.ignore_patterns("__pycache__"))
-    folder = root / PACKAGE
-    stage = folder / "stage.proto"
-    stage.write_text(stage.read_text().replace("bool is_last = 5;", "bool is_final = 5;"))
-    (folder / "cluster_pb2_grpc.pyi").unlink()
-    (folder / "old_pb2.py").write_text("")
+    public, internal = (root / package for package in PACKAGES)
+    forward = internal / "forward.proto"
+    forward.write_text(forward.read_text().replace("bool is_last = 5;", "bool is_final = 5;"))
+    (public / "cluster_pb2_grpc.pyi").unlink()
+    (public / "old_pb2.py").write_text("")
 
     names = drifted(root=root)
 
     assert names == [
-        str(PACKAGE / name)
-        for name in ("cluster_pb2_grpc.pyi", "old_pb2.py", "stage_pb2.py", "stage_pb2.pyi")
+        "stageline_rpc/internal/v1/forward_pb2.py",
+        "stageline_rpc/internal/v1/forward_pb2.pyi",
+        "stageline_rpc/v1/cluster_pb2_grpc.pyi",
+        "stageline_rpc/v1/old_pb2.py",
     ]
     assert "make proto" in drift_message(names)
-    assert "stage_pb2.py" in drift_message(names)
+    assert "forward_pb2.py" in drift_message(names)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: Path(file.name).stem)
@@ -85,8 +95,6 @@ def test_every_enum_starts_with_an_unspecified_zero() -> None:
 
 
 def test_services_stream_as_clients_in_other_languages_expect() -> None:
-    proto_package = {file.package for file in FILES}
-    assert proto_package == {"stageline.v1"}
     streaming = {}
     for file in FILES:
         proto = descriptor_pb2.FileDescriptorProto()
@@ -98,5 +106,13 @@ def test_services_stream_as_clients_in_other_languages_expect() -> None:
     assert streaming["stageline.v1.Inference/Generate"] == (False, True)
     assert streaming["stageline.v1.Inference/Cancel"] == (False, False)
     assert streaming["stageline.v1.Inference/GetModel"] == (False, False)
-    for path in ("Cluster/Join", "Stage/Forward", "StepResults/Deliver"):
-        assert streaming[f"stageline.v1.{path}"] == (True, True)
+    for path in ("MembershipService/Join", "StageService/Forward", "StepResultsService/Deliver"):
+        assert streaming[f"stageline.internal.v1.{path}"] == (True, True)
+
+
+def test_the_public_protocol_needs_nothing_of_the_internal_one() -> None:
+    assert {file.package for file in PUBLIC_FILES} == {"stageline.v1"}
+    assert {file.package for file in INTERNAL_FILES} == {"stageline.internal.v1"}
+    imports = {dependency.name for file in PUBLIC_FILES for dependency in file.dependencies}
+    assert imports
+    assert not [name for name in imports if not name.startswith(("stageline_rpc/v1/", "google/protobuf/"))]

@@ -1,1 +1,1 @@
-"""Version 1 of the contract. Everything here but this file comes from the .proto files (`make proto`)."""
+"""Public protocol, version 1: for clients, operators, dashboards and routers."""

@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from stageline_rpc.v1 import cluster_pb2 as stageline__rpc_dot_v1_dot_cluster__pb2
+from stageline_rpc.v1 import kv_events_pb2 as stageline__rpc_dot_v1_dot_kv__events__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -34,11 +35,6 @@ class ClusterStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Join = channel.stream_stream(
-                '/stageline.v1.Cluster/Join',
-                request_serializer=stageline__rpc_dot_v1_dot_cluster__pb2.WorkerMessage.SerializeToString,
-                response_deserializer=stageline__rpc_dot_v1_dot_cluster__pb2.CoordinatorMessage.FromString,
-                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/stageline.v1.Cluster/Drain',
                 request_serializer=stageline__rpc_dot_v1_dot_cluster__pb2.DrainRequest.SerializeToString,
@@ -49,23 +45,15 @@ class ClusterStub:
                 request_serializer=stageline__rpc_dot_v1_dot_cluster__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=stageline__rpc_dot_v1_dot_cluster__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
-        self.KvEvents = channel.unary_stream(
-                '/stageline.v1.Cluster/KvEvents',
-                request_serializer=stageline__rpc_dot_v1_dot_cluster__pb2.KvEventsRequest.SerializeToString,
-                response_deserializer=stageline__rpc_dot_v1_dot_cluster__pb2.KvEventsResponse.FromString,
+        self.WatchKvEvents = channel.unary_stream(
+                '/stageline.v1.Cluster/WatchKvEvents',
+                request_serializer=stageline__rpc_dot_v1_dot_kv__events__pb2.WatchKvEventsRequest.SerializeToString,
+                response_deserializer=stageline__rpc_dot_v1_dot_kv__events__pb2.WatchKvEventsResponse.FromString,
                 _registered_method=True)
 
 
 class ClusterServicer:
     """Missing associated documentation comment in .proto file."""
-
-    def Join(self, request_iterator, context):
-        """One bidirectional stream per worker, dialled by the worker; it holds the worker's membership. The first message is
-        `hello`; the coordinator answers `welcome` or ends the call with FAILED_PRECONDITION and both values.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
         """Moves the layers of a worker to others and lets it exit; answers when it has left. Where nobody can take the layers,
@@ -83,7 +71,7 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def KvEvents(self, request, context):
+    def WatchKvEvents(self, request, context):
         """What the KV cache holds, for routers outside: first a snapshot, in one or more messages, then every change in order.
         The stream goes on through new epochs. RESOURCE_EXHAUSTED when the subscriber reads too slowly; it subscribes again
         and starts from a new snapshot.
@@ -95,11 +83,6 @@ class ClusterServicer:
 
 def add_ClusterServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Join': grpc.stream_stream_rpc_method_handler(
-                    servicer.Join,
-                    request_deserializer=stageline__rpc_dot_v1_dot_cluster__pb2.WorkerMessage.FromString,
-                    response_serializer=stageline__rpc_dot_v1_dot_cluster__pb2.CoordinatorMessage.SerializeToString,
-            ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
                     request_deserializer=stageline__rpc_dot_v1_dot_cluster__pb2.DrainRequest.FromString,
@@ -110,10 +93,10 @@ def add_ClusterServicer_to_server(servicer, server):
                     request_deserializer=stageline__rpc_dot_v1_dot_cluster__pb2.GetStatusRequest.FromString,
                     response_serializer=stageline__rpc_dot_v1_dot_cluster__pb2.GetStatusResponse.SerializeToString,
             ),
-            'KvEvents': grpc.unary_stream_rpc_method_handler(
-                    servicer.KvEvents,
-                    request_deserializer=stageline__rpc_dot_v1_dot_cluster__pb2.KvEventsRequest.FromString,
-                    response_serializer=stageline__rpc_dot_v1_dot_cluster__pb2.KvEventsResponse.SerializeToString,
+            'WatchKvEvents': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchKvEvents,
+                    request_deserializer=stageline__rpc_dot_v1_dot_kv__events__pb2.WatchKvEventsRequest.FromString,
+                    response_serializer=stageline__rpc_dot_v1_dot_kv__events__pb2.WatchKvEventsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -125,33 +108,6 @@ def add_ClusterServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Cluster:
     """Missing associated documentation comment in .proto file."""
-
-    @staticmethod
-    def Join(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/stageline.v1.Cluster/Join',
-            stageline__rpc_dot_v1_dot_cluster__pb2.WorkerMessage.SerializeToString,
-            stageline__rpc_dot_v1_dot_cluster__pb2.CoordinatorMessage.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
 
     @staticmethod
     def Drain(request,
@@ -208,7 +164,7 @@ class Cluster:
             _registered_method=True)
 
     @staticmethod
-    def KvEvents(request,
+    def WatchKvEvents(request,
             target,
             options=(),
             channel_credentials=None,
@@ -221,9 +177,9 @@ class Cluster:
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/stageline.v1.Cluster/KvEvents',
-            stageline__rpc_dot_v1_dot_cluster__pb2.KvEventsRequest.SerializeToString,
-            stageline__rpc_dot_v1_dot_cluster__pb2.KvEventsResponse.FromString,
+            '/stageline.v1.Cluster/WatchKvEvents',
+            stageline__rpc_dot_v1_dot_kv__events__pb2.WatchKvEventsRequest.SerializeToString,
+            stageline__rpc_dot_v1_dot_kv__events__pb2.WatchKvEventsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -160,15 +160,15 @@ class OnDisconnect(_message.Message):
         DESCRIPTOR: _descriptor.EnumDescriptor
         ACTION_UNSPECIFIED: OnDisconnect._Action.ValueType  # 0
         """CANCEL."""
-        CANCEL: OnDisconnect._Action.ValueType  # 1
-        DETACH: OnDisconnect._Action.ValueType  # 2
+        ACTION_CANCEL: OnDisconnect._Action.ValueType  # 1
+        ACTION_DETACH: OnDisconnect._Action.ValueType  # 2
         """The request goes on, and Attach finds it."""
 
     class Action(_Action, metaclass=_ActionEnumTypeWrapper): ...
     ACTION_UNSPECIFIED: OnDisconnect.Action.ValueType  # 0
     """CANCEL."""
-    CANCEL: OnDisconnect.Action.ValueType  # 1
-    DETACH: OnDisconnect.Action.ValueType  # 2
+    ACTION_CANCEL: OnDisconnect.Action.ValueType  # 1
+    ACTION_DETACH: OnDisconnect.Action.ValueType  # 2
     """The request goes on, and Attach finds it."""
 
     ACTION_FIELD_NUMBER: _builtins.int

@@ -25,7 +25,7 @@ if _version_not_supported:
     )
 
 
-class TelemetryStub:
+class TelemetryServiceStub:
     """Missing associated documentation comment in .proto file."""
 
     def __init__(self, channel):
@@ -35,23 +35,23 @@ class TelemetryStub:
             channel: A grpc.Channel.
         """
         self.ListTraces = channel.unary_unary(
-                '/stageline.v1.Telemetry/ListTraces',
+                '/stageline.v1.TelemetryService/ListTraces',
                 request_serializer=stageline__rpc_dot_v1_dot_telemetry__pb2.ListTracesRequest.SerializeToString,
                 response_deserializer=stageline__rpc_dot_v1_dot_telemetry__pb2.ListTracesResponse.FromString,
                 _registered_method=True)
         self.GetTrace = channel.unary_unary(
-                '/stageline.v1.Telemetry/GetTrace',
+                '/stageline.v1.TelemetryService/GetTrace',
                 request_serializer=stageline__rpc_dot_v1_dot_telemetry__pb2.GetTraceRequest.SerializeToString,
                 response_deserializer=stageline__rpc_dot_v1_dot_telemetry__pb2.GetTraceResponse.FromString,
                 _registered_method=True)
         self.GetActivity = channel.unary_unary(
-                '/stageline.v1.Telemetry/GetActivity',
+                '/stageline.v1.TelemetryService/GetActivity',
                 request_serializer=stageline__rpc_dot_v1_dot_telemetry__pb2.GetActivityRequest.SerializeToString,
                 response_deserializer=stageline__rpc_dot_v1_dot_telemetry__pb2.GetActivityResponse.FromString,
                 _registered_method=True)
 
 
-class TelemetryServicer:
+class TelemetryServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def ListTraces(self, request, context):
@@ -76,7 +76,7 @@ class TelemetryServicer:
         raise NotImplementedError('Method not implemented!')
 
 
-def add_TelemetryServicer_to_server(servicer, server):
+def add_TelemetryServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'ListTraces': grpc.unary_unary_rpc_method_handler(
                     servicer.ListTraces,
@@ -95,13 +95,13 @@ def add_TelemetryServicer_to_server(servicer, server):
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'stageline.v1.Telemetry', rpc_method_handlers)
+            'stageline.v1.TelemetryService', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('stageline.v1.Telemetry', rpc_method_handlers)
+    server.add_registered_method_handlers('stageline.v1.TelemetryService', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
-class Telemetry:
+class TelemetryService:
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
@@ -118,7 +118,7 @@ class Telemetry:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/stageline.v1.Telemetry/ListTraces',
+            '/stageline.v1.TelemetryService/ListTraces',
             stageline__rpc_dot_v1_dot_telemetry__pb2.ListTracesRequest.SerializeToString,
             stageline__rpc_dot_v1_dot_telemetry__pb2.ListTracesResponse.FromString,
             options,
@@ -145,7 +145,7 @@ class Telemetry:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/stageline.v1.Telemetry/GetTrace',
+            '/stageline.v1.TelemetryService/GetTrace',
             stageline__rpc_dot_v1_dot_telemetry__pb2.GetTraceRequest.SerializeToString,
             stageline__rpc_dot_v1_dot_telemetry__pb2.GetTraceResponse.FromString,
             options,
@@ -172,7 +172,7 @@ class Telemetry:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/stageline.v1.Telemetry/GetActivity',
+            '/stageline.v1.TelemetryService/GetActivity',
             stageline__rpc_dot_v1_dot_telemetry__pb2.GetActivityRequest.SerializeToString,
             stageline__rpc_dot_v1_dot_telemetry__pb2.GetActivityResponse.FromString,
             options,

@@ -12,7 +12,7 @@ import abc as _abc_1
 GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
-class TelemetryStub:
+class TelemetryServiceStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListTraces: _aio.UnaryUnaryMultiCallable[_telemetry_pb2.ListTracesRequest, _telemetry_pb2.ListTracesResponse]
     """Requests whose traces are kept, newest first."""
@@ -21,7 +21,7 @@ class TelemetryStub:
     GetActivity: _aio.UnaryUnaryMultiCallable[_telemetry_pb2.GetActivityRequest, _telemetry_pb2.GetActivityResponse]
     """What the pipeline has done in the last seconds."""
 
-class TelemetryServicer(metaclass=_abc_1.ABCMeta):
+class TelemetryServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def ListTraces(
         self,
@@ -46,4 +46,4 @@ class TelemetryServicer(metaclass=_abc_1.ABCMeta):
     ) -> _abc.Awaitable[_telemetry_pb2.GetActivityResponse]:
         """What the pipeline has done in the last seconds."""
 
-def add_TelemetryServicer_to_server(servicer: TelemetryServicer, server: _aio.Server) -> None: ...
+def add_TelemetryServiceServicer_to_server(servicer: TelemetryServiceServicer, server: _aio.Server) -> None: ...

@@ -4,7 +4,8 @@ import pytest
 
 from checkpoint import DType
 from stage_worker.assignment import decode_assignment, wants
-from stageline_rpc.v1 import cluster_pb2, stage_pb2
+from stageline_rpc.internal.v1 import join_pb2
+from stageline_rpc.v1 import cluster_pb2
 from tests.checkpoints import make_checkpoint
 from tests.integration.stage_bench import assign_message, new_assignment
 from wire.tensors import ScaledDType
@@ -13,22 +14,22 @@ FP8, INT8 = ScaledDType.F8_E4M3, ScaledDType.I8
 
 
 @pytest.fixture(scope="module")
-def message(tmp_path_factory: pytest.TempPathFactory) -> cluster_pb2.AssignStage:
+def message(tmp_path_factory: pytest.TempPathFactory) -> join_pb2.AssignStage:
     directory = make_checkpoint(tmp_path_factory.mktemp("llama"), "llama", num_layers=3)
     return assign_message(new_assignment(directory, stage=1))
 
 
-def with_wire_dtype(message: cluster_pb2.AssignStage, number: int) -> cluster_pb2.AssignStage:
-    changed = cluster_pb2.AssignStage()
+def with_wire_dtype(message: join_pb2.AssignStage, number: int) -> join_pb2.AssignStage:
+    changed = join_pb2.AssignStage()
     changed.CopyFrom(message)
     changed.wire_dtype = number  # type: ignore[assignment]
     return changed
 
 
 def test_hidden_states_are_sent_as_computed_unless_somebody_says_otherwise(
-    message: cluster_pb2.AssignStage,
+    message: join_pb2.AssignStage,
 ) -> None:
-    in_int8 = with_wire_dtype(message, stage_pb2.DTYPE_I8)
+    in_int8 = with_wire_dtype(message, cluster_pb2.DTYPE_I8)
     assert decode_assignment(message).sent_dtype is DType.F32
     assert decode_assignment(in_int8).sent_dtype is INT8
     assert decode_assignment(in_int8, wire_dtype=FP8).sent_dtype is FP8
@@ -36,13 +37,13 @@ def test_hidden_states_are_sent_as_computed_unless_somebody_says_otherwise(
         decode_assignment(message, wire_dtype=DType.F16)
 
 
-def test_a_stage_that_sends_otherwise_is_loaded_anew(message: cluster_pb2.AssignStage) -> None:
-    in_int8 = with_wire_dtype(message, stage_pb2.DTYPE_I8)
+def test_a_stage_that_sends_otherwise_is_loaded_anew(message: join_pb2.AssignStage) -> None:
+    in_int8 = with_wire_dtype(message, cluster_pb2.DTYPE_I8)
     assert not decode_assignment(message).loads_like(decode_assignment(in_int8))
 
 
-def test_a_load_goes_on_where_the_worker_decides_by_itself(message: cluster_pb2.AssignStage) -> None:
+def test_a_load_goes_on_where_the_worker_decides_by_itself(message: join_pb2.AssignStage) -> None:
     loading = decode_assignment(message, wire_dtype=FP8)
-    in_int8 = with_wire_dtype(message, stage_pb2.DTYPE_I8)
+    in_int8 = with_wire_dtype(message, cluster_pb2.DTYPE_I8)
     assert wants(in_int8, loading, wire_dtype=FP8)
     assert not wants(in_int8, loading)

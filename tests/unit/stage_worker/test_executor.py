@@ -13,7 +13,7 @@ from stage_worker.backends.model_compute import ModelCompute
 from stage_worker.executor import StepExecutor
 from stage_worker.loading.stage_loader import WorkerResources, load_stage
 from stage_worker.model.decoder import DecoderStage
-from stageline_rpc.v1 import stage_pb2
+from stageline_rpc.internal.v1 import step_pb2
 from tests.checkpoints import make_checkpoint
 from tests.integration.stage_bench import GREEDY, Log, hidden_for, new_assignment
 from wire.errors import StepFault, StepFaultKind
@@ -295,7 +295,7 @@ def test_parameters_that_no_token_can_be_drawn_with_fail_their_sequence_alone(la
     failed, good = result.results
     assert isinstance(failed.outcome, SliceError)
     assert failed.sequence == bad.key
-    assert (failed.outcome.kind, failed.outcome.stage) == (stage_pb2.SliceError.KIND_SAMPLER, 2)
+    assert (failed.outcome.kind, failed.outcome.stage) == (step_pb2.SliceError.KIND_SAMPLER, 2)
     assert "top_p 1.5" in failed.outcome.message
     assert isinstance(good.outcome, int)
 

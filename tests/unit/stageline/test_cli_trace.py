@@ -46,7 +46,7 @@ class Served:
     async def _serve(self) -> None:
         self._ended = asyncio.Event()
         server, reader = new_server(), TraceReader(self.store)
-        telemetry_pb2_grpc.add_TelemetryServicer_to_server(
+        telemetry_pb2_grpc.add_TelemetryServiceServicer_to_server(
             TelemetryService(self.store, reader, NO_ACTIVITY), server
         )
         port = bind(server, "127.0.0.1:0")

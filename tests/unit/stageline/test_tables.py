@@ -1,7 +1,7 @@
 from rich.console import Console, RenderableType
 
 from stageline.cli.tables import describe_cluster, describe_start, status_view, topology_view
-from stageline_rpc.v1 import cluster_pb2, stage_pb2
+from stageline_rpc.v1 import cluster_pb2
 
 
 def _worker(stage: int, role: cluster_pb2.StageRole, layers: tuple[int, int]) -> cluster_pb2.WorkerStatus:
@@ -16,20 +16,18 @@ def _worker(stage: int, role: cluster_pb2.StageRole, layers: tuple[int, int]) ->
         layer_end=layers[1],
         memory_bytes=20 * 2**30,
         weights=cluster_pb2.WEIGHTS_CHECK_SAMPLED if stage else cluster_pb2.WEIGHTS_CHECK_FULL,
-        heartbeat=cluster_pb2.Heartbeat(
-            weight_bytes=12 * 2**30,
-            kv_bytes=640 * 2**20,
-            resident_bytes=13 * 2**30,
-            kv=cluster_pb2.KvUsage(
-                blocks_active=1, blocks_inactive=1, blocks_free=6, blocks_wanted=40, blocks_hit=10
-            ),
+        weight_bytes=12 * 2**30,
+        kv_bytes=640 * 2**20,
+        resident_bytes=13 * 2**30,
+        kv=cluster_pb2.KvUsage(
+            blocks_active=1, blocks_inactive=1, blocks_free=6, blocks_wanted=40, blocks_hit=10
         ),
     )
 
 
 STATUS = cluster_pb2.GetStatusResponse(
     model="llama",
-    dtype=stage_pb2.DTYPE_BF16,
+    dtype=cluster_pb2.DTYPE_BF16,
     state=cluster_pb2.CLUSTER_STATE_SERVING,
     epoch=3,
     num_stages=2,
@@ -116,7 +114,7 @@ def test_the_status_says_whether_blocks_are_shared_and_accounting_is_sound() -> 
     status.kv.prefix_cache = True
     status.kv.ledger.num_checks = 3
     assert "Prefix cache on, KV accounting checked" in _render(status_view(status))
-    status.workers[0].heartbeat.kv_integrity.problem = "7 free + 2 active"
+    status.workers[0].kv_integrity.problem = "7 free + 2 active"
     name = status.workers[0].name
     told = f"Prefix cache on, KV accounting broken on {name}: 7 free + 2 active"
     assert told in _render(status_view(status))
@@ -125,7 +123,7 @@ def test_the_status_says_whether_blocks_are_shared_and_accounting_is_sound() -> 
 def test_the_status_says_what_travels_between_stages_if_that_is_something_else() -> None:
     status = cluster_pb2.GetStatusResponse()
     status.CopyFrom(STATUS)
-    for number, name in ((stage_pb2.DTYPE_F8_E4M3, "fp8"), (stage_pb2.DTYPE_I8, "int8")):
+    for number, name in ((cluster_pb2.DTYPE_F8_E4M3, "fp8"), (cluster_pb2.DTYPE_I8, "int8")):
         status.wire_dtype = number
         assert f"llama in bf16 (between stages in {name}), 2 stages" in _render(status_view(status))[0]
 
@@ -147,7 +145,7 @@ def test_the_start_is_described_with_what_each_worker_has_loaded() -> None:
             cluster_pb2.WorkerStatus(
                 name="a",
                 state=cluster_pb2.WORKER_STATE_LOADING,
-                heartbeat=cluster_pb2.Heartbeat(load_progress=0.25),
+                load_progress=0.25,
             )
         ],
     )

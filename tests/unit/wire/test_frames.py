@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from checkpoint import DType
-from stageline_rpc.v1 import stage_pb2
+from stageline_rpc.internal.v1 import deliver_pb2, forward_pb2, step_pb2
 from tests.frame_messages import add_chunk, encode_frame
 from tests.unit.wire.wire_strategies import example_step, hidden_states, steps
 from wire import frames
@@ -40,32 +40,32 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames, "CHUNK_BYTES", SMALL_CHUNK)
 
 
-def chunks_of(step: Step, hidden: TensorView | None) -> list[stage_pb2.FrameChunk]:
+def chunks_of(step: Step, hidden: TensorView | None) -> list[forward_pb2.FrameChunk]:
     messages = list(encode_frame(encode_step(step), step.step_id, hidden))
     assert all(message.WhichOneof("message") == "chunk" for message in messages)
-    return [stage_pb2.ForwardRequest.FromString(message.SerializeToString()).chunk for message in messages]
+    return [forward_pb2.ForwardRequest.FromString(message.SerializeToString()).chunk for message in messages]
 
 
-def assemble(chunks: Iterable[stage_pb2.FrameChunk], *, max_payload_bytes: int = 1 << 30) -> list[Frame]:
+def assemble(chunks: Iterable[forward_pb2.FrameChunk], *, max_payload_bytes: int = 1 << 30) -> list[Frame]:
     assembler = FrameAssembler(max_payload_bytes=max_payload_bytes)
     return [frame for chunk in chunks if (frame := add_chunk(assembler, chunk)) is not None]
 
 
-def refusal(chunks: Iterable[stage_pb2.FrameChunk], *, max_payload_bytes: int = 1 << 30) -> StepFault:
+def refusal(chunks: Iterable[forward_pb2.FrameChunk], *, max_payload_bytes: int = 1 << 30) -> StepFault:
     with pytest.raises(StepFault) as caught:
         assemble(chunks, max_payload_bytes=max_payload_bytes)
     return caught.value
 
 
-def resealed(chunk: stage_pb2.FrameChunk) -> stage_pb2.FrameChunk:
+def resealed(chunk: forward_pb2.FrameChunk) -> forward_pb2.FrameChunk:
     """A single chunk with a checksum that fits what it carries now."""
     chunk.checksum = frame_checksum(chunk.step, chunk.hidden, chunk.stage_times, chunk.payload)
     return chunk
 
 
-def change_header(change: Callable[[stage_pb2.TensorHeader], object]) -> stage_pb2.FrameChunk:
+def change_header(change: Callable[[step_pb2.TensorHeader], object]) -> forward_pb2.FrameChunk:
     (chunk,) = chunks_of(example_step(), hidden_states(3, 4))
-    header = stage_pb2.TensorHeader.FromString(chunk.hidden)
+    header = step_pb2.TensorHeader.FromString(chunk.hidden)
     change(header)
     chunk.hidden = header.SerializeToString()
     return resealed(chunk)
@@ -139,13 +139,13 @@ def test_any_changed_byte_of_a_frame_is_caught(mask: int) -> None:
             for place in range(len(data)):
                 damaged = bytearray(data)
                 damaged[place] ^= mask
-                chunks = [stage_pb2.FrameChunk.FromString(each.SerializeToString()) for each in original]
+                chunks = [forward_pb2.FrameChunk.FromString(each.SerializeToString()) for each in original]
                 setattr(chunks[index], name, bytes(damaged))
                 assert refusal(chunks).kind in (StepFaultKind.CHECKSUM, StepFaultKind.UNDECODABLE)
                 num_places += 1
     assert num_places > 3 * 9 * 4 + 100
     for place in range(8):
-        chunks = [stage_pb2.FrameChunk.FromString(each.SerializeToString()) for each in original]
+        chunks = [forward_pb2.FrameChunk.FromString(each.SerializeToString()) for each in original]
         chunks[0].checksum ^= mask << 8 * place
         assert refusal(chunks).kind is StepFaultKind.CHECKSUM
 
@@ -162,7 +162,7 @@ def test_a_changed_byte_of_a_message_never_gives_another_frame() -> None:
             damaged = bytearray(data)
             damaged[place] ^= 0x02
             try:
-                changed = stage_pb2.ForwardRequest.FromString(bytes(damaged))
+                changed = forward_pb2.ForwardRequest.FromString(bytes(damaged))
                 received = assemble(
                     (changed if each == index else messages[each]).chunk for each in range(len(messages))
                 )
@@ -249,7 +249,7 @@ def test_a_truncated_payload_is_refused() -> None:
     ],
 )
 def test_a_header_that_lies_is_refused(
-    change: Callable[[stage_pb2.TensorHeader], object], kind: StepFaultKind, text: str
+    change: Callable[[step_pb2.TensorHeader], object], kind: StepFaultKind, text: str
 ) -> None:
     fault = refusal([change_header(change)])
     assert fault.kind is kind
@@ -305,7 +305,7 @@ def test_a_tensor_counts_its_bytes() -> None:
 
 
 heads = st.builds(
-    stage_pb2.FrameChunk,
+    forward_pb2.FrameChunk,
     step=st.binary(max_size=200),
     hidden=st.binary(max_size=20),
     checksum=st.integers(0, 2**64 - 1),
@@ -315,10 +315,10 @@ heads = st.builds(
 payloads = st.sampled_from((0, 1, 2, 120, 121, 122, 126, 127, 128, 16_380, 16_384, 1 << 21)).map(bytes)
 
 
-def by_protobuf(message: bytes) -> stage_pb2.FrameChunk | None:
+def by_protobuf(message: bytes) -> forward_pb2.FrameChunk | None:
     """None for what is no chunk."""
     try:
-        request = stage_pb2.ForwardRequest.FromString(message)
+        request = forward_pb2.ForwardRequest.FromString(message)
     except DecodeError:
         return None
     return request.chunk if request.HasField("chunk") else None
@@ -338,14 +338,14 @@ def assert_read_as_by_protobuf(message: bytes) -> None:
 
 
 @given(heads, payloads)
-def test_what_is_written_is_one_message_for_protobuf(head: stage_pb2.FrameChunk, payload: bytes) -> None:
+def test_what_is_written_is_one_message_for_protobuf(head: forward_pb2.FrameChunk, payload: bytes) -> None:
     read = by_protobuf(write_chunk(head.SerializeToString(), memoryview(payload)))
     head.payload = payload
     assert read == head
 
 
 @given(heads, payloads)
-def test_a_payload_is_a_view_of_what_came(head: stage_pb2.FrameChunk, payload: bytes) -> None:
+def test_a_payload_is_a_view_of_what_came(head: forward_pb2.FrameChunk, payload: bytes) -> None:
     message = write_chunk(head.SerializeToString(), payload)
     assert_read_as_by_protobuf(message)
     _, read = read_chunk(message)
@@ -356,15 +356,15 @@ def test_a_payload_is_a_view_of_what_came(head: stage_pb2.FrameChunk, payload: b
 
 
 @given(heads, st.binary(max_size=200))
-def test_what_another_implementation_writes_is_read(head: stage_pb2.FrameChunk, payload: bytes) -> None:
+def test_what_another_implementation_writes_is_read(head: forward_pb2.FrameChunk, payload: bytes) -> None:
     """Fields in the order of their numbers, in one piece."""
     head.payload = payload
-    assert_read_as_by_protobuf(stage_pb2.ForwardRequest(chunk=head).SerializeToString())
+    assert_read_as_by_protobuf(forward_pb2.ForwardRequest(chunk=head).SerializeToString())
 
 
 @given(heads, st.binary(max_size=150), st.data())
 def test_a_changed_cut_or_doubled_message_is_read_as_by_protobuf(
-    head: stage_pb2.FrameChunk, payload: bytes, data: st.DataObject
+    head: forward_pb2.FrameChunk, payload: bytes, data: st.DataObject
 ) -> None:
     message = bytearray(write_chunk(head.SerializeToString(), payload))
     for _ in range(data.draw(st.integers(0, 2))):
@@ -391,7 +391,7 @@ def test_any_bytes_are_read_as_by_protobuf(message: bytes) -> None:
 
 
 def test_a_hello_in_the_place_of_a_chunk_is_named() -> None:
-    message = stage_pb2.ForwardRequest(hello=stage_pb2.HopHello(epoch=3)).SerializeToString()
+    message = forward_pb2.ForwardRequest(hello=forward_pb2.HopHello(epoch=3)).SerializeToString()
     with pytest.raises(StepFault, match="message of kind 'hello', expected a chunk"):
         read_chunk(message)
 
@@ -403,7 +403,7 @@ RESULT = StepResult(
 
 def test_a_result_comes_back() -> None:
     data = encode_result_frame(RESULT).SerializeToString()
-    assert decode_result_frame(stage_pb2.DeliverRequest.FromString(data)) == RESULT
+    assert decode_result_frame(deliver_pb2.DeliverRequest.FromString(data)) == RESULT
 
 
 def test_every_flipped_bit_is_noticed() -> None:
@@ -411,8 +411,8 @@ def test_every_flipped_bit_is_noticed() -> None:
     for index in range(len(frame.result)):
         broken = bytearray(frame.result)
         broken[index] ^= 1 << index % 8
-        message = stage_pb2.DeliverRequest(
-            frame=stage_pb2.ResultFrame(result=bytes(broken), checksum=frame.checksum)
+        message = deliver_pb2.DeliverRequest(
+            frame=deliver_pb2.ResultFrame(result=bytes(broken), checksum=frame.checksum)
         )
         with pytest.raises(StepFault) as raised:
             decode_result_frame(message)
@@ -422,11 +422,13 @@ def test_every_flipped_bit_is_noticed() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        stage_pb2.DeliverRequest(),
-        stage_pb2.DeliverRequest(hello=stage_pb2.HopHello()),
-        stage_pb2.DeliverRequest(frame=stage_pb2.ResultFrame(result=b"\xff", checksum=0xD6BCEC3C6B29D72E)),
+        deliver_pb2.DeliverRequest(),
+        deliver_pb2.DeliverRequest(hello=forward_pb2.HopHello()),
+        deliver_pb2.DeliverRequest(
+            frame=deliver_pb2.ResultFrame(result=b"\xff", checksum=0xD6BCEC3C6B29D72E)
+        ),
     ],
 )
-def test_what_is_no_result_is_refused(message: stage_pb2.DeliverRequest) -> None:
+def test_what_is_no_result_is_refused(message: deliver_pb2.DeliverRequest) -> None:
     with pytest.raises(StepFault):
         decode_result_frame(message)

@@ -13,7 +13,8 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from stageline.client.errors import StatusDetails
-from stageline_rpc.v1 import cluster_pb2_grpc, inference_pb2_grpc
+from stageline_rpc.internal.v1 import join_pb2_grpc
+from stageline_rpc.v1 import inference_pb2_grpc
 from wire.channels import bind, client_channel, new_server
 from wire.errors import (
     INTERNAL_ERROR_TEXT,
@@ -33,7 +34,7 @@ Context = grpc.aio.ServicerContext[bytes, bytes]
 Raise = Callable[[Context], Awaitable[None]]
 
 
-class _ReadsFirst(cluster_pb2_grpc.ClusterServicer):
+class _ReadsFirst(join_pb2_grpc.MembershipServiceServicer):
     async def Join(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         yield await anext(aiter(request_iterator))
 
@@ -213,7 +214,7 @@ async def test_an_unknown_method_is_unimplemented() -> None:
 async def test_bytes_that_are_no_message_are_refused_with_a_reason() -> None:
     server = new_server()
     inference_pb2_grpc.add_InferenceServicer_to_server(inference_pb2_grpc.InferenceServicer(), server)
-    cluster_pb2_grpc.add_ClusterServicer_to_server(_ReadsFirst(), server)
+    join_pb2_grpc.add_MembershipServiceServicer_to_server(_ReadsFirst(), server)
     port = bind(server, "127.0.0.1:0")
     await server.start()
 
@@ -224,7 +225,9 @@ async def test_bytes_that_are_no_message_are_refused_with_a_reason() -> None:
         async with client_channel(f"127.0.0.1:{port}") as channel:
             for call in (
                 channel.unary_stream("/stageline.v1.Inference/Generate")(b"\xff", timeout=10),
-                channel.stream_stream("/stageline.v1.Cluster/Join")(requests(), timeout=10),
+                channel.stream_stream("/stageline.internal.v1.MembershipService/Join")(
+                    requests(), timeout=10
+                ),
             ):
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     _ = [each async for each in call]

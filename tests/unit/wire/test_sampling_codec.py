@@ -1,6 +1,6 @@
 """Sampling parameters that are encoded ahead are the same parameters."""
 
-from stageline_rpc.v1 import stage_pb2
+from stageline_rpc.internal.v1 import step_pb2
 from wire.sampling_codec import decode_sampling, encode_sampling, encoded_ahead
 from wire.steps import StepSampling
 
@@ -14,7 +14,7 @@ def test_what_is_encoded_ahead_is_what_would_be_encoded_late() -> None:
         logprobs=0,
         min_tokens_hold_back=(7, 9),
     )
-    late, ahead = stage_pb2.StepSampling(), stage_pb2.StepSampling()
+    late, ahead = step_pb2.StepSampling(), step_pb2.StepSampling()
     encode_sampling(sampling, late)
     encode_sampling(encoded_ahead(sampling), ahead)
     assert late == ahead

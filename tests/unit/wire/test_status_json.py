@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stageline_rpc.v1 import cluster_pb2, stage_pb2
+from stageline_rpc.v1 import cluster_pb2
 from wire.status_json import status_facts
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "status.md"
@@ -22,12 +22,13 @@ def whole_status() -> cluster_pb2.GetStatusResponse:
         layer_end=12,
         device="cuda:0",
         kernels="compiled",
-        dtype=stage_pb2.DTYPE_BF16,
-        heartbeat=cluster_pb2.Heartbeat(weights=cluster_pb2.WEIGHTS_CHECK_SAMPLED, busy_us=1_500_000),
+        dtype=cluster_pb2.DTYPE_BF16,
+        weights=cluster_pb2.WEIGHTS_CHECK_SAMPLED,
+        busy_us=1_500_000,
     )
     return cluster_pb2.GetStatusResponse(
-        dtype=stage_pb2.DTYPE_BF16,
-        wire_dtype=stage_pb2.DTYPE_F8_E4M3,
+        dtype=cluster_pb2.DTYPE_BF16,
+        wire_dtype=cluster_pb2.DTYPE_F8_E4M3,
         state=cluster_pb2.CLUSTER_STATE_WAITING_FOR_WORKERS,
         health=cluster_pb2.HEALTH_SERVING,
         self_check=cluster_pb2.SelfCheckStatus(
@@ -85,7 +86,7 @@ def test_a_problem_of_any_pool_is_the_integrity(place: str) -> None:
     if place == "ledger":
         status.kv.ledger.problem = "2 blocks of 8 leaked"
     else:
-        status.workers[0].heartbeat.kv_integrity.problem = "2 blocks of 8 leaked"
+        status.workers[0].kv_integrity.problem = "2 blocks of 8 leaked"
     who = "coordinator" if place == "ledger" else "w0"
     assert status_facts(status)["kv"]["integrity"] == f"{who}: 2 blocks of 8 leaked"
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 from kvcache import FullBlock, PartialBlock, Promote, Use
-from stageline_rpc.v1 import cluster_pb2, stage_pb2
+from stageline_rpc.internal.v1 import join_pb2, step_pb2
 from tests.unit.wire.wire_strategies import example_step, fault_reports, start_records, step_results, steps
 from wire.errors import StepFault, StepFaultKind
 from wire.ids import RequestId, SequenceKey, id_text
@@ -44,18 +44,18 @@ def test_a_start_record_is_never_larger_than_it_says(start: StartRecord) -> None
 @given(step_results)
 def test_a_result_survives_the_wire(result: StepResult) -> None:
     data = encode_result(result).SerializeToString()
-    assert decode_result(stage_pb2.StepResult.FromString(data)) == result
+    assert decode_result(step_pb2.StepResult.FromString(data)) == result
 
 
 @given(fault_reports)
 def test_a_fault_report_survives_the_wire(report: FaultReport) -> None:
     data = encode_fault(report).SerializeToString()
-    assert decode_fault(cluster_pb2.StepFault.FromString(data)) == report
+    assert decode_fault(join_pb2.StepFault.FromString(data)) == report
 
 
 def test_the_example_step_has_one_of_everything() -> None:
-    message = stage_pb2.Step.FromString(encode_step(example_step()))
-    for field in stage_pb2.Step.DESCRIPTOR.fields:
+    message = step_pb2.Step.FromString(encode_step(example_step()))
+    for field in step_pb2.Step.DESCRIPTOR.fields:
         assert getattr(message, field.name), field.name
     assert {entry.WhichOneof("signal") for entry in message.signals} == {"use", "promote", "deref", "destroy"}
     assert {part.WhichOneof("inference_step") for part in message.slices} == {"prefill", "decode"}
@@ -84,8 +84,8 @@ def test_a_truncated_step_is_undecodable(cut: int) -> None:
     assert caught.value.step_id is None
 
 
-def change_slice(change: Callable[[stage_pb2.Slice], object]) -> bytes:
-    message = stage_pb2.Step.FromString(encode_step(example_step()))
+def change_slice(change: Callable[[step_pb2.StepSlice], object]) -> bytes:
+    message = step_pb2.Step.FromString(encode_step(example_step()))
     change(message.slices[0])
     return message.SerializeToString()
 
@@ -103,7 +103,7 @@ def change_slice(change: Callable[[stage_pb2.Slice], object]) -> bytes:
     ids=["too many tokens", "too few", "a decode of two", "no tokens", "past the end", "no inference step"],
 )
 def test_a_slice_that_contradicts_itself_is_a_wrong_slice_set(
-    change: Callable[[stage_pb2.Slice], object], text: str
+    change: Callable[[step_pb2.StepSlice], object], text: str
 ) -> None:
     with pytest.raises(StepFault, match=text) as caught:
         decode_step(change_slice(change))
@@ -129,7 +129,7 @@ def test_a_request_id_that_is_not_16_bytes_is_undecodable(size: int) -> None:
 
 @pytest.mark.parametrize("field", ["use", "deref", "destroy"])
 def test_a_signal_or_block_without_content_is_undecodable(field: str) -> None:
-    message = stage_pb2.Step.FromString(encode_step(example_step()))
+    message = step_pb2.Step.FromString(encode_step(example_step()))
     getattr(message.signals[0], field).SetInParent()
     if field == "use":
         message.signals[0].use.blocks.add()
@@ -144,28 +144,28 @@ def test_a_signal_or_block_without_content_is_undecodable(field: str) -> None:
 
 
 def test_a_slice_result_without_outcome_is_undecodable() -> None:
-    message = stage_pb2.StepResult(epoch=1, step_id=2)
-    message.results.add(sequence=stage_pb2.SequenceKey(request_id=KEY.request_id, choice=1))
+    message = step_pb2.StepResult(epoch=1, step_id=2)
+    message.results.add(sequence=step_pb2.SequenceKey(request_id=KEY.request_id, choice=1))
     with pytest.raises(StepFault, match="has no token, error or log-probabilities") as caught:
         decode_result(message)
     assert caught.value.kind is StepFaultKind.UNDECODABLE
 
 
 def test_token_zero_is_an_outcome() -> None:
-    message = stage_pb2.StepResult()
-    message.results.add(sequence=stage_pb2.SequenceKey(request_id=KEY.request_id), token=0)
+    message = step_pb2.StepResult()
+    message.results.add(sequence=step_pb2.SequenceKey(request_id=KEY.request_id), token=0)
     assert decode_result(message).results[0].outcome == 0
 
 
 @pytest.mark.parametrize("number", [0, 999])
 def test_a_fault_of_unknown_kind_is_refused(number: int) -> None:
     with pytest.raises(ValueError, match=str(number)):
-        decode_fault(cluster_pb2.StepFault(kind=number))  # type: ignore[arg-type]
+        decode_fault(join_pb2.StepFault(kind=number))  # type: ignore[arg-type]
 
 
 def test_every_kind_of_the_wire_enum_has_a_name_here_and_the_reverse() -> None:
     wire = {f"STEP_FAULT_KIND_{kind.name}": kind.value for kind in StepFaultKind}
-    assert wire | {"STEP_FAULT_KIND_UNSPECIFIED": 0} == dict(stage_pb2.StepFaultKind.items())
+    assert wire | {"STEP_FAULT_KIND_UNSPECIFIED": 0} == dict(step_pb2.StepFaultKind.items())
 
 
 def test_what_is_sampled_follows_from_the_inference_step_alone() -> None:
@@ -205,8 +205,8 @@ OTHER_RESULTS = (
 )
 
 
-def step_message(*slices: StepSlice) -> stage_pb2.Step:
-    return stage_pb2.Step.FromString(encode_step(Step(epoch=1, step_id=7, slices=slices)))
+def step_message(*slices: StepSlice) -> step_pb2.Step:
+    return step_pb2.Step.FromString(encode_step(Step(epoch=1, step_id=7, slices=slices)))
 
 
 @pytest.mark.parametrize(
@@ -242,23 +242,23 @@ def test_only_what_is_a_token_and_nothing_else_is_in_columns(
 
 def test_decodes_may_come_as_messages_too() -> None:
     """From another implementation: columns are a matter of cost."""
-    message = stage_pb2.Step(epoch=1, step_id=7)
+    message = step_pb2.Step(epoch=1, step_id=7)
     for part in DECODES:
-        sequence = stage_pb2.SequenceKey(request_id=part.sequence.request_id, choice=part.sequence.choice)
+        sequence = step_pb2.SequenceKey(request_id=part.sequence.request_id, choice=part.sequence.choice)
         message.slices.add(
             sequence=sequence,
             generation=part.generation,
             tokens=part.tokens,
-            decode=stage_pb2.Decode(position=part.first_position),
+            decode=step_pb2.Decode(position=part.first_position),
         )
     assert decode_step(message.SerializeToString()).slices == DECODES
 
 
-def _cut_ids(columns: stage_pb2.DecodeColumns | stage_pb2.TokenColumns) -> None:
+def _cut_ids(columns: step_pb2.DecodeColumns | step_pb2.TokenColumns) -> None:
     columns.request_ids = columns.request_ids[:-1]
 
 
-def _more_ids(columns: stage_pb2.DecodeColumns | stage_pb2.TokenColumns) -> None:
+def _more_ids(columns: step_pb2.DecodeColumns | step_pb2.TokenColumns) -> None:
     columns.request_ids += bytes(16)
 
 
@@ -275,7 +275,7 @@ def _more_ids(columns: stage_pb2.DecodeColumns | stage_pb2.TokenColumns) -> None
     ],
 )
 def test_decode_columns_of_different_lengths_are_refused(
-    change: Callable[[stage_pb2.DecodeColumns], object],
+    change: Callable[[step_pb2.DecodeColumns], object],
 ) -> None:
     message = step_message(*DECODES)
     change(message.decodes)

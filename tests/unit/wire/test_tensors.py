@@ -3,7 +3,7 @@
 import pytest
 
 from checkpoint import DType
-from stageline_rpc.v1 import stage_pb2
+from stageline_rpc.v1 import cluster_pb2
 from tests.frame_messages import add_chunk, encode_frame
 from tests.unit.wire.wire_strategies import hidden_states
 from wire.errors import StepFault, StepFaultKind
@@ -76,7 +76,7 @@ def test_scaled_hidden_states_of_another_size_are_refused(dtype: ScaledDType, si
 def test_headers_carry_the_dtype(dtype: WireDType) -> None:
     view = TensorView(dtype, (2, 4), bytes(payload_bytes(dtype, (2, 4))))
     header = encode_header(view, step_id=0, step_checksum=0)
-    assert stage_pb2.DType.Name(header.dtype) in {"DTYPE_F32", "DTYPE_F8_E4M3", "DTYPE_I8"}
+    assert cluster_pb2.Dtype.Name(header.dtype) in {"DTYPE_F32", "DTYPE_F8_E4M3", "DTYPE_I8"}
     assert decode_tensor(header, view.data) == view
 
 

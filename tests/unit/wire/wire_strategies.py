@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from checkpoint import DType
 from kvcache import Deref, Destroy, FullBlock, PartialBlock, Promote, Use
-from stageline_rpc.v1 import stage_pb2
+from stageline_rpc.internal.v1 import step_pb2
 from wire.errors import StepFaultKind
 from wire.ids import RequestId, SequenceKey
 from wire.steps import (
@@ -104,7 +104,7 @@ def steps(draw: st.DrawFn) -> Step:
     )
 
 
-slice_error_kinds = st.sampled_from(sorted(stage_pb2.SliceError.Kind.values()))
+slice_error_kinds = st.sampled_from(sorted(step_pb2.SliceError.Kind.values()))
 slice_errors = st.builds(SliceError, slice_error_kinds, U32, TEXT)
 token_logprobs = st.builds(TokenLogprobs, U32, F32, U32, st.lists(st.tuples(U32, F32), max_size=3).map(tuple))
 slice_results = st.builds(

@@ -35,7 +35,9 @@ def both(message: inference_pb2.GenerateRequest) -> tuple[Request, Request]:
         request_of(1, sampling={"bad_words": ["ab"], "logit_bias": {1: 2.0}, "stop_token_ids": [4]}),
         request_of(1, cache_salt="mine", priority=inference_pb2.PRIORITY_HIGH),
         request_of(1, prefix_cache=False),
-        request_of(1, on_disconnect=inference_pb2.OnDisconnect(action=inference_pb2.OnDisconnect.DETACH)),
+        request_of(
+            1, on_disconnect=inference_pb2.OnDisconnect(action=inference_pb2.OnDisconnect.ACTION_DETACH)
+        ),
         inference_pb2.GenerateRequest(text="abc"),
     ],
 )

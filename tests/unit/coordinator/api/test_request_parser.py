@@ -357,7 +357,7 @@ OTHER_REQUESTS: dict[str, Any] = {
     "max_tokens": 3,
     "sampling": SamplingParameters(seed=9),
     "cache_salt": "mine",
-    "on_disconnect": inference_pb2.OnDisconnect(action=inference_pb2.OnDisconnect.DETACH),
+    "on_disconnect": inference_pb2.OnDisconnect(action=inference_pb2.OnDisconnect.ACTION_DETACH),
     "priority": inference_pb2.PRIORITY_HIGH,
 }
 
@@ -601,10 +601,10 @@ def test_a_priority_that_this_version_does_not_know_is_refused() -> None:
     [
         (None, None),
         (OnDisconnect(), None),
-        (OnDisconnect(action=OnDisconnect.CANCEL), None),
-        (OnDisconnect(action=OnDisconnect.DETACH), DEFAULT_KEEP_S),
-        (OnDisconnect(action=OnDisconnect.DETACH, keep_s=1e-3), 1e-3),
-        (OnDisconnect(action=OnDisconnect.DETACH, keep_s=MAX_KEEP_S), MAX_KEEP_S),
+        (OnDisconnect(action=OnDisconnect.ACTION_CANCEL), None),
+        (OnDisconnect(action=OnDisconnect.ACTION_DETACH), DEFAULT_KEEP_S),
+        (OnDisconnect(action=OnDisconnect.ACTION_DETACH, keep_s=1e-3), 1e-3),
+        (OnDisconnect(action=OnDisconnect.ACTION_DETACH, keep_s=MAX_KEEP_S), MAX_KEEP_S),
     ],
 )
 def test_output_outlives_its_request_only_where_that_is_asked_for(
@@ -617,11 +617,11 @@ def test_output_outlives_its_request_only_where_that_is_asked_for(
 
 @pytest.mark.parametrize("keep_s", [0.0, -1.0, MAX_KEEP_S + 1, math.nan, math.inf, -math.inf])
 def test_a_time_to_keep_out_of_range_is_refused(keep_s: float) -> None:
-    policy = OnDisconnect(action=OnDisconnect.DETACH, keep_s=keep_s)
+    policy = OnDisconnect(action=OnDisconnect.ACTION_DETACH, keep_s=keep_s)
     assert refusal(request_of(1, on_disconnect=policy)) == f"keep_s is {keep_s:g}, must be in (0, 3600]"
 
 
-@pytest.mark.parametrize("action", [OnDisconnect.ACTION_UNSPECIFIED, OnDisconnect.CANCEL])
+@pytest.mark.parametrize("action", [OnDisconnect.ACTION_UNSPECIFIED, OnDisconnect.ACTION_CANCEL])
 def test_a_time_to_keep_that_would_be_ignored_is_refused(action: OnDisconnect.Action.ValueType) -> None:
     policy = OnDisconnect(action=action, keep_s=5)
     assert refusal(request_of(1, on_disconnect=policy)) == "on_disconnect has keep_s, which only DETACH takes"
@@ -669,7 +669,7 @@ def full_request() -> inference_pb2.GenerateRequest:
     request.sampling.temperature = 1
     request.sampling.choice.texts.append("a")
     request.sampling.logit_bias[3] = 1.5
-    request.on_disconnect.action = OnDisconnect.DETACH
+    request.on_disconnect.action = OnDisconnect.ACTION_DETACH
     return request
 
 

@@ -41,7 +41,7 @@ from coordinator.recovery.self_check_verdict import (
     tolerance,
 )
 from coordinator.scheduler.kv_manager import KvCacheManager
-from stageline_rpc.v1 import stage_pb2
+from stageline_rpc.internal.v1 import forward_pb2
 from tests.unit.coordinator.cluster.cluster_driver import plan_of
 from wire.ids import SequenceKey
 from wire.reference import (
@@ -90,8 +90,8 @@ class Workers:
         monkeypatch.setattr(self_check, "compute_reference", self._compute)
 
     async def _compute(
-        self, address: str, request: stage_pb2.ReferenceRequest, *, timeout_s: float
-    ) -> stage_pb2.ReferenceResponse:
+        self, address: str, request: forward_pb2.ComputeReferenceRequest, *, timeout_s: float
+    ) -> forward_pb2.ComputeReferenceResponse:
         name = address.partition(":")[0]
         self.asked.append(name)
         assert request.num_top == NUM_TOP

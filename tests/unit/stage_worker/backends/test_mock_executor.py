@@ -14,7 +14,7 @@ from stage_worker.assignment import ModelShape
 from stage_worker.backends.contract import HandedOn
 from stage_worker.backends.mock_compute import MockCompute, mock_token
 from stage_worker.executor import StepExecutor
-from stageline_rpc.v1 import stage_pb2
+from stageline_rpc.internal.v1 import step_pb2
 from tests.unit.stage_worker.backends.mock_stages import (
     EOS,
     HIDDEN_SIZE,
@@ -132,7 +132,7 @@ def test_what_it_cannot_answer_fails_its_sequence_alone(wish: dict[str, Any], wh
     stages.log.add((1, 2, 3))
     failed, good = stages.run(stages.log.step())[-1].results  # type: ignore[union-attr]
     assert failed.sequence == asking.key
-    error = SliceError(stage_pb2.SliceError.KIND_SAMPLER, 2, f"mock stages have no {what}")
+    error = SliceError(step_pb2.SliceError.KIND_SAMPLER, 2, f"mock stages have no {what}")
     assert failed.outcome == error
     assert good.outcome == mock_token(3, 2, vocab_size=VOCAB_SIZE, eos_token_ids=EOS)
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from stage_worker.backends.model_compute import FiniteStates, are_finite
-from stageline_rpc.v1 import stage_pb2
+from stageline_rpc.internal.v1 import step_pb2
 from wire.errors import StepFault, StepFaultKind
 from wire.ids import RequestId, SequenceKey
 from wire.steps import Decode, Prefill, SliceError, SliceResult, Step, StepSlice
 
 WIDTH = 8
-NOT_FINITE = stage_pb2.SliceError.KIND_NON_FINITE_LOGITS
+NOT_FINITE = step_pb2.SliceError.KIND_NON_FINITE_LOGITS
 
 
 def key(request: int, choice: int = 0) -> SequenceKey:
@@ -108,7 +108,7 @@ def answered(incoming: torch.Tensor, *bad: int, kind: int = NOT_FINITE) -> None:
 def test_logits_are_judged_like_hidden_states() -> None:
     answered(states(), 1, 2)
     answered(states(0, 3), 0, 1)
-    answered(states(), 0, 1, 2, 3, kind=stage_pb2.SliceError.KIND_SAMPLER)
+    answered(states(), 0, 1, 2, 3, kind=step_pb2.SliceError.KIND_SAMPLER)
     answered(states(*ALL), 0, 1, 2, 3)
     with pytest.raises(StepFault):
         answered(states(), 0, 1, 2, 3)

@@ -19,7 +19,8 @@ from stage_worker.backends.tensor_views import project
 from stage_worker.loading import reference as reference_module
 from stage_worker.loading.reference import StreamedModel, compute_reference
 from stage_worker.model.layer_weights import TORCH_DTYPES
-from stageline_rpc.v1 import stage_pb2
+from stageline_rpc.internal.v1 import forward_pb2, step_pb2
+from stageline_rpc.v1 import cluster_pb2
 from tests.checkpoints import load_reference, make_checkpoint
 from tools.record_reference import record
 from wire.errors import HandshakeMismatch, InvalidRequest, Overloaded, StaleStream
@@ -252,14 +253,14 @@ def test_a_reference_that_nobody_waits_for_ends_early(llama: Path) -> None:
         ({"num_top": 1025}, "1025 most likely tokens, of 1 to 1024"),
         ({"num_top": 0}, "0 most likely tokens"),
         ({"dtype": 0}, "dtype number 0 is not known"),
-        ({"dtype": stage_pb2.DTYPE_BF16, "wire_dtype": stage_pb2.DTYPE_F32}, "not one for bf16"),
+        ({"dtype": cluster_pb2.DTYPE_BF16, "wire_dtype": cluster_pb2.DTYPE_F32}, "not one for bf16"),
     ],
 )
 def test_requests_have_bounds(changes: dict[str, Any], text: str) -> None:
-    fields = {"fingerprint": "f", "dtype": stage_pb2.DTYPE_F32, "texts": [[1]], "num_top": 20} | changes
-    fields["texts"] = [stage_pb2.TokenSequence(tokens=tokens) for tokens in fields["texts"]]
+    fields = {"fingerprint": "f", "dtype": cluster_pb2.DTYPE_F32, "texts": [[1]], "num_top": 20} | changes
+    fields["texts"] = [step_pb2.TokenSequence(tokens=tokens) for tokens in fields["texts"]]
     with pytest.raises(InvalidRequest, match=text):
-        decode_request(stage_pb2.ReferenceRequest(**fields), "")
+        decode_request(forward_pb2.ComputeReferenceRequest(**fields), "")
 
 
 @pytest.mark.parametrize("dtype", list(DType))

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from stage_worker.sampling import Sampler, sampler
 from stage_worker.sampling.logits_processors import top_tokens
-from stageline_rpc.v1 import stage_pb2
+from stageline_rpc.internal.v1 import step_pb2
 from tests.sampled import GENERATED, STAGE, Row, error_of, key, results_of, start_record
 from tests.unit.stage_worker.sampling.test_random_choice import FILTERS, some_logits
 from wire.steps import Prefill, SliceResult, StepSampling, StepSlice, TokenLogprobs
@@ -156,7 +156,7 @@ def test_logits_that_are_not_finite_fail_the_chunk_and_say_where() -> None:
     scored = Scored()
     scored.hidden[13, 2] = float("nan")
     error = error_of(scored.chunk(8, 16))
-    assert (error.kind, error.stage) == (stage_pb2.SliceError.KIND_NON_FINITE_LOGITS, STAGE)
+    assert (error.kind, error.stage) == (step_pb2.SliceError.KIND_NON_FINITE_LOGITS, STAGE)
     assert "position 14" in error.message
     assert scored.chunk(0, 8).prompt_logprobs
 
@@ -164,7 +164,7 @@ def test_logits_that_are_not_finite_fail_the_chunk_and_say_where() -> None:
 def test_unusable_parameters_fail_the_chunk() -> None:
     scored = Scored(sampling=StepSampling(top_p=2.0))
     error = error_of(scored.chunk(0, 8))
-    assert error.kind == stage_pb2.SliceError.KIND_SAMPLER
+    assert error.kind == step_pb2.SliceError.KIND_SAMPLER
     assert "top_p 2.0" in error.message
 
 

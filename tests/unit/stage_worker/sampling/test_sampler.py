@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from stage_worker.sampling import Sampler
-from stageline_rpc.v1 import stage_pb2
+from stageline_rpc.internal.v1 import step_pb2
 from tests.sampled import (
     GENERATED,
     PROMPT,
@@ -103,9 +103,9 @@ def test_errors_stay_with_their_rows() -> None:
     assert [result.sequence for result in results] == [key(index, index) for index in range(4)]
     assert [token_of(results[0]), token_of(results[3])] == alone
     first, second = error_of(results[1]), error_of(results[2])
-    assert (first.kind, first.stage) == (stage_pb2.SliceError.KIND_NON_FINITE_LOGITS, STAGE)
+    assert (first.kind, first.stage) == (step_pb2.SliceError.KIND_NON_FINITE_LOGITS, STAGE)
     assert "position 8" in first.message
-    assert (second.kind, second.stage) == (stage_pb2.SliceError.KIND_SAMPLER, STAGE)
+    assert (second.kind, second.stage) == (step_pb2.SliceError.KIND_SAMPLER, STAGE)
     assert "top_p 0.0" in second.message
 
 
@@ -119,7 +119,7 @@ def test_logits_that_are_not_finite_are_an_error_whatever_the_filters(
     hidden = replace(FILTERS["bad-words"], temperature=temperature, allowed_token_ids=(1, 2))
     for sampling in (StepSampling(temperature=temperature, top_k=3), hidden):
         (result,) = results_of(logits, [Row(sampling=sampling)])
-        assert error_of(result).kind == stage_pb2.SliceError.KIND_NON_FINITE_LOGITS
+        assert error_of(result).kind == step_pb2.SliceError.KIND_NON_FINITE_LOGITS
 
 
 def test_large_logits_are_finite() -> None:
@@ -155,7 +155,7 @@ def test_where_no_token_is_allowed_the_error_names_what_allows_none(
     ]
     results = results_of(logits, rows)
     error = error_of(results[1])
-    assert error.kind == stage_pb2.SliceError.KIND_SAMPLER
+    assert error.kind == step_pb2.SliceError.KIND_SAMPLER
     assert error.message.startswith("no token is allowed at position 8")
     assert error.message.endswith(f"by {names}")
     assert [token_of(results[i]) for i in (0, 2)] == [
@@ -204,7 +204,7 @@ def test_parameters_that_no_token_can_be_drawn_with_are_an_error_of_their_row(
     rows = [Row(sampling=HOT), Row(sampling=sampling)]
     good, bad = results_of(some_logits(2), rows)
     token_of(good)
-    assert error_of(bad).kind == stage_pb2.SliceError.KIND_SAMPLER
+    assert error_of(bad).kind == step_pb2.SliceError.KIND_SAMPLER
     assert says in error_of(bad).message
 
 

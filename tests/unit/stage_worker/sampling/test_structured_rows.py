@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stage_worker.sampling import Sampler
-from stageline_rpc.v1 import stage_pb2
+from stageline_rpc.internal.v1 import step_pb2
 from tests.unit.stage_worker.sampling.grammar_walks import EOS, VOCAB_SIZE, InlinePool, Setting
 from tests.unit.text.trained_tokenizers import byte_level, save_tokenizer
 from text.grammars import GrammarKind
@@ -104,7 +104,7 @@ def test_parameters_that_leave_nothing_of_the_grammar_fail_that_row_alone(settin
     well = started(sampler, StepSampling(grammar=spec))
     [failed, chosen] = sampler.choose([part(barred, []), part(well, [])], logits_at(0, 2))
     assert isinstance(failed.outcome, SliceError)
-    assert failed.outcome.kind == stage_pb2.SliceError.KIND_SAMPLER
+    assert failed.outcome.kind == step_pb2.SliceError.KIND_SAMPLER
     assert failed.outcome.message.endswith("by bad_words and the grammar")
     assert chosen.outcome == letter
 

@@ -51,7 +51,7 @@ SAMPLES: dict[str, tuple[object, Callable[[Any], object], object]] = {
     "on_disconnect": (
         Detach(keep_s=2.5),
         lambda message: (message.action, message.keep_s),
-        (inference_pb2.OnDisconnect.DETACH, 2.5),
+        (inference_pb2.OnDisconnect.ACTION_DETACH, 2.5),
     ),
 }
 FIELDS = [
@@ -173,9 +173,9 @@ def test_every_priority_has_its_number(priority: Priority) -> None:
 
 def test_detach_as_a_word_leaves_the_time_to_the_server() -> None:
     message = build(on_disconnect="detach").on_disconnect
-    assert message.action == inference_pb2.OnDisconnect.DETACH
+    assert message.action == inference_pb2.OnDisconnect.ACTION_DETACH
     assert not message.HasField("keep_s")
-    assert build(on_disconnect="cancel").on_disconnect.action == inference_pb2.OnDisconnect.CANCEL
+    assert build(on_disconnect="cancel").on_disconnect.action == inference_pb2.OnDisconnect.ACTION_CANCEL
 
 
 def test_an_unknown_keyword_is_a_type_error() -> None:

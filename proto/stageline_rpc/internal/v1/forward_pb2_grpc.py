@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from stageline_rpc.v1 import stage_pb2 as stageline__rpc_dot_v1_dot_stage__pb2
+from stageline_rpc.internal.v1 import forward_pb2 as stageline__rpc_dot_internal_dot_v1_dot_forward__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,14 +18,14 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in stageline_rpc/v1/stage_pb2_grpc.py depends on'
+        + ' but the generated code in stageline_rpc/internal/v1/forward_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
 
 
-class StageStub:
+class StageServiceStub:
     """Missing associated documentation comment in .proto file."""
 
     def __init__(self, channel):
@@ -35,18 +35,18 @@ class StageStub:
             channel: A grpc.Channel.
         """
         self.Forward = channel.stream_stream(
-                '/stageline.v1.Stage/Forward',
-                request_serializer=stageline__rpc_dot_v1_dot_stage__pb2.ForwardRequest.SerializeToString,
-                response_deserializer=stageline__rpc_dot_v1_dot_stage__pb2.ForwardResponse.FromString,
+                '/stageline.internal.v1.StageService/Forward',
+                request_serializer=stageline__rpc_dot_internal_dot_v1_dot_forward__pb2.ForwardRequest.SerializeToString,
+                response_deserializer=stageline__rpc_dot_internal_dot_v1_dot_forward__pb2.ForwardResponse.FromString,
                 _registered_method=True)
         self.ComputeReference = channel.unary_unary(
-                '/stageline.v1.Stage/ComputeReference',
-                request_serializer=stageline__rpc_dot_v1_dot_stage__pb2.ReferenceRequest.SerializeToString,
-                response_deserializer=stageline__rpc_dot_v1_dot_stage__pb2.ReferenceResponse.FromString,
+                '/stageline.internal.v1.StageService/ComputeReference',
+                request_serializer=stageline__rpc_dot_internal_dot_v1_dot_forward__pb2.ComputeReferenceRequest.SerializeToString,
+                response_deserializer=stageline__rpc_dot_internal_dot_v1_dot_forward__pb2.ComputeReferenceResponse.FromString,
                 _registered_method=True)
 
 
-class StageServicer:
+class StageServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Forward(self, request_iterator, context):
@@ -71,27 +71,27 @@ class StageServicer:
         raise NotImplementedError('Method not implemented!')
 
 
-def add_StageServicer_to_server(servicer, server):
+def add_StageServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Forward': grpc.stream_stream_rpc_method_handler(
                     servicer.Forward,
-                    request_deserializer=stageline__rpc_dot_v1_dot_stage__pb2.ForwardRequest.FromString,
-                    response_serializer=stageline__rpc_dot_v1_dot_stage__pb2.ForwardResponse.SerializeToString,
+                    request_deserializer=stageline__rpc_dot_internal_dot_v1_dot_forward__pb2.ForwardRequest.FromString,
+                    response_serializer=stageline__rpc_dot_internal_dot_v1_dot_forward__pb2.ForwardResponse.SerializeToString,
             ),
             'ComputeReference': grpc.unary_unary_rpc_method_handler(
                     servicer.ComputeReference,
-                    request_deserializer=stageline__rpc_dot_v1_dot_stage__pb2.ReferenceRequest.FromString,
-                    response_serializer=stageline__rpc_dot_v1_dot_stage__pb2.ReferenceResponse.SerializeToString,
+                    request_deserializer=stageline__rpc_dot_internal_dot_v1_dot_forward__pb2.ComputeReferenceRequest.FromString,
+                    response_serializer=stageline__rpc_dot_internal_dot_v1_dot_forward__pb2.ComputeReferenceResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'stageline.v1.Stage', rpc_method_handlers)
+            'stageline.internal.v1.StageService', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('stageline.v1.Stage', rpc_method_handlers)
+    server.add_registered_method_handlers('stageline.internal.v1.StageService', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
-class Stage:
+class StageService:
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
@@ -108,9 +108,9 @@ class Stage:
         return grpc.experimental.stream_stream(
             request_iterator,
             target,
-            '/stageline.v1.Stage/Forward',
-            stageline__rpc_dot_v1_dot_stage__pb2.ForwardRequest.SerializeToString,
-            stageline__rpc_dot_v1_dot_stage__pb2.ForwardResponse.FromString,
+            '/stageline.internal.v1.StageService/Forward',
+            stageline__rpc_dot_internal_dot_v1_dot_forward__pb2.ForwardRequest.SerializeToString,
+            stageline__rpc_dot_internal_dot_v1_dot_forward__pb2.ForwardResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -135,86 +135,9 @@ class Stage:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/stageline.v1.Stage/ComputeReference',
-            stageline__rpc_dot_v1_dot_stage__pb2.ReferenceRequest.SerializeToString,
-            stageline__rpc_dot_v1_dot_stage__pb2.ReferenceResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-
-class StepResultsStub:
-    """Served by the coordinator.
-    """
-
-    def __init__(self, channel):
-        """Constructor.
-
-        Args:
-            channel: A grpc.Channel.
-        """
-        self.Deliver = channel.stream_stream(
-                '/stageline.v1.StepResults/Deliver',
-                request_serializer=stageline__rpc_dot_v1_dot_stage__pb2.DeliverRequest.SerializeToString,
-                response_deserializer=stageline__rpc_dot_v1_dot_stage__pb2.DeliverResponse.FromString,
-                _registered_method=True)
-
-
-class StepResultsServicer:
-    """Served by the coordinator.
-    """
-
-    def Deliver(self, request_iterator, context):
-        """One long-lived stream per epoch, from LAST. The first message is `hello`; then exactly one result per frame, in
-        step order, also for frames without slices.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-
-def add_StepResultsServicer_to_server(servicer, server):
-    rpc_method_handlers = {
-            'Deliver': grpc.stream_stream_rpc_method_handler(
-                    servicer.Deliver,
-                    request_deserializer=stageline__rpc_dot_v1_dot_stage__pb2.DeliverRequest.FromString,
-                    response_serializer=stageline__rpc_dot_v1_dot_stage__pb2.DeliverResponse.SerializeToString,
-            ),
-    }
-    generic_handler = grpc.method_handlers_generic_handler(
-            'stageline.v1.StepResults', rpc_method_handlers)
-    server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('stageline.v1.StepResults', rpc_method_handlers)
-
-
- # This class is part of an EXPERIMENTAL API.
-class StepResults:
-    """Served by the coordinator.
-    """
-
-    @staticmethod
-    def Deliver(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/stageline.v1.StepResults/Deliver',
-            stageline__rpc_dot_v1_dot_stage__pb2.DeliverRequest.SerializeToString,
-            stageline__rpc_dot_v1_dot_stage__pb2.DeliverResponse.FromString,
+            '/stageline.internal.v1.StageService/ComputeReference',
+            stageline__rpc_dot_internal_dot_v1_dot_forward__pb2.ComputeReferenceRequest.SerializeToString,
+            stageline__rpc_dot_internal_dot_v1_dot_forward__pb2.ComputeReferenceResponse.FromString,
             options,
             channel_credentials,
             insecure,

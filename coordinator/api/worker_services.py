@@ -1,0 +1,97 @@
+"""`stageline.internal.v1.MembershipService` and `StepResultsService`, which workers call."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from coordinator.cluster.connections import WorkerConnection
+from coordinator.cluster.controller import Controller
+from coordinator.cluster.messages import decode_hello
+from stageline_rpc.internal.v1 import deliver_pb2, deliver_pb2_grpc, forward_pb2, join_pb2, join_pb2_grpc
+from wire.addresses import peer_host
+from wire.channels import when_call_ends
+from wire.errors import InvalidRequest, StaleStream, StepFault
+from wire.frames import decode_result_frame
+from wire.step_codec import decode_fault
+
+_Message = TypeVar("_Message")
+
+
+class MembershipService(join_pb2_grpc.MembershipServiceServicer):
+    """Called by every worker."""
+
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
+
+    async def Join(  # noqa: N802
+        self,
+        request_iterator: AsyncIterator[join_pb2.JoinRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[join_pb2.JoinResponse]:
+        hello = await _first(
+            request_iterator, join_pb2.JoinRequest(), self._controller.policy.hello_timeout_s
+        )
+        connection = self._controller.join(decode_hello(hello), hello.hello.rejoin_secret)
+        when_call_ends(context, lambda: self._controller.leave(connection, "its stream broke"))
+        reader = asyncio.create_task(self._read(request_iterator, connection))
+        try:
+            async for message in connection.messages():
+                yield message
+        finally:
+            reader.cancel()
+        raise StaleStream(connection.close_reason)
+
+    async def _read(
+        self, messages: AsyncIterator[join_pb2.JoinRequest], connection: WorkerConnection
+    ) -> None:
+        reason = "it ended its stream"
+        try:
+            async for message in messages:
+                if message.WhichOneof("message") == "fault":
+                    self._controller.receive_fault(connection, decode_fault(message.fault))
+                else:
+                    self._controller.receive(connection, message)
+        except ValueError as error:
+            reason = f"it sent an invalid message: {error}"
+        finally:
+            self._controller.leave(connection, reason)
+
+
+class StepResultsService(deliver_pb2_grpc.StepResultsServiceServicer):
+    """Called by LAST."""
+
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
+
+    async def Deliver(  # noqa: N802
+        self,
+        request_iterator: AsyncIterator[deliver_pb2.DeliverRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[deliver_pb2.DeliverResponse]:
+        first = await _first(
+            request_iterator, deliver_pb2.DeliverRequest(), self._controller.policy.hello_timeout_s
+        )
+        if first.WhichOneof("message") != "hello":
+            raise InvalidRequest("the first message of Deliver must be hello")
+        epoch = self._controller.open_results(first.hello, host=peer_host(context))
+        when_call_ends(
+            context, lambda: self._controller.stream_broke(epoch, "the stream of results from LAST broke")
+        )
+        yield deliver_pb2.DeliverResponse(accepted=forward_pb2.HopAccepted())
+        try:
+            async for message in request_iterator:
+                self._controller.complete(epoch, decode_result_frame(message))
+        except (DecodeError, StepFault) as error:
+            self._controller.fail_epoch(epoch, f"a result of LAST is damaged: {error}")
+
+
+async def _first(messages: AsyncIterator[_Message], nothing: _Message, timeout_s: float) -> _Message:
+    """First message of a stream, `nothing` if it ends before. Raises InvalidRequest after `timeout_s`."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await anext(aiter(messages), nothing)
+    except TimeoutError:
+        raise InvalidRequest(f"no hello within {timeout_s:g} s") from None

@@ -1,0 +1,1 @@
+"""Protocols between the processes of one cluster."""

@@ -1,0 +1,1 @@
+"""Internal protocol, version 1: between coordinator and workers. No client needs it."""
