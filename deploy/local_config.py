@@ -9,7 +9,9 @@ from pathlib import Path
 import psutil
 
 from stage_worker.backends.mock_spec import MockSpec
+from stage_worker.config import check_threads
 from wire.addresses import Address, parse_address
+from wire.sizes import format_size
 
 
 class ClusterFailed(Exception):
@@ -118,8 +120,23 @@ class LocalClusterConfig:
             MockSpec.parse(spec)
         if self.worker_arguments and len(self.worker_arguments) != self.num_workers:
             raise ValueError(f"arguments of {len(self.worker_arguments)} workers for {self.num_workers}")
+        if self.num_threads is not None:
+            check_threads(self.num_threads)
         if self.memory_bytes is None:
             self._check_devices_unshared()
+        elif not self.mocks:
+            self._check_host_memory(self.memory_bytes)
+
+    def _check_host_memory(self, memory_bytes: int) -> None:
+        """The memory of a GPU is known to its worker only."""
+        num_on_host = sum(self.device(worker) == "cpu" for worker in range(self.num_workers))
+        total_bytes = int(psutil.virtual_memory().total)
+        if num_on_host * memory_bytes > total_bytes:
+            raise ValueError(
+                f"--memory is {format_size(memory_bytes)} for each of {num_on_host} workers on the CPU, "
+                f"{format_size(num_on_host * memory_bytes)} in all, but this host has "
+                f"{format_size(total_bytes)}: lower --memory or omit it"
+            )
 
     def _check_devices_unshared(self) -> None:
         devices = [self.device(worker) for worker in range(self.num_workers)]

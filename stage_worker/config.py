@@ -24,6 +24,7 @@ from wire.flags import (
 from wire.sizes import exact_size, parse_size
 from wire.tensors import WireDType, parse_wire_dtype, wire_dtype_name
 
+MAX_THREADS_PER_CPU = 8
 _PART = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?", re.ASCII)
 
 
@@ -46,6 +47,17 @@ def check_cpu_set(cpus: tuple[int, ...]) -> None:
     if missing or not cpus:
         raise ValueError(
             f"CPUs {_listed(missing)} are not among those this process may use: {_listed(allowed)}"
+        )
+
+
+def check_threads(num_threads: int) -> None:
+    """Raises ValueError above MAX_THREADS_PER_CPU for each CPU of this host; too many crash the process."""
+    num_cpus = os.cpu_count() or 1
+    limit = MAX_THREADS_PER_CPU * num_cpus
+    if num_threads > limit:
+        raise ValueError(
+            f"--threads is {num_threads}, the limit is {limit}: {MAX_THREADS_PER_CPU} for each of the "
+            f"{num_cpus} CPUs of this host"
         )
 
 
@@ -202,6 +214,8 @@ class WorkerConfig:
         if self.mock is not None:
             self._check_mock()
         check_positive("step_timeout_s", self.step_timeout_s)
+        if self.num_threads is not None:
+            check_threads(self.num_threads)
         if self.cpu_set is not None:
             check_cpu_set(self.cpu_set)
 

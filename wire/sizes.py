@@ -14,14 +14,16 @@ def parse_size(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"{text!r} is not a size: write for example 20GiB, 512MiB or 8GB")
+    number = float(match["number"])
+    if number == 0:
+        raise ValueError(f"{text!r} is zero, the minimum is 1B: write for example 20GiB, 512MiB or 8GB")
     if not match["unit"]:
         raise ValueError(
-            f"{text!r} has no unit: write for example  {match['number']}GiB or {match['number']}B"
+            f"{text!r} has no unit: write for example {match['number']}GiB or {match['number']}MiB"
         )
     unit = _UNITS.get(match["unit"].upper())
     if unit is None:
         raise ValueError(f"{text!r} has unknown unit {match['unit']!r}: use B, kB to TB or KiB to TiB")
-    number = float(match["number"])
     if number * unit > MAX_BYTES:
         raise ValueError(f"{text!r} is too large, the limit is {format_size(MAX_BYTES)}")
     size = round(number * unit)

@@ -348,9 +348,10 @@ def _stage(memory: StageMemory, workers: Sequence[WorkerCapacity], split: Split,
 
 
 def check_counts(config: CoordinatorConfig, model: ServedModel) -> None:
-    """What no worker can make possible: raises PlanImpossible for more stages than layers, and for `layers`
-    that do not add up.
+    """What no worker can make possible: raises PlanImpossible for more stages than layers, for `layers` that
+    do not add up, and for sequences longer than the model's limit.
     """
+    _max_sequence_tokens(config, model)
     refuse_counts(
         model.config,
         [WorkerCapacity(name=f"stage {stage}", memory_bytes=1) for stage in range(config.num_stages)],
@@ -358,6 +359,17 @@ def check_counts(config: CoordinatorConfig, model: ServedModel) -> None:
         layers=config.layers,
         max_kv_tokens=config.max_kv_tokens,
     )
+
+
+def _max_sequence_tokens(config: CoordinatorConfig, model: ServedModel) -> int:
+    model_limit = model.config.max_position_embeddings
+    given = config.max_sequence_tokens
+    if given is not None and given > model_limit:
+        raise PlanImpossible(
+            f"--max-model-len is {given}, but the model's limit is {model_limit} (max_position_embeddings): "
+            "lower --max-model-len or omit it"
+        )
+    return given or model_limit
 
 
 def plan_for(config: CoordinatorConfig, model: ServedModel, workers: Sequence[WorkerCapacity]) -> Plan:
@@ -369,7 +381,7 @@ def plan_for(config: CoordinatorConfig, model: ServedModel, workers: Sequence[Wo
     limits = StepLimits(
         max_step_tokens=config.max_step_tokens,
         max_step_sequences=config.max_step_sequences,
-        max_sequence_tokens=config.max_sequence_tokens or model.config.max_position_embeddings,
+        max_sequence_tokens=_max_sequence_tokens(config, model),
     )
     dtype = model.dtype
     if config.dtype is None and dtype is DType.BF16 and not all(worker.supports_bf16 for worker in workers):

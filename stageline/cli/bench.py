@@ -115,7 +115,7 @@ class ShapeFlags(TypedDict, total=False):
     ]
     temperature: Annotated[
         float | None,
-        _shape(metavar="T", min=0, help="Sampling temperature; 0 takes the likeliest token (default: 0)."),
+        _shape(metavar="T", help="Sampling temperature; 0 takes the likeliest token (default: 0)."),
     ]
     timeout: Annotated[
         float | None,

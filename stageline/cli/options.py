@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -131,6 +132,25 @@ def option_parser(parse: Callable[[str], _Value]) -> Callable[[str], _Value]:
             raise typer.BadParameter(str(error)) from error
 
     return parse_option
+
+
+def parse_number(text: str) -> float:
+    """Parse a finite number. Raises ValueError."""
+    try:
+        number = float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a number") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{text!r} is not a finite number")
+    return number
+
+
+def parse_non_negative(text: str) -> float:
+    """Parse a finite number of at least 0. Raises ValueError."""
+    number = parse_number(text)
+    if number < 0:
+        raise ValueError(f"{text!r} is negative, the minimum is 0")
+    return number
 
 
 Coordinator: TypeAlias = Annotated[

@@ -7,7 +7,11 @@ from typing import Annotated, Any, TypeAlias, TypedDict, cast
 
 import typer
 
+from stageline.cli.options import option_parser, parse_non_negative, parse_number
 from stageline.client.request import Detach, GenerateOptions, Priority
+
+_number = option_parser(parse_number)
+_non_negative = option_parser(parse_non_negative)
 
 _sampling = partial(typer.Option, rich_help_panel="Sampling")
 _ending = partial(typer.Option, rich_help_panel="Length and stopping")
@@ -29,7 +33,7 @@ class SamplingFlags(TypedDict, total=False):
         float | None,
         _sampling(
             metavar="T",
-            min=0,
+            parser=_non_negative,
             help="Sampling temperature; 0 takes the likeliest token (default: 0).",
         ),
     ]
@@ -38,24 +42,35 @@ class SamplingFlags(TypedDict, total=False):
     ]
     top_p: Annotated[
         float | None,
-        _sampling(metavar="P", help="Sample from the likeliest tokens with total probability P."),
+        _sampling(
+            metavar="P", parser=_number, help="Sample from the likeliest tokens with total probability P."
+        ),
     ]
     min_p: Annotated[
         float | None,
-        _sampling(metavar="P", help="Minimum probability of a token, relative to the likeliest."),
+        _sampling(
+            metavar="P", parser=_number, help="Minimum probability of a token, relative to the likeliest."
+        ),
     ]
     typical_p: Annotated[
         float | None,
-        _sampling(metavar="P", help="Sample from the most typical tokens with total probability P."),
+        _sampling(
+            metavar="P", parser=_number, help="Sample from the most typical tokens with total probability P."
+        ),
     ]
     repetition_penalty: Annotated[
-        float | None, _sampling(metavar="X", help="Penalty on tokens of prompt and output; 1 disables it.")
+        float | None,
+        _sampling(metavar="X", parser=_number, help="Penalty on tokens of prompt and output; 1 disables it."),
     ]
     frequency_penalty: Annotated[
-        float | None, _sampling(metavar="X", help="Penalty on a token's logit per occurrence in the output.")
+        float | None,
+        _sampling(
+            metavar="X", parser=_number, help="Penalty on a token's logit per occurrence in the output."
+        ),
     ]
     presence_penalty: Annotated[
-        float | None, _sampling(metavar="X", help="Penalty on a token's logit once it is in the output.")
+        float | None,
+        _sampling(metavar="X", parser=_number, help="Penalty on a token's logit once it is in the output."),
     ]
     seed: Annotated[
         int | None, _sampling(metavar="N", min=0, help="Random seed; the same seed samples the same tokens.")
@@ -145,6 +160,7 @@ class LifeFlags(TypedDict, total=False):
         _life(
             "--detach",
             metavar="SECONDS",
+            parser=_number,
             help="Continue when this command exits, and keep the output this long; see `stageline attach`.",
         ),
     ]
@@ -156,7 +172,7 @@ class LifeFlags(TypedDict, total=False):
         _life(
             "--timeout",
             metavar="SECONDS",
-            min=0,
+            parser=_non_negative,
             help="Deadline after which the request is cancelled (default: none).",
         ),
     ]
@@ -191,7 +207,7 @@ def _biases(entries: list[str]) -> dict[int, float]:
 def _bias(entry: str) -> tuple[int, float]:
     token_id, _, bias = entry.partition("=")
     try:
-        return int(token_id), float(bias)
+        return int(token_id), parse_number(bias)
     except ValueError:
         raise ValueError(f"{entry!r} is not ID=BIAS, for example 15=-2.5") from None
 

@@ -303,13 +303,29 @@ def _word(name: str, prefix: str) -> str:
     return name.removeprefix(prefix).lower()
 
 
+MIN_INTERVAL_S = 0.1
+MAX_INTERVAL_S = 60.0
+
+
+def _parse_interval(text: str) -> float:
+    interval_s = options.parse_number(text)
+    if not MIN_INTERVAL_S <= interval_s <= MAX_INTERVAL_S:
+        raise ValueError(f"{text!r} is not in [{MIN_INTERVAL_S:g}, {MAX_INTERVAL_S:g}]")
+    return interval_s
+
+
 _QUIT_KEYS = frozenset(b"qQ\x1b\x03")
 
 
 def top(
     once: Annotated[bool, typer.Option("--once", help="Print once and exit, as without a terminal.")] = False,
     interval: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.1, max=60, help="Refresh interval.")
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            parser=options.option_parser(_parse_interval),
+            help=f"Refresh interval, {MIN_INTERVAL_S:g} to {MAX_INTERVAL_S:g}.",
+        ),
     ] = 1.0,
     coordinator: options.Coordinator = DEFAULT_ADDRESS,
 ) -> int:

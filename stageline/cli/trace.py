@@ -329,7 +329,8 @@ def trace(
         return 0
     if len(request_id.strip()) < LEAST_PART:
         raise typer.BadParameter(
-            f"{request_id!r} is too short: give at least {LEAST_PART} characters of a request's id"
+            f"{request_id!r} is too short: give at least {LEAST_PART} characters of a request's id, its "
+            "beginning or its end; `stageline trace` without an id lists recent requests"
         )
     if limit is not None:
         raise typer.BadParameter("--limit is for the list: it does not go with a request")

@@ -19,6 +19,8 @@ BAD_USAGE = {
     "coordinator --stages 2 --layers 1,2,3": "layers 1,2,3 are for 3 stages, but there are 2",
     "worker --model /no/such/model": "'/no/such/model' does not exist",
     "worker --device tpu": "device 'tpu'",
+    "worker --threads 100000000": "--threads is 100000000, the limit is ",
+    "up --memory 999TiB": "--memory is 999.0 TiB for each of 3 workers on the CPU, 2997.0 TiB in all, but",
     "worker --memory 1000TiB": "--memory is 1099511627776000 bytes (1024000.0 GiB), device cpu has ",
 }
 
@@ -33,9 +35,14 @@ async def test_bad_flags_are_refused_with_exit_code_2() -> None:
 async def test_a_split_that_no_worker_makes_possible_is_refused_at_the_start() -> None:
     layers = run_stageline("coordinator", "--stages", "2", "--layers", "1,1", "--no-http")
     stages = run_stageline("coordinator", "--stages", "40", "--no-http")
+    length = run_stageline("coordinator", "--stages", "2", "--max-model-len", "2049", "--no-http")
     for run, text in zip(
-        await asyncio.gather(layers, stages),
-        ("layers 1,1 sum to 2, but the model has 12", "40 stages for a model of 12 layers"),
+        await asyncio.gather(layers, stages, length),
+        (
+            "layers 1,1 sum to 2, but the model has 12",
+            "40 stages for a model of 12 layers",
+            "--max-model-len is 2049, but the model's limit is 2048 (max_position_embeddings)",
+        ),
         strict=True,
     ):
         assert run.code == 1

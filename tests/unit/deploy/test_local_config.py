@@ -1,4 +1,5 @@
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,6 +68,15 @@ def test_a_gpu_of_its_own_needs_no_memory_limit_and_a_shared_one_does() -> None:
     with pytest.raises(ValueError, match="2 workers share cuda:0"):
         LocalClusterConfig(num_workers=2, devices=("cuda:0",))
     LocalClusterConfig(num_workers=2, devices=("cuda:0",), memory_bytes=2**30)
+
+
+def test_no_more_memory_than_this_host_has_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.local_config.psutil.virtual_memory", lambda: SimpleNamespace(total=8 * 2**30))
+    LocalClusterConfig(num_workers=2, memory_bytes=4 * 2**30)
+    LocalClusterConfig(num_workers=2, devices=("cpu", "cuda:0"), memory_bytes=8 * 2**30)
+    LocalClusterConfig(num_workers=2, mocks=("step=1ms",), memory_bytes=2**40)
+    with pytest.raises(ValueError, match=r"5.0 GiB for each of 2 workers on the CPU, 10.0 GiB in all, but "):
+        LocalClusterConfig(num_workers=2, memory_bytes=5 * 2**30)
 
 
 def test_numbers_that_do_not_match_are_refused() -> None:

@@ -162,6 +162,7 @@ def test_a_request_for_perfetto(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["--limit", "0"], 2, "--limit"),
         ([""], 2, "'' is too short: give at least 4 characters of a request's id"),
         (["057"], 2, "'057' is too short"),
+        (["zzz"], 2, "its beginning or its end; `stageline trace` without an id lists recent requests"),
     ],
 )
 def test_failures_are_one_line_and_an_exit_code(

@@ -26,7 +26,9 @@ def test_sizes_are_read_with_their_unit(text: str, size_bytes: int) -> None:
         ("-1GiB", "not a size"),
         ("1,5GiB", "not a size"),
         ("3XB", "unknown unit 'XB'"),
-        ("0GiB", "is too small, the minimum is 1B"),
+        ("0", "is zero, the minimum is 1B: write for example 20GiB"),
+        ("0GiB", "is zero, the minimum is 1B: write for example 20GiB"),
+        ("0.1B", "is too small, the minimum is 1B"),
         ("99999TiB", "is too large, the limit is 1024.0 TiB"),
     ],
 )
