@@ -51,6 +51,7 @@ lint: venv
 	@$(BIN)/mypy
 	@$(BIN)/vulture
 	@$(BIN)/python tools/house.py --no-trace --check
+	@$(BIN)/python tools/reference.py --check
 
 bench: venv
 	@$(BIN)/python -m bench $(BENCH)

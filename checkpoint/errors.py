@@ -28,7 +28,7 @@ class FileChanged(CheckpointError):
 
 
 class UnsupportedFormat(CheckpointError):
-    """Weights exist, but not as safetensors. Other formats are never unpickled."""
+    """Weights exist, but not as safetensors; other formats are never loaded."""
 
 
 class UnsupportedModel(CheckpointError):
@@ -56,7 +56,7 @@ class WrongShape(CheckpointError):
 
 
 class UnknownDType(CheckpointError):
-    """A dtype name that is not supported."""
+    """A dtype other than bf16, f16 and f32."""
 
 
 class UnusableTokenizer(CheckpointError):

@@ -1,4 +1,4 @@
-"""Every span and every attribute that Stageline records, in one table; docs/telemetry.md says what they mean.
+"""All spans and their attributes in one table; docs/reference/spans.md is generated from it.
 
 Times in attributes are in seconds. Names starting with `gen_ai.` are those of OpenTelemetry's conventions for
 generative AI, and of the serving engines that came before them.

@@ -27,11 +27,11 @@ class MessageTooLarge(InvalidRequest):
 
 
 class RequestNotFound(ServingError):
-    """No running request has this id."""
+    """No live request has this id, and no output of it is kept."""
 
 
 class RequestExists(ServingError):
-    """A running request already has this id."""
+    """A live or kept request already has this id."""
 
 
 class WorkerNotFound(ServingError):
@@ -47,27 +47,30 @@ class MethodNotFound(ServingError):
 
 
 class NameInUse(ServingError):
-    """A connected worker at another address already has this name."""
+    """Another process with this worker name is connected."""
 
 
 class SecretMismatch(ServingError):
-    """The caller did not present the secret that this call needs; the text gives no other detail."""
+    """A call between processes of the cluster lacks the secret that it needs."""
 
 
 class AttachSecretMismatch(ServingError):
-    """The caller presented the id of a request without its secret."""
+    """`Attach` or `Cancel` without the secret of the request."""
 
 
 class TokenMissing(ServingError):
-    """An operator call without the operator token."""
+    """`Drain` without the operator token."""
 
 
 class TokenMismatch(ServingError):
-    """An operator call with a token other than the coordinator's."""
+    """The operator token is wrong, or the coordinator has none."""
 
 
 class Overloaded(ServingError):
-    """A bounded queue is full, or a client has too many requests; `retry_after_s` is the retry hint."""
+    """The queue is full, a client has too many requests, or too many streams wait on a stage.
+
+    `retry_after_s` is the retry hint, sent as google.rpc.RetryInfo.
+    """
 
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -75,7 +78,10 @@ class Overloaded(ServingError):
 
 
 class HandshakeMismatch(ServingError):
-    """Two processes disagree about a value that must be equal; `text` replaces the default message."""
+    """Two processes disagree about a value that must be equal.
+
+    `text` replaces the default message.
+    """
 
     def __init__(self, what: str, *, expected: object, got: object, text: str = "") -> None:
         super().__init__(text or f"{what} mismatch: expected {expected}, got {got}")
@@ -156,7 +162,7 @@ class StepFaultKind(Enum):
 
 
 class StepFault(ServingError):
-    """A stage rejects this step and every later frame of the epoch.
+    """A stage rejected a step, and with it every later frame of the epoch.
 
     `step_id` is None for a frame that could not be decoded; the reporting stage then fills in the step id
     that it expected and its own index.
@@ -234,7 +240,7 @@ def reason_of(error: BaseException) -> str:
     """Return the reason code of an error class: `CLUSTER_UNAVAILABLE` for ClusterUnavailable.
 
     OSError gives OS_ERROR, ValueError gives INVALID_CONFIGURATION, any other built-in exception
-    INTERNAL_ERROR. docs/errors.md lists the codes.
+    INTERNAL_ERROR. docs/reference/errors.md lists the codes.
     """
     kind = type(error)
     if kind.__module__ != "builtins" and not issubclass(kind, OSError):

@@ -66,7 +66,7 @@ class StatusDetails:
 class StagelineError(Exception):
     """Base of all client errors: `code` is the name of the gRPC status, `message` the text.
 
-    `reason` is the stable code in the server's google.rpc.ErrorInfo, or the client's own (docs/errors.md);
+    `reason` is the stable code in the server's google.rpc.ErrorInfo, or the client's own;
     for a status created by gRPC, such as for a lost connection, it is the status name.
     """
 
@@ -90,6 +90,8 @@ class InvalidRequest(StagelineError, ValueError):
 
 
 class RequestExists(StagelineError):
+    """A live or kept request has this request_id."""
+
     code = "ALREADY_EXISTS"
     reason = "REQUEST_EXISTS"
 

@@ -223,49 +223,72 @@ class GenerateOptions(TypedDict, total=False):
     """
 
     max_tokens: int | None
-    """0 computes the prompt only, for scoring it."""
+    """Maximum new tokens (default: 256, or what fits); 0 only scores the prompt."""
     min_tokens: int | None
+    """No end before this number of tokens (default 0)."""
     n: int | None
-    """Number of choices; their outputs are interleaved, see `GenerateOutput.choice`."""
+    """Number of choices, 1 (default) to 64; their outputs are interleaved, see `GenerateOutput.choice`."""
     echo: bool | None
+    """Begin the output with the prompt (default: False)."""
     skip_special_tokens: bool | None
+    """Leave special tokens out of the text (default: True)."""
 
     temperature: float | None
-    """0 (the default) is greedy."""
+    """0 (default) is greedy; at most 100."""
     top_k: int | None
+    """Sample among the k most likely tokens; 0 (default): all."""
     top_p: float | None
+    """Sample among the smallest set that reaches this probability; in (0, 1], default 1."""
     min_p: float | None
+    """Minimum probability as a share of the most likely token's; in [0, 1], default 0."""
     typical_p: float | None
+    """Locally typical sampling; in (0, 1], default 1."""
     repetition_penalty: float | None
+    """Divides positive, multiplies negative logits of used tokens; in (0, 100], default 1."""
     frequency_penalty: float | None
+    """Subtracted from a token's logit per occurrence in the output; in [-2, 2], default 0."""
     presence_penalty: float | None
+    """Subtracted once from the logit of a token in the output; in [-2, 2], default 0."""
     seed: int | None
+    """Seed of all random draws (default: random, see `Usage.seed`)."""
     logit_bias: Mapping[int, float] | None
-    """Token id -> addend of its logit."""
+    """Token id -> addend of its logit, in [-100, 100]."""
     allowed_token_ids: Collection[int] | None
+    """Only these tokens may be generated (default: all)."""
     bad_words: Collection[str] | None
+    """Texts that are never generated."""
     bad_word_ids: Collection[Collection[int]] | None
+    """Token sequences that are never generated."""
 
     stop: str | Collection[str] | None
+    """The output ends before the first of these texts."""
     stop_token_ids: Collection[int] | None
+    """The output ends after the first of these tokens."""
     ignore_eos: bool | None
+    """Do not end at an end-of-sequence id (default: False)."""
 
     logprobs: int | None
-    """Log-probabilities of each generated token, and of this number of the most likely ones."""
+    """Log-probabilities of each generated token, and of the N most likely ones; 0 to 20."""
     prompt_logprobs: int | None
+    """The same for the tokens of the prompt."""
 
     json_schema: str | Mapping[str, Any] | None
-    """At most one of json_schema, regex, choice and grammar."""
+    """JSON schema of the output. At most one of json_schema, regex, choice and grammar."""
     regex: str | None
+    """Regular expression of the whole output."""
     choice: Collection[str] | None
+    """The output is one of these texts."""
     grammar: str | None
+    """Context-free grammar of the output, in Lark syntax."""
 
     cache_salt: str | None
     """Only requests with the same salt share cached prefixes, which isolates tenants."""
     prefix_cache: bool | None
-    """False: neither read nor store cached blocks."""
+    """Share cached blocks with other requests (default: True)."""
     priority: Priority | Literal["low", "normal", "high"] | None
+    """Class in the queue (default: normal)."""
     on_disconnect: Detach | Literal["cancel", "detach"] | None
+    """What happens when the call ends before the request (default: cancel)."""
     request_id: str | None
     """UUIDv7 as text (default: created by the client)."""
     attach_secret: str | None

@@ -1,4 +1,4 @@
-"""The table of all metrics, explained in docs/telemetry.md.
+"""The table of all metrics, docs/reference/metrics.md is generated from it.
 
 Names and units follow OpenTelemetry's conventions (dots, UCUM); the names for Prometheus are derived from
 them by OpenTelemetry's rules for that. A label has a short name in Prometheus and is an attribute elsewhere.
@@ -435,4 +435,4 @@ SERIES_OVERFLOWS = _of(
 )
 
 METRICS: tuple[Metric, ...] = tuple(each for each in vars().values() if isinstance(each, Metric))
-"""In the order of the table in docs/telemetry.md."""
+"""In the order of docs/reference/metrics.md."""

@@ -1,4 +1,4 @@
-"""docs/errors.md lists every reason code that there is, and no other."""
+"""docs/reference/errors.md lists every reason code that there is, and no other."""
 
 import re
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from text.tokenizer import UnreadableTokenizer
 from wire.errors import STATUS_OF_ERROR, reason_of
 from wire.interceptors import sent_reason
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "errors.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "errors.md"
 WRITTEN_IN_COMMANDS = {USAGE, "NO_TOKENIZER", "NO_CHAT_TEMPLATE", "NO_SECRET", "NO_TOKEN"}
 OF_PROCESSES = (
     JournalUnusable,
@@ -53,7 +53,7 @@ def test_the_document_lists_what_clients_and_processes_report() -> None:
 
 
 def test_a_command_writes_only_reasons_that_are_listed() -> None:
-    sources = (DOCUMENT.parents[1] / "stageline" / "cli").glob("*.py")
+    sources = (DOCUMENT.parents[2] / "stageline" / "cli").glob("*.py")
     written = {name for path in sources for name in re.findall(r'reason="(\w+)"', path.read_text())}
     assert written <= WRITTEN_IN_COMMANDS
 

@@ -1,16 +1,16 @@
-"""docs/telemetry.md has every span and every attribute, as the code has them, and no other."""
+"""docs/reference/spans.md has every span and every attribute, as the code has them, and no other."""
 
 import re
 
 from telemetry.spans import COORDINATOR, MEANINGS, SPANS, Attr, SpanName, SpanSpec
 from tests.repository import REPOSITORY
 
-DOCUMENT = (REPOSITORY / "docs" / "telemetry.md").read_text()
+DOCUMENT = (REPOSITORY / "docs" / "reference" / "spans.md").read_text()
 
 
 def section(title: str) -> list[str]:
     """The rows of the table under a heading."""
-    text = re.split(r"\n#+ ", DOCUMENT.split(f"\n### {title}\n", 1)[1], maxsplit=1)[0]
+    text = re.split(r"\n#+ ", DOCUMENT.split(f"\n## {title}\n", 1)[1], maxsplit=1)[0]
     return [line for line in text.splitlines() if line.startswith("| `")]
 
 

@@ -13,7 +13,7 @@ from coordinator.cluster.transitions import TRANSITIONS, ClusterEvent, ClusterPh
 from tests.unit.coordinator.cluster.cluster_driver import ClusterDriver
 from tests.unit.coordinator.cluster.random_walk import walk
 
-DOCUMENT = Path(__file__).parents[4] / "docs" / "structure.md"
+DOCUMENT = Path(__file__).parents[4] / "docs" / "architecture.md"
 BEGIN, END = "<!-- transitions: begin -->\n", "<!-- transitions: end -->\n"
 
 
@@ -59,7 +59,7 @@ def test_the_documented_table_is_the_one_in_the_code() -> None:
 
 
 def documented() -> str:
-    """The table as docs/structure.md has it."""
+    """The table as docs/architecture.md has it."""
     header = "| event | " + " | ".join(phase.name for phase in ClusterPhase) + " |\n"
     rows = [f"| `{event.value}` | {' | '.join(_cells(event))} |\n" for event in ClusterEvent]
     return header + "|---" * (len(ClusterPhase) + 1) + "|\n" + "".join(rows)

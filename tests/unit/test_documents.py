@@ -1,0 +1,87 @@
+"""The documents name modules, functions, paths, flags and pages that exist."""
+
+import ast
+import re
+from pathlib import Path
+
+from tests.repository import REPOSITORY
+
+DOCS = REPOSITORY / "docs"
+ARCHITECTURE = (DOCS / "architecture.md").read_text()
+MODULES = (DOCS / "reference" / "modules.md").read_text()
+FLAGS = (DOCS / "reference" / "flags.md").read_text()
+PAGES = sorted([*REPOSITORY.glob("*.md"), *DOCS.rglob("*.md")])
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
+OF_OTHER_TOOLS = {
+    *(
+        "--check",
+        "--help",
+        "--hypothesis-profile",
+        "--json",
+        "--no-deps",
+        "--no-trace",
+        "--storm",
+        "--version",
+    ),
+}
+STEP = re.compile(r"^\| \d+ \| `([\w/]+\.py)` \| ([^|]+) \|", re.MULTILINE)
+
+
+def test_every_module_is_in_a_table() -> None:
+    assert "| `state_machine` | " in MODULES
+    empty = re.findall(r"^\| `(\w+)` \|\s*\|$", MODULES, flags=re.MULTILINE)
+    assert not empty, f"modules without a docstring: {empty}"
+
+
+def test_every_path_that_a_document_names_exists() -> None:
+    folders = "|".join(path.name for path in REPOSITORY.iterdir() if path.is_dir() and path.name[0] != ".")
+    missing = [
+        f"{page.name}: {path}"
+        for page in PAGES
+        for path in re.findall(rf"`((?:{folders})/[\w./]*)`", page.read_text())
+        if not (REPOSITORY / path).exists()
+    ]
+    assert not missing
+
+
+def test_every_link_leads_to_a_page_and_heading_that_exist() -> None:
+    for page in PAGES:
+        for target, heading in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text()):
+            linked = page.parent / target if target else page
+            assert linked.exists(), f"{page.name}: {target}"
+            assert not heading or heading in headings(linked.read_text()), f"{page.name}: {target}#{heading}"
+
+
+def headings(text: str) -> set[str]:
+    """Anchors of a page, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_the_walks_name_functions_that_exist() -> None:
+    steps = STEP.findall(ARCHITECTURE)
+    assert len(steps) > 30
+    for path, names in steps:
+        defined = names_defined(REPOSITORY / path)
+        for name in re.findall(r"`([\w.]+)`", names):
+            assert name in defined, f"{path}: {name}"
+
+
+def names_defined(path: Path) -> set[str]:
+    """Functions, classes and methods (`Class.method`) of a module."""
+    found = set[str]()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{inner.name}" for inner in node.body if hasattr(inner, "name")}
+    return found
+
+
+def test_every_flag_that_a_document_names_exists() -> None:
+    known = set(FLAG.findall(FLAGS)) | OF_OTHER_TOOLS
+    for page in PAGES:
+        text = page.read_text()
+        shown = re.findall(r"`[^`\n]*`", text) + re.findall(r"^.*\bstageline [a-z].*$", text, re.MULTILINE)
+        named = {flag for line in shown for flag in FLAG.findall(line)}
+        assert named <= known, f"{page.name}: {sorted(named - known)}"
