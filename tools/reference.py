@@ -354,16 +354,11 @@ def _process_errors() -> Iterator[tuple[type[Exception], str]]:
     from stageline.load.driver import WarmupFailed
     from text.tokenizer import UnreadableTokenizer
 
-    for kind in (WarmupFailed, ClusterFailed, PlanImpossible):
-        yield kind, "command"
-    for kind in (
-        *CheckpointError.__subclasses__(),
-        UnreadableTokenizer,
-        JournalUnusable,
-        DeviceError,
-        JoinRefused,
-    ):
-        yield kind, "process"
+    commands: list[type[Exception]] = [WarmupFailed, ClusterFailed, PlanImpossible]
+    processes: list[type[Exception]] = [*CheckpointError.__subclasses__(), UnreadableTokenizer]
+    processes += [JournalUnusable, DeviceError, JoinRefused]
+    yield from ((kind, "command") for kind in commands)
+    yield from ((kind, "process") for kind in processes)
 
 
 def _summary(kind: type[Exception]) -> str:
