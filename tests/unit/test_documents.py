@@ -85,3 +85,23 @@ def test_every_flag_that_a_document_names_exists() -> None:
         shown = re.findall(r"`[^`\n]*`", text) + re.findall(r"^.*\bstageline [a-z].*$", text, re.MULTILINE)
         named = {flag for line in shown for flag in FLAG.findall(line)}
         assert named <= known, f"{page.name}: {sorted(named - known)}"
+
+
+def test_every_rpc_that_a_document_names_exists() -> None:
+    known = rpcs()
+    services = {rpc.split(".")[0] for rpc in known}
+    for page in PAGES:
+        named = set(re.findall(r"`(\w+\.[A-Z]\w+)`", page.read_text()))
+        assert {name for name in named if name.split(".")[0] in services} <= known, page.name
+
+
+def rpcs() -> set[str]:
+    """Every `Service.Method` of the contracts."""
+    found = set[str]()
+    for path in (REPOSITORY / "proto").rglob("*.proto"):
+        for service, body in re.findall(
+            r"^service (\w+) \{(.*?)^\}", path.read_text(), re.MULTILINE | re.DOTALL
+        ):
+            found |= {f"{service}.{method}" for method in re.findall(r"rpc (\w+)", body)}
+    assert found
+    return found
