@@ -93,7 +93,7 @@ class Terminal:
         self._read_up_to = match.end()
         return match
 
-    async def exit_code(self, *, timeout_s: float = 20.0) -> int:
+    async def exit_code(self, *, timeout_s: float = 60.0) -> int:
         """The exit code; the command must end within `timeout_s`."""
         try:
             return await asyncio.to_thread(self._process.wait, timeout_s)

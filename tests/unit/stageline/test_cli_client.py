@@ -123,7 +123,7 @@ def test_ctrl_c_cancels_the_request_and_is_one_line_and_exit_code_130(address: s
         assert process.stdout is not None
         assert process.stdout.read(4) == " 0 1"
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=10)
+        _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert errors == "\nstageline: the request was cancelled\n"
     wait_until(lambda: int(_status(address)["requests"]["cancelled"]) == int(num_cancelled) + 1)
@@ -143,7 +143,7 @@ def test_a_reader_that_leaves_ends_generate_without_a_traceback(address: str) ->
         process.stdout.read(1)
         process.stdout.close()
         assert process.stderr.read() == ""
-        assert process.wait(timeout=10) == 1
+        assert process.wait(timeout=60) == 1
 
 
 def test_status_shows_model_state_and_requests(address: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,7 +80,7 @@ def test_up_shows_the_topology_and_a_signal_ends_it_in_order(
     assert len(pids) == 3
 
     launcher.send_signal(number)
-    output, errors = launcher.communicate(timeout=20)
+    output, errors = launcher.communicate(timeout=60)
     assert launcher.returncode == 0
     assert output.endswith("All processes have ended.\n")
     assert errors == ""
@@ -137,7 +137,7 @@ def test_up_reports_a_lost_worker_and_goes_on(launch: Launch) -> None:
     assert launcher.poll() is None
 
     launcher.send_signal(signal.SIGINT)
-    launcher.communicate(timeout=20)
+    launcher.communicate(timeout=60)
     assert launcher.returncode == 0
     assert _all_ended(pids)
 
@@ -151,14 +151,14 @@ def test_up_does_not_ask_for_a_worker_that_has_left(launch: Launch) -> None:
     assert "To start it again" not in printed
     assert " | " not in printed
     launcher.send_signal(signal.SIGINT)
-    launcher.communicate(timeout=20)
+    launcher.communicate(timeout=60)
     assert launcher.returncode == 0
 
 
 def test_up_ends_with_exit_code_1_when_the_coordinator_is_lost(launch: Launch) -> None:
     launcher, pids, _ = _start_up(launch)
     os.kill(pids[0], signal.SIGKILL)
-    _, errors = launcher.communicate(timeout=20)
+    _, errors = launcher.communicate(timeout=60)
     assert launcher.returncode == 1
     assert errors.startswith(
         f"stageline: error[CLUSTER_FAILED]: coordinator (pid {pids[0]}) ended: killed by SIGKILL"
@@ -173,7 +173,7 @@ def test_a_second_signal_does_not_wait_for_processes_that_hang(launch: Launch) -
     launcher.send_signal(signal.SIGINT)
     _read_until(launcher, "Ending all processes")
     launcher.send_signal(signal.SIGINT)
-    launcher.communicate(timeout=20)
+    launcher.communicate(timeout=60)
     assert time.monotonic() - start < GRACE_S
     assert launcher.returncode == 0
     assert _all_ended(pids)

@@ -398,5 +398,5 @@ def _interrupt(line: list[str]) -> tuple[int, str]:
         assert process.stdout is not None
         assert process.stdout.read(4) == " 0 1"
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=10)
+        _, errors = process.communicate(timeout=60)
     return process.returncode, errors
