@@ -189,7 +189,7 @@ def coordinator_step_us(observers: Sequence[EngineObserver], num_sequences: int,
         step = sent.pop()
         steady = steady + 1 if len(step.slices) == num_sequences and not step.starts else 0
         results = tuple(
-            SliceResult(part.sequence, part.generation, 7) for part in step.slices if part.is_answered
+            SliceResult(part.sequence, part.restart_count, 7) for part in step.slices if part.is_answered
         )
         engine.complete(StepResult(step.epoch, step.step_id, results, STAGE_TIMES))
     return statistics.median(observer.steps_us[-num_steps:])

@@ -191,7 +191,7 @@ def decode_assignment(message: join_pb2.AssignStage, *, wire_dtype: WireDType | 
             eos_token_ids=tuple(message.model.eos_token_ids),
         ),
         wire_dtype=wire_dtype or _assigned_wire_dtype(message.wire_dtype),
-        force_reload=message.reads_again,
+        force_reload=message.force_reload,
     )
 
 

@@ -172,7 +172,7 @@ class Worker:
             pid=os.getpid(),
             hostname=socket.gethostname(),
             is_mock=self._backend.is_mock,
-            lacks_bf16=not self._backend.supports_bf16,
+            supports_bf16=self._backend.supports_bf16,
         )
 
     def _heartbeat(self) -> join_pb2.Heartbeat:

@@ -36,7 +36,7 @@ class _Traced:
 
     request: SpanContext
     choice: int
-    generation: int
+    restart_count: int
     steps: list[_DoneStep] = field(default_factory=list)
     num_steps_of_span: int = FIRST_DECODE_STEPS
 
@@ -83,7 +83,7 @@ class StageSpans(StepObserver):
     def _start(self, start: StartRecord) -> None:
         request = parse_traceparent(start.traceparent) if start.traceparent else None
         if request is not None:
-            self._live[start.sequence] = _Traced(request, start.sequence.choice, start.generation)
+            self._live[start.sequence] = _Traced(request, start.sequence.choice, start.restart_count)
 
     def _add(self, step: Step, done: _DoneStep) -> None:
         for part in step.slices:
@@ -110,7 +110,9 @@ class StageSpans(StepObserver):
     def _record(
         self, name: SpanName, traced: _Traced, start: int, steps: list[_DoneStep], own: Attributes
     ) -> None:
-        parent = work_span(traced.request, choice=traced.choice, generation=traced.generation, start=start)
+        parent = work_span(
+            traced.request, choice=traced.choice, restart_count=traced.restart_count, start=start
+        )
         context = SpanContext(
             parent.trace_id,
             new_span_id(),
@@ -123,7 +125,7 @@ class StageSpans(StepObserver):
             **self._of_stage,
             **own,
             Attr.CHOICE: traced.choice,
-            Attr.GENERATION: traced.generation,
+            Attr.RESTART_COUNT: traced.restart_count,
             Attr.STEP_ID: steps[0].step_id,
             Attr.LAST_STEP_ID: steps[-1].step_id,
             Attr.NUM_STEPS: len(steps),

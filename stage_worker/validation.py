@@ -89,7 +89,7 @@ class StageSequence:
     """One run of a sequence; the stage counts the computed tokens itself."""
 
     key: SequenceKey
-    generation: int
+    restart_count: int
     prefill_tokens: tuple[int, ...]
     num_prefill_tokens: int
     sampling: StepSampling
@@ -97,11 +97,11 @@ class StageSequence:
 
     def check(self, step_slice: StepSlice, *, valid_until: int) -> None:
         """Raises StepFault unless the slice continues this sequence, or begins in its cached tokens."""
-        if step_slice.generation != self.generation:
+        if step_slice.restart_count != self.restart_count:
             raise StepFault(
                 StepFaultKind.SLICE_SET,
-                f"slice of {self.key} generation {step_slice.generation}, "
-                f"generation {self.generation} is live",
+                f"slice of {self.key} restart count {step_slice.restart_count}, "
+                f"restart count {self.restart_count} is live",
             )
         self._check_position(step_slice.first_position, valid_until)
         self._check_phase(step_slice)
@@ -167,33 +167,36 @@ class StageSequences:
 
     def start(self, record: StartRecord) -> None:
         """Raises StepFault RECORD for a repeated or inconsistent record."""
-        key, generation = record.sequence, record.generation
+        key, restart_count = record.sequence, record.restart_count
         live = self._live.get(key)
         if live is not None:
             raise _bad_record(
-                key, f"start of {key} generation {generation}, generation {live.generation} is live"
+                key,
+                f"start of {key} restart count {restart_count}, restart count {live.restart_count} is live",
             )
-        if (key, generation) in self._ended:
-            raise _bad_record(key, f"start of {key} generation {generation}, which has ended already")
+        if (key, restart_count) in self._ended:
+            raise _bad_record(key, f"start of {key} restart count {restart_count}, which has ended already")
         if not 0 < record.num_prompt_tokens <= len(record.tokens):
             raise _bad_record(
                 key,
                 f"start of {key} with {record.num_prompt_tokens} prompt tokens of {len(record.tokens)}",
             )
-        self._live[key] = StageSequence(key, generation, record.tokens, len(record.tokens), record.sampling)
+        self._live[key] = StageSequence(
+            key, restart_count, record.tokens, len(record.tokens), record.sampling
+        )
 
     def end(self, record: EndRecord) -> None:
-        """Raises StepFault RECORD for a sequence or generation that is not live."""
-        key, generation = record.sequence, record.generation
+        """Raises StepFault RECORD for a sequence or restart count that is not live."""
+        key, restart_count = record.sequence, record.restart_count
         live = self._live.get(key)
         if live is None:
-            raise _bad_record(key, f"end of {key} generation {generation}, which is not live")
-        if live.generation != generation:
+            raise _bad_record(key, f"end of {key} restart count {restart_count}, which is not live")
+        if live.restart_count != restart_count:
             raise _bad_record(
-                key, f"end of {key} generation {generation}, generation {live.generation} is live"
+                key, f"end of {key} restart count {restart_count}, restart count {live.restart_count} is live"
             )
         del self._live[key]
-        self._ended[key, generation] = None
+        self._ended[key, restart_count] = None
         if len(self._ended) > ENDED_REMEMBERED:
             self._ended.popitem(last=False)
 

@@ -44,7 +44,7 @@ class Attr(StrEnum):
     NUM_PREEMPTIONS = "stageline.request.preemptions"
     NUM_RECOVERIES = "stageline.request.recoveries"
     CHOICE = "stageline.choice"
-    GENERATION = "stageline.generation"
+    RESTART_COUNT = "stageline.restart_count"
     EPOCH = "stageline.epoch"
     STEP_ID = "stageline.step.id"
     LAST_STEP_ID = "stageline.step.last_id"
@@ -88,7 +88,7 @@ COORDINATOR = "stageline-coordinator"
 WORKER = "stageline-worker"
 
 _STEPS = (Attr.EPOCH, Attr.STEP_ID, Attr.LAST_STEP_ID, Attr.NUM_STEPS, Attr.TOKENS)
-_CHOICE = (Attr.CHOICE, Attr.GENERATION)
+_CHOICE = (Attr.CHOICE, Attr.RESTART_COUNT)
 _OBSERVED = (Attr.STEP_DURATION, Attr.RESULT_DURATION)
 _STAGE = (
     *_CHOICE,
@@ -223,7 +223,7 @@ MEANINGS = {
     Attr.NUM_PREEMPTIONS: "how often a choice gave up its blocks",
     Attr.NUM_RECOVERIES: "how often an epoch ended under it",
     Attr.CHOICE: "which choice, from 0",
-    Attr.GENERATION: "counts the starts of a choice: one more after each interruption",
+    Attr.RESTART_COUNT: "counts the starts of a choice: one more after each interruption",
     Attr.EPOCH: "the epoch; of a recovery, the one that serves after it",
     Attr.STEP_ID: "the (first) step",
     Attr.LAST_STEP_ID: "the last step",

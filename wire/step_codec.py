@@ -47,7 +47,7 @@ def encode_decodes(slices: Sequence[StepSlice], columns: step_pb2.DecodeColumns)
     if len(decodes) < _MIN_COLUMN_LENGTH:
         return 0
     _encode_keys([decode.sequence for decode in decodes], columns)
-    columns.generations.extend([decode.generation for decode in decodes])
+    columns.restart_counts.extend([decode.restart_count for decode in decodes])
     columns.tokens.extend([decode.tokens[0] for decode in decodes])
     columns.positions.extend([decode.first_position for decode in decodes])
     return len(decodes)
@@ -56,9 +56,9 @@ def encode_decodes(slices: Sequence[StepSlice], columns: step_pb2.DecodeColumns)
 def decode_decodes(columns: step_pb2.DecodeColumns) -> list[StepSlice]:
     _check_lengths(columns, columns.positions)
     return [
-        StepSlice(key, generation, (token,), Decode(position))
-        for key, generation, token, position in zip(
-            _decode_keys(columns), columns.generations, columns.tokens, columns.positions, strict=True
+        StepSlice(key, restart_count, (token,), Decode(position))
+        for key, restart_count, token, position in zip(
+            _decode_keys(columns), columns.restart_counts, columns.tokens, columns.positions, strict=True
         )
     ]
 
@@ -69,7 +69,7 @@ def encode_tokens(results: Sequence[SliceResult], columns: step_pb2.TokenColumns
     if len(sampled) < _MIN_COLUMN_LENGTH:
         return 0
     _encode_keys([result.sequence for result in sampled], columns)
-    columns.generations.extend([result.generation for result in sampled])
+    columns.restart_counts.extend([result.restart_count for result in sampled])
     columns.tokens.extend([result.outcome for result in sampled if isinstance(result.outcome, int)])
     return len(sampled)
 
@@ -77,9 +77,9 @@ def encode_tokens(results: Sequence[SliceResult], columns: step_pb2.TokenColumns
 def decode_tokens(columns: step_pb2.TokenColumns) -> list[SliceResult]:
     _check_lengths(columns)
     return [
-        SliceResult(key, generation, token)
-        for key, generation, token in zip(
-            _decode_keys(columns), columns.generations, columns.tokens, strict=True
+        SliceResult(key, restart_count, token)
+        for key, restart_count, token in zip(
+            _decode_keys(columns), columns.restart_counts, columns.tokens, strict=True
         )
     ]
 
@@ -106,7 +106,7 @@ def _decode_keys(columns: Columns) -> list[SequenceKey]:
 
 
 def _check_lengths(columns: Columns, *others: Sequence[int]) -> None:
-    lengths = [len(column) for column in (columns.choices, columns.generations, columns.tokens, *others)]
+    lengths = [len(column) for column in (columns.choices, columns.restart_counts, columns.tokens, *others)]
     if any(length * _ID_BYTES != len(columns.request_ids) for length in lengths):
         raise StepFault(
             StepFaultKind.UNDECODABLE,
@@ -237,7 +237,7 @@ def encode_step(step: Step) -> bytes:
     for start in step.starts:
         _add_start(message, start)
     for end in step.ends:
-        ended = message.ends.add(generation=end.generation)
+        ended = message.ends.add(restart_count=end.restart_count)
         _set_key(ended.sequence, end.sequence)
     for entry in step.signals:
         signal = message.signals.add()
@@ -277,7 +277,7 @@ def _decode_step(message: step_pb2.Step) -> Step:
         step_id=message.step_id,
         slices=tuple(slices),
         starts=tuple([_decode_start(start) for start in message.starts]),
-        ends=tuple([EndRecord(_decode_key(end.sequence), end.generation) for end in message.ends]),
+        ends=tuple([EndRecord(_decode_key(end.sequence), end.restart_count) for end in message.ends]),
         signals=tuple(
             [SequenceSignal(_decode_key(entry.sequence), decode_signal(entry)) for entry in message.signals]
         ),
@@ -295,7 +295,7 @@ def encode_result(result: StepResult) -> step_pb2.StepResult:
     for entry in result.results[num_tokens:]:
         encoded = message.results.add()
         _set_key(encoded.sequence, entry.sequence)
-        encoded.generation = entry.generation
+        encoded.restart_count = entry.restart_count
         outcome = entry.outcome
         if isinstance(outcome, SliceError):
             encoded.error.kind = step_pb2.SliceError.Kind.ValueType(outcome.kind)
@@ -364,8 +364,8 @@ def _add_slice(message: step_pb2.Step, step_slice: StepSlice) -> None:
     sequence.request_id = key.request_id
     if key.choice:
         sequence.choice = key.choice
-    if step_slice.generation:
-        encoded.generation = step_slice.generation
+    if step_slice.restart_count:
+        encoded.restart_count = step_slice.restart_count
     encoded.tokens.extend(step_slice.tokens)
     if isinstance(step, Prefill):
         encoded.prefill.start = step.start
@@ -379,10 +379,10 @@ def _add_slice(message: step_pb2.Step, step_slice: StepSlice) -> None:
 def _decode_slice(message: step_pb2.StepSlice) -> StepSlice:
     key, tokens = _decode_key(message.sequence), tuple(message.tokens)
     if not message.HasField("decode"):
-        return StepSlice(key, message.generation, tokens, _decode_prefill(message, key, len(tokens)))
+        return StepSlice(key, message.restart_count, tokens, _decode_prefill(message, key, len(tokens)))
     if len(tokens) != 1:
         raise _wrong_count(key, len(tokens), 1)
-    return StepSlice(key, message.generation, tokens, Decode(message.decode.position))
+    return StepSlice(key, message.restart_count, tokens, Decode(message.decode.position))
 
 
 def _decode_prefill(message: step_pb2.StepSlice, key: SequenceKey, num_tokens: int) -> Prefill:
@@ -410,7 +410,7 @@ def _wrong_count(key: SequenceKey, num_tokens: int, expected: int) -> StepFault:
 
 def _add_start(message: step_pb2.Step, start: StartRecord) -> None:
     record = message.starts.add(
-        generation=start.generation,
+        restart_count=start.restart_count,
         num_prompt_tokens=start.num_prompt_tokens,
         tokens=start.tokens,
     )
@@ -423,7 +423,7 @@ def _add_start(message: step_pb2.Step, start: StartRecord) -> None:
 def _decode_start(message: step_pb2.StartRecord) -> StartRecord:
     return StartRecord(
         _decode_key(message.sequence),
-        message.generation,
+        message.restart_count,
         message.num_prompt_tokens,
         tuple(message.tokens),
         decode_sampling(message.sampling),
@@ -435,7 +435,7 @@ def _decode_slice_result(message: step_pb2.SliceResult) -> SliceResult:
     key, scores = _decode_key(message.sequence), message.prompt_logprobs
     return SliceResult(
         key,
-        message.generation,
+        message.restart_count,
         _decode_outcome(message, key),
         decode_logprobs(message.logprobs) if message.HasField("logprobs") else None,
         tuple([decode_logprobs(score) for score in scores]) if scores else (),

@@ -41,7 +41,7 @@ class StepSlice:
     """One sequence's part of a step."""
 
     sequence: SequenceKey
-    generation: int
+    restart_count: int
     tokens: tuple[int, ...]
     inference_step: Prefill | Decode
 
@@ -110,13 +110,13 @@ class StepSampling:
 
 @dataclass(frozen=True, slots=True)
 class StartRecord:
-    """Announces a (sequence, generation) to every stage; `tokens` are all tokens so far.
+    """Announces a (sequence, restart_count) to every stage; `tokens` are all tokens so far.
 
     `traceparent` (W3C) is the request's span; empty if the request is not traced.
     """
 
     sequence: SequenceKey
-    generation: int
+    restart_count: int
     num_prompt_tokens: int
     tokens: tuple[int, ...]
     sampling: StepSampling
@@ -137,10 +137,10 @@ class StartRecord:
 
 @dataclass(frozen=True, slots=True)
 class EndRecord:
-    """Frees the state of a (sequence, generation) on every stage."""
+    """Frees the state of a (sequence, restart_count) on every stage."""
 
     sequence: SequenceKey
-    generation: int
+    restart_count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ class SliceResult:
     """
 
     sequence: SequenceKey
-    generation: int
+    restart_count: int
     outcome: int | SliceError | None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()

@@ -35,13 +35,13 @@ def span_context(
     return SpanContext(trace_id, span_id, is_remote=False, trace_flags=flags, trace_state=tracestate)
 
 
-def work_span(request: SpanContext, *, choice: int, generation: int, start: int) -> SpanContext:
+def work_span(request: SpanContext, *, choice: int, restart_count: int, start: int) -> SpanContext:
     """Return the coordinator's span of one prefill chunk (from `start` on) or of decode work (`DECODE`).
 
     Its id is the XXH3-64 of the arguments, so stages derive their parent span without a field in the frame.
     """
     packed = _CHILD.pack(
-        request.trace_id & (1 << 64) - 1, request.span_id, choice, generation & DECODE, start
+        request.trace_id & (1 << 64) - 1, request.span_id, choice, restart_count & DECODE, start
     )
     return SpanContext(
         request.trace_id,

@@ -174,6 +174,6 @@ def _request(index: int) -> Request:
 
 def _answer(step: Step) -> StepResult:
     results = tuple(
-        SliceResult(part.sequence, part.generation, 7) for part in step.slices if part.is_answered
+        SliceResult(part.sequence, part.restart_count, 7) for part in step.slices if part.is_answered
     )
     return StepResult(step.epoch, step.step_id, results, STAGE_TIMES)

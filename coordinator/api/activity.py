@@ -49,7 +49,7 @@ def encode_activity(
         uptime_us=_us(snapshot.now_s - snapshot.began_s),
         summary=load.summary,
         slowest_stage=load.slowest,
-        over_s=load.over_s,
+        window_s=load.window_s,
         stages=_stages(load.stages, snapshot.workers),
         bubble_share=load.bubble_share,
         rates=_rates(snapshot.rates),
@@ -122,7 +122,7 @@ def _quantiles(quantiles: Quantiles) -> telemetry_pb2.Quantiles:
 
 def _rates(rates: Rates) -> telemetry_pb2.ActivityRates:
     return telemetry_pb2.ActivityRates(
-        over_s=rates.over_s,
+        window_s=rates.window_s,
         generated_tokens=rates.generated_tokens,
         prefill_tokens=rates.prefill_tokens,
         steps=rates.steps,

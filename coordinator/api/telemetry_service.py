@@ -43,7 +43,7 @@ def _encode_slowest(slow: SlowStage) -> telemetry_pb2.SlowestStage:
         layer_begin=slow.place.layer_begin,
         layer_end=slow.place.layer_end,
         compute_s=slow.compute_s,
-        times_the_others=slow.ratio,
+        ratio_to_median=slow.ratio,
     )
 
 

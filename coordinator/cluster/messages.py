@@ -50,7 +50,7 @@ def decode_hello(message: join_pb2.JoinRequest) -> WorkerIdentity:
         last_epoch=hello.last_epoch,
         pid=hello.pid,
         is_mock=hello.is_mock,
-        supports_bf16=not hello.lacks_bf16,
+        supports_bf16=hello.supports_bf16,
     )
 
 
@@ -71,7 +71,7 @@ def encode_assign(action: AssignStage, model: ServedModel) -> join_pb2.JoinRespo
         max_step_sequences=plan.limits.max_step_sequences,
         max_sequence_tokens=plan.max_sequence_tokens,
         wire_dtype=number_of(model.wire_dtype),
-        reads_again=action.force_reload,
+        force_reload=action.force_reload,
     )
     return join_pb2.JoinResponse(assign=assign)
 

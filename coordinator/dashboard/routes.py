@@ -145,7 +145,7 @@ def _maybe_us(time_s: float | None) -> int | None:
 
 def _load_activity_json(load: PipelineLoad, workers: tuple[str, ...]) -> dict[str, Any]:
     return {
-        "over_s": load.over_s,
+        "window_s": load.window_s,
         "summary": load.summary,
         "slowest": load.slowest,
         "bubble_share": load.bubble_share,
@@ -197,7 +197,7 @@ def _quantiles(quantiles: Quantiles) -> dict[str, float | None]:
 
 def _rates(rates: Rates) -> dict[str, Any]:
     return {
-        "over_s": rates.over_s,
+        "window_s": rates.window_s,
         "generated_tokens": rates.generated_tokens,
         "prefill_tokens": rates.prefill_tokens,
         "steps": rates.steps,

@@ -12,7 +12,7 @@ from coordinator.observability.facts import FactObserver, Outcome, RequestRecord
 from coordinator.observability.rates import PastSecond, PerSecond, Rates
 from coordinator.observability.requests import RequestActivity, RequestHistory
 from coordinator.observability.steps import KEPT_S, StageLoad, StepHistory, stage_loads
-from telemetry.trace_view.explain import stands_out, times_the_others
+from telemetry.trace_view.explain import ratio_to_median, stands_out
 
 _FEW_STEPS = 3
 
@@ -35,16 +35,16 @@ def find_bottleneck(loads: AbcSequence[StageLoad]) -> Bottleneck | None:
         return None
     stage = max(range(len(loads)), key=lambda index: loads[index].compute_s)
     others = [load.compute_s for index, load in enumerate(loads) if index != stage]
-    ratio = times_the_others(loads[stage].compute_s, others)
+    ratio = ratio_to_median(loads[stage].compute_s, others)
     return None if ratio is None else Bottleneck(stage, ratio)
 
 
 def describe_pipeline(
-    loads: AbcSequence[StageLoad], workers: AbcSequence[str], *, over_s: float, bubble_share: float | None
+    loads: AbcSequence[StageLoad], workers: AbcSequence[str], *, window_s: float, bubble_share: float | None
 ) -> str:
-    """One sentence about the last `over_s` seconds; `workers` are the names of the stages' workers."""
+    """One sentence about the last `window_s` seconds; `workers` are the names of the stages' workers."""
     if not loads or not loads[0].num_steps:
-        return f"Idle: no step in the last {over_s:.0f} s."
+        return f"Idle: no step in the last {window_s:.0f} s."
     found = find_bottleneck(loads)
     if found is None:
         return " ".join(f"{_name(stage, workers)} is {_busy(load)}." for stage, load in enumerate(loads))
@@ -116,12 +116,12 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineLoad:
-    """Load of the stages over the last `over_s` seconds.
+    """Load of the stages over the last `window_s` seconds.
 
     `slowest` is the stage that limits the others, if there is one; `summary` describes it in a sentence.
     """
 
-    over_s: float
+    window_s: float
     stages: tuple[StageLoad, ...]
     bubble_share: float | None
     slowest: int | None
@@ -130,17 +130,19 @@ class PipelineLoad:
 
 def pipeline_load(snapshot: Snapshot) -> PipelineLoad:
     """Takes some milliseconds for many steps."""
-    over_s = min(KEPT_S, snapshot.now_s - snapshot.began_s)
+    window_s = min(KEPT_S, snapshot.now_s - snapshot.began_s)
     loads = stage_loads(
         snapshot.steps, snapshot.now_s, began_s=snapshot.began_s, is_idle=not snapshot.in_flight
     )
     found = find_bottleneck(loads)
     return PipelineLoad(
-        over_s=over_s,
+        window_s=window_s,
         stages=tuple(loads),
         bubble_share=snapshot.bubble_share,
         slowest=found.stage if found is not None and found.is_notable else None,
-        summary=describe_pipeline(loads, snapshot.workers, over_s=over_s, bubble_share=snapshot.bubble_share),
+        summary=describe_pipeline(
+            loads, snapshot.workers, window_s=window_s, bubble_share=snapshot.bubble_share
+        ),
     )
 
 

@@ -125,9 +125,9 @@ class PastSecond:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Of the last `over_s` seconds, each per second, and the waits for tokens that ended in them."""
+    """Of the last `window_s` seconds, each per second, and the waits for tokens that ended in them."""
 
-    over_s: float
+    window_s: float
     generated_tokens: float
     prefill_tokens: float
     steps: float
@@ -165,15 +165,15 @@ class PerSecond:
         """Over the last nine whole seconds and what there is of the present one."""
         first_s = math.floor(now_s) - RECENT_S + 1
         recent = [each for each in self._recent if each.start_s >= first_s]
-        over_s = max(now_s - max(first_s, self._began_s), 1e-3)
+        window_s = max(now_s - max(first_s, self._began_s), 1e-3)
         return Rates(
-            over_s=over_s,
-            generated_tokens=sum(each.num_generated_tokens for each in recent) / over_s,
-            prefill_tokens=sum(each.num_prefill_tokens for each in recent) / over_s,
-            steps=sum(each.num_steps for each in recent) / over_s,
-            accepted=sum(each.num_accepted for each in recent) / over_s,
-            finished=sum(each.num_finished for each in recent) / over_s,
-            unfinished=sum(each.num_unfinished for each in recent) / over_s,
+            window_s=window_s,
+            generated_tokens=sum(each.num_generated_tokens for each in recent) / window_s,
+            prefill_tokens=sum(each.num_prefill_tokens for each in recent) / window_s,
+            steps=sum(each.num_steps for each in recent) / window_s,
+            accepted=sum(each.num_accepted for each in recent) / window_s,
+            finished=sum(each.num_finished for each in recent) / window_s,
+            unfinished=sum(each.num_unfinished for each in recent) / window_s,
             first_token=Quantiles.of(LatencySketch.merged(each.first_token for each in recent)),
             inter_token=Quantiles.of(LatencySketch.merged(each.inter_token for each in recent)),
         )

@@ -41,7 +41,7 @@ class ObservedStep:
 class SentChunk:
     """A prefill chunk in flight."""
 
-    generation: int
+    restart_count: int
     epoch: int
     step_id: int
     start: int
@@ -58,7 +58,7 @@ class ChoiceTrace:
     since_s: float
     waits_for: SpanName | None = SpanName.QUEUE
     reason: str = ""
-    generation: int = 0
+    restart_count: int = 0
     chunks: dict[int, SentChunk] = field(default_factory=dict)
     is_decoding: bool = False
     steps: list[ObservedStep] = field(default_factory=list)
@@ -142,7 +142,7 @@ class RequestTraceRecorder:
             self._end_wait(choice, chunk.sent_s)
         if self.scheduled_s is None:
             self.scheduled_s = chunk.sent_s
-        choice.generation = chunk.generation
+        choice.restart_count = chunk.restart_count
         choice.chunks[chunk.step_id] = chunk
 
     def answer_chunk(self, choice: ChoiceTrace, step: ObservedStep, now_s: float) -> None:
@@ -210,7 +210,7 @@ class RequestTraceRecorder:
 
     def _end_wait(self, choice: ChoiceTrace, now_s: float) -> None:
         assert choice.waits_for is not None
-        attributes: Attributes = {Attr.CHOICE: choice.index, Attr.GENERATION: choice.generation}
+        attributes: Attributes = {Attr.CHOICE: choice.index, Attr.RESTART_COUNT: choice.restart_count}
         if choice.reason:
             attributes[Attr.REASON] = choice.reason
         self._emit(choice.waits_for, choice.since_s, now_s, attributes)
@@ -226,7 +226,7 @@ class RequestTraceRecorder:
         steps, choice.steps, choice.is_decoding = choice.steps, [], False
         attributes: Attributes = {
             Attr.CHOICE: choice.index,
-            Attr.GENERATION: choice.generation,
+            Attr.RESTART_COUNT: choice.restart_count,
             Attr.NUM_STEPS: len(steps),
             Attr.TOKENS: len(steps),
             Attr.STEP_DURATION: sum(each.took_s for each in steps),
@@ -245,7 +245,7 @@ class RequestTraceRecorder:
     ) -> None:
         attributes: Attributes = {
             Attr.CHOICE: choice.index,
-            Attr.GENERATION: chunk.generation,
+            Attr.RESTART_COUNT: chunk.restart_count,
             Attr.EPOCH: chunk.epoch,
             Attr.STEP_ID: chunk.step_id,
             Attr.LAST_STEP_ID: chunk.step_id,
@@ -261,7 +261,7 @@ class RequestTraceRecorder:
         self._emit(SpanName.PREFILL_CHUNK, chunk.sent_s, now_s, attributes, context)
 
     def _work(self, choice: ChoiceTrace, start: int) -> SpanContext:
-        return work_span(self.context, choice=choice.index, generation=choice.generation, start=start)
+        return work_span(self.context, choice=choice.index, restart_count=choice.restart_count, start=start)
 
     def _emit(
         self,
@@ -393,7 +393,7 @@ class RequestTraces(EngineObserver):
             if owner is None:
                 continue
             facts = SentChunk(
-                generation=part.generation,
+                restart_count=part.restart_count,
                 epoch=step.epoch,
                 step_id=step.step_id,
                 start=chunk.start,

@@ -87,7 +87,7 @@ class _Live:
     part: Part
     key: SequenceKey
     tokens: Text
-    generation: int
+    restart_count: int
     active: ActiveSequence
     num_computed: int = 0
     is_started: bool = False
@@ -177,7 +177,7 @@ class _Writer:
             prompt, max_output_tokens=part.num_tokens - len(prompt), salt=self._salt
         )
         key = SequenceKey(CHECK_REQUEST, number)
-        # An earlier check of the epoch has used up other generations of these keys.
+        # An earlier check of the epoch has used other restart counts of these keys.
         return _Live(part, key, self._texts[part.text], self._first_step_id, active)
 
     def _end_finished(self) -> list[EndRecord]:
@@ -190,7 +190,7 @@ class _Writer:
             )
             signals = live.active.free_signals() if awaited else live.active.destroy_signals()
             self._kv.free(live.key, live.active, signals)
-        return [EndRecord(live.key, live.generation) for live in ended]
+        return [EndRecord(live.key, live.restart_count) for live in ended]
 
     def _fill(self) -> tuple[list[tuple[StepSlice, CheckedSlice]], list[StartRecord]]:
         slices: list[tuple[StepSlice, CheckedSlice]] = []
@@ -209,7 +209,7 @@ class _Writer:
             if not live.is_started:
                 live.is_started = True
                 prompt = live.tokens[: live.num_prompt_tokens]
-                starts.append(StartRecord(live.key, live.generation, len(prompt), prompt, _SAMPLING))
+                starts.append(StartRecord(live.key, live.restart_count, len(prompt), prompt, _SAMPLING))
                 self._waiting.remove(live)
                 self._running.append(live)
             slices.append(_slice(live, end))
@@ -276,10 +276,10 @@ def _slice(each: _Live, end: int) -> tuple[StepSlice, CheckedSlice]:
     tokens = each.tokens[first:end]
     if first >= num_prompt_tokens:
         checked = CheckedSlice(each.key, each.part.text, first, 1, 0, is_sampled=True)
-        return StepSlice(each.key, each.generation, tokens, Decode(first)), checked
+        return StepSlice(each.key, each.restart_count, tokens, Decode(first)), checked
     num_scored = min(end, num_prompt_tokens - 1) - first
     prefill = Prefill(first, len(tokens), num_prompt_tokens, is_scored=num_scored > 0)
     checked = CheckedSlice(
         each.key, each.part.text, first, len(tokens), num_scored, is_sampled=prefill.is_final
     )
-    return StepSlice(each.key, each.generation, tokens, prefill), checked
+    return StepSlice(each.key, each.restart_count, tokens, prefill), checked

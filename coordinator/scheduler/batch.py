@@ -33,7 +33,7 @@ class StepBuilder:
         if start is not None:
             self.starts.append(start)
             self.record_bytes += start.most_bytes
-        self.slices.append(StepSlice(sequence.key, sequence.generation, tokens, prefill))
+        self.slices.append(StepSlice(sequence.key, sequence.restart_count, tokens, prefill))
         self.work.add_chunk(prefill.start, prefill.num_tokens)
         self.num_tokens += len(tokens)
 

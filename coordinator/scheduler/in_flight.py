@@ -153,10 +153,10 @@ class StepsInFlight:
 
 
 def _check_answer(part: StepSlice, entry: SliceResult) -> None:
-    if entry.sequence != part.sequence or entry.generation != part.generation:
+    if entry.sequence != part.sequence or entry.restart_count != part.restart_count:
         raise ResultMismatch(
-            f"{entry.sequence}, generation {entry.generation}, was answered where {part.sequence}, "
-            f"generation {part.generation}, was due"
+            f"{entry.sequence}, restart count {entry.restart_count}, was answered where {part.sequence}, "
+            f"restart count {part.restart_count}, was due"
         )
     if entry.outcome is None and part.is_sampled:
         raise ResultMismatch(f"{part.sequence} is due a token and got none")

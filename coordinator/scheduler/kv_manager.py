@@ -41,7 +41,7 @@ class _Planned(NamedTuple):
     """The last start that was planned and has not begun."""
 
     sequence: Sequence
-    generation: int
+    restart_count: int
     active: ActiveSequence
 
 
@@ -236,7 +236,7 @@ class KvCacheManager:
     def _active_for(self, sequence: Sequence) -> ActiveSequence:
         """Hashing a long prompt takes a while, and the head of the queue may wait for many steps."""
         planned = self._planned
-        if planned and planned.sequence is sequence and planned.generation == sequence.generation:
+        if planned and planned.sequence is sequence and planned.restart_count == sequence.restart_count:
             return planned.active
         active = ActiveSequence(
             sequence.all_tokens,
@@ -246,7 +246,7 @@ class KvCacheManager:
             prefix_caching=self._prefix_caching and sequence.shares_cache,
             new_id=self._ids.__next__,
         )
-        self._planned = _Planned(sequence, sequence.generation, active)
+        self._planned = _Planned(sequence, sequence.restart_count, active)
         return active
 
     def _extend(self, key: SequenceKey, active: ActiveSequence, num_tokens: int) -> None:

@@ -38,26 +38,26 @@ from wire.ids import SequenceKey
 from wire.steps import EndRecord, SliceError, SliceResult, Step, StepResult, StepSlice
 
 REMEMBERED = 8192
-"""Ended sequences that are remembered (some 270 bytes each): more than a stage remembers ended generations,
-and more than can end while a result is in flight."""
+"""Ended sequences that are remembered (some 270 bytes each): more than a stage remembers, and more than can
+end while a result is in flight."""
 
 
-class UsedGenerations:
+class UsedRestartCounts:
     """A request id may come again when its request has ended, and then it must not meet its own past.
 
-    Results of the first one may still be in flight, and a stage refuses a second start of one generation.
+    Results of the first one may still be in flight, and a stage rejects a second start with the same count.
     """
 
     def __init__(self) -> None:
         self._last: OrderedDict[SequenceKey, int] = OrderedDict()
 
     def next_of(self, key: SequenceKey) -> int:
-        """The first generation of `key` that is not used up."""
+        """The lowest unused restart count of `key`."""
         return self._last.get(key, -1) + 1
 
-    def note_ended(self, key: SequenceKey, generation: int) -> None:
-        """`generation` was the last one of the sequence that has ended."""
-        self._last[key] = generation
+    def note_ended(self, key: SequenceKey, restart_count: int) -> None:
+        """`restart_count` was the last one of the sequence that has ended."""
+        self._last[key] = restart_count
         self._last.move_to_end(key)
         if len(self._last) > REMEMBERED:
             self._last.popitem(last=False)
@@ -91,7 +91,7 @@ class Scheduler:
         self.isolation = Isolation()
         self._starts_new = True
         self._ends: list[EndRecord] = []
-        self._used = UsedGenerations()
+        self._used = UsedRestartCounts()
         self._epoch = 0
         self._next_step_id = 0
         self._is_lent = False
@@ -196,7 +196,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Puts a queued sequence into the queue, where its order says."""
         require(sequence.state.is_queued, f"sequence {sequence.key} is queued in state {sequence.state.name}")
-        sequence.start_at_generation(self._used.next_of(sequence.key))
+        sequence.start_at_restart_count(self._used.next_of(sequence.key))
         insort(self._queue, sequence, key=_ORDER)
 
     def drop(self, sequence: Sequence, state: SequenceState) -> None:
@@ -219,7 +219,7 @@ class Scheduler:
             self._leave(sequence)
         else:
             self.isolation.discard(sequence)
-            self._used.note_ended(sequence.key, sequence.generation)
+            self._used.note_ended(sequence.key, sequence.restart_count)
             self._queue.remove(sequence)
 
     def step_in_flight(self, step_id: int) -> Step | None:
@@ -227,13 +227,13 @@ class Scheduler:
         return self._in_flight.find(step_id)
 
     def sequences_in_step(self, step_id: int) -> list[Sequence]:
-        """Live sequences that have a slice of their present generation in the step in flight with this id."""
+        """Live sequences that have a slice of their present start in the step in flight with this id."""
         step = self._in_flight.find(step_id)
         return [] if step is None else self._owners([step])
 
     @property
     def unfinished(self) -> list[Sequence]:
-        """Live sequences that have a slice of their present generation in any step in flight."""
+        """Live sequences that have a slice of their present start in any step in flight."""
         return self._owners(self._in_flight.steps)
 
     def overdue_step(self, now_s: float, *, unknown_s: float) -> OverdueStep | None:
@@ -242,10 +242,12 @@ class Scheduler:
 
     def _owners(self, steps: Iterable[Step]) -> list[Sequence]:
         owners = (
-            (self._running.get(part.sequence), part.generation) for step in steps for part in step.slices
+            (self._running.get(part.sequence), part.restart_count) for step in steps for part in step.slices
         )
         found = (
-            sequence for sequence, generation in owners if sequence and sequence.generation == generation
+            sequence
+            for sequence, restart_count in owners
+            if sequence and sequence.restart_count == restart_count
         )
         return list(dict.fromkeys(found))
 
@@ -292,14 +294,14 @@ class Scheduler:
     def complete(self, result: StepResult, now_s: float) -> list[SequenceUpdate]:
         """Applies the answer to the oldest step in flight, which came now.
 
-        Results of an older generation are discarded. Raises ResultMismatch when the answer does not fit the
+        Results of an earlier start are discarded. Raises ResultMismatch when the answer does not fit the
         step.
         """
         answered = self._in_flight.take(result, now_s)
         answers = [
             (sequence, part, entry)
             for part, entry in answered.pairs
-            if (sequence := self._running.get(part.sequence)) and sequence.generation == part.generation
+            if (sequence := self._running.get(part.sequence)) and sequence.restart_count == part.restart_count
         ]
         for sequence, part, entry in answers:
             check_logprobs(sequence, part, entry)
@@ -337,7 +339,7 @@ class Scheduler:
         """A running sequence has ended: its blocks are freed with the next step."""
         self._stop_running(sequence)
         self.isolation.discard(sequence)
-        self._used.note_ended(sequence.key, sequence.generation)
+        self._used.note_ended(sequence.key, sequence.restart_count)
         self._release(sequence.release(), keep_content=keep_content)
 
     def take_preempted(self) -> list[Sequence]:

@@ -166,8 +166,8 @@ class Sequence:
         self._shares_cache = shares_cache
         self._num_to_score = len(prompt) - 1 if wants_prompt_logprobs else 0
         self._num_scored = 0
-        self._generation = 0
-        self._first_generation = 0
+        self._restart_count = 0
+        self._first_restart_count = 0
         self._num_cached_tokens = 0
         self._kv: ActiveSequence | None = None
         self._num_computed = 0
@@ -204,9 +204,9 @@ class Sequence:
         return self._shares_cache
 
     @property
-    def generation(self) -> int:
+    def restart_count(self) -> int:
         """Counts its starts, from the first that its key had not used before."""
-        return self._generation
+        return self._restart_count
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -237,7 +237,7 @@ class Sequence:
     @property
     def num_restarts(self) -> int:
         """How often it went back to the queue."""
-        return self._generation - self._first_generation
+        return self._restart_count - self._first_restart_count
 
     @property
     def num_computed_tokens(self) -> int:
@@ -289,9 +289,9 @@ class Sequence:
         self._tokens += tokens
         self._num_scored = num_scored
         self._num_cached_tokens = num_cached_tokens
-        self._first_generation = -num_restarts
+        self._first_restart_count = -num_restarts
         if tokens or num_scored:
-            self._first_generation -= 1
+            self._first_restart_count -= 1
             self._move_to(SequenceState.PREFILL)
             self._move_to(SequenceState.PREEMPTED)
 
@@ -302,15 +302,15 @@ class Sequence:
         self._require(self._state is SequenceState.WAITING, "is new")
         self._tokens += tokens
         self._num_cached_tokens = num_cached_tokens
-        self._first_generation = -num_restarts
+        self._first_restart_count = -num_restarts
         self._move_to(SequenceState.PREFILL)
         self.finish(reason)
 
-    def start_at_generation(self, generation: int) -> None:
+    def start_at_restart_count(self, restart_count: int) -> None:
         """Counts (re)starts from here on, where an earlier sequence of the same key has used the others."""
         self._require(self._state.is_queued, "waits")
-        self._first_generation += generation - self._generation
-        self._generation = generation
+        self._first_restart_count += restart_count - self._restart_count
+        self._restart_count = restart_count
 
     def begin_prefill(self, kv: ActiveSequence, *, num_cached_tokens: int) -> None:
         """Starts, or starts again: computes all tokens so far but the leading cached ones."""
@@ -344,7 +344,7 @@ class Sequence:
         )
         self._num_computed = position + 1
         self._is_token_due = True
-        return StepSlice(self._key, self._generation, (self._tokens[-1],), Decode(position))
+        return StepSlice(self._key, self._restart_count, (self._tokens[-1],), Decode(position))
 
     @property
     def newest_token(self) -> int:
@@ -392,13 +392,13 @@ class Sequence:
         return reason
 
     def take_start_record(self) -> StartRecord | None:
-        """The start record of this generation, once; None afterwards."""
+        """The start record of this start, once; None afterwards."""
         if self._is_started:
             return None
         self._is_started = True
         tokens = tuple(self._tokens)
         return StartRecord(
-            self._key, self._generation, self._num_prompt_tokens, tokens, self._sampling, self.traceparent
+            self._key, self._restart_count, self._num_prompt_tokens, tokens, self._sampling, self.traceparent
         )
 
     def end(self, state: SequenceState) -> None:
@@ -407,17 +407,17 @@ class Sequence:
 
     def release(self) -> Release:
         """Gives up blocks and stage state."""
-        end = EndRecord(self._key, self._generation) if self._is_started else None
+        end = EndRecord(self._key, self._restart_count) if self._is_started else None
         active, self._kv, self._is_started = self._kv, None, False
         return Release(self._key, end, active)
 
     def preempt(self) -> Release:
-        """Back to the queue with all its tokens; whatever is in flight becomes a result of an older
-        generation.
+        """Back to the queue with all its tokens; whatever is in flight becomes a result of an earlier
+        start.
         """
         self._move_to(SequenceState.PREEMPTED)
         release = self.release()
-        self._generation += 1
+        self._restart_count += 1
         self._num_computed = 0
         self._num_prefill_tokens = 0
         self._is_token_due = False

@@ -220,11 +220,11 @@ class MockCompute(StageCompute):
             return self._failed(
                 step_slice, f"no token is allowed at position {last + 1} of {step_slice.sequence}"
             )
-        return SliceResult(step_slice.sequence, step_slice.generation, token)
+        return SliceResult(step_slice.sequence, step_slice.restart_count, token)
 
     def _failed(self, step_slice: StepSlice, problem: str) -> SliceResult:
         error = SliceError(step_pb2.SliceError.KIND_SAMPLER, self._stage, problem)
-        return SliceResult(step_slice.sequence, step_slice.generation, error)
+        return SliceResult(step_slice.sequence, step_slice.restart_count, error)
 
 
 def _unanswerable(sampling: StepSampling) -> str | None:

@@ -208,7 +208,7 @@ class ModelCompute(StageCompute):
         for step_slice, end in zip(step.slices, ends, strict=True):
             if step_slice.is_scored:
                 unscored = results.get(
-                    step_slice.sequence, SliceResult(step_slice.sequence, step_slice.generation, None)
+                    step_slice.sequence, SliceResult(step_slice.sequence, step_slice.restart_count, None)
                 )
                 rows = hidden[end - len(step_slice.tokens) : end]
                 results[step_slice.sequence] = sampler.score(step_slice, rows, self._model.logits, unscored)

@@ -347,7 +347,7 @@ class Sampler:
                 results.append(self._unusable(step_slice, _nothing_allowed(step_slice, states[row])))
             else:
                 results.append(
-                    SliceResult(step_slice.sequence, step_slice.generation, token, logprobs.get(row))
+                    SliceResult(step_slice.sequence, step_slice.restart_count, token, logprobs.get(row))
                 )
                 if self._grammars is not None:
                     self._grammars.precompute(step_slice.sequence, token)
@@ -378,7 +378,9 @@ class Sampler:
         return self._failed(step_slice, step_pb2.SliceError.KIND_SAMPLER, problem)
 
     def _failed(self, step_slice: StepSlice, kind: int, message: str) -> SliceResult:
-        return SliceResult(step_slice.sequence, step_slice.generation, SliceError(kind, self._stage, message))
+        return SliceResult(
+            step_slice.sequence, step_slice.restart_count, SliceError(kind, self._stage, message)
+        )
 
 
 def _position(step_slice: StepSlice) -> int:

@@ -259,7 +259,7 @@ def _slowest_facts(slow: telemetry_pb2.SlowestStage) -> dict[str, Any]:
         "layer_begin": slow.layer_begin,
         "layer_end": slow.layer_end,
         "compute_s": slow.compute_s,
-        "times_the_others": slow.times_the_others if slow.HasField("times_the_others") else None,
+        "ratio_to_median": slow.ratio_to_median if slow.HasField("ratio_to_median") else None,
     }
 
 
@@ -283,10 +283,10 @@ def _slowest(each: telemetry_pb2.TraceSummary) -> Text:
     if not each.HasField("slowest_stage"):
         return Text(_NOTHING)
     slow = each.slowest_stage
-    if not slow.HasField("times_the_others"):
+    if not slow.HasField("ratio_to_median"):
         return _text(f"{slow.stage} {slow.worker}")
-    style = "bold yellow" if stands_out(slow.times_the_others) else ""
-    return _text(f"{slow.stage} {slow.worker} {slow.times_the_others:.1f}x", style=style)
+    style = "bold yellow" if stands_out(slow.ratio_to_median) else ""
+    return _text(f"{slow.stage} {slow.worker} {slow.ratio_to_median:.1f}x", style=style)
 
 
 def _text(text: str, style: str = "") -> Text:

@@ -20,10 +20,8 @@ STANDS_OUT = 1.3
 """A stage that takes so many times as long as the median of the others holds them up."""
 
 
-def times_the_others(own_s: float, others_s: Sequence[float]) -> float | None:
-    """How many times as long as the median of the others a stage takes for a step; None where there are no
-    others, or they take no time.
-    """
+def ratio_to_median(own_s: float, others_s: Sequence[float]) -> float | None:
+    """Ratio of a stage's time per step to the median of the other stages; None without other times."""
     middle_s = median(others_s) if others_s else 0.0
     return own_s / middle_s if middle_s > 0 else None
 

@@ -90,7 +90,7 @@ def _slowest(slow: SlowStage) -> dict[str, Any]:
         "layer_begin": slow.place.layer_begin,
         "layer_end": slow.place.layer_end,
         "compute_s": slow.compute_s,
-        "times_the_others": slow.ratio,
+        "ratio_to_median": slow.ratio,
     }
 
 

@@ -95,7 +95,7 @@ def _as_prefill(part: StepSlice) -> StepSlice:
 
 def _second_start(step: Step, hidden: TensorView) -> Messages:
     part = step.slices[0]
-    start = StartRecord(part.sequence, part.generation, 1, (1, 2), GREEDY)
+    start = StartRecord(part.sequence, part.restart_count, 1, (1, 2), GREEDY)
     return _frame(replace(step, starts=(start,)), hidden)
 
 
@@ -105,7 +105,7 @@ def _end_of_unknown(step: Step, hidden: TensorView) -> Messages:
 
 
 def _end_that_keeps_blocks(step: Step, hidden: TensorView) -> Messages:
-    end = EndRecord(step.slices[0].sequence, step.slices[0].generation)
+    end = EndRecord(step.slices[0].sequence, step.slices[0].restart_count)
     return _frame(replace(step, ends=(end,)), hidden)
 
 
@@ -181,10 +181,10 @@ FRAME_FAULTS = (
     FrameFault("step-repeat", K.STEP_ID, _changed(step_id=0), ("step 0", "expected 1"), reported_step=0),
     FrameFault("never-started", K.SLICE_SET, _with_slice(_unknown_sequence), ("not started",), names=(1,)),
     FrameFault(
-        "other-generation",
+        "other-restart_count",
         K.SLICE_SET,
-        _with_slice(lambda part: replace(part, generation=3)),
-        ("generation 3", "generation 0"),
+        _with_slice(lambda part: replace(part, restart_count=3)),
+        ("restart count 3", "restart count 0"),
     ),
     FrameFault("twice-in-a-step", K.SLICE_SET, _twice, ("two slices",), names=(0,)),
     FrameFault(

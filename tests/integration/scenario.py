@@ -77,7 +77,7 @@ def expected_outputs(assignment: Assignment) -> list[Comparable]:
 def _scripted_results(step: Step) -> Iterator[SliceResult]:
     for part in step.slices:
         if part.is_sampled:
-            yield SliceResult(part.sequence, part.generation, 11 + part.first_position)
+            yield SliceResult(part.sequence, part.restart_count, 11 + part.first_position)
 
 
 def _content(output: StageOutput) -> TensorView | StepResult | None:

@@ -207,12 +207,12 @@ def _spell_out(result: step_pb2.StepResult) -> None:
     """A message for each token that came in columns."""
     columns, others = result.tokens, list(result.results)
     result.ClearField("results")
-    for index, (choice, generation, token) in enumerate(
-        zip(columns.choices, columns.generations, columns.tokens, strict=True)
+    for index, (choice, restart_count, token) in enumerate(
+        zip(columns.choices, columns.restart_counts, columns.tokens, strict=True)
     ):
         request_id = columns.request_ids[16 * index : 16 * (index + 1)]
         key = step_pb2.SequenceKey(request_id=request_id, choice=choice)
-        result.results.add(sequence=key, generation=generation, token=token)
+        result.results.add(sequence=key, restart_count=restart_count, token=token)
     result.results.extend(others)
     result.ClearField("tokens")
 

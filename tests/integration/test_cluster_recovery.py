@@ -119,8 +119,8 @@ def result_of_another_sequence(result: step_pb2.StepResult) -> None:
     result.results[0].sequence.choice += 1
 
 
-def result_of_another_generation(result: step_pb2.StepResult) -> None:
-    result.results[0].generation += 1
+def result_of_another_restart_count(result: step_pb2.StepResult) -> None:
+    result.results[0].restart_count += 1
 
 
 def one_result_too_few(result: step_pb2.StepResult) -> None:
@@ -142,7 +142,7 @@ def token_outside_the_vocabulary(result: step_pb2.StepResult) -> None:
         result_of_another_step,
         result_of_another_epoch,
         result_of_another_sequence,
-        result_of_another_generation,
+        result_of_another_restart_count,
         one_result_too_few,
         no_outcome,
         token_outside_the_vocabulary,

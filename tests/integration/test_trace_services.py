@@ -97,7 +97,7 @@ async def test_what_an_exporter_sends_is_what_a_client_gets(
     assert read(found.traces_data, REQUEST_ID) == maker.trace()
     [line] = listed.traces
     assert (line.request_id, line.prompt_tokens, line.completion_tokens) == (REQUEST_ID, 100, 50)
-    assert (line.slowest_stage.worker, line.slowest_stage.times_the_others) == (
+    assert (line.slowest_stage.worker, line.slowest_stage.ratio_to_median) == (
         "worker-1",
         pytest.approx(2.0),
     )

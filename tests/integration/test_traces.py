@@ -120,8 +120,8 @@ async def test_a_preempted_request_stays_one_trace_and_is_recorded_though_not_sa
     tree.check_connected()
     assert len(tree.named(SpanName.PREEMPTION)) == root.attributes[Attr.NUM_PREEMPTIONS]
     assert tree.num_generated >= 60
-    generations = {each.attributes[Attr.GENERATION] for each in tree.named(SpanName.STAGE_DECODE)}
-    assert 0 not in generations, "nobody knew yet that this one would be of interest"
+    restart_counts = {each.attributes[Attr.RESTART_COUNT] for each in tree.named(SpanName.STAGE_DECODE)}
+    assert 0 not in restart_counts, "nobody knew yet that this one would be of interest"
 
 
 async def test_a_trace_stays_connected_when_a_worker_dies(collecting: Collector) -> None:
@@ -140,7 +140,7 @@ async def test_a_trace_stays_connected_when_a_worker_dies(collecting: Collector)
                 {
                     each.attributes[Attr.STAGE_INDEX]
                     for each in Tree.of(spans, trace_id).named(SpanName.STAGE_DECODE)
-                    if each.attributes[Attr.GENERATION] == 1
+                    if each.attributes[Attr.RESTART_COUNT] == 1
                 }
                 == {0, 1, 2}
             )

@@ -92,6 +92,7 @@ async def test_hello_says_who_and_where_the_worker_is(coordinator: CoordinatorDo
             name=f"{socket.gethostname()}-{port}",
             incarnation=hello.incarnation,
             address=f"127.0.0.1:{port}",
+            supports_bf16=True,
             device="cpu",
             memory_bytes=1 << 30,
             last_epoch=0,

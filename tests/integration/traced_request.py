@@ -37,7 +37,7 @@ def traced_request(request_id: str) -> dict[str, Any]:
         "time_to_first_token_s": 0.502,
         "attributes": {},
         "shares": [],
-        "slowest_stage": {**STAGES[2], "compute_s": 1.76, "times_the_others": 2.0},
+        "slowest_stage": {**STAGES[2], "compute_s": 1.76, "ratio_to_median": 2.0},
         "stages": [_total(stage) for stage in range(3)],
         "rows": [*_coordinator_rows(), *({**STAGES[stage], **_stage_row(stage)} for stage in range(3))],
     }

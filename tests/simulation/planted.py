@@ -136,7 +136,7 @@ def a_cancelled_sequence_keeps_its_pages() -> Iterator[None]:
             leave(self, sequence, keep_content=keep_content)
             return
         self._stop_running(sequence)
-        self._used.note_ended(sequence.key, sequence.generation)
+        self._used.note_ended(sequence.key, sequence.restart_count)
 
     with patch.object(Scheduler, "_leave", leak):
         yield
@@ -187,7 +187,7 @@ def a_worker_that_dies_while_others_load_is_not_missed() -> Iterator[None]:
 
 
 @_bug
-def answers_to_an_older_generation_count() -> Iterator[None]:
+def answers_to_an_earlier_start_count() -> Iterator[None]:
     take = Scheduler.complete
 
     def complete(self: Scheduler, result: StepResult, now_s: float) -> Any:
@@ -195,11 +195,11 @@ def answers_to_an_older_generation_count() -> Iterator[None]:
         for part in step.slices if step else ():
             sequence = self._running.get(part.sequence)
             if sequence is not None:
-                part.generation = sequence.generation
+                part.restart_count = sequence.restart_count
         for entry in result.results:
             sequence = self._running.get(entry.sequence)
             if sequence is not None:
-                entry.generation = sequence.generation
+                entry.restart_count = sequence.restart_count
         return take(self, result, now_s)
 
     with patch.object(Scheduler, "complete", complete):

@@ -75,7 +75,7 @@ class SimCompute(StageCompute):
             return TensorView(DType.F32, (len(outputs), 1), outputs.tobytes())
         return tuple(
             [
-                SliceResult(part.sequence, part.generation, value % VOCAB_SIZE)
+                SliceResult(part.sequence, part.restart_count, value % VOCAB_SIZE)
                 for part, value in zip(frame.step.slices, newest, strict=True)
                 if part.is_sampled
             ]

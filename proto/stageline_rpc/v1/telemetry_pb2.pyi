@@ -201,13 +201,13 @@ class SlowestStage(_message.Message):
     LAYER_BEGIN_FIELD_NUMBER: _builtins.int
     LAYER_END_FIELD_NUMBER: _builtins.int
     COMPUTE_S_FIELD_NUMBER: _builtins.int
-    TIMES_THE_OTHERS_FIELD_NUMBER: _builtins.int
+    RATIO_TO_MEDIAN_FIELD_NUMBER: _builtins.int
     stage: _builtins.int
     worker: _builtins.str
     layer_begin: _builtins.int
     layer_end: _builtins.int
     compute_s: _builtins.float
-    times_the_others: _builtins.float
+    ratio_to_median: _builtins.float
     """Its time by that of the median of the other stages in the same steps; unset: there are no others."""
     def __init__(
         self,
@@ -217,15 +217,15 @@ class SlowestStage(_message.Message):
         layer_begin: _builtins.int = ...,
         layer_end: _builtins.int = ...,
         compute_s: _builtins.float = ...,
-        times_the_others: _builtins.float | None = ...,
+        ratio_to_median: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_times_the_others", b"_times_the_others", "times_the_others", b"times_the_others"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_ratio_to_median", b"_ratio_to_median", "ratio_to_median", b"ratio_to_median"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_times_the_others", b"_times_the_others", "compute_s", b"compute_s", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "stage", b"stage", "times_the_others", b"times_the_others", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ratio_to_median", b"_ratio_to_median", "compute_s", b"compute_s", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "ratio_to_median", b"ratio_to_median", "stage", b"stage", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__times_the_others: _TypeAlias = _typing.Literal["times_the_others"]  # noqa: Y015
-    _WhichOneofArgType__times_the_others: _TypeAlias = _typing.Literal["_times_the_others", b"_times_the_others"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__times_the_others) -> _WhichOneofReturnType__times_the_others | None: ...
+    _WhichOneofReturnType__ratio_to_median: _TypeAlias = _typing.Literal["ratio_to_median"]  # noqa: Y015
+    _WhichOneofArgType__ratio_to_median: _TypeAlias = _typing.Literal["_ratio_to_median", b"_ratio_to_median"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ratio_to_median) -> _WhichOneofReturnType__ratio_to_median | None: ...
 
 Global___SlowestStage: _TypeAlias = SlowestStage  # noqa: Y015
 
@@ -310,7 +310,7 @@ class GetActivityResponse(_message.Message):
     UPTIME_US_FIELD_NUMBER: _builtins.int
     SUMMARY_FIELD_NUMBER: _builtins.int
     SLOWEST_STAGE_FIELD_NUMBER: _builtins.int
-    OVER_S_FIELD_NUMBER: _builtins.int
+    WINDOW_S_FIELD_NUMBER: _builtins.int
     STAGES_FIELD_NUMBER: _builtins.int
     BUBBLE_SHARE_FIELD_NUMBER: _builtins.int
     RATES_FIELD_NUMBER: _builtins.int
@@ -328,7 +328,7 @@ class GetActivityResponse(_message.Message):
     """Which stage holds up the others, in a sentence."""
     slowest_stage: _builtins.int
     """That stage; unset where none stands out."""
-    over_s: _builtins.float
+    window_s: _builtins.float
     """What `stages` and `bubble_share` are over."""
     bubble_share: _builtins.float
     """Of the time in which steps are in flight, the share in which a stage does not compute; the mean over the stages,
@@ -369,7 +369,7 @@ class GetActivityResponse(_message.Message):
         uptime_us: _builtins.int = ...,
         summary: _builtins.str = ...,
         slowest_stage: _builtins.int | None = ...,
-        over_s: _builtins.float = ...,
+        window_s: _builtins.float = ...,
         stages: _abc.Iterable[Global___StageActivity] | None = ...,
         bubble_share: _builtins.float | None = ...,
         rates: Global___ActivityRates | None = ...,
@@ -382,7 +382,7 @@ class GetActivityResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bubble_share", b"_bubble_share", "_slowest_stage", b"_slowest_stage", "bubble_share", b"bubble_share", "rates", b"rates", "slowest_stage", b"slowest_stage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bubble_share", b"_bubble_share", "_slowest_stage", b"_slowest_stage", "bubble_share", b"bubble_share", "epochs", b"epochs", "in_flight", b"in_flight", "now_unix_us", b"now_unix_us", "now_us", b"now_us", "num_answered", b"num_answered", "over_s", b"over_s", "rates", b"rates", "requests", b"requests", "seconds", b"seconds", "slowest_stage", b"slowest_stage", "stages", b"stages", "steps", b"steps", "summary", b"summary", "uptime_us", b"uptime_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bubble_share", b"_bubble_share", "_slowest_stage", b"_slowest_stage", "bubble_share", b"bubble_share", "epochs", b"epochs", "in_flight", b"in_flight", "now_unix_us", b"now_unix_us", "now_us", b"now_us", "num_answered", b"num_answered", "rates", b"rates", "requests", b"requests", "seconds", b"seconds", "slowest_stage", b"slowest_stage", "stages", b"stages", "steps", b"steps", "summary", b"summary", "uptime_us", b"uptime_us", "window_s", b"window_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bubble_share: _TypeAlias = _typing.Literal["bubble_share"]  # noqa: Y015
     _WhichOneofArgType__bubble_share: _TypeAlias = _typing.Literal["_bubble_share", b"_bubble_share"]  # noqa: Y015
@@ -518,11 +518,11 @@ Global___StepInFlight: _TypeAlias = StepInFlight  # noqa: Y015
 
 @_typing.final
 class ActivityRates(_message.Message):
-    """Of the last `over_s` seconds, each per second."""
+    """Of the last `window_s` seconds, each per second."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    OVER_S_FIELD_NUMBER: _builtins.int
+    WINDOW_S_FIELD_NUMBER: _builtins.int
     GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
     PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
@@ -531,7 +531,7 @@ class ActivityRates(_message.Message):
     REQUESTS_UNFINISHED_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     INTER_TOKEN_FIELD_NUMBER: _builtins.int
-    over_s: _builtins.float
+    window_s: _builtins.float
     generated_tokens: _builtins.float
     prefill_tokens: _builtins.float
     steps: _builtins.float
@@ -550,7 +550,7 @@ class ActivityRates(_message.Message):
     def __init__(
         self,
         *,
-        over_s: _builtins.float = ...,
+        window_s: _builtins.float = ...,
         generated_tokens: _builtins.float = ...,
         prefill_tokens: _builtins.float = ...,
         steps: _builtins.float = ...,
@@ -562,7 +562,7 @@ class ActivityRates(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["first_token", b"first_token", "inter_token", b"inter_token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token", b"first_token", "generated_tokens", b"generated_tokens", "inter_token", b"inter_token", "over_s", b"over_s", "prefill_tokens", b"prefill_tokens", "requests_accepted", b"requests_accepted", "requests_finished", b"requests_finished", "requests_unfinished", b"requests_unfinished", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token", b"first_token", "generated_tokens", b"generated_tokens", "inter_token", b"inter_token", "prefill_tokens", b"prefill_tokens", "requests_accepted", b"requests_accepted", "requests_finished", b"requests_finished", "requests_unfinished", b"requests_unfinished", "steps", b"steps", "window_s", b"window_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

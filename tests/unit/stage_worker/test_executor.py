@@ -274,15 +274,15 @@ def test_two_sequences_on_one_page_are_refused_before_anything_is_written(stage:
 def test_preempted_sequences_start_again_and_leave_no_block(directory: Path) -> None:
     stage = Stage(replace(new_assignment(directory, stage=1), num_blocks=4))
     sequences = [stage.log.add((first, 2, 3, 4, 5), max_tokens=8) for first in (1, 6)]
-    generations = set()
+    restart_counts = set()
     while (step := stage.log.scheduler.next_step(0.0)) is not None:
         stage.run(step)
         stage.executor.check_integrity()
         sampled = [part for part in step.slices if part.is_sampled]
-        generations |= {part.generation for part in sampled}
-        results = tuple(SliceResult(part.sequence, part.generation, 9) for part in sampled)
+        restart_counts |= {part.restart_count for part in sampled}
+        results = tuple(SliceResult(part.sequence, part.restart_count, 9) for part in sampled)
         stage.log.complete(StepResult(1, step.step_id, results))
-    assert generations == {0, 1}
+    assert restart_counts == {0, 1}
     assert [sequence.num_generated_tokens for sequence in sequences] == [8, 8]
     assert stage.executor.stats.blocks_active == 0
 

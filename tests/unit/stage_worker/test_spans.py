@@ -71,9 +71,9 @@ class Stage:
         return [dict(span.attributes or {}) for span in self.sink.named(SpanName.STAGE_DECODE)]
 
 
-def start(key: SequenceKey, *, generation: int = 0, traceparent: str | None = None) -> StartRecord:
+def start(key: SequenceKey, *, restart_count: int = 0, traceparent: str | None = None) -> StartRecord:
     header = format_traceparent(REQUEST) if traceparent is None else traceparent
-    return StartRecord(key, generation, 3, (1, 2, 3), StepSampling(), header)
+    return StartRecord(key, restart_count, 3, (1, 2, 3), StepSampling(), header)
 
 
 def chunk(key: SequenceKey, begin: int, num_tokens: int) -> StepSlice:
@@ -90,7 +90,7 @@ def test_each_chunk_has_a_span_below_the_coordinators() -> None:
     stage.run(chunk(ONE, 2, 1))
     first, second = stage.sink.named(SpanName.STAGE_PREFILL)
     for span, begin in ((first, 0), (second, 2)):
-        parent = work_span(REQUEST, choice=0, generation=0, start=begin)
+        parent = work_span(REQUEST, choice=0, restart_count=0, start=begin)
         assert span.parent is not None
         assert (span.parent.trace_id, span.parent.span_id) == (parent.trace_id, parent.span_id)
     attributes = first.attributes or {}
@@ -146,10 +146,10 @@ def test_a_choice_that_starts_again_in_the_step_in_which_it_ends_is_somebody_new
     stage = Stage()
     stage.run(chunk(ONE, 0, 3), starts=(start(ONE),))
     stage.run(decode(ONE))
-    stage.run(chunk(ONE, 0, 3), starts=(start(ONE, generation=1),), ends=(EndRecord(ONE, 0),))
+    stage.run(chunk(ONE, 0, 3), starts=(start(ONE, restart_count=1),), ends=(EndRecord(ONE, 0),))
     stage.run(decode(ONE))
     stage.run(ends=(EndRecord(ONE, 1),))
-    assert [each[Attr.GENERATION] for each in stage.decodes] == [0, 1]
+    assert [each[Attr.RESTART_COUNT] for each in stage.decodes] == [0, 1]
 
 
 def test_spans_say_what_the_stage_computes_on_in_and_with() -> None:

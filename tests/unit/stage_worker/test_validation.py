@@ -15,21 +15,21 @@ KEY = SequenceKey(RequestId(bytes(16)), 0)
 TOKENS = tuple(range(100, 110))
 
 
-def start(generation: int = 0, key: SequenceKey = KEY) -> StartRecord:
-    return StartRecord(key, generation, len(TOKENS), TOKENS, GREEDY)
+def start(restart_count: int = 0, key: SequenceKey = KEY) -> StartRecord:
+    return StartRecord(key, restart_count, len(TOKENS), TOKENS, GREEDY)
 
 
-def chunk(begin: int, end: int, *, generation: int = 0) -> StepSlice:
-    return StepSlice(KEY, generation, TOKENS[begin:end], Prefill(begin, end - begin, len(TOKENS)))
+def chunk(begin: int, end: int, *, restart_count: int = 0) -> StepSlice:
+    return StepSlice(KEY, restart_count, TOKENS[begin:end], Prefill(begin, end - begin, len(TOKENS)))
 
 
-def decode(position: int, *, generation: int = 0) -> StepSlice:
-    return StepSlice(KEY, generation, (5,), Decode(position))
+def decode(position: int, *, restart_count: int = 0) -> StepSlice:
+    return StepSlice(KEY, restart_count, (5,), Decode(position))
 
 
-def started(generation: int = 0) -> StageSequences:
+def started(restart_count: int = 0) -> StageSequences:
     states = StageSequences()
-    states.start(start(generation))
+    states.start(start(restart_count))
     return states
 
 
@@ -99,9 +99,9 @@ def test_a_chunk_of_another_prefill_is_refused() -> None:
     assert (fault.kind, "11" in fault.message) == (StepFaultKind.SLICE_SET, True)
 
 
-@pytest.mark.parametrize("generation", [0, 2])
-def test_a_slice_of_another_generation_is_refused(generation: int) -> None:
-    fault = refused(started(1), chunk(0, 4, generation=generation))
+@pytest.mark.parametrize("restart_count", [0, 2])
+def test_a_slice_of_another_restart_count_is_refused(restart_count: int) -> None:
+    fault = refused(started(1), chunk(0, 4, restart_count=restart_count))
     assert fault.kind is StepFaultKind.SLICE_SET
 
 
@@ -120,13 +120,13 @@ def test_the_choices_of_a_request_are_sequences_of_their_own() -> None:
     take(states, chunk(0, 4))
 
 
-@pytest.mark.parametrize("generation", [0, 1])
-def test_a_start_of_a_live_sequence_is_refused(generation: int) -> None:
-    with pytest.raises(StepFault, match=r"RECORD.*generation 0 is live"):
-        started().start(start(generation))
+@pytest.mark.parametrize("restart_count", [0, 1])
+def test_a_start_of_a_live_sequence_is_refused(restart_count: int) -> None:
+    with pytest.raises(StepFault, match=r"RECORD.*restart count 0 is live"):
+        started().start(start(restart_count))
 
 
-def test_a_second_start_of_a_generation_that_has_ended_is_refused() -> None:
+def test_a_second_start_with_a_restart_count_that_has_ended_is_refused() -> None:
     states = started()
     states.end(EndRecord(KEY, 0))
     with pytest.raises(StepFault, match=r"RECORD.*ended already"):
@@ -137,20 +137,20 @@ def test_a_second_start_of_a_generation_that_has_ended_is_refused() -> None:
 def test_the_memory_of_ended_sequences_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(validation, "ENDED_REMEMBERED", 2)
     states = StageSequences()
-    for generation in range(4):
-        states.start(start(generation))
-        states.end(EndRecord(KEY, generation))
+    for restart_count in range(4):
+        states.start(start(restart_count))
+        states.end(EndRecord(KEY, restart_count))
     states.start(start(1))
     states.end(EndRecord(KEY, 1))
     with pytest.raises(StepFault, match="ended already"):
         states.start(start(3))
 
 
-@pytest.mark.parametrize("generation", [1, 2])
-def test_an_end_of_what_is_not_live_is_refused(generation: int) -> None:
+@pytest.mark.parametrize("restart_count", [1, 2])
+def test_an_end_of_what_is_not_live_is_refused(restart_count: int) -> None:
     states = started()
     with pytest.raises(StepFault, match="RECORD"):
-        states.end(EndRecord(KEY, generation))
+        states.end(EndRecord(KEY, restart_count))
     states.end(EndRecord(KEY, 0))
     with pytest.raises(StepFault, match="RECORD"):
         states.end(EndRecord(KEY, 0))

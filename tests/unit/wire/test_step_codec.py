@@ -247,7 +247,7 @@ def test_decodes_may_come_as_messages_too() -> None:
         sequence = step_pb2.SequenceKey(request_id=part.sequence.request_id, choice=part.sequence.choice)
         message.slices.add(
             sequence=sequence,
-            generation=part.generation,
+            restart_count=part.restart_count,
             tokens=part.tokens,
             decode=step_pb2.Decode(position=part.first_position),
         )
@@ -269,7 +269,7 @@ def _more_ids(columns: step_pb2.DecodeColumns | step_pb2.TokenColumns) -> None:
         _more_ids,
         lambda columns: columns.ClearField("request_ids"),
         lambda columns: columns.choices.append(1),
-        lambda columns: columns.generations.pop(),
+        lambda columns: columns.restart_counts.pop(),
         lambda columns: columns.tokens.append(1),
         lambda columns: columns.ClearField("positions"),
     ],
@@ -285,7 +285,7 @@ def test_decode_columns_of_different_lengths_are_refused(
     assert caught.value.step_id == 7
 
 
-@pytest.mark.parametrize("name", ["choices", "generations", "tokens"])
+@pytest.mark.parametrize("name", ["choices", "restart_counts", "tokens"])
 def test_token_columns_of_different_lengths_are_refused(name: str) -> None:
     message = encode_result(StepResult(1, 7, TOKENS))
     getattr(message.tokens, name).append(1)

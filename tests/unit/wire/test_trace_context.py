@@ -51,19 +51,19 @@ def test_no_text_is_an_error(header: str) -> None:
 def test_work_has_one_id_that_both_ends_know_and_that_nothing_else_has() -> None:
     request = span_context(1 << 100, 7)
     places = [
-        (choice, generation, start)
+        (choice, restart_count, start)
         for choice in range(3)
-        for generation in range(3)
+        for restart_count in range(3)
         for start in (0, 512, DECODE)
     ]
     spans = {
-        work_span(request, choice=choice, generation=generation, start=start).span_id
-        for choice, generation, start in places
+        work_span(request, choice=choice, restart_count=restart_count, start=start).span_id
+        for choice, restart_count, start in places
     }
     assert len(spans) == len(places)
     stage_side = parse_traceparent(format_traceparent(request))
     assert stage_side is not None
-    one, other = (work_span(each, choice=1, generation=2, start=64) for each in (request, stage_side))
+    one, other = (work_span(each, choice=1, restart_count=2, start=64) for each in (request, stage_side))
     assert (one.trace_id, one.span_id, one.trace_flags) == (other.trace_id, other.span_id, other.trace_flags)
 
 

@@ -54,15 +54,15 @@ sequence_signals = st.builds(SequenceSignal, sequence_keys, signals)
 @st.composite
 def slices(draw: st.DrawFn) -> StepSlice:
     """Prefill chunks anywhere in their prefill, the final ones included, and decodes."""
-    key, generation = draw(sequence_keys), draw(U32)
+    key, restart_count = draw(sequence_keys), draw(U32)
     if draw(st.booleans()):
-        return StepSlice(key, generation, (draw(U32),), Decode(draw(U32)))
+        return StepSlice(key, restart_count, (draw(U32),), Decode(draw(U32)))
     part = draw(tokens)
     start = draw(st.integers(0, 2**32 - 1 - len(part)))
     end = start + len(part)
     num_prefill_tokens = draw(st.integers(end, 2**32 - 1))
     return StepSlice(
-        key, generation, part, Prefill(start, len(part), num_prefill_tokens, draw(st.booleans()))
+        key, restart_count, part, Prefill(start, len(part), num_prefill_tokens, draw(st.booleans()))
     )
 
 

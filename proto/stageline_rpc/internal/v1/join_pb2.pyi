@@ -243,7 +243,7 @@ class WorkerHello(_message.Message):
     PID_FIELD_NUMBER: _builtins.int
     HOSTNAME_FIELD_NUMBER: _builtins.int
     IS_MOCK_FIELD_NUMBER: _builtins.int
-    LACKS_BF16_FIELD_NUMBER: _builtins.int
+    SUPPORTS_BF16_FIELD_NUMBER: _builtins.int
     REJOIN_SECRET_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     name: _builtins.str
@@ -262,8 +262,8 @@ class WorkerHello(_message.Message):
     hostname: _builtins.str
     is_mock: _builtins.bool
     """It computes nothing and only lets time pass. Mock and real stages are never in one cluster."""
-    lacks_bf16: _builtins.bool
-    """Its device computes bfloat16 by other means, and slower than float32: bf16 models run in float32, unless told."""
+    supports_bf16: _builtins.bool
+    """The device computes bfloat16 in hardware. With false, bf16 models run in float32 by default, which is faster there."""
     rejoin_secret: _builtins.bytes
     """`Welcome.rejoin_secret` of the process's stream before, if there was one."""
     def __init__(
@@ -279,12 +279,12 @@ class WorkerHello(_message.Message):
         pid: _builtins.int = ...,
         hostname: _builtins.str = ...,
         is_mock: _builtins.bool = ...,
-        lacks_bf16: _builtins.bool = ...,
+        supports_bf16: _builtins.bool = ...,
         rejoin_secret: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "hostname", b"hostname", "incarnation", b"incarnation", "is_mock", b"is_mock", "lacks_bf16", b"lacks_bf16", "last_epoch", b"last_epoch", "memory_bytes", b"memory_bytes", "name", b"name", "pid", b"pid", "protocol_version", b"protocol_version", "rejoin_secret", b"rejoin_secret"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "hostname", b"hostname", "incarnation", b"incarnation", "is_mock", b"is_mock", "last_epoch", b"last_epoch", "memory_bytes", b"memory_bytes", "name", b"name", "pid", b"pid", "protocol_version", b"protocol_version", "rejoin_secret", b"rejoin_secret", "supports_bf16", b"supports_bf16"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -427,7 +427,7 @@ class AssignStage(_message.Message):
     MAX_STEP_SEQUENCES_FIELD_NUMBER: _builtins.int
     MAX_SEQUENCE_TOKENS_FIELD_NUMBER: _builtins.int
     WIRE_DTYPE_FIELD_NUMBER: _builtins.int
-    READS_AGAIN_FIELD_NUMBER: _builtins.int
+    FORCE_RELOAD_FIELD_NUMBER: _builtins.int
     plan_id: _builtins.int
     """Grows with every plan of this coordinator."""
     stage: _builtins.int
@@ -445,8 +445,8 @@ class AssignStage(_message.Message):
     max_sequence_tokens: _builtins.int
     wire_dtype: _cluster_pb2.Dtype.ValueType
     """What to send hidden states in, unless the worker itself says otherwise; unspecified: in `dtype`."""
-    reads_again: _builtins.bool
-    """What the worker has in memory of the model is not trusted: drop it, and read everything again."""
+    force_reload: _builtins.bool
+    """Drop all cached weights of the model and read them again."""
     @_builtins.property
     def model(self) -> Global___ModelRef: ...
     def __init__(
@@ -466,11 +466,11 @@ class AssignStage(_message.Message):
         max_step_sequences: _builtins.int = ...,
         max_sequence_tokens: _builtins.int = ...,
         wire_dtype: _cluster_pb2.Dtype.ValueType = ...,
-        reads_again: _builtins.bool = ...,
+        force_reload: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "max_sequence_tokens", b"max_sequence_tokens", "max_step_sequences", b"max_step_sequences", "max_step_tokens", b"max_step_tokens", "model", b"model", "num_blocks", b"num_blocks", "num_stages", b"num_stages", "plan_id", b"plan_id", "reads_again", b"reads_again", "role", b"role", "stage", b"stage", "wire_dtype", b"wire_dtype"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "dtype", b"dtype", "force_reload", b"force_reload", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "max_sequence_tokens", b"max_sequence_tokens", "max_step_sequences", b"max_step_sequences", "max_step_tokens", b"max_step_tokens", "model", b"model", "num_blocks", b"num_blocks", "num_stages", b"num_stages", "plan_id", b"plan_id", "role", b"role", "stage", b"stage", "wire_dtype", b"wire_dtype"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

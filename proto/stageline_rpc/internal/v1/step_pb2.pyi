@@ -178,11 +178,11 @@ class StepSlice(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
-    GENERATION_FIELD_NUMBER: _builtins.int
+    RESTART_COUNT_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     PREFILL_FIELD_NUMBER: _builtins.int
     DECODE_FIELD_NUMBER: _builtins.int
-    generation: _builtins.int
+    restart_count: _builtins.int
     @_builtins.property
     def sequence(self) -> Global___SequenceKey: ...
     @_builtins.property
@@ -195,14 +195,14 @@ class StepSlice(_message.Message):
         self,
         *,
         sequence: Global___SequenceKey | None = ...,
-        generation: _builtins.int = ...,
+        restart_count: _builtins.int = ...,
         tokens: _abc.Iterable[_builtins.int] | None = ...,
         prefill: Global___Prefill | None = ...,
         decode: Global___Decode | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "inference_step", b"inference_step", "prefill", b"prefill", "sequence", b"sequence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "generation", b"generation", "inference_step", b"inference_step", "prefill", b"prefill", "sequence", b"sequence", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "inference_step", b"inference_step", "prefill", b"prefill", "restart_count", b"restart_count", "sequence", b"sequence", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_inference_step: _TypeAlias = _typing.Literal["prefill", "decode"]  # noqa: Y015
     _WhichOneofArgType_inference_step: _TypeAlias = _typing.Literal["inference_step", b"inference_step"]  # noqa: Y015
@@ -272,7 +272,7 @@ class DecodeColumns(_message.Message):
 
     REQUEST_IDS_FIELD_NUMBER: _builtins.int
     CHOICES_FIELD_NUMBER: _builtins.int
-    GENERATIONS_FIELD_NUMBER: _builtins.int
+    RESTART_COUNTS_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     POSITIONS_FIELD_NUMBER: _builtins.int
     request_ids: _builtins.bytes
@@ -280,7 +280,7 @@ class DecodeColumns(_message.Message):
     @_builtins.property
     def choices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
-    def generations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def restart_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -292,13 +292,13 @@ class DecodeColumns(_message.Message):
         *,
         request_ids: _builtins.bytes = ...,
         choices: _abc.Iterable[_builtins.int] | None = ...,
-        generations: _abc.Iterable[_builtins.int] | None = ...,
+        restart_counts: _abc.Iterable[_builtins.int] | None = ...,
         tokens: _abc.Iterable[_builtins.int] | None = ...,
         positions: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "generations", b"generations", "positions", b"positions", "request_ids", b"request_ids", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "positions", b"positions", "request_ids", b"request_ids", "restart_counts", b"restart_counts", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -306,17 +306,17 @@ Global___DecodeColumns: _TypeAlias = DecodeColumns  # noqa: Y015
 
 @_typing.final
 class StartRecord(_message.Message):
-    """Rides in the first frame of each (sequence, epoch, generation), exactly once."""
+    """Rides in the first frame of each (sequence, epoch, restart_count), exactly once."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
-    GENERATION_FIELD_NUMBER: _builtins.int
+    RESTART_COUNT_FIELD_NUMBER: _builtins.int
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
-    generation: _builtins.int
+    restart_count: _builtins.int
     num_prompt_tokens: _builtins.int
     traceparent: _builtins.str
     """W3C trace context of the request's span; empty where the request is not traced."""
@@ -332,7 +332,7 @@ class StartRecord(_message.Message):
         self,
         *,
         sequence: Global___SequenceKey | None = ...,
-        generation: _builtins.int = ...,
+        restart_count: _builtins.int = ...,
         num_prompt_tokens: _builtins.int = ...,
         tokens: _abc.Iterable[_builtins.int] | None = ...,
         sampling: Global___StepSampling | None = ...,
@@ -340,7 +340,7 @@ class StartRecord(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "sequence", b"sequence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "num_prompt_tokens", b"num_prompt_tokens", "sampling", b"sampling", "sequence", b"sequence", "tokens", b"tokens", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_prompt_tokens", b"num_prompt_tokens", "restart_count", b"restart_count", "sampling", b"sampling", "sequence", b"sequence", "tokens", b"tokens", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -504,19 +504,19 @@ class EndRecord(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
-    GENERATION_FIELD_NUMBER: _builtins.int
-    generation: _builtins.int
+    RESTART_COUNT_FIELD_NUMBER: _builtins.int
+    restart_count: _builtins.int
     @_builtins.property
     def sequence(self) -> Global___SequenceKey: ...
     def __init__(
         self,
         *,
         sequence: Global___SequenceKey | None = ...,
-        generation: _builtins.int = ...,
+        restart_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["restart_count", b"restart_count", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -731,14 +731,14 @@ class TokenColumns(_message.Message):
 
     REQUEST_IDS_FIELD_NUMBER: _builtins.int
     CHOICES_FIELD_NUMBER: _builtins.int
-    GENERATIONS_FIELD_NUMBER: _builtins.int
+    RESTART_COUNTS_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     request_ids: _builtins.bytes
     """16 bytes each."""
     @_builtins.property
     def choices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
-    def generations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def restart_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -746,12 +746,12 @@ class TokenColumns(_message.Message):
         *,
         request_ids: _builtins.bytes = ...,
         choices: _abc.Iterable[_builtins.int] | None = ...,
-        generations: _abc.Iterable[_builtins.int] | None = ...,
+        restart_counts: _abc.Iterable[_builtins.int] | None = ...,
         tokens: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "generations", b"generations", "request_ids", b"request_ids", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "request_ids", b"request_ids", "restart_counts", b"restart_counts", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -762,12 +762,12 @@ class SliceResult(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
-    GENERATION_FIELD_NUMBER: _builtins.int
+    RESTART_COUNT_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
-    generation: _builtins.int
+    restart_count: _builtins.int
     token: _builtins.int
     @_builtins.property
     def sequence(self) -> Global___SequenceKey: ...
@@ -785,7 +785,7 @@ class SliceResult(_message.Message):
         self,
         *,
         sequence: Global___SequenceKey | None = ...,
-        generation: _builtins.int = ...,
+        restart_count: _builtins.int = ...,
         token: _builtins.int = ...,
         error: Global___SliceError | None = ...,
         logprobs: Global___StepLogprobs | None = ...,
@@ -793,7 +793,7 @@ class SliceResult(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "logprobs", b"logprobs", "outcome", b"outcome", "sequence", b"sequence", "token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "generation", b"generation", "logprobs", b"logprobs", "outcome", b"outcome", "prompt_logprobs", b"prompt_logprobs", "sequence", b"sequence", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "logprobs", b"logprobs", "outcome", b"outcome", "prompt_logprobs", b"prompt_logprobs", "restart_count", b"restart_count", "sequence", b"sequence", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_outcome: _TypeAlias = _typing.Literal["token", "error"]  # noqa: Y015
     _WhichOneofArgType_outcome: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015

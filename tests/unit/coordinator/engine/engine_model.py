@@ -300,9 +300,9 @@ class EngineModel:
         last = self.stages[-1]
         if self.error_at(part):
             error = SliceError(1, len(self.stages) - 1, "made up")
-            return SliceResult(part.sequence, part.generation, error)
+            return SliceResult(part.sequence, part.restart_count, error)
         logprobs = None if token is None else last.logprobs(part, token)
-        return SliceResult(part.sequence, part.generation, token, logprobs, last.prompt_logprobs(part))
+        return SliceResult(part.sequence, part.restart_count, token, logprobs, last.prompt_logprobs(part))
 
 
 def ended_as(request: Request) -> SequenceState:

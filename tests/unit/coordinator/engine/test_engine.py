@@ -202,7 +202,7 @@ def test_the_id_of_a_live_or_kept_request_is_taken_until_it_is_forgotten(new_mod
     model.now_s += 5
     model.engine.sweep()
     second = model.submit(again)
-    assert model.sent[-1].starts[0].generation == 1
+    assert model.sent[-1].starts[0].restart_count == 1
     model.run()
     check_whole(second, Wish(max_tokens=1))
     assert model.totals == (2, 0, 0)

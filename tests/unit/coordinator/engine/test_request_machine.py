@@ -192,11 +192,11 @@ class Requests(RuleBasedStateMachine):
     @rule()
     def deliver(self) -> None:
         """The oldest result reaches the engine, and ends what it says and who does not read."""
-        running = {each.key: each.generation for each in self.engine.scheduler.running}
+        running = {each.key: each.restart_count for each in self.engine.scheduler.running}
         valid = [
             entry
             for entry in self.model.results[0].results
-            if running.get(entry.sequence) == entry.generation
+            if running.get(entry.sequence) == entry.restart_count
         ]
         failing = {entry.sequence.request_id for entry in valid if isinstance(entry.outcome, SliceError)}
         for entry in valid:

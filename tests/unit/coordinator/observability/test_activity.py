@@ -102,7 +102,7 @@ def test_tokens_and_requests_are_counted_in_their_seconds() -> None:
         1,
     )
     rates = story.at(1004.0).rates
-    assert rates.over_s == pytest.approx(4.0)
+    assert rates.window_s == pytest.approx(4.0)
     assert rates.generated_tokens == pytest.approx(15 / 4)
 
 

@@ -184,7 +184,7 @@ def test_a_stage_that_takes_twice_as_long_is_named(times: tuple[float, ...]) -> 
     assert (found.stage, found.ratio, found.is_notable) == (len(times) - 1, pytest.approx(2.0), True)
     workers = [f"worker-{each}" for each in range(len(times))]
     last = len(times) - 1
-    assert describe_pipeline(loads, workers, over_s=10, bubble_share=0.25) == (
+    assert describe_pipeline(loads, workers, window_s=10, bubble_share=0.25) == (
         f"Stage {last} (worker-{last}) is the slowest: 96 % busy, 2.0 x the median step time."
     )
 
@@ -196,7 +196,7 @@ def test_stages_that_are_alike_are_not_blamed() -> None:
     assert not found.is_notable
     told = "No stage stands out: Stage 1 (b) takes longest, 1.05 x the median step time, and is 50 % busy"
     for share, more in ((0.25, "; 25 % of the stages' time are bubbles."), (None, ".")):
-        assert describe_pipeline(loads, ["a", "b", "c"], over_s=10, bubble_share=share) == told + more
+        assert describe_pipeline(loads, ["a", "b", "c"], window_s=10, bubble_share=share) == told + more
 
 
 def test_a_stage_is_slow_here_when_it_is_in_traces() -> None:
@@ -210,8 +210,8 @@ def test_a_stage_is_slow_here_when_it_is_in_traces() -> None:
 
 def test_a_single_stage_has_none_to_compare_with() -> None:
     assert find_bottleneck([load(20)]) is None
-    assert describe_pipeline([load(20)], ["w"], over_s=10, bubble_share=None) == "Stage 0 (w) is 50 % busy."
-    assert describe_pipeline([], [], over_s=10, bubble_share=None) == "Idle: no step in the last 10 s."
+    assert describe_pipeline([load(20)], ["w"], window_s=10, bubble_share=None) == "Stage 0 (w) is 50 % busy."
+    assert describe_pipeline([], [], window_s=10, bubble_share=None) == "Idle: no step in the last 10 s."
 
 
 def test_two_steps_are_too_few_to_blame_anybody() -> None:

@@ -74,7 +74,7 @@ class WatchedEngine:
         self.now_s += after_s
         step = self.sent.popleft()
         results = tuple(
-            SliceResult(part.sequence, part.generation, 7) for part in step.slices if part.is_answered
+            SliceResult(part.sequence, part.restart_count, 7) for part in step.slices if part.is_answered
         )
         self.engine.complete(StepResult(step.epoch, step.step_id, results, times))
 

@@ -181,7 +181,7 @@ class PipelineModel:
             self.queues[stage + 1].append(step)
             return True
         results = tuple(
-            SliceResult(part.sequence, part.generation, self._outcome(part, tokens))
+            SliceResult(part.sequence, part.restart_count, self._outcome(part, tokens))
             for part in step.slices
             if part.is_sampled
         )
@@ -265,6 +265,6 @@ class PipelineModel:
         num_before = self.scheduler.num_steps_in_flight - 1
         before = self.sent[len(self.sent) - num_before :]
         sampled = [part for each in before for part in each.slices if part.is_sampled]
-        owed = {(part.sequence, part.generation) for part in sampled}
+        owed = {(part.sequence, part.restart_count) for part in sampled}
         for part in step.slices:
-            assert (part.sequence, part.generation) not in owed, "two tokens of one sequence in flight"
+            assert (part.sequence, part.restart_count) not in owed, "two tokens of one sequence in flight"

@@ -46,7 +46,7 @@ class _Known:
     """What a stage knows of a sequence."""
 
     start: StartRecord
-    generation: int
+    restart_count: int
     num_prefill_tokens: int
     tokens: list[int]
     entries: list[int]
@@ -107,7 +107,9 @@ class StageReplica:
 
     def _apply_records(self, step: Step) -> None:
         for end in step.ends:
-            assert self.sequences[end.sequence].generation == end.generation, "end of another generation"
+            assert self.sequences[end.sequence].restart_count == end.restart_count, (
+                "end with another restart count"
+            )
             del self.sequences[end.sequence]
         for start in step.starts:
             self._start(start)
@@ -120,18 +122,18 @@ class StageReplica:
         assert len(self.tables) == len(self.sequences), "a table of a sequence that has not started"
 
     def _start(self, start: StartRecord) -> None:
-        key, generation = start.sequence, start.generation
+        key, restart_count = start.sequence, start.restart_count
         assert key not in self.sequences, "start of a sequence that is live"
-        assert (key, generation) not in self._started, "second start of a generation"
+        assert (key, restart_count) not in self._started, "second start with one restart count"
         assert 0 < start.num_prompt_tokens <= len(start.tokens)
-        self._started.add((key, generation))
+        self._started.add((key, restart_count))
         tokens = list(start.tokens)
-        self.sequences[key] = _Known(start, generation, len(tokens), tokens, kv_entries(tokens))
+        self.sequences[key] = _Known(start, restart_count, len(tokens), tokens, kv_entries(tokens))
 
     def _run(self, part: StepSlice) -> bool:
         """Whether a token is due."""
         known = self.sequences[part.sequence]
-        assert part.generation == known.generation, "slice of another generation"
+        assert part.restart_count == known.restart_count, "slice with another restart count"
         self._check_position(part, known)
         step = part.inference_step
         if isinstance(step, Decode):
@@ -154,7 +156,7 @@ class StageReplica:
             is_scored = known.start.sampling.prompt_logprobs is not None
             is_first = position <= valid if is_scored else position == valid
             assert is_first, f"begins at {position}, {valid} are cached"
-            self.first_starts[part.sequence, part.generation] = position
+            self.first_starts[part.sequence, part.restart_count] = position
         else:
             assert position == known.num_computed, f"position {position}, expected {known.num_computed}"
 

@@ -1,4 +1,4 @@
-"""A key that comes again starts above every generation of its past."""
+"""A key that comes again starts above every restart count of its past."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from coordinator.scheduler.cost_model import work_of
 from coordinator.scheduler.in_flight import ResultMismatch
 from coordinator.scheduler.kv_manager import KvCacheManager
 from coordinator.scheduler.policy import SchedulerLimits
-from coordinator.scheduler.scheduler import Scheduler, UsedGenerations
+from coordinator.scheduler.scheduler import Scheduler, UsedRestartCounts
 from coordinator.scheduler.sequence import FinishReason, SequenceState
 from stage_worker import validation
 from tests.unit.coordinator.scheduler.pipeline_model import PipelineModel, key_of, solo_run
@@ -28,18 +28,18 @@ def key() -> SequenceKey:
     return SequenceKey(new_request_id(), 0)
 
 
-def test_a_new_key_starts_at_generation_0() -> None:
-    assert UsedGenerations().next_of(key()) == 0
+def test_a_new_key_starts_at_restart_count_0() -> None:
+    assert UsedRestartCounts().next_of(key()) == 0
 
 
-def test_a_key_starts_above_the_last_generation_of_its_predecessor() -> None:
-    used, one, other = UsedGenerations(), key(), key()
+def test_a_key_starts_above_the_last_restart_count_of_its_predecessor() -> None:
+    used, one, other = UsedRestartCounts(), key(), key()
     used.note_ended(one, 2)
     assert (used.next_of(one), used.next_of(other)) == (3, 0)
 
 
 def test_another_epoch_knows_nothing_of_this_one() -> None:
-    used, one = UsedGenerations(), key()
+    used, one = UsedRestartCounts(), key()
     used.note_ended(one, 2)
     used.clear()
     assert used.next_of(one) == 0
@@ -47,7 +47,7 @@ def test_another_epoch_knows_nothing_of_this_one() -> None:
 
 def test_memory_is_bounded_and_forgets_what_ended_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "REMEMBERED", 2)
-    used, first, second, third = UsedGenerations(), key(), key(), key()
+    used, first, second, third = UsedRestartCounts(), key(), key(), key()
     for each in (first, second, first, third):
         used.note_ended(each, used.next_of(each))
     assert [used.next_of(each) for each in (first, second, third)] == [2, 0, 1]
@@ -263,7 +263,7 @@ def test_the_last_to_arrive_is_preempted_and_is_the_first_to_return() -> None:
     model.begin_epoch()
     while not any(each.state is SequenceState.PREEMPTED for each in sequences):
         assert model.run_step()
-    assert [each.generation for each in sequences] == [0, 0, 1]
+    assert [each.restart_count for each in sequences] == [0, 0, 1]
     assert model.scheduler.queue[0] is sequences[2]
     ends = [end for end in model.sent[-1].ends if end.sequence == sequences[2].key]
     assert ends == [EndRecord(sequences[2].key, 0)]
@@ -273,19 +273,19 @@ def test_the_last_to_arrive_is_preempted_and_is_the_first_to_return() -> None:
     model.check_all_ended()
 
 
-def test_the_result_of_an_older_generation_is_discarded() -> None:
+def test_the_result_of_an_earlier_start_is_discarded() -> None:
     model = model_of(num_blocks=3, max_steps_in_flight=2)
     model.scheduler.end_epoch()
     first, second = (model.submit([number] * 4, max_tokens=8) for number in range(2))
     model.begin_epoch()
-    while second.generation == 0:
+    while second.restart_count == 0:
         assert model.run_step()
     generated = second.generated_tokens
     in_flight = [part for step in model.queues[0] for part in step.slices if part.sequence == second.key]
-    assert [part.generation for part in in_flight if part.is_sampled][:1] in ([0], [])
+    assert [part.restart_count for part in in_flight if part.is_sampled][:1] in ([0], [])
     model.drain(max_steps=60)
     assert second.generated_tokens[: len(generated)] == generated
-    assert first.generation == 0
+    assert first.restart_count == 0
     model.check_all_ended()
 
 
@@ -407,7 +407,7 @@ def test_what_failed_says_where_and_why() -> None:
 
 
 @pytest.mark.parametrize(
-    ("epoch", "step_id", "keys", "generation"),
+    ("epoch", "step_id", "keys", "restart_count"),
     [
         (2, 0, [0, 1], 0),
         (1, 1, [0, 1], 0),
@@ -418,10 +418,10 @@ def test_what_failed_says_where_and_why() -> None:
         (1, 0, [0, 2], 0),
         (1, 0, [0, 1], 1),
     ],
-    ids=["epoch", "step", "too few", "none", "order", "too many", "another sequence", "generation"],
+    ids=["epoch", "step", "too few", "none", "order", "too many", "another sequence", "restart_count"],
 )
 def test_a_result_that_does_not_fit_is_refused_and_changes_nothing(
-    epoch: int, step_id: int, keys: list[int], generation: int
+    epoch: int, step_id: int, keys: list[int], restart_count: int
 ) -> None:
     model = model_of()
     model.scheduler.end_epoch()
@@ -431,7 +431,7 @@ def test_a_result_that_does_not_fit_is_refused_and_changes_nothing(
     step = scheduler.next_step(0.0)
     assert step is not None
     wrong_epoch = epoch - 1 + step.epoch
-    results = tuple(SliceResult(key_of(number), generation, 5) for number in keys)
+    results = tuple(SliceResult(key_of(number), restart_count, 5) for number in keys)
     with pytest.raises(ResultMismatch):
         scheduler.complete(StepResult(wrong_epoch, step_id, results), 0.0)
     assert scheduler.num_steps_in_flight == 1
@@ -524,12 +524,12 @@ def test_a_sequence_that_started_anew_is_not_one_of_its_old_step() -> None:
     model.run_step()
     model.run_step()
     with_second = [step for step in model.sent if second.key in {part.sequence for part in step.slices}]
-    assert [part.generation for part in with_second[-1].slices] == [0]
+    assert [part.restart_count for part in with_second[-1].slices] == [0]
     assert second in model.scheduler.sequences_in_step(with_second[-1].step_id)
     release = second.preempt()
     assert release.end is not None
     assert second not in model.scheduler.sequences_in_step(with_second[-1].step_id)
-    assert first.generation == 0
+    assert first.restart_count == 0
 
 
 @pytest.mark.parametrize("name", ["max_step_tokens", "max_step_sequences", "max_steps_in_flight"])

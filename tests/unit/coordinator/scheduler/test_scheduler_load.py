@@ -169,7 +169,7 @@ class Load:
     @property
     def max_restarts(self) -> int:
         """Of one request."""
-        return max((client.sequence.generation for client in self.model.clients.values()), default=0)
+        return max((client.sequence.restart_count for client in self.model.clients.values()), default=0)
 
 
 def play(setup: Setup, requests: list[Arrival], events: list[tuple[Event, int]]) -> Load:

@@ -416,7 +416,7 @@ class AnySequence(RuleBasedStateMachine):
         self.scored: list[TokenLogprobs] = []
         self.prompt = prompt
         self.accepted: list[int] = []
-        self.generation = 0
+        self.restart_count = 0
         self.has_start = False
         self.reason: FinishReason | None = None
 
@@ -441,7 +441,7 @@ class AnySequence(RuleBasedStateMachine):
             assert record is None
         else:
             tokens = (*self.prompt, *self.accepted)
-            assert record == StartRecord(sequence.key, self.generation, len(self.prompt), tokens, GREEDY)
+            assert record == StartRecord(sequence.key, self.restart_count, len(self.prompt), tokens, GREEDY)
         self.has_start = True
         tokens, chunk = sequence.take_chunk(size)
         assert tokens == sequence.all_tokens[start : start + size]
@@ -491,8 +491,8 @@ class AnySequence(RuleBasedStateMachine):
     @rule()
     def preempt(self) -> None:
         release = self.sequence.preempt()
-        assert release.end == (EndRecord(self.sequence.key, self.generation) if self.has_start else None)
-        self.generation += 1
+        assert release.end == (EndRecord(self.sequence.key, self.restart_count) if self.has_start else None)
+        self.restart_count += 1
         self.has_start = False
         self.unanswered.clear()
 
@@ -522,7 +522,7 @@ class AnySequence(RuleBasedStateMachine):
         assert sequence.generated_tokens == tuple(self.accepted)
         assert sequence.num_generated_tokens + sequence.num_tokens_to_generate == sequence.max_tokens
         assert 0 <= sequence.num_computed_tokens <= sequence.num_tokens
-        assert sequence.generation == self.generation
+        assert sequence.restart_count == self.restart_count
         assert (sequence.state is SequenceState.FINISHED) == (self.reason is not None)
         assert sequence.num_cached_tokens < len(self.prompt) == sequence.num_prompt_tokens
         assert sequence.num_prompt_tokens <= sequence.num_tokens

@@ -152,7 +152,7 @@ def test_last_answers_what_is_sampled_with_known_tokens() -> None:
     results = MockCompute(LAST).compute(frame_of(unfinished, finished, decoded), [])
     assert isinstance(results, tuple)
     shape: dict[str, Any] = {"vocab_size": 20, "eos_token_ids": (0, 7)}
-    assert [(each.sequence, each.generation, each.outcome) for each in results] == [
+    assert [(each.sequence, each.restart_count, each.outcome) for each in results] == [
         (key_of(1), 3, mock_token(5, 7, **shape)),
         (key_of(2), 1, mock_token(9, 11, **shape)),
     ]

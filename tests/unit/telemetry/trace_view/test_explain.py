@@ -11,9 +11,9 @@ from telemetry.trace_view.explain import (
     account,
     explain,
     format_seconds,
+    ratio_to_median,
     slowest_stage,
     stands_out,
-    times_the_others,
 )
 from telemetry.trace_view.read_model import RequestTrace
 from tests.otlp_spans import SpanMaker, Times, served
@@ -238,7 +238,7 @@ def test_seconds_have_three_digits_and_a_unit(seconds: float, text: str) -> None
 def test_it_is_measured_by_the_median_of_the_others(
     own_s: float, others_s: tuple[float, ...], ratio: float | None
 ) -> None:
-    found = times_the_others(own_s, others_s)
+    found = ratio_to_median(own_s, others_s)
     assert found == (None if ratio is None else pytest.approx(ratio))
 
 
