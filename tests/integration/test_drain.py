@@ -178,6 +178,7 @@ async def test_the_last_worker_leaves_when_its_time_is_over() -> None:
         check(answers)
 
 
+@pytest.mark.full
 async def test_every_worker_may_be_replaced_under_load() -> None:
     async with mock_cluster(3) as cluster:
         async with cluster.generating(mixed_asks(32, max_tokens=150)) as answers:

@@ -185,6 +185,7 @@ def left_out(signal: Signal) -> None:
     """No signal at all."""
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("change", [flipped, left_out], ids=lambda change: change.__name__)
 @pytest.mark.parametrize("kind", [Use, Promote, Deref, Destroy])
 def test_a_changed_signal_is_caught_in_its_own_step(

@@ -155,6 +155,7 @@ def test_rows_of_all_kinds_in_one_batch_have_the_tokens_that_they_have_among_the
     assert [token_of(result) for result in sampler.choose(slices, torch.stack(logits))] == wanted
 
 
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_would_be_noticed(mistake: str) -> None:
     filters, names = MISTAKES[mistake]

@@ -174,6 +174,7 @@ def some_logits(rows: int, *, vocab_size: int = VOCAB, seed: int = 0) -> Tensor:
     return 2.5 * torch.randn((rows, vocab_size), generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.matrix(14)
 @pytest.mark.parametrize("num_candidates", [256, 8], ids=["all-are-candidates", "few-candidates"])
 @pytest.mark.parametrize("sampling", FILTERS.values(), ids=FILTERS.keys())
 def test_what_is_drawn_has_the_probabilities_of_transformers(
