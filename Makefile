@@ -19,9 +19,14 @@ PYTEST := $(BIN)/python -m pytest -q --durations=30
 PARALLEL := -n $(WORKERS) --no-loadscope-reorder
 # Else every process that a test starts would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
+BUF_VERSION := 1.75.0
+BUF := $(VENV)/buf-$(BUF_VERSION)/node_modules/.bin/buf
+# The public protocol as it was last accepted.
+PUBLIC := proto/public.binpb
+BUILD_PUBLIC := $(BUF) build proto --path proto/stageline_rpc/v1 --exclude-source-info -o
 PROTOS := $(wildcard proto/stageline_rpc/v1/*.proto proto/stageline_rpc/internal/v1/*.proto)
 
-.PHONY: demo test test-full test-chaos test-gpu nightly lint proto bench chaos churn venv clean
+.PHONY: demo test test-full test-chaos test-gpu nightly lint lint-proto proto proto-accept bench chaos churn venv clean
 
 demo: venv
 	@$(BIN)/stageline demo
@@ -44,7 +49,7 @@ nightly: venv
 	@$(BIN)/python -m tests.chaos --seconds 600 --storm
 	@$(BIN)/python -m tests.churn --minutes 30 --rate 20
 
-lint: venv
+lint: venv lint-proto
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/lint-imports > $(VENV)/lint-imports.log || { cat $(VENV)/lint-imports.log; exit 1; }
@@ -52,6 +57,11 @@ lint: venv
 	@$(BIN)/vulture
 	@$(BIN)/python tools/house.py --no-trace --check
 	@$(BIN)/python tools/reference.py --check
+
+lint-proto: $(BUF)
+	@$(BUF) lint proto
+	@$(BUF) breaking proto --against $(PUBLIC) || { echo "The public protocol breaks its clients. On purpose: make proto-accept"; exit 1; }
+	@$(BUILD_PUBLIC) - | cmp -s - $(PUBLIC) || { echo "$(PUBLIC) has drifted from the .proto files; run: make proto"; exit 1; }
 
 bench: venv
 	@$(BIN)/python -m bench $(BENCH)
@@ -62,8 +72,18 @@ chaos: venv
 churn: venv
 	@$(BIN)/python -m tests.churn --minutes $(MINUTES) --rate 20
 
-proto: venv $(PROTOS)
+# The generated Python, and the public protocol if no client breaks.
+proto: venv $(PROTOS) $(BUF)
 	@$(BIN)/python -m tests.proto_codegen proto
+	@$(BUF) breaking proto --against $(PUBLIC) || { echo "The public protocol breaks its clients. On purpose: make proto-accept"; exit 1; }
+	@$(BUILD_PUBLIC) $(PUBLIC)
+
+proto-accept: $(BUF)
+	@$(BUILD_PUBLIC) $(PUBLIC)
+
+$(BUF):
+	@command -v npm > /dev/null || { echo "make lint checks the protocol with buf, which npm installs; install Node.js with npm"; exit 1; }
+	@npm install --silent --no-audit --no-fund --prefix $(VENV)/buf-$(BUF_VERSION) @bufbuild/buf@$(BUF_VERSION)
 
 venv: $(INSTALLED)
 
