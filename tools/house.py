@@ -31,6 +31,7 @@ SMALL_IMPORTED_LINES = 60
 
 _NOT_PRODUCT = ("tests", "bench", "tools")
 _GENERATED = ("_pb2.py", "_pb2_grpc.py")
+_CONTROL_ROOMS = ("coordinator/cluster/", "coordinator/recovery/")
 _NO_CODE = (
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING,
     tokenize.ENDMARKER,
@@ -357,8 +358,9 @@ def _is_client_mirror(name: str, files: Iterable[str]) -> bool:
 def measure_trace(tree: Tree, windows: Mapping[str, Mapping[str, Any]]) -> Report:
     """Product files whose functions ran during a request and a worker's death.
 
-    Three lists for each, because periodic work runs in any window: all files; without the files that an idle
-    cluster enters; only files with a function that an idle cluster does not run, of the coordinator too.
+    Several lists for each, because periodic work runs in any window: all files; without the files that an
+    idle cluster enters; only files with a function that an idle cluster does not run; of these the ones of
+    the coordinator, and of the rooms that decide about the cluster.
     """
     paths = {str(tree.root / module.path): module.path for module in tree.modules.values()}
     report: Report = {"window_seconds": {window: recorded["seconds"] for window, recorded in windows.items()}}
@@ -372,6 +374,7 @@ def measure_trace(tree: Tree, windows: Mapping[str, Mapping[str, Any]]) -> Repor
             {path for _, path, _ in ran if path not in idle_files},
             {path for _, path, _ in other},
             {path for process, path, _ in other if process == "coordinator"},
+            {path for _, path, _ in other if paths[path].startswith(_CONTROL_ROOMS)},
         )
         for name, files in zip(_trace_lists(window), lists, strict=True):
             report[name] = sorted(paths[path] for path in files)
@@ -388,6 +391,7 @@ def _trace_lists(window: str) -> list[str]:
         "files_beside_idle",
         "files_with_other_functions",
         "coordinator_files_with_other_functions",
+        "control_files_with_other_functions",
     )
     return [f"{window}_{ending}" for ending in endings]
 

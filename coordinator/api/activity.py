@@ -10,13 +10,14 @@ from coordinator.observability.activity import (
     ActivityRecorder,
     EpochSpan,
     PipelineLoad,
+    RequestActivity,
+    RequestPhase,
     Snapshot,
     pipeline_load,
     steps_after,
 )
 from coordinator.observability.facts import SentStep, StepKind, StepRecord
 from coordinator.observability.rates import PastSecond, Quantiles, Rates
-from coordinator.observability.requests import RequestActivity, RequestPhase
 from coordinator.observability.steps import StageLoad
 from stageline_rpc.v1 import telemetry_pb2
 from wire.ids import id_text

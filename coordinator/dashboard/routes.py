@@ -16,10 +16,15 @@ from coordinator.cluster.controller import Controller
 from coordinator.cluster.transitions import ClusterPhase
 from coordinator.dashboard.auth import DashboardAuth
 from coordinator.engine.engine import Engine
-from coordinator.observability.activity import PipelineLoad, Snapshot, pipeline_load, steps_after
+from coordinator.observability.activity import (
+    PipelineLoad,
+    RequestActivity,
+    Snapshot,
+    pipeline_load,
+    steps_after,
+)
 from coordinator.observability.facts import SentStep, StepRecord
 from coordinator.observability.rates import PastSecond, Quantiles, Rates
-from coordinator.observability.requests import RequestActivity
 from coordinator.observability.trace_reader import TraceReader
 from stageline_rpc.v1 import cluster_pb2, inference_pb2
 from telemetry.trace_view.facts import summary_facts

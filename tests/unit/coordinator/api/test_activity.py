@@ -3,9 +3,8 @@
 import pytest
 
 from coordinator.api.activity import KIND_TO_MESSAGE, PHASE_TO_MESSAGE, encode_activity
-from coordinator.observability.activity import ActivityRecorder, PipelineLoad
+from coordinator.observability.activity import ActivityRecorder, PipelineLoad, RequestPhase
 from coordinator.observability.facts import StepKind
-from coordinator.observability.requests import RequestPhase
 
 
 def test_every_phase_and_kind_has_its_message() -> None:

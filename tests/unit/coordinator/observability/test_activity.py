@@ -7,11 +7,16 @@ from contextlib import closing
 import pytest
 
 from coordinator.engine.request import Request
-from coordinator.observability.activity import ActivityRecorder, Snapshot, steps_after
+from coordinator.observability.activity import (
+    MAX_ENDED,
+    ActivityRecorder,
+    RequestPhase,
+    Snapshot,
+    steps_after,
+)
 from coordinator.observability.facts import FactRecorder
 from coordinator.observability.rates import KEPT_S
 from coordinator.observability.request_traces import RequestTraces
-from coordinator.observability.requests import MAX_ENDED, RequestPhase
 from coordinator.scheduler.batch import SequenceUpdate
 from coordinator.scheduler.sequence import SequenceState
 from telemetry.span_recorder import ratio_sampler
