@@ -219,7 +219,7 @@ stageline: error[INVALID_REQUEST]: temperature is 200, must be in [0, 100]
 | 3 | the device of a worker failed: start the worker again |
 | 130 | Ctrl-C |
 
-{_GENERATED}
+{_GENERATED} [runbook.md](../runbook.md) starts from symptoms.
 
 ## Reasons that servers send
 
