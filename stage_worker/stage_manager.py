@@ -23,6 +23,7 @@ from wire.log_context import log_context
 from wire.peer_secrets import HopSecrets, RefusedPeers
 from wire.reference import Reference
 from wire.stage_calls import HELLO_RETRY_S
+from wire.status_codec import encode_integrity
 from wire.step_codec import encode_fault
 from wire.steps import FaultReport
 from wire.tensors import WIRE_DTYPE_TO_MESSAGE, WireDType
@@ -244,9 +245,7 @@ class StageManager:
         heartbeat.kv.blocks_free = stats.blocks_free
         heartbeat.kv.blocks_wanted = stats.blocks_wanted
         heartbeat.kv.blocks_hit = stats.blocks_hit
-        heartbeat.kv_integrity.num_checks = stats.integrity.num_checks
-        heartbeat.kv_integrity.checked_at_us = stats.integrity.checked_at_us
-        heartbeat.kv_integrity.problem = stats.integrity.problem
+        heartbeat.kv_integrity.CopyFrom(encode_integrity(stats.integrity))
         heartbeat.busy_us = round(stats.busy_s * 1e6)
         heartbeat.load_progress = 1.0
         return heartbeat

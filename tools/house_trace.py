@@ -143,8 +143,10 @@ class Cluster:
         status = subprocess.run(command, env=environment, capture_output=True, check=False, timeout=60)
         if status.returncode != 0:
             return False
-        state = str(json.loads(status.stdout)["state"]).upper()
-        return state.endswith("SERVING") and all(f'"{name}"'.encode() in status.stdout for name in workers)
+        state = json.loads(status.stdout)["state"]
+        return state == "CLUSTER_STATE_SERVING" and all(
+            f'"{name}"'.encode() in status.stdout for name in workers
+        )
 
     def _start(self, name: str, *arguments: str) -> None:
         with open(self._directory / f"{name}.log", "wb") as log:

@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from coordinator.cluster.controller import Controller
 from coordinator.cluster.membership import WorkerRecord, WorkerState
@@ -14,6 +14,7 @@ from coordinator.recovery.self_check_verdict import CheckOutcome
 from coordinator.scheduler.sequence import SequenceState
 from stageline_rpc.internal.v1 import join_pb2
 from stageline_rpc.v1 import cluster_pb2, inference_pb2
+from wire.status_codec import duration, encode_integrity, overall_integrity, timestamp
 from wire.tensors import DTYPE_TO_MESSAGE, number_of
 
 LOST_SHOWN_S = 600.0
@@ -72,6 +73,7 @@ class StatusReporter:
         """Current plan, workers and requests."""
         state = self._controller.state
         plan = state.plan
+        workers = [*(self._worker(record) for record in self._in_stage_order()), *self._lost_workers()]
         return cluster_pb2.GetStatusResponse(
             model=self._model.name,
             fingerprint=self._model.fingerprint,
@@ -83,25 +85,19 @@ class StatusReporter:
             num_stages=state.num_stages,
             block_size=0 if plan is None else plan.block_size,
             num_blocks=0 if plan is None else plan.num_blocks,
-            workers=[
-                *(self._worker(record) for record in self._in_stage_order()),
-                *self._lost_workers(),
-            ],
+            workers=workers,
             requests=self._requests(),
             health=self._controller.availability.health,
             self_check=self._self_check(),
-            kv=self._kv(),
+            kv=self._kv(workers),
             journal=self._journal(),
         )
 
-    def _kv(self) -> cluster_pb2.KvStatus:
-        report = self._controller.ledger_check.report
-        return cluster_pb2.KvStatus(
-            prefix_cache=self._controller.prefix_caching,
-            ledger=cluster_pb2.KvIntegrity(
-                num_checks=report.num_checks, checked_at_us=report.checked_at_us, problem=report.problem
-            ),
-        )
+    def _kv(self, workers: Iterable[cluster_pb2.WorkerStatus]) -> cluster_pb2.KvStatus:
+        ledger = encode_integrity(self._controller.ledger_check.report)
+        status = overall_integrity(ledger, {worker.name: worker.kv_integrity for worker in workers})
+        status.prefix_cache = self._controller.prefix_caching
+        return status
 
     def _self_check(self) -> cluster_pb2.SelfCheckStatus:
         checks = self._controller.checks
@@ -114,7 +110,7 @@ class StatusReporter:
             deviation=verdict.deviation,
             allowed=verdict.allowed,
             stage=verdict.stage,
-            at_us=verdict.at_us,
+            at=timestamp(verdict.at_us) if verdict.at_us else None,
             detail=verdict.text,
         )
 
@@ -146,7 +142,7 @@ class StatusReporter:
             if age_s < LOST_SHOWN_S:
                 status = self._worker(record)
                 status.detail = f"last heartbeat {age_s:.0f} s ago; {record.detail}"
-                status.heartbeat_age_ms = round(age_s * 1000)
+                status.heartbeat_age.CopyFrom(duration(age_s))
                 yield status
 
     def _worker(self, record: WorkerRecord) -> cluster_pb2.WorkerStatus:
@@ -172,7 +168,7 @@ class StatusReporter:
             if stage is not None:
                 status.kernels, status.kernels_detail = connection.kernels, connection.kernels_detail
             age_s = asyncio.get_running_loop().time() - connection.heard_at_s
-            status.heartbeat_age_ms = round(age_s * 1000)
+            status.heartbeat_age.CopyFrom(duration(age_s))
         return status
 
     def _requests(self) -> cluster_pb2.RequestCounts:
@@ -201,7 +197,7 @@ def _copy_heartbeat(heartbeat: join_pb2.Heartbeat, status: cluster_pb2.WorkerSta
     status.weight_bytes = heartbeat.weight_bytes
     status.kv_bytes = heartbeat.kv_bytes
     status.num_steps = heartbeat.num_steps
-    status.busy_us = heartbeat.busy_us
+    status.busy_time.FromMicroseconds(heartbeat.busy_us)
     status.load_progress = heartbeat.load_progress
     status.kv.CopyFrom(heartbeat.kv)
     status.kv_integrity.CopyFrom(heartbeat.kv_integrity)

@@ -29,7 +29,7 @@ from coordinator.observability.trace_reader import TraceReader
 from stageline_rpc.v1 import cluster_pb2, inference_pb2
 from telemetry.trace_view.facts import summary_facts
 from wire.ids import id_text, parse_request_id
-from wire.status_json import status_facts
+from wire.status_codec import message_fields
 
 MetricsText: TypeAlias = Callable[[str], Awaitable[tuple[bytes, str]]]
 """From what a client accepts to the metrics and their content type."""
@@ -80,7 +80,7 @@ def status_fields(
 ) -> dict[str, Any]:
     """`can_act`: a reader with the token may cancel requests and drain workers."""
     return {
-        **status_facts(status),
+        **message_fields(status),
         "architecture": model.architecture,
         "max_sequence_tokens": model.max_sequence_tokens,
         "can_act": can_act,

@@ -12,7 +12,7 @@ from stageline.cli import options
 from stageline.cli.tables import status_view
 from stageline.client.client import Client
 from wire.addresses import DEFAULT_ADDRESS
-from wire.status_json import status_facts
+from wire.status_codec import message_fields
 
 
 def drain(
@@ -61,7 +61,7 @@ async def _show_once(coordinator: str, *, as_json: bool) -> None:
     async with Client(coordinator) as client:
         message = await client.status()
     if as_json:
-        print(json.dumps(status_facts(message), indent=2))
+        print(json.dumps(message_fields(message), indent=2))
     else:
         Console().print(status_view(message))
 

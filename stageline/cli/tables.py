@@ -78,10 +78,8 @@ def describe_kv_cache(status: cluster_pb2.GetStatusResponse) -> str:
 
 def describe_kv_accounting(status: cluster_pb2.GetStatusResponse) -> str:
     """Whether blocks are shared, and what the last checks of the accounting found, in one line."""
-    checks = {"the coordinator": status.kv.ledger}
-    checks |= {worker.name: worker.kv_integrity for worker in _in_stage_order(status)}
-    problems = (f"broken on {name}: {check.problem}" for name, check in checks.items() if check.problem)
-    result = next(problems, "checked" if status.kv.ledger.num_checks else "not checked yet")
+    verdict = _name(cluster_pb2.KvIntegrityVerdict.Name(status.kv.integrity), "KV_INTEGRITY_VERDICT_")
+    result = f"{verdict}: {status.kv.detail}" if status.kv.detail else verdict
     return f"Prefix cache {'on' if status.kv.prefix_cache else 'off'}, KV accounting {result}"
 
 

@@ -88,7 +88,7 @@ def _live(status: cluster_pb2.GetStatusResponse) -> set[str]:
 
 def _is_late(status: cluster_pb2.GetStatusResponse, *, name: str) -> bool:
     """A heartbeat of this worker is missing."""
-    (age_ms,) = (worker.heartbeat_age_ms for worker in status.workers if worker.name == name)
+    (age_ms,) = (worker.heartbeat_age.ToMilliseconds() for worker in status.workers if worker.name == name)
     return age_ms > LATE_MS
 
 

@@ -67,11 +67,8 @@ async def _status_shows_every_stage(address: str) -> None:
     assert len(re.findall(r"(?:FIRST|MIDDLE|LAST) +worker-\d +\d+ to \d+ .* ready ", shown.stdout)) == 3
     as_json = await run_stageline("status", "--json", "--coordinator", address)
     status = json.loads(as_json.stdout)
-    assert status["state"] == "serving"
-    layers = [
-        (stage["layer_begin"], stage["layer_end"])
-        for stage in (worker["stage"] for worker in status["workers"])
-    ]
+    assert status["state"] == "CLUSTER_STATE_SERVING"
+    layers = [(worker["layer_begin"], worker["layer_end"]) for worker in status["workers"]]
     assert layers[0][0] == 0
     assert [begin for begin, _ in layers[1:]] == [end for _, end in layers[:-1]]
     assert layers[-1][1] == 12

@@ -69,7 +69,8 @@ async def test_the_dashboard_is_where_the_coordinator_says(tmp_path: Path) -> No
         await cluster.wait_until_serving(timeout_s=START_TIMEOUT_S)
         assert cluster.dashboard_url is not None
         status = json.loads(await asyncio.to_thread(_read, cluster.dashboard_url + "api/status"))
-        assert (status["state"], status["num_stages"], status["can_act"]) == ("serving", 3, True)
+        assert (status["state"], status["num_stages"]) == ("CLUSTER_STATE_SERVING", 3)
+        assert status["can_act"] is True
         assert "stageline_" in await asyncio.to_thread(_read, cluster.dashboard_url + "metrics")
         assert TOKEN not in cluster.coordinator.read_log()
         taken = cluster.dashboard_url.removeprefix("http://").rstrip("/")

@@ -315,7 +315,9 @@ class Cluster:
             # Counted from before the answer came; a heartbeat may be older than it says, never younger.
             silence_ms = (asyncio.get_running_loop().time() - idle_since) * 1000
             stages = [each for each in status.workers if each.HasField("stage")]
-            return _is_idle(status) and all(each.heartbeat_age_ms + 50 < silence_ms for each in stages)
+            return _is_idle(status) and all(
+                each.heartbeat_age.ToMilliseconds() + 50 < silence_ms for each in stages
+            )
 
         status = await self.wait_status(is_fresh)
         active = {each.name: each.kv.blocks_active for each in status.workers}

@@ -131,7 +131,7 @@ async def test_a_plan_with_a_faulty_stage_never_serves(
     check = status.self_check
     assert check.detail.startswith(says)
     assert check.verdict == cluster_pb2.SELF_CHECK_VERDICT_FAILED
-    assert (check.stage, check.deviation > check.allowed > 0, check.at_us > 0) == (1, True, True)
+    assert (check.stage, check.deviation > check.allowed > 0, check.at.seconds > 0) == (1, True, True)
     assert "the hidden states of stage 1 (worker w1) differ by" in check.detail
     suspects = {each.name for each in status.workers if each.state == cluster_pb2.WORKER_STATE_SUSPECT}
     assert suspects == {"w1"}
@@ -344,8 +344,8 @@ def cached_names(cluster: Cluster) -> set[int]:
 
 async def wait_checked(cluster: Cluster) -> None:
     """Until one more check has passed."""
-    before_us = (await cluster.client.status()).self_check.at_us
-    status = await cluster.wait_status(lambda status: status.self_check.at_us > before_us)
+    before = (await cluster.client.status()).self_check.at.ToMicroseconds()
+    status = await cluster.wait_status(lambda status: status.self_check.at.ToMicroseconds() > before)
     assert status.self_check.verdict == cluster_pb2.SELF_CHECK_VERDICT_PASSED
 
 

@@ -9,9 +9,23 @@ export class ApiError extends Error {
   }
 }
 
+// In protobuf's JSON, enums are names with their type in front, 64-bit integers are strings, durations end in "s".
+const ENUM = /^(CLUSTER_STATE|WORKER_STATE|HEALTH|DTYPE|STAGE_ROLE|STEP_KIND|REQUEST_PHASE)_(?=[A-Z0-9_]+$)/;
+const ENUM_KEYS = new Set(["dtype", "health", "kind", "phase", "role", "state", "wire_dtype"]);
+const NUMBER_KEY = /_bytes$|_us$|_tokens$|^(num_.*|epoch|number|step_id|finished|cancelled|failed|preemptions|orphaned|count)$/;
+const DURATION_KEYS = new Set(["busy_time", "heartbeat_age", "uptime"]);
+
+export function decoded(key, value) {
+  if (typeof value !== "string") return value;
+  if (ENUM_KEYS.has(key)) return value.replace(ENUM, "").toLowerCase().replaceAll("_", " ");
+  if (NUMBER_KEY.test(key)) return Number(value);
+  if (DURATION_KEYS.has(key)) return parseFloat(value);
+  return value;
+}
+
 async function call(path, options = {}) {
   const response = await fetch(path, { ...options, signal: AbortSignal.timeout(TIMEOUT_MS), cache: "no-store" });
-  const body = await response.json().catch(() => ({}));
+  const body = await response.text().then((text) => JSON.parse(text, decoded)).catch(() => ({}));
   if (!response.ok) throw new ApiError(response.status, body.error ?? response.statusText);
   return body;
 }

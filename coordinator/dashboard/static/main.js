@@ -6,7 +6,7 @@ import { Requests } from "./requests.js";
 import { StepStore } from "./step_store.js";
 import { Timeline } from "./timeline.js";
 import { notice } from "./tip.js";
-import { Topology } from "./topology.js";
+import { hasStage, kvBlocks, Topology } from "./topology.js";
 import { TraceView } from "./trace.js";
 
 const POLL_MS = 1000;
@@ -93,8 +93,8 @@ function showHead() {
   state.className = `pill ${isDraining ? "warn" : STATE_CLASS[status.state] ?? ""}`;
   byId("state-detail").textContent = status.detail;
   byId("model").textContent = status.model;
-  const wire = status.wire_dtype ? ` (${status.wire_dtype} between stages)` : "";
-  const numPlaced = status.workers.filter((worker) => worker.stage).length;
+  const wire = status.wire_dtype !== "unspecified" ? ` (${status.wire_dtype} between stages)` : "";
+  const numPlaced = status.workers.filter(hasStage).length;
   const few = numPlaced > 0 && numPlaced < status.num_stages ? `${numPlaced} of ` : "";
   byId("model-facts").textContent = `${status.dtype}${wire} · ${few}${plural(status.num_stages, "stage")} · epoch ${status.epoch} · up ${duration(activity.uptime_s)}`;
   byId("freshness").textContent = clock(activity.now_unix_s);
@@ -130,7 +130,10 @@ function showFigures() {
 }
 
 function kvShare() {
-  const shares = status.workers.filter((worker) => worker.stage).map(({ blocks: { active, inactive, free } }) => active / Math.max(1, active + inactive + free));
+  const shares = status.workers.filter(hasStage).map((worker) => {
+    const { active, inactive, free } = kvBlocks(worker);
+    return active / Math.max(1, active + inactive + free);
+  });
   return shares.length ? Math.max(...shares) : null;
 }
 

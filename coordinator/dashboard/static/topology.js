@@ -3,6 +3,13 @@ import { bytes, digits, duration, element, percent, plural } from "./format.js";
 
 const WORKER_CLASS = { ready: "ok", loading: "warn", suspect: "warn", draining: "warn", joining: "warn", lost: "bad", quarantined: "bad" };
 
+export const hasStage = (worker) => worker.stage !== null;
+
+// Null before the first heartbeat.
+export function kvBlocks({ kv }) {
+  return { active: kv?.blocks_active ?? 0, inactive: kv?.blocks_inactive ?? 0, free: kv?.blocks_free ?? 0 };
+}
+
 export class Topology {
   constructor(stages, others, onDrain) {
     this.stages = stages;
@@ -13,21 +20,21 @@ export class Topology {
 
   // Cards are made anew only where something other than numbers has changed, so that focus stays.
   show(status, activity, { canAct }) {
-    const placed = status.workers.filter((worker) => worker.stage).sort((a, b) => a.stage.index - b.stage.index);
-    const shape = JSON.stringify([placed.map((each) => [each.name, each.stage, each.state, each.device, each.kernels]), canAct]);
+    const placed = status.workers.filter(hasStage).sort((a, b) => a.stage - b.stage);
+    const shape = JSON.stringify([placed.map((each) => [each.name, each.stage, each.role, each.layer_begin, each.layer_end, each.state, each.device, each.kernels]), canAct]);
     if (shape !== this.drawn) {
       this.stages.classList.toggle("many", placed.length > 8);
       this.stages.replaceChildren(...placed.map((worker) => this.#card(worker, canAct)));
       this.drawn = shape;
     }
     placed.forEach((worker, index) => this.#update(this.stages.children[index], worker, activity));
-    const others = status.workers.filter((worker) => !worker.stage);
+    const others = status.workers.filter((worker) => !hasStage(worker));
     this.others.replaceChildren(...others.map((worker) => element("li", {}, `${worker.name}: ${worker.state}${worker.detail ? `, ${worker.detail}` : ""}`)));
     return placed;
   }
 
   #card(worker, canAct) {
-    const { index, role, layer_begin: begin, layer_end: end } = worker.stage;
+    const { stage: index, role, layer_begin: begin, layer_end: end } = worker;
     const layers = end - begin === 1 ? `layer ${begin}` : `layers ${begin}–${end - 1} (${end - begin})`;
     const card = element("li", { class: "stage" },
       element("header", {},
@@ -53,14 +60,14 @@ export class Topology {
   }
 
   #update(card, worker, activity) {
-    const load = activity?.stages[worker.stage.index];
-    card.classList.toggle("slowest", activity?.slowest === worker.stage.index);
+    const load = activity?.stages[worker.stage];
+    card.classList.toggle("slowest", activity?.slowest === worker.stage);
     set(card, "busy", load ? percent(load.busy_share) : "–", [load?.busy_share ?? 0], "of the last 10 s");
     const held = worker.weight_bytes + worker.kv_bytes;
     const memory = worker.memory_bytes || held || 1;
     set(card, "memory", held ? `${bytes(held)}${worker.memory_bytes ? ` of ${bytes(worker.memory_bytes)}` : ""}` : "–",
       [worker.weight_bytes / memory, worker.kv_bytes / memory], `weights ${bytes(worker.weight_bytes)}, KV cache ${bytes(worker.kv_bytes)}, process ${bytes(worker.resident_bytes)}`);
-    const { active, inactive, free } = worker.blocks;
+    const { active, inactive, free } = kvBlocks(worker);
     const blocks = active + inactive + free || 1;
     set(card, "blocks", `${percent(active / blocks)} of ${blocks === 1 ? "–" : plural(blocks, "block")}`, [active / blocks, inactive / blocks],
       `${plural(active, "block")} active, ${inactive} cached, ${free} free`);

@@ -22,54 +22,58 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 from stageline_rpc.v1 import kv_events_pb2 as stageline__rpc_dot_v1_dot_kv__events__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1estageline_rpc/v1/cluster.proto\x12\x0cstageline.v1\x1a stageline_rpc/v1/kv_events.proto\"y\n\x07KvUsage\x12\x15\n\rblocks_active\x18\x01 \x01(\r\x12\x17\n\x0f\x62locks_inactive\x18\x02 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x03 \x01(\r\x12\x15\n\rblocks_wanted\x18\x04 \x01(\x04\x12\x12\n\nblocks_hit\x18\x05 \x01(\x04\"I\n\x0bKvIntegrity\x12\x12\n\nnum_checks\x18\x01 \x01(\x04\x12\x15\n\rchecked_at_us\x18\x02 \x01(\x04\x12\x0f\n\x07problem\x18\x03 \x01(\t\"\x1e\n\x0c\x44rainRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\"\x0f\n\rDrainResponse\"\x12\n\x10GetStatusRequest\"\x97\x04\n\x11GetStatusResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\"\n\x05\x64type\x18\x03 \x01(\x0e\x32\x13.stageline.v1.Dtype\x12)\n\x05state\x18\x04 \x01(\x0e\x32\x1a.stageline.v1.ClusterState\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\x12\r\n\x05\x65poch\x18\x06 \x01(\x04\x12\x12\n\nnum_stages\x18\x07 \x01(\r\x12\x12\n\nblock_size\x18\x08 \x01(\r\x12\x12\n\nnum_blocks\x18\t \x01(\r\x12+\n\x07workers\x18\n \x03(\x0b\x32\x1a.stageline.v1.WorkerStatus\x12-\n\x08requests\x18\x0b \x01(\x0b\x32\x1b.stageline.v1.RequestCounts\x12$\n\x06health\x18\r \x01(\x0e\x32\x14.stageline.v1.Health\x12\'\n\nwire_dtype\x18\x0e \x01(\x0e\x32\x13.stageline.v1.Dtype\x12\x31\n\nself_check\x18\x0f \x01(\x0b\x32\x1d.stageline.v1.SelfCheckStatus\x12,\n\x07journal\x18\x10 \x01(\x0b\x32\x1b.stageline.v1.JournalStatus\x12\"\n\x02kv\x18\x11 \x01(\x0b\x32\x16.stageline.v1.KvStatusJ\x04\x08\x0c\x10\r\"\xc7\x01\n\x0fSelfCheckStatus\x12/\n\x07verdict\x18\x01 \x01(\x0e\x32\x1e.stageline.v1.SelfCheckVerdict\x12\x16\n\tdeviation\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x14\n\x07\x61llowed\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05stage\x18\x04 \x01(\rH\x02\x88\x01\x01\x12\r\n\x05\x61t_us\x18\x05 \x01(\x04\x12\x0e\n\x06\x64\x65tail\x18\x06 \x01(\tB\x0c\n\n_deviationB\n\n\x08_allowedB\x08\n\x06_stage\"a\n\rJournalStatus\x12)\n\x05state\x18\x01 \x01(\x0e\x32\x1a.stageline.v1.JournalState\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12\x15\n\rnum_unwritten\x18\x03 \x01(\x04\"K\n\x08KvStatus\x12)\n\x06ledger\x18\x01 \x01(\x0b\x32\x19.stageline.v1.KvIntegrity\x12\x14\n\x0cprefix_cache\x18\x02 \x01(\x08\"\x84\x02\n\rRequestCounts\x12\x0f\n\x07waiting\x18\x01 \x01(\r\x12\x0f\n\x07prefill\x18\x02 \x01(\r\x12\x0e\n\x06\x64\x65\x63ode\x18\x03 \x01(\r\x12\x10\n\x08\x66inished\x18\x04 \x01(\x04\x12\x11\n\tcancelled\x18\x05 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x06 \x01(\x04\x12\x17\n\x0fsteps_in_flight\x18\x07 \x01(\r\x12\x13\n\x0bpreemptions\x18\x08 \x01(\x04\x12\x15\n\rprompt_tokens\x18\t \x01(\x04\x12\x15\n\rcached_tokens\x18\n \x01(\x04\x12\x10\n\x08\x64\x65tached\x18\x0b \x01(\r\x12\x0c\n\x04kept\x18\x0c \x01(\r\x12\x10\n\x08orphaned\x18\r \x01(\x04\"\xf0\x04\n\x0cWorkerStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12(\n\x05state\x18\x04 \x01(\x0e\x32\x19.stageline.v1.WorkerState\x12\x0e\n\x06\x64\x65tail\x18\x05 \x01(\t\x12\x14\n\x0cmemory_bytes\x18\x06 \x01(\x04\x12\x12\n\x05stage\x18\x07 \x01(\rH\x00\x88\x01\x01\x12%\n\x04role\x18\x08 \x01(\x0e\x32\x17.stageline.v1.StageRole\x12\x13\n\x0blayer_begin\x18\t \x01(\r\x12\x11\n\tlayer_end\x18\n \x01(\r\x12\x18\n\x10heartbeat_age_ms\x18\x0c \x01(\r\x12\x0b\n\x03pid\x18\r \x01(\r\x12\"\n\x05\x64type\x18\x0e \x01(\x0e\x32\x13.stageline.v1.Dtype\x12\x0f\n\x07kernels\x18\x0f \x01(\t\x12\x16\n\x0ekernels_detail\x18\x10 \x01(\t\x12+\n\x07weights\x18\x11 \x01(\x0e\x32\x1a.stageline.v1.WeightsCheck\x12\x16\n\x0eresident_bytes\x18\x12 \x01(\x04\x12\x14\n\x0cweight_bytes\x18\x13 \x01(\x04\x12\x10\n\x08kv_bytes\x18\x14 \x01(\x04\x12\x11\n\tnum_steps\x18\x15 \x01(\x04\x12\x0f\n\x07\x62usy_us\x18\x16 \x01(\x04\x12\x15\n\rload_progress\x18\x17 \x01(\x02\x12!\n\x02kv\x18\x18 \x01(\x0b\x32\x15.stageline.v1.KvUsage\x12/\n\x0ckv_integrity\x18\x19 \x01(\x0b\x32\x19.stageline.v1.KvIntegrityB\x08\n\x06_stageJ\x04\x08\x0b\x10\x0c*m\n\x05\x44type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x0e\n\nDTYPE_BF16\x10\x01\x12\r\n\tDTYPE_F16\x10\x02\x12\r\n\tDTYPE_F32\x10\x03\x12\x11\n\rDTYPE_F8_E4M3\x10\x04\x12\x0c\n\x08\x44TYPE_I8\x10\x05*~\n\tStageRole\x12\x1a\n\x16STAGE_ROLE_UNSPECIFIED\x10\x00\x12\x14\n\x10STAGE_ROLE_FIRST\x10\x01\x12\x15\n\x11STAGE_ROLE_MIDDLE\x10\x02\x12\x13\n\x0fSTAGE_ROLE_LAST\x10\x03\x12\x13\n\x0fSTAGE_ROLE_ONLY\x10\x04*`\n\x0cWeightsCheck\x12\x1d\n\x19WEIGHTS_CHECK_UNSPECIFIED\x10\x00\x12\x19\n\x15WEIGHTS_CHECK_SAMPLED\x10\x01\x12\x16\n\x12WEIGHTS_CHECK_FULL\x10\x02*\xe3\x01\n\x0c\x43lusterState\x12\x1d\n\x19\x43LUSTER_STATE_UNSPECIFIED\x10\x00\x12%\n!CLUSTER_STATE_WAITING_FOR_WORKERS\x10\x01\x12\x19\n\x15\x43LUSTER_STATE_LOADING\x10\x02\x12 \n\x1c\x43LUSTER_STATE_STARTING_EPOCH\x10\x03\x12\x19\n\x15\x43LUSTER_STATE_SERVING\x10\x04\x12\x19\n\x15\x43LUSTER_STATE_BLOCKED\x10\x05\x12\x1a\n\x16\x43LUSTER_STATE_CHECKING\x10\x06*s\n\x06Health\x12\x16\n\x12HEALTH_UNSPECIFIED\x10\x00\x12\x13\n\x0fHEALTH_STARTING\x10\x01\x12\x12\n\x0eHEALTH_SERVING\x10\x02\x12\x13\n\x0fHEALTH_DEGRADED\x10\x03\x12\x13\n\x0fHEALTH_DRAINING\x10\x04*\xf4\x01\n\x10SelfCheckVerdict\x12\"\n\x1eSELF_CHECK_VERDICT_UNSPECIFIED\x10\x00\x12\x1a\n\x16SELF_CHECK_VERDICT_OFF\x10\x01\x12\x1e\n\x1aSELF_CHECK_VERDICT_NOT_RUN\x10\x02\x12\x1e\n\x1aSELF_CHECK_VERDICT_RUNNING\x10\x03\x12\x1d\n\x19SELF_CHECK_VERDICT_PASSED\x10\x04\x12\"\n\x1eSELF_CHECK_VERDICT_FINITE_ONLY\x10\x05\x12\x1d\n\x19SELF_CHECK_VERDICT_FAILED\x10\x06*z\n\x0cJournalState\x12\x1d\n\x19JOURNAL_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11JOURNAL_STATE_OFF\x10\x01\x12\x19\n\x15JOURNAL_STATE_WRITING\x10\x02\x12\x19\n\x15JOURNAL_STATE_FAILING\x10\x03*\xff\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12WORKER_STATE_SPARE\x10\x01\x12\x18\n\x14WORKER_STATE_LOADING\x10\x02\x12\x16\n\x12WORKER_STATE_READY\x10\x03\x12\x15\n\x11WORKER_STATE_LOST\x10\x04\x12\x1c\n\x18WORKER_STATE_QUARANTINED\x10\x06\x12\x18\n\x14WORKER_STATE_JOINING\x10\x07\x12\x18\n\x14WORKER_STATE_SUSPECT\x10\x08\x12\x19\n\x15WORKER_STATE_DRAINING\x10\t\"\x04\x08\x05\x10\x05\x32\xf5\x01\n\x07\x43luster\x12@\n\x05\x44rain\x12\x1a.stageline.v1.DrainRequest\x1a\x1b.stageline.v1.DrainResponse\x12L\n\tGetStatus\x12\x1e.stageline.v1.GetStatusRequest\x1a\x1f.stageline.v1.GetStatusResponse\x12Z\n\rWatchKvEvents\x12\".stageline.v1.WatchKvEventsRequest\x1a#.stageline.v1.WatchKvEventsResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1estageline_rpc/v1/cluster.proto\x12\x0cstageline.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a stageline_rpc/v1/kv_events.proto\"y\n\x07KvUsage\x12\x15\n\rblocks_active\x18\x01 \x01(\r\x12\x17\n\x0f\x62locks_inactive\x18\x02 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x03 \x01(\r\x12\x15\n\rblocks_wanted\x18\x04 \x01(\x04\x12\x12\n\nblocks_hit\x18\x05 \x01(\x04\"\x94\x01\n\x0bKvIntegrity\x12\x31\n\x07verdict\x18\x01 \x01(\x0e\x32 .stageline.v1.KvIntegrityVerdict\x12\x12\n\nnum_checks\x18\x02 \x01(\x04\x12.\n\nchecked_at\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\"\x1e\n\x0c\x44rainRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\"\x0f\n\rDrainResponse\"\x12\n\x10GetStatusRequest\"\x91\x04\n\x11GetStatusResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\"\n\x05\x64type\x18\x03 \x01(\x0e\x32\x13.stageline.v1.Dtype\x12\'\n\nwire_dtype\x18\x04 \x01(\x0e\x32\x13.stageline.v1.Dtype\x12)\n\x05state\x18\x05 \x01(\x0e\x32\x1a.stageline.v1.ClusterState\x12\x0e\n\x06\x64\x65tail\x18\x06 \x01(\t\x12$\n\x06health\x18\x07 \x01(\x0e\x32\x14.stageline.v1.Health\x12\r\n\x05\x65poch\x18\x08 \x01(\x04\x12\x12\n\nnum_stages\x18\t \x01(\r\x12\x12\n\nblock_size\x18\n \x01(\r\x12\x12\n\nnum_blocks\x18\x0b \x01(\r\x12+\n\x07workers\x18\x0c \x03(\x0b\x32\x1a.stageline.v1.WorkerStatus\x12-\n\x08requests\x18\r \x01(\x0b\x32\x1b.stageline.v1.RequestCounts\x12\x31\n\nself_check\x18\x0e \x01(\x0b\x32\x1d.stageline.v1.SelfCheckStatus\x12,\n\x07journal\x18\x0f \x01(\x0b\x32\x1b.stageline.v1.JournalStatus\x12\"\n\x02kv\x18\x10 \x01(\x0b\x32\x16.stageline.v1.KvStatus\"\xe0\x01\n\x0fSelfCheckStatus\x12/\n\x07verdict\x18\x01 \x01(\x0e\x32\x1e.stageline.v1.SelfCheckVerdict\x12\x16\n\tdeviation\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x14\n\x07\x61llowed\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05stage\x18\x04 \x01(\rH\x02\x88\x01\x01\x12&\n\x02\x61t\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0e\n\x06\x64\x65tail\x18\x06 \x01(\tB\x0c\n\n_deviationB\n\n\x08_allowedB\x08\n\x06_stage\"a\n\rJournalStatus\x12)\n\x05state\x18\x01 \x01(\x0e\x32\x1a.stageline.v1.JournalState\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12\x15\n\rnum_unwritten\x18\x03 \x01(\x04\"\x90\x01\n\x08KvStatus\x12\x33\n\tintegrity\x18\x01 \x01(\x0e\x32 .stageline.v1.KvIntegrityVerdict\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12)\n\x06ledger\x18\x03 \x01(\x0b\x32\x19.stageline.v1.KvIntegrity\x12\x14\n\x0cprefix_cache\x18\x04 \x01(\x08\"\x84\x02\n\rRequestCounts\x12\x0f\n\x07waiting\x18\x01 \x01(\r\x12\x0f\n\x07prefill\x18\x02 \x01(\r\x12\x0e\n\x06\x64\x65\x63ode\x18\x03 \x01(\r\x12\x10\n\x08\x66inished\x18\x04 \x01(\x04\x12\x11\n\tcancelled\x18\x05 \x01(\x04\x12\x0e\n\x06\x66\x61iled\x18\x06 \x01(\x04\x12\x17\n\x0fsteps_in_flight\x18\x07 \x01(\r\x12\x13\n\x0bpreemptions\x18\x08 \x01(\x04\x12\x15\n\rprompt_tokens\x18\t \x01(\x04\x12\x15\n\rcached_tokens\x18\n \x01(\x04\x12\x10\n\x08\x64\x65tached\x18\x0b \x01(\r\x12\x0c\n\x04kept\x18\x0c \x01(\r\x12\x10\n\x08orphaned\x18\r \x01(\x04\"\x9f\x05\n\x0cWorkerStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12(\n\x05state\x18\x05 \x01(\x0e\x32\x19.stageline.v1.WorkerState\x12\x0e\n\x06\x64\x65tail\x18\x06 \x01(\t\x12\x14\n\x0cmemory_bytes\x18\x07 \x01(\x04\x12\x30\n\rheartbeat_age\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\x05stage\x18\t \x01(\rH\x00\x88\x01\x01\x12%\n\x04role\x18\n \x01(\x0e\x32\x17.stageline.v1.StageRole\x12\x13\n\x0blayer_begin\x18\x0b \x01(\r\x12\x11\n\tlayer_end\x18\x0c \x01(\r\x12\"\n\x05\x64type\x18\r \x01(\x0e\x32\x13.stageline.v1.Dtype\x12\x0f\n\x07kernels\x18\x0e \x01(\t\x12\x16\n\x0ekernels_detail\x18\x0f \x01(\t\x12+\n\x07weights\x18\x10 \x01(\x0e\x32\x1a.stageline.v1.WeightsCheck\x12\x14\n\x0cweight_bytes\x18\x11 \x01(\x04\x12\x10\n\x08kv_bytes\x18\x12 \x01(\x04\x12\x16\n\x0eresident_bytes\x18\x13 \x01(\x04\x12\x15\n\rload_progress\x18\x14 \x01(\x02\x12\x11\n\tnum_steps\x18\x15 \x01(\x04\x12,\n\tbusy_time\x18\x16 \x01(\x0b\x32\x19.google.protobuf.Duration\x12!\n\x02kv\x18\x17 \x01(\x0b\x32\x15.stageline.v1.KvUsage\x12/\n\x0ckv_integrity\x18\x18 \x01(\x0b\x32\x19.stageline.v1.KvIntegrityB\x08\n\x06_stage*m\n\x05\x44type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x0e\n\nDTYPE_BF16\x10\x01\x12\r\n\tDTYPE_F16\x10\x02\x12\r\n\tDTYPE_F32\x10\x03\x12\x11\n\rDTYPE_F8_E4M3\x10\x04\x12\x0c\n\x08\x44TYPE_I8\x10\x05*~\n\tStageRole\x12\x1a\n\x16STAGE_ROLE_UNSPECIFIED\x10\x00\x12\x14\n\x10STAGE_ROLE_FIRST\x10\x01\x12\x15\n\x11STAGE_ROLE_MIDDLE\x10\x02\x12\x13\n\x0fSTAGE_ROLE_LAST\x10\x03\x12\x13\n\x0fSTAGE_ROLE_ONLY\x10\x04*`\n\x0cWeightsCheck\x12\x1d\n\x19WEIGHTS_CHECK_UNSPECIFIED\x10\x00\x12\x19\n\x15WEIGHTS_CHECK_SAMPLED\x10\x01\x12\x16\n\x12WEIGHTS_CHECK_FULL\x10\x02*\xac\x01\n\x12KvIntegrityVerdict\x12$\n KV_INTEGRITY_VERDICT_UNSPECIFIED\x10\x00\x12$\n KV_INTEGRITY_VERDICT_NOT_CHECKED\x10\x01\x12#\n\x1fKV_INTEGRITY_VERDICT_CONSISTENT\x10\x02\x12%\n!KV_INTEGRITY_VERDICT_INCONSISTENT\x10\x03*\xe3\x01\n\x0c\x43lusterState\x12\x1d\n\x19\x43LUSTER_STATE_UNSPECIFIED\x10\x00\x12%\n!CLUSTER_STATE_WAITING_FOR_WORKERS\x10\x01\x12\x19\n\x15\x43LUSTER_STATE_LOADING\x10\x02\x12 \n\x1c\x43LUSTER_STATE_STARTING_EPOCH\x10\x03\x12\x19\n\x15\x43LUSTER_STATE_SERVING\x10\x04\x12\x19\n\x15\x43LUSTER_STATE_BLOCKED\x10\x05\x12\x1a\n\x16\x43LUSTER_STATE_CHECKING\x10\x06*s\n\x06Health\x12\x16\n\x12HEALTH_UNSPECIFIED\x10\x00\x12\x13\n\x0fHEALTH_STARTING\x10\x01\x12\x12\n\x0eHEALTH_SERVING\x10\x02\x12\x13\n\x0fHEALTH_DEGRADED\x10\x03\x12\x13\n\x0fHEALTH_DRAINING\x10\x04*\xf4\x01\n\x10SelfCheckVerdict\x12\"\n\x1eSELF_CHECK_VERDICT_UNSPECIFIED\x10\x00\x12\x1a\n\x16SELF_CHECK_VERDICT_OFF\x10\x01\x12\x1e\n\x1aSELF_CHECK_VERDICT_NOT_RUN\x10\x02\x12\x1e\n\x1aSELF_CHECK_VERDICT_RUNNING\x10\x03\x12\x1d\n\x19SELF_CHECK_VERDICT_PASSED\x10\x04\x12\"\n\x1eSELF_CHECK_VERDICT_FINITE_ONLY\x10\x05\x12\x1d\n\x19SELF_CHECK_VERDICT_FAILED\x10\x06*z\n\x0cJournalState\x12\x1d\n\x19JOURNAL_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11JOURNAL_STATE_OFF\x10\x01\x12\x19\n\x15JOURNAL_STATE_WRITING\x10\x02\x12\x19\n\x15JOURNAL_STATE_FAILING\x10\x03*\xf9\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12WORKER_STATE_SPARE\x10\x01\x12\x18\n\x14WORKER_STATE_LOADING\x10\x02\x12\x16\n\x12WORKER_STATE_READY\x10\x03\x12\x15\n\x11WORKER_STATE_LOST\x10\x04\x12\x1c\n\x18WORKER_STATE_QUARANTINED\x10\x05\x12\x18\n\x14WORKER_STATE_JOINING\x10\x06\x12\x18\n\x14WORKER_STATE_SUSPECT\x10\x07\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x08\x32\xf5\x01\n\x07\x43luster\x12@\n\x05\x44rain\x12\x1a.stageline.v1.DrainRequest\x1a\x1b.stageline.v1.DrainResponse\x12L\n\tGetStatus\x12\x1e.stageline.v1.GetStatusRequest\x1a\x1f.stageline.v1.GetStatusResponse\x12Z\n\rWatchKvEvents\x12\".stageline.v1.WatchKvEventsRequest\x1a#.stageline.v1.WatchKvEventsResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'stageline_rpc.v1.cluster_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DTYPE']._serialized_start=2155
-  _globals['_DTYPE']._serialized_end=2264
-  _globals['_STAGEROLE']._serialized_start=2266
-  _globals['_STAGEROLE']._serialized_end=2392
-  _globals['_WEIGHTSCHECK']._serialized_start=2394
-  _globals['_WEIGHTSCHECK']._serialized_end=2490
-  _globals['_CLUSTERSTATE']._serialized_start=2493
-  _globals['_CLUSTERSTATE']._serialized_end=2720
-  _globals['_HEALTH']._serialized_start=2722
-  _globals['_HEALTH']._serialized_end=2837
-  _globals['_SELFCHECKVERDICT']._serialized_start=2840
-  _globals['_SELFCHECKVERDICT']._serialized_end=3084
-  _globals['_JOURNALSTATE']._serialized_start=3086
-  _globals['_JOURNALSTATE']._serialized_end=3208
-  _globals['_WORKERSTATE']._serialized_start=3211
-  _globals['_WORKERSTATE']._serialized_end=3466
-  _globals['_KVUSAGE']._serialized_start=82
-  _globals['_KVUSAGE']._serialized_end=203
-  _globals['_KVINTEGRITY']._serialized_start=205
-  _globals['_KVINTEGRITY']._serialized_end=278
-  _globals['_DRAINREQUEST']._serialized_start=280
-  _globals['_DRAINREQUEST']._serialized_end=310
-  _globals['_DRAINRESPONSE']._serialized_start=312
-  _globals['_DRAINRESPONSE']._serialized_end=327
-  _globals['_GETSTATUSREQUEST']._serialized_start=329
-  _globals['_GETSTATUSREQUEST']._serialized_end=347
-  _globals['_GETSTATUSRESPONSE']._serialized_start=350
-  _globals['_GETSTATUSRESPONSE']._serialized_end=885
-  _globals['_SELFCHECKSTATUS']._serialized_start=888
-  _globals['_SELFCHECKSTATUS']._serialized_end=1087
-  _globals['_JOURNALSTATUS']._serialized_start=1089
-  _globals['_JOURNALSTATUS']._serialized_end=1186
-  _globals['_KVSTATUS']._serialized_start=1188
-  _globals['_KVSTATUS']._serialized_end=1263
-  _globals['_REQUESTCOUNTS']._serialized_start=1266
-  _globals['_REQUESTCOUNTS']._serialized_end=1526
-  _globals['_WORKERSTATUS']._serialized_start=1529
-  _globals['_WORKERSTATUS']._serialized_end=2153
-  _globals['_CLUSTER']._serialized_start=3469
-  _globals['_CLUSTER']._serialized_end=3714
+  _globals['_DTYPE']._serialized_start=2432
+  _globals['_DTYPE']._serialized_end=2541
+  _globals['_STAGEROLE']._serialized_start=2543
+  _globals['_STAGEROLE']._serialized_end=2669
+  _globals['_WEIGHTSCHECK']._serialized_start=2671
+  _globals['_WEIGHTSCHECK']._serialized_end=2767
+  _globals['_KVINTEGRITYVERDICT']._serialized_start=2770
+  _globals['_KVINTEGRITYVERDICT']._serialized_end=2942
+  _globals['_CLUSTERSTATE']._serialized_start=2945
+  _globals['_CLUSTERSTATE']._serialized_end=3172
+  _globals['_HEALTH']._serialized_start=3174
+  _globals['_HEALTH']._serialized_end=3289
+  _globals['_SELFCHECKVERDICT']._serialized_start=3292
+  _globals['_SELFCHECKVERDICT']._serialized_end=3536
+  _globals['_JOURNALSTATE']._serialized_start=3538
+  _globals['_JOURNALSTATE']._serialized_end=3660
+  _globals['_WORKERSTATE']._serialized_start=3663
+  _globals['_WORKERSTATE']._serialized_end=3912
+  _globals['_KVUSAGE']._serialized_start=147
+  _globals['_KVUSAGE']._serialized_end=268
+  _globals['_KVINTEGRITY']._serialized_start=271
+  _globals['_KVINTEGRITY']._serialized_end=419
+  _globals['_DRAINREQUEST']._serialized_start=421
+  _globals['_DRAINREQUEST']._serialized_end=451
+  _globals['_DRAINRESPONSE']._serialized_start=453
+  _globals['_DRAINRESPONSE']._serialized_end=468
+  _globals['_GETSTATUSREQUEST']._serialized_start=470
+  _globals['_GETSTATUSREQUEST']._serialized_end=488
+  _globals['_GETSTATUSRESPONSE']._serialized_start=491
+  _globals['_GETSTATUSRESPONSE']._serialized_end=1020
+  _globals['_SELFCHECKSTATUS']._serialized_start=1023
+  _globals['_SELFCHECKSTATUS']._serialized_end=1247
+  _globals['_JOURNALSTATUS']._serialized_start=1249
+  _globals['_JOURNALSTATUS']._serialized_end=1346
+  _globals['_KVSTATUS']._serialized_start=1349
+  _globals['_KVSTATUS']._serialized_end=1493
+  _globals['_REQUESTCOUNTS']._serialized_start=1496
+  _globals['_REQUESTCOUNTS']._serialized_end=1756
+  _globals['_WORKERSTATUS']._serialized_start=1759
+  _globals['_WORKERSTATUS']._serialized_end=2430
+  _globals['_CLUSTER']._serialized_start=3915
+  _globals['_CLUSTER']._serialized_end=4160
 # @@protoc_insertion_point(module_scope)

@@ -5,7 +5,9 @@ Cluster status and administration, and changes of the KV cache: for operators, d
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
@@ -88,6 +90,25 @@ WEIGHTS_CHECK_SAMPLED: WeightsCheck.ValueType  # 1
 WEIGHTS_CHECK_FULL: WeightsCheck.ValueType  # 2
 """The hash of every byte is equal."""
 Global___WeightsCheck: _TypeAlias = WeightsCheck  # noqa: Y015
+
+class _KvIntegrityVerdict:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _KvIntegrityVerdictEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KvIntegrityVerdict.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    KV_INTEGRITY_VERDICT_UNSPECIFIED: _KvIntegrityVerdict.ValueType  # 0
+    KV_INTEGRITY_VERDICT_NOT_CHECKED: _KvIntegrityVerdict.ValueType  # 1
+    KV_INTEGRITY_VERDICT_CONSISTENT: _KvIntegrityVerdict.ValueType  # 2
+    KV_INTEGRITY_VERDICT_INCONSISTENT: _KvIntegrityVerdict.ValueType  # 3
+
+class KvIntegrityVerdict(_KvIntegrityVerdict, metaclass=_KvIntegrityVerdictEnumTypeWrapper): ...
+
+KV_INTEGRITY_VERDICT_UNSPECIFIED: KvIntegrityVerdict.ValueType  # 0
+KV_INTEGRITY_VERDICT_NOT_CHECKED: KvIntegrityVerdict.ValueType  # 1
+KV_INTEGRITY_VERDICT_CONSISTENT: KvIntegrityVerdict.ValueType  # 2
+KV_INTEGRITY_VERDICT_INCONSISTENT: KvIntegrityVerdict.ValueType  # 3
+Global___KvIntegrityVerdict: _TypeAlias = KvIntegrityVerdict  # noqa: Y015
 
 class _ClusterState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -207,17 +228,17 @@ class _WorkerStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerSta
     WORKER_STATE_LOADING: _WorkerState.ValueType  # 2
     WORKER_STATE_READY: _WorkerState.ValueType  # 3
     WORKER_STATE_LOST: _WorkerState.ValueType  # 4
-    WORKER_STATE_QUARANTINED: _WorkerState.ValueType  # 6
+    WORKER_STATE_QUARANTINED: _WorkerState.ValueType  # 5
     """It failed to load its layers twice, its weights differ from the coordinator's, or it alone can be why a plan failed
     its self-check, and is not tried again before it joins anew.
     """
-    WORKER_STATE_JOINING: _WorkerState.ValueType  # 7
+    WORKER_STATE_JOINING: _WorkerState.ValueType  # 6
     """It was lost again and again, and has to wait before it is used."""
-    WORKER_STATE_SUSPECT: _WorkerState.ValueType  # 8
+    WORKER_STATE_SUSPECT: _WorkerState.ValueType  # 7
     """It is silent, or not reached by the stage before it, but not lost; or a plan with it has failed its self-check, and
     it may be the cause: it is used last.
     """
-    WORKER_STATE_DRAINING: _WorkerState.ValueType  # 9
+    WORKER_STATE_DRAINING: _WorkerState.ValueType  # 8
     """It leaves as soon as it has no layers any more."""
 
 class WorkerState(_WorkerState, metaclass=_WorkerStateEnumTypeWrapper): ...
@@ -227,17 +248,17 @@ WORKER_STATE_SPARE: WorkerState.ValueType  # 1
 WORKER_STATE_LOADING: WorkerState.ValueType  # 2
 WORKER_STATE_READY: WorkerState.ValueType  # 3
 WORKER_STATE_LOST: WorkerState.ValueType  # 4
-WORKER_STATE_QUARANTINED: WorkerState.ValueType  # 6
+WORKER_STATE_QUARANTINED: WorkerState.ValueType  # 5
 """It failed to load its layers twice, its weights differ from the coordinator's, or it alone can be why a plan failed
 its self-check, and is not tried again before it joins anew.
 """
-WORKER_STATE_JOINING: WorkerState.ValueType  # 7
+WORKER_STATE_JOINING: WorkerState.ValueType  # 6
 """It was lost again and again, and has to wait before it is used."""
-WORKER_STATE_SUSPECT: WorkerState.ValueType  # 8
+WORKER_STATE_SUSPECT: WorkerState.ValueType  # 7
 """It is silent, or not reached by the stage before it, but not lost; or a plan with it has failed its self-check, and
 it may be the cause: it is used last.
 """
-WORKER_STATE_DRAINING: WorkerState.ValueType  # 9
+WORKER_STATE_DRAINING: WorkerState.ValueType  # 8
 """It leaves as soon as it has no layers any more."""
 Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
 
@@ -275,29 +296,34 @@ Global___KvUsage: _TypeAlias = KvUsage  # noqa: Y015
 
 @_typing.final
 class KvIntegrity(_message.Message):
-    """Result of the last check of a block pool: every page has one owner, and every block as many as its sequences say."""
+    """Last check of a block pool: every page has one owner, and every block as many references as its sequences hold."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    VERDICT_FIELD_NUMBER: _builtins.int
     NUM_CHECKS_FIELD_NUMBER: _builtins.int
-    CHECKED_AT_US_FIELD_NUMBER: _builtins.int
-    PROBLEM_FIELD_NUMBER: _builtins.int
+    CHECKED_AT_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    verdict: Global___KvIntegrityVerdict.ValueType
     num_checks: _builtins.int
-    """Checks since the coordinator started, on a stage since it was loaded; 0: none yet."""
-    checked_at_us: _builtins.int
-    """Time of the last one, in microseconds since 1970."""
-    problem: _builtins.str
-    """What is wrong; empty where nothing is."""
+    """Checks since the coordinator started; for a stage, since it was loaded."""
+    detail: _builtins.str
+    """What is inconsistent; empty otherwise."""
+    @_builtins.property
+    def checked_at(self) -> _timestamp_pb2.Timestamp:
+        """Unset before the first check."""
+
     def __init__(
         self,
         *,
+        verdict: Global___KvIntegrityVerdict.ValueType = ...,
         num_checks: _builtins.int = ...,
-        checked_at_us: _builtins.int = ...,
-        problem: _builtins.str = ...,
+        checked_at: _timestamp_pb2.Timestamp | None = ...,
+        detail: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checked_at", b"checked_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checked_at_us", b"checked_at_us", "num_checks", b"num_checks", "problem", b"problem"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checked_at", b"checked_at", "detail", b"detail", "num_checks", b"num_checks", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -360,32 +386,32 @@ class GetStatusResponse(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
+    WIRE_DTYPE_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
+    HEALTH_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     NUM_STAGES_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
     REQUESTS_FIELD_NUMBER: _builtins.int
-    HEALTH_FIELD_NUMBER: _builtins.int
-    WIRE_DTYPE_FIELD_NUMBER: _builtins.int
     SELF_CHECK_FIELD_NUMBER: _builtins.int
     JOURNAL_FIELD_NUMBER: _builtins.int
     KV_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     fingerprint: _builtins.str
     dtype: Global___Dtype.ValueType
+    wire_dtype: Global___Dtype.ValueType
+    """Dtype of hidden states between stages; unspecified: `dtype`."""
     state: Global___ClusterState.ValueType
     detail: _builtins.str
-    """Why the cluster is in this state, in a sentence."""
+    """Why the cluster is in this state."""
+    health: Global___Health.ValueType
     epoch: _builtins.int
     num_stages: _builtins.int
     block_size: _builtins.int
     num_blocks: _builtins.int
-    health: Global___Health.ValueType
-    wire_dtype: Global___Dtype.ValueType
-    """What the coordinator asks workers to send hidden states in; unspecified: in `dtype`."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
     @_builtins.property
@@ -402,16 +428,16 @@ class GetStatusResponse(_message.Message):
         model: _builtins.str = ...,
         fingerprint: _builtins.str = ...,
         dtype: Global___Dtype.ValueType = ...,
+        wire_dtype: Global___Dtype.ValueType = ...,
         state: Global___ClusterState.ValueType = ...,
         detail: _builtins.str = ...,
+        health: Global___Health.ValueType = ...,
         epoch: _builtins.int = ...,
         num_stages: _builtins.int = ...,
         block_size: _builtins.int = ...,
         num_blocks: _builtins.int = ...,
         workers: _abc.Iterable[Global___WorkerStatus] | None = ...,
         requests: Global___RequestCounts | None = ...,
-        health: Global___Health.ValueType = ...,
-        wire_dtype: Global___Dtype.ValueType = ...,
         self_check: Global___SelfCheckStatus | None = ...,
         journal: Global___JournalStatus | None = ...,
         kv: Global___KvStatus | None = ...,
@@ -434,7 +460,7 @@ class SelfCheckStatus(_message.Message):
     DEVIATION_FIELD_NUMBER: _builtins.int
     ALLOWED_FIELD_NUMBER: _builtins.int
     STAGE_FIELD_NUMBER: _builtins.int
-    AT_US_FIELD_NUMBER: _builtins.int
+    AT_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
     verdict: Global___SelfCheckVerdict.ValueType
     deviation: _builtins.float
@@ -445,10 +471,12 @@ class SelfCheckStatus(_message.Message):
     """The largest deviation that passes."""
     stage: _builtins.int
     """The stage that deviates first; absent where none does or none can be named."""
-    at_us: _builtins.int
-    """Time of the verdict, in microseconds since 1970; 0: none yet."""
     detail: _builtins.str
-    """The verdict in a sentence, with its reason."""
+    """Reason of the verdict."""
+    @_builtins.property
+    def at(self) -> _timestamp_pb2.Timestamp:
+        """Time of the verdict; unset before the first one."""
+
     def __init__(
         self,
         *,
@@ -456,12 +484,12 @@ class SelfCheckStatus(_message.Message):
         deviation: _builtins.float | None = ...,
         allowed: _builtins.float | None = ...,
         stage: _builtins.int | None = ...,
-        at_us: _builtins.int = ...,
+        at: _timestamp_pb2.Timestamp | None = ...,
         detail: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_allowed", b"_allowed", "_deviation", b"_deviation", "_stage", b"_stage", "allowed", b"allowed", "deviation", b"deviation", "stage", b"stage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_allowed", b"_allowed", "_deviation", b"_deviation", "_stage", b"_stage", "allowed", b"allowed", "at", b"at", "deviation", b"deviation", "stage", b"stage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_allowed", b"_allowed", "_deviation", b"_deviation", "_stage", b"_stage", "allowed", b"allowed", "at_us", b"at_us", "detail", b"detail", "deviation", b"deviation", "stage", b"stage", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_allowed", b"_allowed", "_deviation", b"_deviation", "_stage", b"_stage", "allowed", b"allowed", "at", b"at", "detail", b"detail", "deviation", b"deviation", "stage", b"stage", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__allowed: _TypeAlias = _typing.Literal["allowed"]  # noqa: Y015
     _WhichOneofArgType__allowed: _TypeAlias = _typing.Literal["_allowed", b"_allowed"]  # noqa: Y015
@@ -489,7 +517,7 @@ class JournalStatus(_message.Message):
     detail: _builtins.str
     """Why the journal cannot be written; empty while it can."""
     num_unwritten: _builtins.int
-    """Records of running requests that are kept in memory until the journal can be written again."""
+    """Records kept in memory until the journal can be written again."""
     def __init__(
         self,
         *,
@@ -509,22 +537,30 @@ Global___JournalStatus: _TypeAlias = JournalStatus  # noqa: Y015
 class KvStatus(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    INTEGRITY_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
     LEDGER_FIELD_NUMBER: _builtins.int
     PREFIX_CACHE_FIELD_NUMBER: _builtins.int
+    integrity: Global___KvIntegrityVerdict.ValueType
+    """Of the ledger and all stages together."""
+    detail: _builtins.str
+    """The first inconsistency and where it is; empty otherwise."""
     prefix_cache: _builtins.bool
     @_builtins.property
     def ledger(self) -> Global___KvIntegrity:
-        """Of the coordinator's ledger; those of the stages are in their heartbeats."""
+        """The coordinator's ledger."""
 
     def __init__(
         self,
         *,
+        integrity: Global___KvIntegrityVerdict.ValueType = ...,
+        detail: _builtins.str = ...,
         ledger: Global___KvIntegrity | None = ...,
         prefix_cache: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ledger", b"ledger"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ledger", b"ledger", "prefix_cache", b"prefix_cache"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "integrity", b"integrity", "ledger", b"ledger", "prefix_cache", b"prefix_cache"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -601,56 +637,67 @@ class WorkerStatus(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_AGE_FIELD_NUMBER: _builtins.int
     STAGE_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     LAYER_BEGIN_FIELD_NUMBER: _builtins.int
     LAYER_END_FIELD_NUMBER: _builtins.int
-    HEARTBEAT_AGE_MS_FIELD_NUMBER: _builtins.int
-    PID_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     KERNELS_FIELD_NUMBER: _builtins.int
     KERNELS_DETAIL_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
-    RESIDENT_BYTES_FIELD_NUMBER: _builtins.int
     WEIGHT_BYTES_FIELD_NUMBER: _builtins.int
     KV_BYTES_FIELD_NUMBER: _builtins.int
-    NUM_STEPS_FIELD_NUMBER: _builtins.int
-    BUSY_US_FIELD_NUMBER: _builtins.int
+    RESIDENT_BYTES_FIELD_NUMBER: _builtins.int
     LOAD_PROGRESS_FIELD_NUMBER: _builtins.int
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
+    BUSY_TIME_FIELD_NUMBER: _builtins.int
     KV_FIELD_NUMBER: _builtins.int
     KV_INTEGRITY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     address: _builtins.str
     device: _builtins.str
+    """"cpu", "cuda:0", ..., or "mock"."""
+    pid: _builtins.int
     state: Global___WorkerState.ValueType
     detail: _builtins.str
+    """Why the worker is in this state."""
     memory_bytes: _builtins.int
+    """Budget for weights, KV cache and activations."""
     stage: _builtins.int
     """Unset for a worker without a stage."""
     role: Global___StageRole.ValueType
     layer_begin: _builtins.int
     layer_end: _builtins.int
-    heartbeat_age_ms: _builtins.int
-    pid: _builtins.int
+    """One past the last layer."""
     dtype: Global___Dtype.ValueType
-    """What the stage computes in; unspecified for a worker without one."""
+    """Dtype the stage computes in; unspecified without a stage."""
     kernels: _builtins.str
-    """"compiled" or "plain"; empty for a mock stage and for a worker without a stage."""
+    """"compiled" or "plain"; empty for a mock stage and without a stage."""
     kernels_detail: _builtins.str
+    """Why these kernels run."""
     weights: Global___WeightsCheck.ValueType
-    resident_bytes: _builtins.int
-    """From the last heartbeat."""
     weight_bytes: _builtins.int
+    """The following are from the last heartbeat."""
     kv_bytes: _builtins.int
+    resident_bytes: _builtins.int
+    """Resident memory of the process."""
+    load_progress: _builtins.float
+    """Fraction of the stage's weights that was read, 0 to 1."""
     num_steps: _builtins.int
     """Steps computed in this epoch."""
-    busy_us: _builtins.int
-    """Time spent computing steps since the process started, in microseconds."""
-    load_progress: _builtins.float
-    """Fraction of the assigned stage's weights that was read, 0 to 1."""
+    @_builtins.property
+    def heartbeat_age(self) -> _duration_pb2.Duration:
+        """Age of the last heartbeat."""
+
+    @_builtins.property
+    def busy_time(self) -> _duration_pb2.Duration:
+        """Time spent computing since the process started."""
+
     @_builtins.property
     def kv(self) -> Global___KvUsage: ...
     @_builtins.property
@@ -661,31 +708,31 @@ class WorkerStatus(_message.Message):
         name: _builtins.str = ...,
         address: _builtins.str = ...,
         device: _builtins.str = ...,
+        pid: _builtins.int = ...,
         state: Global___WorkerState.ValueType = ...,
         detail: _builtins.str = ...,
         memory_bytes: _builtins.int = ...,
+        heartbeat_age: _duration_pb2.Duration | None = ...,
         stage: _builtins.int | None = ...,
         role: Global___StageRole.ValueType = ...,
         layer_begin: _builtins.int = ...,
         layer_end: _builtins.int = ...,
-        heartbeat_age_ms: _builtins.int = ...,
-        pid: _builtins.int = ...,
         dtype: Global___Dtype.ValueType = ...,
         kernels: _builtins.str = ...,
         kernels_detail: _builtins.str = ...,
         weights: Global___WeightsCheck.ValueType = ...,
-        resident_bytes: _builtins.int = ...,
         weight_bytes: _builtins.int = ...,
         kv_bytes: _builtins.int = ...,
-        num_steps: _builtins.int = ...,
-        busy_us: _builtins.int = ...,
+        resident_bytes: _builtins.int = ...,
         load_progress: _builtins.float = ...,
+        num_steps: _builtins.int = ...,
+        busy_time: _duration_pb2.Duration | None = ...,
         kv: Global___KvUsage | None = ...,
         kv_integrity: Global___KvIntegrity | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_stage", b"_stage", "kv", b"kv", "kv_integrity", b"kv_integrity", "stage", b"stage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_stage", b"_stage", "busy_time", b"busy_time", "heartbeat_age", b"heartbeat_age", "kv", b"kv", "kv_integrity", b"kv_integrity", "stage", b"stage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stage", b"_stage", "address", b"address", "busy_us", b"busy_us", "detail", b"detail", "device", b"device", "dtype", b"dtype", "heartbeat_age_ms", b"heartbeat_age_ms", "kernels", b"kernels", "kernels_detail", b"kernels_detail", "kv", b"kv", "kv_bytes", b"kv_bytes", "kv_integrity", b"kv_integrity", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "load_progress", b"load_progress", "memory_bytes", b"memory_bytes", "name", b"name", "num_steps", b"num_steps", "pid", b"pid", "resident_bytes", b"resident_bytes", "role", b"role", "stage", b"stage", "state", b"state", "weight_bytes", b"weight_bytes", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stage", b"_stage", "address", b"address", "busy_time", b"busy_time", "detail", b"detail", "device", b"device", "dtype", b"dtype", "heartbeat_age", b"heartbeat_age", "kernels", b"kernels", "kernels_detail", b"kernels_detail", "kv", b"kv", "kv_bytes", b"kv_bytes", "kv_integrity", b"kv_integrity", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "load_progress", b"load_progress", "memory_bytes", b"memory_bytes", "name", b"name", "num_steps", b"num_steps", "pid", b"pid", "resident_bytes", b"resident_bytes", "role", b"role", "stage", b"stage", "state", b"state", "weight_bytes", b"weight_bytes", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stage: _TypeAlias = _typing.Literal["stage"]  # noqa: Y015
     _WhichOneofArgType__stage: _TypeAlias = _typing.Literal["_stage", b"_stage"]  # noqa: Y015

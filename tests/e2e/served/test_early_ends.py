@@ -113,5 +113,5 @@ async def test_the_status_command_says_the_same_of_every_worker(served: Served) 
     finished = await run_stageline("status", "--json", "--coordinator", served.address)
     assert (finished.code, finished.stderr) == (0, "")
     status = json.loads(finished.stdout)
-    assert [worker["blocks"]["active"] for worker in status["workers"]] == [0, 0, 0]
+    assert [worker["kv"]["blocks_active"] for worker in status["workers"]] == [0, 0, 0]
     assert [worker["stage"]["role"] for worker in status["workers"]] == ["first", "middle", "last"]

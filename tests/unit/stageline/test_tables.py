@@ -110,13 +110,14 @@ def test_the_status_fits_into_110_columns_with_one_line_for_each_worker() -> Non
 def test_the_status_says_whether_blocks_are_shared_and_accounting_is_sound() -> None:
     status = cluster_pb2.GetStatusResponse()
     status.CopyFrom(STATUS)
-    assert "Prefix cache off, KV accounting not checked yet" in _render(status_view(status))
+    status.kv.integrity = cluster_pb2.KV_INTEGRITY_VERDICT_NOT_CHECKED
+    assert "Prefix cache off, KV accounting not checked" in _render(status_view(status))
     status.kv.prefix_cache = True
-    status.kv.ledger.num_checks = 3
-    assert "Prefix cache on, KV accounting checked" in _render(status_view(status))
-    status.workers[0].kv_integrity.problem = "7 free + 2 active"
-    name = status.workers[0].name
-    told = f"Prefix cache on, KV accounting broken on {name}: 7 free + 2 active"
+    status.kv.integrity = cluster_pb2.KV_INTEGRITY_VERDICT_CONSISTENT
+    assert "Prefix cache on, KV accounting consistent" in _render(status_view(status))
+    status.kv.integrity = cluster_pb2.KV_INTEGRITY_VERDICT_INCONSISTENT
+    status.kv.detail = "w0: 7 free + 2 active"
+    told = "Prefix cache on, KV accounting inconsistent: w0: 7 free + 2 active"
     assert told in _render(status_view(status))
 
 

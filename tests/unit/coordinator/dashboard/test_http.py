@@ -208,15 +208,15 @@ async def test_where_it_listens_for_others_any_name_is_served(coordinator: Coord
         assert (await client.get("/api/status", headers={"Host": "gpu-a.lan:7481"})).status == 200
 
 
-async def test_status_tells_in_words_what_grpc_tells(http: Http) -> None:
+async def test_status_is_the_json_of_what_grpc_tells(http: Http) -> None:
     status = await (await http.get("/api/status")).json()
-    assert (status["model"], status["state"], status["can_act"]) == ("mock", "waiting for workers", True)
-    assert status["workers"][0]["stage"] == {
-        "index": 0,
-        "role": "unspecified",
-        "layer_begin": 0,
-        "layer_end": 0,
-    }
+    assert (status["model"], status["state"], status["can_act"]) == (
+        "mock",
+        "CLUSTER_STATE_WAITING_FOR_WORKERS",
+        True,
+    )
+    worker = status["workers"][0]
+    assert (worker["stage"], worker["role"], worker["layer_end"]) == (0, "STAGE_ROLE_UNSPECIFIED", 0)
 
 
 async def test_activity_has_the_steps_that_the_reader_lacks(coordinator: Coordinator, http: Http) -> None:

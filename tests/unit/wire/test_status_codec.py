@@ -1,0 +1,115 @@
+"""The JSON of public messages, and docs/status.md, which lists the keys of the status."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from google.protobuf.json_format import ParseDict
+
+from kvcache import IntegrityReport
+from stageline_rpc.v1 import cluster_pb2, kv_events_pb2
+from tests.repository import REPOSITORY
+from wire.status_codec import duration, encode_integrity, message_fields, overall_integrity, timestamp
+
+DOCUMENT = REPOSITORY / "docs" / "status.md"
+
+
+def whole_status() -> cluster_pb2.GetStatusResponse:
+    """With a worker that has a stage."""
+    ledger = encode_integrity(IntegrityReport(3, 1_700_000_000_250_000, ""))
+    worker = cluster_pb2.WorkerStatus(
+        name="w0",
+        stage=0,
+        role=cluster_pb2.STAGE_ROLE_ONLY,
+        layer_end=12,
+        device="cuda:0",
+        kernels="compiled",
+        dtype=cluster_pb2.DTYPE_BF16,
+        weights=cluster_pb2.WEIGHTS_CHECK_SAMPLED,
+        weight_bytes=3 << 40,
+        busy_time=duration(1.5),
+        kv=cluster_pb2.KvUsage(),
+        kv_integrity=ledger,
+    )
+    return cluster_pb2.GetStatusResponse(
+        dtype=cluster_pb2.DTYPE_BF16,
+        state=cluster_pb2.CLUSTER_STATE_SERVING,
+        self_check=cluster_pb2.SelfCheckStatus(
+            verdict=cluster_pb2.SELF_CHECK_VERDICT_FINITE_ONLY,
+            at=timestamp(1_700_000_000_250_000),
+            detail="no reference",
+        ),
+        journal=cluster_pb2.JournalStatus(state=cluster_pb2.JOURNAL_STATE_FAILING, num_unwritten=2),
+        kv=overall_integrity(ledger, {"w0": ledger}),
+        requests=cluster_pb2.RequestCounts(),
+        workers=[worker],
+    )
+
+
+def keys_in(value: Any, prefix: str = "") -> Iterator[str]:
+    """Paths of all values."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from keys_in(inner, f"{prefix}.{key}" if prefix else key)
+    elif isinstance(value, list):
+        yield from keys_in(value[0], f"{prefix}[]")
+    else:
+        yield prefix
+
+
+def test_the_document_lists_exactly_the_keys() -> None:
+    listed = re.findall(r"^\| `([^`]+)` \|", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(set(listed)) == len(listed)
+    assert set(listed) == set(keys_in(message_fields(whole_status())))
+
+
+def test_values_are_those_of_protobufs_json() -> None:
+    fields = message_fields(whole_status())
+    assert (fields["dtype"], fields["state"]) == ("DTYPE_BF16", "CLUSTER_STATE_SERVING")
+    assert fields["self_check"] == {
+        "verdict": "SELF_CHECK_VERDICT_FINITE_ONLY",
+        "deviation": None,
+        "allowed": None,
+        "stage": None,
+        "at": "2023-11-14T22:13:20.250Z",
+        "detail": "no reference",
+    }
+    assert fields["journal"] == {"state": "JOURNAL_STATE_FAILING", "detail": "", "num_unwritten": "2"}
+    assert fields["kv"]["integrity"] == "KV_INTEGRITY_VERDICT_CONSISTENT"
+    (worker,) = fields["workers"]
+    assert (worker["device"], worker["dtype"], worker["kernels"]) == ("cuda:0", "DTYPE_BF16", "compiled")
+    assert (worker["weights"], worker["busy_time"]) == ("WEIGHTS_CHECK_SAMPLED", "1.500s")
+    assert (worker["stage"], worker["weight_bytes"]) == (0, str(3 << 40))
+
+
+def test_protobuf_reads_the_fields_back() -> None:
+    status = whole_status()
+    fields = json.loads(json.dumps(message_fields(status)))
+    assert ParseDict(fields, cluster_pb2.GetStatusResponse()) == status
+
+
+def test_only_the_set_member_of_a_oneof_is_a_key() -> None:
+    event = kv_events_pb2.KvEvent(stored=kv_events_pb2.KvStored(sequence_hashes=[7]))
+    fields = message_fields(kv_events_pb2.WatchKvEventsResponse(event=event))
+    assert fields.keys() == {"event"}
+    assert fields["event"]["stored"]["parent"] is None
+    assert not {"removed", "cleared"} & fields["event"].keys()
+
+
+@pytest.mark.parametrize("place", ["coordinator", "w0"])
+def test_a_problem_of_any_pool_is_the_integrity(place: str) -> None:
+    sound, broken = (encode_integrity(IntegrityReport(1, 1, text)) for text in ("", "2 blocks of 8 leaked"))
+    ledger, stage = (broken, sound) if place == "coordinator" else (sound, broken)
+    status = overall_integrity(ledger, {"w0": stage})
+    assert status.integrity == cluster_pb2.KV_INTEGRITY_VERDICT_INCONSISTENT
+    assert status.detail == f"{place}: 2 blocks of 8 leaked"
+
+
+def test_what_was_not_checked_says_so() -> None:
+    status = overall_integrity(encode_integrity(IntegrityReport()), {})
+    assert status.integrity == cluster_pb2.KV_INTEGRITY_VERDICT_NOT_CHECKED
+    spare = cluster_pb2.WorkerStatus(name="spare")
+    (worker,) = message_fields(cluster_pb2.GetStatusResponse(workers=[spare]))["workers"]
+    assert (worker["weights"], worker["stage"]) == ("WEIGHTS_CHECK_UNSPECIFIED", None)
