@@ -13,6 +13,7 @@ from checkpoint import DType
 from checkpoint.config_fields import MAX_INT, MAX_LAYERS
 from coordinator.mock_model import parse_mock_model
 from coordinator.recovery.policy import DEFAULT_POLICY, RecoveryPolicy
+from coordinator.scheduler.policy import DEFAULT_MAX_DECODE_SLOWDOWN
 from telemetry.logs import DEFAULT_LOGS, LogSettings
 from telemetry.settings import NO_SETTINGS, TelemetrySettings
 from telemetry.span_recorder import ratio_sampler
@@ -161,7 +162,7 @@ class CoordinatorConfig:
     max_decode_slowdown: Annotated[
         float,
         _batching("--max-decode-slowdown", "X", "Maximum mean slowdown of decode steps by prefill chunks"),
-    ] = 1.3
+    ] = DEFAULT_MAX_DECODE_SLOWDOWN
 
     queue_size: Annotated[
         int,

@@ -29,7 +29,7 @@ from coordinator.api.telemetry_service import MetricsService, TelemetryService, 
 from coordinator.api.worker_services import MembershipService, StepResultsService
 from coordinator.cluster.controller import Controller, ControllerHooks, ServingSettings
 from coordinator.cluster.state_machine import ClusterState
-from coordinator.cluster.step_limits import PaceSettings
+from coordinator.cluster.step_limits import BatchingOptions
 from coordinator.config import CoordinatorConfig
 from coordinator.engine.admission import AdmissionLimits
 from coordinator.engine.durability import Durability
@@ -126,7 +126,7 @@ class CoordinatorServer:
 
     def _new_controller(self, incarnation: Incarnation) -> Controller:
         config, model = self._config, self._model
-        pace = PaceSettings(
+        batching = BatchingOptions(
             steps_in_flight=config.steps_in_flight, max_decode_slowdown=config.max_decode_slowdown
         )
         return Controller(
@@ -136,7 +136,7 @@ class CoordinatorServer:
             incarnation=incarnation,
             policy=self._policy,
             settings=ServingSettings(
-                pace=pace, prefix_caching=config.prefix_cache, cache_directory=config.cache_directory
+                batching=batching, prefix_caching=config.prefix_cache, cache_directory=config.cache_directory
             ),
             hooks=ControllerHooks(
                 on_serving=self._health.set_serving, on_epoch_end=self.metrics.pipeline.set_end_cause
@@ -168,7 +168,7 @@ class CoordinatorServer:
             InferenceService(self._requests, self.engine, status, callers, operators), self._server
         )
         cluster_pb2_grpc.add_ClusterServicer_to_server(
-            ClusterService(self.controller, status, self.engine.kv_feed, operators), self._server
+            ClusterService(self.controller, status, self.engine.kv_events, operators), self._server
         )
         join_pb2_grpc.add_MembershipServiceServicer_to_server(
             MembershipService(self.controller), self._server
@@ -234,7 +234,7 @@ class CoordinatorServer:
         self.engine.suspend()
         await self.controller.close()
         self._requests.close()
-        self.engine.kv_feed.close()
+        self.engine.kv_events.close()
         await self.metrics.close()
         await self._health.stop()
         await self.recorder.close()

@@ -82,11 +82,15 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
     """Called by operators and routers."""
 
     def __init__(
-        self, controller: Controller, status: StatusReporter, kv_feed: KvEventPublisher, operators: Operators
+        self,
+        controller: Controller,
+        status: StatusReporter,
+        kv_events: KvEventPublisher,
+        operators: Operators,
     ) -> None:
         self._controller = controller
         self._status = status
-        self._kv_feed = kv_feed
+        self._kv_events = kv_events
         self._operators = operators
 
     async def Drain(  # noqa: N802
@@ -104,7 +108,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
     async def WatchKvEvents(  # noqa: N802
         self, request: kv_events_pb2.WatchKvEventsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[kv_events_pb2.WatchKvEventsResponse]:
-        subscription = self._kv_feed.subscribe()
+        subscription = self._kv_events.subscribe()
         when_call_ends(context, subscription.close)
         with_token_ids = request.with_token_ids
         for message in encode_snapshot(subscription.snapshot, with_token_ids=with_token_ids):

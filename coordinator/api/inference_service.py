@@ -10,7 +10,7 @@ from coordinator.api.request_handler import RequestHandler
 from coordinator.api.status import StatusReporter
 from coordinator.engine.engine import Engine
 from coordinator.engine.output_stream import Output, OutputStream, Positions
-from coordinator.engine.request import Choice, digest_of, new_attach_secret
+from coordinator.engine.request import Choice, new_attach_secret, secret_digest
 from coordinator.scheduler.sequence import FinishReason
 from stageline_rpc.v1 import inference_pb2, inference_pb2_grpc
 from wire.channels import ATTACH_SECRET_KEY, AUTHORIZATION_KEY, JOURNALLED_KEY, when_call_ends
@@ -59,7 +59,7 @@ def _encode_logprobs(
 
 
 def _end(choice: Choice, response: inference_pb2.GenerateResponse) -> None:
-    reason, sequence = choice.transcript.finish_reason, choice.sequence
+    reason, sequence = choice.buffer.finish_reason, choice.sequence
     if reason is None:
         raise InvariantBroken("the end of a choice without a reason")
     response.finish_reason = FINISH_REASON_TO_MESSAGE[reason]
@@ -94,7 +94,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: bytes, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         secret = metadata_value(context, ATTACH_SECRET_KEY) or new_attach_secret()
-        stream = await self._requests.submit(request, self._callers.of(context), digest_of(secret))
+        stream = await self._requests.submit(request, self._callers.of(context), secret_digest(secret))
         async for response in self._read(stream, context, ((ATTACH_SECRET_KEY, secret),)):
             yield response
 
@@ -130,7 +130,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def _read(
         self, stream: OutputStream, context: Context, metadata: tuple[tuple[str, str], ...] = ()
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        when_call_ends(context, lambda: self._engine.leave(stream))
+        when_call_ends(context, lambda: self._engine.detach(stream))
         if self._engine.durability.journal is not None:
             metadata = (*metadata, (JOURNALLED_KEY, "1"))
         if metadata:

@@ -241,8 +241,8 @@ class RequestHandler:
                 accepted.traceparent, accepted.caller_traceparent, accepted.arrived_at + ahead_s
             )
         if request.keep_s is None:
-            request.awaited_until_s = now_s + durability.reattach_timeout_s
-        self._engine.resume(request, ended=ended and ended.on_clock(ahead_s))
+            request.reattach_until_s = now_s + durability.reattach_timeout_s
+        self._engine.restore(request, ended=ended and ended.shifted(ahead_s))
         return ended is None
 
     def _place(self, priority: Priority, arrived_s: float, arrival: int, choice: int) -> QueueOrder:
@@ -258,7 +258,7 @@ class RequestHandler:
         if durability.journal is None:
             return None
         times = (arrival.arrived_s, arrival.caller.deadline_s)
-        arrived_at, deadline_at = (durability.at(time_s, now_s=now_s) for time_s in times)
+        arrived_at, deadline_at = (durability.to_wall_time(time_s, now_s=now_s) for time_s in times)
         assert arrived_at is not None
         return accepted_of(arrival.message, resolved, request, arrived_at=arrived_at, deadline_at=deadline_at)
 

@@ -410,7 +410,7 @@ def _sampling_of(
 def make_echoed_text(request: Request) -> None:
     """Decode the echoed prompts; slow for a long prompt."""
     for choice in request.choices:
-        choice.transcript.make_text(max_tokens=choice.transcript.num_tokens)
+        choice.buffer.detokenize(max_tokens=choice.buffer.num_tokens)
 
 
 def _output_buffer(

@@ -85,18 +85,18 @@ class Availability:
             raise ClusterUnavailable(STOPPING)
         return self._state.plan
 
-    def begin(self, *, starts_new: bool = True) -> None:
-        """An epoch serves from now on; without `starts_new`, only requests that have begun. Waiting requests
+    def begin(self, *, admits_new: bool = True) -> None:
+        """An epoch serves from now on; without `admits_new`, only requests that have begun. Waiting requests
         wait until a token arrives.
         """
         self._serving.set()
         self._serving_since_s = self._engine.now_s()
         if not self._engine.has_live_requests:
             self._waiting_since_s = None
-        self._starts_new = starts_new
+        self._starts_new = admits_new
         self.report()
 
-    def finish_running(self) -> None:
+    def stop_admitting(self) -> None:
         """Rejects new requests for the rest of the epoch."""
         self._starts_new = False
         self.report()

@@ -192,7 +192,7 @@ class PlanChecks:
         if epoch != self._sends_in:
             return False
         if self._is_idle_check:
-            self._engine.note_lent_answer()
+            self._engine.record_lent_result()
         self.check.take(result)
         return True
 
@@ -263,14 +263,14 @@ class PlanChecks:
         self._sends_in = None
         self._events.checked(epoch, verdict, duration_s=time.monotonic() - began_s)
         if verdict.is_good:
-            self._engine.take_epoch_back(next_step_id=first_step_id + self._num_lent_steps)
+            self._engine.reclaim_epoch(next_step_id=first_step_id + self._num_lent_steps)
         else:
             self._carry_out(self._state.doubted(epoch, f"the self-check {verdict.text}"))
         await self.check.keep_reference()
 
     def _send_lent(self, step: Step) -> None:
         self._num_lent_steps += 1
-        self._engine.note_lent_step(step)
+        self._engine.record_lent_step(step)
         self._pipeline.send(step)
 
     async def _run_lent(self, epoch: CheckedEpoch, known: KnownReference | NoReference) -> Verdict:

@@ -34,7 +34,7 @@ from coordinator.cluster.messages import (
 )
 from coordinator.cluster.pipeline import LinkBroken, Pipeline
 from coordinator.cluster.state_machine import ClusterState
-from coordinator.cluster.step_limits import DEFAULT_PACE, MemoryLimits, PaceSettings, scheduler_limits
+from coordinator.cluster.step_limits import DEFAULT_BATCHING, BatchingOptions, MemoryLimits, scheduler_limits
 from coordinator.cluster.transitions import ClusterPhase
 from coordinator.engine.engine import Engine
 from coordinator.model import ServedModel
@@ -62,7 +62,7 @@ log = logging.getLogger(__name__)
 class ServingSettings:
     """How plans serve. `cache_directory` is the user's, for hashes of weights."""
 
-    pace: PaceSettings = DEFAULT_PACE
+    batching: BatchingOptions = DEFAULT_BATCHING
     prefix_caching: bool = True
     cache_directory: Path | None = None
 
@@ -296,7 +296,7 @@ class Controller:
         return is_smaller
 
     def _plan_limits(self, plan: Plan) -> SchedulerLimits:
-        return scheduler_limits(plan, self._settings.pace, hidden_size=self._config.hidden_size)
+        return scheduler_limits(plan, self._settings.batching, hidden_size=self._config.hidden_size)
 
     def _fail_hop(self, report: FaultReport) -> None:
         self._carry_out(self.state.hop_failed(report.epoch, report.stage, str(report)))
@@ -448,8 +448,8 @@ class Controller:
     async def _finish_running(self, action: FinishRunning) -> None:
         """Finishes running requests before the worker leaves: no other worker can take its layers."""
         self._events.finishing(action.worker.name)
-        self._engine.finish_running()
-        self.availability.finish_running()
+        self._engine.stop_admitting()
+        self.availability.stop_admitting()
         self.connections.send_all(encode_serving(self.state.epoch, is_serving=False))
         await self.availability.wait_until(lambda: self._engine.is_idle)
         self._carry_out(self.state.drained(action.worker.name, action.worker.incarnation))
@@ -465,13 +465,13 @@ class Controller:
         limits = self.memory_limits.apply(self._plan_limits(plan))
         self._events.serving(action.epoch, plan)
         self._events.computing([stage_kernels(connection) for connection in self._stage_connections()])
-        self._durability.note_served()
+        self._durability.record_served()
         if self._weights_check is not None:
             workers = (record.identity for record in self.state.stage_workers)
             self._weights_check.plan_serves(self.state.plan_id, zip(workers, plan.stages, strict=True))
         # A worker may drain whose layers no other worker can take.
-        starts_new = not any(record.is_draining for record in self.state.stage_workers)
-        self.availability.begin(starts_new=starts_new)
+        admits_new = not any(record.is_draining for record in self.state.stage_workers)
+        self.availability.begin(admits_new=admits_new)
         self._send_serving()
         self.ledger_check.restart()
         self._engine.start_epoch(
@@ -480,7 +480,7 @@ class Controller:
             limits,
             self._pipeline.send,
             max_sequence_tokens=plan.max_sequence_tokens,
-            starts_new=starts_new,
+            admits_new=admits_new,
         )
 
     def _send_serving(self) -> None:

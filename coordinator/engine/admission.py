@@ -15,14 +15,13 @@ _WEIGHT = 0.2
 
 
 class RetryAfterEstimator:
-    """A moving average of the time between two requests that end."""
+    """Estimates the retry-after hint: a moving average of the time between two request ends."""
 
     def __init__(self) -> None:
         self._interval_s: float | None = None
         self._last_s: float | None = None
 
-    def note_end(self, now_s: float) -> None:
-        """A request has ended."""
+    def record_end(self, now_s: float) -> None:
         if self._last_s is not None:
             interval_s = now_s - self._last_s
             average_s = interval_s if self._interval_s is None else self._interval_s
@@ -31,16 +30,22 @@ class RetryAfterEstimator:
 
     @property
     def retry_after_s(self) -> float:
-        """When there is a place again, as far as the past can tell: between 0.1 and 30 seconds from now."""
+        """Expected time until the next request ends, between 0.1 and 30 seconds."""
         interval_s = _UNKNOWN_S if self._interval_s is None else self._interval_s
         return min(max(interval_s, _SHORTEST_S), _LONGEST_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionLimits:
-    """`queue_size` bounds the sequences that wait for blocks, for a tokenizer or for a pipeline;
-    `max_client_requests` those of one client, waiting or running (None: no bound); `max_unread_tokens` how
-    far a reader may be behind its request. A request with n choices counts as n.
+    """Limits of waiting and active sequences. A request with n choices counts as n.
+
+    Attributes:
+        queue_size: sequences that wait for preparation, blocks or a pipeline.
+        max_client_requests: waiting and running sequences of one client; None means no limit.
+        max_unread_tokens: generated tokens that a reader may lag behind its request.
+
+    Raises:
+        ValueError: a limit is below 1.
     """
 
     queue_size: int
@@ -54,23 +59,28 @@ class AdmissionLimits:
 
 
 class Admission:
-    """Says no, and when to come again."""
+    """Admission control; rejects with a retry-after hint."""
 
-    def __init__(self, limits: AdmissionLimits, registry: RequestRegistry, pace: RetryAfterEstimator) -> None:
+    def __init__(
+        self, limits: AdmissionLimits, registry: RequestRegistry, retry_after: RetryAfterEstimator
+    ) -> None:
         self._limits = limits
         self._registry = registry
-        self._pace = pace
+        self._retry_after = retry_after
         self._num_preparing: Counter[str] = Counter()
 
     @property
     def num_preparing(self) -> int:
-        """Sequences of requests that are prepared and not live yet."""
+        """Sequences of requests in preparation, which are not active yet."""
         return self._num_preparing.total()
 
     @contextmanager
     def preparing(self, client: str, num_sequences: int = 1) -> Iterator[None]:
-        """Room for the sequences of a request while it is prepared. Raises Overloaded, and InvalidRequest for
-        more sequences than the limits ever let in.
+        """Reserve room for the sequences of a request while it is prepared.
+
+        Raises:
+            Overloaded: the queue is full or the client has too many sequences.
+            InvalidRequest: the request has more sequences than a limit allows at any time.
         """
         self._check_possible(num_sequences)
         self._check_queue(self._num_queued + self.num_preparing, num_sequences)
@@ -80,10 +90,10 @@ class Admission:
             yield
         finally:
             self._num_preparing[client] -= num_sequences
-            self._num_preparing += Counter()  # drops what is zero
+            self._num_preparing += Counter()  # drops zero counts
 
     def check_queue(self, num_sequences: int = 1) -> None:
-        """Raises Overloaded when there is no room for more sequences to wait for blocks."""
+        """Raise Overloaded if the queue has no room for `num_sequences` more."""
         self._check_queue(self._num_queued, num_sequences)
 
     @property
@@ -99,25 +109,29 @@ class Admission:
     def _check_queue(self, num_waiting: int, num_sequences: int) -> None:
         limit = self._limits.queue_size
         if num_waiting + num_sequences > limit:
-            self._refuse(f"{num_waiting} sequences are waiting, and the limit is {limit} (queue_size)")
+            self._refuse(f"{num_waiting} sequences are waiting, the limit is {limit} (queue_size)")
 
     def _check_client(self, client: str, num_sequences: int) -> None:
         limit = self._limits.max_client_requests
-        num_here = self._registry.num_live_of(client) + self._num_preparing[client]
-        if limit is not None and num_here + num_sequences > limit:
-            self._refuse(f"client {client} has {num_here} sequences here, and the limit is {limit}")
+        num_active = self._registry.num_live_of(client) + self._num_preparing[client]
+        if limit is not None and num_active + num_sequences > limit:
+            text = f"client {client} has {num_active} active sequences, the limit is {limit}"
+            self._refuse(f"{text} (max_client_requests)")
 
     def _refuse(self, reason: str) -> None:
-        retry_after_s = self._pace.retry_after_s
-        raise Overloaded(f"{reason}; try again in {retry_after_s:.1f} s", retry_after_s=retry_after_s)
+        retry_after_s = self._retry_after.retry_after_s
+        raise Overloaded(f"{reason}; retry in {retry_after_s:.1f} s", retry_after_s=retry_after_s)
 
 
-def misfit(request: Request, max_sequence_tokens: int | None) -> ClusterUnavailable | None:
-    """Why the present plan, of so many tokens per request (None: there is none), can never hold a request
-    that was accepted under another one.
+def plan_limit_error(request: Request, max_sequence_tokens: int | None) -> ClusterUnavailable | None:
+    """The error of a request that is too long for the current plan, or None.
+
+    A smaller plan may follow the one under which the request was accepted. `max_sequence_tokens` is the
+    plan's limit, None without a plan.
     """
     needed = request.max_sequence_tokens
     if max_sequence_tokens is None or needed <= max_sequence_tokens:
         return None
-    reason = f"the current plan holds {max_sequence_tokens} tokens per request"
-    return ClusterUnavailable(f"{reason}; this one may need {needed}")
+    return ClusterUnavailable(
+        f"request may need {needed} tokens, the limit of the current plan is {max_sequence_tokens}"
+    )

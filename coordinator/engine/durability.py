@@ -16,43 +16,45 @@ from wire.ids import RequestId
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """When a request ended, and the error that ended it, if it did not finish."""
+class RequestEnd:
+    """When a request ended, and its error unless it finished."""
 
     at_s: float
     error: ServingError | None = None
 
-    def on_clock(self, ahead_s: float) -> "Ended":
-        """The same on a clock that shows `ahead_s` more."""
-        return Ended(self.at_s + ahead_s, self.error)
+    def shifted(self, offset_s: float) -> "RequestEnd":
+        """Convert to a clock that is ahead by `offset_s`."""
+        return RequestEnd(self.at_s + offset_s, self.error)
 
 
-def restore(request: Request, progress: RequestProgress, end: End | None) -> Ended | None:
-    """Writes it into a request that has no output yet. Returns how it ended, on the wall's clock, or None:
-    it is live.
+def restore(request: Request, progress: RequestProgress, end: End | None) -> RequestEnd | None:
+    """Restore journaled output into a request without output.
+
+    Returns:
+        The end of the request in wall-clock time; None if it is still live.
     """
     request.add_prompt_logprobs(progress.prompt_logprobs)
     for choice in request.choices:
         known = progress.choices.get(choice.index, ChoiceProgress())
-        _take_up(choice, known, num_scored=0 if choice.index else len(progress.prompt_logprobs))
+        _restore_choice(choice, known, num_scored=0 if choice.index else len(progress.prompt_logprobs))
     if end is not None:
         for sequence in request.live_sequences:
             sequence.end(SequenceState.FAILED)
-        return Ended(end.at, _error(end))
-    return Ended(progress.last_at) if request.is_finished else None
+        return RequestEnd(end.at, _error(end))
+    return RequestEnd(progress.last_at) if request.is_finished else None
 
 
-def _take_up(choice: Choice, known: ChoiceProgress, *, num_scored: int) -> None:
+def _restore_choice(choice: Choice, known: ChoiceProgress, *, num_scored: int) -> None:
     tokens, reason = tuple(known.tokens), known.finish_reason
     for index, token in enumerate(tokens):
-        # A stop string is found again where it was found before: at the last token.
-        if choice.transcript.append(token, known.logprobs[index] if known.logprobs else None):
+        # The stop string that ended the output is found again, at the last token.
+        if choice.buffer.append(token, known.logprobs[index] if known.logprobs else None):
             reason = FinishReason.STOP
     counts = {"num_cached_tokens": known.num_cached_tokens, "num_restarts": known.num_restarts}
     if reason is None:
         choice.sequence.restore(tokens, num_scored=num_scored, **counts)
     else:
-        choice.transcript.finish(reason)
+        choice.buffer.finish(reason)
         choice.sequence.restore_finished(tokens, reason=reason, **counts)
 
 
@@ -61,15 +63,15 @@ def _error(end: End) -> ServingError:
     return kinds.get(end.kind, ServingError)(end.text)
 
 
-SUSPENDED = "the coordinator is stopping; the request goes on when it is back"
+SUSPENDED = "the coordinator is stopping; the request continues after its restart"
 
 
 class Durability:
-    """Without a `journal` it does nothing. While the journal cannot be written (`failure` says why), no new
-    request is accepted, and the records of running ones wait.
+    """Journals accepted requests and their output; does nothing without a `journal`.
 
-    The tokens of a request that has finished may still be on their way to its client when this process ends,
-    so it stays in the journal for `reattach_timeout_s` although nobody asked to keep it.
+    While writes fail (see `failure`), new requests are rejected and the records of running requests are
+    buffered. A finished request stays in the journal for `reattach_timeout_s`, because its last tokens may
+    not have reached the client when this process ends.
     """
 
     def __init__(
@@ -85,60 +87,64 @@ class Durability:
         self.wall_clock = wall_clock
         self.is_suspended = False
         self.on_change: Callable[[], None] = lambda: None
-        """Called when `failure` has been set or cleared."""
+        """Called when `failure` is set or cleared."""
         self._writer = None if journal is None else JournalWriter(journal, lambda: self.on_change(), policy)
-        self._leaving: dict[RequestId, float] = {}
+        self._retained_until: dict[RequestId, float] = {}
         self._num_steps = 0
 
     @property
     def failure(self) -> str | None:
-        """Why the journal cannot be written now; None while it can, and without one."""
+        """Error of the last write, until one succeeds; None without a journal."""
         return None if self._writer is None else self._writer.failure
 
     @property
     def num_unwritten(self) -> int:
-        """Records of running requests that wait for the journal."""
+        """Buffered records of running requests."""
         return 0 if self._writer is None else self._writer.num_waiting
 
-    def check_here(self) -> None:
-        """Raises RequestSuspended when requests are left to the next coordinator."""
+    def check_not_suspended(self) -> None:
+        """Raise RequestSuspended after `suspend`."""
         if self.is_suspended:
             raise RequestSuspended(SUSPENDED)
 
     def check(self) -> None:
-        """Raises JournalUnavailable while no request can be accepted, and RequestSuspended."""
-        self.check_here()
+        """Raise JournalUnavailable while writes fail, and RequestSuspended after `suspend`."""
+        self.check_not_suspended()
         if self.failure is not None:
             raise JournalUnavailable(
-                f"no request is accepted until the journal can be written: {self.failure}"
+                f"journal write failed, new requests are rejected until one succeeds: {self.failure}"
             )
 
     def accept(self, accepted: AcceptedRequest | None) -> None:
-        """Writes a request that is about to be accepted. Raises JournalUnavailable, and then it is not."""
+        """Journal a request before it is accepted. Raises JournalUnavailable if the write fails."""
         self.check()
         journal, writer = self.journal, self._writer
         if journal is not None and writer is not None and accepted is not None:
-            self._leaving.pop(accepted.request_id, None)
+            self._retained_until.pop(accepted.request_id, None)
             writer.try_write(lambda: journal.accept(accepted))
             self.check()
 
-    def read_until(self, request: Request, deadline_s: float | None, *, now_s: float) -> None:
-        """A call reads this request from now on, with its own deadline, on the clock that `now_s` is of."""
+    def set_deadline(self, request: Request, deadline_s: float | None, *, now_s: float) -> None:
+        """Journal a new deadline, given on the clock of `now_s`; None means no deadline."""
         journal = self._journal_of(request)
         if journal is not None:
-            deadline_at = self.at(deadline_s, now_s=now_s)
+            deadline_at = self.to_wall_time(deadline_s, now_s=now_s)
             self._write(("deadline", request.id), lambda: journal.set_deadline(request.id, deadline_at))
 
-    def at(self, time_s: float | None, *, now_s: float) -> float | None:
-        """A time of the clock that `now_s` is of, on that of the wall."""
+    def to_wall_time(self, time_s: float | None, *, now_s: float) -> float | None:
+        """Convert `time_s` from the clock of `now_s` to wall-clock time."""
         return None if time_s is None else self.wall_clock() + time_s - now_s
 
-    def add_step(self, progress: Sequence[SequenceUpdate]) -> bool:
-        """Writes all that a step has brought. False: it waits to be written, and nobody may see it before."""
+    def add_step(self, updates: Sequence[SequenceUpdate]) -> bool:
+        """Journal the updates of a step.
+
+        Returns:
+            False if a record is buffered: its output must not be delivered until it is written.
+        """
         journal = self.journal
         if journal is None:
             return True
-        known = (update for update in progress if journal.has(update.sequence.key.request_id))
+        known = (update for update in updates if journal.has(update.sequence.key.request_id))
         entries = [_entry(update) for update in known if update.error is None]
         if entries:
             at = self.wall_clock()
@@ -147,44 +153,44 @@ class Durability:
         return self.failure is None
 
     def end(self, request: Request) -> None:
-        """A request has ended."""
+        """Journal the end of a request, or remove a request that is not kept."""
         journal, writer = self._journal_of(request), self._writer
         if journal is None or writer is None:
             return
         if request.error is None:
             if request.keep_s is None:
-                self._leaving[request.id] = self.wall_clock() + self.reattach_timeout_s
+                self._retained_until[request.id] = self.wall_clock() + self.reattach_timeout_s
         elif request.is_kept:
             end = End(self.wall_clock(), type(request.error).__name__, str(request.error))
             self._write(("end", request.id), lambda: journal.end(request.id, end))
         else:
-            writer.try_write(lambda: journal.forget([request.id]))  # else the next `sweep` does it
+            writer.try_write(lambda: journal.forget([request.id]))  # `sweep` tries again
 
     def begin_epoch(self, epoch: int) -> None:
-        """No coordinator after this one begins an epoch that is not above it."""
+        """Journal the epoch number: a restarted coordinator starts with a higher one."""
         journal = self.journal
         if journal is not None:
             self._write("epoch", lambda: journal.set_epoch(epoch))
 
-    def note_served(self) -> None:
-        """Notes that the cluster has served: the next coordinator need not wait for all stages."""
+    def record_served(self) -> None:
+        """Journal that the cluster has served: a restarted coordinator need not wait for all stages."""
         journal = self.journal
         if journal is not None:
             self._write("served", journal.set_served)
 
     def retry(self, now_s: float) -> None:
-        """Writes what waits, if there is room again; to be called now and then."""
+        """Try to write buffered records. Call periodically."""
         if self._writer is not None:
             self._writer.retry(now_s)
 
     def sweep(self, registry: RequestRegistry) -> None:
-        """Forgets what the registry has forgotten, and keeps the journal short; to be called now and then."""
+        """Remove requests that left the registry, and compact the journal. Call periodically."""
         journal, writer = self.journal, self._writer
         if journal is not None and writer is not None:
-            writer.try_write(lambda: self._tidy(journal, registry))
+            writer.try_write(lambda: self._prune(journal, registry))
 
     def suspend(self) -> bool:
-        """Leaves journaled requests to the next coordinator. False without a journal."""
+        """Stop journaling and leave the requests to a restarted coordinator. False without a journal."""
         journal, writer = self.journal, self._writer
         self.journal = self._writer = None
         if journal is None or writer is None:
@@ -194,15 +200,17 @@ class Durability:
         self.is_suspended = True
         return True
 
-    def _tidy(self, journal: Journal, registry: RequestRegistry) -> None:
+    def _prune(self, journal: Journal, registry: RequestRegistry) -> None:
         now_at = self.wall_clock()
-        for request_id in [record for record, until_at in self._leaving.items() if until_at <= now_at]:
-            del self._leaving[request_id]
+        for request_id in [
+            request_id for request_id, until_at in self._retained_until.items() if until_at <= now_at
+        ]:
+            del self._retained_until[request_id]
         journal.forget(
             [
                 request_id
                 for request_id in journal.ids
-                if request_id not in self._leaving and not registry.has(request_id)
+                if request_id not in self._retained_until and not registry.has(request_id)
             ]
         )
         due = [registry.find(request_id) for request_id in journal.due_to_fold() if registry.has(request_id)]
@@ -219,14 +227,14 @@ class Durability:
 
 
 def progress_of(request: Request, now_at: float) -> RequestProgress:
-    """All that a request has put out."""
+    """The whole output of a request, for one journal record."""
     return RequestProgress(
         prompt_logprobs=request.known_prompt_logprobs,
         choices={
             choice.index: ChoiceProgress(
                 tokens=list(choice.sequence.generated_tokens),
-                logprobs=choice.transcript.generated_logprobs,
-                finish_reason=choice.transcript.finish_reason,
+                logprobs=choice.buffer.generated_logprobs,
+                finish_reason=choice.buffer.finish_reason,
                 num_cached_tokens=choice.sequence.num_cached_tokens,
                 num_restarts=choice.sequence.num_restarts,
             )

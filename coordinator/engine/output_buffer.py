@@ -1,4 +1,4 @@
-"""Output of one choice; every reader gets the same pieces. Pure."""
+"""Output of one choice: tokens, log-probabilities and text. Pure."""
 
 from array import array
 from collections.abc import Sequence
@@ -12,16 +12,15 @@ from wire.steps import TokenLogprobs
 
 
 class TokenNotGenerated(ValueError):
-    """Tokens are asked for that the output does not have."""
+    """A read position beyond the output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Tokens [first_token_index, first_token_index + len(tokens)) of an output and the text that is certain
-    with them and was not before; offsets count Unicode code points.
+    """Tokens [first_token_index, first_token_index + len(tokens)) of an output, and the text they complete.
 
-    `logprobs` has one entry per token, None for the first token of a prompt, or none at all where none were
-    asked for. The last piece may have text without tokens.
+    Text offsets count Unicode code points. `logprobs` has one entry per token (None for the first token of a
+    prompt), or is empty if log-probabilities were not requested. The last piece may have text without tokens.
     """
 
     first_token_index: int
@@ -33,21 +32,21 @@ class Piece:
 
 
 class OutputBuffer:
-    """Everything one choice has put out, and the only owner of it: tokens, log-probabilities, text.
+    """Owns the output of one choice: tokens, log-probabilities and text.
 
-    Which text is certain after the first k tokens is a function of those k tokens. So a piece depends on
-    nothing but where it begins and ends, and whoever reads from token k on gets the text that whoever read
-    the first k tokens has not got, however either was cut into pieces. What only the end makes certain (a
-    held back beginning of a stop string, a character that was never completed) belongs to the last piece.
-    Text ends before a stop string; tokens go on to the one that completed it.
+    Invariant: the stable text after the first k tokens depends on those k tokens alone. So a piece depends
+    only on its start and end, and reads that continue at token k yield the same text however the output is
+    cut into pieces. Text that becomes stable only at the end (a possible start of a stop string, an
+    incomplete character) belongs to the last piece. Text ends before a stop string, tokens with the one that
+    completes it.
 
-    With echo the output begins with the prompt, in which no stop string is looked for. An echo with
-    log-probabilities waits for those of the prompt: until `set_prompt_logprobs` no piece has a token, because
-    tokens and their log-probabilities travel together.
+    With echo, the output starts with the prompt, which is not searched for stop strings. An echo with
+    log-probabilities has no readable token until `set_prompt_logprobs`, because a piece carries tokens with
+    their log-probabilities.
 
-    Text is made when it is read, or, with stop strings, when a token is appended; a token takes microseconds
-    (bench/STUDIES.md). Where many are due at once, an echoed prompt or what nobody has read for a long time,
-    `make_text` does it in portions.
+    Text is produced on read, or on `append` if there are stop strings; a token takes microseconds
+    (bench/STUDIES.md). `detokenize` splits the work where many tokens are due at once, such as an echoed
+    prompt or output that was not read for long.
     """
 
     def __init__(
@@ -59,8 +58,14 @@ class OutputBuffer:
         prompt: Sequence[int] = (),
         has_logprobs: bool = False,
     ) -> None:
-        """`prompt`: for echo, with a detokenizer that has no context. `min_tokens`: no stop string ends the
-        output before so many generated tokens.
+        """Create an empty buffer.
+
+        Args:
+            detokenizer: None without a tokenizer; without context if `prompt` is given.
+            stops: stop strings.
+            min_tokens: generated tokens before a stop string may end the output.
+            prompt: tokens of an echoed prompt.
+            has_logprobs: every token comes with log-probabilities.
         """
         assert detokenizer is not None or not stops, "stop strings without a tokenizer"
         self._tokens = array("I", prompt)
@@ -75,7 +80,7 @@ class OutputBuffer:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the output, with echo those of the prompt too."""
+        """Tokens of the output, including an echoed prompt."""
         return len(self._tokens)
 
     @property
@@ -88,33 +93,35 @@ class OutputBuffer:
 
     @property
     def is_waiting_for_prompt_logprobs(self) -> bool:
-        """An echo whose log-probabilities are not here: `set_prompt_logprobs` is owed."""
+        """Echo with log-probabilities, before `set_prompt_logprobs`."""
         return self._is_waiting
 
     @property
     def num_readable_tokens(self) -> int:
-        """Tokens that pieces can have now."""
+        """Tokens that can be read now."""
         return 0 if self._is_waiting else len(self._tokens)
 
     @property
     def generated_logprobs(self) -> list[TokenLogprobs]:
-        """Those of the tokens after the prompt; none where none were asked for."""
+        """Log-probabilities of the generated tokens; empty if not requested."""
         logprobs = self._logprobs or []
         return [row for row in logprobs[0 if self._is_waiting else self._num_prompt_tokens :] if row]
 
     def set_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs | None]) -> None:
-        """One per token of the echoed prompt, once; the first one is None."""
+        """Set the log-probabilities of the echoed prompt, once: one per token, None for the first."""
         if not self._is_waiting or self._logprobs is None:
-            raise InvariantBroken("log-probabilities of no echoed prompt")
+            raise InvariantBroken("prompt log-probabilities for an output without echo")
         expected = self._num_prompt_tokens
         require(len(logprobs) == expected, f"{len(logprobs)} log-probabilities for {expected} prompt tokens")
         self._logprobs[:0] = logprobs
         self._is_waiting = False
 
     def append(self, token: int, logprobs: TokenLogprobs | None = None) -> bool:
-        """Takes a generated token. True: a stop string is complete, and the caller finishes with STOP."""
-        require(not self.is_finished and not self._is_stopped, "a token after the end of its choice")
-        require((logprobs is None) == (self._logprobs is None), "log-probabilities for some tokens only")
+        """Append a generated token. Returns True if it completes a stop string: call `finish` with STOP."""
+        require(not self.is_finished and not self._is_stopped, "token appended after the end of its choice")
+        require(
+            (logprobs is None) == (self._logprobs is None), "either all tokens have log-probabilities or none"
+        )
         self._tokens.append(token)
         if self._logprobs is not None:
             self._logprobs.append(logprobs)
@@ -123,23 +130,23 @@ class OutputBuffer:
         return self._is_stopped
 
     def finish(self, reason: FinishReason) -> None:
-        """Ends the output, once."""
-        require(not self.is_finished, f"a choice ends twice, first with {self._finish_reason}")
-        require(not self._is_waiting, "an echo without its log-probabilities")
+        """End the output, once."""
+        require(not self.is_finished, f"choice already finished with {self._finish_reason}")
+        require(not self._is_waiting, "choice finished before its prompt log-probabilities were set")
         self._finish_reason = reason
 
-    def make_text(self, *, max_tokens: int) -> bool:
-        """Makes the text of at most so many more tokens; True: all have theirs. Changes no piece."""
+    def detokenize(self, *, max_tokens: int) -> bool:
+        """Produce the text of up to `max_tokens` more tokens. Returns True if all tokens have text."""
         self._detokenize(min(len(self._tokens), self._text.num_tokens + max_tokens))
         return self._text.num_tokens == len(self._tokens)
 
     def read(self, from_token: int, *, max_tokens: int) -> Piece:
-        """What there is from a token on, at most so many tokens; changes nothing. Raises TokenNotGenerated.
+        """Read up to `max_tokens` tokens from `from_token`; may be repeated. Raises TokenNotGenerated.
 
-        A piece without tokens that is not the last one: there is nothing new.
+        A piece without tokens that is not the last one means no new output.
         """
         if not 0 <= from_token <= len(self._tokens):
-            raise TokenNotGenerated(f"from_token {from_token} of an output of {len(self._tokens)} tokens")
+            raise TokenNotGenerated(f"from_token is {from_token}, the output has {len(self._tokens)} tokens")
         assert max_tokens > 0
         end = min(from_token + max_tokens, max(from_token, self.num_readable_tokens))
         is_last = self.is_finished and end == len(self._tokens)
@@ -161,29 +168,29 @@ class OutputBuffer:
         return self._stops is not None and self._stops.is_stopped
 
     def _detokenize(self, num_tokens: int) -> None:
-        """Makes the text of the first `num_tokens` tokens."""
+        """Produce the text of the first `num_tokens` tokens."""
         for index in range(self._text.num_tokens, num_tokens):
             new = "" if self._detokenizer is None else self._detokenizer.push((self._tokens[index],))
-            self._text.append(self._certain(new, index + 1 - self._num_prompt_tokens))
+            self._text.append(self._stable_text(new, index + 1 - self._num_prompt_tokens))
 
-    def _certain(self, new: str, num_generated: int) -> str:
-        """What no stop string can take back of the text that came with a token, the so manieth generated."""
+    def _stable_text(self, new: str, num_generated: int) -> str:
+        """The part of the text that no stop string can remove after generated token `num_generated`."""
         if self._stops is None or num_generated < 1:
             return new
         return self._stops.push(new, may_stop=num_generated >= self._min_tokens)
 
     def _end_text(self) -> None:
-        """Adds what only the end makes certain; once."""
+        """Append the text that becomes stable at the end, once."""
         if self._detokenizer is None or self._text.is_ended:
             return
         rest = ""
         if not self._is_stopped:
-            rest = self._certain(self._detokenizer.flush(), len(self._tokens) - self._num_prompt_tokens)
+            rest = self._stable_text(self._detokenizer.flush(), len(self._tokens) - self._num_prompt_tokens)
         self._text.end(rest if self._stops is None else rest + self._stops.flush())
 
 
 class _Text:
-    """Text with the offset of what is certain after each token: 4 bytes per character, 8 per token."""
+    """Text with the offset of the stable part after each token: 4 bytes per character, 8 per token."""
 
     def __init__(self) -> None:
         self._buffer = StringIO()
@@ -195,17 +202,17 @@ class _Text:
         return len(self._offsets) - 1
 
     def append(self, text: str) -> None:
-        """The text that one more token makes certain."""
+        """Append the text that one more token makes stable."""
         self._offsets.append(self._offsets[-1] + self._write(text))
 
     def end(self, text: str) -> None:
-        """The text after the last token."""
-        require(not self.is_ended, "the text of a choice ends twice")
+        """Append the text after the last token."""
+        require(not self.is_ended, "text of the choice already ended")
         self.is_ended = True
         self._write(text)
 
     def read(self, from_token: int, to_token: int | None) -> tuple[int, str]:
-        """Offset and text between what is certain after so many and after so many tokens; None: all."""
+        """Offset and stable text of tokens [from_token, to_token); None reads to the end."""
         begin = self._offsets[from_token]
         self._buffer.seek(begin)
         return begin, self._buffer.read(-1 if to_token is None else self._offsets[to_token] - begin)

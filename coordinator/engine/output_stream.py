@@ -1,4 +1,4 @@
-"""One client call that reads a request, with a cursor per choice."""
+"""The output stream of one client call, with a cursor per choice."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
@@ -11,14 +11,15 @@ from wire.ids import id_text
 from wire.steps import TokenLogprobs
 
 MAX_MESSAGE_TOKENS = 1024
-"""So that the log-probabilities of one message stay well below what gRPC takes."""
+"""Keeps a message with log-probabilities well below the size limit of gRPC."""
 
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """What the client has: so many tokens of each choice, and of the prompt's log-probabilities.
+    """Read positions of a client: tokens received per choice, and prompt log-probabilities received.
 
-    `prompt_token` None: none of them if it has no token of choice 0, else all.
+    `by_choice` overrides `default`. `prompt_token` None means none if choice 0 is read from its first token,
+    otherwise all.
     """
 
     default: int = 0
@@ -28,8 +29,9 @@ class Positions:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One message: what is new of one choice. Log-probabilities of the prompt begin at its token of the given
-    index; the first token, which nothing precedes, has None.
+    """One message: new output of one choice.
+
+    `prompt_logprobs` start at prompt token `first_prompt_token_index`; the first prompt token has None.
     """
 
     choice: Choice
@@ -39,16 +41,16 @@ class Output:
 
 
 class OutputStream:
-    """Reads a request from given positions on, until another attachment takes its place.
+    """Reads the output of a request from given positions until another stream supersedes it.
 
-    Tokens coalesce in the request's transcripts until they are read, so a slow reader holds nobody up;
-    `num_unread_tokens` says how far it has fallen behind. What was there before it came does not count.
+    Tokens are buffered in the request, so a slow reader does not delay other requests. `num_unread_tokens`
+    counts the tokens generated since the stream was opened and not read yet.
     """
 
     def __init__(self, request: Request, positions: Positions) -> None:
-        """Raises InvalidRequest for tokens that were not generated yet, and for choices that do not exist."""
+        """Raises InvalidRequest for a position beyond the output and for an unknown choice."""
         self.request = request
-        self._cursors = _checked(request, positions)
+        self._cursors = _cursors(request, positions)
         self._is_read = [False] * len(request.choices)
         self._prompt_cursor = _prompt_cursor(request, positions, self._cursors[0])
         self._changed = asyncio.Event()
@@ -57,22 +59,22 @@ class OutputStream:
         self.num_unread_tokens = 0
 
     def wake(self) -> None:
-        """There is news."""
+        """Signal new output or the end of the request."""
         self._changed.set()
 
     def supersede(self) -> None:
-        """Another call reads now: nothing more is sent on this one."""
+        """End this stream because another call reads the request; no more output is sent on it."""
         self._is_superseded = True
         self._changed.set()
 
     async def outputs(self) -> AsyncIterator[Output]:
-        """Whatever there is, as it comes, until all choices are read.
+        """Yield output as it is generated, until all choices are read.
 
-        Raises the error that ended the request, after everything before it, and Superseded at once.
+        Raises the request's error after all output before it, and Superseded immediately.
         """
         while True:
             if self._is_superseded:
-                raise Superseded(f"another call has attached to request {id_text(self.request.id)}")
+                raise Superseded(f"another call attached to request {id_text(self.request.id)}")
             if (output := self._next()) is not None:
                 yield output
             elif all(self._is_read):
@@ -81,7 +83,7 @@ class OutputStream:
                 raise self.request.error
             else:
                 self._changed.clear()
-                await self._changed.wait()  # bounded by the request, which always ends
+                await self._changed.wait()  # no timeout: every request ends
 
     def _next(self) -> Output | None:
         if (output := self._next_prompt_logprobs()) is not None:
@@ -92,7 +94,7 @@ class OutputStream:
             index = choice.index
             if self._is_read[index]:
                 continue
-            piece = choice.transcript.read(self._cursors[index], max_tokens=MAX_MESSAGE_TOKENS)
+            piece = choice.buffer.read(self._cursors[index], max_tokens=MAX_MESSAGE_TOKENS)
             if not piece.tokens and not piece.is_last:
                 continue
             self._cursors[index] += len(piece.tokens)
@@ -109,19 +111,19 @@ class OutputStream:
         end = min(request.num_known_prompt_logprobs, start + MAX_MESSAGE_TOKENS)
         self._prompt_cursor = end
         choice = request.choices[0]
-        here = choice.transcript.read(self._cursors[0], max_tokens=1)
-        nothing = replace(here, tokens=(), text="", logprobs=(), is_last=False)
-        return Output(choice, nothing, request.prompt_logprobs(start, end), start)
+        piece = choice.buffer.read(self._cursors[0], max_tokens=1)
+        no_tokens = replace(piece, tokens=(), text="", logprobs=(), is_last=False)
+        return Output(choice, no_tokens, request.prompt_logprobs(start, end), start)
 
 
-def _checked(request: Request, positions: Positions) -> list[int]:
+def _cursors(request: Request, positions: Positions) -> list[int]:
     by_choice = positions.by_choice or {}
     if unknown := sorted(set(by_choice) - set(range(len(request.choices)))):
-        raise InvalidRequest(f"choice {unknown[0]} of a request with {len(request.choices)} choices")
+        raise InvalidRequest(f"choice is {unknown[0]}, the request has {len(request.choices)} choices")
     cursors = [by_choice.get(choice.index, positions.default) for choice in request.choices]
     for choice, cursor in zip(request.choices, cursors, strict=True):
-        if cursor > choice.transcript.num_tokens:
-            num_tokens = choice.transcript.num_tokens
+        if cursor > choice.buffer.num_tokens:
+            num_tokens = choice.buffer.num_tokens
             raise InvalidRequest(
                 f"from_token is {cursor}, choice {choice.index} has {num_tokens} tokens so far"
             )

@@ -1,4 +1,4 @@
-"""One client request and its choices; the registry of active and recently finished requests."""
+"""Client requests, their choices, and the registry of live and kept requests."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import hashlib
 import hmac
 import re
 import secrets
-from collections import Counter
-from collections.abc import Sequence as Items
+from collections import Counter, abc
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -28,35 +27,32 @@ if TYPE_CHECKING:
     from coordinator.engine.output_stream import OutputStream
 
 
-_GIVEN = re.compile(r"[\x21-\x7e]{32,128}")
+_VALID_SECRET = re.compile(r"[\x21-\x7e]{32,128}")
 
 
 def new_attach_secret() -> str:
-    """43 characters of base64url, for a request whose client brings none."""
+    """Create a random secret: 43 characters of base64url."""
     return secrets.token_urlsafe(32)
 
 
-def digest_of(secret: str) -> bytes:
-    """What is kept of a secret. Raises InvalidRequest for one that is too short to be one."""
-    if not _GIVEN.fullmatch(secret):
+def secret_digest(secret: str) -> bytes:
+    """SHA-256 digest of a secret. Raises InvalidRequest for an invalid length or character."""
+    if not _VALID_SECRET.fullmatch(secret):
         raise InvalidRequest(
-            f"the attach secret has {len(secret)} characters, must be 32 to 128 of printable ASCII"
+            f"attach secret has {len(secret)} characters, expected 32 to 128 printable ASCII characters"
         )
     return hashlib.sha256(secret.encode()).digest()
 
 
-def check_attach_secret(given: str, digest: bytes) -> None:
-    """Raises AttachSecretMismatch unless `digest` is that of `given`; for an empty one nothing passes."""
-    is_it = hmac.compare_digest(hashlib.sha256(given.encode()).digest(), digest)
-    if not is_it:
-        raise AttachSecretMismatch("the attach secret of the request is missing or wrong")
+def check_attach_secret(secret: str, digest: bytes) -> None:
+    """Raise AttachSecretMismatch unless `digest` is the digest of `secret`. An empty digest never matches."""
+    if not hmac.compare_digest(hashlib.sha256(secret.encode()).digest(), digest):
+        raise AttachSecretMismatch("attach secret of the request is missing or wrong")
 
 
 @dataclass(slots=True)
 class RequestTotals:
-    """Requests that have ended, since the coordinator started. `orphaned` of the cancelled ones were found by
-    the sweeper.
-    """
+    """Ended requests since the coordinator started; orphans are also counted as cancelled."""
 
     finished: int = 0
     cancelled: int = 0
@@ -66,10 +62,10 @@ class RequestTotals:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of the request's sequences, with the output that the client gets of it."""
+    """One sequence of a request and its output buffer."""
 
     sequence: Sequence
-    transcript: OutputBuffer
+    buffer: OutputBuffer
 
     @property
     def index(self) -> int:
@@ -77,10 +73,10 @@ class Choice:
 
 
 class Trace(Protocol):
-    """The trace of a request, as far as requests know it."""
+    """The trace of a request."""
 
     arrived_s: float
-    """When the call came, on the engine's clock."""
+    """Arrival of the call, on the engine's clock."""
 
     @property
     def trace_id(self) -> str:
@@ -88,19 +84,19 @@ class Trace(Protocol):
 
     @property
     def traceparent(self) -> str:
-        """W3C's header, of the request's span."""
+        """W3C `traceparent` header of the request's span."""
 
     @property
     def caller_traceparent(self) -> str:
-        """Of the span that it is below, or empty."""
+        """`traceparent` header of the caller's span, or empty."""
 
 
 @dataclass(slots=True)
 class FailureHistory:
-    """Failures that hit one request; `alone` means that nothing else ran."""
+    """Failures while a request was running; `alone` means that no other request was running."""
 
     num_failures: int = 0
-    """Faults, breaks and lost workers while steps of the request were unfinished."""
+    """Faults, broken streams and lost workers while steps of the request were in flight."""
     num_faults: int = 0
     num_tokens_at_fault: int = 0
     num_deaths_alone: int = 0
@@ -110,34 +106,34 @@ class FailureHistory:
     num_tokens_before_breaks: int = 0
 
     def on_token(self) -> None:
-        """What ran alone without a token in between counts no more."""
+        """Reset the counters of failures while the request ran alone."""
         self.num_deaths_alone = self.num_breaks_alone = self.num_device_failures_alone = 0
 
 
 class Request:
-    """Lives until each of its choices has finished, or it has ended as a whole with an error.
+    """A request is live until all its choices have finished or an error ends it.
 
-    `keep_s` None: it ends with the call that reads it. Otherwise it goes on without a reader, and when it has
-    ended its output is kept for so long after the last reader has left.
+    `keep_s` None ends the request with the call that reads it. Otherwise it continues without a reader, and
+    its output is kept for `keep_s` seconds after its end and after the last reader disconnects.
     """
 
     def __init__(
         self,
         request_id: RequestId,
-        choices: Items[Choice],
+        choices: abc.Sequence[Choice],
         *,
         client: str,
         keep_s: float | None = None,
         num_top_prompt_logprobs: int | None = None,
         num_top_echoed: int | None = None,
     ) -> None:
-        """Log-probabilities of the prompt, with so many most likely tokens each, are for the client as such,
-        and for the transcripts that echo it; None: they are not.
+        """`num_top_prompt_logprobs` alternatives per prompt token are reported to the client, and
+        `num_top_echoed` with an echoed prompt; None reports none.
         """
         require(
             [choice.sequence.key for choice in choices]
             == [(request_id, index) for index in range(len(choices))],
-            "the choices of a request are its sequences in order",
+            "choice keys must be (request id, 0), (request id, 1), ...",
         )
         self._id = request_id
         self._choices = tuple(choices)
@@ -148,16 +144,16 @@ class Request:
         self._prompt_logprobs: list[TokenLogprobs] = []
         self._error: ServingError | None = None
         self._ended_s: float | None = None
-        self.attachment: OutputStream | None = None
+        self.stream: OutputStream | None = None
         self.deadline_s: float | None = None
         self.accepted_s = 0.0
-        self.left_s = 0.0
+        self.detached_s = 0.0
         self.failures = FailureHistory()
         self.trace: Trace | None = None
         self.attach_digest = b""
-        """Of the secret that Attach and Cancel need; empty: nobody has one."""
-        self.awaited_until_s: float | None = None
-        """Its reader was cut off by the end of a coordinator, and is expected back until then."""
+        """Digest of the secret for Attach and Cancel; empty rejects both."""
+        self.reattach_until_s: float | None = None
+        """Until when a reader that was disconnected by a coordinator restart may reattach."""
         self.add_prompt_logprobs(())
 
     @property
@@ -170,23 +166,23 @@ class Request:
 
     @property
     def is_live(self) -> bool:
-        """It has not ended yet."""
+        """True until `end`."""
         return self._ended_s is None
 
     @property
     def is_finished(self) -> bool:
-        """The output of every choice is complete. (Sequences know it earlier: one step may end several.)"""
-        return all(choice.transcript.is_finished for choice in self._choices)
+        """The output of every choice is complete; sequences may finish before their output is written."""
+        return all(choice.buffer.is_finished for choice in self._choices)
 
     @property
     def is_detached(self) -> bool:
-        """Nobody reads it, and that is as it should be."""
-        return self.attachment is None and self.is_kept
+        """Continues or is kept without a reader."""
+        return self.stream is None and self.is_kept
 
     @property
     def is_kept(self) -> bool:
-        """Without a reader it goes on, and its output is kept when it has ended."""
-        return self.keep_s is not None or self.awaited_until_s is not None
+        """Continues without a reader, and its output is kept after the end."""
+        return self.keep_s is not None or self.reattach_until_s is not None
 
     @property
     def live_sequences(self) -> list[Sequence]:
@@ -194,12 +190,12 @@ class Request:
 
     @property
     def num_queued(self) -> int:
-        """Sequences that wait for blocks."""
+        """Sequences in the queue."""
         return sum(choice.sequence.state.is_queued for choice in self._choices)
 
     @property
     def num_generated_tokens(self) -> int:
-        """Of all choices."""
+        """Generated tokens of all choices."""
         return sum(choice.sequence.num_generated_tokens for choice in self._choices)
 
     @property
@@ -208,74 +204,75 @@ class Request:
 
     @property
     def max_sequence_tokens(self) -> int:
-        """The most tokens that one of its sequences may come to."""
+        """Maximum length of one of its sequences, prompt included."""
         return self.num_prompt_tokens + self._choices[0].sequence.max_tokens
 
     @property
     def num_known_prompt_logprobs(self) -> int:
-        """Leading tokens of the prompt whose log-probabilities are known; the first one has none, and waits
-        for the second.
+        """Leading prompt tokens whose log-probabilities are known.
+
+        The first token has none; it counts as known together with the second.
         """
         num_known = len(self._prompt_logprobs) + 1
         return num_known if num_known > 1 or self.num_prompt_tokens == 1 else 0
 
     @property
     def known_prompt_logprobs(self) -> list[TokenLogprobs]:
-        """From the prompt's second token on, with as many of the most likely tokens as were computed."""
+        """Log-probabilities from the second prompt token on, with all computed alternatives."""
         return list(self._prompt_logprobs)
 
     def prompt_logprobs(self, start: int, end: int) -> tuple[TokenLogprobs | None, ...]:
-        """Those of the prompt's tokens [start, end), which are known, as the client wants them."""
+        """Known log-probabilities of prompt tokens [start, end), with the requested alternatives."""
         assert self.num_top_prompt_logprobs is not None
         return _with_top([None, *self._prompt_logprobs][start:end], self.num_top_prompt_logprobs)
 
     @property
     def error(self) -> ServingError | None:
-        """What ended it, if it did not finish."""
+        """The error that ended the request, if any."""
         return self._error
 
     @property
     def expires_s(self) -> float | None:
-        """When its output is forgotten; None while it is live or read."""
-        if self._ended_s is None or self.attachment is not None:
+        """When its output is removed; None while the request is live or has a reader."""
+        if self._ended_s is None or self.stream is not None:
             return None
-        return max(max(self._ended_s, self.left_s) + (self.keep_s or 0.0), self.awaited_until_s or 0.0)
+        return max(max(self._ended_s, self.detached_s) + (self.keep_s or 0.0), self.reattach_until_s or 0.0)
 
-    def add_prompt_logprobs(self, logprobs: Items[TokenLogprobs]) -> None:
-        """Takes those that follow the known ones."""
+    def add_prompt_logprobs(self, logprobs: abc.Sequence[TokenLogprobs]) -> None:
+        """Append log-probabilities of the next prompt tokens."""
         self._prompt_logprobs.extend(logprobs)
-        waiting = [choice for choice in self._choices if choice.transcript.is_waiting_for_prompt_logprobs]
+        waiting = [choice for choice in self._choices if choice.buffer.is_waiting_for_prompt_logprobs]
         if not waiting or self.num_known_prompt_logprobs < self.num_prompt_tokens:
             return
         assert self._num_top_echoed is not None
         echoed = _with_top([None, *self._prompt_logprobs], self._num_top_echoed)
         for choice in waiting:
-            choice.transcript.set_prompt_logprobs(echoed)
+            choice.buffer.set_prompt_logprobs(echoed)
 
     def end(self, now_s: float, error: ServingError | None = None) -> None:
-        """Every choice has ended: all of them finished, or `error` ended what was live. Once."""
-        require(self._ended_s is None, "a request ends twice")
-        require(not self.live_sequences, "a request ends before its last choice")
+        """End the request, once, after all its sequences have ended."""
+        require(self._ended_s is None, "request already ended")
+        require(not self.live_sequences, "request ended before its last sequence")
         self._ended_s = now_s
         self._error = error
         self.wake()
 
     def wake(self) -> None:
-        """Wakes the reader."""
-        if self.attachment is not None:
-            self.attachment.wake()
+        """Wake the reader, if any."""
+        if self.stream is not None:
+            self.stream.wake()
 
 
-def _with_top(logprobs: Items[TokenLogprobs | None], num_top: int) -> tuple[TokenLogprobs | None, ...]:
+def _with_top(logprobs: abc.Sequence[TokenLogprobs | None], num_top: int) -> tuple[TokenLogprobs | None, ...]:
     return tuple(row and replace(row, top=row.top[:num_top]) for row in logprobs)
 
 
 MAX_KEPT = 1024
-"""Ended requests whose output is kept at once; one more, and the one that ended first is forgotten."""
+"""Maximum number of ended requests whose output is kept; beyond it the oldest is removed."""
 
 
 class RequestRegistry:
-    """Owner of the requests by id."""
+    """Owns live and kept requests by id."""
 
     def __init__(self) -> None:
         self._live: dict[RequestId, Request] = {}
@@ -284,7 +281,7 @@ class RequestRegistry:
 
     @property
     def live(self) -> list[Request]:
-        """In the order of their acceptance."""
+        """Live requests in the order of acceptance."""
         return list(self._live.values())
 
     @property
@@ -296,14 +293,14 @@ class RequestRegistry:
         return self._num_live_of[client]
 
     def check_new(self, request_id: RequestId) -> None:
-        """Raises RequestExists when the id is in use."""
+        """Raise RequestExists if the id is in use."""
         if request_id in self._live:
-            raise RequestExists(f"request {id_text(request_id)} is live already")
+            raise RequestExists(f"request {id_text(request_id)} is already live")
         if request_id in self._kept:
-            raise RequestExists(f"request {id_text(request_id)} has ended, and its output is kept")
+            raise RequestExists(f"request {id_text(request_id)} has ended and its output is kept")
 
     def add(self, request: Request) -> None:
-        """Takes a new live request. Raises RequestExists."""
+        """Add a new live request. Raises RequestExists."""
         self.check_new(request.id)
         self._live[request.id] = request
         self._num_live_of[request.client] += len(request.choices)
@@ -312,18 +309,18 @@ class RequestRegistry:
         return self._live.get(request_id)
 
     def has(self, request_id: RequestId) -> bool:
-        """It is live or kept."""
+        """Whether the request is live or kept."""
         return request_id in self._live or request_id in self._kept
 
     def find(self, request_id: RequestId) -> Request:
-        """A live or a kept request. Raises RequestNotFound."""
+        """Find a live or kept request. Raises RequestNotFound."""
         request = self._live.get(request_id) or self._kept.get(request_id)
         if request is None:
-            raise RequestNotFound(f"no request {id_text(request_id)} is live or kept")
+            raise RequestNotFound(f"request {id_text(request_id)} not found")
         return request
 
     def end(self, request: Request) -> None:
-        """A live request has ended; it is kept if that was asked for."""
+        """Remove an ended request from the live ones and keep it if requested."""
         del self._live[request.id]
         self._num_live_of[request.client] -= len(request.choices)
         if not self._num_live_of[request.client]:
@@ -334,11 +331,11 @@ class RequestRegistry:
                 del self._kept[next(iter(self._kept))]
 
     def forget(self, request_id: RequestId) -> None:
-        """A kept request is not wanted any more."""
+        """Remove a kept request."""
         del self._kept[request_id]
 
     def expire(self, now_s: float) -> None:
-        """Forgets what was kept long enough."""
+        """Remove expired requests."""
         for request in list(self._kept.values()):
             if (expires_s := request.expires_s) is not None and expires_s <= now_s:
                 self.forget(request.id)

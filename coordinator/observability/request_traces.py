@@ -518,5 +518,5 @@ def _outcome(error: BaseException) -> str:
 def _text(error: BaseException) -> str:
     """The part of an error that clients may see."""
     if isinstance(error, asyncio.CancelledError):
-        return "the client has left"
+        return "the client disconnected"
     return str(error) if isinstance(error, ServingError) else INTERNAL_ERROR

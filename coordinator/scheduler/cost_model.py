@@ -1,4 +1,4 @@
-"""Step cost and duration, learnt from measured stage times. Pure; microseconds."""
+"""Cost of steps, and their duration learned from measured stage times. Pure; times in microseconds."""
 
 import math
 from collections import deque
@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from wire.steps import Prefill, StageTime, Step
 
 _DECAY = 0.97
-"""Weight of what was known, each time something is measured: half of it is gone after 23 measurements."""
-_LEAST_SPREAD = 0.01
-"""Below it, the two features of all measurements are as good as proportional and cannot be told apart."""
-_FEW = 8
-_OUTLIER = 4.0
+"""Decay of older measurements per new one: the weight halves after 23 measurements."""
+_MIN_SPREAD = 0.01
+"""Below this relative determinant the two features are collinear."""
+_MIN_MEASUREMENTS = 8
+_MAX_OUTLIER_RATIO = 4.0
 
 
 class OnlineLeastSquares:
-    """y = first * x1 + second * x2 with coefficients that are not negative, by weighted least squares.
+    """Fits y = first * x1 + second * x2 with non-negative coefficients, by decayed least squares.
 
-    New measurements weigh more than old ones. As long as the features cannot be told apart, x1 explains all.
-    A value far above what is expected counts as far as `_OUTLIER` times the expected: one page fault or
-    stolen core is no new speed, and a new speed is believed after a few.
+    While the features are collinear, x1 explains everything. A value is capped at `_MAX_OUTLIER_RATIO` times
+    the prediction, so that one page fault or descheduled thread has little effect; a lasting change of speed
+    is learned after a few measurements.
     """
 
     def __init__(self) -> None:
@@ -31,17 +31,17 @@ class OnlineLeastSquares:
 
     @property
     def is_known(self) -> bool:
-        """Something was measured."""
+        """Whether there is a measurement."""
         return self._count > 0
 
     def predict(self, x1: float, x2: float) -> float:
-        """What is expected; 0 before anything was measured."""
+        """Predicted y; 0 without measurements."""
         return self.first * x1 + self.second * x2
 
     def add(self, x1: float, x2: float, y: float) -> None:
-        """`y` was measured where the features were `x1`, which is positive, and `x2`."""
-        if self._count >= _FEW:
-            y = min(y, _OUTLIER * self.predict(x1, x2))
+        """Add the measurement `y` for features `x1` > 0 and `x2`."""
+        if self._count >= _MIN_MEASUREMENTS:
+            y = min(y, _MAX_OUTLIER_RATIO * self.predict(x1, x2))
         self._count += 1
         self._s11 = _DECAY * self._s11 + x1 * x1
         self._s12 = _DECAY * self._s12 + x1 * x2
@@ -52,7 +52,7 @@ class OnlineLeastSquares:
 
     def _solve(self) -> None:
         determinant = self._s11 * self._s22 - self._s12 * self._s12
-        if determinant <= _LEAST_SPREAD * self._s11 * self._s22:
+        if determinant <= _MIN_SPREAD * self._s11 * self._s22:
             self.first, self.second = self._s1y / self._s11, 0.0
             return
         first = (self._s1y * self._s22 - self._s2y * self._s12) / determinant
@@ -65,7 +65,7 @@ class OnlineLeastSquares:
 
 
 class RecentMedian:
-    """The median of the last `size` values; of an even number of them the lower one."""
+    """Median of the last `size` values, the lower one of an even number."""
 
     def __init__(self, size: int = 64) -> None:
         self._values: deque[float] = deque(maxlen=size)
@@ -73,7 +73,7 @@ class RecentMedian:
 
     @property
     def value(self) -> float:
-        """0 before anything was measured."""
+        """The median; 0 without values."""
         if self._value is None:
             ordered = sorted(self._values)
             self._value = ordered[(len(ordered) - 1) // 2] if ordered else 0.0
@@ -85,29 +85,29 @@ class RecentMedian:
 
 
 CONTEXT_PER_SEQUENCE = 1024
-"""Tokens of context whose keys and values cost a decode as much as everything else about one sequence.
+"""Fixed cost of decoding one sequence, in tokens of context.
 
-Only the balance between steps depends on it; how long a step takes is measured.
+It only balances the cost between steps; durations are measured.
 """
 
 
 def decodes_cost(num_sequences: int, context: int) -> int:
-    """The cost of decodes of sequences with `context` tokens in all, in tokens of context."""
+    """Cost of decoding sequences with `context` tokens in total, in tokens of context."""
     return num_sequences * CONTEXT_PER_SEQUENCE + context
 
 
 CONTEXT_ROWS = 32
-"""To get at the keys and values of a context takes as long as attending to them with so many tokens."""
+"""Reading the keys and values of a context costs as much as attending to them with this many tokens."""
 
 
 def chunk_pairs(start: int, num_tokens: float) -> float:
-    """What attention costs a prefill chunk whose first token is at position `start`, in query-key pairs."""
+    """Attention cost of a prefill chunk from position `start`, in query-key pairs."""
     return (num_tokens + CONTEXT_ROWS) * start + num_tokens * (num_tokens + 1) / 2
 
 
 @dataclass(slots=True)
 class StepCost:
-    """The decodes of a step by their cost, its prefill chunks by tokens and query-key pairs."""
+    """Cost of a step: its decodes in tokens of context, its chunks in tokens and query-key pairs."""
 
     decode_cost: int = 0
     chunk_tokens: int = 0
@@ -119,34 +119,34 @@ class StepCost:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing is computed: the step carries records and frees only."""
+        """The step computes nothing; it carries only records and KV signals."""
         return not self.decode_cost and not self.chunk_tokens
 
 
-def work_of(step: Step) -> StepCost:
-    """What `step` computes, as its slices say."""
-    work = StepCost()
+def cost_of_step(step: Step) -> StepCost:
+    """Cost of `step`, computed from its slices."""
+    cost = StepCost()
     num_decodes = context = 0
-    for part in step.slices:
-        if isinstance(part.inference_step, Prefill):
-            work.add_chunk(part.first_position, len(part.tokens))
+    for step_slice in step.slices:
+        if isinstance(step_slice.inference_step, Prefill):
+            cost.add_chunk(step_slice.first_position, len(step_slice.tokens))
         else:
             num_decodes += 1
-            context += part.first_position + 1
+            context += step_slice.first_position + 1
     if num_decodes:
-        work.decode_cost = decodes_cost(num_decodes, context)
-    return work
+        cost.decode_cost = decodes_cost(num_decodes, context)
+    return cost
 
 
 HANDLING_US = 500.0
-"""What receiving and sending a step takes a stage, while it computes others: no step is ever free."""
+"""Minimum time of a step on a stage: receiving and sending it."""
 
 
-class WorkTime:
-    """The time of a step as base + decode cost + chunk tokens + query-key pairs, each with its rate.
+class StepTimeModel:
+    """Models the time of a step as base + decode cost + chunk tokens + query-key pairs, each with a rate.
 
-    The decode terms are learnt from steps without chunks, those of chunks from what a step with chunks takes
-    beyond them; so neither is forgotten while there is only the other.
+    The decode terms are learned from steps without chunks, the chunk terms from the remaining time of steps
+    with chunks. So each is kept while only the other is measured.
     """
 
     def __init__(self) -> None:
@@ -161,25 +161,26 @@ class WorkTime:
     def knows_chunks(self) -> bool:
         return self._chunks.is_known
 
-    def observe(self, work: StepCost, time_us: float) -> None:
-        """A step with this work, which is not empty, took so long."""
-        if not work.chunk_tokens:
-            self._decodes.add(1.0, work.decode_cost, time_us)
+    def observe(self, cost: StepCost, time_us: float) -> None:
+        """Add the measured time of a step with a non-empty cost."""
+        if not cost.chunk_tokens:
+            self._decodes.add(1.0, cost.decode_cost, time_us)
         else:
-            beyond = max(0.0, time_us - self.decode_us(work.decode_cost))
-            self._chunks.add(work.chunk_tokens, work.chunk_pairs, beyond)
+            extra_us = max(0.0, time_us - self.decode_us(cost.decode_cost))
+            self._chunks.add(cost.chunk_tokens, cost.chunk_pairs, extra_us)
 
     def decode_us(self, cost: float) -> float:
-        """Of a step that only decodes, sequences of this cost together."""
+        """Predicted time of a step without chunks."""
         return self._decodes.predict(1.0, cost)
 
     def chunk_us(self, num_tokens: float, pairs: float) -> float:
-        """What chunks of so many tokens and query-key pairs add to a step."""
+        """Predicted additional time of chunks in a step."""
         return self._chunks.predict(num_tokens, pairs)
 
     def chunk_tokens_within(self, time_us: float, start: int) -> float:
-        """The longest chunk at position `start` that adds at most `time_us`, 0 if none does: the root of
-        pairs * x^2 / 2 + (tokens + pairs * start) * x = time - pairs * CONTEXT_ROWS * start.
+        """Length of the longest chunk at position `start` that adds at most `time_us`, 0 if none does.
+
+        The root of pairs * x^2 / 2 + (tokens + pairs * start) * x = time - pairs * CONTEXT_ROWS * start.
         """
         per_token, per_pair = self._chunks.first, self._chunks.second
         linear, quadratic = per_token + per_pair * start, per_pair / 2
@@ -190,51 +191,50 @@ class WorkTime:
 
 
 class CostModel:
-    """What is known of the pipeline: its slowest stage, all its stages one after another, and the transfers.
+    """Predicts step times of the pipeline from its slowest stage, the sum of its stages, and transfers.
 
-    Transfers are all that passes between handing out a step and its result in which no stage computes it or
-    has it waiting.
+    The transfer time of a step is its latency without compute and queue times of the stages.
     """
 
     def __init__(self) -> None:
-        self.slowest = WorkTime()
-        self.total = WorkTime()
+        self.slowest = StepTimeModel()
+        self.total = StepTimeModel()
         self._decode_transfer = RecentMedian()
         self._chunk_transfer = RecentMedian()
 
-    def observe(self, work: StepCost, stage_times: Sequence[StageTime], elapsed_us: float) -> None:
-        """A step was answered `elapsed_us` after it was handed out. Says nothing without work or times."""
-        if work.is_empty or not stage_times:
+    def observe(self, cost: StepCost, stage_times: Sequence[StageTime], elapsed_us: float) -> None:
+        """Add the measured latency and stage times of a step; ignored without cost or stage times."""
+        if cost.is_empty or not stage_times:
             return
         computing = [stage_time.compute_us for stage_time in stage_times]
-        self.slowest.observe(work, max(computing))
-        self.total.observe(work, sum(computing))
-        on_the_way = elapsed_us - sum(computing) - sum(stage_time.wait_us for stage_time in stage_times)
-        transfer = self._chunk_transfer if work.chunk_tokens else self._decode_transfer
-        transfer.add(max(0.0, on_the_way))
+        self.slowest.observe(cost, max(computing))
+        self.total.observe(cost, sum(computing))
+        transfer_us = elapsed_us - sum(computing) - sum(stage_time.wait_us for stage_time in stage_times)
+        transfer = self._chunk_transfer if cost.chunk_tokens else self._decode_transfer
+        transfer.add(max(0.0, transfer_us))
 
-    def step_us(self, work: StepCost) -> float:
-        """From handing out a step with this work to its result, waiting for nothing; 0 while unknown."""
-        if work.decode_cost and not self.total.knows_decodes:
+    def step_us(self, cost: StepCost) -> float:
+        """Predicted latency of a step in an empty pipeline; 0 if unknown."""
+        if cost.decode_cost and not self.total.knows_decodes:
             return 0.0
-        if work.chunk_tokens and not self.total.knows_chunks:
+        if cost.chunk_tokens and not self.total.knows_chunks:
             return 0.0
-        transfer = self._chunk_transfer if work.chunk_tokens else self._decode_transfer
-        computing = self.total.chunk_us(work.chunk_tokens, work.chunk_pairs) if work.chunk_tokens else 0.0
-        if work.decode_cost:
-            computing += self.total.decode_us(work.decode_cost)
+        transfer = self._chunk_transfer if cost.chunk_tokens else self._decode_transfer
+        computing = self.total.chunk_us(cost.chunk_tokens, cost.chunk_pairs) if cost.chunk_tokens else 0.0
+        if cost.decode_cost:
+            computing += self.total.decode_us(cost.decode_cost)
         return computing + transfer.value
 
     def decode_cycle_us(self, num_steps: int, cost: float) -> float:
-        """How long each of `num_steps` steps, with decodes of this cost each, takes from one to the next."""
+        """Predicted time between two steps of the same sequences, with `num_steps` such steps in flight."""
         busy_us = max(self.slowest.decode_us(cost), HANDLING_US)
-        return max(num_steps * busy_us, self.decode_way_us(cost))
+        return max(num_steps * busy_us, self.decode_latency_us(cost))
 
-    def decode_way_us(self, cost: float) -> float:
-        """From handing out a step with decodes of this cost to its result, when it waits for nothing."""
+    def decode_latency_us(self, cost: float) -> float:
+        """Predicted latency of a decode step in an empty pipeline."""
         return self.total.decode_us(cost) + self._decode_transfer.value
 
-    def chunk_way_us(self, num_tokens: int) -> float:
-        """The same for a prefill chunk of so many tokens at the start of a prompt."""
+    def chunk_latency_us(self, num_tokens: int) -> float:
+        """Predicted latency of a chunk at the start of a prompt in an empty pipeline."""
         pairs = num_tokens * num_tokens / 2
         return self.total.chunk_us(num_tokens, pairs) + self._chunk_transfer.value

@@ -1,4 +1,4 @@
-"""Steps in flight, oldest first, and when one is overdue. Pure."""
+"""Steps in flight, their results, and overdue steps. Pure."""
 
 import math
 from collections import deque
@@ -11,10 +11,10 @@ from wire.steps import SliceResult, Step, StepResult, StepSlice
 
 
 class StepTimeoutEstimator:
-    """Learns how long answers are in coming, as a multiple of what steps of their work are predicted to take.
+    """Learns the ratio of measured to predicted step times, and derives timeouts from it.
 
-    What counts is the time since the answer before, or since the step was sent if that was later: steps that
-    queue in the pipeline do not make each other late.
+    The time of a step counts from the previous result, or from sending it if that was later, because steps
+    queue in the pipeline.
     """
 
     def __init__(self, policy: RecoveryPolicy) -> None:
@@ -22,12 +22,12 @@ class StepTimeoutEstimator:
         self._ratios: deque[float] = deque(maxlen=policy.step_ratio_window)
 
     def observe(self, waited_s: float, predicted_s: float) -> None:
-        """An answer came after `waited_s`, to a step that was predicted to take `predicted_s`."""
+        """Add a result that arrived after `waited_s`, for a predicted time of `predicted_s`."""
         if predicted_s > 0:
             self._ratios.append(waited_s / predicted_s)
 
     def limit_s(self, predicted_s: float, *, unknown_s: float) -> float:
-        """When to give up a step; `unknown_s` while nothing is known of such steps."""
+        """Timeout of a step; `unknown_s` without a prediction or measurements."""
         policy = self._policy
         if not self._ratios or predicted_s <= 0:
             return max(policy.min_step_timeout_s, unknown_s)
@@ -37,36 +37,34 @@ class StepTimeoutEstimator:
 
 
 class ResultMismatch(Exception):
-    """LAST answered something else than the oldest step in flight asks for: the epoch cannot go on.
+    """The result from LAST does not match the oldest step in flight.
 
-    No client sees it: the epoch ends and its sequences start again.
+    It ends the epoch, and its sequences are computed again. Clients do not see it.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """A step that was handed out at `sent_s`, and how much it computes."""
+    """A step sent at `sent_s`."""
 
     step: Step
-    work: StepCost
+    cost: StepCost
     sent_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class AnsweredStep:
-    """Slices, each with what was answered to it; what was computed for it, since when, and how long it was
-    the oldest step in flight.
-    """
+class CompletedStep:
+    """A step with its result: `waited_s` is the time for which it was the oldest step in flight."""
 
     pairs: list[tuple[StepSlice, SliceResult]]
-    work: StepCost
+    cost: StepCost
     sent_s: float
     waited_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class OverdueStep:
-    """A step whose answer has not come for `waited_s`, which is more than `limit_s`."""
+    """A step without a result for `waited_s`, which exceeds `limit_s`."""
 
     step: Step
     waited_s: float
@@ -74,7 +72,7 @@ class OverdueStep:
 
 
 class StepsInFlight:
-    """A queue whose order is that of the pipeline: results come in the order of the steps."""
+    """Queue of sent steps; results arrive in the same order."""
 
     def __init__(self, policy: RecoveryPolicy) -> None:
         self._steps: deque[StepInFlight] = deque()
@@ -84,12 +82,10 @@ class StepsInFlight:
     def __len__(self) -> int:
         return len(self._steps)
 
-    def add(self, step: Step, work: StepCost, now_s: float) -> None:
-        """`step`, which computes `work`, is handed out now."""
-        self._steps.append(StepInFlight(step, work, now_s))
+    def add(self, step: Step, cost: StepCost, now_s: float) -> None:
+        self._steps.append(StepInFlight(step, cost, now_s))
 
     def clear(self) -> None:
-        """Whatever was in flight is void."""
         self._steps.clear()
 
     @property
@@ -97,68 +93,66 @@ class StepsInFlight:
         return [in_flight.step for in_flight in self._steps]
 
     def find(self, step_id: int) -> Step | None:
-        """The step with this id, if it is in flight."""
+        """The step with this id, or None if it is not in flight."""
         return next((in_flight.step for in_flight in self._steps if in_flight.step.step_id == step_id), None)
 
     def overdue(
         self, now_s: float, step_us: Callable[[StepCost], float], *, unknown_s: float
     ) -> OverdueStep | None:
-        """The oldest step, if it is that much later than those before it; see `StepTimeoutEstimator.limit_s`.
+        """The oldest step if it exceeds its timeout, see `StepTimeoutEstimator.limit_s`.
 
-        `step_us` predicts how long a step takes.
+        `step_us` predicts the time of a step.
         """
         if not self._steps:
             return None
         oldest = self._steps[0]
         waited_s = now_s - max(oldest.sent_s, self._answered_s)
-        limit_s = self._timeouts.limit_s(step_us(oldest.work) / 1e6, unknown_s=unknown_s)
+        limit_s = self._timeouts.limit_s(step_us(oldest.cost) / 1e6, unknown_s=unknown_s)
         return OverdueStep(oldest.step, waited_s, limit_s) if waited_s > limit_s else None
 
-    def note_answer(self, answered: AnsweredStep, predicted_us: float) -> None:
-        """Learns from a step that was predicted to take `predicted_us`, how late is too late."""
-        self._timeouts.observe(answered.waited_s, predicted_us / 1e6)
+    def record_result(self, completed: CompletedStep, predicted_us: float) -> None:
+        """Learn from the time of a completed step and its prediction."""
+        self._timeouts.observe(completed.waited_s, predicted_us / 1e6)
 
-    def take_unchecked(self, now_s: float) -> None:
-        """The oldest step is answered now, and another component checks the answer. Does nothing when no step
-        is in flight.
-        """
+    def pop_unchecked(self, now_s: float) -> None:
+        """Remove the oldest step, if any, whose result is checked elsewhere."""
         if self._steps:
             self._steps.popleft()
             self._answered_s = now_s
 
-    def take(self, result: StepResult, now_s: float) -> AnsweredStep:
-        """The slices of the oldest step, each with what `result`, which came now, answers to it.
+    def take(self, result: StepResult, now_s: float) -> CompletedStep:
+        """Remove the oldest step and pair its slices with `result`.
 
-        Raises ResultMismatch, and then nothing has changed.
+        Raises ResultMismatch without removing the step.
         """
         oldest = self._steps[0] if self._steps else None
         step = oldest.step if oldest else None
         if oldest is None or step is None or (result.epoch, result.step_id) != (step.epoch, step.step_id):
             expected = f"epoch {step.epoch}, step {step.step_id}" if step else "no result"
             raise ResultMismatch(
-                f"result of epoch {result.epoch}, step {result.step_id}; expected {expected}"
+                f"got a result of epoch {result.epoch}, step {result.step_id}, expected {expected}"
             )
-        asked = [part for part in step.slices if part.is_answered]
-        if len(asked) != len(result.results):
+        expected_slices = [step_slice for step_slice in step.slices if step_slice.is_answered]
+        if len(expected_slices) != len(result.results):
             raise ResultMismatch(
-                f"step {step.step_id} asks for {len(asked)} results; got {len(result.results)}"
+                f"step {step.step_id} got {len(result.results)} results, expected {len(expected_slices)}"
             )
-        answers = list(zip(asked, result.results, strict=True))
-        for part, entry in answers:
-            _check_answer(part, entry)
+        pairs = list(zip(expected_slices, result.results, strict=True))
+        for step_slice, entry in pairs:
+            _check_result(step_slice, entry)
         self._steps.popleft()
         waited_s = now_s - max(oldest.sent_s, self._answered_s)
         self._answered_s = now_s
-        return AnsweredStep(answers, oldest.work, oldest.sent_s, waited_s)
+        return CompletedStep(pairs, oldest.cost, oldest.sent_s, waited_s)
 
 
-def _check_answer(part: StepSlice, entry: SliceResult) -> None:
-    if entry.sequence != part.sequence or entry.restart_count != part.restart_count:
+def _check_result(step_slice: StepSlice, entry: SliceResult) -> None:
+    if entry.sequence != step_slice.sequence or entry.restart_count != step_slice.restart_count:
         raise ResultMismatch(
-            f"{entry.sequence}, restart count {entry.restart_count}, was answered where {part.sequence}, "
-            f"restart count {part.restart_count}, was due"
+            f"got a result of {entry.sequence}, restart count {entry.restart_count}, "
+            f"expected {step_slice.sequence}, restart count {step_slice.restart_count}"
         )
-    if entry.outcome is None and part.is_sampled:
-        raise ResultMismatch(f"{part.sequence} is due a token and got none")
-    if entry.prompt_logprobs and not part.is_scored:
-        raise ResultMismatch(f"{part.sequence} got prompt log-probabilities that nobody asked for")
+    if entry.outcome is None and step_slice.is_sampled:
+        raise ResultMismatch(f"result of {step_slice.sequence} has no token")
+    if entry.prompt_logprobs and not step_slice.is_scored:
+        raise ResultMismatch(f"result of {step_slice.sequence} has unexpected prompt log-probabilities")

@@ -1,4 +1,4 @@
-"""Isolates sequences that may have crashed a worker until a token clears each. Pure."""
+"""Isolates sequences that may have crashed a worker until a token clears them. Pure."""
 
 from collections.abc import Iterable
 from math import isqrt
@@ -19,12 +19,12 @@ class _Group:
 
 
 class Isolation:
-    """After a worker was lost, the sequences of its unfinished steps are suspects.
+    """Runs suspects apart: the sequences of unfinished steps when a worker was lost.
 
-    While there are suspects, one group of them runs at a time and nothing else does. A suspect that gets its
-    next token has recomputed everything that was unfinished when the worker was lost, and is cleared. Most
-    losses have nothing to do with requests, so new suspects run in groups of about the square root of their
-    number; when another worker is lost, the sequences that were unfinished then run alone.
+    While there are suspects, only one group of them runs at a time. A suspect is cleared by its next token,
+    because everything that was unfinished at the loss has then been recomputed. Most losses are not caused by
+    requests, so new suspects run in groups of about the square root of their number. After another loss, the
+    unfinished sequences of the group run alone.
     """
 
     def __init__(self) -> None:
@@ -36,62 +36,62 @@ class Isolation:
         return bool(self._suspects)
 
     def suspect(self, sequences: Iterable[Sequence]) -> None:
-        """Makes each of `sequences` run alone next."""
+        """Make each of `sequences` run alone."""
         for sequence in sequences:
             group = self._suspects.get(sequence)
             if group is None or not group.is_alone:
-                self._put([sequence], num_rotations=group.num_rotations if group else 0)
+                self._regroup([sequence], num_rotations=group.num_rotations if group else 0)
 
     def record_worker_loss(self, unfinished: Iterable[Sequence]) -> None:
-        """Isolates the unfinished sequences of a lost worker; those that were suspects already run alone."""
+        """Isolate the unfinished sequences of a lost worker: in groups, or alone if already suspects."""
         ordered = sorted(unfinished, key=_ORDER)
         for sequence in ordered:
             if (group := self._suspects.get(sequence)) is not None:
-                self._put([sequence], num_rotations=group.num_rotations)
+                self._regroup([sequence], num_rotations=group.num_rotations)
         new = [sequence for sequence in ordered if sequence not in self._suspects]
         size = isqrt(len(new))
         for start in range(0, len(new), size or 1):
-            self._put(new[start : start + size])
+            self._regroup(new[start : start + size])
 
     def rotate(self, sequences: Iterable[Sequence]) -> None:
-        """Puts suspects among `sequences` behind the other groups."""
+        """Move the groups of suspects among `sequences` behind the other groups."""
         for sequence in self._suspects.keys() & set(sequences):
             self._suspects[sequence].num_rotations += 1
 
     def discard(self, sequence: Sequence) -> None:
-        """Clears a sequence, or forgets one that has ended."""
+        """Remove a sequence that was cleared or has ended."""
         if (group := self._suspects.pop(sequence, None)) is not None:
             del group.members[sequence]
 
-    def next_of(self, queue: Iterable[Sequence], *, is_busy: bool) -> Sequence | None:
-        """The next sequence to run; None while none of the queue may run.
+    def next_sequence(self, queue: Iterable[Sequence], *, is_busy: bool) -> Sequence | None:
+        """The next suspect of the queue to run, or None.
 
-        Another group begins only when nothing `is_busy`: steps of ended sequences may still be computed, and
-        must not be attributed to the next group.
+        The next group starts only if the pipeline is not `is_busy`, because failures of steps of ended
+        sequences must not be attributed to it.
         """
         suspects = [sequence for sequence in queue if sequence in self._suspects]
         if not is_busy:
-            first = min(suspects, key=lambda each: self._suspects[each].num_rotations, default=None)
+            first = min(suspects, key=lambda sequence: self._suspects[sequence].num_rotations, default=None)
             self._running = None if first is None else self._suspects[first]
         members = (sequence for sequence in suspects if self._suspects[sequence] is self._running)
         return next(members, None)
 
     def others(self, queue: Iterable[Sequence]) -> list[Sequence]:
-        """The sequences of the queue that are no suspects."""
+        """Sequences of the queue that are not suspects."""
         return [sequence for sequence in queue if sequence not in self._suspects]
 
-    def must_requeue(self, sequence: Sequence) -> bool:
-        """Clears `sequence`, which got a token; True if it must wait for remaining suspects."""
+    def on_token(self, sequence: Sequence) -> bool:
+        """Clear `sequence` after a token. Returns True if it must wait for remaining suspects."""
         self.discard(sequence)
         return self.is_active
 
     def is_alone(self, sequence: Sequence) -> bool:
-        """`sequence` is a suspect that runs alone."""
+        """Whether `sequence` is a suspect in a group of its own."""
         group = self._suspects.get(sequence)
         return group is not None and group.is_alone
 
-    def _put(self, sequences: list[Sequence], *, num_rotations: int = 0) -> None:
-        """Moves `sequences` into a group of their own."""
+    def _regroup(self, sequences: list[Sequence], *, num_rotations: int = 0) -> None:
+        """Move `sequences` into a new group."""
         for sequence in sequences:
             self.discard(sequence)
         group = _Group(sequences, num_rotations=num_rotations, is_alone=len(sequences) == 1)

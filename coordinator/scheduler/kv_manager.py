@@ -1,6 +1,6 @@
-"""The KV ledger of one epoch and the signals that no frame has carried yet. Pure.
+"""The KV ledger of one epoch, and its signals that were not sent yet. Pure.
 
-Whatever changes the ledger goes through here, so the order in the frames is the order in the ledger.
+All changes of the ledger go through this module, so frames carry signals in the order of the ledger.
 """
 
 from collections.abc import Iterator
@@ -25,12 +25,12 @@ from wire.ids import SequenceKey
 from wire.steps import SequenceSignal
 
 WATERMARK_FRACTION = 0.01
-"""Share of the blocks that an admission leaves to running sequences, so that they can grow."""
+"""Share of the blocks that an admission leaves free for running sequences to grow."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionPlan:
-    """What a queued sequence would need now: at most `num_new_blocks` at once from free or cached pages."""
+    """Requirements of a queued sequence: at most `num_new_blocks` free or evictable blocks."""
 
     active: ActiveSequence
     num_cached_tokens: int
@@ -38,7 +38,7 @@ class AdmissionPlan:
 
 
 class _Planned(NamedTuple):
-    """The last start that was planned and has not begun."""
+    """The last planned start of a sequence."""
 
     sequence: Sequence
     restart_count: int
@@ -46,7 +46,7 @@ class _Planned(NamedTuple):
 
 
 class KvCacheManager:
-    """The ledger with its outbox."""
+    """Allocates KV blocks and collects the signals for the next step."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class KvCacheManager:
         prefix_caching: bool = True,
         window: KvWindow | None = None,
     ) -> None:
-        """With a `window`, sequences give back the blocks that no later query can see."""
+        """With a `window`, sequences release blocks that no later query can see."""
         self._ledger = Ledger(num_blocks, block_size=block_size)
         self._pool = self._ledger.pool
         self._num_blocks = num_blocks
@@ -76,7 +76,7 @@ class KvCacheManager:
 
     @property
     def digest(self) -> int:
-        """The digest after everything applied so far."""
+        """Digest of all applied signals."""
         return self._ledger.digest
 
     @property
@@ -85,7 +85,7 @@ class KvCacheManager:
 
     @property
     def num_available(self) -> int:
-        """Blocks that are free or can be evicted."""
+        """Free and evictable blocks."""
         return self._pool.num_free + self._pool.num_inactive
 
     @property
@@ -101,54 +101,53 @@ class KvCacheManager:
         return self._pool.num_free
 
     def take_pending(self) -> tuple[SequenceSignal, ...]:
-        """The signals since the last call, in the order in which the ledger applied them."""
+        """Take the signals since the last call, in the order of the ledger."""
         pending, self._pending = tuple(self._pending), []
         return pending
 
     def take_events(self) -> list[Announced]:
-        """What entered and left the cache since the last call, in order; private blocks and those of
-        `new_sequence` are left out.
+        """Take the KV events since the last call, in order.
+
+        Private blocks and blocks of `new_sequence` have no events.
         """
         events, self._events = self._events, []
         return events
 
     def cached_blocks(self) -> Iterator[CachedBlock]:
-        """All full blocks that are in the cache now and that `take_events` tells of."""
+        """All cached full blocks that have events."""
         return self._ledger.cached_blocks()
 
     def plan(self, sequence: Sequence) -> AdmissionPlan:
-        """What a (re)start of `sequence` would need if it came now. Changes nothing.
+        """Compute the requirements of starting `sequence` now. Does not modify the cache.
 
-        Asked again for the same start, it only looks again at what is cached.
+        A repeated call for the same start only looks up cached blocks again.
         """
-        active = self._active_for(sequence)
-        # A block whose hash is known with other content gets a name of its own before hits are counted.
+        active = self._active_sequence(sequence)
+        # Rename blocks with a hash collision before hits are counted.
         self._ledger.prepare(active, len(active))
         pool = self._ledger.pool
         blocks = active.blocks
-        # A cached block without owner is no longer evictable once it is used, so only owned ones are free of
-        # charge.
+        # Using a cached block without an owner makes it unevictable, so only owned blocks cost nothing.
         num_owned = sum(isinstance(block, FullBlock) and pool.refcount(block) > 0 for block in blocks)
-        # What is scored is computed, cached or not; blocks that are there already are not written again.
+        # Scored tokens are computed even if cached; cached blocks are not written again.
         num_cached_tokens = 0 if sequence.needs_scoring else self._ledger.num_cached_tokens(active)
         num_new_blocks = len(blocks) - num_owned
         if self._window is not None:
-            # First it holds what is cached, all of it; then never more than the window and one chunk, which
-            # `allocate` cuts to the blocks that are left.
+            # It first holds all cached blocks, then at most the window and one chunk, which `allocate`
+            # cuts to the available blocks.
             needed = self._window.admission_blocks(self._block_size, self._num_blocks)
             num_new_blocks = min(num_new_blocks, max(num_cached_tokens // self._block_size, needed))
         return AdmissionPlan(active, num_cached_tokens, num_new_blocks)
 
     def can_admit(self, plan: AdmissionPlan, *, is_alone: bool) -> bool:
-        """All that the sequence needs at once fits now; beside others it also leaves them the watermark."""
+        """Whether the blocks are available; a sequence that is not alone must also leave the watermark."""
         watermark = 0 if is_alone else self._watermark
         return plan.num_new_blocks + watermark <= self.num_available
 
     def chunk_size(self, start: int, end: int, budget: int) -> int:
-        """Tokens of the next chunk of a prefill at `start` that ends at `end`; a chunk ends there or on a
-        block boundary.
+        """Tokens of the next chunk of a prefill from `start` to `end`, at most `budget`.
 
-        0 when `budget` does not reach the next boundary.
+        A chunk ends at `end` or on a block boundary; 0 if `budget` does not reach the next boundary.
         """
         if end - start <= budget:
             return end - start
@@ -157,38 +156,43 @@ class KvCacheManager:
     def allocate(
         self, key: SequenceKey, active: ActiveSequence, num_tokens: int, *, first_query: int = 0
     ) -> int:
-        """Blocks for the first `num_tokens` tokens, of which those from `first_query` on are computed now.
+        """Allocate blocks for the first `num_tokens` tokens; tokens from `first_query` on are computed next.
 
-        A sequence begins by taking hold of everything that is cached before `first_query`; what its window
-        hides from there on it gives back before it takes new blocks. With a window, whose sequences may be
-        longer than the cache, fewer tokens are allocated where blocks are short. Returns the number of tokens
-        that have blocks now, above `first_query`. Raises OutOfBlocks; then no block was added to those that
-        the sequence held. What `can_admit` has just allowed begins without that error.
+        A starting sequence first uses all cached blocks before `first_query`, and releases those that its
+        window hides before it allocates new ones. With a window, sequences may be longer than the cache: if
+        blocks are short, fewer tokens are allocated.
+
+        Returns:
+            The number of tokens with blocks, above `first_query`.
+
+        Raises:
+            OutOfBlocks: no block was added. It does not occur directly after `can_admit` returned True.
         """
         self._planned = None
         if self._window is not None:
             if active.num_allocated_blocks == 0:
                 self._extend(key, active, first_query // self._block_size * self._block_size)
-            self._release_unseen(key, active, self._window, first_query)
-            num_tokens = self._affordable(active, num_tokens, first_query)
+            self._release_hidden(key, active, self._window, first_query)
+            num_tokens = self._cap_to_available(active, num_tokens, first_query)
         self._extend(key, active, num_tokens)
         return num_tokens
 
-    def _affordable(self, active: ActiveSequence, num_tokens: int, first_query: int) -> int:
-        """As many of `num_tokens` as there are blocks for; all, if that is none beyond `first_query`."""
+    def _cap_to_available(self, active: ActiveSequence, num_tokens: int, first_query: int) -> int:
+        """Reduce `num_tokens` to the available blocks, unless that leaves none beyond `first_query`."""
         end = (active.num_allocated_blocks + self.num_available) * self._block_size
         return end if first_query < end < num_tokens else num_tokens
 
     def append(self, sequence: Sequence) -> None:
-        """A block slot for the newest token of `sequence`. Raises OutOfBlocks; then the token is not
-        appended, though the block before may have been promoted, which stands.
+        """Allocate a slot for the newest token of `sequence`.
+
+        Raises OutOfBlocks without appending the token; the previous block may have been promoted.
         """
         self.push(sequence.key, sequence.kv, sequence.newest_token)
 
     def push(self, key: SequenceKey, active: ActiveSequence, token: int) -> None:
-        """As `append`, for the blocks of a sequence that the scheduler does not know."""
+        """Like `append`, for a sequence outside of the scheduler."""
         if self._window is not None:
-            self._release_unseen(key, active, self._window, len(active))
+            self._release_hidden(key, active, self._window, len(active))
         signals = active.push(token)
         if not signals:
             return
@@ -200,17 +204,16 @@ class KvCacheManager:
             raise
 
     def release(self, key: SequenceKey, active: ActiveSequence, *, keep_content: bool) -> None:
-        """A sequence gives up all its blocks. Complete ones stay cached, also the last one, unless
-        `keep_content` is False. Every token of `active` is in a step that was handed out.
+        """Release all blocks of a sequence whose tokens are all in sent steps.
+
+        Complete blocks stay cached, unless `keep_content` is False.
         """
         if keep_content:
             self.free(key, active, self._ledger.seal(active))
         self.free(key, active, active.free_signals() if keep_content else active.destroy_signals())
 
     def new_sequence(self, tokens: tuple[int, ...], *, max_output_tokens: int, salt: int) -> ActiveSequence:
-        """The blocks of a sequence that the scheduler does not know; none is allocated, and no event tells of
-        them.
-        """
+        """Create the accounting of a sequence outside of the scheduler, without blocks and KV events."""
         return ActiveSequence(
             tokens,
             block_size=self._block_size,
@@ -221,20 +224,20 @@ class KvCacheManager:
         )
 
     def num_cached_tokens(self, active: ActiveSequence) -> int:
-        """Leading tokens that need not be computed if it began now."""
+        """Leading tokens whose computation the cache saves."""
         return self._ledger.num_cached_tokens(active)
 
     def free(self, key: SequenceKey, active: ActiveSequence, signals: list[Signal]) -> None:
-        """Applies `signals` that give blocks back."""
+        """Apply `signals` that release blocks."""
         for signal in signals:
             self._apply(key, active, signal)
 
     def check_integrity(self, sequences: list[ActiveSequence]) -> None:
-        """Proves that the pages add up and that every owner is one of `sequences`. Raises IntegrityBroken."""
+        """Check the ledger, and that `sequences` are all owners of blocks. Raises IntegrityBroken."""
         self._ledger.check_integrity(sequences)
 
-    def _active_for(self, sequence: Sequence) -> ActiveSequence:
-        """Hashing a long prompt takes a while, and the head of the queue may wait for many steps."""
+    def _active_sequence(self, sequence: Sequence) -> ActiveSequence:
+        """Cache the accounting of the queue head: hashing a long prompt in every step would be slow."""
         planned = self._planned
         if planned and planned.sequence is sequence and planned.restart_count == sequence.restart_count:
             return planned.active
@@ -255,10 +258,10 @@ class KvCacheManager:
             self._apply(key, active, use)
         active.commit(num_tokens)
 
-    def _release_unseen(
+    def _release_hidden(
         self, key: SequenceKey, active: ActiveSequence, window: KvWindow, first_query: int
     ) -> None:
-        """Steps that were sent before see more, but they are also computed before this one."""
+        """Release blocks that `first_query` cannot see; steps that see them were sent before."""
         first_visible = window.first_visible(first_query)
         if first_visible // self._block_size > active.num_released_blocks:
             self.free(key, active, active.release_before(first_visible))

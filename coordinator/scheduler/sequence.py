@@ -1,4 +1,4 @@
-"""One sequence: queue order, states with their transition table, tokens, progress, blocks. Pure."""
+"""A sequence: queue order, states with their transition table, tokens, progress and blocks. Pure."""
 
 from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
@@ -11,7 +11,7 @@ from wire.steps import Decode, EndRecord, Prefill, StartRecord, StepSampling, St
 
 
 class SequenceState(Enum):
-    """Where a sequence is in its life."""
+    """Lifecycle states of a sequence."""
 
     WAITING = auto()
     PREFILL = auto()
@@ -27,7 +27,7 @@ class SequenceState(Enum):
 
     @property
     def is_queued(self) -> bool:
-        """Holds no blocks and waits for its (next) prefill."""
+        """Waits for its (next) prefill without blocks."""
         return self in (SequenceState.WAITING, SequenceState.PREEMPTED)
 
 
@@ -52,7 +52,7 @@ LEGAL_TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
     SequenceState.PREEMPTED: frozenset(
         {
             SequenceState.PREFILL,
-            # The text of its last token ends it, found after it made way for a suspect.
+            # A stop string was found in its text after it was requeued for a suspect.
             SequenceState.FINISHED,
             SequenceState.CANCELLED,
             SequenceState.FAILED,
@@ -65,7 +65,7 @@ LEGAL_TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
 
 
 class IllegalTransition(RuntimeError):
-    """A sequence was to go from one state to another that does not follow it: a bug of ours."""
+    """A transition that `LEGAL_TRANSITIONS` does not have: a defect."""
 
     def __init__(self, sequence: SequenceKey, current: SequenceState, wanted: SequenceState) -> None:
         super().__init__(f"sequence {sequence} cannot go from {current.name} to {wanted.name}")
@@ -75,13 +75,13 @@ class IllegalTransition(RuntimeError):
 
 
 def check_transition(sequence: SequenceKey, current: SequenceState, wanted: SequenceState) -> None:
-    """Raises IllegalTransition unless the table has `current` -> `wanted`."""
+    """Raise IllegalTransition unless the table has `current` -> `wanted`."""
     if wanted not in LEGAL_TRANSITIONS[current]:
         raise IllegalTransition(sequence, current, wanted)
 
 
 class Priority(IntEnum):
-    """Classes of requests; the value is how many ages a request is treated as older than it is."""
+    """Priority classes; the value times `age_s` is subtracted from the arrival time (`queue_order`)."""
 
     LOW = -1
     NORMAL = 0
@@ -89,10 +89,10 @@ class Priority(IntEnum):
 
 
 class QueueOrder(NamedTuple):
-    """Sequences are served in ascending order; the largest gives up its blocks first.
+    """Sort key of sequences: the smallest is served first, the largest is preempted first.
 
-    `due_s` is the arrival moved by the class, so that the order of two sequences never changes while they
-    wait, and a request is overtaken only by those of a higher class that came within so many ages after it.
+    `due_s` is the arrival time shifted by priority. So the order of two sequences never changes while they
+    wait, and a request is overtaken only by requests of a higher class that arrive within the shift.
     """
 
     due_s: float
@@ -103,12 +103,12 @@ class QueueOrder(NamedTuple):
 def queue_order(
     priority: Priority, *, arrived_s: float, arrival: int, choice: int = 0, age_s: float
 ) -> QueueOrder:
-    """`arrival` numbers the requests as they come and decides between equals; `age_s` is worth one class."""
+    """`arrival` numbers requests and breaks ties; `age_s` is the shift per priority class."""
     return QueueOrder(arrived_s - priority * age_s, arrival, choice)
 
 
 class FinishReason(Enum):
-    """Why a sequence ended in FINISHED."""
+    """Why a sequence is FINISHED."""
 
     STOP = auto()
     LENGTH = auto()
@@ -116,7 +116,7 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """What a sequence gives up: the end record owed to the stages, if any, and its blocks, if it held any."""
+    """End record for the stages, if the sequence was started on them, and its blocks, if any."""
 
     key: SequenceKey
     end: EndRecord | None
@@ -124,17 +124,16 @@ class Release:
 
 
 class Sequence:
-    """A prompt and what was generated after it.
+    """A prompt and its generated tokens.
 
-    `all_tokens` are all tokens so far; `num_computed_tokens` of them are in steps that were handed out, so
-    their KV is, or will be when those steps have run, in the cache. Between two decode steps exactly the last
-    token is not computed. Tokens are only ever appended, so there are never less than the prompt's.
+    `num_computed_tokens` of `all_tokens` are in sent steps, so their KV is in the cache or will be. Between
+    two decode steps, exactly the last token is not computed. Tokens are only appended.
 
-    Sequences share cached prefixes only with those of the same `cache_salt`, and with none without
-    `shares_cache`. With `max_tokens` 0 the prompt is computed and nothing is generated.
+    Sequences share cached prefixes only with sequences of the same `cache_salt`, and with none if
+    `shares_cache` is False. With `max_tokens` 0, the prompt is computed and nothing is generated.
 
     Raises:
-        ValueError: an empty prompt or a negative number of tokens.
+        ValueError: the prompt is empty or `max_tokens` is negative.
     """
 
     def __init__(
@@ -151,7 +150,7 @@ class Sequence:
         wants_prompt_logprobs: bool = False,
     ) -> None:
         if not prompt:
-            raise ValueError("a prompt needs at least one token")
+            raise ValueError("prompt is empty, the minimum is one token")
         if max_tokens < 0:
             raise ValueError(f"max_tokens must not be negative, got {max_tokens}")
         self._key = key
@@ -175,7 +174,7 @@ class Sequence:
         self._is_started = False
         self._is_token_due = False
         self.traceparent = ""
-        """Of the request's span, under which stages record what they do; empty where they do not."""
+        """`traceparent` header of the request's span; empty if stages do not record spans."""
 
     @property
     def key(self) -> SequenceKey:
@@ -191,7 +190,7 @@ class Sequence:
 
     @property
     def order(self) -> QueueOrder:
-        """The smaller is served first."""
+        """Queue order; the smallest is served first."""
         return self._order
 
     @property
@@ -200,12 +199,12 @@ class Sequence:
 
     @property
     def shares_cache(self) -> bool:
-        """Its blocks are shared with other sequences of its salt; without, they are private."""
+        """Whether blocks are shared with sequences of the same salt; otherwise they are private."""
         return self._shares_cache
 
     @property
     def restart_count(self) -> int:
-        """Counts its starts, from the first that its key had not used before."""
+        """Number of this start, unique per key within an epoch."""
         return self._restart_count
 
     @property
@@ -226,17 +225,17 @@ class Sequence:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens that were not computed at its first start, because the cache had them."""
+        """Prompt tokens that were cache hits at the first start."""
         return self._num_cached_tokens
 
     @property
     def needs_scoring(self) -> bool:
-        """Prompt log-probabilities are still due: its prefill computes every token, cached or not."""
+        """Prompt log-probabilities are missing, so the prefill computes cached tokens too."""
         return self._num_scored < self._num_to_score
 
     @property
     def num_restarts(self) -> int:
-        """How often it went back to the queue."""
+        """How often the sequence returned to the queue."""
         return self._restart_count - self._first_restart_count
 
     @property
@@ -245,7 +244,7 @@ class Sequence:
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Tokens that the present prefill computes in all."""
+        """Number of tokens after the current prefill, cached ones included."""
         return self._num_prefill_tokens
 
     @property
@@ -266,25 +265,25 @@ class Sequence:
 
     @property
     def kv(self) -> ActiveSequence:
-        """The block accounting of the present start. Only a sequence that is not queued has one."""
+        """Block accounting of the current start; a queued sequence has none."""
         if self._kv is None:
             raise InvariantBroken(f"sequence {self._key} holds no blocks in state {self._state.name}")
         return self._kv
 
     @property
     def can_prefill(self) -> bool:
-        """Has prompt chunks left that were not handed out."""
+        """Has prompt chunks that were not sent."""
         return self._state is SequenceState.PREFILL and self._num_computed < self._num_prefill_tokens
 
     @property
     def can_decode(self) -> bool:
-        """Its newest token is here and not handed out yet."""
+        """Its newest token was not sent yet."""
         return self._state is SequenceState.DECODE and not self._is_token_due
 
     def restore(
         self, tokens: tuple[int, ...], *, num_scored: int, num_cached_tokens: int, num_restarts: int
     ) -> None:
-        """Goes on where a former process has left it: with tokens, as after a preemption."""
+        """Restore a new sequence from the journal; with tokens, its state is as after a preemption."""
         self._require(self._state is SequenceState.WAITING, "is new")
         self._tokens += tokens
         self._num_scored = num_scored
@@ -298,7 +297,7 @@ class Sequence:
     def restore_finished(
         self, tokens: tuple[int, ...], *, num_cached_tokens: int, num_restarts: int, reason: FinishReason
     ) -> None:
-        """Is what a former process has made of it."""
+        """Restore a finished sequence from the journal."""
         self._require(self._state is SequenceState.WAITING, "is new")
         self._tokens += tokens
         self._num_cached_tokens = num_cached_tokens
@@ -307,13 +306,13 @@ class Sequence:
         self.finish(reason)
 
     def start_at_restart_count(self, restart_count: int) -> None:
-        """Counts (re)starts from here on, where an earlier sequence of the same key has used the others."""
+        """Count starts from `restart_count` on; an earlier sequence of the same key used the others."""
         self._require(self._state.is_queued, "waits")
         self._first_restart_count += restart_count - self._restart_count
         self._restart_count = restart_count
 
     def begin_prefill(self, kv: ActiveSequence, *, num_cached_tokens: int) -> None:
-        """Starts, or starts again: computes all tokens so far but the leading cached ones."""
+        """Start or restart: compute all tokens except the leading cached ones."""
         self._require(num_cached_tokens == 0 or not self.needs_scoring, "is computed where it is scored")
         self._move_to(SequenceState.PREFILL)
         self._kv = kv
@@ -323,7 +322,7 @@ class Sequence:
             self._num_cached_tokens = num_cached_tokens
 
     def take_chunk(self, num_tokens: int) -> tuple[tuple[int, ...], Prefill]:
-        """The next `num_tokens` tokens of the prefill, which are handed out now."""
+        """Take the next `num_tokens` tokens of the prefill for a step."""
         self._require(
             self.can_prefill and 0 < num_tokens <= self.num_uncomputed_prefill_tokens,
             f"has a chunk of {num_tokens} tokens left",
@@ -331,13 +330,13 @@ class Sequence:
         start, end = self._num_computed, self._num_computed + num_tokens
         self._num_computed = end
         self._is_token_due = end == self._num_prefill_tokens
-        # A chunk answers for the tokens that follow its own: no token precedes the prompt's first one.
+        # A chunk scores the tokens that follow its own, because the first prompt token has no predecessor.
         is_scored = start < self._num_to_score and min(end, self._num_to_score) > self._num_scored
         prefill = Prefill(start, num_tokens, self._num_prefill_tokens, is_scored)
         return tuple(self._tokens[start:end]), prefill
 
     def take_decode(self) -> StepSlice:
-        """The newest token, which is handed out now."""
+        """Take the newest token for a step."""
         position = self._num_computed
         self._require(
             not self._is_token_due and position == len(self._tokens) - 1, "has one token to compute"
@@ -351,15 +350,15 @@ class Sequence:
         return self._tokens[-1]
 
     def num_prompt_logprobs(self, start: int, num_tokens: int) -> int:
-        """How many a scored chunk answers with: one per token that follows its own within the prompt."""
+        """Number of results of a scored chunk: one per token that follows its own within the prompt."""
         return min(start + num_tokens, self._num_to_score) - start
 
     def accept_prompt_logprobs(
         self, start: int, logprobs: tuple[TokenLogprobs, ...]
     ) -> tuple[TokenLogprobs, ...]:
-        """What the scored chunk from position `start` on has answered; returns what of it is new.
+        """Accept the results of a scored chunk from position `start`; return the new ones.
 
-        After a restart, chunks answer again for tokens that were answered for.
+        After a restart, chunks score tokens again that were scored before.
         """
         if not logprobs:
             return ()
@@ -369,9 +368,9 @@ class Sequence:
         return new
 
     def accept_token(self, token: int) -> FinishReason | None:
-        """Appends a sampled token. Returns why the sequence is finished, or None when it goes on.
+        """Append a sampled token; return the finish reason, or None if the sequence continues.
 
-        Where nothing is to be generated, the token after the prompt only says that the prompt is computed.
+        With `max_tokens` 0, the token only signals that the prompt is computed.
         """
         self._require(self._is_token_due and self._num_computed == len(self._tokens), "waits for a token")
         self._is_token_due = False
@@ -387,12 +386,12 @@ class Sequence:
         return None
 
     def finish(self, reason: FinishReason) -> FinishReason:
-        """Goes to FINISHED, for `reason`."""
+        """Move to FINISHED and return `reason`."""
         self._move_to(SequenceState.FINISHED)
         return reason
 
     def take_start_record(self) -> StartRecord | None:
-        """The start record of this start, once; None afterwards."""
+        """Take the start record of this start; None after the first call."""
         if self._is_started:
             return None
         self._is_started = True
@@ -402,19 +401,17 @@ class Sequence:
         )
 
     def end(self, state: SequenceState) -> None:
-        """Goes to CANCELLED or FAILED."""
+        """Move to CANCELLED or FAILED."""
         self._move_to(state)
 
     def release(self) -> Release:
-        """Gives up blocks and stage state."""
+        """Release blocks and stage state."""
         end = EndRecord(self._key, self._restart_count) if self._is_started else None
         active, self._kv, self._is_started = self._kv, None, False
         return Release(self._key, end, active)
 
     def preempt(self) -> Release:
-        """Back to the queue with all its tokens; whatever is in flight becomes a result of an earlier
-        start.
-        """
+        """Return to the queue with all tokens; results of steps in flight belong to an earlier start."""
         self._move_to(SequenceState.PREEMPTED)
         release = self.release()
         self._restart_count += 1

@@ -56,4 +56,4 @@ def num_generated(cluster: Cluster, request_id: str) -> list[int]:
     """Tokens that the output of each choice of a live request has."""
     request = cluster.server.engine.registry.live_request(parse_request_id(request_id))
     assert request is not None, "it has ended"
-    return [choice.transcript.num_tokens for choice in request.choices]
+    return [choice.buffer.num_tokens for choice in request.choices]

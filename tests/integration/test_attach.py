@@ -55,7 +55,7 @@ async def test_a_call_that_attaches_goes_on_and_the_one_before_gets_nothing_more
             num_messages = reader.num_messages
             attached = caller.attach(reader.received)
             assert await reader.end() is StatusCode.ABORTED
-            assert "another call has attached" in reader.details
+            assert "another call attached" in reader.details
             assert reader.num_messages == num_messages
             reader = attached
             gate.open()
@@ -130,7 +130,7 @@ async def test_what_cannot_be_attached_to_is_refused_and_disturbs_nobody(worded_
                 caller.attach_at(request.request_id, num_tokens + 1, choice=0),
                 f"from_token is {num_tokens + 1}, choice 0 has {num_tokens} tokens",
             ),
-            (caller.attach_at(request.request_id, 0, choice=3), "choice 3 of a request with 3 choices"),
+            (caller.attach_at(request.request_id, 0, choice=3), "choice is 3, the request has 3 choices"),
             (caller.attach_at("fox", 0), "'fox' is not a UUID"),
         ]
         for attached, reason in refused:

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from coordinator.engine.request import check_attach_secret, digest_of, new_attach_secret
+from coordinator.engine.request import check_attach_secret, new_attach_secret, secret_digest
 from stageline import Client, PermissionDenied
 from stageline import new_attach_secret as client_secret
 from stageline.client.errors import InvalidRequest, StatusDetails
@@ -137,9 +137,9 @@ def test_a_request_without_a_digest_is_nobody_s() -> None:
     with pytest.raises(AttachSecretMismatch):
         check_attach_secret(new_attach_secret(), b"")
     secret = new_attach_secret()
-    check_attach_secret(secret, digest_of(secret))
+    check_attach_secret(secret, secret_digest(secret))
     with pytest.raises(Refused):
-        digest_of("x" * 129)
+        secret_digest("x" * 129)
 
 
 async def test_neither_secret_nor_token_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -88,7 +88,7 @@ async def test_a_router_knows_what_is_cached_through_load_and_a_new_epoch(tiny_l
             await router.read_snapshot()
             assert router.cached == cached_now(cluster) != set()
             await cluster.generate_all(mixed_asks(12, seed=1))
-            feed = cluster.server.engine.kv_feed
+            feed = cluster.server.engine.kv_events
             await router.read_until(feed.subscribe().snapshot.next_event_id)
             assert router.cached == cached_now(cluster)
             assert router.epochs == []
@@ -103,7 +103,7 @@ async def test_a_router_knows_what_is_cached_through_load_and_a_new_epoch(tiny_l
 
 async def test_a_subscriber_that_is_too_slow_gets_resource_exhausted(tiny_llama: Path) -> None:
     async with Cluster(tiny_llama, layers=LAYERS) as cluster, client_channel(cluster.address) as channel:
-        cluster.server.engine.kv_feed._buffer_size = 1
+        cluster.server.engine.kv_events._buffer_size = 1
         call: Any = cluster_pb2_grpc.ClusterStub(channel).WatchKvEvents(kv_events_pb2.WatchKvEventsRequest())
         await Router(call).read_snapshot()
         await cluster.generate_all(mixed_asks(8, prompt_lengths=(50,)))
@@ -111,14 +111,14 @@ async def test_a_subscriber_that_is_too_slow_gets_resource_exhausted(tiny_llama:
             await read_to_the_end(call)
         assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "subscribe again" in (caught.value.details() or "")
-        assert len(cluster.server.engine.kv_feed._subscriptions) == 0
+        assert len(cluster.server.engine.kv_events._subscriptions) == 0
 
 
 async def test_a_subscriber_that_leaves_is_forgotten(tiny_llama: Path) -> None:
     async with Cluster(tiny_llama, layers=LAYERS) as cluster, client_channel(cluster.address) as channel:
         call = cluster_pb2_grpc.ClusterStub(channel).WatchKvEvents(kv_events_pb2.WatchKvEventsRequest())
         await Router(call).read_snapshot()
-        feed = cluster.server.engine.kv_feed
+        feed = cluster.server.engine.kv_events
         assert len(feed._subscriptions) == 1
         call.cancel()
         async with asyncio.timeout(DEADLINE_S):

@@ -59,7 +59,7 @@ async def test_a_full_queue_says_when_to_come_again(varied_llama: Path) -> None:
         await until(lambda: len(cluster.server.engine.live_sequences) == 3)
         refused = caller.generate(big(3))
         assert await refused.end() is StatusCode.RESOURCE_EXHAUSTED
-        assert "2 sequences are waiting, and the limit is 2" in refused.details
+        assert "2 sequences are waiting, the limit is 2" in refused.details
         assert 0.1 <= retry_after_s(refused) <= 30.0
         gate.open()
         assert await asyncio.gather(*ends) == [StatusCode.OK] * 3
@@ -90,7 +90,7 @@ async def test_a_client_has_so_many_requests_and_no_other_one_is_held_up(varied_
         for each in (caller, other_connection):
             refused = each.generate(message([5], 4), metadata=fox)
             assert await refused.end() is StatusCode.RESOURCE_EXHAUSTED
-            assert "client fox has 4 sequences here, and the limit is 4" in refused.details
+            assert "client fox has 4 active sequences, the limit is 4" in refused.details
             assert retry_after_s(refused) > 0
         gate.open()
         assert await asyncio.gather(*ends) == [StatusCode.OK] * 4
@@ -108,7 +108,7 @@ async def test_without_a_key_a_client_is_an_address_whatever_its_connection(vari
         await reader.next()
         refused = second.generate(message([2], 4), metadata=(("x-tenant", "owl"),))
         assert await refused.end() is StatusCode.RESOURCE_EXHAUSTED
-        assert "client 127.0.0.1 has 1 sequences here" in refused.details
+        assert "client 127.0.0.1 has 1 active sequences" in refused.details
         reader.cancel()
         await cluster.wait_drained()
         assert await second.generate(message([2], 4)).end() is StatusCode.OK

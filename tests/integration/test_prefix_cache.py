@@ -60,7 +60,7 @@ async def test_a_request_without_prefix_cache_reads_and_leaves_no_block(tiny_lla
         status = await cluster.wait_drained()
         assert status.kv.prefix_cache
         assert [worker.kv.blocks_inactive for worker in status.workers] == [4, 4]
-        await router.read_until(cluster.server.engine.kv_feed.subscribe().snapshot.next_event_id)
+        await router.read_until(cluster.server.engine.kv_events.subscribe().snapshot.next_event_id)
         assert len(router.cached) == 4
         assert router.token_ids == PREFIX
 

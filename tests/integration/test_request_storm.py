@@ -40,7 +40,7 @@ def short_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     minutes. Here the bounds are met in the warm-up.
     """
     monkeypatch.setattr(stage_worker.validation, "ENDED_REMEMBERED", 128)
-    monkeypatch.setattr(coordinator.scheduler.scheduler, "REMEMBERED", 256)
+    monkeypatch.setattr(coordinator.scheduler.scheduler, "MAX_REMEMBERED", 256)
 
 
 async def until_nothing_is_left(cluster: Cluster, before: Footprint | None = None) -> Footprint:

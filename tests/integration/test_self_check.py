@@ -304,7 +304,7 @@ async def test_an_idle_check_counts_no_prefix_hits_and_announces_no_blocks(
         model, layers=LAYERS, self_check=True, self_check_interval_s=3600.0, max_kv_tokens=56
     ) as cluster:
         assert (await cluster.generate(Ask(prompt=tuple(range(48)), max_tokens=1))).succeeded
-        checks, feed = cluster.server.controller.checks, cluster.server.engine.kv_feed
+        checks, feed = cluster.server.controller.checks, cluster.server.engine.kv_events
         assert checks is not None
         before, counters = feed.subscribe(), hit_counters(cluster)
         subscriptions = [before]
@@ -323,7 +323,7 @@ async def test_an_idle_check_counts_no_prefix_hits_and_announces_no_blocks(
         assert len(subscriptions) > 5
         for each in subscriptions:
             known = {block.sequence_hash for block in each.snapshot.blocks}
-            for event in (change.event for change in each._waiting):
+            for event in (change.event for change in each._pending):
                 assert isinstance(event, Removed) and known >= set(event.block_hashes)
                 known -= set(event.block_hashes)
             assert known == cached

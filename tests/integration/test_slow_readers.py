@@ -92,7 +92,7 @@ async def test_a_detached_request_is_not_read_slowly_but_one_that_is_read_may_be
         detached.cancel()
         # Far more than the limit is there when it comes back.
         request = cluster.server.engine.registry.live[0]
-        await until(lambda: request.choices[0].transcript.num_tokens > 100)
+        await until(lambda: request.choices[0].buffer.num_tokens > 100)
         attached = caller.attach(detached.received)
         assert await attached.end() is StatusCode.OK
         assert attached.received.tokens == solo.tokens(ask)

@@ -161,7 +161,7 @@ class Visit:
         if customer.habit is Habit.COMES_BACK and code is Code.CANCELLED:
             await asyncio.sleep(customer.act_s)
             await self._attach()
-        elif not (customer.habit is Habit.MOVES and "another call has attached" in text):
+        elif not (customer.habit is Habit.MOVES and "another call attached" in text):
             self._end(code, text)
 
     async def _attach(self) -> None:

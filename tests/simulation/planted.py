@@ -129,16 +129,16 @@ def an_epoch_that_failed_still_serves() -> Iterator[None]:
 
 @_bug
 def a_cancelled_sequence_keeps_its_pages() -> Iterator[None]:
-    leave = Scheduler._leave
+    leave = Scheduler._end_running
 
     def leak(self: Scheduler, sequence: Sequence, *, keep_content: bool = True) -> None:
         if sequence.state is not SequenceState.CANCELLED:
             leave(self, sequence, keep_content=keep_content)
             return
         self._stop_running(sequence)
-        self._used.note_ended(sequence.key, sequence.restart_count)
+        self._used.record_end(sequence.key, sequence.restart_count)
 
-    with patch.object(Scheduler, "_leave", leak):
+    with patch.object(Scheduler, "_end_running", leak):
         yield
 
 

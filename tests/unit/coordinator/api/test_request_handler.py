@@ -45,7 +45,7 @@ def test_the_request_is_the_same_again(message: inference_pb2.GenerateRequest) -
     request, again = both(message)
     for one, other in zip(request.choices, again.choices, strict=True):
         assert facts(one.sequence) == facts(other.sequence)
-        assert one.transcript.num_tokens == other.transcript.num_tokens
+        assert one.buffer.num_tokens == other.buffer.num_tokens
     assert (again.id, again.client, again.keep_s) == (request.id, request.client, request.keep_s)
     assert again.num_top_prompt_logprobs == request.num_top_prompt_logprobs
 

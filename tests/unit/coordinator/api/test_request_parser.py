@@ -240,16 +240,16 @@ def test_without_a_tokenizer_words_are_refused(sampling: dict[str, Any], text: s
 # Output
 
 
-def generate(transcript: OutputBuffer, tokens: Items[int]) -> str:
+def generate(buffer: OutputBuffer, tokens: Items[int]) -> str:
     """The text of an output to which all tokens up to a stop string are appended."""
-    any(transcript.append(token) for token in tokens)
-    transcript.finish(FinishReason.LENGTH)
-    return transcript.read(0, max_tokens=99).text
+    any(buffer.append(token) for token in tokens)
+    buffer.finish(FinishReason.LENGTH)
+    return buffer.read(0, max_tokens=99).text
 
 
 def text_of(tokens: Items[int], **sampling: Any) -> str:
     """What is sent when these tokens are generated after the prompt "ba"."""
-    return generate(accept_request(ask(**sampling)).choices[0].transcript, tokens)
+    return generate(accept_request(ask(**sampling)).choices[0].buffer, tokens)
 
 
 def test_the_text_ends_before_a_stop_string_but_not_before_min_tokens() -> None:
@@ -291,7 +291,7 @@ def test_the_prompt_is_scored_once_for_whoever_wants_it(
     assert request.num_top_prompt_logprobs == for_client
     assert request.choices[0].sequence.sampling.prompt_logprobs == reported
     waits = "logprobs" in sampling and "echo" in sampling
-    assert [choice.transcript.is_waiting_for_prompt_logprobs for choice in request.choices] == [waits] * 2
+    assert [choice.buffer.is_waiting_for_prompt_logprobs for choice in request.choices] == [waits] * 2
 
 
 # Structured output

@@ -83,5 +83,5 @@ class Coordinators:
             ended = restore(request, left.progress, left.end)
             request.deadline_s = left.accepted.deadline_at
             if request.keep_s is None:
-                request.awaited_until_s = self.now_s + GRACE_S
-            self.model.engine.resume(request, ended=ended)
+                request.reattach_until_s = self.now_s + GRACE_S
+            self.model.engine.restore(request, ended=ended)

@@ -20,7 +20,7 @@ class Customer:
     def __init__(self, wish: Wish, request: Request, call: Call, deadline_s: float | None) -> None:
         self.wish, self.request, self.call = wish, request, call
         self.deadline_s = deadline_s
-        self.left_s = 0.0
+        self.detached_s = 0.0
         self.end: SequenceState | None = None
         self.ended_s = 0.0
         self.is_kept = False
@@ -41,7 +41,7 @@ class Customer:
     def expires_s(self) -> float:
         """When its output is forgotten, if nobody reads it from now on."""
         assert self.wish.keep_s is not None
-        return max(self.ended_s, self.left_s) + self.wish.keep_s
+        return max(self.ended_s, self.detached_s) + self.wish.keep_s
 
     def attach(
         self, model: EngineModel, positions: list[int], num_scores: int | None, deadline_s: float | None
@@ -67,13 +67,13 @@ class Customer:
         if output is not None:
             self._take(output)
         elif self.call.is_over and not was_over:
-            self.left_s = now_s
+            self.detached_s = now_s
             self._check_end()
         return output is not None
 
     def close(self, now_s: float) -> None:
         if not self.call.is_over:
-            self.left_s = now_s
+            self.detached_s = now_s
             self.call.close()
 
     def read_stale(self) -> None:
@@ -106,7 +106,7 @@ class Customer:
         if piece.is_last:
             assert not self.has_last[choice]
             assert (end, self.num_characters[choice]) == (len(expected.tokens), len(expected.text))
-            assert output.choice.transcript.finish_reason is expected.reason
+            assert output.choice.buffer.finish_reason is expected.reason
             self.has_last[choice] = True
 
     def _take_text(self, choice: int, text: str, offset: int) -> None:
@@ -130,4 +130,4 @@ class Customer:
         if self.call.error is None:
             assert all(self.has_last)
         for choice, num_tokens in zip(self.request.choices, self.num_tokens, strict=True):
-            assert num_tokens >= choice.transcript.num_readable_tokens
+            assert num_tokens >= choice.buffer.num_readable_tokens

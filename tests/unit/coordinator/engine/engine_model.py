@@ -19,7 +19,7 @@ from coordinator.recovery.policy import DEFAULT_POLICY
 from coordinator.scheduler.kv_manager import KvCacheManager
 from coordinator.scheduler.policy import SchedulerLimits
 from coordinator.scheduler.sequence import SequenceState
-from tests.unit.coordinator.engine.transcript_scripts import put_together
+from tests.unit.coordinator.engine.buffer_scripts import put_together
 from tests.unit.coordinator.engine.wishes import Wish, solo
 from tests.unit.coordinator.scheduler.stage_replica import StageReplica
 from wire.errors import DeadlinePassed, RequestCancelled, ServingError, StepFaultKind
@@ -36,14 +36,14 @@ class Call:
     It has a loop of its own, so nothing happens in it but when the test reads.
     """
 
-    def __init__(self, engine: Engine, attachment: OutputStream) -> None:
-        self.attachment = attachment
+    def __init__(self, engine: Engine, stream: OutputStream) -> None:
+        self.stream = stream
         self.outputs: list[Output] = []
         self.error: ServingError | None = None
         self.is_over = False
         self._engine = engine
         self._loop = asyncio.new_event_loop()
-        self._messages = cast(AsyncGenerator[Output], attachment.outputs())
+        self._messages = cast(AsyncGenerator[Output], stream.outputs())
         self._next: asyncio.Task[Output] | None = None
 
     def read(self) -> Output | None:
@@ -76,7 +76,7 @@ class Call:
         if self.is_over:
             return
         self.abandon()
-        self._engine.leave(self.attachment)
+        self._engine.detach(self.stream)
 
     def abandon(self) -> None:
         """Leaves nothing behind; the engine is not told."""
@@ -104,7 +104,7 @@ class Call:
     def _end(self, error: ServingError | None) -> None:
         self.is_over, self.error = True, error
         self._loop.close()
-        self._engine.leave(self.attachment)
+        self._engine.detach(self.stream)
 
 
 async def _next_of(messages: AsyncGenerator[Output]) -> Output:
@@ -173,7 +173,7 @@ class EngineModel:
         assert self.engine.scheduler.kv is not None
         return self.engine.scheduler.kv
 
-    def start(self, num_blocks: int, *, starts_new: bool = True) -> None:
+    def start(self, num_blocks: int, *, admits_new: bool = True) -> None:
         self.epoch += 1
         self.stages = [
             StageReplica(num_blocks=num_blocks, block_size=BLOCK_SIZE, limits=self._limits)
@@ -185,7 +185,7 @@ class EngineModel:
             self._limits,
             self._send,
             max_sequence_tokens=num_blocks * BLOCK_SIZE,
-            starts_new=starts_new,
+            admits_new=admits_new,
         )
 
     def stop(self) -> None:
@@ -287,8 +287,8 @@ class EngineModel:
                 stage.check_idle()
                 stage.tables.check_integrity()
 
-    def _call(self, attachment: OutputStream) -> Call:
-        call = Call(self.engine, attachment)
+    def _call(self, stream: OutputStream) -> Call:
+        call = Call(self.engine, stream)
         self._calls.append(call)
         return call
 
@@ -324,4 +324,4 @@ def check_whole(call: Call, wish: Wish) -> None:
     for choice in range(wish.n):
         outcome = solo(wish, choice)
         assert (call.tokens(choice), call.text(choice)) == (outcome.tokens, outcome.text)
-        assert call.attachment.request.choices[choice].transcript.finish_reason is outcome.reason
+        assert call.stream.request.choices[choice].buffer.finish_reason is outcome.reason

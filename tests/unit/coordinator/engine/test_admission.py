@@ -19,7 +19,7 @@ from wire.errors import InvalidRequest, Overloaded
 def pace_of(*ends_s: float) -> RetryAfterEstimator:
     pace = RetryAfterEstimator()
     for now_s in ends_s:
-        pace.note_end(now_s)
+        pace.record_end(now_s)
     return pace
 
 
@@ -42,7 +42,7 @@ def test_the_hint_is_never_at_once_and_never_beyond_patience(interval_s: float, 
 def test_the_hint_is_between_the_shortest_and_the_longest_interval(intervals_s: list[float]) -> None:
     now_s, pace = 0.0, pace_of(0.0)
     for interval_s in intervals_s:
-        pace.note_end(now_s := now_s + interval_s)
+        pace.record_end(now_s := now_s + interval_s)
     assert min(intervals_s) - 1e-6 <= pace.retry_after_s <= max(intervals_s) + 1e-6
 
 
@@ -102,10 +102,7 @@ def test_requests_that_are_made_ready_count_towards_the_queue() -> None:
     house.enter()
     with house.admission.preparing("somebody"):
         assert house.admission.num_preparing == 1
-        assert (
-            str(house.refusal())
-            == "2 sequences are waiting, and the limit is 2 (queue_size); try again in 1.0 s"
-        )
+        assert str(house.refusal()) == "2 sequences are waiting, the limit is 2 (queue_size); retry in 1.0 s"
         # The place of one who was let in is not taken away again.
         house.admission.check_queue()
     assert house.admission.num_preparing == 0
@@ -127,7 +124,7 @@ def test_each_choice_waits_until_it_has_started() -> None:
     house.refusal()
     start_first_choice(request)
     house.admission.check_queue()
-    with pytest.raises(Overloaded, match=r"2 sequences are waiting, and the limit is 3 \(queue_size\)"):
+    with pytest.raises(Overloaded, match=r"2 sequences are waiting, the limit is 3 \(queue_size\)"):
         house.admission.check_queue(2)
     request.choices[1].sequence.end(SequenceState.CANCELLED)
     house.admission.check_queue(2)
@@ -141,7 +138,7 @@ def test_a_request_counts_as_its_choices() -> None:
         with house.admission.preparing("a", 2):
             assert (
                 str(house.refusal("a"))
-                == "client a has 66 sequences here, and the limit is 66; try again in 1.0 s"
+                == "client a has 66 active sequences, the limit is 66 (max_client_requests); retry in 1.0 s"
             )
     many = house.enter("a", n=64)
     with pytest.raises(Overloaded), house.admission.preparing("a", 3):
@@ -167,7 +164,7 @@ def test_a_client_has_so_many_requests_here_at_once_whatever_they_do() -> None:
     start_first_choice(running)
     assert house.admits("a")
     with house.admission.preparing("a"):
-        expected = "client a has 2 sequences here, and the limit is 2; try again in 1.0 s"
+        expected = "client a has 2 active sequences, the limit is 2 (max_client_requests); retry in 1.0 s"
         assert str(house.refusal("a")) == expected
         assert house.admits("b")
     house.enter("a")
@@ -187,7 +184,7 @@ def test_a_refusal_says_when_to_come_again() -> None:
     house = House(queue_size=1)
     house.enter()
     for now_s in (10.0, 14.0):
-        house.pace.note_end(now_s)
+        house.pace.record_end(now_s)
     error = house.refusal()
     assert error.retry_after_s == 4.0
-    assert str(error).endswith("; try again in 4.0 s")
+    assert str(error).endswith("; retry in 4.0 s")

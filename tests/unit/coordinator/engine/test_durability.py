@@ -56,7 +56,7 @@ def _serve_across_crashes(
     customers = []
     for wish in asked:
         call = world.submit(wish)
-        customers.append(Customer(wish, call.attachment.request, call, None))
+        customers.append(Customer(wish, call.stream.request, call, None))
     for num_steps, num_reads, is_orderly in crashes:
         for _ in range(num_steps):
             world.model.run_step()
@@ -82,7 +82,7 @@ def _serve_across_crashes(
 
 def test_what_nobody_has_read_is_there_after_a_crash(coordinators: Coordinators) -> None:
     wish = Wish(max_tokens=6, n=2, logprobs=2, prompt_logprobs=1)
-    request_id = coordinators.submit(wish).attachment.request.id
+    request_id = coordinators.submit(wish).stream.request.id
     coordinators.model.run()
     coordinators.crash()
     assert not coordinators.request(request_id).is_live
@@ -92,8 +92,8 @@ def test_what_nobody_has_read_is_there_after_a_crash(coordinators: Coordinators)
 def test_a_finished_request_is_kept_for_its_client_to_come_back_and_then_forgotten(
     coordinators: Coordinators,
 ) -> None:
-    read = coordinators.submit(Wish(max_tokens=2)).attachment.request.id
-    unread = coordinators.submit(Wish(max_tokens=2)).attachment.request.id
+    read = coordinators.submit(Wish(max_tokens=2)).stream.request.id
+    unread = coordinators.submit(Wish(max_tokens=2)).stream.request.id
     coordinators.model.run()
     coordinators.crash()
     coordinators.model.attach(read).read_all()
@@ -114,7 +114,7 @@ def test_without_a_crash_finished_requests_leave_the_journal_after_a_while(
     coordinators.model.run()
     call.read_all()
     coordinators.pass_time(GRACE_S - 1)
-    assert coordinators.journal.ids == [call.attachment.request.id]
+    assert coordinators.journal.ids == [call.stream.request.id]
     coordinators.pass_time(1)
     assert coordinators.journal.ids == []
 
@@ -122,7 +122,7 @@ def test_without_a_crash_finished_requests_leave_the_journal_after_a_while(
 def test_a_client_that_does_not_come_back_is_waited_for_and_then_cancelled(
     coordinators: Coordinators,
 ) -> None:
-    request_id = coordinators.submit(Wish(max_tokens=9)).attachment.request.id
+    request_id = coordinators.submit(Wish(max_tokens=9)).stream.request.id
     coordinators.crash()
     coordinators.pass_time(GRACE_S - 1)
     request = coordinators.request(request_id)
@@ -136,7 +136,7 @@ def test_a_client_that_does_not_come_back_is_waited_for_and_then_cancelled(
 
 
 def test_a_client_that_has_come_back_and_leaves_cancels_as_before(coordinators: Coordinators) -> None:
-    request_id = coordinators.submit(Wish(max_tokens=9)).attachment.request.id
+    request_id = coordinators.submit(Wish(max_tokens=9)).stream.request.id
     coordinators.crash()
     coordinators.model.attach(request_id).close()
     coordinators.pass_time(0)
@@ -148,7 +148,7 @@ def test_a_client_that_has_come_back_and_leaves_cancels_as_before(coordinators: 
 
 
 def test_a_detached_request_is_kept_as_long_as_was_asked_for(coordinators: Coordinators) -> None:
-    request_id = coordinators.submit(Wish(max_tokens=3, keep_s=500.0)).attachment.request.id
+    request_id = coordinators.submit(Wish(max_tokens=3, keep_s=500.0)).stream.request.id
     coordinators.crash()
     coordinators.model.run()
     coordinators.pass_time(GRACE_S + 1)
@@ -162,7 +162,7 @@ def test_a_detached_request_is_kept_as_long_as_was_asked_for(coordinators: Coord
 
 @pytest.mark.parametrize("keep_s", [None, 500.0])
 def test_a_cancelled_request_stays_cancelled(coordinators: Coordinators, keep_s: float | None) -> None:
-    request_id = coordinators.submit(Wish(max_tokens=9, keep_s=keep_s)).attachment.request.id
+    request_id = coordinators.submit(Wish(max_tokens=9, keep_s=keep_s)).stream.request.id
     coordinators.model.run_step()
     coordinators.model.engine.cancel(request_id)
     coordinators.crash()
@@ -178,7 +178,7 @@ def test_a_deadline_is_that_of_the_last_call_and_may_have_passed_meanwhile(
     coordinators: Coordinators,
 ) -> None:
     late, early = (
-        coordinators.submit(Wish(max_tokens=9, keep_s=5.0), deadline_s=1010.0).attachment.request.id
+        coordinators.submit(Wish(max_tokens=9, keep_s=5.0), deadline_s=1010.0).stream.request.id
         for _ in range(2)
     )
     coordinators.model.attach(late, deadline_s=1100.0)
@@ -189,7 +189,7 @@ def test_a_deadline_is_that_of_the_last_call_and_may_have_passed_meanwhile(
 
 
 def test_the_old_order_holds(coordinators: Coordinators) -> None:
-    ids = [coordinators.submit(Wish(prompt=(1,) * 9, max_tokens=9)).attachment.request.id for _ in range(12)]
+    ids = [coordinators.submit(Wish(prompt=(1,) * 9, max_tokens=9)).stream.request.id for _ in range(12)]
     coordinators.model.run_step()
     coordinators.crash()
     assert [each.id for each in coordinators.model.engine.registry.live] == ids
@@ -203,7 +203,7 @@ def test_a_restart_is_counted_and_what_came_from_the_cache_is_not_forgotten(
     wish = Wish(prompt=(1,) * 9, max_tokens=9)
     coordinators.submit(wish)
     coordinators.model.run()
-    request_id = coordinators.submit(wish).attachment.request.id
+    request_id = coordinators.submit(wish).stream.request.id
     coordinators.model.run_step()
     coordinators.model.run_step()
     before = coordinators.request(request_id).choices[0].sequence
@@ -229,6 +229,6 @@ def test_whoever_reads_when_the_coordinator_stops_is_told_to_come_back(coordinat
     assert isinstance(call.error, RequestSuspended)
     assert len(call.tokens()) == 3
     with pytest.raises(RequestSuspended):
-        coordinators.model.attach(call.attachment.request.id)
+        coordinators.model.attach(call.stream.request.id)
     with pytest.raises(RequestSuspended):
         coordinators.submit(Wish())

@@ -165,7 +165,7 @@ def test_a_stop_string_that_the_last_token_completes_is_why_it_stops(
     plain = solo(Wish(prompt=LAST_IS_NEW, max_tokens=6))
     end = plain.text[-length:]
     _, request, call = stopped_by(new_model, Wish(prompt=LAST_IS_NEW, max_tokens=6, stops=(end,)))
-    assert request.choices[0].transcript.finish_reason is FinishReason.STOP
+    assert request.choices[0].buffer.finish_reason is FinishReason.STOP
     assert (call.tokens(), call.text()) == (plain.tokens, plain.text[:-length])
 
 
@@ -181,7 +181,7 @@ def test_a_beginning_of_a_stop_string_comes_with_the_end(new_model: NewModel) ->
     plain = solo(Wish(max_tokens=6))
     wish = Wish(max_tokens=6, stops=(plain.text[-2:] + "z",))
     _, request, call = stopped_by(new_model, wish)
-    assert request.choices[0].transcript.finish_reason is FinishReason.LENGTH
+    assert request.choices[0].buffer.finish_reason is FinishReason.LENGTH
     assert call.text() == plain.text
 
 
@@ -193,7 +193,7 @@ def test_the_id_of_a_live_or_kept_request_is_taken_until_it_is_forgotten(new_mod
     request = Wish(max_tokens=1, keep_s=5.0).request()
     again = Wish(max_tokens=1).request(request_id=request.id)
     call = model.submit(request)
-    with pytest.raises(RequestExists, match="is live already"):
+    with pytest.raises(RequestExists, match="is already live"):
         model.submit(again)
     model.run()
     with pytest.raises(RequestExists, match="output is kept"):
@@ -214,7 +214,7 @@ def test_a_full_queue_takes_nothing_and_leaves_nothing_behind(new_model: NewMode
     model.stop()
     model.submit(Wish(max_tokens=1).request())
     refused = Wish(max_tokens=1).request(arrival=1)
-    with pytest.raises(Overloaded, match="1 sequences are waiting, and the limit is 1"):
+    with pytest.raises(Overloaded, match="1 sequences are waiting, the limit is 1"):
         model.submit(refused)
     with pytest.raises(RequestNotFound):
         model.engine.cancel(refused.id)
@@ -240,7 +240,7 @@ def test_streams_go_on_where_a_lost_pipeline_left_them(new_model: NewModel) -> N
         model.start(64)
     model.run()
     check_whole(call, wish)
-    assert [choice.sequence.num_restarts for choice in call.attachment.request.choices] == [5, 5]
+    assert [choice.sequence.num_restarts for choice in call.stream.request.choices] == [5, 5]
     model.check_idle()
 
 
@@ -258,7 +258,7 @@ def test_a_request_that_a_smaller_plan_can_never_hold_fails_and_holds_up_nobody(
     assert model.engine.live_sequences == [small.choices[0].sequence]
     large_call.read_all()
     assert isinstance(large_call.error, ClusterUnavailable)
-    assert "holds 16 tokens per request; this one may need 32" in str(large_call.error)
+    assert "request may need 32 tokens, the limit of the current plan is 16" in str(large_call.error)
     assert (ended_as(large), model.totals) == (FAILED, (0, 0, 1))
 
 
@@ -268,7 +268,7 @@ def test_a_request_that_was_made_ready_under_a_larger_plan_does_not_enter_the_qu
     """While its prompt was tokenized or decoded, the cluster was planned anew."""
     model = new_model(num_blocks=4)
     large = Wish(prompt=(1,) * 20, max_tokens=12).request()
-    with pytest.raises(ClusterUnavailable, match="holds 16 tokens per request; this one may need 32"):
+    with pytest.raises(ClusterUnavailable, match=r"may need 32 tokens, .* current plan is 16"):
         model.submit(large)
     with pytest.raises(RequestNotFound):
         model.engine.cancel(large.id)

@@ -384,7 +384,7 @@ def test_to_finish_what_runs_starts_nothing_new(new_model: NewModel) -> None:
     model.stop()
     assert not model.engine.is_idle, "it has begun, and goes on in the next epoch"
     model.start(64)
-    model.engine.finish_running()
+    model.engine.stop_admitting()
     late = wish_of(3).request(arrival=9)
     late_call = model.submit(late)
     model.run()
@@ -393,7 +393,7 @@ def test_to_finish_what_runs_starts_nothing_new(new_model: NewModel) -> None:
     assert model.engine.is_idle
     assert (late.is_live, late.num_queued) == (True, 1)
     model.stop()
-    model.start(64, starts_new=False)
+    model.start(64, admits_new=False)
     model.run()
     assert late.num_queued, "a new epoch changes nothing of that by itself"
     model.stop()
@@ -410,7 +410,7 @@ def test_what_was_preempted_has_begun_and_is_finished_too(new_model: NewModel) -
     while not model.engine.scheduler.counts.num_preemptions:
         assert model.run_step()
     assert [each.state for each in model.engine.scheduler.queue] == [SequenceState.PREEMPTED]
-    model.engine.finish_running()
+    model.engine.stop_admitting()
     assert not model.engine.is_idle
     model.run()
     for call, wish in zip(calls, wishes, strict=True):

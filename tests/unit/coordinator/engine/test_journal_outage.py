@@ -49,7 +49,7 @@ def test_new_requests_are_rejected_and_running_ones_pause_until_there_is_room(
     assert reason_of(refused.value) == "JOURNAL_UNAVAILABLE"
     coordinators.model.run()
     assert coordinators.model.engine.scheduler.num_steps_in_flight == 0
-    assert all(call.attachment.request.is_live for call in calls)
+    assert all(call.stream.request.is_live for call in calls)
     disk.error = None
     coordinators.recover()
     third = coordinators.submit(WISH)
@@ -84,7 +84,7 @@ def test_tokens_are_read_only_once_they_are_written(coordinators: Coordinators, 
 def test_a_crash_during_or_after_an_outage_loses_no_accepted_request(
     coordinators: Coordinators, disk: FaultyDisk, recovers: bool
 ) -> None:
-    request_id = coordinators.submit(WISH).attachment.request.id
+    request_id = coordinators.submit(WISH).stream.request.id
     coordinators.model.run_step()
     disk.error = FULL
     coordinators.model.run()
@@ -115,7 +115,7 @@ def test_requests_are_left_to_the_next_coordinator_also_when_it_stops_during_an_
     assert isinstance(call.error, RequestSuspended)
     disk.error = None
     coordinators.stop()
-    again = coordinators.model.attach(call.attachment.request.id)
+    again = coordinators.model.attach(call.stream.request.id)
     coordinators.model.run()
     check_whole(again, WISH)
 
@@ -123,7 +123,7 @@ def test_requests_are_left_to_the_next_coordinator_also_when_it_stops_during_an_
 def test_a_cancellation_during_an_outage_is_written_after_it(
     coordinators: Coordinators, disk: FaultyDisk
 ) -> None:
-    request_id = coordinators.submit(Wish(max_tokens=9, keep_s=500.0)).attachment.request.id
+    request_id = coordinators.submit(Wish(max_tokens=9, keep_s=500.0)).stream.request.id
     coordinators.model.run_step()
     disk.error = FULL
     coordinators.model.engine.cancel(request_id)
@@ -137,7 +137,7 @@ def test_a_cancellation_during_an_outage_is_written_after_it(
 def test_what_waits_stays_small_however_often_clients_attach(
     coordinators: Coordinators, disk: FaultyDisk
 ) -> None:
-    request_id = coordinators.submit(Wish(max_tokens=9, keep_s=500.0)).attachment.request.id
+    request_id = coordinators.submit(Wish(max_tokens=9, keep_s=500.0)).stream.request.id
     coordinators.model.run_step()
     disk.error = FULL
     for number in range(100):
@@ -190,7 +190,7 @@ def _serve_across_outages(
     customers = []
     for wish in asked:
         call = world.submit(wish)
-        customers.append(Customer(wish, call.attachment.request, call, None))
+        customers.append(Customer(wish, call.stream.request, call, None))
     for num_steps, num_reads, event in script:
         for _ in range(num_steps):
             world.model.run_step()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from coordinator.engine.output_buffer import OutputBuffer, TokenNotGenerated
 from coordinator.scheduler.sequence import FinishReason
 from tests.properties import examples
-from tests.unit.coordinator.engine.transcript_scripts import (
+from tests.unit.coordinator.engine.buffer_scripts import (
     ALL,
     EOS,
     WORDS,
@@ -45,23 +45,21 @@ def test_what_is_read_as_it_comes_is_the_whole_output(
     codecs: Codecs, kind: str, data: st.DataObject, seed: int
 ) -> None:
     script = data.draw(scripts(codecs[kind]))
-    draw, transcript = random.Random(seed), script.begin(codecs[kind])
-    pieces = [transcript.read(0, max_tokens=ALL)]
+    draw, buffer = random.Random(seed), script.begin(codecs[kind])
+    pieces = [buffer.read(0, max_tokens=ALL)]
     for index in range(len(script.generated)):
-        is_finished = script.append(transcript, index)
+        is_finished = script.append(buffer, index)
         while draw.random() < 0.6 and not pieces[-1].is_last:
             from_token = pieces[-1].first_token_index + len(pieces[-1].tokens)
-            pieces.append(transcript.read(from_token, max_tokens=draw.randint(1, 3)))
+            pieces.append(buffer.read(from_token, max_tokens=draw.randint(1, 3)))
         if is_finished:
             break
     if not pieces[-1].is_last:
-        pieces.append(
-            read_to_the_end(transcript, pieces[-1].first_token_index + len(pieces[-1].tokens), seed)
-        )
+        pieces.append(read_to_the_end(buffer, pieces[-1].first_token_index + len(pieces[-1].tokens), seed))
     whole = put_together(pieces)
     assert whole == script.run(codecs[kind]).read(0, max_tokens=ALL)
     assert whole.text == expected_text(codecs[kind], script)
-    assert whole.tokens == (script.echoed + script.generated)[: transcript.num_tokens]
+    assert whole.tokens == (script.echoed + script.generated)[: buffer.num_tokens]
     assert len(whole.logprobs) == (len(whole.tokens) if script.has_logprobs else 0)
     assert all(entry is None or entry.token == whole.tokens[i] for i, entry in enumerate(whole.logprobs))
 
@@ -101,9 +99,9 @@ def test_the_text_of_an_echo_is_that_of_all_tokens_decoded_at_once(
 def test_text_ends_before_the_stop_string_and_tokens_with_it(codecs: Codecs, kind: str) -> None:
     codec = codecs[kind]
     tokens = codec.encode("Once upon a fox!")
-    transcript = Script((), (*tokens, *tokens), stops=("on a f",)).run(codec)
-    piece = transcript.read(0, max_tokens=ALL)
-    assert transcript.finish_reason is FinishReason.STOP
+    buffer = Script((), (*tokens, *tokens), stops=("on a f",)).run(codec)
+    piece = buffer.read(0, max_tokens=ALL)
+    assert buffer.finish_reason is FinishReason.STOP
     assert piece.text == "Once up"
     assert "on a f" in codec.decode(piece.tokens)
     assert "on a f" not in codec.decode(piece.tokens[:-1])
@@ -112,13 +110,13 @@ def test_text_ends_before_the_stop_string_and_tokens_with_it(codecs: Codecs, kin
 @pytest.mark.parametrize("kind", KINDS)
 def test_held_back_text_comes_with_the_last_piece_when_length_ends_it(codecs: Codecs, kind: str) -> None:
     codec = codecs[kind]
-    transcript = OutputBuffer(IncrementalDetokenizer(codec, ()), stops=["fox!!"])
+    buffer = OutputBuffer(IncrementalDetokenizer(codec, ()), stops=["fox!!"])
     tokens = codec.encode("a fox")
-    assert not any(transcript.append(token) for token in tokens)
-    live = transcript.read(0, max_tokens=ALL)
+    assert not any(buffer.append(token) for token in tokens)
+    live = buffer.read(0, max_tokens=ALL)
     assert (live.text, live.is_last) == ("a ", False)
-    transcript.finish(FinishReason.LENGTH)
-    last = transcript.read(len(tokens), max_tokens=ALL)
+    buffer.finish(FinishReason.LENGTH)
+    last = buffer.read(len(tokens), max_tokens=ALL)
     assert (last.tokens, last.text, last.text_offset, last.is_last) == ((), "fox", 2, True)
 
 
@@ -126,16 +124,16 @@ def test_held_back_text_comes_with_the_last_piece_when_length_ends_it(codecs: Co
 def test_a_stop_string_that_only_the_end_completes_is_not_delivered(codecs: Codecs, kind: str) -> None:
     codec = codecs[kind]
     tokens = codec.encode("fox ☃")
-    transcript = Script((), tuple(tokens[:-1]), stops=(" \ufffd",)).run(codec)
-    assert transcript.read(0, max_tokens=ALL).text == "fox"
+    buffer = Script((), tuple(tokens[:-1]), stops=(" \ufffd",)).run(codec)
+    assert buffer.read(0, max_tokens=ALL).text == "fox"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_the_end_completes_and_what_it_holds_back_come_in_their_order(codecs: Codecs, kind: str) -> None:
     codec = codecs[kind]
     tokens = codec.encode("fox ☃")[:-1]
-    transcript = Script((), tuple(tokens), stops=("fox !", "\ufffd!")).run(codec)
-    assert transcript.read(0, max_tokens=ALL).text == codec.decode(tokens)
+    buffer = Script((), tuple(tokens), stops=("fox !", "\ufffd!")).run(codec)
+    assert buffer.read(0, max_tokens=ALL).text == codec.decode(tokens)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -160,15 +158,15 @@ def test_stop_strings_in_an_echoed_prompt_are_text(codecs: Codecs, kind: str) ->
 def test_an_echo_with_logprobs_waits_for_those_of_the_prompt(codecs: Codecs) -> None:
     codec = codecs["byte level"]
     prompt = tuple(codec.encode("Once upon a"))
-    transcript = OutputBuffer(IncrementalDetokenizer(codec, ()), prompt=prompt, has_logprobs=True)
-    transcript.append(EOS, logprobs_of(EOS, 0))
+    buffer = OutputBuffer(IncrementalDetokenizer(codec, ()), prompt=prompt, has_logprobs=True)
+    buffer.append(EOS, logprobs_of(EOS, 0))
     for from_token in (0, 2, len(prompt) + 1):
-        waiting = transcript.read(from_token, max_tokens=ALL)
+        waiting = buffer.read(from_token, max_tokens=ALL)
         assert (waiting.tokens, waiting.text, waiting.logprobs, waiting.is_last) == ((), "", (), False)
-    assert transcript.num_readable_tokens == 0
-    transcript.set_prompt_logprobs(prompt_logprobs(prompt))
-    assert not transcript.is_waiting_for_prompt_logprobs
-    piece = transcript.read(0, max_tokens=ALL)
+    assert buffer.num_readable_tokens == 0
+    buffer.set_prompt_logprobs(prompt_logprobs(prompt))
+    assert not buffer.is_waiting_for_prompt_logprobs
+    piece = buffer.read(0, max_tokens=ALL)
     assert (piece.tokens, piece.text) == ((*prompt, EOS), "Once upon a")
     assert piece.logprobs == (*prompt_logprobs(prompt), logprobs_of(EOS, 0))
 
@@ -176,17 +174,17 @@ def test_an_echo_with_logprobs_waits_for_those_of_the_prompt(codecs: Codecs) -> 
 def test_scoring_generates_nothing_and_reads_the_prompt(codecs: Codecs) -> None:
     codec = codecs["byte level"]
     prompt = codec.encode("fox ☃")[:-1]
-    transcript = OutputBuffer(IncrementalDetokenizer(codec, ()), prompt=prompt, stops=["fox"], min_tokens=0)
-    assert not transcript.read(0, max_tokens=ALL).is_last
-    transcript.finish(FinishReason.LENGTH)
-    assert transcript.read(0, max_tokens=ALL).text == "fox \ufffd"
+    buffer = OutputBuffer(IncrementalDetokenizer(codec, ()), prompt=prompt, stops=["fox"], min_tokens=0)
+    assert not buffer.read(0, max_tokens=ALL).is_last
+    buffer.finish(FinishReason.LENGTH)
+    assert buffer.read(0, max_tokens=ALL).text == "fox \ufffd"
 
 
 def test_without_a_tokenizer_there_are_tokens_only() -> None:
-    transcript = OutputBuffer(None, prompt=(7, 8), has_logprobs=False)
-    transcript.append(9)
-    transcript.finish(FinishReason.LENGTH)
-    pieces = [transcript.read(from_token, max_tokens=2) for from_token in (0, 2, 3)]
+    buffer = OutputBuffer(None, prompt=(7, 8), has_logprobs=False)
+    buffer.append(9)
+    buffer.finish(FinishReason.LENGTH)
+    pieces = [buffer.read(from_token, max_tokens=2) for from_token in (0, 2, 3)]
     assert [piece.tokens for piece in pieces] == [(7, 8), (9,), ()]
     assert [piece.is_last for piece in pieces] == [False, True, True]
     assert {(piece.text, piece.text_offset) for piece in pieces} == {("", 0)}
@@ -194,19 +192,19 @@ def test_without_a_tokenizer_there_are_tokens_only() -> None:
 
 @pytest.mark.parametrize("from_token", [-1, 3])
 def test_tokens_that_were_never_generated_cannot_be_asked_for(from_token: int) -> None:
-    transcript = OutputBuffer(None, prompt=(7,))
-    transcript.append(8)
-    with pytest.raises(TokenNotGenerated, match=f"from_token {from_token} of an output of 2 tokens"):
-        transcript.read(from_token, max_tokens=1)
+    buffer = OutputBuffer(None, prompt=(7,))
+    buffer.append(8)
+    with pytest.raises(TokenNotGenerated, match=f"from_token is {from_token}, the output has 2 tokens"):
+        buffer.read(from_token, max_tokens=1)
 
 
-def test_a_transcript_takes_nothing_after_its_end(codecs: Codecs) -> None:
-    transcript = OutputBuffer(IncrementalDetokenizer(codecs["byte level"], ()), stops=["fox"])
-    assert [transcript.append(token) for token in codecs["byte level"].encode("fox")][-1]
+def test_a_buffer_takes_nothing_after_its_end(codecs: Codecs) -> None:
+    buffer = OutputBuffer(IncrementalDetokenizer(codecs["byte level"], ()), stops=["fox"])
+    assert [buffer.append(token) for token in codecs["byte level"].encode("fox")][-1]
     with pytest.raises(InvariantBroken):
-        transcript.append(EOS)
-    transcript.finish(FinishReason.STOP)
-    for again in (lambda: transcript.append(EOS), lambda: transcript.finish(FinishReason.LENGTH)):
+        buffer.append(EOS)
+    buffer.finish(FinishReason.STOP)
+    for again in (lambda: buffer.append(EOS), lambda: buffer.finish(FinishReason.LENGTH)):
         with pytest.raises(InvariantBroken):
             again()
 
@@ -221,12 +219,12 @@ def test_text_is_made_in_portions_and_no_more_than_is_read(codecs: Codecs) -> No
             return super().push(token_ids)
 
     tokens = codec.encode("Once upon a time")
-    transcript = OutputBuffer(Counting(codec, ()), prompt=tokens)
+    buffer = OutputBuffer(Counting(codec, ()), prompt=tokens)
     assert not pushed
-    transcript.read(0, max_tokens=2)
-    transcript.read(0, max_tokens=2)
+    buffer.read(0, max_tokens=2)
+    buffer.read(0, max_tokens=2)
     assert pushed == tokens[:2]
-    assert not transcript.make_text(max_tokens=1)
+    assert not buffer.detokenize(max_tokens=1)
     assert pushed == tokens[:3]
-    assert transcript.make_text(max_tokens=len(tokens))
+    assert buffer.detokenize(max_tokens=len(tokens))
     assert pushed == tokens

@@ -195,7 +195,7 @@ def test_each_choice_is_read_from_its_own_position(new_model: NewModel) -> None:
     [
         ({"from_token": 4}, "from_token is 4, choice 0 has 3 tokens so far"),
         ({"by_choice": {1: 9}}, "from_token is 9, choice 1 has 3 tokens so far"),
-        ({"by_choice": {2: 0}}, "choice 2 of a request with 2 choices"),
+        ({"by_choice": {2: 0}}, "choice is 2, the request has 2 choices"),
         ({"prompt_token": 4}, "from_prompt_token is 4, the prompt has 3 tokens"),
     ],
 )

@@ -21,12 +21,12 @@ def end(registry: RequestRegistry, request: Request, *, now_s: float = 0.0) -> N
 
 def test_a_live_request_is_found_and_its_id_is_taken() -> None:
     registry, request = RequestRegistry(), Wish().request()
-    with pytest.raises(RequestNotFound, match=f"no request {id_text(request.id)} is live or kept"):
+    with pytest.raises(RequestNotFound, match=f"request {id_text(request.id)} not found"):
         registry.find(request.id)
     registry.add(request)
     assert registry.find(request.id) is registry.live_request(request.id) is request
     for _ in range(2):
-        with pytest.raises(RequestExists, match=f"request {id_text(request.id)} is live already"):
+        with pytest.raises(RequestExists, match=f"request {id_text(request.id)} is already live"):
             registry.add(Wish().request(request_id=request.id))
     assert registry.live == [request]
 
@@ -40,7 +40,7 @@ def test_what_ends_is_gone_unless_it_is_to_be_kept() -> None:
     assert registry.find(kept.id) is kept
     assert registry.live_request(kept.id) is None
     registry.check_new(gone.id)
-    with pytest.raises(RequestExists, match="has ended, and its output is kept"):
+    with pytest.raises(RequestExists, match="has ended and its output is kept"):
         registry.check_new(kept.id)
     registry.forget(kept.id)
     registry.check_new(kept.id)
@@ -62,13 +62,13 @@ def test_live_requests_are_in_the_order_of_their_acceptance_and_counted_by_clien
     assert not registry._num_live_of, "clients that have left are forgotten"
 
 
-@pytest.mark.parametrize(("ended_s", "left_s", "expires_s"), [(100.0, 0.0, 105.0), (100.0, 103.0, 108.0)])
+@pytest.mark.parametrize(("ended_s", "detached_s", "expires_s"), [(100.0, 0.0, 105.0), (100.0, 103.0, 108.0)])
 def test_what_is_kept_expires_after_its_end_and_its_last_reader(
-    ended_s: float, left_s: float, expires_s: float
+    ended_s: float, detached_s: float, expires_s: float
 ) -> None:
     registry, request = RequestRegistry(), Wish(keep_s=5.0).request()
     registry.add(request)
-    request.left_s = left_s
+    request.detached_s = detached_s
     end(registry, request, now_s=ended_s)
     assert request.expires_s == expires_s
     for now_s, num_kept in ((expires_s - 0.001, 1), (expires_s, 0)):
@@ -80,7 +80,7 @@ def test_what_somebody_reads_does_not_expire() -> None:
     registry, request = RequestRegistry(), Wish(keep_s=5.0).request()
     registry.add(request)
     end(registry, request)
-    request.attachment = OutputStream(request, Positions())
+    request.stream = OutputStream(request, Positions())
     assert request.expires_s is None
     registry.expire(1e9)
     assert registry.num_kept == 1
@@ -101,12 +101,12 @@ def test_no_more_than_so_many_are_kept_and_the_oldest_goes_first() -> None:
 
 def test_a_request_ends_once_and_not_before_its_choices() -> None:
     request = Wish(n=2).request()
-    with pytest.raises(InvariantBroken, match="a request ends before its last choice"):
+    with pytest.raises(InvariantBroken, match="request ended before its last sequence"):
         request.end(0.0)
     for sequence in request.live_sequences:
         sequence.end(SequenceState.FAILED)
     request.end(0.0)
-    with pytest.raises(InvariantBroken, match="a request ends twice"):
+    with pytest.raises(InvariantBroken, match="request already ended"):
         request.end(0.0)
 
 

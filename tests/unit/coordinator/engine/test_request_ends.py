@@ -111,7 +111,7 @@ def test_who_leaves_is_cancelled_unless_it_asked_to_go_on(new_model: NewModel) -
     for request in (stays, goes):
         model.submit(request).close()
     assert (stays.is_live, stays.is_detached) == (True, True)
-    assert (ended_as(goes), str(goes.error)) == (CANCELLED, "the client has left")
+    assert (ended_as(goes), str(goes.error)) == (CANCELLED, "the client disconnected")
     model.run()
     assert model.totals == (1, 1, 0)
 
@@ -231,10 +231,10 @@ def test_a_request_that_nobody_reads_and_nobody_keeps_is_counted_and_ended(
     model.engine.sweep()
     assert model.engine.totals.orphaned == 0
     # No event does this: the defect that the sweeper is there for.
-    orphan.attachment = None
+    orphan.stream = None
     model.engine.sweep()
     assert model.engine.totals.orphaned == 1
-    assert "nobody to end it" in caplog.text
+    assert "cancelled orphan" in caplog.text
     assert (ended_as(orphan), model.totals) == (CANCELLED, (0, 1, 0))
     assert {each.key.request_id for each in model.engine.live_sequences} == {watched.id, detached.id}
     model.run()

@@ -208,11 +208,11 @@ class Requests(RuleBasedStateMachine):
             request = customer.request
             if isinstance(request.error, RequestCancelled) and "reads too slowly" in str(request.error):
                 assert not customer.call.is_over
-                assert customer.call.attachment.num_unread_tokens == self.max_unread + 1
+                assert customer.call.stream.num_unread_tokens == self.max_unread + 1
                 ends[request.id] = RequestCancelled
             elif request.id in failing:
                 ends[request.id] = SliceFailed
-            elif all(choice.transcript.is_finished for choice in request.choices):
+            elif all(choice.buffer.is_finished for choice in request.choices):
                 ends[request.id] = None
         self.check_ends(ends)
 
@@ -376,15 +376,15 @@ class Requests(RuleBasedStateMachine):
                 assert sequence.all_tokens[:num_prompt_tokens] == customer.wish.prompt
                 assert num_prompt_tokens == sequence.num_prompt_tokens <= sequence.num_tokens
                 assert 0 <= sequence.num_computed_tokens <= sequence.num_tokens
-                has_all = choice.transcript.num_tokens == len(outcome.tokens)
-                assert choice.transcript.is_finished <= has_all
-                assert choice.transcript.is_finished or not has_all or customer.wish.max_tokens == 0
+                has_all = choice.buffer.num_tokens == len(outcome.tokens)
+                assert choice.buffer.is_finished <= has_all
+                assert choice.buffer.is_finished or not has_all or customer.wish.max_tokens == 0
 
     @invariant()
     def nobody_but_the_newest_call_reads(self) -> None:
         for customer in self.customers:
-            reader = None if customer.call.is_over else customer.call.attachment
-            assert customer.request.attachment is reader
+            reader = None if customer.call.is_over else customer.call.stream
+            assert customer.request.stream is reader
             assert reader is None or reader.num_unread_tokens <= self.max_unread or customer.end is not None
 
     # The end

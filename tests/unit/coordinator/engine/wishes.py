@@ -69,13 +69,13 @@ class Wish:
             wants_prompt_logprobs=wants_scores and index == 0,
         )
         codec = cast(TextCodec, LettersCodec())
-        transcript = OutputBuffer(
+        buffer = OutputBuffer(
             IncrementalDetokenizer(codec, () if self.echo else self.prompt),
             stops=self.stops,
             prompt=self.prompt if self.echo else (),
             has_logprobs=self.logprobs is not None,
         )
-        return Choice(sequence, transcript)
+        return Choice(sequence, buffer)
 
 
 @st.composite

@@ -189,7 +189,7 @@ def test_who_waits_because_an_epoch_has_ended_is_not_preempted() -> None:
     ("error", "phase"),
     [
         (None, RequestPhase.FINISHED),
-        (RequestCancelled("the client has left"), RequestPhase.CANCELLED),
+        (RequestCancelled("the client disconnected"), RequestPhase.CANCELLED),
         (ClusterUnavailable("no pipeline"), RequestPhase.FAILED),
     ],
 )

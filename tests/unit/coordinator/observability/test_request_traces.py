@@ -184,7 +184,7 @@ def test_the_next_coordinator_goes_on_under_the_same_span(new_traced: NewTraced)
     assert trace is not None
     assert (trace.traceparent, trace.caller_traceparent) == tuple(map(format_traceparent, (begun, caller)))
     request.trace = trace
-    traced.model.engine.resume(request, ended=None)
+    traced.model.engine.restore(request, ended=None)
     traced.run()
     (root,) = traced.spans(SpanName.GENERATE)
     assert root.context is not None

@@ -259,7 +259,7 @@ class PipelineModel:
         assert self.scheduler.num_steps_in_flight <= self.limits.max_steps_in_flight
         decodes = [part for part in step.slices if isinstance(part.inference_step, Decode)]
         if decodes:
-            share = sum(costs) / self.limits.least_in_flight
+            share = sum(costs) / self.limits.min_in_flight
             step_cost = sum(decodes_cost(1, part.first_position + 1) for part in decodes)
             assert step_cost <= share + max(costs)
         num_before = self.scheduler.num_steps_in_flight - 1

@@ -120,7 +120,7 @@ async def test_a_slow_subscriber_is_told_to_come_again_and_nobody_else_is_held_u
         feed.publish(log.take_events())
         await read(quick, 1 if number < 3 else 2)
         assert len(feed._subscriptions) == (2 if number < 4 else 1)
-    with pytest.raises(Overloaded, match="5 changes are waiting"):
+    with pytest.raises(Overloaded, match="5 KV changes are unread"):
         await read(slow, 1)
     again = feed.subscribe()
     assert {block.sequence_hash for block in again.snapshot.blocks} == {

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from coordinator.scheduler.cost_model import CostModel, StepCost, chunk_pairs, decodes_cost
-from coordinator.scheduler.policy import PEAK, BatchingPolicy, DecodeLoad, PrefillLoad, SchedulerLimits
+from coordinator.scheduler.policy import (
+    MAX_PREFILL_SHARE,
+    BatchingPolicy,
+    DecodeLoad,
+    PrefillLoad,
+    SchedulerLimits,
+)
 from wire.steps import StageTime
 
 
@@ -187,12 +193,12 @@ def test_prefill_slows_decodes_down_as_much_as_allowed_and_no_token_much_more(
         prefill_us = pace.chunk_us(start=start, num_tokens=size) if size else 0.0
         pairs_us = chunk_pairs(start, size) * stages.per_million_pairs_us / 1e6
         assert not size or prefill_us == pytest.approx(size * stages.per_token_us + pairs_us, rel=0.02)
-        pace.note_step(load, prefill_us=prefill_us)
+        pace.record_step(load, prefill_us=prefill_us)
         start += size
         added.append(prefill_us)
     average = 1 + steps_per_cycle * sum(added[20:]) / len(added[20:]) / cycle_us
     assert average == pytest.approx(slowdown, rel=0.1)
-    assert max(added) <= 1.05 * max(PEAK, 2 * (slowdown - 1)) * cycle_us
+    assert max(added) <= 1.05 * max(MAX_PREFILL_SHARE, 2 * (slowdown - 1)) * cycle_us
     # Chunks are large and few, so that most tokens are not late at all.
     if slowdown <= 1.4:
         assert sum(each > 0 for each in added) * steps_per_cycle <= 0.5 * len(added)
@@ -200,10 +206,10 @@ def test_prefill_slows_decodes_down_as_much_as_allowed_and_no_token_much_more(
 
 def test_what_is_left_of_a_prompt_does_not_wait_for_more_than_it_costs() -> None:
     pace, load = pace_of(Stages()), load_of(16)
-    pace.note_step(load, prefill_us=32_000)
+    pace.record_step(load, prefill_us=32_000)
     waited = 0
     while not pace.chunk_tokens(load, PrefillLoad(20), start=492, end=512):
-        pace.note_step(load, prefill_us=0)
+        pace.record_step(load, prefill_us=0)
         waited += 1
     # It had 17,425 us, spent 32,000, and saves 4,100 us a step, of which 20 tokens take 2,000.
     assert waited == 4

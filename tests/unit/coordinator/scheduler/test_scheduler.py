@@ -6,7 +6,7 @@ import pytest
 
 from coordinator.recovery.policy import DEFAULT_POLICY
 from coordinator.scheduler import scheduler
-from coordinator.scheduler.cost_model import work_of
+from coordinator.scheduler.cost_model import cost_of_step
 from coordinator.scheduler.in_flight import ResultMismatch
 from coordinator.scheduler.kv_manager import KvCacheManager
 from coordinator.scheduler.policy import SchedulerLimits
@@ -20,8 +20,8 @@ from wire.steps import Decode, EndRecord, Prefill, SliceError, SliceResult, Step
 
 
 def test_more_is_remembered_than_on_a_stage_and_takes_less_than_four_megabytes() -> None:
-    assert scheduler.REMEMBERED > validation.ENDED_REMEMBERED
-    assert scheduler.REMEMBERED * 270 < 4e6
+    assert scheduler.MAX_REMEMBERED > validation.ENDED_REMEMBERED
+    assert scheduler.MAX_REMEMBERED * 270 < 4e6
 
 
 def key() -> SequenceKey:
@@ -29,28 +29,28 @@ def key() -> SequenceKey:
 
 
 def test_a_new_key_starts_at_restart_count_0() -> None:
-    assert UsedRestartCounts().next_of(key()) == 0
+    assert UsedRestartCounts().first_unused(key()) == 0
 
 
 def test_a_key_starts_above_the_last_restart_count_of_its_predecessor() -> None:
     used, one, other = UsedRestartCounts(), key(), key()
-    used.note_ended(one, 2)
-    assert (used.next_of(one), used.next_of(other)) == (3, 0)
+    used.record_end(one, 2)
+    assert (used.first_unused(one), used.first_unused(other)) == (3, 0)
 
 
 def test_another_epoch_knows_nothing_of_this_one() -> None:
     used, one = UsedRestartCounts(), key()
-    used.note_ended(one, 2)
+    used.record_end(one, 2)
     used.clear()
-    assert used.next_of(one) == 0
+    assert used.first_unused(one) == 0
 
 
 def test_memory_is_bounded_and_forgets_what_ended_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "REMEMBERED", 2)
+    monkeypatch.setattr(scheduler, "MAX_REMEMBERED", 2)
     used, first, second, third = UsedRestartCounts(), key(), key(), key()
     for each in (first, second, first, third):
-        used.note_ended(each, used.next_of(each))
-    assert [used.next_of(each) for each in (first, second, third)] == [2, 0, 1]
+        used.record_end(each, used.first_unused(each))
+    assert [used.first_unused(each) for each in (first, second, third)] == [2, 0, 1]
 
 
 def model_of(
@@ -444,7 +444,7 @@ def test_a_token_with_log_probabilities_that_nobody_asked_for_is_refused() -> No
     model = model_of()
     sequence = model.submit([1], max_tokens=1)
     result = SliceResult(sequence.key, 0, 5, TokenLogprobs(5, -1.0, 1))
-    with pytest.raises(ResultMismatch, match="none were asked for"):
+    with pytest.raises(ResultMismatch, match="unexpected log-probabilities"):
         model.scheduler.complete(StepResult(1, 0, (result,)), 0.0)
     assert sequence.generated_tokens == ()
 
@@ -458,7 +458,7 @@ def test_a_result_without_a_step_is_refused() -> None:
 def test_a_chunk_that_is_not_final_is_owed_no_token() -> None:
     model = model_of(max_step_tokens=4)
     model.submit(range(8), max_tokens=1)
-    with pytest.raises(ResultMismatch, match="asks for 0 results; got 1"):
+    with pytest.raises(ResultMismatch, match="got 1 results, expected 0"):
         model.scheduler.complete(StepResult(1, 0, (SliceResult(key_of(0), 0, 5),)), 0.0)
     assert model.scheduler.complete(StepResult(1, 0, ()), 0.0) == []
 
@@ -578,7 +578,7 @@ def test_requests_wait_while_an_epoch_is_lent_and_steps_go_on_after_it() -> None
     assert lent is not None
     model.submit([1, 2], max_tokens=1)
     assert model.scheduler.next_step(0.0) is None
-    model.scheduler.take_epoch_back(next_step_id=lent[1] + 7)
+    model.scheduler.reclaim_epoch(next_step_id=lent[1] + 7)
     step = model.scheduler.next_step(0.0)
     assert step is not None and step.step_id == 7
 
@@ -589,24 +589,24 @@ def test_a_step_of_a_lent_epoch_is_overdue_like_any_other() -> None:
     for step_id in range(2):
         lent.add_lent_step(Step(epoch=1, step_id=step_id), 5.0)
     assert lent.overdue_step(14.0, unknown_s=10.0) is None
-    lent.note_lent_answer(14.0)
+    lent.record_lent_result(14.0)
     assert lent.overdue_step(23.0, unknown_s=10.0) is None, "it counts from the answer before"
     overdue = lent.overdue_step(24.5, unknown_s=10.0)
     assert overdue is not None
     assert (overdue.step.step_id, overdue.waited_s, overdue.limit_s) == (1, 10.5, 10.0)
-    lent.note_lent_answer(24.5)
+    lent.record_lent_result(24.5)
     assert lent.overdue_step(100.0, unknown_s=10.0) is None
-    lent.take_epoch_back(next_step_id=2)
+    lent.reclaim_epoch(next_step_id=2)
 
 
-def test_the_work_of_a_step_is_that_which_its_draft_has_counted() -> None:
+def test_the_cost_of_a_step_equals_the_cost_its_builder_counted() -> None:
     model = model_of()
     for length in (1, 5, 9, 20):
         model.submit(list(range(length)), max_tokens=4)
     works = []
     while not model.is_done:
         model.pump()
-        works += [(each.work, work_of(each.step)) for each in model.scheduler._in_flight._steps]
+        works += [(each.cost, cost_of_step(each.step)) for each in model.scheduler._in_flight._steps]
         model.run_step()
     assert all(counted == told for counted, told in works)
     assert any(told.decode_cost and told.chunk_pairs for _, told in works)

@@ -199,8 +199,8 @@ def prefill(sequence: Sequence) -> None:
 @pytest.mark.parametrize(
     ("prompt", "max_tokens", "text"),
     [
-        ((), 1, "at least one token"),
-        ((), 0, "at least one token"),
+        ((), 1, "the minimum is one token"),
+        ((), 0, "the minimum is one token"),
         ((1,), -1, "must not be negative, got -1"),
     ],
 )

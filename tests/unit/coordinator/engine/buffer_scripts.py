@@ -1,4 +1,4 @@
-"""What a choice may generate, run through a transcript, and what its output has to be."""
+"""What a choice may generate, run through a buffer, and what its output has to be."""
 
 from __future__ import annotations
 
@@ -42,33 +42,33 @@ class Script:
         return IncrementalDetokenizer(codec, context, skip_special_tokens=self.skip_special_tokens)
 
     def begin(self, codec: TextCodec) -> OutputBuffer:
-        """The transcript before the first generated token; it waits for nothing."""
-        transcript = OutputBuffer(
+        """The buffer before the first generated token; it waits for nothing."""
+        buffer = OutputBuffer(
             self.detokenizer(codec),
             stops=self.stops,
             min_tokens=self.min_tokens,
             prompt=self.echoed,
             has_logprobs=self.has_logprobs,
         )
-        if transcript.is_waiting_for_prompt_logprobs:
-            transcript.set_prompt_logprobs(prompt_logprobs(self.prompt))
-        return transcript
+        if buffer.is_waiting_for_prompt_logprobs:
+            buffer.set_prompt_logprobs(prompt_logprobs(self.prompt))
+        return buffer
 
-    def append(self, transcript: OutputBuffer, index: int) -> bool:
+    def append(self, buffer: OutputBuffer, index: int) -> bool:
         """Generates token `index`, and finishes after a stop string or the last one. True: it is finished."""
         token = self.generated[index]
-        is_stopped = transcript.append(token, logprobs_of(token, index) if self.has_logprobs else None)
+        is_stopped = buffer.append(token, logprobs_of(token, index) if self.has_logprobs else None)
         if is_stopped:
-            transcript.finish(FinishReason.STOP)
+            buffer.finish(FinishReason.STOP)
         elif index + 1 == len(self.generated):
-            transcript.finish(FinishReason.LENGTH)
-        return transcript.is_finished
+            buffer.finish(FinishReason.LENGTH)
+        return buffer.is_finished
 
     def run(self, codec: TextCodec) -> OutputBuffer:
         """All of it."""
-        transcript = self.begin(codec)
-        any(self.append(transcript, index) for index in range(len(self.generated)))
-        return transcript
+        buffer = self.begin(codec)
+        any(self.append(buffer, index) for index in range(len(self.generated)))
+        return buffer
 
 
 def logprobs_of(token: int, index: int) -> TokenLogprobs:
@@ -129,10 +129,10 @@ def put_together(pieces: Sequence[Piece]) -> Piece:
     return whole
 
 
-def read_to_the_end(transcript: OutputBuffer, from_token: int, seed: int) -> Piece:
-    """Of a finished transcript, in random cuts."""
+def read_to_the_end(buffer: OutputBuffer, from_token: int, seed: int) -> Piece:
+    """Of a finished buffer, in random cuts."""
     draw, pieces = random.Random(seed), list[Piece]()
     while not pieces or not pieces[-1].is_last:
-        pieces.append(transcript.read(from_token, max_tokens=draw.randint(1, 4)))
+        pieces.append(buffer.read(from_token, max_tokens=draw.randint(1, 4)))
         from_token += len(pieces[-1].tokens)
     return put_together(pieces)
