@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from itertools import combinations, islice
 
 from coordinator.cluster.membership import Members, WorkerRecord
-from coordinator.planner.plan import Plan, PlanImpossible, StagePlan, WorkerCapacity, format_size
+from coordinator.planner.plan import Plan, PlanImpossible, StagePlan, WorkerCapacity
 from coordinator.recovery.policy import RecoveryPolicy
+from wire.sizes import format_size
 
 
 class PlanRefused(PlanImpossible):

@@ -1,36 +1,30 @@
-"""Assigns layers to workers within their memory; explains which number makes a plan impossible.
+"""Assigns layers to workers within their memory budgets, and explains why a plan is impossible.
 
-Activations, with s bytes per element, T tokens and S sequences in the largest step, K tokens of KV, and a
-longest sequence of C tokens (never more than the cache holds, so C = min(max_sequence_tokens, K)):
+Activation memory, with s bytes per element, T tokens and S sequences in the largest step, K tokens of KV, and
+a longest sequence of C = min(max_sequence_tokens, K) tokens:
 
-* T * `_token_bytes`: the residual stream with its normed copy (2 * hidden * s); the float32 copies that the
-  norm makes of it (2 * hidden * 4); q, k, v before and after rotation (2 * (q + 2 * kv) * s) and the
-  attention output (q * s); gate, up and their product (3 * intermediate * s); one frame received and one
-  being sent (2 * hidden * s). Layers run one after the other and reuse this memory, so it does not grow
-  with them.
-* min(S * C, K) tokens of K and V gathered from the pages of one layer (2 * kv * s each): as much as one
-  more layer of KV. Sequences of similar length are gathered together, padded to at most about twice
-  their tokens, and a shared prefix once per sequence; what that adds is not counted.
-* T * C * `_mask_bytes` for prefill: for every distinct window of the layers, the mask as bool and while it
-  is made (2), in the run dtype and once more where a kernel wants it aligned (2 * s). The scores are not
-  counted: the fused kernels of scaled_dot_product_attention take additive masks and never hold them in
-  memory.
-* with the head, min(S, T) rows of logits: in the run dtype (s), and to sample from them in float32 with a
-  copy of the filtered ones (8), sorted with ids (12), and in float64 scaled, as probabilities, summed and
-  cut (48).
+* T * `_token_bytes`: the residual stream with its normed copy (2 * hidden * s); float32 copies of both in the
+  norm (2 * hidden * 4); q, k, v before and after rotation (2 * (q + 2 * kv) * s) and the attention output
+  (q * s); gate, up and their product (3 * intermediate * s); one received and one sent frame
+  (2 * hidden * s). Layers run one after the other and reuse this memory.
+* min(S * C, K) tokens of K and V gathered from the pages of one layer (2 * kv * s each): one more layer of
+  KV. Padding of sequences that are gathered together, and copies of shared prefixes, are not counted.
+* T * C * `_mask_bytes` for prefill: for every distinct window of the layers, the mask as bool and its
+  temporary (2), in the run dtype and aligned for a kernel (2 * s). Scores are not counted: the fused kernels
+  of scaled_dot_product_attention do not store them.
+* with the head, min(S, T) rows of logits: in the run dtype (s), for sampling in float32 with a filtered copy
+  (8), sorted with ids (12), and in float64 scaled, as probabilities, summed and cut (48).
 
-Nothing is added for the process itself: the budget is for weights, KV and activations (see
-`WorkerCapacity`).
+The process itself is not part of the budget (see `WorkerCapacity`).
 
-What a stage costs is the bytes of weights that one decode step reads there: its layers, and on the last stage
-the final norm and output head. Decoding is bound by memory bandwidth (at small batch every weight is read
-once per step and used a few times), so that is time, up to a factor that all stages share; and where compute
-is the bound, in prefill, work is in the same proportion, as each weight element is one multiplication per
-token. The embedding is a lookup of a few rows and counts nothing. Workers are taken to be equally fast: only
-their memory is known.
+The cost of a stage is the bytes of weights that one decode step reads: its layers, and on the last stage the
+final norm and the output head. Decoding is bound by memory bandwidth, because at small batch sizes every
+weight is read once per step, so time is proportional to cost. In prefill, which is bound by compute, work has
+the same proportion: one multiplication per weight element and token. The embedding is a lookup of a few rows
+and costs nothing. All workers are assumed to be equally fast.
 
-The slowest stage sets the pace of the pipeline, so its cost is what is made small, subject to every worker
-holding its weights, activations (`coordinator.stage_memory`) and KV for at least `MIN_KV_TOKENS` tokens.
+The slowest stage limits the pipeline, so the plan minimizes its cost, subject to every worker holding
+weights, activations and KV for at least `MIN_KV_TOKENS` tokens.
 """
 
 from __future__ import annotations
@@ -52,15 +46,16 @@ from checkpoint import (
 )
 from coordinator.config import CoordinatorConfig
 from coordinator.model import ServedModel
-from coordinator.planner.plan import Plan, PlanImpossible, StagePlan, StepLimits, WorkerCapacity, format_size
+from coordinator.planner.plan import Plan, PlanImpossible, StagePlan, StepLimits, WorkerCapacity
 from coordinator.planner.split import Split, SplitProblem, best_split
 from kvcache import KvWindow
 from wire.ids import StageRole
+from wire.sizes import format_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """Sizes of any stage of one model under one set of limits, in bytes; layers are alike."""
+    """Memory of the stages of one model under one set of limits, in bytes. All layers have the same size."""
 
     config: ModelConfig
     dtype: DType
@@ -69,20 +64,20 @@ class StageMemory:
 
     @cached_property
     def layer_bytes(self) -> int:
-        """Weights of one layer."""
+        """Bytes of the weights of one layer."""
         return layer_weight_bytes(self.config, self.dtype)
 
     @property
     def head_cost(self) -> int:
-        """What the head adds to a decode step: final norm and output matrix are read once, tied or not."""
+        """Cost of the head in a decode step: final norm and output matrix, tied or not."""
         return head_bytes(self.config, self.dtype)
 
     def weight_bytes(self, role: StageRole, num_layers: int) -> int:
-        """Weights of a stage: its layers, and embeddings and head where the role has them."""
+        """Weights of a stage: its layers, and the embeddings and head of its role."""
         return self.outside_bytes(role) + num_layers * self.layer_bytes
 
     def outside_bytes(self, role: StageRole) -> int:
-        """What a role brings besides its layers; tied embeddings count once on ONLY, else on both ends."""
+        """Weights of a role besides its layers; tied embeddings count once on ONLY, else on both ends."""
         with_one_layer = stage_weight_bytes(
             self.config, self.dtype, 0, 1, has_embeddings=role.has_embeddings, has_head=role.has_head
         )
@@ -94,11 +89,11 @@ class StageMemory:
 
     @cached_property
     def block_bytes(self) -> int:
-        """One block in one layer."""
+        """Bytes of one block in one layer."""
         return self.block_size * kv_bytes_per_token_per_layer(self.config, self.dtype)
 
     def activation_bytes(self, role: StageRole, num_blocks: int) -> int:
-        """Workspace of the largest step, when the cache has `num_blocks` blocks."""
+        """Activation memory of the largest step with `num_blocks` blocks in the cache."""
         limits, kv_tokens = self.limits, num_blocks * self.block_size
         longest = min(limits.max_sequence_tokens, kv_tokens)
         gathered = min(limits.max_step_sequences * longest, kv_tokens)
@@ -107,7 +102,7 @@ class StageMemory:
         return size + (self._logits_bytes() if role.has_head else 0)
 
     def total_bytes(self, role: StageRole, num_layers: int, num_blocks: int) -> int:
-        """All that a stage takes."""
+        """Weights, KV pages and activations of a stage."""
         weights = self.weight_bytes(role, num_layers)
         return weights + self.kv_bytes(num_layers, num_blocks) + self.activation_bytes(role, num_blocks)
 
@@ -125,7 +120,7 @@ class StageMemory:
         return rows * self.config.vocab_size * (self.dtype.size_bytes + 8 + 12 + 48)
 
 
-def refuse_counts(
+def validate_counts(
     config: ModelConfig,
     workers: Sequence[WorkerCapacity],
     *,
@@ -133,57 +128,58 @@ def refuse_counts(
     layers: Sequence[int] | None,
     max_kv_tokens: int | None,
 ) -> None:
-    """Counts that contradict each other, whatever the memory is. ValueError: a block size below 1."""
+    """Raise PlanImpossible for contradicting counts, and ValueError for a block size below 1."""
     if block_size < 1:
         raise ValueError(f"block size is {block_size} tokens, must be at least 1")
     if not workers:
         raise PlanImpossible("no workers to plan for")
     repeated = [name for name, count in Counter(worker.name for worker in workers).items() if count > 1]
     if repeated:
-        raise PlanImpossible(f"two workers are called {repeated[0]}")
+        raise PlanImpossible(f"worker name {repeated[0]} is used twice")
     if layers is not None:
-        _refuse_layer_counts(layers, len(workers), config.num_layers)
+        _validate_layer_counts(layers, len(workers), config.num_layers)
     if len(workers) > config.num_layers:
         raise PlanImpossible(
-            f"{len(workers)} stages for a model of {config.num_layers} layers: every stage needs at least one"
+            f"{len(workers)} stages for a model of {config.num_layers} layers: the minimum is one per stage"
         )
     if max_kv_tokens is not None and max_kv_tokens < block_size:
-        raise PlanImpossible(f"{max_kv_tokens} tokens of KV are less than one block of {block_size} tokens")
+        raise PlanImpossible(
+            f"max_kv_tokens is {max_kv_tokens}, the minimum is one block of {block_size} tokens"
+        )
 
 
-def _refuse_layer_counts(layers: Sequence[int], num_workers: int, num_layers: int) -> None:
+def _validate_layer_counts(layers: Sequence[int], num_workers: int, num_layers: int) -> None:
     text = ",".join(str(count) for count in layers) or "(none)"
     if len(layers) != num_workers:
-        raise PlanImpossible(
-            f"layers {text} are for {len(layers)} stages, but there are {num_workers} workers"
-        )
+        raise PlanImpossible(f"layers {text} are for {len(layers)} stages, got {num_workers} workers")
     if min(layers) < 1:
-        raise PlanImpossible(f"layers {text} give stage {layers.index(min(layers))} no layer")
+        raise PlanImpossible(f"layers {text}: stage {layers.index(min(layers))} needs at least one layer")
     if sum(layers) != num_layers:
-        raise PlanImpossible(f"layers {text} sum to {sum(layers)}, but the model has {num_layers}")
+        raise PlanImpossible(f"layers {text} sum to {sum(layers)}, the model has {num_layers}")
 
 
-def refuse_layers(
+def validate_layers(
     memory: StageMemory, workers: Sequence[WorkerCapacity], layers: Sequence[int], num_blocks: int
 ) -> None:
-    """A given split of which some stage does not fit its worker with `num_blocks` blocks."""
+    """Raise PlanImpossible if a stage of a given split does not fit its worker."""
     for stage, (worker, count) in enumerate(zip(workers, layers, strict=True)):
         role = StageRole.of_stage(stage, len(layers))
         if memory.total_bytes(role, count, num_blocks) > worker.memory_bytes:
             need = _stage_need(memory, worker, stage, layers, num_blocks)
-            raise PlanImpossible(f"{need}. {_overall(memory, workers, num_blocks)}")
+            raise PlanImpossible(f"{need}. {_total_need(memory, workers, num_blocks)}")
 
 
-def refuse_memory(memory: StageMemory, workers: Sequence[WorkerCapacity], problem: SplitProblem) -> NoReturn:
-    """No split fits: shown on the one in the given order that fills every worker before the next."""
+def raise_memory_shortage(
+    memory: StageMemory, workers: Sequence[WorkerCapacity], problem: SplitProblem
+) -> NoReturn:
+    """Raise PlanImpossible with the numbers of a split that fills the workers in their given order."""
     layers = _fill(workers, problem)
-    refuse_layers(memory, workers, layers, problem.min_blocks)
-    raise AssertionError(f"layers {layers} fit, yet no split was found")
+    validate_layers(memory, workers, layers, problem.min_blocks)
+    raise AssertionError(f"layers {layers} fit, but no split was found")
 
 
 def _fill(workers: Sequence[WorkerCapacity], problem: SplitProblem) -> list[int]:
-    """As many layers on each stage as it holds, leaving one for each later stage; the rest on the last
-    one."""
+    """Fill each stage, leaving one layer for each later stage; the last stage gets the rest."""
     layers: list[int] = []
     for stage in range(len(workers) - 1):
         role = StageRole.of_stage(stage, len(workers))
@@ -209,22 +205,21 @@ def _stage_need(
     )
 
 
-def _overall(memory: StageMemory, workers: Sequence[WorkerCapacity], num_blocks: int) -> str:
-    """What the model takes on this many stages, whatever the split, against what the workers have."""
+def _total_need(memory: StageMemory, workers: Sequence[WorkerCapacity], num_blocks: int) -> str:
+    """Compare the model's total memory on this many stages with the workers' budgets."""
     roles = [StageRole.of_stage(stage, len(workers)) for stage in range(len(workers))]
     need = sum(memory.total_bytes(role, 0, num_blocks) for role in roles)
     num_layers = memory.config.num_layers
     need += num_layers * memory.layer_bytes + memory.kv_bytes(num_layers, num_blocks)
     have = sum(worker.memory_bytes for worker in workers)
     return (
-        f"The model needs {format_size(need)} in all on {len(workers)} stages,"
+        f"The model needs {format_size(need)} in total on {len(workers)} stages,"
         f" the workers have {format_size(have)}"
     )
 
 
 MIN_KV_TOKENS = 512
-"""A plan must hold this many tokens of KV, or one sequence of the longest allowed length if that is
-shorter."""
+"""Minimum tokens of KV of a plan, unless the longest allowed sequence is shorter."""
 
 
 def make_plan(
@@ -237,25 +232,33 @@ def make_plan(
     layers: Sequence[int] | None = None,
     max_kv_tokens: int | None = None,
 ) -> Plan:
-    """Give every worker one stage, and every layer of the model to one stage.
+    """Assign one stage to every worker, and every layer of the model to one stage.
 
-    Chosen is the split with the least cost of its slowest stage; among those the one with the most KV blocks;
-    among those the most even one. Workers keep the given order where the model fits in that order; otherwise
-    others of them become FIRST and LAST, which carry embeddings and head. `layers[i]`, where given, is the
-    number of layers of `workers[i]` in the given order, and nothing is chosen.
+    The split minimizes the cost of the slowest stage, then maximizes the KV blocks, then is as even as
+    possible. Workers keep the given order if the model fits; otherwise other workers become FIRST and LAST,
+    which have the embeddings and the head.
 
-    All stages get the same number of blocks, the most that every stage holds, but not more than
-    `max_kv_tokens` (in tokens, if given) and not more than all sequences of a step hold at full length: few
-    are that long, so this leaves room for the sequences of other steps in flight and for prefix reuse, while
-    more would make a small model take all the memory there is. `limits.max_sequence_tokens` is lowered to the
-    model's own limit.
+    All stages get the same number of blocks: the most that every stage holds, at most `max_kv_tokens`, and at
+    most enough for the sequences of all steps in flight at full length. Few sequences are that long, which
+    leaves room for prefix reuse, and a small model does not take all memory.
 
-    Raises PlanImpossible, with the numbers; ValueError for arguments that never make sense.
+    Args:
+        config: the model.
+        dtype: run dtype.
+        workers: budgets of the workers.
+        limits: maximum sizes; `max_sequence_tokens` is lowered to the limit of the model.
+        block_size: tokens per KV block.
+        layers: number of layers per worker, in the given order; None chooses the split.
+        max_kv_tokens: maximum tokens in the KV cache; None means no limit.
+
+    Raises:
+        PlanImpossible: no plan exists; the message has the numbers.
+        ValueError: an argument is invalid for every model.
     """
     limits = limits.capped(config.max_position_embeddings)
-    refuse_counts(config, workers, block_size=block_size, layers=layers, max_kv_tokens=max_kv_tokens)
+    validate_counts(config, workers, block_size=block_size, layers=layers, max_kv_tokens=max_kv_tokens)
     memory = StageMemory(config=config, dtype=dtype, limits=limits, block_size=block_size)
-    problem = _problem(memory, workers, max_kv_tokens)
+    problem = _split_problem(memory, workers, max_kv_tokens)
     split = _choose_split(memory, workers, layers, problem)
     stages = tuple(_stage(memory, workers, split, stage) for stage in range(len(workers)))
     return Plan(
@@ -279,22 +282,22 @@ def _choose_split(
         return _given_split(memory, workers, layers, problem)
     split = best_split(problem)
     if split is None:
-        refuse_memory(memory, workers, problem)
+        raise_memory_shortage(memory, workers, problem)
     return split
 
 
-def _problem(
+def _split_problem(
     memory: StageMemory, workers: Sequence[WorkerCapacity], max_kv_tokens: int | None
 ) -> SplitProblem:
     limits, block_size = memory.limits, memory.block_size
-    # As many sequences of the greatest length as there are in steps when every stage has one and one waits.
+    # Sequences of maximum length in all steps: one step per stage and one that waits.
     most = -(-(len(workers) + 1) * limits.max_step_sequences * limits.max_sequence_tokens // block_size)
     if max_kv_tokens is not None:
         most = min(most, max_kv_tokens // block_size)
     least = -(-min(limits.max_sequence_tokens, MIN_KV_TOKENS) // block_size)
 
     outside_layers = {role: memory.outside_bytes(role) for role in StageRole}
-    activation_bytes = cache(memory.activation_bytes)  # asked for every worker and choice of ends alike
+    activation_bytes = cache(memory.activation_bytes)  # called for every worker and choice of ends
     layer_bytes, block_bytes = memory.layer_bytes, memory.block_bytes
 
     def max_layers(worker: int, role: StageRole, num_blocks: int) -> int:
@@ -315,7 +318,7 @@ def _problem(
 def _given_split(
     memory: StageMemory, workers: Sequence[WorkerCapacity], layers: Sequence[int], problem: SplitProblem
 ) -> Split:
-    refuse_layers(memory, workers, layers, problem.min_blocks)
+    validate_layers(memory, workers, layers, problem.min_blocks)
     roles = [StageRole.of_stage(stage, len(layers)) for stage in range(len(layers))]
 
     def too_many(num_blocks: int) -> bool:
@@ -348,11 +351,13 @@ def _stage(memory: StageMemory, workers: Sequence[WorkerCapacity], split: Split,
 
 
 def check_counts(config: CoordinatorConfig, model: ServedModel) -> None:
-    """What no worker can make possible: raises PlanImpossible for more stages than layers, for `layers` that
-    do not add up, and for sequences longer than the model's limit.
+    """Check the configuration before workers join.
+
+    Raises PlanImpossible for more stages than layers, for `layers` with a wrong sum, and for sequences
+    longer than the limit of the model.
     """
     _max_sequence_tokens(config, model)
-    refuse_counts(
+    validate_counts(
         model.config,
         [WorkerCapacity(name=f"stage {stage}", memory_bytes=1) for stage in range(config.num_stages)],
         block_size=config.block_size,
@@ -373,10 +378,10 @@ def _max_sequence_tokens(config: CoordinatorConfig, model: ServedModel) -> int:
 
 
 def plan_for(config: CoordinatorConfig, model: ServedModel, workers: Sequence[WorkerCapacity]) -> Plan:
-    """What a coordinator with this configuration does with these workers. Raises PlanImpossible.
+    """Make the plan of a coordinator for these workers. Raises PlanImpossible.
 
-    `config.layers` are for as many workers as there are to be stages. A bfloat16 checkpoint runs in float32
-    where a worker lacks bfloat16, unless the configuration says.
+    `config.layers` applies if there are as many workers as configured stages. A bfloat16 checkpoint runs in
+    float32 if a worker does not support bfloat16, unless `config.dtype` is set.
     """
     limits = StepLimits(
         max_step_tokens=config.max_step_tokens,

@@ -39,7 +39,7 @@ async def test_a_split_that_no_worker_makes_possible_is_refused_at_the_start() -
     for run, text in zip(
         await asyncio.gather(layers, stages, length),
         (
-            "layers 1,1 sum to 2, but the model has 12",
+            "layers 1,1 sum to 2, the model has 12",
             "40 stages for a model of 12 layers",
             "--max-model-len is 2049, but the model's limit is 2048 (max_position_embeddings)",
         ),

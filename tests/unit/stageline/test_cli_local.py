@@ -92,7 +92,7 @@ def test_up_shows_the_topology_and_a_signal_ends_it_in_order(
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--layers 5,5,5", "layers 5,5,5 sum to 15, but the model has 12"),
+        ("--layers 5,5,5", "layers 5,5,5 sum to 15, the model has 12"),
         ("--memory 1MiB", "but worker-0 has 1.0 MiB"),
         ("--workers 13", "13 stages for a model of 12 layers"),
     ],

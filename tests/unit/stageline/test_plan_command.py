@@ -38,7 +38,7 @@ def test_json_adds_up(capsys: Captured) -> None:
     ("arguments", "words"),
     [
         (["--workers", "64MiB,1MiB"], "but worker-1 has 1.0 MiB ("),
-        (["--workers", "64MiB,64MiB", "--layers", "6,5"], "layers 6,5 sum to 11, but the model has 12"),
+        (["--workers", "64MiB,64MiB", "--layers", "6,5"], "layers 6,5 sum to 11, the model has 12"),
         (["--workers", ",".join(["64MiB"] * 13)], "13 stages for a model of 12 layers"),
     ],
 )

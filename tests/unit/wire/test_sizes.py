@@ -40,7 +40,16 @@ def test_what_is_no_size_is_refused_with_the_text(text: str, message: str) -> No
 
 @pytest.mark.parametrize(
     ("size_bytes", "text"),
-    [(980, "980 B"), (1536, "1.5 KiB"), (20 * 2**30, "20.0 GiB"), (3 * 2**40, "3.0 TiB")],
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        (9_770_000_000, "9.1 GiB"),
+        (20 * 2**30, "20.0 GiB"),
+        (3 * 2**40, "3.0 TiB"),
+        (2**50, "1024.0 TiB"),
+    ],
 )
 def test_sizes_are_written_in_binary_units(size_bytes: int, text: str) -> None:
     assert format_size(size_bytes) == text
