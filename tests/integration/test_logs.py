@@ -104,7 +104,7 @@ async def test_cancelled_requests_are_debug(lines: Lines) -> None:
             break
         await cluster.wait_drained()
         assert lines.at_least(logging.INFO) == []
-        assert lines.the(f"request {request_id} has ended: RequestCancelled: ").request_id == request_id
+        assert lines.the(f"request {request_id} ended: RequestCancelled: ").request_id == request_id
 
 
 async def test_a_request_that_fails_is_a_warning_with_its_id(lines: Lines) -> None:
