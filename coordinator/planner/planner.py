@@ -242,18 +242,10 @@ def make_plan(
     most enough for the sequences of all steps in flight at full length. Few sequences are that long, which
     leaves room for prefix reuse, and a small model does not take all memory.
 
-    Args:
-        config: the model.
-        dtype: run dtype.
-        workers: budgets of the workers.
-        limits: maximum sizes; `max_sequence_tokens` is lowered to the limit of the model.
-        block_size: tokens per KV block.
-        layers: number of layers per worker, in the given order; None chooses the split.
-        max_kv_tokens: maximum tokens in the KV cache; None means no limit.
+    `layers` fixes the number of layers per worker, in the given order. `limits.max_sequence_tokens` is
+    lowered to the limit of the model.
 
-    Raises:
-        PlanImpossible: no plan exists; the message has the numbers.
-        ValueError: an argument is invalid for every model.
+    Raises PlanImpossible with the numbers, and ValueError for arguments that are invalid for every model.
     """
     limits = limits.capped(config.max_position_embeddings)
     validate_counts(config, workers, block_size=block_size, layers=layers, max_kv_tokens=max_kv_tokens)
