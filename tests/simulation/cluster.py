@@ -64,6 +64,8 @@ class Host:
     machine: Machine = field(default_factory=Machine)
     process: Process | None = None
     worker: Worker | None = None
+    is_bad: bool = False
+    """The weights of the last process are wrong."""
 
     @property
     def is_up(self) -> bool:
@@ -89,6 +91,7 @@ class Cluster:
         if host.is_up or self._is_closing:
             return
         process = host.process = Process(host.name, self.network)
+        host.is_bad = host.machine.is_bad
         process.spawn(self._run_worker(host, process))
 
     def kill_worker(self, host: Host) -> None:
@@ -161,11 +164,19 @@ class Cluster:
         if shape.is_checked:
             untyped.checks = untyped._new_checks(SimCheck(self._is_bad))
             untyped.state._needs_check = True
-        self.oracle.watch(self.coordinator, self._is_bad if shape.is_checked else lambda name: False)
+        self.oracle.watch(self.coordinator, self._is_known_as_bad if shape.is_checked else lambda name: False)
         self.loop.create_task(self.coordinator.start())
 
     def _is_bad(self, name: str) -> bool:
-        return next(host.machine.is_bad for host in self.hosts if host.name == name)
+        return next(host.is_bad for host in self.hosts if host.name == name)
+
+    def _is_known_as_bad(self, name: str) -> bool:
+        """The coordinator counts results of the last process, not of the one that was killed before it."""
+        record = self.coordinator.controller.state.workers.get(name)
+        worker = next(host.worker for host in self.hosts if host.name == name)
+        if record is None or worker is None:
+            return False
+        return record.identity.incarnation == worker._stage._incarnation and self._is_bad(name)
 
     def _kills(self, host: Host, assignment: Assignment, frame: Frame) -> bool:
         """Whoever started the process starts it again."""
