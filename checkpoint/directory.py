@@ -13,7 +13,7 @@ import xxhash
 from checkpoint.config import ModelConfig, parse_config
 from checkpoint.dtypes import DType
 from checkpoint.errors import GGUF_ADVICE, BadHeader, CheckpointNotFound, UnsupportedFormat
-from checkpoint.files import open_regular, read_json_object
+from checkpoint.files import FileIdentity, open_regular, read_json_object, stat_files
 from checkpoint.generation_config import bos_token_id, eos_token_ids, read_generation_config
 from checkpoint.headers import ShardHeader, TensorEntry, read_headers
 from checkpoint.tensors import EMBEDDINGS, verify_tensors
@@ -151,6 +151,11 @@ class Checkpoint:
             eos_token_ids=eos_token_ids(generation, raw),
             bos_token_id=bos_token_id(generation, raw),
         )
+
+    def file_identities(self) -> tuple[FileIdentity, ...]:
+        """Current identities of all files with weights, by name."""
+        names = {entry.file for entry in self.tensors.values()}
+        return stat_files(self.directory, sorted(names))
 
 
 def _refuse_gguf(path: Path) -> None:

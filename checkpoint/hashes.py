@@ -11,6 +11,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import Enum, auto
 from pathlib import Path
 from typing import BinaryIO
 
@@ -120,6 +121,13 @@ Hashes = dict[str, bytes]
 """16 bytes by tensor name."""
 
 
+class Urgency(Enum):
+    """An activity for `hash_when_idle`."""
+
+    AT_ONCE = auto()
+    """Do not wait for idleness, and do not pause between slices."""
+
+
 class TensorHasher:
     """Hashes some tensors of a checkpoint. Not thread-safe."""
 
@@ -190,8 +198,8 @@ async def hash_when_idle(
 ) -> Hashes:
     """Compute all hashes on a thread while idle, using at most half of the time.
 
-    A slice starts once `activity` has returned the same value other than None (busy) for `idle_s`. Raises
-    like `TensorHasher.advance`.
+    A slice starts once `activity` has returned the same value other than None (busy) for `idle_s`, or
+    Urgency.AT_ONCE. Raises like `TensorHasher.advance`.
     """
     loop = asyncio.get_running_loop()
     seen, since_s = activity(), loop.time()
@@ -199,10 +207,11 @@ async def hash_when_idle(
         now = activity()
         if now is None or now != seen:
             seen, since_s = now, loop.time()
-        if now is None or loop.time() - since_s < idle_s:
+        is_urgent = now is Urgency.AT_ONCE
+        if not is_urgent and (now is None or loop.time() - since_s < idle_s):
             await asyncio.sleep(min(idle_s, MAX_PAUSE_S))
             continue
         began_s = loop.time()
         if await loop.run_in_executor(None, hasher.advance):
             return hasher.hashes
-        await asyncio.sleep(loop.time() - began_s)
+        await asyncio.sleep(0.0 if is_urgent else loop.time() - began_s)

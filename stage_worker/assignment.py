@@ -70,6 +70,11 @@ class ReferenceAccess:
         """Grant access to the joined coordinator, for the model that it serves."""
         self._model, self._secret = welcome.model, welcome.reference_secret
 
+    @property
+    def directory(self) -> str:
+        """The directory as in ModelRef."""
+        return self._model.directory
+
     def check(self, secret: bytes, *, fingerprint: str, host: str) -> str:
         """Return the directory as in ModelRef. Raises SecretMismatch, or HandshakeMismatch for another
         checkpoint.

@@ -9,7 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from stage_worker.assignment import Assignment, ReferenceAccess, ReferenceRequest, decode_assignment, wants
-from stage_worker.backends.backend import LoadedStage, LoadProgress, StageBackend, StageLoadError
+from stage_worker.backends.backend import (
+    LoadedStage,
+    LoadProgress,
+    OtherCheckpoint,
+    StageBackend,
+    StageLoadError,
+)
 from stage_worker.backends.contract import StepObserver
 from stage_worker.epoch_session import EpochSession
 from stage_worker.handshake import Epoch, check_protocol, decode_epoch, epoch_problem, hop_hello
@@ -194,7 +200,7 @@ class StageManager:
                 await self._execute(order, reply)
         finally:
             self._cancel_load()
-            self._weights.cancel()
+            self._weights.close()
             await self._end_session()
 
     async def accept(self, hello: forward_pb2.HopHello, *, host: str) -> EpochSession:
@@ -264,10 +270,7 @@ class StageManager:
                 if session is not None and session.epoch.number == order.epoch:
                     self._on_serving(order.is_serving and session.is_serving)
             case join_pb2.VerifyWeights():
-                if self._loaded is not None and self._loaded.assignment.plan_id == order.plan_id:
-                    self._weights.verify(
-                        order, activity=self._activity, reply=lambda message: self._reply(message)
-                    )
+                self._verify_weights(order)
             case join_pb2.ReportStates():
                 reply(await self._check_states(order.epoch))
             case _Connected(fingerprint):
@@ -276,6 +279,16 @@ class StageManager:
                     reply(finding)
             case _Disconnected():
                 await self._end_session()
+
+    def _verify_weights(self, order: join_pb2.VerifyWeights) -> None:
+        def reply(message: join_pb2.JoinRequest) -> None:
+            self._reply(message)
+
+        directory = self._backend.checkpoint_directory(self.reference_access.directory)
+        if not order.plan_id and directory is not None:
+            self._weights.verify_checkpoint(order, directory, reply=reply)
+        elif self._loaded is not None and self._loaded.assignment.plan_id == order.plan_id:
+            self._weights.verify(order, activity=self._activity, reply=reply)
 
     async def _check_states(self, epoch: int) -> join_pb2.JoinRequest:
         """Return the hidden states handed on in this epoch, empty if it is over."""
@@ -293,28 +306,25 @@ class StageManager:
                 self._loaded = self._loaded.placed(assignment)
             else:
                 await self._load(assignment)
-            self._check_weights()
         except (ValueError, StageLoadError) as error:
             log.error(
                 "failed to load plan %d: %s", message.plan_id, error, extra=log_context(stage=message.stage)
             )
             return join_pb2.JoinRequest(
-                load_failed=join_pb2.LoadFailed(plan_id=message.plan_id, reason=str(error))
+                load_failed=join_pb2.LoadFailed(
+                    plan_id=message.plan_id, reason=str(error), is_final=isinstance(error, OtherCheckpoint)
+                )
             )
         assert self._loaded is not None
+        self._weights.begin_stage(self._loaded.source)
+        if problem := self._weights.problem(self._loaded.source):
+            self._loaded = None
+            differ = join_pb2.WeightsDiffer(plan_id=message.plan_id, reason=problem)
+            return join_pb2.JoinRequest(weights_differ=differ)
         return join_pb2.JoinRequest(loaded=_loaded_message(self._loaded))
 
     async def _holds(self, assignment: Assignment) -> bool:
         return self._loaded is not None and await self._backend.holds(self._loaded, assignment)
-
-    def _check_weights(self) -> None:
-        """Mark the stage as loaded. Raises StageLoadError for files known to differ."""
-        assert self._loaded is not None
-        source = self._loaded.source
-        self._weights.begin_stage(source)
-        if problem := self._weights.problem(source):
-            self._loaded = None
-            raise StageLoadError(problem)
 
     def _activity(self) -> object | None:
         """Value that changes with every step; None while a step runs or no epoch is serving."""

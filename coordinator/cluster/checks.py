@@ -3,23 +3,24 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoint import Checkpoint, CheckpointError, stage_tensor_names
+from checkpoint import Checkpoint, CheckpointError, ModelConfig, stage_tensor_names
 from checkpoint.errors import FileChanged
-from checkpoint.hashes import CACHE_FOLDER, HashCache, Hashes, TensorHasher, hash_when_idle
+from checkpoint.hashes import CACHE_FOLDER, HashCache, Hashes, TensorHasher, Urgency, hash_when_idle
 from coordinator.cluster.actions import Action, CheckPlan
 from coordinator.cluster.connections import Connections
 from coordinator.cluster.event_log import EventLog
-from coordinator.cluster.membership import WorkerIdentity
+from coordinator.cluster.membership import WorkerIdentity, WorkerState
 from coordinator.cluster.pipeline import Pipeline
 from coordinator.cluster.state_machine import ClusterState
 from coordinator.cluster.transitions import ClusterPhase
 from coordinator.engine.engine import Engine
 from coordinator.model import ServedModel
 from coordinator.planner.plan import Plan, StagePlan
-from coordinator.recovery.self_check import CheckedEpoch, SelfCheck
+from coordinator.recovery.self_check import CheckedEpoch, ReferenceSource, SelfCheck
 from coordinator.recovery.self_check_verdict import KnownReference, NoReference, Verdict
 from coordinator.scheduler.kv_manager import KvCacheManager
 from kvcache import IntegrityMonitor, IntegrityReport
@@ -68,9 +69,23 @@ class LedgerCheck:
 Send = Callable[[WorkerIdentity, join_pb2.JoinResponse], None]
 
 
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """Weights to compare: those of `stage` in a plan, or the whole checkpoint of `worker`."""
+
+    worker: WorkerIdentity
+    stage: StagePlan | None
+    plan_id: int
+    idle_s: float
+
+
+Stages = Iterable[tuple[WorkerIdentity, StagePlan]]
+
+
 class WeightsCheck:
-    """Hashes the checkpoint once, then asks the workers of each plan that serves. They hash their own files
-    and report what differs; what is equal their heartbeats say.
+    """Hashes the checkpoint once, then asks the workers of each plan that serves, when it is idle, and at
+    once those of a plan that failed its self-check. They hash their own files and report what differs; what
+    is equal their heartbeats say.
     """
 
     def __init__(
@@ -82,32 +97,51 @@ class WeightsCheck:
         idle_s: float,
         cache_directory: Path | None,
     ) -> None:
-        """`activity` is that of the cluster, see `hash_when_idle`. `cache_directory` is the user's."""
+        """`activity` is that of the cluster while no plan has failed, see `hash_when_idle`. `cache_directory`
+        is the user's.
+        """
         self._model = model
         self._activity = activity
         self._send = send
         self._idle_s = idle_s
         self._cache = None if cache_directory is None else HashCache(cache_directory / CACHE_FOLDER)
         self._hashes: Hashes = {}
-        self._plan_id = 0
-        self._stages: tuple[tuple[WorkerIdentity, StagePlan], ...] = ()
-        self._asked_plan_id = 0
+        self._is_urgent = False
+        self._served_plan_id = 0
+        self._questions: dict[tuple[str, bool], _Question] = {}
+        """To be asked, by worker, and whether about its stage."""
 
     async def run(self) -> None:
         """Ends when all hashes are known, or the checkpoint cannot be hashed."""
         try:
             hasher = await asyncio.get_running_loop().run_in_executor(None, self._new_hasher)
-            self._hashes = await hash_when_idle(hasher, self._activity, idle_s=self._idle_s)
+            self._hashes = await hash_when_idle(hasher, self._seen_activity, idle_s=self._idle_s)
         except CheckpointError as error:
             log.warning("weights are compared by samples only, the checkpoint cannot be hashed: %s", error)
             return
         log.info("hashed %d tensors of the checkpoint, read_bytes=%d", len(self._hashes), hasher.read_bytes)
         self._ask()
 
-    def plan_serves(self, plan_id: int, stages: Iterable[tuple[WorkerIdentity, StagePlan]]) -> None:
+    def plan_serves(self, plan_id: int, stages: Stages) -> None:
         """In each of its epochs; the workers are asked once."""
-        self._plan_id, self._stages = plan_id, tuple(stages)
+        if plan_id != self._served_plan_id:
+            self._served_plan_id = plan_id
+            self._add(_Question(worker, stage, plan_id, self._idle_s) for worker, stage in stages)
+
+    def plan_failed(self, plan_id: int, stages: Stages, source: WorkerIdentity | None) -> None:
+        """The plan failed its self-check, against a reference of `source` if a worker computed it."""
+        self._is_urgent = True
+        self._add(_Question(worker, stage, plan_id, 0.0) for worker, stage in stages)
+        if source is not None:
+            self._add([_Question(source, None, 0, 0.0)])
+
+    def _add(self, questions: Iterable[_Question]) -> None:
+        for question in questions:
+            self._questions[question.worker.name, question.stage is not None] = question
         self._ask()
+
+    def _seen_activity(self) -> object | None:
+        return Urgency.AT_ONCE if self._is_urgent else self._activity()
 
     def _new_hasher(self) -> TensorHasher:
         assert self._model.directory is not None, "a mock has no weights to compare"
@@ -115,30 +149,36 @@ class WeightsCheck:
         if checkpoint.fingerprint != self._model.fingerprint:
             raise FileChanged(f"{checkpoint.directory} has changed since the coordinator started")
         config = checkpoint.config
-        names = stage_tensor_names(config, 0, config.num_layers, has_embeddings=True, has_head=True)
-        return TensorHasher(checkpoint, names, cache=self._cache)
+        return TensorHasher(checkpoint, _tensor_names(config, None), cache=self._cache)
 
     def _ask(self) -> None:
-        if not self._hashes or self._plan_id == self._asked_plan_id:
+        if not self._hashes:
             return
-        self._asked_plan_id = self._plan_id
-        for worker, stage in self._stages:
-            self._send(worker, self._encode(stage))
+        questions, self._questions = self._questions, {}
+        for question in questions.values():
+            self._send(question.worker, self._encode(question))
 
-    def _encode(self, stage: StagePlan) -> join_pb2.JoinResponse:
-        names = stage_tensor_names(
-            self._model.config,
-            stage.layer_begin,
-            stage.layer_end,
-            has_embeddings=stage.role.has_embeddings,
-            has_head=stage.role.has_head,
-        )
+    def _encode(self, question: _Question) -> join_pb2.JoinResponse:
+        names = _tensor_names(self._model.config, question.stage)
         verify = join_pb2.VerifyWeights(
-            plan_id=self._plan_id,
-            idle_ms=round(self._idle_s * 1000),
+            plan_id=question.plan_id,
+            idle_ms=round(question.idle_s * 1000),
             tensors=[join_pb2.TensorHash(name=name, xxh3_128=self._hashes[name]) for name in names],
         )
         return join_pb2.JoinResponse(verify_weights=verify)
+
+
+def _tensor_names(config: ModelConfig, stage: StagePlan | None) -> list[str]:
+    """Of a stage, or of the whole model."""
+    if stage is None:
+        return stage_tensor_names(config, 0, config.num_layers, has_embeddings=True, has_head=True)
+    return stage_tensor_names(
+        config,
+        stage.layer_begin,
+        stage.layer_end,
+        has_embeddings=stage.role.has_embeddings,
+        has_head=stage.role.has_head,
+    )
 
 
 NOT_ANSWERED = "a step of the self-check was not answered in time"
@@ -156,6 +196,7 @@ class PlanChecks:
         connections: Connections,
         pipeline: Pipeline,
         events: EventLog,
+        weights: WeightsCheck | None,
         carry_out: Callable[[list[Action]], None],
         fail_epoch: Callable[[int, str], None],
         spawn: Callable[[Coroutine[None, None, None]], asyncio.Task[None]],
@@ -166,6 +207,7 @@ class PlanChecks:
         self._connections = connections
         self._pipeline = pipeline
         self._events = events
+        self._weights = weights
         self._carry_out = carry_out
         self._fail_epoch = fail_epoch
         self._spawn = spawn
@@ -216,7 +258,7 @@ class PlanChecks:
     async def _check_plan(self, action: CheckPlan) -> None:
         epoch, plan = action.epoch, action.plan
         wire_dtype = self._wire_dtype(plan)
-        known = await self.check.reference(plan, wire_dtype, self._connections.reference_sources)
+        known = await self.check.reference(plan, wire_dtype, self._reference_sources())
         self._sends_in, self._is_idle_check = epoch, False
         checked = CheckedEpoch(
             epoch=epoch,
@@ -233,9 +275,49 @@ class PlanChecks:
             return
         self._sends_in = None
         self._events.checked(epoch, verdict)
-        problem = None if verdict.is_good else verdict.text
-        self._carry_out(self._state.checked(epoch, problem, stage=verdict.stage))
+        if verdict.is_good:
+            self._carry_out(self._state.checked(epoch, None))
+        else:
+            self._refuse(action, verdict, known.worker if isinstance(known, KnownReference) else "")
         await self.check.keep_reference()
+
+    def _refuse(self, action: CheckPlan, verdict: Verdict, source: str) -> None:
+        """Refuses a plan that failed against the reference of `source`, "" if no worker computed it. What can
+        be wrong is compared with the coordinator's checkpoint: the weights of the plan and of `source`.
+        """
+        plan = action.plan
+        if self._weights is not None:
+            workers = (record.identity for record in self._state.stage_workers)
+            connection = self._connections.get(source)
+            self._weights.plan_failed(
+                self._state.plan_id,
+                zip(workers, plan.stages, strict=True),
+                None if connection is None else connection.identity,
+            )
+        blamed = "" if verdict.stage is None else plan.stages[verdict.stage].worker
+        is_dropped = self.check.record_failure(blamed)
+        self._carry_out(self._state.checked(action.epoch, verdict.text, stage=verdict.stage, source=source))
+        if is_dropped:
+            self._drop_reference(source)
+
+    def worker_left(self, name: str) -> None:
+        """Its reference goes with it if plans have failed against that."""
+        if self.check.source_left(name):
+            self._drop_reference(name)
+
+    def weights_differ(self, name: str) -> None:
+        """The references of this worker are wrong."""
+        self._spawn(self.check.discard_references(name))
+
+    def _drop_reference(self, source: str) -> None:
+        self._events.reference_dropped(source)
+        self._carry_out(self._state.reference_dropped(source))
+
+    def _reference_sources(self) -> Sequence[ReferenceSource]:
+        """Workers that may compute a reference: all that are not in quarantine."""
+        records = self._state.workers
+        out = {record.identity.name for record in records if record.state is WorkerState.QUARANTINED}
+        return [source for source in self._connections.reference_sources if source.worker not in out]
 
     async def _check_idle(self, epoch: int, plan: Plan) -> None:
         """Checks the present epoch, whose cache stays; requests that arrive wait for its few steps.
@@ -243,7 +325,7 @@ class PlanChecks:
         A step that is overdue ends the epoch like any other, and the check with it.
         """
         wire_dtype = self._wire_dtype(plan)
-        known = await self.check.reference(plan, wire_dtype, self._connections.reference_sources)
+        known = await self.check.reference(plan, wire_dtype, self._reference_sources())
         lent = self._engine.lend_epoch()
         if lent is None:
             return

@@ -194,6 +194,8 @@ class Controller:
         self._events.left(name, reason)
         self._note_unrelated_death(self.state.workers.find(name))
         self._carry_out(self.state.lose(name, connection.identity.incarnation, reason, cause))
+        if self.checks is not None:
+            self.checks.worker_left(name)
 
     def _note_unrelated_death(self, record: WorkerRecord | None) -> None:
         """Counts the loss of a worker that computed nothing."""
@@ -225,13 +227,14 @@ class Controller:
                 connection.loads_tokenizer = False
                 failed = message.load_failed
                 self._events.load_failed(name, failed.reason)
-                self._carry_out(self.state.load_failed(name, failed.plan_id, failed.reason))
+                actions = self.state.load_failed(
+                    name, failed.plan_id, failed.reason, is_final=failed.is_final
+                )
+                self._carry_out(actions)
             case "epoch_ready":
                 self._carry_out(self.state.epoch_ready(name, message.epoch_ready.epoch))
             case "weights_differ":
-                differ = message.weights_differ
-                self._events.weights_differ(name, differ.reason)
-                self._carry_out(self.state.weights_differ(name, differ.reason))
+                self._weights_differ(name, message.weights_differ.reason)
             case "drain_requested":
                 self._events.leaving(name, asks_itself=True)
                 self._carry_out(self.state.drain(name))
@@ -240,6 +243,15 @@ class Controller:
                     self.checks.take_states(name, message.check_states)
             case unknown:
                 self._events.unexpected(name, unknown)
+
+    def _weights_differ(self, name: str, reason: str) -> None:
+        record = self.state.workers.find(name)
+        if record is None or record.has_wrong_weights:
+            return  # It may report once more after each join.
+        self._events.weights_differ(name, reason)
+        if self.checks is not None:
+            self.checks.weights_differ(name)
+        self._carry_out(self.state.weights_differ(name, reason))
 
     def receive_fault(self, connection: WorkerConnection, report: FaultReport) -> None:
         """Handles a fault report of a worker; ignored unless the worker runs the stage that it names."""
@@ -552,6 +564,7 @@ class Controller:
             connections=self.connections,
             pipeline=self._pipeline,
             events=self._events,
+            weights=self._weights_check,
             carry_out=self._carry_out,
             fail_epoch=self.fail_epoch,
             spawn=self._spawn,

@@ -25,8 +25,10 @@ class EventLog:
         self._clock = clock
         self._stopped_s: float | None = None
         self._differing = ""
+        self._loads: dict[str, tuple[int, int, int]] = {}
 
     def joined(self, worker: WorkerIdentity) -> None:
+        self._loads.pop(worker.name, None)
         log.info(
             "worker %s joined from %s (%s)",
             *(worker.name, worker.address, worker.device),
@@ -50,10 +52,16 @@ class EventLog:
         )
 
     def loaded(self, worker: str, loaded: join_pb2.StageLoaded) -> None:
+        """A stage that was loaded for an earlier plan is a debug line."""
+        load = (loaded.load_ms, loaded.warmup_ms, loaded.read_bytes)
+        is_kept, self._loads[worker] = self._loads.get(worker) == load, load
         duration_ms = loaded.load_ms + loaded.warmup_ms
         kernels = f", {loaded.kernels} kernels" if loaded.kernels else ""
-        log.info(
-            "worker %s is ready (%d ms%s)", worker, duration_ms, kernels, extra=log_context(worker=worker)
+        log.log(
+            logging.DEBUG if is_kept else logging.INFO,
+            "worker %s is ready (%d ms%s)",
+            *(worker, duration_ms, kernels),
+            extra=log_context(worker=worker),
         )
 
     def load_failed(self, worker: str, reason: str) -> None:
@@ -116,6 +124,13 @@ class EventLog:
         level = logging.INFO if verdict.is_good else logging.ERROR
         extra = log_context(epoch=epoch, stage=verdict.stage, duration_s=duration_s)
         log.log(level, "self-check %s", verdict.text, extra=extra)
+
+    def reference_dropped(self, worker: str) -> None:
+        log.warning(
+            "the reference of worker %s is dropped, it may be wrong: refused plans are checked again",
+            worker,
+            extra=log_context(worker=worker),
+        )
 
     def serving(self, epoch: int, plan: Plan) -> None:
         """An epoch serves: the first one, or the end of a recovery."""

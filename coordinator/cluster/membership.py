@@ -56,6 +56,9 @@ class WorkerRecord:
     is_dismissed: bool = False
     is_left_out: bool = False
     produced_non_finite: bool = False
+    has_wrong_weights: bool = False
+    is_culprit: bool = False
+    """Quarantined because of a failed self-check."""
     doubts: tuple[str, ...] = ()
     """How plans failed that it may be the cause of."""
 
@@ -77,6 +80,10 @@ class WorkerRecord:
     def quarantine(self, reason: str) -> None:
         """Excludes it from plans until it rejoins."""
         self.state, self.detail = WorkerState.QUARANTINED, reason
+
+    def readmit(self) -> None:
+        """Ends a quarantine."""
+        self.state, self.detail, self.is_culprit = WorkerState.SPARE, "", False
 
     def fail_to_load(self, reason: str, *, max_failures: int) -> bool:
         """Counts a failed load; True once it is quarantined."""

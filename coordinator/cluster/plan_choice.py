@@ -33,10 +33,11 @@ _Placement = tuple[_Part, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """How a plan has failed, and whose results were wrong, where that is known."""
+    """How a plan has failed, whose results were wrong, where that is known, and against whose reference."""
 
     problem: str
     cause: str | None
+    source: str
 
 
 class PlanRefusals:
@@ -50,10 +51,10 @@ class PlanRefusals:
         self._failures: dict[_Placement, _Failure] = {}
         self._proven: dict[str, set[int]] = {}
 
-    def add(self, plan: Plan, problem: str, *, cause: str | None = None) -> None:
+    def add(self, plan: Plan, problem: str, *, cause: str | None = None, source: str = "") -> None:
         """This plan, and any other that gives the same layers to the same workers, is refused."""
         names = ", ".join(stage.worker for stage in plan.stages)
-        self._failures[_placement(plan)] = _Failure(f"the self-check of {names} {problem}", cause)
+        self._failures[_placement(plan)] = _Failure(f"the self-check of {names} {problem}", cause, source)
 
     def add_passed(self, plan: Plan) -> None:
         """Nothing is wrong with these workers as far as they run these layers."""
@@ -67,6 +68,13 @@ class PlanRefusals:
             placement: failure
             for placement, failure in self._failures.items()
             if worker not in (part.worker for part in placement)
+        }
+
+    def forget_source(self, worker: str) -> None:
+        """The reference of `worker` may be wrong: what was found out with it does not count."""
+        self._proven.clear()
+        self._failures = {
+            placement: failure for placement, failure in self._failures.items() if failure.source != worker
         }
 
     def check(self, plan: Plan) -> None:
@@ -179,11 +187,13 @@ class PlanChoice:
         )
         return f"; {layers} for weights" + (f"; free: {room}" if room else "")
 
-    def note_failed(self, plan: Plan, problem: str, members: Members, *, cause: str | None = None) -> None:
+    def note_failed(
+        self, plan: Plan, problem: str, members: Members, *, cause: str | None = None, source: str = ""
+    ) -> None:
         """The plan has failed its self-check, and is not made again; `cause` is the worker at fault, where
-        that is known.
+        that is known, and `source` the worker with whose reference it was compared.
         """
-        self._refusals.add(plan, problem, cause=cause)
+        self._refusals.add(plan, problem, cause=cause, source=source)
         self._template = self._good_template
         self._note_doubts(members)
 
@@ -196,11 +206,22 @@ class PlanChoice:
             record = members.find(name)
             if record is not None and record.stage is None:
                 record.quarantine(problem)
+                record.is_culprit = True
 
     def forget(self, worker: str, members: Members) -> None:
         """A new process has this name."""
         self._refusals.forget(worker)
         self._note_doubts(members)
+
+    def forget_source(self, worker: str, members: Members) -> None:
+        """The reference of `worker` may be wrong: plans that failed against it may be made again, and workers
+        that are out because of that are not.
+        """
+        self._refusals.forget_source(worker)
+        self._note_doubts(members)
+        for record in members:
+            if record.is_culprit and not record.doubts:
+                record.readmit()
 
     def _note_doubts(self, members: Members) -> None:
         for record in members:

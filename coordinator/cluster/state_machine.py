@@ -246,25 +246,31 @@ class ClusterState:
         return []
 
     @handles(ClusterEvent.LOAD_FAILED)
-    def load_failed(self, name: str, plan_id: int, reason: str) -> list[Action]:
-        """A worker could not load its stage; repeated failures quarantine it until it rejoins."""
+    def load_failed(self, name: str, plan_id: int, reason: str, *, is_final: bool = False) -> list[Action]:
+        """A worker could not load its stage; a final failure or repeated ones quarantine it until it
+        rejoins.
+        """
         record = self.workers.find(name)
         if record is None or plan_id != self._plan_id or record.state is not WorkerState.LOADING:
             return []
-        is_out = record.fail_to_load(reason, max_failures=self._policy.max_failed_loads)
+        is_out = record.fail_to_load(reason, max_failures=1 if is_final else self._policy.max_failed_loads)
         return self._give_up_plan("" if is_out else f"worker {name} {record.detail}", EndCause.FAULT)
 
     @handles(ClusterEvent.WEIGHTS_DIFFER)
     def weights_differ(self, name: str, reason: str) -> list[Action]:
         """The files of a worker differ from the coordinator's checkpoint. The report may be about an older
-        plan: the results of the worker may be wrong. It is quarantined until it rejoins.
+        plan: the results of the worker may be wrong. It is quarantined until it rejoins, and plans that
+        failed because of it or against its reference may be made again.
         """
         record = self.workers.find(name)
-        if record is None or record.state is WorkerState.QUARANTINED:
+        if record is None or record.has_wrong_weights:
             return []
         record.quarantine(f"its weights differ: {reason}")
+        record.has_wrong_weights, record.is_culprit = True, False
+        self._choice.forget(name, self.workers)
+        self._choice.forget_source(name, self.workers)
         if record.stage is None:
-            return []
+            return self._improve()
         return self._give_up_plan(f"worker {name}: {record.detail}", EndCause.FAULT)
 
     @handles(ClusterEvent.EPOCH_READY)
@@ -364,9 +370,12 @@ class ClusterState:
         return actions
 
     @handles(ClusterEvent.CHECKED)
-    def checked(self, epoch: int, problem: str | None, *, stage: int | None = None) -> list[Action]:
+    def checked(
+        self, epoch: int, problem: str | None, *, stage: int | None = None, source: str = ""
+    ) -> list[Action]:
         """The self-check in `epoch` ended. A good plan serves in a new epoch with empty pools; a plan with a
-        `problem` is refused and the next best is tried. `stage` is the cause where it is known.
+        `problem` is refused and the next best is tried. `stage` is the cause where it is known, and `source`
+        the worker with whose reference the plan was compared.
         """
         if epoch != self.epoch or self.plan is None:
             return []
@@ -376,10 +385,16 @@ class ClusterState:
             self._failures.on_progress()
             return self._begin_epoch()
         worker = None if stage is None else self.plan.stages[stage].worker
-        self._choice.note_failed(self.plan, problem, self.workers, cause=worker)
+        self._choice.note_failed(self.plan, problem, self.workers, cause=worker, source=source)
         actions = self._stop(f"the self-check {problem}", EndCause.FAULT)
         self.plan = None
         return actions + self._advance()
+
+    @handles(ClusterEvent.REFERENCE_DROPPED)
+    def reference_dropped(self, source: str) -> list[Action]:
+        """The reference of a worker may be wrong: plans that failed against it may be made again."""
+        self._choice.forget_source(source, self.workers)
+        return self._advance() if self.phase is ClusterPhase.BLOCKED else []
 
     @handles(ClusterEvent.DOUBTED)
     def doubted(self, epoch: int, reason: str) -> list[Action]:

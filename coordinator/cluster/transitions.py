@@ -42,6 +42,7 @@ class ClusterEvent(Enum):
     HOP_FAILED = "hop_failed"
     STAGE_FAILED = "stage_failed"
     CHECKED = "checked"
+    REFERENCE_DROPPED = "reference_dropped"
     DOUBTED = "doubted"
 
 
@@ -55,7 +56,8 @@ TRANSITIONS: Mapping[ClusterPhase, Mapping[ClusterEvent, Set[ClusterPhase]]] = {
         ClusterEvent.LOSE: {_WAITING, _LOADING, _BLOCKED},
         ClusterEvent.ELAPSED: {_WAITING, _LOADING, _BLOCKED},
         ClusterEvent.DRAIN: {_WAITING},
-        ClusterEvent.WEIGHTS_DIFFER: {_WAITING},
+        ClusterEvent.WEIGHTS_DIFFER: {_WAITING, _LOADING, _BLOCKED},
+        ClusterEvent.REFERENCE_DROPPED: {_WAITING},
     },
     _LOADING: {
         ClusterEvent.JOIN: {_WAITING, _LOADING, _BLOCKED},
@@ -66,6 +68,7 @@ TRANSITIONS: Mapping[ClusterPhase, Mapping[ClusterEvent, Set[ClusterPhase]]] = {
         ClusterEvent.LOADED: {_LOADING, _STARTING},
         ClusterEvent.LOAD_FAILED: {_WAITING, _LOADING, _BLOCKED},
         ClusterEvent.WEIGHTS_DIFFER: {_LOADING, _BLOCKED},
+        ClusterEvent.REFERENCE_DROPPED: {_LOADING},
     },
     _STARTING: {
         ClusterEvent.JOIN: {_WAITING, _LOADING, _STARTING, _BLOCKED},
@@ -81,6 +84,7 @@ TRANSITIONS: Mapping[ClusterPhase, Mapping[ClusterEvent, Set[ClusterPhase]]] = {
         ClusterEvent.EPOCH_FAILED: {_STARTING},
         ClusterEvent.HOP_FAILED: {_LOADING, _STARTING},
         ClusterEvent.STAGE_FAILED: {_LOADING, _STARTING},
+        ClusterEvent.REFERENCE_DROPPED: {_STARTING},
     },
     _CHECKING: {
         ClusterEvent.JOIN: {_WAITING, _LOADING, _CHECKING, _BLOCKED},
@@ -93,6 +97,7 @@ TRANSITIONS: Mapping[ClusterPhase, Mapping[ClusterEvent, Set[ClusterPhase]]] = {
         ClusterEvent.HOP_FAILED: {_LOADING, _STARTING, _CHECKING},
         ClusterEvent.STAGE_FAILED: {_LOADING, _STARTING, _CHECKING},
         ClusterEvent.CHECKED: {_WAITING, _LOADING, _STARTING, _CHECKING, _BLOCKED},
+        ClusterEvent.REFERENCE_DROPPED: {_CHECKING},
     },
     _SERVING: {
         ClusterEvent.JOIN: {_WAITING, _LOADING, _SERVING, _BLOCKED},
@@ -104,6 +109,7 @@ TRANSITIONS: Mapping[ClusterPhase, Mapping[ClusterEvent, Set[ClusterPhase]]] = {
         ClusterEvent.EPOCH_FAILED: {_STARTING, _SERVING},
         ClusterEvent.HOP_FAILED: {_LOADING, _STARTING, _SERVING},
         ClusterEvent.STAGE_FAILED: {_LOADING, _STARTING, _SERVING},
+        ClusterEvent.REFERENCE_DROPPED: {_SERVING},
         ClusterEvent.DOUBTED: {_STARTING, _SERVING},
     },
     _BLOCKED: {
@@ -111,7 +117,8 @@ TRANSITIONS: Mapping[ClusterPhase, Mapping[ClusterEvent, Set[ClusterPhase]]] = {
         ClusterEvent.LOSE: {_WAITING, _LOADING, _BLOCKED},
         ClusterEvent.ELAPSED: {_WAITING, _LOADING, _BLOCKED},
         ClusterEvent.DRAIN: {_BLOCKED},
-        ClusterEvent.WEIGHTS_DIFFER: {_BLOCKED},
+        ClusterEvent.WEIGHTS_DIFFER: {_LOADING, _BLOCKED},
+        ClusterEvent.REFERENCE_DROPPED: {_WAITING, _LOADING, _BLOCKED},
     },
 }
 

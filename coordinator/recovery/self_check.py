@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -60,7 +60,11 @@ class ReferenceQuestion:
 
 
 class References:
-    """Those of one model, each computed once."""
+    """References of one model, each computed once.
+
+    An unconfirmed reference of a worker stays while all plans that fail against it blame one and the same
+    other worker. Otherwise it may be wrong itself and is dropped, once per worker, so that tries end.
+    """
 
     def __init__(
         self,
@@ -79,7 +83,10 @@ class References:
         self._known: dict[str, KnownReference] = {}
         self._has_read = False
         self._computing: dict[ReferenceQuestion, asyncio.Task[KnownReference]] = {}
-        self._distrusted: set[str] = set()
+        self._blamed: dict[str, str] = {}
+        """By worker whose reference it was: the worker that the failed plans blame."""
+        self._dropped: set[str] = set()
+        """Workers whose reference was dropped."""
 
     async def get(self, question: ReferenceQuestion, sources: Sequence[ReferenceSource]) -> KnownReference:
         """A known one, or that of the worker with the most free memory, or else of the next.
@@ -111,22 +118,57 @@ class References:
     async def confirm(self, question: ReferenceQuestion) -> None:
         """A plan has passed with it: it is kept from now on."""
         known = self._find(question)
-        if known is None or not known.worker or self._kept is None:
+        if known is None or known.is_confirmed:
             return
-        self._known[question.key] = KnownReference(known.reference, known.origin)
+        self._known[question.key] = replace(known, is_confirmed=True)
+        if self._kept is None:
+            return
         try:
-            await asyncio.to_thread(self._keep, self._kept, question.key, known.reference)
+            await asyncio.to_thread(self._keep, self._kept, {question.key: known.reference})
         except OSError as error:
             log.warning("the reference of the self-check is not kept for the next start: %s", error)
 
-    def distrust(self, question: ReferenceQuestion) -> None:
-        """A plan has failed with it. One that no plan has passed with may be wrong itself: the next is that
-        of another worker, if there is one.
+    def record_failure(self, question: ReferenceQuestion, worker: str) -> bool:
+        """Counts a plan that failed against this reference and blames `worker`, "" if unknown. Returns True
+        if the reference is dropped.
         """
         known = self._find(question)
-        if known is not None and known.worker:
-            self._distrusted.add(known.worker)
-            del self._known[question.key]
+        if known is None or known.is_confirmed or known.worker in self._dropped:
+            return False
+        source = known.worker
+        if worker and worker != source and self._blamed.setdefault(source, worker) == worker:
+            return False
+        self._drop(source)
+        return True
+
+    def source_left(self, worker: str) -> bool:
+        """Drops the reference of a lost worker if plans have failed against it: nobody can tell any more
+        which of the two was wrong. Returns True if it is dropped.
+        """
+        unconfirmed = (known for known in self._known.values() if not known.is_confirmed)
+        is_doubtful = worker in self._blamed and any(known.worker == worker for known in unconfirmed)
+        if is_doubtful:
+            self._drop(worker)
+        return is_doubtful
+
+    async def discard(self, worker: str) -> None:
+        """Drops all references of a worker whose weights are wrong, confirmed ones and kept ones as well."""
+        kept = [key for key, known in self._known.items() if known.worker == worker and known.is_confirmed]
+        self._drop(worker, unconfirmed_only=False)
+        if kept and self._kept is not None:
+            try:
+                await asyncio.to_thread(self._keep, self._kept, dict.fromkeys(kept))
+            except OSError as error:
+                log.warning("a wrong reference of the self-check stays in %s: %s", self._kept, error)
+
+    def _drop(self, source: str, *, unconfirmed_only: bool = True) -> None:
+        self._blamed.pop(source, None)
+        self._dropped.add(source)
+        self._known = {
+            key: known
+            for key, known in self._known.items()
+            if known.worker != source or (known.is_confirmed and unconfirmed_only)
+        }
 
     def close(self) -> None:
         """Nobody waits for any more."""
@@ -150,16 +192,22 @@ class References:
             except (OSError, ValueError) as error:
                 log.warning("%s is not used, and is computed again: %s: %s", origin, path, error)
                 continue
-            found |= {key: KnownReference(reference, origin) for key, reference in references.items()}
+            found |= {
+                key: KnownReference(reference, origin, is_confirmed=True)
+                for key, reference in references.items()
+            }
         return found
 
-    def _keep(self, path: Path, key: str, reference: Reference) -> None:
+    def _keep(self, path: Path, changes: Mapping[str, Reference | None]) -> None:
+        """None removes the reference."""
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
             others = read_references(path, self._model.fingerprint)
         except (FileNotFoundError, ValueError):
             others = {}
-        write_references(path, self._model.fingerprint, others | {key: reference})
+        merged = {**others, **changes}
+        kept = {key: reference for key, reference in merged.items() if reference is not None}
+        write_references(path, self._model.fingerprint, kept)
 
     async def _compute(
         self, question: ReferenceQuestion, sources: Sequence[ReferenceSource]
@@ -185,7 +233,8 @@ class References:
         raise NoReference("; ".join(refusals) or "no worker can be asked")
 
     def _rank(self, source: ReferenceSource) -> tuple[object, ...]:
-        return (source.worker in self._distrusted, -source.free_bytes, source.worker)
+        is_blamed = source.worker in self._blamed.values()
+        return (source.worker in self._dropped, is_blamed, -source.free_bytes, source.worker)
 
     async def _ask_one(self, source: ReferenceSource, question: ReferenceQuestion) -> Reference:
         request = forward_pb2.ComputeReferenceRequest(
@@ -280,14 +329,25 @@ class SelfCheck:
         if epoch.ask_states is not None and isinstance(known, KnownReference):
             states = await self._all_states(len(epoch.plan.stages) - 1, script, epoch.ask_states)
         verdict = judge(script, epoch.plan, results, states, known)
-        if isinstance(known, KnownReference) and self._question is not None:
-            if verdict.is_good:
-                self._passed = self._question
-            else:
-                self._references.distrust(self._question)
+        if isinstance(known, KnownReference) and verdict.is_good:
+            self._passed = self._question
         self._checked_at_s = asyncio.get_running_loop().time()
         self.verdict = replace(verdict, at_us=self._now_us())
         return self.verdict
+
+    def record_failure(self, worker: str) -> bool:
+        """See `References.record_failure`; for the last check, which has failed."""
+        if self.verdict.deviation is None or self._question is None:
+            return False  # Nothing was compared.
+        return self._references.record_failure(self._question, worker)
+
+    def source_left(self, worker: str) -> bool:
+        """See `References.source_left`."""
+        return self._references.source_left(worker)
+
+    async def discard_references(self, worker: str) -> None:
+        """See `References.discard`."""
+        await self._references.discard(worker)
 
     async def keep_reference(self) -> None:
         """Keeps the reference that the last check has passed with, if it has. Writes to disk: no request

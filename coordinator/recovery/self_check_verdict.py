@@ -130,11 +130,14 @@ class BadAnswer(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class KnownReference:
-    """`origin`, as in "the recorded reference"; `worker` is who has computed it, if one has."""
+    """`origin`, as in "the recorded reference"; `worker` has computed it, "" if it was read from a file.
+    `is_confirmed`: a plan has passed with it.
+    """
 
     reference: Reference
     origin: str
     worker: str = ""
+    is_confirmed: bool = False
 
 
 class NoReference(Exception):

@@ -4,6 +4,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from stage_worker.assignment import Assignment, ReferenceRequest
 from stage_worker.backends.contract import ReceivedFrame, StageOutput
@@ -16,6 +17,10 @@ from wire.tensors import TensorView
 
 class StageLoadError(Exception):
     """This worker cannot run its assignment; the text has the reason and the numbers."""
+
+
+class OtherCheckpoint(StageLoadError):
+    """This worker's checkpoint is not the coordinator's: another try cannot succeed."""
 
 
 class LoadGivenUp(StageLoadError):
@@ -144,6 +149,10 @@ class StageBackend(ABC):
     async def verify_accounting(self, executor: StepExecutor) -> None:
         """Check the KV accounting, after all earlier calls. Raises StepFault."""
         executor.verify_accounting()
+
+    def checkpoint_directory(self, coordinators: str) -> Path | None:
+        """The local checkpoint, None for a mock; `coordinators` is the coordinator's path, as in ModelRef."""
+        return None
 
     async def reference(self, request: ReferenceRequest, *, held_bytes: int) -> Reference:
         """Compute a reference during steps; the stage holds `held_bytes`. Raises ServingError."""

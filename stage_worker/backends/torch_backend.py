@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
@@ -88,6 +89,9 @@ class TorchBackend(StageBackend):
 
     async def verify_accounting(self, executor: StepExecutor) -> None:
         await self._thread.run(executor.verify_accounting)
+
+    def checkpoint_directory(self, coordinators: str) -> Path:
+        return self._resources.directory(coordinators)
 
     async def reference(self, request: ReferenceRequest, *, held_bytes: int) -> Reference:
         progress = LoadProgress()

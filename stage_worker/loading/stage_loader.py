@@ -25,6 +25,7 @@ from stage_worker.backends.backend import (
     LoadedStage,
     LoadGivenUp,
     LoadProgress,
+    OtherCheckpoint,
     StageLoadError,
 )
 from stage_worker.backends.contract import KernelChoice, KernelsUnavailable
@@ -241,9 +242,9 @@ def _source(model: DecoderStage, checkpoint: Checkpoint, cache: StageCache) -> L
 
 
 def _check_model(assignment: Assignment, checkpoint: Checkpoint) -> None:
-    """Raises HandshakeMismatch with the coordinator's value and this worker's own."""
+    """Raises OtherCheckpoint or HandshakeMismatch with the coordinator's value and this worker's own."""
     if assignment.fingerprint != checkpoint.fingerprint:
-        raise fingerprint_mismatch(checkpoint, expected=assignment.fingerprint)
+        raise OtherCheckpoint(str(fingerprint_mismatch(checkpoint, expected=assignment.fingerprint)))
     num_layers = checkpoint.config.num_layers
     if assignment.layer_end > num_layers:
         raise HandshakeMismatch(

@@ -1,13 +1,14 @@
-"""Compares all loaded weights with the coordinator's hashes, while no step runs."""
+"""Compares all bytes of weights with the coordinator's hashes, while no step runs or at once."""
 
 import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from checkpoint import Checkpoint, CheckpointError
 from checkpoint.files import FileIdentity, stat_files
-from checkpoint.hashes import HashCache, Hashes, TensorHasher, hash_when_idle
+from checkpoint.hashes import HashCache, Hashes, TensorHasher, Urgency, hash_when_idle
 from stageline_rpc.internal.v1 import join_pb2
 from stageline_rpc.v1 import cluster_pb2
 
@@ -34,6 +35,7 @@ class WeightsVerifier:
         self._source: LoadedFrom | None = None
         self._level = cluster_pb2.WEIGHTS_CHECK_UNSPECIFIED
         self._task: asyncio.Task[None] | None = None
+        self._checkpoint_task: asyncio.Task[None] | None = None
         self._problems: dict[tuple[FileIdentity, ...], dict[str, str]] = {}
         self._finding: _Finding | None = None
 
@@ -55,7 +57,7 @@ class WeightsVerifier:
         self._source = source
         is_real = source is not None
         self._level = cluster_pb2.WEIGHTS_CHECK_SAMPLED if is_real else cluster_pb2.WEIGHTS_CHECK_UNSPECIFIED
-        if is_real and not self.problem(source):
+        if source is not None and source.files not in self._problems:
             self._finding = None
 
     def verify(
@@ -65,11 +67,26 @@ class WeightsVerifier:
         activity: Callable[[], object | None],
         reply: Callable[[join_pb2.JoinRequest], None],
     ) -> None:
-        """Start the comparison; `reply` is called if weights differ. `activity`: see `hash_when_idle`."""
+        """Start to compare the stage's weights; `reply` is called if they differ. `activity`: see
+        `hash_when_idle`.
+        """
         self.cancel()
         if self._source is not None:
-            check = self._check(self._source, order, activity, reply)
+            check = self._check_stage(self._source, order, activity, reply)
             self._task = asyncio.create_task(check, name="weights-check")
+
+    def verify_checkpoint(
+        self,
+        order: join_pb2.VerifyWeights,
+        directory: Path,
+        *,
+        reply: Callable[[join_pb2.JoinRequest], None],
+    ) -> None:
+        """Start to compare the whole checkpoint, whatever is loaded; `reply` is called if it differs."""
+        if self._checkpoint_task is not None:
+            self._checkpoint_task.cancel()
+        check = self._check_checkpoint(directory, order, reply)
+        self._checkpoint_task = asyncio.create_task(check, name="checkpoint-check")
 
     async def finding(self, *, fingerprint: str) -> join_pb2.JoinRequest | None:
         """The report of differing weights for a new connection; None for none, or another checkpoint."""
@@ -79,10 +96,39 @@ class WeightsVerifier:
         return finding.message if await asyncio.to_thread(finding.is_current) else None
 
     def cancel(self) -> None:
-        """Cancel the current comparison."""
+        """Cancel the comparison of the stage's weights."""
         if self._task is not None:
             self._task.cancel()
         self._task = None
+
+    def close(self) -> None:
+        """Cancel every comparison."""
+        self.cancel()
+        if self._checkpoint_task is not None:
+            self._checkpoint_task.cancel()
+
+    async def _check_stage(
+        self,
+        source: LoadedFrom,
+        order: join_pb2.VerifyWeights,
+        activity: Callable[[], object | None],
+        reply: Callable[[join_pb2.JoinRequest], None],
+    ) -> None:
+        if await self._check(source, order, activity, reply):
+            self._level = cluster_pb2.WEIGHTS_CHECK_FULL
+
+    async def _check_checkpoint(
+        self,
+        directory: Path,
+        order: join_pb2.VerifyWeights,
+        reply: Callable[[join_pb2.JoinRequest], None],
+    ) -> None:
+        try:
+            source = await asyncio.to_thread(_whole_checkpoint, directory, order)
+        except CheckpointError as error:
+            log.warning("the checkpoint cannot be compared: %s", error)
+            return
+        await self._check(source, order, lambda: None, reply)
 
     async def _check(
         self,
@@ -90,25 +136,27 @@ class WeightsVerifier:
         order: join_pb2.VerifyWeights,
         activity: Callable[[], object | None],
         reply: Callable[[join_pb2.JoinRequest], None],
-    ) -> None:
+    ) -> bool:
+        """Return whether all weights are equal. An order without idle time does not wait for `activity`."""
         expected = {tensor.name: tensor.xxh3_128 for tensor in order.tensors}
+        seen = activity if order.idle_ms else lambda: Urgency.AT_ONCE
         try:
             hasher = TensorHasher(source.checkpoint, source.tensors, files=source.files, cache=self._cache)
-            hashes = await hash_when_idle(hasher, activity, idle_s=order.idle_ms / 1000)
+            hashes = await hash_when_idle(hasher, seen, idle_s=order.idle_ms / 1000)
         except CheckpointError as error:
             log.warning("weights stay compared by samples only, their files cannot be hashed: %s", error)
-            return
+            return False
         problems = _differences(source, expected, hashes)
         if not problems:
-            self._level = cluster_pb2.WEIGHTS_CHECK_FULL
             log.info("weights are equal: %d tensors, read_bytes=%d", len(hashes), hasher.read_bytes)
-            return
-        self._problems[source.files] = problems
+            return True
+        self._problems[source.files] = self._problems.get(source.files, {}) | problems
         reason = next(iter(problems.values()))
         log.error("%s", reason)
         differ = join_pb2.WeightsDiffer(plan_id=order.plan_id, reason=reason)
         self._finding = _Finding(source, join_pb2.JoinRequest(weights_differ=differ))
         reply(self._finding.message)
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +172,16 @@ class _Finding:
         return stat_files(self.source.checkpoint.directory, names) == self.source.files
 
 
+def _whole_checkpoint(directory: Path, order: join_pb2.VerifyWeights) -> LoadedFrom:
+    checkpoint = Checkpoint.open(directory)
+    tensors = tuple(tensor.name for tensor in order.tensors if tensor.name in checkpoint.tensors)
+    return LoadedFrom(checkpoint=checkpoint, files=checkpoint.file_identities(), tensors=tensors)
+
+
 def _differences(source: LoadedFrom, expected: Hashes, hashes: Hashes) -> dict[str, str]:
     """Describe differing tensors by name, in the order of the stage's tensors."""
     differing = [name for name in source.tensors if hashes[name] != expected.get(name)]
-    count = f"{len(differing)} of {len(source.tensors)} tensors of this stage differ"
+    count = f"{len(differing)} of {len(source.tensors)} tensors differ"
     return {
         name: f"{_path(source, name)}: tensor {name} has the XXH3-128 {hashes[name].hex()}, "
         f"the coordinator's {expected.get(name, b'').hex() or 'none'}; {count}"

@@ -35,7 +35,7 @@ from stage_worker.model.parts import (
 )
 from stage_worker.model.rope import Rope
 from stage_worker.model.step_layout import PagedKv, StepLayout, ViewRules
-from stage_worker.model.weights import NO_PROGRESS, ReadProgress, file_identities
+from stage_worker.model.weights import NO_PROGRESS, ReadProgress
 from stage_worker.validation import SliceLayout
 
 log = logging.getLogger(__name__)
@@ -202,7 +202,7 @@ class DecoderStage:
     def _origin(self, checkpoint: Checkpoint) -> PartsOrigin:
         return PartsOrigin(
             fingerprint=checkpoint.fingerprint,
-            files=file_identities(checkpoint),
+            files=checkpoint.file_identities(),
             dtype=self.torch_dtype,
             device=self.device,
             kernels=self.kernels,

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from checkpoint import BadHeader, Checkpoint, TensorEntry, open_regular
-from checkpoint.files import FileIdentity, stat_files
 from stage_worker.model.layer_weights import TORCH_DTYPES
 
 WINDOW_BYTES = 32 * 1024 * 1024
@@ -73,12 +72,6 @@ def load_tensors(
             for entry, name in sorted(entries, key=lambda item: item[0].begin):
                 for num_bytes in _load_tensor(stream, entry, destinations[name], name, window_bytes):
                     progress.advance(num_bytes)
-
-
-def file_identities(checkpoint: Checkpoint) -> tuple[FileIdentity, ...]:
-    """Identities of all files with weights, by name."""
-    names = {entry.file for entry in checkpoint.tensors.values()}
-    return stat_files(checkpoint.directory, sorted(names))
 
 
 @torch.inference_mode()

@@ -222,13 +222,19 @@ class Cluster:
         return {each.identity.name: each.identity.incarnation for each in records}
 
     async def start_worker(
-        self, name: str, *, is_proxied: bool = False, model_directory: Path | None = None
+        self,
+        name: str,
+        *,
+        is_proxied: bool = False,
+        model_directory: Path | None = None,
+        memory_bytes: int | None = None,
     ) -> RunningWorker:
         """A new worker object; one of the same name must have been stopped before."""
         proxy = HopProxy() if is_proxied else None
         if proxy is not None:
             await proxy.start()
-        worker = Worker(self.worker_config(name, proxy, model_directory=model_directory))
+        config = self.worker_config(name, proxy, model_directory=model_directory)
+        worker = Worker(config if memory_bytes is None else replace(config, memory_bytes=memory_bytes))
         await worker.start()
         if proxy is not None:
             proxy.target = worker.listen_address

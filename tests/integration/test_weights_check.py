@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -76,7 +77,7 @@ async def test_a_byte_that_no_sample_covers_takes_the_worker_out_and_names_the_t
         (out,) = [each for each in status.workers if each.state == cluster_pb2.WORKER_STATE_QUARANTINED]
         assert out.name == "w1"
         assert f"{damaged / 'model.safetensors'}: tensor {TENSOR} has the XXH3-128 " in out.detail
-        assert out.detail.endswith("1 of 9 tensors of this stage differ")
+        assert out.detail.endswith("1 of 9 tensors differ")
 
         # The others take its layers over, and are right.
         await cluster.wait_status(
@@ -97,6 +98,7 @@ async def test_the_same_files_are_refused_when_their_worker_joins_again(model: P
         assert "its weights differ" in first.workers[0].detail
         before = cluster.incarnations()["w0"]
         controller = cluster.server.controller
+        plan_id = controller.state.plan_id
         controller.leave(controller.connections["w0"], "its stream is cut")
         again = await cluster.wait_status(
             lambda status: (
@@ -107,6 +109,23 @@ async def test_the_same_files_are_refused_when_their_worker_joins_again(model: P
         assert "its weights differ" in again.workers[0].detail
         assert f"tensor {TENSOR} has the XXH3-128" in again.workers[0].detail
         assert cluster.epoch == first.epoch, "no token of it was served again"
+        assert controller.state.plan_id <= plan_id + 1, "it was tried once more at most"
+
+
+async def test_another_checkpoint_is_tried_once_and_the_others_are_ready_once(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = make_checkpoint(tmp_path / "other", "llama", num_layers=3, seed=1)
+    async with Cluster(model, layers=LAYERS, policy=POLICY, num_workers=0, waits=False) as cluster:
+        with caplog.at_level(logging.INFO):
+            await cluster.start_worker("w0")
+            await cluster.start_worker("w1")
+            await cluster.start_worker("w2", model_directory=other)
+            await cluster.wait_state(cluster_pb2.CLUSTER_STATE_BLOCKED)
+            await cluster.start_worker("w3")
+            await cluster.wait_state(cluster_pb2.CLUSTER_STATE_SERVING)
+        assert [caplog.text.count(f"plan {number}: layers") for number in (1, 2, 3)] == [1, 1, 0]
+        assert sum("worker w0 is ready" in line for line in caplog.messages) == 1
 
 
 @pytest.mark.full

@@ -52,6 +52,12 @@ class SimCheck:
     async def keep_reference(self) -> None:
         pass
 
+    def record_failure(self, worker: str) -> bool:
+        return False
+
+    def source_left(self, worker: str) -> bool:
+        return False
+
     def is_due(self) -> bool:
         return asyncio.get_running_loop().time() - self._checked_at_s >= INTERVAL_S
 

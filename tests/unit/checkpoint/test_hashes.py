@@ -13,7 +13,7 @@ import xxhash
 from checkpoint import Checkpoint, hashes
 from checkpoint.errors import BadHeader, FileChanged
 from checkpoint.files import stat_files
-from checkpoint.hashes import HashCache, TensorHasher, hash_when_idle
+from checkpoint.hashes import HashCache, TensorHasher, Urgency, hash_when_idle
 from tests.checkpoints import flip_byte, make_checkpoint
 
 FILE = "model.safetensors"
@@ -176,3 +176,9 @@ async def test_a_step_between_two_looks_counts_as_activity(checkpoint: Checkpoin
 
     assert await hash_when_idle(hasher, activity, idle_s=0.001) == hasher.hashes
     assert looks > 6
+
+
+async def test_what_is_wanted_at_once_waits_for_nothing(checkpoint: Checkpoint) -> None:
+    hasher = TensorHasher(checkpoint, [EMBEDDINGS])
+    async with asyncio.timeout(30):
+        assert await hash_when_idle(hasher, lambda: Urgency.AT_ONCE, idle_s=3600.0) == hasher.hashes

@@ -561,8 +561,8 @@ Global___StageLoaded: _TypeAlias = StageLoaded  # noqa: Y015
 
 @_typing.final
 class VerifyWeights(_message.Message):
-    """Hash every byte of the weights of this stage, while no step runs, and compare. Equal: heartbeats say
-    WEIGHTS_CHECK_FULL from then on. Otherwise the answer is `weights_differ`.
+    """Hash every byte of the weights of this stage and compare. Equal: heartbeats say WEIGHTS_CHECK_FULL from then on.
+    Otherwise the answer is `weights_differ`.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -571,11 +571,12 @@ class VerifyWeights(_message.Message):
     IDLE_MS_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
     plan_id: _builtins.int
+    """0: the whole checkpoint of the worker, whatever its stage; references are computed from it."""
     idle_ms: _builtins.int
-    """A slice of a file is read when there was no step for so long, in milliseconds."""
+    """A slice of a file is read when there was no step for so long, in milliseconds. 0: at once, also between steps."""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorHash]:
-        """Those of the coordinator's checkpoint, for every tensor of the stage."""
+        """Those of the coordinator's checkpoint, for every tensor to compare."""
 
     def __init__(
         self,
@@ -646,17 +647,21 @@ class LoadFailed(_message.Message):
 
     PLAN_ID_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    IS_FINAL_FIELD_NUMBER: _builtins.int
     plan_id: _builtins.int
     reason: _builtins.str
+    is_final: _builtins.bool
+    """The worker has another checkpoint, so that another try cannot succeed."""
     def __init__(
         self,
         *,
         plan_id: _builtins.int = ...,
         reason: _builtins.str = ...,
+        is_final: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["plan_id", b"plan_id", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_final", b"is_final", "plan_id", b"plan_id", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -329,3 +329,63 @@ def test_doubts_about_another_epoch_change_nothing() -> None:
     cluster.get_ready()
     assert cluster.state.doubted(1, "numbers") == []
     assert cluster.state.phase is ClusterPhase.SERVING
+
+
+# A reference that may be wrong
+
+
+def blocked_by_a_reference() -> ClusterDriver:
+    """Plan a, b failed against a reference of c, which is the third worker, and so did a, c and b, c."""
+    cluster = ClusterDriver(num_stages=2, needs_check=True)
+    cluster.join_all(*"abc")
+    while cluster.state.plan is not None:
+        cluster.load_all()
+        cluster.get_ready()
+        cluster.state.checked(cluster.state.epoch, "failed: numbers", stage=0, source="c")
+    assert cluster.state.phase is ClusterPhase.BLOCKED
+    return cluster
+
+
+def test_plans_that_failed_against_a_dropped_reference_are_made_again() -> None:
+    cluster = blocked_by_a_reference()
+    assert cluster.state.reference_dropped("b") == []
+    actions = cluster.state.reference_dropped("c")
+    assert [type(action) for action in actions] == [AssignStage, AssignStage]
+    assert cluster.stage_names == ["a", "b"]
+    assert not any(record.doubts for record in cluster.state.workers)
+
+
+def test_a_source_whose_weights_differ_is_out_and_what_failed_against_it_is_made_again() -> None:
+    cluster = blocked_by_a_reference()
+    actions = cluster.state.weights_differ("c", "tensor x")
+    assert [type(action) for action in actions] == [AssignStage, AssignStage]
+    assert cluster.stage_names == ["a", "b"]
+    assert cluster.state.workers["c"].state is WorkerState.QUARANTINED
+
+
+def test_a_worker_that_is_out_because_of_a_wrong_reference_is_used_again() -> None:
+    cluster = checking()
+    cluster.state.checked(1, "failed: numbers", stage=0, source="c")
+    cluster.join("c")
+    assert cluster.stage_names == ["b", "c"]
+    cluster.load_all()
+    cluster.get_ready()
+    cluster.state.checked(2, None)
+    assert cluster.state.workers["a"].state is WorkerState.QUARANTINED
+    cluster.get_ready()
+    cluster.state.weights_differ("c", "tensor x")
+    assert cluster.state.workers["a"].state is WorkerState.LOADING
+    assert set(cluster.stage_names) == {"a", "b"}
+
+
+def test_who_is_out_because_of_another_reference_stays_out() -> None:
+    cluster = checking()
+    cluster.state.checked(1, "failed: numbers", stage=0, source="b")
+    cluster.join("c")
+    cluster.load_all()
+    cluster.get_ready()
+    cluster.state.checked(2, None)
+    cluster.get_ready()
+    cluster.state.reference_dropped("c")
+    assert cluster.state.workers["a"].state is WorkerState.QUARANTINED
+    assert cluster.state.phase is ClusterPhase.SERVING

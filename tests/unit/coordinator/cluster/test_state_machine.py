@@ -361,6 +361,14 @@ def test_when_the_worker_that_could_not_load_leaves_the_rest_only_waits() -> Non
     assert cluster.state.detail.endswith("0 of 1 workers are here; layer 0 needs 1 B for weights")
 
 
+def test_a_final_failure_to_load_is_not_tried_again() -> None:
+    cluster = ClusterDriver(num_stages=1)
+    cluster.join("a")
+    assert cluster.state.load_failed("a", 1, "another checkpoint", is_final=True) == []
+    assert cluster.state.workers["a"].state is WorkerState.QUARANTINED
+    assert cluster.state.phase is ClusterPhase.BLOCKED
+
+
 def test_a_failure_of_an_older_plan_changes_nothing() -> None:
     cluster = ClusterDriver(num_stages=2).serving()
     assert cluster.state.load_failed("a", 0, "late") == []

@@ -176,13 +176,69 @@ async def test_what_takes_too_long_goes_on_and_is_there_later(
     assert (await references.get(QUESTION, ())).worker == "large"
 
 
-async def test_a_reference_that_failed_a_plan_comes_from_another_worker_next(
+THIRD = ReferenceSource("third", "third:1", 15)
+
+
+async def test_a_reference_stays_while_failed_plans_blame_one_other_worker(
     served: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workers, references = Workers(monkeypatch), References(served, policy=DEFAULT_POLICY)
     await references.get(QUESTION, SOURCES)
-    references.distrust(QUESTION)
+    for _ in range(3):
+        assert not references.record_failure(QUESTION, "small")
+    assert (await references.get(QUESTION, SOURCES)).worker == "large"
+    # Whoever is blamed is asked last: "third" has less memory than "large", and more than "small".
+    other = replace(QUESTION, dtype=DType.BF16)
+    assert (await references.get(other, (*SOURCES[:1], THIRD))).worker == "third"
+    small_is_larger = (replace(SOURCES[0], free_bytes=30), SOURCES[1])
+    assert (await references.get(replace(QUESTION, dtype=DType.F16), small_is_larger)).worker == "large"
+    assert workers.asked == ["large", "third", "large"]
+
+
+@pytest.mark.parametrize("blamed", [("small", "third"), ("large",), ("small", "large"), ("",), ("small", "")])
+async def test_a_reference_whose_failures_do_not_blame_one_other_worker_is_dropped_once(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch, blamed: tuple[str, ...]
+) -> None:
+    workers, references = Workers(monkeypatch), References(served, policy=DEFAULT_POLICY)
     await references.get(QUESTION, SOURCES)
+    *before, last = blamed
+    assert not any(references.record_failure(QUESTION, worker) for worker in before)
+    assert references.record_failure(QUESTION, last)
+    assert (await references.get(QUESTION, SOURCES)).worker == "small", "its source is asked last"
+    assert workers.asked == ["large", "small"]
+    assert references.record_failure(QUESTION, "")
+    await references.get(QUESTION, SOURCES)
+    for worker in ("small", "third", ""):
+        assert not references.record_failure(QUESTION, worker), "each source is dropped once"
+    assert workers.asked == ["large", "small", "large"]
+
+
+async def test_a_reference_that_failed_a_plan_goes_with_its_source(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers, references = Workers(monkeypatch), References(served, policy=DEFAULT_POLICY)
+    await references.get(QUESTION, SOURCES)
+    assert not references.source_left("large"), "no plan has failed against it"
+    references.record_failure(QUESTION, "small")
+    assert not references.source_left("small")
+    assert references.source_left("large")
+    await references.get(QUESTION, SOURCES[:1])
+    assert workers.asked == ["large", "small"]
+
+
+async def test_references_of_a_worker_with_wrong_weights_are_gone_from_the_file_too(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    workers = Workers(monkeypatch)
+    references = References(served, cache_directory=tmp_path, policy=DEFAULT_POLICY)
+    await references.get(QUESTION, SOURCES)
+    await references.confirm(QUESTION)
+    (file,) = (tmp_path / "references").iterdir()
+    await references.discard("third")
+    assert read_references(file, served.fingerprint)
+    await references.discard("large")
+    assert not read_references(file, served.fingerprint)
+    assert (await references.get(QUESTION, SOURCES)).worker == "small"
     assert workers.asked == ["large", "small"]
 
 
@@ -194,7 +250,7 @@ async def test_a_confirmed_reference_is_kept_for_the_next_coordinator(
     await first.get(QUESTION, SOURCES)
     assert not (tmp_path / "cache").exists(), "before a plan has passed, nothing is kept"
     await first.confirm(QUESTION)
-    first.distrust(QUESTION)
+    assert not first.record_failure(QUESTION, "")
     assert (await first.get(QUESTION, SOURCES)).origin == "the reference of worker large"
     (file,) = (tmp_path / "cache" / "references").iterdir()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -505,7 +561,8 @@ class FakeReferences(References):
 
     def __init__(self) -> None:
         self.known: KnownReference | None = KNOWN
-        self.confirmed = self.distrusted = 0
+        self.confirmed = 0
+        self.blamed: list[str] = []
 
     async def get(self, question: ReferenceQuestion, sources: Sequence[ReferenceSource]) -> KnownReference:
         if self.known is None:
@@ -518,8 +575,9 @@ class FakeReferences(References):
     async def confirm(self, question: ReferenceQuestion) -> None:
         self.confirmed += 1
 
-    def distrust(self, question: ReferenceQuestion) -> None:
-        self.distrusted += 1
+    def record_failure(self, question: ReferenceQuestion, worker: str) -> bool:
+        self.blamed.append(worker)
+        return True
 
 
 class Running:
@@ -563,7 +621,7 @@ async def test_the_last_verdict_is_told_with_its_time() -> None:
     verdict = await running.run()
     assert running.check.verdict is verdict
     assert (verdict.outcome, verdict.at_us) == (CheckOutcome.PASSED, 77)
-    assert (running.references.confirmed, running.references.distrusted) == (1, 0)
+    assert running.references.confirmed == 1
 
 
 async def test_an_answer_that_does_not_come_ends_the_check() -> None:
@@ -578,7 +636,17 @@ async def test_a_reference_that_a_plan_has_failed_with_is_not_kept() -> None:
     running = Running()
     running.states = array("f", [0.0] * len(states()))
     assert (await running.run()).stage == 0
-    assert (running.references.confirmed, running.references.distrusted) == (0, 1)
+    assert running.references.confirmed == 0
+    assert running.check.record_failure("a")
+    assert running.references.blamed == ["a"]
+
+
+async def test_an_answer_that_was_not_compared_says_nothing_of_the_reference() -> None:
+    running = Running()
+    running.results[0] = replace(running.results[0], results=())
+    assert (await running.run()).deviation is None
+    assert not running.check.record_failure("a")
+    assert running.references.blamed == []
 
 
 async def test_hidden_states_that_do_not_come_are_waited_for_in_vain_but_not_for_long() -> None:

@@ -1,0 +1,125 @@
+"""A worker has a wrong weight that no sample covers, and may compute the reference: the others serve."""
+
+from __future__ import annotations
+
+import shutil
+import struct
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from checkpoint import Checkpoint
+from stageline_rpc.v1 import cluster_pb2
+from tests.checkpoints import byte_outside_of_samples, make_checkpoint
+from tests.integration.cluster import TEST_POLICY, Ask, Cluster
+
+LAYERS = (2, 2)
+POLICY = replace(TEST_POLICY, weights_idle_s=0.05, return_grace_s=0.05)
+ASK = Ask(prompt=(5, 17, 99), max_tokens=8)
+MEMORY_BYTES = [memory_mib * 1024 * 1024 for memory_mib in (256, 128, 64)]
+WRONG_VALUE = 60.0
+SERVING, BLOCKED = cluster_pb2.CLUSTER_STATE_SERVING, cluster_pb2.CLUSTER_STATE_BLOCKED
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("right") / "model"
+    return make_checkpoint(directory, "llama", num_layers=sum(LAYERS), initializer_range=0.3)
+
+
+def with_a_wrong_weight(model: Path, directory: Path, *, layer: int) -> Path:
+    """A copy with the same fingerprint; its other layers are right."""
+    copy = shutil.copytree(model, directory / "wrong")
+    name = f"model.layers.{layer}.mlp.gate_proj.weight"
+    entry = Checkpoint.open(copy).tensors[name]
+    free = byte_outside_of_samples(name, entry)
+    with (copy / entry.file).open("r+b") as stream:
+        stream.seek(free + (entry.begin - free) % 4)
+        stream.write(struct.pack("<f", WRONG_VALUE))
+    assert Checkpoint.open(copy).fingerprint == Checkpoint.open(model).fingerprint
+    return copy
+
+
+def without_workers(model: Path, *, cache_directory: Path | None = None) -> Cluster:
+    """A checked cluster whose workers a test starts."""
+    return Cluster(
+        model,
+        layers=LAYERS,
+        num_workers=0,
+        waits=False,
+        self_check=True,
+        policy=POLICY,
+        cache_directory=cache_directory,
+    )
+
+
+async def right_tokens(model: Path) -> list[int]:
+    async with Cluster(model, layers=LAYERS) as cluster:
+        return (await cluster.generate(ASK.again())).tokens
+
+
+def is_compared(status: cluster_pb2.GetStatusResponse) -> bool:
+    """Serves, and every byte of the weights that it serves with is right."""
+    levels = {worker.weights for worker in status.workers if worker.HasField("stage")}
+    return status.state == SERVING and levels == {cluster_pb2.WEIGHTS_CHECK_FULL}
+
+
+def is_out(status: cluster_pb2.GetStatusResponse, name: str) -> bool:
+    """In quarantine for its weights."""
+    details = (each.detail for each in status.workers if each.name == name)
+    return "its weights differ" in next(details, "")
+
+
+@pytest.mark.parametrize(("rank", "layer"), [(0, 3), (1, 3), (2, 3), (0, 0)])
+async def test_two_of_three_serve_wherever_the_wrong_one_ranks(
+    model: Path, tmp_path: Path, rank: int, layer: int
+) -> None:
+    """The source of the reference is the worker with the most free memory; the first two are planned."""
+    wrong, memory = with_a_wrong_weight(model, tmp_path, layer=layer), MEMORY_BYTES.copy()
+    cache = tmp_path / "cache"
+    async with Cluster(
+        model,
+        layers=LAYERS,
+        num_workers=0,
+        waits=False,
+        self_check=True,
+        policy=POLICY,
+        cache_directory=cache,
+    ) as cluster:
+        await cluster.start_worker("one", model_directory=wrong, memory_bytes=memory.pop(rank))
+        for name in ("good", "good2"):
+            await cluster.start_worker(name, memory_bytes=memory.pop(0))
+        await cluster.wait_status(is_compared)
+        assert (await cluster.generate(ASK.again())).tokens == await right_tokens(model)
+    # What the next coordinator would begin with is right as well.
+    async with Cluster(
+        model, layers=LAYERS, self_check=True, policy=POLICY, cache_directory=cache
+    ) as cluster:
+        check = (await cluster.client.status()).self_check
+        assert check.verdict == cluster_pb2.SELF_CHECK_VERDICT_PASSED
+        assert "from the kept reference" in check.detail
+
+
+async def test_weights_are_compared_while_the_cluster_is_blocked(model: Path, tmp_path: Path) -> None:
+    wrong = with_a_wrong_weight(model, tmp_path, layer=3)
+    async with without_workers(model) as cluster:
+        await cluster.start_worker("good", memory_bytes=MEMORY_BYTES[0])
+        await cluster.start_worker("one", model_directory=wrong, memory_bytes=MEMORY_BYTES[1])
+        status = await cluster.wait_status(lambda status: is_out(status, "one"))
+        assert status.state == BLOCKED
+        await cluster.workers["one"].stop()
+        await cluster.start_worker("one")
+        await cluster.wait_status(is_compared)
+
+
+async def test_the_source_of_a_reference_is_compared_whatever_its_stage(model: Path, tmp_path: Path) -> None:
+    """Its own stage is right; what it says of the other one is wrong."""
+    wrong = with_a_wrong_weight(model, tmp_path, layer=0)
+    async with without_workers(model) as cluster:
+        await cluster.start_worker("good", memory_bytes=MEMORY_BYTES[1])
+        await cluster.start_worker("one", model_directory=wrong, memory_bytes=MEMORY_BYTES[0])
+        status = await cluster.wait_status(lambda status: is_out(status, "one"))
+        await cluster.start_worker("good2")
+        status = await cluster.wait_status(is_compared)
+        assert {each.name for each in status.workers if each.HasField("stage")} == {"good", "good2"}
