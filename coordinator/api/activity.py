@@ -21,6 +21,7 @@ from coordinator.observability.rates import PastSecond, Quantiles, Rates
 from coordinator.observability.steps import StageLoad
 from stageline_rpc.v1 import telemetry_pb2
 from wire.ids import id_text
+from wire.status_codec import duration, timestamp
 
 KIND_TO_MESSAGE: dict[StepKind, telemetry_pb2.StepKind.ValueType] = {
     StepKind.PREFILL: telemetry_pb2.STEP_KIND_PREFILL,
@@ -46,8 +47,8 @@ def encode_activity(
     """Encode a snapshot; takes some milliseconds for many steps."""
     return telemetry_pb2.GetActivityResponse(
         now_us=_us(snapshot.now_s),
-        now_unix_us=_us(snapshot.now_unix_s),
-        uptime_us=_us(snapshot.now_s - snapshot.began_s),
+        now=timestamp(_us(snapshot.now_unix_s)),
+        uptime=duration(snapshot.now_s - snapshot.began_s),
         summary=load.summary,
         slowest_stage=load.slowest,
         window_s=load.window_s,
@@ -93,8 +94,9 @@ def _step(step: StepRecord) -> telemetry_pb2.StepActivity:
         epoch=sent.epoch,
         step_id=sent.step_id,
         kind=KIND_TO_MESSAGE[sent.kind],
-        num_sequences=sent.num_sequences,
-        num_tokens=sent.num_tokens,
+        num_decodes=sent.num_decodes,
+        num_chunks=sent.num_chunks,
+        num_chunk_tokens=sent.num_chunk_tokens,
         sent_us=_us(sent.sent_s),
         answered_us=_us(step.answered_s),
         computed_us=[_us(time_s - sent.sent_s) for interval in step.computed() for time_s in interval],
@@ -106,8 +108,9 @@ def _in_flight(step: SentStep) -> telemetry_pb2.StepInFlight:
         epoch=step.epoch,
         step_id=step.step_id,
         kind=KIND_TO_MESSAGE[step.kind],
-        num_sequences=step.num_sequences,
-        num_tokens=step.num_tokens,
+        num_decodes=step.num_decodes,
+        num_chunks=step.num_chunks,
+        num_chunk_tokens=step.num_chunk_tokens,
         sent_us=_us(step.sent_s),
     )
 
@@ -115,9 +118,9 @@ def _in_flight(step: SentStep) -> telemetry_pb2.StepInFlight:
 def _quantiles(quantiles: Quantiles) -> telemetry_pb2.Quantiles:
     return telemetry_pb2.Quantiles(
         count=quantiles.count,
-        p50_s=quantiles.p50_s or 0.0,
-        p95_s=quantiles.p95_s or 0.0,
-        p99_s=quantiles.p99_s or 0.0,
+        p50_s=quantiles.p50_s,
+        p95_s=quantiles.p95_s,
+        p99_s=quantiles.p99_s,
     )
 
 

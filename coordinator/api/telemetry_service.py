@@ -1,7 +1,7 @@
 """`stageline.v1.TelemetryService` and OpenTelemetry's collector services."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import grpc
@@ -12,40 +12,9 @@ from coordinator.api.activity import ActivityReporter
 from coordinator.observability.trace_reader import TraceReader
 from coordinator.observability.trace_store import Taken, TraceStore
 from stageline_rpc.v1 import telemetry_pb2, telemetry_pb2_grpc
-from telemetry.trace_view.explain import SlowStage
-from telemetry.trace_view.facts import TraceSummary
-from wire.errors import MessageTooLarge
+from telemetry.trace_view.facts import TraceSummary, encode_summary
+from wire.errors import InvalidRequest, MessageTooLarge
 from wire.message_scan import MessageScan, UnknownFields
-
-
-def encode_summary(summary: TraceSummary) -> telemetry_pb2.TraceSummary:
-    return telemetry_pb2.TraceSummary(
-        request_id=summary.request_id,
-        trace_id=summary.trace_id,
-        started_at_ns=summary.started_ns,
-        duration_s=summary.duration_s,
-        outcome=summary.outcome,
-        prompt_tokens=summary.num_prompt_tokens,
-        completion_tokens=summary.num_completion_tokens,
-        time_in_queue_s=summary.time_in_queue_s,
-        time_to_first_token_s=summary.time_to_first_token_s,
-        slowest_stage=None if summary.slowest is None else _encode_slowest(summary.slowest),
-        preemptions=summary.num_preemptions,
-        recoveries=summary.num_recoveries,
-        spans=summary.num_spans,
-    )
-
-
-def _encode_slowest(slow: SlowStage) -> telemetry_pb2.SlowestStage:
-    return telemetry_pb2.SlowestStage(
-        stage=slow.place.index,
-        worker=slow.place.worker,
-        layer_begin=slow.place.layer_begin,
-        layer_end=slow.place.layer_end,
-        compute_s=slow.compute_s,
-        ratio_to_median=slow.ratio,
-    )
-
 
 MAX_EXPORT_BYTES = 4 * 1024 * 1024
 """Default of OpenTelemetry's collector."""
@@ -146,6 +115,43 @@ def _reasons(taken: Taken) -> str:
     return ", ".join(f"{number} spans {reason}" for reason, number in reasons.items() if number)
 
 
+DEFAULT_PAGE = 100
+MAX_PAGE = 512
+
+
+def page_of_traces(
+    summaries: Sequence[TraceSummary], page_size: int, page_token: str
+) -> tuple[list[TraceSummary], str]:
+    """Return a page, newest start first, and the token of the next one.
+
+    A token names the last trace of its page, so that traces which arrive meanwhile move nothing.
+
+    Raises:
+        InvalidRequest: the token is not one of an earlier page.
+    """
+    size = min(page_size or DEFAULT_PAGE, MAX_PAGE)
+    newest_first = sorted(summaries, key=_page_key, reverse=True)
+    if page_token:
+        last = _read_page_token(page_token)
+        newest_first = [each for each in newest_first if _page_key(each) < last]
+    page = newest_first[:size]
+    if len(page) == len(newest_first):
+        return page, ""
+    started_ns, request_id = _page_key(page[-1])
+    return page, f"{started_ns}.{request_id}"
+
+
+def _page_key(summary: TraceSummary) -> tuple[int, str]:
+    return summary.started_ns, summary.request_id
+
+
+def _read_page_token(token: str) -> tuple[int, str]:
+    started_ns, dot, request_id = token.partition(".")
+    if not (dot and started_ns.isascii() and started_ns.isdigit() and len(started_ns) < 20):
+        raise InvalidRequest(f"page_token is {token[:60]!r}, must be the next_page_token of a response")
+    return int(started_ns), request_id
+
+
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -165,9 +171,11 @@ class TelemetryService(telemetry_pb2_grpc.TelemetryServiceServicer):
     async def ListTraces(  # noqa: N802
         self, request: telemetry_pb2.ListTracesRequest, context: Context
     ) -> telemetry_pb2.ListTracesResponse:
-        summaries = await self._traces.summaries(request.max_traces or None)
+        summaries = await self._traces.summaries()
+        page, next_page_token = page_of_traces(summaries, request.page_size, request.page_token)
         return telemetry_pb2.ListTracesResponse(
-            traces=[encode_summary(summary) for summary in summaries],
+            traces=[encode_summary(summary) for summary in page],
+            next_page_token=next_page_token,
             num_dropped_traces=self._store.counts.dropped_traces,
             num_dropped_spans=self._store.counts.dropped,
         )

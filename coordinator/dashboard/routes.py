@@ -10,25 +10,20 @@ from typing import Any, TypeAlias
 import xxhash
 from aiohttp import hdrs, web
 
-from coordinator.api.activity import ActivityReporter
+from coordinator.api.activity import ActivityReporter, encode_activity
 from coordinator.api.status import StatusReporter
 from coordinator.cluster.controller import Controller
 from coordinator.cluster.transitions import ClusterPhase
 from coordinator.dashboard.auth import DashboardAuth
 from coordinator.engine.engine import Engine
 from coordinator.observability.activity import (
-    PipelineLoad,
-    RequestActivity,
     Snapshot,
     pipeline_load,
-    steps_after,
 )
-from coordinator.observability.facts import SentStep, StepRecord
-from coordinator.observability.rates import PastSecond, Quantiles, Rates
 from coordinator.observability.trace_reader import TraceReader
 from stageline_rpc.v1 import cluster_pb2, inference_pb2
-from telemetry.trace_view.facts import summary_facts
-from wire.ids import id_text, parse_request_id
+from telemetry.trace_view.facts import encode_summary
+from wire.ids import parse_request_id
 from wire.status_codec import message_fields
 
 MetricsText: TypeAlias = Callable[[str], Awaitable[tuple[bytes, str]]]
@@ -88,142 +83,14 @@ def status_fields(
 
 
 def activity_json(snapshot: Snapshot, *, after_step: int, since_us: int) -> bytes:
-    """Steps answered after number `after_step`, and seconds from `since_us` on. Some milliseconds at most."""
-    load = pipeline_load(snapshot)
-    return to_json(
-        {
-            "now_us": _us(snapshot.now_s),
-            "now_unix_s": snapshot.now_unix_s,
-            "uptime_s": snapshot.now_s - snapshot.began_s,
-            **_load_activity_json(load, snapshot.workers),
-            "rates": _rates(snapshot.rates),
-            "num_answered": snapshot.num_answered,
-            "steps": [_step(each) for each in steps_after(snapshot.steps, after_step)],
-            "in_flight": [_in_flight(each) for each in snapshot.in_flight],
-            "seconds": [_second(each) for each in snapshot.seconds if each.start_s * 1_000_000 >= since_us],
-            "requests": [request_fields(each) for each in (*snapshot.live, *snapshot.ended)],
-            "epochs": [
-                {
-                    "epoch": each.epoch,
-                    "started_us": _us(each.started_s),
-                    "stopped_us": _maybe_us(each.stopped_s),
-                    "reason": each.reason,
-                }
-                for each in snapshot.epochs
-            ],
-        }
-    )
+    """Steps answered after number `after_step`, and seconds from `since_us` on."""
+    message = encode_activity(snapshot, pipeline_load(snapshot), after_step=after_step, since_us=since_us)
+    return to_json(message_fields(message))
 
 
 def to_json(value: Mapping[str, Any]) -> bytes:
     """Without spaces; what is no number in JSON (NaN, infinity) is a ValueError."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
-
-
-def request_fields(request: RequestActivity) -> dict[str, Any]:
-    """One row of the table of requests."""
-    return {
-        "id": id_text(request.request_id),
-        "phase": request.phase.value,
-        "is_live": request.phase.is_live,
-        "choices": request.num_choices,
-        "prompt_tokens": request.num_prompt_tokens,
-        "cached_tokens": request.num_cached_tokens,
-        "generated_tokens": request.num_generated_tokens,
-        "max_tokens": request.max_tokens,
-        "restarts": request.num_restarts,
-        "accepted_us": _us(request.arrived_s),
-        "started_us": _maybe_us(request.started_s),
-        "first_token_us": _maybe_us(request.first_token_s),
-        "ended_us": _maybe_us(request.ended_s),
-        "error": request.error,
-    }
-
-
-def _us(time_s: float) -> int:
-    return round(time_s * 1e6)
-
-
-def _maybe_us(time_s: float | None) -> int | None:
-    return None if time_s is None else round(time_s * 1e6)
-
-
-def _load_activity_json(load: PipelineLoad, workers: tuple[str, ...]) -> dict[str, Any]:
-    return {
-        "window_s": load.window_s,
-        "summary": load.summary,
-        "slowest": load.slowest,
-        "bubble_share": load.bubble_share,
-        "stages": [
-            {
-                "worker": workers[stage] if stage < len(workers) else "",
-                "num_steps": each.num_steps,
-                "busy_share": each.busy_share,
-                "compute_s": each.compute_s,
-                "wait_s": each.wait_s,
-                "hop_s": each.hop_s,
-            }
-            for stage, each in enumerate(load.stages)
-        ],
-    }
-
-
-def _step(step: StepRecord) -> dict[str, Any]:
-    """`computed`: for each stage, begin and end of its computation, relative to `sent_us`."""
-    sent = step.sent
-    return {
-        **_in_flight(sent),
-        "n": step.number,
-        "answered_us": _us(step.answered_s),
-        "computed": [_us(time_s - sent.sent_s) for interval in step.computed() for time_s in interval],
-    }
-
-
-def _in_flight(step: SentStep) -> dict[str, Any]:
-    return {
-        "epoch": step.epoch,
-        "id": step.step_id,
-        "kind": step.kind.value,
-        "decodes": step.num_decodes,
-        "chunks": step.num_chunks,
-        "chunk_tokens": step.num_chunk_tokens,
-        "sent_us": _us(step.sent_s),
-    }
-
-
-def _quantiles(quantiles: Quantiles) -> dict[str, float | None]:
-    return {
-        "count": quantiles.count,
-        "p50_s": quantiles.p50_s,
-        "p95_s": quantiles.p95_s,
-        "p99_s": quantiles.p99_s,
-    }
-
-
-def _rates(rates: Rates) -> dict[str, Any]:
-    return {
-        "window_s": rates.window_s,
-        "generated_tokens": rates.generated_tokens,
-        "prefill_tokens": rates.prefill_tokens,
-        "steps": rates.steps,
-        "accepted": rates.accepted,
-        "finished": rates.finished,
-        "unfinished": rates.unfinished,
-        "first_token": _quantiles(rates.first_token),
-        "inter_token": _quantiles(rates.inter_token),
-    }
-
-
-def _second(second: PastSecond) -> dict[str, Any]:
-    return {
-        "start_us": second.start_s * 1_000_000,
-        "generated_tokens": second.num_generated_tokens,
-        "prefill_tokens": second.num_prefill_tokens,
-        "finished": second.num_finished,
-        "unfinished": second.num_unfinished,
-        "first_token": [second.first_token.p50_s, second.first_token.p95_s],
-        "inter_token": [second.inter_token.p50_s, second.inter_token.p95_s],
-    }
 
 
 MAX_THREADS = 2
@@ -297,7 +164,8 @@ class Routes:
             raise web.HTTPBadRequest(text=f"limit is {limit}, but must be 1 to {MOST_LISTED_TRACES}")
         found = await self._sources.traces.summaries(limit)
         async with self._threads:
-            body = await asyncio.to_thread(to_json, {"traces": [summary_facts(each) for each in found]})
+            fields = [message_fields(encode_summary(each)) for each in found]
+            body = await asyncio.to_thread(to_json, {"traces": fields})
         return web.Response(body=body, content_type="application/json")
 
     async def trace(self, request: web.Request) -> web.Response:

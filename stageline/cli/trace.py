@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from google.protobuf.duration_pb2 import Duration
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -36,6 +37,7 @@ from telemetry.trace_view.read_model import (
 from telemetry.trace_view.waterfall import STAGE_KINDS, Row, Segment, SegmentKind, Waterfall, waterfall
 from wire.addresses import DEFAULT_ADDRESS
 from wire.errors import reason_of
+from wire.status_codec import message_fields
 
 MOST_LABEL = 22
 _LEAST_BARS = 20
@@ -223,60 +225,22 @@ def trace_list_view(response: telemetry_pb2.ListTracesResponse, *, width: int) -
     return Group(table, "", Text("\n".join(remarks), style="dim"))
 
 
-def trace_list_facts(response: telemetry_pb2.ListTracesResponse) -> dict[str, Any]:
-    """The same for programs, with the names and units of `telemetry.trace_view.facts`."""
-    return {
-        "traces": [_facts(each) for each in response.traces],
-        "num_dropped_traces": response.num_dropped_traces,
-        "num_dropped_spans": response.num_dropped_spans,
-    }
-
-
-def _facts(each: telemetry_pb2.TraceSummary) -> dict[str, Any]:
-    return {
-        "request_id": each.request_id,
-        "trace_id": each.trace_id,
-        "started_at": each.started_at_ns / NS_PER_S,
-        "duration_s": each.duration_s,
-        "outcome": each.outcome,
-        "prompt_tokens": each.prompt_tokens,
-        "completion_tokens": each.completion_tokens,
-        "time_in_queue_s": each.time_in_queue_s if each.HasField("time_in_queue_s") else None,
-        "time_to_first_token_s": (
-            each.time_to_first_token_s if each.HasField("time_to_first_token_s") else None
-        ),
-        "slowest_stage": _slowest_facts(each.slowest_stage) if each.HasField("slowest_stage") else None,
-        "preemptions": each.preemptions,
-        "recoveries": each.recoveries,
-        "spans": each.spans,
-    }
-
-
-def _slowest_facts(slow: telemetry_pb2.SlowestStage) -> dict[str, Any]:
-    return {
-        "stage": slow.stage,
-        "worker": slow.worker,
-        "layer_begin": slow.layer_begin,
-        "layer_end": slow.layer_end,
-        "compute_s": slow.compute_s,
-        "ratio_to_median": slow.ratio_to_median if slow.HasField("ratio_to_median") else None,
-    }
-
-
 def _row(each: telemetry_pb2.TraceSummary, *, is_wide: bool) -> tuple[Text, ...]:
     """Texts, because strings would be read as markup."""
     return (
         _text(each.request_id if is_wide else each.request_id[-8:]),
-        Text(datetime.fromtimestamp(each.started_at_ns / NS_PER_S).strftime("%H:%M:%S")),
+        Text(datetime.fromtimestamp(each.started_at.seconds).strftime("%H:%M:%S")),
         _text(each.outcome, style="" if each.outcome == "finished" else "red"),
         Text(f"{each.prompt_tokens}+{each.completion_tokens}"),
-        Text(format_seconds(each.time_in_queue_s) if each.HasField("time_in_queue_s") else _NOTHING),
-        Text(
-            format_seconds(each.time_to_first_token_s) if each.HasField("time_to_first_token_s") else _NOTHING
-        ),
-        Text(format_seconds(each.duration_s)),
+        Text(_seconds(each.time_in_queue) if each.HasField("time_in_queue") else _NOTHING),
+        Text(_seconds(each.time_to_first_token) if each.HasField("time_to_first_token") else _NOTHING),
+        Text(_seconds(each.duration)),
         _slowest(each),
     )
+
+
+def _seconds(duration: Duration) -> str:
+    return format_seconds(duration.ToMicroseconds() / 1e6)
 
 
 def _slowest(each: telemetry_pb2.TraceSummary) -> Text:
@@ -364,7 +328,7 @@ async def _trace(coordinator: str, request_id: str) -> RequestTrace:
 
 def _list(response: telemetry_pb2.ListTracesResponse, *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(trace_list_facts(response), indent=2))
+        print(json.dumps(message_fields(response), indent=2))
     else:
         console = Console()
         console.print(trace_list_view(response, width=console.width))

@@ -21,6 +21,7 @@ from stageline_rpc.v1 import (
 from wire.channels import ATTACH_SECRET_KEY, AUTHORIZATION_KEY
 
 _UNARY_TIMEOUT_S = 10.0
+_TRACES_PER_PAGE = 100
 
 
 class Client:
@@ -166,11 +167,22 @@ class Client:
         return await answer(stub.GetStatus(cluster_pb2.GetStatusRequest(), timeout=_UNARY_TIMEOUT_S))
 
     async def traces(self, max_traces: int | None = None) -> telemetry_pb2.ListTracesResponse:
-        """List requests with kept traces, newest first (default: all)."""
+        """List requests with kept traces, newest first (default: all), page by page."""
         stub = await self._telemetry()
-        wanted = 0 if max_traces is None else uint32("max_traces", max_traces)
-        request = telemetry_pb2.ListTracesRequest(max_traces=wanted)
-        return await answer(stub.ListTraces(request, timeout=_UNARY_TIMEOUT_S))
+        missing = None if max_traces is None else uint32("max_traces", max_traces)
+        found = telemetry_pb2.ListTracesResponse()
+        while missing is None or missing > 0:
+            request = telemetry_pb2.ListTracesRequest(
+                page_size=min(missing or _TRACES_PER_PAGE, _TRACES_PER_PAGE),
+                page_token=found.next_page_token,
+            )
+            page = await answer(stub.ListTraces(request, timeout=_UNARY_TIMEOUT_S))
+            missing = None if missing is None else missing - len(page.traces)
+            page.traces.extend(found.traces)
+            found = page
+            if not page.next_page_token:
+                break
+        return found
 
     async def trace(self, request_id: str) -> telemetry_pb2.GetTraceResponse:
         """All spans of a request, by its id, an end of it, or trace id. Raises RequestNotFound,

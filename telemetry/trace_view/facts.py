@@ -3,10 +3,14 @@
 from dataclasses import dataclass
 from typing import Any
 
+from google.protobuf.duration_pb2 import Duration
+
+from stageline_rpc.v1 import telemetry_pb2
 from telemetry.spans import Attr, SpanName
 from telemetry.trace_view.explain import Share, SlowStage, account, explain, slowest_stage
-from telemetry.trace_view.read_model import NS_PER_S, RequestTrace, StagePlace, StageWork
+from telemetry.trace_view.read_model import RequestTrace, StagePlace, StageWork
 from telemetry.trace_view.waterfall import Row, Segment, waterfall
+from wire.status_codec import duration, message_fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +53,11 @@ def summary(trace: RequestTrace) -> TraceSummary:
 
 
 def trace_facts(trace: RequestTrace) -> dict[str, Any]:
-    """Times are in seconds: those of rows since the request's start, `started_at` since 1970."""
+    """The fields of `TraceSummary`, and explanation, shares and rows, in seconds since its start."""
     view = waterfall(trace)
     root = trace.root
     return {
-        **summary_facts(summary(trace)),
+        **message_fields(encode_summary(summary(trace))),
         "end_s": view.end_s,
         "error": root.error,
         "explanation": explain(trace),
@@ -64,34 +68,39 @@ def trace_facts(trace: RequestTrace) -> dict[str, Any]:
     }
 
 
-def summary_facts(line: TraceSummary) -> dict[str, Any]:
-    """What a list says of one request; `trace_facts` begins with the same."""
-    return {
-        "request_id": line.request_id,
-        "trace_id": line.trace_id,
-        "started_at": line.started_ns / NS_PER_S,
-        "duration_s": line.duration_s,
-        "outcome": line.outcome,
-        "prompt_tokens": line.num_prompt_tokens,
-        "completion_tokens": line.num_completion_tokens,
-        "time_in_queue_s": line.time_in_queue_s,
-        "time_to_first_token_s": line.time_to_first_token_s,
-        "slowest_stage": None if line.slowest is None else _slowest(line.slowest),
-        "preemptions": line.num_preemptions,
-        "recoveries": line.num_recoveries,
-        "spans": line.num_spans,
-    }
+def encode_summary(line: TraceSummary) -> telemetry_pb2.TraceSummary:
+    """What a list says of one request; the fields of `trace_facts` begin with the same."""
+    message = telemetry_pb2.TraceSummary(
+        request_id=line.request_id,
+        trace_id=line.trace_id,
+        duration=duration(line.duration_s),
+        outcome=line.outcome,
+        prompt_tokens=line.num_prompt_tokens,
+        completion_tokens=line.num_completion_tokens,
+        time_in_queue=_maybe_duration(line.time_in_queue_s),
+        time_to_first_token=_maybe_duration(line.time_to_first_token_s),
+        slowest_stage=None if line.slowest is None else _encode_slowest(line.slowest),
+        preemptions=line.num_preemptions,
+        recoveries=line.num_recoveries,
+        spans=line.num_spans,
+    )
+    message.started_at.FromNanoseconds(line.started_ns)
+    return message
 
 
-def _slowest(slow: SlowStage) -> dict[str, Any]:
-    return {
-        "stage": slow.place.index,
-        "worker": slow.place.worker,
-        "layer_begin": slow.place.layer_begin,
-        "layer_end": slow.place.layer_end,
-        "compute_s": slow.compute_s,
-        "ratio_to_median": slow.ratio,
-    }
+def _maybe_duration(seconds: float | None) -> Duration | None:
+    return None if seconds is None else duration(seconds)
+
+
+def _encode_slowest(slow: SlowStage) -> telemetry_pb2.SlowestStage:
+    return telemetry_pb2.SlowestStage(
+        stage=slow.place.index,
+        worker=slow.place.worker,
+        layer_begin=slow.place.layer_begin,
+        layer_end=slow.place.layer_end,
+        compute_time=duration(slow.compute_s),
+        ratio_to_median=slow.ratio,
+    )
 
 
 def _share(share: Share, trace: RequestTrace) -> dict[str, Any]:

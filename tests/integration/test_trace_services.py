@@ -30,6 +30,7 @@ from coordinator.observability.trace_store import StoreLimits, TraceStore
 from coordinator.server import CoordinatorServer
 from stageline.client.client import Client
 from stageline.client.errors import InvalidRequest, RequestNotFound
+from stageline_rpc.v1 import telemetry_pb2, telemetry_pb2_grpc
 from telemetry.trace_view.explain import explain, slowest_stage
 from telemetry.trace_view.read_model import RequestTrace, read_spans, request_trace
 from tests.integration.cluster import DEADLINE_S, Ask
@@ -101,7 +102,7 @@ async def test_what_an_exporter_sends_is_what_a_client_gets(
         "worker-1",
         pytest.approx(2.0),
     )
-    assert line.duration_s == pytest.approx(maker.trace().duration_s)
+    assert line.duration.ToMicroseconds() / 1e6 == pytest.approx(maker.trace().duration_s)
 
 
 async def test_the_list_is_as_long_as_is_asked_for_and_follows_what_comes(
@@ -271,3 +272,31 @@ async def _serving_metrics(service: MetricsService) -> AsyncIterator[Any]:
     async with client_channel(f"127.0.0.1:{port}") as channel:
         yield metrics_service_pb2_grpc.MetricsServiceStub(channel).Export
     await server.stop(0)
+
+
+async def test_pages_go_on_where_the_one_before_ended_whatever_arrives(
+    coordinator: CoordinatorServer, channel: grpc.aio.Channel
+) -> None:
+    def add(number: int) -> None:
+        maker = served(request_id=_id(number), trace_id=bytes([number] * 16), begin_ns=number * 10**9)
+        coordinator.trace_store.add(maker.spans)
+
+    for number in (1, 2, 3):
+        add(number)
+    stub = telemetry_pb2_grpc.TelemetryServiceStub(channel)
+    first = await stub.ListTraces(telemetry_pb2.ListTracesRequest(page_size=2), timeout=DEADLINE_S)
+    assert [each.request_id for each in first.traces] == [_id(3), _id(2)]
+    add(4)
+    request = telemetry_pb2.ListTracesRequest(page_size=2, page_token=first.next_page_token)
+    second = await stub.ListTraces(request, timeout=DEADLINE_S)
+    assert [each.request_id for each in second.traces] == [_id(1)]
+    assert second.next_page_token == ""
+    assert first.traces[0].started_at.ToNanoseconds() == 3 * 10**9
+
+
+@pytest.mark.parametrize("token", ["x", "1", "-1.x", f"{10**20}.x"])
+async def test_a_page_token_of_no_page_is_rejected(channel: grpc.aio.Channel, token: str) -> None:
+    stub = telemetry_pb2_grpc.TelemetryServiceStub(channel)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await stub.ListTraces(telemetry_pb2.ListTracesRequest(page_token=token), timeout=DEADLINE_S)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT

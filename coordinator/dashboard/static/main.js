@@ -40,8 +40,8 @@ function latencyChart(id, title, of, className) {
   return new Chart(byId(id), {
     title, unit: "of each second", format: (value) => (value === 0 ? "0" : duration(value)),
     lines: [
-      { label: "p50", className, value: (second) => of(second)[0] },
-      { label: "p95", className: `${className} dashed`, isDashed: true, value: (second) => of(second)[1] },
+      { label: "p50", className, value: (second) => of(second).p50_s },
+      { label: "p95", className: `${className} dashed`, isDashed: true, value: (second) => of(second).p95_s },
     ],
   });
 }
@@ -51,7 +51,7 @@ async function poll() {
     const newest = Math.max(0, ...seconds.keys());
     const [nextStatus, nextActivity] = await Promise.all([getStatus(), getActivity(store.lastNumber, Math.max(0, newest - 2e6))]);
     heardMs = performance.now();
-    if (activity && nextActivity.uptime_s < activity.uptime_s) {
+    if (activity && nextActivity.uptime < activity.uptime) {
       // Another process: what is known is of its predecessor, on another clock.
       seconds.clear();
       store.clear();
@@ -74,7 +74,7 @@ function show() {
   const placed = topology.show(status, activity, { canAct: canAct() });
   const summary = byId("summary");
   summary.textContent = activity.summary.replace(" x ", " × ");
-  summary.classList.toggle("slow", activity.slowest !== null);
+  summary.classList.toggle("slow", activity.slowest_stage !== null);
   timeline.refresh(placed.map((worker) => worker.name));
   showFigures();
   showCharts();
@@ -96,8 +96,8 @@ function showHead() {
   const wire = status.wire_dtype !== "unspecified" ? ` (${status.wire_dtype} between stages)` : "";
   const numPlaced = status.workers.filter(hasStage).length;
   const few = numPlaced > 0 && numPlaced < status.num_stages ? `${numPlaced} of ` : "";
-  byId("model-facts").textContent = `${status.dtype}${wire} · ${few}${plural(status.num_stages, "stage")} · epoch ${status.epoch} · up ${duration(activity.uptime_s)}`;
-  byId("freshness").textContent = clock(activity.now_unix_s);
+  byId("model-facts").textContent = `${status.dtype}${wire} · ${few}${plural(status.num_stages, "stage")} · epoch ${status.epoch} · up ${duration(activity.uptime)}`;
+  byId("freshness").textContent = clock(Date.parse(activity.now) / 1000);
   const unlock = byId("unlock");
   unlock.hidden = !status.can_act;
   unlock.textContent = token() ? "Lock actions" : "Unlock actions";
@@ -120,7 +120,7 @@ function showFigures() {
   byId("figures").replaceChildren(
     figure("Generated", rate(rates.generated_tokens), "tokens/s", `${rate(rates.steps)} steps/s`),
     figure("Prefilled", rate(rates.prefill_tokens), "tokens/s", hits === null ? "no prompt yet" : `${percent(hits)} of prompts from cache`),
-    figure("Requests", grouped(counts.prefill + counts.decode), "running", `${grouped(counts.waiting)} waiting · ${digits(rates.finished)} done/s`),
+    figure("Requests", grouped(counts.prefill + counts.decode), "running", `${grouped(counts.waiting)} waiting · ${digits(rates.requests_finished)} done/s`),
     figure("Time to first token", duration(rates.first_token.p50_s), "p50", `p95 ${duration(rates.first_token.p95_s)} · p99 ${duration(rates.first_token.p99_s)}`),
     figure("Between tokens", duration(rates.inter_token.p50_s), "p50", `p95 ${duration(rates.inter_token.p95_s)} · p99 ${duration(rates.inter_token.p99_s)}`),
     figure("Steps in flight", grouped(counts.steps_in_flight), "", oldest ? `oldest for ${duration((activity.now_us - oldest.sent_us) / 1e6)}` : "none waits"),
@@ -146,7 +146,7 @@ function showCharts() {
   const oldest = activity.now_us - HISTORY_US - 2e6;
   for (const start of seconds.keys()) if (start < oldest) seconds.delete(start);
   const lastUs = Math.floor(activity.now_us / 1e6) * 1e6 - 1e6;
-  const spanS = [60, 120, 300].find((span) => span >= activity.uptime_s) ?? 300;
+  const spanS = [60, 120, 300].find((span) => span >= activity.uptime) ?? 300;
   for (const chart of charts) chart.show(seconds, lastUs, store.unixOffset, spanS);
 }
 

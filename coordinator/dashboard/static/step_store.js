@@ -21,21 +21,21 @@ export class StepStore {
 
   // `heardMs`: performance.now() when the answer came.
   take(activity, heardMs) {
-    if (activity.uptime_s < this.uptime) this.clear();
-    this.uptime = activity.uptime_s;
-    const fresh = activity.steps.filter((step) => step.n > this.lastNumber);
+    if (activity.uptime < this.uptime) this.clear();
+    this.uptime = activity.uptime;
+    const fresh = activity.steps.filter((step) => step.number > this.lastNumber);
     this.steps.push(...fresh);
-    if (fresh.length) this.lastNumber = fresh.at(-1).n;
+    if (fresh.length) this.lastNumber = fresh.at(-1).number;
     const oldest = activity.now_us - KEPT_US;
     const kept = this.steps.findIndex((step) => step.answered_us >= oldest);
     this.steps = kept < 0 ? [] : this.steps.slice(kept);
     this.epochs = activity.epochs;
     this.inFlight = activity.in_flight;
     this.loads = activity.stages;
-    this.slowest = activity.slowest;
+    this.slowest = activity.slowest_stage;
     // The quickest of the last answers is the one that was least on its way.
     this.offsets = [...this.offsets, activity.now_us - heardMs * 1000].slice(-10);
-    this.unixOffset = activity.now_unix_s - activity.now_us / 1e6;
+    this.unixOffset = Date.parse(activity.now) / 1000 - activity.now_us / 1e6;
     this.#learnLag(fresh, activity.now_us);
   }
 
@@ -44,7 +44,7 @@ export class StepStore {
   }
 
   get numStages() {
-    return Math.max(this.loads.length, ...this.steps.slice(-1).map((step) => step.computed.length / 2));
+    return Math.max(this.loads.length, ...this.steps.slice(-1).map((step) => step.computed_us.length / 2));
   }
 
   // What is drawn has to be known: a poll lies between, and a step is known when it is answered.

@@ -151,11 +151,11 @@ export class Timeline {
     pen.clip();
     for (const step of this.store.steps) {
       if (step.answered_us < plot.beginUs || step.sent_us > plot.endUs || step.kind === "empty") continue;
-      for (let stage = 0; 2 * stage < step.computed.length; stage++) {
-        const begin = plot.x(step.sent_us + step.computed[2 * stage]);
-        const end = plot.x(step.sent_us + step.computed[2 * stage + 1]);
+      for (let stage = 0; 2 * stage < step.computed_us.length; stage++) {
+        const begin = plot.x(step.sent_us + step.computed_us[2 * stage]);
+        const end = plot.x(step.sent_us + step.computed_us[2 * stage + 1]);
         if (end < plot.left || begin > plot.left + plot.width) continue;
-        pen.globalAlpha = marked && marked.n !== step.n ? 0.25 : 1;
+        pen.globalAlpha = marked && marked.number !== step.number ? 0.25 : 1;
         this.#block(pen, plot, step, stage, begin, end);
       }
     }
@@ -178,7 +178,7 @@ export class Timeline {
     }
     this.blocks.push({ step, stage, left: begin, right: begin + Math.max(width, 3), top, bottom: top + plot.block });
     if (width < 24 || plot.block < 15) return;
-    const text = step.kind === "decode" ? `${step.decodes} seq` : `${step.chunk_tokens} tok`;
+    const text = step.kind === "decode" ? `${step.num_decodes} seq` : `${step.num_chunk_tokens} tok`;
     const shown = pen.measureText(text).width + 6 <= width ? text : text.split(" ")[0];
     if (pen.measureText(shown).width + 4 > width) return;
     pen.fillStyle = this.colours["on-block"];
@@ -235,7 +235,7 @@ export class Timeline {
     if (!block) return this.#pointAtGap(event, x);
     this.pointed = block.step;
     const { step, stage } = block;
-    const [begin, end] = step.computed.slice(2 * stage, 2 * stage + 2);
+    const [begin, end] = step.computed_us.slice(2 * stage, 2 * stage + 2);
     showTip(event.clientX, event.clientY, `Step ${step.id} on stage ${stage}: ${duration((end - begin) / 1e6)}`, describe(step));
     if (this.heldUs !== null || this.still.matches) this.draw();
   }
@@ -269,11 +269,11 @@ export class Timeline {
       (step) => step.kind !== "empty" && step.answered_us <= this.heldUs && step.sent_us >= this.heldUs - this.windowUs,
     );
     if (!shown.length) return;
-    const at = this.chosen ? shown.findIndex((step) => step.n === this.chosen.n) : shown.length;
+    const at = this.chosen ? shown.findIndex((step) => step.number === this.chosen.number) : shown.length;
     this.chosen = shown[Math.max(0, Math.min(shown.length - 1, (at < 0 ? shown.length : at) + direction))];
     const stages = [];
-    for (let stage = 0; 2 * stage < this.chosen.computed.length; stage++) {
-      stages.push(`stage ${stage} ${duration((this.chosen.computed[2 * stage + 1] - this.chosen.computed[2 * stage]) / 1e6)}`);
+    for (let stage = 0; 2 * stage < this.chosen.computed_us.length; stage++) {
+      stages.push(`stage ${stage} ${duration((this.chosen.computed_us[2 * stage + 1] - this.chosen.computed_us[2 * stage]) / 1e6)}`);
     }
     this.readout.textContent = `Step ${this.chosen.id}: ${describe(this.chosen).join(", ")}; ${stages.join(", ")}.`;
     this.draw();
@@ -289,8 +289,8 @@ function clipped(pen, text, width) {
 
 function describe(step) {
   const parts = [`${KIND_WORDS[step.kind]}, epoch ${step.epoch}`];
-  if (step.decodes) parts.push(`${plural(step.decodes, "sequence")} decoding`);
-  if (step.chunks) parts.push(`${plural(step.chunks, "chunk")} of ${plural(step.chunk_tokens, "prompt token")}`);
+  if (step.num_decodes) parts.push(`${plural(step.num_decodes, "sequence")} decoding`);
+  if (step.num_chunks) parts.push(`${plural(step.num_chunks, "chunk")} of ${plural(step.num_chunk_tokens, "prompt token")}`);
   parts.push(`${duration((step.answered_us - step.sent_us) / 1e6)} from being handed out to the answer`);
   return parts;
 }

@@ -61,7 +61,7 @@ export class Topology {
 
   #update(card, worker, activity) {
     const load = activity?.stages[worker.stage];
-    card.classList.toggle("slowest", activity?.slowest === worker.stage);
+    card.classList.toggle("slowest", activity?.slowest_stage === worker.stage);
     set(card, "busy", load ? percent(load.busy_share) : "–", [load?.busy_share ?? 0], "of the last 10 s");
     const held = worker.weight_bytes + worker.kv_bytes;
     const memory = worker.memory_bytes || held || 1;
@@ -78,7 +78,7 @@ export class Topology {
 function times(load, worker) {
   if (worker.state === "loading") return [element("span", {}, `loading, ${percent(worker.load_progress)} read`)];
   if (!load || !load.num_steps) return [element("span", {}, "no steps in the last 10 s")];
-  return [["compute", load.compute_s], ["wait", load.wait_s], ["hop", load.hop_s]].map(([name, value]) =>
+  return [["compute", load.compute_us / 1e6], ["wait", load.wait_us / 1e6], ["hop", load.hop_us / 1e6]].map(([name, value]) =>
     element("span", { title: `${name}: mean of ${plural(load.num_steps, "step")}` }, `${name} `, element("b", {}, duration(value))));
 }
 

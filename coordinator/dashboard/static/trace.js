@@ -1,7 +1,7 @@
 // The waterfall of one request, with the sentence that says where its time went.
 import { ApiError, cancelRequest, getTrace } from "./api.js";
 import { duration, element, grouped, percent, plural, rate } from "./format.js";
-import { milestones } from "./requests.js";
+import { isLive, milestones } from "./requests.js";
 import { hideTip, notice, showTip } from "./tip.js";
 
 // Workers send their spans a few seconds after they have ended.
@@ -70,14 +70,14 @@ export class TraceView {
   }
 
   #show(trace) {
-    const decodeS = trace.duration_s - (trace.time_to_first_token_s ?? trace.duration_s);
+    const decodeS = trace.duration - (trace.time_to_first_token ?? trace.duration);
     const kinds = ORDER.filter((kind) => trace.rows.some((row) => row.segments.some((segment) => segment.kind === kind)));
     this.body.replaceChildren(
       element("p", { class: "sentence" }, trace.explanation),
       facts([
         ["Outcome", trace.outcome || "running"], ["Prompt", plural(trace.prompt_tokens, "token")], ["Output", plural(trace.completion_tokens, "token")],
-        ["In queue", duration(trace.time_in_queue_s)], ["First token", duration(trace.time_to_first_token_s)],
-        ["Rate", decodeS > 0 && trace.completion_tokens > 1 ? `${rate((trace.completion_tokens - 1) / decodeS)} tokens/s` : "–"], ["Total", duration(trace.duration_s)],
+        ["In queue", duration(trace.time_in_queue)], ["First token", duration(trace.time_to_first_token)],
+        ["Rate", decodeS > 0 && trace.completion_tokens > 1 ? `${rate((trace.completion_tokens - 1) / decodeS)} tokens/s` : "–"], ["Total", duration(trace.duration)],
       ]),
       waterfall(trace.rows.map((row) => ({ ...row, note: row.worker })), trace.end_s, trace.slowest_stage),
       legend(kinds),
@@ -102,9 +102,9 @@ export class TraceView {
     const share = (seconds) => (times.total_s ? ` (${percent(seconds / times.total_s)})` : "");
     const parts = rows.map(({ title, segments: [{ start_s: from, end_s: to }] }) => `${duration(to - from)} in ${title}${share(to - from)}`);
     this.body.replaceChildren(
-      element("p", { class: "sentence" }, `${request.is_live ? "So far " : ""}${duration(times.total_s)}: ${parts.join("; ")}.`),
+      element("p", { class: "sentence" }, `${isLive(request) ? "So far " : ""}${duration(times.total_s)}: ${parts.join("; ")}.`),
       facts([
-        ["State", request.phase], ["Prompt", plural(request.prompt_tokens, "token")], ["Output", `${grouped(request.generated_tokens)} of ${plural(request.max_tokens, "token")}`],
+        ["State", request.phase], ["Prompt", plural(request.num_prompt_tokens, "token")], ["Output", `${grouped(request.num_generated_tokens)} of ${plural(request.max_tokens, "token")}`],
         ["First token", duration(times.first_token_s)], ["Rate", times.rate === null ? "–" : `${rate(times.rate)} tokens/s`],
       ]),
       waterfall(rows, times.total_s, null),

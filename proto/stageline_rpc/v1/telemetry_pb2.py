@@ -22,51 +22,53 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n stageline_rpc/v1/telemetry.proto\x12\x0cstageline.v1\"\'\n\x11ListTracesRequest\x12\x12\n\nmax_traces\x18\x01 \x01(\r\"w\n\x12ListTracesResponse\x12*\n\x06traces\x18\x01 \x03(\x0b\x32\x1a.stageline.v1.TraceSummary\x12\x1a\n\x12num_dropped_traces\x18\x02 \x01(\x04\x12\x19\n\x11num_dropped_spans\x18\x03 \x01(\x04\"\xfd\x02\n\x0cTraceSummary\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08trace_id\x18\x02 \x01(\t\x12\x15\n\rstarted_at_ns\x18\x03 \x01(\x04\x12\x12\n\nduration_s\x18\x04 \x01(\x01\x12\x0f\n\x07outcome\x18\x05 \x01(\t\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x07 \x01(\r\x12\x1c\n\x0ftime_in_queue_s\x18\x08 \x01(\x01H\x00\x88\x01\x01\x12\"\n\x15time_to_first_token_s\x18\t \x01(\x01H\x01\x88\x01\x01\x12\x31\n\rslowest_stage\x18\n \x01(\x0b\x32\x1a.stageline.v1.SlowestStage\x12\x13\n\x0bpreemptions\x18\x0b \x01(\r\x12\x12\n\nrecoveries\x18\x0c \x01(\r\x12\r\n\x05spans\x18\r \x01(\rB\x12\n\x10_time_in_queue_sB\x18\n\x16_time_to_first_token_s\"\x9a\x01\n\x0cSlowestStage\x12\r\n\x05stage\x18\x01 \x01(\r\x12\x0e\n\x06worker\x18\x02 \x01(\t\x12\x13\n\x0blayer_begin\x18\x03 \x01(\r\x12\x11\n\tlayer_end\x18\x04 \x01(\r\x12\x11\n\tcompute_s\x18\x05 \x01(\x01\x12\x1c\n\x0fratio_to_median\x18\x06 \x01(\x01H\x00\x88\x01\x01\x42\x12\n\x10_ratio_to_median\"%\n\x0fGetTraceRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"M\n\x10GetTraceResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08trace_id\x18\x02 \x01(\t\x12\x13\n\x0btraces_data\x18\x03 \x01(\x0c\":\n\x12GetActivityRequest\x12\x12\n\nafter_step\x18\x01 \x01(\x04\x12\x10\n\x08since_us\x18\x02 \x01(\x04\"\xa0\x04\n\x13GetActivityResponse\x12\x0e\n\x06now_us\x18\x01 \x01(\x04\x12\x13\n\x0bnow_unix_us\x18\x02 \x01(\x04\x12\x11\n\tuptime_us\x18\x03 \x01(\x04\x12\x0f\n\x07summary\x18\x04 \x01(\t\x12\x1a\n\rslowest_stage\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x10\n\x08window_s\x18\x06 \x01(\x02\x12+\n\x06stages\x18\x07 \x03(\x0b\x32\x1b.stageline.v1.StageActivity\x12\x19\n\x0c\x62ubble_share\x18\x08 \x01(\x02H\x01\x88\x01\x01\x12*\n\x05rates\x18\t \x01(\x0b\x32\x1b.stageline.v1.ActivityRates\x12\x14\n\x0cnum_answered\x18\n \x01(\x04\x12)\n\x05steps\x18\x0b \x03(\x0b\x32\x1a.stageline.v1.StepActivity\x12-\n\tin_flight\x18\x0c \x03(\x0b\x32\x1a.stageline.v1.StepInFlight\x12-\n\x07seconds\x18\r \x03(\x0b\x32\x1c.stageline.v1.SecondActivity\x12/\n\x08requests\x18\x0e \x03(\x0b\x32\x1d.stageline.v1.RequestActivity\x12+\n\x06\x65pochs\x18\x0f \x03(\x0b\x32\x1b.stageline.v1.EpochActivityB\x10\n\x0e_slowest_stageB\x0f\n\r_bubble_share\"\x90\x01\n\rStageActivity\x12\r\n\x05stage\x18\x01 \x01(\r\x12\x0e\n\x06worker\x18\x02 \x01(\t\x12\x11\n\tnum_steps\x18\x03 \x01(\r\x12\x12\n\nbusy_share\x18\x04 \x01(\x02\x12\x12\n\ncompute_us\x18\x06 \x01(\x02\x12\x0f\n\x07wait_us\x18\x07 \x01(\x02\x12\x0e\n\x06hop_us\x18\x08 \x01(\x02J\x04\x08\x05\x10\x06\"\xca\x01\n\x0cStepActivity\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07step_id\x18\x03 \x01(\x04\x12$\n\x04kind\x18\x04 \x01(\x0e\x32\x16.stageline.v1.StepKind\x12\x15\n\rnum_sequences\x18\x05 \x01(\r\x12\x12\n\nnum_tokens\x18\x06 \x01(\r\x12\x0f\n\x07sent_us\x18\x07 \x01(\x04\x12\x13\n\x0b\x61nswered_us\x18\x08 \x01(\x04\x12\x13\n\x0b\x63omputed_us\x18\t \x03(\x11\"\x90\x01\n\x0cStepInFlight\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12$\n\x04kind\x18\x03 \x01(\x0e\x32\x16.stageline.v1.StepKind\x12\x15\n\rnum_sequences\x18\x04 \x01(\r\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\x12\x0f\n\x07sent_us\x18\x06 \x01(\x04\"\x91\x02\n\rActivityRates\x12\x10\n\x08window_s\x18\x01 \x01(\x02\x12\x18\n\x10generated_tokens\x18\x02 \x01(\x02\x12\x16\n\x0eprefill_tokens\x18\x03 \x01(\x02\x12\r\n\x05steps\x18\x04 \x01(\x02\x12\x19\n\x11requests_accepted\x18\x05 \x01(\x02\x12\x19\n\x11requests_finished\x18\x06 \x01(\x02\x12\x1b\n\x13requests_unfinished\x18\x07 \x01(\x02\x12,\n\x0b\x66irst_token\x18\x08 \x01(\x0b\x32\x17.stageline.v1.Quantiles\x12,\n\x0binter_token\x18\t \x01(\x0b\x32\x17.stageline.v1.Quantiles\"G\n\tQuantiles\x12\r\n\x05\x63ount\x18\x01 \x01(\x04\x12\r\n\x05p50_s\x18\x02 \x01(\x02\x12\r\n\x05p95_s\x18\x03 \x01(\x02\x12\r\n\x05p99_s\x18\x04 \x01(\x02\"\xf7\x01\n\x0eSecondActivity\x12\x10\n\x08start_us\x18\x01 \x01(\x04\x12\x18\n\x10generated_tokens\x18\x02 \x01(\r\x12\x16\n\x0eprefill_tokens\x18\x03 \x01(\r\x12\r\n\x05steps\x18\x04 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x05 \x01(\r\x12\x10\n\x08\x66inished\x18\x06 \x01(\r\x12\x12\n\nunfinished\x18\x07 \x01(\r\x12,\n\x0b\x66irst_token\x18\x08 \x01(\x0b\x32\x17.stageline.v1.Quantiles\x12,\n\x0binter_token\x18\t \x01(\x0b\x32\x17.stageline.v1.Quantiles\"\x83\x03\n\x0fRequestActivity\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12)\n\x05phase\x18\x02 \x01(\x0e\x32\x1a.stageline.v1.RequestPhase\x12\x13\n\x0bnum_choices\x18\x03 \x01(\r\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\r\x12\x1c\n\x14num_generated_tokens\x18\x06 \x01(\r\x12\x12\n\nmax_tokens\x18\x07 \x01(\x04\x12\x14\n\x0cnum_restarts\x18\x08 \x01(\r\x12\x13\n\x0b\x61\x63\x63\x65pted_us\x18\t \x01(\x04\x12\x17\n\nstarted_us\x18\n \x01(\x04H\x00\x88\x01\x01\x12\x1b\n\x0e\x66irst_token_us\x18\x0b \x01(\x04H\x01\x88\x01\x01\x12\x15\n\x08\x65nded_us\x18\x0c \x01(\x04H\x02\x88\x01\x01\x12\r\n\x05\x65rror\x18\r \x01(\tB\r\n\x0b_started_usB\x11\n\x0f_first_token_usB\x0b\n\t_ended_us\"j\n\rEpochActivity\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x12\n\nstarted_us\x18\x02 \x01(\x04\x12\x17\n\nstopped_us\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x0e\n\x06reason\x18\x04 \x01(\tB\r\n\x0b_stopped_us*|\n\x08StepKind\x12\x19\n\x15STEP_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11STEP_KIND_PREFILL\x10\x01\x12\x14\n\x10STEP_KIND_DECODE\x10\x02\x12\x13\n\x0fSTEP_KIND_MIXED\x10\x03\x12\x13\n\x0fSTEP_KIND_EMPTY\x10\x04*\x8b\x02\n\x0cRequestPhase\x12\x1d\n\x19REQUEST_PHASE_UNSPECIFIED\x10\x00\x12\x19\n\x15REQUEST_PHASE_WAITING\x10\x01\x12\x19\n\x15REQUEST_PHASE_PREFILL\x10\x02\x12\x18\n\x14REQUEST_PHASE_DECODE\x10\x03\x12\x1b\n\x17REQUEST_PHASE_PREEMPTED\x10\x04\x12\x1a\n\x16REQUEST_PHASE_FINISHED\x10\x05\x12\x1b\n\x17REQUEST_PHASE_CANCELLED\x10\x06\x12\x18\n\x14REQUEST_PHASE_FAILED\x10\x07\x12\x1c\n\x18REQUEST_PHASE_RECOVERING\x10\x08\x32\x82\x02\n\x10TelemetryService\x12O\n\nListTraces\x12\x1f.stageline.v1.ListTracesRequest\x1a .stageline.v1.ListTracesResponse\x12I\n\x08GetTrace\x12\x1d.stageline.v1.GetTraceRequest\x1a\x1e.stageline.v1.GetTraceResponse\x12R\n\x0bGetActivity\x12 .stageline.v1.GetActivityRequest\x1a!.stageline.v1.GetActivityResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n stageline_rpc/v1/telemetry.proto\x12\x0cstageline.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\":\n\x11ListTracesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\x12\x12\n\npage_token\x18\x02 \x01(\t\"\x90\x01\n\x12ListTracesResponse\x12*\n\x06traces\x18\x01 \x03(\x0b\x32\x1a.stageline.v1.TraceSummary\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\x1a\n\x12num_dropped_traces\x18\x03 \x01(\x04\x12\x19\n\x11num_dropped_spans\x18\x04 \x01(\x04\"\xa9\x03\n\x0cTraceSummary\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08trace_id\x18\x02 \x01(\t\x12.\n\nstarted_at\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12+\n\x08\x64uration\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07outcome\x18\x05 \x01(\t\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x07 \x01(\r\x12\x30\n\rtime_in_queue\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x36\n\x13time_to_first_token\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x31\n\rslowest_stage\x18\n \x01(\x0b\x32\x1a.stageline.v1.SlowestStage\x12\x13\n\x0bpreemptions\x18\x0b \x01(\r\x12\x12\n\nrecoveries\x18\x0c \x01(\r\x12\r\n\x05spans\x18\r \x01(\r\"\xb8\x01\n\x0cSlowestStage\x12\r\n\x05stage\x18\x01 \x01(\r\x12\x0e\n\x06worker\x18\x02 \x01(\t\x12\x13\n\x0blayer_begin\x18\x03 \x01(\r\x12\x11\n\tlayer_end\x18\x04 \x01(\r\x12/\n\x0c\x63ompute_time\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1c\n\x0fratio_to_median\x18\x06 \x01(\x01H\x00\x88\x01\x01\x42\x12\n\x10_ratio_to_median\"%\n\x0fGetTraceRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"M\n\x10GetTraceResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08trace_id\x18\x02 \x01(\t\x12\x13\n\x0btraces_data\x18\x03 \x01(\x0c\":\n\x12GetActivityRequest\x12\x12\n\nafter_step\x18\x01 \x01(\x04\x12\x10\n\x08since_us\x18\x02 \x01(\x04\"\xcc\x04\n\x13GetActivityResponse\x12\x0e\n\x06now_us\x18\x01 \x01(\x04\x12\'\n\x03now\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12)\n\x06uptime\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07summary\x18\x04 \x01(\t\x12\x1a\n\rslowest_stage\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x10\n\x08window_s\x18\x06 \x01(\x02\x12+\n\x06stages\x18\x07 \x03(\x0b\x32\x1b.stageline.v1.StageActivity\x12\x19\n\x0c\x62ubble_share\x18\x08 \x01(\x02H\x01\x88\x01\x01\x12*\n\x05rates\x18\t \x01(\x0b\x32\x1b.stageline.v1.ActivityRates\x12\x14\n\x0cnum_answered\x18\n \x01(\x04\x12)\n\x05steps\x18\x0b \x03(\x0b\x32\x1a.stageline.v1.StepActivity\x12-\n\tin_flight\x18\x0c \x03(\x0b\x32\x1a.stageline.v1.StepInFlight\x12-\n\x07seconds\x18\r \x03(\x0b\x32\x1c.stageline.v1.SecondActivity\x12/\n\x08requests\x18\x0e \x03(\x0b\x32\x1d.stageline.v1.RequestActivity\x12+\n\x06\x65pochs\x18\x0f \x03(\x0b\x32\x1b.stageline.v1.EpochActivityB\x10\n\x0e_slowest_stageB\x0f\n\r_bubble_share\"\x8a\x01\n\rStageActivity\x12\r\n\x05stage\x18\x01 \x01(\r\x12\x0e\n\x06worker\x18\x02 \x01(\t\x12\x11\n\tnum_steps\x18\x03 \x01(\r\x12\x12\n\nbusy_share\x18\x04 \x01(\x02\x12\x12\n\ncompute_us\x18\x05 \x01(\x02\x12\x0f\n\x07wait_us\x18\x06 \x01(\x02\x12\x0e\n\x06hop_us\x18\x07 \x01(\x02\"\xe2\x01\n\x0cStepActivity\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07step_id\x18\x03 \x01(\x04\x12$\n\x04kind\x18\x04 \x01(\x0e\x32\x16.stageline.v1.StepKind\x12\x13\n\x0bnum_decodes\x18\x05 \x01(\r\x12\x12\n\nnum_chunks\x18\x06 \x01(\r\x12\x18\n\x10num_chunk_tokens\x18\x07 \x01(\r\x12\x0f\n\x07sent_us\x18\x08 \x01(\x04\x12\x13\n\x0b\x61nswered_us\x18\t \x01(\x04\x12\x13\n\x0b\x63omputed_us\x18\n \x03(\x11\"\xa8\x01\n\x0cStepInFlight\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12$\n\x04kind\x18\x03 \x01(\x0e\x32\x16.stageline.v1.StepKind\x12\x13\n\x0bnum_decodes\x18\x04 \x01(\r\x12\x12\n\nnum_chunks\x18\x05 \x01(\r\x12\x18\n\x10num_chunk_tokens\x18\x06 \x01(\r\x12\x0f\n\x07sent_us\x18\x07 \x01(\x04\"\x91\x02\n\rActivityRates\x12\x10\n\x08window_s\x18\x01 \x01(\x02\x12\x18\n\x10generated_tokens\x18\x02 \x01(\x02\x12\x16\n\x0eprefill_tokens\x18\x03 \x01(\x02\x12\r\n\x05steps\x18\x04 \x01(\x02\x12\x19\n\x11requests_accepted\x18\x05 \x01(\x02\x12\x19\n\x11requests_finished\x18\x06 \x01(\x02\x12\x1b\n\x13requests_unfinished\x18\x07 \x01(\x02\x12,\n\x0b\x66irst_token\x18\x08 \x01(\x0b\x32\x17.stageline.v1.Quantiles\x12,\n\x0binter_token\x18\t \x01(\x0b\x32\x17.stageline.v1.Quantiles\"t\n\tQuantiles\x12\r\n\x05\x63ount\x18\x01 \x01(\x04\x12\x12\n\x05p50_s\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05p95_s\x18\x03 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05p99_s\x18\x04 \x01(\x02H\x02\x88\x01\x01\x42\x08\n\x06_p50_sB\x08\n\x06_p95_sB\x08\n\x06_p99_s\"\xf7\x01\n\x0eSecondActivity\x12\x10\n\x08start_us\x18\x01 \x01(\x04\x12\x18\n\x10generated_tokens\x18\x02 \x01(\r\x12\x16\n\x0eprefill_tokens\x18\x03 \x01(\r\x12\r\n\x05steps\x18\x04 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x05 \x01(\r\x12\x10\n\x08\x66inished\x18\x06 \x01(\r\x12\x12\n\nunfinished\x18\x07 \x01(\r\x12,\n\x0b\x66irst_token\x18\x08 \x01(\x0b\x32\x17.stageline.v1.Quantiles\x12,\n\x0binter_token\x18\t \x01(\x0b\x32\x17.stageline.v1.Quantiles\"\x83\x03\n\x0fRequestActivity\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12)\n\x05phase\x18\x02 \x01(\x0e\x32\x1a.stageline.v1.RequestPhase\x12\x13\n\x0bnum_choices\x18\x03 \x01(\r\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\r\x12\x1c\n\x14num_generated_tokens\x18\x06 \x01(\r\x12\x12\n\nmax_tokens\x18\x07 \x01(\x04\x12\x14\n\x0cnum_restarts\x18\x08 \x01(\r\x12\x13\n\x0b\x61\x63\x63\x65pted_us\x18\t \x01(\x04\x12\x17\n\nstarted_us\x18\n \x01(\x04H\x00\x88\x01\x01\x12\x1b\n\x0e\x66irst_token_us\x18\x0b \x01(\x04H\x01\x88\x01\x01\x12\x15\n\x08\x65nded_us\x18\x0c \x01(\x04H\x02\x88\x01\x01\x12\r\n\x05\x65rror\x18\r \x01(\tB\r\n\x0b_started_usB\x11\n\x0f_first_token_usB\x0b\n\t_ended_us\"j\n\rEpochActivity\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x12\n\nstarted_us\x18\x02 \x01(\x04\x12\x17\n\nstopped_us\x18\x03 \x01(\x04H\x00\x88\x01\x01\x12\x0e\n\x06reason\x18\x04 \x01(\tB\r\n\x0b_stopped_us*|\n\x08StepKind\x12\x19\n\x15STEP_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11STEP_KIND_PREFILL\x10\x01\x12\x14\n\x10STEP_KIND_DECODE\x10\x02\x12\x13\n\x0fSTEP_KIND_MIXED\x10\x03\x12\x13\n\x0fSTEP_KIND_EMPTY\x10\x04*\x8b\x02\n\x0cRequestPhase\x12\x1d\n\x19REQUEST_PHASE_UNSPECIFIED\x10\x00\x12\x19\n\x15REQUEST_PHASE_WAITING\x10\x01\x12\x19\n\x15REQUEST_PHASE_PREFILL\x10\x02\x12\x18\n\x14REQUEST_PHASE_DECODE\x10\x03\x12\x1b\n\x17REQUEST_PHASE_PREEMPTED\x10\x04\x12\x1a\n\x16REQUEST_PHASE_FINISHED\x10\x05\x12\x1b\n\x17REQUEST_PHASE_CANCELLED\x10\x06\x12\x18\n\x14REQUEST_PHASE_FAILED\x10\x07\x12\x1c\n\x18REQUEST_PHASE_RECOVERING\x10\x08\x32\x82\x02\n\x10TelemetryService\x12O\n\nListTraces\x12\x1f.stageline.v1.ListTracesRequest\x1a .stageline.v1.ListTracesResponse\x12I\n\x08GetTrace\x12\x1d.stageline.v1.GetTraceRequest\x1a\x1e.stageline.v1.GetTraceResponse\x12R\n\x0bGetActivity\x12 .stageline.v1.GetActivityRequest\x1a!.stageline.v1.GetActivityResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'stageline_rpc.v1.telemetry_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_STEPKIND']._serialized_start=3074
-  _globals['_STEPKIND']._serialized_end=3198
-  _globals['_REQUESTPHASE']._serialized_start=3201
-  _globals['_REQUESTPHASE']._serialized_end=3468
-  _globals['_LISTTRACESREQUEST']._serialized_start=50
-  _globals['_LISTTRACESREQUEST']._serialized_end=89
-  _globals['_LISTTRACESRESPONSE']._serialized_start=91
-  _globals['_LISTTRACESRESPONSE']._serialized_end=210
-  _globals['_TRACESUMMARY']._serialized_start=213
-  _globals['_TRACESUMMARY']._serialized_end=594
-  _globals['_SLOWESTSTAGE']._serialized_start=597
-  _globals['_SLOWESTSTAGE']._serialized_end=751
-  _globals['_GETTRACEREQUEST']._serialized_start=753
-  _globals['_GETTRACEREQUEST']._serialized_end=790
-  _globals['_GETTRACERESPONSE']._serialized_start=792
-  _globals['_GETTRACERESPONSE']._serialized_end=869
-  _globals['_GETACTIVITYREQUEST']._serialized_start=871
-  _globals['_GETACTIVITYREQUEST']._serialized_end=929
-  _globals['_GETACTIVITYRESPONSE']._serialized_start=932
-  _globals['_GETACTIVITYRESPONSE']._serialized_end=1476
-  _globals['_STAGEACTIVITY']._serialized_start=1479
-  _globals['_STAGEACTIVITY']._serialized_end=1623
-  _globals['_STEPACTIVITY']._serialized_start=1626
-  _globals['_STEPACTIVITY']._serialized_end=1828
-  _globals['_STEPINFLIGHT']._serialized_start=1831
-  _globals['_STEPINFLIGHT']._serialized_end=1975
-  _globals['_ACTIVITYRATES']._serialized_start=1978
-  _globals['_ACTIVITYRATES']._serialized_end=2251
-  _globals['_QUANTILES']._serialized_start=2253
-  _globals['_QUANTILES']._serialized_end=2324
-  _globals['_SECONDACTIVITY']._serialized_start=2327
-  _globals['_SECONDACTIVITY']._serialized_end=2574
-  _globals['_REQUESTACTIVITY']._serialized_start=2577
-  _globals['_REQUESTACTIVITY']._serialized_end=2964
-  _globals['_EPOCHACTIVITY']._serialized_start=2966
-  _globals['_EPOCHACTIVITY']._serialized_end=3072
-  _globals['_TELEMETRYSERVICE']._serialized_start=3471
-  _globals['_TELEMETRYSERVICE']._serialized_end=3729
+  _globals['_STEPKIND']._serialized_start=3389
+  _globals['_STEPKIND']._serialized_end=3513
+  _globals['_REQUESTPHASE']._serialized_start=3516
+  _globals['_REQUESTPHASE']._serialized_end=3783
+  _globals['_LISTTRACESREQUEST']._serialized_start=115
+  _globals['_LISTTRACESREQUEST']._serialized_end=173
+  _globals['_LISTTRACESRESPONSE']._serialized_start=176
+  _globals['_LISTTRACESRESPONSE']._serialized_end=320
+  _globals['_TRACESUMMARY']._serialized_start=323
+  _globals['_TRACESUMMARY']._serialized_end=748
+  _globals['_SLOWESTSTAGE']._serialized_start=751
+  _globals['_SLOWESTSTAGE']._serialized_end=935
+  _globals['_GETTRACEREQUEST']._serialized_start=937
+  _globals['_GETTRACEREQUEST']._serialized_end=974
+  _globals['_GETTRACERESPONSE']._serialized_start=976
+  _globals['_GETTRACERESPONSE']._serialized_end=1053
+  _globals['_GETACTIVITYREQUEST']._serialized_start=1055
+  _globals['_GETACTIVITYREQUEST']._serialized_end=1113
+  _globals['_GETACTIVITYRESPONSE']._serialized_start=1116
+  _globals['_GETACTIVITYRESPONSE']._serialized_end=1704
+  _globals['_STAGEACTIVITY']._serialized_start=1707
+  _globals['_STAGEACTIVITY']._serialized_end=1845
+  _globals['_STEPACTIVITY']._serialized_start=1848
+  _globals['_STEPACTIVITY']._serialized_end=2074
+  _globals['_STEPINFLIGHT']._serialized_start=2077
+  _globals['_STEPINFLIGHT']._serialized_end=2245
+  _globals['_ACTIVITYRATES']._serialized_start=2248
+  _globals['_ACTIVITYRATES']._serialized_end=2521
+  _globals['_QUANTILES']._serialized_start=2523
+  _globals['_QUANTILES']._serialized_end=2639
+  _globals['_SECONDACTIVITY']._serialized_start=2642
+  _globals['_SECONDACTIVITY']._serialized_end=2889
+  _globals['_REQUESTACTIVITY']._serialized_start=2892
+  _globals['_REQUESTACTIVITY']._serialized_end=3279
+  _globals['_EPOCHACTIVITY']._serialized_start=3281
+  _globals['_EPOCHACTIVITY']._serialized_end=3387
+  _globals['_TELEMETRYSERVICE']._serialized_start=3786
+  _globals['_TELEMETRYSERVICE']._serialized_end=4044
 # @@protoc_insertion_point(module_scope)

@@ -19,9 +19,10 @@ from stageline.cli import main
 from stageline.cli.trace import trace_list_view, waterfall_view
 from stageline_rpc.v1 import telemetry_pb2, telemetry_pb2_grpc
 from telemetry.spans import Attr, SpanName
-from telemetry.trace_view.facts import summary, summary_facts
+from telemetry.trace_view.facts import encode_summary, summary
 from tests.otlp_spans import REQUEST_ID, SpanMaker, Times, served
 from wire.channels import bind, new_server
+from wire.status_codec import message_fields
 
 NO_ACTIVITY: Any = None
 OTHER_ID = "01890a5d-ffff-774b-bcce-000000000001"
@@ -113,8 +114,8 @@ def test_the_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     listed = json.loads(capsys.readouterr().out)
     assert [each["request_id"] for each in listed["traces"]] == [REQUEST_ID, OTHER_ID]
     assert listed["traces"][0]["slowest_stage"]["worker"] == "worker-1"
-    assert (listed["num_dropped_traces"], listed["num_dropped_spans"]) == (0, 0)
-    assert listed["traces"][0] == summary_facts(summary(served((0.2, 0.4, 0.2)).trace()))
+    assert (listed["num_dropped_traces"], listed["num_dropped_spans"]) == ("0", "0")
+    assert listed["traces"][0] == message_fields(encode_summary(summary(served((0.2, 0.4, 0.2)).trace())))
     assert listed["traces"][1]["slowest_stage"] is None
     assert main(["trace", REQUEST_ID, "--json"]) == 0
     assert listed["traces"][0].items() <= json.loads(capsys.readouterr().out).items()

@@ -225,14 +225,14 @@ async def test_activity_has_the_steps_that_the_reader_lacks(coordinator: Coordin
         coordinator.facts.step_sent(step(index, decodes=[sequence]), 1000.0 + index / 10)
         coordinator.facts.step_answered(result(index, 10, 20), (), 0.0, 1000.1 + index / 10)
     whole = await (await http.get("/api/activity")).json()
-    assert [each["n"] for each in whole["steps"]] == [1, 2, 3, 4]
-    assert whole["steps"][0]["computed"] == [0, 10000, 10000, 30000]
-    assert whole["steps"][0]["kind"] == "decode"
-    assert (whole["slowest"], whole["num_answered"]) == (1, 4)
+    assert [each["number"] for each in whole["steps"]] == ["1", "2", "3", "4"]
+    assert whole["steps"][0]["computed_us"] == [0, 10000, 10000, 30000]
+    assert whole["steps"][0]["kind"] == "STEP_KIND_DECODE"
+    assert (whole["slowest_stage"], whole["num_answered"]) == (1, "4")
     assert whole["summary"].startswith("Stage 1 (worker-1) is the slowest: ")
-    assert whole["requests"][0]["id"] == id_text(coordinator.request.id)
+    assert whole["requests"][0]["request_id"] == id_text(coordinator.request.id)
     rest = await (await http.get("/api/activity?after=3&since=1001000000")).json()
-    assert ([each["n"] for each in rest["steps"]], rest["seconds"]) == ([4], [])
+    assert ([each["number"] for each in rest["steps"]], rest["seconds"]) == (["4"], [])
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,11 @@ async def test_numbers_that_are_none_are_refused(http: Http, query: str) -> None
 async def test_traces_are_listed_and_read(http: Http) -> None:
     (summary,) = (await (await http.get("/api/traces")).json())["traces"]
     assert (summary["request_id"], summary["spans"], summary["slowest_stage"]) == ("0199", 9, None)
-    assert (summary["prompt_tokens"], summary["completion_tokens"], summary["started_at"]) == (3, 4, 1e-9)
+    assert (summary["prompt_tokens"], summary["completion_tokens"], summary["started_at"]) == (
+        3,
+        4,
+        "1970-01-01T00:00:00.000000001Z",
+    )
     assert (await (await http.get("/api/traces/0199")).json())["explanation"] == "1 s: all of it."
     missing = await http.get("/api/traces/abc")
     assert missing.status == 404

@@ -7,6 +7,7 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from telemetry.spans import Attr
 from telemetry.trace_view.explain import explain
@@ -66,7 +67,9 @@ def test_facts_are_json_and_add_up(trace: RequestTrace) -> None:
     facts = json.loads(json.dumps(trace_facts(trace)))
     assert facts["request_id"] == REQUEST_ID
     assert facts["explanation"] == explain(trace)
-    assert facts["started_at"] == BEGIN_NS / 1e9
+    began = Timestamp()
+    began.FromJsonString(facts["started_at"])
+    assert began.ToNanoseconds() == BEGIN_NS
     assert sum(share["share"] for share in facts["shares"]) == pytest.approx(1.0)
     assert (facts["slowest_stage"]["stage"], facts["slowest_stage"]["worker"]) == (1, "worker-1")
     assert [stage["worker"] for stage in facts["stages"]] == ["worker-0", "worker-1", "worker-2"]
@@ -81,7 +84,7 @@ def test_what_is_no_number_in_json_is_left_out(value: float) -> None:
     maker = SpanMaker()
     maker.root(1.0, {Attr.TIME_IN_QUEUE: value, Attr.PROMPT_TOKENS: value, "else": value, "is": 1.5})
     facts = json.loads(json.dumps(trace_facts(maker.trace()), allow_nan=False))
-    assert (facts["time_in_queue_s"], facts["prompt_tokens"]) == (None, 0)
+    assert (facts["time_in_queue"], facts["prompt_tokens"]) == (None, 0)
     assert facts["attributes"].get("else") is None
     assert facts["attributes"]["is"] == 1.5
     json.dumps(perfetto(maker.trace()), allow_nan=False)
