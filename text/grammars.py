@@ -20,7 +20,8 @@ from threading import Lock
 from llguidance import LLMatcher, regex_to_lark
 
 from checkpoint.errors import UnusableTokenizer
-from checkpoint.grammar_tokenizer import GrammarError, GrammarTokenizer, one_line
+from checkpoint.grammar_tokenizer import GrammarError, GrammarMatcher, GrammarTokenizer, one_line
+from text.endless import check_lark, check_schema
 from wire.steps import GrammarSpec
 
 _DRAFTS = ("draft-04", "draft-06", "draft-07", "2019-09", "2020-12")
@@ -120,6 +121,8 @@ WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 """Default white space between JSON tokens: long enough for indented output, but bounded."""
 
 _SPACING = frozenset({"whitespace_flexible", "whitespace_pattern"})
+_MAY_BE_EMPTY = re.compile(r"[&^~%@$<]|\\P|--")
+_NO_FORCING = '%llguidance {"no_forcing": true}'
 _VERBOSE_FLAG = re.compile(r"\(\?[a-wyzA-Z]*x")
 
 
@@ -174,7 +177,10 @@ class GrammarCompiler:
                 raise tokenizer
             definition = _definition(kind, texts)
             _check_size(definition, " as a grammar")
-            mask = _first_mask(tokenizer, definition)
+            matcher = tokenizer.matcher(definition)
+            if kind is GrammarKind.GRAMMAR:
+                check_lark(texts[0])  # before the first mask, which may take for ever
+            mask = _first_mask(matcher)
             self._check_begin(mask, allowed, forbidden)
         except ValueError as error:
             raise UnusableGrammar(f"{kind.value}: {one_line(str(error))}") from error
@@ -220,7 +226,7 @@ def _definition(kind: GrammarKind, texts: Sequence[str]) -> str:
         raise ValueError("is empty")
     if kind is GrammarKind.JSON_SCHEMA:
         return _json_schema(text)
-    return _regex(text) if kind is GrammarKind.REGEX else _lark(text)
+    return _regex(text) if kind is GrammarKind.REGEX else _lark(_bounded(text))
 
 
 def _json_schema(text: str) -> str:
@@ -230,6 +236,7 @@ def _json_schema(text: str) -> str:
         schema, text = {}, "{}"  # equivalent, and accepts options
     if not isinstance(schema, dict):
         raise ValueError("a schema must be an object, or true")
+    check_schema(schema)
     if not _SPACING.isdisjoint(schema.get("x-guidance", ())):  # a default pattern would override these
         return LLMatcher.grammar_from_json_schema(text)
     return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITE_SPACE})
@@ -256,6 +263,11 @@ def _choice(texts: Sequence[str]) -> str:
     return _lark("start: CHOICE\nCHOICE: " + " | ".join(json.dumps(text) for text in dict.fromkeys(texts)))
 
 
+def _bounded(text: str) -> str:
+    """Disable forced tokens where a terminal may match nothing: the library could force others for ever."""
+    return f"{text}\n{_NO_FORCING}" if _MAY_BE_EMPTY.search(text) else text
+
+
 def _lark(text: str) -> str:
     """Wrap as Lark: the library takes a text that begins with a brace for its own format."""
     return json.dumps({"grammars": [{"lark_grammar": text}]})
@@ -266,12 +278,11 @@ def _check_size(text: str, form: str = "") -> None:
         raise ValueError(f"has {size_bytes} bytes{form}, the limit is {MAX_DEFINITION_BYTES}")
 
 
-def _first_mask(tokenizer: GrammarTokenizer, definition: str) -> bytes:
+def _first_mask(matcher: GrammarMatcher) -> bytes:
     """Return the tokens that may begin the text, one bit per id.
 
-    Raises ValueError for an invalid grammar, ignored parts, or a grammar that allows no text.
+    Raises ValueError for ignored parts, or a grammar that allows no text.
     """
-    matcher = tokenizer.matcher(definition)
     if matcher.warnings:
         raise GrammarError(f"would be enforced only in part: {' '.join(matcher.warnings)}")
     mask = matcher.mask()

@@ -66,6 +66,95 @@ def test_a_regular_expression_that_explodes_is_refused_at_once() -> None:
     assert time.process_time() - began_s < MASK_WAIT_S
 
 
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"$ref": "#"}, "#"),
+        ({"$id": "http://a/b", "$ref": "http://a/b"}, "#"),
+        ({"allOf": [{"$ref": "#"}]}, "#"),
+        ({"anyOf": [{"$ref": "#"}, {"allOf": [{"$ref": "#"}]}]}, "#"),
+        ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "#"),
+        ({"type": ["array"], "items": {"$ref": "#"}, "minItems": 1}, "#"),
+        ({"type": "array", "prefixItems": [True, {"$ref": "#/prefixItems/1"}]}, "#/prefixItems/1"),
+        (
+            {"properties": {"a": {"$ref": "#/$defs/b~1%63"}}, "$defs": {"b/c": {"$ref": "#/$defs/b~1c"}}},
+            "#/p",
+        ),
+    ],
+)
+def test_a_schema_that_refers_to_itself_without_end_is_refused(
+    compiler: GrammarCompiler, schema: object, place: str
+) -> None:
+    with pytest.raises(UnusableGrammar) as refused:
+        compiler.compile(GrammarKind.JSON_SCHEMA, [json.dumps(schema)])
+    assert str(refused.value).startswith(f"json_schema: the schema at {place}")
+    assert "refers to itself without end: no finite JSON satisfies it" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+        {"type": "object", "properties": {"a": {"$ref": "#"}}},
+        {"type": "array", "items": {"$ref": "#"}},
+        {"type": "array", "prefixItems": [{"type": "null"}], "items": {"$ref": "#"}, "minItems": 1},
+        {"type": ["object", "null"], "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+        {"type": "null", "$defs": {"unused": {"$ref": "#/$defs/unused"}}},
+    ],
+)
+def test_a_schema_that_refers_to_itself_and_can_end_is_accepted(
+    compiler: GrammarCompiler, schema: object
+) -> None:
+    assert compiler.compile(GrammarKind.JSON_SCHEMA, [json.dumps(schema)])
+
+
+@pytest.mark.parametrize(
+    ("grammar", "rule"),
+    [
+        ("start: start", "start"),
+        ('start: "a" start', "start"),
+        ("start: /[a-z]{8}/ start", "start"),
+        ("start: /a+/ start", "start"),
+        ('start: "x" | "y" bad\nbad: /a+/ bad', "bad"),
+        ('start: ("x" | bad)\n  | "y"\n?bad: (bad bad)+ // "end"\n%ignore /[ ]/', "bad"),
+        ('start: "x" | bad{2,3}\nbad: "a" worse -> alias\nworse: "b" bad | bad', "bad"),
+    ],
+)
+def test_a_grammar_with_an_endless_rule_is_refused(
+    compiler: GrammarCompiler, grammar: str, rule: str
+) -> None:
+    with pytest.raises(UnusableGrammar, match=f"^grammar: rule '{rule}' goes on without end: no finite text"):
+        compiler.compile(GrammarKind.GRAMMAR, [grammar])
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'start: start start | "a"',
+        'start: "(" start? ")"',
+        'start: "(" start* ")"',
+        'start: "(" start{0,3} ")"',
+        'start: "(" [start] ")"',
+        'start: "(" (start | inner) ")"\ninner: "x"',
+        'start: value\nvalue: "[" value ("," value)* "]"\n     | NUMBER\nNUMBER: /[0-9]+/\n%ignore /[ ]+/',
+        'start: %json {"type": "object"} "x" // start: start',
+        'start: "a"\nunused: unused',
+    ],
+)
+def test_a_grammar_with_a_rule_that_refers_to_itself_and_can_end_is_accepted(
+    compiler: GrammarCompiler, grammar: str
+) -> None:
+    assert compiler.compile(GrammarKind.GRAMMAR, [grammar])
+
+
+def test_an_endless_rule_beside_a_terminal_that_matches_nothing_takes_no_time(
+    compiler: GrammarCompiler,
+) -> None:
+    began_s = time.process_time()
+    compiler.compile(GrammarKind.GRAMMAR, ["start: /a+/ start | NONE\nNONE: /x/ & /y/"])
+    assert time.process_time() - began_s < MASK_WAIT_S
+
+
 def test_a_slow_mask_fails_before_its_step_counts_as_lost() -> None:
     assert DEFAULT_POLICY.min_step_timeout_s > MASK_WAIT_S
 
@@ -167,7 +256,8 @@ def test_the_built_in_model_serves_structured_output() -> None:
         (GrammarKind.GRAMMAR, ["start: a"], 'unknown name: "a"'),
         (GrammarKind.GRAMMAR, ['x: "a"'], "no start rule"),
         (GrammarKind.GRAMMAR, ['{"grammars": [{"json_schema": {}}]}'], "expecting rule"),
-        (GrammarKind.GRAMMAR, ["start: start"], "allows no token"),
+        (GrammarKind.GRAMMAR, ["start: start"], "goes on without end"),
+        (GrammarKind.GRAMMAR, ["start: /[^\\x00-\\x{10FFFF}]/"], "allows no token"),
         (GrammarKind.GRAMMAR, [f"start: <[{VOCAB_SIZE - 1}]>"], "too large"),
         (GrammarKind.GRAMMAR, ['start: %json {"if": {}}'], 'Unimplemented keys: ["if"]'),
     ],
