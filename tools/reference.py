@@ -255,6 +255,7 @@ ACTIONS = {
     "SUPERSEDED": "nothing: the request continues in the other call",
     "REQUEST_POISONED": "do not retry; keep the request to reproduce the crash",
     "SLICE_FAILED": "change the request if the text names a parameter, else retry",
+    "GRAMMAR_FAILED": "change the grammar; the text says where it ends",
     "INVARIANT_BROKEN": _REPORT,
     "INTERNAL_ERROR": _REPORT,
     "REQUEST_CANCELLED": "nothing, or retry; the text says why",

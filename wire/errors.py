@@ -108,6 +108,10 @@ class SliceFailed(ServingError):
     """This sequence failed on a stage; the other sequences of the batch did not."""
 
 
+class GrammarFailed(ServingError):
+    """A stage cannot apply the grammar of this sequence any further: a dead end, a limit, or too slow."""
+
+
 class RequestCancelled(ServingError):
     """The request was cancelled; the text gives the reason."""
 
@@ -207,6 +211,7 @@ STATUS_OF_ERROR: dict[type[ServingError], grpc.StatusCode] = {
     StepFailed: grpc.StatusCode.ABORTED,
     RequestPoisoned: grpc.StatusCode.INTERNAL,
     SliceFailed: grpc.StatusCode.INTERNAL,
+    GrammarFailed: grpc.StatusCode.INVALID_ARGUMENT,
     InvariantBroken: grpc.StatusCode.INTERNAL,
     RequestCancelled: grpc.StatusCode.CANCELLED,
     DeadlinePassed: grpc.StatusCode.DEADLINE_EXCEEDED,

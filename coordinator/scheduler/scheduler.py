@@ -32,7 +32,8 @@ from coordinator.scheduler.kv_manager import KvCacheManager
 from coordinator.scheduler.policy import BatchingPolicy, PrefillLoad, SchedulerLimits
 from coordinator.scheduler.sequence import FinishReason, Release, Sequence, SequenceState
 from kvcache import OutOfBlocks
-from wire.errors import SliceFailed, require
+from stageline_rpc.internal.v1 import step_pb2
+from wire.errors import GrammarFailed, SliceFailed, require
 from wire.ids import SequenceKey
 from wire.steps import EndRecord, SliceError, SliceResult, Step, StepResult, StepSlice
 
@@ -324,8 +325,10 @@ class Scheduler:
         if isinstance(outcome, SliceError):
             sequence.end(SequenceState.FAILED)
             self._end_running(sequence, keep_content=False)
-            where = f"stage {outcome.stage}, step {step_id}"
-            return SequenceUpdate(sequence, error=SliceFailed(f"{where}: {outcome.message}"))
+            is_grammar = outcome.kind == step_pb2.SliceError.KIND_GRAMMAR
+            kind = GrammarFailed if is_grammar else SliceFailed
+            text = f"stage {outcome.stage}, step {step_id}: {outcome.message}"
+            return SequenceUpdate(sequence, error=kind(text))
         scores = entry.prompt_logprobs
         if scores:
             scores = sequence.accept_prompt_logprobs(step_slice.first_position, scores)

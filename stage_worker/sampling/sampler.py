@@ -342,7 +342,7 @@ class Sampler:
         results = []
         for row, (step_slice, token) in enumerate(zip(slices, tokens, strict=True)):
             if row in problems:
-                results.append(self._unusable(step_slice, problems[row]))
+                results.append(self._failed(step_slice, step_pb2.SliceError.KIND_GRAMMAR, problems[row]))
             elif token is None:
                 results.append(self._unusable(step_slice, _nothing_allowed(step_slice, states[row])))
             else:

@@ -816,11 +816,15 @@ class SliceError(_message.Message):
         KIND_UNSPECIFIED: SliceError._Kind.ValueType  # 0
         KIND_NON_FINITE_LOGITS: SliceError._Kind.ValueType  # 1
         KIND_SAMPLER: SliceError._Kind.ValueType  # 2
+        KIND_GRAMMAR: SliceError._Kind.ValueType  # 3
+        """The grammar has no further token, hits a limit, or is too slow."""
 
     class Kind(_Kind, metaclass=_KindEnumTypeWrapper): ...
     KIND_UNSPECIFIED: SliceError.Kind.ValueType  # 0
     KIND_NON_FINITE_LOGITS: SliceError.Kind.ValueType  # 1
     KIND_SAMPLER: SliceError.Kind.ValueType  # 2
+    KIND_GRAMMAR: SliceError.Kind.ValueType  # 3
+    """The grammar has no further token, hits a limit, or is too slow."""
 
     KIND_FIELD_NUMBER: _builtins.int
     STAGE_FIELD_NUMBER: _builtins.int

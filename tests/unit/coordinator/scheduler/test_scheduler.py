@@ -13,8 +13,9 @@ from coordinator.scheduler.policy import SchedulerLimits
 from coordinator.scheduler.scheduler import Scheduler, UsedRestartCounts
 from coordinator.scheduler.sequence import FinishReason, SequenceState
 from stage_worker import validation
+from stageline_rpc.internal.v1 import step_pb2
 from tests.unit.coordinator.scheduler.pipeline_model import PipelineModel, key_of, solo_run
-from wire.errors import SliceFailed
+from wire.errors import GrammarFailed, ServingError, SliceFailed
 from wire.ids import SequenceKey, new_request_id
 from wire.steps import Decode, EndRecord, Prefill, SliceError, SliceResult, Step, StepResult, TokenLogprobs
 
@@ -393,12 +394,20 @@ def test_a_slice_error_fails_one_request_and_leaves_none_of_its_blocks_behind() 
     model.check_all_ended()
 
 
-def test_what_failed_says_where_and_why() -> None:
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        (step_pb2.SliceError.KIND_NON_FINITE_LOGITS, SliceFailed),
+        (step_pb2.SliceError.KIND_SAMPLER, SliceFailed),
+        (step_pb2.SliceError.KIND_GRAMMAR, GrammarFailed),
+    ],
+)
+def test_what_failed_says_where_and_why(kind: int, error: type[ServingError]) -> None:
     model = model_of()
     sequence = model.submit([1], max_tokens=1)
-    outcome = SliceError(1, 3, "logits are not finite")
+    outcome = SliceError(kind, 3, "logits are not finite")
     (progress,) = model.scheduler.complete(StepResult(1, 0, (SliceResult(sequence.key, 0, outcome),)), 0.0)
-    assert isinstance(progress.error, SliceFailed)
+    assert type(progress.error) is error
     assert str(progress.error) == "stage 3, step 0: logits are not finite"
     assert (progress.token, progress.finish_reason) == (None, None)
 

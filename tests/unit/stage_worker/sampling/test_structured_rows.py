@@ -109,6 +109,21 @@ def test_parameters_that_leave_nothing_of_the_grammar_fail_that_row_alone(settin
     assert chosen.outcome == letter
 
 
+def test_a_grammar_without_a_further_token_fails_that_row_alone_and_says_so(setting: Setting) -> None:
+    sampler = new_sampler(setting)
+    [letter] = setting.codec.encode("a")[1:]
+    dead = setting.spec(GrammarKind.GRAMMAR, 'start: "a" B\nB: /x/ & /y/')
+    ended = started(sampler, StepSampling(grammar=dead), (letter,))
+    well = started(sampler, StepSampling(grammar=setting.spec(GrammarKind.CHOICE, "ab")), (letter,))
+    whole = (*PROMPT, letter)
+    slices = [StepSlice(key, 1, whole, Prefill(0, len(whole), len(whole))) for key in (ended, well)]
+    [failed, chosen] = sampler.choose(slices, logits_at(0, 2))
+    assert isinstance(failed.outcome, SliceError)
+    assert failed.outcome.kind == step_pb2.SliceError.KIND_GRAMMAR
+    assert failed.outcome.message == "structured output: the grammar allows no token here"
+    assert isinstance(chosen.outcome, int)
+
+
 def test_a_stage_that_cannot_serve_grammars_fails_that_row_alone(setting: Setting, tmp_path: Path) -> None:
     spec = setting.spec(GrammarKind.CHOICE, "x")
     (tmp_path / "tokenizer.json").unlink()
