@@ -108,6 +108,7 @@ class CoordinatorServer:
         sink, clock = StoreSink(self.trace_store.add), ClusterClock()
         self.recorder = new_recorder(COORDINATOR, sink, config.telemetry, clock, instance=instance)
         self.metrics = CoordinatorMetrics(config.telemetry, instance=instance)
+        self._refused_operators = self.metrics.refused_peers("operator_token")
         self.activity = ActivityRecorder(time.monotonic(), bubble_share=self.metrics.pipeline.bubble_share)
 
     def _new_engine(self) -> Engine:
@@ -143,6 +144,7 @@ class CoordinatorServer:
             ),
             self_check=_new_self_check(config, model, self._policy) if config.wants_self_check else None,
             new_secret=new_secret,
+            refused=self.metrics.refused_peers("hop_secret"),
         )
 
     def _new_request_handler(self) -> RequestHandler:
@@ -163,9 +165,17 @@ class CoordinatorServer:
     def _add_services(self, status: StatusReporter, activity: ActivityReporter) -> None:
         """Everything that is served over gRPC."""
         callers = CallContexts(self._config.client_key, self.engine.now_s)
-        operators = Operators(self._token)
+        operators = Operators(self._token, self._refused_operators)
         inference_pb2_grpc.add_InferenceServicer_to_server(
-            InferenceService(self._requests, self.engine, status, callers, operators), self._server
+            InferenceService(
+                self._requests,
+                self.engine,
+                status,
+                callers,
+                operators,
+                self.metrics.refused_peers("attach_secret"),
+            ),
+            self._server,
         )
         cluster_pb2_grpc.add_ClusterServicer_to_server(
             ClusterService(self.controller, status, self.engine.kv_events, operators), self._server
@@ -200,7 +210,7 @@ class CoordinatorServer:
             traces=self.trace_reader,
             metrics=self.metrics.metrics_text,
         )
-        return DashboardServer(sources, listen=listen, token=self._token)
+        return DashboardServer(sources, listen=listen, token=self._token, refused=self._refused_operators)
 
     async def start(self) -> None:
         """Raises OSError when an address cannot be had."""

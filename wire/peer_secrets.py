@@ -1,4 +1,4 @@
-"""Secrets between processes of one cluster; failed attempts are limited and counted."""
+"""Secrets of callers and peers; every wrong one is counted, and logged up to a limit per host."""
 
 import hmac
 import logging
@@ -50,14 +50,20 @@ def is_secret(presented: bytes, expected: bytes) -> bool:
 
 
 class RefusedPeers:
-    """Counts rejected attempts by peer host and logs the first MAX_TRIES per minute."""
+    """Counts rejected attempts by peer host and logs the first MAX_TRIES per minute.
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    Attempts themselves are not limited: above MAX_TRIES they are counted and rejected without a log line.
+    """
+
+    def __init__(self, clock: Callable[[], float], on_refused: Callable[[], None] = lambda: None) -> None:
+        """`on_refused` is called for each attempt, logged or not."""
         self._clock = clock
+        self._on_refused = on_refused
         self._tries = RefusedTries()
 
     def note(self, call: str, problem: str, *, host: str) -> bool:
         """Count and log a rejected `call`; return False, without logging, above MAX_TRIES."""
+        self._on_refused()
         if (num_tries := self._tries.note(host, self._clock())) > MAX_TRIES:
             return False
         log.warning("refused %s: %s, host=%s tries=%d", call, problem, host, num_tries)

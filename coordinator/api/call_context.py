@@ -14,6 +14,7 @@ from opentelemetry.trace import SpanContext
 from wire.addresses import peer_host
 from wire.channels import AUTHORIZATION_KEY
 from wire.errors import TokenMismatch, TokenMissing
+from wire.peer_secrets import RefusedPeers
 from wire.trace_context import parse_traceparent
 from wire.user_files import token_path, write_secret
 
@@ -91,11 +92,12 @@ def _span_of(metadata: Any) -> SpanContext | None:
 
 
 class Operators:
-    """Checks operator tokens."""
+    """Checks operator tokens; wrong ones are counted and logged."""
 
-    def __init__(self, token: str | None) -> None:
+    def __init__(self, token: str | None, refused: RefusedPeers) -> None:
         """Without a token, every caller is rejected."""
         self._token = token
+        self._refused = refused
 
     def check(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """Raises TokenMissing or TokenMismatch for a caller that is not an operator."""
@@ -105,4 +107,5 @@ class Operators:
         if self._token is None:
             raise TokenMismatch("this coordinator has no operator token: start it with --token-file")
         if not hmac.compare_digest(given.strip().encode(), self._token.encode()):
+            self._refused.note("an operator call", "wrong operator token", host=peer_host(context))
             raise TokenMismatch("the operator token is wrong")

@@ -13,9 +13,11 @@ from coordinator.engine.output_stream import Output, OutputStream, Positions
 from coordinator.engine.request import Choice, new_attach_secret, secret_digest
 from coordinator.scheduler.sequence import FinishReason
 from stageline_rpc.v1 import inference_pb2, inference_pb2_grpc
+from wire.addresses import peer_host
 from wire.channels import ATTACH_SECRET_KEY, AUTHORIZATION_KEY, JOURNALLED_KEY, when_call_ends
-from wire.errors import InvalidRequest, InvariantBroken
+from wire.errors import AttachSecretMismatch, InvalidRequest, InvariantBroken
 from wire.ids import RequestId, id_text, parse_request_id
+from wire.peer_secrets import RefusedPeers
 from wire.steps import TokenLogprobs
 
 FINISH_REASON_TO_MESSAGE: dict[FinishReason, inference_pb2.FinishReason.ValueType] = {
@@ -83,12 +85,15 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         status: StatusReporter,
         callers: CallContexts,
         operators: Operators,
+        refused: RefusedPeers,
     ) -> None:
+        """`refused` counts and logs wrong attach secrets."""
         self._requests = requests
         self._engine = engine
         self._status = status
         self._callers = callers
         self._operators = operators
+        self._refused = refused
 
     async def Generate(  # type: ignore[override]  # noqa: N802  # see MessageLimits
         self, request: bytes, context: Context
@@ -102,7 +107,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.AttachRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         request_id = _request_id(request.request_id)
-        self._engine.check_secret(request_id, metadata_value(context, ATTACH_SECRET_KEY))
+        self._check_secret("Attach", request_id, context)
         stream = self._engine.attach(
             request_id,
             _positions(request),
@@ -118,9 +123,16 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         if metadata_value(context, AUTHORIZATION_KEY):
             self._operators.check(context)
         else:
-            self._engine.check_secret(request_id, metadata_value(context, ATTACH_SECRET_KEY))
+            self._check_secret("Cancel", request_id, context)
         self._engine.cancel(request_id)
         return inference_pb2.CancelResponse()
+
+    def _check_secret(self, call: str, request_id: RequestId, context: Context) -> None:
+        try:
+            self._engine.check_secret(request_id, metadata_value(context, ATTACH_SECRET_KEY))
+        except AttachSecretMismatch:
+            self._refused.note(call, "wrong attach secret", host=peer_host(context))
+            raise
 
     async def GetModel(  # noqa: N802
         self, request: inference_pb2.GetModelRequest, context: Context

@@ -5,6 +5,7 @@ Everything runs on the event loop; events are handled one by one because handler
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +52,7 @@ from stageline_rpc.internal.v1 import forward_pb2, join_pb2
 from stageline_rpc.v1 import cluster_pb2
 from wire.errors import InvariantBroken, NameInUse, StaleStream, StepFaultKind, WorkerNotFound
 from wire.ids import Incarnation
-from wire.peer_secrets import is_secret, new_secret
+from wire.peer_secrets import RefusedPeers, is_secret, new_secret
 from wire.steps import FaultReport, StepResult
 from wire.tensors import WIRE_DTYPE_FROM_MESSAGE
 
@@ -92,8 +93,11 @@ class Controller:
         hooks: ControllerHooks,
         self_check: SelfCheck | None = None,
         new_secret: Callable[[], bytes] = new_secret,
+        refused: RefusedPeers | None = None,
     ) -> None:
-        """`new_secret` makes the secrets by which processes of the cluster authenticate each other."""
+        """`new_secret` makes the secrets by which processes of the cluster authenticate each other; `refused`
+        counts and logs streams of results without theirs.
+        """
         self.state, self._engine, self._model, self._config = state, engine, model, model.config
         self.incarnation, self.policy, self._settings, self._hooks = incarnation, policy, settings, hooks
         self._new_secret = new_secret
@@ -110,6 +114,7 @@ class Controller:
             fingerprint=model.fingerprint,
             connect_timeout_s=policy.connect_timeout_s,
             new_secret=new_secret,
+            refused=refused or RefusedPeers(time.monotonic),
         )
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure_detector = self._new_failure_detector()

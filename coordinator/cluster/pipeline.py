@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -126,11 +125,14 @@ class Pipeline:
         fingerprint: str,
         connect_timeout_s: float,
         new_secret: Callable[[], bytes],
+        refused: RefusedPeers,
     ) -> None:
-        """`new_secret` makes what the two ends of a hop know of each other in one epoch."""
+        """`new_secret` makes what the two ends of a hop know of each other in one epoch; `refused` counts and
+        logs streams of results without it.
+        """
         self._new_secret = new_secret
         self._secrets: tuple[bytes, ...] = ()
-        self._incoming = HopSecrets(RefusedPeers(time.monotonic))
+        self._incoming = HopSecrets(refused)
         self._has_results = False
         self._incarnation = incarnation
         self._fingerprint = fingerprint

@@ -11,6 +11,7 @@ from http import HTTPStatus
 from aiohttp import hdrs, web
 
 from wire.errors import InvalidRequest, RequestNotFound, ServingError, reason_of
+from wire.peer_secrets import RefusedPeers
 
 log = logging.getLogger(__name__)
 
@@ -51,10 +52,13 @@ async def add_security_headers(request: web.Request, response: web.StreamRespons
 class DashboardAuth:
     """Refuses what must not reach a handler, and answers where one fails."""
 
-    def __init__(self, host: str, token: str | None) -> None:
-        """`host` is what is listened on. Without a token nothing can be changed."""
+    def __init__(self, host: str, token: str | None, refused: RefusedPeers) -> None:
+        """`host` is what is listened on. Without a token nothing can be changed. `refused` counts and logs
+        wrong tokens.
+        """
         self._names = _LOOPBACK_NAMES | {host.lower()} if _is_loopback(host) else None
         self._token = token
+        self._refused = refused
 
     @property
     def has_token(self) -> bool:
@@ -91,6 +95,9 @@ class DashboardAuth:
         scheme, _, given = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
         is_right = hmac.compare_digest(given.strip().encode("utf-8", "replace"), self._token.encode())
         if scheme.lower() != "bearer" or not is_right:
+            if given.strip():
+                host = request.remote or "unknown"
+                self._refused.note("an HTTP request", "wrong operator token", host=host)
             raise web.HTTPUnauthorized(
                 text="the token is missing or wrong", headers={hdrs.WWW_AUTHENTICATE: "Bearer"}
             )

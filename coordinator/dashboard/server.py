@@ -2,6 +2,7 @@
 
 import logging
 import socket
+import time
 from typing import Any
 
 from aiohttp import web
@@ -10,6 +11,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from coordinator.dashboard.auth import MAX_BODY_BYTES, DashboardAuth, add_security_headers
 from coordinator.dashboard.routes import DashboardContext, Routes
 from wire.addresses import Address, parse_address
+from wire.peer_secrets import RefusedPeers
 
 log = logging.getLogger(__name__)
 
@@ -37,9 +39,17 @@ _EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 class DashboardServer:
     """Serves `sources` on `listen` (HOST:PORT) between `start` and `stop`; `url` says where."""
 
-    def __init__(self, sources: DashboardContext, *, listen: str, token: str | None) -> None:
+    def __init__(
+        self,
+        sources: DashboardContext,
+        *,
+        listen: str,
+        token: str | None,
+        refused: RefusedPeers | None = None,
+    ) -> None:
+        """`refused` counts and logs wrong operator tokens."""
         self._address = parse_address(listen)
-        guard = DashboardAuth(self._address.host, token)
+        guard = DashboardAuth(self._address.host, token, refused or RefusedPeers(time.monotonic))
         self._routes = Routes(sources, guard)
         self.app = web.Application(middlewares=[guard.middleware], client_max_size=MAX_BODY_BYTES)
         self.app.add_routes(self._routes.table())

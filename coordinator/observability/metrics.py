@@ -39,6 +39,7 @@ from wire.errors import (
     JournalUnavailable,
     Overloaded,
 )
+from wire.peer_secrets import RefusedPeers
 from wire.steps import StageTime
 
 if TYPE_CHECKING:
@@ -320,6 +321,8 @@ class CoordinatorMetrics:
         self.observers: tuple[FactObserver, ...] = (self.requests, self.pipeline)
         self._memory = self._registry.number(definitions.RESIDENT_MEMORY).of()
         self._failed_exports = self._registry.number(definitions.FAILED_EXPORTS)
+        access = self._registry.number(definitions.ACCESS_REFUSED)
+        self._refused_access = {secret: access.of(secret) for secret in definitions.ACCESS.values}
         self._export: CollectorExport | None = None
         self._workers: WorkerMetricsStore | None = None
 
@@ -331,6 +334,10 @@ class CoordinatorMetrics:
         self._workers = WorkerMetricsStore(lambda: controller.connections)
         self._registry.read_with(lambda: self.pipeline.read(engine.now_s()))
         self._registry.read_with(self._read)
+
+    def refused_peers(self, secret: str) -> RefusedPeers:
+        """Counts and logs wrong secrets of this kind, a value of the label."""
+        return RefusedPeers(time.monotonic, self._refused_access[secret].add)
 
     def start(self) -> None:
         """Start to export to the collector, if one is configured."""

@@ -116,6 +116,7 @@ REFUSAL = Label(
 REASON = Label(
     "reason", "stageline.reason", values=("death", "device", "fault", "broken", "no_progress", "replanned")
 )
+ACCESS = Label("secret", "stageline.access.secret", values=("attach_secret", "operator_token", "hop_secret"))
 STEP_PART = Label("part", "stageline.step.part", values=("hop", "receive", "wait", "compute"))
 WORKER_STATE = Label(
     "state",
@@ -179,6 +180,14 @@ REQUESTS_REFUSED = _of(
     "{request}",
     "Rejected requests, by reason.",
     REFUSAL,
+)
+ACCESS_REFUSED = _of(
+    _COORDINATOR,
+    "stageline.access.refused",
+    _COUNTER,
+    "{call}",
+    "Calls, HTTP requests and streams of results with a wrong secret, by secret.",
+    ACCESS,
 )
 QUEUE_TIME = _of(
     _COORDINATOR,

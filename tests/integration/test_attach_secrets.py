@@ -12,13 +12,15 @@ from coordinator.engine.request import check_attach_secret, new_attach_secret, s
 from stageline import Client, PermissionDenied
 from stageline import new_attach_secret as client_secret
 from stageline.client.errors import InvalidRequest, StatusDetails
-from stageline_rpc.v1 import inference_pb2, inference_pb2_grpc
+from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tests.integration.calls import message
 from tests.integration.cluster import DEADLINE_S, TOKEN
+from tests.integration.metrics_cluster import MetricsCluster
 from tests.integration.test_mock_cluster import mock_cluster
 from wire.channels import ATTACH_SECRET_KEY, AUTHORIZATION_KEY, client_channel
 from wire.errors import AttachSecretMismatch
 from wire.errors import InvalidRequest as Refused
+from wire.peer_secrets import MAX_TRIES
 
 PROMPT, NUM_TOKENS = [1, 2, 3], 200
 StatusCode = grpc.StatusCode
@@ -84,6 +86,33 @@ async def test_the_operator_cancels_any_request_and_attaches_to_none() -> None:
             "TOKEN_MISMATCH",
         )
         assert await wire.outcome("cancel", bearer(TOKEN)) == (StatusCode.OK, "")
+
+
+async def test_wrong_secrets_and_tokens_are_counted_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async with MetricsCluster("step=1ms", num_stages=1) as cluster:
+        async with client_channel(cluster.address) as channel:
+            request = message(PROMPT, NUM_TOKENS, keep_s=60.0)
+            wire = Wire(channel, request.request_id)
+            generating: Any = wire.stub.Generate(request, timeout=DEADLINE_S)
+            await generating.read()
+            for _ in range(MAX_TRIES + 2):
+                await wire.outcome("attach", (ATTACH_SECRET_KEY, "0" * 43))
+            await wire.outcome("cancel", bearer(f"{TOKEN}x"))
+            cluster_stub, drain = cluster_pb2_grpc.ClusterStub(channel), cluster_pb2.DrainRequest(worker="w0")
+            with pytest.raises(grpc.aio.AioRpcError):
+                await cluster_stub.Drain(drain, metadata=(bearer("wrong"),))
+            assert await wire.outcome("cancel", bearer(TOKEN)) == (StatusCode.OK, "")
+        scraped = await cluster.scrape()
+    name = "stageline_access_refused_total"
+    assert scraped.get(name, secret="attach_secret") == MAX_TRIES + 2
+    assert scraped.get(name, secret="operator_token") == 2
+    assert scraped.has(name, secret="hop_secret") and scraped.get(name, secret="hop_secret") == 0
+    attach = [text for text in caplog.messages if text.startswith("refused Attach: wrong attach secret")]
+    assert len(attach) == MAX_TRIES
+    assert attach[0].endswith("host=127.0.0.1 tries=1")
+    operator = "refused an operator call: wrong operator token, host=127.0.0.1 tries="
+    assert [text for text in caplog.messages if text.startswith(operator)] == [f"{operator}1", f"{operator}2"]
+    assert TOKEN not in caplog.text
 
 
 async def test_a_secret_that_the_client_brings_is_taken_and_a_short_one_refused() -> None:

@@ -51,6 +51,13 @@ def test_refusals_of_every_kind_count_together_by_host(caplog: pytest.LogCapture
     assert refused.note("a stream", "too many", host="10.0.0.8")
 
 
+def test_every_refusal_is_counted_logged_or_not() -> None:
+    counted: list[None] = []
+    refused = RefusedPeers(lambda: 0.0, lambda: counted.append(None))
+    logged = [refused.note("a stream", "wrong", host="10.0.0.9") for _ in range(MAX_TRIES + 5)]
+    assert (logged.count(True), len(counted)) == (MAX_TRIES, MAX_TRIES + 5)
+
+
 def test_the_secret_of_an_epoch_that_is_over_is_no_refused_try(caplog: pytest.LogCaptureFixture) -> None:
     secrets = HopSecrets(RefusedPeers(lambda: 0.0))
     secrets.begin_epoch(b"x" * 32)

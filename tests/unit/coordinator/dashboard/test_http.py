@@ -326,12 +326,17 @@ async def test_without_a_token_of_the_coordinator_nothing_can_be_changed(
     [None, "", "Bearer", "Bearer ", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", f"Basic {TOKEN}", TOKEN],
 )
 async def test_a_missing_or_wrong_token_changes_nothing(
-    coordinator: Coordinator, http: Http, header: str | None
+    coordinator: Coordinator, http: Http, header: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     for path in (*actions(coordinator), "/api/token"):
         response = await http.post(path, headers={} if header is None else {"Authorization": header})
         assert response.status == 401
         assert response.headers["WWW-Authenticate"] == "Bearer"
+    line = "refused an HTTP request: wrong operator token, host=127.0.0.1 tries="
+    has_token = header is not None and " " in header.strip()
+    assert [text for text in caplog.messages if text.startswith(line)] == [
+        f"{line}{number}" for number in range(1, 4) if has_token
+    ]
     assert (coordinator.cancelled, coordinator.drained) == ([], [])
 
 
