@@ -95,6 +95,7 @@ def test_up_shows_the_topology_and_a_signal_ends_it_in_order(
         ("--layers 5,5,5", "layers 5,5,5 sum to 15, the model has 12"),
         ("--memory 1MiB", "but worker-0 has 1.0 MiB"),
         ("--workers 13", "13 stages for a model of 12 layers"),
+        ("--max-model-len 2049", "--max-model-len is 2049, but the model's limit is 2048"),
     ],
 )
 def test_up_refuses_what_cannot_be_planned_before_it_starts_anything(
@@ -105,6 +106,17 @@ def test_up_refuses_what_cannot_be_planned_before_it_starts_anything(
     assert words in errors
     assert errors.count("\n") == 1
     assert output == ""
+
+
+@pytest.mark.parametrize("flags", ["--memory 999TiB", "--threads 100000000"])
+def test_up_refuses_what_this_host_lacks_before_it_starts_anything(
+    launch: Launch, flags: str, tmp_path: Path
+) -> None:
+    output, errors = (up := launch("up", *flags.split())).communicate(timeout=30)
+    assert up.returncode == 2
+    assert errors.count("\n") == 1
+    assert output == ""
+    assert list(tmp_path.glob("stageline-*")) == []
 
 
 @pytest.mark.parametrize(
