@@ -1,4 +1,4 @@
-"""Writes docs/reference/ from the code: flags, metrics, spans, errors, the Python API and the modules.
+"""Writes docs/reference/ from the code: flags, metrics, spans, errors, limits, the Python API, modules.
 
 python tools/reference.py [--check]
 """
@@ -120,8 +120,8 @@ def _flag_meaning(option: Any) -> str:
 _METRICS = f"""\
 # Metrics
 
-All metrics, with their OpenTelemetry and Prometheus names. {_GENERATED}
-[telemetry.md](../telemetry.md) says how to read and export them.
+All metrics, with their OpenTelemetry and Prometheus names.
+{_GENERATED} [telemetry.md](../telemetry.md) says how to read and export them.
 
 """
 _LABELS = """
@@ -138,7 +138,8 @@ coordinator's process.
 _SPANS = f"""\
 # Spans
 
-All spans and their attributes. {_GENERATED} [telemetry.md](../telemetry.md) says how to read traces.
+All spans and their attributes.
+{_GENERATED} [telemetry.md](../telemetry.md) says how to read traces.
 
 ## All spans
 
@@ -382,7 +383,8 @@ All derive from `StagelineError`, which has `code` (the gRPC status), `reason`
 _PYTHON = f"""\
 # Python API
 
-What `stageline` exports. {_GENERATED} [python.md](../python.md) has examples.
+What `stageline` exports.
+{_GENERATED} [python.md](../python.md) has examples.
 """
 
 
@@ -515,6 +517,27 @@ def _code(text: str) -> str:
     return f"```python\n{text}\n```\n"
 
 
+# Limits
+
+_LIMITS = f"""\
+# Limits of failure handling
+
+Every threshold, limit and wait of failure handling: `RecoveryPolicy` in `coordinator/recovery/policy.py`.
+Names end in their unit: `_s` is seconds, `_tokens` tokens; the others are counts and ratios.
+{_GENERATED} [failures.md](../failures.md) says what they are for.
+
+"""
+
+
+def limits() -> str:
+    """Every field of `RecoveryPolicy`."""
+    module = ast.parse((ROOT / "coordinator" / "recovery" / "policy.py").read_text(encoding="utf-8"))
+    policy = next(node for node in module.body if _name(node) == "RecoveryPolicy")
+    assert isinstance(policy, ast.ClassDef)
+    rows = [(name, default, meaning) for name, _, default, meaning in _fields(policy)]
+    return _LIMITS + table(("name", "default", "meaning"), rows)
+
+
 # Modules
 
 _MODULES = f"""\
@@ -568,6 +591,7 @@ DOCUMENTS: dict[str, Callable[[], str]] = {
     "spans": spans,
     "errors": errors,
     "python": python,
+    "limits": limits,
     "modules": modules,
 }
 

@@ -105,3 +105,10 @@ def rpcs() -> set[str]:
             found |= {f"{service}.{method}" for method in re.findall(r"rpc (\w+)", body)}
     assert found
     return found
+
+
+def test_prose_is_wrapped() -> None:
+    for page in PAGES:
+        prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+        long = [line for line in prose.splitlines() if len(line) > 110 and not line.lstrip().startswith("|")]
+        assert not long, f"{page.name}: {long}"
