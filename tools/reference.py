@@ -121,7 +121,8 @@ _METRICS = f"""\
 # Metrics
 
 All metrics, with their OpenTelemetry and Prometheus names.
-{_GENERATED} [telemetry.md](../telemetry.md) says how to read and export them.
+{_GENERATED}
+[telemetry.md](../telemetry.md) says how to read and export them.
 
 """
 _LABELS = """
@@ -139,7 +140,8 @@ _SPANS = f"""\
 # Spans
 
 All spans and their attributes.
-{_GENERATED} [telemetry.md](../telemetry.md) says how to read traces.
+{_GENERATED}
+[telemetry.md](../telemetry.md) says how to read traces.
 
 ## All spans
 
@@ -220,7 +222,8 @@ stageline: error[INVALID_REQUEST]: temperature is 200, must be in [0, 100]
 | 3 | the device of a worker failed: start the worker again |
 | 130 | Ctrl-C |
 
-{_GENERATED} [runbook.md](../runbook.md) starts from symptoms.
+{_GENERATED}
+[runbook.md](../runbook.md) starts from symptoms.
 
 ## Reasons that servers send
 
@@ -384,7 +387,8 @@ _PYTHON = f"""\
 # Python API
 
 What `stageline` exports.
-{_GENERATED} [python.md](../python.md) has examples.
+{_GENERATED}
+[python.md](../python.md) has examples.
 """
 
 
@@ -524,7 +528,8 @@ _LIMITS = f"""\
 
 Every threshold, limit and wait of failure handling: `RecoveryPolicy` in `coordinator/recovery/policy.py`.
 Names end in their unit: `_s` is seconds, `_tokens` tokens; the others are counts and ratios.
-{_GENERATED} [failures.md](../failures.md) says what they are for.
+{_GENERATED}
+[failures.md](../failures.md) says what they are for.
 
 """
 
