@@ -2,6 +2,7 @@
 
 import ast
 import re
+import tomllib
 from pathlib import Path
 
 from tests.repository import REPOSITORY
@@ -24,6 +25,7 @@ OF_OTHER_TOOLS = {
         "--version",
     ),
 }
+ROOM = re.compile(r"^\| \d+ \| `([\w/.]+)` \| [^`|]", re.MULTILINE)
 STEP = re.compile(r"^\| \d+ \| `([\w/]+\.py)` \| ([^|]+) \|", re.MULTILINE)
 
 
@@ -85,6 +87,31 @@ def test_every_flag_that_a_document_names_exists() -> None:
         shown = re.findall(r"`[^`\n]*`", text) + re.findall(r"^.*\bstageline [a-z].*$", text, re.MULTILINE)
         named = {flag for line in shown for flag in FLAG.findall(line)}
         assert named <= known, f"{page.name}: {sorted(named - known)}"
+
+
+def test_the_rooms_are_those_of_the_import_contracts_in_their_order() -> None:
+    contracts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["importlinter"][
+        "contracts"
+    ]
+    layers = [
+        layer
+        for name in ("Imports point one way", "The rooms of the coordinator")
+        for contract in contracts
+        if contract["name"] == name
+        for layer in contract["layers"]
+    ]
+    level = {room(module): index for index, layer in enumerate(layers) for module in layer.split(" | ")}
+    listed = ROOM.findall(ARCHITECTURE)
+    assert set(listed) == set(level)
+    assert listed == sorted(listed, key=lambda path: level[path])
+
+
+def room(module: str) -> str:
+    """The folder or file of a module, as the tables of rooms name it."""
+    path = module.replace(".", "/")
+    if module == "stageline_rpc":
+        return "proto/stageline_rpc/"
+    return f"{path}.py" if (REPOSITORY / f"{path}.py").exists() else f"{path}/"
 
 
 def test_every_rpc_that_a_document_names_exists() -> None:
