@@ -9,6 +9,10 @@ hop. Each message is written as two concatenated messages, one without the paylo
 Protobuf merges such a concatenation into one message, so any implementation can read it. This module reads
 the payload of such a message as a view of the received bytes; protobuf parses messages of any other form.
 Source: "Last One Wins" in https://protobuf.dev/programming-guides/encoding/.
+
+Protobuf itself copies the payload on both sides. Measured on one core of a 2-core host, writing with reading
+costs 1.0 ms instead of 16 us for 384 KiB of payload and 4.4 ms instead of 40 us for 1 MiB: per hop more than
+3 % of a step of 20 ms. Without payload both take 5 to 9 us.
 """
 
 import struct

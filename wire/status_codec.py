@@ -1,6 +1,6 @@
 """Times, KV integrity and JSON of public messages: the one place with options of protobuf's JSON encoding."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -19,31 +19,38 @@ def message_fields(message: Message) -> dict[str, Any]:
     Enums are names, 64-bit integers strings, times RFC 3339. Unset fields with presence are None, which
     protobuf's parsers read as unset; an unset member of a oneof is left out.
     """
-    fields: dict[str, Any] = MessageToDict(
+    fields = MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
-    _add_unset(message.DESCRIPTOR, fields)
-    return fields
+    return _completed(message.DESCRIPTOR, fields)
 
 
-def _add_unset(descriptor: Any, fields: dict[str, Any]) -> None:
+def _completed(descriptor: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields in the order of the proto file, with None for unset ones."""
+    completed: dict[str, Any] = {}
     for field in descriptor.fields:
-        if field.has_presence and not _is_choice(field):
-            fields.setdefault(field.name, None)
-        nested = field.message_type
-        if nested is not None and fields.get(field.name) and not nested.full_name.startswith("google."):
-            for inner in _messages(fields[field.name]):
-                _add_unset(nested, inner)
+        value = fields.get(field.name)
+        if value is not None:
+            completed[field.name] = _completed_value(field.message_type, value)
+        elif field.has_presence and not _is_choice(field):
+            completed[field.name] = None
+    return completed
+
+
+def _completed_value(message_type: Any, value: Any) -> Any:
+    if message_type is None or message_type.full_name.startswith("google."):
+        return value
+    if message_type.GetOptions().map_entry:
+        return value
+    if isinstance(value, list):
+        return [_completed(message_type, each) for each in value]
+    return _completed(message_type, value)
 
 
 def _is_choice(field: FieldDescriptor) -> bool:
     """Whether the field is in a oneof other than the synthetic one of `optional`."""
     oneof = field.containing_oneof
     return oneof is not None and oneof.name != f"_{field.name}"
-
-
-def _messages(value: Any) -> Iterable[dict[str, Any]]:
-    return value if isinstance(value, list) else (value,)
 
 
 def timestamp(at_us: int) -> Timestamp:

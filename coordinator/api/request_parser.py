@@ -444,14 +444,16 @@ def _keep_s(request: inference_pb2.GenerateRequest) -> float | None:
         inference_pb2.OnDisconnect.ACTION_UNSPECIFIED,
         inference_pb2.OnDisconnect.ACTION_CANCEL,
     ):
-        if policy.HasField("keep_s"):
-            raise InvalidRequest("on_disconnect has keep_s, which only DETACH takes")
+        if policy.HasField("keep_for"):
+            raise InvalidRequest("on_disconnect has keep_for, which only DETACH takes")
         return None
     if policy.action != inference_pb2.OnDisconnect.ACTION_DETACH:
         raise InvalidRequest(f"on_disconnect is {policy.action}, must be CANCEL or DETACH")
-    keep_s = policy.keep_s if policy.HasField("keep_s") else DEFAULT_KEEP_S
+    if not policy.HasField("keep_for"):
+        return DEFAULT_KEEP_S
+    keep_s = policy.keep_for.seconds + policy.keep_for.nanos / 1e9
     if not 0 < keep_s <= MAX_KEEP_S:
-        raise InvalidRequest(f"keep_s is {keep_s:g}, must be in (0, {MAX_KEEP_S:g}]")
+        raise InvalidRequest(f"keep_for is {keep_s:g} s, must be in (0, {MAX_KEEP_S:g}]")
     return keep_s
 
 

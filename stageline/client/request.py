@@ -21,6 +21,8 @@ from wire.ids import id_text, new_request_id
 _UINT32 = range(2**32)
 _UINT64 = range(2**64)
 _FLOAT32_MAX = 3.4028234663852886e38
+_MAX_DURATION_S = 1e9
+"""Durations beyond this do not fit a message; the server has a lower limit."""
 
 
 def uint32(name: str, value: object) -> int:
@@ -140,10 +142,19 @@ def on_disconnect(name: str, value: object) -> inference_pb2.OnDisconnect:
     """ "cancel", "detach", or a Detach with a retention time."""
     message = inference_pb2.OnDisconnect
     if isinstance(value, Detach):
-        return message(action=message.ACTION_DETACH, keep_s=number(f"keep_s of {name}", value.keep_s))
+        return _detach(f"keep_s of {name}", value.keep_s)
     if value not in ("cancel", "detach"):
         raise InvalidRequest(f"{name} is {value!r}, must be 'cancel', 'detach' or a Detach")
     return message(action=message.ACTION_CANCEL if value == "cancel" else message.ACTION_DETACH)
+
+
+def _detach(name: str, keep_s: object) -> inference_pb2.OnDisconnect:
+    seconds = number(name, keep_s)
+    if not abs(seconds) <= _MAX_DURATION_S:
+        raise InvalidRequest(f"{name} is {seconds:g}, must be a number of seconds")
+    detached = inference_pb2.OnDisconnect(action=inference_pb2.OnDisconnect.ACTION_DETACH)
+    detached.keep_for.FromMicroseconds(round(seconds * 1e6))
+    return detached
 
 
 def _beyond_float32(name: str) -> InvalidRequest:

@@ -54,7 +54,8 @@ def message(
     else:
         request.token_ids.ids.extend(prompt)
     if keep_s is not None:
-        request.on_disconnect.action, request.on_disconnect.keep_s = _DETACH, keep_s
+        request.on_disconnect.action = _DETACH
+        request.on_disconnect.keep_for.FromMicroseconds(round(keep_s * 1e6))
     return request
 
 

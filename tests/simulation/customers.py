@@ -140,7 +140,7 @@ class Visit:
             request.sampling.temperature = 1.0
         if customer.habit in (Habit.COMES_BACK, Habit.MOVES):
             request.on_disconnect.action = inference_pb2.OnDisconnect.ACTION_DETACH
-            request.on_disconnect.keep_s = KEEP_S
+            request.on_disconnect.keep_for.FromMicroseconds(round(KEEP_S * 1e6))
         return request
 
     async def _act(self, call: Any) -> None:

@@ -22,9 +22,10 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n stageline_rpc/v1/inference.proto\x12\x0cstageline.v1\"\x99\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x16.stageline.v1.TokenIdsH\x00\x12\x32\n\x0c\x63onversation\x18\x04 \x01(\x0b\x32\x1a.stageline.v1.ConversationH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x32\n\x08sampling\x18\x06 \x01(\x0b\x32 .stageline.v1.SamplingParameters\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x31\n\ron_disconnect\x18\x08 \x01(\x0b\x32\x1a.stageline.v1.OnDisconnect\x12(\n\x08priority\x18\t \x01(\x0e\x32\x16.stageline.v1.Priority\x12\x19\n\x0cprefix_cache\x18\n \x01(\x08H\x02\x88\x01\x01\x42\x08\n\x06promptB\r\n\x0b_max_tokensB\x0f\n\r_prefix_cache\"\xa9\x01\n\x0cOnDisconnect\x12\x31\n\x06\x61\x63tion\x18\x01 \x01(\x0e\x32!.stageline.v1.OnDisconnect.Action\x12\x13\n\x06keep_s\x18\x02 \x01(\x02H\x00\x88\x01\x01\"F\n\x06\x41\x63tion\x12\x16\n\x12\x41\x43TION_UNSPECIFIED\x10\x00\x12\x11\n\rACTION_CANCEL\x10\x01\x12\x11\n\rACTION_DETACH\x10\x02\x42\t\n\x07_keep_s\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\";\n\x0c\x43onversation\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.stageline.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xca\x07\n\x12SamplingParameters\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x04\x88\x01\x01\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\x12\x12\n\x05min_p\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x16\n\ttypical_p\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\t \x01(\x02H\x08\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\n \x01(\x02H\t\x88\x01\x01\x12\x43\n\nlogit_bias\x18\x0b \x03(\x0b\x32/.stageline.v1.SamplingParameters.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x0c \x03(\r\x12\x11\n\tbad_words\x18\r \x03(\t\x12,\n\x0c\x62\x61\x64_word_ids\x18\x0e \x03(\x0b\x32\x16.stageline.v1.TokenIds\x12\x12\n\nmin_tokens\x18\x0f \x01(\r\x12\x0c\n\x04stop\x18\x10 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x11 \x03(\r\x12\x15\n\x08logprobs\x18\x12 \x01(\rH\n\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x13 \x01(\rH\x0b\x88\x01\x01\x12\x0e\n\x01n\x18\x14 \x01(\rH\x0c\x88\x01\x01\x12\x0c\n\x04\x65\x63ho\x18\x15 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x16 \x01(\x08H\r\x88\x01\x01\x12\x15\n\x0bjson_schema\x18\x17 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x18 \x01(\tH\x00\x12\'\n\x06\x63hoice\x18\x19 \x01(\x0b\x32\x15.stageline.v1.ChoicesH\x00\x12\x11\n\x07grammar\x18\x1a \x01(\tH\x00\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x13\n\x11structured_outputB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\x08\n\x06_min_pB\x0c\n\n_typical_pB\x15\n\x13_repetition_penaltyB\x14\n\x12_frequency_penaltyB\x13\n\x11_presence_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x04\n\x02_nB\x16\n\x14_skip_special_tokens\"\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\t\"\xe5\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x19\n\x11\x66irst_token_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x13\n\x0btext_offset\x18\x05 \x01(\x04\x12\x31\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x1a.stageline.v1.FinishReason\x12\"\n\x05usage\x18\x07 \x01(\x0b\x32\x13.stageline.v1.Usage\x12\x0e\n\x06\x63hoice\x18\x08 \x01(\r\x12-\n\x08logprobs\x18\t \x03(\x0b\x32\x1b.stageline.v1.TokenLogprobs\x12\x34\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32\x1b.stageline.v1.TokenLogprobs\x12 \n\x18\x66irst_prompt_token_index\x18\x0b \x01(\r\"x\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12%\n\x03top\x18\x04 \x03(\x0b\x32\x18.stageline.v1.TopLogprobB\n\n\x08_logprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"p\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x10\n\x08restarts\x18\x05 \x01(\r\"\x9e\x01\n\rAttachRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nfrom_token\x18\x02 \x01(\r\x12/\n\tpositions\x18\x03 \x03(\x0b\x32\x1c.stageline.v1.ChoicePosition\x12\x1e\n\x11\x66rom_prompt_token\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\x14\n\x12_from_prompt_token\"4\n\x0e\x43hoicePosition\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x12\n\nfrom_token\x18\x02 \x01(\r\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x10\n\x0e\x43\x61ncelResponse\"\x11\n\x0fGetModelRequest\"\xc5\x01\n\x10GetModelResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x1b\n\x13max_sequence_tokens\x18\x05 \x01(\r\x12\x15\n\rhas_tokenizer\x18\x06 \x01(\x08\x12\x19\n\x11has_chat_template\x18\x07 \x01(\x08\x12\x15\n\reos_token_ids\x18\x08 \x03(\r*^\n\x08Priority\x12\x18\n\x14PRIORITY_UNSPECIFIED\x10\x00\x12\x10\n\x0cPRIORITY_LOW\x10\x01\x12\x13\n\x0fPRIORITY_NORMAL\x10\x02\x12\x11\n\rPRIORITY_HIGH\x10\x03*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x32\xb1\x02\n\tInference\x12K\n\x08Generate\x12\x1d.stageline.v1.GenerateRequest\x1a\x1e.stageline.v1.GenerateResponse0\x01\x12G\n\x06\x41ttach\x12\x1b.stageline.v1.AttachRequest\x1a\x1e.stageline.v1.GenerateResponse0\x01\x12\x43\n\x06\x43\x61ncel\x12\x1b.stageline.v1.CancelRequest\x1a\x1c.stageline.v1.CancelResponse\x12I\n\x08GetModel\x12\x1d.stageline.v1.GetModelRequest\x1a\x1e.stageline.v1.GetModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n stageline_rpc/v1/inference.proto\x12\x0cstageline.v1\x1a\x1egoogle/protobuf/duration.proto\"\x99\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x16.stageline.v1.TokenIdsH\x00\x12\x32\n\x0c\x63onversation\x18\x04 \x01(\x0b\x32\x1a.stageline.v1.ConversationH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x32\n\x08sampling\x18\x06 \x01(\x0b\x32 .stageline.v1.SamplingParameters\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x31\n\ron_disconnect\x18\x08 \x01(\x0b\x32\x1a.stageline.v1.OnDisconnect\x12(\n\x08priority\x18\t \x01(\x0e\x32\x16.stageline.v1.Priority\x12\x19\n\x0cprefix_cache\x18\n \x01(\x08H\x02\x88\x01\x01\x42\x08\n\x06promptB\r\n\x0b_max_tokensB\x0f\n\r_prefix_cache\"\xb6\x01\n\x0cOnDisconnect\x12\x31\n\x06\x61\x63tion\x18\x01 \x01(\x0e\x32!.stageline.v1.OnDisconnect.Action\x12+\n\x08keep_for\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"F\n\x06\x41\x63tion\x12\x16\n\x12\x41\x43TION_UNSPECIFIED\x10\x00\x12\x11\n\rACTION_CANCEL\x10\x01\x12\x11\n\rACTION_DETACH\x10\x02\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\";\n\x0c\x43onversation\x12+\n\x08messages\x18\x01 \x03(\x0b\x32\x19.stageline.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xca\x07\n\x12SamplingParameters\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x04\x88\x01\x01\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\x12\x12\n\x05min_p\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x16\n\ttypical_p\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x08 \x01(\x02H\x07\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\t \x01(\x02H\x08\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\n \x01(\x02H\t\x88\x01\x01\x12\x43\n\nlogit_bias\x18\x0b \x03(\x0b\x32/.stageline.v1.SamplingParameters.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x0c \x03(\r\x12\x11\n\tbad_words\x18\r \x03(\t\x12,\n\x0c\x62\x61\x64_word_ids\x18\x0e \x03(\x0b\x32\x16.stageline.v1.TokenIds\x12\x12\n\nmin_tokens\x18\x0f \x01(\r\x12\x0c\n\x04stop\x18\x10 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x11 \x03(\r\x12\x15\n\x08logprobs\x18\x12 \x01(\rH\n\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x13 \x01(\rH\x0b\x88\x01\x01\x12\x0e\n\x01n\x18\x14 \x01(\rH\x0c\x88\x01\x01\x12\x0c\n\x04\x65\x63ho\x18\x15 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x16 \x01(\x08H\r\x88\x01\x01\x12\x15\n\x0bjson_schema\x18\x17 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x18 \x01(\tH\x00\x12\'\n\x06\x63hoice\x18\x19 \x01(\x0b\x32\x15.stageline.v1.ChoicesH\x00\x12\x11\n\x07grammar\x18\x1a \x01(\tH\x00\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x13\n\x11structured_outputB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\x08\n\x06_min_pB\x0c\n\n_typical_pB\x15\n\x13_repetition_penaltyB\x14\n\x12_frequency_penaltyB\x13\n\x11_presence_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x04\n\x02_nB\x16\n\x14_skip_special_tokens\"\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\t\"\xe5\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x19\n\x11\x66irst_token_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x13\n\x0btext_offset\x18\x05 \x01(\x04\x12\x31\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x1a.stageline.v1.FinishReason\x12\"\n\x05usage\x18\x07 \x01(\x0b\x32\x13.stageline.v1.Usage\x12\x0e\n\x06\x63hoice\x18\x08 \x01(\r\x12-\n\x08logprobs\x18\t \x03(\x0b\x32\x1b.stageline.v1.TokenLogprobs\x12\x34\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32\x1b.stageline.v1.TokenLogprobs\x12 \n\x18\x66irst_prompt_token_index\x18\x0b \x01(\r\"x\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12%\n\x03top\x18\x04 \x03(\x0b\x32\x18.stageline.v1.TopLogprobB\n\n\x08_logprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"p\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x10\n\x08restarts\x18\x05 \x01(\r\"\x9e\x01\n\rAttachRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nfrom_token\x18\x02 \x01(\r\x12/\n\tpositions\x18\x03 \x03(\x0b\x32\x1c.stageline.v1.ChoicePosition\x12\x1e\n\x11\x66rom_prompt_token\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\x14\n\x12_from_prompt_token\"4\n\x0e\x43hoicePosition\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x12\n\nfrom_token\x18\x02 \x01(\r\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x10\n\x0e\x43\x61ncelResponse\"\x11\n\x0fGetModelRequest\"\xc5\x01\n\x10GetModelResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x1b\n\x13max_sequence_tokens\x18\x05 \x01(\r\x12\x15\n\rhas_tokenizer\x18\x06 \x01(\x08\x12\x19\n\x11has_chat_template\x18\x07 \x01(\x08\x12\x15\n\reos_token_ids\x18\x08 \x03(\r*^\n\x08Priority\x12\x18\n\x14PRIORITY_UNSPECIFIED\x10\x00\x12\x10\n\x0cPRIORITY_LOW\x10\x01\x12\x13\n\x0fPRIORITY_NORMAL\x10\x02\x12\x11\n\rPRIORITY_HIGH\x10\x03*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x32\xb1\x02\n\tInference\x12K\n\x08Generate\x12\x1d.stageline.v1.GenerateRequest\x1a\x1e.stageline.v1.GenerateResponse0\x01\x12G\n\x06\x41ttach\x12\x1b.stageline.v1.AttachRequest\x1a\x1e.stageline.v1.GenerateResponse0\x01\x12\x43\n\x06\x43\x61ncel\x12\x1b.stageline.v1.CancelRequest\x1a\x1c.stageline.v1.CancelResponse\x12I\n\x08GetModel\x12\x1d.stageline.v1.GetModelRequest\x1a\x1e.stageline.v1.GetModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,48 +34,48 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_PRIORITY']._serialized_start=2899
-  _globals['_PRIORITY']._serialized_end=2993
-  _globals['_FINISHREASON']._serialized_start=2995
-  _globals['_FINISHREASON']._serialized_end=3119
-  _globals['_GENERATEREQUEST']._serialized_start=51
-  _globals['_GENERATEREQUEST']._serialized_end=460
-  _globals['_ONDISCONNECT']._serialized_start=463
-  _globals['_ONDISCONNECT']._serialized_end=632
-  _globals['_ONDISCONNECT_ACTION']._serialized_start=551
-  _globals['_ONDISCONNECT_ACTION']._serialized_end=621
-  _globals['_TOKENIDS']._serialized_start=634
-  _globals['_TOKENIDS']._serialized_end=657
-  _globals['_CONVERSATION']._serialized_start=659
-  _globals['_CONVERSATION']._serialized_end=718
-  _globals['_CHATMESSAGE']._serialized_start=720
-  _globals['_CHATMESSAGE']._serialized_end=764
-  _globals['_SAMPLINGPARAMETERS']._serialized_start=767
-  _globals['_SAMPLINGPARAMETERS']._serialized_end=1737
-  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_start=1470
-  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_end=1518
-  _globals['_CHOICES']._serialized_start=1739
-  _globals['_CHOICES']._serialized_end=1763
-  _globals['_GENERATERESPONSE']._serialized_start=1766
-  _globals['_GENERATERESPONSE']._serialized_end=2123
-  _globals['_TOKENLOGPROBS']._serialized_start=2125
-  _globals['_TOKENLOGPROBS']._serialized_end=2245
-  _globals['_TOPLOGPROB']._serialized_start=2247
-  _globals['_TOPLOGPROB']._serialized_end=2294
-  _globals['_USAGE']._serialized_start=2296
-  _globals['_USAGE']._serialized_end=2408
-  _globals['_ATTACHREQUEST']._serialized_start=2411
-  _globals['_ATTACHREQUEST']._serialized_end=2569
-  _globals['_CHOICEPOSITION']._serialized_start=2571
-  _globals['_CHOICEPOSITION']._serialized_end=2623
-  _globals['_CANCELREQUEST']._serialized_start=2625
-  _globals['_CANCELREQUEST']._serialized_end=2660
-  _globals['_CANCELRESPONSE']._serialized_start=2662
-  _globals['_CANCELRESPONSE']._serialized_end=2678
-  _globals['_GETMODELREQUEST']._serialized_start=2680
-  _globals['_GETMODELREQUEST']._serialized_end=2697
-  _globals['_GETMODELRESPONSE']._serialized_start=2700
-  _globals['_GETMODELRESPONSE']._serialized_end=2897
-  _globals['_INFERENCE']._serialized_start=3122
-  _globals['_INFERENCE']._serialized_end=3427
+  _globals['_PRIORITY']._serialized_start=2944
+  _globals['_PRIORITY']._serialized_end=3038
+  _globals['_FINISHREASON']._serialized_start=3040
+  _globals['_FINISHREASON']._serialized_end=3164
+  _globals['_GENERATEREQUEST']._serialized_start=83
+  _globals['_GENERATEREQUEST']._serialized_end=492
+  _globals['_ONDISCONNECT']._serialized_start=495
+  _globals['_ONDISCONNECT']._serialized_end=677
+  _globals['_ONDISCONNECT_ACTION']._serialized_start=607
+  _globals['_ONDISCONNECT_ACTION']._serialized_end=677
+  _globals['_TOKENIDS']._serialized_start=679
+  _globals['_TOKENIDS']._serialized_end=702
+  _globals['_CONVERSATION']._serialized_start=704
+  _globals['_CONVERSATION']._serialized_end=763
+  _globals['_CHATMESSAGE']._serialized_start=765
+  _globals['_CHATMESSAGE']._serialized_end=809
+  _globals['_SAMPLINGPARAMETERS']._serialized_start=812
+  _globals['_SAMPLINGPARAMETERS']._serialized_end=1782
+  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_start=1515
+  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_end=1563
+  _globals['_CHOICES']._serialized_start=1784
+  _globals['_CHOICES']._serialized_end=1808
+  _globals['_GENERATERESPONSE']._serialized_start=1811
+  _globals['_GENERATERESPONSE']._serialized_end=2168
+  _globals['_TOKENLOGPROBS']._serialized_start=2170
+  _globals['_TOKENLOGPROBS']._serialized_end=2290
+  _globals['_TOPLOGPROB']._serialized_start=2292
+  _globals['_TOPLOGPROB']._serialized_end=2339
+  _globals['_USAGE']._serialized_start=2341
+  _globals['_USAGE']._serialized_end=2453
+  _globals['_ATTACHREQUEST']._serialized_start=2456
+  _globals['_ATTACHREQUEST']._serialized_end=2614
+  _globals['_CHOICEPOSITION']._serialized_start=2616
+  _globals['_CHOICEPOSITION']._serialized_end=2668
+  _globals['_CANCELREQUEST']._serialized_start=2670
+  _globals['_CANCELREQUEST']._serialized_end=2705
+  _globals['_CANCELRESPONSE']._serialized_start=2707
+  _globals['_CANCELRESPONSE']._serialized_end=2723
+  _globals['_GETMODELREQUEST']._serialized_start=2725
+  _globals['_GETMODELREQUEST']._serialized_end=2742
+  _globals['_GETMODELRESPONSE']._serialized_start=2745
+  _globals['_GETMODELRESPONSE']._serialized_end=2942
+  _globals['_INFERENCE']._serialized_start=3167
+  _globals['_INFERENCE']._serialized_end=3472
 # @@protoc_insertion_point(module_scope)

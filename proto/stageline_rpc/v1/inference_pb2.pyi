@@ -9,6 +9,7 @@ Field numbers in `reserved` were used before and are never used again.
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -172,23 +173,25 @@ class OnDisconnect(_message.Message):
     """The request goes on, and Attach finds it."""
 
     ACTION_FIELD_NUMBER: _builtins.int
-    KEEP_S_FIELD_NUMBER: _builtins.int
+    KEEP_FOR_FIELD_NUMBER: _builtins.int
     action: Global___OnDisconnect.Action.ValueType
-    keep_s: _builtins.float
-    """With DETACH: how long the output is kept after the request has ended and nobody reads it; in (0, 3600], default 60."""
+    @_builtins.property
+    def keep_for(self) -> _duration_pb2.Duration:
+        """With ACTION_DETACH: how long the output is kept after the request has ended and its last reader has disconnected; more
+        than 0 s and at most 3600 s. Unset: 60 s.
+        """
+
     def __init__(
         self,
         *,
         action: Global___OnDisconnect.Action.ValueType = ...,
-        keep_s: _builtins.float | None = ...,
+        keep_for: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_keep_s", b"_keep_s", "keep_s", b"keep_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["keep_for", b"keep_for"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_keep_s", b"_keep_s", "action", b"action", "keep_s", b"keep_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "keep_for", b"keep_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__keep_s: _TypeAlias = _typing.Literal["keep_s"]  # noqa: Y015
-    _WhichOneofArgType__keep_s: _TypeAlias = _typing.Literal["_keep_s", b"_keep_s"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__keep_s) -> _WhichOneofReturnType__keep_s | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OnDisconnect: _TypeAlias = OnDisconnect  # noqa: Y015
 

@@ -1,6 +1,7 @@
 """Every parameter of the contract has a keyword, reaches its field, and is named when it cannot."""
 
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -50,7 +51,7 @@ SAMPLES: dict[str, tuple[object, Callable[[Any], object], object]] = {
     "priority": ("high", int, inference_pb2.PRIORITY_HIGH),
     "on_disconnect": (
         Detach(keep_s=2.5),
-        lambda message: (message.action, message.keep_s),
+        lambda message: (message.action, message.keep_for.ToMicroseconds() / 1e6),
         (inference_pb2.OnDisconnect.ACTION_DETACH, 2.5),
     ),
 }
@@ -138,6 +139,14 @@ def test_zero_is_sent_where_it_differs_from_unset(name: str) -> None:
         ),
         ({"priority": "urgent"}, "priority is 'urgent', must be one of low, normal, high"),
         ({"on_disconnect": "stay"}, "on_disconnect is 'stay', must be 'cancel', 'detach' or a Detach"),
+        (
+            {"on_disconnect": Detach(keep_s=math.inf)},
+            "keep_s of on_disconnect is inf, must be a number of seconds",
+        ),
+        (
+            {"on_disconnect": Detach(keep_s=math.nan)},
+            "keep_s of on_disconnect is nan, must be a number of seconds",
+        ),
         ({"on_disconnect": Detach(keep_s="x")}, "keep_s of on_disconnect is of type str, must be a number"),  # type: ignore[arg-type]
         ({"request_id": 5}, "request_id is of type int, must be text"),
         ({"regex": "a", "choice": ["b"]}, "regex and choice exclude each other: choose one"),
@@ -174,7 +183,7 @@ def test_every_priority_has_its_number(priority: Priority) -> None:
 def test_detach_as_a_word_leaves_the_time_to_the_server() -> None:
     message = build(on_disconnect="detach").on_disconnect
     assert message.action == inference_pb2.OnDisconnect.ACTION_DETACH
-    assert not message.HasField("keep_s")
+    assert not message.HasField("keep_for")
     assert build(on_disconnect="cancel").on_disconnect.action == inference_pb2.OnDisconnect.ACTION_CANCEL
 
 
