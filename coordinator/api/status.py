@@ -137,8 +137,8 @@ class StatusReporter:
         """Recently lost workers that have not rejoined."""
         now_s = asyncio.get_running_loop().time()
         for record in self._controller.state.workers.lost:
-            connection = self._controller.connections.departed.get(record.identity.name)
-            age_s = math.inf if connection is None else now_s - connection.heard_at_s
+            connection = self._controller.connections.disconnected.get(record.identity.name)
+            age_s = math.inf if connection is None else now_s - connection.last_message_s
             if age_s < LOST_SHOWN_S:
                 status = self._worker(record)
                 status.detail = f"last heartbeat {age_s:.0f} s ago; {record.detail}"
@@ -167,7 +167,7 @@ class StatusReporter:
             _copy_heartbeat(connection.heartbeat, status)
             if stage is not None:
                 status.kernels, status.kernels_detail = connection.kernels, connection.kernels_detail
-            age_s = asyncio.get_running_loop().time() - connection.heard_at_s
+            age_s = asyncio.get_running_loop().time() - connection.last_message_s
             status.heartbeat_age.CopyFrom(duration(age_s))
         return status
 

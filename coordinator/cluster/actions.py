@@ -11,11 +11,13 @@ from coordinator.recovery.rejoin import StartTimer
 class EndCause(Enum):
     """Why an epoch ends.
 
-    DEATH: one of its workers was lost, possibly because of what it computed. DEVICE: a worker reported a
-    failed device and exits, hardly because of what it computed. FAULT: a stage refused a step, or its answer
-    is overdue. BROKEN: a stream ended for no known reason. NO_PROGRESS: several epochs in a row were BROKEN
-    without a token in between, possibly because of the contents of their steps. REPLANNED: a better plan
-    exists.
+    Attributes:
+        DEATH: a worker was lost, possibly because of a request.
+        DEVICE: a worker reported a failed device and exits, hardly because of a request.
+        FAULT: a stage refused a step, or its result is overdue.
+        BROKEN: a stream ended for an unknown reason.
+        NO_PROGRESS: several epochs in a row were BROKEN without a token, possibly because of a request.
+        REPLANNED: a better plan exists.
     """
 
     DEATH = auto()
@@ -28,9 +30,7 @@ class EndCause(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AssignStage:
-    """Tell `worker` to load `stage` of plan `plan_id`. With `force_reload` it discards the weights that it
-    holds.
-    """
+    """Tell `worker` to load `stage` of plan `plan_id`; with `force_reload` it discards cached weights."""
 
     worker: WorkerIdentity
     plan_id: int
@@ -53,7 +53,7 @@ class BeginEpoch:
 
 @dataclass(frozen=True, slots=True)
 class StopServing:
-    """The epoch is over; results of it are void."""
+    """Stop the epoch and discard its results."""
 
     epoch: int
     reason: str
@@ -62,7 +62,7 @@ class StopServing:
 
 @dataclass(frozen=True, slots=True)
 class StartServing:
-    """Every stage of `epoch` is ready and connected."""
+    """Start to serve: every stage of `epoch` is ready and connected."""
 
     epoch: int
     plan: Plan
@@ -70,7 +70,7 @@ class StartServing:
 
 @dataclass(frozen=True, slots=True)
 class CheckPlan:
-    """Every stage of `epoch` is ready and connected, and the plan has to pass a self-check first."""
+    """Start the self-check of the plan: every stage of `epoch` is ready and connected."""
 
     epoch: int
     plan: Plan
@@ -78,14 +78,14 @@ class CheckPlan:
 
 @dataclass(frozen=True, slots=True)
 class Disconnect:
-    """End the stream of a worker that does not get ready, as if it were lost. It may rejoin."""
+    """Treat a worker that does not get ready as lost and close its stream. It may rejoin."""
 
     worker: WorkerIdentity
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class LetGo:
+class DismissWorker:
     """Tell a drained worker without a stage to exit."""
 
     worker: WorkerIdentity
@@ -94,8 +94,9 @@ class LetGo:
 
 @dataclass(frozen=True, slots=True)
 class FinishRunning:
-    """Start nothing new, and call `ClusterState.drained` when the running requests have finished: `worker`
-    drains, and no other worker can take its layers.
+    """Admit no new requests, and call `ClusterState.drained` when the running ones have finished.
+
+    `worker` drains, and no other worker can take its layers.
     """
 
     worker: WorkerIdentity
@@ -108,7 +109,7 @@ Action = (
     | StartServing
     | CheckPlan
     | Disconnect
-    | LetGo
+    | DismissWorker
     | FinishRunning
     | StartTimer
 )

@@ -23,17 +23,19 @@ class WorkerConnection:
         reference_secret: bytes = b"",
         rejoin_secret: bytes = b"",
     ) -> None:
-        """`now_s` is on the event loop's clock. The worker computes references only for callers that present
-        `reference_secret`; who presents `rejoin_secret` is the process at the other end.
+        """Create the connection of a worker that joined at `now_s`, on the event loop's clock.
+
+        `reference_secret` authorizes requests for references to the worker. `rejoin_secret` authenticates the
+        worker process when it rejoins.
         """
         self.identity = identity
         self.reference_secret = reference_secret
         self.rejoin_secret = rejoin_secret
         self.heartbeat = join_pb2.Heartbeat()
-        self.heard_at_s = now_s
+        self.last_message_s = now_s
         self.is_silent = False
         self.loads_tokenizer = False
-        """Loading may block its interpreter for seconds."""
+        """The worker loads the tokenizer, which may block its interpreter for seconds."""
         self.warmup_ms = 0
         self.kernels = self.kernels_detail = ""
         self.wire_dtype: WireDType | None = None
@@ -42,11 +44,11 @@ class WorkerConnection:
         self._outbox: asyncio.Queue[join_pb2.JoinResponse | None] = asyncio.Queue()
 
     def send(self, message: join_pb2.JoinResponse) -> None:
-        """Queues a message. There are a handful per epoch, and one per heartbeat: no bound is needed."""
+        """Queue a message; unbounded, since there are few per epoch and one per heartbeat."""
         self._outbox.put_nowait(message)
 
     def beat(self, heartbeat: join_pb2.Heartbeat) -> None:
-        """Takes a heartbeat, and answers it with the time of this clock if that is wanted."""
+        """Store a heartbeat, and send the time of this clock if requested."""
         self.heartbeat = heartbeat
         if heartbeat.sent_at_us:
             now_us = wall_clock_us()
@@ -56,22 +58,22 @@ class WorkerConnection:
             self.send(join_pb2.JoinResponse(heartbeat_answer=answer))
 
     def close(self, reason: str) -> None:
-        """Ends the stream once the messages before are out."""
+        """End the stream after the queued messages."""
         self.close_reason = self.close_reason or reason
         self._is_closed.set()
         self._outbox.put_nowait(None)
 
     async def wait_closed(self) -> None:
-        """Returns after `close`."""
+        """Wait for `close`."""
         await self._is_closed.wait()
 
     async def messages(self) -> AsyncIterator[join_pb2.JoinResponse]:
-        """Messages to send, until `close`."""
+        """Yield messages to send, until `close`."""
         while (message := await self._outbox.get()) is not None:
             yield message
 
 
-MAX_DEPARTED = 64
+MAX_DISCONNECTED = 64
 
 
 class Connections(dict[str, WorkerConnection]):
@@ -79,30 +81,30 @@ class Connections(dict[str, WorkerConnection]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.departed: dict[str, WorkerConnection] = {}
-        """Connections of the latest workers that have left and not rejoined."""
+        self.disconnected: dict[str, WorkerConnection] = {}
+        """Last connections of workers that have not rejoined, the latest last."""
 
     def put(self, connection: WorkerConnection) -> None:
-        """Replaces the connection of the same name."""
+        """Add a connection and close the one of the same name, if any."""
         name = connection.identity.name
         if (old := self.get(name)) is not None:
             old.close("replaced by a new process of the same name")
         self[name] = connection
-        self.departed.pop(name, None)
+        self.disconnected.pop(name, None)
 
     def remove(self, connection: WorkerConnection) -> bool:
-        """Removes a connection whose stream has ended; False if it was replaced or removed before."""
+        """Remove a connection; False if it was replaced or removed before."""
         if self.get(connection.identity.name) is not connection:
             return False
         name = connection.identity.name
         del self[name]
-        self.departed[name] = connection
-        for forgotten in list(self.departed)[:-MAX_DEPARTED]:
-            del self.departed[forgotten]
+        self.disconnected[name] = connection
+        for forgotten in list(self.disconnected)[:-MAX_DISCONNECTED]:
+            del self.disconnected[forgotten]
         return True
 
     def of(self, worker: WorkerIdentity) -> WorkerConnection | None:
-        """The connection of this process; None once it has left."""
+        """The connection of this worker process; None if it is not connected."""
         connection = self.get(worker.name)
         return connection if connection is not None and connection.identity is worker else None
 
@@ -115,11 +117,11 @@ class Connections(dict[str, WorkerConnection]):
             connection.close(reason)
 
     def of_stages(self, workers: Iterable[WorkerIdentity]) -> list[WorkerConnection | None]:
-        """In the order of `workers`; None for a worker that is gone."""
+        """In the order of `workers`; None for a lost worker."""
         return [self.get(worker.name) for worker in workers]
 
     def progress_of(self, workers: Iterable[WorkerIdentity]) -> list[StageProgress | None]:
-        """In the order of `workers`; None for a worker that is gone."""
+        """In the order of `workers`; None for a lost worker."""
         return [
             None
             if connection is None
@@ -142,35 +144,35 @@ def _reference_source(connection: WorkerConnection) -> ReferenceSource:
 
 @dataclass(frozen=True, slots=True)
 class StageKernels:
-    """`device` is "cpu", "cuda:1" or "mock"; `kernels` is "compiled", "plain", or empty where unknown."""
+    """`device` is "cpu", "cuda:1" or "mock"; `kernels` is "compiled", "plain", or empty if unknown."""
 
     device: str
     kernels: str
 
     @property
     def kind(self) -> str:
-        """What must be equal for stages to round alike and to be about as fast."""
+        """Stages of the same kind round alike and are about equally fast."""
         device = self.device.partition(":")[0]
         return f"{self.kernels} on {device}"
 
 
 def stage_kernels(connection: WorkerConnection | None) -> StageKernels | None:
-    """How this worker's stage computes; None for a worker that is gone."""
+    """Kernels of the worker's stage; None for a lost worker."""
     if connection is None:
         return None
     return StageKernels(connection.identity.device, connection.kernels)
 
 
 def differing_kernels(stages: Sequence[StageKernels | None]) -> str:
-    """What differs between stages, which are in order; empty where nothing does."""
+    """Describe differing kernels of stages (in stage order); empty if there are none."""
     by_kind: dict[str, list[str]] = {}
     for index, stage in enumerate(stages):
         if stage is not None and stage.kernels:
             by_kind.setdefault(stage.kind, []).append(str(index))
     if len(by_kind) < 2:
         return ""
-    each = (
+    kinds = (
         f"{'stage' if len(indexes) == 1 else 'stages'} {', '.join(indexes)}: {kind}"
         for kind, indexes in by_kind.items()
     )
-    return f"stages compute differently: {'; '.join(each)}"
+    return f"stages compute differently: {'; '.join(kinds)}"

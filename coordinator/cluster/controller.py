@@ -17,9 +17,9 @@ from coordinator.cluster.actions import (
     BeginEpoch,
     CheckPlan,
     Disconnect,
+    DismissWorker,
     EndCause,
     FinishRunning,
-    LetGo,
     StartServing,
     StopServing,
 )
@@ -61,7 +61,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingSettings:
-    """How plans serve. `cache_directory` is the user's, for hashes of weights."""
+    """Settings of serving epochs. `cache_directory` caches hashes of weights."""
 
     batching: BatchingOptions = DEFAULT_BATCHING
     prefix_caching: bool = True
@@ -70,8 +70,10 @@ class ServingSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerHooks:
-    """`on_serving` receives whether new requests are served, whenever that may have changed; `on_epoch_end`
-    the cause, just before a serving epoch ends.
+    """Callbacks of the controller.
+
+    `on_serving` is called with whether new requests are served, whenever that may have changed;
+    `on_epoch_end` with the cause, just before a serving epoch ends.
     """
 
     on_serving: Callable[[bool], None] = lambda _: None
@@ -79,7 +81,7 @@ class ControllerHooks:
 
 
 class Controller:
-    """One per coordinator process."""
+    """Connects cluster state, workers, pipeline and engine: carries out the actions of `ClusterState`."""
 
     def __init__(
         self,
@@ -95,8 +97,8 @@ class Controller:
         new_secret: Callable[[], bytes] = new_secret,
         refused: RefusedPeers | None = None,
     ) -> None:
-        """`new_secret` makes the secrets by which processes of the cluster authenticate each other; `refused`
-        counts and logs streams of results without theirs.
+        """`new_secret` creates the secrets with which processes of the cluster authenticate each other;
+        `refused` counts and logs result streams with a wrong secret.
         """
         self.state, self._engine, self._model, self._config = state, engine, model, model.config
         self.incarnation, self.policy, self._settings, self._hooks = incarnation, policy, settings, hooks
@@ -129,15 +131,15 @@ class Controller:
         return FailureDetector(
             self.policy,
             connections=self.connections.values,
-            on_silence=self._note_silence,
+            on_silence=self._set_silent,
             on_lease_over=self.leave,
             on_tick=self._tick,
-            on_steady=self.state.note_steady,
-            on_time=self.state.note_time,
+            on_steady=self.state.on_steady,
+            on_window=self.state.on_window,
         )
 
     def start(self) -> None:
-        """Starts the failure detector. Requests of a former coordinator wait as long as after a loss."""
+        """Start the failure detector. Restored requests wait as long as after a worker loss."""
         self._spawn(self._failure_detector.run())
         if self._weights_check is not None:
             self._spawn(self._weights_check.run())
@@ -146,7 +148,7 @@ class Controller:
             self.availability.limit_waiting()
 
     async def close(self) -> None:
-        """Fails live requests, ends the streams of all workers and all tasks."""
+        """Fail live requests, and end the streams of all workers and all tasks."""
         self.availability.close()
         if self.checks is not None:
             self.checks.close()
@@ -160,7 +162,7 @@ class Controller:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def join(self, identity: WorkerIdentity, rejoin_secret: bytes = b"") -> WorkerConnection:
-        """A worker has opened its stream.
+        """Add a worker that opened its stream.
 
         Raises:
             NameInUse: a live worker has the name, unless `rejoin_secret` proves that it is the same process.
@@ -191,11 +193,11 @@ class Controller:
         return connection
 
     def leave(self, connection: WorkerConnection, reason: str, cause: EndCause = EndCause.DEATH) -> None:
-        """The stream of a worker has ended or is about to end."""
+        """Remove a worker whose stream ended, and close the stream if it is open."""
         name = connection.identity.name
         connection.close(reason)
         if not self.connections.remove(connection):
-            return  # It has left already, or has rejoined and this is the end of its old stream.
+            return  # It was removed before, or it has rejoined and its old stream ended.
         self._events.left(name, reason)
         self._note_unrelated_death(self.state.workers.find(name))
         self._carry_out(self.state.lose(name, connection.identity.incarnation, reason, cause))
@@ -203,22 +205,22 @@ class Controller:
             self.checks.worker_left(name)
 
     def _note_unrelated_death(self, record: WorkerRecord | None) -> None:
-        """Counts the loss of a worker that computed nothing."""
+        """Count the loss of a worker that computed nothing."""
         is_computing = record is not None and record.stage is not None and self.availability.is_serving
         if record is not None and not record.is_draining and not is_computing:
             self._attribution.record_unrelated_loss()
 
     def receive(self, connection: WorkerConnection, message: join_pb2.JoinRequest) -> None:
-        """Handles a message on the stream of a worker."""
+        """Handle a message of a worker."""
         name = connection.identity.name
-        connection.heard_at_s = asyncio.get_running_loop().time()
+        connection.last_message_s = asyncio.get_running_loop().time()
         match message.WhichOneof("message"):
             case "heartbeat":
                 connection.beat(message.heartbeat)
             case "loaded":
                 connection.loads_tokenizer = False
                 self._events.loaded(name, message.loaded)
-                # The next heartbeat has the same, but status may be read as soon as the cluster serves.
+                # Status may be read before the next heartbeat, which has the same values.
                 connection.warmup_ms = message.loaded.warmup_ms
                 connection.kernels = message.loaded.kernels
                 connection.kernels_detail = message.loaded.kernels_detail
@@ -241,13 +243,13 @@ class Controller:
             case "weights_differ":
                 self._weights_differ(name, message.weights_differ.reason)
             case "drain_requested":
-                self._events.leaving(name, asks_itself=True)
+                self._events.drain_started(name, by_worker=True)
                 self._carry_out(self.state.drain(name))
             case "check_states":
                 if self.checks is not None:
                     self.checks.take_states(name, message.check_states)
             case unknown:
-                self._events.unexpected(name, unknown)
+                self._events.unexpected_message(name, unknown)
 
     def _weights_differ(self, name: str, reason: str) -> None:
         record = self.state.workers.find(name)
@@ -259,7 +261,7 @@ class Controller:
         self._carry_out(self.state.weights_differ(name, reason))
 
     def receive_fault(self, connection: WorkerConnection, report: FaultReport) -> None:
-        """Handles a fault report of a worker; ignored unless the worker runs the stage that it names."""
+        """Handle a fault report of a worker; ignored unless the worker runs the reported stage."""
         stages = [record.identity for record in self.state.stage_workers]
         is_of_stage = report.stage < len(stages) and stages[report.stage] is connection.identity
         if report.epoch == self.state.epoch and not is_of_stage:
@@ -268,16 +270,16 @@ class Controller:
         self.report_fault(report)
 
     def report_fault(self, report: FaultReport) -> None:
-        """A stage refused a step: starts a new epoch."""
+        """Handle a step that a stage refused: starts a new epoch."""
         if report.epoch != self.state.epoch:
             return
         workers = dict(enumerate(record.identity.name for record in self.state.stage_workers))
         in_step = self._engine.sequences_in_step(report.step_id)
-        self._events.faulty(report, in_step, workers.get(report.stage))
+        self._events.step_fault(report, in_step, workers.get(report.stage))
         if report.kind is StepFaultKind.DEVICE and self._lose_device(report):
             return
         if not report.kind.blames_requests:
-            # If the next stage is gone, its own loss is the better cause.
+            # If the next stage was lost, that loss is the better cause.
             asyncio.get_running_loop().call_later(self.policy.report_grace_s, self._fail_hop, report)
             return
         if self.state.phase is ClusterPhase.SERVING and not self._fits_when_smaller(report):
@@ -288,7 +290,7 @@ class Controller:
             self._carry_out(self.state.epoch_failed(report.epoch, str(report), EndCause.FAULT))
 
     def _lose_device(self, report: FaultReport) -> bool:
-        """Drops the worker of the stage, which exits. False if the stage has none."""
+        """Remove the worker of the stage, which exits. False if the stage has none."""
         workers = self.state.stage_workers[report.stage : report.stage + 1]
         connection = self.connections.of(workers[0].identity) if workers else None
         if connection is None:
@@ -297,11 +299,11 @@ class Controller:
         return True
 
     def _fits_when_smaller(self, report: FaultReport) -> bool:
-        """True if the step was too large for the memory of a stage and steps are limited from now on."""
+        """Limit the step size if a stage ran out of memory; False if that does not apply or help."""
         step, plan = self._engine.step_in_flight(report.step_id), self.state.plan
         if report.kind is not StepFaultKind.OUT_OF_MEMORY or step is None or plan is None:
             return False
-        is_smaller = self.memory_limits.note_out_of_memory(
+        is_smaller = self.memory_limits.record_out_of_memory(
             report.stage,
             self._plan_limits(plan),
             num_tokens=step.num_tokens,
@@ -309,7 +311,7 @@ class Controller:
             block_size=plan.block_size,
         )
         if is_smaller:
-            self._events.limited(self.memory_limits.text)
+            self._events.steps_limited(self.memory_limits.text)
         return is_smaller
 
     def _plan_limits(self, plan: Plan) -> SchedulerLimits:
@@ -319,7 +321,7 @@ class Controller:
         self._carry_out(self.state.hop_failed(report.epoch, report.stage, str(report)))
 
     async def drain(self, name: str) -> None:
-        """Moves the layers of a worker to others and lets it exit; returns when it has left.
+        """Move the layers of a worker to others and let it exit; returns when its stream is closed.
 
         Raises:
             WorkerNotFound: no connected worker has the name.
@@ -327,20 +329,21 @@ class Controller:
         connection = self.connections.get(name)
         if connection is None:
             raise WorkerNotFound(f"worker {name!r} not found")
-        self._events.leaving(name, asks_itself=False)
+        self._events.drain_started(name, by_worker=False)
         self._carry_out(self.state.drain(name))
         await connection.wait_closed()
 
     def open_results(self, hello: forward_pb2.HopHello, *, host: str) -> int:
-        """LAST, on `host`, opens its stream of results: returns the epoch. Raises SecretMismatch, StaleStream
-        or HandshakeMismatch.
+        """Accept the result stream of LAST from `host`; returns the epoch.
+
+        Raises SecretMismatch, StaleStream or HandshakeMismatch.
         """
         self._pipeline.accept_results(hello, epoch=self.state.epoch, host=host)
         self._carry_out(self.state.results_open(hello.epoch))
         return hello.epoch
 
     def complete(self, epoch: int, result: StepResult) -> None:
-        """A result on the stream of `epoch`. Raises StaleStream when that epoch is over."""
+        """Handle a result on the stream of `epoch`. Raises StaleStream if that epoch is over."""
         if self.checks is not None and self.checks.take(epoch, result):
             return
         if epoch != self.state.epoch or self.state.phase is not ClusterPhase.SERVING:
@@ -351,28 +354,28 @@ class Controller:
             num_tokens = self._engine.complete(result)
         except (ResultMismatch, InvariantBroken) as error:
             if isinstance(error, InvariantBroken):
-                log.exception("epoch %d fails: %s", epoch, error)
+                log.exception("epoch %d failed: %s", epoch, error)
             self.fail_epoch(epoch, str(error))
             return
         self._attribution.record_tokens(num_tokens)
         if num_tokens:
             self.state.token_arrived()
-        self.availability.note_result(has_tokens=num_tokens > 0)
+        self.availability.record_result(has_tokens=num_tokens > 0)
         self._require_sound_ledger(self.ledger_check.after_step())
 
     def _require_sound_ledger(self, problem: str) -> None:
-        """Ends the epoch if the ledger has a `problem`: the next one begins with an empty ledger."""
+        """End the epoch if the ledger has a `problem`; the next one starts with an empty ledger."""
         if problem:
             self._events.ledger_broken(self.state.epoch, problem)
-            reason = f"the coordinator's KV accounting is broken: {problem}"
+            reason = f"the coordinator's KV accounting is inconsistent: {problem}"
             self._carry_out(self.state.epoch_failed(self.state.epoch, reason, EndCause.FAULT))
 
     def stream_broke(self, epoch: int, reason: str) -> None:
-        """A stream of the epoch broke; its cause has `report_grace_s` to arrive first."""
+        """Fail the epoch after a stream broke, unless the cause arrives within `report_grace_s`."""
         asyncio.get_running_loop().call_later(self.policy.report_grace_s, self.fail_epoch, epoch, reason)
 
     def fail_epoch(self, epoch: int, reason: str) -> None:
-        """Ends the epoch; older epochs are ignored."""
+        """End the epoch; calls for older epochs are ignored."""
         self._carry_out(self.state.epoch_failed(epoch, reason))
 
     def _carry_out(self, actions: list[Action]) -> None:
@@ -392,8 +395,8 @@ class Controller:
                     self._start_timer(action)
                 case Disconnect():
                     self._disconnect(action)
-                case LetGo():
-                    self._let_go(action)
+                case DismissWorker():
+                    self._dismiss_worker(action)
                 case FinishRunning():
                     self._spawn(self._finish_running(action))
                 case CheckPlan():
@@ -414,7 +417,7 @@ class Controller:
         await asyncio.sleep(action.delay_s)
         if action.epoch != self.state.epoch or self.state.phase is not ClusterPhase.STARTING_EPOCH:
             return
-        self._events.beginning(action)
+        self._events.epoch_begins(action)
         for stage, worker in enumerate(action.workers):
             self.connections[worker.name].send(self._pipeline.begin_message(action, stage))
         self._release_link()
@@ -449,7 +452,7 @@ class Controller:
         )
 
     def _activity(self) -> object | None:
-        """A value that changes with every request; None while a request is live or nothing serves."""
+        """A value that changes with every request; None unless the cluster serves and is idle."""
         if self._engine.has_live_requests or self.state.phase is not ClusterPhase.SERVING:
             return None
         return self.state.epoch, self._totals.finished
@@ -458,13 +461,13 @@ class Controller:
         if (connection := self.connections.of(worker)) is not None:
             connection.send(message)
 
-    def _let_go(self, action: LetGo) -> None:
+    def _dismiss_worker(self, action: DismissWorker) -> None:
         leave = join_pb2.Leave(reason=action.reason, exit_process=True)
         self._send(action.worker, join_pb2.JoinResponse(leave=leave))
 
     async def _finish_running(self, action: FinishRunning) -> None:
-        """Finishes running requests before the worker leaves: no other worker can take its layers."""
-        self._events.finishing(action.worker.name)
+        """Finish running requests before the worker exits, because no other worker can take its layers."""
+        self._events.finishing_requests(action.worker.name)
         self._engine.stop_admitting()
         self.availability.stop_admitting()
         self.connections.send_all(encode_serving(self.state.epoch, is_serving=False))
@@ -481,12 +484,12 @@ class Controller:
         )
         limits = self.memory_limits.apply(self._plan_limits(plan))
         self._events.serving(action.epoch, plan)
-        self._events.computing([stage_kernels(connection) for connection in self._stage_connections()])
+        self._events.kernels([stage_kernels(connection) for connection in self._stage_connections()])
         self._durability.record_served()
         if self._weights_check is not None:
             workers = (record.identity for record in self.state.stage_workers)
             self._weights_check.plan_serves(self.state.plan_id, zip(workers, plan.stages, strict=True))
-        # A worker may drain whose layers no other worker can take.
+        # No other worker can take the layers of a draining worker that still has a stage.
         admits_new = not any(record.is_draining for record in self.state.stage_workers)
         self.availability.begin(admits_new=admits_new)
         self._send_serving()
@@ -501,18 +504,17 @@ class Controller:
         )
 
     def _send_serving(self) -> None:
-        """Informs workers whether new requests are served, for their health services."""
+        """Send workers whether new requests are served, for their health services."""
         message = encode_serving(self.state.epoch, is_serving=self.availability.serves_new)
         self.connections.send_all(message)
 
     def _journal_changed(self) -> None:
-        """The journal has become writable or unwritable."""
         self.availability.journal_changed()
         if self.availability.is_serving:
             self._send_serving()
 
     def _stop_serving(self, action: StopServing) -> None:
-        self._events.over(action, was_serving=self.availability.is_serving)
+        self._events.epoch_over(action, was_serving=self.availability.is_serving)
         if self.checks is not None:
             self.checks.end()
         self._failure_detector.restart()
@@ -540,9 +542,9 @@ class Controller:
         if (link := self._pipeline.release()) is not None:
             self._spawn(link.close())
 
-    def _note_silence(self, connection: WorkerConnection, is_silent: bool) -> None:
+    def _set_silent(self, connection: WorkerConnection, is_silent: bool) -> None:
         identity = connection.identity
-        self.state.workers.note_silence(identity.name, identity.incarnation, is_silent=is_silent)
+        self.state.workers.set_silent(identity.name, identity.incarnation, is_silent=is_silent)
 
     def _tick(self) -> None:
         self.availability.tick()
@@ -584,11 +586,11 @@ class Controller:
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a controller task failed", exc_info=error)
+            log.error("controller task failed", exc_info=error)
 
 
 def _check_tokens(result: StepResult, *, vocab_size: int) -> None:
-    """Raises ResultMismatch: a token that has reached a client cannot be revoked."""
+    """Raise ResultMismatch for an invalid token, before any token reaches a client."""
     for entry in result.results:
         if isinstance(entry.outcome, int) and entry.outcome >= vocab_size:
             raise ResultMismatch(

@@ -1,9 +1,9 @@
-"""The log of a cluster's life: one line for each event, and none for what passes between them."""
+"""Log lines of cluster events, one per event."""
 
 import logging
 import time
+from collections import abc
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Items
 
 from coordinator.cluster.actions import AssignStage, BeginEpoch, EndCause, StopServing
 from coordinator.cluster.connections import StageKernels, differing_kernels
@@ -39,14 +39,14 @@ class EventLog:
         log.info("worker %s left: %s", worker, reason, extra=log_context(worker=worker))
 
     def assigned(self, action: AssignStage) -> None:
-        """One line for the plan, which is that of its first stage."""
+        """Log the plan once, with its first stage."""
         stage = action.stage
         if stage.stage == 0:
             stages = action.plan.stages
             ranges = (f"{_layers(stage)} on {stage.worker}" for stage in stages)
             log.info("plan %d: layers %s", action.plan_id, ", ".join(ranges))
         log.debug(
-            "worker %s gets stage %d (%s), layers %s",
+            "assigned worker %s stage %d (%s), layers %s",
             *(action.worker.name, stage.stage, stage.role.value, _layers(stage)),
             extra=log_context(worker=action.worker.name, stage=stage.stage),
         )
@@ -69,35 +69,37 @@ class EventLog:
 
     def foreign_fault(self, worker: str, stage: int) -> None:
         log.warning(
-            "ignored a fault that worker %s reports of stage %d, which it does not run",
+            "ignored fault report of worker %s for stage %d: the worker does not run that stage",
             *(worker, stage),
             extra=log_context(worker=worker),
         )
 
     def weights_differ(self, worker: str, reason: str) -> None:
         log.error(
-            "worker %s has other weights than the coordinator, tokens may have been wrong: %s",
+            "weights of worker %s differ from the checkpoint, its tokens may have been wrong: %s",
             *(worker, reason),
             extra=log_context(worker=worker),
         )
 
-    def leaving(self, worker: str, *, asks_itself: bool) -> None:
-        """A drain begins."""
-        wish = "wants to leave" if asks_itself else "is to leave"
-        log.info("worker %s %s", worker, wish, extra=log_context(worker=worker))
+    def drain_started(self, worker: str, *, by_worker: bool) -> None:
+        requester = "the worker" if by_worker else "an operator"
+        log.info("worker %s drains, requested by %s", worker, requester, extra=log_context(worker=worker))
 
-    def finishing(self, worker: str) -> None:
-        """Nobody can take the layers of a worker that is to leave."""
-        log.debug("worker %s leaves when what runs is finished", worker, extra=log_context(worker=worker))
-
-    def unexpected(self, worker: str, message: str | None) -> None:
-        log.warning(
-            "worker %s sent %s, which is not expected", worker, message, extra=log_context(worker=worker)
+    def finishing_requests(self, worker: str) -> None:
+        """Log that a draining worker waits for running requests, because no other can take its layers."""
+        log.debug(
+            "worker %s drains after its running requests have finished",
+            worker,
+            extra=log_context(worker=worker),
         )
 
-    def faulty(self, report: FaultReport, in_step: Iterable[Sequence], worker: str | None) -> None:
-        """`in_step` are the sequences of the faulty step, which its stage may not have been able to tell;
-        `worker` has the stage. That a stage does not reach the next one may be the end of that one only.
+    def unexpected_message(self, worker: str, message: str | None) -> None:
+        log.warning("ignored message %s of worker %s", message, worker, extra=log_context(worker=worker))
+
+    def step_fault(self, report: FaultReport, in_step: Iterable[Sequence], worker: str | None) -> None:
+        """Log a fault; an error if its requests may be the cause.
+
+        `in_step` are the sequences of the step, which the report may not name; `worker` runs the stage.
         """
         named = (*(sequence.key.request_id for sequence in in_step), *report.request_ids)
         log.log(
@@ -113,7 +115,7 @@ class EventLog:
             ),
         )
 
-    def beginning(self, action: BeginEpoch) -> None:
+    def epoch_begins(self, action: BeginEpoch) -> None:
         log.debug(
             "epoch %d begins on %d workers",
             *(action.epoch, len(action.workers)),
@@ -133,7 +135,7 @@ class EventLog:
         )
 
     def serving(self, epoch: int, plan: Plan) -> None:
-        """An epoch serves: the first one, or the end of a recovery."""
+        """Log that an epoch serves, with the time since the last one."""
         stopped_s, self._stopped_s = self._stopped_s, None
         duration_s = None if stopped_s is None else self._clock() - stopped_s
         pause = "" if duration_s is None else f", again after {duration_s:.2f} s"
@@ -143,26 +145,26 @@ class EventLog:
             extra=log_context(epoch=epoch, duration_s=duration_s),
         )
 
-    def limited(self, text: str) -> None:
-        """A stage has run out of memory."""
+    def steps_limited(self, text: str) -> None:
+        """Log smaller step limits after a stage ran out of memory."""
         log.warning("%s", text)
 
-    def computing(self, stages: Items[StageKernels | None]) -> None:
-        """Warns where stages compute differently, once for as long as the difference is the same."""
+    def kernels(self, stages: abc.Sequence[StageKernels | None]) -> None:
+        """Warn if stages use different kernels, once per difference."""
         differing = differing_kernels(stages)
         if differing and differing != self._differing:
-            log.warning("%s: the slowest sets the pace, and rounding differs from stage to stage", differing)
+            log.warning("%s: the slowest limits throughput, and rounding differs between stages", differing)
         self._differing = differing
 
     def ledger_broken(self, epoch: int, problem: str) -> None:
         log.error(
-            "epoch %d ends: the coordinator's KV accounting is broken: %s",
+            "ended epoch %d: the coordinator's KV accounting is inconsistent: %s",
             *(epoch, problem),
             extra=log_context(epoch=epoch),
         )
 
-    def over(self, action: StopServing, *, was_serving: bool) -> None:
-        """An epoch is over: a recovery begins, unless one has begun already."""
+    def epoch_over(self, action: StopServing, *, was_serving: bool) -> None:
+        """Log the end of an epoch; from a serving one, measure the pause until the next."""
         if was_serving:
             self._stopped_s = self._clock()
         level = logging.INFO if action.cause is EndCause.REPLANNED else logging.WARNING

@@ -1,4 +1,4 @@
-"""Workers of the cluster and which of them may get a stage. Pure."""
+"""Members of the cluster: worker records, holds, losses and quarantine. Pure."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -13,8 +13,10 @@ from wire.ids import Incarnation
 
 
 class WorkerState(Enum):
-    """State of one worker. JOINING: held because it was lost repeatedly. SUSPECT: silent, but within its
-    lease, or possibly the cause of a failed plan and used last.
+    """State of one worker.
+
+    JOINING: held because it was lost repeatedly. SUSPECT: silent within its lease, avoided by plans, or a
+    possible cause of a failed self-check.
     """
 
     JOINING = auto()
@@ -44,7 +46,7 @@ class WorkerIdentity:
 
 @dataclass(slots=True)
 class WorkerRecord:
-    """A worker that has joined, live or lost. `detail` is the reason for its state."""
+    """A worker that joined, live or lost. `detail` is the reason for its state."""
 
     identity: WorkerIdentity
     state: WorkerState = WorkerState.SPARE
@@ -54,13 +56,13 @@ class WorkerRecord:
     is_silent: bool = False
     is_draining: bool = False
     is_dismissed: bool = False
-    is_left_out: bool = False
+    is_avoided: bool = False
     produced_non_finite: bool = False
     has_wrong_weights: bool = False
     is_culprit: bool = False
     """Quarantined because of a failed self-check."""
     doubts: tuple[str, ...] = ()
-    """How plans failed that it may be the cause of."""
+    """Problems of failed plans that the worker may have caused."""
 
     @property
     def is_live(self) -> bool:
@@ -68,17 +70,17 @@ class WorkerRecord:
 
     @property
     def is_usable(self) -> bool:
-        """Can get a stage. A quarantined worker cannot until it rejoins."""
+        """Whether plans may use it. A quarantined worker must rejoin first."""
         out = (WorkerState.LOST, WorkerState.QUARANTINED, WorkerState.JOINING)
-        return self.state not in out and not self.is_draining and not self.is_left_out
+        return self.state not in out and not self.is_draining and not self.is_avoided
 
     @property
     def is_held(self) -> bool:
-        """Can get a stage only where there is no plan without it."""
-        return self.state is WorkerState.JOINING and not self.is_draining and not self.is_left_out
+        """Whether plans may use it only if there is no plan without it."""
+        return self.state is WorkerState.JOINING and not self.is_draining and not self.is_avoided
 
     def quarantine(self, reason: str) -> None:
-        """Excludes it from plans until it rejoins."""
+        """Exclude the worker from plans until it rejoins."""
         self.state, self.detail = WorkerState.QUARANTINED, reason
 
     def readmit(self) -> None:
@@ -86,7 +88,7 @@ class WorkerRecord:
         self.state, self.detail, self.is_culprit = WorkerState.SPARE, "", False
 
     def fail_to_load(self, reason: str, *, max_failures: int) -> bool:
-        """Counts a failed load; True once it is quarantined."""
+        """Count a failed load; returns True if the worker is now quarantined."""
         self.num_failed_loads += 1
         self.detail = f"could not load its stage: {reason}"
         if self.num_failed_loads >= max_failures:
@@ -106,7 +108,7 @@ class WorkerRecord:
         if self.is_draining:
             return WorkerState.DRAINING
         is_doubtful = bool(self.doubts) and self.stage is None
-        is_suspect = self.is_silent or self.is_left_out or is_doubtful
+        is_suspect = self.is_silent or self.is_avoided or is_doubtful
         return WorkerState.SUSPECT if is_suspect else self.state
 
 
@@ -129,14 +131,15 @@ class Members:
         return name in self._records
 
     def get(self, name: str) -> WorkerRecord | None:
-        """The worker with this name, live or lost."""
+        """The live or lost worker with this name."""
         return self._records.get(name)
 
     def live(self, name: str, incarnation: Incarnation) -> WorkerRecord | None:
-        """The record of this process; None once it is lost or replaced."""
+        """The record of this worker process; None if it is lost or replaced."""
         record = self._records.get(name)
-        is_it = record is not None and record.is_live and record.identity.incarnation == incarnation
-        return record if is_it else None
+        if record is None or not record.is_live or record.identity.incarnation != incarnation:
+            return None
+        return record
 
     def find(self, name: str) -> WorkerRecord | None:
         """The live worker with this name."""
@@ -144,8 +147,9 @@ class Members:
         return record if record is not None and record.is_live else None
 
     def check_may_join(self, identity: WorkerIdentity, *, is_mock_model: bool) -> None:
-        """Raises HandshakeMismatch for a mock stage among real ones, or a real one among mocks: tokens of a
-        pipeline with both would look like real ones. `Controller.join` decides who may have a name.
+        """Raise HandshakeMismatch for a mock worker among real ones, or a real one among mocks.
+
+        Tokens of a mixed pipeline would look like real ones. `Controller.join` checks the name.
         """
         kinds = {True: "a mock stage", False: "a real stage"}
         what = f"kind of worker {identity.name}"
@@ -157,8 +161,9 @@ class Members:
                 raise HandshakeMismatch(what, expected=expected, got=kinds[identity.is_mock])
 
     def add(self, identity: WorkerIdentity) -> float:
-        """Adds a worker that has joined. Returns its hold in seconds before it is used: a worker that is lost
-        repeatedly, while the others are not, would cost an epoch each time.
+        """Add a worker that joined; returns its hold in seconds before it is used.
+
+        A worker that is lost more often than others is held, because each loss costs an epoch.
         """
         hold_s = self._hold_s(identity.name)
         record = WorkerRecord(identity)
@@ -178,14 +183,14 @@ class Members:
             return 0.0
         return min(policy.max_hold_s, policy.first_hold_s * 2.0 ** min(num_excess - 1, 10))
 
-    def note_silence(self, name: str, incarnation: Incarnation, *, is_silent: bool) -> None:
-        """Marks a worker whose heartbeats are missing, or arrive again, within its lease."""
+    def set_silent(self, name: str, incarnation: Incarnation, *, is_silent: bool) -> None:
+        """Mark whether heartbeats of a worker are missing within its lease."""
         record = self.live(name, incarnation)
         if record is not None:
             record.is_silent = is_silent
 
     def release(self, name: str, incarnation: Incarnation) -> bool:
-        """Ends the hold of a worker; False if it is not held."""
+        """End the hold of a worker; False if it is not held."""
         record = self.live(name, incarnation)
         if record is None or record.state is not WorkerState.JOINING:
             return False
@@ -193,7 +198,7 @@ class Members:
         return True
 
     def dismiss(self) -> list[WorkerRecord]:
-        """Draining workers without a stage; each is returned once."""
+        """Return draining workers without a stage, each once."""
         leaving = [
             record for record in self if record.is_live and record.is_draining and record.stage is None
         ]
@@ -202,8 +207,8 @@ class Members:
             record.is_dismissed = True
         return dismissed
 
-    def note_loss(self, name: str) -> None:
-        """Counts the loss of a worker that had a stage."""
+    def record_loss(self, name: str) -> None:
+        """Count the loss of a worker that had a stage."""
         self._losses[name] += 1
 
     def _usual_losses(self, name: str) -> int:
@@ -211,19 +216,20 @@ class Members:
         others = {*self._records, *self._lost} - {name}
         return median_low(self._losses[other] for other in others) if others else 0
 
-    def forget_half(self) -> None:
-        """Halves the losses of every worker."""
+    def halve_losses(self) -> None:
+        """Halve the losses of every worker."""
         self._losses = Counter({name: count // 2 for name, count in self._losses.items() if count > 1})
 
-    def try_all_again(self) -> None:
-        """Readmits workers that plans avoided: few are left, connections may work now, and those with
-        non-finite results reload their layers.
+    def readmit_avoided(self) -> None:
+        """Readmit workers that plans avoided, after a loss.
+
+        Few workers are left, connections may work now, and workers with non-finite results reload.
         """
         for record in self:
-            record.is_left_out = False
+            record.is_avoided = False
 
-    def note_steady(self) -> None:
-        """Forgets all losses after a steady window."""
+    def on_steady(self) -> None:
+        """Reset all losses after a steady window."""
         self._losses.clear()
 
     def remove(self, name: str) -> None:
@@ -235,25 +241,25 @@ class Members:
         return tuple(self._lost.values())
 
     @property
-    def missed(self) -> str:
-        """The lost workers as text; empty if there are none."""
+    def lost_text(self) -> str:
+        """The lost workers for `detail`; empty if there are none."""
         return "".join(f"; worker {record.identity.name} is lost" for record in self.lost)
 
     def forget_lost(self) -> None:
-        """All stages serve again."""
+        """Forget lost workers, after all stages serve again."""
         self._lost.clear()
 
     def release_stages(self) -> None:
-        """Takes every stage back and removes lost workers."""
+        """Release the stages of all workers and remove lost workers."""
         for record in self:
             if record.state is WorkerState.LOST:
                 self.remove(record.identity.name)
-                self._note_lost(record)
+                self._remember_lost(record)
             record.stage = None
             if record.state in (WorkerState.LOADING, WorkerState.READY):
                 record.state = WorkerState.SPARE
 
-    def _note_lost(self, record: WorkerRecord) -> None:
+    def _remember_lost(self, record: WorkerRecord) -> None:
         if record.stage is not None and not record.is_draining:
             record.detail = f"{record.detail}; it had {record.stage.layers_text}"
             self._lost[record.identity.name] = record
@@ -261,7 +267,7 @@ class Members:
                 del self._lost[name]
 
     @property
-    def quarantine(self) -> str:
-        """The quarantined workers and the reasons as text; empty if there are none."""
-        out = [record for record in self if record.state is WorkerState.QUARANTINED]
-        return "".join(f"; worker {each.identity.name} is out: {each.detail}" for each in out)
+    def quarantine_text(self) -> str:
+        """The quarantined workers and reasons for `detail`; empty if there are none."""
+        quarantined = [record for record in self if record.state is WorkerState.QUARANTINED]
+        return "".join(f"; worker {record.identity.name} is out: {record.detail}" for record in quarantined)

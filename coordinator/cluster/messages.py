@@ -1,4 +1,4 @@
-"""Cluster decisions <-> protobuf messages."""
+"""Encodes and decodes the messages between coordinator and workers."""
 
 from coordinator.cluster.actions import AssignStage, BeginEpoch
 from coordinator.cluster.membership import WorkerIdentity
@@ -13,7 +13,7 @@ from wire.ids import Incarnation, StageRole
 from wire.tensors import DTYPE_TO_MESSAGE, number_of
 
 MAX_TEXT = 255
-"""Characters of what a worker says of itself."""
+"""Maximum characters of each text in a hello."""
 
 ROLE_TO_MESSAGE: dict[StageRole, cluster_pb2.StageRole.ValueType] = {
     StageRole.FIRST: cluster_pb2.STAGE_ROLE_FIRST,
@@ -24,18 +24,18 @@ ROLE_TO_MESSAGE: dict[StageRole, cluster_pb2.StageRole.ValueType] = {
 
 
 def decode_hello(message: join_pb2.JoinRequest) -> WorkerIdentity:
-    """Raises HandshakeMismatch for another protocol version, InvalidRequest for a bad field."""
+    """Decode a hello. Raises HandshakeMismatch for another protocol version, and InvalidRequest."""
     if message.WhichOneof("message") != "hello":
-        raise InvalidRequest("the first message of Join must be hello")
+        raise InvalidRequest("first message of Join must be hello")
     hello = message.hello
     if hello.protocol_version != PROTOCOL_VERSION:
         raise HandshakeMismatch("protocol version", expected=PROTOCOL_VERSION, got=hello.protocol_version)
     if not hello.name or not hello.address or len(hello.incarnation) != 16:
-        raise InvalidRequest("a worker's hello needs a name, an address and a 16-byte incarnation")
-    for what in (hello.name, hello.address, hello.device, hello.hostname):
-        if not what.isprintable() or len(what) > MAX_TEXT:
+        raise InvalidRequest("hello of a worker needs a name, an address and a 16-byte incarnation")
+    for text in (hello.name, hello.address, hello.device, hello.hostname):
+        if not text.isprintable() or len(text) > MAX_TEXT:
             raise InvalidRequest(
-                f"a worker's hello has {what[:MAX_TEXT]!r}: must be at most {MAX_TEXT} printable characters"
+                f"hello of a worker has {text[:MAX_TEXT]!r}, the limit is {MAX_TEXT} printable characters"
             )
     try:
         parse_peer_address(hello.address)
@@ -89,7 +89,7 @@ def _encode_model(model: ServedModel) -> join_pb2.ModelRef:
 def encode_begin(
     action: BeginEpoch, *, incarnation: Incarnation, incoming_secret: bytes, outgoing_secret: bytes
 ) -> join_pb2.JoinResponse:
-    """For the stage with these secrets."""
+    """Encode `BeginEpoch` for the stage with these secrets."""
     stages = [
         join_pb2.StageEndpoint(
             worker=worker.name,
@@ -133,14 +133,14 @@ def encode_welcome(
 
 
 def encode_serving(epoch: int, *, is_serving: bool) -> join_pb2.JoinResponse:
-    """Whether new requests are served in `epoch`."""
+    """Encode whether new requests are served in `epoch`."""
     return join_pb2.JoinResponse(serving=join_pb2.Serving(epoch=epoch, is_serving=is_serving))
 
 
 def encode_hop_hello(
     action: BeginEpoch, *, incarnation: Incarnation, fingerprint: str
 ) -> forward_pb2.HopHello:
-    """What the coordinator says to FIRST."""
+    """Encode the hello of the coordinator to FIRST."""
     return forward_pb2.HopHello(
         protocol_version=PROTOCOL_VERSION,
         coordinator_incarnation=incarnation,
@@ -158,7 +158,7 @@ def encode_hop_hello(
 def check_results_hello(
     hello: forward_pb2.HopHello, action: BeginEpoch, *, incarnation: Incarnation, fingerprint: str
 ) -> None:
-    """Checks what LAST says when it opens its results. Raises HandshakeMismatch with both values."""
+    """Check the hello of LAST's result stream. Raises HandshakeMismatch with both values."""
     plan, last = action.plan, action.workers[-1]
     for what, expected, got in (
         ("protocol version", PROTOCOL_VERSION, hello.protocol_version),

@@ -1,4 +1,4 @@
-"""The coordinator's ends of the pipeline: steps to FIRST, results from LAST."""
+"""The coordinator's ends of the pipeline: the step stream to FIRST, the result stream from LAST."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class LinkBroken(Exception):
-    """FIRST does not accept the stream, or the stream has ended."""
+    """FIRST did not accept the step stream, or the stream ended."""
 
 
 class PipelineLink:
@@ -42,8 +42,15 @@ class PipelineLink:
         timeout_s: float,
         now_us: Callable[[], int] = wall_clock_us,
     ) -> None:
-        """`on_broken` is called at most once, with the reason, when an open stream ends by itself. `now_us`:
-        microseconds since 1970. `worker` listens at `address` and has `timeout_s` to accept the stream.
+        """Create a link that is not open yet.
+
+        Args:
+            address: where FIRST listens.
+            hello: first message of the stream.
+            on_broken: called at most once, with the reason, when an open stream ends.
+            worker: name of FIRST, for messages.
+            timeout_s: limit for FIRST to accept the stream.
+            now_us: wall clock, in microseconds since 1970.
         """
         self._where = f"stage 0 (worker {worker} at {address})"
         self._channel = client_channel(address)
@@ -56,25 +63,25 @@ class PipelineLink:
         self._tasks: list[asyncio.Task[None]] = []
 
     def send(self, step: Step) -> None:
-        """Queues a step; never blocks."""
+        """Queue a step; never blocks."""
         self._steps.put_nowait((step, self._now_us()))
 
     async def open(self) -> None:
-        """Dials FIRST and waits until it accepts. Raises LinkBroken with the reason."""
+        """Connect to FIRST and wait until it accepts the stream. Raises LinkBroken with the reason."""
         try:
             async with asyncio.timeout(self._timeout_s):
-                call, response = await self._greet()
+                call, response = await self._handshake()
         except TimeoutError:
             raise LinkBroken(f"{self._where} did not accept within {self._timeout_s:g} s") from None
         except grpc.aio.AioRpcError as error:
             raise LinkBroken(f"{self._where} refused: {error.details()}") from error
         if not isinstance(response, forward_pb2.ForwardResponse):
             raise LinkBroken(f"{self._where} ended the stream instead of accepting it")
-        log.debug("%s accepts steps", self._where, extra=log_context(epoch=self._hello.epoch))
+        log.debug("%s accepted the step stream", self._where, extra=log_context(epoch=self._hello.epoch))
         self._tasks = [asyncio.create_task(self._watch(call)), asyncio.create_task(self._write(call))]
 
     async def close(self) -> None:
-        """Ends the stream; safe in every state and more than once."""
+        """End the stream; may be called in every state and repeatedly."""
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
@@ -83,14 +90,14 @@ class PipelineLink:
             self._call.cancel()
         await self._channel.close()
 
-    async def _greet(self) -> tuple[ForwardCall, Any]:
-        """The call with the answer to its hello, which is sent again while too many others wait there."""
+    async def _handshake(self) -> tuple[ForwardCall, Any]:
+        """Open a call and read the reply to its hello; retries while FIRST has too many waiting streams."""
         hello = forward_pb2.ForwardRequest(hello=self._hello).SerializeToString()
         while True:
-            # With an iterator of requests, gRPC leaves a task behind that complains when it is collected.
+            # With a request iterator, gRPC leaves a task behind that logs an error when it is collected.
             call = self._call = open_forward(self._channel)
             try:
-                with contextlib.suppress(asyncio.InvalidStateError):  # it has ended, and reading says why
+                with contextlib.suppress(asyncio.InvalidStateError):  # ended; `read` raises the reason
                     await call.write(hello)
                 return call, await call.read()
             except grpc.aio.AioRpcError as error:
@@ -99,7 +106,7 @@ class PipelineLink:
             await asyncio.sleep(HELLO_RETRY_S)
 
     async def _write(self, call: ForwardCall) -> None:
-        """Until the stream ends, which the watcher notices too."""
+        """Write queued steps until the stream ends, which `_watch` reports."""
         with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
             while True:
                 step, ready_at_us = await self._steps.get()
@@ -116,7 +123,7 @@ class PipelineLink:
 
 
 class Pipeline:
-    """Owner of the stream to FIRST."""
+    """Owns the streams and hop secrets of the current epoch."""
 
     def __init__(
         self,
@@ -127,9 +134,7 @@ class Pipeline:
         new_secret: Callable[[], bytes],
         refused: RefusedPeers,
     ) -> None:
-        """`new_secret` makes what the two ends of a hop know of each other in one epoch; `refused` counts and
-        logs streams of results without it.
-        """
+        """`new_secret` creates the secret of a hop; `refused` counts and logs streams with a wrong one."""
         self._new_secret = new_secret
         self._secrets: tuple[bytes, ...] = ()
         self._incoming = HopSecrets(refused)
@@ -141,13 +146,13 @@ class Pipeline:
         self._link: PipelineLink | None = None
 
     def expect(self, action: BeginEpoch) -> None:
-        """The epoch begins: accepts a stream of its results."""
+        """Create the secrets of an epoch and accept its result stream."""
         self._begun, self._has_results = action, False
         self._secrets = tuple(self._new_secret() for _ in range(len(action.workers) + 1))
         self._incoming.begin_epoch(self._secrets[-1])
 
     def begin_message(self, action: BeginEpoch, stage: int) -> join_pb2.JoinResponse:
-        """For one stage of the expected epoch, with the secrets of the hops into and out of it."""
+        """Encode `BeginEpoch` for one stage, with the secrets of its incoming and outgoing hops."""
         assert action is self._begun, "secrets are of one epoch"
         return encode_begin(
             action,
@@ -157,7 +162,7 @@ class Pipeline:
         )
 
     def new_link(self, action: BeginEpoch, on_broken: Callable[[str], None]) -> PipelineLink:
-        """The stream of this epoch to FIRST, still to be opened; `release` comes first."""
+        """Create the step stream of this epoch, after `release` of the previous one."""
         assert self._link is None, "an epoch has one stream"
         hello = encode_hop_hello(action, incarnation=self._incarnation, fingerprint=self._fingerprint)
         hello.secret = self._secrets[0]
@@ -168,23 +173,24 @@ class Pipeline:
         return self._link
 
     def send(self, step: Step) -> None:
-        """Queues a step of the present epoch; never blocks."""
-        assert self._link is not None, "no epoch has begun"
+        """Queue a step of the current epoch; never blocks."""
+        assert self._link is not None, "no epoch has started"
         self._link.send(step)
 
     def release(self) -> PipelineLink | None:
-        """The stream that there was, for closing; from now on there is none."""
+        """Remove the step stream and return it for closing."""
         link, self._link = self._link, None
         return link
 
     def accept_results(self, hello: forward_pb2.HopHello, *, epoch: int, host: str) -> None:
-        """LAST, on `host`, opens its results, once in an epoch; `epoch` is the present one. Raises
-        SecretMismatch, StaleStream or HandshakeMismatch.
+        """Accept the result stream of LAST from `host`, once per epoch; `epoch` is the current one.
+
+        Raises SecretMismatch, StaleStream or HandshakeMismatch.
         """
         self._incoming.check(hello.secret, host=host)
         if self._begun is None or hello.epoch != epoch:
-            raise StaleStream(f"results of epoch {hello.epoch}; the present epoch is {epoch}")
+            raise StaleStream(f"result stream is of epoch {hello.epoch}, the current epoch is {epoch}")
         check_results_hello(hello, self._begun, incarnation=self._incarnation, fingerprint=self._fingerprint)
         if self._has_results:
-            raise StaleStream(f"the results of epoch {epoch} have their stream already")
+            raise StaleStream(f"epoch {epoch} already has a result stream")
         self._has_results = True

@@ -1,4 +1,4 @@
-"""Chooses the next plan, and remembers refused ones. Pure."""
+"""Chooses the next plan and avoids plans that failed their self-check. Pure."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -12,12 +12,12 @@ from wire.sizes import format_size
 
 
 class PlanRefused(PlanImpossible):
-    """The plan has failed its self-check before; the text is the problem."""
+    """The plan failed a self-check before; the message is the problem."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one worker computes in a plan: layers, with -1 for the embedding and one more for the head."""
+    """Layers of one worker in a plan, with -1 for the embedding and one more for the head."""
 
     worker: str
     layers: range
@@ -33,7 +33,7 @@ _Placement = tuple[_Part, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """How a plan has failed, whose results were wrong, where that is known, and against whose reference."""
+    """Problem of a failed plan, the worker that caused it, if known, and the source of the reference."""
 
     problem: str
     cause: str | None
@@ -41,10 +41,10 @@ class _Failure:
 
 
 class PlanRefusals:
-    """What was wrong with plans, by who runs which layers in them.
+    """Failed plans, by the layers of each worker.
 
-    A worker is above doubt for those layers with which it was part of a plan that has passed. Of every plan
-    that has failed, one of the others must be the cause, unless the check has found who was.
+    A worker is proven for the layers that it ran in a plan that passed. The cause of a failed plan is one of
+    its workers that are not proven, unless the self-check named the cause.
     """
 
     def __init__(self) -> None:
@@ -52,17 +52,17 @@ class PlanRefusals:
         self._proven: dict[str, set[int]] = {}
 
     def add(self, plan: Plan, problem: str, *, cause: str | None = None, source: str = "") -> None:
-        """This plan, and any other that gives the same layers to the same workers, is refused."""
+        """Refuse this plan and all others with the same layers on the same workers."""
         names = ", ".join(stage.worker for stage in plan.stages)
         self._failures[_placement(plan)] = _Failure(f"the self-check of {names} {problem}", cause, source)
 
     def add_passed(self, plan: Plan) -> None:
-        """Nothing is wrong with these workers as far as they run these layers."""
+        """Record the workers of a plan that passed as proven for their layers."""
         for part in _placement(plan):
             self._proven.setdefault(part.worker, set()).update(part.layers)
 
     def forget(self, worker: str) -> None:
-        """A new process has this name: what is known of the one before says nothing of it."""
+        """Forget the results of a worker that was replaced by a new process."""
         self._proven.pop(worker, None)
         self._failures = {
             placement: failure
@@ -71,20 +71,20 @@ class PlanRefusals:
         }
 
     def forget_source(self, worker: str) -> None:
-        """The reference of `worker` may be wrong: what was found out with it does not count."""
+        """Forget the results of comparisons with the reference of `worker`, which may be wrong."""
         self._proven.clear()
         self._failures = {
             placement: failure for placement, failure in self._failures.items() if failure.source != worker
         }
 
     def check(self, plan: Plan) -> None:
-        """Raises PlanRefused."""
+        """Raise PlanRefused if the plan failed before."""
         failure = self._failures.get(_placement(plan))
         if failure is not None:
             raise PlanRefused(failure.problem)
 
     def doubts(self, worker: str) -> list[str]:
-        """How plans failed that this worker may be the cause of, the latest last."""
+        """Problems of failed plans that this worker may have caused, the latest last."""
         return [
             failure.problem
             for placement, failure in self._failures.items()
@@ -92,7 +92,7 @@ class PlanRefusals:
         ]
 
     def culprits(self) -> dict[str, str]:
-        """Workers that must be the cause, because nobody else can be, with how their plan failed."""
+        """Workers that are the only possible cause of a failed plan, with its problem."""
         return {
             suspects[0]: failure.problem
             for placement, failure in self._failures.items()
@@ -112,7 +112,7 @@ def _placement(plan: Plan) -> _Placement:
     return tuple(map(_Part.of, plan.stages))
 
 
-ROOM_FOR_ANYTHING_BYTES = 1 << 60
+UNLIMITED_BYTES = 1 << 60
 
 MakePlan = Callable[[Sequence[WorkerCapacity]], Plan]
 
@@ -122,10 +122,10 @@ class TooFewWorkers(Exception):
 
 
 class PlanChoice:
-    """Remembers the last plan with all stages, whose places are kept, and the plans that are not good."""
+    """Chooses plans; workers keep their places from the last plan with all stages."""
 
     def __init__(self, num_stages: int, make_plan: MakePlan, policy: RecoveryPolicy) -> None:
-        """`make_plan` may raise PlanImpossible; it is given workers in the order in which to use them."""
+        """`make_plan` receives workers in stage order and may raise PlanImpossible."""
         self._num_stages = num_stages
         self._policy = policy
         self._make_plan = make_plan
@@ -134,41 +134,41 @@ class PlanChoice:
         self._good_template: Plan | None = None
 
     def keep_places(self, plan: Plan) -> None:
-        """Later plans look like this one, if it has all stages."""
+        """Keep the places of this plan for later plans, if it has all stages."""
         if len(plan.stages) == self._num_stages:
             self._template = plan
 
     def best(self, members: Members, *, may_shrink: bool, uses_held: bool = False) -> Plan:
-        """A plan for the workers that are usable now, with `uses_held` also for those that are to wait.
+        """The best plan for the usable workers, and with `uses_held` also for held ones.
 
-        Those with a stage in the last plan with all stages keep their place; others take the places of those
-        who are gone, by name, so that the order of arrival does not matter. Where no plan fits those, the
-        workers with the most memory are taken, and where that plan has failed its self-check, others. With
-        `may_shrink` the plan may have fewer stages than were asked for, if it must. Raises TooFewWorkers or
-        PlanImpossible.
+        Workers with a stage in the last plan with all stages keep their place; others fill free places by
+        name, so that the order of joining does not matter. If no plan fits these workers, those with the most
+        memory are tried, and if a plan failed its self-check, other sets of workers. With `may_shrink` the
+        plan may have fewer stages if necessary. Raises TooFewWorkers or PlanImpossible.
         """
         usable = [record for record in members if record.is_usable or (uses_held and record.is_held)]
         if not usable or (len(usable) < self._num_stages and not may_shrink):
-            here = f"{len(usable)} of {self._num_stages} workers are here"
-            raise TooFewWorkers(f"{here}{self._what_is_missing(usable)}{members.quarantine}")
-        most = min(len(usable), self._num_stages)
+            joined = f"{len(usable)} of {self._num_stages} workers joined"
+            raise TooFewWorkers(f"{joined}{self._missing_layers(usable)}{members.quarantine_text}")
+        max_stages = min(len(usable), self._num_stages)
         problem: PlanImpossible | None = None
-        for num_stages in range(most, 0, -1) if may_shrink else (most,):
+        for num_stages in range(max_stages, 0, -1) if may_shrink else (max_stages,):
             for chosen in self._choices(usable, num_stages):
                 try:
                     plan = self._make_plan(list(map(_capacity, chosen)))
                     self._refusals.check(plan)
                     return plan
                 except PlanImpossible as error:
-                    problem = _more_telling(problem, error, is_first_size=num_stages == most)
-        raise PlanImpossible(f"{problem}{members.quarantine}")
+                    problem = _more_specific(problem, error, is_first_size=num_stages == max_stages)
+        raise PlanImpossible(f"{problem}{members.quarantine_text}")
 
-    def _what_is_missing(self, usable: list[WorkerRecord]) -> str:
-        """Which layers have nobody, as if workers with room for anything took the free places."""
+    def _missing_layers(self, usable: list[WorkerRecord]) -> str:
+        """Describe the layers of missing workers, assuming that these have unlimited memory."""
         places = self._places(usable)
         places += [None] * (self._num_stages - len(places))
         capacities = [
-            _imaginary(place) if record is None else _capacity(record) for place, record in enumerate(places)
+            _placeholder(place) if record is None else _capacity(record)
+            for place, record in enumerate(places)
         ]
         try:
             plan = self._make_plan(capacities)
@@ -187,21 +187,22 @@ class PlanChoice:
         )
         return f"; {layers} for weights" + (f"; free: {room}" if room else "")
 
-    def note_failed(
+    def record_failed(
         self, plan: Plan, problem: str, members: Members, *, cause: str | None = None, source: str = ""
     ) -> None:
-        """The plan has failed its self-check, and is not made again; `cause` is the worker at fault, where
-        that is known, and `source` the worker with whose reference it was compared.
+        """Refuse a plan that failed its self-check.
+
+        `cause` is the worker at fault, if known; `source` is the worker whose reference was used.
         """
         self._refusals.add(plan, problem, cause=cause, source=source)
         self._template = self._good_template
-        self._note_doubts(members)
+        self._update_doubts(members)
 
-    def note_passed(self, plan: Plan, members: Members) -> None:
-        """The plan has passed its self-check; quarantines a worker that must be the cause of a failed one."""
+    def record_passed(self, plan: Plan, members: Members) -> None:
+        """Record a plan that passed, and quarantine workers that are thereby the cause of a failed one."""
         self._refusals.add_passed(plan)
         self._good_template = self._template
-        self._note_doubts(members)
+        self._update_doubts(members)
         for name, problem in self._refusals.culprits().items():
             record = members.find(name)
             if record is not None and record.stage is None:
@@ -209,28 +210,26 @@ class PlanChoice:
                 record.is_culprit = True
 
     def forget(self, worker: str, members: Members) -> None:
-        """A new process has this name."""
+        """Forget the results of a worker that was replaced by a new process."""
         self._refusals.forget(worker)
-        self._note_doubts(members)
+        self._update_doubts(members)
 
     def forget_source(self, worker: str, members: Members) -> None:
-        """The reference of `worker` may be wrong: plans that failed against it may be made again, and workers
-        that are out because of that are not.
-        """
+        """Forget results with the reference of `worker`, which may be wrong, and readmit their culprits."""
         self._refusals.forget_source(worker)
-        self._note_doubts(members)
+        self._update_doubts(members)
         for record in members:
             if record.is_culprit and not record.doubts:
                 record.readmit()
 
-    def _note_doubts(self, members: Members) -> None:
+    def _update_doubts(self, members: Members) -> None:
         for record in members:
             record.doubts = tuple(self._refusals.doubts(record.identity.name))
 
     def _choices(self, usable: list[WorkerRecord], num_stages: int) -> Iterator[list[WorkerRecord]]:
-        """Sets of so many workers in stage order, the best first."""
+        """Yield sets of `num_stages` workers in stage order, the best first."""
         by_rank = sorted(usable, key=self._rank)
-        by_size = sorted(usable, key=lambda each: (-each.identity.memory_bytes, _by_name(each)))
+        by_size = sorted(usable, key=lambda record: (-record.identity.memory_bytes, _by_name(record)))
         choices = [by_rank[:num_stages], by_size[:num_stages]]
         if any(record.doubts for record in usable):
             sets = islice(combinations(by_rank, num_stages), self._policy.max_plan_candidates)
@@ -243,7 +242,7 @@ class PlanChoice:
                 yield self._in_places(chosen)
 
     def _rank(self, record: WorkerRecord) -> tuple[object, ...]:
-        """Orders by doubts, failed loads and silence, then by place and name."""
+        """Sort key: doubts, failed loads and silence, then place and name."""
         place = (not self._has_place(record), _by_name(record))
         return (len(record.doubts), record.num_failed_loads, record.is_silent, *place)
 
@@ -252,11 +251,11 @@ class PlanChoice:
         return any(stage.worker == record.identity.name for stage in stages)
 
     def _in_places(self, chosen: list[WorkerRecord]) -> list[WorkerRecord]:
-        """In stage order, without free places."""
+        """Workers in stage order, without free places."""
         return [record for record in self._places(chosen) if record is not None]
 
     def _places(self, chosen: list[WorkerRecord]) -> list[WorkerRecord | None]:
-        """In stage order; None for a free place."""
+        """Workers in stage order; None for a free place."""
         stages = self._template.stages if self._template else ()
         by_name = {record.identity.name: record for record in chosen}
         places = [by_name.pop(stage.worker, None) for stage in stages]
@@ -265,10 +264,10 @@ class PlanChoice:
         return [*filled, *newcomers]
 
 
-def _more_telling(
+def _more_specific(
     before: PlanImpossible | None, error: PlanImpossible, *, is_first_size: bool
 ) -> PlanImpossible:
-    """The more specific of two problems: a failed check, then the one of the largest workers (tried last)."""
+    """The more specific problem: a failed self-check, else that of the largest workers (tried last)."""
     if before is None or isinstance(error, PlanRefused):
         return error if not isinstance(before, PlanRefused) else before
     return error if is_first_size and not isinstance(before, PlanRefused) else before
@@ -281,12 +280,12 @@ def _capacity(record: WorkerRecord) -> WorkerCapacity:
     )
 
 
-def _imaginary(place: int) -> WorkerCapacity:
-    """No worker's name has a space."""
-    return WorkerCapacity(name=f"worker to come {place}", memory_bytes=ROOM_FOR_ANYTHING_BYTES)
+def _placeholder(place: int) -> WorkerCapacity:
+    """A worker with unlimited memory; names of workers have no space."""
+    return WorkerCapacity(name=f"worker to come {place}", memory_bytes=UNLIMITED_BYTES)
 
 
 def _by_name(record: WorkerRecord) -> list[tuple[bool, int, str]]:
-    """Sorts "gpu-10" after "gpu-9"."""
+    """Sort key that puts "gpu-10" after "gpu-9"."""
     parts = re.split(r"(\d+)", record.identity.name)
     return [(not part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts]

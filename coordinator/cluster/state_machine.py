@@ -11,9 +11,9 @@ from coordinator.cluster.actions import (
     BeginEpoch,
     CheckPlan,
     Disconnect,
+    DismissWorker,
     EndCause,
     FinishRunning,
-    LetGo,
     StartServing,
     StopServing,
 )
@@ -34,12 +34,14 @@ from wire.ids import Incarnation
 from wire.steps import FaultReport
 
 ACTIVE = (ClusterPhase.STARTING_EPOCH, ClusterPhase.CHECKING, ClusterPhase.SERVING)
-"""An epoch has begun and is not over."""
+"""Phases with a current epoch."""
 
 
 class EpochReadiness:
-    """Readiness of the current epoch: every stage is ready, FIRST has accepted the stream of steps, and LAST
-    has opened the stream of results.
+    """Readiness of the current epoch.
+
+    It is complete when every stage is ready, FIRST has accepted the step stream, and LAST has opened the
+    result stream.
     """
 
     def __init__(self) -> None:
@@ -48,21 +50,21 @@ class EpochReadiness:
         self._are_results_open = False
 
     def clear(self) -> None:
-        """A new epoch begins."""
+        """Reset for a new epoch."""
         self._ready.clear()
         self._is_link_open = self._are_results_open = False
 
-    def note_ready(self, worker: str) -> None:
+    def set_ready(self, worker: str) -> None:
         self._ready.add(worker)
 
-    def note_link(self) -> None:
+    def set_link_open(self) -> None:
         self._is_link_open = True
 
-    def note_results(self) -> None:
+    def set_results_open(self) -> None:
         self._are_results_open = True
 
     def is_ready(self, worker: str) -> bool:
-        """The stage has empty pools and is connected to the next one."""
+        """Whether the stage has empty pools and is connected to the next one."""
         return worker in self._ready
 
     def are_complete(self, workers: Collection[str]) -> bool:
@@ -70,10 +72,10 @@ class EpochReadiness:
 
 
 class ClusterState:
-    """One owner feeds it events and carries out the actions it returns, in order.
+    """State machine of the cluster. Its owner passes it events and carries out the returned actions in order.
 
-    Until the cluster has served, or a worker has drained, a plan has `num_stages` stages. Later plans have
-    fewer while there are fewer workers, and as many again when workers rejoin.
+    Until the cluster has served or a worker has drained, a plan has `num_stages` stages. Later plans have
+    fewer stages while there are fewer workers.
     """
 
     def __init__(
@@ -89,11 +91,11 @@ class ClusterState:
     ) -> None:
         """
         Args:
-            make_plan: Receives workers in the order in which to use them; may raise PlanImpossible.
-            is_mock_model: The model has no weights, so real stages have nothing to load.
-            last_epoch: Epochs count from above it, and from above those that workers have seen.
-            has_served: A former coordinator has served; its workers have time to rejoin.
-            needs_check: Plans serve only after a self-check.
+            make_plan: receives workers in stage order; may raise PlanImpossible.
+            is_mock_model: the model has no weights, so only mock stages can serve it.
+            last_epoch: new epochs are above it, and above those that workers have seen.
+            has_served: the cluster served before a restart; its workers have time to rejoin.
+            needs_check: plans serve only after a self-check.
         """
         self.num_stages = num_stages
         self.phase = ClusterPhase.WAITING_FOR_WORKERS
@@ -115,16 +117,16 @@ class ClusterState:
 
     @property
     def stage_workers(self) -> tuple[WorkerRecord, ...]:
-        """The workers of the present plan, in stage order; empty without a plan."""
+        """The workers of the current plan, in stage order; empty without a plan."""
         return () if self.plan is None else tuple(self.workers[stage.worker] for stage in self.plan.stages)
 
     def stage_of(self, worker: str) -> StagePlan | None:
-        """The stage of a live worker in the present plan."""
+        """The stage of a live worker in the current plan."""
         record = self.workers.find(worker)
         return None if record is None else record.stage
 
     def start(self) -> list[Action]:
-        """Called once, before the first event."""
+        """Actions before the first event."""
         return [self._rejoin_timer.await_all()] if self.has_served else []
 
     @property
@@ -134,14 +136,14 @@ class ClusterState:
 
     @property
     def has_mock_stages(self) -> bool:
-        """The plan has stages that compute nothing."""
+        """Whether the plan has mock stages."""
         return any(record.identity.is_mock for record in self.stage_workers)
 
     # Membership
 
     @handles(ClusterEvent.JOIN)
     def join(self, identity: WorkerIdentity) -> list[Action]:
-        """A worker has joined; it replaces one of the same name.
+        """A worker joined; it replaces a worker of the same name.
 
         Raises:
             HandshakeMismatch: a mock stage among real ones, or a real one among mocks.
@@ -152,17 +154,17 @@ class ClusterState:
         actions: list[Action] = []
         if known is not None:
             known.is_silent = False
-            actions = self._part_with(known, "replaced by a new process", EndCause.DEATH)
+            actions = self._remove_lost(known, "replaced by a new process", EndCause.DEATH)
         hold_s = self.workers.add(identity)
         self._choice.forget(identity.name, self.workers)
         if hold_s:
             actions.append(StartTimer(hold_s, HoldExpired(identity.name, identity.incarnation)))
         actions += self._advance() if hold_s else self._improve()
-        return actions + (self._wait_for_return() if had_stage else [])
+        return actions + (self._start_rejoin_timer() if had_stage else [])
 
     @handles(ClusterEvent.ELAPSED)
     def elapsed(self, timer: Timer) -> list[Action]:
-        """A timer has expired; one that is out of date changes nothing."""
+        """A timer expired; outdated timers are ignored."""
         match timer:
             case HoldExpired(name, incarnation):
                 return self._improve() if self.workers.release(name, incarnation) else []
@@ -173,39 +175,40 @@ class ClusterState:
     def lose(
         self, name: str, incarnation: Incarnation, reason: str, cause: EndCause = EndCause.DEATH
     ) -> list[Action]:
-        """A worker's stream is broken, its lease has expired, or its device has failed. An older incarnation
-        changes nothing.
+        """A worker's stream broke, its lease expired, or its device failed.
+
+        Events of an older incarnation are ignored.
         """
         record = self.workers.live(name, incarnation)
         if record is None:
             return []
         had_stage = record.stage is not None
-        actions = self._part_with(record, reason, cause)
-        # The others may have a plan without it, or the shown number of workers is out of date.
+        actions = self._remove_lost(record, reason, cause)
+        # A plan without it may be possible; otherwise `detail` has a new number of workers.
         actions += self._advance(f"worker {name} is lost: {reason}" if had_stage else "")
-        return actions + (self._wait_for_return() if had_stage else [])
+        return actions + (self._start_rejoin_timer() if had_stage else [])
 
-    def _part_with(self, record: WorkerRecord, reason: str, cause: EndCause) -> list[Action]:
-        """Removes a lost worker, and the plan if it had a stage."""
+    def _remove_lost(self, record: WorkerRecord, reason: str, cause: EndCause) -> list[Action]:
+        """Remove a lost worker, and the plan if it had a stage."""
         name = record.identity.name
         record.state, record.detail = WorkerState.LOST, reason
         if record.stage is None:
             self.workers.remove(name)
             return []
-        self.workers.note_loss(name)
-        self.workers.try_all_again()
+        self.workers.record_loss(name)
+        self.workers.readmit_avoided()
         # A worker that was silent for its whole lease will not rejoin within the grace.
-        self._rejoin_timer.note_loss(is_granted=self._may_shrink and not record.is_silent)
+        self._rejoin_timer.record_loss(is_granted=self._may_shrink and not record.is_silent)
         actions = self._stop(f"worker {name} is lost: {reason}", cause)
         self.plan = None
         return actions
 
-    def _wait_for_return(self) -> list[Action]:
+    def _start_rejoin_timer(self) -> list[Action]:
         return [self._rejoin_timer.timer()] if self.plan is None and self._rejoin_timer.is_running else []
 
     @handles(ClusterEvent.DRAIN)
     def drain(self, name: str) -> list[Action]:
-        """Drains a worker: moves its layers, or finishes running requests where no worker can take them."""
+        """Drain a worker: move its layers, or finish running requests if no worker can take them."""
         record = self.workers.find(name)
         if record is None or record.is_draining:
             return []
@@ -213,30 +216,30 @@ class ClusterState:
         if record.stage is None:
             return self._dismiss()
         self._has_drained = True
-        return self._move_from(f"worker {name} is drained") or [FinishRunning(record.identity)]
+        return self._replan(f"worker {name} is drained") or [FinishRunning(record.identity)]
 
     @handles(ClusterEvent.DRAINED)
     def drained(self, name: str, incarnation: Incarnation) -> list[Action]:
-        """The running requests that a draining worker waited for have finished."""
+        """The running requests have finished for which a draining worker waited."""
         record = self.workers.live(name, incarnation)
         if record is None or not record.is_draining or record.stage is None:
             return []
-        return self._give_up_plan(f"worker {name} is drained", EndCause.REPLANNED)
+        return self._abandon_plan(f"worker {name} is drained", EndCause.REPLANNED)
 
-    def note_time(self) -> None:
-        """A steady window has passed, with losses or without."""
-        self.workers.forget_half()
+    def on_window(self) -> None:
+        """A steady window passed, with or without losses."""
+        self.workers.halve_losses()
 
-    def note_steady(self) -> None:
-        """A steady window has passed without a loss or an ended epoch."""
-        self.workers.note_steady()
-        self._failures.note_steady()
+    def on_steady(self) -> None:
+        """A steady window passed without a loss or an ended epoch."""
+        self.workers.on_steady()
+        self._failures.on_steady()
 
     # Loading and starting
 
     @handles(ClusterEvent.LOADED)
     def loaded(self, name: str, plan_id: int) -> list[Action]:
-        """A worker holds its stage and is warm."""
+        """A worker has loaded and warmed up its stage."""
         record = self.workers.find(name)
         if record is None or plan_id != self._plan_id or record.state is not WorkerState.LOADING:
             return []
@@ -254,13 +257,14 @@ class ClusterState:
         if record is None or plan_id != self._plan_id or record.state is not WorkerState.LOADING:
             return []
         is_out = record.fail_to_load(reason, max_failures=1 if is_final else self._policy.max_failed_loads)
-        return self._give_up_plan("" if is_out else f"worker {name} {record.detail}", EndCause.FAULT)
+        return self._abandon_plan("" if is_out else f"worker {name} {record.detail}", EndCause.FAULT)
 
     @handles(ClusterEvent.WEIGHTS_DIFFER)
     def weights_differ(self, name: str, reason: str) -> list[Action]:
-        """The files of a worker differ from the coordinator's checkpoint. The report may be about an older
-        plan: the results of the worker may be wrong. It is quarantined until it rejoins, and plans that
-        failed because of it or against its reference may be made again.
+        """The weights of a worker differ from the coordinator's checkpoint: quarantine it until it rejoins.
+
+        A report about an older plan counts too, because the worker's results may be wrong. Plans that failed
+        because of the worker or its reference may be tried again.
         """
         record = self.workers.find(name)
         if record is None or record.has_wrong_weights:
@@ -271,35 +275,35 @@ class ClusterState:
         self._choice.forget_source(name, self.workers)
         if record.stage is None:
             return self._improve()
-        return self._give_up_plan(f"worker {name}: {record.detail}", EndCause.FAULT)
+        return self._abandon_plan(f"worker {name}: {record.detail}", EndCause.FAULT)
 
     @handles(ClusterEvent.EPOCH_READY)
     def epoch_ready(self, name: str, epoch: int) -> list[Action]:
         """A stage has empty pools and is connected to the next one."""
         if epoch != self.epoch:
             return []
-        self._readiness.note_ready(name)
-        return self._maybe_serve()
+        self._readiness.set_ready(name)
+        return self._serve_if_ready()
 
     @handles(ClusterEvent.LINK_OPEN)
     def link_open(self, epoch: int) -> list[Action]:
-        """FIRST has accepted the coordinator's stream."""
+        """FIRST accepted the step stream."""
         if epoch != self.epoch:
             return []
-        self._readiness.note_link()
-        return self._maybe_serve()
+        self._readiness.set_link_open()
+        return self._serve_if_ready()
 
     @handles(ClusterEvent.RESULTS_OPEN)
     def results_open(self, epoch: int) -> list[Action]:
-        """LAST has opened its stream of results."""
+        """LAST opened the result stream."""
         if epoch != self.epoch:
             return []
-        self._readiness.note_results()
-        return self._maybe_serve()
+        self._readiness.set_results_open()
+        return self._serve_if_ready()
 
     @handles(ClusterEvent.EPOCH_LATE)
     def epoch_late(self, epoch: int, reason: str) -> list[Action]:
-        """The epoch has not started in time: disconnects the stages that are not ready."""
+        """The epoch did not start in time: disconnect the stages that are not ready."""
         if epoch != self.epoch:
             return []
         late = [record for record in self.stage_workers if not self._readiness.is_ready(record.identity.name)]
@@ -324,7 +328,7 @@ class ClusterState:
 
     @handles(ClusterEvent.EPOCH_FAILED)
     def epoch_failed(self, epoch: int, reason: str, cause: EndCause = EndCause.BROKEN) -> list[Action]:
-        """A step was refused, a stream broke, or the epoch started late. Older epochs are ignored."""
+        """A step was refused, a stream broke, or the epoch started late; older epochs are ignored."""
         return self._fail_epoch(epoch, reason, cause)
 
     def _fail_epoch(self, epoch: int, reason: str, cause: EndCause = EndCause.BROKEN) -> list[Action]:
@@ -336,7 +340,7 @@ class ClusterState:
 
     @handles(ClusterEvent.HOP_FAILED)
     def hop_failed(self, epoch: int, stage: int, reason: str) -> list[Action]:
-        """`stage` does not reach the next one, which repeated failures exclude from the plan if possible."""
+        """`stage` cannot reach the next one; after repeated failures, plans avoid that one."""
         if epoch != self.epoch:
             return []
         if stage + 1 < len(self.stage_workers):
@@ -349,7 +353,7 @@ class ClusterState:
 
     @handles(ClusterEvent.STAGE_FAILED)
     def stage_failed(self, fault: FaultReport) -> list[Action]:
-        """A stage computed non-finite values. Repeated failures replan without it where possible."""
+        """A stage computed non-finite values; after repeated failures, plans avoid its worker if possible."""
         if fault.epoch != self.epoch:
             return []
         if fault.stage < len(self.stage_workers):
@@ -362,30 +366,32 @@ class ClusterState:
         return self._fail_epoch(fault.epoch, str(fault), EndCause.FAULT)
 
     def _replan_without(self, record: WorkerRecord, reason: str, cause: EndCause) -> list[Action]:
-        """A plan without `record`; nothing if there is none."""
-        record.is_left_out, record.detail = True, reason
-        actions = self._move_from(reason, cause)
+        """Replan without `record`; no actions if that is impossible."""
+        record.is_avoided, record.detail = True, reason
+        actions = self._replan(reason, cause)
         if not actions:
-            record.is_left_out, record.detail = False, ""
+            record.is_avoided, record.detail = False, ""
         return actions
 
     @handles(ClusterEvent.CHECKED)
     def checked(
         self, epoch: int, problem: str | None, *, stage: int | None = None, source: str = ""
     ) -> list[Action]:
-        """The self-check in `epoch` ended. A good plan serves in a new epoch with empty pools; a plan with a
-        `problem` is refused and the next best is tried. `stage` is the cause where it is known, and `source`
-        the worker with whose reference the plan was compared.
+        """The self-check in `epoch` ended.
+
+        A plan without a `problem` serves in a new epoch with empty pools. Otherwise it is refused and the
+        next best plan is tried. `stage` is the cause, if known; `source` is the worker whose reference was
+        used.
         """
         if epoch != self.epoch or self.plan is None:
             return []
         if problem is None:
             self._checked_plan_id = self._plan_id
-            self._choice.note_passed(self.plan, self.workers)
+            self._choice.record_passed(self.plan, self.workers)
             self._failures.on_progress()
             return self._begin_epoch()
         worker = None if stage is None else self.plan.stages[stage].worker
-        self._choice.note_failed(self.plan, problem, self.workers, cause=worker, source=source)
+        self._choice.record_failed(self.plan, problem, self.workers, cause=worker, source=source)
         actions = self._stop(f"the self-check {problem}", EndCause.FAULT)
         self.plan = None
         return actions + self._advance()
@@ -406,7 +412,7 @@ class ClusterState:
 
     # Plans
 
-    def _give_up_plan(self, reason: str, cause: EndCause) -> list[Action]:
+    def _abandon_plan(self, reason: str, cause: EndCause) -> list[Action]:
         actions = self._stop(reason, cause)
         self.plan = None
         return actions + self._advance(reason)
@@ -415,13 +421,13 @@ class ClusterState:
         return [StopServing(self.epoch, reason, cause)] if self.phase in ACTIVE else []
 
     def _advance(self, reason: str = "") -> list[Action]:
-        """Makes a plan if there is none and one is possible."""
+        """Make and assign a plan if there is none."""
         if self.plan is not None:
             return []
         try:
             plan = self._next_plan()
         except TooFewWorkers as error:
-            is_blocked, text = bool(self.workers.quarantine), str(error)
+            is_blocked, text = bool(self.workers.quarantine_text), str(error)
         except PlanImpossible as error:
             is_blocked, text = True, str(error)
         else:
@@ -432,14 +438,12 @@ class ClusterState:
         return self._dismiss()
 
     def _improve(self) -> list[Action]:
-        """Uses a worker that has become usable: for a first plan, in place of a draining one, or for an
-        additional stage.
-        """
+        """Use a worker that became usable: for a first plan, for a draining worker, or as another stage."""
         if self.plan is None:
             return self._advance()
         for record in self.stage_workers:
             reason = f"worker {record.identity.name} is drained"
-            if record.is_draining and (actions := self._move_from(reason)):
+            if record.is_draining and (actions := self._replan(reason)):
                 return actions
         if len(self.plan.stages) == self.num_stages:
             return []
@@ -449,11 +453,11 @@ class ClusterState:
             return []
         if len(plan.stages) <= len(self.plan.stages):
             return []
-        reason = f"{len(plan.stages)} workers in the place of {len(self.plan.stages)}"
+        reason = f"{len(plan.stages)} workers instead of {len(self.plan.stages)}"
         return self._stop(reason, EndCause.REPLANNED) + self._assign(plan)
 
-    def _move_from(self, reason: str, cause: EndCause = EndCause.REPLANNED) -> list[Action]:
-        """Replans without the workers that are no longer usable; nothing if there is no plan."""
+    def _replan(self, reason: str, cause: EndCause = EndCause.REPLANNED) -> list[Action]:
+        """Replan with the usable workers; no actions if that is impossible."""
         try:
             plan = self._new_plan(may_shrink=True)
         except (PlanImpossible, TooFewWorkers):
@@ -461,7 +465,7 @@ class ClusterState:
         return self._stop(reason, cause) + self._assign(plan)
 
     def _next_plan(self) -> Plan:
-        """Uses held workers only where needed. Raises TooFewWorkers or PlanImpossible."""
+        """The next plan, with held workers only if needed. Raises TooFewWorkers or PlanImpossible."""
         try:
             return self._new_plan(may_shrink=not self._rejoin_timer.is_running)
         except (PlanImpossible, TooFewWorkers):
@@ -470,7 +474,7 @@ class ClusterState:
         return self._choice.best(self.workers, may_shrink=self._may_shrink, uses_held=True)
 
     def _can_replan_without_held(self) -> bool:
-        """Once the grace of lost workers is over."""
+        """Whether a plan without held workers will be possible after the rejoin grace."""
         try:
             self._new_plan(may_shrink=True)
         except (PlanImpossible, TooFewWorkers):
@@ -490,7 +494,7 @@ class ClusterState:
         self._choice.keep_places(plan)
         self._rejoin_timer.is_running = False
         self._plan_id += 1
-        self._failures.start_over()
+        self._failures.reset_plan()
         self.phase, self.detail = ClusterPhase.LOADING, "workers are loading their layers"
         actions: list[Action] = []
         for stage in plan.stages:
@@ -501,8 +505,8 @@ class ClusterState:
         return actions + self._dismiss()
 
     def _dismiss(self) -> list[Action]:
-        """Lets draining workers without a stage exit, once each."""
-        return [LetGo(record.identity, "drained") for record in self.workers.dismiss()]
+        """Dismiss draining workers without a stage, once each."""
+        return [DismissWorker(record.identity, "drained") for record in self.workers.dismiss()]
 
     def _begin_epoch(self, reason: str = "") -> list[Action]:
         assert self.plan is not None
@@ -516,16 +520,16 @@ class ClusterState:
 
     @property
     def _is_unchecked(self) -> bool:
-        """The plan has to pass a self-check before it serves."""
+        """Whether the plan must pass a self-check before it serves."""
         return self._needs_check and self._checked_plan_id != self._plan_id and not self.has_mock_stages
 
-    def _maybe_serve(self) -> list[Action]:
-        """Nothing, until every sign of the epoch is there."""
+    def _serve_if_ready(self) -> list[Action]:
+        """Serve or check the plan if the epoch is ready; otherwise no actions."""
         assert self.plan is not None
         if not self._readiness.are_complete({stage.worker for stage in self.plan.stages}):
             return []
         if self._is_unchecked:
-            self.phase, self.detail = ClusterPhase.CHECKING, "the self-check is under way"
+            self.phase, self.detail = ClusterPhase.CHECKING, "the self-check is running"
             return [CheckPlan(self.epoch, self.plan)]
         self.phase, self.has_served = ClusterPhase.SERVING, True
         self.detail = ""
@@ -533,5 +537,5 @@ class ClusterState:
             self.workers.forget_lost()
         else:
             shrunk = f"with {len(self.plan.stages)} of {self.num_stages} stages"
-            self.detail = f"{shrunk}{self.workers.missed}{self.workers.quarantine}"
+            self.detail = f"{shrunk}{self.workers.lost_text}{self.workers.quarantine_text}"
         return [StartServing(self.epoch, self.plan)]

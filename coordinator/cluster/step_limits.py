@@ -6,7 +6,7 @@ from coordinator.planner.plan import Plan
 from coordinator.scheduler.policy import DEFAULT_MAX_DECODE_SLOWDOWN, SchedulerLimits
 
 IN_FLIGHT_BYTES = 256 * 1024 * 1024
-"""Hidden states of all steps in flight together, at most: where one stage is slow they all wait there."""
+"""Maximum bytes of hidden states of all steps in flight, which may all wait at one slow stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ DEFAULT_BATCHING = BatchingOptions()
 
 
 def scheduler_limits(plan: Plan, options: BatchingOptions, *, hidden_size: int) -> SchedulerLimits:
-    """The bounds for the scheduler while this plan serves."""
+    """Limits of the scheduler while this plan serves."""
     num_stages = len(plan.stages)
     frame_bytes = plan.limits.max_step_tokens * hidden_size * plan.dtype.size_bytes
     max_depth = min(4 * num_stages + 4, IN_FLIGHT_BYTES // frame_bytes)
@@ -39,7 +39,7 @@ def scheduler_limits(plan: Plan, options: BatchingOptions, *, hidden_size: int) 
 
 
 class MemoryLimits:
-    """Halved with each step that did not fit, until another plan has another share of memory."""
+    """Step limits that are halved each time a stage runs out of memory, until the next plan."""
 
     def __init__(self) -> None:
         self._plan_id = 0
@@ -48,16 +48,18 @@ class MemoryLimits:
         self._stage = 0
 
     def begin_plan(self, plan_id: int) -> None:
-        """Forgets the limits if this is another plan."""
+        """Reset the limits if `plan_id` is another plan."""
         if plan_id != self._plan_id:
             self._plan_id = plan_id
             self._max_tokens = self._max_sequences = None
 
-    def note_out_of_memory(
+    def record_out_of_memory(
         self, stage: int, limits: SchedulerLimits, *, num_tokens: int, num_sequences: int, block_size: int
     ) -> bool:
-        """A step of so many tokens and sequences did not fit on `stage`, under the plan's own `limits`. False
-        if steps cannot become smaller: one block, or one sequence.
+        """Halve the limits after a step of `num_tokens` and `num_sequences` did not fit on `stage`.
+
+        `limits` are those of the plan. Returns False if steps cannot become smaller than one block and one
+        sequence.
         """
         old = self.apply(limits)
         half_tokens = max(block_size, min(num_tokens, old.max_step_tokens) // 2 // block_size * block_size)
@@ -70,7 +72,7 @@ class MemoryLimits:
         return True
 
     def apply(self, limits: SchedulerLimits) -> SchedulerLimits:
-        """The plan's `limits`, or less."""
+        """Reduce the plan's `limits`."""
         if self._max_tokens is None or self._max_sequences is None:
             return limits
         return replace(
@@ -81,7 +83,7 @@ class MemoryLimits:
 
     @property
     def text(self) -> str:
-        """What holds now and why; empty where steps are as large as the plan allows."""
+        """The current limits and their reason; empty without a reduction."""
         if self._max_tokens is None:
             return ""
         return (

@@ -1,7 +1,7 @@
-"""The table of cluster phases: which event may lead from which phase to which. Pure.
+"""The transition table of cluster phases: phase x event -> possible next phases. Pure.
 
-`ClusterState` executes it: an event without a row is stale and changes nothing; a row lists every phase that
-may follow, the phase itself where the event may leave it unchanged.
+`ClusterState` executes it. An event without a row is stale and ignored. A row lists all possible next phases,
+including the same one if the event may leave it unchanged.
 """
 
 from collections.abc import Callable, Mapping, Set
@@ -13,7 +13,7 @@ from coordinator.cluster.actions import Action
 
 
 class ClusterPhase(Enum):
-    """What the cluster is doing as a whole. BLOCKED: enough workers, but no plan fits them."""
+    """Phases of the cluster. BLOCKED: there are enough workers, but no plan fits them."""
 
     WAITING_FOR_WORKERS = auto()
     LOADING = auto()
@@ -24,7 +24,7 @@ class ClusterPhase(Enum):
 
 
 class ClusterEvent(Enum):
-    """The value is the name of the method of `ClusterState` that takes the event."""
+    """Events of the cluster; the value is the handler's name in `ClusterState`."""
 
     JOIN = "join"
     LOSE = "lose"
@@ -124,7 +124,7 @@ TRANSITIONS: Mapping[ClusterPhase, Mapping[ClusterEvent, Set[ClusterPhase]]] = {
 
 
 class IllegalPhase(RuntimeError):
-    """An event led to a phase that its row does not list: a bug of the coordinator."""
+    """An event led to a phase that its row does not list: a defect."""
 
 
 class _HasPhase(Protocol):
@@ -136,7 +136,7 @@ _Handler = Callable[Concatenate[Any, _Parameters], list[Action]]
 
 
 def handles(event: ClusterEvent) -> Callable[[_Handler[_Parameters]], _Handler[_Parameters]]:
-    """Looks up `event` before the handler runs, and the phase after it."""
+    """Decorate the handler of `event`: skip it without a row, and check the next phase."""
 
     def decorate(handler: _Handler[_Parameters]) -> _Handler[_Parameters]:
         @wraps(handler)
@@ -154,6 +154,6 @@ def handles(event: ClusterEvent) -> Callable[[_Handler[_Parameters]], _Handler[_
 
 
 def check_transition(before: ClusterPhase, event: ClusterEvent, after: ClusterPhase) -> None:
-    """Raises IllegalPhase unless the table has the row and lists `after`."""
+    """Raise IllegalPhase unless the row of `before` and `event` lists `after`."""
     if after not in TRANSITIONS[before].get(event, ()):
         raise IllegalPhase(f"{event.value} in phase {before.name} led to {after.name}")

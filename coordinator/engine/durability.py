@@ -213,9 +213,10 @@ class Durability:
                 if request_id not in self._retained_until and not registry.has(request_id)
             ]
         )
-        due = [registry.find(request_id) for request_id in journal.due_to_fold() if registry.has(request_id)]
+        due_ids = filter(registry.has, journal.due_to_compact())
+        due = [registry.find(request_id) for request_id in due_ids]
         if due:
-            journal.fold([(request.id, progress_of(request, now_at)) for request in due])
+            journal.compact([(request.id, progress_of(request, now_at)) for request in due])
         journal.trim()
 
     def _journal_of(self, request: Request) -> Journal | None:

@@ -105,7 +105,7 @@ class ReplayedRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeftBehind:
+class JournalContents:
     """Contents of a journal. Log rows are [first_row, last_row]; numbers up to `last_row` are not reused."""
 
     requests: list[ReplayedRequest]
@@ -115,14 +115,14 @@ class LeftBehind:
     last_row: int
 
 
-def read_journal(connection: sqlite3.Connection) -> LeftBehind:
+def read_journal(connection: sqlite3.Connection) -> JournalContents:
     """Raises ValueError, KeyError or TypeError for invalid rows."""
     requests = replay(connection)
     meta = dict(connection.execute("SELECT key, value FROM meta").fetchall())
     first, last = connection.execute("SELECT min(number), max(number) FROM log").fetchone()
     last_row = max(last or 0, *(request.folded_until for request in requests), 0)
     first_row = last_row + 1 if first is None else first
-    return LeftBehind(
+    return JournalContents(
         requests=requests,
         epoch=meta["epoch"],
         has_served=bool(meta.get("has_served", 0)),
@@ -305,14 +305,14 @@ class Journal:
                 self._connection.execute("INSERT OR REPLACE INTO meta VALUES ('has_served', 1)")
             self.has_served = True
 
-    def due_to_fold(self) -> list[RequestId]:
+    def due_to_compact(self) -> list[RequestId]:
         """Requests that prevent the deletion of old rows, the oldest first, up to a limit."""
         ages = [(each, self._last_row - known.folded_until) for each, known in self._known.items()]
         if max((age for _, age in ages), default=0) <= LOG_ROWS:
             return []
         return [request_id for request_id, age in ages if age > LOG_ROWS // 2][:MOST_AT_ONCE]
 
-    def fold(self, progress: Sequence[tuple[RequestId, RequestProgress]]) -> None:
+    def compact(self, progress: Sequence[tuple[RequestId, RequestProgress]]) -> None:
         """Fold the progress of these requests into their own rows."""
         known = [(self._known[request_id], each) for request_id, each in progress]
         rows = [(encode_progress(each), self._last_row, of.number) for of, each in known]

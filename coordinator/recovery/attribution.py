@@ -10,8 +10,9 @@ from wire.steps import FaultReport
 
 
 class FailureAttribution:
-    """Counts failures per request. Each method is called before its epoch stops, while the scheduler still
-    knows which sequences were unfinished.
+    """Counts failures per request.
+
+    Methods must be called before the epoch is stopped, while the scheduler has the unfinished sequences.
     """
 
     def __init__(
@@ -31,15 +32,14 @@ class FailureAttribution:
         self._num_failures = 0
 
     def record_tokens(self, count: int) -> None:
-        """A step returned `count` tokens, for any request."""
+        """Count tokens of a step, for any request."""
         self._num_tokens += count
 
     def record_fault(self, fault: FaultReport) -> None:
-        """A stage refused a step: retries its requests, `max_step_retries` times without progress in between.
+        """Record a refused step: its requests are retried, `max_step_retries` times without progress.
 
-        They are the requests that the report names. Where the frame was too broken to tell, they are those of
-        the step that the stage expected; where its step id was wrong, no such step may be in flight. The last
-        retry is isolated: one of them may be the cause, and they must not fail together.
+        These are the requests that the report names and those of the reported step, if it is in flight. The
+        last retry is isolated, so that only the request that causes the fault fails.
         """
         self._count_failure()
         in_step = (sequence.key.request_id for sequence in self._scheduler.sequences_in_step(fault.step_id))
@@ -64,10 +64,10 @@ class FailureAttribution:
             self._isolation.suspect(running)
 
     def record_worker_loss(self, reason: str) -> None:
-        """A worker was lost: isolates its unfinished sequences, in groups first, then one by one.
+        """Record a lost worker: its unfinished sequences are isolated, first in groups, then one by one.
 
-        A request that ran alone during two consecutive losses, without a token in between, fails. Losses
-        without it in between indicate chance, and each grants it another retry.
+        A request that ran alone during two losses, without a token in between, fails. Each loss in between
+        while the request was not running grants it another retry.
         """
         self._count_failure()
         request = self._isolated_request()
@@ -87,15 +87,14 @@ class FailureAttribution:
             self._fail(request, RequestPoisoned(f"{text}: {reason}"))
 
     def record_unrelated_loss(self) -> None:
-        """A worker that computed nothing was lost."""
+        """Record the loss of a worker that computed nothing."""
         self._num_failures += 1
 
     def record_device_failure(self, reason: str, *, num_stages: int) -> None:
-        """A device failed: isolates the unfinished sequences as after a lost worker.
+        """Record a failed device: the unfinished sequences are isolated as after a lost worker.
 
-        Devices that fail one after another, such as those of all stages after the same steps, do not indicate
-        the request that runs alone meanwhile: it fails when more of them failed under it than there are
-        stages, without a token in between.
+        The devices of all stages may fail one after another for the same reason. So a request that runs alone
+        fails only after more device failures than there are stages, without a token in between.
         """
         self._count_failure()
         request = self._isolated_request()
@@ -108,10 +107,11 @@ class FailureAttribution:
         self._isolation.record_worker_loss(self._scheduler.unfinished)
 
     def record_break(self, reason: str, *, is_lasting: bool) -> None:
-        """A stream broke for no known reason. Where that `is_lasting`, isolates the unfinished sequences, in
-        turn with one more from the queue each time.
+        """Record a stream that broke for an unknown reason.
 
-        A request that ran alone each time fails if others received tokens meanwhile: then the network works.
+        If breaks are `is_lasting`, the unfinished sequences are isolated, and one more from the queue each
+        time. A request that ran alone each time fails if other requests received tokens in between, because
+        then the network works.
         """
         self._count_failure()
         request = self._isolated_request()

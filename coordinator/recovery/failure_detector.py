@@ -12,9 +12,9 @@ from wire.steps import FaultReport
 
 
 class Heartbeats(Protocol):
-    """What the detector reads and sets of a worker's connection."""
+    """Attributes of a worker connection that the detector uses."""
 
-    heard_at_s: float
+    last_message_s: float
     loads_tokenizer: bool
     is_silent: bool
 
@@ -33,10 +33,9 @@ class StageProgress:
 def overdue_fault(
     engine: Engine, stages: Sequence[StageProgress | None], policy: RecoveryPolicy
 ) -> FaultReport | None:
-    """The fault of the oldest step in flight if its answer is overdue.
+    """The fault of the oldest step in flight if its result is overdue.
 
-    Args:
-        stages: In stage order; None for a stage whose worker is gone.
+    `stages` is in stage order; None for a stage whose worker was lost.
     """
     warmup_s = sum(stage.warmup_s for stage in stages if stage is not None)
     unknown_s = max(policy.first_step_timeout_s, policy.first_step_warmups * warmup_s)
@@ -51,7 +50,7 @@ def overdue_fault(
         step_id=step.step_id,
         stage=first_missing,
         kind=StepFaultKind.OVERDUE,
-        message=f"no answer for {overdue.waited_s:.1f} s, where {overdue.limit_s:.1f} s is the limit",
+        message=f"no result for {overdue.waited_s:.1f} s, the limit is {overdue.limit_s:.1f} s",
         request_ids=step.request_ids,
     )
 
@@ -68,15 +67,15 @@ class FailureDetector(Generic[Worker]):
         on_lease_over: Callable[[Worker, str], None],
         on_tick: Callable[[], None],
         on_steady: Callable[[], None],
-        on_time: Callable[[], None] = lambda: None,
+        on_window: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
-            on_silence: Called when a worker becomes silent, and when its heartbeats arrive again.
-            on_lease_over: Called with the reason when the lease of a worker has expired.
-            on_tick: Called with every check.
-            on_steady: Called after a steady window without a loss or a `restart`.
-            on_time: Called after every steady window.
+            on_silence: called when heartbeats of a worker are missing, and when they arrive again.
+            on_lease_over: called with the reason when the lease of a worker expired.
+            on_tick: called with every check.
+            on_steady: called after a steady window without a loss or a `restart`.
+            on_window: called after every steady window.
         """
         self._policy = policy
         self._connections = connections
@@ -84,12 +83,12 @@ class FailureDetector(Generic[Worker]):
         self._on_lease_over = on_lease_over
         self._on_tick = on_tick
         self._on_steady = on_steady
-        self._on_time = on_time
+        self._on_time = on_window
         self._steady_since_s = 0.0
         self._timed_since_s = 0.0
 
     def restart(self) -> None:
-        """Starts a new steady window."""
+        """Start a new steady window."""
         self._steady_since_s = asyncio.get_running_loop().time()
 
     async def run(self) -> None:
@@ -103,14 +102,14 @@ class FailureDetector(Generic[Worker]):
             await asyncio.sleep(interval_s)
             num_late = num_late + 1 if loop.time() - due_s > interval_s else 0
             if 0 < num_late <= self._policy.max_late_checks:
-                # This process was held up, so heartbeats may be unread.
+                # This process was delayed, so heartbeats may be unread.
                 continue
             self._check(loop.time())
             self._on_tick()
 
     def _check(self, now_s: float) -> None:
         for connection in list(self._connections()):
-            silence_s = now_s - connection.heard_at_s
+            silence_s = now_s - connection.last_message_s
             lease_s = self._policy.lease_s
             if connection.loads_tokenizer:
                 lease_s = max(lease_s, self._policy.loading_lease_s)

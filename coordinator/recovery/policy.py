@@ -62,7 +62,7 @@ class RecoveryPolicy:
 
     # Lost and failing workers
 
-    return_grace_s: float = 0.5
+    rejoin_grace_s: float = 0.5
     """For a lost worker to rejoin before its layers move to others: enough for a broken connection. A process
     that starts again takes longer, and the others serve meanwhile.
     """

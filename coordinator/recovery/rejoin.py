@@ -35,7 +35,7 @@ class StartTimer:
 
 
 class RejoinTimer:
-    """Timer of the last loss; timers of earlier ones are void."""
+    """Grace period of the last loss; timers of earlier losses are ignored."""
 
     def __init__(self, policy: RecoveryPolicy) -> None:
         self._policy = policy
@@ -43,24 +43,24 @@ class RejoinTimer:
         self.is_running = False
 
     def await_all(self) -> StartTimer:
-        """Starts the timer of a restarted coordinator, for the workers of the former one."""
+        """Start the timer of a restarted coordinator, for workers to rejoin."""
         self.is_running = True
         return StartTimer(
-            max(self._policy.return_grace_s, self._policy.coordinator_rejoin_s),
+            max(self._policy.rejoin_grace_s, self._policy.coordinator_rejoin_s),
             GraceExpired(self._num_losses),
         )
 
-    def note_loss(self, *, is_granted: bool) -> None:
-        """Restarts the timer for a loss, or stops it unless the wait `is_granted`."""
+    def record_loss(self, *, is_granted: bool) -> None:
+        """Restart the timer for a loss, or stop it unless the wait `is_granted`."""
         self._num_losses += 1
         self.is_running = is_granted
 
     def timer(self) -> StartTimer:
         """The action that starts the timer of the last loss."""
-        return StartTimer(self._policy.return_grace_s, GraceExpired(self._num_losses))
+        return StartTimer(self._policy.rejoin_grace_s, GraceExpired(self._num_losses))
 
     def end(self, timer: GraceExpired) -> bool:
-        """Stops the timer; False for the timer of an earlier loss."""
+        """Stop the timer; False for the timer of an earlier loss."""
         if timer.num_losses != self._num_losses:
             return False
         self.is_running = False
@@ -68,7 +68,7 @@ class RejoinTimer:
 
 
 class FailureCounters:
-    """Consecutive failures of epochs: a result resets epochs without one, a token resets broken ones."""
+    """Consecutive failures: a result resets the restart backoff, a token resets the broken epochs."""
 
     def __init__(self, policy: RecoveryPolicy) -> None:
         self._policy = policy
@@ -86,7 +86,7 @@ class FailureCounters:
         return f"{self._last_break}; {self._num_breaks} epochs in a row ended without a token"
 
     def next_delay_s(self) -> float:
-        """Pause before the epoch that begins now."""
+        """Delay of the next epoch."""
         delay_s = 0.0
         if self._num_without_result:
             # The exponent is bounded: 2**1024 is no float.
@@ -96,41 +96,42 @@ class FailureCounters:
         return delay_s
 
     def on_progress(self) -> None:
-        """A result arrived in the current epoch."""
+        """Reset the backoff after a result."""
         self._num_without_result = 0
         if self._hop_failures:
             self._hop_failures.clear()
 
     def on_token(self) -> None:
-        """A token arrived in the current epoch."""
+        """Reset the broken epochs after a token."""
         if self._num_breaks:
             self._num_breaks, self._last_break = 0, ""
 
     def record_break(self, reason: str) -> bool:
-        """Counts a broken epoch; True once that is considered lasting."""
+        """Count a broken epoch; returns True if breaks are lasting."""
         self._num_breaks += 1
         self._last_break = reason
         return self._num_breaks >= self._policy.max_breaks
 
-    def start_over(self) -> None:
-        """Resets what was counted of the previous plan."""
+    def reset_plan(self) -> None:
+        """Reset the counters of the previous plan."""
         self._num_without_result = 0
         self._hop_failures.clear()
         self._non_finite.clear()
 
-    def note_steady(self) -> None:
-        """Forgets non-finite steps after a steady window."""
+    def on_steady(self) -> None:
+        """Forget non-finite steps after a steady window."""
         self._non_finite.clear()
 
     def record_non_finite(self, worker: str, requests: Collection[RequestId]) -> bool:
-        """Counts a non-finite step of `worker`; True once plans should avoid it: the steps are not all of one
-        request. Results in between reset nothing: they may be of steps that the worker computed correctly.
+        """Count a non-finite step of `worker`; returns True if plans should avoid it.
+
+        That is the case if the steps are not all of one request. Finite steps in between reset nothing.
         """
         steps = self._non_finite.setdefault(worker, deque(maxlen=self._policy.non_finite_window))
         steps.append(frozenset(requests))
         return len(steps) >= self._policy.max_non_finite_steps and len(frozenset().union(*steps)) > 1
 
     def record_unreached(self, worker: str) -> bool:
-        """Counts a failed connection to `worker`; True once that is considered lasting."""
+        """Count a failed connection to `worker`; returns True if plans should avoid it."""
         self._hop_failures[worker] += 1
         return self._hop_failures[worker] >= self._policy.max_hop_failures

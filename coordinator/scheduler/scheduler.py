@@ -91,7 +91,7 @@ class Scheduler:
         self._burst_tokens = 0
         self._in_flight = StepsInFlight(policy)
         self.isolation = Isolation()
-        self._starts_new = True
+        self._admits_new = True
         self._ends: list[EndRecord] = []
         self._used = UsedRestartCounts()
         self._epoch = 0
@@ -143,7 +143,7 @@ class Scheduler:
         self._epoch, self._kv, self._limits = epoch, kv, limits
         self._batching = BatchingPolicy(limits, self.cost_model)
         self._next_step_id = 0
-        self._starts_new = admits_new
+        self._admits_new = admits_new
 
     def lend_epoch(self) -> tuple[KvCacheManager, int] | None:
         """Lend the ledger and the next step id, for steps without sequences of requests.
@@ -181,7 +181,7 @@ class Scheduler:
 
     def stop_admitting(self) -> None:
         """Start no new sequence for the rest of the epoch."""
-        self._starts_new = False
+        self._admits_new = False
 
     def end_epoch(self) -> None:
         """Discard all steps in flight; running sequences return to the queue with their tokens."""
@@ -459,7 +459,7 @@ class Scheduler:
     def _next_in_queue(self) -> Sequence | None:
         if self.isolation.is_active:
             return self.isolation.next_sequence(self._queue, is_busy=bool(self._running or self._in_flight))
-        if self._starts_new:
+        if self._admits_new:
             return self._queue[0] if self._queue else None
         return next((sequence for sequence in self._queue if sequence.state is SequenceState.PREEMPTED), None)
 

@@ -23,7 +23,7 @@ class OtherCheckpoint(StageLoadError):
     """This worker's checkpoint is not the coordinator's: another try cannot succeed."""
 
 
-class LoadGivenUp(StageLoadError):
+class LoadCancelled(StageLoadError):
     """Another assignment replaced this load."""
 
 
@@ -51,15 +51,15 @@ class LoadProgress:
         self._is_cancelled = True
 
     def expect(self, num_bytes: int) -> None:
-        """Add `num_bytes` to read. Raises LoadGivenUp, see `advance`."""
+        """Add `num_bytes` to read. Raises LoadCancelled, see `advance`."""
         self._expected_bytes = num_bytes
         self.advance(0)
 
     def advance(self, num_bytes: int) -> None:
-        """Count `num_bytes` as read. Raises LoadGivenUp if the load was cancelled."""
+        """Count `num_bytes` as read. Raises LoadCancelled if the load was cancelled."""
         self.read_bytes += num_bytes
         if self._is_cancelled:
-            raise LoadGivenUp(f"the load was given up at {self.fraction:.0%}")
+            raise LoadCancelled(f"load cancelled at {self.fraction:.0%}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +130,7 @@ class StageBackend(ABC):
 
         Raises:
             StageLoadError: No stage is loaded and memory is empty.
-            LoadGivenUp: The load was cancelled; complete layers stay in memory for the assignment that
+            LoadCancelled: The load was cancelled; complete layers stay in memory for the assignment that
                 replaced it.
         """
 

@@ -22,8 +22,8 @@ from kvcache.pages import KvPages
 from stage_worker.assignment import Assignment
 from stage_worker.backends.backend import (
     DeviceFailedInLoad,
+    LoadCancelled,
     LoadedStage,
-    LoadGivenUp,
     LoadProgress,
     OtherCheckpoint,
     StageLoadError,
@@ -141,7 +141,7 @@ def load_stage(
         cache.clear()
     try:
         return _load_or_explain(assignment, resources, progress or LoadProgress(), cache)
-    except LoadGivenUp:
+    except LoadCancelled:
         cache.end_stage()
         raise
     except DeviceFailedInLoad:

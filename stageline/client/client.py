@@ -41,7 +41,7 @@ class Client:
     ) -> None:
         self._connection = Connection(address)
         self._secrets = AttachSecrets()
-        self._waits = Timeouts(connect_timeout_s=connect_timeout_s, reattach_timeout_s=reattach_timeout_s)
+        self._timeouts = Timeouts(connect_timeout_s=connect_timeout_s, reattach_timeout_s=reattach_timeout_s)
 
     async def __aenter__(self) -> Self:
         self._connection.open()
@@ -146,7 +146,7 @@ class Client:
 
         Raises WorkerNotFound or PermissionDenied.
         """
-        channel = await self._connection.ready(self._waits.connect_timeout_s)
+        channel = await self._connection.ready(self._timeouts.connect_timeout_s)
         request = cluster_pb2.DrainRequest(worker=text("worker", worker))
         try:
             await answer(cluster_pb2_grpc.ClusterStub(channel).Drain(request, metadata=_bearer(token)))
@@ -155,14 +155,14 @@ class Client:
 
     async def activity(self, *, after_step: int = 0, since_us: int = 0) -> telemetry_pb2.GetActivityResponse:
         """Recent activity without steps up to `after_step` and seconds before `since_us`."""
-        channel = await self._connection.ready(self._waits.connect_timeout_s)
+        channel = await self._connection.ready(self._timeouts.connect_timeout_s)
         stub = telemetry_pb2_grpc.TelemetryServiceStub(channel)
         request = telemetry_pb2.GetActivityRequest(after_step=after_step, since_us=since_us)
         return await answer(stub.GetActivity(request, timeout=_UNARY_TIMEOUT_S))
 
     async def status(self) -> cluster_pb2.GetStatusResponse:
         """Return the current plan, workers, memory, KV use and requests."""
-        channel = await self._connection.ready(self._waits.connect_timeout_s)
+        channel = await self._connection.ready(self._timeouts.connect_timeout_s)
         stub = cluster_pb2_grpc.ClusterStub(channel)
         return await answer(stub.GetStatus(cluster_pb2.GetStatusRequest(), timeout=_UNARY_TIMEOUT_S))
 
@@ -193,14 +193,14 @@ class Client:
         return await answer(stub.GetTrace(request, timeout=_UNARY_TIMEOUT_S))
 
     def _outputs(self, ask: RequestSpec, continuity: StreamCursor) -> AsyncGenerator[GenerateOutput, None]:
-        return GenerateCall(self._connection, ask, continuity, self._waits).outputs()
+        return GenerateCall(self._connection, ask, continuity, self._timeouts).outputs()
 
     async def _telemetry(self) -> telemetry_pb2_grpc.TelemetryServiceStub:
-        channel = await self._connection.ready(self._waits.connect_timeout_s)
+        channel = await self._connection.ready(self._timeouts.connect_timeout_s)
         return telemetry_pb2_grpc.TelemetryServiceStub(channel)
 
     async def _inference(self) -> inference_pb2_grpc.InferenceStub:
-        channel = await self._connection.ready(self._waits.connect_timeout_s)
+        channel = await self._connection.ready(self._timeouts.connect_timeout_s)
         return inference_pb2_grpc.InferenceStub(channel)
 
 

@@ -39,7 +39,7 @@ class WorkerLink:
         self.orders: asyncio.Queue[join_pb2.JoinResponse | None] = asyncio.Queue()
         self.answers: asyncio.Queue[join_pb2.JoinRequest] = asyncio.Queue()
         self.heartbeats: list[join_pb2.Heartbeat] = []
-        self.heard_at_s: list[float] = []
+        self.last_message_s: list[float] = []
         self.heartbeat_came = asyncio.Event()
         self.has_ended = asyncio.Event()
 
@@ -149,7 +149,7 @@ async def _collect_answers(requests: AsyncIterator[join_pb2.JoinRequest], link: 
     async for message in requests:
         if message.WhichOneof("message") == "heartbeat":
             link.heartbeats.append(message.heartbeat)
-            link.heard_at_s.append(time.monotonic())
+            link.last_message_s.append(time.monotonic())
             link.heartbeat_came.set()
         else:
             link.answers.put_nowait(message)

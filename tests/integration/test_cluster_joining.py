@@ -44,12 +44,12 @@ async def test_too_few_workers_are_unavailable_with_the_reason(varied_llama: Pat
         answer = await cluster.generate(Ask(prompt=(1,), max_tokens=4))
         assert answer.error is not None
         assert answer.error.code == "UNAVAILABLE"
-        assert "2 of 3 workers are here" in answer.error.message
+        assert "2 of 3 workers joined" in answer.error.message
 
 
 async def test_survivors_that_are_too_small_leave_requests_with_the_numbers(varied_llama: Path) -> None:
     """One cannot hold what three did, and it is said what is missing and where."""
-    policy = replace(TEST_POLICY, recovery_timeout_s=2.0, return_grace_s=0.1)
+    policy = replace(TEST_POLICY, recovery_timeout_s=2.0, rejoin_grace_s=0.1)
     async with Cluster(varied_llama, layers=LAYERS, policy=policy, worker_memory_bytes=880_000) as cluster:
         async with cluster.generating(mixed_asks(2, max_tokens=120)) as answers:
             async with asyncio.timeout(DEADLINE_S):
@@ -72,7 +72,7 @@ async def test_survivors_that_are_too_small_leave_requests_with_the_numbers(vari
 
 @pytest.mark.full
 async def test_live_requests_fail_when_a_worker_stays_away(varied_llama: Path, solo: SoloRuns) -> None:
-    policy = replace(IMPATIENT, return_grace_s=DEADLINE_S)
+    policy = replace(IMPATIENT, rejoin_grace_s=DEADLINE_S)
     async with Cluster(varied_llama, layers=LAYERS, policy=policy) as cluster:
         async with cluster.generating(mixed_asks(4, max_tokens=120)) as answers:
             async with asyncio.timeout(DEADLINE_S):

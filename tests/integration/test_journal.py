@@ -155,7 +155,7 @@ async def test_without_workers_the_requests_of_a_journal_wait_and_then_fail(tmp_
 async def test_a_coordinator_that_follows_one_that_served_goes_on_with_fewer_workers(tmp_path: Path) -> None:
     """Two of three are left: as after a loss, they do without the third, and health says so meanwhile."""
     story = Story({})
-    fast = replace(TEST_POLICY, return_grace_s=0.05)
+    fast = replace(TEST_POLICY, rejoin_grace_s=0.05)
     layers = (4, 4, 4)
     first = Cluster(None, layers=layers, has_text=True, journal=tmp_path / "j.db", policy=fast)
     async with first, AsyncExitStack() as stack:

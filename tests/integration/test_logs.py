@@ -184,7 +184,7 @@ async def test_a_drain_is_no_warning(lines: Lines) -> None:
         lines.clear()
         await cluster.client.drain(name, token=TOKEN)
         await cluster.wait_state(cluster_pb2.CLUSTER_STATE_SERVING)
-        assert lines.the(f"worker {name} is to leave").worker == name
+        assert lines.the(f"worker {name} drains, requested by an operator").worker == name
         assert lines.the(f"worker {name} left: ").worker == name
         assert lines.the(f"epoch 1 is over: worker {name} is drained").levelno == logging.INFO
         assert lines.at_least(logging.WARNING) == []

@@ -85,9 +85,9 @@ async def test_steps_and_heartbeats_do_not_wait_for_a_reference_and_it_ends_when
         asked = asyncio.create_task(ask(cluster, tiny_llama))
         await set_in_time(endless.has_begun)
         connection = cluster.server.controller.connections["w0"]
-        heard_at_s = connection.heard_at_s
+        last_message_s = connection.last_message_s
         assert (await cluster.generate(Ask(prompt=(1, 2, 3), max_tokens=5))).succeeded
-        await cluster.wait_status(lambda _: connection.heard_at_s > heard_at_s)
+        await cluster.wait_status(lambda _: connection.last_message_s > last_message_s)
         assert not endless.has_ended.is_set()
         asked.cancel()
         await set_in_time(endless.has_ended)

@@ -251,7 +251,7 @@ async def test_a_bad_worker_that_joins_does_not_take_a_good_cluster_down(
 ) -> None:
     """Real weights that are zero on one worker only: it is put aside, and the others serve again."""
     zeroed = zeroed_copy_of_the_built_in_model(tmp_path)
-    async with Cluster(None, layers=(4, 4, 4), policy=replace(TEST_POLICY, return_grace_s=0.05)) as cluster:
+    async with Cluster(None, layers=(4, 4, 4), policy=replace(TEST_POLICY, rejoin_grace_s=0.05)) as cluster:
         answer = await cluster.generate(ASK)
         await cluster.workers["w0"].stop()
         await cluster.wait_status(lambda status: is_serving_with(status, 2))

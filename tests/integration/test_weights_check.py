@@ -19,7 +19,7 @@ from tests.checkpoints import byte_outside_of_samples, flip_byte, make_checkpoin
 from tests.integration.cluster import DEADLINE_S, TEST_POLICY, Ask, Cluster
 
 LAYERS = (1, 1, 1)
-POLICY = replace(TEST_POLICY, weights_idle_s=0.05, return_grace_s=0.05)
+POLICY = replace(TEST_POLICY, weights_idle_s=0.05, rejoin_grace_s=0.05)
 NEVER = replace(TEST_POLICY, weights_idle_s=3600.0)
 ASK = Ask(prompt=(5, 17, 99), max_tokens=12)
 TENSOR = "model.layers.1.mlp.gate_proj.weight"

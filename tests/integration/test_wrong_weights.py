@@ -15,7 +15,7 @@ from tests.checkpoints import byte_outside_of_samples, make_checkpoint
 from tests.integration.cluster import TEST_POLICY, Ask, Cluster
 
 LAYERS = (2, 2)
-POLICY = replace(TEST_POLICY, weights_idle_s=0.05, return_grace_s=0.05)
+POLICY = replace(TEST_POLICY, weights_idle_s=0.05, rejoin_grace_s=0.05)
 ASK = Ask(prompt=(5, 17, 99), max_tokens=8)
 MEMORY_BYTES = [memory_mib * 1024 * 1024 for memory_mib in (256, 128, 64)]
 WRONG_VALUE = 60.0

@@ -16,7 +16,7 @@ from builtin_model import MODEL_DIRECTORY
 from checkpoint import Checkpoint, stage_tensor_names
 from kvcache.pages import KvPages
 from stage_worker.assignment import Assignment
-from stage_worker.backends.backend import LoadedStage, LoadGivenUp, LoadProgress, StageLoadError
+from stage_worker.backends.backend import LoadCancelled, LoadedStage, LoadProgress, StageLoadError
 from stage_worker.backends.contract import HandedOn
 from stage_worker.loading import stage_loader
 from stage_worker.loading.stage_loader import StageCache, WorkerResources, load_stage
@@ -199,7 +199,7 @@ def test_a_load_that_fails_leaves_nothing_in_memory(
             case "the warm-up":
                 patched.setattr(stage_loader, "warm_up", breaks)
                 error = refused(worker, 2, 7)
-    assert not isinstance(error, LoadGivenUp)
+    assert not isinstance(error, LoadCancelled)
     del error
     gc.collect()
     assert (len(worker.layers), len(worker.pages)) == (0, 0)
@@ -216,7 +216,7 @@ def test_a_load_that_is_given_up_leaves_whole_layers_for_the_one_that_takes_its_
             worker.progress.cancel()
 
     worker.when_reading = cancel_within_the_second_layer
-    assert isinstance(refused(worker, 2, 7), LoadGivenUp)
+    assert isinstance(refused(worker, 2, 7), LoadCancelled)
     gc.collect()
     assert (len(worker.layers), len(worker.pages)) == (3, 0)
     worker.when_reading = lambda: None
@@ -229,7 +229,7 @@ def test_a_load_of_what_is_there_can_be_given_up_too(worker: Worker) -> None:
     worker.load(1, 4)
     cancelled = LoadProgress()
     cancelled.cancel()
-    with pytest.raises(LoadGivenUp, match="given up at"):
+    with pytest.raises(LoadCancelled, match="load cancelled at"):
         load_stage(assigned(worker.directory, 1, 3), RESOURCES, cancelled, worker.cache)
 
 

@@ -13,7 +13,7 @@ from coordinator.recovery.policy import DEFAULT_POLICY
 from coordinator.recovery.rejoin import GraceExpired, StartTimer
 from wire.ids import Incarnation, StageRole
 
-WAITS_FOR_RETURN = StartTimer(DEFAULT_POLICY.return_grace_s, GraceExpired(1))
+WAITS_FOR_RETURN = StartTimer(DEFAULT_POLICY.rejoin_grace_s, GraceExpired(1))
 """What follows the first loss that nobody can make up for."""
 LIMITS = StepLimits(max_step_tokens=8, max_step_sequences=4, max_sequence_tokens=32)
 

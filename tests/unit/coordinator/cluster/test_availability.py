@@ -81,7 +81,7 @@ def test_a_token_ends_the_wait(waiting: Waiting) -> None:
     waiting.break_epoch()
     waiting.pass_s(29.0)
     waiting.serve_again()
-    waiting.availability.note_result(has_tokens=True)
+    waiting.availability.record_result(has_tokens=True)
     waiting.break_epoch()
     waiting.pass_s(29.0)
     assert request.error is None
@@ -94,9 +94,9 @@ def test_a_part_of_a_prompt_ends_the_wait_only_after_a_while(waiting: Waiting) -
     waiting.break_epoch()
     waiting.serve_again()
     waiting.pass_s(29.0)
-    waiting.availability.note_result(has_tokens=False)
+    waiting.availability.record_result(has_tokens=False)
     waiting.pass_s(1.0)
-    waiting.availability.note_result(has_tokens=False)
+    waiting.availability.record_result(has_tokens=False)
     waiting.break_epoch()
     assert request.error is None
     waiting.pass_s(30.0)

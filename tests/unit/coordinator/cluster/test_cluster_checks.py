@@ -31,7 +31,7 @@ def checking(num_stages: int = 2) -> ClusterDriver:
 def test_a_plan_is_checked_before_it_serves() -> None:
     cluster = checking()
     assert cluster.state.phase is ClusterPhase.CHECKING
-    assert cluster.state.detail == "the self-check is under way"
+    assert cluster.state.detail == "the self-check is running"
 
 
 def test_a_good_plan_serves_at_once_in_another_epoch() -> None:

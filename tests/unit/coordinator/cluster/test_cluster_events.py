@@ -11,8 +11,8 @@ from coordinator.cluster.actions import (
     AssignStage,
     BeginEpoch,
     Disconnect,
+    DismissWorker,
     FinishRunning,
-    LetGo,
     StartServing,
     StopServing,
 )
@@ -74,15 +74,15 @@ class ClusterEvents(RuleBasedStateMachine):
             self.check(self.cluster.lose(name))
 
     @rule(name=names, is_silent=st.booleans())
-    def note_silence(self, name: str, is_silent: bool) -> None:
+    def set_silent(self, name: str, is_silent: bool) -> None:
         record = self.state.workers.find(name)
         if record is not None:
-            self.state.workers.note_silence(name, record.identity.incarnation, is_silent=is_silent)
+            self.state.workers.set_silent(name, record.identity.incarnation, is_silent=is_silent)
             assert record.is_silent == is_silent
 
     @rule()
-    def note_steady(self) -> None:
-        self.state.note_steady()
+    def on_steady(self) -> None:
+        self.state.on_steady()
 
     @rule(name=names)
     def drain(self, name: str) -> None:
@@ -192,7 +192,7 @@ class ClusterEvents(RuleBasedStateMachine):
                 case StartTimer():
                     assert action.delay_s > 0
                     self.timers.append(action.timer)
-                case LetGo():
+                case DismissWorker():
                     assert action.worker not in self.let_go, "let go twice"
                     record = self.state.workers[action.worker.name]
                     assert record.is_draining and record.stage is None
@@ -213,7 +213,7 @@ class ClusterEvents(RuleBasedStateMachine):
         assert assign.plan_id > self.plan_id or self.assigned, "an old plan"
         record = self.state.workers[assign.worker.name]
         assert record.identity is assign.worker
-        assert not record.is_draining and not record.is_left_out
+        assert not record.is_draining and not record.is_avoided
         assert record.state is WorkerState.LOADING
         self.assigned.append(assign)
         self.num_without_result, self.last_delay_s = 0, 0.0

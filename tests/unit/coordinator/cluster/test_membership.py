@@ -8,9 +8,9 @@ from coordinator.cluster.actions import (
     AssignStage,
     BeginEpoch,
     Disconnect,
+    DismissWorker,
     EndCause,
     FinishRunning,
-    LetGo,
     StartServing,
     StopServing,
 )
@@ -77,7 +77,7 @@ def test_a_cluster_that_shrank_grows_when_its_worker_returns_to_its_old_place() 
     cluster.get_ready()
     actions = cluster.join("a", incarnation=2)
     assert kinds(actions) == [StopServing] + [AssignStage] * 3
-    assert actions[0] == StopServing(2, "3 workers in the place of 2", EndCause.REPLANNED)
+    assert actions[0] == StopServing(2, "3 workers instead of 2", EndCause.REPLANNED)
     assert cluster.stage_names == ["a", "b", "c"]
 
 
@@ -211,7 +211,7 @@ def test_the_hold_of_an_older_incarnation_releases_nobody() -> None:
 def test_losses_are_forgiven_when_all_goes_well_for_a_while() -> None:
     cluster = ClusterDriver(num_stages=2).serving()
     flap(cluster, "b", 3)
-    cluster.state.note_steady()
+    cluster.state.on_steady()
     assert kinds(flap(cluster, "b", 1)[0]) == [AssignStage] * 2
 
 
@@ -232,19 +232,19 @@ def test_a_worker_without_which_there_is_no_plan_does_not_wait() -> None:
 def test_losses_count_half_after_a_while_with_breaks() -> None:
     cluster = ClusterDriver(num_stages=2).serving()
     flap(cluster, "b", 4)
-    cluster.state.note_time()
+    cluster.state.on_window()
     (actions,) = flap(cluster, "b", 1)
     assert [each.delay_s for each in actions if isinstance(each, StartTimer)] == [1.0], (
         "three losses, not five"
     )
-    cluster.state.note_time()
-    cluster.state.note_time()
+    cluster.state.on_window()
+    cluster.state.on_window()
     assert kinds(flap(cluster, "b", 1)[0]) == [AssignStage] * 2
 
 
 def test_nobody_waits_for_the_return_of_a_worker_that_was_silent() -> None:
     cluster = ClusterDriver(num_stages=2).serving()
-    cluster.state.workers.note_silence("b", identity_of("b").incarnation, is_silent=True)
+    cluster.state.workers.set_silent("b", identity_of("b").incarnation, is_silent=True)
     assert kinds(cluster.lose("b", "no heartbeat for 2.0 s")) == [StopServing, AssignStage]
     assert cluster.stage_names == ["a"]
 
@@ -262,7 +262,7 @@ def test_a_spare_may_come_and_go_as_it_likes() -> None:
 def test_a_spare_leaves_at_once_and_is_told_once() -> None:
     cluster = ClusterDriver(num_stages=2).serving()
     cluster.join("spare")
-    assert cluster.state.drain("spare") == [LetGo(identity_of("spare"), "drained")]
+    assert cluster.state.drain("spare") == [DismissWorker(identity_of("spare"), "drained")]
     assert shown(cluster, "spare") is WorkerState.DRAINING
     assert cluster.state.drain("spare") == []
     assert cluster.state.phase is ClusterPhase.SERVING
@@ -274,21 +274,21 @@ def test_whoever_leaves_hands_its_layers_to_a_spare() -> None:
     cluster.join("spare")
     actions = cluster.state.drain("a")
     assert actions[0] == StopServing(1, "worker a is drained", EndCause.REPLANNED)
-    assert kinds(actions) == [StopServing, AssignStage, AssignStage, LetGo]
+    assert kinds(actions) == [StopServing, AssignStage, AssignStage, DismissWorker]
     assert cluster.stage_names == ["spare", "b"]
     assert cluster.lose("a") == []
 
 
 def test_whoever_leaves_hands_its_layers_to_those_who_stay() -> None:
     cluster = ClusterDriver(num_stages=3).serving()
-    assert kinds(cluster.state.drain("b")) == [StopServing, AssignStage, AssignStage, LetGo]
+    assert kinds(cluster.state.drain("b")) == [StopServing, AssignStage, AssignStage, DismissWorker]
     assert cluster.stage_names == ["a", "c"]
 
 
 def test_a_cluster_does_without_one_that_leaves_before_it_has_served() -> None:
     cluster = ClusterDriver(num_stages=3)
     cluster.join_all("a", "b", "c")
-    assert kinds(cluster.state.drain("b")) == [AssignStage, AssignStage, LetGo]
+    assert kinds(cluster.state.drain("b")) == [AssignStage, AssignStage, DismissWorker]
     assert cluster.stage_names == ["a", "c"]
 
 
@@ -299,16 +299,16 @@ def test_the_last_one_finishes_what_runs_before_it_leaves() -> None:
     assert cluster.state.phase is ClusterPhase.SERVING
     assert cluster.state.drained("a", worker.incarnation) == [
         StopServing(1, "worker a is drained", EndCause.REPLANNED),
-        LetGo(worker, "drained"),
+        DismissWorker(worker, "drained"),
     ]
     assert cluster.state.drained("a", worker.incarnation) == []
-    assert cluster.state.detail.startswith("worker a is drained; 0 of 1 workers are here; ")
+    assert cluster.state.detail.startswith("worker a is drained; 0 of 1 workers joined; ")
 
 
 def test_those_who_stay_say_what_they_lack_and_wait_for_no_return() -> None:
     cluster = ClusterDriver(num_stages=2, needed_bytes=1500).serving()
     assert kinds(cluster.state.drain("a")) == [FinishRunning]
-    assert kinds(cluster.state.drained("a", identity_of("a").incarnation)) == [StopServing, LetGo]
+    assert kinds(cluster.state.drained("a", identity_of("a").incarnation)) == [StopServing, DismissWorker]
     assert "1000 bytes offered, 1500 needed" in cluster.state.detail
     cluster.lose("a")
     cluster.lose("b")
@@ -319,7 +319,7 @@ def test_one_that_comes_takes_over_from_one_that_waits_to_leave() -> None:
     cluster = ClusterDriver(num_stages=1).serving()
     cluster.state.drain("a")
     actions = cluster.join("b")
-    assert kinds(actions) == [StopServing, AssignStage, LetGo]
+    assert kinds(actions) == [StopServing, AssignStage, DismissWorker]
     assert cluster.stage_names == ["b"]
     assert cluster.state.drained("a", identity_of("a").incarnation) == []
 
@@ -335,9 +335,9 @@ def test_drained_of_an_older_incarnation_or_without_a_drain_does_nothing() -> No
 def test_nobody_is_given_a_stage_while_it_leaves() -> None:
     cluster = ClusterDriver(num_stages=2)
     cluster.join("a")
-    assert kinds(cluster.state.drain("a")) == [LetGo]
+    assert kinds(cluster.state.drain("a")) == [DismissWorker]
     assert cluster.join("b") == []
-    assert cluster.state.detail.startswith("1 of 2 workers are here; ")
+    assert cluster.state.detail.startswith("1 of 2 workers joined; ")
 
 
 # Silence, neighbours, lateness
@@ -346,19 +346,19 @@ def test_nobody_is_given_a_stage_while_it_leaves() -> None:
 def test_a_silent_worker_is_suspect_until_it_is_heard_again() -> None:
     cluster = ClusterDriver(num_stages=1).serving()
     incarnation = identity_of("a").incarnation
-    cluster.state.workers.note_silence("a", incarnation, is_silent=True)
+    cluster.state.workers.set_silent("a", incarnation, is_silent=True)
     assert shown(cluster, "a") is WorkerState.SUSPECT
     assert cluster.state.phase is ClusterPhase.SERVING
-    cluster.state.workers.note_silence("a", identity_of("a", incarnation=2).incarnation, is_silent=False)
+    cluster.state.workers.set_silent("a", identity_of("a", incarnation=2).incarnation, is_silent=False)
     assert shown(cluster, "a") is WorkerState.SUSPECT
-    cluster.state.workers.note_silence("a", incarnation, is_silent=False)
+    cluster.state.workers.set_silent("a", incarnation, is_silent=False)
     assert shown(cluster, "a") is WorkerState.READY
 
 
 def test_a_silent_worker_gives_way_to_spares() -> None:
     cluster = ClusterDriver(num_stages=2).serving()
     cluster.join_all("spare", "other")
-    cluster.state.workers.note_silence("b", identity_of("b").incarnation, is_silent=True)
+    cluster.state.workers.set_silent("b", identity_of("b").incarnation, is_silent=True)
     cluster.lose("a")
     assert sorted(cluster.stage_names) == ["other", "spare"]
 
@@ -429,10 +429,10 @@ def test_an_epoch_that_serves_is_not_late() -> None:
     assert cluster.state.epoch_late(1, "late") == []
 
 
-# Who is missed
+# Who is lost_text
 
 
-def missed(cluster: ClusterDriver) -> dict[str, str]:
+def lost_text(cluster: ClusterDriver) -> dict[str, str]:
     return {each.identity.name: each.detail for each in cluster.state.workers.lost}
 
 
@@ -440,17 +440,17 @@ def test_a_lost_worker_is_missed_until_all_stages_serve_again() -> None:
     cluster = ClusterDriver(num_stages=3).serving()
     assert cluster.state.detail == ""
     cluster.lose("b", "no heartbeat for 2.1 s")
-    assert missed(cluster) == {"b": "no heartbeat for 2.1 s; it had layer 1"}
+    assert lost_text(cluster) == {"b": "no heartbeat for 2.1 s; it had layer 1"}
     cluster.shrink()
     cluster.load_all()
     cluster.get_ready()
-    assert list(missed(cluster)) == ["b"]
+    assert list(lost_text(cluster)) == ["b"]
     assert cluster.state.detail == "with 2 of 3 stages; worker b is lost"
     cluster.join("d")
-    assert list(missed(cluster)) == ["b"], "no tokens come of the new plan yet"
+    assert list(lost_text(cluster)) == ["b"], "no tokens come of the new plan yet"
     cluster.load_all()
     cluster.get_ready()
-    assert missed(cluster) == {}
+    assert lost_text(cluster) == {}
     assert cluster.state.detail == ""
 
 
@@ -458,7 +458,7 @@ def test_one_that_is_back_is_not_missed() -> None:
     cluster = ClusterDriver(num_stages=2).serving()
     cluster.lose("b")
     cluster.join("b", incarnation=2)
-    assert missed(cluster) == {}
+    assert lost_text(cluster) == {}
 
 
 def test_spares_and_those_who_have_left_are_not_missed() -> None:
@@ -467,7 +467,7 @@ def test_spares_and_those_who_have_left_are_not_missed() -> None:
     cluster.lose("spare")
     cluster.state.drain("a")
     cluster.lose("a")
-    assert missed(cluster) == {}
+    assert lost_text(cluster) == {}
 
 
 def test_only_a_few_are_remembered() -> None:
@@ -475,5 +475,5 @@ def test_only_a_few_are_remembered() -> None:
     for number in range(12):
         cluster.lose(cluster.stage_names[0])
         cluster.join(f"worker-{number}")
-    assert len(missed(cluster)) == DEFAULT_POLICY.max_remembered_losses
-    assert "worker-10" in missed(cluster)
+    assert len(lost_text(cluster)) == DEFAULT_POLICY.max_remembered_losses
+    assert "worker-10" in lost_text(cluster)

@@ -36,7 +36,7 @@ def test_nothing_happens_before_the_last_worker_is_here() -> None:
     assert cluster.join("b") == []
     assert cluster.state.phase is ClusterPhase.WAITING_FOR_WORKERS
     assert cluster.state.detail == (
-        "2 of 3 workers are here; layer 2 needs 1 B for weights; free: worker a 999 B, worker b 999 B"
+        "2 of 3 workers joined; layer 2 needs 1 B for weights; free: worker a 999 B, worker b 999 B"
     )
     actions = cluster.join("c")
     assert [type(action) for action in actions] == [AssignStage] * 3
@@ -208,7 +208,7 @@ def test_a_lost_worker_stops_serving_and_the_others_wait() -> None:
     ]
     assert cluster.state.phase is ClusterPhase.WAITING_FOR_WORKERS
     assert cluster.state.detail == (
-        "worker b is lost: its stream broke; 2 of 3 workers are here; layer 1 needs 1 B for weights; "
+        "worker b is lost: its stream broke; 2 of 3 workers joined; layer 1 needs 1 B for weights; "
         "free: worker a 999 B, worker c 999 B"
     )
     assert cluster.state.plan is None
@@ -264,7 +264,7 @@ def test_those_who_wait_are_counted_anew_when_one_leaves() -> None:
     cluster = ClusterDriver(num_stages=3)
     cluster.join_all("a", "b")
     cluster.lose("a")
-    assert cluster.state.detail.startswith("1 of 3 workers are here; ")
+    assert cluster.state.detail.startswith("1 of 3 workers joined; ")
 
 
 def test_a_restarted_worker_replaces_itself() -> None:
@@ -297,7 +297,7 @@ def test_a_worker_that_cannot_load_twice_is_out_and_says_why() -> None:
     assert cluster.fail_load("a", "disk gone") == []
     assert cluster.state.phase is ClusterPhase.BLOCKED
     assert cluster.state.detail == (
-        "0 of 1 workers are here; layer 0 needs 1 B for weights; "
+        "0 of 1 workers joined; layer 0 needs 1 B for weights; "
         "worker a is out: could not load its stage: disk gone"
     )
     record = cluster.state.workers["a"]
@@ -358,7 +358,7 @@ def test_when_the_worker_that_could_not_load_leaves_the_rest_only_waits() -> Non
     cluster.fail_load("b")
     cluster.lose("b")
     assert cluster.state.phase is ClusterPhase.WAITING_FOR_WORKERS
-    assert cluster.state.detail.endswith("0 of 1 workers are here; layer 0 needs 1 B for weights")
+    assert cluster.state.detail.endswith("0 of 1 workers joined; layer 0 needs 1 B for weights")
 
 
 def test_a_final_failure_to_load_is_not_tried_again() -> None:

@@ -14,7 +14,7 @@ def bounds(limits: MemoryLimits) -> tuple[int, int]:
 
 
 def note(limits: MemoryLimits, num_tokens: int, num_sequences: int) -> bool:
-    return limits.note_out_of_memory(
+    return limits.record_out_of_memory(
         2, PLAN, num_tokens=num_tokens, num_sequences=num_sequences, block_size=16
     )
 

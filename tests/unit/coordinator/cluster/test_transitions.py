@@ -48,7 +48,7 @@ def test_a_phase_that_the_table_does_not_list_is_an_error() -> None:
 
 def test_an_event_without_a_row_does_not_reach_its_handler() -> None:
     cluster = ClusterDriver(num_stages=1).serving()
-    with patch.object(ClusterState, "_maybe_serve", side_effect=AssertionError("handled")):
+    with patch.object(ClusterState, "_serve_if_ready", side_effect=AssertionError("handled")):
         assert cluster.get_ready() == []
     assert cluster.state.phase is ClusterPhase.SERVING
 

@@ -97,9 +97,9 @@ def test_old_steps_go_when_those_that_need_them_are_folded_or_forgotten(
             if at == 10:
                 journal.forget([gone.request_id])
             if at % 50 == 49:
-                if due := journal.due_to_fold():
+                if due := journal.due_to_compact():
                     assert due == [live.request_id]
-                    journal.fold([(live.request_id, progress)])
+                    journal.compact([(live.request_id, progress)])
                 journal.trim()
                 sizes.append(num_log_rows(path))
     assert max(sizes) <= 201

@@ -84,9 +84,9 @@ class JournalMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.ids)
     @rule(data=st.data())
-    def fold(self, data: st.DataObject) -> None:
+    def compact(self, data: st.DataObject) -> None:
         chosen = data.draw(st.lists(st.sampled_from(self.ids), min_size=1, unique=True))
-        self.journal.fold([(each, self.expected.requests[each].progress) for each in chosen])
+        self.journal.compact([(each, self.expected.requests[each].progress) for each in chosen])
 
     @rule()
     def trim(self) -> None:

@@ -175,7 +175,7 @@ def test_a_transaction_that_fails_at_its_end_leaves_none_open(tmp_path: Path, di
         journal.add_step([entry], at=1.0)
         disk.error, disk.only = FULL, "COMMIT"
         with pytest.raises(JournalFailed):
-            journal.fold([(accepted.request_id, RequestProgress())])
+            journal.compact([(accepted.request_id, RequestProgress())])
         disk.error = None
         journal.add_step([entry], at=2.0)
     [left] = left_in(path)

@@ -35,7 +35,7 @@ class Seen:
             on_lease_over=self._lose,
             on_tick=self._tick,
             on_steady=self._steady,
-            on_time=self._time,
+            on_window=self._time,
         )
 
     def get_running_loop(self) -> Seen:
@@ -59,7 +59,7 @@ class Seen:
     def hear(self, name: str) -> None:
         for each in self.connections:
             if each.identity.name == name:
-                each.heard_at_s = self.now_s
+                each.last_message_s = self.now_s
 
     def _lose(self, connection: WorkerConnection, reason: str) -> None:
         self.said.append((connection.identity.name, reason))

@@ -122,6 +122,6 @@ def test_what_was_long_ago_does_not_count_and_what_is_late_changes_nothing() -> 
     cluster.state.stage_failed(fault(1, 1))
     assert cluster.state.stage_failed(fault(1, 1)) == []
     cluster.get_ready()
-    cluster.state.note_steady()
+    cluster.state.on_steady()
     assert kinds(cluster.state.stage_failed(fault(2, 1))) == [StopServing, BeginEpoch]
     assert kinds(cluster.state.stage_failed(fault(3, 0))) == [StopServing, BeginEpoch]
