@@ -84,7 +84,7 @@ class WorkerRecord:
         self.state, self.detail = WorkerState.QUARANTINED, reason
 
     def readmit(self) -> None:
-        """Ends a quarantine."""
+        """End the quarantine."""
         self.state, self.detail, self.is_culprit = WorkerState.SPARE, "", False
 
     def fail_to_load(self, reason: str, *, max_failures: int) -> bool:
