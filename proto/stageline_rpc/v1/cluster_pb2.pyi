@@ -35,9 +35,9 @@ class _DtypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Dtype.ValueType
     DTYPE_I8: _Dtype.ValueType  # 5
 
 class Dtype(_Dtype, metaclass=_DtypeEnumTypeWrapper):
-    """The last two are for hidden states between stages only. Their payload is the elements, row-major, one byte each, and
-    behind them one float32 LE per row, which multiplies every element of the row. E4M3 is the variant without
-    infinities (1 sign, 4 exponent, 3 fraction bits; bias 7; 0x7F and 0xFF are NaN).
+    """Element types. F8_E4M3 and I8 are for hidden states between stages only: row-major elements of one byte, followed by one
+    float32 LE per row, which multiplies every element of the row. E4M3 is the variant without infinities (1 sign, 4
+    exponent, 3 fraction bits; bias 7; 0x7F and 0xFF are NaN).
     """
 
 DTYPE_UNSPECIFIED: Dtype.ValueType  # 0
@@ -82,7 +82,7 @@ class _WeightsCheckEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WeightsC
     """The hash of every byte is equal."""
 
 class WeightsCheck(_WeightsCheck, metaclass=_WeightsCheckEnumTypeWrapper):
-    """How the values of a stage's weights were compared with those of the coordinator's checkpoint."""
+    """Comparison of a stage's weights with the coordinator's checkpoint."""
 
 WEIGHTS_CHECK_UNSPECIFIED: WeightsCheck.ValueType  # 0
 WEIGHTS_CHECK_SAMPLED: WeightsCheck.ValueType  # 1
@@ -124,7 +124,7 @@ class _ClusterStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ClusterS
     CLUSTER_STATE_BLOCKED: _ClusterState.ValueType  # 5
     """No plan fits the workers; `detail` has the numbers."""
     CLUSTER_STATE_CHECKING: _ClusterState.ValueType  # 6
-    """The stages are connected and answer a prompt whose logits are known."""
+    """The stages are connected and run the self-check."""
 
 class ClusterState(_ClusterState, metaclass=_ClusterStateEnumTypeWrapper): ...
 
@@ -136,7 +136,7 @@ CLUSTER_STATE_SERVING: ClusterState.ValueType  # 4
 CLUSTER_STATE_BLOCKED: ClusterState.ValueType  # 5
 """No plan fits the workers; `detail` has the numbers."""
 CLUSTER_STATE_CHECKING: ClusterState.ValueType  # 6
-"""The stages are connected and answer a prompt whose logits are known."""
+"""The stages are connected and run the self-check."""
 Global___ClusterState: _TypeAlias = ClusterState  # noqa: Y015
 
 class _Health:
@@ -147,26 +147,26 @@ class _HealthEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Health.ValueTy
     DESCRIPTOR: _descriptor.EnumDescriptor
     HEALTH_UNSPECIFIED: _Health.ValueType  # 0
     HEALTH_STARTING: _Health.ValueType  # 1
-    """There has been no pipeline yet."""
+    """No pipeline has started yet."""
     HEALTH_SERVING: _Health.ValueType  # 2
-    """Tokens are produced."""
+    """Tokens are generated."""
     HEALTH_DEGRADED: _Health.ValueType  # 3
-    """The pipeline is being put together again, or the journal cannot be written; requests wait meanwhile."""
+    """The pipeline is recovering, or the journal cannot be written; requests wait."""
     HEALTH_DRAINING: _Health.ValueType  # 4
-    """The coordinator finishes what runs, and takes nothing new."""
+    """Running requests finish, and new ones are rejected."""
 
 class Health(_Health, metaclass=_HealthEnumTypeWrapper):
-    """What a client may expect."""
+    """Availability for clients."""
 
 HEALTH_UNSPECIFIED: Health.ValueType  # 0
 HEALTH_STARTING: Health.ValueType  # 1
-"""There has been no pipeline yet."""
+"""No pipeline has started yet."""
 HEALTH_SERVING: Health.ValueType  # 2
-"""Tokens are produced."""
+"""Tokens are generated."""
 HEALTH_DEGRADED: Health.ValueType  # 3
-"""The pipeline is being put together again, or the journal cannot be written; requests wait meanwhile."""
+"""The pipeline is recovering, or the journal cannot be written; requests wait."""
 HEALTH_DRAINING: Health.ValueType  # 4
-"""The coordinator finishes what runs, and takes nothing new."""
+"""Running requests finish, and new ones are rejected."""
 Global___Health: _TypeAlias = Health  # noqa: Y015
 
 class _SelfCheckVerdict:
@@ -229,17 +229,17 @@ class _WorkerStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerSta
     WORKER_STATE_READY: _WorkerState.ValueType  # 3
     WORKER_STATE_LOST: _WorkerState.ValueType  # 4
     WORKER_STATE_QUARANTINED: _WorkerState.ValueType  # 5
-    """It failed to load its layers twice, its weights differ from the coordinator's, or it alone can be why a plan failed
-    its self-check, and is not tried again before it joins anew.
+    """Excluded until it rejoins: it failed to load its layers twice, its weights differ from the coordinator's, or it alone
+    can explain a failed self-check.
     """
     WORKER_STATE_JOINING: _WorkerState.ValueType  # 6
-    """It was lost again and again, and has to wait before it is used."""
+    """Lost repeatedly; waits before it is used."""
     WORKER_STATE_SUSPECT: _WorkerState.ValueType  # 7
-    """It is silent, or not reached by the stage before it, but not lost; or a plan with it has failed its self-check, and
-    it may be the cause: it is used last.
+    """Used last: its heartbeats are missing within the lease, the previous stage cannot reach it, or it may explain a failed
+    self-check.
     """
     WORKER_STATE_DRAINING: _WorkerState.ValueType  # 8
-    """It leaves as soon as it has no layers any more."""
+    """Leaves when its layers have moved."""
 
 class WorkerState(_WorkerState, metaclass=_WorkerStateEnumTypeWrapper): ...
 
@@ -249,17 +249,17 @@ WORKER_STATE_LOADING: WorkerState.ValueType  # 2
 WORKER_STATE_READY: WorkerState.ValueType  # 3
 WORKER_STATE_LOST: WorkerState.ValueType  # 4
 WORKER_STATE_QUARANTINED: WorkerState.ValueType  # 5
-"""It failed to load its layers twice, its weights differ from the coordinator's, or it alone can be why a plan failed
-its self-check, and is not tried again before it joins anew.
+"""Excluded until it rejoins: it failed to load its layers twice, its weights differ from the coordinator's, or it alone
+can explain a failed self-check.
 """
 WORKER_STATE_JOINING: WorkerState.ValueType  # 6
-"""It was lost again and again, and has to wait before it is used."""
+"""Lost repeatedly; waits before it is used."""
 WORKER_STATE_SUSPECT: WorkerState.ValueType  # 7
-"""It is silent, or not reached by the stage before it, but not lost; or a plan with it has failed its self-check, and
-it may be the cause: it is used last.
+"""Used last: its heartbeats are missing within the lease, the previous stage cannot reach it, or it may explain a failed
+self-check.
 """
 WORKER_STATE_DRAINING: WorkerState.ValueType  # 8
-"""It leaves as soon as it has no layers any more."""
+"""Leaves when its layers have moved."""
 Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
 
 @_typing.final
@@ -275,7 +275,7 @@ class KvUsage(_message.Message):
     blocks_inactive: _builtins.int
     blocks_free: _builtins.int
     blocks_wanted: _builtins.int
-    """Full blocks that sequences asked for in this epoch, and how many of them were there already."""
+    """Full blocks that sequences looked up in this epoch, and the number of them that were cached."""
     blocks_hit: _builtins.int
     def __init__(
         self,
@@ -464,13 +464,13 @@ class SelfCheckStatus(_message.Message):
     DETAIL_FIELD_NUMBER: _builtins.int
     verdict: Global___SelfCheckVerdict.ValueType
     deviation: _builtins.float
-    """Root mean square difference of the log-probabilities, as a fraction of the spread of the logits; absent where
+    """Root mean square difference of the log-probabilities, as a fraction of the spread of the logits; absent if
     nothing was compared.
     """
     allowed: _builtins.float
     """The largest deviation that passes."""
     stage: _builtins.int
-    """The stage that deviates first; absent where none does or none can be named."""
+    """The stage that deviates first; absent if none does or it is unknown."""
     detail: _builtins.str
     """Reason of the verdict."""
     @_builtins.property
@@ -584,7 +584,7 @@ class RequestCounts(_message.Message):
     KEPT_FIELD_NUMBER: _builtins.int
     ORPHANED_FIELD_NUMBER: _builtins.int
     waiting: _builtins.int
-    """Sequences (choices of requests) by state; those that are being made ready are among the waiting ones."""
+    """Sequences (choices of requests) by state; those in preparation count as waiting."""
     prefill: _builtins.int
     decode: _builtins.int
     finished: _builtins.int
@@ -593,18 +593,16 @@ class RequestCounts(_message.Message):
     failed: _builtins.int
     steps_in_flight: _builtins.int
     preemptions: _builtins.int
-    """How often a sequence had to give up its blocks to an older one."""
+    """Number of times a sequence gave up its blocks to an older one."""
     prompt_tokens: _builtins.int
-    """Prompt tokens of all requests that were started, and how many of them came from the cache."""
+    """Prompt tokens of all started requests, and the number of them read from the cache."""
     cached_tokens: _builtins.int
     detached: _builtins.int
-    """Live requests that nobody reads at present."""
+    """Live requests without a reader."""
     kept: _builtins.int
-    """Requests that have ended and whose output is kept."""
+    """Ended requests whose output is kept."""
     orphaned: _builtins.int
-    """Requests and sequences that nothing would ever have ended, found and ended by the sweeper: always 0 unless there is
-    a defect.
-    """
+    """Requests and sequences that only the sweeper could end; 0 unless there is a defect."""
     def __init__(
         self,
         *,

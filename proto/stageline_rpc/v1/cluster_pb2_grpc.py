@@ -56,25 +56,28 @@ class ClusterServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Drain(self, request, context):
-        """Moves the layers of a worker to others and lets it exit; answers when it has left. Where nobody can take the layers,
-        running requests finish first, for as long as the coordinator allows. NOT_FOUND when no such worker is here;
-        UNAUTHENTICATED or PERMISSION_DENIED unless metadata `authorization` is `Bearer` and the operator token.
+        """Moves the layers of a worker to other workers and stops it; returns when it has left. If no other worker can take the
+        layers, running requests finish first, within the drain timeout.
+
+        Errors: NOT_FOUND (no worker has this name), UNAUTHENTICATED or PERMISSION_DENIED (metadata `authorization` is not
+        `Bearer` and the operator token).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """The plan, the workers, memory, KV use and requests, as of now.
+        """Returns the current plan, workers, memory, KV use and requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchKvEvents(self, request, context):
-        """What the KV cache holds, for routers outside: first a snapshot, in one or more messages, then every change in order.
-        The stream goes on through new epochs. RESOURCE_EXHAUSTED when the subscriber reads too slowly; it subscribes again
-        and starts from a new snapshot.
+        """Streams the contents of the KV cache, for routers: first a snapshot in one or more messages, then every change in
+        order, across epochs.
+
+        Errors: RESOURCE_EXHAUSTED (the subscriber reads too slowly: subscribe again, for a new snapshot).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

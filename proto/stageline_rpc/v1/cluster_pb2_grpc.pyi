@@ -16,16 +16,19 @@ GRPC_VERSION: str
 class ClusterStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     Drain: _aio.UnaryUnaryMultiCallable[_cluster_pb2.DrainRequest, _cluster_pb2.DrainResponse]
-    """Moves the layers of a worker to others and lets it exit; answers when it has left. Where nobody can take the layers,
-    running requests finish first, for as long as the coordinator allows. NOT_FOUND when no such worker is here;
-    UNAUTHENTICATED or PERMISSION_DENIED unless metadata `authorization` is `Bearer` and the operator token.
+    """Moves the layers of a worker to other workers and stops it; returns when it has left. If no other worker can take the
+    layers, running requests finish first, within the drain timeout.
+
+    Errors: NOT_FOUND (no worker has this name), UNAUTHENTICATED or PERMISSION_DENIED (metadata `authorization` is not
+    `Bearer` and the operator token).
     """
     GetStatus: _aio.UnaryUnaryMultiCallable[_cluster_pb2.GetStatusRequest, _cluster_pb2.GetStatusResponse]
-    """The plan, the workers, memory, KV use and requests, as of now."""
+    """Returns the current plan, workers, memory, KV use and requests."""
     WatchKvEvents: _aio.UnaryStreamMultiCallable[_kv_events_pb2.WatchKvEventsRequest, _kv_events_pb2.WatchKvEventsResponse]
-    """What the KV cache holds, for routers outside: first a snapshot, in one or more messages, then every change in order.
-    The stream goes on through new epochs. RESOURCE_EXHAUSTED when the subscriber reads too slowly; it subscribes again
-    and starts from a new snapshot.
+    """Streams the contents of the KV cache, for routers: first a snapshot in one or more messages, then every change in
+    order, across epochs.
+
+    Errors: RESOURCE_EXHAUSTED (the subscriber reads too slowly: subscribe again, for a new snapshot).
     """
 
 class ClusterServicer(metaclass=_abc_1.ABCMeta):
@@ -35,9 +38,11 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         request: _cluster_pb2.DrainRequest,
         context: _aio.ServicerContext[_cluster_pb2.DrainRequest, _abc.Awaitable[_cluster_pb2.DrainResponse]],
     ) -> _abc.Awaitable[_cluster_pb2.DrainResponse]:
-        """Moves the layers of a worker to others and lets it exit; answers when it has left. Where nobody can take the layers,
-        running requests finish first, for as long as the coordinator allows. NOT_FOUND when no such worker is here;
-        UNAUTHENTICATED or PERMISSION_DENIED unless metadata `authorization` is `Bearer` and the operator token.
+        """Moves the layers of a worker to other workers and stops it; returns when it has left. If no other worker can take the
+        layers, running requests finish first, within the drain timeout.
+
+        Errors: NOT_FOUND (no worker has this name), UNAUTHENTICATED or PERMISSION_DENIED (metadata `authorization` is not
+        `Bearer` and the operator token).
         """
 
     @_abc_1.abstractmethod
@@ -46,7 +51,7 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         request: _cluster_pb2.GetStatusRequest,
         context: _aio.ServicerContext[_cluster_pb2.GetStatusRequest, _abc.Awaitable[_cluster_pb2.GetStatusResponse]],
     ) -> _abc.Awaitable[_cluster_pb2.GetStatusResponse]:
-        """The plan, the workers, memory, KV use and requests, as of now."""
+        """Returns the current plan, workers, memory, KV use and requests."""
 
     @_abc_1.abstractmethod
     def WatchKvEvents(
@@ -54,9 +59,10 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         request: _kv_events_pb2.WatchKvEventsRequest,
         context: _aio.ServicerContext[_kv_events_pb2.WatchKvEventsRequest, _abc.AsyncIterator[_kv_events_pb2.WatchKvEventsResponse]],
     ) -> _abc.AsyncIterator[_kv_events_pb2.WatchKvEventsResponse]:
-        """What the KV cache holds, for routers outside: first a snapshot, in one or more messages, then every change in order.
-        The stream goes on through new epochs. RESOURCE_EXHAUSTED when the subscriber reads too slowly; it subscribes again
-        and starts from a new snapshot.
+        """Streams the contents of the KV cache, for routers: first a snapshot in one or more messages, then every change in
+        order, across epochs.
+
+        Errors: RESOURCE_EXHAUSTED (the subscriber reads too slowly: subscribe again, for a new snapshot).
         """
 
 def add_ClusterServicer_to_server(servicer: ClusterServicer, server: _aio.Server) -> None: ...

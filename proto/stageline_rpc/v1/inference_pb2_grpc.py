@@ -60,48 +60,51 @@ class InferenceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Generates a completion, or `n` of them. Each message carries the tokens and the text of one choice that are new since
-        its message before; the last one of a choice also carries `finish_reason` and `usage`. The call ends when all choices
-        have ended. Its deadline cancels the request; ending it does what `on_disconnect` says.
+        """Generates a completion, or `n` of them. Each message has the new tokens and text of one choice; the last message of a
+        choice also has `finish_reason` and `usage`. The call ends when all choices have ended. Its deadline cancels the
+        request; ending the call applies `on_disconnect`.
 
         Errors: INVALID_ARGUMENT (a parameter out of range, or a sequence longer than the model or the cache can hold, with
         the numbers), ALREADY_EXISTS (request_id is in use), RESOURCE_EXHAUSTED (the waiting queue is full, or this client
-        has too many requests; google.rpc.RetryInfo in the status details says when to try again), UNAVAILABLE (no stage
+        has too many requests; google.rpc.RetryInfo in the status details has the retry delay), UNAVAILABLE (no stage
         workers in time), DEADLINE_EXCEEDED, CANCELLED (by Cancel, or because the client read too slowly), ABORTED (the step
         that carried this request was faulty, or another call has attached to the request), INTERNAL.
 
         With initial metadata `stageline-journalled` the request survives the coordinator: when the connection breaks, or the
         call ends with UNAVAILABLE and the reason REQUEST_SUSPENDED, Attach finds it at the next coordinator.
 
-        Initial metadata `stageline-attach-secret` is what Attach and Cancel of this request must send as metadata of this
-        name: the client's own, where it sends one with Generate (32 to 128 printable ASCII characters), else the
-        coordinator's.
+        Attach and Cancel of this request must send the value of the initial metadata `stageline-attach-secret` as metadata of
+        the same name: the client's own secret if it sends one with Generate (32 to 128 printable ASCII characters), else one
+        made by the coordinator.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Attach(self, request, context):
-        """Continues the messages of a request from given tokens on, on this call instead of the one before, which ends with
-        ABORTED and is sent nothing more. The deadline of this call replaces that of the one before. NOT_FOUND when the
-        request is not live and its output is not kept; INVALID_ARGUMENT for tokens that were never generated;
-        PERMISSION_DENIED without the secret of the request.
+        """Continues the messages of a request from given tokens on. This call replaces the previous one, which ends with ABORTED,
+        and its deadline replaces the previous deadline.
+
+        Errors: NOT_FOUND (the request is not live and its output is not kept), INVALID_ARGUMENT (tokens that were never
+        generated), PERMISSION_DENIED (without the secret of the request).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """Cancels a live request, whatever its `on_disconnect`; its Generate call ends with status CANCELLED. Of a request
-        that has ended and is kept, it drops the output. NOT_FOUND when there is no such request; PERMISSION_DENIED without
-        its secret, unless metadata `authorization` is `Bearer` and the operator token.
+        """Cancels a live request, whatever its `on_disconnect`; its Generate call ends with status CANCELLED. Drops the kept
+        output of an ended request.
+
+        Errors: NOT_FOUND (no such request), PERMISSION_DENIED (without its secret, unless metadata `authorization` is `Bearer`
+        and the operator token).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModel(self, request, context):
-        """Says which model is served and what it can take.
+        """Describes the served model and its limits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -24,7 +24,7 @@ class WatchKvEventsRequest(_message.Message):
 
     WITH_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     with_token_ids: _builtins.bool
-    """Tell the token ids of every block, too."""
+    """Include the token ids of every block."""
     def __init__(
         self,
         *,
@@ -66,7 +66,7 @@ Global___WatchKvEventsResponse: _TypeAlias = WatchKvEventsResponse  # noqa: Y015
 
 @_typing.final
 class KvSnapshot(_message.Message):
-    """What is cached at the moment of the subscription. Between epochs it is empty."""
+    """Cached blocks at the time of the subscription. Empty between epochs."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -79,10 +79,10 @@ class KvSnapshot(_message.Message):
     block_size: _builtins.int
     is_last: _builtins.bool
     next_event_id: _builtins.int
-    """The id of the first event after this snapshot."""
+    """Id of the first event after this snapshot."""
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvBlock]:
-        """A large snapshot comes in several messages, of which only the last one has `is_last`."""
+        """A large snapshot is split into several messages; only the last one has `is_last`."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class KvBlock(_message.Message):
     """Sequence hash of the block before; absent for the first block of a sequence."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """`block_size` of them, where they were asked for."""
+        """`block_size` of them, if requested."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class KvEvent(_message.Message):
     def removed(self) -> Global___KvRemoved: ...
     @_builtins.property
     def cleared(self) -> Global___KvCleared:
-        """A new epoch has begun, or the old one is over: nothing is cached."""
+        """An epoch began or ended: nothing is cached."""
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ Global___KvEvent: _TypeAlias = KvEvent  # noqa: Y015
 
 @_typing.final
 class KvStored(_message.Message):
-    """An unbroken run of full blocks that has entered the cache, after the block `parent`."""
+    """A chain of full blocks that were stored after the block `parent`."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -199,7 +199,7 @@ class KvStored(_message.Message):
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """`block_size` for each sequence hash, where they were asked for."""
+        """`block_size` for each sequence hash, if requested."""
 
     def __init__(
         self,
@@ -221,7 +221,7 @@ Global___KvStored: _TypeAlias = KvStored  # noqa: Y015
 
 @_typing.final
 class KvRemoved(_message.Message):
-    """Full blocks that have left the cache."""
+    """Full blocks that were removed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -64,7 +64,7 @@ class _RequestPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RequestP
     REQUEST_PHASE_CANCELLED: _RequestPhase.ValueType  # 6
     REQUEST_PHASE_FAILED: _RequestPhase.ValueType  # 7
     REQUEST_PHASE_RECOVERING: _RequestPhase.ValueType  # 8
-    """In the queue again, because an epoch has ended under it."""
+    """Queued again because its epoch ended."""
 
 class RequestPhase(_RequestPhase, metaclass=_RequestPhaseEnumTypeWrapper): ...
 
@@ -77,7 +77,7 @@ REQUEST_PHASE_FINISHED: RequestPhase.ValueType  # 5
 REQUEST_PHASE_CANCELLED: RequestPhase.ValueType  # 6
 REQUEST_PHASE_FAILED: RequestPhase.ValueType  # 7
 REQUEST_PHASE_RECOVERING: RequestPhase.ValueType  # 8
-"""In the queue again, because an epoch has ended under it."""
+"""Queued again because its epoch ended."""
 Global___RequestPhase: _TypeAlias = RequestPhase  # noqa: Y015
 
 @_typing.final
@@ -250,7 +250,7 @@ class GetTraceRequest(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """A request id, the beginning or the end of one, or the id of a trace."""
+    """Request id, its beginning or end, or a trace id."""
     def __init__(
         self,
         *,
@@ -297,9 +297,9 @@ class GetActivityRequest(_message.Message):
     AFTER_STEP_FIELD_NUMBER: _builtins.int
     SINCE_US_FIELD_NUMBER: _builtins.int
     after_step: _builtins.int
-    """Only steps that were answered after the one of this number; 0: all that are kept."""
+    """Only steps with a higher number; 0: all stored ones."""
     since_us: _builtins.int
-    """Only seconds that began at or after this time, in the clock of `now_us`; 0: all that are kept."""
+    """Only seconds that began at or after this time, on the clock of `now_us`; 0: all stored ones."""
     def __init__(
         self,
         *,
@@ -342,9 +342,8 @@ class GetActivityResponse(_message.Message):
     window_s: _builtins.float
     """Period of `stages` and `bubble_share`."""
     bubble_share: _builtins.float
-    """Of the time in which steps are in flight, the share in which a stage does not compute; the mean over the stages,
-    as in the metric `stageline.pipeline.bubble`.
-    Unset: no step was in flight lately.
+    """Share of the time with steps in flight in which a stage does not compute, mean over the stages, as in the metric
+    `stageline.pipeline.bubble`. Unset: no step was in flight.
     """
     num_answered: _builtins.int
     """Steps answered since the coordinator started; the number of the last one."""
@@ -356,27 +355,27 @@ class GetActivityResponse(_message.Message):
     def uptime(self) -> _duration_pb2.Duration: ...
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageActivity]:
-        """In order; empty where no step was answered lately."""
+        """In order; empty if no step was answered recently."""
 
     @_builtins.property
     def rates(self) -> Global___ActivityRates: ...
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepActivity]:
-        """Of the last ten seconds at most, oldest first; where they are many, the latest."""
+        """Of the last ten seconds, oldest first; the latest ones if there are many."""
 
     @_builtins.property
     def in_flight(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepInFlight]: ...
     @_builtins.property
     def seconds(self) -> _containers.RepeatedCompositeFieldContainer[Global___SecondActivity]:
-        """Of the last five minutes, oldest first; seconds in which nothing happened are left out."""
+        """Of the last five minutes, oldest first, without idle seconds."""
 
     @_builtins.property
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestActivity]:
-        """Live ones, oldest first; then those that have ended, latest first. Some hundred at most."""
+        """Live ones, oldest first; then ended ones, latest first. At most a few hundred."""
 
     @_builtins.property
     def epochs(self) -> _containers.RepeatedCompositeFieldContainer[Global___EpochActivity]:
-        """The last ones, oldest first."""
+        """Recent ones, oldest first."""
 
     def __init__(
         self,
@@ -544,7 +543,7 @@ Global___StepInFlight: _TypeAlias = StepInFlight  # noqa: Y015
 
 @_typing.final
 class ActivityRates(_message.Message):
-    """Of the last `window_s` seconds, each per second."""
+    """Rates per second over the last `window_s` seconds."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -564,7 +563,7 @@ class ActivityRates(_message.Message):
     requests_accepted: _builtins.float
     requests_finished: _builtins.float
     requests_unfinished: _builtins.float
-    """Ended with an error, or cancelled."""
+    """Failed or cancelled."""
     @_builtins.property
     def first_token(self) -> Global___Quantiles:
         """From the call to its first token."""
@@ -699,7 +698,7 @@ class RequestActivity(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     phase: Global___RequestPhase.ValueType
-    """Of the choice that is furthest, while it is live."""
+    """Of a live request: phase of its most advanced choice."""
     num_choices: _builtins.int
     num_prompt_tokens: _builtins.int
     num_cached_tokens: _builtins.int
@@ -707,15 +706,15 @@ class RequestActivity(_message.Message):
     """Of all choices."""
     max_tokens: _builtins.int
     num_restarts: _builtins.int
-    """How often a choice went back to the queue."""
+    """Number of times a choice went back to the queue."""
     accepted_us: _builtins.int
-    """The call came. Of a request that a former coordinator has accepted: 0 at least, if that was before this clock began."""
+    """Arrival of the call. At least 0, for a request that an earlier coordinator accepted."""
     started_us: _builtins.int
-    """Its first step was handed out; that was answered with a token; it ended."""
+    """First step sent; first token; end."""
     first_token_us: _builtins.int
     ended_us: _builtins.int
     error: _builtins.str
-    """Why it did not finish."""
+    """Why it did not finish; empty otherwise."""
     def __init__(
         self,
         *,
@@ -754,7 +753,7 @@ Global___RequestActivity: _TypeAlias = RequestActivity  # noqa: Y015
 
 @_typing.final
 class EpochActivity(_message.Message):
-    """When steps of an epoch could be handed out."""
+    """Period in which an epoch could compute steps."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -765,7 +764,7 @@ class EpochActivity(_message.Message):
     epoch: _builtins.int
     started_us: _builtins.int
     stopped_us: _builtins.int
-    """Unset: they still can."""
+    """Unset: the epoch is current."""
     reason: _builtins.str
     """Why it ended."""
     def __init__(

@@ -55,21 +55,23 @@ class TelemetryServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def ListTraces(self, request, context):
-        """Requests whose traces are kept, newest first.
+        """Lists requests with stored traces, newest first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetTrace(self, request, context):
-        """All spans of one request, of all processes. NOT_FOUND when none is kept.
+        """Returns all spans of one request, from all processes.
+
+        Errors: NOT_FOUND (no trace is stored), INVALID_ARGUMENT (the id is ambiguous).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetActivity(self, request, context):
-        """What the pipeline has done in the last seconds.
+        """Returns the activity of the pipeline in the last seconds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -20,11 +20,14 @@ GRPC_VERSION: str
 class TelemetryServiceStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListTraces: _aio.UnaryUnaryMultiCallable[_telemetry_pb2.ListTracesRequest, _telemetry_pb2.ListTracesResponse]
-    """Requests whose traces are kept, newest first."""
+    """Lists requests with stored traces, newest first."""
     GetTrace: _aio.UnaryUnaryMultiCallable[_telemetry_pb2.GetTraceRequest, _telemetry_pb2.GetTraceResponse]
-    """All spans of one request, of all processes. NOT_FOUND when none is kept."""
+    """Returns all spans of one request, from all processes.
+
+    Errors: NOT_FOUND (no trace is stored), INVALID_ARGUMENT (the id is ambiguous).
+    """
     GetActivity: _aio.UnaryUnaryMultiCallable[_telemetry_pb2.GetActivityRequest, _telemetry_pb2.GetActivityResponse]
-    """What the pipeline has done in the last seconds."""
+    """Returns the activity of the pipeline in the last seconds."""
 
 class TelemetryServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -33,7 +36,7 @@ class TelemetryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _telemetry_pb2.ListTracesRequest,
         context: _aio.ServicerContext[_telemetry_pb2.ListTracesRequest, _abc.Awaitable[_telemetry_pb2.ListTracesResponse]],
     ) -> _abc.Awaitable[_telemetry_pb2.ListTracesResponse]:
-        """Requests whose traces are kept, newest first."""
+        """Lists requests with stored traces, newest first."""
 
     @_abc_1.abstractmethod
     def GetTrace(
@@ -41,7 +44,10 @@ class TelemetryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _telemetry_pb2.GetTraceRequest,
         context: _aio.ServicerContext[_telemetry_pb2.GetTraceRequest, _abc.Awaitable[_telemetry_pb2.GetTraceResponse]],
     ) -> _abc.Awaitable[_telemetry_pb2.GetTraceResponse]:
-        """All spans of one request, of all processes. NOT_FOUND when none is kept."""
+        """Returns all spans of one request, from all processes.
+
+        Errors: NOT_FOUND (no trace is stored), INVALID_ARGUMENT (the id is ambiguous).
+        """
 
     @_abc_1.abstractmethod
     def GetActivity(
@@ -49,6 +55,6 @@ class TelemetryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _telemetry_pb2.GetActivityRequest,
         context: _aio.ServicerContext[_telemetry_pb2.GetActivityRequest, _abc.Awaitable[_telemetry_pb2.GetActivityResponse]],
     ) -> _abc.Awaitable[_telemetry_pb2.GetActivityResponse]:
-        """What the pipeline has done in the last seconds."""
+        """Returns the activity of the pipeline in the last seconds."""
 
 def add_TelemetryServiceServicer_to_server(servicer: TelemetryServiceServicer, server: _aio.Server) -> None: ...

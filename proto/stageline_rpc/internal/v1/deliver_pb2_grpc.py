@@ -47,8 +47,8 @@ class StepResultsServiceServicer:
     """
 
     def Deliver(self, request_iterator, context):
-        """One long-lived stream per epoch, from LAST. The first message is `hello`; then exactly one result per frame, in
-        step order, also for frames without slices.
+        """Delivers results. One stream per epoch, from LAST. The first message is `hello`, followed by exactly one result per
+        frame, in step order, including frames without slices.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

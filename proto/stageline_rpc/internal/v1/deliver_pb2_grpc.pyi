@@ -17,8 +17,8 @@ class StepResultsServiceStub:
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Deliver: _aio.StreamStreamMultiCallable[_deliver_pb2.DeliverRequest, _deliver_pb2.DeliverResponse]
-    """One long-lived stream per epoch, from LAST. The first message is `hello`; then exactly one result per frame, in
-    step order, also for frames without slices.
+    """Delivers results. One stream per epoch, from LAST. The first message is `hello`, followed by exactly one result per
+    frame, in step order, including frames without slices.
     """
 
 class StepResultsServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -30,8 +30,8 @@ class StepResultsServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _abc.AsyncIterator[_deliver_pb2.DeliverRequest],
         context: _aio.ServicerContext[_abc.AsyncIterator[_deliver_pb2.DeliverRequest], _abc.AsyncIterator[_deliver_pb2.DeliverResponse]],
     ) -> _abc.AsyncIterator[_deliver_pb2.DeliverResponse]:
-        """One long-lived stream per epoch, from LAST. The first message is `hello`; then exactly one result per frame, in
-        step order, also for frames without slices.
+        """Delivers results. One stream per epoch, from LAST. The first message is `hello`, followed by exactly one result per
+        frame, in step order, including frames without slices.
         """
 
 def add_StepResultsServiceServicer_to_server(servicer: StepResultsServiceServicer, server: _aio.Server) -> None: ...

@@ -3,9 +3,9 @@
 isort:skip_file
 Frames from stage to stage, and references computed by a worker.
 
-A frame is one step (one micro-batch on its way through all stages once) on one hop. It travels as one or more
-FrameChunk messages. The `Step` part is made by the coordinator and forwarded byte for byte by every stage; only the
-hidden states change from hop to hop.
+A frame is one step (one micro-batch on its way through all stages) on one hop. It is sent as one or more FrameChunk
+messages. The coordinator makes the `Step` part, and every stage forwards it unchanged; only the hidden states differ
+from hop to hop. Times are integers: they are in every frame.
 """
 
 from collections import abc as _abc
@@ -75,7 +75,7 @@ Global___ForwardResponse: _TypeAlias = ForwardResponse  # noqa: Y015
 
 @_typing.final
 class HopHello(_message.Message):
-    """What both ends of a hop must agree on."""
+    """Values that both ends of a hop compare."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -108,9 +108,9 @@ class HopHello(_message.Message):
     block_size: _builtins.int
     num_blocks: _builtins.int
     wire_dtype: _cluster_pb2.Dtype.ValueType
-    """What the sender's hidden states come in; unspecified: in `dtype`. The receiver refuses frames in anything else."""
+    """Dtype of the sender's hidden states; unspecified: `dtype`. The receiver rejects frames in any other dtype."""
     secret: _builtins.bytes
-    """What the coordinator gave both ends of this hop for this epoch (BeginEpoch); nobody else knows it."""
+    """Secret of this hop and epoch, known to both ends from BeginEpoch."""
     def __init__(
         self,
         *,
@@ -152,7 +152,7 @@ Global___HopAccepted: _TypeAlias = HopAccepted  # noqa: Y015
 
 @_typing.final
 class FrameChunk(_message.Message):
-    """A frame is cut into chunks of about 1 MiB of payload, because gRPC moves those faster than one large message."""
+    """Part of a frame with about 1 MiB of payload; gRPC transfers those faster than one large message."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -174,10 +174,10 @@ class FrameChunk(_message.Message):
     """Consecutive pieces of the hidden states."""
     is_last: _builtins.bool
     stage_times: _builtins.bytes
-    """First chunk only: when the sender had the frame ready, u64 LE, in microseconds of the coordinator's clock since
-    1970; then what the stages before have spent on this step, from FIRST on, four times 32 bits LE for each, in
-    microseconds: from the sender having it ready to the first byte here (signed: two clocks are compared), to the
-    whole frame being here and checked, to the start of its computation, to its output.
+    """First chunk only: the time at which the sender had the frame ready, u64 LE, in microseconds of the coordinator's clock
+    since 1970; then, for each earlier stage from FIRST on, four 32-bit LE durations in microseconds: from the frame being
+    ready at its sender to the first byte at the stage (signed, as it compares two clocks), to the frame being complete
+    and checked, to the start of the computation, to its output.
     """
     def __init__(
         self,
@@ -208,15 +208,15 @@ class ComputeReferenceRequest(_message.Message):
     TEXTS_FIELD_NUMBER: _builtins.int
     WIRE_DTYPE_FIELD_NUMBER: _builtins.int
     fingerprint: _builtins.str
-    """Of the checkpoint that `Welcome` named; no other one is read."""
+    """Fingerprint of the checkpoint in `Welcome`; no other one is read."""
     dtype: _cluster_pb2.Dtype.ValueType
-    """Weights are rounded to it before they are computed with."""
+    """Weights are rounded to this dtype before use."""
     num_top: _builtins.int
-    """How many of the most likely tokens to tell with each row."""
+    """Number of most likely tokens in each row."""
     secret: _builtins.bytes
-    """`Welcome.reference_secret`: the coordinator alone may ask."""
+    """`Welcome.reference_secret`."""
     wire_dtype: _cluster_pb2.Dtype.ValueType
-    """What hidden states travel in between stages; unspecified: in `dtype`."""
+    """Dtype of hidden states between stages; unspecified: `dtype`."""
     @_builtins.property
     def texts(self) -> _containers.RepeatedCompositeFieldContainer[_step_pb2.TokenSequence]: ...
     def __init__(
@@ -246,14 +246,14 @@ class ComputeReferenceResponse(_message.Message):
     TEXTS_FIELD_NUMBER: _builtins.int
     LAYERS_FIELD_NUMBER: _builtins.int
     logit_spread: _builtins.float
-    """Standard deviation of the logits over the vocabulary, in the root mean square over the rows."""
+    """Standard deviation of the logits over the vocabulary, root mean square over the rows."""
     rounding: _builtins.float
-    """What log-probabilities change by where everything is rounded to `dtype` on the way, and hidden states after every
-    layer to `wire_dtype`, in the root mean square.
+    """Root mean square change of the log-probabilities when all intermediate values are rounded to `dtype`, and hidden states
+    after every layer to `wire_dtype`.
     """
     @_builtins.property
     def texts(self) -> _containers.RepeatedCompositeFieldContainer[Global___TextReference]:
-        """As they were asked for."""
+        """In the order of the request."""
 
     @_builtins.property
     def layers(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerReference]:
@@ -285,7 +285,7 @@ class TextReference(_message.Message):
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[_step_pb2.StepLogprobs]:
-        """One for each token: of the token that follows it, and for the last one of the most likely token. Ranks are not told."""
+        """One row per token, for the token that follows it; the last row is for the most likely token. Ranks are unset."""
 
     def __init__(
         self,
@@ -315,7 +315,7 @@ class LayerReference(_message.Message):
     the finalizer of MurmurHash3 for 32 bits.
     """
     rounding: _builtins.float
-    """What rounding as above changes them by, as a fraction of their norms, in the root mean square."""
+    """Root mean square change of the states by rounding as above, as a fraction of their norms."""
     def __init__(
         self,
         *,

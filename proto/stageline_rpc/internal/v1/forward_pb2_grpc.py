@@ -50,8 +50,8 @@ class StageServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Forward(self, request_iterator, context):
-        """One long-lived stream per hop and epoch: from the coordinator to FIRST, and from each stage to the next. The first
-        message is `hello`; the receiver answers `accepted`, or ends the call: PERMISSION_DENIED without the secret of this
+        """Sends frames. One stream per hop and epoch: from the coordinator to FIRST, and from each stage to the next. The first
+        message is `hello`; the receiver responds with `accepted`, or ends the call: PERMISSION_DENIED without the secret of the
         hop and epoch, ABORTED for a stream of another epoch, process or predecessor, FAILED_PRECONDITION with the name and
         both values of any other field that differs, RESOURCE_EXHAUSTED when too many streams wait for their epoch.
         Afterwards every message is a chunk of a frame, and the receiver sends nothing more.
@@ -61,10 +61,11 @@ class StageServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ComputeReference(self, request, context):
-        """What the checkpoint on this worker's disk answers to short texts, computed in float32 from weights that are read,
-        used and dropped; no loaded stage and no other worker takes part. FAILED_PRECONDITION where the checkpoint is not
-        the one asked for or cannot be read, RESOURCE_EXHAUSTED with the numbers where memory is short or the worker loads,
-        PERMISSION_DENIED without the secret that the coordinator gave this worker.
+        """Computes log-probabilities of short texts with the checkpoint on this worker's disk, in float32, from weights that are
+        read, used and dropped, independent of loaded stages and other workers.
+
+        Errors: FAILED_PRECONDITION (another or an unreadable checkpoint), RESOURCE_EXHAUSTED with the numbers (too little
+        memory, or the worker is loading), PERMISSION_DENIED (without the secret that the coordinator gave this worker).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -3,9 +3,9 @@
 isort:skip_file
 Frames from stage to stage, and references computed by a worker.
 
-A frame is one step (one micro-batch on its way through all stages once) on one hop. It travels as one or more
-FrameChunk messages. The `Step` part is made by the coordinator and forwarded byte for byte by every stage; only the
-hidden states change from hop to hop.
+A frame is one step (one micro-batch on its way through all stages) on one hop. It is sent as one or more FrameChunk
+messages. The coordinator makes the `Step` part, and every stage forwards it unchanged; only the hidden states differ
+from hop to hop. Times are integers: they are in every frame.
 """
 
 from collections import abc as _abc
@@ -20,17 +20,18 @@ GRPC_VERSION: str
 class StageServiceStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     Forward: _aio.StreamStreamMultiCallable[_forward_pb2.ForwardRequest, _forward_pb2.ForwardResponse]
-    """One long-lived stream per hop and epoch: from the coordinator to FIRST, and from each stage to the next. The first
-    message is `hello`; the receiver answers `accepted`, or ends the call: PERMISSION_DENIED without the secret of this
+    """Sends frames. One stream per hop and epoch: from the coordinator to FIRST, and from each stage to the next. The first
+    message is `hello`; the receiver responds with `accepted`, or ends the call: PERMISSION_DENIED without the secret of the
     hop and epoch, ABORTED for a stream of another epoch, process or predecessor, FAILED_PRECONDITION with the name and
     both values of any other field that differs, RESOURCE_EXHAUSTED when too many streams wait for their epoch.
     Afterwards every message is a chunk of a frame, and the receiver sends nothing more.
     """
     ComputeReference: _aio.UnaryUnaryMultiCallable[_forward_pb2.ComputeReferenceRequest, _forward_pb2.ComputeReferenceResponse]
-    """What the checkpoint on this worker's disk answers to short texts, computed in float32 from weights that are read,
-    used and dropped; no loaded stage and no other worker takes part. FAILED_PRECONDITION where the checkpoint is not
-    the one asked for or cannot be read, RESOURCE_EXHAUSTED with the numbers where memory is short or the worker loads,
-    PERMISSION_DENIED without the secret that the coordinator gave this worker.
+    """Computes log-probabilities of short texts with the checkpoint on this worker's disk, in float32, from weights that are
+    read, used and dropped, independent of loaded stages and other workers.
+
+    Errors: FAILED_PRECONDITION (another or an unreadable checkpoint), RESOURCE_EXHAUSTED with the numbers (too little
+    memory, or the worker is loading), PERMISSION_DENIED (without the secret that the coordinator gave this worker).
     """
 
 class StageServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -40,8 +41,8 @@ class StageServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _abc.AsyncIterator[_forward_pb2.ForwardRequest],
         context: _aio.ServicerContext[_abc.AsyncIterator[_forward_pb2.ForwardRequest], _abc.AsyncIterator[_forward_pb2.ForwardResponse]],
     ) -> _abc.AsyncIterator[_forward_pb2.ForwardResponse]:
-        """One long-lived stream per hop and epoch: from the coordinator to FIRST, and from each stage to the next. The first
-        message is `hello`; the receiver answers `accepted`, or ends the call: PERMISSION_DENIED without the secret of this
+        """Sends frames. One stream per hop and epoch: from the coordinator to FIRST, and from each stage to the next. The first
+        message is `hello`; the receiver responds with `accepted`, or ends the call: PERMISSION_DENIED without the secret of the
         hop and epoch, ABORTED for a stream of another epoch, process or predecessor, FAILED_PRECONDITION with the name and
         both values of any other field that differs, RESOURCE_EXHAUSTED when too many streams wait for their epoch.
         Afterwards every message is a chunk of a frame, and the receiver sends nothing more.
@@ -53,10 +54,11 @@ class StageServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _forward_pb2.ComputeReferenceRequest,
         context: _aio.ServicerContext[_forward_pb2.ComputeReferenceRequest, _abc.Awaitable[_forward_pb2.ComputeReferenceResponse]],
     ) -> _abc.Awaitable[_forward_pb2.ComputeReferenceResponse]:
-        """What the checkpoint on this worker's disk answers to short texts, computed in float32 from weights that are read,
-        used and dropped; no loaded stage and no other worker takes part. FAILED_PRECONDITION where the checkpoint is not
-        the one asked for or cannot be read, RESOURCE_EXHAUSTED with the numbers where memory is short or the worker loads,
-        PERMISSION_DENIED without the secret that the coordinator gave this worker.
+        """Computes log-probabilities of short texts with the checkpoint on this worker's disk, in float32, from weights that are
+        read, used and dropped, independent of loaded stages and other workers.
+
+        Errors: FAILED_PRECONDITION (another or an unreadable checkpoint), RESOURCE_EXHAUSTED with the numbers (too little
+        memory, or the worker is loading), PERMISSION_DENIED (without the secret that the coordinator gave this worker).
         """
 
 def add_StageServiceServicer_to_server(servicer: StageServiceServicer, server: _aio.Server) -> None: ...

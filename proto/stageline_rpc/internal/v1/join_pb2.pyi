@@ -130,8 +130,8 @@ Global___JoinResponse: _TypeAlias = JoinResponse  # noqa: Y015
 
 @_typing.final
 class ReportStates(_message.Message):
-    """Asks for what the stage has handed on in this epoch, which `BeginEpoch.is_check` told it to keep. Sent where the
-    results of a self-check deviate. The answer is `check_states`.
+    """Requests the hidden states that the stage sent in this epoch and kept because of `BeginEpoch.is_check`. Sent when the
+    results of a self-check deviate. The response is `check_states`.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -159,8 +159,8 @@ class CheckStates(_message.Message):
     STATES_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     states: _builtins.bytes
-    """For every token of every step, in order: its hidden state as in `LayerReference.states`. Empty where the epoch is over
-    or no check.
+    """The hidden state of every token of every step, in order, as in `LayerReference.states`. Empty if the epoch is over or
+    not a check.
     """
     def __init__(
         self,
@@ -178,7 +178,7 @@ Global___CheckStates: _TypeAlias = CheckStates  # noqa: Y015
 
 @_typing.final
 class Serving(_message.Message):
-    """Whether new requests are served in this epoch: what a stage says of its own health."""
+    """Whether new requests are served in this epoch. A stage reports it as its own health."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -202,7 +202,9 @@ Global___Serving: _TypeAlias = Serving  # noqa: Y015
 
 @_typing.final
 class HeartbeatAnswer(_message.Message):
-    """With when the worker had it back: how far apart the two clocks are. Microseconds since 1970."""
+    """Response to a heartbeat. With its time of arrival, the worker computes the offset between the two clocks. All times are
+    microseconds since 1970: integers, because the offset is computed from them.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -210,7 +212,7 @@ class HeartbeatAnswer(_message.Message):
     RECEIVED_AT_US_FIELD_NUMBER: _builtins.int
     ANSWERED_AT_US_FIELD_NUMBER: _builtins.int
     sent_at_us: _builtins.int
-    """As the heartbeat said, by the worker's clock."""
+    """From the heartbeat, by the worker's clock."""
     received_at_us: _builtins.int
     """By the coordinator's clock."""
     answered_at_us: _builtins.int
@@ -251,21 +253,21 @@ class WorkerHello(_message.Message):
     incarnation: _builtins.bytes
     """UUIDv7 (16 bytes), made when the process started."""
     address: _builtins.str
-    """HOST:PORT at which other workers and the coordinator reach its Stage service."""
+    """HOST:PORT of its StageService, as the other workers and the coordinator reach it."""
     device: _builtins.str
     """"cpu", "cuda:0", ..., or "mock"."""
     memory_bytes: _builtins.int
-    """For weights, KV pages and activations together."""
+    """Budget for weights, KV pages and activations."""
     last_epoch: _builtins.int
-    """The highest epoch that this process has taken part in; 0 for none."""
+    """Highest epoch of this process; 0: none."""
     pid: _builtins.int
     hostname: _builtins.str
     is_mock: _builtins.bool
-    """It computes nothing and only lets time pass. Mock and real stages are never in one cluster."""
+    """The worker simulates compute time and computes nothing. Mock and real stages are never in one cluster."""
     supports_bf16: _builtins.bool
     """The device computes bfloat16 in hardware. With false, bf16 models run in float32 by default, which is faster there."""
     rejoin_secret: _builtins.bytes
-    """`Welcome.rejoin_secret` of the process's stream before, if there was one."""
+    """`Welcome.rejoin_secret` of the process's previous stream, if any."""
     def __init__(
         self,
         *,
@@ -303,22 +305,22 @@ class Welcome(_message.Message):
     REJOIN_SECRET_FIELD_NUMBER: _builtins.int
     coordinator_incarnation: _builtins.bytes
     heartbeat_interval_ms: _builtins.int
-    """How often to send heartbeats, each of which is answered, in milliseconds."""
+    """Heartbeat interval in milliseconds. Every heartbeat is answered."""
     lease_ms: _builtins.int
-    """After how much silence of the coordinator the worker dials again, in milliseconds; 0: never. Longer than the
-    coordinator's own patience, as nobody else waits for this worker meanwhile.
+    """Time without a message from the coordinator after which the worker reconnects, in milliseconds; 0: never. Longer than
+    the coordinator's own lease.
     """
     drain_timeout_ms: _builtins.int
-    """How long the coordinator lets a worker that leaves finish what runs, in milliseconds."""
+    """Time for running requests when a worker drains, in milliseconds."""
     reference_secret: _builtins.bytes
-    """32 random bytes, made for this stream: what the coordinator presents in `StageService.ComputeReference`."""
+    """32 random bytes for this stream, which the coordinator presents in `StageService.ComputeReference`."""
     rejoin_secret: _builtins.bytes
-    """32 random bytes, made for this stream: a process that dials again presents them, and takes its own place at once.
-    Without them a name cannot be had while the worker that has it is heard.
+    """32 random bytes for this stream. A process that reconnects presents them and replaces its old stream at once. Without
+    them, a name is in use until the lease of its worker has expired.
     """
     @_builtins.property
     def model(self) -> Global___ModelRef:
-        """The served checkpoint: the only one that the worker computes references from."""
+        """The served checkpoint; the worker computes references from no other one."""
 
     def __init__(
         self,
@@ -366,16 +368,16 @@ class Heartbeat(_message.Message):
     busy_us: _builtins.int
     """Time spent computing steps since the process started, in microseconds."""
     load_progress: _builtins.float
-    """Of what has to be read of the checkpoint for the assigned stage, the fraction that has been, 0 to 1."""
+    """Fraction of the assigned stage's weights that was read, 0 to 1."""
     sent_at_us: _builtins.int
-    """When this was sent, by the worker's clock, in microseconds since 1970; 0: no answer is wanted."""
+    """Time of sending by the worker's clock, in microseconds since 1970; 0: send no response."""
     clock_offset_us: _builtins.int
-    """What the worker adds to its clock to have the coordinator's, in microseconds, and by how much that may be off
-    (0: not known yet). An offset below its uncertainty is taken for 0.
+    """Coordinator's clock minus the worker's clock, in microseconds, and its uncertainty (0: unknown). An offset below its
+    uncertainty counts as 0.
     """
     clock_uncertainty_us: _builtins.int
     weights: _cluster_pb2.WeightsCheck.ValueType
-    """How much of the loaded weights was compared with the coordinator's checkpoint."""
+    """Comparison of the loaded weights with the coordinator's checkpoint."""
     @_builtins.property
     def kv(self) -> _cluster_pb2.KvUsage: ...
     @_builtins.property
@@ -407,8 +409,8 @@ Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
 
 @_typing.final
 class AssignStage(_message.Message):
-    """Load these layers. The worker verifies fingerprint, dtype and layer range against its own files and answers `loaded`
-    after warm-up, or `load_failed`.
+    """Loads layers. The worker compares fingerprint, dtype and layer range with its own files and responds with `loaded` after
+    warm-up, or with `load_failed`.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -429,7 +431,7 @@ class AssignStage(_message.Message):
     WIRE_DTYPE_FIELD_NUMBER: _builtins.int
     FORCE_RELOAD_FIELD_NUMBER: _builtins.int
     plan_id: _builtins.int
-    """Grows with every plan of this coordinator."""
+    """Increases with every plan of this coordinator."""
     stage: _builtins.int
     num_stages: _builtins.int
     role: _cluster_pb2.StageRole.ValueType
@@ -438,13 +440,13 @@ class AssignStage(_message.Message):
     dtype: _cluster_pb2.Dtype.ValueType
     block_size: _builtins.int
     num_blocks: _builtins.int
-    """The block capacity that every stage of the plan has."""
+    """KV blocks of every stage of the plan."""
     max_step_tokens: _builtins.int
-    """Upper bounds of a step: tokens and sequences."""
+    """Maximum tokens and sequences of a step."""
     max_step_sequences: _builtins.int
     max_sequence_tokens: _builtins.int
     wire_dtype: _cluster_pb2.Dtype.ValueType
-    """What to send hidden states in, unless the worker itself says otherwise; unspecified: in `dtype`."""
+    """Dtype of sent hidden states, unless the worker has a setting of its own; unspecified: `dtype`."""
     force_reload: _builtins.bool
     """Drop all cached weights of the model and read them again."""
     @_builtins.property
@@ -489,7 +491,7 @@ class ModelRef(_message.Message):
     """The coordinator's own path; a worker's `--model` overrides it. Empty: the built-in model."""
     fingerprint: _builtins.str
     hidden_size: _builtins.int
-    """What a mock stage needs to know; real ones read their own files, which the fingerprint identifies."""
+    """For mock stages; real ones read their own files, which the fingerprint identifies."""
     vocab_size: _builtins.int
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -512,7 +514,7 @@ Global___ModelRef: _TypeAlias = ModelRef  # noqa: Y015
 
 @_typing.final
 class StageLoaded(_message.Message):
-    """What the worker measured. Activations are the planner's estimate and stay with it."""
+    """Measurements of a loaded stage."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -531,13 +533,13 @@ class StageLoaded(_message.Message):
     load_ms: _builtins.int
     warmup_ms: _builtins.int
     read_bytes: _builtins.int
-    """Bytes of the checkpoint that were read for this assignment; weights that were in memory already are not read again."""
+    """Bytes of the checkpoint read for this assignment, without weights that were already in memory."""
     kernels: _builtins.str
     """"compiled" or "plain"; empty for a mock stage."""
     kernels_detail: _builtins.str
-    """Which functions compute what, and why others were not chosen."""
+    """Chosen kernels, and why others were not chosen."""
     wire_dtype: _cluster_pb2.Dtype.ValueType
-    """What it hands hidden states on in; a worker may have a setting of its own."""
+    """Dtype of sent hidden states; a worker may have a setting of its own."""
     def __init__(
         self,
         *,
@@ -561,8 +563,8 @@ Global___StageLoaded: _TypeAlias = StageLoaded  # noqa: Y015
 
 @_typing.final
 class VerifyWeights(_message.Message):
-    """Hash every byte of the weights of this stage and compare. Equal: heartbeats say WEIGHTS_CHECK_FULL from then on.
-    Otherwise the answer is `weights_differ`.
+    """Hashes and compares every byte of the stage's weights. If equal, later heartbeats have WEIGHTS_CHECK_FULL; otherwise the
+    response is `weights_differ`.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -573,10 +575,10 @@ class VerifyWeights(_message.Message):
     plan_id: _builtins.int
     """0: the whole checkpoint of the worker, whatever its stage; references are computed from it."""
     idle_ms: _builtins.int
-    """A slice of a file is read when there was no step for so long, in milliseconds. 0: at once, also between steps."""
+    """Idle time before each part of a file is read, in milliseconds. 0: at once, also between steps."""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorHash]:
-        """Those of the coordinator's checkpoint, for every tensor to compare."""
+        """Hashes in the coordinator's checkpoint, for every tensor to compare."""
 
     def __init__(
         self,
@@ -618,7 +620,7 @@ Global___TensorHash: _TypeAlias = TensorHash  # noqa: Y015
 
 @_typing.final
 class WeightsDiffer(_message.Message):
-    """The weights of this stage are not those of the coordinator's checkpoint: what it has computed may be wrong."""
+    """The weights of this stage differ from the coordinator's checkpoint: its results may be wrong."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -626,7 +628,7 @@ class WeightsDiffer(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     plan_id: _builtins.int
     reason: _builtins.str
-    """The first tensor with both hashes, and how many differ."""
+    """The first different tensor with both hashes, and the number of different ones."""
     def __init__(
         self,
         *,
@@ -651,7 +653,7 @@ class LoadFailed(_message.Message):
     plan_id: _builtins.int
     reason: _builtins.str
     is_final: _builtins.bool
-    """The worker has another checkpoint, so that another try cannot succeed."""
+    """The worker has another checkpoint: a retry cannot succeed."""
     def __init__(
         self,
         *,
@@ -669,8 +671,8 @@ Global___LoadFailed: _TypeAlias = LoadFailed  # noqa: Y015
 
 @_typing.final
 class BeginEpoch(_message.Message):
-    """Forget the epoch before, begin this one with empty pools, dial the next stage, answer `epoch_ready`.
-    LAST delivers its results to the address by which it joined.
+    """Ends the previous epoch and begins this one: the stage empties its pools, connects to the next stage and responds with
+    `epoch_ready`. LAST delivers its results to the address through which it joined.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -686,11 +688,11 @@ class BeginEpoch(_message.Message):
     epoch: _builtins.int
     coordinator_incarnation: _builtins.bytes
     incoming_secret: _builtins.bytes
-    """What the stream from the stage before must present in `HopHello.secret`: 32 random bytes, made for this hop and epoch."""
+    """32 random bytes for this hop and epoch; the stream of the previous stage presents them in `HopHello.secret`."""
     outgoing_secret: _builtins.bytes
-    """What this stage presents to the next one, LAST to the coordinator."""
+    """Presented by this stage to the next one, by LAST to the coordinator."""
     is_check: _builtins.bool
-    """The epoch is for a self-check: every stage but LAST keeps what it hands on, until the epoch is over."""
+    """The epoch is for a self-check: every stage but LAST keeps the hidden states that it sends until the epoch is over."""
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageEndpoint]:
         """All stages in order."""
@@ -747,7 +749,7 @@ Global___StageEndpoint: _TypeAlias = StageEndpoint  # noqa: Y015
 
 @_typing.final
 class DrainRequested(_message.Message):
-    """The worker was told to end, and would like to hand over its layers first. The answer is `leave`."""
+    """The worker received a signal to stop, and requests that its layers move first. The response is `leave`."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -783,7 +785,7 @@ Global___EpochReady: _TypeAlias = EpochReady  # noqa: Y015
 
 @_typing.final
 class EndEpoch(_message.Message):
-    """This epoch is over: drop its streams and its state."""
+    """Ends an epoch: the stage drops its streams and its state."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -804,7 +806,7 @@ Global___EndEpoch: _TypeAlias = EndEpoch  # noqa: Y015
 
 @_typing.final
 class StepFault(_message.Message):
-    """A stage computed nothing for this step and refuses every later frame of the epoch."""
+    """A stage computed nothing for this step and rejects every later frame of the epoch."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -821,7 +823,7 @@ class StepFault(_message.Message):
     message: _builtins.str
     @_builtins.property
     def request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Requests of the step, as far as they are known (16-byte UUIDv7 each)."""
+        """Known requests of the step (16-byte UUIDv7 each)."""
 
     def __init__(
         self,
@@ -843,7 +845,7 @@ Global___StepFault: _TypeAlias = StepFault  # noqa: Y015
 
 @_typing.final
 class Leave(_message.Message):
-    """The coordinator asks the worker to end."""
+    """Ends the membership of a worker."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -851,7 +853,7 @@ class Leave(_message.Message):
     EXIT_PROCESS_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     exit_process: _builtins.bool
-    """True: exit. False: the worker was replaced, or is not wanted now, and may join again."""
+    """True: the process exits. False: the worker was replaced or is not needed, and may join again."""
     def __init__(
         self,
         *,

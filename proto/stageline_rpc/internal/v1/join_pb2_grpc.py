@@ -47,8 +47,8 @@ class MembershipServiceServicer:
     """
 
     def Join(self, request_iterator, context):
-        """One bidirectional stream per worker, dialled by the worker; it holds the worker's membership. The first message is
-        `hello`; the coordinator answers `welcome` or ends the call with FAILED_PRECONDITION and both values.
+        """Joins the cluster. Each worker opens one bidirectional stream; its membership ends with the stream. The first message
+        is `hello`; the coordinator responds with `welcome`, or ends the call with FAILED_PRECONDITION and both values.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

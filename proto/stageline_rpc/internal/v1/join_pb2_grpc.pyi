@@ -17,8 +17,8 @@ class MembershipServiceStub:
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Join: _aio.StreamStreamMultiCallable[_join_pb2.JoinRequest, _join_pb2.JoinResponse]
-    """One bidirectional stream per worker, dialled by the worker; it holds the worker's membership. The first message is
-    `hello`; the coordinator answers `welcome` or ends the call with FAILED_PRECONDITION and both values.
+    """Joins the cluster. Each worker opens one bidirectional stream; its membership ends with the stream. The first message
+    is `hello`; the coordinator responds with `welcome`, or ends the call with FAILED_PRECONDITION and both values.
     """
 
 class MembershipServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -30,8 +30,8 @@ class MembershipServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _abc.AsyncIterator[_join_pb2.JoinRequest],
         context: _aio.ServicerContext[_abc.AsyncIterator[_join_pb2.JoinRequest], _abc.AsyncIterator[_join_pb2.JoinResponse]],
     ) -> _abc.AsyncIterator[_join_pb2.JoinResponse]:
-        """One bidirectional stream per worker, dialled by the worker; it holds the worker's membership. The first message is
-        `hello`; the coordinator answers `welcome` or ends the call with FAILED_PRECONDITION and both values.
+        """Joins the cluster. Each worker opens one bidirectional stream; its membership ends with the stream. The first message
+        is `hello`; the coordinator responds with `welcome`, or ends the call with FAILED_PRECONDITION and both values.
         """
 
 def add_MembershipServiceServicer_to_server(servicer: MembershipServiceServicer, server: _aio.Server) -> None: ...
