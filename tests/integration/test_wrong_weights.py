@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from checkpoint import Checkpoint
+from coordinator.cluster.checks import WeightsCheck
 from stageline_rpc.v1 import cluster_pb2
 from tests.checkpoints import byte_outside_of_samples, make_checkpoint
 from tests.integration.cluster import TEST_POLICY, Ask, Cluster
@@ -123,3 +124,20 @@ async def test_the_source_of_a_reference_is_compared_whatever_its_stage(model: P
         await cluster.start_worker("good2")
         status = await cluster.wait_status(is_compared)
         assert {each.name for each in status.workers if each.HasField("stage")} == {"good", "good2"}
+
+
+async def test_a_reference_that_failed_a_plan_goes_with_its_source(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The source is lost before its weights are compared."""
+    monkeypatch.setattr(WeightsCheck, "plan_failed", lambda *arguments: None)
+    wrong = with_a_wrong_weight(model, tmp_path, layer=0)
+    async with without_workers(model) as cluster:
+        await cluster.start_worker("good", memory_bytes=MEMORY_BYTES[1])
+        await cluster.start_worker("one", model_directory=wrong, memory_bytes=MEMORY_BYTES[0])
+        status = await cluster.wait_state(BLOCKED)
+        assert "differ from the reference of worker one" in status.detail
+        await cluster.workers["one"].stop()
+        await cluster.start_worker("good2")
+        status = await cluster.wait_status(is_compared)
+        assert "from the reference of worker good" in status.self_check.detail
