@@ -52,6 +52,8 @@ _KILLED = frozenset(-number for number in signal.Signals)
 
 _LISTENING = re.compile(r"^stageline (?:coordinator|worker \S+) listening on (\S+)\n", re.MULTILINE)
 _DASHBOARD = re.compile(r"^dashboard (http://\S+)\n", re.MULTILINE)
+_PROGRAM = "stageline: "
+_ERROR_LINE = f"{_PROGRAM}error["
 _POLL_INTERVAL_S = 0.03
 # gRPC's core would log every closed connection.
 _ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "GRPC_VERBOSITY": "NONE"}
@@ -142,9 +144,12 @@ class LocalProcess:
         return self.read_log().splitlines()[-num_lines:]
 
     def failure(self) -> ClusterFailed:
-        """An error with the exit code and the end of the log."""
-        lines = "\n".join(f"  | {line}" for line in self.last_lines()) or "  | (nothing logged)"
-        how = self.describe_exit()
+        """An error with the exit code and the end of the log: its error line alone after exit code 1 or 2."""
+        last_lines, how = self.last_lines(), self.describe_exit()
+        if self.exit_code in (1, 2) and last_lines and last_lines[-1].startswith(_ERROR_LINE):
+            error = last_lines[-1].removeprefix(_PROGRAM)
+            return ClusterFailed(f"{self.name} (pid {self.pid}) ended: {how}, {error}; its log is {self.log}")
+        lines = "\n".join(f"  | {line}" for line in last_lines) or "  | (nothing logged)"
         return ClusterFailed(f"{self.name} (pid {self.pid}) ended: {how}; its log {self.log} says\n{lines}")
 
     def dashboard_url(self) -> str | None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import signal
+import sys
+from pathlib import Path
 
 import pytest
 
-from deploy.process import MAX_RESTARTS, WINDOW_S, RestartPolicy
+from deploy.process import MAX_RESTARTS, WINDOW_S, LocalProcess, RestartPolicy
 
 
 @pytest.mark.parametrize(
@@ -15,6 +17,28 @@ from deploy.process import MAX_RESTARTS, WINDOW_S, RestartPolicy
 )
 def test_failed_devices_and_signals_are_worth_another_process(code: int, is_unexpected: bool) -> None:
     assert RestartPolicy.is_unexpected(code) is is_unexpected
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "last_line", "text"),
+    [
+        (1, "stageline: error[BAD]: no disk", "exit code 1, error[BAD]: no disk; its log is {log}"),
+        (1, "oops", "exit code 1; its log {log} says\n  | before\n  | oops"),
+        (
+            3,
+            "stageline: error[BAD]: gone",
+            "exit code 3; its log {log} says\n  | before\n  | stageline: error[BAD]: gone",
+        ),
+    ],
+)
+async def test_a_process_that_cannot_run_and_says_why_is_reported_in_one_line(
+    exit_code: int, last_line: str, text: str, tmp_path: Path
+) -> None:
+    code = f"import sys; print('before'); print({last_line!r}); sys.exit({exit_code})"
+    log = tmp_path / "log"
+    process = await LocalProcess.start("worker-0", [sys.executable, "-c", code], log=log, environment={})
+    await process.wait()
+    assert str(process.failure()) == f"worker-0 (pid {process.pid}) ended: {text.format(log=log)}"
 
 
 def test_each_restart_waits_twice_as_long_and_there_is_an_end_of_it() -> None:
