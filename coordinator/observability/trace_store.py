@@ -8,6 +8,7 @@ from enum import Enum
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, TracesData
 
 from telemetry.spans import Attr, SpanName
+from telemetry.trace_view.read_model import MIN_ID_PART
 from wire.errors import InvalidRequest, RequestNotFound
 from wire.ids import id_text, parse_request_id
 
@@ -17,13 +18,11 @@ REMEMBERED_DROPS = 4096
 """Ids of dropped traces that are remembered, so that late spans do not start an incomplete trace."""
 KNOWN_SOURCES = 128
 """Descriptions of processes that are stored once for all traces."""
-MOST_SOURCE_BYTES = 8 * 1024
+MAX_SOURCE_BYTES = 8 * 1024
 """Limit of the description of a process and its scope; ours take a few hundred bytes."""
 SCOPE = "stageline"
 """The instrumentation scope whose spans are kept. Service names are configurable and identify nothing."""
-LEAST_PART = 4
-"""Minimum characters of an id to find a request by."""
-MOST_TRACE_BYTES = 12 * 1024 * 1024
+MAX_TRACE_BYTES = 12 * 1024 * 1024
 """Limit of one trace: it has to fit into one response."""
 SPAN_BYTES = 400
 """Memory of a span beside its message: 320 bytes by tracemalloc, rounded up."""
@@ -202,7 +201,7 @@ class StoreLimits:
     @property
     def trace_bytes(self) -> int:
         """The bound of one trace."""
-        return min(MOST_TRACE_BYTES, max(1, self.size_bytes // 4))
+        return min(MAX_TRACE_BYTES, max(1, self.size_bytes // 4))
 
 
 @dataclass(slots=True)
@@ -342,9 +341,9 @@ class TraceStore:
         wanted = wanted.strip().lower()
         if wanted in self._requests:
             return wanted
-        if len(wanted) < LEAST_PART:
+        if len(wanted) < MIN_ID_PART:
             raise InvalidRequest(
-                f"{wanted!r} is too short: at least {LEAST_PART} characters of a request's id are needed"
+                f"{wanted!r} is too short: at least {MIN_ID_PART} characters of a request's id are needed"
             )
         found = [
             request_id
@@ -352,9 +351,9 @@ class TraceStore:
             if request_id.startswith(wanted) or request_id.endswith(wanted) or trace.id.hex() == wanted
         ]
         if not found:
-            raise RequestNotFound(f"no trace of request {wanted} is kept")
+            raise RequestNotFound(f"no trace of request {wanted} is stored")
         if len(found) > 1:
-            raise InvalidRequest(f"{wanted} may be any of {len(found)} requests: {found[0]}, {found[1]} ...")
+            raise InvalidRequest(f"{wanted} matches {len(found)} requests: {found[0]}, {found[1]} ...")
         return found[0]
 
     def _found(self, request_id: str) -> FoundTrace:
@@ -368,9 +367,9 @@ class TraceStore:
             reason = f"of a scope that is not {SCOPE}"
         else:
             source = _source(message, scope_spans)
-            if len(source) <= MOST_SOURCE_BYTES:
+            if len(source) <= MAX_SOURCE_BYTES:
                 return self._shared(source)
-            reason = f"of a process whose description takes more than {MOST_SOURCE_BYTES} bytes"
+            reason = f"of a process whose description takes more than {MAX_SOURCE_BYTES} bytes"
         if num_spans:
             taken.refuse(reason, num_spans)
             self.counts.refused += num_spans

@@ -20,11 +20,12 @@ from wire.ids import id_text, parse_request_id
 from wire.user_files import state_directory, write_secret
 
 MAX_LIFE_S = 7 * 24 * 3600.0
-"""Lifetime of the file of a request with an unknown end; the file's modification time is its expiry."""
+"""Lifetime of a secret file while the request's end is unknown; the file's modification time is its expiry.
+"""
 
 
 def store(request_id: str, secret: str) -> None:
-    """Write the file, and remove the files of requests that ended. Raises OSError."""
+    """Write the secret file, and remove expired ones. Raises OSError."""
     _prune()
     path = _path(request_id)
     write_secret(path, secret)
@@ -32,26 +33,26 @@ def store(request_id: str, secret: str) -> None:
 
 
 def expire_after(request_id: str, seconds: float) -> None:
-    """Set when the file, if there is one, may be removed."""
+    """Set the expiry of the secret file, if it exists."""
     until = time.time() + seconds
     with suppress(OSError):
         os.utime(_path(request_id), (until, until))
 
 
 def forget(request_id: str) -> None:
-    """Remove the file of a request that ended."""
+    """Remove the secret file of a request."""
     with suppress(OSError, typer.BadParameter):
         _path(request_id).unlink()
 
 
 def forget_if_over(request_id: str, error: StagelineError) -> None:
-    """Remove the file of a request that the coordinator does not know."""
+    """Remove the secret file of a request that the coordinator does not know."""
     if isinstance(error, RequestNotFound):
         forget(request_id)
 
 
 def find(request_id: str, secret_file: str | None) -> str:
-    """The secret in `secret_file` ("-": standard input), or by default the stored one.
+    """Read the secret from `secret_file` ("-": standard input), by default from the stored file.
 
     Raises CommandFailed or typer.BadParameter.
     """
@@ -130,7 +131,7 @@ def attach(
     try:
         report = asyncio.run(run())
     except KeyboardInterrupt:
-        print(f"\nstageline: no longer attached to request {request_id}", file=sys.stderr)
+        print(f"\nstageline: detached from request {request_id}", file=sys.stderr)
         return INTERRUPTED
     except StagelineError as error:
         forget_if_over(request_id, error)

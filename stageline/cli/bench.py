@@ -63,7 +63,7 @@ class ArrivalFlags(TypedDict, total=False):
         float | None,
         _load(
             metavar="X",
-            help="Shape of gamma-distributed arrivals; lower is burstier (default: 1, Poisson).",
+            help="Shape of gamma-distributed arrivals; lower values are burstier (default: 1, Poisson).",
         ),
     ]
     max_concurrency: Annotated[
@@ -136,7 +136,7 @@ class LimitFlags(TypedDict, total=False):
 
 
 def load_config(coordinator: str, flags: Mapping[str, Any]) -> LoadConfig:
-    """The load of `flags`; None stands for a flag's default. Raises ValueError."""
+    """Build the config from `flags`; None means the default. Raises ValueError."""
     given = {name: value for name, value in flags.items() if value is not None}
     return LoadConfig(
         coordinator=coordinator,
@@ -179,7 +179,7 @@ def _limits(given: Mapping[str, Any]) -> Limits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputFiles:
-    """Files for the results. Raises ValueError for a path that cannot be written."""
+    """Output paths. Raises ValueError for a path that cannot be written."""
 
     json: Path | None
     plot: Path | None
@@ -187,7 +187,9 @@ class OutputFiles:
     def __post_init__(self) -> None:
         for path in (self.json, self.plot):
             if path is not None and (path.is_dir() or not path.parent.is_dir()):
-                raise ValueError(f"cannot write {str(path)!r}: it is a directory, or in none")
+                raise ValueError(
+                    f"cannot write {str(path)!r}: it is a directory, or its directory does not exist"
+                )
         if self.plot is not None:
             check_plot(self.plot)
 
@@ -201,7 +203,7 @@ class _Measured:
 
 
 def run_load(config: LoadConfig, files: OutputFiles) -> int:
-    """The exit code: 0, 1 when requests failed, 130 after Ctrl-C."""
+    """Return the exit code: 0, 1 if requests failed, 130 after Ctrl-C."""
     plan = options.build_config(lambda: make_plan(config.spec))
     measured = uvloop.run(_measure(config, plan))
     _tell(measured, files)
@@ -253,7 +255,7 @@ def _tell(measured: _Measured, files: OutputFiles) -> None:
 
 
 def _first_errors(run: LoadRun) -> dict[str, str]:
-    """The first error by status."""
+    """The first error of each status."""
     errors: dict[str, str] = {}
     for record in run.records:
         if record.has_failed:

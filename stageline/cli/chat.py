@@ -14,7 +14,7 @@ from stageline.client.errors import StagelineError
 from stageline.client.request import ChatMessage
 from wire.addresses import DEFAULT_ADDRESS
 
-with contextlib.suppress(ImportError):  # it gives input() line editing and history, where Python has it
+with contextlib.suppress(ImportError):  # line editing and history for input(), where available
     import readline  # noqa: F401
 
 
@@ -34,7 +34,7 @@ def chat(
         if not model.has_chat_template:
             text = f"model {model.name} has no chat template; use `stageline generate`"
             raise CommandFailed(text, reason="NO_CHAT_TEMPLATE")
-        _say(f"Talking with {model.name}. /reset forgets the conversation, /exit ends it.")
+        _say(f"Chatting with {model.name}. /reset clears the history, /exit ends the chat.")
 
     async def answer() -> str:
         async with Client(coordinator) as client:
@@ -49,7 +49,7 @@ def chat(
                 history.append({"role": "assistant", "content": runner.run(answer()).strip()})
             except KeyboardInterrupt:
                 history.pop()
-                _say("\n(stopped; your last message is forgotten)")
+                _say("\n(stopped; your last message is dropped)")
             except StagelineError as error:
                 history.pop()
                 report(str(error), reason=error.reason)
@@ -57,7 +57,7 @@ def chat(
 
 
 def _next_line(history: list[ChatMessage]) -> str | None:
-    """The user's next message, after running commands such as /reset. None at the end."""
+    """Read the user's next message and run commands such as /reset. None at the end of input."""
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "").strip()
@@ -68,7 +68,7 @@ def _next_line(history: list[ChatMessage]) -> str | None:
             return None
         if line == "/reset":
             history.clear()
-            _say("(the conversation is forgotten)")
+            _say("(history cleared)")
         elif line.startswith("/"):
             _say(f"(no command {line}; there are /reset and /exit)")
         elif line:
@@ -76,5 +76,5 @@ def _next_line(history: list[ChatMessage]) -> str | None:
 
 
 def _say(text: str) -> None:
-    # Remarks of ours go to standard error: a pipe gets the model's answers only.
+    # Standard output has only the model's answers, for use in pipes.
     print(text, file=sys.stderr, flush=True)

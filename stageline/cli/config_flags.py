@@ -29,9 +29,9 @@ def config_parameters(
     without: Collection[str] = (),
     defaults: Mapping[str, str] = _NO_DEFAULTS,
 ) -> list[inspect.Parameter]:
-    """Parameters of a command for flags of `config`; those of `only`, or those not in `without`.
+    """Build command parameters for flags of `config`: those of `only`, or all but `without`.
 
-    `defaults` replaces the default in the help text of flags.
+    `defaults` overrides defaults in help texts.
     """
     return [
         parameter
@@ -78,7 +78,7 @@ def _parameter(flag: str, option: Any, annotation: type) -> inspect.Parameter:
 
 
 def file_parameters(config: type) -> list[inspect.Parameter]:
-    """The parameters of --config, which sets the command's defaults, and --print-config."""
+    """Parameters --config, which sets the command's defaults, and --print-config."""
 
     def read(context: typer.Context, path: Path | None) -> Path | None:
         if path is not None:
@@ -106,7 +106,7 @@ def file_parameters(config: type) -> list[inspect.Parameter]:
 def make_config(
     config: type[_Config], context: typer.Context, flags: Mapping[str, Any], **others: Any
 ) -> _Config:
-    """The config of `flags`, by parameter, and `others`, by field, for what no flag says.
+    """Build the config from `flags` (by parameter) and `others` (by field, for settings without a flag).
 
     Raises typer.BadParameter.
     """
@@ -126,7 +126,7 @@ def make_config(
 
 
 def _is_off(setting: Setting, context: typer.Context, flags: Mapping[str, Any], value: Any) -> bool:
-    """Whether the flag that disables the setting counts."""
+    """Whether a flag disables the setting that another flag sets."""
     on, off = setting.flag.name, setting.flag.off
     if off is None or not flags.get(parameter_of(off)):
         return False
@@ -147,7 +147,7 @@ def _rank(context: typer.Context, parameter: str) -> int:
 def flags_of(
     config: object, *, only: Collection[str] | None = None, without: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """The command line that gives another process this config, or a part of it."""
+    """Build the command line that passes this config, or a part of it, to another process."""
     words: list[str] = []
     for setting in _chosen(type(config), only, without):
         flag, value = setting.flag, setting.value_in(config)

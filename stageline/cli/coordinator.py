@@ -26,6 +26,6 @@ def coordinator(context: typer.Context, **flags: Any) -> int:
     if flags["print_config"]:
         print(toml_of(config), end="")
         return 0
-    from coordinator.server import run  # imported late: the other commands need none of it
+    from coordinator.server import run  # only this command needs it
 
     return run(config)

@@ -19,12 +19,12 @@ PROMPT = "Once upon a time"
 _NUM_WORKERS = 3
 _START_TIMEOUT_S = 180.0
 _GENERATE_TIMEOUT_S = 120.0
-_MAX_TOKENS = 300  # the story ends by itself before
+_MAX_TOKENS = 300  # more than the story needs
 _KV_TOKENS = 8192
 
 
 def demo() -> int:
-    """Run the built-in model on a coordinator and three workers of this machine, and stop them."""
+    """Run the built-in model on a coordinator and three local workers, then stop them."""
     coordinator = CoordinatorConfig(num_stages=_NUM_WORKERS, max_kv_tokens=_KV_TOKENS, http=None)
     cluster = LocalClusterConfig(
         num_workers=_NUM_WORKERS,
@@ -37,18 +37,16 @@ def demo() -> int:
 
 
 async def run_demo(config: LocalClusterConfig) -> None:
-    """Raises ClusterFailed or CommandFailed, with the last lines of a log, when anything fails."""
+    """Raises ClusterFailed or CommandFailed, with the end of a log."""
     console = Console(highlight=False)
-    console.print(
-        f"Starting a coordinator and {config.num_workers} stage workers, each a process of its own ..."
-    )
+    console.print(f"Starting a coordinator and {config.num_workers} stage workers as separate processes ...")
     async with LocalCluster(config) as cluster:
         status = await wait_until_serving(cluster, console, timeout_s=_START_TIMEOUT_S)
         console.print(topology_view(status))
         console.print(f"[bold]{PROMPT}[/]", end="")
         report = await cluster.while_running(_complete(cluster))
         console.print(f"\n[dim]{report.describe_speed()}[/]")
-    console.print("[dim]All processes have ended.[/]")
+    console.print("[dim]All processes stopped.[/]")
 
 
 async def _complete(cluster: LocalCluster) -> Report:

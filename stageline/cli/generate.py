@@ -42,7 +42,7 @@ def generate(
     """Complete a prompt and print the text as it arrives."""
     given: Prompt = _parse_token_ids(prompt) if token_ids else prompt
     wanted = options_from({**flags, "max_tokens": max_tokens})
-    # Made here, so that it can be printed.
+    # Created here, to print it before the first output.
     request_id = wanted.setdefault("request_id", id_text(new_request_id())) or ""
     detach = wanted.get("on_disconnect")
     is_detached = detach is not None
@@ -89,7 +89,7 @@ def _describe_leaving(request_id: str | None, *, is_detached: bool) -> str:
     if not is_detached:
         return "the request was cancelled"
     return (
-        f"the request goes on; `stageline attach {request_id}` shows it, "
+        f"the request continues; `stageline attach {request_id}` shows it, "
         f"`stageline cancel {request_id}` ends it"
     )
 

@@ -1,4 +1,4 @@
-"""Flags of several commands, formats of durations, and errors of commands."""
+"""Flags shared by commands, and errors of commands."""
 
 import functools
 import inspect
@@ -26,7 +26,7 @@ USAGE = "USAGE"
 
 
 class CommandFailed(Exception):
-    """An expected failure; its text is the one line that the user reads, `reason` its code."""
+    """An expected failure; its text is one line for the user, `reason` its code."""
 
     def __init__(self, message: str, *, reason: str) -> None:
         super().__init__(message)
@@ -34,7 +34,7 @@ class CommandFailed(Exception):
 
 
 def report(message: str, *, reason: str) -> None:
-    """Writes `stageline: error[REASON]: ...` to standard error."""
+    """Write `stageline: error[REASON]: ...` to standard error."""
     print(error_line(reason, message), file=sys.stderr, flush=True)
 
 
@@ -42,21 +42,25 @@ _Command: TypeAlias = Callable[..., int]
 
 
 def takes(*groups: type | Sequence[inspect.Parameter]) -> Callable[[_Command], _Command]:
-    """Adds flags to a command, in the place of its `**flags`.
+    """Replace a command's `**flags` by parameters.
 
-    A group is a list of parameters or a TypedDict, whose entries are flags with typer.Option in Annotated. A
-    flag that is not given is None in `flags`.
+    A group is a list of parameters, or a TypedDict whose entries are flags with typer.Option in Annotated.
+    Flags that are not set are None in `flags`.
     """
     added = [parameter for group in groups for parameter in _parameters(group)]
 
     def decorate(command: _Command) -> _Command:
         @functools.wraps(command)
-        def with_flags(**given: Any) -> int:
-            return command(**given)
+        def with_flags(**flags: Any) -> int:
+            return command(**flags)
 
         signature = inspect.signature(command)
-        own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
-        # Both are what typer reads.
+        own = [
+            parameter
+            for parameter in signature.parameters.values()
+            if parameter.kind is not parameter.VAR_KEYWORD
+        ]
+        # typer reads both.
         with_flags.__signature__ = signature.replace(parameters=[*own, *added])  # type: ignore[attr-defined]
         annotations = {parameter.name: parameter.annotation for parameter in (*own, *added)}
         with_flags.__annotations__ = annotations | {"return": int}
@@ -79,7 +83,7 @@ _Value = TypeVar("_Value")
 
 
 def read_secret_file(path: Path, *, what: str) -> str:
-    """The secret in `path`. Raises typer.BadParameter, which says that `what` cannot be used."""
+    """Read a secret. Raises typer.BadParameter with `what` and the reason if the file cannot be used."""
     try:
         return read_secret(path)
     except OSError as error:
@@ -87,23 +91,24 @@ def read_secret_file(path: Path, *, what: str) -> str:
 
 
 def read_token(path: Path | None) -> str | None:
-    """The operator token in the file; None without one. Raises typer.BadParameter."""
+    """Read the operator token; None without a path. Raises typer.BadParameter."""
     return None if path is None else read_secret_file(path, what="--token-file")
 
 
 def default_token_directory() -> Path:
-    """Where a coordinator that is started without --token-file leaves its token."""
+    """Directory of the generated token of a coordinator without --token-file."""
     return state_directory(os.environ) / "tokens"
 
 
 def operator_token(path: Path | None, coordinator: str) -> str:
-    """The token in `path`, else the one that the coordinator at this address keeps on this host. Raises
-    CommandFailed or typer.BadParameter.
+    """Read the token in `path`, by default the stored one of the coordinator at this address.
+
+    Raises CommandFailed or typer.BadParameter.
     """
     if path is not None:
         return read_secret_file(path, what="--token-file")
     candidates = token_paths(default_token_directory(), coordinator)
-    found = next((each for each in candidates if each.exists()), None)
+    found = next((candidate for candidate in candidates if candidate.exists()), None)
     if found is not None:
         return read_secret_file(found, what=f"the operator token of {coordinator}")
     what = f"the operator token of {coordinator} is not on this host: pass --token-file FILE"
@@ -111,7 +116,7 @@ def operator_token(path: Path | None, coordinator: str) -> str:
 
 
 def build_config(make: Callable[[], _Config]) -> _Config:
-    """What `make` returns. Its ValueError is about what the user typed, so it becomes a usage error."""
+    """Call `make`, and convert its ValueError to a usage error."""
     try:
         return make()
     except ValueError as error:
@@ -119,12 +124,12 @@ def build_config(make: Callable[[], _Config]) -> _Config:
 
 
 def telemetry_settings() -> TelemetrySettings:
-    """OpenTelemetry's environment variables. Raises typer.BadParameter."""
+    """Read OpenTelemetry's environment variables. Raises typer.BadParameter."""
     return build_config(lambda: read_environment(os.environ, version=VERSION))
 
 
 def option_parser(parse: Callable[[str], _Value]) -> Callable[[str], _Value]:
-    # typer passes on the text of BadParameter, but puts words of its own before that of ValueError.
+    # typer shows the text of BadParameter unchanged, but prefixes that of ValueError.
     def parse_option(text: str) -> _Value:
         try:
             return parse(text)
@@ -167,7 +172,7 @@ OperatorTokenFile: TypeAlias = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="File of mode 0600 with the coordinator's operator token (default: the token that a coordinator "
-        "on this host has made).",
+        help="File of mode 0600 with the coordinator's operator token (default: the token generated by a "
+        "coordinator on this host).",
     ),
 ]

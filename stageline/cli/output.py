@@ -18,12 +18,12 @@ from stageline.cli.options import USAGE, CommandFailed
 from stageline.client.output import Completion, Completions, GenerateOutput, TokenLogprobs
 
 Show: TypeAlias = Callable[[GenerateOutput, Completion | None], None]
-"""Shows an output; with the last one of a choice comes the whole choice."""
+"""Shows an output, and at the end of a choice its completion."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """Finished completions, in order. Times count from when they were asked for."""
+    """Finished completions, in order; times in seconds since the call."""
 
     completions: list[Completion]
     first_output_s: float
@@ -39,7 +39,7 @@ class Report:
 
 
 async def show_stream(outputs: AsyncGenerator[GenerateOutput, None], show: Show) -> Report:
-    """Shows every output when it comes."""
+    """Show each output on arrival."""
     start = time.perf_counter()
     first_output_s: float | None = None
     completions = Completions()
@@ -57,20 +57,20 @@ async def show_stream(outputs: AsyncGenerator[GenerateOutput, None], show: Show)
 
 
 def show_for(*, num_choices: int, as_token_ids: bool, is_json: bool) -> Show:
-    """How a command shows outputs: one choice as it comes, several each at its end, JSON not at all yet."""
+    """Show a single choice as it is generated, several each at its end; with JSON, nothing."""
     if is_json:
         return lambda output, completion: None
     return live(as_token_ids=as_token_ids) if num_choices == 1 else by_choice(as_token_ids=as_token_ids)
 
 
 def live(*, as_token_ids: bool) -> Show:
-    """Writes one choice to standard output as it comes, as text or as ids with commas, and ends the line."""
+    """Write one choice to standard output as it is generated, as text or as comma-separated ids."""
     num_shown = 0
 
     def show(output: GenerateOutput, completion: Completion | None) -> None:
         nonlocal num_shown
         if output.choice > 0:
-            raise CommandFailed("the request has several choices; say how many with -n", reason=USAGE)
+            raise CommandFailed("the request has several choices; set their number with -n", reason=USAGE)
         if as_token_ids:
             _write("".join(f",{token_id}" for token_id in output.token_ids)[0 if num_shown else 1 :])
             num_shown += len(output.token_ids)
@@ -83,7 +83,7 @@ def live(*, as_token_ids: bool) -> Show:
 
 
 def by_choice(*, as_token_ids: bool) -> Show:
-    """Writes every choice to standard output when it has ended, under a line that tells which one it is."""
+    """Write each choice to standard output when it has ended, below a heading."""
 
     def show(output: GenerateOutput, completion: Completion | None) -> None:
         if completion is not None:
@@ -105,7 +105,7 @@ _NOTHING = "-"
 
 
 def print_report(report: Report, *, is_json: bool) -> None:
-    """What is written after the text: log-probabilities, or everything as JSON."""
+    """Print log-probabilities, or everything as JSON."""
     if is_json:
         print(as_json(report.completions))
     else:
@@ -113,7 +113,7 @@ def print_report(report: Report, *, is_json: bool) -> None:
 
 
 def as_json(completions: Sequence[Completion]) -> str:
-    """One object: request_id, prompt_logprobs, and the choices with all that is known of them."""
+    """One JSON object: request_id, prompt_logprobs and choices."""
     choices = [dataclasses.asdict(completion) for completion in completions]
     prompt_logprobs = [choice.pop("prompt_logprobs") for choice in choices]
     request_ids = [choice.pop("request_id") for choice in choices]
@@ -122,7 +122,7 @@ def as_json(completions: Sequence[Completion]) -> str:
 
 
 def print_logprobs(completions: Sequence[Completion]) -> None:
-    """A table for the prompt and one for each choice, of those that have log-probabilities."""
+    """Print a table of the prompt's log-probabilities and one of each choice's, if present."""
     console = Console(highlight=False)
     for completion in completions:
         if completion.prompt_logprobs is not None:
@@ -138,7 +138,7 @@ def _table(title: str, entries: Sequence[TokenLogprobs]) -> Table:
         table.add_column(column, justify="right")
     table.add_column("Likeliest (id: logprob)", overflow="fold")
     for number, entry in enumerate(entries):
-        top = ", ".join(f"{each.token_id}: {each.logprob:.3f}" for each in entry.top)
+        top = ", ".join(f"{token.token_id}: {token.logprob:.3f}" for token in entry.top)
         table.add_row(str(number), str(entry.token_id), *_likelihood(entry), top or _NOTHING)
     return table
 

@@ -22,7 +22,7 @@ _SIZES = ("Weights", "KV", "Activations", "Total", "Free")
 
 
 def plan_view(plan: Plan, model: str) -> RenderableType:
-    """The stages with their layers and memory, and what fits into the KV cache."""
+    """Stages with layers and memory, and the KV cache's capacity."""
     # eight columns fit into 80 characters with one blank between them
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", show_edge=False, padding=0)
     for column in ("Role", "Worker", "Layers", *_SIZES):
@@ -33,7 +33,7 @@ def plan_view(plan: Plan, model: str) -> RenderableType:
 
 
 def plan_json(plan: Plan, model: str) -> str:
-    """All numbers of the plan; sizes are in bytes, `layer_end` is one past the last layer."""
+    """The plan as JSON: sizes in bytes, `layer_end` one past the last layer."""
     facts = {
         "model": model,
         "dtype": plan.dtype.value,
@@ -94,7 +94,9 @@ def _sizes(stage: StagePlan) -> tuple[str, ...]:
 
 
 def parse_workers(text: str) -> tuple[WorkerCapacity, ...]:
-    """Workers called worker-0, worker-1, ... of these sizes, as in 24GiB,24GiB,8GiB. Raises ValueError."""
+    """Parse memory sizes such as 24GiB,24GiB,8GiB; workers are named worker-0, worker-1, ... Raises
+    ValueError.
+    """
     return tuple(
         WorkerCapacity(name=f"worker-{number}", memory_bytes=parse_size(size))
         for number, size in enumerate(text.split(","))

@@ -179,8 +179,8 @@ class LifeFlags(TypedDict, total=False):
 
 
 def options_from(flags: Mapping[str, Any]) -> GenerateOptions:
-    """The options that the user has given. Raises typer.BadParameter, which names the flag."""
-    # A flag that may be repeated is an empty list where it is not given.
+    """Build request options from set flags. Raises typer.BadParameter, which names the flag."""
+    # An unset repeatable flag is an empty list.
     given = {name: value for name, value in flags.items() if value not in (None, [])}
     return cast("GenerateOptions", {name: _convert(name, value) for name, value in given.items()})
 
@@ -213,7 +213,7 @@ def _bias(entry: str) -> tuple[int, float]:
 
 
 def _text_or_file(text: str) -> str:
-    """The text itself, or what is in the file that @FILE names."""
+    """Return the text, or the content of the file for @FILE."""
     if not text.startswith("@"):
         return text
     try:

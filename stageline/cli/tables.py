@@ -1,4 +1,4 @@
-"""The state of a cluster as tables; the topology fits into 80 columns, the status into 110."""
+"""Cluster status as tables: the topology fits into 80 columns, the status into 110."""
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -14,18 +14,15 @@ _NOTHING = "-"
 
 
 def topology_view(status: cluster_pb2.GetStatusResponse) -> RenderableType:
-    """Which worker runs which layers, and what that takes."""
+    """Table of stages with worker, layers, device and memory."""
     table = _table("Stage", "Worker", "Layers", "Device", "Weights", "KV cache")
-    for worker in _in_stage_order(status):
-        if worker.HasField("stage"):
-            table.add_row(
-                *_place(worker), _device(worker), _size(worker.weight_bytes), _size(worker.kv_bytes)
-            )
+    for worker in workers_by_stage(status):
+        table.add_row(*_place(worker), _device(worker), _size(worker.weight_bytes), _size(worker.kv_bytes))
     return Group("", table, "")
 
 
 def status_view(status: cluster_pb2.GetStatusResponse) -> RenderableType:
-    """Everything that `stageline status` shows."""
+    """The output of `stageline status`."""
     lines = [
         describe_kv_cache(status),
         describe_kv_use(status),
@@ -34,7 +31,7 @@ def status_view(status: cluster_pb2.GetStatusResponse) -> RenderableType:
         f"Self-check {status.self_check.detail}",
         *_journal(status.journal),
         *_describe_weights(status),
-        *_remarks(status),
+        *_details(status),
     ]
     return Group(Text(describe_cluster(status)), "", _workers_table(status), "", Text("\n".join(lines)))
 
@@ -49,7 +46,7 @@ def _journal(journal: cluster_pb2.JournalStatus) -> list[str]:
 
 def describe_cluster(status: cluster_pb2.GetStatusResponse) -> str:
     """Model and state, in two lines."""
-    dtype = _name(cluster_pb2.Dtype.Name(status.dtype), "DTYPE_")
+    dtype = enum_text(cluster_pb2.Dtype.Name(status.dtype), "DTYPE_")
     reason = f": {status.detail}" if status.detail else ""
     epoch = f", epoch {status.epoch}" if status.epoch else ""
     stages = "1 stage" if status.num_stages == 1 else f"{status.num_stages} stages"
@@ -62,14 +59,14 @@ def describe_cluster(status: cluster_pb2.GetStatusResponse) -> str:
 
 
 def _health(status: cluster_pb2.GetStatusResponse) -> str:
-    """What a client may expect, where the state alone does not say it."""
+    """Health, where it adds to the state; else empty."""
     if status.health in (cluster_pb2.HEALTH_DEGRADED, cluster_pb2.HEALTH_DRAINING):
-        return f"{_name(cluster_pb2.Health.Name(status.health), 'HEALTH_')}, "
+        return f"{enum_text(cluster_pb2.Health.Name(status.health), 'HEALTH_')}, "
     return ""
 
 
 def describe_kv_cache(status: cluster_pb2.GetStatusResponse) -> str:
-    """How many tokens fit, in one line."""
+    """Capacity of the KV cache, in one line."""
     if status.num_blocks == 0:
         return "KV cache: none yet"
     num_tokens = status.num_blocks * status.block_size
@@ -77,14 +74,14 @@ def describe_kv_cache(status: cluster_pb2.GetStatusResponse) -> str:
 
 
 def describe_kv_accounting(status: cluster_pb2.GetStatusResponse) -> str:
-    """Whether blocks are shared, and what the last checks of the accounting found, in one line."""
-    verdict = _name(cluster_pb2.KvIntegrityVerdict.Name(status.kv.integrity), "KV_INTEGRITY_VERDICT_")
+    """Prefix cache and result of the accounting checks, in one line."""
+    verdict = enum_text(cluster_pb2.KvIntegrityVerdict.Name(status.kv.integrity), "KV_INTEGRITY_VERDICT_")
     result = f"{verdict}: {status.kv.detail}" if status.kv.detail else verdict
     return f"Prefix cache {'on' if status.kv.prefix_cache else 'off'}, KV accounting {result}"
 
 
 def describe_start(status: cluster_pb2.GetStatusResponse) -> str:
-    """How far a cluster is on its way to serving, in one line."""
+    """Progress of the start, in one line."""
     loading = [
         f"{worker.name} {worker.load_progress:.0%}"
         for worker in status.workers
@@ -95,11 +92,11 @@ def describe_start(status: cluster_pb2.GetStatusResponse) -> str:
 
 def _workers_table(status: cluster_pb2.GetStatusResponse) -> Table:
     table = _table("Stage", "Worker", "Layers", "Device", "State", "Memory", "KV use", "Process", "Address")
-    for worker in _in_stage_order(status):
+    for worker in _all_workers(status):
         table.add_row(
             *_place(worker),
             _device(worker),
-            _name(cluster_pb2.WorkerState.Name(worker.state), "WORKER_STATE_"),
+            enum_text(cluster_pb2.WorkerState.Name(worker.state), "WORKER_STATE_"),
             _memory(worker),
             _kv_use(worker.kv),
             _size(worker.resident_bytes),
@@ -109,12 +106,8 @@ def _workers_table(status: cluster_pb2.GetStatusResponse) -> Table:
 
 
 def describe_kv_use(status: cluster_pb2.GetStatusResponse) -> str:
-    """Blocks of each stage, what hits saved, and how often a sequence had to make room, a line each."""
-    lines = [
-        f"Stage {worker.stage}: {_kv_blocks(worker.kv)}"
-        for worker in _in_stage_order(status)
-        if worker.HasField("stage")
-    ]
+    """Blocks of each stage, cache hits and preemptions, one line each."""
+    lines = [f"Stage {worker.stage}: {_kv_blocks(worker.kv)}" for worker in workers_by_stage(status)]
     counts = status.requests
     prompts = (
         f"Prompts: {_share(counts.cached_tokens, counts.prompt_tokens, 'tokens from the cache')}, "
@@ -142,32 +135,28 @@ def _describe_requests(status: cluster_pb2.GetStatusResponse) -> str:
         f"{counts.steps_in_flight} steps in flight, {counts.detached} detached\n"
         f"Ended: {counts.finished} finished, {counts.cancelled} cancelled, {counts.failed} failed, "
         f"{counts.kept} kept"
-        + (f"; {counts.orphaned} were orphans, which is a defect" if counts.orphaned else "")
+        + (f"; {counts.orphaned} orphaned, which is a defect" if counts.orphaned else "")
     )
 
 
 def _describe_weights(status: cluster_pb2.GetStatusResponse) -> list[str]:
-    """How the weights of each stage were compared with the coordinator's; mock stages have none."""
+    """Results of the comparison of weights; mock stages have none."""
     checked = [
-        f"stage {worker.stage} {_name(cluster_pb2.WeightsCheck.Name(worker.weights), 'WEIGHTS_CHECK_')}"
-        for worker in _in_stage_order(status)
-        if worker.HasField("stage") and worker.weights
+        f"stage {worker.stage} {enum_text(cluster_pb2.WeightsCheck.Name(worker.weights), 'WEIGHTS_CHECK_')}"
+        for worker in workers_by_stage(status)
+        if worker.weights
     ]
     return [f"Weights compared: {', '.join(checked)}"] if checked else []
 
 
-def _remarks(status: cluster_pb2.GetStatusResponse) -> list[str]:
-    # The reason of a failed worker is often the cluster's as well, which the first lines give.
+def _details(status: cluster_pb2.GetStatusResponse) -> list[str]:
+    # The cluster's detail often repeats a failed worker's.
     details = [
         f"{worker.name}: {worker.detail}"
         for worker in status.workers
         if worker.detail and worker.detail not in status.detail
     ]
-    stages = [
-        StageKernels(worker.device, worker.kernels)
-        for worker in _in_stage_order(status)
-        if worker.HasField("stage")
-    ]
+    stages = [StageKernels(worker.device, worker.kernels) for worker in workers_by_stage(status)]
     differing = differing_kernels(stages)
     return [differing, *details] if differing else details
 
@@ -180,10 +169,16 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _in_stage_order(status: cluster_pb2.GetStatusResponse) -> list[cluster_pb2.WorkerStatus]:
-    return sorted(
-        status.workers, key=lambda worker: (not worker.HasField("stage"), worker.stage, worker.name)
-    )
+def workers_by_stage(status: cluster_pb2.GetStatusResponse) -> list[cluster_pb2.WorkerStatus]:
+    """Workers that have a stage, FIRST to LAST."""
+    staged = (worker for worker in status.workers if worker.HasField("stage"))
+    return sorted(staged, key=lambda worker: (worker.stage, worker.name))
+
+
+def _all_workers(status: cluster_pb2.GetStatusResponse) -> list[cluster_pb2.WorkerStatus]:
+    """Workers by stage, then the others by name."""
+    others = (worker for worker in status.workers if not worker.HasField("stage"))
+    return [*workers_by_stage(status), *sorted(others, key=lambda worker: worker.name)]
 
 
 def _place(worker: cluster_pb2.WorkerStatus) -> tuple[str, str, str]:
@@ -210,7 +205,7 @@ def _kv_use(kv: cluster_pb2.KvUsage) -> str:
 
 
 def _memory(worker: cluster_pb2.WorkerStatus) -> str:
-    """What the stage holds of what the worker may use; the process itself is no part of either."""
+    """Memory used by weights and KV cache out of the worker's budget."""
     held = worker.weight_bytes + worker.kv_bytes
     return f"{_size(held)} of {_size(worker.memory_bytes)}" if worker.memory_bytes else _NOTHING
 
@@ -220,8 +215,9 @@ def _size(size_bytes: int) -> str:
 
 
 def _state(status: cluster_pb2.GetStatusResponse) -> str:
-    return _name(cluster_pb2.ClusterState.Name(status.state), "CLUSTER_STATE_")
+    return enum_text(cluster_pb2.ClusterState.Name(status.state), "CLUSTER_STATE_")
 
 
-def _name(value: str, prefix: str) -> str:
+def enum_text(value: str, prefix: str) -> str:
+    """The name of an enum value without its prefix, in lower case."""
     return value.removeprefix(prefix).lower().replace("_", " ")

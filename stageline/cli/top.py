@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stageline.cli import options
-from stageline.cli.tables import describe_cluster
+from stageline.cli.tables import describe_cluster, enum_text, workers_by_stage
 from stageline.client.client import Client
 from stageline.client.errors import StagelineError, Unavailable
 from stageline_rpc.v1 import cluster_pb2, telemetry_pb2
@@ -28,7 +28,7 @@ from wire.sizes import format_size
 
 
 def format_duration(seconds: float) -> str:
-    """12.3 s, 812 ms, 85 us; from two minutes on 2 min 5 s."""
+    """Format as 12.3 s, 812 ms or 85 us; from two minutes on as 2 min 5 s."""
     if seconds >= 120:
         minutes, rest = divmod(int(seconds), 60)
         return f"{minutes} min {rest} s"
@@ -36,15 +36,15 @@ def format_duration(seconds: float) -> str:
 
 
 def format_rate(per_second: float) -> str:
-    """12300, 98.4, 7.12, 0."""
+    """Format as 12300, 98.4, 7.12 or 0."""
     return "0" if per_second == 0 else three_digits(per_second)
 
 
 WINDOW_US = 3_000_000
 _SHADES = "·░▒▓█"
-"""By the share of a column's time in which the stage computes; none is a bubble."""
+"""By the stage's compute share of a column's time; the first is a bubble."""
 _LABEL = 7
-_MOST_COLUMNS = 150
+_MAX_COLUMNS = 150
 
 
 def pipeline_rows(activity: telemetry_pb2.GetActivityResponse, *, width: int) -> list[Text]:
@@ -55,7 +55,7 @@ def pipeline_rows(activity: telemetry_pb2.GetActivityResponse, *, width: int) ->
     num_stages = len(activity.stages)
     if not num_stages or not activity.steps:
         return []
-    columns = max(10, min(_MOST_COLUMNS, width - _LABEL))
+    columns = max(10, min(_MAX_COLUMNS, width - _LABEL))
     end_us = max(step.answered_us for step in activity.steps) if activity.in_flight else activity.now_us
     begin_us = end_us - WINDOW_US
     title = f"Last {WINDOW_US // 1_000_000} s, {WINDOW_US / columns / 1000:.0f} ms a column: "
@@ -79,7 +79,7 @@ def pipeline_rows(activity: telemetry_pb2.GetActivityResponse, *, width: int) ->
 
 
 def _add(columns: list[float], begin: float, end: float) -> None:
-    """Add to each column the share of it that [begin, end) covers."""
+    """Add to each column its share of [begin, end)."""
     for column in range(max(0, int(begin)), min(len(columns), int(end) + 1)):
         columns[column] += max(0.0, min(end, column + 1) - max(begin, column))
 
@@ -93,7 +93,7 @@ def _row(stage: int, busy: Sequence[float], chunks: Sequence[float]) -> Text:
     return row
 
 
-_BAR = " ▏▎▍▌▋▊▉█"
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
 _SPARK = "▁▂▃▄▅▆▇█"
 _LIVE = frozenset(
     {
@@ -110,34 +110,34 @@ _PHASE_STYLE = {
     telemetry_pb2.REQUEST_PHASE_CANCELLED: "yellow",
     telemetry_pb2.REQUEST_PHASE_FAILED: "red",
 }
-_MOST_REQUESTS = 20
+_MAX_REQUESTS = 20
 _WIDE = 110
 
 
 @dataclass(frozen=True, slots=True)
 class TopFrame:
-    """Status and activity of one moment."""
+    """Status and activity at one moment."""
 
     status: cluster_pb2.GetStatusResponse
     activity: telemetry_pb2.GetActivityResponse
 
 
 def top_view(frame: TopFrame, *, width: int, height: int | None = None) -> RenderableType:
-    """The view in `width` columns; with a `height`, as many requests as fit."""
+    """Build the view in `width` columns; `height` limits the requests shown."""
     rows = pipeline_rows(frame.activity, width=width)
     above: list[RenderableType] = [
         Text(describe_cluster(frame.status)),
         _summary(frame.activity),
         Text(),
-        _figures(frame, width=width),
+        _rates_table(frame, width=width),
         Text(),
         _stages(frame, width=width),
         *([Text(), *rows] if rows else []),
         Text(),
     ]
-    num_stages = max(1, len(_staged(frame.status)))
+    num_stages = max(1, len(workers_by_stage(frame.status)))
     used = 14 + num_stages + (len(rows) + 1 if rows else 0)
-    room = _MOST_REQUESTS if height is None else max(1, min(_MOST_REQUESTS, height - used))
+    room = _MAX_REQUESTS if height is None else max(1, min(_MAX_REQUESTS, height - used))
     return Group(*above, _requests(frame.activity, most=room, width=width))
 
 
@@ -146,7 +146,7 @@ def _summary(activity: telemetry_pb2.GetActivityResponse) -> Text:
     return Text(activity.summary, style="bold yellow" if slow else "")
 
 
-def _figures(frame: TopFrame, *, width: int) -> Table:
+def _rates_table(frame: TopFrame, *, width: int) -> Table:
     rates, counts = frame.activity.rates, frame.status.requests
     table = Table.grid(padding=(0, 2))
     spark_width = max(8, min(60, width - 62))
@@ -196,7 +196,7 @@ def _per_second(
     seconds: Iterable[telemetry_pb2.SecondActivity], name: str, now_us: int, count: int
 ) -> list[float]:
     """Values of the last `count` whole seconds, oldest first; 0 for a second without activity."""
-    values = {each.start_us // 1_000_000: float(getattr(each, name)) for each in seconds}
+    values = {second.start_us // 1_000_000: float(getattr(second, name)) for second in seconds}
     last = now_us // 1_000_000 - 1
     return [values.get(second, 0.0) for second in range(last - count + 1, last + 1)]
 
@@ -210,14 +210,10 @@ def _spark(values: Sequence[float], style: str) -> Text:
 
 
 def bar(share: float, width: int) -> str:
-    """`share` (0 to 1) of `width` columns, in eighths of one."""
+    """A bar of `share` (0 to 1) of `width` columns, in eighths."""
     eighths = round(max(0.0, min(1.0, share)) * width * 8)
     whole, rest = divmod(eighths, 8)
-    return ("█" * whole + (_BAR[rest] if rest else "")).ljust(width)
-
-
-def _staged(status: cluster_pb2.GetStatusResponse) -> list[cluster_pb2.WorkerStatus]:
-    return sorted((each for each in status.workers if each.HasField("stage")), key=lambda each: each.stage)
+    return ("█" * whole + (_EIGHTHS[rest] if rest else "")).ljust(width)
 
 
 def _stages(frame: TopFrame, *, width: int) -> Table:
@@ -229,16 +225,16 @@ def _stages(frame: TopFrame, *, width: int) -> Table:
     for name in ("Compute", "Wait", "Hop", "KV", "Memory", *(["State"] if is_wide else [])):
         table.add_column(name, justify="right", no_wrap=True)
     bar_width = 16 if is_wide else 8
-    for worker in _staged(frame.status):
+    for worker in workers_by_stage(frame.status):
         slow = frame.activity.HasField("slowest_stage") and frame.activity.slowest_stage == worker.stage
         layers = f"{worker.layer_begin}-{worker.layer_end - 1}"
-        state = _word(cluster_pb2.WorkerState.Name(worker.state), "WORKER_STATE_")
+        state = enum_text(cluster_pb2.WorkerState.Name(worker.state), "WORKER_STATE_")
         cells = [
             f"{'>' if slow else ' '}{worker.stage}",
             worker.name if state == "ready" or is_wide else f"{worker.name} ({state})",
             layers,
             *_load(frame.activity, worker.stage, bar_width),
-            *_held(worker),
+            *_kv_and_memory(worker),
             *([state] if is_wide else []),
         ]
         table.add_row(*cells, style="bold yellow" if slow else "")
@@ -249,11 +245,11 @@ def _load(activity: telemetry_pb2.GetActivityResponse, stage: int, width: int) -
     if stage >= len(activity.stages):
         return ("-", "-", "-", "-")
     load = activity.stages[stage]
-    times = [format_duration(each / 1e6) for each in (load.compute_us, load.wait_us, load.hop_us)]
+    times = [format_duration(time_us / 1e6) for time_us in (load.compute_us, load.wait_us, load.hop_us)]
     return (f"{bar(load.busy_share, width)} {load.busy_share * 100:3.0f} %", *times)
 
 
-def _held(worker: cluster_pb2.WorkerStatus) -> tuple[str, str]:
+def _kv_and_memory(worker: cluster_pb2.WorkerStatus) -> tuple[str, str]:
     kv = worker.kv
     num_blocks = kv.blocks_active + kv.blocks_inactive + kv.blocks_free
     held = worker.weight_bytes + worker.kv_bytes
@@ -269,8 +265,8 @@ def _requests(activity: telemetry_pb2.GetActivityResponse, *, most: int, width: 
     table.add_column("State", no_wrap=True)
     for name in ("Prompt", "Output", "Queue", "First", "Tokens/s", "Total"):
         table.add_column(name, justify="right", no_wrap=True)
-    live = [each for each in activity.requests if each.phase in _LIVE]
-    ended = [each for each in activity.requests if each.phase not in _LIVE]
+    live = [request for request in activity.requests if request.phase in _LIVE]
+    ended = [request for request in activity.requests if request.phase not in _LIVE]
     for request in islice([*reversed(live), *ended], most):
         table.add_row(*_request(request, activity.now_us, is_wide=width >= _WIDE))
     return table
@@ -279,7 +275,7 @@ def _requests(activity: telemetry_pb2.GetActivityResponse, *, most: int, width: 
 def _request(request: telemetry_pb2.RequestActivity, now_us: int, *, is_wide: bool) -> list[Text | str]:
     identity = request.request_id
     end_us = request.ended_us if request.HasField("ended_us") else now_us
-    phase = _word(telemetry_pb2.RequestPhase.Name(request.phase), "REQUEST_PHASE_")
+    phase = enum_text(telemetry_pb2.RequestPhase.Name(request.phase), "REQUEST_PHASE_")
     started = request.HasField("started_us")
     waited_us = (request.started_us if started else end_us) - request.accepted_us
     first, tokens_s = "-", "-"
@@ -297,10 +293,6 @@ def _request(request: telemetry_pb2.RequestActivity, now_us: int, *, is_wide: bo
         tokens_s,
         format_duration((end_us - request.accepted_us) / 1e6),
     ]
-
-
-def _word(name: str, prefix: str) -> str:
-    return name.removeprefix(prefix).lower()
 
 
 MIN_INTERVAL_S = 0.1
@@ -324,12 +316,12 @@ def top(
         typer.Option(
             metavar="SECONDS",
             parser=options.option_parser(_parse_interval),
-            help=f"Refresh interval, {MIN_INTERVAL_S:g} to {MAX_INTERVAL_S:g}.",
+            help=f"Refresh interval in seconds, {MIN_INTERVAL_S:g} to {MAX_INTERVAL_S:g}.",
         ),
     ] = 1.0,
     coordinator: options.Coordinator = DEFAULT_ADDRESS,
 ) -> int:
-    """Show stages, their load, the pipeline and the requests, live; q ends it."""
+    """Show stages, their load, the pipeline and requests, live; q quits."""
     console = Console()
     watches = console.is_terminal and not once
     asyncio.run(_watch(coordinator, console, interval) if watches else _show_once(coordinator, console))
@@ -347,7 +339,7 @@ async def _show_once(coordinator: str, console: Console) -> None:
 
 
 async def _watch(coordinator: str, console: Console, interval_s: float) -> None:
-    """Until a key asks to end; Ctrl-C does, too. A coordinator that does not answer is waited for."""
+    """Refresh until a key press; Ctrl-C quits, too. Retries while the coordinator is unavailable."""
     async with Client(coordinator, connect_timeout_s=max(1.0, interval_s)) as client:
         frame = await _read(client)
         async with _key_pressed() as pressed:
@@ -360,7 +352,7 @@ async def _watch(coordinator: str, console: Console, interval_s: float) -> None:
                     try:
                         frame = await _read(client)
                     except Unavailable as error:
-                        live.update(Text(f"{error}; asking again (q ends)"), refresh=True)
+                        live.update(Text(f"{error}; retrying (q quits)"), refresh=True)
                         continue
                     except StagelineError:
                         if pressed.is_set():
@@ -370,7 +362,7 @@ async def _watch(coordinator: str, console: Console, interval_s: float) -> None:
 
 @contextlib.asynccontextmanager
 async def _key_pressed() -> AsyncIterator[asyncio.Event]:
-    """Set when a key asks to end; keys are not shown meanwhile."""
+    """Yield an event that a quit key sets; typed keys are not echoed."""
     pressed = asyncio.Event()
     if not sys.stdin.isatty():
         yield pressed

@@ -1,4 +1,4 @@
-"""`stageline trace`: where the time of a request went."""
+"""`stageline trace`: recent requests, and the time of one request by cause."""
 
 import asyncio
 import json
@@ -27,6 +27,7 @@ from telemetry.trace_view.explain import explain, format_seconds, slowest_stage,
 from telemetry.trace_view.facts import trace_facts
 from telemetry.trace_view.perfetto import perfetto
 from telemetry.trace_view.read_model import (
+    MIN_ID_PART,
     NS_PER_S,
     RequestTrace,
     StageWork,
@@ -39,36 +40,36 @@ from wire.addresses import DEFAULT_ADDRESS
 from wire.errors import reason_of
 from wire.status_codec import message_fields
 
-MOST_LABEL = 22
-_LEAST_BARS = 20
-_TICKS_APART = 12
+MAX_LABEL = 22
+_MIN_CELLS = 20
+_TICK_CELLS = 12
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
-    """How a kind is told from the others, with colours and without."""
+class _Glyph:
+    """Character and colour of a segment kind; the character alone identifies it."""
 
     character: str
     style: str
 
 
-_LOOKS = {
-    SegmentKind.INTAKE: _Look("i", "white"),
-    SegmentKind.QUEUE: _Look("q", "yellow"),
-    SegmentKind.PREFILL: _Look("p", "cyan"),
-    SegmentKind.DECODE: _Look("d", "blue"),
-    SegmentKind.PREEMPTION: _Look("x", "magenta"),
-    SegmentKind.RECOVERY: _Look("!", "bold red"),
-    SegmentKind.HOP: _Look(">", "magenta"),
-    SegmentKind.RECEIVE: _Look("r", "cyan"),
-    SegmentKind.WAIT: _Look("-", "yellow"),
-    SegmentKind.COMPUTE: _Look("#", "green"),
-    SegmentKind.SEND: _Look("s", "blue"),
+_GLYPHS = {
+    SegmentKind.INTAKE: _Glyph("i", "white"),
+    SegmentKind.QUEUE: _Glyph("q", "yellow"),
+    SegmentKind.PREFILL: _Glyph("p", "cyan"),
+    SegmentKind.DECODE: _Glyph("d", "blue"),
+    SegmentKind.PREEMPTION: _Glyph("x", "magenta"),
+    SegmentKind.RECOVERY: _Glyph("!", "bold red"),
+    SegmentKind.HOP: _Glyph(">", "magenta"),
+    SegmentKind.RECEIVE: _Glyph("r", "cyan"),
+    SegmentKind.WAIT: _Glyph("-", "yellow"),
+    SegmentKind.COMPUTE: _Glyph("#", "green"),
+    SegmentKind.SEND: _Glyph("s", "blue"),
 }
 
 
 def waterfall_view(trace: RequestTrace, *, width: int) -> RenderableType:
-    """Everything that `stageline trace REQUEST_ID` shows, in lines of `width` characters."""
+    """The output of `stageline trace REQUEST_ID`, in lines of `width` characters."""
     view = waterfall(trace)
     return Group(
         Text(_headline(trace), overflow="fold"),
@@ -97,8 +98,8 @@ def _headline(trace: RequestTrace) -> str:
 
 def _picture(view: Waterfall, width: int) -> Iterable[Text]:
     labels = [_label(row) for row in view.rows]
-    label_width = min(MOST_LABEL, max(map(len, labels), default=0))
-    num_cells = max(_LEAST_BARS, width - label_width - 2)
+    label_width = min(MAX_LABEL, max(map(len, labels), default=0))
+    num_cells = max(_MIN_CELLS, width - label_width - 2)
     yield Text(" " * (label_width + 1) + _axis(view.end_s, num_cells), style="dim", no_wrap=True)
     for label, row in zip(labels, view.rows, strict=True):
         line = Text(f"{_shortened(label, label_width):<{label_width}} ", no_wrap=True, overflow="crop")
@@ -115,22 +116,22 @@ def _shortened(label: str, width: int) -> str:
 
 
 def _axis(end_s: float, num_cells: int) -> str:
-    """Times from left to right, each where it begins; the last one where it ends. Without a length, one."""
+    """Time axis with a label at each tick, the last one right-aligned."""
     if end_s <= 0:
         return "|0 s".ljust(num_cells)
     line, end = "|0 s", f"{format_seconds(end_s)}|"
-    for cell in range(_TICKS_APART, num_cells - len(end) - _TICKS_APART + 1, _TICKS_APART):
+    for cell in range(_TICK_CELLS, num_cells - len(end) - _TICK_CELLS + 1, _TICK_CELLS):
         line = line.ljust(cell) + "|" + format_seconds(end_s * cell / num_cells)
     return line.ljust(num_cells - len(end)) + end
 
 
 def _bar(segments: Iterable[Segment], end_s: float, num_cells: int) -> Text:
-    """Each cell shows what takes longest in it."""
+    """Each cell shows the kind with the most time in it."""
     bar = Text()
     for seconds in _cells(segments, end_s, num_cells):
         kind = max(seconds, key=seconds.__getitem__, default=None)
-        look = _Look(" ", "") if kind is None else _LOOKS[kind]
-        bar.append(look.character, look.style)
+        glyph = _Glyph(" ", "") if kind is None else _GLYPHS[kind]
+        bar.append(glyph.character, glyph.style)
     return bar
 
 
@@ -150,23 +151,25 @@ def _cells(segments: Iterable[Segment], end_s: float, num_cells: int) -> list[di
 
 
 def _legend(view: Waterfall) -> Text:
-    """Of what can be seen."""
+    """Legend of the kinds in the view."""
     kinds = {segment.kind for row in view.rows for segment in row.segments}
     legend = Text()
     for of_stages in (False, True):
         for kind in (kind for kind in SegmentKind if kind in kinds and (kind in STAGE_KINDS) == of_stages):
-            look = _LOOKS[kind]
-            legend.append(look.character, look.style).append(f" {kind.value}  ")
+            glyph = _GLYPHS[kind]
+            legend.append(glyph.character, glyph.style).append(f" {kind.value}  ")
         legend.append("\n")
     if any(segment.is_share for row in view.rows for segment in row.segments):
-        legend.append("Many decode steps are drawn as one: how much of each, and not when.", "dim")
+        legend.append(
+            "Decode steps are merged: segment lengths are totals, positions are not measured.", "dim"
+        )
     legend.rstrip()
     return legend
 
 
 def _stage_table(trace: RequestTrace) -> RenderableType:
     if not trace.stages:
-        return Text("No stage has told what it did.")
+        return Text("No spans of stages.")
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", show_edge=False, padding=(0, 1, 0, 0))
     for name in ("Stage", "Layers", "Steps", "Batch", "Hop", "Receive", "Wait", "Compute", "Send"):
         table.add_column(name, justify="left" if name == "Stage" else "right", no_wrap=name != "Stage")
@@ -178,11 +181,11 @@ def _stage_table(trace: RequestTrace) -> RenderableType:
 
 
 def _stage_row(work: StageWork) -> tuple[Text, ...]:
-    """Texts, because strings would be read as markup."""
+    """Cells as Text, since rich would parse strings as markup."""
     times = work.times
     spent = (times.hop_s, times.receive_s, times.wait_s, times.compute_s, times.send_s)
     cells = (
-        f"{work.place.index} {_shortened(work.place.worker, MOST_LABEL)}",
+        f"{work.place.index} {_shortened(work.place.worker, MAX_LABEL)}",
         work.place.layers,
         str(work.num_steps),
         f"{work.mean_batch_size:.1f}",
@@ -192,8 +195,8 @@ def _stage_row(work: StageWork) -> tuple[Text, ...]:
 
 
 _NOTHING = "-"
-_WIDTH_OF_IDS = 104
-"""Whole ids fit from here on. Below, their ends are shown: they begin with a time, and so all alike."""
+_WHOLE_IDS_WIDTH = 104
+"""Minimum width for whole ids; below it their ends are shown, since their beginnings are timestamps."""
 _COLUMNS = {
     "Request": "left",
     "When": "left",
@@ -207,35 +210,35 @@ _COLUMNS = {
 
 
 def trace_list_view(response: telemetry_pb2.ListTracesResponse, *, width: int) -> RenderableType:
-    """What `stageline trace` shows without a request; fits into 80 columns."""
+    """The output of `stageline trace` without a request; fits into 80 columns."""
     if not response.traces:
-        return Text("No request has been traced yet.")
+        return Text("No traces yet.")
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", show_edge=False, padding=(0, 1, 0, 0))
     for name, side in _COLUMNS.items():
         table.add_column(name, justify="right" if side == "right" else "left", no_wrap=True)
-    for each in response.traces:
-        table.add_row(*_row(each, is_wide=width >= _WIDTH_OF_IDS))
-    remarks = [
+    for summary in response.traces:
+        table.add_row(*_row(summary, is_wide=width >= _WHOLE_IDS_WIDTH))
+    notes = [
         "Tokens: prompt + completion. First: time to the first token.",
-        "Slowest: the stage that computed longest, and how many times as long as the median of the others.",
-        "stageline trace REQUEST shows one of them.",
+        "Slowest: the stage with the highest compute time, and its ratio to the median of the others.",
+        "Details: stageline trace REQUEST",
     ]
     if response.num_dropped_traces:
-        remarks.append(f"{response.num_dropped_traces} older traces have made room.")
-    return Group(table, "", Text("\n".join(remarks), style="dim"))
+        notes.append(f"{response.num_dropped_traces} older traces were evicted.")
+    return Group(table, "", Text("\n".join(notes), style="dim"))
 
 
-def _row(each: telemetry_pb2.TraceSummary, *, is_wide: bool) -> tuple[Text, ...]:
-    """Texts, because strings would be read as markup."""
+def _row(summary: telemetry_pb2.TraceSummary, *, is_wide: bool) -> tuple[Text, ...]:
+    """Cells as Text, since rich would parse strings as markup."""
     return (
-        _text(each.request_id if is_wide else each.request_id[-8:]),
-        Text(datetime.fromtimestamp(each.started_at.seconds).strftime("%H:%M:%S")),
-        _text(each.outcome, style="" if each.outcome == "finished" else "red"),
-        Text(f"{each.prompt_tokens}+{each.completion_tokens}"),
-        Text(_seconds(each.time_in_queue) if each.HasField("time_in_queue") else _NOTHING),
-        Text(_seconds(each.time_to_first_token) if each.HasField("time_to_first_token") else _NOTHING),
-        Text(_seconds(each.duration)),
-        _slowest(each),
+        _text(summary.request_id if is_wide else summary.request_id[-8:]),
+        Text(datetime.fromtimestamp(summary.started_at.seconds).strftime("%H:%M:%S")),
+        _text(summary.outcome, style="" if summary.outcome == "finished" else "red"),
+        Text(f"{summary.prompt_tokens}+{summary.completion_tokens}"),
+        Text(_seconds(summary.time_in_queue) if summary.HasField("time_in_queue") else _NOTHING),
+        Text(_seconds(summary.time_to_first_token) if summary.HasField("time_to_first_token") else _NOTHING),
+        Text(_seconds(summary.duration)),
+        _slowest(summary),
     )
 
 
@@ -243,10 +246,10 @@ def _seconds(duration: Duration) -> str:
     return format_seconds(duration.ToMicroseconds() / 1e6)
 
 
-def _slowest(each: telemetry_pb2.TraceSummary) -> Text:
-    if not each.HasField("slowest_stage"):
+def _slowest(summary: telemetry_pb2.TraceSummary) -> Text:
+    if not summary.HasField("slowest_stage"):
         return Text(_NOTHING)
-    slow = each.slowest_stage
+    slow = summary.slowest_stage
     if not slow.HasField("ratio_to_median"):
         return _text(f"{slow.stage} {slow.worker}")
     style = "bold yellow" if stands_out(slow.ratio_to_median) else ""
@@ -257,16 +260,12 @@ def _text(text: str, style: str = "") -> Text:
     return Text(printable(text), style=style)
 
 
-LEAST_PART = 4
-"""Characters of an id that the coordinator looks for."""
-
-
 def trace(
     request_id: Annotated[
         str | None,
         typer.Argument(
             metavar="[REQUEST_ID]",
-            help="Id of a request, or the beginning or end of it; without it, recent requests are listed.",
+            help="Request id, or its beginning or end (default: list recent requests).",
             show_default=False,
         ),
     ] = None,
@@ -281,23 +280,24 @@ def trace(
         ),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option("--limit", "-n", metavar="N", min=1, help="Requests to list (default: 20).")
+        int | None,
+        typer.Option("--limit", "-n", metavar="N", min=1, help="Maximum requests to list (default: 20)."),
     ] = None,
     coordinator: options.Coordinator = DEFAULT_ADDRESS,
 ) -> int:
-    """List recent requests, or show where the time of one went: stage by stage, and in a sentence."""
+    """List recent requests, or show the time of one request by cause and stage."""
     if request_id is None:
         if perfetto_file is not None:
-            raise typer.BadParameter("--perfetto is for one request: give its id")
+            raise typer.BadParameter("--perfetto needs a request id")
         _list(asyncio.run(_traces(coordinator, limit or 20)), as_json=as_json)
         return 0
-    if len(request_id.strip()) < LEAST_PART:
+    if len(request_id.strip()) < MIN_ID_PART:
         raise typer.BadParameter(
-            f"{request_id!r} is too short: give at least {LEAST_PART} characters of a request's id, its "
-            "beginning or its end; `stageline trace` without an id lists recent requests"
+            f"{request_id!r} is too short: give at least {MIN_ID_PART} characters of the beginning or "
+            "end of a request id; `stageline trace` without an id lists recent requests"
         )
     if limit is not None:
-        raise typer.BadParameter("--limit is for the list: it does not go with a request")
+        raise typer.BadParameter("--limit applies to the list: omit it with a request id")
     _show(asyncio.run(_trace(coordinator, request_id)), perfetto_file, as_json=as_json)
     return 0
 
@@ -321,7 +321,7 @@ async def _trace(coordinator: str, request_id: str) -> RequestTrace:
         try:
             response = await client.trace(request_id)
         except RequestNotFound as error:
-            text = f"{error.message}; `stageline trace` lists those that are"
+            text = f"{error.message}; list stored traces with `stageline trace`"
             raise CommandFailed(text, reason=error.reason) from None
     return request_trace(read_spans(TracesData.FromString(response.traces_data)), response.request_id)
 

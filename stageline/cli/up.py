@@ -29,11 +29,11 @@ from wire.addresses import DEFAULT_ADDRESS
 from wire.channels import raise_file_limit
 from wire.errors import reason_of
 
-_UNKNOWN_MEMORY_BYTES = 2**50  # memory of a GPU, which only its worker reads: never the reason to refuse
+_UNKNOWN_MEMORY_BYTES = 2**50  # for a GPU, whose memory only its worker can read: any plan fits
 
 
 def check_plan(coordinator: CoordinatorConfig, cluster: LocalClusterConfig) -> None:
-    """Raises CommandFailed for a plan that the coordinator would refuse once all workers have joined."""
+    """Raises CommandFailed for a plan that the coordinator would reject once all workers have joined."""
     from coordinator.model import open_model  # imported late, as the coordinator does
     from coordinator.planner.planner import plan_for
 
@@ -50,7 +50,7 @@ def check_plan(coordinator: CoordinatorConfig, cluster: LocalClusterConfig) -> N
 async def wait_until_serving(
     cluster: LocalCluster, console: Console, *, timeout_s: float
 ) -> cluster_pb2.GetStatusResponse:
-    """The status once the cluster serves; shows progress until then. Raises ClusterFailed."""
+    """Show progress and return the status once the cluster serves. Raises ClusterFailed."""
     with console.status("Waiting for the workers") as line:
         return await cluster.wait_until_serving(
             timeout_s=timeout_s, on_status=lambda status: line.update(escape(describe_start(status)))
@@ -66,7 +66,7 @@ _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 SET_BY_CLUSTER = ("--stages", "--model", "--listen", "--http")
-"""Flags of the coordinator that a local cluster gives by itself."""
+"""Coordinator flags that a local cluster sets itself."""
 _processes = partial(typer.Option, rich_help_panel="Workers on this machine")
 
 
@@ -158,9 +158,9 @@ def up(context: typer.Context, **flags: Any) -> int:
 
 def _check_mocks(flags: Mapping[str, Any]) -> None:
     if flags["self_check"]:
-        raise typer.BadParameter("--self-check needs stages that compute: not together with --mock")
+        raise typer.BadParameter("--self-check needs real stages: it cannot be used with --mock")
     if flags["kernels"] not in (None, KernelChoice.AUTO):
-        raise typer.BadParameter("a mock stage computes nothing: --mock does not go with --kernels")
+        raise typer.BadParameter("mock stages compute nothing: --kernels cannot be used with --mock")
 
 
 def _worker_arguments(coordinator: CoordinatorConfig, flags: Mapping[str, Any]) -> tuple[str, ...]:
@@ -180,7 +180,7 @@ async def run_up(config: LocalClusterConfig, *, restarts: bool = True) -> int:
         async with cluster:
             await _serve(cluster, console, restarts=restarts)
     except asyncio.CancelledError:
-        console.print(f"All processes have ended.{_kept_logs(cluster)}", highlight=False, soft_wrap=True)
+        console.print(f"All processes stopped.{_kept_logs(cluster)}", highlight=False, soft_wrap=True)
     return 0
 
 
@@ -189,7 +189,7 @@ def _kept_logs(cluster: LocalCluster) -> str:
 
 
 def _end_on_signals(cluster: LocalCluster, console: Console) -> None:
-    """Stop in order at the first signal, and at once at the second."""
+    """Stop gracefully at the first signal, and immediately at the second."""
     task = asyncio.current_task()
     assert task is not None
 
@@ -197,7 +197,7 @@ def _end_on_signals(cluster: LocalCluster, console: Console) -> None:
         if task.cancelling():
             cluster.kill_all()
         else:
-            console.print("Ending all processes. Ctrl-C again does not wait for them.")
+            console.print("Stopping all processes. Press Ctrl-C again to stop immediately.")
             task.cancel()
 
     loop = asyncio.get_running_loop()
@@ -216,7 +216,7 @@ async def _serve(cluster: LocalCluster, console: Console, *, restarts: bool) -> 
     if cluster.dashboard_url is not None:
         console.print(f"dashboard {cluster.dashboard_url}", highlight=False)
     console.print(
-        f"Serving at [bold]{cluster.address}[/]. Ctrl-C ends it. In another terminal:\n"
+        f"Serving at [bold]{cluster.address}[/]. Press Ctrl-C to stop. In another terminal:\n"
         f"  {_client_command(cluster, generate)}\n  {_client_command(cluster, 'status')}",
         highlight=False,
     )
@@ -243,17 +243,17 @@ class _Supervisor:
 
     def on_exit(self, process: LocalProcess) -> None:
         if process.has_left:
-            self._print(f"{process.name} has left: its layers are with the others.")
+            self._print(f"{process.name} drained: other workers have its layers.")
             return
         self._print(str(process.failure()), style="red")
         delay_s = self._delay_s(process)
         if delay_s is None:
             self._print(
-                "The others take over its layers, if they can hold them. To start it again:\n"
+                "Other workers take over its layers if they fit. To restart it:\n"
                 f"  stageline {shlex.join(self._cluster.worker_line(process.name))}"
             )
             return
-        self._print(f"Starting {process.name} again in {delay_s:g} s.")
+        self._print(f"Restarting {process.name} in {delay_s:g} s.")
         task = asyncio.create_task(self._start_again(process.name, delay_s), name=f"restart {process.name}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -270,9 +270,7 @@ class _Supervisor:
             return None
         delay_s = self._policies[process.name].next_delay_s(asyncio.get_running_loop().time())
         if delay_s is None:
-            self._print(
-                f"{process.name} was started again {MAX_RESTARTS} times within {WINDOW_S / 60:g} min."
-            )
+            self._print(f"{process.name} was restarted {MAX_RESTARTS} times within {WINDOW_S / 60:g} min.")
         return delay_s
 
     async def _start_again(self, name: str, delay_s: float) -> None:
@@ -280,9 +278,9 @@ class _Supervisor:
         try:
             process = await self._cluster.restart_worker(name)
         except OSError as error:
-            self._print(f"{name} cannot be started again: {error}", style="red")
+            self._print(f"{name} cannot be restarted: {error}", style="red")
         else:
-            self._print(f"Started {name} again (pid {process.pid}).")
+            self._print(f"Restarted {name} (pid {process.pid}).")
 
     def _print(self, text: str, *, style: str | None = None) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True, style=style)

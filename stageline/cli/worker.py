@@ -13,9 +13,9 @@ from wire.user_files import user_cache_directory
 
 @takes(config_parameters(WorkerConfig), file_parameters(WorkerConfig))
 def worker(context: typer.Context, **flags: Any) -> int:
-    """Join a coordinator, and run the stage that it assigns until stopped.
+    """Join a coordinator, and run the assigned stage until stopped.
 
-    With --mock it is a mock stage: real messages and real KV accounting, but nothing is computed.
+    With --mock it is a mock stage: real messages and KV accounting, no computation.
     """
     config = make_config(
         WorkerConfig,
@@ -28,7 +28,7 @@ def worker(context: typer.Context, **flags: Any) -> int:
         print(toml_of(config), end="")
         return 0
     if config.cpu_set is not None:
-        pin_to(config.cpu_set)  # before torch makes its threads
-    from stage_worker.server import run  # imported late: it loads torch
+        pin_to(config.cpu_set)  # before torch creates its threads
+    from stage_worker.server import run  # loads torch
 
     return run(config)

@@ -1,1 +1,1 @@
-"""What the spans of one request say: where its time went, as rows, as numbers and as a sentence. Pure."""
+"""Read model of one request's spans: time shares, waterfall rows, explanation. Pure."""

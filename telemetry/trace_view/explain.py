@@ -1,8 +1,8 @@
-"""Where the time of a request went: shares by cause, the slow stage, one sentence.
+"""Time shares of a request by cause, its slowest stage, and an explanation in one sentence.
 
-Every instant counts once. Where several choices are under way it counts for them in equal parts, and so it
-does for chunks of a prompt that follow each other through the stages. Within a prefill chunk and within a
-decode span the shares are those of the steps: what the stages say of hops, receiving, waiting and computing.
+Each instant counts once. Choices that are active at the same time share it equally, and so do prefill chunks
+that overlap on different stages. Within a prefill chunk or a decode span, shares follow the hop, receive,
+wait and compute times that the stages recorded.
 """
 
 import math
@@ -17,7 +17,7 @@ from telemetry.spans import Attr, SpanName
 from telemetry.trace_view.read_model import NS_PER_S, RequestTrace, StagePlace, StageTimes, TraceSpan
 
 STANDS_OUT = 1.3
-"""A stage that takes so many times as long as the median of the others holds them up."""
+"""A stage is slow from this ratio to the median of the others on."""
 
 
 def ratio_to_median(own_s: float, others_s: Sequence[float]) -> float | None:
@@ -27,12 +27,12 @@ def ratio_to_median(own_s: float, others_s: Sequence[float]) -> float | None:
 
 
 def stands_out(ratio: float | None) -> bool:
-    """Whether a stage is slow that takes `ratio` times as long as the median of the others."""
+    """Whether a stage is slow, given its ratio to the median of the others."""
     return ratio is not None and ratio >= STANDS_OUT
 
 
 class Cause(StrEnum):
-    """What a request can spend time on."""
+    """Causes of a request's time."""
 
     INTAKE = "intake"
     QUEUE = "queue"
@@ -41,11 +41,11 @@ class Cause(StrEnum):
     WAIT = "wait"
     COMPUTE = "compute"
     RESULT = "result"
-    """The way from LAST back to the coordinator."""
+    """From LAST to the coordinator."""
     UNRECORDED = "unrecorded"
-    """Steps of which not every stage has told its times."""
+    """In steps that some stage did not report."""
     TURN = "turn"
-    """Between two steps: other sequences are computed."""
+    """Between two steps, while other sequences are computed."""
     PREEMPTION = "preemption"
     RECOVERY = "recovery"
     COORDINATOR = "coordinator"
@@ -57,7 +57,7 @@ Key: TypeAlias = tuple[Cause, StagePlace | None]
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Seconds of the request. `place` is the stage, for what happens at one."""
+    """Seconds of the request; `place` is the stage for causes at a stage, else None."""
 
     cause: Cause
     place: StagePlace | None
@@ -92,13 +92,13 @@ _CAUSES = {
 _STEPS = (SpanName.PREFILL_CHUNK, SpanName.DECODE)
 
 
-def account(trace: RequestTrace) -> tuple[Share, ...]:
-    """Largest first. The sum is the duration of the request."""
+def time_shares(trace: RequestTrace) -> tuple[Share, ...]:
+    """Shares, largest first; their sum is the duration of the request."""
     spent: dict[Key, float] = defaultdict(float)
     intervals = list(_intervals(trace))
     active_s = _active_seconds(intervals)
     for span in _activities(trace):
-        for key, fraction in _mix(span, trace).items():
+        for key, fraction in _causes_of(span, trace).items():
             spent[key] += active_s.get(span.span_id, 0.0) * fraction
     steps = trace.named(*_STEPS)
     first_end_ns = min((span.end_ns for span in steps), default=0)
@@ -115,14 +115,14 @@ def _activities(trace: RequestTrace) -> tuple[TraceSpan, ...]:
     return trace.named(*_PRIORITY)
 
 
-def _mix(span: TraceSpan, trace: RequestTrace) -> Mapping[Key, float]:
-    """What the span's time consists of; the fractions add up to 1."""
+def _causes_of(span: TraceSpan, trace: RequestTrace) -> Mapping[Key, float]:
+    """Causes of a span's time, as fractions with sum 1."""
     name = SpanName(span.name)
     if name not in _STEPS:
         return {(_CAUSES[name], None): 1.0}
     seconds = _recorded(trace.children.get(span.span_id, ()))
     seconds[Cause.RESULT, None] = span.signed(Attr.RESULT_DURATION) or 0.0
-    _balance(seconds)
+    _remove_negative(seconds)
     recorded_s = math.fsum(seconds.values())
     stated_s = span.measure(Attr.STEP_DURATION)
     in_steps_s = min(span.duration_s, max(recorded_s, span.duration_s if stated_s is None else stated_s))
@@ -132,9 +132,11 @@ def _mix(span: TraceSpan, trace: RequestTrace) -> Mapping[Key, float]:
     return {key: part_s / whole_s for key, part_s in seconds.items()} if whole_s else {}
 
 
-def _balance(seconds: dict[Key, float]) -> None:
-    """A clock that is off makes the way to its host longer and the way from there shorter, or the other way
-    round, by as much: what is less than nothing is taken from the other ways.
+def _remove_negative(seconds: dict[Key, float]) -> None:
+    """Remove negative times.
+
+    A clock offset adds as much to the hops towards a host as it takes from the hops away from it, so negative
+    times are subtracted from the other hops.
     """
     ways = [key for key in seconds if key[0] in (Cause.HOP, Cause.RESULT)]
     positive_s = math.fsum(max(0.0, seconds[key]) for key in ways)
@@ -157,18 +159,18 @@ def _recorded(stage_spans: Iterable[TraceSpan]) -> dict[Key, float]:
 
 
 def _active_seconds(intervals: Iterable[_Interval]) -> Mapping[str, float]:
-    """How much of the request's time counts for each activity, by span id."""
+    """Seconds of the request per activity, by span id."""
     found: dict[str, float] = defaultdict(float)
     for interval in intervals:
-        foremost = _foremost(interval.active)
-        for spans in foremost:
+        by_choice = _foremost_by_choice(interval.active)
+        for spans in by_choice:
             for span in spans:
-                found[span.span_id] += interval.length_s / (len(foremost) * len(spans))
+                found[span.span_id] += interval.length_s / (len(by_choice) * len(spans))
     return found
 
 
 def _intervals(trace: RequestTrace) -> Iterator[_Interval]:
-    """The request's time, cut wherever an activity begins or ends."""
+    """The request's time, cut at the begin and end of each activity."""
     begin_ns, end_ns = trace.root.start_ns, trace.root.end_ns
     edges: dict[int, list[TraceSpan]] = defaultdict(list)
     for span in _activities(trace):
@@ -187,8 +189,8 @@ def _intervals(trace: RequestTrace) -> Iterator[_Interval]:
                 active[span.span_id] = span
 
 
-def _foremost(active: Iterable[TraceSpan]) -> list[list[TraceSpan]]:
-    """For each choice what matters most of what it is doing."""
+def _foremost_by_choice(active: Iterable[TraceSpan]) -> list[list[TraceSpan]]:
+    """The activities of highest priority of each choice."""
     by_choice: dict[int | None, list[TraceSpan]] = defaultdict(list)
     for span in active:
         by_choice[span.choice].append(span)
@@ -202,9 +204,12 @@ def _of_highest_priority(spans: list[TraceSpan]) -> list[TraceSpan]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowStage:
-    """The stage that computed longest for a step. `ratio` is what it took by what the median of the other
-    stages would have taken for as many steps, prefill and decode apart, in the epochs in which it took part;
-    None where there is no other stage, or the others took no time. `num_others` is of the last of its epochs.
+    """The stage with the highest compute time per step, relative to the other stages.
+
+    Attributes:
+        ratio: compute time of the stage over what the median of the other stages would take for as many
+            steps, prefill and decode apart, in the epochs of the stage; None without other stages or times.
+        num_others: number of other stages in the last of these epochs.
     """
 
     place: StagePlace
@@ -219,7 +224,7 @@ class SlowStage:
 
 @dataclass(slots=True)
 class _Computed:
-    """Seconds of so many steps."""
+    """Compute time of `num_steps` steps."""
 
     seconds: float = 0.0
     num_steps: int = 0
@@ -230,14 +235,14 @@ class _Computed:
 
 
 _Work: TypeAlias = dict[tuple[int, str], dict[StagePlace, _Computed]]
-"""By epoch and name of the span, which is the kind of the steps."""
+"""By epoch and span name, which tells prefill from decode."""
 
 
 def slowest_stage(trace: RequestTrace) -> SlowStage | None:
-    """None for a trace without spans of stages."""
+    """None for a trace without stage spans."""
     done = _work(trace)
     found = [_compare(work.place, done) for work in trace.stages]
-    return max(found, key=lambda each: (each.ratio or 0.0, each.compute_s), default=None)
+    return max(found, key=lambda stage: (stage.ratio or 0.0, stage.compute_s), default=None)
 
 
 def _compare(place: StagePlace, done: _Work) -> SlowStage:
@@ -248,11 +253,11 @@ def _compare(place: StagePlace, done: _Work) -> SlowStage:
             continue
         own = computed[place]
         own_s += own.seconds
-        others = [each for other, each in computed.items() if other != place]
+        others = [work for other, work in computed.items() if other != place]
         others_by_epoch.setdefault(epoch, set()).update(computed.keys() - {place})
         if others:
             compared_s += own.seconds
-            others_s += own.num_steps * median(each.per_step_s for each in others)
+            others_s += own.num_steps * median(other.per_step_s for other in others)
     return SlowStage(
         place=place,
         compute_s=own_s,
@@ -262,7 +267,7 @@ def _compare(place: StagePlace, done: _Work) -> SlowStage:
 
 
 def _work(trace: RequestTrace) -> _Work:
-    """Not every stage tells of every step: spans that a worker had when it died are missing."""
+    """Some steps lack a stage: spans of a worker that crashed are missing."""
     found: _Work = defaultdict(lambda: defaultdict(_Computed))
     for work in trace.stages:
         for span in work.spans:
@@ -272,38 +277,38 @@ def _work(trace: RequestTrace) -> _Work:
     return found
 
 
-MOST_PARTS = 4
-SMALLEST_SHARE = 0.05
-
-_NETWORK = (Cause.HOP, Cause.RECEIVE, Cause.RESULT)
+MAX_PARTS = 4
+MIN_SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Seconds, and what they were spent on: `before` and `after` go around the name of the stage."""
+    """Part of the explanation: seconds, and text `before` and `after` the stage's name."""
 
     seconds: float
     before: str
     place: StagePlace | None = None
     after: str = ""
-    is_culprit: bool = False
+    is_slow_stage: bool = False
 
 
 def explain(trace: RequestTrace) -> str:
-    """Such as "2.41 s: 71 % computing on stage 2 (worker-2, layers 8-11), which takes 2.1 x as long as the
+    """Explain where the time went.
+
+    Example: "2.41 s: 71 % computing on stage 2 (worker-2, layers 8-11), which takes 2.1 x as long as the
     median stage; 12 % waiting at stage 2 behind other steps; 9 % in the queue."
     """
     whole_s = trace.duration_s
-    parts = _worth_saying(_groups(trace), whole_s)
+    parts = _largest_parts(_groups(trace), whole_s)
     if not parts:
         return f"{_headline(trace)}: no time was spent."
-    names = _Names()
-    words = [f"{round(100 * part.seconds / whole_s)} % {_words(part, names)}" for part in parts]
+    names = _StageNames()
+    words = [f"{round(100 * part.seconds / whole_s)} % {_text(part, names)}" for part in parts]
     return f"{_headline(trace)}: {'; '.join(words)}."
 
 
 def format_seconds(seconds: float) -> str:
-    """Three digits: 123 s, 12.3 s, 2.41 s, 812 ms, 8.10 ms, 85 us, -85 us."""
+    """Format with three digits: 123 s, 12.3 s, 2.41 s, 812 ms, 8.10 ms, 85 us, -85 us."""
     if seconds < 0:
         return f"-{format_seconds(-seconds)}"
     if seconds >= 0.9995:
@@ -314,14 +319,14 @@ def format_seconds(seconds: float) -> str:
 
 
 def three_digits(number: float) -> str:
-    """12300, 98.4, 7.12."""
+    """Format as 12300, 98.4 or 7.12."""
     if number >= 99.95:
         return f"{number:.0f}"
     return f"{number:.1f}" if number >= 9.995 else f"{number:.2f}"
 
 
-class _Names:
-    """A stage is introduced where it is named first."""
+class _StageNames:
+    """Names of stages; the first mention has worker and layers."""
 
     def __init__(self) -> None:
         self._known: set[StagePlace] = set()
@@ -339,35 +344,35 @@ def _headline(trace: RequestTrace) -> str:
     return length if trace.outcome == "finished" else f"{trace.outcome} after {length}"
 
 
-def _words(part: _Part, names: _Names) -> str:
+def _text(part: _Part, names: _StageNames) -> str:
     place = "" if part.place is None else f" {names.of(part.place)}"
     return f"{part.before}{place}{part.after}"
 
 
-def _worth_saying(groups: Iterable[list[_Part]], whole_s: float) -> list[_Part]:
-    """The groups with the most time first, the slow stage before the others; small parts are left out."""
+def _largest_parts(groups: Iterable[list[_Part]], whole_s: float) -> list[_Part]:
+    """The largest parts, ordered by the time of their group, the slow stage before the others."""
     ordered = [
         part
         for group in sorted(groups, key=lambda group: -sum(part.seconds for part in group))
         for part in group
         if part.seconds > 0
     ]
-    large = [part for part in ordered if part.seconds >= SMALLEST_SHARE * whole_s]
-    kept = sorted(large, key=lambda part: -part.seconds)[:MOST_PARTS] or ordered[:1]
-    return [part for part in ordered if part in kept or part.is_culprit]
+    large = [part for part in ordered if part.seconds >= MIN_SHARE * whole_s]
+    kept = sorted(large, key=lambda part: -part.seconds)[:MAX_PARTS] or ordered[:1]
+    return [part for part in ordered if part in kept or part.is_slow_stage]
 
 
 def _groups(trace: RequestTrace) -> list[list[_Part]]:
-    shares = account(trace)
+    shares = time_shares(trace)
     return [
-        _computing(shares, slowest_stage(trace)),
-        _waiting(shares),
-        _travelling(shares),
-        *([part] for part in _elsewhere(trace, shares)),
+        _compute_parts(shares, slowest_stage(trace)),
+        _wait_parts(shares),
+        _transit_parts(shares),
+        *([part] for part in _other_causes(trace, shares)),
     ]
 
 
-def _computing(shares: Iterable[Share], slow: SlowStage | None) -> list[_Part]:
+def _compute_parts(shares: Iterable[Share], slow: SlowStage | None) -> list[_Part]:
     by_place = _by_place(shares, Cause.COMPUTE)
     if slow is None or not by_place:
         return []
@@ -380,12 +385,12 @@ def _computing(shares: Iterable[Share], slow: SlowStage | None) -> list[_Part]:
     own_s = by_place.get(slow.place, 0.0)
     remark = f", which takes {_ratio(slow.ratio)} x as long as {others}"
     return [
-        _Part(own_s, "computing on", slow.place, remark, is_culprit=True),
+        _Part(own_s, "computing on", slow.place, remark, is_slow_stage=True),
         _Part(whole_s - own_s, f"computing on the other {_stages(slow.num_others)}"),
     ]
 
 
-def _waiting(shares: Iterable[Share]) -> list[_Part]:
+def _wait_parts(shares: Iterable[Share]) -> list[_Part]:
     return _concentrated(
         _by_place(shares, Cause.WAIT),
         at_one=("waiting at", " behind other steps"),
@@ -393,7 +398,7 @@ def _waiting(shares: Iterable[Share]) -> list[_Part]:
     )
 
 
-def _travelling(shares: Iterable[Share]) -> list[_Part]:
+def _transit_parts(shares: Iterable[Share]) -> list[_Part]:
     back_s = math.fsum(share.seconds for share in shares if share.cause is Cause.RESULT)
     hops = _by_place(shares, Cause.HOP, Cause.RECEIVE)
     if back_s > math.fsum(hops.values()):
@@ -408,7 +413,7 @@ def _travelling(shares: Iterable[Share]) -> list[_Part]:
 def _concentrated(
     by_place: Mapping[StagePlace, float], *, at_one: tuple[str, str], elsewhere: str
 ) -> list[_Part]:
-    """One stage is named where more than half of it is, and twice what is usual; else all together."""
+    """Name a stage with most of the time and twice the median of the others, else group all stages."""
     if not by_place:
         return []
     place = max(by_place, key=by_place.__getitem__)
@@ -419,21 +424,21 @@ def _concentrated(
     return [_Part(by_place[place], at_one[0], place, at_one[1]), _Part(rest_s, elsewhere)]
 
 
-def _elsewhere(trace: RequestTrace, shares: Iterable[Share]) -> list[_Part]:
+def _other_causes(trace: RequestTrace, shares: Iterable[Share]) -> list[_Part]:
     words = {
         Cause.QUEUE: "in the queue",
         Cause.TURN: "between steps, while other sequences were computed",
-        Cause.RECOVERY: f"recovering{_occasions(trace, SpanName.RECOVERY)}",
-        Cause.PREEMPTION: f"preempted{_occasions(trace, SpanName.PREEMPTION)}",
+        Cause.RECOVERY: f"recovering{_count_and_reason(trace, SpanName.RECOVERY)}",
+        Cause.PREEMPTION: f"preempted{_count_and_reason(trace, SpanName.PREEMPTION)}",
         Cause.INTAKE: "before the queue (checks, tokenizer, no pipeline yet)",
-        Cause.UNRECORDED: "in steps of which not every stage has told its times",
+        Cause.UNRECORDED: "in steps without times from every stage",
         Cause.COORDINATOR: "in the coordinator",
     }
     return [_Part(share.seconds, words[share.cause]) for share in shares if share.cause in words]
 
 
-def _occasions(trace: RequestTrace, name: SpanName) -> str:
-    """How often, and why: " twice (worker-1 was lost)"."""
+def _count_and_reason(trace: RequestTrace, name: SpanName) -> str:
+    """Count and first reason, such as " twice (worker-1 was lost)"."""
     spans = trace.named(name)
     num_times = max((sum(span.choice == choice for span in spans) for choice in _choices(trace)), default=0)
     often = "" if num_times < 2 else " twice" if num_times == 2 else f" {num_times} times"

@@ -7,7 +7,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from stageline_rpc.v1 import telemetry_pb2
 from telemetry.spans import Attr, SpanName
-from telemetry.trace_view.explain import Share, SlowStage, account, explain, slowest_stage
+from telemetry.trace_view.explain import Share, SlowStage, explain, slowest_stage, time_shares
 from telemetry.trace_view.read_model import RequestTrace, StagePlace, StageWork
 from telemetry.trace_view.waterfall import Row, Segment, waterfall
 from wire.status_codec import duration, message_fields
@@ -15,7 +15,10 @@ from wire.status_codec import duration, message_fields
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSummary:
-    """`time_to_first_token_s` is None where none has come. Interruptions of every choice count."""
+    """Summary of a trace; `time_to_first_token_s` is None before the first token.
+
+    Preemptions and recoveries are counted over all choices.
+    """
 
     request_id: str
     trace_id: str
@@ -33,7 +36,6 @@ class TraceSummary:
 
 
 def summary(trace: RequestTrace) -> TraceSummary:
-    """What the root says of the request, and which stage computed longest."""
     root = trace.root
     return TraceSummary(
         request_id=trace.request_id,
@@ -53,7 +55,9 @@ def summary(trace: RequestTrace) -> TraceSummary:
 
 
 def trace_facts(trace: RequestTrace) -> dict[str, Any]:
-    """The fields of `TraceSummary`, and explanation, shares and rows, in seconds since its start."""
+    """The fields of `TraceSummary` with explanation, shares and rows; times in seconds since the request's
+    start.
+    """
     view = waterfall(trace)
     root = trace.root
     return {
@@ -62,14 +66,13 @@ def trace_facts(trace: RequestTrace) -> dict[str, Any]:
         "error": root.error,
         "explanation": explain(trace),
         "attributes": dict(root.attributes),
-        "shares": [_share(share, trace) for share in account(trace)],
+        "shares": [_share(share, trace) for share in time_shares(trace)],
         "stages": [_stage(work) for work in trace.stages],
         "rows": [_row(row) for row in view.rows],
     }
 
 
 def encode_summary(line: TraceSummary) -> telemetry_pb2.TraceSummary:
-    """What a list says of one request; the fields of `trace_facts` begin with the same."""
     message = telemetry_pb2.TraceSummary(
         request_id=line.request_id,
         trace_id=line.trace_id,

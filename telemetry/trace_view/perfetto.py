@@ -1,4 +1,4 @@
-"""A request in the Chrome trace format, which ui.perfetto.dev and chrome://tracing open.
+"""Converts a request to the Chrome trace format, for ui.perfetto.dev and chrome://tracing.
 
 The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -16,8 +16,10 @@ _COORDINATOR = 1
 
 
 def perfetto(trace: RequestTrace) -> dict[str, Any]:
-    """To be written as JSON: a process for the coordinator and for each worker, and a thread for each row, or
-    several where the segments of a row overlap. Microseconds since the first thing that happened.
+    """Return the trace as a JSON object.
+
+    The coordinator and each worker are a process, each row is a thread, or several if its segments overlap.
+    Times are microseconds since the first event.
     """
     return {
         "traceEvents": list(_Writer(trace).events()),
@@ -31,12 +33,12 @@ def perfetto(trace: RequestTrace) -> dict[str, Any]:
 
 
 class _Writer:
-    """Numbers processes and threads as they come up."""
+    """Assigns process and thread numbers in order of appearance."""
 
     def __init__(self, trace: RequestTrace) -> None:
         self._trace = trace
         self._rows = waterfall(trace).rows
-        # The first hop may begin before the request does, by as much as two clocks differ.
+        # Clock offsets can place the first hop before the request.
         starts = [segment.start_s for row in self._rows for segment in row.segments]
         self._begin_s = min(0.0, *starts, 0.0)
         self._processes: dict[str, int] = {}
@@ -84,7 +86,7 @@ class _Writer:
     def _span(
         self, name: str, category: str, start_s: float, end_s: float, pid: int, tid: int, facts: Event
     ) -> Event:
-        # Both ends are rounded before they are subtracted: what abuts still abuts, and does not overlap.
+        # Round both ends before subtracting, so that adjacent segments stay adjacent.
         start_ns = round((start_s - self._begin_s) * NS_PER_S)
         end_ns = round((end_s - self._begin_s) * NS_PER_S)
         return {

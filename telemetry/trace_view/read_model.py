@@ -1,4 +1,4 @@
-"""The spans of one request, read from OTLP messages."""
+"""Read model of one request, built from the spans of OTLP messages."""
 
 import math
 from collections import defaultdict
@@ -18,18 +18,21 @@ Value: TypeAlias = str | bool | int | float
 SERVICE_NAME = "service.name"
 SERVICE_INSTANCE = "service.instance.id"
 NS_PER_S = 1_000_000_000
-MOST_LEVELS = 8
+MIN_ID_PART = 4
+"""Minimum characters of the beginning or end of a request id that identify a trace."""
+MAX_LEVELS = 8
 """Spans of a request are nested three levels deep; deeper nesting means a cycle."""
 
-_OF_REQUEST = frozenset(SpanName) - {SpanName.GENERATE, SpanName.CLUSTER_RECOVERY}
+_REQUEST_SPANS = frozenset(SpanName) - {SpanName.GENERATE, SpanName.CLUSTER_RECOVERY}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSpan:
-    """One finished span. Ids are hexadecimal, `parent_id` is "" without a parent; times are Unix time.
+    """One finished span.
 
-    `process` is the service.name and `instance` the service.instance.id of who recorded it; `error` is the
-    text of a status ERROR, and None for any other status.
+    Ids are hexadecimal, `parent_id` is "" without a parent; times are Unix time. `process` is the
+    service.name and `instance` the service.instance.id of the recording process; `error` is the text of a
+    status ERROR, else None.
     """
 
     trace_id: str
@@ -48,19 +51,18 @@ class TraceSpan:
         return (self.end_ns - self.start_ns) / NS_PER_S
 
     def measure(self, key: Attr) -> float | None:
-        """A duration in seconds, or a mean, no less than 0; None where it is absent."""
+        """A non-negative duration in seconds, or a mean; None if absent."""
         value = self.signed(key)
         return None if value is None else max(0.0, value)
 
     def signed(self, key: Attr) -> float | None:
-        """The same for what is between two hosts: it is negative where their clocks differ by more."""
+        """A duration in seconds; negative between two hosts whose clock offset exceeds it. None if absent."""
         value = self.attributes.get(key)
         if isinstance(value, str | bool | None) or not math.isfinite(value):
             return None
         return float(value)
 
     def number(self, key: Attr, default: int = 0) -> int:
-        """A count or an index."""
         value = self.attributes.get(key)
         if isinstance(value, str | bool | None) or not math.isfinite(value):
             return default
@@ -72,7 +74,7 @@ class TraceSpan:
 
     @property
     def choice(self) -> int | None:
-        """Which choice of the request it is about; None for the request as a whole."""
+        """Index of the choice; None for spans of the whole request."""
         return self.number(Attr.CHOICE) if Attr.CHOICE in self.attributes else None
 
     @property
@@ -82,7 +84,7 @@ class TraceSpan:
 
 @dataclass(frozen=True, slots=True, order=True)
 class StagePlace:
-    """A stage as one worker ran it; `layer_end` is one past its last layer."""
+    """A stage on one worker; `layer_end` is one past its last layer."""
 
     index: int
     worker: str
@@ -102,14 +104,14 @@ class StagePlace:
 
     @property
     def layers(self) -> str:
-        """As people write them, the last one included: 8-11."""
+        """Layers with the last one included: 8-11."""
         last = self.layer_end - 1
         return str(last) if last <= self.layer_begin else f"{self.layer_begin}-{last}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
-    """Seconds; docs/telemetry.md says where each begins and ends. A hop may be negative: see `signed`."""
+    """Times in seconds, as defined in docs/telemetry.md; `hop_s` may be negative (see `TraceSpan.signed`)."""
 
     hop_s: float = 0.0
     receive_s: float = 0.0
@@ -119,7 +121,7 @@ class StageTimes:
 
     @classmethod
     def of(cls, span: TraceSpan) -> "StageTimes":
-        """What is absent counts as nothing."""
+        """Absent times are 0."""
         return cls(
             hop_s=span.signed(Attr.HOP_DURATION) or 0.0,
             receive_s=span.measure(Attr.RECEIVE_DURATION) or 0.0,
@@ -132,17 +134,17 @@ class StageTimes:
     def sum_of(cls, parts: Iterable["StageTimes"]) -> "StageTimes":
         times = list(parts)
         return cls(
-            hop_s=math.fsum(each.hop_s for each in times),
-            receive_s=math.fsum(each.receive_s for each in times),
-            wait_s=math.fsum(each.wait_s for each in times),
-            compute_s=math.fsum(each.compute_s for each in times),
-            send_s=math.fsum(each.send_s for each in times),
+            hop_s=math.fsum(part.hop_s for part in times),
+            receive_s=math.fsum(part.receive_s for part in times),
+            wait_s=math.fsum(part.wait_s for part in times),
+            compute_s=math.fsum(part.compute_s for part in times),
+            send_s=math.fsum(part.send_s for part in times),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageWork:
-    """What one worker did for the request on one stage. `spans` in the order of their start."""
+    """All steps of the request on one stage of one worker; `spans` are in order of their start."""
 
     place: StagePlace
     spans: tuple[TraceSpan, ...]
@@ -154,7 +156,7 @@ class StageWork:
 
 @dataclass(frozen=True)
 class RequestTrace:
-    """All spans of one request; `spans` are those below `root`, in the order of their start."""
+    """All spans of one request; `spans` are those below `root`, in order of their start."""
 
     root: TraceSpan
     spans: tuple[TraceSpan, ...]
@@ -173,7 +175,7 @@ class RequestTrace:
 
     @property
     def outcome(self) -> str:
-        """How it ended, in one word: what the coordinator says, else what the status of the span says."""
+        """The outcome that the coordinator recorded, else derived from the status of the root span."""
         stated = self.root.text(Attr.OUTCOME)
         return stated or ("finished" if self.root.error is None else "failed")
 
@@ -186,7 +188,7 @@ class RequestTrace:
 
     @cached_property
     def children(self) -> Mapping[str, tuple[TraceSpan, ...]]:
-        """Spans by the id of their parent."""
+        """Spans by parent id."""
         found: dict[str, list[TraceSpan]] = defaultdict(list)
         for span in self.spans:
             found[span.parent_id].append(span)
@@ -194,7 +196,7 @@ class RequestTrace:
 
     @cached_property
     def stages(self) -> tuple[StageWork, ...]:
-        """In the order of their indices, and where a stage has moved, of their first span."""
+        """In order of stage index, and for a moved stage of the first span."""
         by_place: dict[StagePlace, list[TraceSpan]] = {}
         for span in self.spans:
             if span.is_stage:
@@ -204,17 +206,17 @@ class RequestTrace:
 
 
 def printable(text: str) -> str:
-    """Without what a terminal would obey: spans come from anybody. Line breaks and tabs become blanks."""
+    """Replace control characters of untrusted span texts; line breaks and tabs become blanks."""
     if text.isprintable():
         return text
     return "".join(
-        each if each.isprintable() else " " if each.isspace() else "\N{REPLACEMENT CHARACTER}"
-        for each in text
+        char if char.isprintable() else " " if char.isspace() else "\N{REPLACEMENT CHARACTER}"
+        for char in text
     )
 
 
 def read_spans(data: TracesData | Iterable[ResourceSpans]) -> list[TraceSpan]:
-    """Every span of these messages, as they come; texts are `printable`."""
+    """Read every span, in order; texts are `printable`."""
     messages = data.resource_spans if isinstance(data, TracesData) else data
     return [
         _read_span(span, resource)
@@ -226,10 +228,10 @@ def read_spans(data: TracesData | Iterable[ResourceSpans]) -> list[TraceSpan]:
 
 
 def request_trace(spans: Iterable[TraceSpan], request_id: str) -> RequestTrace:
-    """The spans below the root of this request. Raises ValueError when the root is not among them.
+    """Collect the spans below the request's root. Raises ValueError without a root.
 
-    A client may put many requests into one trace. A span whose parent is missing belongs to the only request
-    there is, or else to none.
+    A client may put several requests into one trace. A span without its parent belongs to the request only if
+    the trace has no other request.
     """
     unique = {span.span_id: span for span in spans}
     roots = [span for span in unique.values() if span.name == SpanName.GENERATE]
@@ -247,18 +249,18 @@ def request_trace(spans: Iterable[TraceSpan], request_id: str) -> RequestTrace:
 
 def _belongs(span: TraceSpan, root: TraceSpan, spans: Mapping[str, TraceSpan], *, is_only: bool) -> bool:
     at = span
-    for _ in range(MOST_LEVELS):
+    for _ in range(MAX_LEVELS):
         if at.parent_id == root.span_id:
             return True
         parent = spans.get(at.parent_id)
         if parent is None:
-            return is_only and _is_ours(at)
+            return is_only and _is_request_span(at)
         at = parent
     return False
 
 
-def _is_ours(span: TraceSpan) -> bool:
-    return span.name in _OF_REQUEST
+def _is_request_span(span: TraceSpan) -> bool:
+    return span.name in _REQUEST_SPANS
 
 
 def _stage_work(place: StagePlace, spans: list[TraceSpan]) -> StageWork:
@@ -292,7 +294,7 @@ def _read_span(span: Span, resource: Mapping[str, Value]) -> TraceSpan:
 
 
 def _attributes(pairs: Iterable[KeyValue]) -> Mapping[str, Value]:
-    """Those with one value that is a text or a finite number; lists and maps are none of ours."""
+    """Attributes with a string, boolean or finite number; lists and maps are skipped."""
     found: dict[str, Value] = {}
     for pair in pairs:
         match pair.value.WhichOneof("value"):

@@ -1,4 +1,4 @@
-"""A request as rows of segments on one time axis: what the coordinator did with it, and each stage."""
+"""A request as rows of segments on one time axis: the coordinator's phases, then each stage."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from telemetry.trace_view.read_model import RequestTrace, StagePlace, StageTimes
 
 
 class SegmentKind(StrEnum):
-    """What a segment is. The first six are the coordinator's, the others those of a stage."""
+    """The first six are recorded by the coordinator, the others by stages."""
 
     INTAKE = "intake"
     QUEUE = "queue"
@@ -43,10 +43,10 @@ COORDINATOR_KINDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Seconds since the request's start; a hop may begin before it by as much as two clocks differ.
+    """Times are seconds since the request's start; a clock offset can place a hop before it.
 
-    With `is_share` it is its part of a span that covers many steps: as long as what it stands for took
-    together, but not where each of them was.
+    With `is_share` the segment is one part of a span of many steps: its length is the sum over these steps,
+    its place is not measured.
     """
 
     kind: SegmentKind
@@ -65,7 +65,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`place` is the stage, and None for a row of the coordinator. Segments may overlap."""
+    """`place` is the stage, None for a row of the coordinator. Segments may overlap."""
 
     title: str
     place: StagePlace | None
@@ -77,7 +77,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Waterfall:
-    """Rows of the coordinator come before those of the stages; `end_s` is where the last segment ends."""
+    """Rows of the coordinator come before those of the stages; `end_s` is the end of the last segment."""
 
     duration_s: float
     end_s: float
@@ -85,7 +85,7 @@ class Waterfall:
 
 
 def waterfall(trace: RequestTrace) -> Waterfall:
-    """Rows without segments are left out."""
+    """Rows without segments are omitted."""
     rows = [*_coordinator_rows(trace), *_stage_rows(trace)]
     ends = [segment.end_s for row in rows for segment in row.segments]
     return Waterfall(trace.duration_s, max(trace.duration_s, *ends, 0.0), tuple(rows))
@@ -104,7 +104,7 @@ def _stage_rows(trace: RequestTrace) -> Iterator[Row]:
 
 
 def _of_stage(span: TraceSpan, trace: RequestTrace) -> Iterator[Segment]:
-    """The span begins with the first byte of its first step: the hop before it has its end there."""
+    """A stage span begins with the first byte of its first step; the hop before it ends there."""
     times = StageTimes.of(span)
     hop_s = max(0.0, times.hop_s)
     num_steps = max(1, span.number(Attr.NUM_STEPS, 1))
@@ -136,7 +136,7 @@ def _segment(
 
 
 def lanes(segments: Iterable[Segment]) -> list[list[Segment]]:
-    """Shared out so that no two of one lane overlap, over as few lanes as that takes."""
+    """Distribute segments over as few lanes as possible, so that no two segments of a lane overlap."""
     found: list[list[Segment]] = []
     for segment in sorted(segments, key=lambda segment: (segment.start_s, segment.end_s)):
         for lane in found:

@@ -36,8 +36,8 @@ async def test_poisoned_devices_under_load_cost_no_request_a_token(tmp_path: Pat
                 await streams.end(timeout_s=DEADLINE_S)
                 assert streams.problems(expected) == []
         await up.expect(r"worker-\d \(pid \d+\) ended: exit code 3", timeout_s=DEADLINE_S)
-        await up.expect(r"Starting worker-\d again in 0\.5 s\.")
-        await up.expect(r"Started worker-\d again \(pid \d+\)\.")
+        await up.expect(r"Restarting worker-\d in 0\.5 s\.")
+        await up.expect(r"Restarted worker-\d \(pid \d+\)\.")
         status = await wait_for_status(match[1], is_idle, timeout_s=DEADLINE_S)
         assert status.requests.failed == 0
         up.type(CTRL_C)

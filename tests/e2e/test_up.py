@@ -54,7 +54,7 @@ async def test_up_serves_every_command_until_ctrl_c(tmp_path: Path) -> None:
 
         up.type(CTRL_C)
         assert await up.exit_code() == 0
-        assert up.text.rstrip().endswith("All processes have ended.")
+        assert up.text.rstrip().endswith("All processes stopped.")
         assert "Traceback" not in up.text
         assert_nothing_left(pids, ports, tmp_path)
 
@@ -108,14 +108,14 @@ async def _ctrl_c_cancels_a_generation(address: str) -> None:
 
 async def _chat_holds_a_conversation(address: str) -> None:
     async with Terminal("chat", "--coordinator", address) as chat:
-        await chat.expect(r"Talking with stageline-stories\.")
+        await chat.expect(r"Chatting with stageline-stories\.")
         for said in ("Hello!", "What is your name?"):
             await chat.expect("> ")
             chat.type(f"{said}\n")
             await chat.expect(re.escape(said) + r"\n\w.*\n")
         await chat.expect("> ")
         chat.type("/reset\n")
-        await chat.expect("the conversation is forgotten")
+        await chat.expect("history cleared")
         await chat.expect("> ")
         chat.type(CTRL_D)
         assert await chat.exit_code() == 0
@@ -145,7 +145,7 @@ async def test_ctrl_c_ends_everything_also_when_one_worker_is_dead_and_another_h
         assert "Traceback" not in up.text
         # The logs of a cluster that has lost a process are kept, and the last line says where.
         (logs,) = leftover_files(tmp_path)
-        assert up.text.rstrip().endswith(f"All processes have ended. Logs are kept in {logs}")
+        assert up.text.rstrip().endswith(f"All processes stopped. Logs are kept in {logs}")
         shutil.rmtree(logs)
         assert_nothing_left(pids, ports, tmp_path)
 
@@ -182,7 +182,7 @@ async def test_the_demo_tells_a_story_and_ends(tmp_path: Path) -> None:
         assert await demo.exit_code(timeout_s=60) == 0
         assert re.search(r"tokens in [\d.]+ s, [\d.]+ tokens/s; first token after", demo.text)
         assert all(f"worker-{number} " in demo.text for number in range(3))
-        assert demo.text.rstrip().endswith("All processes have ended.")
+        assert demo.text.rstrip().endswith("All processes stopped.")
         await wait_until_gone(pids)
         assert leftover_files(tmp_path) == []
 

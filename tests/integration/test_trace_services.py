@@ -133,9 +133,9 @@ async def test_a_request_that_is_not_kept_is_not_found_and_an_unclear_one_is_ref
     for number in (1, 2):
         coordinator.trace_store.add(served(request_id=_id(number), trace_id=bytes([number] * 16)).spans)
     async with Client(coordinator.address) as client:
-        with pytest.raises(RequestNotFound, match="no trace of request other is kept"):
+        with pytest.raises(RequestNotFound, match="no trace of request other is stored"):
             await client.trace("other")
-        with pytest.raises(InvalidRequest, match="01890a5d may be any of 2 requests"):
+        with pytest.raises(InvalidRequest, match="01890a5d matches 2 requests"):
             await client.trace("01890a5d")
 
 

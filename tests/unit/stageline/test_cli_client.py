@@ -157,7 +157,7 @@ def test_status_shows_model_state_and_requests(address: str, capsys: pytest.Capt
 def test_status_as_json_is_the_documented_schema(address: str) -> None:
     status = _status(address)
     assert status["num_stages"] == 2
-    assert status["state"] == "waiting for workers"
+    assert status["state"] == "CLUSTER_STATE_WAITING_FOR_WORKERS"
     assert status["requests"]["waiting"] == 0
 
 
@@ -170,7 +170,7 @@ def test_chat_keeps_the_history_until_it_is_reset(
     output = capsys.readouterr()
     # The fake answers with the number of messages that it was given.
     assert output.out == " 1 messages\n 3 messages\n 1 messages\n"
-    assert "Talking with fake-stories" in output.err
+    assert "Chatting with fake-stories" in output.err
     assert "(no command /what; there are /reset and /exit)" in output.err
 
 

@@ -47,7 +47,7 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
 def _start_up(launch: Launch, *flags: str, **variables: str) -> tuple[subprocess.Popen[str], list[int], str]:
     """The launcher once it serves, the ids of its processes (coordinator first), and what it has printed."""
     launcher = launch("up", "--workers", "2", "--listen", "127.0.0.1:0", *flags, **variables)
-    printed = _read_until(launcher, "Ctrl-C ends it")
+    printed = _read_until(launcher, "Press Ctrl-C to stop")
     children = sorted(psutil.Process(launcher.pid).children(), key=lambda child: child.create_time())
     return launcher, [child.pid for child in children], printed
 
@@ -82,7 +82,7 @@ def test_up_shows_the_topology_and_a_signal_ends_it_in_order(
     launcher.send_signal(number)
     output, errors = launcher.communicate(timeout=60)
     assert launcher.returncode == 0
-    assert output.endswith("All processes have ended.\n")
+    assert output.endswith("All processes stopped.\n")
     assert errors == ""
     assert _all_ended(pids)
     assert list(tmp_path.glob("stageline-*")) == []
@@ -183,7 +183,7 @@ def test_a_second_signal_does_not_wait_for_processes_that_hang(launch: Launch) -
     launcher, pids, _ = _start_up(launch, FAKE_HANGS="1")
     start = time.monotonic()
     launcher.send_signal(signal.SIGINT)
-    _read_until(launcher, "Ending all processes")
+    _read_until(launcher, "Stopping all processes")
     launcher.send_signal(signal.SIGINT)
     launcher.communicate(timeout=60)
     assert time.monotonic() - start < GRACE_S
@@ -206,7 +206,7 @@ def test_the_demo_shows_who_ran_what_the_text_and_the_speed(launch: Launch, tmp_
     assert "Once upon a time 0 1 2" in output
     assert "300 tokens in " in output
     assert " tokens/s" in output
-    assert output.endswith("All processes have ended.\n")
+    assert output.endswith("All processes stopped.\n")
     assert list(tmp_path.glob("stageline-*")) == []
 
 

@@ -248,7 +248,7 @@ def test_attaching_to_several_choices_needs_to_know_how_many(
 
     assert main(["attach", request_id, "--coordinator", address]) == 1
     assert capsys.readouterr().err == (
-        "stageline: error[USAGE]: the request has several choices; say how many with -n\n"
+        "stageline: error[USAGE]: the request has several choices; set their number with -n\n"
     )
     assert main(["attach", request_id, "-n", "2", "--coordinator", address]) == 0
     assert capsys.readouterr().out.count("--- choice ") == 2
@@ -263,12 +263,12 @@ def test_ctrl_c_leaves_a_detached_request_running_and_says_how_to_go_on(
     assert returncode == 130
     assert errors == (
         f"(request {request_id})\n\n"
-        f"stageline: the request goes on; `stageline attach {request_id}` shows it, "
+        f"stageline: the request continues; `stageline attach {request_id}` shows it, "
         f"`stageline cancel {request_id}` ends it\n"
     )
     returncode, errors = _interrupt(["attach", request_id, "--coordinator", address])
     assert returncode == 130
-    assert errors == f"\nstageline: no longer attached to request {request_id}\n"
+    assert errors == f"\nstageline: detached from request {request_id}\n"
 
     assert main(["cancel", request_id, "--coordinator", address]) == 0
     assert capsys.readouterr() == ("", "")

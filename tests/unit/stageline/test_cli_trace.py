@@ -105,7 +105,7 @@ def test_a_wide_terminal_shows_whole_ids(
 def test_traces_that_made_room_are_mentioned(coordinator: Served, capsys: pytest.CaptureFixture[str]) -> None:
     coordinator.store.add(served(request_id=OTHER_ID[:-1] + "2", trace_id=b"n" * 16).spans)
     assert main(["trace"]) == 0
-    assert "1 older traces have made room." in capsys.readouterr().out
+    assert "1 older traces were evicted." in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("coordinator")
@@ -155,15 +155,19 @@ def test_a_request_for_perfetto(tmp_path: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("line", "exit_code", "says"),
     [
-        (["nobody"], 1, "no trace of request nobody is kept; `stageline trace` lists those that are"),
-        (["01890a5d"], 1, "01890a5d may be any of 2 requests: "),
+        (["nobody"], 1, "no trace of request nobody is stored; list stored traces with `stageline trace`"),
+        (["01890a5d"], 1, "01890a5d matches 2 requests: "),
         ([REQUEST_ID, "--perfetto", "/no/such/place"], 1, "cannot write /no/such/place: No such file"),
-        (["--perfetto", "x.json"], 2, "--perfetto is for one request: give its id"),
-        ([REQUEST_ID, "--limit", "3"], 2, "--limit is for the list"),
+        (["--perfetto", "x.json"], 2, "--perfetto needs a request id"),
+        ([REQUEST_ID, "--limit", "3"], 2, "--limit applies to the list"),
         (["--limit", "0"], 2, "--limit"),
-        ([""], 2, "'' is too short: give at least 4 characters of a request's id"),
+        ([""], 2, "'' is too short: give at least 4 characters of the beginning"),
         (["057"], 2, "'057' is too short"),
-        (["zzz"], 2, "its beginning or its end; `stageline trace` without an id lists recent requests"),
+        (
+            ["zzz"],
+            2,
+            "of the beginning or end of a request id; `stageline trace` without an id lists recent requests",
+        ),
     ],
 )
 def test_failures_are_one_line_and_an_exit_code(
@@ -187,7 +191,7 @@ def test_a_coordinator_without_traces_says_so(
 ) -> None:
     monkeypatch.setattr(coordinator.store, "recent", lambda num_requests: [])
     assert main(["trace"]) == 0
-    assert capsys.readouterr().out == "No request has been traced yet.\n"
+    assert capsys.readouterr().out == "No traces yet.\n"
 
 
 PLANTED_ID = "01890a5d-ffff-774b-bcce-000000000003"
@@ -302,5 +306,5 @@ def test_a_request_that_no_stage_worked_on_is_drawn(capsys: pytest.CaptureFixtur
     maker.root(0.0, error="it is too long")
     lines = drawn(maker)
     assert "Error: it is too long" in lines
-    assert "No stage has told what it did." in lines
+    assert "No spans of stages." in lines
     assert lines[-1] == "failed after 0 us: no time was spent."

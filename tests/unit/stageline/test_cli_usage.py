@@ -249,7 +249,7 @@ def test_the_self_check_can_be_told_and_is_handed_on(
     ("line", "message"),
     [
         ("coordinator --stages 2 --mock-model layers=4 --self-check", "not together with --mock-model"),
-        ("up --mock step=1ms --self-check", "not together with --mock"),
+        ("up --mock step=1ms --self-check", "cannot be used with --mock"),
     ],
 )
 def test_what_computes_nothing_cannot_be_checked(

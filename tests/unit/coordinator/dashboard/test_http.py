@@ -116,9 +116,9 @@ class Traces:
 
     async def facts(self, wanted: str) -> dict[str, Any]:
         if wanted == "0":
-            raise InvalidRequest("0 may be any of 2 requests")
+            raise InvalidRequest("0 matches 2 requests")
         if wanted != "0199":
-            raise RequestNotFound(f"no trace of request {wanted} is kept")
+            raise RequestNotFound(f"no trace of request {wanted} is stored")
         return {"request_id": "0199", "explanation": "1 s: all of it."}
 
 
@@ -255,7 +255,7 @@ async def test_traces_are_listed_and_read(http: Http) -> None:
     assert (await (await http.get("/api/traces/0199")).json())["explanation"] == "1 s: all of it."
     missing = await http.get("/api/traces/abc")
     assert missing.status == 404
-    assert await error_of(missing) == "no trace of request abc is kept"
+    assert await error_of(missing) == "no trace of request abc is stored"
     assert (await http.get("/api/traces/0")).status == 400
 
 

@@ -68,7 +68,7 @@ def test_the_oldest_trace_makes_room_for_one_more() -> None:
     store = filled(1, 2, 3, num_traces=2)
     assert kept(store) == [request_id(3), request_id(2)]
     assert (store.counts.dropped, store.counts.dropped_traces) == (NUM_SPANS, 1)
-    with pytest.raises(RequestNotFound, match=f"no trace of request {request_id(1)} is kept"):
+    with pytest.raises(RequestNotFound, match=f"no trace of request {request_id(1)} is stored"):
         store.find(request_id(1))
 
 
@@ -157,7 +157,7 @@ def test_a_request_is_found_by_a_part_of_its_id_and_by_its_trace(wanted: str) ->
 
 def test_a_part_that_several_ids_have_is_refused_with_them() -> None:
     store = filled(1, 2)
-    with pytest.raises(InvalidRequest, match=f"01890a5d may be any of 2 requests: {request_id(1)}, "):
+    with pytest.raises(InvalidRequest, match=f"01890a5d matches 2 requests: {request_id(1)}, "):
         store.find("01890a5d")
 
 

@@ -1,4 +1,4 @@
-"""The sentence names whoever took the time."""
+"""The explanation names the causes with the largest shares."""
 
 import random
 
@@ -8,12 +8,12 @@ from telemetry.spans import Attr, SpanName
 from telemetry.trace_view.explain import (
     STANDS_OUT,
     Cause,
-    account,
     explain,
     format_seconds,
     ratio_to_median,
     slowest_stage,
     stands_out,
+    time_shares,
 )
 from telemetry.trace_view.read_model import RequestTrace
 from tests.otlp_spans import SpanMaker, Times, served
@@ -137,7 +137,7 @@ def test_what_stages_have_not_told_is_said() -> None:
     maker = SpanMaker()
     maker.decode(0.0, 1.0, [], unrecorded=1.0)
     maker.root(1.0)
-    assert explain(maker.trace()) == "1.00 s: 100 % in steps of which not every stage has told its times."
+    assert explain(maker.trace()) == "1.00 s: 100 % in steps without times from every stage."
 
 
 def test_a_request_that_did_not_finish_says_so() -> None:
@@ -249,7 +249,7 @@ def test_who_has_nobody_to_be_compared_with_is_not_slow() -> None:
 
 
 def spent(trace: RequestTrace) -> dict[tuple[Cause, int | None], float]:
-    shares = account(trace)
+    shares = time_shares(trace)
     assert sum(share.seconds for share in shares) == pytest.approx(trace.duration_s, abs=1e-9)
     assert [share.seconds for share in shares] == sorted((share.seconds for share in shares), reverse=True)
     return {
@@ -367,7 +367,7 @@ def test_a_request_without_length_has_no_parts() -> None:
     maker = SpanMaker()
     maker.queue(0.0, 0.0)
     maker.root(0.0)
-    assert account(maker.trace()) == ()
+    assert time_shares(maker.trace()) == ()
 
 
 @pytest.mark.parametrize("seed", range(20))
