@@ -68,3 +68,44 @@ def _run(command: list[str], directory: Path) -> str:
     )
     assert finished.returncode == 0, finished.stderr
     return finished.stdout
+
+
+OPERATOR = """
+import json, sys
+import grpc
+from stageline_rpc.v1 import cluster_pb2, cluster_pb2_grpc, kv_events_pb2, telemetry_pb2, telemetry_pb2_grpc
+
+with grpc.insecure_channel(sys.argv[1]) as channel:
+    cluster = cluster_pb2_grpc.ClusterStub(channel)
+    status = cluster.GetStatus(cluster_pb2.GetStatusRequest(), timeout=10)
+    events = cluster.WatchKvEvents(kv_events_pb2.WatchKvEventsRequest(), timeout=10)
+    traces = telemetry_pb2_grpc.TelemetryServiceStub(channel)
+    listed = traces.ListTraces(telemetry_pb2.ListTracesRequest(page_size=1), timeout=10)
+    files = {sys.modules[name].__file__ for name in sys.modules if name.startswith("stageline")}
+    print(json.dumps({
+        "state": cluster_pb2.ClusterState.Name(status.state),
+        "snapshot_epoch": next(events).snapshot.epoch == status.epoch,
+        "traces": len(listed.traces) <= 1,
+        "files": sorted(file for file in files if file),
+    }))
+"""
+
+
+@pytest.mark.asyncio(loop_scope="package")
+async def test_an_operator_needs_the_public_files_alone(served: Served, tmp_path: Path) -> None:
+    public = tmp_path / "stageline_rpc/v1"
+    public.mkdir(parents=True)
+    for source in (ROOT / "proto/stageline_rpc/v1").glob("*.proto"):
+        shutil.copy(source, public)
+    for package in (public, public.parent):
+        (package / "__init__.py").touch()
+    (tmp_path / "operator_client.py").write_text(OPERATOR)
+    names = [str(file.relative_to(tmp_path)) for file in public.glob("*.proto")]
+    protoc = [sys.executable, "-m", "grpc_tools.protoc", "-I.", "--python_out=.", "--grpc_python_out=."]
+    _run([*protoc, *names], tmp_path)
+    answer = json.loads(_run([sys.executable, "operator_client.py", served.address], tmp_path))
+    assert answer["state"] == "CLUSTER_STATE_SERVING"
+    assert answer["snapshot_epoch"]
+    assert answer["traces"]
+    assert answer["files"]
+    assert all(Path(file).is_relative_to(tmp_path) for file in answer["files"])
