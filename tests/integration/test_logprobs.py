@@ -235,7 +235,7 @@ async def test_choices_of_a_scored_prompt_share_one_score(llama: Path, reference
         each.check(outputs, reference)
     assert len(set(map(tuple, answers[2].tokens))) == 2
     assert len(echoed.choices) == 3
-    assert [echoed.choices[index].cached_tokens for index in range(3)] == [0, BLOCK_SIZE, BLOCK_SIZE]
+    assert [echoed.choices[index].cached_tokens for index in range(3)] == [0, 2 * BLOCK_SIZE, 2 * BLOCK_SIZE]
     for choice in echoed.choices.values():
         assert len(choice.tokens) == 21 + 6
         reference.check(choice.logprobs, choice.tokens, first=0, num_top=5)
