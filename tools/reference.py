@@ -64,9 +64,9 @@ processes as flags; they ignore variables of flags.
 
 def flags() -> str:
     """Every command with its flags."""
-    from stageline.cli import app
+    from stageline.cli import make_app
 
-    command: Any = typer.main.get_command(app)
+    command: Any = typer.main.get_command(make_app())
     return _FLAGS + "".join(_command_section(f"stageline {name}", found) for name, found in _leaves(command))
 
 

@@ -1,14 +1,14 @@
 """Coordinator side of `MembershipService.Join` streams, and the kernels that stages report."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterable
 
 from coordinator.cluster.membership import WorkerIdentity
 from coordinator.recovery.failure_detector import StageProgress
 from coordinator.recovery.self_check import ReferenceSource
 from stageline_rpc.internal.v1 import join_pb2
 from wire.clock import wall_clock_us
+from wire.kernels import StageKernels
 from wire.tensors import WireDType
 
 
@@ -142,37 +142,8 @@ def _reference_source(connection: WorkerConnection) -> ReferenceSource:
     return ReferenceSource(identity.name, identity.address, free_bytes, connection.reference_secret)
 
 
-@dataclass(frozen=True, slots=True)
-class StageKernels:
-    """`device` is "cpu", "cuda:1" or "mock"; `kernels` is "compiled", "plain", or empty if unknown."""
-
-    device: str
-    kernels: str
-
-    @property
-    def kind(self) -> str:
-        """Stages of the same kind round alike and are about equally fast."""
-        device = self.device.partition(":")[0]
-        return f"{self.kernels} on {device}"
-
-
 def stage_kernels(connection: WorkerConnection | None) -> StageKernels | None:
     """Kernels of the worker's stage; None for a lost worker."""
     if connection is None:
         return None
     return StageKernels(connection.identity.device, connection.kernels)
-
-
-def differing_kernels(stages: Sequence[StageKernels | None]) -> str:
-    """Describe differing kernels of stages (in stage order); empty if there are none."""
-    by_kind: dict[str, list[str]] = {}
-    for index, stage in enumerate(stages):
-        if stage is not None and stage.kernels:
-            by_kind.setdefault(stage.kind, []).append(str(index))
-    if len(by_kind) < 2:
-        return ""
-    kinds = (
-        f"{'stage' if len(indexes) == 1 else 'stages'} {', '.join(indexes)}: {kind}"
-        for kind, indexes in by_kind.items()
-    )
-    return f"stages compute differently: {'; '.join(kinds)}"

@@ -6,12 +6,12 @@ from collections import abc
 from collections.abc import Callable, Iterable
 
 from coordinator.cluster.actions import AssignStage, BeginEpoch, EndCause, StopServing
-from coordinator.cluster.connections import StageKernels, differing_kernels
 from coordinator.cluster.membership import WorkerIdentity
 from coordinator.planner.plan import Plan, StagePlan
 from coordinator.recovery.self_check_verdict import Verdict
 from coordinator.scheduler.sequence import Sequence
 from stageline_rpc.internal.v1 import join_pb2
+from wire.kernels import StageKernels, differing_kernels
 from wire.log_context import log_context
 from wire.steps import FaultReport
 

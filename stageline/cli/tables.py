@@ -5,8 +5,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.cluster.connections import StageKernels, differing_kernels
 from stageline_rpc.v1 import cluster_pb2
+from wire.kernels import StageKernels, differing_kernels
 from wire.sizes import format_size
 from wire.tensors import WIRE_DTYPE_FROM_MESSAGE
 

@@ -62,3 +62,10 @@ def test_everything_that_the_package_exports_can_be_imported() -> None:
 def test_a_name_that_the_package_does_not_export_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="'stageline' has no attribute 'Clinet'"):
         stageline.Clinet  # type: ignore[attr-defined]  # noqa: B018
+
+
+@pytest.mark.parametrize("command", ["worker", "status"])
+def test_a_command_loads_no_library_of_other_commands(command: str) -> None:
+    code = f"import sys; from stageline.cli import make_app; make_app({command!r}); print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"torch", "numpy", "llguidance", "tokenizers", "sqlite3"} & set(run.stdout.split())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.cluster.connections import StageKernels, differing_kernels
+from wire.kernels import StageKernels, differing_kernels
 
 COMPILED, PLAIN = StageKernels("cpu", "compiled"), StageKernels("cpu", "plain")
 
