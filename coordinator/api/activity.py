@@ -184,7 +184,7 @@ class ActivityReporter:
 
     def __init__(self, recorder: ActivityRecorder, controller: Controller, engine: Engine) -> None:
         self._recorder = recorder
-        self._controller = controller
+        self._members = controller.state.workers
         self._engine = engine
 
     def snapshot(self) -> Snapshot:
@@ -199,9 +199,7 @@ class ActivityReporter:
 
     def _stage_workers(self) -> tuple[str, ...]:
         stages = {
-            record.stage.stage: record.identity.name
-            for record in self._controller.state.workers
-            if record.stage is not None
+            record.stage.stage: record.identity.name for record in self._members if record.stage is not None
         }
         return tuple([stages.get(stage, "") for stage in range(max(stages, default=-1) + 1)])
 

@@ -143,7 +143,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, stream: OutputStream, context: Context, metadata: tuple[tuple[str, str], ...] = ()
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         when_call_ends(context, lambda: self._engine.detach(stream))
-        if self._engine.durability.journal is not None:
+        if self._engine.has_journal:
             metadata = (*metadata, (JOURNALLED_KEY, "1"))
         if metadata:
             await context.send_initial_metadata(metadata)

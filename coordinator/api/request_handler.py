@@ -122,7 +122,7 @@ class RequestHandler:
     ) -> None:
         """`max_model_len` (default: the model's) also limits messages; `priority_age_s` is worth a class."""
         self._engine = engine
-        self._controller = controller
+        self._state, self._availability = controller.state, controller.availability
         self._model = model
         self._traces = traces
         self._priority_age_s = priority_age_s
@@ -159,7 +159,7 @@ class RequestHandler:
         self._decoder.check_size(data)
         if len(data) <= INLINE_BYTES:
             return self._decoder.decode(data)
-        with self._engine.admission.preparing(caller.client):
+        with self._engine.preparing(caller.client):
             return await self._beside(self._decoder.decode, data)
 
     async def _beside(self, function: Callable[..., _Result], *arguments: object) -> _Result:
@@ -169,8 +169,7 @@ class RequestHandler:
     async def _prepare(self, arrival: _Arrival) -> tuple[Request, Resolved]:
         """Wait for a plan, then validate the request."""
         message, request_id, is_large = arrival.message, arrival.request_id, arrival.is_large
-        self._engine.durability.check()
-        self._engine.registry.check_new(request_id)
+        self._engine.check_accepts(request_id)
 
         def place(priority: Priority, choice: int) -> QueueOrder:
             return self._place(priority, arrival.arrived_s, arrival.number, choice)
@@ -181,10 +180,10 @@ class RequestHandler:
                 message, resolved, request_id, model=self._model, plan=plan, client=client, place=place
             )
 
-        with self._engine.admission.preparing(arrival.caller.client, num_sequences_of(message)):
+        with self._engine.preparing(arrival.caller.client, num_sequences_of(message)):
             resolved = await self._resolve(message, is_large=is_large)
             plan = await self._plan_for(request_id)
-            if self._controller.state.has_mock_stages:
+            if self._state.has_mock_stages:
                 refuse_unmockable(message.sampling)
             request = await self._beside(make, resolved, plan) if is_large else make(resolved, plan)
             if message.sampling.echo:
@@ -203,11 +202,10 @@ class RequestHandler:
 
     async def _plan_for(self, request_id: RequestId) -> Plan:
         """Raises ClusterUnavailable; only clients past their deadline receive it."""
-        availability = self._controller.availability
         try:
-            return await availability.wait_serving()
+            return await self._availability.wait_serving()
         except ClusterUnavailable as error:
-            level = logging.DEBUG if availability.is_ending else logging.WARNING
+            level = logging.DEBUG if self._availability.is_ending else logging.WARNING
             log.log(
                 level,
                 "rejected request %s: %s",

@@ -11,7 +11,6 @@ from coordinator.cluster.transitions import ClusterPhase
 from coordinator.engine.engine import Engine
 from coordinator.model import ServedModel
 from coordinator.recovery.self_check_verdict import CheckOutcome
-from coordinator.scheduler.sequence import SequenceState
 from stageline_rpc.internal.v1 import join_pb2
 from stageline_rpc.v1 import cluster_pb2, inference_pb2
 from wire.status_codec import duration, encode_integrity, overall_integrity, timestamp
@@ -52,12 +51,16 @@ class StatusReporter:
 
     def __init__(self, controller: Controller, engine: Engine, model: ServedModel) -> None:
         self._controller = controller
+        self._state, self._members = controller.state, controller.state.workers
+        self._connections = controller.connections
+        self._availability, self._memory_limits = controller.availability, controller.memory_limits
+        self._ledger_check = controller.ledger_check
         self._engine = engine
         self._model = model
 
     def model(self) -> inference_pb2.GetModelResponse:
         """The model, and the current maximum sequence length (0 before the first plan)."""
-        model, plan = self._model, self._controller.state.plan
+        model, plan = self._model, self._state.plan
         return inference_pb2.GetModelResponse(
             name=model.name,
             architecture=model.config.family.value,
@@ -71,8 +74,7 @@ class StatusReporter:
 
     def cluster(self) -> cluster_pb2.GetStatusResponse:
         """Current plan, workers and requests."""
-        state = self._controller.state
-        plan = state.plan
+        state, plan = self._state, self._state.plan
         workers = [*(self._worker(record) for record in self._in_stage_order()), *self._lost_workers()]
         return cluster_pb2.GetStatusResponse(
             model=self._model.name,
@@ -80,28 +82,28 @@ class StatusReporter:
             dtype=DTYPE_TO_MESSAGE[self._model.dtype if plan is None else plan.dtype],
             wire_dtype=number_of(self._model.wire_dtype),
             state=PHASE_TO_MESSAGE[state.phase],
-            detail="; ".join(filter(None, (state.detail, self._controller.memory_limits.text))),
+            detail="; ".join(filter(None, (state.detail, self._memory_limits.text))),
             epoch=state.epoch,
             num_stages=state.num_stages,
             block_size=0 if plan is None else plan.block_size,
             num_blocks=0 if plan is None else plan.num_blocks,
             workers=workers,
             requests=self._requests(),
-            health=self._controller.availability.health,
+            health=self._availability.health,
             self_check=self._self_check(),
             kv=self._kv(workers),
             journal=self._journal(),
         )
 
     def _kv(self, workers: Iterable[cluster_pb2.WorkerStatus]) -> cluster_pb2.KvStatus:
-        ledger = encode_integrity(self._controller.ledger_check.report)
+        ledger = encode_integrity(self._ledger_check.report)
         status = overall_integrity(ledger, {worker.name: worker.kv_integrity for worker in workers})
         status.prefix_cache = self._controller.prefix_caching
         return status
 
     def _self_check(self) -> cluster_pb2.SelfCheckStatus:
         checks = self._controller.checks
-        if checks is None or self._controller.state.has_mock_stages:
+        if checks is None or self._state.has_mock_stages:
             detail = "off" if checks is None else "off: mock stages compute nothing"
             return cluster_pb2.SelfCheckStatus(verdict=cluster_pb2.SELF_CHECK_VERDICT_OFF, detail=detail)
         verdict = checks.check.verdict
@@ -115,15 +117,14 @@ class StatusReporter:
         )
 
     def _journal(self) -> cluster_pb2.JournalStatus:
-        durability = self._engine.durability
-        if durability.journal is None:
+        if not self._engine.has_journal:
             return cluster_pb2.JournalStatus(state=cluster_pb2.JOURNAL_STATE_OFF)
-        if durability.failure is None:
+        if (failure := self._engine.journal_failure) is None:
             return cluster_pb2.JournalStatus(state=cluster_pb2.JOURNAL_STATE_WRITING)
         return cluster_pb2.JournalStatus(
             state=cluster_pb2.JOURNAL_STATE_FAILING,
-            detail=durability.failure,
-            num_unwritten=durability.num_unwritten,
+            detail=failure,
+            num_unwritten=self._engine.num_unwritten_records,
         )
 
     def _in_stage_order(self) -> list[WorkerRecord]:
@@ -131,13 +132,13 @@ class StatusReporter:
             stage = record.stage
             return (stage is None, -1 if stage is None else stage.stage, record.identity.name)
 
-        return sorted(self._controller.state.workers, key=order)
+        return sorted(self._members, key=order)
 
     def _lost_workers(self) -> Iterator[cluster_pb2.WorkerStatus]:
         """Recently lost workers that have not rejoined."""
         now_s = asyncio.get_running_loop().time()
-        for record in self._controller.state.workers.lost:
-            connection = self._controller.connections.disconnected.get(record.identity.name)
+        for record in self._members.lost:
+            connection = self._connections.last_of(record.identity.name)
             age_s = math.inf if connection is None else now_s - connection.last_message_s
             if age_s < LOST_SHOWN_S:
                 status = self._worker(record)
@@ -160,9 +161,9 @@ class StatusReporter:
             status.stage = stage.stage
             status.role = ROLE_TO_MESSAGE[stage.role]
             status.layer_begin, status.layer_end = stage.layer_begin, stage.layer_end
-            if (plan := self._controller.state.plan) is not None:
+            if (plan := self._state.plan) is not None:
                 status.dtype = DTYPE_TO_MESSAGE[plan.dtype]
-        connection = self._controller.connections.get(identity.name)
+        connection = self._connections.get(identity.name)
         if connection is not None:
             _copy_heartbeat(connection.heartbeat, status)
             if stage is not None:
@@ -172,22 +173,21 @@ class StatusReporter:
         return status
 
     def _requests(self) -> cluster_pb2.RequestCounts:
-        states = [sequence.state for sequence in self._engine.live_sequences]
-        totals, counts = self._engine.totals, self._engine.scheduler.counts
+        numbers = self._engine.snapshot()
         return cluster_pb2.RequestCounts(
-            waiting=sum(state.is_queued for state in states) + self._engine.admission.num_preparing,
-            prefill=states.count(SequenceState.PREFILL),
-            decode=states.count(SequenceState.DECODE),
-            finished=totals.finished,
-            cancelled=totals.cancelled,
-            failed=totals.failed,
-            steps_in_flight=self._engine.scheduler.num_steps_in_flight,
-            preemptions=counts.num_preemptions,
-            prompt_tokens=counts.num_prompt_tokens,
-            cached_tokens=counts.num_cached_tokens,
-            detached=sum(request.is_detached for request in self._engine.registry.live),
-            kept=self._engine.registry.num_kept,
-            orphaned=totals.orphaned,
+            waiting=numbers.num_queued + numbers.num_preparing,
+            prefill=numbers.num_prefilling,
+            decode=numbers.num_decoding,
+            finished=numbers.ended.finished,
+            cancelled=numbers.ended.cancelled,
+            failed=numbers.ended.failed,
+            steps_in_flight=numbers.num_steps_in_flight,
+            preemptions=numbers.scheduled.num_preemptions,
+            prompt_tokens=numbers.scheduled.num_prompt_tokens,
+            cached_tokens=numbers.scheduled.num_cached_tokens,
+            detached=numbers.num_detached,
+            kept=numbers.num_kept,
+            orphaned=numbers.ended.orphaned,
         )
 
 

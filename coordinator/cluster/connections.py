@@ -103,6 +103,10 @@ class Connections(dict[str, WorkerConnection]):
             del self.disconnected[forgotten]
         return True
 
+    def last_of(self, name: str) -> WorkerConnection | None:
+        """The last connection of a worker that has not rejoined."""
+        return self.disconnected.get(name)
+
     def of(self, worker: WorkerIdentity) -> WorkerConnection | None:
         """The connection of this worker process; None if it is not connected."""
         connection = self.get(worker.name)

@@ -8,6 +8,8 @@ import logging
 import time
 from collections import abc, deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 
 from coordinator.engine.admission import Admission, AdmissionLimits, RetryAfterEstimator, plan_limit_error
 from coordinator.engine.durability import SUSPENDED, Durability, RequestEnd
@@ -16,7 +18,7 @@ from coordinator.engine.output_stream import OutputStream, Positions
 from coordinator.engine.request import Choice, Request, RequestRegistry, RequestTotals, check_attach_secret
 from coordinator.journal.records import AcceptedRequest
 from coordinator.recovery.policy import RecoveryPolicy
-from coordinator.scheduler.batch import SequenceUpdate
+from coordinator.scheduler.batch import SchedulerCounts, SequenceUpdate
 from coordinator.scheduler.in_flight import OverdueStep
 from coordinator.scheduler.kv_events import KvEventPublisher
 from coordinator.scheduler.kv_manager import KvCacheManager
@@ -40,6 +42,24 @@ log = logging.getLogger(__name__)
 
 DEADLINE_SLACK_S = 0.05
 """Difference allowed between gRPC's deadline timer and the engine's clock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSnapshot:
+    """Numbers of the engine at one time; sequences are those of live requests.
+
+    `num_preparing` sequences belong to requests that are not live yet.
+    """
+
+    num_preparing: int
+    num_queued: int
+    num_prefilling: int
+    num_decoding: int
+    num_detached: int
+    num_kept: int
+    num_steps_in_flight: int
+    ended: RequestTotals
+    scheduled: SchedulerCounts
 
 
 class Engine:
@@ -89,8 +109,46 @@ class Engine:
         return self._registry
 
     @property
+    def live_requests(self) -> list[Request]:
+        """Live requests in the order of acceptance."""
+        return self._registry.live
+
+    @property
     def has_live_requests(self) -> bool:
         return bool(self._registry.live)
+
+    def snapshot(self) -> EngineSnapshot:
+        """Numbers for status and metrics."""
+        requests, states = self._registry.live, [sequence.state for sequence in self.live_sequences]
+        return EngineSnapshot(
+            num_preparing=self.admission.num_preparing,
+            num_queued=sum(state.is_queued for state in states),
+            num_prefilling=states.count(SequenceState.PREFILL),
+            num_decoding=states.count(SequenceState.DECODE),
+            num_detached=sum(request.is_detached for request in requests),
+            num_kept=self._registry.num_kept,
+            num_steps_in_flight=self._scheduler.num_steps_in_flight,
+            ended=replace(self.totals),
+            scheduled=replace(self._scheduler.counts),
+        )
+
+    def preparing(self, client: str, num_sequences: int = 1) -> AbstractContextManager[None]:
+        """See `Admission.preparing`."""
+        return self.admission.preparing(client, num_sequences)
+
+    def check_accepts(self, request_id: RequestId) -> None:
+        """Raise JournalUnavailable or RequestSuspended, and RequestExists if the id is in use."""
+        self._durability.check()
+        self._registry.check_new(request_id)
+
+    @property
+    def has_journal(self) -> bool:
+        return self._durability.journal is not None
+
+    @property
+    def num_unwritten_records(self) -> int:
+        """Records that are buffered while journal writes fail."""
+        return self._durability.num_unwritten
 
     @property
     def journal_failure(self) -> str | None:

@@ -6,9 +6,8 @@ Exports are stored as they arrive and parsed on the thread that writes the text 
 import asyncio
 import itertools
 import time
-from collections import Counter
+from collections import Counter, abc
 from collections.abc import Callable, Collection
-from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -135,7 +134,7 @@ class PipelineMetrics(FactObserver):
         self._active_time.add(active_s)
         self._window.add(now_s, active_s=active_s, computed_s=computed_s)
 
-    def _add_times(self, times: Items[StageTime]) -> float:
+    def _add_times(self, times: abc.Sequence[StageTime]) -> float:
         """Add a step's times. Returns the mean compute time of the stages in microseconds."""
         if not times:
             return 0.0
@@ -200,7 +199,7 @@ class Gauges:
         self, registry: Registry, engine: Engine, controller: Controller, num_dropped_spans: Callable[[], int]
     ) -> None:
         self._engine = engine
-        self._controller = controller
+        self._members = controller.state.workers
         self._num_dropped_spans = num_dropped_spans
         self._requests = registry.number(definitions.REQUESTS)
         self._ended = registry.number(definitions.REQUESTS_ENDED)
@@ -215,23 +214,22 @@ class Gauges:
         registry.read_with(self._read)
 
     def _read(self) -> None:
-        states = Counter(map(request_state, self._engine.registry.live))
-        states["preparing"] = self._engine.admission.num_preparing
+        numbers = self._engine.snapshot()
+        states = Counter(map(request_state, self._engine.live_requests))
+        states["preparing"] = numbers.num_preparing
         for state in definitions.REQUEST_STATE.values:
             self._requests.of(state).set(states[state])
-        totals, counts = self._engine.totals, self._engine.scheduler.counts
-        self._ended.of("finished").set(totals.finished)
-        self._ended.of("cancelled").set(totals.cancelled)
-        self._ended.of("failed").set(totals.failed)
-        self._num_prompt.set(counts.num_prompt_tokens)
-        self._num_cached.set(counts.num_cached_tokens)
-        self._num_preemptions.set(counts.num_preemptions)
-        self._num_in_flight.set(self._engine.scheduler.num_steps_in_flight)
+        self._ended.of("finished").set(numbers.ended.finished)
+        self._ended.of("cancelled").set(numbers.ended.cancelled)
+        self._ended.of("failed").set(numbers.ended.failed)
+        self._num_prompt.set(numbers.scheduled.num_prompt_tokens)
+        self._num_cached.set(numbers.scheduled.num_cached_tokens)
+        self._num_preemptions.set(numbers.scheduled.num_preemptions)
+        self._num_in_flight.set(numbers.num_steps_in_flight)
         self._dropped_spans.set(self._num_dropped_spans())
-        durability = self._engine.durability
-        self._journal_failing.set(durability.failure is not None)
-        self._num_unwritten.set(durability.num_unwritten)
-        workers = worker_states(self._controller.state.workers)
+        self._journal_failing.set(self._engine.journal_failure is not None)
+        self._num_unwritten.set(self._engine.num_unwritten_records)
+        workers = worker_states(self._members)
         for state in definitions.WORKER_STATE.values:
             self._workers.of(state).set(workers[state])
 

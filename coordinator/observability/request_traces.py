@@ -1,8 +1,8 @@
 """Spans of requests, recorded by the coordinator."""
 
 import asyncio
+from collections import abc
 from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -407,7 +407,7 @@ class RequestTraces(EngineObserver):
             self._chunks[step.step_id] = sent
 
     def step_answered(
-        self, result: StepResult, progress: Items[SequenceUpdate], sent_s: float, now_s: float
+        self, result: StepResult, progress: abc.Sequence[SequenceUpdate], sent_s: float, now_s: float
     ) -> None:
         result_us = self._recorder.clock.at_us(now_s) - result.ready_at_us if result.ready_at_us else 0
         step = ObservedStep(result.epoch, result.step_id, now_s - sent_s, result_us / 1e6)
@@ -423,7 +423,7 @@ class RequestTraces(EngineObserver):
             if each.finish_reason is not None:
                 answered.trace.end_choice(answered.choice, now_s)
 
-    def preempted(self, sequences: Items[Sequence], now_s: float) -> None:
+    def preempted(self, sequences: abc.Sequence[Sequence], now_s: float) -> None:
         for sequence in sequences:
             owner = self._live.get(sequence.key)
             if owner is not None:
@@ -431,7 +431,7 @@ class RequestTraces(EngineObserver):
                 owner.trace.interrupt(owner.choice, SpanName.PREEMPTION, "its blocks were needed", now_s)
                 _mark(owner.trace, sequence)
 
-    def requeued(self, sequences: Items[Sequence], now_s: float) -> None:
+    def requeued(self, sequences: abc.Sequence[Sequence], now_s: float) -> None:
         for sequence in sequences:
             owner = self._live.get(sequence.key)
             if owner is not None:

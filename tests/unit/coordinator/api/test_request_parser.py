@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections import deque
+from collections import abc, deque
 from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Items
 from enum import Enum
 from itertools import count
 from typing import Any
@@ -241,14 +240,14 @@ def test_without_a_tokenizer_words_are_refused(sampling: dict[str, Any], text: s
 # Output
 
 
-def generate(buffer: OutputBuffer, tokens: Items[int]) -> str:
+def generate(buffer: OutputBuffer, tokens: abc.Sequence[int]) -> str:
     """The text of an output to which all tokens up to a stop string are appended."""
     any(buffer.append(token) for token in tokens)
     buffer.finish(FinishReason.LENGTH)
     return buffer.read(0, max_tokens=99).text
 
 
-def text_of(tokens: Items[int], **sampling: Any) -> str:
+def text_of(tokens: abc.Sequence[int], **sampling: Any) -> str:
     """What is sent when these tokens are generated after the prompt "ba"."""
     return generate(accept_request(ask(**sampling)).choices[0].buffer, tokens)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Items
+from collections import abc
 from dataclasses import dataclass
 from typing import cast
 
@@ -133,7 +133,7 @@ def solo(wish: Wish, choice: int = 0) -> Outcome:
     return Outcome(tokens, text, tuple(logprobs) if wish.logprobs is not None else (), reason)
 
 
-def prompt_scores(prompt: Items[int], num_top: int) -> list[TokenLogprobs | None]:
+def prompt_scores(prompt: abc.Sequence[int], num_top: int) -> list[TokenLogprobs | None]:
     """One per token of the prompt, of which nothing precedes the first."""
     pairs = zip(kv_entries(prompt), prompt[1:], strict=False)
     return [None, *(score(entry, token, num_top) for entry, token in pairs)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Items
+from collections import abc
 
 from coordinator.engine.output_buffer import OutputBuffer
 from coordinator.engine.request import Choice, Request
@@ -34,9 +34,9 @@ def sequence_of(request: Request, choice: int = 0) -> Sequence:
 def step(
     step_id: int = 0,
     *,
-    decodes: Items[Sequence] = (),
-    chunks: Items[Sequence] = (),
-    starts: Items[Sequence] = (),
+    decodes: abc.Sequence[Sequence] = (),
+    chunks: abc.Sequence[Sequence] = (),
+    starts: abc.Sequence[Sequence] = (),
 ) -> Step:
     """Chunks of 3 tokens behind the decodes, as the scheduler puts them."""
     slices = [StepSlice(each.key, 0, (1,), Decode(7)) for each in decodes]
