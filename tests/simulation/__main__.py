@@ -30,7 +30,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=60.0, help="how long (default 60)")
-    parser.add_argument("--count", type=int, help="at most so many schedules")
+    parser.add_argument("--count", type=int, help="maximum number of schedules")
     parser.add_argument("--processes", type=int, help="default: one per CPU")
     parser.add_argument("--schedule", type=int, help="tell the story of this one only")
     parser.add_argument("--bug", choices=sorted(BUGS), help="with this bug planted, until it is caught")

@@ -70,7 +70,7 @@ def campaign(
     num_processes: int | None = None,
     bug: str | None = None,
 ) -> Tally:
-    """Schedules 0, 1, 2, ... of a seed, so many or for so long; with a planted bug until it is caught."""
+    """Run schedules 0, 1, 2, ... of a seed up to a number or time; with a planted bug until it is caught."""
     tally = Tally(seed)
     began_s = time.monotonic()
     for verdict in _verdicts(seed, num_schedules, num_processes or os.cpu_count() or 1, bug):

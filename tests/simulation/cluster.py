@@ -51,7 +51,7 @@ class Shape:
     max_step_tokens: int = 12
     is_checked: bool = False
     poison: frozenset[RequestId] = frozenset()
-    """Requests that kill whoever computes them in `poisoned_layer`."""
+    """Requests that crash the worker that computes `poisoned_layer`."""
     poisoned_layer: int = 0
 
 
@@ -179,7 +179,7 @@ class Cluster:
         return record.identity.incarnation == worker._stage._incarnation and self._is_bad(name)
 
     def _kills(self, host: Host, assignment: Assignment, frame: Frame) -> bool:
-        """Whoever started the process starts it again."""
+        """Restart the process."""
         keys = {part.sequence.request_id for part in frame.step.slices}
         is_here = assignment.layer_begin <= self.shape.poisoned_layer < assignment.layer_end
         if not is_here or not keys & self.shape.poison:

@@ -68,7 +68,7 @@ class Customer:
 
 
 def draw_customers(random: Random, shape: Shape, count: int) -> list[Customer]:
-    """So many, or as many more as have enough to ask for. Some share the beginning of their prompts."""
+    """Draw at least `count` customers with at least LEAST_TOKENS in total; some share a prompt prefix."""
     shared = tuple(random.randrange(VOCAB_SIZE) for _ in range(16))
     customers: list[Customer] = []
     while len(customers) < count or sum(each.max_tokens for each in customers) < LEAST_TOKENS:
@@ -184,7 +184,7 @@ class Visit:
         while (message := await call.read()) is not grpc.aio.EOF:
             self._take(message, got[message.choice])
         if self._customer.is_poison:
-            self._note("complete, although it kills whoever computes it")
+            self._note("complete, although it crashes its workers")
         if any(tokens != self._customer.expected for tokens in got):
             self._note(f"complete with {got}, expected {self._customer.expected}")
         self._customer.end = "complete"

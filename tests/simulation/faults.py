@@ -27,7 +27,7 @@ def kill(cluster: Cluster, random: Random) -> str:
 
 
 def drain(cluster: Cluster, random: Random) -> str:
-    """As by SIGTERM; whoever started it starts it again."""
+    """Drain a worker as on SIGTERM; it is restarted."""
     host = _some_host(cluster, random)
     if host.worker is None or not host.worker.ask_to_leave():
         return ""
@@ -195,7 +195,7 @@ FAULTS: tuple[Fault, ...] = (
 
 
 def relieve(cluster: Cluster) -> None:
-    """No fault lasts: everything is reachable, fast and up again, and who could not load starts anew."""
+    """End all faults: the network works and is fast, and workers that could not load are restarted."""
     _speed_up(cluster)
     cluster.network.heal_all()
     for host in cluster.hosts:

@@ -197,7 +197,7 @@ class Network:
         return bool(self._cuts) and frozenset((one.name, other.name)) in self._cuts
 
     def cut(self, one: str, other: str) -> None:
-        """Nothing passes between the two, and nobody is told."""
+        """Drop all messages between the two, without an error."""
         pair = frozenset((one, other))
         self._cuts.add(pair)
         self.num_stalls += 1

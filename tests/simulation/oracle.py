@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _OF_NO_STEP = (StepFaultKind.NEIGHBOUR, StepFaultKind.EPOCH)
 EACH_RESULTS = 8
-"""The ledger is proved sound after every so many results."""
+"""Number of results between two checks of the ledger."""
 
 
 class Oracle:
@@ -40,9 +40,7 @@ class Oracle:
         self.problems.append(f"{self._loop.time() - BEGAN_S:.4f} s: {problem}")
 
     def watch(self, server: CoordinatorServer, is_bad: Callable[[str], bool]) -> None:
-        """Looks at every result that is counted, at how long nothing is served, and at who serves: nobody who
-        `is_bad`.
-        """
+        """Check every accepted result, the time without a serving epoch, and that no bad worker serves."""
         self._server = server
         complete = server.engine.complete
 
@@ -112,7 +110,7 @@ class Oracle:
         self._epochs[worker] = epoch
 
     def check_idle(self, executors: list[Any]) -> None:
-        """Every request has ended: nobody holds anything, and all replicas agree."""
+        """Check, after all requests ended, that no resource is held and that all replicas are equal."""
         engine = self._server.engine
         scheduler, kv = engine.scheduler, engine.scheduler.kv
         if engine.registry.live or scheduler.queue or scheduler.running or scheduler.num_steps_in_flight:

@@ -1,4 +1,4 @@
-"""Bugs to be planted: each is one that somebody could make, and must be caught within a minute."""
+"""Planted bugs: plausible mistakes that the simulation must catch within a minute."""
 
 from __future__ import annotations
 

@@ -27,10 +27,10 @@ PHASES = (
 )
 PATIENCE_S = 0.8
 CHECKED_SHARE, POISONED_SHARE = 0.25, 0.08
-"""Of schedules with a self-check, and with a request that kills whoever computes it."""
+"""Shares of schedules with a self-check, and with a request that crashes its workers."""
 FAULTS_FROM_S, FAULTS_UNTIL_S = 0.1, 5.0
 CALM_S = 60.0
-"""When no fault lasts any more, every request must end within so long."""
+"""Limit for all requests to end after the last fault."""
 SETTLE_S = 1.0
 ACCEPTED_WITHIN_S = 0.05
 """What waited for an epoch is in its first steps then."""
@@ -200,5 +200,5 @@ def _play(
         loop.run_until(loop.time() + CALM_S, is_done=is_calm)
     for each in customers:
         if not each.is_done:
-            cluster.oracle.note(f"{each.name} ({each.habit.name}) waits for ever, with {each.got}")
+            cluster.oracle.note(f"{each.name} ({each.habit.name}) does not end, with {each.got}")
     cluster.oracle.check_idle(cluster.executors())

@@ -25,7 +25,7 @@ _MASK = 0xFFFFFFFF
 
 
 class PageUnwritten(Exception):
-    """A sequence reads what nobody has computed."""
+    """A sequence reads a page that was not computed."""
 
 
 def mix(one: int, other: int) -> int:
@@ -129,7 +129,7 @@ class _Replica:
 
 
 def right_tokens(prompt: Sequence[int], count: int, *, block_size: int) -> list[int]:
-    """What follows the prompt, whoever else is served, whatever is cached, however often it starts anew."""
+    """The tokens after the prompt; they do not depend on other requests, cache hits or restarts."""
     layers = [_Replica(block_size) for _ in range(NUM_LAYERS)]
     tokens = list(prompt)
     for position in range(len(prompt) + count - 1):

@@ -26,10 +26,10 @@ class NeverCalm(Exception):
 
 
 class Process:
-    """Everything that runs in one process of the cluster, so that it can be stopped, continued and killed.
+    """The callbacks of one process of the cluster, which can be frozen, thawed and killed.
 
-    A frozen one keeps what it is due until it is thawed. A dead one still clears up after itself, which
-    nobody can see: its calls are gone.
+    A frozen process keeps its due callbacks until it is thawed. A killed process still runs its cleanup,
+    which is not visible because its calls are closed.
     """
 
     def __init__(self, name: str, network: Network) -> None:
@@ -74,13 +74,13 @@ class Process:
         """What never came to rest, because of a planted bug, is not left to the garbage collector."""
         for task in tuple(self.tasks):
             coroutine: Any = task.get_coro()
-            with suppress(RuntimeError):  # it waits once more, for what nobody does any more
+            with suppress(RuntimeError):  # its cleanup waits for a task that was cancelled
                 coroutine.close()
             with suppress(RuntimeError):
                 coroutine.close()
 
     def die(self) -> None:
-        """From here on nobody hears of it."""
+        """Close the calls of a killed process."""
         self.is_dead = True
         self.thaw()
         for task in tuple(self.tasks):

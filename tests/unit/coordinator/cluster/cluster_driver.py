@@ -14,7 +14,7 @@ from coordinator.recovery.rejoin import GraceExpired, StartTimer
 from wire.ids import Incarnation, StageRole
 
 WAITS_FOR_RETURN = StartTimer(DEFAULT_POLICY.rejoin_grace_s, GraceExpired(1))
-"""What follows the first loss that nobody can make up for."""
+"""Timer after the first loss without a spare."""
 LIMITS = StepLimits(max_step_tokens=8, max_step_sequences=4, max_sequence_tokens=32)
 
 
@@ -87,7 +87,7 @@ class ClusterDriver:
 
     @property
     def names(self) -> set[str]:
-        """Everybody who is known, in whatever state."""
+        """All known workers, in any state."""
         return {each.identity.name for each in self.state.workers}
 
     @property
@@ -119,7 +119,7 @@ class ClusterDriver:
         return [action for name in names for action in self.join(name)]
 
     def shrink(self, num_losses: int = 1) -> list[Action]:
-        """Whoever was lost has had its time to come back."""
+        """Expire the rejoin timer."""
         return self.state.elapsed(GraceExpired(num_losses))
 
     def fail_load(self, name: str, reason: str = "no such file") -> list[Action]:

@@ -161,7 +161,7 @@ class Checks:
             self.cluster.get_ready()
             if self.state.phase is ClusterPhase.CHECKING:
                 self.checked.append("".join(self.cluster.stage_names))
-                assert len(self.checked) < 50, "plans are tried for ever"
+                assert len(self.checked) < 50, "plans are tried endlessly"
                 self._note(self.state.checked(self.state.epoch, self._problem()))
         return self
 

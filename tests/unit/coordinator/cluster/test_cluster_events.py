@@ -261,13 +261,13 @@ class ClusterEvents(RuleBasedStateMachine):
             assert "needed" in state.detail, "a full set of workers waits"
 
     @invariant()
-    def whoever_waits_for_workers_has_a_timer_or_nobody(self) -> None:
-        """Once the cluster has served, a few workers do not wait for ever for those who do not come."""
+    def waiting_for_workers_has_a_timer_or_no_usable_worker(self) -> None:
+        """Once the cluster has served, workers do not wait endlessly for missing ones."""
         state = self.state
         if not state.has_served or state.plan is not None or not self.usable:
             return
         has_timer = GraceExpired(state._rejoin_timer._num_losses) in self.timers
-        assert has_timer or "needed" in state.detail, "waits for ever"
+        assert has_timer or "needed" in state.detail, "waits endlessly"
 
     @invariant()
     def a_plan_that_could_be_longer_is_made_longer(self) -> None:

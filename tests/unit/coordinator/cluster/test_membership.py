@@ -117,7 +117,7 @@ def test_survivors_that_are_too_small_wait_and_say_what_is_missing() -> None:
 
 
 def test_survivors_of_which_one_fails_to_load_once_try_again() -> None:
-    """Nobody else is there, and no timer would wake them."""
+    """There are no other workers, and no timer would start a plan."""
     cluster = ClusterDriver(num_stages=3).serving()
     cluster.lose("c")
     cluster.shrink()
@@ -329,7 +329,7 @@ def test_drained_of_an_older_incarnation_or_without_a_drain_does_nothing() -> No
     assert cluster.state.drained("a", identity_of("a").incarnation) == []
     cluster.state.drain("a")
     assert cluster.state.drained("a", identity_of("a", incarnation=7).incarnation) == []
-    assert cluster.state.drain("nobody") == []
+    assert cluster.state.drain("unknown") == []
 
 
 def test_nobody_is_given_a_stage_while_it_leaves() -> None:

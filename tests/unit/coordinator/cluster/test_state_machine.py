@@ -88,7 +88,7 @@ def test_loaded_of_an_older_plan_changes_nothing() -> None:
     cluster.join("a")
     assert cluster.state.loaded("a", 0) == []
     assert cluster.state.loaded("a", 2) == []
-    assert cluster.state.loaded("nobody", 1) == []
+    assert cluster.state.loaded("unknown", 1) == []
     assert cluster.state.phase is ClusterPhase.LOADING
 
 
@@ -248,7 +248,7 @@ def test_a_worker_lost_while_loading_stops_no_epoch() -> None:
 def test_the_loss_of_an_older_incarnation_changes_nothing() -> None:
     cluster = ClusterDriver(num_stages=2).serving()
     assert cluster.state.lose("a", identity_of("a", incarnation=99).incarnation, "late") == []
-    assert cluster.state.lose("nobody", identity_of("x").incarnation, "late") == []
+    assert cluster.state.lose("unknown", identity_of("x").incarnation, "late") == []
     assert cluster.state.phase is ClusterPhase.SERVING
 
 
@@ -372,7 +372,7 @@ def test_a_final_failure_to_load_is_not_tried_again() -> None:
 def test_a_failure_of_an_older_plan_changes_nothing() -> None:
     cluster = ClusterDriver(num_stages=2).serving()
     assert cluster.state.load_failed("a", 0, "late") == []
-    assert cluster.state.load_failed("nobody", 1, "late") == []
+    assert cluster.state.load_failed("unknown", 1, "late") == []
     assert cluster.state.phase is ClusterPhase.SERVING
 
 

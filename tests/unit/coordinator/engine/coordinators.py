@@ -41,7 +41,7 @@ class Coordinators:
         return self.model.submit(request, deadline_s=deadline_s, accepted=accepted)
 
     def crash(self) -> None:
-        """The process ends where it is; nobody is told."""
+        """Crash the process without any cleanup."""
         self._num += 1
         old, self._path = self._path, crashed(self._path, self._directory / str(self._num))
         assert old != self._path

@@ -39,7 +39,7 @@ class Customer:
 
     @property
     def expires_s(self) -> float:
-        """When its output is forgotten, if nobody reads it from now on."""
+        """When its output expires if no reader attaches."""
         assert self.wish.keep_s is not None
         return max(self.ended_s, self.detached_s) + self.wish.keep_s
 

@@ -273,7 +273,7 @@ class EngineModel:
         raise AssertionError("the steps do not end")
 
     def check_idle(self) -> None:
-        """Nobody holds anything, and every request has ended once."""
+        """No resource is held, and every request has ended once."""
         scheduler = self.engine.scheduler
         assert (scheduler.queue, scheduler.running) == ((), ())
         assert not self.engine.registry.live

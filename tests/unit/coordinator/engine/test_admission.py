@@ -60,19 +60,19 @@ class House:
         limits = AdmissionLimits(queue_size=queue_size, max_client_requests=max_client_requests)
         self.admission = Admission(limits, self.registry, self.pace)
 
-    def enter(self, client: str = "somebody", *, n: int = 1) -> Request:
+    def enter(self, client: str = "client", *, n: int = 1) -> Request:
         request = Wish(client=client, n=n).request()
         self.registry.add(request)
         return request
 
-    def refusal(self, client: str = "somebody") -> Overloaded:
+    def refusal(self, client: str = "client") -> Overloaded:
         before = self.admission.num_preparing
         with pytest.raises(Overloaded) as caught, self.admission.preparing(client):
             pass
         assert self.admission.num_preparing == before
         return caught.value
 
-    def admits(self, client: str = "somebody") -> bool:
+    def admits(self, client: str = "client") -> bool:
         with self.admission.preparing(client):
             return True
 
@@ -100,7 +100,7 @@ def test_a_limit_below_one_is_refused(name: str) -> None:
 def test_requests_that_are_made_ready_count_towards_the_queue() -> None:
     house = House(queue_size=2)
     house.enter()
-    with house.admission.preparing("somebody"):
+    with house.admission.preparing("client"):
         assert house.admission.num_preparing == 1
         assert str(house.refusal()) == "2 sequences are waiting, the limit is 2 (queue_size); retry in 1.0 s"
         # The place of one who was let in is not taken away again.
@@ -111,7 +111,7 @@ def test_requests_that_are_made_ready_count_towards_the_queue() -> None:
 
 def test_a_place_comes_back_also_when_the_request_is_refused_later() -> None:
     house = House(queue_size=1, max_client_requests=1)
-    with pytest.raises(KeyError), house.admission.preparing("somebody"):
+    with pytest.raises(KeyError), house.admission.preparing("client"):
         raise KeyError
     assert house.admission.num_preparing == 0
     assert house.admits()

@@ -1,4 +1,4 @@
-"""Every request ends once, in the state that fits, and then nobody holds anything of it."""
+"""Every request ends once, in the right state, and releases all its resources."""
 
 from __future__ import annotations
 
@@ -265,7 +265,7 @@ def test_a_request_that_a_smaller_plan_can_never_hold_fails_and_holds_up_nobody(
 def test_a_request_that_was_made_ready_under_a_larger_plan_does_not_enter_the_queue(
     new_model: NewModel,
 ) -> None:
-    """While its prompt was tokenized or decoded, the cluster was planned anew."""
+    """While its prompt was tokenized or decoded, the plan changed."""
     model = new_model(num_blocks=4)
     large = Wish(prompt=(1,) * 20, max_tokens=12).request()
     with pytest.raises(ClusterUnavailable, match=r"may need 32 tokens, .* current plan is 16"):
@@ -273,7 +273,7 @@ def test_a_request_that_was_made_ready_under_a_larger_plan_does_not_enter_the_qu
     with pytest.raises(RequestNotFound):
         model.engine.cancel(large.id)
     model.stop()
-    # Nobody knows yet what the next plan can hold.
+    # The next plan is not known yet.
     call = model.submit(large)
     model.start(8)
     model.run()

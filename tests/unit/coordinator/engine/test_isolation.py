@@ -1,4 +1,4 @@
-"""After a death the suspects run alone; who kills again and again fails, and nobody else does."""
+"""After a worker loss, suspects run alone; only a request that crashes workers repeatedly fails."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def run_to(model: EngineModel, kills: Callable[[Step], bool], *, most_deaths: in
 
 
 def check_isolation(model: EngineModel) -> None:
-    """Suspects run with nobody else, and one that is to run alone is the only one who does."""
+    """Only suspects run, and an isolated suspect runs alone."""
     scheduler = model.engine.scheduler
     if scheduler.isolation.is_active:
         assert scheduler.isolation.others(scheduler.running) == []
     if (alone := scheduler.isolated_sequence) is not None:
         assert scheduler.running == (alone,)
         keys = {part.sequence for queue in model.queues for step in queue for part in step.slices}
-        assert keys <= {alone.key}, "somebody else is still computed"
+        assert keys <= {alone.key}, "another sequence is still computed"
 
 
 def killing(request_id: RequestId) -> Callable[[Step], bool]:
@@ -340,8 +340,8 @@ def test_the_last_try_after_faults_is_alone(new_model: NewModel, kind: StepFault
     _, calls = submit_all(model, [wish_of(1), wish_of(2)])
     for is_alone in (False, True):
         model.run_step()
-        everybody = tuple(request.id for request in model.engine.registry.live)
-        model.fault(model.sent[-1].step_id, kind=kind, request_ids=everybody)
+        all_ids = tuple(request.id for request in model.engine.registry.live)
+        model.fault(model.sent[-1].step_id, kind=kind, request_ids=all_ids)
         model.start(64)
         assert (model.engine.scheduler.isolated_sequence is not None) == is_alone
     model.run()

@@ -1,4 +1,4 @@
-"""However an output is cut into pieces and wherever somebody attaches, pieces make up the same output."""
+"""Pieces make up the same output, however it is cut and wherever a reader attaches."""
 
 from __future__ import annotations
 

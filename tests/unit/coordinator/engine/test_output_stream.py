@@ -1,4 +1,4 @@
-"""Whoever reads gets each token once and in order, and only the newest reader gets any."""
+"""A reader gets each token once and in order, and only the newest reader gets any."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def test_what_is_not_there_cannot_be_attached_to(new_model: NewModel) -> None:
     request = Wish(max_tokens=1).request()
     model.submit(request)
     model.run()
-    # It has ended, and nobody asked to keep it.
+    # It has ended and is not kept.
     with pytest.raises(RequestNotFound):
         model.attach(request.id)
 
@@ -243,7 +243,7 @@ def test_kept_output_is_forgotten_a_while_after_the_last_reader_has_left(new_mod
     model.now_s += 9
     model.engine.sweep()
     call = model.attach(request.id)
-    # Whoever reads has all the time there is.
+    # Output with a reader does not expire.
     model.now_s += 100
     model.engine.sweep()
     call.read_all()

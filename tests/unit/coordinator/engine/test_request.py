@@ -1,4 +1,4 @@
-"""A request is live or kept or not here at all, and its id is its own until it is forgotten."""
+"""A request is live, kept or unknown, and its id is in use until it is removed."""
 
 from __future__ import annotations
 
@@ -114,4 +114,4 @@ def test_the_choices_of_a_request_are_its_own_and_all_there() -> None:
     one, two = Wish(n=2).request(), Wish(n=2).request()
     for choices in ((one.choices[1],), (one.choices[0], two.choices[1]), one.choices[::-1]):
         with pytest.raises(InvariantBroken):
-            Request(one.id, choices, client="somebody")
+            Request(one.id, choices, client="client")

@@ -1,4 +1,4 @@
-"""Whoever or whatever ends a request: it ends once, for that reason, and its pages come back."""
+"""A request ends once, with the reason of its end, and its pages are freed."""
 
 from __future__ import annotations
 

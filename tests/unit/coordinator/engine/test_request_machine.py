@@ -397,7 +397,7 @@ class Requests(RuleBasedStateMachine):
                 self.model.close()
 
     def drain(self) -> None:
-        """Everybody reads until everything has ended; then nobody holds anything."""
+        """After all readers have read everything, no resource is held."""
         if not self.model.is_serving:
             self.plan_anew(LARGEST_POOL)
         for _ in range(5000):

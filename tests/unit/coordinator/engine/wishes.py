@@ -37,7 +37,7 @@ class Wish:
     prompt_logprobs: int | None = None
     keep_s: float | None = None
     priority: Priority = Priority.NORMAL
-    client: str = "somebody"
+    client: str = "client"
 
     @property
     def has_echoed_logprobs(self) -> bool:
@@ -110,7 +110,7 @@ class Outcome:
 
 
 def solo(wish: Wish, choice: int = 0) -> Outcome:
-    """What this choice is when nobody else is there, put together without any of the code under test."""
+    """The expected choice without other requests, computed without the code under test."""
     entry = kv_entries(wish.prompt)[-1]
     generated, logprobs = list[int](), list[TokenLogprobs | None]()
     text, reason = "", FinishReason.LENGTH if wish.max_tokens == 0 else None

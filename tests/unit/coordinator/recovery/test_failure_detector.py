@@ -118,7 +118,7 @@ async def test_who_is_heard_in_time_is_not_lost(seen: Seen) -> None:
 
 
 async def test_a_coordinator_that_was_held_up_loses_nobody(seen: Seen) -> None:
-    """Heartbeats are here that nobody has read."""
+    """Heartbeats arrived but were not read yet."""
     seen.held_up_s = 60.0
     await seen.pass_ticks(1)
     assert (seen.said, seen.num_ticks) == ([], 0)

@@ -29,7 +29,7 @@ def key_of(number: int) -> SequenceKey:
 def solo_run(
     prompt: Sequence[int], max_tokens: int, stop_token_ids: frozenset[int]
 ) -> tuple[list[int], FinishReason]:
-    """What a request generates when nobody else is there."""
+    """Tokens of a request without other requests."""
     entry, generated = kv_entries(prompt)[-1], list[int]()
     while True:
         generated.append(sample(entry))
@@ -222,7 +222,7 @@ class PipelineModel:
             assert self.num_steps <= limit, f"more than {max_steps} steps"
 
     def check_all_ended(self) -> None:
-        """Each request has one end and its own tokens, and nobody holds anything."""
+        """Each request has ended once with its own tokens, and no resource is held."""
         for client in self.clients.values():
             assert client.sequence.state is client.end
             assert list(client.sequence.generated_tokens) == client.delivered
@@ -249,7 +249,7 @@ class PipelineModel:
         self.results: deque[StepResult] = deque()
 
     def _check_order(self) -> None:
-        """First come, first served: nobody in the queue came before somebody who runs."""
+        """First come, first served: no queued request arrived before a running one."""
         orders = [each.order for each in (*self.scheduler.running, *self.scheduler.queue)]
         assert orders == sorted(orders)
         if self.scheduler.kv is not None:

@@ -100,7 +100,7 @@ class StageReplica:
         return tuple(score(known.entries[i], known.tokens[i + 1], num_top) for i in range(start, end))
 
     def check_idle(self) -> None:
-        """Nothing is held any more."""
+        """No resource is held."""
         assert not self.sequences
         assert len(self.tables) == 0
         assert self.tables.pool.num_active == 0

@@ -11,7 +11,7 @@ from wire.steps import Step, StepResult
 
 
 def patience_of(*ratios: float) -> StepTimeoutEstimator:
-    """What it is after answers that took so many times as long as predicted."""
+    """The limit after results with these ratios of measured to predicted time."""
     patience = StepTimeoutEstimator(DEFAULT_POLICY)
     for ratio in ratios:
         patience.observe(ratio * 0.1, 0.1)

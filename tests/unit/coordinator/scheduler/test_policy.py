@@ -72,7 +72,7 @@ def load_of(num_sequences: int) -> DecodeLoad:
     return DecodeLoad(num_sequences, decodes_cost(num_sequences, 0))
 
 
-NOBODY = DecodeLoad(0, 0)
+NO_DECODES = DecodeLoad(0, 0)
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4, 16])
@@ -114,18 +114,18 @@ def test_without_measurements_there_is_a_step_for_each_stage() -> None:
     )
     pace = BatchingPolicy(limits, CostModel())
     assert pace.steps_in_flight(load_of(10)) == 3
-    assert pace.chunk_tokens(NOBODY, PrefillLoad(10**9, 0), start=0, end=10**9) == 64
+    assert pace.chunk_tokens(NO_DECODES, PrefillLoad(10**9, 0), start=0, end=10**9) == 64
     assert pace.chunk_tokens(load_of(10), PrefillLoad(10**9, 0), start=512, end=10**9) == 64
 
 
 def test_prefill_alone_has_one_step_more_than_stages() -> None:
     pace = pace_of(Stages(slowness=(1.0,) * 4))
-    assert pace.steps_in_flight(NOBODY) == 5
+    assert pace.steps_in_flight(NO_DECODES) == 5
 
 
 def test_a_fixed_number_of_steps_is_kept() -> None:
     pace = pace_of(Stages(transfer_us=1e6), max_steps_in_flight=3, min_steps_in_flight=None)
-    assert pace.steps_in_flight(load_of(64)) == pace.steps_in_flight(NOBODY) == 3
+    assert pace.steps_in_flight(load_of(64)) == pace.steps_in_flight(NO_DECODES) == 3
 
 
 # Chunks
@@ -135,7 +135,7 @@ def test_chunks_get_shorter_as_the_context_grows_so_that_they_take_equal_time() 
     stages = Stages(base_us=0, per_million_pairs_us=20_000)
     pace = pace_of(stages)
     sizes = {
-        start: pace.chunk_tokens(NOBODY, PrefillLoad(10**9, 0), start=start, end=10**9)
+        start: pace.chunk_tokens(NO_DECODES, PrefillLoad(10**9, 0), start=start, end=10**9)
         for start in (0, 2_000, 8_000, 30_000)
     }
     assert sizes[0] == 512
@@ -147,7 +147,7 @@ def test_chunks_get_shorter_as_the_context_grows_so_that_they_take_equal_time() 
 
 def test_chunks_stay_full_where_the_context_costs_nothing() -> None:
     pace = pace_of(Stages())
-    assert pace.chunk_tokens(NOBODY, PrefillLoad(10**9, 0), start=100_000, end=10**9) == 512
+    assert pace.chunk_tokens(NO_DECODES, PrefillLoad(10**9, 0), start=100_000, end=10**9) == 512
 
 
 @pytest.mark.parametrize(("num_stages", "num_tokens"), [(2, 2048), (4, 2048), (4, 8192), (8, 20_000)])
@@ -160,22 +160,22 @@ def test_a_burst_of_prompts_goes_in_steps_that_bring_it_through_soonest(
     def makespan_us(size: int) -> float:
         return (-(-num_tokens // size) + num_stages - 1) * stages.chunk_step_us(0, size)
 
-    size = pace.chunk_tokens(NOBODY, PrefillLoad(num_tokens), start=0, end=10**9)
+    size = pace.chunk_tokens(NO_DECODES, PrefillLoad(num_tokens), start=0, end=10**9)
     best = min(makespan_us(each) for each in range(64, 4097, 8))
     assert makespan_us(size) <= 1.05 * best
-    rest = pace.chunk_tokens(NOBODY, PrefillLoad(num_tokens, step_tokens=size // 2), start=0, end=10**9)
+    rest = pace.chunk_tokens(NO_DECODES, PrefillLoad(num_tokens, step_tokens=size // 2), start=0, end=10**9)
     assert rest == size - size // 2
 
 
 def test_a_step_of_prefill_ends_with_a_prompt_where_it_can() -> None:
     pace = pace_of(Stages(), max_step_tokens=4096)
     burst = PrefillLoad(8192)
-    size = pace.chunk_tokens(NOBODY, burst, start=0, end=10**9)
-    assert pace.chunk_tokens(NOBODY, burst, start=0, end=size + size // 4) == size + size // 4
-    assert pace.chunk_tokens(NOBODY, burst, start=0, end=2 * size) == size
+    size = pace.chunk_tokens(NO_DECODES, burst, start=0, end=10**9)
+    assert pace.chunk_tokens(NO_DECODES, burst, start=0, end=size + size // 4) == size + size // 4
+    assert pace.chunk_tokens(NO_DECODES, burst, start=0, end=2 * size) == size
     nearly_full = PrefillLoad(8192, step_tokens=size * 3 // 4)
-    assert pace.chunk_tokens(NOBODY, nearly_full, start=0, end=2 * size) == 0
-    assert pace.chunk_tokens(NOBODY, nearly_full, start=0, end=size // 2) == size // 2
+    assert pace.chunk_tokens(NO_DECODES, nearly_full, start=0, end=2 * size) == 0
+    assert pace.chunk_tokens(NO_DECODES, nearly_full, start=0, end=size // 2) == size // 2
 
 
 @pytest.mark.parametrize("slowdown", [1.2, 1.4, 2.0])
@@ -218,7 +218,7 @@ def test_what_is_left_of_a_prompt_does_not_wait_for_more_than_it_costs() -> None
 def test_chunks_that_cost_nothing_are_full() -> None:
     """Small ones may take less than a step of decodes has been measured to take."""
     pace = pace_of(Stages(per_token_us=0))
-    assert pace.chunk_tokens(NOBODY, PrefillLoad(10**9, 0), start=700, end=10**9) == 512
+    assert pace.chunk_tokens(NO_DECODES, PrefillLoad(10**9, 0), start=700, end=10**9) == 512
     assert pace.chunk_tokens(load_of(4), PrefillLoad(10**9, 0), start=700, end=10**9) == 512
 
 

@@ -567,7 +567,7 @@ def test_finish_reasons_reach_whoever_asked() -> None:
     model.check_all_ended()
 
 
-# An idle epoch, lent to whoever sends steps of its own
+# Lending an idle epoch to the self-check
 
 
 def test_an_epoch_is_lent_only_while_nobody_needs_it() -> None:

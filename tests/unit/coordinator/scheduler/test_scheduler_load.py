@@ -76,7 +76,7 @@ def setups(draw: st.DrawFn) -> Setup:
 
 
 def made_up_times(step: Step) -> tuple[StageTime, ...]:
-    """Of two stages, whose chunks cost more the further they begin; now and then a step takes for ever."""
+    """Times of two stages: chunks cost more at later positions, and some steps take very long."""
     context = sum(part.first_position for part in step.slices)
     slow = 100_000 if zlib.crc32(bytes([step.step_id % 256])) % 11 == 0 else 0
     own = 100 + 10 * step.num_tokens + 7 * context + slow
