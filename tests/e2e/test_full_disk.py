@@ -172,7 +172,7 @@ async def is_reported(cluster: LocalCluster, status: cluster_pb2.GetStatusRespon
     assert "degraded, serving" in shown.stdout
     _, metrics = await http(cluster, "metrics")
     assert "stageline_journal_failing_ratio 1" in metrics
-    assert "cannot be written: database or disk is full; new requests" in cluster.coordinator.read_log()
+    assert "cannot be written: database or disk is full: rejecting new requests" in cluster.coordinator.read_log()
 
 
 async def is_rejected(address: str) -> None:
