@@ -114,4 +114,5 @@ async def test_the_status_command_says_the_same_of_every_worker(served: Served) 
     assert (finished.code, finished.stderr) == (0, "")
     status = json.loads(finished.stdout)
     assert [worker["kv"]["blocks_active"] for worker in status["workers"]] == [0, 0, 0]
-    assert [worker["stage"]["role"] for worker in status["workers"]] == ["first", "middle", "last"]
+    roles = [worker["role"] for worker in status["workers"]]
+    assert roles == ["STAGE_ROLE_FIRST", "STAGE_ROLE_MIDDLE", "STAGE_ROLE_LAST"]
