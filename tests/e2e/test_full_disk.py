@@ -172,7 +172,8 @@ async def is_reported(cluster: LocalCluster, status: cluster_pb2.GetStatusRespon
     assert "degraded, serving" in shown.stdout
     _, metrics = await http(cluster, "metrics")
     assert "stageline_journal_failing_ratio 1" in metrics
-    assert "cannot be written: database or disk is full: rejecting new requests" in cluster.coordinator.read_log()
+    log = cluster.coordinator.read_log()
+    assert "cannot be written: database or disk is full: rejecting new requests" in log
 
 
 async def is_rejected(address: str) -> None:
