@@ -7,9 +7,10 @@ from coordinator.cluster.membership import WorkerIdentity
 from coordinator.recovery.failure_detector import StageProgress
 from coordinator.recovery.self_check import ReferenceSource
 from stageline_rpc.internal.v1 import join_pb2
+from stageline_rpc.v1 import cluster_pb2
 from wire.clock import wall_clock_us
 from wire.kernels import StageKernels
-from wire.tensors import WireDType
+from wire.tensors import WIRE_DTYPE_FROM_MESSAGE, WireDType
 
 
 class WorkerConnection:
@@ -56,6 +57,18 @@ class WorkerConnection:
                 sent_at_us=heartbeat.sent_at_us, received_at_us=now_us, answered_at_us=now_us
             )
             self.send(join_pb2.JoinResponse(heartbeat_answer=answer))
+
+    def stage_loaded(self, loaded: join_pb2.StageLoaded) -> None:
+        """Store what the worker reports of its loaded stage."""
+        self.loads_tokenizer = False
+        self.warmup_ms = loaded.warmup_ms
+        self.kernels, self.kernels_detail = loaded.kernels, loaded.kernels_detail
+        self.wire_dtype = WIRE_DTYPE_FROM_MESSAGE.get(loaded.wire_dtype)
+        # Status may be read before the next heartbeat, which has the same values.
+        self.heartbeat.weight_bytes = loaded.weight_bytes
+        self.heartbeat.kv_bytes = loaded.kv_bytes
+        if not self.identity.is_mock:
+            self.heartbeat.weights = cluster_pb2.WEIGHTS_CHECK_SAMPLED
 
     def close(self, reason: str) -> None:
         """End the stream after the queued messages."""

@@ -49,12 +49,10 @@ from coordinator.scheduler.in_flight import ResultMismatch
 from coordinator.scheduler.kv_manager import KvCacheManager
 from coordinator.scheduler.policy import SchedulerLimits
 from stageline_rpc.internal.v1 import forward_pb2, join_pb2
-from stageline_rpc.v1 import cluster_pb2
 from wire.errors import InvariantBroken, NameInUse, StaleStream, StepFaultKind, WorkerNotFound
 from wire.ids import Incarnation
 from wire.peer_secrets import RefusedPeers, is_secret, new_secret
 from wire.steps import FaultReport, StepResult
-from wire.tensors import WIRE_DTYPE_FROM_MESSAGE
 
 log = logging.getLogger(__name__)
 
@@ -218,17 +216,8 @@ class Controller:
             case "heartbeat":
                 connection.beat(message.heartbeat)
             case "loaded":
-                connection.loads_tokenizer = False
                 self._events.loaded(name, message.loaded)
-                # Status may be read before the next heartbeat, which has the same values.
-                connection.warmup_ms = message.loaded.warmup_ms
-                connection.kernels = message.loaded.kernels
-                connection.kernels_detail = message.loaded.kernels_detail
-                connection.wire_dtype = WIRE_DTYPE_FROM_MESSAGE.get(message.loaded.wire_dtype)
-                connection.heartbeat.weight_bytes = message.loaded.weight_bytes
-                connection.heartbeat.kv_bytes = message.loaded.kv_bytes
-                if not connection.identity.is_mock:
-                    connection.heartbeat.weights = cluster_pb2.WEIGHTS_CHECK_SAMPLED
+                connection.stage_loaded(message.loaded)
                 self._carry_out(self.state.loaded(name, message.loaded.plan_id))
             case "load_failed":
                 connection.loads_tokenizer = False
