@@ -143,7 +143,10 @@ async def test_without_workers_the_requests_of_a_journal_wait_and_then_fail(tmp_
     async with new_cluster(tmp_path / "j.db") as first, AsyncExitStack() as stack:
         await story.read_some(first, stack)
         journal = crashed(tmp_path / "j.db", tmp_path / "after")
-    second = Cluster(None, layers=(6, 6), num_workers=0, waits=False, has_text=True, journal=journal)
+    policy = replace(TEST_POLICY, recovery_timeout_s=10.0)
+    second = Cluster(
+        None, layers=(6, 6), num_workers=0, waits=False, has_text=True, journal=journal, policy=policy
+    )
     async with second:
         status = await second.wait_status(lambda status: status.requests.failed == 1)
         assert status.requests.waiting == 0
