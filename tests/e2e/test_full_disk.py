@@ -189,7 +189,7 @@ async def is_rejected(address: str) -> None:
     assert status.details[0].Unpack(info)
     assert (info.reason, info.domain) == ("JOURNAL_UNAVAILABLE", "stageline")
     async with Client(address) as client:
-        with pytest.raises(Unavailable, match="until the journal can be written"):
+        with pytest.raises(Unavailable, match="new requests are rejected until one succeeds"):
             await client.complete([1, 2, 3], max_tokens=4)
 
 
