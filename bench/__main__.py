@@ -40,7 +40,7 @@ PIPED_WIDTH = 160
 
 
 def main(arguments: list[str]) -> int:
-    # Read by gRPC when it is imported, by a group's module; it would remark on every process that is started.
+    # Read by gRPC on import, by a group's module; silences its warnings about started processes.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     options = _parse(arguments)
     if options.list:
@@ -80,14 +80,14 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("groups", nargs="*", metavar="GROUP", help="all of the default run for none")
-    parser.add_argument("--list", action="store_true", help="show the groups and end")
-    parser.add_argument("--markdown", action="store_true", help="show the recorded run as a table and end")
+    parser.add_argument("groups", nargs="*", metavar="GROUP", help="default: all of the default run")
+    parser.add_argument("--list", action="store_true", help="list the groups and exit")
+    parser.add_argument("--markdown", action="store_true", help="print the recorded run as a table and exit")
     parser.add_argument("--quick", action="store_true", help="few rounds, small sizes; not comparable")
     parser.add_argument(
         "--strict", action="store_true", help="fail when a figure is worse, or misses its target"
     )
-    parser.add_argument("--record", action="store_true", help="make this the recorded run of its groups")
+    parser.add_argument("--record", action="store_true", help="record this run for its groups")
     parser.add_argument("--output", type=Path, default=LATEST, metavar="DIRECTORY")
     options = parser.parse_args(arguments)
     if options.quick and options.record:
@@ -105,7 +105,7 @@ def _keep(
 ) -> None:
     run = recorded.as_json(results, machine, is_quick=options.quick)
     recorded.write(options.output / RUN_FILE, run)
-    console.print(f"\nnumbers and timelines are in {options.output}", highlight=False)
+    console.print(f"\nnumbers and timelines: {options.output}", highlight=False)
     if options.record:
         recorded.write(RECORDED, recorded.merged(recorded.read(RECORDED), run))
         README.write_text(with_recorded(README.read_text(), recorded.read(RECORDED)))
@@ -117,7 +117,7 @@ def _keep(
 def _exit_code(results: list[GroupResult], compared: list[Compared], *, is_strict: bool) -> int:
     if any(result.problem for result in results):
         return 1
-    is_bad = any(each.change in (Change.WORSE, Change.GONE) for each in compared) or any(
+    is_bad = any(change.change in (Change.WORSE, Change.GONE) for change in compared) or any(
         figure.verdict in (Verdict.MISSED, Verdict.IMPOSSIBLE)
         for result in results
         for figure in result.figures

@@ -58,10 +58,10 @@ def _generate(channel: grpc.Channel, data: bytes) -> None:
 
 async def _loop_ms(call: Callable[[], object], rounds: int) -> float:
     times = []
-    for _ in range(rounds + 1):  # the first one imports and connects
+    for _ in range(rounds + 1):  # warm up imports and connection
         started_s = time.thread_time()
         await asyncio.to_thread(call)
-        await asyncio.sleep(0.05)  # what is left to do when the answer has come
+        await asyncio.sleep(0.05)  # work after the response
         times.append(time.thread_time() - started_s)
     return statistics.median(times[1:]) * 1000
 

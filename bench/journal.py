@@ -1,11 +1,11 @@
-"""What a journal adds to a step, in microseconds on the event loop.
+"""Cost of a journal per step, in microseconds on the event loop.
 
-    python -m bench.journal [--directory DIR] [--steps 2000]
+python -m bench.journal [--directory DIR] [--steps 2000]
 
 "step" is all of `Durability.add_step`: entries made of the scheduler's progress, JSON, and the commit, with
-checkpoints beside it as a coordinator makes them. "power" is the same with `synchronous = FULL`, which waits
-for the disk. "cpu" is what the event loop's thread computes; the longest of all steps shows what a checkpoint
-does to those beside it. Steps come every 5 ms. The figures are of the disk that DIR is on.
+checkpoints as in a coordinator. "power" is the same with `synchronous = FULL`, which waits for the disk.
+"cpu" is the processor time of the event loop's thread; the longest step shows the effect of a checkpoint on
+steps at the same time. Steps come every 5 ms. The figures depend on the disk of DIR.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from coordinator.scheduler.sequence import QueueOrder, Sequence
 from wire.ids import SequenceKey, new_request_id
 from wire.steps import StepSampling, TokenLogprobs
 
-SCORES = TokenLogprobs(12345, -1.2345678806304932, 1, tuple((each, -1.0 - each / 7) for each in range(5)))
+SCORES = TokenLogprobs(12345, -1.2345678806304932, 1, tuple((rank, -1.0 - rank / 7) for rank in range(5)))
 SWEEP_EVERY = 50
 PAUSE_S = 0.005
 
@@ -34,7 +34,7 @@ PAUSE_S = 0.005
 def steps_us(
     directory: Path, *, num_sequences: int, has_logprobs: bool, synchronous: str, num: int
 ) -> list[tuple[float, float]]:
-    """How long each of `num` steps took and computed, one token of every sequence in each."""
+    """Wall and CPU time of `num` steps with one token of each sequence."""
     journal = Journal(
         directory / f"{num_sequences}-{has_logprobs}-{synchronous}.db", ServedIdentity("f" * 32, "bf16")
     )

@@ -1,4 +1,4 @@
-"""What the KV cache costs: accounting, pages, and what prefix sharing saves.
+"""Cost of the KV cache: accounting, pages, and savings of prefix sharing.
 
 python -m bench.kv [--json FILE] [--quick]
 """
@@ -34,8 +34,8 @@ RESULTS = Path(__file__).parent / "results" / "kv.json"
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Medians of the time on the clock and of the processor's time, which is what counts where neighbours
-    take the processor away; `limit_us` is what it should stay under.
+    """Medians of wall time and CPU time; CPU time excludes neighbours on the machine. `limit_us` is its
+    limit.
     """
 
     what: str
@@ -45,7 +45,7 @@ class Line:
 
     @property
     def ratio(self) -> float | None:
-        """Of the processor's time to the limit."""
+        """CPU time over the limit."""
         return self.cpu_us / self.limit_us if self.limit_us else None
 
 
@@ -69,7 +69,7 @@ class Stopwatch:
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """Bytes per second of one page operation, beside that of a plain copy of the same bytes."""
+    """Bytes per second of one page operation and of a plain copy of the same bytes."""
 
     what: str
     gb_per_s: float
@@ -92,7 +92,7 @@ def new_sequence(tokens: tuple[int, ...]) -> Sequence:
 
 
 def decoding(num_tokens: int) -> tuple[KvCacheManager, list[Sequence]]:
-    """A log with 256 sequences of that length, all different."""
+    """A manager with 256 different sequences of a length."""
     log = KvCacheManager(num_blocks=NUM_SEQUENCES * 80, block_size=BLOCK_SIZE)
     running = []
     for index in range(NUM_SEQUENCES):
@@ -107,7 +107,7 @@ def decoding(num_tokens: int) -> tuple[KvCacheManager, list[Sequence]]:
 
 
 def decode_step(log: KvCacheManager, running: list[Sequence]) -> Callable[[], None]:
-    """One token for each sequence, and what goes into the frame: the signals and the digest."""
+    """One token for each sequence, and the frame's signals and digest."""
 
     def step() -> None:
         append = log.append
@@ -135,7 +135,7 @@ def measure_decode(rounds: int) -> list[Line]:
 
 
 def measure_prompt(rounds: int) -> list[Line]:
-    """A prompt of 4,096 tokens with 63 of its 64 blocks cached, and one with none."""
+    """A prompt of 4,096 tokens, with 63 of its 64 blocks cached and with none."""
     log = KvCacheManager(num_blocks=4096, block_size=BLOCK_SIZE)
     common = tuple(range(PROMPT_TOKENS - BLOCK_SIZE))
     hits, cold = Stopwatch(), Stopwatch()
@@ -158,7 +158,7 @@ def measure_prompt(rounds: int) -> list[Line]:
     start((*common, *range(BLOCK_SIZE)), Stopwatch())
     for index in range(rounds):
         assert start((*common, *(200_000 + index for _ in range(BLOCK_SIZE))), hits) == len(common)
-        # The pool is large enough for the common prompt to outlive the cold ones between two uses.
+        # the pool is large enough to keep the common prompt between two uses
         assert start(tuple(range(index + 1, index + 1 + PROMPT_TOKENS)), cold) == 0
     return [
         hits.line("4,096-token prompt, 63 of 64 blocks hit", 1000),
@@ -167,8 +167,9 @@ def measure_prompt(rounds: int) -> list[Line]:
 
 
 def measure_pages(rounds: int) -> list[Bandwidth]:
-    """One layer's keys and values of 4 sequences of 512 tokens gathered, from a pool 16 times as large; 512
-    tokens written."""
+    """Gather keys and values of one layer for 4 sequences of 512 tokens, from a pool 16 times as large; write
+    512 tokens.
+    """
     return [result for block_size in (16, 64) for result in _pages(block_size, rounds)]
 
 
@@ -223,14 +224,16 @@ def machine() -> dict[str, object]:
 
 
 def show(lines: list[Line], bandwidths: list[Bandwidth], prefix: list[PrefixResult]) -> None:
-    print(f"{'accounting':<52}{'on the clock':>14}{'CPU':>10}{'limit':>10}{'ratio':>8}")
+    print(f"{'accounting':<52}{'wall':>14}{'CPU':>10}{'limit':>10}{'ratio':>8}")
     for line in lines:
         limit = f"{line.limit_us:,.0f} us" if line.limit_us else "-"
         ratio = f"{line.ratio:.2f}" if line.ratio else "-"
         print(f"{line.what:<52}{line.clock_us:>11,.1f} us{line.cpu_us:>7,.1f} us{limit:>10}{ratio:>8}")
     print(f"\n{'pages':<52}{'GB/s':>12}{'copy GB/s':>12}{'ratio':>18}")
-    for each in bandwidths:
-        print(f"{each.what:<52}{each.gb_per_s:>12.2f}{each.copy_gb_per_s:>12.2f}{each.ratio:>18.2f}")
+    for bandwidth in bandwidths:
+        print(
+            f"{bandwidth.what:<52}{bandwidth.gb_per_s:>12.2f}{bandwidth.copy_gb_per_s:>12.2f}{bandwidth.ratio:>18.2f}"
+        )
     titles = f"{'prefill tokens':>18}{'first token, mean':>18}{'last':>16}"
     print(f"\n{'2,000 common tokens, 32 requests':<34}{titles}")
     for result in prefix:
@@ -249,7 +252,9 @@ def show(lines: list[Line], bandwidths: list[Bandwidth], prefix: list[PrefixResu
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, default=RESULTS, metavar="FILE")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds, smaller prompts: does it run?")
+    parser.add_argument(
+        "--quick", action="store_true", help="few rounds and smaller prompts, as a smoke test"
+    )
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     lines = measure_decode(2 if options.quick else 12) + measure_prompt(20 if options.quick else 200)
@@ -260,7 +265,7 @@ def main(arguments: list[str]) -> int:
     report = {
         "machine": machine(),
         "accounting": [asdict(line) | {"ratio": line.ratio} for line in lines],
-        "pages": [asdict(each) | {"ratio": each.ratio} for each in bandwidths],
+        "pages": [asdict(bandwidth) | {"ratio": bandwidth.ratio} for bandwidth in bandwidths],
         "prefix_sharing": [asdict(result) for result in prefix],
     }
     options.json.parent.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ OWN_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class PrefixResult:
-    """`*_first_token_s`: seconds from the arrival, which is the same for all, to a request's first token."""
+    """`*_first_token_s`: seconds from the arrival of all requests to a request's first token."""
 
     what: str
     num_prefill_tokens: int
@@ -25,7 +25,7 @@ class PrefixResult:
 
 
 def measure_prefix_sharing(directory: Path, *, num_common: int) -> list[PrefixResult]:
-    """First with sharing, then without; the tokens are the same (float32)."""
+    """Measure with sharing, then without; the tokens are equal (float32)."""
     model = make_checkpoint(
         directory / "model",
         "llama",

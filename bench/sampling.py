@@ -1,4 +1,4 @@
-"""What a token costs after its logits are there: microseconds per sequence, beside a full sort of the logits.
+"""Cost of a token after its logits are computed: microseconds per sequence, beside a full sort of the logits.
 
 python -m bench.sampling [--json FILE] [--quick]
 """
@@ -31,8 +31,8 @@ RESULTS = Path(__file__).parent / "results" / "sampling.json"
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Medians of the processor's time, which is what counts where neighbours take the processor away; `ratio`
-    is to one torch.sort of logits of the same shape.
+    """Medians of CPU time, which excludes neighbours on the machine; `ratio` is to one torch.sort of the
+    logits.
     """
 
     what: str
@@ -48,7 +48,7 @@ class Line:
 
 
 def kinds(vocab_size: int) -> dict[str, StepSampling]:
-    """What is measured. History, words and biased tokens are spread over the vocabulary."""
+    """Parameters to measure. History, words and biased tokens are spread over the vocabulary."""
     spread = [7 + index * (vocab_size // 100) for index in range(100)]
     penalties = StepSampling(repetition_penalty=1.1, frequency_penalty=0.2, presence_penalty=0.1)
     everything = StepSampling(
@@ -84,8 +84,10 @@ def without_top_k(sampling: StepSampling) -> StepSampling:
 
 
 def some_logits(shape: str, batch: int, vocab_size: int) -> Tensor:
-    """`peaked`: normal with ten tokens well above the others, as language models give. `flat`: normal and
-    narrow, where no filter but top_k leaves few tokens.
+    """Random logits.
+
+    `peaked`: normal with ten tokens well above the others, as of language models. `flat`: normal and narrow,
+    so that only top_k leaves few tokens.
     """
     generator = torch.Generator().manual_seed(batch)
     noise = torch.randn((batch, vocab_size), generator=generator)
@@ -96,7 +98,7 @@ def some_logits(shape: str, batch: int, vocab_size: int) -> Tensor:
 
 
 def sampling_step(logits: Tensor, sampling: StepSampling) -> Callable[[], object]:
-    """One step of the sampler: a token for each row, all with a history of HISTORY_TOKENS tokens."""
+    """One step of the sampler: a token for each row, with a history of HISTORY_TOKENS tokens each."""
     batch, vocab_size = logits.shape
     sampler = Sampler(vocab_size=vocab_size, stage=0)
     generator = torch.Generator().manual_seed(0)
@@ -115,7 +117,7 @@ def sampling_step(logits: Tensor, sampling: StepSampling) -> Callable[[], object
 
 
 def measure(shape: str, vocab_size: int, batch: int, *, rounds: int) -> Iterator[Line]:
-    """All kinds and the sort take turns, so that what else the machine does falls on all of them."""
+    """Measure all kinds and the sort in turns, so that other load on the machine affects all of them."""
     logits = some_logits(shape, batch, vocab_size)
     works: dict[str, Callable[[], object]] = {"sort": lambda: torch.sort(logits, dim=-1, descending=True)}
     works |= {what: sampling_step(logits, sampling) for what, sampling in kinds(vocab_size).items()}
@@ -163,7 +165,7 @@ def _cell(us: float, ratio: float) -> str:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, default=RESULTS, metavar="FILE")
-    parser.add_argument("--quick", action="store_true", help="few rounds, no batch of 64: does it run?")
+    parser.add_argument("--quick", action="store_true", help="few rounds and no batch of 64, as a smoke test")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     lines: list[Line] = []

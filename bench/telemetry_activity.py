@@ -1,10 +1,10 @@
 """Cost of the step history for dashboard and `stageline top` on the event loop, in microseconds.
 
-    python -m bench.telemetry_activity [--steps 3000]
+python -m bench.telemetry_activity [--steps 3000]
 
-"a step" is `FactRecorder.step_sent` and `.step_answered` with an `ActivityRecorder`, for a step of decodes
-that all get a token, in a pipeline of 8 stages with 4 steps in flight. "a look" is one poll of a dashboard:
-on the event loop, and on a thread beside it.
+"step" is `FactRecorder.step_sent` and `.step_answered` with an `ActivityRecorder`, for a step of decodes that
+all get a token, in a pipeline of 8 stages with 4 steps in flight. "poll" is one poll of a dashboard: on the
+event loop, and on its thread.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STEP_S = 0.005
 
 
 class Pipeline:
-    """`num_sequences` in each step, on a clock of its own."""
+    """Steps of `num_sequences` on a simulated clock."""
 
     def __init__(self, num_sequences: int) -> None:
         self.now_s = 1000.0
@@ -53,12 +53,12 @@ class Pipeline:
         return sequence
 
     def step_us(self) -> float:
-        """Time that the thread computes for one step."""
+        """CPU time of one step."""
         cohort = self._cohorts[self._num_steps % NUM_IN_FLIGHT]
-        slices = tuple(StepSlice(each.key, 0, (1,), Decode(9)) for each in cohort)
+        slices = tuple(StepSlice(sequence.key, 0, (1,), Decode(9)) for sequence in cohort)
         step = Step(epoch=1, step_id=self._num_steps, slices=slices)
         result = StepResult(1, self._num_steps, (), self._times)
-        progress = [SequenceUpdate(each, token=5) for each in cohort]
+        progress = [SequenceUpdate(sequence, token=5) for sequence in cohort]
         self._num_steps += 1
         self.now_s += STEP_S
         started_s = time.thread_time_ns()
@@ -68,11 +68,11 @@ class Pipeline:
 
 
 def main() -> None:
-    """Prints a table."""
+    """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=3000)
     num_steps = parser.parse_args().steps
-    print(f"{'sequences':>9}  {'a step':>8}  {'mean':>8}  {'a look: loop':>13}  {'thread':>8}")
+    print(f"{'sequences':>9}  {'a step':>8}  {'mean':>8}  {'a poll: loop':>13}  {'thread':>8}")
     for num_sequences in (1, 4, 16, 64, 256):
         pipeline = Pipeline(num_sequences)
         times_us = [pipeline.step_us() for _ in range(num_steps)]

@@ -66,7 +66,7 @@ WARM_UP = 50
 
 
 class TimedObserver(EngineObserver):
-    """Forwards the engine's events and measures the processor time of each step's observers."""
+    """Forwards the engine's events, and measures the CPU time of each step's observers."""
 
     def __init__(self, observers: Sequence[EngineObserver]) -> None:
         self._inner = Observers(observers)
@@ -98,7 +98,7 @@ METER = MeterProvider(metric_readers=[InMemoryMetricReader()]).get_meter("bench"
 
 
 class SdkNumber(Number):
-    """Every change is also recorded by an instrument of the SDK."""
+    """Records each change with an SDK instrument, too."""
 
     __slots__ = ("_counter", "_sdk_attributes", "_total")
 
@@ -119,7 +119,7 @@ class SdkNumber(Number):
 
 
 class SdkDistribution(Distribution):
-    """Every value is recorded by an instrument of the SDK."""
+    """Records each value with an SDK instrument, too."""
 
     __slots__ = ("_histogram", "_sdk_attributes")
 
@@ -213,7 +213,7 @@ def span_step_us(num_sequences: int, num_steps: int) -> float:
 
 
 def encoded_span_us() -> float:
-    """A span of a stage, encoded for the wire among 15 others."""
+    """Time to encode a stage span in a batch of 16."""
     sink = KeptSpans()
     spans = StageSpans(_recorder(sink), NoStage(), worker="bench")
     spans.epoch_began(_assignment(0), 1)
@@ -281,7 +281,7 @@ def _assignment(stage: int) -> Assignment:
 
 
 def _worker_registry(stage: int) -> Registry:
-    """About as many series as a worker has."""
+    """A registry with about as many series as a worker has."""
     registry = Registry(start_ns=0)
     _stage_metrics(registry, stage % NUM_STAGES)
     registry.number(definitions.RESIDENT_MEMORY).of().set(7e7)
@@ -310,7 +310,7 @@ def _median_us(action: Callable[[], object], rounds: int) -> float:
 
 
 def scrape_us(num_workers: int) -> tuple[float, float, float, int]:
-    """Time to take a worker's export, of a snapshot and of the text; and the text's size in bytes."""
+    """Time to take a worker's export, a snapshot and the text, and the text's size in bytes."""
     kept = WorkerMetricsStore(lambda: {f"w{index}" for index in range(num_workers)})
     for index in range(num_workers):
         resource = Resource({"service.name": Process.WORKER.value, "service.instance.id": f"w{index}"})

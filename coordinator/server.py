@@ -202,7 +202,7 @@ class CoordinatorServer:
         from coordinator.dashboard.routes import DashboardContext
         from coordinator.dashboard.server import DashboardServer
 
-        sources = DashboardContext(
+        context = DashboardContext(
             status=status,
             activity=activity,
             engine=self.engine,
@@ -210,7 +210,7 @@ class CoordinatorServer:
             traces=self.trace_reader,
             metrics=self.metrics.metrics_text,
         )
-        return DashboardServer(sources, listen=listen, token=self._token, refused=self._refused_operators)
+        return DashboardServer(context, listen=listen, token=self._token, refused=self._refused_operators)
 
     async def start(self) -> None:
         """Raises OSError when an address cannot be had."""

@@ -10,7 +10,7 @@ import psutil
 
 from stage_worker.backends.mock_spec import MockSpec
 from stage_worker.config import check_threads
-from wire.addresses import Address, parse_address
+from wire.addresses import local_address, parse_address
 from wire.sizes import format_size
 
 
@@ -68,7 +68,6 @@ def _read_number(file: Path) -> int | None:
 MAX_WORKERS = 1024
 # -P: the folder that the user happens to stand in must not shadow our packages.
 _STAGELINE = (sys.executable, "-P", "-m", "stageline")
-_EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,5 +194,4 @@ def worker_name(worker: int) -> str:
 
 def dialled_address(listening: str) -> str:
     """The address, from this machine, of a server that listens on `listening`."""
-    address = parse_address(listening)
-    return str(Address(_EVERY_INTERFACE.get(address.host, address.host), address.port))
+    return str(local_address(parse_address(listening)))

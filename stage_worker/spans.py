@@ -129,7 +129,7 @@ class StageSpans(StepObserver):
             Attr.STEP_ID: steps[0].step_id,
             Attr.LAST_STEP_ID: steps[-1].step_id,
             Attr.NUM_STEPS: len(steps),
-            Attr.BATCH_SIZE: sum(each.batch_size for each in steps) / len(steps),
+            Attr.BATCH_SIZE: sum(step.batch_size for step in steps) / len(steps),
             Attr.CLOCK_OFFSET: clock.offset_us / 1e6,
             Attr.CLOCK_UNCERTAINTY: (clock.uncertainty_us or 0) / 1e6,
             **_durations(steps),
@@ -153,11 +153,11 @@ def _computes(loaded: LoadedStage | None) -> Attributes:
 
 def _durations(steps: list[_DoneStep]) -> Attributes:
     """Sum of each part over the steps, in seconds."""
-    timings = [each.timing for each in steps]
+    timings = [step.timing for step in steps]
     return {
-        Attr.HOP_DURATION: sum(each.hop_s or 0.0 for each in timings),
-        Attr.RECEIVE_DURATION: sum(each.received_s - each.began_s for each in timings),
-        Attr.WAIT_DURATION: sum(each.started_s - each.received_s for each in timings),
-        Attr.COMPUTE_DURATION: sum(each.ready_s - each.started_s for each in timings),
-        Attr.SEND_DURATION: sum(each.sent_s - each.timing.ready_s for each in steps),
+        Attr.HOP_DURATION: sum(timing.hop_s or 0.0 for timing in timings),
+        Attr.RECEIVE_DURATION: sum(timing.received_s - timing.began_s for timing in timings),
+        Attr.WAIT_DURATION: sum(timing.started_s - timing.received_s for timing in timings),
+        Attr.COMPUTE_DURATION: sum(timing.ready_s - timing.started_s for timing in timings),
+        Attr.SEND_DURATION: sum(step.sent_s - step.timing.ready_s for step in steps),
     }

@@ -1,1 +1,1 @@
-"""What a running cluster tells about itself: spans, metrics, logs."""
+"""Spans, metrics and logs of a running cluster."""

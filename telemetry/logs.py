@@ -19,16 +19,16 @@ log = logging.getLogger(__name__)
 
 
 MAX_WAITING_LINES = 4096
-"""Beyond that, lines are dropped and counted."""
+"""Further lines are dropped and counted."""
 LAST_WORDS_S = 1.0
-"""How long the end of the process waits for lines that are not written yet."""
+"""Maximum wait for unwritten lines at the end of the process."""
 
 
 class LogWriter(logging.Handler):
-    """Formats on the caller's thread, writes on one of its own. `num_dropped` lines have found no place.
+    """Formats on the caller's thread, writes on its own; `num_dropped` counts dropped lines.
 
-    It writes to a file descriptor, past the buffers of Python's streams: the interpreter aborts when it ends
-    while somebody holds the lock of such a buffer.
+    Writes to the file descriptor, past the buffers of Python's streams: the interpreter aborts at exit if a
+    thread holds the lock of such a buffer.
     """
 
     def __init__(self, descriptor: int, *, max_waiting: int = MAX_WAITING_LINES) -> None:
@@ -59,12 +59,12 @@ class LogWriter(logging.Handler):
             self._changed.notify_all()
 
     def flush(self) -> None:
-        """Waits for what is not written yet, but not for ever."""
+        """Wait for unwritten lines, at most `LAST_WORDS_S`."""
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting and not self._is_writing, LAST_WORDS_S)
 
     def close(self) -> None:
-        """Takes no more lines; those that it has are still written."""
+        """Reject new lines; queued ones are still written."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -72,7 +72,7 @@ class LogWriter(logging.Handler):
 
     def _run(self) -> None:
         while lines := self._take():
-            # Where nobody reads stderr any more, there is no other place to say so.
+            # stderr is closed, so there is no place to report it
             with contextlib.suppress(OSError):
                 _write(self._descriptor, "".join(f"{line}\n" for line in lines))
             with self._changed:
@@ -80,7 +80,7 @@ class LogWriter(logging.Handler):
                 self._changed.notify_all()
 
     def _take(self) -> list[str]:
-        """What waits, as soon as anything does; nothing once this is closed."""
+        """Wait for lines; nothing once closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._is_closed)
             lines, num_untold = list(self._waiting), self._num_untold
@@ -99,7 +99,7 @@ def _write(descriptor: int, text: str) -> None:
 
 
 def _told(num_dropped: int) -> logging.LogRecord:
-    text = "%d lines of this log are lost: they came faster than they could be written"
+    text = "dropped %d log lines: writer too slow"
     return logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, (num_dropped,), None)
 
 
@@ -115,18 +115,16 @@ PACKAGES = (
     "text",
     "wire",
 )
-"""Whose lines `--log-level` is about. Of other libraries only warnings and worse are written."""
+"""Packages to which `--log-level` applies; other libraries log warnings and errors only."""
 
 
 class LogFormat(StrEnum):
-    """How a line looks."""
-
     CONSOLE = "console"
     JSON = "json"
 
 
 class LogLevel(StrEnum):
-    """The least that is written. Normal flow is debug, events in the life of a cluster are info."""
+    """Minimum log level. Normal flow is debug, cluster events are info."""
 
     DEBUG = "debug"
     INFO = "info"
@@ -135,7 +133,7 @@ class LogLevel(StrEnum):
 
     @property
     def number(self) -> int:
-        """That of `logging`."""
+        """The level's number in `logging`."""
         return logging.getLevelNamesMapping()[self.name]
 
 
@@ -157,8 +155,9 @@ DEFAULT_LOGS = LogSettings()
 
 
 def configure(settings: LogSettings, process: str, *, worker: str | None = None) -> None:
-    """Sends the log of this process, which is a "coordinator" or a "worker", to stderr. To be called by entry
-    points, and again as soon as a worker knows its name. Before `os._exit`, call `logging.shutdown`.
+    """Configure the log of this process ("coordinator" or "worker"), on stderr.
+
+    Called by entry points, and again when a worker knows its name. Call `logging.shutdown` before `os._exit`.
     """
     handler = LogWriter(sys.stderr.fileno())
     handler.setFormatter(_formatter(settings.format, process, worker))
@@ -170,8 +169,9 @@ def configure(settings: LogSettings, process: str, *, worker: str | None = None)
 
 
 def log_fatal(settings: LogSettings, line: str) -> None:
-    """The last line of a process that cannot go on: on the console as it is. What was logged before is
-    written before it, and what is logged later is dropped.
+    """Write the last line of the log, unformatted on a console.
+
+    Queued lines are written before it, later ones are dropped.
     """
     is_json = settings.format is LogFormat.JSON
     if is_json:
@@ -181,12 +181,14 @@ def log_fatal(settings: LogSettings, line: str) -> None:
             handler.flush()
             handler.close()
     if not is_json:
-        sys.stderr.write(f"{line}\n")  # in one piece, which `print` does not promise
+        sys.stderr.write(f"{line}\n")  # one write, which `print` does not guarantee
         sys.stderr.flush()
 
 
 class ConsoleFormatter(logging.Formatter):
-    """`2026-01-31 12:00:00,250 INFO worker gpu-a: joined the coordinator at head:7480`, in local time."""
+    """Console lines with local time: `2026-01-31 12:00:00,250 INFO worker gpu-a: joined the coordinator at
+    head:7480`.
+    """
 
     def __init__(self, process: str, worker: str | None = None) -> None:
         super().__init__("%(asctime)s %(levelname)s %(origin)s: %(message)s%(suffix)s")
@@ -200,14 +202,16 @@ class ConsoleFormatter(logging.Formatter):
         return super().formatMessage(record)
 
     def formatException(self, ei: Any) -> str:  # noqa: N802
-        """Every line is indented: what an exception says cannot look like a line of the log."""
+        """Indent every line, so that an exception's text cannot look like a log line."""
         lines = super().formatException(ei).split("\n")
         return "\n".join(f"  {escaped(line)}" for line in lines)
 
 
 class JsonFormatter(logging.Formatter):
-    """One object per line: `ts` (RFC 3339, UTC, milliseconds), `level`, `process`, `logger`, `message`, those
-    of `FIELDS` that are known, and `exception` with a traceback, if there is one.
+    """One JSON object per line.
+
+    Keys: `ts` (RFC 3339, UTC, milliseconds), `level`, `process`, `logger`, `message`, known keys of `FIELDS`,
+    and `exception` with a traceback.
     """
 
     def __init__(self, process: str, worker: str | None = None) -> None:
@@ -232,12 +236,13 @@ class JsonFormatter(logging.Formatter):
 
 
 def escaped(text: str) -> str:
-    """`text` in one line of printable characters: what others send can neither begin a new line of the log
-    nor control a terminal.
+    """`text` as one line of printable characters.
+
+    Untrusted text can neither begin a new log line nor control a terminal.
     """
     if text.isprintable():
         return text
-    return "".join(each if each.isprintable() else _escape(each) for each in text)
+    return "".join(char if char.isprintable() else _escape(char) for char in text)
 
 
 def _escape(character: str) -> str:

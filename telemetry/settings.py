@@ -33,12 +33,12 @@ def check_exporter_variables(environment: Mapping[str, str], signal: str) -> Non
     if timeout and not _is_time(timeout):
         raise ValueError(f"{name} is {timeout!r}, but must be a number of seconds above 0")
     name, headers = _given(environment, signal, "HEADERS")
-    if any(not _HEADER.fullmatch(each) for each in headers.split(",") if each.strip()):
-        raise ValueError(f"{name} has something else than KEY=VALUE,KEY=VALUE")
+    if any(not _HEADER.fullmatch(header) for header in headers.split(",") if header.strip()):
+        raise ValueError(f"{name} is not KEY=VALUE,KEY=VALUE")
     for kind in _FILES:
         name, path = _given(environment, signal, kind)
         if path and not Path(path).is_file():
-            raise ValueError(f"{name} is {path!r}, and there is no such file")
+            raise ValueError(f"{name} is {path!r}, which does not exist")
 
 
 def _given(environment: Mapping[str, str], signal: str, kind: str) -> tuple[str, str]:
@@ -103,18 +103,18 @@ def metrics_export(environment: Mapping[str, str]) -> MetricsExport:
 def _collector(environment: Mapping[str, str]) -> OtlpProtocol | None:
     exporter = environment.get("OTEL_METRICS_EXPORTER", "").strip() or "otlp"
     if exporter not in ("otlp", "none"):
-        raise ValueError(f"OTEL_METRICS_EXPORTER is {exporter!r}, but only otlp and none are there")
+        raise ValueError(f"OTEL_METRICS_EXPORTER is {exporter!r}, must be otlp or none")
     if exporter == "none" or not _of_metrics(environment, "ENDPOINT"):
         return None
     protocol = _of_metrics(environment, "PROTOCOL") or OtlpProtocol.GRPC.value
-    if protocol not in (known := [each.value for each in OtlpProtocol]):
+    if protocol not in (known := [member.value for member in OtlpProtocol]):
         raise ValueError(f"OTLP protocol {protocol!r} is none of {', '.join(known)}")
     check_exporter_variables(environment, "METRICS")
     return OtlpProtocol(protocol)
 
 
 def _of_metrics(environment: Mapping[str, str], what: str) -> str:
-    """The variable for metrics, or else the general one."""
+    """The variable for metrics, else the general one."""
     own = environment.get(f"OTEL_EXPORTER_OTLP_METRICS_{what}", "").strip()
     return own or environment.get(f"OTEL_EXPORTER_OTLP_{what}", "").strip()
 
@@ -171,7 +171,7 @@ def read_environment(environment: Mapping[str, str], *, version: str) -> Telemet
 def _protocol(environment: Mapping[str, str]) -> str | None:
     exporter = environment.get("OTEL_TRACES_EXPORTER", "otlp").strip() or "otlp"
     if exporter not in ("otlp", "none"):
-        raise ValueError(f"OTEL_TRACES_EXPORTER is {exporter!r}, but only otlp and none are there")
+        raise ValueError(f"OTEL_TRACES_EXPORTER is {exporter!r}, must be otlp or none")
     endpoints = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
     if exporter == "none" or not any(environment.get(name, "").strip() for name in endpoints):
         return None

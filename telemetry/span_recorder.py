@@ -41,9 +41,9 @@ _OK = Status(StatusCode.UNSET)
 
 
 class SpanRecorder:
-    """Records spans when they are over, so none is kept open. One per process.
+    """Records spans when they end, so none is kept open. One per process.
 
-    Times are given on the clock of `time.monotonic` and converted to the coordinator's clock.
+    Times are on the clock of `time.monotonic` and converted to the coordinator's clock.
     """
 
     def __init__(self, resource: Resource, clock: ClusterClock, sinks: Sequence[SpanSink]) -> None:
@@ -54,6 +54,10 @@ class SpanRecorder:
     @property
     def clock(self) -> ClusterClock:
         return self._clock
+
+    def at_us(self, time_s: float) -> int:
+        """Convert a time of `time.monotonic` to the coordinator's clock."""
+        return self._clock.at_us(time_s)
 
     @property
     def num_dropped(self) -> int:

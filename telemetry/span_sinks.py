@@ -23,7 +23,7 @@ QUEUED_SPANS = 4096
 BATCH_SPANS = 16
 """Spans per encoded batch; 100 us each, during which the event loop is blocked."""
 DELAY_S = 0.2
-"""How long a span waits for others, to be sent in one batch."""
+"""How long a span waits to be sent in a batch."""
 SEND_TIMEOUT_S = 3.0
 
 

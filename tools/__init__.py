@@ -1,1 +1,1 @@
-"""Programs for those who work on Stageline; not part of the wheel."""
+"""Development tools; not part of the wheel."""

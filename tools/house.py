@@ -89,7 +89,7 @@ class Module:
 
     @cached_property
     def docstring_lines(self) -> set[int]:
-        """Lines of strings that are statements: docstrings, of attributes too."""
+        """Lines of strings that are statements: docstrings, also of attributes."""
         return {
             line
             for node in ast.walk(self.tree)
@@ -201,7 +201,7 @@ class Tree:
 
     @classmethod
     def read(cls, root: Path) -> "Tree":
-        """Parses the product files of a repository. Raises CalledProcessError outside of one."""
+        """Parse the product files of a repository. Raises CalledProcessError outside of one."""
         source_folders = _source_folders(root)
         modules = {}
         for path in product_files(root):
@@ -212,7 +212,7 @@ class Tree:
         return cls(root, modules, {name: module.imports(modules) for name, module in modules.items()})
 
     def importers(self) -> dict[str, list[str]]:
-        """Modules that import each module, also those that do so for types only."""
+        """Modules that import each module, type-only imports included."""
         importers: dict[str, set[str]] = {name: set() for name in self.modules}
         for name, imports in self.imports.items():
             for imported in imports:
@@ -222,7 +222,7 @@ class Tree:
     def import_cycles(self) -> list[list[str]]:
         """Groups of modules that import each other at run time, directly or through others."""
         edges = {
-            name: {each.target for each in imports if not each.is_for_types_only}
+            name: {found.target for found in imports if not found.is_for_types_only}
             for name, imports in self.imports.items()
         }
         reachable = {name: _reachable(name, edges) for name in edges}
@@ -254,7 +254,7 @@ def _reachable(start: str, edges: Mapping[str, set[str]]) -> set[str]:
 
 
 def product_files(root: Path) -> list[str]:
-    """Tracked Python files that are product code and exist, relative to the top of the repository."""
+    """Tracked Python files with product code, relative to the top of the repository."""
     listed = subprocess.run(
         ["git", "-C", str(root), "ls-files", "-z", "*.py"], capture_output=True, check=True, text=True
     )
@@ -272,7 +272,7 @@ def _pyproject(root: Path) -> dict[str, Any]:
 
 
 def _source_folders(root: Path) -> list[str]:
-    """Folders that packages are found in: `where` of setuptools."""
+    """Folders that contain packages: `where` of setuptools."""
     setuptools = _pyproject(root).get("tool", {}).get("setuptools", {})
     folders: list[str] = setuptools.get("packages", {}).get("find", {}).get("where", ["."])
     return [folder for folder in folders if folder != "."]
@@ -285,7 +285,7 @@ def _dotted_name(path: str, source_folders: Iterable[str]) -> str:
 
 
 def measure_code(tree: Tree) -> Report:
-    """Everything that the files themselves tell."""
+    """Metrics of the files themselves."""
     modules = list(tree.modules.values())
     num_code = sum(len(module.code_lines) for module in modules)
     num_docstring = sum(len(module.docstring_lines) for module in modules)
@@ -350,7 +350,7 @@ def _measure_classes(tree: Tree) -> Report:
 
 
 def _is_client_mirror(name: str, files: Iterable[str]) -> bool:
-    """True for a listed name that stands for one type of the client and one other."""
+    """Whether a listed name stands for one type of the client and one other."""
     is_in_client = [path.startswith("stageline/") for path in files]
     return name in CLIENT_MIRRORS and sorted(is_in_client) == [False, True]
 
@@ -359,8 +359,8 @@ def measure_trace(tree: Tree, windows: Mapping[str, Mapping[str, Any]]) -> Repor
     """Product files whose functions ran during a request and a worker's death.
 
     Several lists for each, because periodic work runs in any window: all files; without the files that an
-    idle cluster enters; only files with a function that an idle cluster does not run; of these the ones of
-    the coordinator, and of the rooms that decide about the cluster.
+    idle cluster enters; only files with a function that an idle cluster does not run; of these, the files of
+    the coordinator and of the folders that decide about the cluster.
     """
     paths = {str(tree.root / module.path): module.path for module in tree.modules.values()}
     report: Report = {"window_seconds": {window: recorded["seconds"] for window, recorded in windows.items()}}
@@ -402,7 +402,7 @@ TRACE_COUNTS = frozenset(
 
 
 def run_trace(tree: Tree) -> Report:
-    """Runs `tools/house_trace.py` against the tree. Raises CalledProcessError if that fails."""
+    """Run `tools/house_trace.py` against the tree. Raises CalledProcessError."""
     folders = [tree.root, *(tree.root / folder for folder in _source_folders(tree.root))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders)), "GRPC_VERBOSITY": "NONE"}
     script = Path(__file__).resolve().with_name("house_trace.py")
@@ -412,13 +412,13 @@ def run_trace(tree: Tree) -> Report:
 
 
 def counts(report: Report) -> dict[str, float]:
-    """The numbers of a report: lengths of its lists and tables, and its figures."""
+    """The numbers of a report: lengths of its lists and tables, and figures."""
     plain = {name: value for name, value in report.items() if name not in ("folders", "window_seconds")}
     return {name: value if isinstance(value, int | float) else len(value) for name, value in plain.items()}
 
 
 def violations(report: Report, limits: Mapping[str, float], *, traced: bool) -> list[str]:
-    """One line for each count above its limit. Raises ValueError for a limit of an unknown count."""
+    """One line for each count above its limit. Raises ValueError for an unknown count."""
     found = counts(report)
     lines = []
     for name, limit in limits.items():
@@ -431,7 +431,7 @@ def violations(report: Report, limits: Mapping[str, float], *, traced: bool) -> 
 
 
 def print_tables(report: Report) -> None:
-    """Prints counts, folders, and the entries of each list."""
+    """Print counts, folders and the entries of each list."""
     for name, value in counts(report).items():
         print(f"{name:36}{value:>10g}")
     for window, seconds in report.get("window_seconds", {}).items():
@@ -466,7 +466,6 @@ def _parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code."""
     options = _parse_arguments(arguments)
     tree = Tree.read(options.root.resolve())
     report = measure_code(tree)

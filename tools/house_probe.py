@@ -34,7 +34,7 @@ class Probe:
             self._codes.add(frame.f_code)
 
     def follow_control_file(self) -> None:
-        """Switches windows as the control file says, until the process ends."""
+        """Switch windows as the control file says, until the process ends."""
         self._write_file("state", "")
         # The directory disappears before the process when the measurement is over.
         with contextlib.suppress(FileNotFoundError):
@@ -78,7 +78,7 @@ class Probe:
 
 
 def install_probe(directory: str, root: str) -> None:
-    """Hooks every thread of this process that Python starts, and begins to follow the control file."""
+    """Hook all Python threads of this process, and follow the control file."""
     probe = Probe(directory, root)
     threading.Thread(target=probe.follow_control_file, name="house-probe", daemon=True).start()
     threading.setprofile(probe.on_profile_event)

@@ -31,7 +31,7 @@ from stageline import Client
 
 _PROBE = Path(__file__).resolve().with_name("house_probe.py")
 _POLL_INTERVAL_S = 0.05
-_QUIET_S = 3.0  # longer than a worker's lease, so that what waits for it is seen
+_QUIET_S = 3.0  # longer than a worker's lease, so that work after it is seen
 _START_TIMEOUT_S = 180.0
 _SWITCH_TIMEOUT_S = 20.0
 _REAL_WORKER = ("--memory", "512MiB", "--threads", "1")
@@ -52,17 +52,17 @@ class Windows:
         (directory / "control").write_text("")
 
     def open(self, window: str) -> None:
-        """Returns when every process records."""
+        """Open a window; returns when every process records."""
         self._switch(window)
         self._opened_s = time.monotonic()
 
     def close(self, window: str) -> None:
-        """Returns when every process has written its functions."""
+        """Close the window; returns when every process has written its functions."""
         self.lengths_s[window] = self.lengths_s.get(window, 0.0) + time.monotonic() - self._opened_s
         self._switch("")
 
     def functions(self, window: str) -> Functions:
-        """Functions that ran in any process, as far as written."""
+        """Functions recorded by all processes so far."""
         found: Functions = set()
         for file in self._directory.glob(f"{window}.*"):
             if file.suffix != ".new":
@@ -73,7 +73,7 @@ class Windows:
         return found
 
     def wait_until_quiet(self, window: str, timeout_s: float = 120.0) -> None:
-        """Returns when no function has been new for `_QUIET_S`."""
+        """Wait until no new function has run for `_QUIET_S`."""
         deadline_s = time.monotonic() + timeout_s
         num_functions, changed_s = -1, time.monotonic()
         while time.monotonic() - changed_s < _QUIET_S:
@@ -108,32 +108,32 @@ class Cluster:
         self.address = f"127.0.0.1:{_free_port()}"
 
     def start_coordinator(self, *arguments: str) -> None:
-        """Starts a coordinator of two stages."""
+        """Start a coordinator of two stages."""
         self._start(
             "coordinator", "coordinator", "--listen", self.address, "--stages", "2", "--no-http", *arguments
         )
 
     def start_worker(self, name: str, *arguments: str) -> None:
-        """Starts a worker that joins the coordinator."""
+        """Start a worker that joins the coordinator."""
         self._start(name, "worker", "--coordinator", self.address, "--name", name, *arguments)
 
     def kill(self, name: str) -> None:
-        """Sends SIGKILL and waits for the end of the process."""
+        """Send SIGKILL and wait for the exit."""
         process = self._processes.pop(name)
         process.kill()
         process.wait()
 
     def stop(self) -> None:
-        """Kills every process."""
+        """Kill every process."""
         for name in list(self._processes):
             self.kill(name)
 
     def wait_until_serving(self, *workers: str) -> None:
-        """Returns when the cluster serves and these workers are in its status."""
+        """Wait until the cluster serves with these workers."""
         poll(lambda: self.is_serving(*workers), _START_TIMEOUT_S, "the cluster to serve")
 
     def is_serving(self, *workers: str) -> bool:
-        """True if the status says so and names these workers. Raises RuntimeError if a process ended."""
+        """Whether the cluster serves with these workers. Raises RuntimeError if a process exited."""
         for name, process in self._processes.items():
             if process.poll() is not None:
                 log = (self._directory / f"{name}.log").read_text()
@@ -161,7 +161,7 @@ _COMMAND = (sys.executable, "-P", "-m", "stageline")
 
 
 def poll(is_done: Callable[[], bool], timeout_s: float, what: str) -> None:
-    """Returns when `is_done`. Raises TimeoutError, which names what was waited for."""
+    """Wait until `is_done`. Raises TimeoutError with the name of the condition."""
     deadline_s = time.monotonic() + timeout_s
     while not is_done():
         if time.monotonic() > deadline_s:
@@ -171,7 +171,7 @@ def poll(is_done: Callable[[], bool], timeout_s: float, what: str) -> None:
 
 @contextlib.contextmanager
 def running_cluster(windows: Windows, directory: Path) -> Iterator[Cluster]:
-    """A cluster whose processes end with the block."""
+    """A cluster whose processes are killed at the end of the block."""
     directory.mkdir()
     cluster = Cluster(directory, windows.process_names)
     try:
@@ -181,7 +181,7 @@ def running_cluster(windows: Windows, directory: Path) -> Iterator[Cluster]:
 
 
 def measure_request(windows: Windows, directory: Path) -> None:
-    """Records one greedy text request, then an idle window."""
+    """Record one greedy text request, then an idle window."""
     with running_cluster(windows, directory) as cluster:
         cluster.start_coordinator()
         for name in ("worker-0", "worker-1"):
@@ -205,7 +205,7 @@ async def _generate(windows: Windows, address: str) -> None:
 
 
 def measure_death(windows: Windows, directory: Path) -> None:
-    """Records an idle window, then the loss of a worker whose place a spare takes."""
+    """Record an idle window, then the loss of a worker that a spare replaces."""
     with running_cluster(windows, directory) as cluster:
         cluster.start_coordinator("--mock-model", "layers=4,vocab=1000")
         for name in ("worker-0", "worker-1"):
@@ -224,14 +224,14 @@ def measure_death(windows: Windows, directory: Path) -> None:
 
 
 def settle(windows: Windows) -> None:
-    """Waits until what follows a start or a request is over."""
+    """Wait for the work after a start or a request to end."""
     windows.open("settle")
     windows.wait_until_quiet("settle")
     windows.close("settle")
 
 
 def record_idle(windows: Windows, window: str, length_s: float) -> None:
-    """Records a cluster without requests."""
+    """Record an idle cluster."""
     windows.open(window)
     time.sleep(length_s)
     windows.close(window)
@@ -259,7 +259,7 @@ def _end_on_sigterm() -> None:
 
 
 def _start_probe(directory: Path, root: Path) -> None:
-    """Runs this script again, with the probe on PYTHONPATH: the client's process is measured too."""
+    """Run this script again with the probe on PYTHONPATH, to measure the client's process too."""
     shutil.copyfile(_PROBE, directory / "sitecustomize.py")
     (directory / "control").write_text("")
     for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME"):
@@ -282,7 +282,7 @@ def _measure(directory: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs as launcher at first, then as the measured client."""
+    """Launcher at first, then the measured client."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("root", type=Path, help="Top directory of the measured tree.")
     root = parser.parse_args().root.resolve()

@@ -1,7 +1,6 @@
-"""Records what the built-in model answers to the texts of a self-check:
-`python -m tools.record_reference`.
+"""Records the built-in model's output for the self-check: `python -m tools.record_reference`.
 
-To be run again when the model was trained anew, or when the texts have changed; a test fails until then.
+Run it when the model was retrained or the texts have changed; a test fails until then.
 """
 
 from pathlib import Path
@@ -15,11 +14,11 @@ from wire.reference import NUM_TEXTS, NUM_TOP, Reference, check_text, reference_
 
 _FREE_BYTES = 1 << 30
 _NUM_TOKENS = 36
-"""Of each text: enough for blocks of 32 tokens."""
+"""Tokens of each text: enough for blocks of 32 tokens."""
 
 
 def record(path: Path = SELF_CHECK_FILE) -> None:
-    """Writes the references of all dtypes to `path`."""
+    """Write the references of all dtypes to `path`."""
     checkpoint = Checkpoint.open(MODEL_DIRECTORY)
     references = {reference_key(dtype, dtype): _reference(checkpoint, dtype) for dtype in DType}
     write_references(path, checkpoint.fingerprint, references)

@@ -28,6 +28,9 @@ _ADDRESS = re.compile(
 )
 
 
+_EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
 @dataclass(frozen=True, slots=True)
 class Address:
     """Host name or IP address (IPv6 without brackets) and TCP port; port 0 binds any free port."""
@@ -49,6 +52,11 @@ def parse_address(text: str) -> Address:
     if port > 65535:
         raise ValueError(f"address {text!r} has port {port}, the limit is 65535")
     return Address(match["ipv6"] or match["host"], port)
+
+
+def local_address(listening: Address) -> Address:
+    """The address, from this machine, of a server that listens on `listening`."""
+    return Address(_EVERY_INTERFACE.get(listening.host, listening.host), listening.port)
 
 
 def parse_peer_address(text: str) -> Address:

@@ -1,4 +1,4 @@
-"""Key ratios of `bench.kv` and `bench.sampling`: the ledger's cost, and a token's cost after its logits."""
+"""Key ratios of `bench.kv` and `bench.sampling`: cost of the ledger, and of a token after its logits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST_OF_SORT = 2.0
 
 
 async def measure(setting: Setting) -> list[Figure]:
-    """On one thread."""
+    """Measure on one thread."""
     torch.set_num_threads(1)
     return [*_ledger(setting), *_sampling(setting)]
 

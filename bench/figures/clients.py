@@ -1,4 +1,4 @@
-"""256 clients that stream from a pipeline of mock stages, against what the stages' time allows."""
+"""256 clients that stream from a pipeline of mock stages, against the limit of the stages' time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bench.harness.steady import measure_steady
 NUM_CLIENTS, FEW_CLIENTS = 256, 16
 NUM_STAGES, STAGE_MS = 4, 40
 TARGET = 0.97
-"""Not stated as a ratio elsewhere: as little slower as a pipeline may be at all."""
+"""The target of an even pipeline."""
 
 
 async def measure(setting: Setting) -> list[Figure]:

@@ -1,7 +1,7 @@
-"""What the coordinator spends on a step of 256 sequences: scheduling alone, and with frames and results.
+"""CPU time of the coordinator for a step of 256 sequences: scheduling alone, and with frames and results.
 
-Figures are medians of processor time against the limits that were set for them. Prompts differ in length by
-up to one block, so in every step one sequence in `BLOCK_SIZE` begins a block, as in a steady load.
+Figures are medians of CPU time against fixed limits. Prompt lengths differ by up to one block, so in every
+step one sequence in `BLOCK_SIZE` begins a block, as in a steady load.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Times = list[float]
 
 
 async def measure(setting: Setting) -> list[Figure]:
-    """All 256 in one step, and spread over four steps."""
+    """Measure with all 256 in one step, and spread over four steps."""
     num_steps = 100 if setting.is_quick else 600
     gc.collect()
     together, spread = _scheduling(1, num_steps), _scheduling(NUM_STAGES, num_steps)
@@ -103,7 +103,7 @@ def _scheduling(num_steps_in_flight: int, num_steps: int) -> Times:
 
 
 def _everything(num_steps: int) -> Times:
-    """The engine with its readers away: what they cost is another figure's business."""
+    """The engine without stream readers, which other figures measure."""
     engine = Engine(
         AdmissionLimits(queue_size=2 * NUM_SEQUENCES, max_unread_tokens=1 << 30), policy=DEFAULT_POLICY
     )
@@ -131,14 +131,14 @@ def _everything(num_steps: int) -> Times:
 
 
 def _with_time(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method with the time as its first argument, also where it has none."""
+    """Wrap a method so that it takes the time as its first argument."""
     if "now_s" in signature(method).parameters:
         return lambda now_s, *arguments: method(*arguments, now_s=now_s)
     return lambda now_s, *arguments: method(*arguments)
 
 
 def _is_steady(step: Step, num_steps_in_flight: int) -> bool:
-    """All sequences decode: this step has its share of them, and nothing else."""
+    """Whether all sequences decode and the step has only its share of them."""
     tokens = {len(part.tokens) for part in step.slices}
     return tokens == {1} and len(step.slices) == NUM_SEQUENCES // num_steps_in_flight
 

@@ -21,13 +21,13 @@ from bench.harness.timeline_file import write_timeline
 
 STREAMS = (1, 8, 16, 32)
 MOST_NEW_TOKENS = 2048
-"""Streams are cancelled when all have decoded NEW_TOKENS together, so that none ends while another begins."""
+"""Streams are cancelled once all have decoded NEW_TOKENS together, so that none ends before."""
 OF_BOUND = {1: 0.8, 8: 0.8, 16: 0.8, 32: 0.75}
 OF_HUGGING_FACE = {8: 1.15, 16: 2.1, 32: 3.3}
-"""Against batch 8 on two threads."""
+"""Relative to batch 8 on two threads."""
 TIMELINE_OF, TIMELINE_S = 16, 0.25
 ONE_STREAM_OF_HUGGING_FACE = 1.5
-"""Against batch 1 on one thread."""
+"""Relative to batch 1 on one thread."""
 
 HOW = "tokens/s while all streams decode : micro-batch / slowest stage's products, both cores busy"
 HOW_ONE = "tokens/s of one stream : 1 / (products of all stages one after another at batch 1)"
@@ -35,8 +35,9 @@ HOW_ONE = "tokens/s of one stream : 1 / (products of all stages one after anothe
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """One run of so many streams, and the bound right after it. `stages_ms`: median time that each stage
-    computed a step; empty where they do not tell.
+    """One run of some streams, and the bound measured after it.
+
+    `stages_ms` is the median compute time of each stage per step; empty if stages do not report it.
     """
 
     rate: float
@@ -48,7 +49,7 @@ class Decoded:
 
 
 async def measure(setting: Setting) -> list[Figure]:
-    """Rounds of: each number of streams, its bound; then Hugging Face."""
+    """Rounds of each number of streams with its bound, then Hugging Face."""
     decoded: dict[int, list[Decoded]] = {streams: [] for streams in STREAMS}
     one_thread, two_threads = list[float](), list[float]()
     async with AsyncExitStack() as stack:
@@ -89,7 +90,7 @@ async def _decode(
         streams = running.streams
         await running.until(lambda streams: decode_window(streams, NEW_TOKENS - 1) is not None)
     window = decode_window(streams, NEW_TOKENS - 1)
-    assert window is not None, "it was there a moment ago"
+    assert window is not None, "found above"
     steps = sent_between(cluster.steps(begun_s), window.begin_s, window.end_s)
     tokens_per_step = statistics.mean(step.num_tokens for step in steps)
     batch = max(1, num_streams // len(stages))
@@ -103,13 +104,13 @@ async def _decode(
 
 
 def _stages_ms(steps: list[LoggedStep]) -> tuple[float, ...]:
-    """Median time that each stage computed one of the steps."""
+    """Median compute time of each stage per step."""
     times_us = zip(*([compute_us for _, compute_us in step.stages] for step in steps), strict=True)
-    return tuple(statistics.median(each) / 1e3 for each in times_us)
+    return tuple(statistics.median(times) / 1e3 for times in times_us)
 
 
 def _write_timeline(cluster: BenchCluster, run: Decoded, setting: Setting) -> None:
-    """From the middle of the run's window."""
+    """Draw the middle of the run's window."""
     middle_s = (run.window.begin_s + run.window.end_s) / 2
     title = f"88 M model, two workers, {TIMELINE_OF} streams, decode"
     write_timeline(setting, cluster, middle_s, middle_s + TIMELINE_S, name="decode", title=title)
@@ -132,7 +133,7 @@ def _against_bound(streams: int, runs: list[Decoded]) -> Figure:
 
 
 def _against_packed(streams: int, runs: list[Decoded]) -> Figure:
-    """The harder bound: the same products with weights in oneDNN's own order, as stages have them."""
+    """The harder bound: the same products with weights in oneDNN's own layout, as in stages."""
     return of_rounds(
         f"decode, {_count(streams)} : products of packed weights",
         [Round(run.rate, run.bound_batch / run.bound.packed_s) for run in runs],

@@ -1,4 +1,4 @@
-"""Laps of a ring of mock stages without compute, against a raw grpc.aio ring of as many hops and bytes."""
+"""Laps of a ring of mock stages without compute, against a raw grpc.aio ring with equal hops and bytes."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ CHUNK_TOKENS = 512
 NUM_DECODES = 300
 BF16_BYTES = 2
 SLICE_BYTES, TOKEN_BYTES, RESULT_BYTES = 80, 3, 40
-"""Of a slice with its key and signals, of a prompt token, of one slice's result: about what is sent."""
+"""Approximate bytes of a slice with key and signals, of a prompt token, and of one slice's result."""
 
 HOW = "from a step's leaving the scheduler to its result's return, one step in flight : the raw ring's lap"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """So many streams in decode, or prompts of whole chunks."""
+    """Streams in decode, or prompts of whole chunks."""
 
     name: str
     num_slices: int
@@ -55,7 +55,7 @@ LOADS = (
 
 
 async def measure(setting: Setting) -> list[Figure]:
-    """Both rings are up all the time and take turns."""
+    """Measure both rings in turns, while both run."""
     rounds: dict[Load, list[Round]] = {load: [] for load in LOADS}
     arguments = ("--steps-in-flight", "1", "--max-step-tokens", str(CHUNK_TOKENS))
     async with AsyncExitStack() as stack:
@@ -82,7 +82,7 @@ async def measure(setting: Setting) -> list[Figure]:
 
 
 async def _lap(cluster: BenchCluster, load: Load) -> float:
-    """Median seconds of the laps of steps that are exactly this load."""
+    """Median seconds per lap of steps with exactly this load."""
     begun_s = time.monotonic()
     if load.num_tokens > load.num_slices:
         for _ in range(4):
@@ -98,7 +98,7 @@ async def _lap(cluster: BenchCluster, load: Load) -> float:
 
 
 class RawRing:
-    """This process, and one peer for each stage."""
+    """A ring of this process and one peer per stage."""
 
     def __init__(self, num_stages: int) -> None:
         self._num_stages = num_stages
@@ -128,7 +128,7 @@ class RawRing:
         await self._exit.__aexit__(exception_type, exception, traceback)
 
     async def lap(self, lap: Lap, *, num_laps: int = 200) -> float:
-        """Median seconds from writing to FIRST until the result is back, one message in flight."""
+        """Median seconds from writing to FIRST until the result arrives, one message in flight."""
         message, laps_s = lap.message(), []
         for _ in range(num_laps if lap.hidden_bytes < 1 << 19 else num_laps // 5):
             begun_s = time.monotonic()

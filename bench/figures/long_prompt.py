@@ -1,4 +1,4 @@
-"""Time to the first token of a long prompt whose chunks follow each other through equal mock stages."""
+"""Time to the first token of a long prompt with overlapping chunks on equal mock stages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LongPrompt:
 
 
 async def measure(setting: Setting) -> list[Figure]:
-    """Several prompts, one after another."""
+    """Send several prompts, one after another."""
     specs = [f"step={STEP_MS:g}ms,token={TOKEN_MS:g}ms"] * NUM_STAGES
     arguments = ("--max-step-tokens", str(MAX_STEP_TOKENS))
     async with mock_cluster(specs, coordinator_arguments=arguments) as cluster:

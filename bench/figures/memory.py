@@ -11,7 +11,7 @@ MB = 1e6
 
 
 async def measure(setting: Setting) -> list[Figure]:
-    """The worker that is nearest to its bound."""
+    """Measure the worker nearest to its bound."""
     async with real_cluster(setting) as cluster:
         await cluster.generate_all(32, PROMPT_TOKENS, NEW_TOKENS)
         by_pid = {worker.pid: worker for worker in (await cluster.status()).workers}

@@ -1,4 +1,4 @@
-"""Time between tokens of running streams, while long prompts arrive and while none do."""
+"""Time between tokens of running streams, with and without arrivals of long prompts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ NUM_STREAMS = 8
 MOST_NEW_TOKENS = 3800
 LONG_PROMPT_TOKENS = 1024
 ARRIVALS_EVERY = 3.0
-"""Times what one such prompt takes on the idle cluster: about a quarter of what the stages could prefill."""
+"""Interval of arrivals in times of one long prompt on the idle cluster: about a quarter of the prefill
+capacity.
+"""
 MOST_P99_OF_P50 = 2.5
 MOST_P50_OF_QUIET = 1.5
 
@@ -54,7 +56,7 @@ async def measure(setting: Setting) -> list[Figure]:
             better=Better.LOWER,
             target=MOST_P99_OF_P50,
             noise=0.2,
-            how="gaps of 8 decoding streams while 1,024-token prompts arrive, a quarter of what is possible",
+            how="gaps of 8 decoding streams while 1,024-token prompts use a quarter of the prefill capacity",
             details=details,
         ),
         Figure(
@@ -73,7 +75,7 @@ async def measure(setting: Setting) -> list[Figure]:
 async def _phases(
     cluster: BenchCluster, running: RunningStreams, interval_s: float, num_arrivals: int
 ) -> tuple[list[float], list[float], list[float]]:
-    """Gaps without arrivals, gaps with, and the arrivals' times to their first tokens."""
+    """Gaps without arrivals, gaps with arrivals, and the arrivals' times to their first tokens."""
     await running.until(lambda streams: all(len(stream.arrivals_s) > 8 for stream in streams))
     quiet_s = time.monotonic()
     await running.go_on_for(max(3.0, 4 * interval_s))

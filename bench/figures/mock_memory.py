@@ -11,7 +11,7 @@ MB = 1e6
 
 
 async def measure(setting: Setting) -> list[Figure]:
-    """The largest of three."""
+    """Measure the largest of three."""
     async with mock_cluster(["step=1ms"] * 3) as cluster:
         await cluster.generate_all(32, 128, 16 if setting.is_quick else 64)
         resident = cluster.resident_bytes()

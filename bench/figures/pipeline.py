@@ -16,13 +16,13 @@ UNEVEN_MS = (12, 20, 8, 16)
 EVEN_TARGET, UNEVEN_TARGET = 0.97, 0.95
 LIMIT = 1.002
 STEP_SEQUENCES = 4
-"""Most sequences of a step: with enough requests, that makes more steps than there are stages."""
+"""Maximum sequences of a step; with enough requests this makes more steps than stages."""
 FREE_STAGES = 4
 TIMELINE_OF, TIMELINE_S = 8, 0.5
 
 
 async def measure(setting: Setting) -> list[Figure]:
-    """Even pipelines, the uneven one, and a timeline of one of them."""
+    """Measure even pipelines (one with a timeline) and the uneven one."""
     figures = []
     for num_stages in NUM_STAGES[:2] if setting.is_quick else NUM_STAGES:
         name = f"pipeline, {num_stages} stages of {STAGE_MS} ms"
@@ -44,11 +44,10 @@ async def efficiency(
     window_s: float = 5.0,
     step_sequences: int | None = STEP_SEQUENCES,
 ) -> Figure:
-    """Steps per second in steady decode against one per time of the slowest stage.
+    """Steps per second in steady decode, against one step per time of the slowest stage.
 
-    Requests are enough for one step more than there are stages, of `step_sequences` sequences each. Where
-    steps may have any size (None), fewer and larger ones serve more tokens: as many steps as stages, which
-    the transfers between them cost something.
+    There are enough requests for one step more than stages, with `step_sequences` sequences each. Without a
+    limit (None), steps are as many as stages and larger, which serves more tokens but exposes transfer times.
     """
     if setting.is_quick:
         window_s /= 2

@@ -10,7 +10,7 @@ NUM_STAGES, STAGE_MS, TARGET = 64, 50, 0.9
 
 
 async def measure(setting: Setting) -> list[Figure]:
-    """One window of two rounds through all stages."""
+    """Measure one window of two rounds through all stages."""
     name = f"pipeline, {NUM_STAGES} stages of {STAGE_MS} ms"
     window_s = 2 * NUM_STAGES * STAGE_MS / 1e3
     return [await efficiency(setting, name, [STAGE_MS] * NUM_STAGES, target=TARGET, window_s=window_s)]

@@ -25,7 +25,7 @@ OF_HUGGING_FACE = 1.2
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """One run: tokens/s, how many tokens a step had, and how many rows of it went through the head."""
+    """One run: tokens/s, tokens per step, and rows per step that use the head."""
 
     rate: float
     tokens_per_step: float
@@ -33,7 +33,7 @@ class Prefilled:
 
 
 async def measure(setting: Setting) -> list[Figure]:
-    """Rounds of: two workers, their bound, one worker, Hugging Face."""
+    """Rounds of two workers, their bound, one worker, Hugging Face."""
     runs, bounds = list[Prefilled](), list[ProductTime]()
     alone, peers = list[float](), list[float]()
     async with AsyncExitStack() as stack:
@@ -64,8 +64,8 @@ async def measure(setting: Setting) -> list[Figure]:
             limit=1.02,
             details={
                 "tokens_per_step": statistics.mean(run.tokens_per_step for run in runs),
-                "products_plain_ms": statistics.median(each.plain_s for each in bounds) * 1e3,
-                "products_packed_ms": statistics.median(each.packed_s for each in bounds) * 1e3,
+                "products_plain_ms": statistics.median(bound.plain_s for bound in bounds) * 1e3,
+                "products_packed_ms": statistics.median(bound.packed_s for bound in bounds) * 1e3,
             },
         ),
         of_rounds(
@@ -94,4 +94,4 @@ async def _prefill(cluster: BenchCluster) -> Prefilled:
 
 
 def _rounds(measured: list[float], bounds: list[float]) -> list[Round]:
-    return [Round(*each) for each in zip(measured, bounds, strict=True)]
+    return [Round(*pair) for pair in zip(measured, bounds, strict=True)]

@@ -1,4 +1,4 @@
-"""What it costs to trace everything: requests that come and go on mock stages, with and without telemetry."""
+"""Cost of tracing every request: short requests on mock stages, with and without telemetry."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ OFF = {"OTEL_SDK_DISABLED": "true"}
 
 
 async def measure(setting: Setting) -> list[Figure]:
-    """Steps per second, round by round, once with everything sampled and once with nothing recorded.
+    """Steps per second with everything sampled and with nothing recorded, in turns.
 
-    Steps and not tokens: how many of the requests find a place in one step is chance, and differs by a tenth
-    from one cluster to the next.
+    Steps instead of tokens: the number of requests per step is random and differs by 10 % between clusters.
     """
     ratios, with_all, without, cpu = [], [], [], []
     for _ in range(1 if setting.is_quick else ROUNDS):
@@ -45,7 +44,7 @@ async def measure(setting: Setting) -> list[Figure]:
         ratios=tuple(ratios),
         target=TARGET,
         noise=0.02,
-        how=f"{NUM_STREAMS} clients, {PROMPT_TOKENS} tokens in and {MAX_TOKENS} out, again and again, on a "
+        how=f"{NUM_STREAMS} clients, {PROMPT_TOKENS} tokens in and {MAX_TOKENS} out, repeated, on a "
         "new cluster each time : the same with OTEL_SDK_DISABLED=true",
         details={"cpu_us_per_step_and_process": statistics.median(cpu)},
     )
@@ -53,7 +52,7 @@ async def measure(setting: Setting) -> list[Figure]:
 
 
 async def _steps_per_s(environment: dict[str, str] | None, *, quick: bool) -> tuple[float, float]:
-    """Steps answered per second, and CPU microseconds per step and process, of all processes but this one."""
+    """Steps answered per second, and CPU microseconds per step of each process but this one."""
     specs = [f"step={STAGE_MS}ms"] * NUM_STAGES
     arguments = ("--max-step-sequences", "4")
     async with mock_cluster(specs, coordinator_arguments=arguments, environment=environment) as cluster:
@@ -78,5 +77,5 @@ async def _ask_again(cluster: BenchCluster) -> None:
 
 def _cpu_s(cluster: BenchCluster) -> float:
     processes = (cluster.processes.coordinator, *cluster.processes.workers)
-    times = [psutil.Process(each.pid).cpu_times() for each in processes]
-    return sum(each.user + each.system for each in times)
+    times = [psutil.Process(process.pid).cpu_times() for process in processes]
+    return sum(cpu_times.user + cpu_times.system for cpu_times in times)

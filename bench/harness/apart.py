@@ -1,4 +1,4 @@
-"""Measures a group in a process of its own, so that what it imports and leaves behind is in nobody's way.
+"""Measures a group in a child process, isolated from this one's imports and memory.
 
 python -m bench.harness.apart MODULE QUICK OUTPUT CACHE
 """
@@ -19,7 +19,7 @@ from bench.harness.group import Measure, Setting
 
 
 def measured_apart(module: str) -> Measure:
-    """What `module` measures, measured by a child. Raises NotMeasured with the end of what it says."""
+    """Measure `module` in a child process. Raises NotMeasured with the end of its output."""
 
     async def measure(setting: Setting) -> list[Figure]:
         folders = (str(setting.output_directory), str(setting.cache_directory))

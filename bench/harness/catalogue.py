@@ -1,4 +1,4 @@
-"""Which groups of figures there are, in the order in which they run."""
+"""All groups of figures, in order of execution."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ GROUPS = (
 
 
 def chosen(names: list[str]) -> list[Group]:
-    """The groups of these names, in the order of GROUPS; the default run for none. Raises ValueError."""
+    """Groups by name, in the order of GROUPS; the default run without names. Raises ValueError."""
     known = {group.name: group for group in GROUPS}
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"{', '.join(unknown)}: no such figures; there are {', '.join(known)}")
@@ -100,7 +100,7 @@ def chosen(names: list[str]) -> list[Group]:
 
 
 def measure_of(group: Group) -> Measure:
-    """What measures the group; its module is loaded now, or by the process that measures it."""
+    """The group's `measure` function, or one that runs it in a child process."""
     if group.is_apart:
         return measured_apart(group.module)
     measure: Measure = import_module(group.module).measure

@@ -1,4 +1,4 @@
-"""A cluster of processes whose coordinator notes its steps, and the load on it."""
+"""A cluster of processes whose coordinator logs its steps, and the load on it."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ START_TIMEOUT_S = 120.0
 KEPT_S = 1.0
 IDLE_POLL_S = 0.1
 FIRST_TOKEN_ID = 3
-"""Prompts leave out the ids that checkpoints often keep for the beginning and the end."""
+"""Prompts omit the ids that checkpoints often reserve for begin and end."""
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _TRACED_COMMAND = (sys.executable, "-P", "-m", "bench.harness.traced")
 
 
 class BenchCluster:
-    """A running cluster with one client; `config` says what it consists of.
+    """A running cluster with one client.
 
-    Prompts are random token ids, new ones for every request, so nothing is ever found in the cache.
+    Prompts are new random token ids for every request, so that nothing is found in the cache.
     """
 
     def __init__(self, config: LocalClusterConfig, *, vocab_size: int) -> None:
@@ -71,15 +71,14 @@ class BenchCluster:
         await self._exit.__aexit__(exception_type, exception, traceback)
 
     def steps(self, begin_s: float = 0.0) -> list[LoggedStep]:
-        """The steps that were handed out since `begin_s` and are answered."""
+        """Steps sent since `begin_s` and answered."""
         return [step for step in read_steps(self._steps_file) if step.sent_s >= begin_s]
 
     def prompt(self, num_tokens: int) -> list[int]:
-        """New random token ids."""
         return self._random.choices(range(FIRST_TOKEN_ID, self._vocab_size), k=num_tokens)
 
     async def generate(self, prompt_tokens: int, max_tokens: int, *, into: Stream | None = None) -> Stream:
-        """One request to its end. `into` grows while it runs."""
+        """Run one request to its end; `into` grows meanwhile."""
         prompt = self.prompt(prompt_tokens)
         stream = into or Stream(0.0)
         stream.sent_s = time.monotonic()
@@ -90,7 +89,7 @@ class BenchCluster:
         return stream
 
     async def generate_all(self, num_streams: int, prompt_tokens: int, max_tokens: int) -> list[Stream]:
-        """So many requests at once, to their ends. Raises ClusterFailed when a process ends before."""
+        """Run requests concurrently to their ends. Raises ClusterFailed if a process exits before."""
 
         async def run() -> list[Stream]:
             calls = [self.generate(prompt_tokens, max_tokens) for _ in range(num_streams)]
@@ -99,7 +98,7 @@ class BenchCluster:
         return await self.processes.while_running(run())
 
     async def run_unread(self, num_streams: int, prompt_tokens: int, max_tokens: int) -> None:
-        """So many requests to their ends, which nobody reads: the coordinator has no tokens to stream."""
+        """Run requests without readers, so that the coordinator streams no tokens."""
         for _ in range(num_streams):
             outputs = self.client.generate(
                 self.prompt(prompt_tokens),
@@ -119,5 +118,5 @@ class BenchCluster:
         return await self.client.status()
 
     def resident_bytes(self) -> list[int]:
-        """Of each worker, as the operating system counts it now."""
+        """Resident memory of each worker."""
         return [psutil.Process(worker.pid).memory_info().rss for worker in self.processes.workers]

@@ -1,4 +1,4 @@
-"""One figure: what was measured beside its own bound, and whether the ratio reaches the target. Pure."""
+"""One figure: a measurement beside its bound, and whether their ratio meets the target. Pure."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from enum import StrEnum
 
 
 class Better(StrEnum):
-    """Which way the ratio of a figure should go."""
+    """Direction of a better ratio."""
 
     HIGHER = "higher"
     LOWER = "lower"
 
 
 class Verdict(StrEnum):
-    """IMPOSSIBLE: the ratio is on the far side of what the bound allows, so the measurement is wrong."""
+    """IMPOSSIBLE: the ratio exceeds what the bound allows, so the measurement is wrong."""
 
     REACHED = "reached"
     MISSED = "missed"
@@ -30,12 +30,12 @@ class NotMeasured(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """`measured` and `bound` are in `unit`; `ratio` is measured : bound.
+    """Result `measured` and `bound` in `unit`; `ratio` is measured : bound.
 
-    `ratios` are those of the single rounds in which both were measured, one after the other; `ratio` is their
-    median where there are any. `limit` is the ratio that no true measurement passes, with what the clock
-    allows. `noise` is the relative change of the ratio between two runs that means nothing. `how` is one
-    sentence; `details` are further numbers, by name with the unit in it.
+    `ratios` has one entry per round; `ratio` is their median, if any. `limit` is the ratio that no correct
+    measurement exceeds, clock error included. `noise` is the relative change of the ratio between two runs
+    that is not significant. `how` is one sentence; `details` has further numbers, with the unit in their
+    names.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Figure:
 
     @property
     def spread(self) -> float | None:
-        """Largest less smallest ratio of the rounds, relative to the median; None for less than two."""
+        """Largest minus smallest ratio of the rounds, relative to the median; None for fewer than two."""
         if len(self.ratios) < 2:
             return None
         return (max(self.ratios) - min(self.ratios)) / self.ratio
@@ -76,35 +76,35 @@ class Figure:
 
 
 def _is_beyond(value: float, mark: float, better: Better) -> bool:
-    """`value` is better than `mark`."""
+    """Whether `value` is better than `mark`."""
     return value > mark if better is Better.HIGHER else value < mark
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What was measured, and the bound that was measured right before or after it."""
+    """A measurement, and its bound measured right before or after it."""
 
     measured: float
     bound: float
 
 
 def against_best(measured: Sequence[float], peers: Sequence[float]) -> list[Round]:
-    """Rounds against the best that a peer did in any of them.
+    """Compare each round with the best round of a peer.
 
-    For peers with several threads: these wait for each other at every operation, so that a moment in which
-    somebody else has a core costs them many times what it costs us.
+    For peers with several threads, which wait for each other at every operation: another process on a core
+    slows them down far more than Stageline.
     """
-    return [Round(each, max(peers)) for each in measured]
+    return [Round(rate, max(peers)) for rate in measured]
 
 
 def of_rounds(name: str, rounds: Sequence[Round], **rest: object) -> Figure:
-    """The figure of several rounds: medians, and the ratio of each round. Raises NotMeasured for none."""
+    """Median figure of several rounds, with the ratio of each. Raises NotMeasured without rounds."""
     if not rounds:
-        raise NotMeasured(f"{name}: no round came to its end")
+        raise NotMeasured(f"{name}: no round completed")
     return Figure(
         name=name,
-        measured=statistics.median(each.measured for each in rounds),
-        bound=statistics.median(each.bound for each in rounds),
-        ratios=tuple(each.measured / each.bound for each in rounds),
+        measured=statistics.median(round_.measured for round_ in rounds),
+        bound=statistics.median(round_.bound for round_ in rounds),
+        ratios=tuple(round_.measured / round_.bound for round_ in rounds),
         **rest,  # type: ignore[arg-type]
     )

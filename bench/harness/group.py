@@ -1,4 +1,4 @@
-"""What a module of `bench.figures` is: a group of figures that are measured together."""
+"""Group of figures: a module of `bench.figures`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from bench.harness.figure import Figure
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """How a group is to measure. `is_quick`: few rounds and small sizes, to see that it runs.
+    """Settings of a group. `is_quick`: few rounds and small sizes, as a smoke test.
 
-    `say` shows one line of progress. Files that belong to the run go to `output_directory`; what is made once
-    and used again (a checkpoint with random weights) lies in `cache_directory`.
+    `say` prints a line of progress. Files of the run go to `output_directory`; reusable ones (a checkpoint
+    with random weights) to `cache_directory`.
     """
 
     is_quick: bool
@@ -23,7 +23,7 @@ class Setting:
     say: Callable[[str], None]
 
     def rounds(self, full: int, quick: int = 1) -> int:
-        """How often to repeat."""
+        """Number of repetitions."""
         return quick if self.is_quick else full
 
 
@@ -32,8 +32,9 @@ Measure = Callable[[Setting], Awaitable[list[Figure]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """`about_s` is how long it takes on two cores. Left out of the default run unless `is_default`.
-    `is_apart`: measured in a process of its own.
+    """A group. `about_s` is its duration on two cores.
+
+    Not part of the default run unless `is_default`; `is_apart`: measured in a child process.
     """
 
     name: str

@@ -1,10 +1,10 @@
-"""A peer that generates with Hugging Face transformers: what a user would run instead, in one process.
+"""A peer that generates with Hugging Face transformers in one process, as a user would.
 
-    python -m bench.harness.hugging_face MODEL_DIRECTORY
+python -m bench.harness.hugging_face MODEL_DIRECTORY
 
 Question: {"threads": 2, "batch": 8, "prompt_tokens": 128, "new_tokens": 64, "seed": 1}. Answer: {"prefill_s":
 time of `generate` for one new token, "generate_s": for all of them}. Prompts are random and of equal length,
-so there is no padding; bfloat16, SDPA attention, a dynamic cache, greedy, no end before `new_tokens`.
+so there is no padding; bfloat16, SDPA attention, dynamic cache, greedy, no end before `new_tokens`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Asks the peer that generates with Hugging Face transformers."""
+"""Client of the peer that generates with Hugging Face transformers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class GenerateRate:
 
 
 class HuggingFace(Peer):
-    """One process that generates with as many threads as it is asked to."""
+    """One process that generates with a given number of threads."""
 
     def __init__(self, model: Path, *, max_threads: int = 2) -> None:
         module = "bench.harness.hugging_face"
@@ -27,7 +27,7 @@ class HuggingFace(Peer):
     async def generate(
         self, *, num_threads: int, batch: int, prompt_tokens: int, new_tokens: int, seed: int = 0
     ) -> GenerateRate:
-        """One call for the first token only, and one for all; decode is the difference."""
+        """Generate the first token only, then all; decode is the difference."""
         answer = await self.ask(
             {
                 "threads": num_threads,

@@ -1,6 +1,6 @@
-"""The model of the real-compute figures: a Llama of 88 million random parameters, and its checkpoint.
+"""Model of the real-compute figures: a Llama of 88 million random parameters, and its checkpoint.
 
-python -m bench.harness.llama DIRECTORY      makes the checkpoint
+python -m bench.harness.llama DIRECTORY      creates the checkpoint
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 INITIALIZER_RANGE = 0.1
-"""With the default 0.02 a random model repeats one token for ever."""
+"""With the default 0.02 a random model repeats one token."""
 
 QUIET_TRANSFORMERS = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -42,7 +42,7 @@ class Geometry:
 
     @property
     def layer_products(self) -> tuple[tuple[int, int], ...]:
-        """(out, in) of the matrices of one layer, query, key and value as one, gate and up as one."""
+        """(out, in) of the matrices of one layer, with query, key and value fused, and gate and up fused."""
         query_key_value = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         return (
             (query_key_value, self.hidden),
@@ -60,7 +60,7 @@ LLAMA_88M = Geometry()
 
 
 def checkpoint(cache_directory: Path) -> Path:
-    """The checkpoint's directory; made when it is not there yet, in a process of its own."""
+    """Directory of the checkpoint; created in a child process if missing."""
     directory = cache_directory / "llama-88m-bf16"
     if (directory / "config.json").exists():
         return directory
@@ -77,7 +77,7 @@ def checkpoint(cache_directory: Path) -> Path:
 
 
 def make(directory: Path, geometry: Geometry = LLAMA_88M) -> None:
-    """Writes config.json and model.safetensors in bfloat16, with the same random weights every time."""
+    """Write config.json and model.safetensors in bfloat16, with reproducible random weights."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

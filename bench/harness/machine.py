@@ -1,4 +1,4 @@
-"""What the figures were measured on, and how much of it others used meanwhile."""
+"""Machine of the figures, and its use by other processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CPU_INFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Hardware and versions, without anything that names the host."""
+    """Hardware and versions, without names of the host."""
 
     processor: str
     cores: int
@@ -57,7 +57,7 @@ def _processor() -> str:
 def _matrix_units() -> str:
     flags = (_cpu_line("flags") or "").split()
     found = [flag for flag in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if flag in flags]
-    return ", ".join(found) or "no known vector units"
+    return ", ".join(found) or "unknown vector units"
 
 
 def _cpu_line(key: str) -> str | None:
@@ -68,17 +68,17 @@ def _cpu_line(key: str) -> str | None:
 
 
 class ForeignLoad:
-    """How much of the processors others use: all busy time less that of this process and its children.
+    """Share of the processors used by others: all busy time minus that of this process and its children.
 
-    Children count when they have been waited for, so `share` is right when all that were started have ended.
-    Over less than a second it is taken as 0: the kernel counts in ticks.
+    Children count once they were waited for, so `share` is right after all of them have ended. Over less than
+    a second it is taken as 0: the kernel counts in ticks.
     """
 
     def __init__(self) -> None:
         self._begun = _snapshot()
 
     def share(self) -> float:
-        """Of all cores' time since the beginning, 0 to 1."""
+        """Share of all cores' time since the beginning, 0 to 1."""
         now_s, busy_s, own_s = _snapshot()
         begun_s, busy_then_s, own_then_s = self._begun
         if now_s - begun_s < 1:
@@ -91,4 +91,4 @@ def _snapshot() -> tuple[float, float, float]:
     times = psutil.cpu_times()
     busy_s = sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0)
     usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return time.monotonic(), busy_s, sum(each.ru_utime + each.ru_stime for each in usage)
+    return time.monotonic(), busy_s, sum(counted.ru_utime + counted.ru_stime for counted in usage)

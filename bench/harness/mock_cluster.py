@@ -18,7 +18,7 @@ def mock_cluster(
     coordinator_arguments: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> BenchCluster:
-    """One mock stage for each spec (`step=20ms,token=0.05ms`), not started yet."""
+    """A cluster, not started, with one mock stage per spec (`step=20ms,token=0.05ms`)."""
     model = f"layers={len(specs)},hidden={HIDDEN_SIZE},vocab={VOCAB_SIZE},max_len={MAX_TOKENS}"
     config = LocalClusterConfig(
         num_workers=len(specs),

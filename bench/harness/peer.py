@@ -1,4 +1,4 @@
-"""A child process that is asked in lines of JSON: what a bound is measured in, apart from this process."""
+"""A child process that measures a bound; questions and answers are lines of JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 class Peer:
-    """`python -m MODULE ARGUMENTS...`; each question is answered by one line. It dies with this process."""
+    """`python -m MODULE ARGUMENTS...`; answers each question with one line. Ends with this process."""
 
     def __init__(
         self, module: str, *arguments: str, num_threads: int = 1, environment: Mapping[str, str] = NOTHING
@@ -55,7 +55,7 @@ class Peer:
             await process.wait()
 
     async def ask(self, question: Mapping[str, Any], *, timeout_s: float = 60.0) -> dict[str, Any]:
-        """The answer. Raises NotMeasured when the process has ended or is silent for too long."""
+        """Ask a question. Raises NotMeasured if the process has exited or does not answer."""
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
         process.stdin.write(json.dumps(question).encode() + b"\n")

@@ -1,4 +1,4 @@
-"""How long the matrix products of the slowest stage take alone, with every other core as busy as its own."""
+"""Time of the slowest stage's matrix products alone, with every other core equally busy."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from stageline_rpc.v1 import cluster_pb2
 
 @dataclass(frozen=True, slots=True)
 class StageWork:
-    """The products of one stage: so many layers, and the head or not."""
+    """Products of one stage: number of layers, and whether it has the head."""
 
     num_layers: int
     has_head: bool
 
 
 def stages_of(status: cluster_pb2.GetStatusResponse) -> list[StageWork]:
-    """The stages of the plan that is served, FIRST to LAST."""
+    """Stages of the current plan, FIRST to LAST."""
     with_head = (cluster_pb2.STAGE_ROLE_LAST, cluster_pb2.STAGE_ROLE_ONLY)
     return [
         StageWork(worker.layer_end - worker.layer_begin, worker.role in with_head)
@@ -33,11 +33,11 @@ def stages_of(status: cluster_pb2.GetStatusResponse) -> list[StageWork]:
 
 
 def slowest_candidates(stages: Iterable[StageWork]) -> list[StageWork]:
-    """Those that no other stage has all the work of."""
+    """Stages whose work no other stage exceeds in full."""
     distinct = set(stages)
     return [
         stage
-        for stage in sorted(distinct, key=lambda each: (each.num_layers, each.has_head))
+        for stage in sorted(distinct, key=lambda stage: (stage.num_layers, stage.has_head))
         if not any(
             other != stage and other.num_layers >= stage.num_layers and other.has_head >= stage.has_head
             for other in distinct
@@ -47,7 +47,7 @@ def slowest_candidates(stages: Iterable[StageWork]) -> list[StageWork]:
 
 @dataclass(frozen=True, slots=True)
 class ProductTime:
-    """Seconds of one pass: with plain weights, and with weights packed once. The bound is the faster one."""
+    """Seconds of one pass with plain and with packed weights; the bound is the faster one."""
 
     plain_s: float
     packed_s: float
@@ -83,22 +83,24 @@ class ProductBound:
     async def slowest_stage(
         self, stages: Iterable[StageWork], *, batch: int, head_rows: int, seconds: float = 1.0
     ) -> ProductTime:
-        """The stage whose products take longest; all peers compute that stage's at the same time."""
+        """The stage with the slowest products; all peers compute that stage's at the same time."""
         times = [
             await self._ask(self._peers, stage, batch=batch, head_rows=head_rows, seconds=seconds)
             for stage in slowest_candidates(stages)
         ]
-        return max(times, key=lambda each: each.best_s)
+        return max(times, key=lambda product: product.best_s)
 
     async def one_after_another(
         self, stages: Iterable[StageWork], *, batch: int, head_rows: int, seconds: float = 0.5
     ) -> ProductTime:
-        """The sum of all stages, each alone while the other cores are idle: what one stream waits for."""
+        """Sum over the stages, each alone on an idle machine: the bound of one stream."""
         times = [
             await self._ask(self._peers[:1], stage, batch=batch, head_rows=head_rows, seconds=seconds)
             for stage in stages
         ]
-        return ProductTime(sum(each.plain_s for each in times), sum(each.packed_s for each in times))
+        return ProductTime(
+            sum(pass_time.plain_s for pass_time in times), sum(pass_time.packed_s for pass_time in times)
+        )
 
     async def _ask(
         self, peers: Sequence[Peer], stage: StageWork, *, batch: int, head_rows: int, seconds: float

@@ -1,14 +1,13 @@
-"""A peer that computes nothing but the matrix products of some layers: what a step cannot be faster than.
+"""A peer that computes only the matrix products of some layers, the lower bound of a step's time.
 
-    python -m bench.harness.products CORE
+python -m bench.harness.products CORE
 
 Question: {"batch": 8, "layers": 6, "head_rows": 8, "seconds": 1.0}; head_rows 0 for a stage without head.
 Answer: {"plain_s": ..., "packed_s": ...}, medians of one pass over all layers.
 
-Weights are random bfloat16 and larger together than the caches, and every pass goes through all of them in
-the order of the layers, so they come from memory as in a real step. "plain" is `torch.nn.functional.linear`,
-"packed" the same product with weights that oneDNN has put into its own order once, for all batch sizes; the
-two take turns, pass by pass.
+Weights are random bfloat16 and together larger than the caches, and every pass reads all of them in the order
+of the layers, so they come from memory as in a real step. "plain" is `torch.nn.functional.linear`, "packed"
+the same product with weights in oneDNN's own layout, packed once for all batch sizes; the two alternate.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ Pass = Callable[[], object]
 
 
 class Weights:
-    """The matrices of one stage, each plain and packed, and inputs of every width."""
+    """Matrices of one stage, plain and packed, and inputs of every width."""
 
     def __init__(self, geometry: Geometry, num_layers: int) -> None:
         torch.manual_seed(0)
@@ -41,7 +40,7 @@ class Weights:
         self._head = _Matrix(*geometry.head_product)
 
     def passes(self, *, num_layers: int, batch: int, head_rows: int) -> tuple[Pass, Pass]:
-        """One pass over the first `num_layers` layers and the head, plain and packed."""
+        """Compute the first `num_layers` layers and the head, plain and packed."""
         inputs = {matrix.width: torch.randn(batch, matrix.width).bfloat16() for matrix in self._layers[0]}
         rows = torch.randn(max(1, head_rows), self._geometry.hidden).bfloat16()
         work = [(matrix, inputs[matrix.width]) for layer in self._layers[:num_layers] for matrix in layer]
@@ -67,7 +66,7 @@ class _Matrix:
 
 
 def measure(plain: Pass, packed: Pass, *, seconds: float) -> dict[str, float]:
-    """Both in turns for so long."""
+    """Measure both in turns for `seconds`."""
     times_s: tuple[list[float], list[float]] = ([], [])
     for _ in range(WARMUP_PASSES):
         plain(), packed()

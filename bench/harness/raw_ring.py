@@ -1,10 +1,10 @@
-"""A node of a ring of raw grpc.aio streams: what a hop cannot be faster than.
+"""A node of a ring of raw grpc.aio streams, the lower bound of a hop.
 
-    python -m bench.harness.raw_ring NEXT_ADDRESS PLACE
+python -m bench.harness.raw_ring NEXT_ADDRESS PLACE
 
-Answers its first question with {"address": ...} and serves until its input ends. A node takes each message
-off one long-lived stream and writes it to the next with the coroutine that read it, under uvloop, with the
-channel options of the product, without protobuf and without a checksum.
+Answers its first question with {"address": ...} and serves until its input ends. A node reads each message
+from one long-lived stream and writes it to the next in the same coroutine, under uvloop, with the product's
+channel options, without protobuf and without a checksum.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Take = Callable[[bytes], Awaitable[None]]
 
 
 async def serve(take: Take) -> tuple[grpc.aio.Server, str]:
-    """A server that gives every message of a stream to `take`, and its address."""
+    """Start a server that passes every message of a stream to `take`; return it and its address."""
 
     async def forward(messages: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-        yield b""  # the call is open: the caller must not wait for it with its first message
+        yield b""  # opens the call before its first message
         async for message in messages:
             await take(message)
 
@@ -51,7 +51,7 @@ class Next:
         self._call: Any = self._channel.stream_stream(METHOD)(wait_for_ready=True)
 
     async def open(self) -> None:
-        """Returns when the next node takes messages."""
+        """Connect; returns when the next node accepts messages."""
         await self._call.read()
 
     async def write(self, message: bytes) -> None:

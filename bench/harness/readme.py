@@ -1,4 +1,4 @@
-"""The recorded run in bench/README.md, between two marks. Pure."""
+"""Inserts the recorded run into bench/README.md between two marks. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BEGIN, END = "<!-- recorded run -->", "<!-- end of the recorded run -->"
 
 
 def with_recorded(document: str, run: Mapping[str, Any]) -> str:
-    """The document with this run between its marks. Raises ValueError where they are missing."""
+    """Replace the text between the marks. Raises ValueError without marks."""
     before, begin, rest = document.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:

@@ -1,4 +1,4 @@
-"""Clusters of real workers, one thread each, that serve the 88 M model."""
+"""Clusters of real workers with one thread each, serving the 88 M model."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from deploy import LocalClusterConfig
 PROMPT_TOKENS = 128
 NEW_TOKENS = 64
 KV_TOKENS = 16384
-"""Little more than the largest load takes, so that the pages count in a worker's memory as they are used."""
+"""Slightly more than the largest load needs, so that all pages count in a worker's memory."""
 
 MEMORY_BYTES = 2 << 30
 
 
 def real_cluster(setting: Setting, *, num_workers: int = 2) -> BenchCluster:
-    """Not started yet."""
+    """A cluster, not started."""
     config = LocalClusterConfig(
         num_workers=num_workers,
         model_directory=checkpoint(setting.cache_directory),
@@ -28,5 +28,5 @@ def real_cluster(setting: Setting, *, num_workers: int = 2) -> BenchCluster:
 
 
 async def warm_up(cluster: BenchCluster) -> None:
-    """A few requests of the kind that is measured, so that nothing is done for the first time."""
+    """Send requests like the measured ones, so that caches and lazy initialization are warm."""
     await cluster.generate_all(4, PROMPT_TOKENS, 8)

@@ -1,4 +1,4 @@
-"""The recorded run, and which figures have got worse since. Pure but for reading and writing the file."""
+"""The recorded run, and comparisons with it. Pure except for reading and writing the file."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from bench.harness.machine import Machine
 from bench.harness.run import GroupResult
 
 MOST_SPREAD = 0.3
-"""However much its rounds differ, a ratio that changes by more has changed."""
+"""Maximum noise: a ratio that changes by more has changed, however much its rounds differ."""
 
 
 class Change(StrEnum):
-    """What has become of a ratio, seen from what is good for it."""
+    """Change of a ratio in its better direction."""
 
     BETTER = "better"
     SAME = "same"
@@ -29,10 +29,10 @@ class Change(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """`relative` is the change of the ratio, positive when it has improved; None where there is no pair.
+    """Comparison with the recorded figure.
 
-    `margin` is what counts as noise: what the figure states, or the spread of the rounds where both runs had
-    a larger one.
+    `relative` is the change of the ratio, positive if improved; None without a pair. `margin` is the noise:
+    the figure's own, or the spread of the rounds if both runs had a larger one.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Compared:
 
 
 def compare(figures: Iterable[Figure], recorded: Mapping[str, Any]) -> list[Compared]:
-    """Each figure with the recorded one of its name."""
+    """Compare figures with the recorded ones by name."""
     before = {entry["name"]: entry for entry in recorded.get("figures", ())}
     return [_compare(figure, before.get(figure.name)) for figure in figures]
 
@@ -60,7 +60,7 @@ def _compare(figure: Figure, before: Mapping[str, Any] | None) -> Compared:
 
 
 def gone(results: Iterable[GroupResult], recorded: Mapping[str, Any]) -> list[Compared]:
-    """Recorded figures of the groups that ran now and did not give them."""
+    """Recorded figures of the measured groups that are missing in this run."""
     ran = {result.name: {figure.name for figure in result.figures} for result in results}
     return [
         Compared(entry["name"], Change.GONE)
@@ -70,7 +70,7 @@ def gone(results: Iterable[GroupResult], recorded: Mapping[str, Any]) -> list[Co
 
 
 def as_json(results: Iterable[GroupResult], machine: Machine, *, is_quick: bool) -> dict[str, Any]:
-    """A whole run."""
+    """A whole run as JSON."""
     results = list(results)
     return {
         "machine": machine.as_json(),
@@ -107,12 +107,12 @@ def _entry(group: str, figure: Figure) -> dict[str, Any]:
 
 
 def _rounded(value: float) -> float:
-    """Four significant digits: more would be noise in a file that people compare."""
+    """Round to four significant digits; more would be noise in the file."""
     return float(f"{value:.4g}")
 
 
 def merged(recorded: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
-    """The recorded run with the groups of `run` in the place of its own; others stay as they were."""
+    """Replace the groups of `run` in the recorded run."""
     again = {group["name"] for group in run["groups"]}
     kept_groups = [group for group in recorded.get("groups", ()) if group["name"] not in again]
     kept = [figure for figure in recorded.get("figures", ()) if figure["group"] not in again]
@@ -120,7 +120,7 @@ def merged(recorded: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any
 
 
 def read(file: Path) -> dict[str, Any]:
-    """A run that was written; an empty one for no file."""
+    """Read a run; an empty one for a missing file."""
     if not file.exists():
         return {}
     run: dict[str, Any] = json.loads(file.read_text())
@@ -128,6 +128,6 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def write(file: Path, run: Mapping[str, Any]) -> None:
-    """Makes the folder too."""
+    """Write a run and create its folder."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(run, indent=1) + "\n")

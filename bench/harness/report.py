@@ -1,4 +1,4 @@
-"""The table of a run, and what to say below it."""
+"""Prints a run as a table with notes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _CHANGE_STYLES = {Change.BETTER: "green", Change.WORSE: "bold red"}
 
 
 def show(results: Iterable[GroupResult], compared: Iterable[Compared], console: Console) -> None:
-    """One row per figure, then what could not be measured, what got worse and what to doubt."""
-    results, changes = list(results), {each.name: each for each in compared}
+    """Print one row per figure, then notes: not measured, worse, doubtful."""
+    results, changes = list(results), {change.name: change for change in compared}
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("figure", overflow="fold")
     for title in ("measured", "bound", "ratio", "target"):
@@ -82,7 +82,7 @@ def _number(value: float) -> str:
 
 
 def markdown(run: Mapping[str, Any]) -> str:
-    """The table of a run that was written, for a document."""
+    """A recorded run as a Markdown table."""
     lines = ["| figure | measured | bound | ratio | target |", "|---|---|---|---|---|"]
     for figure in run.get("figures", ()):
         unit, sign = figure["unit"], ">=" if figure["better"] == Better.HIGHER else "<="
@@ -96,10 +96,12 @@ def markdown(run: Mapping[str, Any]) -> str:
 
 
 def remarks(results: Iterable[GroupResult], compared: Iterable[Compared]) -> list[str]:
-    """What a reader must not miss, one line each."""
+    """Warnings, one line each."""
     results = list(results)
     lines = [
-        f"[bold red]not measured[/] {each.name}: {escape(each.problem)}" for each in results if each.problem
+        f"[bold red]not measured[/] {result.name}: {escape(result.problem)}"
+        for result in results
+        if result.problem
     ]
     lines += [
         f"[bold red]impossible[/] {figure.name}: ratio {figure.ratio:.3f}, the limit is {figure.limit:g}; "
@@ -109,14 +111,14 @@ def remarks(results: Iterable[GroupResult], compared: Iterable[Compared]) -> lis
         if figure.verdict is Verdict.IMPOSSIBLE
     ]
     lines += [
-        f"[bold red]worse[/] {each.name}: {each.relative:+.0%}, noise is up to {each.margin:.0%}"
-        for each in compared
-        if each.change is Change.WORSE and each.relative is not None
+        f"[bold red]worse[/] {change.name}: {change.relative:+.0%}, noise is up to {change.margin:.0%}"
+        for change in compared
+        if change.change is Change.WORSE and change.relative is not None
     ]
-    lines += [f"[bold red]gone[/] {each.name}" for each in compared if each.change is Change.GONE]
+    lines += [f"[bold red]gone[/] {change.name}" for change in compared if change.change is Change.GONE]
     lines += [
-        f"[yellow]doubtful[/] {each.name}: other processes used {each.foreign_share:.0%} of the machine"
-        for each in results
-        if each.foreign_share > MUCH_FOREIGN_LOAD
+        f"[yellow]doubtful[/] {result.name}: other processes used {result.foreign_share:.0%} of the machine"
+        for result in results
+        if result.foreign_share > MUCH_FOREIGN_LOAD
     ]
     return lines

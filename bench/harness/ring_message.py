@@ -1,4 +1,4 @@
-"""What travels in the raw ring: as many bytes on every hop as in a ring of stages. Pure."""
+"""Messages of the raw ring, with as many bytes per hop as in a ring of stages. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ZEROS = bytes(32 << 20)
 
 
 class Place(StrEnum):
-    """Where a node is in the ring."""
+    """Position of a node in the ring."""
 
     FIRST = "first"
     MIDDLE = "middle"
@@ -29,12 +29,12 @@ class Lap:
     result_bytes: int
 
     def message(self) -> bytes:
-        """What FIRST gets; at least the two numbers that the nodes need."""
+        """First message; has at least the two numbers that nodes need."""
         return _HEAD.pack(self.hidden_bytes, self.result_bytes) + _ZEROS[: self.step_bytes - _HEAD.size]
 
 
 def passed_on(message: bytes, place: Place) -> bytes:
-    """What a node makes of a message."""
+    """The message that a node sends on."""
     if place is Place.MIDDLE:
         return message
     hidden_bytes, result_bytes = _HEAD.unpack_from(message)

@@ -1,4 +1,4 @@
-"""Measures groups one after another, each within a time; one that fails does not stop the others."""
+"""Measures groups one after another, each with a time limit; a failed group does not stop the others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from bench.harness.machine import ForeignLoad
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupResult:
-    """`problem` says why there are no figures. `foreign_share` of the machine's time was used by others."""
+    """Result of a group; without figures `problem` has the reason.
+
+    `foreign_share` is the share of the machine's time used by other processes.
+    """
 
     name: str
     figures: tuple[Figure, ...] = ()
@@ -27,7 +30,7 @@ class GroupResult:
 async def run_groups(
     groups: Iterable[Group], setting: Setting, *, load: Callable[[Group], Measure] = measure_of
 ) -> list[GroupResult]:
-    """The results in the order of the groups."""
+    """Measure groups; results in their order."""
     return [await _run(group, setting, load) for group in groups]
 
 
@@ -41,6 +44,6 @@ async def _run(group: Group, setting: Setting, load: Callable[[Group], Measure])
     except TimeoutError:
         result = GroupResult(name=group.name, problem=f"not done after {group.timeout_s:g} s")
     except Exception as error:
-        # Whatever it is, the figures of the other groups are still worth having.
+        # continue with the other groups after any error
         result = GroupResult(name=group.name, problem=f"{type(error).__name__}: {error}")
     return replace(result, took_s=time.monotonic() - begun_s, foreign_share=others.share())

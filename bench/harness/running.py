@@ -1,4 +1,4 @@
-"""Streams that go on for as long as they are looked at."""
+"""Streams that run during a measurement."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _POLL_S = 0.02
 
 
 class RunningStreams:
-    """Requests that are running, and the arrivals of their tokens so far."""
+    """Running requests, and the arrivals of their tokens."""
 
     def __init__(
         self, cluster: BenchCluster, calls: list[asyncio.Task[Stream]], streams: list[Stream]
@@ -23,9 +23,7 @@ class RunningStreams:
         self.streams = streams
 
     async def until(self, holds: Callable[[list[Stream]], bool]) -> None:
-        """Returns when `holds` does. Raises NotMeasured when a stream ends before, ClusterFailed with the
-        cluster.
-        """
+        """Wait until `holds`. Raises NotMeasured if a stream ends before, ClusterFailed with the cluster."""
 
         async def poll() -> None:
             while not holds(self.streams):
@@ -35,7 +33,7 @@ class RunningStreams:
         await self._cluster.processes.while_running(poll())
 
     async def go_on_for(self, seconds: float) -> None:
-        """Raises as `until` does."""
+        """Wait for `duration_s`. Raises as `until` does."""
         loop = asyncio.get_running_loop()
         end_s = loop.time() + seconds
         await self.until(lambda streams: loop.time() >= end_s)
@@ -43,14 +41,14 @@ class RunningStreams:
     def _check(self) -> None:
         for call in self._calls:
             if call.done():
-                raise NotMeasured(f"a stream ended while it was measured: {call.exception()!r}")
+                raise NotMeasured(f"a stream ended during the measurement: {call.exception()!r}")
 
 
 @asynccontextmanager
 async def running_streams(
     cluster: BenchCluster, num_streams: int, *, prompt_tokens: int, max_tokens: int
 ) -> AsyncIterator[RunningStreams]:
-    """So many requests at once, cancelled at the end. `max_tokens` is more than will be looked at."""
+    """Run concurrent requests and cancel them at the end; `max_tokens` exceeds the measurement."""
     streams = [Stream(0.0) for _ in range(num_streams)]
     calls = [
         asyncio.create_task(cluster.generate(prompt_tokens, max_tokens, into=stream)) for stream in streams

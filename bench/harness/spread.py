@@ -1,4 +1,4 @@
-"""Percentiles of what was measured. Pure."""
+"""Percentiles. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps per second of a pipeline that always has enough to do."""
+"""Steps per second of a pipeline under constant load."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from bench.harness.streams import Window
 
 PROMPT_TOKENS = 16
 ENDLESS = 8000
-"""Tokens: more than any window is long."""
+"""Tokens: more than any window needs."""
 
 
 async def measure_steady(
     cluster: BenchCluster, *, num_streams: int, settle_s: float, window_s: float
 ) -> tuple[SteadyRate, Window]:
-    """The rate in a window that begins `settle_s` after the last stream's second token, so that neither the
-    filling of the pipeline nor its emptying is in it. No stream ends before.
+    """Measure the rate in a window that begins `settle_s` after the last stream's second token.
+
+    This excludes filling and draining of the pipeline; no stream ends before.
     """
     async with running_streams(
         cluster, num_streams, prompt_tokens=PROMPT_TOKENS, max_tokens=ENDLESS
     ) as running:
-        await running.until(lambda streams: all(len(each.arrivals_s) >= 2 for each in streams))
+        await running.until(lambda streams: all(len(stream.arrivals_s) >= 2 for stream in streams))
         await running.go_on_for(settle_s)
         begin_s = time.monotonic()
         await running.go_on_for(window_s)

@@ -1,4 +1,4 @@
-"""What a coordinator noted of its steps, and what can be read from it. Pure but for the one file."""
+"""Steps logged by a coordinator, and rates computed from them. Pure except for reading the file."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ FILE_VARIABLE = "STAGELINE_BENCH_STEPS"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedStep:
-    """A step that was answered: times on the machine's monotonic clock, in seconds.
+    """An answered step, in seconds of the machine's monotonic clock.
 
-    `chunks` are the tokens of each prompt chunk. `stages` has wait and compute of each stage in microseconds,
-    FIRST to LAST; empty where the stages do not say.
+    `chunks` has the tokens of each prompt chunk. `stages` has wait and compute of each stage in microseconds,
+    FIRST to LAST; empty if stages do not report them.
     """
 
     epoch: int
@@ -36,7 +36,7 @@ class LoggedStep:
 
 
 def read_steps(file: Path) -> list[LoggedStep]:
-    """The steps in a file that may still grow, in the order of their results; none while there is no file."""
+    """Read a file that may still grow, in order of results; empty for a missing file."""
     if not file.exists():
         return []
     complete, _, _ = file.read_text().rpartition("\n")
@@ -49,13 +49,13 @@ def _step(values: dict[str, Any]) -> LoggedStep:
 
 
 def sent_between(steps: Iterable[LoggedStep], begin_s: float, end_s: float) -> list[LoggedStep]:
-    """Steps that compute something and were handed out in [begin_s, end_s)."""
+    """Steps with slices that were sent in [begin_s, end_s)."""
     return [step for step in steps if step.num_tokens and begin_s <= step.sent_s < end_s]
 
 
 @dataclass(frozen=True, slots=True)
 class SteadyRate:
-    """Steps per second over `duration_s`, and the mean number of tokens in one."""
+    """Steps per second over `duration_s`, and mean tokens per step."""
 
     steps_per_s: float
     tokens_per_step: float
@@ -64,10 +64,9 @@ class SteadyRate:
 
 
 def steady_rate(steps: Sequence[LoggedStep], begin_s: float, end_s: float) -> SteadyRate:
-    """The rate of results in [begin_s, end_s]: from the first result to the last, so that neither the steps
-    before nor the ones after count.
+    """Rate of results in [begin_s, end_s], from the first result to the last.
 
-    Raises ValueError for less than 10 results, which say nothing of a rate.
+    Raises ValueError for fewer than 10 results.
     """
     results = sorted(
         (step.result_s, step.num_tokens)

@@ -1,13 +1,12 @@
-"""When each stage computed each step, put together from what the coordinator and the stages noted. Pure.
+"""Compute times of each step on each stage, combined from logs of coordinator and stages. Pure.
 
-The coordinator knows when it handed a step out and when the result came back; each stage says how long the
-whole frame waited for it and how long it computed, on its own clock. What is left of the step's time is
-travel: n stages have n + 1 hops. A hop is taken to last what it lasts in the fastest travel among steps of as
-many tokens, and bars are placed from the result backwards: what a step's travel took longer, it spent before
-FIRST, where frames pile up that a busy pipeline does not take yet. So the length of every bar is measured;
-its place is uncertain by what hops differ, and the median travel is shown beside the drawing. A stage
-computes one step at a time, in order: a bar that would begin before the one in front of it has ended is moved
-behind it.
+The coordinator logs when it sent a step and when the result arrived; each stage reports how long the frame
+waited and how long it computed, on its own clock. The rest of the step's time is travel: n stages have n + 1
+hops. A hop is assumed to take the time of the fastest travel among steps with as many tokens, and bars are
+placed backwards from the result; longer travel is placed before FIRST, where frames queue in a busy pipeline.
+So the length of every bar is measured; its place is uncertain by the differences of hops, and the median
+travel is printed beside the drawing. A stage computes one step at a time, in order: a bar that would overlap
+the previous one is moved behind it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from bench.harness.step_log import LoggedStep
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A stage computes a step, in seconds from the beginning of the timeline."""
+    """Computation of a step on a stage, in seconds from the beginning of the timeline."""
 
     stage: int
     step_id: int
@@ -32,8 +31,8 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """`busy` is the share of the time in which each stage computes, FIRST to LAST; `travel_s` the median of
-    what the steps spent on all their hops together.
+    """Bars; `busy` is the compute share of each stage, FIRST to LAST, `travel_s` the median travel time of
+    all hops.
     """
 
     num_stages: int
@@ -44,20 +43,20 @@ class Timeline:
 
 
 def travel_s(step: LoggedStep) -> float:
-    """What is left of a step's time when no stage works on it or keeps it waiting. Never below 0."""
+    """Time of a step outside its stages, at least 0."""
     spent_s = sum(wait + compute for wait, compute in step.stages) / 1e6
     return max(0.0, step.result_s - step.sent_s - spent_s)
 
 
 def timeline(steps: Iterable[LoggedStep], begin_s: float, end_s: float) -> Timeline:
-    """What happened in [begin_s, end_s] of the machine's clock; bars that reach beyond it are cut.
+    """Timeline of [begin_s, end_s] of the machine's clock; bars beyond it are cut.
 
-    Raises ValueError where no step, or a step without the times of its stages, is in it.
+    Raises ValueError without steps, or for a step without stage times.
     """
     inside = [step for step in steps if step.result_s >= begin_s and step.sent_s <= end_s]
     num_stages = {len(step.stages) for step in inside}
     if len(num_stages) != 1 or 0 in num_stages:
-        raise ValueError(f"{len(inside)} steps that tell the times of {sorted(num_stages)} stages")
+        raise ValueError(f"{len(inside)} steps with times of {sorted(num_stages)} stages")
     bars = _cut(_bars(sorted(inside, key=lambda step: step.step_id)), begin_s, end_s)
     count = num_stages.pop()
     duration_s = end_s - begin_s
@@ -69,7 +68,7 @@ def timeline(steps: Iterable[LoggedStep], begin_s: float, end_s: float) -> Timel
 
 
 def _bars(steps: Sequence[LoggedStep]) -> list[Bar]:
-    """On the machine's clock, in the order of the steps, FIRST to LAST."""
+    """Bars on the machine's clock, in order of steps, FIRST to LAST."""
     hop_s: dict[int, float] = {}
     for step in steps:
         one_hop_s = travel_s(step) / (len(step.stages) + 1)
@@ -86,7 +85,7 @@ def _bars(steps: Sequence[LoggedStep]) -> list[Bar]:
 
 
 def _placed(step: LoggedStep, hop_s: float) -> list[Bar]:
-    """The bars of one step, FIRST to LAST, placed from its result backwards."""
+    """Bars of one step, FIRST to LAST, placed backwards from its result."""
     bars = []
     end_s = step.result_s - hop_s
     for stage, (wait_us, compute_us) in reversed(list(enumerate(step.stages))):
@@ -97,7 +96,7 @@ def _placed(step: LoggedStep, hop_s: float) -> list[Bar]:
 
 
 def _cut(bars: Iterable[Bar], begin_s: float, end_s: float) -> list[Bar]:
-    """To the time in question, and counted from its beginning."""
+    """Cut to the window, with times from its beginning."""
     return [
         Bar(
             bar.stage,

@@ -17,7 +17,7 @@ NUM_COLOURS = 12
 def write_timeline(
     setting: Setting, cluster: BenchCluster, begin_s: float, end_s: float, *, name: str, title: str
 ) -> None:
-    """Draws [begin_s, end_s] of the machine's clock into NAME_timeline.svg, or reports why it cannot."""
+    """Draw [begin_s, end_s] of the machine's clock into NAME_timeline.svg, or print why it cannot."""
     file = setting.output_directory / f"{name}_timeline.svg"
     try:
         drawn = timeline(cluster.steps(), begin_s, end_s)
@@ -29,7 +29,7 @@ def write_timeline(
 
 
 def draw(drawn: Timeline, title: str) -> Figure:
-    """One collection of bars per stage, FIRST on top."""
+    """Draw one collection of bars per stage, FIRST on top."""
     figure = Figure(figsize=(12, 1 + 0.3 * drawn.num_stages), layout="constrained")
     axes = figure.subplots()
     for stage in range(drawn.num_stages):

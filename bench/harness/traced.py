@@ -1,9 +1,8 @@
-"""`python -m bench.harness.traced` is the `stageline` command, but its coordinator notes the steps.
+"""`python -m bench.harness.traced` is the `stageline` command with a coordinator that logs its steps.
 
-A coordinator started with STAGELINE_BENCH_STEPS=FILE appends one JSON line per step to FILE: when the
-scheduler handed the step out, when its result came back to it, what was in it, and what each stage says that
-it spent on it. Times are `time.monotonic()`, which all processes of a machine share. Noting a step costs 10
-to 20 us of the coordinator's time; the product itself is unchanged.
+With STAGELINE_BENCH_STEPS=FILE the coordinator appends one JSON line per step to FILE: sending and result
+times, content, and times of each stage. Times are `time.monotonic()`, which all processes of a machine share.
+Logging a step costs 10 to 20 us of the coordinator's time; the product itself is unchanged.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from stageline.__main__ import main
 
 
 class StepLog:
-    """Notes the steps of one coordinator."""
+    """Logs the steps of one coordinator."""
 
     def __init__(self, file: str) -> None:
         self._file = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -49,12 +48,12 @@ def _logged(sent_s: float, step: Any, result_s: float, stage_times: Any) -> Logg
         result_s=result_s,
         num_decodes=len(step.slices) - len(chunks),
         chunks=chunks,
-        stages=tuple((each.wait_us, each.compute_us) for each in stage_times),
+        stages=tuple((stage_time.wait_us, stage_time.compute_us) for stage_time in stage_times),
     )
 
 
 def trace_scheduler(log: StepLog) -> None:
-    """Every step goes through these two methods, whatever else of the coordinator changes."""
+    """Wrap the two methods of the scheduler that every step passes."""
     from coordinator.scheduler.scheduler import Scheduler
 
     scheduler: Any = Scheduler

@@ -46,7 +46,11 @@ class TokenFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallContext:
-    """`client` identifies the caller for limits, `span` is from its W3C headers, `deadline_s` may be None."""
+    """Caller of a call.
+
+    `client` identifies the caller for limits, `span` is from its W3C headers, `deadline_s` is None without
+    one.
+    """
 
     client: str
     deadline_s: float | None
@@ -61,7 +65,6 @@ class CallContexts:
         self._clock = clock
 
     def of(self, context: grpc.aio.ServicerContext[Any, Any]) -> CallContext:
-        """Return the call's context."""
         untyped: Any = context  # the stubs lack these methods
         remaining_s = untyped.time_remaining()
         has_deadline = remaining_s is not None and math.isfinite(remaining_s)

@@ -56,8 +56,8 @@ def _encode_logprobs(
     if logprobs is None:
         return
     message.logprob, message.rank = logprobs.logprob, logprobs.rank
-    for each, logprob in logprobs.top:
-        message.top.add(token_id=each, logprob=logprob)
+    for token_id, logprob in logprobs.top:
+        message.top.add(token_id=token_id, logprob=logprob)
 
 
 def _end(choice: Choice, response: inference_pb2.GenerateResponse) -> None:

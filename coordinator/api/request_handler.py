@@ -191,9 +191,7 @@ class RequestHandler:
         return request, resolved
 
     def resume(self, journalled: list[JournalledRequest]) -> int:
-        """Restore a former coordinator's requests, before accepting others. Returns the number of live
-        ones.
-        """
+        """Restore a former coordinator's requests, before new ones; return the number of live ones."""
         return sum(self._restore(request) for request in journalled)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Answers of `GetStatus` and `GetModel`."""
+"""Encodes the responses of `GetStatus` and `GetModel`."""
 
 import asyncio
 import math
@@ -17,7 +17,7 @@ from wire.status_codec import duration, encode_integrity, overall_integrity, tim
 from wire.tensors import DTYPE_TO_MESSAGE, number_of
 
 LOST_SHOWN_S = 600.0
-"""How long status lists a lost worker."""
+"""How long a lost worker is listed."""
 
 PHASE_TO_MESSAGE: dict[ClusterPhase, cluster_pb2.ClusterState.ValueType] = {
     ClusterPhase.WAITING_FOR_WORKERS: cluster_pb2.CLUSTER_STATE_WAITING_FOR_WORKERS,

@@ -10,7 +10,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 
 from coordinator.api.activity import ActivityReporter
 from coordinator.observability.trace_reader import TraceReader
-from coordinator.observability.trace_store import Taken, TraceStore
+from coordinator.observability.trace_store import AddResult, TraceStore
 from stageline_rpc.v1 import telemetry_pb2, telemetry_pb2_grpc
 from telemetry.trace_view.facts import TraceSummary, encode_summary
 from wire.errors import InvalidRequest, MessageTooLarge
@@ -20,7 +20,7 @@ MAX_EXPORT_BYTES = 4 * 1024 * 1024
 """Default of OpenTelemetry's collector."""
 MAX_SPAN_FIELDS = 131_072
 MAX_METRIC_FIELDS = 16_384
-"""Metrics are processed on the event loop; a worker's have about 2,000 fields."""
+"""Metrics are processed on the event loop; a worker's export has about 2,000 fields."""
 MAX_THREADS = 2
 """Exports parsed concurrently."""
 
@@ -54,7 +54,7 @@ class TraceService(trace_service_pb2_grpc.TraceServiceServicer):
             taken = await asyncio.to_thread(self._take, request)
         return _partial_trace(taken.num_dropped + taken.num_refused, _reasons(taken))
 
-    def _take(self, data: bytes) -> Taken:
+    def _take(self, data: bytes) -> AddResult:
         _SPAN_SCAN.check(data)
         request = trace_service_pb2.ExportTraceServiceRequest.FromString(data)
         return self._store.add(request.resource_spans)
@@ -110,7 +110,7 @@ def _partial_metrics(num_rejected: int, reason: str) -> metrics_service_pb2.Expo
     )
 
 
-def _reasons(taken: Taken) -> str:
+def _reasons(taken: AddResult) -> str:
     reasons = {**taken.refused, "of evicted traces": taken.num_dropped}
     return ", ".join(f"{number} spans {reason}" for reason, number in reasons.items() if number)
 
@@ -124,7 +124,7 @@ def page_of_traces(
 ) -> tuple[list[TraceSummary], str]:
     """Return a page, newest start first, and the token of the next one.
 
-    A token names the last trace of its page, so that traces which arrive meanwhile move nothing.
+    A token names the last trace of its page, so that later traces do not shift pages.
 
     Raises:
         InvalidRequest: the token is not one of an earlier page.
@@ -133,7 +133,7 @@ def page_of_traces(
     newest_first = sorted(summaries, key=_page_key, reverse=True)
     if page_token:
         last = _read_page_token(page_token)
-        newest_first = [each for each in newest_first if _page_key(each) < last]
+        newest_first = [summary for summary in newest_first if _page_key(summary) < last]
     page = newest_first[:size]
     if len(page) == len(newest_first):
         return page, ""
@@ -173,11 +173,12 @@ class TelemetryService(telemetry_pb2_grpc.TelemetryServiceServicer):
     ) -> telemetry_pb2.ListTracesResponse:
         summaries = await self._traces.summaries()
         page, next_page_token = page_of_traces(summaries, request.page_size, request.page_token)
+        counts = self._store.counts
         return telemetry_pb2.ListTracesResponse(
             traces=[encode_summary(summary) for summary in page],
             next_page_token=next_page_token,
-            num_dropped_traces=self._store.counts.dropped_traces,
-            num_dropped_spans=self._store.counts.dropped,
+            num_dropped_traces=counts.dropped_traces,
+            num_dropped_spans=counts.dropped,
         )
 
     async def GetTrace(  # noqa: N802

@@ -25,15 +25,14 @@ class MembershipService(join_pb2_grpc.MembershipServiceServicer):
 
     def __init__(self, controller: Controller) -> None:
         self._controller = controller
+        self._hello_timeout_s = controller.policy.hello_timeout_s
 
     async def Join(  # noqa: N802
         self,
         request_iterator: AsyncIterator[join_pb2.JoinRequest],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[join_pb2.JoinResponse]:
-        hello = await _first(
-            request_iterator, join_pb2.JoinRequest(), self._controller.policy.hello_timeout_s
-        )
+        hello = await _first(request_iterator, join_pb2.JoinRequest(), self._hello_timeout_s)
         connection = self._controller.join(decode_hello(hello), hello.hello.rejoin_secret)
         when_call_ends(context, lambda: self._controller.leave(connection, "its stream broke"))
         reader = asyncio.create_task(self._read(request_iterator, connection))
@@ -65,15 +64,14 @@ class StepResultsService(deliver_pb2_grpc.StepResultsServiceServicer):
 
     def __init__(self, controller: Controller) -> None:
         self._controller = controller
+        self._hello_timeout_s = controller.policy.hello_timeout_s
 
     async def Deliver(  # noqa: N802
         self,
         request_iterator: AsyncIterator[deliver_pb2.DeliverRequest],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[deliver_pb2.DeliverResponse]:
-        first = await _first(
-            request_iterator, deliver_pb2.DeliverRequest(), self._controller.policy.hello_timeout_s
-        )
+        first = await _first(request_iterator, deliver_pb2.DeliverRequest(), self._hello_timeout_s)
         if first.WhichOneof("message") != "hello":
             raise InvalidRequest("the first message of Deliver must be hello")
         epoch = self._controller.open_results(first.hello, host=peer_host(context))
@@ -85,7 +83,7 @@ class StepResultsService(deliver_pb2_grpc.StepResultsServiceServicer):
             async for message in request_iterator:
                 self._controller.complete(epoch, decode_result_frame(message))
         except (DecodeError, StepFault) as error:
-            self._controller.fail_epoch(epoch, f"a result of LAST is damaged: {error}")
+            self._controller.fail_epoch(epoch, f"a result of LAST is corrupt: {error}")
 
 
 async def _first(messages: AsyncIterator[_Message], nothing: _Message, timeout_s: float) -> _Message:

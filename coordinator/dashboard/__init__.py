@@ -1,1 +1,1 @@
-"""The page that shows what the pipeline does, and the HTTP server that it comes from."""
+"""HTTP server and web page of the dashboard."""

@@ -1,4 +1,4 @@
-"""Host names that are served, token, and security headers."""
+"""Access control of the dashboard: host names, token, security headers, errors."""
 
 import asyncio
 import hmac
@@ -37,24 +37,24 @@ _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 def error_response(status: int, text: str, reason: str | None = None) -> web.Response:
-    """The response to every request that fails; `reason` is its code (default: the name of the status)."""
+    """Build an error response; `reason` is its code (default: the name of the status)."""
     body = json.dumps({"error": text, "reason": reason or HTTPStatus(status).name}).encode()
     return web.Response(status=status, body=body, content_type="application/json")
 
 
 async def add_security_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """To every response, also to those that say that something is not here."""
+    """Add security headers to every response, errors included."""
     for name, value in SECURITY_HEADERS.items():
         response.headers[name] = value
     response.headers.setdefault(hdrs.CACHE_CONTROL, "no-store")
 
 
 class DashboardAuth:
-    """Refuses what must not reach a handler, and answers where one fails."""
+    """Rejects forbidden requests, and converts exceptions of handlers to responses."""
 
     def __init__(self, host: str, token: str | None, refused: RefusedPeers) -> None:
-        """`host` is what is listened on. Without a token nothing can be changed. `refused` counts and logs
-        wrong tokens.
+        """`host` is the listen address. Without a token, the dashboard is read-only. `refused` counts and
+        logs wrong tokens.
         """
         self._names = _LOOPBACK_NAMES | {host.lower()} if _is_loopback(host) else None
         self._token = token
@@ -66,12 +66,12 @@ class DashboardAuth:
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Around every handler."""
+        """Check host and body size, call the handler with a timeout, and convert its errors."""
         if not self._is_served(request):
-            # A page of another site may have had its own name resolve to this machine.
-            return error_response(421, f"the name {request.host!r} is not served here")
+            # protects against DNS rebinding: another site's name may resolve to this machine
+            return error_response(421, f"host {request.host!r} is not served")
         if request.body_exists and (request.content_length or MAX_BODY_BYTES + 1) > MAX_BODY_BYTES:
-            return error_response(413, f"no request here has a body of more than {MAX_BODY_BYTES} bytes")
+            return error_response(413, f"the body exceeds the limit of {MAX_BODY_BYTES} bytes")
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
                 return await handler(request)
@@ -107,7 +107,7 @@ class DashboardAuth:
 
 
 def _name_of(host_header: str) -> str:
-    """Without the port, which another one may be forwarded from."""
+    """The host without the port, which may belong to a port forwarding."""
     name, separator, port = host_header.rpartition(":")
     return (name if separator and port.isdigit() else host_header).lower()
 

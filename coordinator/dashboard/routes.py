@@ -1,4 +1,4 @@
-"""Paths of the dashboard: decode, one call, encode."""
+"""Routes of the dashboard: decode, one call, encode."""
 
 import asyncio
 import json
@@ -16,10 +16,7 @@ from coordinator.cluster.controller import Controller
 from coordinator.cluster.transitions import ClusterPhase
 from coordinator.dashboard.auth import DashboardAuth
 from coordinator.engine.engine import Engine
-from coordinator.observability.activity import (
-    Snapshot,
-    pipeline_load,
-)
+from coordinator.observability.activity import Snapshot, pipeline_load
 from coordinator.observability.trace_reader import TraceReader
 from stageline_rpc.v1 import cluster_pb2, inference_pb2
 from telemetry.trace_view.facts import encode_summary
@@ -27,12 +24,12 @@ from wire.ids import parse_request_id
 from wire.status_codec import message_fields
 
 MetricsText: TypeAlias = Callable[[str], Awaitable[tuple[bytes, str]]]
-"""From what a client accepts to the metrics and their content type."""
+"""Returns the metrics and their content type for an Accept header."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DashboardContext:
-    """`metrics` None: there are none to show."""
+    """Parts of the coordinator that the dashboard uses; `metrics` is None if there are none."""
 
     status: StatusReporter
     activity: ActivityReporter
@@ -53,7 +50,7 @@ _TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class StaticFile:
-    """`etag` changes with its content."""
+    """A file of the page; `etag` changes with its content."""
 
     body: bytes
     content_type: str
@@ -61,7 +58,7 @@ class StaticFile:
 
 
 def load_static_files() -> dict[str, StaticFile]:
-    """By name. Nothing else is ever read from the disk for a client."""
+    """Files by name; no other file is ever read for a client."""
     return {path.name: _load(path) for path in sorted(_DIRECTORY.iterdir()) if path.suffix in _TYPES}
 
 
@@ -73,7 +70,7 @@ def _load(path: Path) -> StaticFile:
 def status_fields(
     status: cluster_pb2.GetStatusResponse, model: inference_pb2.GetModelResponse, *, can_act: bool
 ) -> dict[str, Any]:
-    """`can_act`: a reader with the token may cancel requests and drain workers."""
+    """Status and model as JSON; `can_act`: the operator token permits cancel and drain."""
     return {
         **message_fields(status),
         "architecture": model.architecture,
@@ -83,29 +80,31 @@ def status_fields(
 
 
 def activity_json(snapshot: Snapshot, *, after_step: int, since_us: int) -> bytes:
-    """Steps answered after number `after_step`, and seconds from `since_us` on."""
+    """Activity with steps after number `after_step`, and seconds from `since_us` on."""
     message = encode_activity(snapshot, pipeline_load(snapshot), after_step=after_step, since_us=since_us)
     return to_json(message_fields(message))
 
 
 def to_json(value: Mapping[str, Any]) -> bytes:
-    """Without spaces; what is no number in JSON (NaN, infinity) is a ValueError."""
+    """Compact JSON. Raises ValueError for NaN and infinity."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
 MAX_THREADS = 2
-"""For all readers together; further requests wait."""
+"""Limit over all readers; further requests wait."""
 LISTED_TRACES = 100
 """Default limit of the list of traces."""
-MOST_LISTED_TRACES = 512
+MAX_LISTED_TRACES = 512
 
 
 class Routes:
     """One handler per path."""
 
-    def __init__(self, sources: DashboardContext, guard: DashboardAuth) -> None:
-        self._sources = sources
-        self._guard = guard
+    def __init__(self, context: DashboardContext, auth: DashboardAuth) -> None:
+        self._auth = auth
+        self._status, self._activity = context.status, context.activity
+        self._engine, self._controller = context.engine, context.controller
+        self._traces, self._metrics = context.traces, context.metrics
         self._files = load_static_files()
         self._threads = asyncio.Semaphore(MAX_THREADS)
         self._drains = set[asyncio.Task[None]]()
@@ -141,44 +140,43 @@ class Routes:
     async def static(self, request: web.Request) -> web.Response:
         file = self._files.get(request.match_info["name"])
         if file is None:
-            raise web.HTTPNotFound(text=f"there is no file {request.match_info['name']!r}")
+            raise web.HTTPNotFound(text=f"file {request.match_info['name']!r} not found")
         return _file_response(request, file)
 
     async def status(self, request: web.Request) -> web.Response:
-        reporter = self._sources.status
-        fields = status_fields(reporter.cluster(), reporter.model(), can_act=self._guard.has_token)
+        fields = status_fields(self._status.cluster(), self._status.model(), can_act=self._auth.has_token)
         return _json_response(fields)
 
     async def activity(self, request: web.Request) -> web.Response:
-        """`?after=STEP_NUMBER&since=US` leaves out steps and seconds that the client already has."""
+        """`?after=STEP_NUMBER&since=US` omits steps and seconds that the client has."""
         after_step, since_us = _number(request, "after"), _number(request, "since")
         async with self._threads:
-            snapshot = self._sources.activity.snapshot()
+            snapshot = self._activity.snapshot()
             body = await asyncio.to_thread(activity_json, snapshot, after_step=after_step, since_us=since_us)
         return web.Response(body=body, content_type="application/json")
 
     async def traces(self, request: web.Request) -> web.Response:
         """The newest `?limit=N` requests with a stored trace."""
         limit = _number(request, "limit", LISTED_TRACES)
-        if not 1 <= limit <= MOST_LISTED_TRACES:
-            raise web.HTTPBadRequest(text=f"limit is {limit}, but must be 1 to {MOST_LISTED_TRACES}")
-        found = await self._sources.traces.summaries(limit)
+        if not 1 <= limit <= MAX_LISTED_TRACES:
+            raise web.HTTPBadRequest(text=f"limit is {limit}, must be in [1, {MAX_LISTED_TRACES}]")
+        found = await self._traces.summaries(limit)
         async with self._threads:
-            fields = [message_fields(encode_summary(each)) for each in found]
+            fields = [message_fields(encode_summary(summary)) for summary in found]
             body = await asyncio.to_thread(to_json, {"traces": fields})
         return web.Response(body=body, content_type="application/json")
 
     async def trace(self, request: web.Request) -> web.Response:
-        """A trace by its request id, or the beginning of it."""
-        facts = await self._sources.traces.facts(request.match_info["request_id"])
+        """A trace, by its request id or the beginning of it."""
+        facts = await self._traces.facts(request.match_info["request_id"])
         async with self._threads:
             body = await asyncio.to_thread(to_json, facts)
         return web.Response(body=body, content_type="application/json")
 
     async def metrics(self, request: web.Request) -> web.Response:
-        if self._sources.metrics is None:
+        if self._metrics is None:
             raise web.HTTPNotFound(text="this coordinator has no metrics")
-        body, content_type = await self._sources.metrics(request.headers.get(hdrs.ACCEPT, ""))
+        body, content_type = await self._metrics(request.headers.get(hdrs.ACCEPT, ""))
         return web.Response(body=body, headers={hdrs.CONTENT_TYPE: content_type})
 
     async def health(self, request: web.Request) -> web.Response:
@@ -186,35 +184,35 @@ class Routes:
 
     async def ready(self, request: web.Request) -> web.Response:
         """200 only while the cluster serves and accepts new requests."""
-        state, availability = self._sources.controller.state, self._sources.controller.availability
+        state, availability = self._controller.state, self._controller.availability
         if state.phase is ClusterPhase.SERVING and availability.health == cluster_pb2.HEALTH_SERVING:
             return _text_response("serving\n")
-        if (failure := self._sources.engine.durability.failure) is not None:
+        if (failure := self._engine.journal_failure) is not None:
             return _text_response(f"{failure}\n", status=503)
         return _text_response(f"{state.detail or state.phase.name.lower().replace('_', ' ')}\n", status=503)
 
     async def check_token(self, request: web.Request) -> web.Response:
-        self._guard.check_token(request)
+        self._auth.check_token(request)
         return _json_response({})
 
     async def cancel(self, request: web.Request) -> web.Response:
-        self._guard.check_token(request)
+        self._auth.check_token(request)
         try:
             request_id = parse_request_id(request.match_info["request_id"])
         except ValueError as error:
             raise web.HTTPBadRequest(text=str(error)) from None
-        if self._sources.engine.registry.live_request(request_id) is None:
-            raise web.HTTPNotFound(text=f"request {request.match_info['request_id']} is not live")
-        self._sources.engine.cancel(request_id)
+        if not self._engine.is_live(request_id):
+            raise web.HTTPNotFound(text=f"request {request.match_info['request_id']} not found")
+        self._engine.cancel(request_id)
         return _json_response({})
 
     async def drain(self, request: web.Request) -> web.Response:
         """Respond at once; the worker leaves after its layers have moved."""
-        self._guard.check_token(request)
+        self._auth.check_token(request)
         name = request.match_info["name"]
-        if name not in self._sources.controller.connections:
-            raise web.HTTPNotFound(text=f"no worker {name!r} is here")
-        task = asyncio.create_task(self._sources.controller.drain(name), name=f"drain {name}")
+        if name not in self._controller.connections:
+            raise web.HTTPNotFound(text=f"worker {name!r} not found")
+        task = asyncio.create_task(self._controller.drain(name), name=f"drain {name}")
         self._drains.add(task)
         task.add_done_callback(self._drains.discard)
         return _json_response({}, status=202)
@@ -223,7 +221,7 @@ class Routes:
 def _number(request: web.Request, name: str, default: int = 0) -> int:
     text = request.query.get(name, str(default))
     if not (text.isascii() and text.isdigit() and len(text) <= 18):
-        raise web.HTTPBadRequest(text=f"{name} is {text[:40]!r}, but must be a whole number")
+        raise web.HTTPBadRequest(text=f"{name} is {text[:40]!r}, must be a whole number")
     return int(text)
 
 
@@ -237,6 +235,6 @@ def _text_response(text: str, *, status: int = 200) -> web.Response:
 
 def _file_response(request: web.Request, file: StaticFile) -> web.Response:
     headers = {hdrs.ETAG: f'"{file.etag}"', hdrs.CACHE_CONTROL: "no-cache"}
-    if any(each.value == file.etag for each in request.if_none_match or ()):
+    if any(tag.value == file.etag for tag in request.if_none_match or ()):
         return web.Response(status=304, headers=headers)
     return web.Response(body=file.body, content_type=file.content_type, charset="utf-8", headers=headers)

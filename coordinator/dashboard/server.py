@@ -10,7 +10,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from coordinator.dashboard.auth import MAX_BODY_BYTES, DashboardAuth, add_security_headers
 from coordinator.dashboard.routes import DashboardContext, Routes
-from wire.addresses import Address, parse_address
+from wire.addresses import Address, local_address, parse_address
 from wire.peer_secrets import RefusedPeers
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ class AiohttpLogger(logging.LoggerAdapter[logging.Logger]):
     def exception(self, msg: object, *args: object, exc_info: Any = True, **named: Any) -> None:
         if isinstance(exc_info, HttpProcessingError):
             reason = " ".join(exc_info.message.split())
-            super().debug("a request that is no HTTP from %s: %.200r", args[0] if args else None, reason)
+            super().debug("non-HTTP request from %s: %.200r", args[0] if args else None, reason)
         else:
             super().error(msg, *args, exc_info=exc_info, **named)
 
@@ -33,15 +33,14 @@ class AiohttpLogger(logging.LoggerAdapter[logging.Logger]):
 MAX_HEADER_BYTES = 8190
 KEEPALIVE_S = 30.0
 STOP_GRACE_S = 1.0
-_EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 class DashboardServer:
-    """Serves `sources` on `listen` (HOST:PORT) between `start` and `stop`; `url` says where."""
+    """Serves the dashboard on `listen` (HOST:PORT) from `start` to `stop`."""
 
     def __init__(
         self,
-        sources: DashboardContext,
+        context: DashboardContext,
         *,
         listen: str,
         token: str | None,
@@ -49,21 +48,20 @@ class DashboardServer:
     ) -> None:
         """`refused` counts and logs wrong operator tokens."""
         self._address = parse_address(listen)
-        guard = DashboardAuth(self._address.host, token, refused or RefusedPeers(time.monotonic))
-        self._routes = Routes(sources, guard)
-        self.app = web.Application(middlewares=[guard.middleware], client_max_size=MAX_BODY_BYTES)
+        auth = DashboardAuth(self._address.host, token, refused or RefusedPeers(time.monotonic))
+        self._routes = Routes(context, auth)
+        self.app = web.Application(middlewares=[auth.middleware], client_max_size=MAX_BODY_BYTES)
         self.app.add_routes(self._routes.table())
         self.app.on_response_prepare.append(add_security_headers)
         self._runner: web.AppRunner | None = None
 
     @property
     def url(self) -> str:
-        """As it is reached from this machine."""
-        host = _EVERY_INTERFACE.get(self._address.host, self._address.host)
-        return f"http://{Address(host, self._address.port)}/"
+        """URL from this machine."""
+        return f"http://{local_address(self._address)}/"
 
     async def start(self) -> None:
-        """Raises OSError, with one clear line, when the address cannot be had."""
+        """Raises OSError with one line if the address cannot be bound."""
         listening = _bind(self._address)
         self._address = Address(self._address.host, listening.getsockname()[1])
         self._runner = web.AppRunner(
@@ -79,7 +77,7 @@ class DashboardServer:
         await web.SockSite(self._runner, listening).start()
 
     async def stop(self) -> None:
-        """Ends every connection."""
+        """Close every connection."""
         self._routes.close()
         if self._runner is not None:
             await self._runner.cleanup()

@@ -150,6 +150,9 @@ class Engine:
         """Records that are buffered while journal writes fail."""
         return self._durability.num_unwritten
 
+    def is_live(self, request_id: RequestId) -> bool:
+        return self._registry.live_request(request_id) is not None
+
     @property
     def journal_failure(self) -> str | None:
         """Error of the last journal write, until one succeeds; None without a journal."""

@@ -1,1 +1,1 @@
-"""What the coordinator records: activity, metrics, traces. It changes nothing."""
+"""Activity, metrics and traces that the coordinator records; read-only."""

@@ -3,9 +3,8 @@
 Recording takes a few microseconds per step; the rest is computed per snapshot. All buffers are bounded.
 """
 
-from collections import deque
+from collections import abc, deque
 from collections.abc import Callable
-from collections.abc import Sequence as AbcSequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import islice
@@ -21,7 +20,7 @@ MAX_ENDED = 256
 
 
 class RequestPhase(StrEnum):
-    """What an active request does, or how a request ended."""
+    """Current phase of an active request, or how it ended."""
 
     WAITING = "waiting"
     PREFILL = "prefill"
@@ -130,8 +129,8 @@ class Bottleneck:
         return stands_out(self.ratio)
 
 
-def find_bottleneck(loads: AbcSequence[StageLoad]) -> Bottleneck | None:
-    """None for a single stage, and before enough steps were answered."""
+def find_bottleneck(loads: abc.Sequence[StageLoad]) -> Bottleneck | None:
+    """None for a single stage, and before enough answered steps."""
     if len(loads) < 2 or loads[0].num_steps < _FEW_STEPS:
         return None
     stage = max(range(len(loads)), key=lambda index: loads[index].compute_s)
@@ -141,7 +140,7 @@ def find_bottleneck(loads: AbcSequence[StageLoad]) -> Bottleneck | None:
 
 
 def describe_pipeline(
-    loads: AbcSequence[StageLoad], workers: AbcSequence[str], *, window_s: float, bubble_share: float | None
+    loads: abc.Sequence[StageLoad], workers: abc.Sequence[str], *, window_s: float, bubble_share: float | None
 ) -> str:
     """One sentence about the last `window_s` seconds; `workers` are the names of the stages' workers."""
     if not loads or not loads[0].num_steps:
@@ -157,10 +156,10 @@ def describe_pipeline(
     )
     if bubble_share is None:
         return f"{text}."
-    return f"{text}; {_percent(bubble_share)} of the stages' time are bubbles."
+    return f"{text}; {_percent(bubble_share)} of the stages' time is bubbles."
 
 
-def _name(stage: int, workers: AbcSequence[str]) -> str:
+def _name(stage: int, workers: abc.Sequence[str]) -> str:
     worker = workers[stage] if stage < len(workers) else ""
     return f"Stage {stage} ({worker})" if worker else f"Stage {stage}"
 
@@ -174,12 +173,12 @@ def _percent(share: float) -> str:
 
 
 MAX_STAGE_TIMES = 8000
-"""Limit over all stages and steps of one response: some 100 kB."""
+"""Limit over all stages and steps of one response: about 100 kB."""
 
 
 @dataclass(frozen=True, slots=True)
 class EpochSpan:
-    """When an epoch accepted steps, and why it ended; `stopped_s` is None while it serves."""
+    """Epoch and its end; `stopped_s` is None while it serves."""
 
     epoch: int
     started_s: float
@@ -189,12 +188,12 @@ class EpochSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """Recorded activity since `began_s`. Times are seconds of the coordinator's monotonic clock.
+    """Recorded activity since `began_s`, in seconds of the coordinator's monotonic clock.
 
     Attributes:
-        now_s: time of the snapshot; `now_unix_s` is the same moment since 1970.
-        bubble_share: the value of the metric `stageline.pipeline.bubble`, None without steps in flight.
-        num_answered: of all steps; `steps` has those of the last seconds, oldest first.
+        now_s: time of the snapshot; `now_unix_s` is the same moment in Unix time.
+        bubble_share: value of the metric `stageline.pipeline.bubble`, None without steps in flight.
+        num_answered: number of all answered steps; `steps` has those of the last seconds, oldest first.
         workers: names of the stages' workers.
         seconds: oldest first.
         ended: requests, latest first.
@@ -219,7 +218,7 @@ class Snapshot:
 class PipelineLoad:
     """Load of the stages over the last `window_s` seconds.
 
-    `slowest` is the stage that limits the others, if there is one; `summary` describes it in a sentence.
+    `slowest` is the stage that limits the others, or None; `summary` is one sentence.
     """
 
     window_s: float
@@ -247,8 +246,8 @@ def pipeline_load(snapshot: Snapshot) -> PipelineLoad:
     )
 
 
-def steps_after(steps: AbcSequence[StepRecord], number: int) -> tuple[StepRecord, ...]:
-    """Steps answered after step `number`; of many, the latest."""
+def steps_after(steps: abc.Sequence[StepRecord], number: int) -> tuple[StepRecord, ...]:
+    """Steps answered after step `number`; the latest if there are too many."""
     kept, num_times = list[StepRecord](), 0
     for step in reversed(steps):
         num_times += len(step.stage_times)

@@ -34,14 +34,14 @@ class Outcome(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:
-    """A request and its milestones, on the coordinator's monotonic clock. Written by `FactRecorder` only.
+    """A request and its milestones, on the coordinator's monotonic clock; written by `FactRecorder` only.
 
     Attributes:
-        arrived_s: when the call arrived, or else `accepted_s`.
-        is_resumed: begun before the coordinator restarted, so it has no time to first token.
+        arrived_s: arrival of the call, by default `accepted_s`.
+        is_resumed: started before the coordinator restarted, so it has no time to first token.
         started_s: when its first step was sent.
         first_token_s: when the coordinator received its first token.
-        preempted: choices that wait because others needed their blocks.
+        preempted: preempted choices that are queued again.
     """
 
     request: Request
@@ -61,7 +61,7 @@ class RequestRecord:
 
 
 class StepKind(StrEnum):
-    """What a step computes."""
+    """Work of a step."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -109,10 +109,10 @@ class StepRecord:
 
     Attributes:
         number: counts the answered steps of this process, from 1.
-        stage_times: of FIRST to LAST, or empty.
+        stage_times: FIRST to LAST, or empty.
         num_tokens_generated: over all choices.
-        inter_token: times since the choices' previous tokens, with the number of choices for each.
-        first_tokens: of the requests whose first token it has.
+        inter_token: time since the choices' previous tokens, and the number of choices for each.
+        first_tokens: requests that got their first token.
     """
 
     number: int
@@ -251,7 +251,7 @@ class FactRecorder(EngineObserver):
     def _take_tokens(
         self, sequences: list[Sequence], now_s: float
     ) -> tuple[tuple[tuple[float, int], ...], tuple[FirstToken, ...]]:
-        """Waits and first tokens. Choices of one step mostly shared the previous one, so few waits differ."""
+        """Gaps and first tokens. Choices of a step mostly share the previous one, so few gaps differ."""
         previous_s = Counter(map(self._token_s.get, sequences))
         first_tokens: tuple[FirstToken, ...] = ()
         if previous_s.pop(None, 0):

@@ -91,17 +91,18 @@ class PipelineMetrics(FactObserver):
         self._num_in_flight -= 1
 
     def set_end_cause(self, cause: EndCause) -> None:
-        """Set why the epoch is about to be stopped."""
+        """Set the cause of the epoch's end, just before it is stopped."""
         self._cause = cause
 
     def epoch_stopped(self, reason: str, now_s: float) -> None:
         if self._num_in_flight:
             self._count_active(now_s)
         self._num_in_flight = 0
-        if self._cause is not None:
-            cause = self._cause.name.lower()
+        ended_by, self._cause = self._cause, None
+        if ended_by is not None:
+            cause = ended_by.name.lower()
             self._recoveries.of(cause).add()
-            self._broken, self._cause = (now_s, cause), None
+            self._broken = (now_s, cause)
 
     def epoch_started(self, epoch: int, now_s: float) -> None:
         if self._broken is not None:
@@ -334,7 +335,7 @@ class CoordinatorMetrics:
         self._registry.read_with(self._read)
 
     def refused_peers(self, secret: str) -> RefusedPeers:
-        """Counts and logs wrong secrets of this kind, a value of the label."""
+        """Count and logs wrong secrets of this kind, a value of the label."""
         return RefusedPeers(time.monotonic, self._refused_access[secret].add)
 
     def start(self) -> None:

@@ -13,7 +13,7 @@ RELATIVE_ERROR = 0.01
 _GROWTH = (1 + RELATIVE_ERROR) / (1 - RELATIVE_ERROR)
 _PER_LOG = 1 / math.log(_GROWTH)
 _LEAST_S = 1e-6
-"""What is shorter counts as this; so a duration up to a day falls into one of 1,260 buckets."""
+"""Minimum duration; with it a duration up to a day falls into one of 1,260 buckets."""
 _MOST_S = 86400.0
 
 
@@ -26,7 +26,7 @@ class LatencySketch:
         self._counts = dict[int, int]()
 
     def add(self, duration_s: float, count: int = 1) -> None:
-        """Takes a duration that was seen `count` times."""
+        """Add a duration `count` times."""
         bounded_s = min(max(duration_s, _LEAST_S), _MOST_S)
         bucket = math.ceil(math.log(bounded_s) * _PER_LOG)
         self._counts[bucket] = self._counts.get(bucket, 0) + count
@@ -37,7 +37,7 @@ class LatencySketch:
 
     @classmethod
     def merged(cls, sketches: Iterable["LatencySketch"]) -> "LatencySketch":
-        """Everything that these hold."""
+        """Sum of sketches."""
         merged = cls()
         for sketch in sketches:
             for bucket, count in sketch._counts.items():
@@ -50,21 +50,21 @@ class LatencySketch:
         for bucket in sorted(self._counts):
             rank -= self._counts[bucket]
             if rank <= 0:
-                # The middle of the bucket, so that neither end is more than RELATIVE_ERROR away.
+                # the middle of the bucket: both ends are within RELATIVE_ERROR
                 return 2 * _GROWTH**bucket / (_GROWTH + 1)
         return None
 
 
 KEPT_S = 300
 RECENT_S = 10
-"""What rates and quantiles of "now" are over."""
+"""Window of current rates and quantiles."""
 
 
 @dataclass(slots=True)
 class Second:
-    """What is counted in one second of the monotonic clock, from `start_s` on.
+    """Counts of one second of the monotonic clock, from `start_s` on.
 
-    `num_unfinished` are requests that ended with an error or were cancelled.
+    `num_unfinished` counts requests that failed or were cancelled.
     """
 
     start_s: int
@@ -80,7 +80,7 @@ class Second:
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Of durations, in seconds; None where there was none."""
+    """Quantiles of durations in seconds; None without durations."""
 
     count: int
     p50_s: float | None
@@ -89,13 +89,12 @@ class Quantiles:
 
     @classmethod
     def of(cls, sketch: LatencySketch) -> "Quantiles":
-        """What a sketch holds."""
         return cls(sketch.count, sketch.quantile(0.5), sketch.quantile(0.95), sketch.quantile(0.99))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastSecond:
-    """What a second has come to."""
+    """Final counts of one second."""
 
     start_s: int
     num_generated_tokens: int
@@ -109,7 +108,6 @@ class PastSecond:
 
     @classmethod
     def of(cls, second: Second) -> "PastSecond":
-        """As far as it has come."""
         return cls(
             start_s=second.start_s,
             num_generated_tokens=second.num_generated_tokens,
@@ -125,7 +123,7 @@ class PastSecond:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Of the last `window_s` seconds, each per second, and the waits for tokens that ended in them."""
+    """Rates per second over the last `window_s` seconds, and latencies of the tokens in them."""
 
     window_s: float
     generated_tokens: float
@@ -139,7 +137,7 @@ class Rates:
 
 
 class PerSecond:
-    """The seconds in which something happened; others are left out."""
+    """Counts of each second with activity."""
 
     def __init__(self, began_s: float) -> None:
         self._began_s = began_s
@@ -147,7 +145,7 @@ class PerSecond:
         self._past = deque[PastSecond](maxlen=KEPT_S)
 
     def at(self, now_s: float) -> Second:
-        """The present second, to be added to."""
+        """The current second, to be updated."""
         start_s = math.floor(now_s)
         if self._recent and self._recent[-1].start_s == start_s:
             return self._recent[-1]
@@ -157,23 +155,23 @@ class PerSecond:
         return self._recent[-1]
 
     def kept(self, now_s: float) -> tuple[PastSecond, ...]:
-        """Those of the last `KEPT_S`, oldest first; the last one may be the present second."""
-        present = [PastSecond.of(each) for each in list(self._recent)[-1:]]
-        return tuple([each for each in (*self._past, *present) if each.start_s > now_s - KEPT_S])
+        """Seconds of the last `KEPT_S`, oldest first; the last may be the current one."""
+        present = [PastSecond.of(second) for second in list(self._recent)[-1:]]
+        return tuple([second for second in (*self._past, *present) if second.start_s > now_s - KEPT_S])
 
     def rates(self, now_s: float) -> Rates:
-        """Over the last nine whole seconds and what there is of the present one."""
+        """Rates over the last nine whole seconds and the current one."""
         first_s = math.floor(now_s) - RECENT_S + 1
-        recent = [each for each in self._recent if each.start_s >= first_s]
+        recent = [second for second in self._recent if second.start_s >= first_s]
         window_s = max(now_s - max(first_s, self._began_s), 1e-3)
         return Rates(
             window_s=window_s,
-            generated_tokens=sum(each.num_generated_tokens for each in recent) / window_s,
-            prefill_tokens=sum(each.num_prefill_tokens for each in recent) / window_s,
-            steps=sum(each.num_steps for each in recent) / window_s,
-            accepted=sum(each.num_accepted for each in recent) / window_s,
-            finished=sum(each.num_finished for each in recent) / window_s,
-            unfinished=sum(each.num_unfinished for each in recent) / window_s,
-            first_token=Quantiles.of(LatencySketch.merged(each.first_token for each in recent)),
-            inter_token=Quantiles.of(LatencySketch.merged(each.inter_token for each in recent)),
+            generated_tokens=sum(second.num_generated_tokens for second in recent) / window_s,
+            prefill_tokens=sum(second.num_prefill_tokens for second in recent) / window_s,
+            steps=sum(second.num_steps for second in recent) / window_s,
+            accepted=sum(second.num_accepted for second in recent) / window_s,
+            finished=sum(second.num_finished for second in recent) / window_s,
+            unfinished=sum(second.num_unfinished for second in recent) / window_s,
+            first_token=Quantiles.of(LatencySketch.merged(second.first_token for second in recent)),
+            inter_token=Quantiles.of(LatencySketch.merged(second.inter_token for second in recent)),
         )

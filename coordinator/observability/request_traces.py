@@ -52,7 +52,9 @@ class SentChunk:
 
 @dataclass(slots=True)
 class ChoiceTrace:
-    """State of one choice: waiting for `waits_for` since `since_s`, with chunks in flight, or decoding."""
+    """State of one choice: waiting (span name `waits_for`) since `since_s`, with chunks in flight, or
+    decoding.
+    """
 
     index: int
     since_s: float
@@ -76,7 +78,7 @@ class _HeldSpan:
 
 
 class RequestTraceRecorder:
-    """The trace of one request, created when its call arrives, which also decides whether it is sampled.
+    """Trace of one request, created and sampled when its call arrives.
 
     A preemption, a recovery or an error makes an unsampled request recorded, with the spans held until then.
     """
@@ -186,9 +188,9 @@ class RequestTraceRecorder:
             self.context.trace_id, self.context.span_id, tracestate=self.context.trace_state
         )
         held, self._held = self._held, []
-        for each in held:
-            context = span_context(self.context.trace_id, each.context.span_id)
-            self._record(each.name, context, each.start_s, each.end_s, each.attributes, each.error)
+        for span in held:
+            context = span_context(self.context.trace_id, span.context.span_id)
+            self._record(span.name, context, span.start_s, span.end_s, span.attributes, span.error)
 
     def end(self, attributes: Attributes, error: str | None, now_s: float) -> None:
         """Record the request's own span."""
@@ -229,8 +231,8 @@ class RequestTraceRecorder:
             Attr.RESTART_COUNT: choice.restart_count,
             Attr.NUM_STEPS: len(steps),
             Attr.TOKENS: len(steps),
-            Attr.STEP_DURATION: sum(each.took_s for each in steps),
-            Attr.RESULT_DURATION: sum(each.result_s for each in steps),
+            Attr.STEP_DURATION: sum(step.took_s for step in steps),
+            Attr.RESULT_DURATION: sum(step.result_s for step in steps),
         }
         if steps:
             attributes |= {
@@ -409,18 +411,18 @@ class RequestTraces(EngineObserver):
     def step_answered(
         self, result: StepResult, progress: abc.Sequence[SequenceUpdate], sent_s: float, now_s: float
     ) -> None:
-        result_us = self._recorder.clock.at_us(now_s) - result.ready_at_us if result.ready_at_us else 0
+        result_us = self._recorder.at_us(now_s) - result.ready_at_us if result.ready_at_us else 0
         step = ObservedStep(result.epoch, result.step_id, now_s - sent_s, result_us / 1e6)
         for owner in self._chunks.pop(result.step_id, ()):
             owner.trace.answer_chunk(owner.choice, step, now_s)
         live = self._live
-        for each in progress:
-            answered = live.get(each.sequence.key)
+        for update in progress:
+            answered = live.get(update.sequence.key)
             if answered is None:
                 continue
-            if each.token is not None:
+            if update.token is not None:
                 answered.trace.answer_token(answered.choice, step, now_s)
-            if each.finish_reason is not None:
+            if update.finish_reason is not None:
                 answered.trace.end_choice(answered.choice, now_s)
 
     def preempted(self, sequences: abc.Sequence[Sequence], now_s: float) -> None:
@@ -489,7 +491,7 @@ class RequestTraces(EngineObserver):
             Attr.REQUEST_TEMPERATURE: sampling.temperature,
             Attr.REQUEST_TOP_P: sampling.top_p,
             Attr.PROMPT_TOKENS: request.num_prompt_tokens,
-            Attr.COMPLETION_TOKENS: sum(each.num_generated_tokens for each in sequences),
+            Attr.COMPLETION_TOKENS: sum(sequence.num_generated_tokens for sequence in sequences),
             Attr.CACHED_TOKENS: sequences[0].num_cached_tokens,
             Attr.CHOICES: len(sequences),
             Attr.OUTCOME: "finished" if error is None else _outcome(error),

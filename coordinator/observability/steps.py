@@ -1,9 +1,9 @@
-"""Recent steps: when sent, computed per stage and answered; stage load and bubble.
+"""Recent steps with stage times; load of stages, and pipeline bubble.
 
-All times are seconds of the coordinator's monotonic clock. A stage's computation is placed by adding up, from
-the sending of the step, the measured hop, receive, wait and compute times of all stages before it.
+All times are seconds of the coordinator's monotonic clock. The start of a stage's computation is the step's
+sending plus the hop, receive, wait and compute times of all stages before it.
 
-These times are known when a step is answered. While steps are in flight, a stage's share ends with its last
+These times are known when a step is answered. While steps are in flight, a stage's window ends with its last
 known computation.
 """
 
@@ -22,7 +22,7 @@ MAX_STAGE_TIMES = 32768
 
 
 class StepHistory(FactObserver):
-    """Steps in flight, and those that were answered within the last `KEPT_S`."""
+    """Steps in flight, and steps answered within the last `KEPT_S`."""
 
     def __init__(self) -> None:
         self._in_flight = deque[SentStep]()
@@ -88,33 +88,33 @@ def stage_loads(
     Time before `began_s`, steps without slices and steps of other plans do not count. `is_idle`: no step is
     in flight.
     """
-    known = [each for each in steps if each.stage_times and each.sent.num_sequences]
+    known = [step for step in steps if step.stage_times and step.sent.num_sequences]
     if not known:
         return []
     num_stages = len(known[-1].stage_times)
-    known = [each for each in known if len(each.stage_times) == num_stages]
+    known = [step for step in known if len(step.stage_times) == num_stages]
     begin_s = max(now_s - KEPT_S, began_s)
-    # Only steps that were sent before the window can have been computed before it.
-    early = [list(each.computed()) for each in known if each.sent.sent_s < begin_s]
+    # only steps sent before the window can have been computed before it
+    early = [list(step.computed()) for step in known if step.sent.sent_s < begin_s]
     ends_s = [end_s for _, end_s in known[-1].computed()]
     loads = []
-    for stage, times in enumerate(zip(*[each.stage_times for each in known], strict=True)):
+    for stage, times in enumerate(zip(*[step.stage_times for step in known], strict=True)):
         window = (begin_s, now_s if is_idle else min(now_s, ends_s[stage]))
-        before_s = _overlap_s([each[stage] for each in early], (-math.inf, begin_s))
+        before_s = _overlap_s([computed[stage] for computed in early], (-math.inf, begin_s))
         loads.append(_load(times, before_s, window[1] - window[0]))
     return loads
 
 
 def _load(times: Sequence[StageTime], before_s: float, window_s: float) -> StageLoad:
-    """`before_s` of the compute time was before the window."""
+    """`before_s` of the compute time were before the window."""
     count = len(times)
-    compute_s = sum([each.compute_us for each in times]) / 1e6
+    compute_s = sum([stage_time.compute_us for stage_time in times]) / 1e6
     return StageLoad(
         num_steps=count,
         busy_share=_share(compute_s - before_s, window_s),
         compute_s=compute_s / count,
-        wait_s=sum([each.wait_us for each in times]) / count / 1e6,
-        hop_s=sum([each.hop_us for each in times]) / count / 1e6,
+        wait_s=sum([stage_time.wait_us for stage_time in times]) / count / 1e6,
+        hop_s=sum([stage_time.hop_us for stage_time in times]) / count / 1e6,
     )
 
 
@@ -138,31 +138,29 @@ class _Second:
 
 
 class BubbleWindow:
-    """The last ten seconds, by the second.
+    """Bubble of the last ten seconds, in buckets of one second.
 
     Bubble = 1 - computed / active, where `active` is the time with at least one step in flight, and
-    `computed` the mean over all stages of the time that answered steps were computed there. A step counts
-    when it is answered, so of steps that take longer than the window the share is a rough one.
+    `computed` the compute time of answered steps, as a mean over all stages. A step counts when it is
+    answered, so the share is approximate for steps longer than the window.
     """
 
     def __init__(self) -> None:
         self._seconds: deque[_Second] = deque(maxlen=WINDOW_S + 1)
 
     def add(self, now_s: float, *, active_s: float, computed_s: float = 0.0) -> None:
-        """`active_s` have passed with steps in flight; a step was answered that has cost each stage
-        `computed_s` on average.
-        """
+        """Add `active_s` with steps in flight, and the mean compute time per stage of an answered step."""
         second = self._at(int(now_s))
         second.active_s += active_s
         second.computed_s += computed_s
 
     def share(self, now_s: float) -> float | None:
         """In [0, 1]; None without steps in flight."""
-        recent = [each for each in self._seconds if each.index > now_s - WINDOW_S]
-        active_s = sum(each.active_s for each in recent)
+        recent = [second for second in self._seconds if second.index > now_s - WINDOW_S]
+        active_s = sum(second.active_s for second in recent)
         if active_s <= 0:
             return None
-        return min(1.0, max(0.0, 1.0 - sum(each.computed_s for each in recent) / active_s))
+        return min(1.0, max(0.0, 1.0 - sum(second.computed_s for second in recent) / active_s))
 
     def _at(self, index: int) -> _Second:
         if not self._seconds or self._seconds[-1].index != index:

@@ -1,4 +1,4 @@
-"""Reads stored traces on a thread: spans become messages, summaries and facts."""
+"""Reads stored traces on a thread, as messages, summaries and facts."""
 
 import asyncio
 import time
@@ -14,11 +14,12 @@ _Result = TypeVar("_Result")
 
 
 class TraceReader:
-    """One thread, so that readers wait for each other and never block the event loop."""
+    """Uses one thread, so that readers queue and never block the event loop."""
 
     def __init__(self, store: TraceStore) -> None:
         self._store = store
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="traces")
+        self._max_summaries = 2 * store.limits.num_traces
         self._summaries: dict[str, tuple[int, TraceSummary]] = {}
 
     async def summaries(self, num_requests: int | None = None) -> list[TraceSummary]:
@@ -26,12 +27,14 @@ class TraceReader:
         return await self._on_thread(lambda: self._summarise(num_requests))
 
     async def data(self, wanted: str) -> tuple[FoundTrace, bytes]:
-        """A request's spans, and a serialised TracesData of them. Raises the errors of `TraceStore.find`."""
+        """Return a request's spans, and a serialised TracesData of them. Raises the errors of
+        `TraceStore.find`.
+        """
         found = self._store.find(wanted)
         return found, await self._on_thread(lambda: found.data().SerializeToString())
 
     async def facts(self, wanted: str) -> dict[str, Any]:
-        """The `trace_facts` of a request. Raises the errors of `TraceStore.find`."""
+        """Return the `trace_facts` of a request. Raises the errors of `TraceStore.find`."""
         found = self._store.find(wanted)
         return await self._on_thread(lambda: trace_facts(_read(found)))
 
@@ -45,14 +48,14 @@ class TraceReader:
             before = self._summaries.get(found.request_id)
             if before is None or before[0] != found.version:
                 before = (found.version, summary(_read(found)))
-                time.sleep(0)  # the event loop may have waited for the interpreter
+                time.sleep(0)  # release the interpreter to the event loop
             known[found.request_id] = before
-        # A short list does not make the next long one slow.
+        # Keep summaries of longer lists.
         if len(known) >= len(self._summaries):
             self._summaries = known
         else:
             self._summaries |= known
-            while len(self._summaries) > 2 * self._store.limits.num_traces:
+            while len(self._summaries) > self._max_summaries:
                 del self._summaries[next(iter(self._summaries))]
         return [line for _, line in known.values()]
 

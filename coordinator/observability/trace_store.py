@@ -14,9 +14,9 @@ from wire.ids import id_text, parse_request_id
 
 PIECE_SPANS = 64
 """Spans added before the event loop gets a turn; a few microseconds each."""
-REMEMBERED_DROPS = 4096
+MAX_DROPPED_IDS = 4096
 """Ids of dropped traces that are remembered, so that late spans do not start an incomplete trace."""
-KNOWN_SOURCES = 128
+MAX_SOURCES = 128
 """Descriptions of processes that are stored once for all traces."""
 MAX_SOURCE_BYTES = 8 * 1024
 """Limit of the description of a process and its scope; ours take a few hundred bytes."""
@@ -176,7 +176,7 @@ class KeptTraces:
         del self._by_kind[kind][trace.id]
         self._sizes[kind] -= self._known_sizes.pop(trace.id)
 
-    def first_to_go(self, *, num_traces: int, size_bytes: int) -> KeptTrace:
+    def next_to_evict(self, *, num_traces: int, size_bytes: int) -> KeptTrace:
         """The next trace to evict.
 
         The oldest refused or unfinished one if its kind has several traces and more than a quarter of a
@@ -220,7 +220,7 @@ class StoreCounts:
 
 
 @dataclass(slots=True)
-class Taken:
+class AddResult:
     """Result of adding spans: how many were dropped with their trace, and how many refused, by reason."""
 
     num_dropped: int = 0
@@ -259,7 +259,7 @@ class _DroppedIds:
 
     def add(self, trace_id: bytes) -> None:
         self.ids[trace_id] = None
-        if len(self.ids) > REMEMBERED_DROPS:
+        if len(self.ids) > MAX_DROPPED_IDS:
             del self.ids[next(iter(self.ids))]
 
 
@@ -289,14 +289,14 @@ class TraceStore:
     def num_traces(self) -> int:
         return len(self._traces)
 
-    def add(self, resource_spans: Iterable[ResourceSpans]) -> Taken:
+    def add(self, resource_spans: Iterable[ResourceSpans]) -> AddResult:
         """Add spans; a few microseconds each."""
-        taken = Taken()
-        for _ in self.adding(resource_spans, taken):
+        taken = AddResult()
+        for _ in self.add_in_pieces(resource_spans, taken):
             pass
         return taken
 
-    def adding(self, resource_spans: Iterable[ResourceSpans], taken: Taken) -> Iterator[None]:
+    def add_in_pieces(self, resource_spans: Iterable[ResourceSpans], taken: AddResult) -> Iterator[None]:
         """Add spans in pieces, so that an event loop can run between them."""
         num_spans = 0
         for message in resource_spans:
@@ -360,7 +360,9 @@ class TraceStore:
         trace = self._requests[request_id]
         return FoundTrace(request_id, trace.id.hex(), trace.version, trace.spans_of(request_id))
 
-    def _accepted_source(self, message: ResourceSpans, scope_spans: ScopeSpans, taken: Taken) -> bytes | None:
+    def _accepted_source(
+        self, message: ResourceSpans, scope_spans: ScopeSpans, taken: AddResult
+    ) -> bytes | None:
         """The source of these spans, or None if they are refused."""
         num_spans = len(scope_spans.spans)
         if scope_spans.scope.name != SCOPE:
@@ -380,11 +382,11 @@ class TraceStore:
         known = self._sources.get(source)
         if known is not None:
             return known
-        if len(self._sources) >= KNOWN_SOURCES:
+        if len(self._sources) >= MAX_SOURCES:
             self._sources.clear()
         return self._sources.setdefault(source, source)
 
-    def _add(self, source: bytes, span: Span, taken: Taken) -> None:
+    def _add(self, source: bytes, span: Span, taken: AddResult) -> None:
         try:
             request_id = _checked(span)
         except ValueError as error:
@@ -402,7 +404,7 @@ class TraceStore:
         )
         self._take(span.trace_id, kept, taken)
 
-    def _take(self, trace_id: bytes, span: KeptSpan, taken: Taken) -> None:
+    def _take(self, trace_id: bytes, span: KeptSpan, taken: AddResult) -> None:
         with self._lock:
             is_too_large = span.size_bytes + len(span.source) > self.limits.trace_bytes
             if trace_id in self._dropped.ids or is_too_large:
@@ -416,9 +418,9 @@ class TraceStore:
             self.counts.taken += 1
             if span.request_id is not None:
                 self._requests.setdefault(span.request_id, trace)
-            self._make_room(trace)
+            self._evict(trace)
 
-    def _make_room(self, latest: KeptTrace) -> None:
+    def _evict(self, latest: KeptTrace) -> None:
         while latest.size_bytes > self.limits.trace_bytes:
             oldest = latest.drop_oldest()
             self.counts.dropped += 1
@@ -427,7 +429,7 @@ class TraceStore:
         bounds = self.limits
         while len(self._traces) > bounds.num_traces or self._traces.size_bytes > bounds.size_bytes:
             self._drop_trace(
-                self._traces.first_to_go(num_traces=bounds.num_traces, size_bytes=bounds.size_bytes)
+                self._traces.next_to_evict(num_traces=bounds.num_traces, size_bytes=bounds.size_bytes)
             )
 
     def _drop_trace(self, trace: KeptTrace) -> None:

@@ -87,7 +87,7 @@ class Driver:
 
     async def _sleep_until(self, time_s: float) -> None:
         await asyncio.sleep(0)  # receiving must continue even if sending is late
-        while self._now_s() < time_s:  # noqa: ASYNC110 - nothing but time is waited for
+        while self._now_s() < time_s:  # noqa: ASYNC110 - waits for time only
             await asyncio.sleep(time_s - self._now_s())  # a timer may fire slightly early
 
     async def _serve(self, planned: PlannedRequest, outputs: Outputs) -> None:
@@ -216,8 +216,8 @@ class PreparedLoad:
 
     def check_fits(self, plan: Sequence[PlannedRequest]) -> None:
         """Raises ValueError if a planned or warm-up request exceeds the model's maximum length."""
-        for each in (plan, make_plan(_warmup_spec(self.config)) if self.config.num_warmups else ()):
-            check_fits(each, self.model.max_sequence_tokens)
+        for requests in (plan, make_plan(_warmup_spec(self.config)) if self.config.num_warmups else ()):
+            check_fits(requests, self.model.max_sequence_tokens)
 
     async def warm_up(self) -> None:
         """Send the warm-up requests concurrently, with a cache of their own. Raises WarmupFailed."""

@@ -202,12 +202,12 @@ def warnings_of(summary: Summary) -> list[str]:
     found = []
     if summary.lag_s is not None and summary.lag_s.p99 > MAX_LAG_S:
         found.append(
-            f"requests were {_describe_lag(summary.lag_s)}: the load generator was a bottleneck, and "
+            f"requests were {_describe_lag(summary.lag_s)}: the load generator was a bottleneck; "
             "latencies count its delay"
         )
     if summary.cpu_share > MAX_CPU_SHARE:
         found.append(
-            f"the load generator took {summary.cpu_share:.0%} of a core: it may have been the bottleneck"
+            f"the load generator took {summary.cpu_share:.0%} of a core and may have been the bottleneck"
         )
     return found
 
@@ -228,7 +228,7 @@ def _facts(summary: Summary, limits: Limits) -> Iterator[tuple[str, str]]:
     yield "Output throughput", f"{summary.output_tokens_per_s:.1f} tokens/s{_per_message(summary)}"
     yield "Concurrency", f"{summary.mean_concurrency:.1f} on average, {summary.max_concurrency} at most"
     if summary.restarts:
-        yield "Restarts", f"{summary.restarts}: requests that were computed again"
+        yield "Restarts", f"{summary.restarts}: requests recomputed"
     yield "Load generator", _describe_generator(summary)
 
 

@@ -1,1 +1,1 @@
-"""Metrics: one table of definitions, values that cost next to nothing, and the two forms they leave in."""
+"""Metrics: definitions, recorded values, and their Prometheus and OTLP formats."""

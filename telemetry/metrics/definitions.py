@@ -443,5 +443,5 @@ SERIES_OVERFLOWS = _of(
     "Lookups that fell back to the series `other` because of too many series.",
 )
 
-METRICS: tuple[Metric, ...] = tuple(each for each in vars().values() if isinstance(each, Metric))
+METRICS: tuple[Metric, ...] = tuple(value for value in vars().values() if isinstance(value, Metric))
 """In the order of docs/reference/metrics.md."""

@@ -1,4 +1,4 @@
-// What the coordinator is asked, and the token of whoever may change something.
+// Requests to the coordinator, and the operator token.
 const TOKEN_KEY = "stageline-token";
 const TIMEOUT_MS = 8000;
 

@@ -1,4 +1,4 @@
-// Numbers as people read them. A narrow no-break space stands before every unit.
+// Formats with units, after a narrow no-break space.
 const GAP = "\u202f";
 
 export function duration(seconds) {
@@ -11,7 +11,7 @@ export function duration(seconds) {
   return `${Math.round(seconds * 1e6)}${GAP}µs`;
 }
 
-// Three of them.
+// Three digits.
 export function digits(value) {
   const size = Math.abs(value);
   if (size >= 99.95) return grouped(Math.round(value));
@@ -38,7 +38,7 @@ export function bytes(size) {
   return `${size}${GAP}B`;
 }
 
-// UUIDv7 begin with the time: those that arrive together differ at the end.
+// UUIDv7 begin with a timestamp, so ids of concurrent requests differ at the end.
 export function shortId(id) {
   return `${id.slice(0, 8)}…${id.slice(-6)}`;
 }

@@ -1,4 +1,4 @@
-// Asks the coordinator once a second, and hands what it says to the parts of the page.
+// Polls the coordinator once a second and updates the page.
 import { drainWorker, forgetToken, getActivity, getStatus, token, useToken } from "./api.js";
 import { Chart } from "./charts.js";
 import { clock, digits, duration, element, grouped, percent, plural, rate } from "./format.js";
@@ -52,7 +52,7 @@ async function poll() {
     const [nextStatus, nextActivity] = await Promise.all([getStatus(), getActivity(store.lastNumber, Math.max(0, newest - 2e6))]);
     heardMs = performance.now();
     if (activity && nextActivity.uptime < activity.uptime) {
-      // Another process: what is known is of its predecessor, on another clock.
+      // The coordinator restarted: its clock and steps are new.
       seconds.clear();
       store.clear();
       activity = null;
@@ -153,7 +153,7 @@ function showCharts() {
 async function drain(name) {
   try {
     await drainWorker(name);
-    notice(`${name} leaves as soon as its layers have moved.`);
+    notice(`${name} drains: it stops once its layers have moved.`);
   } catch (error) {
     notice(`${name} is not drained: ${error.message}`);
   }
@@ -162,7 +162,7 @@ async function drain(name) {
 byId("pause").addEventListener("click", () => timeline.hold(timeline.heldUs === null));
 timeline.onHold = (held) => {
   byId("pause").setAttribute("aria-pressed", String(held));
-  byId("pause").textContent = held ? "Go on" : "Pause";
+  byId("pause").textContent = held ? "Resume" : "Pause";
 };
 for (const button of document.querySelectorAll("[data-window]")) {
   button.addEventListener("click", () => {

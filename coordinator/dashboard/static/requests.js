@@ -1,4 +1,4 @@
-// The table of requests, live ones first; with the keyboard one row at a time.
+// Table of requests, live ones first, with keyboard navigation.
 import { duration, element, grouped, plural, rate, shortId } from "./format.js";
 
 const PHASE_CLASS = { decode: "quiet decode", prefill: "quiet prefill", waiting: "quiet", preempted: "warn", recovering: "warn", finished: "quiet", cancelled: "warn", failed: "bad" };
@@ -20,26 +20,26 @@ export class Requests {
   }
 
   show(requests, nowUs) {
-    const live = requests.filter((each) => isLive(each)).sort((a, b) => b.accepted_us - a.accepted_us);
-    this.list = [...live, ...requests.filter((each) => !isLive(each))];
+    const live = requests.filter(isLive).sort((a, b) => b.accepted_us - a.accepted_us);
+    this.list = [...live, ...requests.filter((request) => !isLive(request))];
     this.nowUs = nowUs;
     this.#draw();
   }
 
   find(id) {
-    return this.list.find((each) => each.request_id === id);
+    return this.list.find((request) => request.request_id === id);
   }
 
   #draw() {
     const wanted = this.filter.value.trim().toLowerCase();
-    const shown = this.list.filter((each) => !wanted || each.request_id.includes(wanted) || each.phase.includes(wanted));
+    const shown = this.list.filter((request) => !wanted || request.request_id.includes(wanted) || request.phase.includes(wanted));
     const rows = shown.map((request) => this.#row(request));
     const focused = document.activeElement;
     if (rows.length !== this.body.children.length || rows.some((row, index) => this.body.children[index] !== row)) {
       this.body.replaceChildren(...rows);
       if (focused instanceof HTMLTableRowElement && focused.isConnected) focused.focus({ preventScroll: true });
     }
-    const kept = new Set(shown.map((each) => each.request_id));
+    const kept = new Set(shown.map((request) => request.request_id));
     for (const id of this.rows.keys()) if (!kept.has(id)) this.rows.delete(id);
     if (!this.current?.isConnected) this.#makeCurrent(rows[0] ?? null);
     this.empty.hidden = rows.length > 0;
@@ -115,7 +115,7 @@ export function milestones(request, nowUs) {
 function remarks(request) {
   const parts = [];
   if (request.num_choices > 1) parts.push(plural(request.num_choices, "choice"));
-  if (request.num_restarts) parts.push(`computed again ${request.num_restarts === 1 ? "once" : `${request.num_restarts} times`}`);
+  if (request.num_restarts) parts.push(`recomputed ${request.num_restarts === 1 ? "once" : `${request.num_restarts} times`}`);
   if (request.error) parts.push(request.error);
   return parts.join("; ");
 }

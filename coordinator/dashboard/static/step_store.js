@@ -1,4 +1,4 @@
-// The steps of the last seconds, and the clock they are on: microseconds of the coordinator's monotonic clock.
+// Recent steps, in microseconds of the coordinator's monotonic clock.
 const KEPT_US = 20e6;
 
 export class StepStore {
@@ -19,7 +19,7 @@ export class StepStore {
     this.lagUs = 1.3e6;
   }
 
-  // `heardMs`: performance.now() when the answer came.
+  // `heardMs`: performance.now() at the response.
   take(activity, heardMs) {
     if (activity.uptime < this.uptime) this.clear();
     this.uptime = activity.uptime;
@@ -33,7 +33,7 @@ export class StepStore {
     this.inFlight = activity.in_flight;
     this.loads = activity.stages;
     this.slowest = activity.slowest_stage;
-    // The quickest of the last answers is the one that was least on its way.
+    // The response with the shortest transfer gives the best offset.
     this.offsets = [...this.offsets, activity.now_us - heardMs * 1000].slice(-10);
     this.unixOffset = Date.parse(activity.now) / 1000 - activity.now_us / 1e6;
     this.#learnLag(fresh, activity.now_us);
@@ -47,7 +47,7 @@ export class StepStore {
     return Math.max(this.loads.length, ...this.steps.slice(-1).map((step) => step.computed_us.length / 2));
   }
 
-  // What is drawn has to be known: a poll lies between, and a step is known when it is answered.
+  // Draw with a delay: steps are known after their result and the next poll.
   #learnLag(fresh, nowUs) {
     const longest = Math.max(0, ...fresh.map((step) => step.answered_us - step.sent_us));
     const waiting = Math.max(0, ...this.inFlight.map((step) => nowUs - step.sent_us));

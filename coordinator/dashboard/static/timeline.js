@@ -1,4 +1,4 @@
-// One row per stage, steps as blocks; what is left free are bubbles.
+// One row per stage with steps as blocks; gaps are bubbles.
 import { clock, duration, percent, plural } from "./format.js";
 import { hideTip, showTip } from "./tip.js";
 
@@ -31,7 +31,7 @@ export class Timeline {
     requestAnimationFrame(tick);
   }
 
-  // New steps have come; where nothing moves, this is when it is drawn anew.
+  // Called with new steps; redraws if animation is off.
   refresh(workers) {
     this.workers = workers;
     if (this.still.matches && this.heldUs === null) this.draw();
@@ -110,7 +110,7 @@ export class Timeline {
     }
   }
 
-  // Where no steps can be handed out: before the first epoch, and between two.
+  // Intervals without an epoch: before the first one, and between two.
   #withoutEpoch(plot) {
     const gaps = [];
     let [freeFromUs, reason] = [-Infinity, "the pipeline has not started yet"];
@@ -118,7 +118,7 @@ export class Timeline {
     for (const epoch of this.store.epochs) {
       if (epoch.started_us > freeFromUs) add(epoch.started_us);
       freeFromUs = epoch.stopped_us ?? Infinity;
-      reason = `epoch ${epoch.epoch} has ended: ${epoch.reason}`;
+      reason = `epoch ${epoch.epoch} ended: ${epoch.reason}`;
     }
     add(Infinity);
     return gaps
@@ -231,18 +231,18 @@ export class Timeline {
   #point(event) {
     const box = this.canvas.getBoundingClientRect();
     const [x, y] = [event.clientX - box.left, event.clientY - box.top];
-    const block = this.blocks.find((each) => x >= each.left && x <= each.right && y >= each.top && y <= each.bottom);
+    const block = this.blocks.find((block) => x >= block.left && x <= block.right && y >= block.top && y <= block.bottom);
     if (!block) return this.#pointAtGap(event, x);
     this.pointed = block.step;
     const { step, stage } = block;
     const [begin, end] = step.computed_us.slice(2 * stage, 2 * stage + 2);
-    showTip(event.clientX, event.clientY, `Step ${step.id} on stage ${stage}: ${duration((end - begin) / 1e6)}`, describe(step));
+    showTip(event.clientX, event.clientY, `Step ${step.step_id} on stage ${stage}: ${duration((end - begin) / 1e6)}`, describe(step));
     if (this.heldUs !== null || this.still.matches) this.draw();
   }
 
   #pointAtGap(event, x) {
     this.#unpoint();
-    const gap = this.gaps?.find((each) => x >= each.left && x <= each.right);
+    const gap = this.gaps?.find((gap) => x >= gap.left && x <= gap.right);
     if (!gap) return;
     const length = gap.endUs - gap.beginUs;
     showTip(event.clientX, event.clientY, `No steps${Number.isFinite(length) ? ` for ${duration(length / 1e6)}` : ""}`, [gap.reason]);
@@ -275,7 +275,7 @@ export class Timeline {
     for (let stage = 0; 2 * stage < this.chosen.computed_us.length; stage++) {
       stages.push(`stage ${stage} ${duration((this.chosen.computed_us[2 * stage + 1] - this.chosen.computed_us[2 * stage]) / 1e6)}`);
     }
-    this.readout.textContent = `Step ${this.chosen.id}: ${describe(this.chosen).join(", ")}; ${stages.join(", ")}.`;
+    this.readout.textContent = `Step ${this.chosen.step_id}: ${describe(this.chosen).join(", ")}; ${stages.join(", ")}.`;
     this.draw();
   }
 }
@@ -291,6 +291,6 @@ function describe(step) {
   const parts = [`${KIND_WORDS[step.kind]}, epoch ${step.epoch}`];
   if (step.num_decodes) parts.push(`${plural(step.num_decodes, "sequence")} decoding`);
   if (step.num_chunks) parts.push(`${plural(step.num_chunks, "chunk")} of ${plural(step.num_chunk_tokens, "prompt token")}`);
-  parts.push(`${duration((step.answered_us - step.sent_us) / 1e6)} from being handed out to the answer`);
+  parts.push(`${duration((step.answered_us - step.sent_us) / 1e6)} from sending to the result`);
   return parts;
 }

@@ -1,4 +1,4 @@
-// Which worker runs which layers, how busy it is, and what it holds.
+// Stages with worker, layers, load and memory.
 import { bytes, digits, duration, element, percent, plural } from "./format.js";
 
 const WORKER_CLASS = { ready: "ok", loading: "warn", suspect: "warn", draining: "warn", joining: "warn", lost: "bad", quarantined: "bad" };
@@ -18,10 +18,10 @@ export class Topology {
     this.drawn = "";
   }
 
-  // Cards are made anew only where something other than numbers has changed, so that focus stays.
+  // Cards are rebuilt only if more than numbers has changed, to keep the focus.
   show(status, activity, { canAct }) {
     const placed = status.workers.filter(hasStage).sort((a, b) => a.stage - b.stage);
-    const shape = JSON.stringify([placed.map((each) => [each.name, each.stage, each.role, each.layer_begin, each.layer_end, each.state, each.device, each.kernels]), canAct]);
+    const shape = JSON.stringify([placed.map((worker) => [worker.name, worker.stage, worker.role, worker.layer_begin, worker.layer_end, worker.state, worker.device, worker.kernels]), canAct]);
     if (shape !== this.drawn) {
       this.stages.classList.toggle("many", placed.length > 8);
       this.stages.replaceChildren(...placed.map((worker) => this.#card(worker, canAct)));
@@ -53,7 +53,7 @@ export class Topology {
     button.addEventListener("click", () => {
       if (button.dataset.armed) return this.onDrain(name);
       button.dataset.armed = "yes";
-      button.textContent = `Move its layers and end ${name}?`;
+      button.textContent = `Move its layers and stop ${name}?`;
       setTimeout(() => { delete button.dataset.armed; button.textContent = "Drain…"; }, 5000);
     });
     return button;

@@ -1,19 +1,19 @@
-// The waterfall of one request, with the sentence that says where its time went.
+// Waterfall and explanation of one request.
 import { ApiError, cancelRequest, getTrace } from "./api.js";
 import { duration, element, grouped, percent, plural, rate } from "./format.js";
 import { isLive, milestones } from "./requests.js";
 import { hideTip, notice, showTip } from "./tip.js";
 
-// Workers send their spans a few seconds after they have ended.
-const SPANS_COME_US = 8e6;
+// Workers send spans a few seconds after they end.
+const SPANS_DELAY_US = 8e6;
 const LANE_PX = 17;
 const LABELS_PX = 150;
 const CHARACTER_PX = 6.3;
 const ORDER = ["intake", "queue", "prefill", "decode", "preemption", "recovery", "hop", "receive", "wait", "compute", "send"];
 const MEANING = {
   intake: "prompt to tokens, checks", queue: "waiting to be scheduled", prefill: "steps with chunks of the prompt", decode: "steps with one token each",
-  preemption: "had to make room", recovery: "the pipeline was put together again", hop: "on its way to the stage", receive: "first byte to whole frame",
-  wait: "behind other steps", compute: "the stage's layers", send: "handing on, beside the next step",
+  preemption: "blocks given to older requests", recovery: "restart of the pipeline", hop: "transfer to the stage", receive: "first byte to whole frame",
+  wait: "behind other steps", compute: "the stage's layers", send: "transfer to the next stage, during the next step",
 };
 
 export class TraceView {
@@ -36,19 +36,20 @@ export class TraceView {
     return this.refresh();
   }
 
-  // The spans of a live request are on their way until it ends; its milestones are known meanwhile.
+  // A live request has milestones only; its spans arrive after its end.
   async refresh() {
     if (this.id === null || this.isWhole) return;
     const [id, request] = [this.id, this.find(this.id)];
-    this.cancel.hidden = !(request?.is_live && this.canAct());
-    if (request?.is_live) return this.#showWithout(request, "Its trace is complete when it has ended");
-    this.isWhole = !request || this.nowUs() - request.ended_us > SPANS_COME_US;
+    const live = Boolean(request) && isLive(request);
+    this.cancel.hidden = !(live && this.canAct());
+    if (live) return this.#showWithout(request, "The trace is complete after its end");
+    this.isWhole = !request || this.nowUs() - request.ended_us > SPANS_DELAY_US;
     try {
       const trace = await getTrace(id);
       if (this.id === id) this.#show(trace);
     } catch (error) {
       const isMissing = error instanceof ApiError && error.status === 404;
-      const missing = this.isWhole ? "No trace of this request is kept" : "Its spans are on their way";
+      const missing = this.isWhole ? "No trace of this request is stored" : "The spans have not arrived yet";
       const why = isMissing ? missing : `The trace cannot be read (${error.message})`;
       if (this.id === id) this.#showWithout(request, why);
     }
@@ -108,8 +109,8 @@ export class TraceView {
         ["First token", duration(times.first_token_s)], ["Rate", times.rate === null ? "–" : `${rate(times.rate)} tokens/s`],
       ]),
       waterfall(rows, times.total_s, null),
-      legend(rows.map((each) => each.title)),
-      element("p", { class: "note" }, `${why}; these are the milestones that the coordinator remembers.${request.error ? ` It ended because: ${request.error}` : ""}`),
+      legend(rows.map((row) => row.title)),
+      element("p", { class: "note" }, `${why}; these are milestones from the coordinator.${request.error ? ` It failed: ${request.error}` : ""}`),
     );
   }
 }
@@ -123,7 +124,7 @@ function legend(kinds) {
     ...kinds.map((kind) => element("li", { title: MEANING[kind] }, element("i", { class: `key k-${kind}` }), `${kind}: ${MEANING[kind]}`)));
 }
 
-// After a recovery another worker may have the same stage, or the same worker other layers.
+// A recovery can move a stage to another worker, or a worker to other layers.
 function isSamePlace(row, place) {
   return Boolean(place) && ["stage", "worker", "layer_begin", "layer_end"].every((name) => row[name] === place[name]);
 }
@@ -161,7 +162,7 @@ function lanes(row, endS, trackPx) {
   return track;
 }
 
-// The longest of its names that has room, or none.
+// The longest name that fits, or none.
 function label(segment, widthPx) {
   const names = [`${segment.kind} ${duration(segment.end_s - segment.start_s)}`, segment.kind];
   return names.find((name) => name.length * CHARACTER_PX + 9 <= widthPx) ?? "";

@@ -195,7 +195,7 @@ def test_stages_that_are_alike_are_not_blamed() -> None:
     assert found is not None
     assert not found.is_notable
     told = "No stage stands out: Stage 1 (b) takes longest, 1.05 x the median step time, and is 50 % busy"
-    for share, more in ((0.25, "; 25 % of the stages' time are bubbles."), (None, ".")):
+    for share, more in ((0.25, "; 25 % of the stages' time is bubbles."), (None, ".")):
         assert describe_pipeline(loads, ["a", "b", "c"], window_s=10, bubble_share=share) == told + more
 
 

@@ -93,7 +93,7 @@ def test_late_spans_of_a_trace_that_is_gone_are_dropped() -> None:
 
 
 def test_what_is_known_of_dropped_traces_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_store, "REMEMBERED_DROPS", 3)
+    monkeypatch.setattr(trace_store, "MAX_DROPPED_IDS", 3)
     store = filled(*range(1, 11), num_traces=1)
     assert store.add(batch(8)).num_dropped == NUM_SPANS
     assert store.add(batch(2)).num_dropped == 0
@@ -272,7 +272,7 @@ def test_an_empty_store_keeps_refused_requests_until_room_is_needed() -> None:
 def test_spans_are_taken_in_pieces() -> None:
     store = TraceStore()
     spans = [Span(trace_id=b"t" * 16, span_id=number.to_bytes(8, "big")) for number in range(1, 201)]
-    sizes = [store.counts.taken for _ in store.adding([of_scope(*spans)], trace_store.Taken())]
+    sizes = [store.counts.taken for _ in store.add_in_pieces([of_scope(*spans)], trace_store.AddResult())]
     assert sizes == [64, 128, 192]
     assert store.counts.taken == 200
 
