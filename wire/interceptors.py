@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health import aio as health_aio
+from grpc_status import rpc_status
 
 from wire.errors import (
     InvalidRequest,
@@ -30,7 +31,6 @@ from wire.log_context import log_context
 log = logging.getLogger(__name__)
 
 
-DETAILS_KEY = "grpc-status-details-bin"
 DOMAIN = "stageline"
 
 
@@ -47,7 +47,8 @@ def details_of(error: BaseException) -> tuple[tuple[str, bytes], ...]:
         delay.FromNanoseconds(round(error.retry_after_s * 1e9))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
     status = status_pb2.Status(code=number, message=text, details=[_packed(detail) for detail in details])
-    return ((DETAILS_KEY, status.SerializeToString()),)
+    metadata: tuple[tuple[str, bytes], ...] = rpc_status.to_status(status).trailing_metadata
+    return metadata
 
 
 def sent_reason(error: BaseException) -> str:

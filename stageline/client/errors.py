@@ -23,14 +23,13 @@ from typing import Self
 import grpc.aio
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
 
 SUPERSEDED = "SUPERSEDED"
 """ErrorInfo.reason of a call whose request another call has attached to."""
 
 SUSPENDED = "REQUEST_SUSPENDED"
 """ErrorInfo.reason of a call whose request the next coordinator continues."""
-
-_KEY = "grpc-status-details-bin"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,13 +43,11 @@ class StatusDetails:
     @classmethod
     def of(cls, error: grpc.aio.AioRpcError) -> Self:
         """Read the details of an error; absent or invalid ones are empty."""
-        data = error.trailing_metadata().get(_KEY)
-        if not isinstance(data, bytes):
-            return cls()
         try:
-            return cls._from_status(status_pb2.Status.FromString(data))
-        except DecodeError:
+            status = rpc_status.from_call(error)
+        except (DecodeError, ValueError):
             return cls(is_present=True)
+        return cls() if status is None else cls._from_status(status)
 
     @classmethod
     def _from_status(cls, status: status_pb2.Status) -> Self:

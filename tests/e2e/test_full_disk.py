@@ -13,8 +13,9 @@ from typing import Any
 
 import grpc.aio
 import pytest
-from google.rpc import error_details_pb2, status_pb2
+from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
 
 from deploy import LocalCluster, LocalClusterConfig
 from stageline import Client, Unavailable
@@ -24,7 +25,6 @@ from tests.e2e.commands import ENVIRONMENT, run_stageline
 from tests.faults.streams import Stream, mixed_asks
 from tests.mock_answers import mock_tokens
 from wire.channels import client_channel
-from wire.interceptors import DETAILS_KEY
 
 pytestmark = pytest.mark.full
 
@@ -184,7 +184,7 @@ async def is_rejected(address: str) -> None:
             async for _ in inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=10):
                 pass
     assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
-    status = status_pb2.Status.FromString(dict(refused.value.trailing_metadata() or ())[DETAILS_KEY])
+    status = rpc_status.from_call(refused.value)
     info = error_details_pb2.ErrorInfo()
     assert status.details[0].Unpack(info)
     assert (info.reason, info.domain) == ("JOURNAL_UNAVAILABLE", "stageline")

@@ -27,7 +27,7 @@ from wire.errors import (
     StepFaultKind,
     Superseded,
 )
-from wire.interceptors import DETAILS_KEY, HealthServicer, details_of, sent_reason
+from wire.interceptors import HealthServicer, details_of, sent_reason
 
 SERVICE = "test.Echo"
 Context = grpc.aio.ServicerContext[bytes, bytes]
@@ -269,7 +269,7 @@ async def test_a_port_in_use_is_refused_in_one_line() -> None:
 
 def status_in(error: BaseException) -> status_pb2.Status:
     ((key, data),) = details_of(error)
-    assert key == DETAILS_KEY
+    assert key == "grpc-status-details-bin"
     return status_pb2.Status.FromString(data)
 
 
