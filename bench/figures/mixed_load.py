@@ -33,7 +33,13 @@ async def measure(setting: Setting) -> list[Figure]:
         async with running_streams(
             cluster, NUM_STREAMS, prompt_tokens=PROMPT_TOKENS, max_tokens=MOST_NEW_TOKENS
         ) as running:
-            quiet, busy, first_tokens = await _phases(cluster, running, interval_s, setting.rounds(8, 3))
+            phases = await _phases(cluster, running, interval_s, setting.rounds(8, 3))
+    return _figures(*phases, interval_s=interval_s)
+
+
+def _figures(
+    quiet: list[float], busy: list[float], first_tokens: list[float], *, interval_s: float
+) -> list[Figure]:
     quiet_p50, busy_p50, busy_p99 = (
         percentile(quiet, 0.5) * 1e3,
         percentile(busy, 0.5) * 1e3,

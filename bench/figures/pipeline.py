@@ -8,6 +8,7 @@ from bench.harness.figure import Figure
 from bench.harness.group import Setting
 from bench.harness.mock_cluster import mock_cluster
 from bench.harness.steady import measure_steady
+from bench.harness.step_log import SteadyRate
 from bench.harness.timeline_file import write_timeline
 
 STAGE_MS = 20
@@ -67,10 +68,16 @@ async def efficiency(
             write_timeline(setting, cluster, begin_s, end_s, name="pipeline", title=title)
     bound = 1e3 / max(stages_ms)
     setting.say(f"{name}: {rate.steps_per_s:.2f} of {bound:.2f} steps/s")
+    return _figure(name, stages_ms, rate, num_streams=num_streams, target=target)
+
+
+def _figure(
+    name: str, stages_ms: Sequence[int], rate: SteadyRate, *, num_streams: int, target: float | None
+) -> Figure:
     return Figure(
         name=f"{name} : one step per {max(stages_ms)} ms",
         measured=rate.steps_per_s,
-        bound=bound,
+        bound=1e3 / max(stages_ms),
         unit="steps/s",
         target=target,
         limit=LIMIT,

@@ -52,6 +52,12 @@ async def measure(setting: Setting) -> list[Figure]:
             asked = {"batch": HUGGING_FACE_BATCH, "prompt_tokens": PROMPT_TOKENS, "new_tokens": 2}
             peers.append((await peer.generate(num_threads=2, **asked)).prefill)
             setting.say(f"{runs[-1].rate:.0f} tok/s, {batch} tokens per step; one worker {alone[-1]:.0f}")
+    return _figures(runs, bounds, alone, peers)
+
+
+def _figures(
+    runs: list[Prefilled], bounds: list[ProductTime], alone: list[float], peers: list[float]
+) -> list[Figure]:
     rates = [run.rate for run in runs]
     limits = [run.tokens_per_step / bound.best_s for run, bound in zip(runs, bounds, strict=True)]
     return [

@@ -95,11 +95,7 @@ class Family(Generic[Series]):
         self._series: dict[tuple[str, ...], Series] = {}
 
     def of(self, *labels: str) -> Series:
-        """The series with these label values; hot paths keep it. With too many series, that of OTHER.
-
-        Raises:
-            ValueError: the metric's definition does not have such a label value.
-        """
+        """The series with these label values, or the OTHER series beyond the limit; hot paths store it."""
         series = self._series.get(labels)
         return self._add(labels) if series is None else series
 

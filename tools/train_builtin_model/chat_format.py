@@ -1,4 +1,4 @@
-"""How a conversation becomes one text: the special tokens and the chat template that places them."""
+"""Format of conversations: special tokens and chat template."""
 
 from collections.abc import Sequence
 

@@ -62,21 +62,21 @@ def _small_turns(rng: Random) -> Turns:
 
 
 def _reply_to_offer(rng: Random) -> Turns:
-    """What follows when the model has offered a story."""
+    """Continue after the model has offered a story."""
     if rng.random() < 0.25:
         return [(rng.choice(DECLINES), "All right! What else would you like?")]
     return [(rng.choice(ACCEPTS), tell_story(rng).text)]
 
 
 def _typed(rng: Random, question: str) -> str:
-    """`question` as people type it: sometimes in lower case, sometimes without its last mark."""
+    """Vary `question` like typed text: sometimes in lower case, sometimes without its last mark."""
     if rng.random() < 0.15:
         question = question.lower()
     return question.rstrip("?.!") if rng.random() < 0.15 else question
 
 
 def make_conversation(rng: Random) -> list[Message]:
-    """A conversation, now and then with a system message first. A part is one story or a few small turns."""
+    """Make a conversation, sometimes with a system message. A part is one story or a few short turns."""
     num_parts = rng.choice((1, 1, 2))
     turns: Turns = greeting(rng) if rng.random() < 0.2 else []
     for _ in range(num_parts):

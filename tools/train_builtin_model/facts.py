@@ -10,21 +10,18 @@ Turn = tuple[str, str]
 
 
 def colour(rng: Random) -> Turn:
-    """What colour something is."""
     thing, (verb, answer) = rng.choice(list(words.COLOUR_FACTS.items()))
     spelling = rng.choice(("colour", "colour", "color"))
     return f"What {spelling} {verb} {thing}?", f"{capitalised(thing)} {verb} {answer}."
 
 
 def sound(rng: Random) -> Turn:
-    """What an animal says."""
     animal, says = rng.choice(list(words.SOUNDS.items()))
     question = rng.choice(("What does {} say?", "What sound does {} make?"))
     return question.format(with_article(animal)), f"{capitalised(with_article(animal))} says {says}."
 
 
 def legs(rng: Random) -> Turn:
-    """How many legs an animal has."""
     animal, num_legs = rng.choice(list(words.LEGS.items()))
     number = "no" if num_legs == 0 else words.NUMBERS[num_legs]
     return (
@@ -34,13 +31,11 @@ def legs(rng: Random) -> Turn:
 
 
 def diet(rng: Random) -> Turn:
-    """What an animal eats."""
     animal, food = rng.choice(list(words.DIETS.items()))
     return f"What does {with_article(animal)} eat?", f"{capitalised(with_article(animal))} eats {food}."
 
 
 def dwelling(rng: Random) -> Turn:
-    """Where an animal lives."""
     animal, home = rng.choice(list(words.DWELLINGS.items()))
     return f"Where does {with_article(animal)} live?", f"{capitalised(with_article(animal))} lives {home}."
 
@@ -64,7 +59,7 @@ def total(rng: Random) -> Turn:
 
 
 def difference(rng: Random) -> Turn:
-    """A number up to ten taken from another, never below zero."""
+    """The difference of two numbers up to ten, at least zero."""
     b, a = sorted((rng.randint(0, 10), rng.randint(0, 10)))
     question = rng.choice(("What is {} minus {}?", "What is {} - {}?", "How much is {} minus {}?"))
     return question.format(a, b), f"{a} minus {b} is {a - b}."

@@ -1,4 +1,4 @@
-"""Questions that the little model cannot answer, so that it learns to say so."""
+"""Questions that the model cannot answer, with answers that say so."""
 
 from random import Random
 
@@ -34,6 +34,6 @@ def _made_up_word(rng: Random) -> str:
 
 
 def unknown_question(rng: Random) -> tuple[str, str]:
-    """A question about a known-to-be-unknown or a made-up thing, and an honest answer."""
+    """A question about a known-to-be-unknown or an invented thing, and an honest answer."""
     topic = rng.choice(TOPICS) if rng.random() < 0.6 else _made_up_word(rng)
     return rng.choice(QUESTIONS).format(topic), rng.choice(ANSWERS)

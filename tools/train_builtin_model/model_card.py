@@ -1,4 +1,4 @@
-"""The model card that is written beside the weights."""
+"""Model card, written beside the weights."""
 
 from tools.train_builtin_model.settings import ModelShape, TrainingSettings
 

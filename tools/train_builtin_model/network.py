@@ -30,7 +30,9 @@ def llama_config(shape: ModelShape, *, end_of_text: int) -> LlamaConfig:
 
 
 def make_network(config: LlamaConfig) -> LlamaForCausalLM:
-    """A fresh float32 model; what writes into the residual stream starts sqrt(2 * layers) smaller (GPT-2)."""
+    """Make an untrained float32 model; weights into the residual stream start sqrt(2 * layers) smaller
+    (GPT-2).
+    """
     model = LlamaForCausalLM(config)
     scale = 1 / math.sqrt(2 * config.num_hidden_layers)
     with torch.no_grad():
@@ -41,7 +43,7 @@ def make_network(config: LlamaConfig) -> LlamaForCausalLM:
 
 
 def make_optimizer(model: nn.Module, settings: TrainingSettings) -> torch.optim.AdamW:
-    """AdamW that decays matrices and leaves norms alone."""
+    """AdamW with weight decay for matrices only."""
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     norms = [parameter for parameter in model.parameters() if parameter.ndim == 1]
     groups = [

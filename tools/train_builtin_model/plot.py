@@ -1,7 +1,4 @@
-"""A story plot: a list of beats, each beat a choice of sentences, with questions about what happened.
-
-The names in braces are the words that `stories.tell_story` fills in.
-"""
+"""A story plot: beats with alternative sentences, and questions about them."""
 
 from dataclasses import dataclass
 
@@ -10,7 +7,7 @@ Beat = tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plot:
-    """What happens between a story's opening and its last sentence, and (question, answer) pairs about it."""
+    """Beats between a story's opening and its end, with (question, answer) pairs."""
 
     beats: tuple[Beat, ...]
     questions: tuple[tuple[str, str], ...]

@@ -1,4 +1,4 @@
-"""Plots in which somebody learns, waits, tries again or is brave."""
+"""Plots about learning, waiting, retrying and courage."""
 
 from tools.train_builtin_model.plot import Plot
 

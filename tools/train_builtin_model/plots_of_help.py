@@ -1,4 +1,4 @@
-"""Plots in which somebody helps, finds or shares."""
+"""Plots about helping, finding and sharing."""
 
 from tools.train_builtin_model.plot import Plot
 

@@ -1,4 +1,4 @@
-"""The numbers that decide what is trained and for how long."""
+"""Model shape and training settings."""
 
 from dataclasses import dataclass
 
@@ -27,7 +27,7 @@ class ModelShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingSettings:
-    """How long and how fast to train. Lengths are in tokens, `long_share` is the last part of the steps."""
+    """Duration and learning rate. Lengths are in tokens, `long_share` is the last part of the steps."""
 
     num_steps: int = 3000
     seed: int = 0

@@ -57,7 +57,7 @@ MOODS = {
 
 
 def greeting(rng: Random) -> Turns:
-    """A greeting, a question who this is, or both."""
+    """A greeting, a question about the model's name, or both."""
     draw = rng.random()
     if draw < 0.3:
         return [(f"{rng.choice(HELLOS)} {rng.choice(WHO)}", f"Hello! {rng.choice(IDENTITIES)}")]
@@ -78,7 +78,7 @@ def greeting(rng: Random) -> Turns:
 
 
 def introduction(rng: Random) -> Turns:
-    """Somebody says a name and may ask for it later."""
+    """Introduce a speaker, and ask for the name later."""
     name = rng.choice(words.GIRLS + words.BOYS)
     hello = rng.choice(("", "Hello! ", "Hi, ", "Hello, "))
     line = rng.choice(("My name is {}.", "I am {}.", "I'm {}.")).format(name)
@@ -91,7 +91,7 @@ def introduction(rng: Random) -> Turns:
 
 
 def mood(rng: Random) -> Turns:
-    """How somebody feels, what the weather is like, or a wish that the model cannot fulfil."""
+    """A mood, the weather, or a wish that the model cannot fulfil."""
     if rng.random() < 0.15:
         return [(rng.choice(WISHES), "I cannot do that, but I know many stories. Would you like a story?")]
     if rng.random() < 0.4:

@@ -1,4 +1,4 @@
-"""Little stories made from a grammar: one hero, one friend, one thing and one place from beginning to end."""
+"""Stories made from a grammar: one hero, one friend, one thing and one place per story."""
 
 from dataclasses import dataclass
 from random import Random
@@ -19,13 +19,13 @@ def with_article(phrase: str) -> str:
 
 
 def capitalised(text: str) -> str:
-    """`text` with its first letter in upper case and the rest as it is."""
+    """`phrase` with its first letter in upper case."""
     return text[:1].upper() + text[1:]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Being:
-    """Somebody in a story."""
+    """A character of a story."""
 
     name: str
     kind: str
@@ -38,7 +38,7 @@ class Being:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Story:
-    """A story's text, whom it is about, and (question, answer) pairs about it."""
+    """Text of a story, its characters, and (question, answer) pairs about it."""
 
     text: str
     hero: Being
@@ -47,7 +47,7 @@ class Story:
 
 
 def make_being(rng: Random, *, kind: str | None = None, name: str | None = None) -> Being:
-    """A child or a speaking animal; `kind` and `name` fix what they name."""
+    """A child or a speaking animal; `kind` and `name` are fixed if set."""
     is_girl = name in words.GIRLS if name else kind == "girl" or (kind != "boy" and rng.random() < 0.5)
     child = "girl" if is_girl else "boy"
     chosen = kind or (child if rng.random() < 0.5 else rng.choice(words.ANIMALS))
@@ -57,7 +57,7 @@ def make_being(rng: Random, *, kind: str | None = None, name: str | None = None)
 
 
 def make_friend(rng: Random, hero: Being) -> Being:
-    """Somebody with another name and, among animals, of another kind than the hero."""
+    """A friend with another name than the hero and, for animals, of another kind."""
     while True:
         friend = make_being(rng)
         if friend.name != hero.name and (friend.kind != hero.kind or friend.kind in ("girl", "boy")):
@@ -117,7 +117,7 @@ def tell_story(
     colour: str | None = None,
     toy: str | None = None,
 ) -> Story:
-    """A story of six beats after its opening; what is given (hero's kind or name, a thing) appears in it."""
+    """A story of six beats after its opening, with the hero's kind or name or the thing, if set."""
     hero = make_being(rng, kind=kind, name=name)
     friend = make_friend(rng, hero)
     plot = rng.choice(PLOTS) if toy is None else PLOTS_OF_HELP[0]

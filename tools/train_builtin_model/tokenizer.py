@@ -10,7 +10,7 @@ from tools.train_builtin_model.chat_format import CHAT_TEMPLATE, END_OF_TEXT, SP
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
-    """A tokenizer of at most `vocab_size` tokens; the special tokens come first, then the 256 bytes."""
+    """Train a tokenizer of at most `vocab_size` tokens; special tokens first, then the 256 bytes."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,8 +1,4 @@
-"""Trains the built-in model from nothing, or goes on from what was trained before.
-
-python -m tools.train_builtin_model.train [--output DIR] [--from DIR] [--steps N] [--seed S]
-    [--learning-rate X]
-"""
+"""Trains the built-in model from scratch, or continues from a checkpoint."""
 
 import argparse
 import json
