@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
+import tomli_w
 import typer
 
 from stageline.cli.options import build_config, option_parser
@@ -161,7 +162,7 @@ def flags_of(
 
 
 def toml_of(config: object) -> str:
-    """A TOML file that gives this config with --config; values that are None by default are left out."""
+    """Write this config as a TOML file for --config; unset values with default None are omitted."""
     entries: dict[str, Any] = {}
     for setting in settings_of(type(config)):
         flag, value = setting.flag, setting.value_in(config)
@@ -169,12 +170,7 @@ def toml_of(config: object) -> str:
             entries[key_of(flag.name)] = flag.format(value)
         elif flag.off is not None:
             entries[key_of(flag.off)] = True
-    return "".join(f"{key} = {_toml_scalar(value)}\n" for key, value in entries.items())
-
-
-def _toml_scalar(value: str | float | bool) -> str:
-    # Finite numbers, booleans and strings are written as in JSON, except for DEL (TOML 1.0, "String").
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return tomli_w.dumps(entries)
 
 
 def read_toml(path: Path, config: type) -> dict[str, Any]:
