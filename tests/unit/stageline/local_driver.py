@@ -2,6 +2,8 @@
 
 import functools
 import sys
+from importlib import import_module
+from typing import Any
 
 from deploy import LocalClusterConfig
 from stageline import cli
@@ -10,5 +12,6 @@ from tests.fake_processes import FAKE_COMMAND
 if __name__ == "__main__":
     fake_config = functools.partial(LocalClusterConfig, command=FAKE_COMMAND)
     for command in ("up", "demo"):
-        sys.modules[f"stageline.cli.{command}"].LocalClusterConfig = fake_config  # type: ignore[attr-defined]
+        module: Any = import_module(f"stageline.cli.{command}")
+        module.LocalClusterConfig = fake_config
     sys.exit(cli.main())
