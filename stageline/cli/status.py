@@ -36,7 +36,7 @@ def drain(
             await client.drain(worker, token=token)
 
     asyncio.run(run())
-    print(f"worker {worker} has left")
+    print(f"worker {worker} drained")
     return 0
 
 

@@ -106,7 +106,7 @@ async def test_the_command_says_who_has_left_and_who_is_not_here(
         await start_spare(cluster)
         arguments = ["--coordinator", cluster.address, "--token-file", str(tmp_path / "token")]
         assert await asyncio.to_thread(main, ["drain", "w1", *arguments]) == 0
-        assert capsys.readouterr().out == "worker w1 has left\n"
+        assert capsys.readouterr().out == "worker w1 drained\n"
         assert await asyncio.to_thread(main, ["drain", "w1", *arguments]) == 1
         output = capsys.readouterr()
         assert (output.out, "worker 'w1' not found" in output.err) == ("", True)

@@ -61,6 +61,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     for module in ("coordinator.server", "stage_worker.server"):
         monkeypatch.setitem(__import__("sys").modules, module, Server)
     monkeypatch.setattr("os.sched_setaffinity", lambda *_: None)
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
 
     def start(*line: str) -> object:
         assert main(line) == 3
@@ -213,7 +214,7 @@ def test_the_stronger_source_decides_about_the_dashboard(
         ("trace-bytes = 4096", "trace-bytes is 4096, but must be a string"),
         ("layers = [1, 2]", "layers is [1, 2], but must be a string"),
         ("queue-size = 0", "Input should be greater than or equal to 1, from "),
-        ("trace-bytes = '5'", "'5' has no unit: write for example 5GiB or 5B, from "),
+        ("trace-bytes = '5'", "'5' has no unit: write for example 5GiB or 5MiB, from "),
         ("log-level = 'loud'", "'loud' is not one of 'debug', 'info', 'warning', 'error', from "),
         ("stages", "is not TOML: "),
         ("http = '127.0.0.1:1'\nno-http = true", "--http 127.0.0.1:1 and --no-http contradict each other"),

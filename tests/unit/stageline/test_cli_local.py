@@ -159,7 +159,7 @@ def test_up_does_not_ask_for_a_worker_that_has_left(launch: Launch) -> None:
     launcher, pids, _ = _start_up(launch)
     os.kill(pids[1], signal.SIGINT)
     printed = _read_until(launcher, "worker-0")
-    assert "worker-0 has left" in printed
+    assert "worker-0 drained" in printed
     assert "To start it again" not in printed
     assert " | " not in printed
     launcher.send_signal(signal.SIGINT)
