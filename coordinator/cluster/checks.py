@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class LedgerCheck:
-    """Reads the engine's ledger and sequences; both methods return the problem, empty if there is none."""
+    """Checks the engine's KV ledger against its sequences; methods return the problem, or an empty text."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -44,15 +44,15 @@ class LedgerCheck:
         return self._monitor.report
 
     def restart(self) -> None:
-        """An epoch begins, with an empty ledger."""
+        """Start over with the empty ledger of a new epoch."""
         self._monitor.restart()
 
     def after_step(self) -> str:
-        """A step was answered."""
+        """Check after every few answered steps."""
         return self._run() if self._monitor.count_step() else ""
 
     def when_idle(self) -> str:
-        """To be called now and then; a pause is the time between two calls."""
+        """Check if nothing runs. Call periodically; idle time is measured from call to call."""
         scheduler = self._engine.scheduler
         is_idle = not scheduler.running and not scheduler.num_steps_in_flight
         return self._run() if self._monitor.is_due_when_idle() and is_idle else ""
@@ -83,9 +83,11 @@ Stages = Iterable[tuple[WorkerIdentity, StagePlan]]
 
 
 class WeightsCheck:
-    """Hashes the checkpoint once, then asks the workers of each plan that serves, when it is idle, and at
-    once those of a plan that failed its self-check. They hash their own files and report what differs; what
-    is equal their heartbeats say.
+    """Compares every byte of the workers' weights with the coordinator's checkpoint.
+
+    Hashes the checkpoint once, then sends the hashes to the workers of each serving plan, for comparison when
+    idle, and to those of a plan that failed its self-check, for comparison at once. Workers hash their own
+    files and report differences; heartbeats report equality.
     """
 
     def __init__(
@@ -97,8 +99,9 @@ class WeightsCheck:
         idle_s: float,
         cache_directory: Path | None,
     ) -> None:
-        """`activity` is that of the cluster while no plan has failed, see `hash_when_idle`. `cache_directory`
-        is the user's.
+        """Hashing waits for idle `activity` (see `hash_when_idle`) until a plan fails.
+
+        `cache_directory` is the user's cache, None for no cache.
         """
         self._model = model
         self._activity = activity
@@ -109,10 +112,10 @@ class WeightsCheck:
         self._is_urgent = False
         self._served_plan_id = 0
         self._questions: dict[tuple[str, bool], _Question] = {}
-        """To be asked, by worker, and whether about its stage."""
+        """Pending comparisons by worker name, and whether of its stage only."""
 
     async def run(self) -> None:
-        """Ends when all hashes are known, or the checkpoint cannot be hashed."""
+        """Hash the checkpoint; return when done, or when it cannot be hashed."""
         try:
             hasher = await asyncio.get_running_loop().run_in_executor(None, self._new_hasher)
             self._hashes = await hash_when_idle(hasher, self._seen_activity, idle_s=self._idle_s)
@@ -123,13 +126,13 @@ class WeightsCheck:
         self._ask()
 
     def plan_serves(self, plan_id: int, stages: Stages) -> None:
-        """In each of its epochs; the workers are asked once."""
+        """Ask the plan's workers once, in its first epoch."""
         if plan_id != self._served_plan_id:
             self._served_plan_id = plan_id
             self._add(_Question(worker, stage, plan_id, self._idle_s) for worker, stage in stages)
 
     def plan_failed(self, plan_id: int, stages: Stages, source: WorkerIdentity | None) -> None:
-        """The plan failed its self-check, against a reference of `source` if a worker computed it."""
+        """Compare the weights of a plan that failed its self-check, and those of its reference's `source`."""
         self._is_urgent = True
         self._add(_Question(worker, stage, plan_id, 0.0) for worker, stage in stages)
         if source is not None:
@@ -169,7 +172,7 @@ class WeightsCheck:
 
 
 def _tensor_names(config: ModelConfig, stage: StagePlan | None) -> list[str]:
-    """Of a stage, or of the whole model."""
+    """Return the tensor names of a stage, or of the whole model for None."""
     if stage is None:
         return stage_tensor_names(config, 0, config.num_layers, has_embeddings=True, has_head=True)
     return stage_tensor_names(
@@ -185,7 +188,7 @@ NOT_ANSWERED = "a step of the self-check was not answered in time"
 
 
 class PlanChecks:
-    """One at a time. An epoch that ends takes its check with it."""
+    """Runs self-checks, one at a time. A check is cancelled when its epoch ends."""
 
     def __init__(
         self,
@@ -217,12 +220,12 @@ class PlanChecks:
         self._num_lent_steps = 0
 
     def begin(self, action: CheckPlan) -> None:
-        """Checks a plan in an epoch that is for nothing else."""
+        """Check a plan in an epoch of its own."""
         self.check.begin()
         self._task = self._spawn(self._check_plan(action))
 
     def tick(self) -> None:
-        """Begins the next check where it is due and nobody has to wait for it; to be called now and then."""
+        """Start the next idle check if it is due and no request is live. Call periodically."""
         is_busy = self._task is not None and not self._task.done()
         is_checked = self._state.phase is ClusterPhase.SERVING and not self._state.has_mock_stages
         if is_checked and not is_busy and not self._engine.has_live_requests and self.check.is_due():
@@ -230,7 +233,7 @@ class PlanChecks:
             self._task = self._spawn(self._check_idle(self._state.epoch, self._state.plan))
 
     def take(self, epoch: int, result: StepResult) -> bool:
-        """A result has come; False when it is not one of the check's."""
+        """Take a step result; return False if no check of this epoch waits for it."""
         if epoch != self._sends_in:
             return False
         if self._is_idle_check:
@@ -239,19 +242,19 @@ class PlanChecks:
         return True
 
     def take_states(self, worker: str, message: join_pb2.CheckStates) -> None:
-        """What a stage has handed on in the epoch that is checked."""
+        """Take the hidden states that a stage sent in the checked epoch."""
         stage = self._state.stage_of(worker)
         if stage is not None and message.epoch == self._state.epoch:
             self.check.take_states(stage.stage, message.states)
 
     def end(self) -> None:
-        """The epoch is over."""
+        """Cancel the check of an epoch that has ended."""
         self._sends_in = None
         if self._task is not None and self._task is not asyncio.current_task():
             self._task.cancel()
 
     def close(self) -> None:
-        """Nothing is checked any more."""
+        """Cancel the running check and reference computations."""
         self.end()
         self.check.close()
 
@@ -282,8 +285,9 @@ class PlanChecks:
         await self.check.keep_reference()
 
     def _refuse(self, action: CheckPlan, verdict: Verdict, source: str) -> None:
-        """Refuses a plan that failed against the reference of `source`, "" if no worker computed it. What can
-        be wrong is compared with the coordinator's checkpoint: the weights of the plan and of `source`.
+        """Reject a plan that failed against the reference of `source`, "" if no worker computed it.
+
+        The weights of the plan and of `source` are compared with the coordinator's checkpoint.
         """
         plan = action.plan
         if self._weights is not None:
@@ -301,12 +305,12 @@ class PlanChecks:
             self._drop_reference(source)
 
     def worker_left(self, name: str) -> None:
-        """Its reference goes with it if plans have failed against that."""
+        """Drop the reference of a lost worker if plans have failed against it."""
         if self.check.source_left(name):
             self._drop_reference(name)
 
     def weights_differ(self, name: str) -> None:
-        """The references of this worker are wrong."""
+        """Discard the references of a worker with wrong weights."""
         self._spawn(self.check.discard_references(name))
 
     def _drop_reference(self, source: str) -> None:
@@ -314,15 +318,15 @@ class PlanChecks:
         self._carry_out(self._state.reference_dropped(source))
 
     def _reference_sources(self) -> Sequence[ReferenceSource]:
-        """Workers that may compute a reference: all that are not in quarantine."""
+        """Return the workers that may compute a reference: all but quarantined ones."""
         records = self._state.workers
-        out = {record.identity.name for record in records if record.state is WorkerState.QUARANTINED}
-        return [source for source in self._connections.reference_sources if source.worker not in out]
+        excluded = {record.identity.name for record in records if record.state is WorkerState.QUARANTINED}
+        return [source for source in self._connections.reference_sources if source.worker not in excluded]
 
     async def _check_idle(self, epoch: int, plan: Plan) -> None:
-        """Checks the present epoch, whose cache stays; requests that arrive wait for its few steps.
+        """Check the current epoch, whose cache stays; requests that arrive wait for its few steps.
 
-        A step that is overdue ends the epoch like any other, and the check with it.
+        An overdue step ends the epoch as usual, and the check with it.
         """
         wire_dtype = self._wire_dtype(plan)
         known = await self.check.reference(plan, wire_dtype, self._reference_sources())
@@ -356,7 +360,7 @@ class PlanChecks:
         self._pipeline.send(step)
 
     async def _run_lent(self, epoch: CheckedEpoch, known: KnownReference | NoReference) -> Verdict:
-        """Requests wait for the lent epoch, which only a new one gives back after an error."""
+        """Run the check; an error ends the lent epoch, because waiting requests need a new one."""
         try:
             return await self.check.run(epoch, known)
         except Exception:
@@ -369,7 +373,7 @@ class PlanChecks:
             self._connections[record.identity.name].send(ask)
 
     def _wire_dtype(self, plan: Plan) -> WireDType:
-        """The coarsest of what any stage hands hidden states on in."""
+        """Return the coarsest dtype in which any stage sends hidden states."""
         names = [stage.worker for stage in plan.stages[:-1]]
         used = [connection.wire_dtype for name in names if (connection := self._connections.get(name))]
         return max((dtype for dtype in used if dtype is not None), key=_coarseness, default=plan.dtype)

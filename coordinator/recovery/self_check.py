@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ReferenceSource:
-    """A worker that can be asked, with the secret that it answers to."""
+    """A worker that can compute references, with the secret that it requires."""
 
     worker: str
     address: str
@@ -48,7 +48,7 @@ class ReferenceSource:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceQuestion:
-    """What a reference is wanted for."""
+    """Identifies a reference: dtypes and texts."""
 
     dtype: DType
     wire_dtype: WireDType
@@ -63,7 +63,7 @@ class References:
     """References of one model, each computed once.
 
     An unconfirmed reference of a worker stays while all plans that fail against it blame one and the same
-    other worker. Otherwise it may be wrong itself and is dropped, once per worker, so that tries end.
+    other worker. Otherwise it may be wrong itself and is dropped, once per worker, so that retries end.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class References:
         cache_directory: Path | None = None,
         policy: RecoveryPolicy,
     ) -> None:
-        """Those that a plan has passed with are kept in `cache_directory`, if given."""
+        """Confirmed references are kept in `cache_directory`, unless that is None."""
         self._model = model
         self._num_layers = model.config.num_layers
         self._policy = policy
@@ -84,14 +84,15 @@ class References:
         self._has_read = False
         self._computing: dict[ReferenceQuestion, asyncio.Task[KnownReference]] = {}
         self._blamed: dict[str, str] = {}
-        """By worker whose reference it was: the worker that the failed plans blame."""
+        """The worker that failed plans blame, by the worker that computed their reference."""
         self._dropped: set[str] = set()
         """Workers whose reference was dropped."""
 
     async def get(self, question: ReferenceQuestion, sources: Sequence[ReferenceSource]) -> KnownReference:
-        """A known one, or that of the worker with the most free memory, or else of the next.
+        """Return a known reference, or compute one on the first of the ranked `sources` that can.
 
-        Raises NoReference when none can compute it, or not in time; then it is still being computed.
+        Raises:
+            NoReference: No source can compute it, or not in time; the computation then continues.
         """
         if not self._has_read:
             self._has_read = True
@@ -107,16 +108,16 @@ class References:
                 return await asyncio.shield(task)
         except TimeoutError:
             reason = (
-                f"it was not computed within {self._policy.reference_wait_s:g} s, and still is being computed"
+                f"it was not computed within {self._policy.reference_wait_s:g} s; the computation continues"
             )
             raise NoReference(reason) from None
 
     def has(self, question: ReferenceQuestion) -> bool:
-        """It is known by now."""
+        """Return whether it is known."""
         return self._find(question) is not None
 
     async def confirm(self, question: ReferenceQuestion) -> None:
-        """A plan has passed with it: it is kept from now on."""
+        """Mark a reference as confirmed by a plan that passed, and keep it on disk."""
         known = self._find(question)
         if known is None or known.is_confirmed:
             return
@@ -129,8 +130,10 @@ class References:
             log.warning("the reference of the self-check is not kept for the next start: %s", error)
 
     def record_failure(self, question: ReferenceQuestion, worker: str) -> bool:
-        """Counts a plan that failed against this reference and blames `worker`, "" if unknown. Returns True
-        if the reference is dropped.
+        """Record a plan that failed against this reference and blames `worker`, "" if unknown.
+
+        Returns:
+            Whether the reference was dropped.
         """
         known = self._find(question)
         if known is None or known.is_confirmed or known.worker in self._dropped:
@@ -142,8 +145,12 @@ class References:
         return True
 
     def source_left(self, worker: str) -> bool:
-        """Drops the reference of a lost worker if plans have failed against it: nobody can tell any more
-        which of the two was wrong. Returns True if it is dropped.
+        """Drop the reference of a lost worker if plans have failed against it.
+
+        Which of the two workers is wrong can no longer be decided.
+
+        Returns:
+            Whether the reference was dropped.
         """
         unconfirmed = (known for known in self._known.values() if not known.is_confirmed)
         is_doubtful = worker in self._blamed and any(known.worker == worker for known in unconfirmed)
@@ -152,7 +159,7 @@ class References:
         return is_doubtful
 
     async def discard(self, worker: str) -> None:
-        """Drops all references of a worker whose weights are wrong, confirmed ones and kept ones as well."""
+        """Drop all references of a worker with wrong weights, confirmed and kept ones too."""
         kept = [key for key, known in self._known.items() if known.worker == worker and known.is_confirmed]
         self._drop(worker, unconfirmed_only=False)
         if kept and self._kept is not None:
@@ -171,7 +178,7 @@ class References:
         }
 
     def close(self) -> None:
-        """Nobody waits for any more."""
+        """Cancel all computations."""
         for task in self._computing.values():
             task.cancel()
 
@@ -180,7 +187,7 @@ class References:
         return known if known is not None and known.reference.covers(question.texts) else None
 
     def _read(self) -> dict[str, KnownReference]:
-        """What is recorded and kept; the longer of two."""
+        """Read recorded and kept references; a kept one replaces a recorded one."""
         found: dict[str, KnownReference] = {}
         for path, origin in ((self._recorded, "the recorded reference"), (self._kept, "the kept reference")):
             if path is None:
@@ -199,7 +206,7 @@ class References:
         return found
 
     def _keep(self, path: Path, changes: Mapping[str, Reference | None]) -> None:
-        """None removes the reference."""
+        """Merge `changes` into the file; None removes a reference."""
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
             others = read_references(path, self._model.fingerprint)
@@ -212,7 +219,7 @@ class References:
     async def _compute(
         self, question: ReferenceQuestion, sources: Sequence[ReferenceSource]
     ) -> KnownReference:
-        """Also where nobody waits for it any more."""
+        """Compute a reference, even after its caller has stopped waiting."""
         try:
             known = await self._ask(question, sources)
             self._known[question.key] = known
@@ -257,7 +264,7 @@ class References:
 
 
 def _take_exception(task: asyncio.Task[KnownReference]) -> None:
-    """Where nobody waits any more, nobody else does."""
+    """Retrieve the exception of a task without waiters, so that asyncio does not log it."""
     if not task.cancelled():
         task.exception()
 
@@ -268,11 +275,13 @@ def _kept_file(cache_directory: Path, fingerprint: str) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedEpoch:
-    """What a check needs of the epoch that it runs in: its empty or idle ledger, and the way in.
+    """The epoch that a check runs in, with its empty or idle ledger.
 
-    `ask_states` has all stages tell what they have handed on, of which `SelfCheck.take_states` is told; None
-    where they have not kept it. With `is_watched`, the caller gives up overdue steps and cancels the check;
-    without, `SelfCheck.run` raises TimeoutError.
+    Attributes:
+        ask_states: Requests the hidden states of all stages, which arrive by `SelfCheck.take_states`; None if
+            stages have not recorded them.
+        is_watched: The caller handles overdue steps and cancels the check; else `SelfCheck.run` raises
+            TimeoutError.
     """
 
     epoch: int
@@ -285,7 +294,7 @@ class CheckedEpoch:
 
 
 class SelfCheck:
-    """One per coordinator; checks one epoch at a time. `verdict` is that of the last check."""
+    """Checks one epoch at a time. `verdict` is the result of the last check."""
 
     def __init__(
         self,
@@ -296,7 +305,7 @@ class SelfCheck:
         policy: RecoveryPolicy,
         now_us: Callable[[], int] = wall_clock_us,
     ) -> None:
-        """A check is due again after `interval_s`; never, if that is 0. `now_us`: microseconds since 1970."""
+        """A check is due again after `interval_s`; 0 disables it. `now_us`: microseconds since 1970."""
         self.verdict = Verdict(outcome=CheckOutcome.NOT_RUN)
         self._references = references
         self._vocab_size = vocab_size
@@ -312,7 +321,7 @@ class SelfCheck:
     async def reference(
         self, plan: Plan, wire_dtype: WireDType, sources: Sequence[ReferenceSource]
     ) -> KnownReference | NoReference:
-        """What the next `run` compares with."""
+        """Return the reference for the next `run`."""
         texts = texts_for(plan, self._vocab_size)
         self._question = ReferenceQuestion(plan.dtype, wire_dtype, texts)
         try:
@@ -321,8 +330,10 @@ class SelfCheck:
             return error
 
     async def run(self, epoch: CheckedEpoch, known: KnownReference | NoReference) -> Verdict:
-        """Sends the steps of a check, and judges what is answered. Raises TimeoutError where an answer does
-        not come. After it, `keep_reference` is due.
+        """Send the steps of a check and judge the results. Call `keep_reference` afterwards.
+
+        Raises:
+            TimeoutError: A result is missing.
         """
         script, results = await self._play(epoch)
         states = None
@@ -336,7 +347,7 @@ class SelfCheck:
         return self.verdict
 
     def record_failure(self, worker: str) -> bool:
-        """See `References.record_failure`; for the last check, which has failed."""
+        """See `References.record_failure`; applies to the last check, which failed."""
         if self.verdict.deviation is None or self._question is None:
             return False  # Nothing was compared.
         return self._references.record_failure(self._question, worker)
@@ -350,20 +361,18 @@ class SelfCheck:
         await self._references.discard(worker)
 
     async def keep_reference(self) -> None:
-        """Keeps the reference that the last check has passed with, if it has. Writes to disk: no request
-        should wait for it.
-        """
+        """Keep the reference of the last check if it passed. Writes to disk; do not delay requests for it."""
         question, self._passed = self._passed, None
         if question is not None:
             await self._references.confirm(question)
 
     def begin(self) -> None:
-        """The first check is about to run."""
+        """Report the first check as running."""
         if self.verdict.outcome is CheckOutcome.NOT_RUN:
             self.verdict = Verdict(outcome=CheckOutcome.RUNNING)
 
     def is_due(self) -> bool:
-        """The last check is long ago, or what it could not be compared with is here by now."""
+        """Return whether the interval has passed, or the reference that was missing is now known."""
         if not self._interval_s or self.verdict.at_us == 0:
             return False
         is_incomplete = self.verdict.outcome is CheckOutcome.FINITE_ONLY
@@ -372,15 +381,15 @@ class SelfCheck:
         return asyncio.get_running_loop().time() - self._checked_at_s >= self._interval_s
 
     def take(self, result: StepResult) -> None:
-        """What the pipeline answers."""
+        """Take a step result of the checked epoch."""
         self._results.put_nowait(result)
 
     def take_states(self, stage: int, states: bytes) -> None:
-        """What a stage has handed on."""
+        """Take the hidden states that a stage sent."""
         self._states.put_nowait((stage, states))
 
     def close(self) -> None:
-        """Nobody waits for references any more."""
+        """Cancel reference computations."""
         self._references.close()
 
     async def _play(self, epoch: CheckedEpoch) -> tuple[Script, list[StepResult]]:
@@ -399,7 +408,7 @@ class SelfCheck:
     async def _all_states(
         self, num_stages: int, script: Script, ask: Callable[[], None]
     ) -> dict[int, Sequence[float]]:
-        """Those that come in time and are of the right size."""
+        """Return the hidden states that arrive in time and have the right size, by stage."""
         num_tokens = sum(checked_step.step.num_tokens for checked_step in script.steps)
         self._states = asyncio.Queue()
         states: dict[int, Sequence[float]] = {}

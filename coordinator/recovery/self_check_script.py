@@ -1,8 +1,8 @@
-"""The steps of a self-check: what serves, in small, with tokens that are known beforehand. Pure.
+"""The steps of a self-check: small samples of everything that serving does, with known tokens. Pure.
 
-Sequences of different lengths decode together and beside chunks of prompts, across the boundary of a block;
-others begin with a block that an earlier one has computed. Decodes are given the next token of the text in
-the place of the sampled one, so that no step waits for the answer of another.
+Sequences of different lengths decode together and beside prompt chunks, across the boundary of a block;
+others start with a cached block. Decodes receive the next token of the text instead of the sampled one, so
+that no step depends on the result of another.
 """
 
 from dataclasses import dataclass, replace
@@ -15,17 +15,20 @@ from wire.reference import NUM_TEXTS, NUM_TOP, Text, check_text
 from wire.steps import Decode, EndRecord, Prefill, StartRecord, Step, StepSampling, StepSlice
 
 MAX_TEXT_TOKENS = 264
-"""Blocks of up to 260 tokens are crossed; a reference of longer texts would take too much memory."""
+"""Enough to cross a block of 260 tokens; references of longer texts would take too much memory."""
 _SAMPLING = StepSampling(logprobs=NUM_TOP, prompt_logprobs=NUM_TOP)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One sequence: the first `num_tokens` tokens of text `text`. Its prompt ends at the last of `chunks`,
-    which are the ends of its chunks; what follows is decoded, one token a step.
+    """One sequence of the check.
 
-    It begins in step `starts_at` at the earliest. With `shares_block`, it begins only when its first block is
-    cached, and does not compute that.
+    Attributes:
+        text: Number of its text.
+        chunks: Ends of its prompt chunks; tokens after the last one are decoded, one per step.
+        num_tokens: Tokens of the text that it computes.
+        starts_at: Its earliest step.
+        shares_block: It starts when its first block is cached, and does not compute that block.
     """
 
     name: str
@@ -38,10 +41,8 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class CheckedSlice:
-    """What is owed for a slice: log-probabilities after the first `num_scored` of its tokens, then, if
-    `is_sampled`, a token and log-probabilities after its last one.
-
-    `reads_cache`: its queries see keys that were computed before.
+    """Expected results of a slice: log-probabilities after its first `num_scored` tokens, and, if
+    `is_sampled`, a token with log-probabilities after its last one.
     """
 
     sequence: SequenceKey
@@ -53,6 +54,7 @@ class CheckedSlice:
 
     @property
     def reads_cache(self) -> bool:
+        """Its queries attend to keys that an earlier step computed."""
         return self.first > 0
 
 
@@ -66,7 +68,7 @@ class CheckedStep:
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """All steps of a check; `left_out` says which parts the plan has no room for, and why."""
+    """All steps of a check; `left_out` lists parts that do not fit into the plan, with the reason."""
 
     texts: tuple[Text, ...]
     steps: tuple[CheckedStep, ...]
@@ -82,7 +84,7 @@ class Script:
 
 @dataclass(slots=True)
 class _Live:
-    """A part on its way."""
+    """A part that has not finished."""
 
     part: Part
     key: SequenceKey
@@ -102,13 +104,13 @@ class _Live:
 
     @property
     def next_end(self) -> int:
-        """Where its next slice ends."""
+        """End of its next slice."""
         ends = (end for end in self.part.chunks if end > self.num_computed)
         return next(ends, self.num_computed + 1)
 
 
 def texts_for(plan: Plan, vocab_size: int) -> tuple[Text, ...]:
-    """As long as the parts of a check need for this plan."""
+    """Return texts of the length that the parts of a check need for this plan."""
     length = min(plan.block_size + 4, plan.max_sequence_tokens, MAX_TEXT_TOKENS)
     return tuple(check_text(number, length, vocab_size) for number in range(NUM_TEXTS))
 
@@ -116,13 +118,13 @@ def texts_for(plan: Plan, vocab_size: int) -> tuple[Text, ...]:
 def write_script(
     plan: Plan, epoch: int, texts: tuple[Text, ...], kv: KvCacheManager, *, first_step_id: int = 0
 ) -> Script:
-    """For an epoch whose ledger `kv` is, in which nothing else happens meanwhile."""
+    """Write the steps for an epoch with ledger `kv`, in which no request runs."""
     writer = _Writer(plan, epoch, texts, kv, first_step_id)
     return writer.write()
 
 
 def parts_for(plan: Plan, length: int) -> tuple[list[Part], list[str]]:
-    """What a check with texts of `length` tokens consists of, and what is left out."""
+    """Return the parts of a check with texts of `length` tokens, and the parts left out."""
     block = plan.block_size
     most = plan.limits.max_step_tokens
     prompt = max(1, min(block - 2, length - 1, most))
@@ -144,7 +146,7 @@ def parts_for(plan: Plan, length: int) -> tuple[list[Part], list[str]]:
 
 
 class _Writer:
-    """Puts into every step what fits; what never fits is left out."""
+    """Fills steps with parts that fit; parts that never fit are left out."""
 
     def __init__(
         self, plan: Plan, epoch: int, texts: tuple[Text, ...], kv: KvCacheManager, first_step_id: int
@@ -154,7 +156,7 @@ class _Writer:
         self._texts = texts
         self._kv = kv
         self._first_step_id = first_step_id
-        # What an earlier check of the epoch has left in the cache must not be hit.
+        # Cached blocks of an earlier check in this epoch must not be hit.
         self._salt = salt_of(f"self-check {epoch} {first_step_id}")
         parts, self._left_out = parts_for(plan, len(texts[0]))
         self._waiting = [self._live(number, part) for number, part in enumerate(parts)]
@@ -177,11 +179,11 @@ class _Writer:
             prompt, max_output_tokens=part.num_tokens - len(prompt), salt=self._salt
         )
         key = SequenceKey(CHECK_REQUEST, number)
-        # An earlier check of the epoch has used other restart counts of these keys.
+        # Earlier checks of this epoch used other restart counts for these keys.
         return _Live(part, key, self._texts[part.text], self._first_step_id, active)
 
     def _end_finished(self) -> list[EndRecord]:
-        """Blocks stay cached for parts that wait for them, and for nobody else."""
+        """Free finished parts; their blocks stay cached only if another part waits for them."""
         ended = [live for live in self._running if live.is_done]
         self._running = [live for live in self._running if not live.is_done]
         for live in ended:
@@ -217,8 +219,9 @@ class _Writer:
         return slices, starts
 
     def _ready(self) -> list[_Live]:
-        """Those that may begin in this step, first those whose cached block may soon be evicted; where
-        nothing else is left, none is too early.
+        """Return the parts that may start in this step, those with an evictable cached block first.
+
+        When nothing runs, earliest steps are ignored.
         """
         next_step = len(self._steps)
         is_late = next_step > 0 and not self._running
@@ -228,28 +231,28 @@ class _Writer:
             if (is_late or live.part.starts_at <= next_step)
             and (not live.part.shares_block or self._is_cached(live))
         ]
-        return sorted(ready, key=lambda each: not each.part.shares_block)
+        return sorted(ready, key=lambda live: not live.part.shares_block)
 
-    def _is_cached(self, each: _Live) -> bool:
-        return self._kv.num_cached_tokens(each.active) >= min(
-            self._plan.block_size, each.num_prompt_tokens - 1
+    def _is_cached(self, live: _Live) -> bool:
+        return self._kv.num_cached_tokens(live.active) >= min(
+            self._plan.block_size, live.num_prompt_tokens - 1
         )
 
-    def _take_blocks(self, each: _Live, end: int) -> int:
-        """Where the slice ends for whose tokens there are blocks; 0 if there are too few."""
+    def _take_blocks(self, live: _Live, end: int) -> int:
+        """Allocate blocks; return the end of the slice that they hold, 0 if there are too few."""
         num_blocks = -(-end // self._plan.block_size)
-        if not each.is_started and num_blocks > self._kv.num_available:
-            return 0  # it would take hold of the cached ones, and then fail
+        if not live.is_started and num_blocks > self._kv.num_available:
+            return 0  # it would take the cached blocks and then fail
         try:
-            if each.num_computed < each.num_prompt_tokens:
-                return self._kv.allocate(each.key, each.active, end, first_query=each.num_computed)
-            self._kv.push(each.key, each.active, each.tokens[each.num_computed])
+            if live.num_computed < live.num_prompt_tokens:
+                return self._kv.allocate(live.key, live.active, end, first_query=live.num_computed)
+            self._kv.push(live.key, live.active, live.tokens[live.num_computed])
         except OutOfBlocks:
             return 0
         return end
 
     def _give_up_one(self) -> None:
-        """Nothing gets on: what has begun last ends where it is, or else what waits is left out."""
+        """Resolve a lack of blocks: shorten the part that started last, or leave out a waiting one."""
         stuck = self._running[-1] if self._running else self._waiting.pop()
         self._left_out.append(f"{stuck.part.name}: {self._plan.num_blocks} blocks are too few")
         if self._running:
@@ -270,16 +273,16 @@ class _Writer:
         self._steps.append(CheckedStep(step, tuple(checked for _, checked in slices)))
 
 
-def _slice(each: _Live, end: int) -> tuple[StepSlice, CheckedSlice]:
-    """The tokens from `each.num_computed` to `end`."""
-    first, num_prompt_tokens = each.num_computed, each.num_prompt_tokens
-    tokens = each.tokens[first:end]
+def _slice(live: _Live, end: int) -> tuple[StepSlice, CheckedSlice]:
+    """The tokens from `live.num_computed` to `end`."""
+    first, num_prompt_tokens = live.num_computed, live.num_prompt_tokens
+    tokens = live.tokens[first:end]
     if first >= num_prompt_tokens:
-        checked = CheckedSlice(each.key, each.part.text, first, 1, 0, is_sampled=True)
-        return StepSlice(each.key, each.restart_count, tokens, Decode(first)), checked
+        checked = CheckedSlice(live.key, live.part.text, first, 1, 0, is_sampled=True)
+        return StepSlice(live.key, live.restart_count, tokens, Decode(first)), checked
     num_scored = min(end, num_prompt_tokens - 1) - first
     prefill = Prefill(first, len(tokens), num_prompt_tokens, is_scored=num_scored > 0)
     checked = CheckedSlice(
-        each.key, each.part.text, first, len(tokens), num_scored, is_sampled=prefill.is_final
+        live.key, live.part.text, first, len(tokens), num_scored, is_sampled=prefill.is_final
     )
-    return StepSlice(each.key, each.restart_count, tokens, prefill), checked
+    return StepSlice(live.key, live.restart_count, tokens, prefill), checked

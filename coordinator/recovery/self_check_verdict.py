@@ -10,33 +10,32 @@ from coordinator.recovery.self_check_script import CheckedSlice, Script
 from wire.reference import NUM_PROJECTIONS, STATE_WIDTH, LayerReference, Reference
 from wire.steps import SliceError, SliceResult, StepResult, TokenLogprobs
 
-LEAST_TOLERANCE = 3e-5
-"""Measured in float32, where another order of sums is all that differs: at most 2.4e-6."""
+MIN_TOLERANCE = 3e-5
+"""Measured in float32, where only the order of sums differs: at most 2.4e-6."""
 
 _ROUNDINGS = 2.0
-"""Measured in bfloat16 and float16: 0.67 to 1.58 times what the reference says of rounding."""
+"""Measured in bfloat16 and float16: 0.67 to 1.58 times the rounding error given in the reference."""
 
-_LEAST_SPREAD = 1e-3
-"""Logits of a model that prefers nothing have no spread, and what rounding makes of it is no measure."""
+_MIN_SPREAD = 1e-3
+"""Lower bound, in logits: without it a model with equal logits would have a tolerance of zero."""
 
 _CLEAR_GAPS = 4.0
-"""A most likely token that leads by so many tolerances must be sampled."""
+"""A most likely token whose lead is this many tolerances must be sampled."""
 
 Pair = tuple[TokenLogprobs, TokenLogprobs]
-"""What a pipeline says after a token, and what the reference says."""
+"""Log-probabilities of the pipeline and of the reference after the same token."""
 
 
 def tolerance(reference: Reference) -> float:
-    """The largest `deviation` that a good pipeline may have."""
-    return max(LEAST_TOLERANCE, _ROUNDINGS * reference.rounding / _spread(reference))
+    """Return the largest `deviation` of a correct pipeline."""
+    return max(MIN_TOLERANCE, _ROUNDINGS * reference.rounding / _spread(reference))
 
 
 def deviation(pairs: Sequence[Pair], reference: Reference) -> float:
-    """The root mean square of the differences, as a fraction of the spread of the logits; not a number where
-    one of them is not.
+    """Return the root mean square difference as a fraction of the spread of the logits; NaN if not finite.
 
-    A token that only one side lists is at most as likely as the last that the other lists: it counts with
-    what it is above that.
+    A token that only one side lists is at most as likely as the last one that the other side lists: only the
+    excess over that counts.
     """
     squares = [
         difference * difference for row, expected in pairs for difference in _differences(row, expected)
@@ -47,7 +46,7 @@ def deviation(pairs: Sequence[Pair], reference: Reference) -> float:
 
 
 def clearly_expected(expected: TokenLogprobs, reference: Reference) -> int | None:
-    """The token that a greedy sampler must choose; None where rounding may decide."""
+    """Return the token that a greedy sampler must choose; None if rounding may decide."""
     if len(expected.top) < 2:
         return expected.top[0][0] if expected.top else None
     (token, first), (_, second) = expected.top[:2]
@@ -55,21 +54,28 @@ def clearly_expected(expected: TokenLogprobs, reference: Reference) -> int | Non
 
 
 def state_tolerance(layer: LayerReference) -> float:
-    """The largest `state_deviation` that a good stage may have."""
-    return max(LEAST_TOLERANCE, _ROUNDINGS * layer.rounding)
+    """Return the largest `state_deviation` of a correct stage."""
+    return max(MIN_TOLERANCE, _ROUNDINGS * layer.rounding)
 
 
 def state_deviation(
     states: Sequence[float], layer: LayerReference, places: Sequence[tuple[int, int]]
 ) -> float:
-    """The root mean square of how far hidden states are from those of the reference, as a fraction of their
-    norms; not a number where one of them is not. `places`: where each begins in `states`, and in the layer's.
+    """Return the root mean square distance of hidden states from the reference, as a fraction of their norms.
+
+    Args:
+        states: Projected hidden states of one stage.
+        layer: The reference after the stage's last layer.
+        places: Offsets of each state in `states` and in the layer's states.
+
+    Returns:
+        NaN if a state is not finite.
     """
     squares = []
     for here, there in places:
         ends = here + NUM_PROJECTIONS, there + NUM_PROJECTIONS
         distance = math.dist(states[here : ends[0]], layer.states[there : ends[1]])
-        norm = max(layer.states[ends[1]], _LEAST_SPREAD)
+        norm = max(layer.states[ends[1]], _MIN_SPREAD)
         squares.append(distance * distance / NUM_PROJECTIONS / (norm * norm))
     if not all(map(math.isfinite, squares)):
         return math.nan
@@ -77,11 +83,11 @@ def state_deviation(
 
 
 def _spread(reference: Reference) -> float:
-    return max(reference.logit_spread, _LEAST_SPREAD)
+    return max(reference.logit_spread, _MIN_SPREAD)
 
 
 def _differences(row: TokenLogprobs, expected: TokenLogprobs) -> list[float]:
-    """Of every token that one of them lists."""
+    """Return the differences for every token that one side lists."""
     here, there = dict(row.top), dict(expected.top)
     last_here, last_there = min(here.values()), min(there.values())
     here[row.token], there[expected.token] = row.logprob, expected.logprob
@@ -92,7 +98,7 @@ def _differences(row: TokenLogprobs, expected: TokenLogprobs) -> list[float]:
 
 
 class CheckOutcome(Enum):
-    """The value is how it is called in the log. FINITE_ONLY: there was nothing to compare with."""
+    """Outcome of a check; the value is its text in logs. FINITE_ONLY: there was no reference."""
 
     NOT_RUN = "not run yet"
     RUNNING = "under way"
@@ -103,8 +109,12 @@ class CheckOutcome(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """`detail` gives numbers or the reason. `stage` deviates first, where that is known. `at_us`: when it was
-    given, in microseconds since 1970.
+    """Result of a check.
+
+    Attributes:
+        detail: Numbers or the reason.
+        stage: The first stage that deviates, if known.
+        at_us: Time of the check, in microseconds since 1970.
     """
 
     outcome: CheckOutcome
@@ -120,18 +130,21 @@ class Verdict:
 
     @property
     def text(self) -> str:
-        """The whole in a sentence."""
         return f"{self.outcome.value}: {self.detail}" if self.detail else self.outcome.value
 
 
 class BadAnswer(ValueError):
-    """The pipeline has not answered with what is owed; the text says with what."""
+    """The pipeline's results do not match the steps that were sent; the text says how."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnownReference:
-    """`origin`, as in "the recorded reference"; `worker` has computed it, "" if it was read from a file.
-    `is_confirmed`: a plan has passed with it.
+    """A reference with its source.
+
+    Attributes:
+        origin: Its name in a verdict, such as "the recorded reference".
+        worker: The worker that computed it, "" if it was read from a file.
+        is_confirmed: A plan has passed with it.
     """
 
     reference: Reference
@@ -141,12 +154,12 @@ class KnownReference:
 
 
 class NoReference(Exception):
-    """There is nothing to compare with; the text says why."""
+    """No reference is available; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnsweredRow:
-    """What the pipeline says after a token; `sampled` is what it has chosen to follow, if it chooses."""
+    """Log-probabilities after a token, and the token sampled there, if any."""
 
     part: CheckedSlice
     position: int
@@ -156,7 +169,7 @@ class AnsweredRow:
 
 @dataclass(frozen=True, slots=True)
 class _Hop:
-    """How far what a stage hands on is from the reference, and may be."""
+    """Deviation of the hidden states that a stage sends, and its tolerance."""
 
     stage: StagePlan
     deviation: float
@@ -180,8 +193,11 @@ def judge(
     states: Mapping[int, Sequence[float]] | None,
     known: KnownReference | NoReference,
 ) -> Verdict:
-    """Whether these are the answers of a good pipeline. `states`: what each stage but LAST has handed on, of
-    those that have told; None where they do not keep it.
+    """Compare the results of a pipeline with a reference.
+
+    Args:
+        states: Hidden states sent by each stage but LAST, as far as reported; None if stages do not record
+            them.
     """
     try:
         rows = list(_answered_rows(script, results))
@@ -197,7 +213,7 @@ def judge(
 
 
 def _with_stage(verdict: Verdict, plan: Plan, hops: Sequence[_Hop]) -> Verdict:
-    """A stage that hands on what is wrong is enough for a failure, and the first such stage is its cause."""
+    """Name the first stage whose hidden states deviate; one such stage is enough for a failure."""
     bad, last = next((hop for hop in hops if not hop.is_good), None), plan.stages[-1]
     if bad is not None and verdict.is_good:
         return Verdict(
@@ -215,14 +231,14 @@ def _with_stage(verdict: Verdict, plan: Plan, hops: Sequence[_Hop]) -> Verdict:
         return replace(verdict, detail=f"{verdict.detail}; no hidden states of stage {silent} to compare")
     if verdict.is_good:
         return verdict
-    detail = f"{verdict.detail}; stage {last.stage} (worker {last.worker}) gets the right hidden states"
+    detail = f"{verdict.detail}; stage {last.stage} (worker {last.worker}) receives correct hidden states"
     return replace(verdict, stage=last.stage, detail=detail)
 
 
 def _hops(
     script: Script, plan: Plan, states: Mapping[int, Sequence[float]], reference: Reference
 ) -> list[_Hop]:
-    """Of the stages that have told what they handed on."""
+    """Return the deviations of the stages that reported their hidden states."""
     fresh, cached = _places(script, reference)
     hops = []
     for stage in plan.stages[:-1]:
@@ -234,8 +250,10 @@ def _hops(
 
 
 def _places(script: Script, reference: Reference) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Of all tokens in the order of the steps: where its state begins in what a stage tells, and in the
-    reference. First those that see nothing of the cache.
+    """Return the offsets of each token's state in a stage's report and in the reference.
+
+    Returns:
+        Tokens that do not read the cache, and tokens that do, each in the order of the steps.
     """
     fresh: list[tuple[int, int]] = []
     cached: list[tuple[int, int]] = []
@@ -266,7 +284,7 @@ def _compare(script: Script, rows: Sequence[AnsweredRow], known: KnownReference)
 
 
 def _larger(one: float, other: float) -> float:
-    """Not a number is more than anything."""
+    """Return the larger number; NaN is larger than any."""
     return one if math.isnan(one) or one > other else other
 
 
@@ -296,7 +314,7 @@ def _judge_alone(rows: Sequence[AnsweredRow], reason: NoReference) -> Verdict:
 
 
 def _answered_rows(script: Script, results: Sequence[StepResult]) -> Iterator[AnsweredRow]:
-    """Raises BadAnswer."""
+    """Yield the rows of all results. Raises BadAnswer."""
     for checked_step, result in zip(script.steps, results, strict=True):
         owed = [part for part in checked_step.slices if part.num_scored or part.is_sampled]
         sequences = [entry.sequence for entry in result.results]

@@ -31,7 +31,7 @@ from coordinator.recovery.self_check import (
 )
 from coordinator.recovery.self_check_script import Script, write_script
 from coordinator.recovery.self_check_verdict import (
-    LEAST_TOLERANCE,
+    MIN_TOLERANCE,
     CheckOutcome,
     KnownReference,
     NoReference,
@@ -167,7 +167,7 @@ async def test_what_takes_too_long_goes_on_and_is_there_later(
     )
     workers.is_held.clear()
     for _ in range(2):
-        with pytest.raises(NoReference, match=r"within 0\.01 s, and still is being computed$"):
+        with pytest.raises(NoReference, match=r"within 0\.01 s; the computation continues$"):
             await references.get(QUESTION, SOURCES)
     assert workers.asked == ["large"] and not references.has(QUESTION)
     workers.is_held.set()
@@ -455,7 +455,7 @@ def test_logits_without_spread_are_compared_all_the_same() -> None:
 
 def test_twice_what_rounding_does_is_allowed_and_a_little_at_least() -> None:
     assert tolerance(REFERENCE) == pytest.approx(2 * ROUNDING / 2.0)
-    assert tolerance(replace(REFERENCE, rounding=0.0)) == LEAST_TOLERANCE
+    assert tolerance(replace(REFERENCE, rounding=0.0)) == MIN_TOLERANCE
 
 
 # The verdict
@@ -476,7 +476,7 @@ def test_one_wrong_decode_is_not_lost_among_right_prompts() -> None:
     assert verdict.outcome is CheckOutcome.FAILED
     assert verdict.deviation is not None and verdict.deviation > 10 * 0.01
     assert verdict.stage == 1
-    assert verdict.detail.endswith("; stage 1 (worker b) gets the right hidden states")
+    assert verdict.detail.endswith("; stage 1 (worker b) receives correct hidden states")
 
 
 def test_the_first_stage_that_deviates_is_named() -> None:
