@@ -14,9 +14,13 @@ from wire.tensors import WireDType, check_can_carry, parse_wire_dtype
 
 @dataclass(slots=True, kw_only=True)
 class ServedModel:
-    """`directory` is that of the checkpoint, None for a mock. `wire_dtype` is what hidden states travel in
-    between stages; None for as they are computed. `text` is None for a model without a tokenizer:
-    it serves token ids. `grammars` say by themselves why a checkpoint has no structured output.
+    """The served model and everything derived from its checkpoint.
+
+    Attributes:
+        wire_dtype: Dtype of hidden states between stages; None for the run dtype.
+        directory: The checkpoint, None for a mock.
+        text: Tokenizer; None for a model that serves token ids only.
+        grammars: Compiler of structured output; reports why a checkpoint has none.
     """
 
     name: str
@@ -36,14 +40,12 @@ class ServedModel:
 
     @property
     def is_mock(self) -> bool:
-        """There are no weights: only mock stages can serve it."""
+        """It has no weights: only mock stages can serve it."""
         return self.directory is None
 
     @property
     def directory_for_workers(self) -> str:
-        """Empty for the built-in model, which every worker has, and for a mock; else this host's absolute
-        path.
-        """
+        """Absolute path on this host; empty for a mock and for the built-in model, which all workers have."""
         return "" if self.is_builtin or self.directory is None else str(self.directory.resolve())
 
 
@@ -54,7 +56,7 @@ def model_of(
     wire_dtype: WireDType | None = None,
     is_builtin: bool = False,
 ) -> ServedModel:
-    """A checkpoint to be served, in its own dtype unless given; without its tokenizer."""
+    """Make a model without its tokenizer; `dtype` defaults to the checkpoint's."""
     return ServedModel(
         name=MODEL_NAME if is_builtin else checkpoint.directory.name,
         config=checkpoint.config,
@@ -68,8 +70,11 @@ def model_of(
 
 
 def open_model(config: CoordinatorConfig) -> ServedModel:
-    """Reads config and headers, never weights. Raises CheckpointError, ValueError for a dtype that does not
-    exist, or a wire dtype that makes nothing smaller.
+    """Open the configured model: config and headers, no weights.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be served.
+        ValueError: The dtype does not exist, or the wire dtype is not smaller than the run dtype.
     """
     dtype = DType.from_name(config.dtype) if config.dtype else None
     wire_dtype = parse_wire_dtype(config.wire_dtype) if config.wire_dtype else None

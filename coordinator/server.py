@@ -148,7 +148,7 @@ class CoordinatorServer:
         )
 
     def _new_request_handler(self) -> RequestHandler:
-        """With the requests of the journal, if there are any."""
+        """Make the request handler and restore the journal's requests."""
         handler = RequestHandler(
             self.engine,
             self.controller,
@@ -163,7 +163,7 @@ class CoordinatorServer:
         return handler
 
     def _add_services(self, status: StatusReporter, activity: ActivityReporter) -> None:
-        """Everything that is served over gRPC."""
+        """Register all gRPC services."""
         callers = CallContexts(self._config.client_key, self.engine.now_s)
         operators = Operators(self._token, self._refused_operators)
         inference_pb2_grpc.add_InferenceServicer_to_server(
@@ -213,7 +213,7 @@ class CoordinatorServer:
         return DashboardServer(context, listen=listen, token=self._token, refused=self._refused_operators)
 
     async def start(self) -> None:
-        """Raises OSError when an address cannot be had."""
+        """Bind and start everything. Raises OSError if an address cannot be bound."""
         listen = self._config.listen
         port = bind(self._server, str(parse_address(listen)))
         self.address = f"{listen.rpartition(':')[0]}:{port}"
@@ -229,11 +229,11 @@ class CoordinatorServer:
         self._sweeper = asyncio.create_task(self._sweep(), name="sweeper")
 
     async def drain(self) -> None:
-        """Takes nothing new, and finishes what is live, within the limit of the configuration."""
+        """Reject new requests and finish running ones, within `drain_timeout_s`."""
         await self.controller.availability.drain()
 
     async def stop(self) -> None:
-        """Fails what is live, closes every stream."""
+        """Fail all live requests and close all streams."""
         if self._token_file is not None:
             self._token_file.remove()
         if self._sweeper is not None:
@@ -258,14 +258,14 @@ class CoordinatorServer:
 
 
 def open_journal(path: Path, model: ServedModel) -> Journal:
-    """Raises JournalUnusable."""
+    """Open the journal. Raises JournalUnusable."""
     return Journal(path, ServedIdentity(model.fingerprint, model.dtype.value))
 
 
 def _new_state(
     config: CoordinatorConfig, model: ServedModel, policy: RecoveryPolicy, journal: Journal | None
 ) -> ClusterState:
-    """Nobody is here yet; a former coordinator may have served."""
+    """Make the state of a cluster without workers; a former coordinator may have served."""
     return ClusterState(
         num_stages=config.num_stages,
         make_plan=lambda workers: plan_for(config, model, workers),
@@ -287,7 +287,7 @@ def _new_self_check(config: CoordinatorConfig, model: ServedModel, policy: Recov
 
 
 def run(config: CoordinatorConfig) -> int:
-    """Serves until SIGTERM or SIGINT. Returns the exit code; what goes wrong is one line on stderr."""
+    """Serve until SIGTERM or SIGINT. Return the exit code; failures are one line on stderr."""
     logs.configure(config.logs, "coordinator")
     raise_file_limit()
     try:
@@ -317,7 +317,7 @@ async def _serve(config: CoordinatorConfig, model: ServedModel) -> None:
     loop.add_signal_handler(signal.SIGTERM, lambda: (stopping if draining.is_set() else draining).set())
     server = CoordinatorServer(config, model)
     await server.start()
-    # What is here now stays: looking through it again and again would hold up steps for tens of milliseconds.
+    # Objects made at start are permanent: scanning them in each collection would pause steps for tens of ms.
     gc.freeze()
     if server.dashboard is not None:
         print(f"dashboard {server.dashboard.url}", flush=True)
@@ -327,14 +327,14 @@ async def _serve(config: CoordinatorConfig, model: ServedModel) -> None:
     )
     await _first_of(stopping.wait(), draining.wait())
     if not stopping.is_set() and server.journal is None:
-        log.info("finishing what runs; a second SIGTERM does not wait")
+        log.info("draining; send SIGTERM again to stop immediately")
         await _first_of(stopping.wait(), server.drain())
     log.info("stopping")
     await server.stop()
 
 
 async def _first_of(*waits: Coroutine[Any, Any, object]) -> None:
-    """Returns when one of them does, and cancels the others."""
+    """Await the first of `waits` and cancel the others."""
     tasks = [asyncio.create_task(wait) for wait in waits]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:

@@ -52,7 +52,7 @@ class _Left:
 
 
 class CoordinatorClient:
-    """Stays joined until told to leave. A lost connection ends the epoch, but keeps the loaded stage."""
+    """Joins and rejoins until dismissed. A lost connection ends the epoch but keeps the loaded stage."""
 
     def __init__(
         self,
