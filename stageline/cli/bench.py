@@ -255,11 +255,11 @@ def _tell(measured: _Measured, files: OutputFiles) -> None:
 
 
 def _first_errors(run: LoadRun) -> dict[str, str]:
-    """The first error of each status."""
+    """The first error of each reason code."""
     errors: dict[str, str] = {}
     for record in run.records:
         if record.has_failed:
-            errors.setdefault(record.status, f"request {record.planned.index}: {record.error}")
+            errors.setdefault(record.reason, f"request {record.planned.index}: {record.error}")
     return errors
 
 

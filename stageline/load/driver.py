@@ -121,7 +121,7 @@ class Driver:
             await self._receive(record, outputs)
             self.tally.num_completed += 1
         except StagelineError as error:
-            record.status, record.error = error.code, error.message
+            record.status, record.reason, record.error = error.code, error.reason, error.message
             self.tally.num_failed += 1
         finally:
             self.tally.num_running -= 1

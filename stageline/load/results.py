@@ -23,7 +23,7 @@ class MeasuredRequest:
     `slot_wait_s` is the wait for the concurrency limit, during which `sent_s` is None.
     `message_times_s[i]` is the arrival of the i-th message with tokens, and `message_tokens[i]` their
     number. `status` is OK, RUNNING, INTERRUPTED (by the caller), or the name of a gRPC status, with the
-    text `error`.
+    reason code `reason` and the text `error`.
     """
 
     planned: PlannedRequest
@@ -33,6 +33,7 @@ class MeasuredRequest:
     message_times_s: list[float] = field(default_factory=list)
     message_tokens: list[int] = field(default_factory=list)
     status: str = RUNNING
+    reason: str = ""
     error: str = ""
     cached_tokens: int = 0
     restarts: int = 0

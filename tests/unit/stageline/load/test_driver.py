@@ -131,6 +131,7 @@ async def test_failures_have_their_status_and_end_nobody_else() -> None:
     driver = Driver(cluster.prepare)
     run = await drive(driver, [planned(index) for index in (12, 13, 14)])
     assert [record.status for record in run.records] == [OK, "RESOURCE_EXHAUSTED", OK]
+    assert [record.reason for record in run.records] == ["", "OVERLOADED", ""]
     assert run.records[1].error == "the queue is full"
     assert (driver.tally.num_failed, driver.tally.num_running) == (1, 0)
 
