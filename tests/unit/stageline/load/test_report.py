@@ -106,6 +106,7 @@ def test_the_json_has_everything() -> None:
         "message_times_s": [0.65, 0.8],
         "message_tokens": [1, 2],
         "status": "OK",
+        "reason": "",
         "error": "",
         "cached_tokens": 0,
         "restarts": 0,
