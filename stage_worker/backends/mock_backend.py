@@ -195,11 +195,12 @@ class MockBackend(StageBackend):
         return done
 
     async def _end_of_steps(self) -> None:
-        """Never done while a step hangs, like a compute thread."""
+        """Wait until steps have ended; forever if one hangs."""
         if self._device.is_hung:
             never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._watchdog.expect(never)
-            await never
+            # Shielded, because a cancelled wait does not end the step.
+            await asyncio.shield(never)
 
     def stop(self, *, timeout_s: float) -> bool:
         self._watchdog.close()

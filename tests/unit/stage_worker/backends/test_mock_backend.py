@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -254,3 +255,24 @@ async def test_the_first_steps_may_take_as_long_as_the_spec_says() -> None:
     ):
         loaded = await MockBackend(MockSpec.parse(times)).load(assignment, LoadProgress())
         assert loaded.warmup_ms == longest_ms
+
+
+async def test_a_hung_step_fails_the_device_although_epochs_begin_and_end_meanwhile() -> None:
+    hung = Bench(MockSpec(hang_after=0))
+    hung.backend = MockBackend(MockSpec(hang_after=0), step_timeout_s=0.3)
+    failures = asyncio.Queue[str]()
+    hung.backend.on_device_failure = failures.put_nowait
+    await hung.begin()
+    hung.submit(hung.log.step()).cancel()
+
+    async def begin_epochs() -> None:
+        for number in range(2, 100):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await hung.backend.begin_epoch(hung.executor, number, stage=0)
+
+    epochs = asyncio.create_task(begin_epochs())
+    async with asyncio.timeout(5):
+        assert "a step still computes 0.3 s after it was given up" in await failures.get()
+    epochs.cancel()
+    assert hung.backend.stop(timeout_s=0)
