@@ -41,9 +41,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+_PROCESS = psutil.Process()
+
+
 def resident_bytes() -> int:
-    """Resident memory of this process."""
-    return int(psutil.Process().memory_info().rss)
+    """Resident memory of this process; for every heartbeat, so the process is looked up once."""
+    return int(_PROCESS.memory_info().rss)
 
 
 DEADLINE_S = 1.0

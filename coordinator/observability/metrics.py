@@ -319,6 +319,7 @@ class CoordinatorMetrics:
         self.pipeline = PipelineMetrics(self._registry)
         self.observers: tuple[FactObserver, ...] = (self.requests, self.pipeline)
         self._memory = self._registry.number(definitions.RESIDENT_MEMORY).of()
+        self._process = psutil.Process()
         self._failed_exports = self._registry.number(definitions.FAILED_EXPORTS)
         access = self._registry.number(definitions.ACCESS_REFUSED)
         self._refused_access = {secret: access.of(secret) for secret in definitions.ACCESS.values}
@@ -378,7 +379,7 @@ class CoordinatorMetrics:
         return await asyncio.to_thread(_text, self.snapshot(), self._workers.last(), accept)
 
     def _read(self) -> None:
-        self._memory.set(psutil.Process().memory_info().rss)
+        self._memory.set(self._process.memory_info().rss)
         if self._export is not None:
             self._failed_exports.of("collector").set(self._export.num_failed)
 
