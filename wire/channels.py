@@ -79,6 +79,8 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     # a reason; admission rejects them instead, with a reason and a retry-after hint.
     ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
     ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_PENDING_CALLS),
+    # Seconds; by default it cancels calls that wait longer than 30 s. The clients' deadlines end them here.
+    ("grpc.server_max_unrequested_time_in_server", 86_400),
     # Close connections without calls; an open stream counts as a call.
     ("grpc.max_connection_idle_ms", 300_000),
     # A second process on the same port must fail to bind instead of sharing the connections.

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.full
 
 
 NUM_CALLS = 2000
-DEADLINE_S = 60.0
+DEADLINE_S = 300.0
 
 
 async def end_of(stub: inference_pb2_grpc.InferenceStub) -> str:
@@ -33,21 +33,22 @@ async def end_of(stub: inference_pb2_grpc.InferenceStub) -> str:
     return "OK"
 
 
-async def ends_of_all(cluster: Cluster) -> Counter[str]:
+async def ends_of_all(cluster: Cluster, held_s: float) -> Counter[str]:
     """All calls come at once: the loop that serves them is held up while they arrive."""
     async with client_channel(cluster.address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         await channel.channel_ready()
         calls = [asyncio.create_task(end_of(stub)) for _ in range(NUM_CALLS)]
-        await asyncio.sleep(0)
-        time.sleep(1.0)  # noqa: ASYNC251  # gRPC's own threads take the calls meanwhile, and nobody asks for them
+        for _ in range(5):
+            await asyncio.sleep(0)
+        time.sleep(held_s)  # noqa: ASYNC251  # gRPC's own threads take the calls meanwhile, and nobody asks for them
         return Counter(await asyncio.gather(*calls))
 
 
-@pytest.mark.parametrize("queue_size", [32, 4096])
-async def test_each_of_2000_calls_at_once_is_served_or_refused_by_us(queue_size: int) -> None:
+@pytest.mark.parametrize(("queue_size", "held_s"), [(32, 1.0), (4096, 1.0), (4096, 32.0)])
+async def test_each_of_2000_calls_at_once_is_served_or_refused_by_us(queue_size: int, held_s: float) -> None:
     async with mock_cluster(1, "step=0us", queue_size=queue_size) as cluster:
-        ends = await ends_of_all(cluster)
+        ends = await ends_of_all(cluster, held_s)
         finished = cluster.server.engine.totals.finished
         refused = ends["RESOURCE_EXHAUSTED OVERLOADED True"]
         assert ends["OK"] + refused == NUM_CALLS, ends
