@@ -58,7 +58,8 @@ from text.tokenizer import TokenizerError, load_text_codec
 from wire.addresses import parse_address
 from wire.channels import bind, new_server, raise_file_limit
 from wire.clock import ClusterClock
-from wire.errors import error_line, reason_of
+from wire.errors import reason_of
+from wire.exit_codes import ExitCode, error_line
 from wire.ids import Incarnation, new_incarnation
 from wire.peer_secrets import new_secret
 
@@ -306,8 +307,8 @@ def run(config: CoordinatorConfig) -> int:
         OSError,
     ) as error:
         logs.log_fatal(config.logs, error_line(reason_of(error), str(error)))
-        return 1
-    return 0
+        return ExitCode.FAILED
+    return ExitCode.DONE
 
 
 async def _serve(config: CoordinatorConfig, model: ServedModel) -> None:

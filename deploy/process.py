@@ -13,8 +13,8 @@ from typing import BinaryIO
 from coordinator.config import CoordinatorConfig
 from deploy import parent_death_signal
 from deploy.local_config import ClusterFailed
-from stage_worker.backends.contract import DEVICE_FAILED_EXIT_CODE
 from stage_worker.config import WorkerConfig
+from wire.exit_codes import ExitCode
 from wire.flags import variables_of
 
 MAX_RESTARTS = 5
@@ -31,10 +31,10 @@ class RestartPolicy:
 
     @staticmethod
     def is_unexpected(exit_code: int) -> bool:
-        """Whether a restart may help: after a device failure or a signal, not after a requested exit (0) or
-        wrong settings (1, 2).
+        """Whether a restart may help: after a device failure or a signal, not after a requested exit,
+        a failure or wrong settings.
         """
-        return exit_code == DEVICE_FAILED_EXIT_CODE or exit_code in _KILLED
+        return exit_code == ExitCode.DEVICE_FAILED or exit_code in _KILLED
 
     def next_delay_s(self, now_s: float) -> float | None:
         """The delay before this restart, which is counted; None after too many."""
@@ -114,8 +114,8 @@ class LocalProcess:
 
     @property
     def has_left(self) -> bool:
-        """The process exited by itself with code 0."""
-        return self._process.returncode == 0
+        """The process exited by itself with DONE."""
+        return self._process.returncode == ExitCode.DONE
 
     async def wait(self) -> None:
         await self._process.wait()
@@ -144,9 +144,10 @@ class LocalProcess:
         return self.read_log().splitlines()[-num_lines:]
 
     def failure(self) -> ClusterFailed:
-        """An error with the exit code and the end of the log: its error line alone after exit code 1 or 2."""
+        """An error with the exit code and the end of the log: its error line alone after FAILED and USAGE."""
         last_lines, how = self.last_lines(), self.describe_exit()
-        if self.exit_code in (1, 2) and last_lines and last_lines[-1].startswith(_ERROR_LINE):
+        is_explained = bool(last_lines) and last_lines[-1].startswith(_ERROR_LINE)
+        if is_explained and self.exit_code in (ExitCode.FAILED, ExitCode.USAGE):
             error = last_lines[-1].removeprefix(_PROGRAM)
             return ClusterFailed(f"{self.name} (pid {self.pid}) ended: {how}, {error}; its log is {self.log}")
         lines = "\n".join(f"  | {line}" for line in last_lines) or "  | (nothing logged)"

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from checkpoint.hashes import CACHE_FOLDER, HashCache
 from stage_worker.backends.backend import StageBackend
-from stage_worker.backends.contract import DEVICE_FAILED_EXIT_CODE, DeviceError, StepObserver
+from stage_worker.backends.contract import DeviceError, StepObserver
 from stage_worker.backends.mock_backend import MockBackend
 from stage_worker.config import MemoryTooLarge, WorkerConfig
 from stage_worker.coordinator_client import CoordinatorClient, JoinRefused
@@ -34,7 +34,8 @@ from telemetry.spans import WORKER
 from wire.addresses import Address, parse_address, parse_peer_address
 from wire.channels import PROTOCOL_VERSION, bind, new_server, raise_file_limit
 from wire.clock import ClusterClock
-from wire.errors import error_line, reason_of
+from wire.errors import reason_of
+from wire.exit_codes import ExitCode, error_line
 from wire.interceptors import HealthServicer
 
 log = logging.getLogger(__name__)
@@ -253,15 +254,10 @@ async def _cancel(tasks: Iterable["asyncio.Task[Any]"]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-BAD_FLAG_EXIT_CODE = 2
-"""Exit code for invalid flags, the same for all commands."""
-
-
 def run(config: WorkerConfig) -> int:
-    """Run a worker to its end; errors are one line on stderr.
+    """Run a worker to its end and return the exit code; errors are one line on stderr.
 
-    Returns 0 after leaving, 1 for an error, 2 when --memory exceeds the device's; exits with 3 when the
-    device fails.
+    Exits at once with DEVICE_FAILED when the device fails.
     """
     logs.configure(config.logs, "worker", worker=config.name)
     raise_file_limit()
@@ -274,7 +270,7 @@ async def _main(config: WorkerConfig) -> int:
         await worker.start()
     except MemoryTooLarge as error:
         logs.log_fatal(config.logs, error_line("USAGE", str(error)))
-        return BAD_FLAG_EXIT_CODE
+        return ExitCode.USAGE
     except (ValueError, OSError) as error:
         return _fail(config, error)
     logs.configure(config.logs, "worker", worker=worker.name)
@@ -295,9 +291,9 @@ async def _main(config: WorkerConfig) -> int:
     except DeviceError as error:
         _fail(config, error)
         # A hung thread or the device's library could block a normal exit.
-        _exit_at_once(DEVICE_FAILED_EXIT_CODE)
+        _exit_at_once(ExitCode.DEVICE_FAILED)
     is_stopped = await worker.stop()
-    status = 0 if failure is None else _fail(config, failure)
+    status = ExitCode.DONE if failure is None else _fail(config, failure)
     if not is_stopped:
         # The interpreter must not wait for a large step or tensor that is still in progress.
         _exit_at_once(status)
@@ -329,4 +325,4 @@ def _exit_at_once(status: int) -> NoReturn:
 
 def _fail(config: WorkerConfig, error: Exception) -> int:
     logs.log_fatal(config.logs, error_line(reason_of(error), str(error)))
-    return 1
+    return ExitCode.FAILED

@@ -5,7 +5,7 @@ import signal
 import sys
 from typing import NoReturn
 
-_INTERRUPTED = 130
+from wire.exit_codes import ExitCode
 
 
 def main() -> int:
@@ -25,7 +25,7 @@ def main() -> int:
 
 def _leave(number: int, frame: object) -> NoReturn:
     # An exception could come up inside an import's own bookkeeping, where Python prints it and goes on.
-    os._exit(_INTERRUPTED)
+    os._exit(ExitCode.INTERRUPTED)
 
 
 if __name__ == "__main__":

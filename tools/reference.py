@@ -202,7 +202,7 @@ def _span_row(spec: Any) -> tuple[str, ...]:
 
 # Errors
 
-_ERRORS = f"""\
+_ERRORS = """\
 # Errors
 
 Every gRPC error that Stageline sends carries a `google.rpc.ErrorInfo` with `domain` `stageline` and a stable
@@ -214,14 +214,8 @@ $ stageline generate "Hello" --temperature 200
 stageline: error[INVALID_REQUEST]: temperature is 200, must be in [0, 100]
 ```
 
-| exit code | meaning |
-|---|---|
-| 0 | done, or stopped by a signal, a drain or the coordinator |
-| 1 | failure |
-| 2 | wrong command line or settings |
-| 3 | the device of a worker failed: start the worker again |
-| 130 | Ctrl-C |
-
+"""
+_REASONS = f"""
 {_GENERATED}
 [runbook.md](../runbook.md) starts from symptoms.
 
@@ -318,9 +312,13 @@ _IN_COMMANDS = {
 
 
 def errors() -> str:
-    """Every reason code: status or reporter, meaning, action."""
+    """Every exit code; every reason code with status or reporter, meaning, action."""
+    exits = _fields_of("wire/exit_codes.py", "ExitCode")
+    codes = ((value.strip("`"), name, meaning) for name, _, value, meaning in exits)
     return (
         _ERRORS
+        + table(("exit code", "name", "meaning"), codes)
+        + _REASONS
         + table(("reason", "status", "meaning", "what to do"), _sent_errors())
         + _LOCAL_ERRORS
         + table(("reason", "reported by", "meaning", "what to do"), _local_errors())
@@ -513,6 +511,14 @@ def _fields(node: ast.ClassDef) -> list[tuple[str, ...]]:
     return rows
 
 
+def _fields_of(path: str, name: str) -> list[tuple[str, ...]]:
+    """The fields of a class that a module defines."""
+    module = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    node = next(node for node in module.body if _name(node) == name)
+    assert isinstance(node, ast.ClassDef)
+    return _fields(node)
+
+
 def _type(annotation: ast.expr) -> str:
     return f"`{ast.unparse(annotation)}`"
 
@@ -536,10 +542,8 @@ Names end in their unit: `_s` is seconds, `_tokens` tokens; the others are count
 
 def limits() -> str:
     """Every field of `RecoveryPolicy`."""
-    module = ast.parse((ROOT / "coordinator" / "recovery" / "policy.py").read_text(encoding="utf-8"))
-    policy = next(node for node in module.body if _name(node) == "RecoveryPolicy")
-    assert isinstance(policy, ast.ClassDef)
-    rows = [(name, default, meaning) for name, _, default, meaning in _fields(policy)]
+    policy = _fields_of("coordinator/recovery/policy.py", "RecoveryPolicy")
+    rows = [(name, default, meaning) for name, _, default, meaning in policy]
     return _LIMITS + table(("name", "default", "meaning"), rows)
 
 

@@ -253,8 +253,3 @@ def reason_of(error: BaseException) -> str:
     if isinstance(error, OSError):
         return "OS_ERROR"
     return "INVALID_CONFIGURATION" if isinstance(error, ValueError) else "INTERNAL_ERROR"
-
-
-def error_line(reason: str, text: str) -> str:
-    """Format the last stderr line of a failed command or process: `stageline: error[REASON]: text`."""
-    return f"stageline: error[{reason}]: {text}"

@@ -13,9 +13,6 @@ from wire.ids import SequenceKey
 from wire.steps import SliceResult, StageTime, StartRecord, StepResult
 from wire.tensors import TensorView
 
-DEVICE_FAILED_EXIT_CODE = 3
-"""Exit code of a worker whose device failed; the worker should be restarted."""
-
 
 class DeviceError(Exception):
     """The device can no longer compute in this process; the text has the reason."""

@@ -8,10 +8,11 @@ from typing import Annotated
 import typer
 
 from deploy import ClusterFailed
-from stageline.cli.options import FAILURE, INTERRUPTED, USAGE, CommandFailed, report
+from stageline.cli.options import USAGE, CommandFailed, report
 from stageline.client.errors import Overloaded, StagelineError
 from stageline.version import VERSION
 from wire.errors import reason_of
+from wire.exit_codes import ExitCode
 
 _SERVE = "Run a cluster"
 _USE = "Use a cluster"
@@ -74,21 +75,20 @@ def make_app(command: str | None = None) -> typer.Typer:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line, by default this process's, and return its exit code.
 
-    0: done. 1: failed, with one line. 2: wrong usage, with one line. 3: the worker's device failed.
-    130: ended by Ctrl-C.
+    Failures are one line on stderr.
     """
     try:
         words = sys.argv[1:] if arguments is None else list(arguments)
         app = make_app(words[0] if words else None)
-        return app(words or ["--help"], prog_name="stageline", standalone_mode=False) or 0
+        return app(words or ["--help"], prog_name="stageline", standalone_mode=False) or ExitCode.DONE
     except typer.TyperException as error:
         report(_one_line(error), reason=USAGE)
-        return error.exit_code
+        return ExitCode.USAGE
     except typer.Abort:
-        return INTERRUPTED
+        return ExitCode.INTERRUPTED
     except (StagelineError, CommandFailed, ClusterFailed, OSError) as error:
         report(_with_hint(error), reason=_reason(error))
-        return FAILURE
+        return ExitCode.FAILED
 
 
 def _reason(error: Exception) -> str:

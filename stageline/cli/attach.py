@@ -11,11 +11,12 @@ from typing import Annotated
 import typer
 
 from stageline.cli import options
-from stageline.cli.options import INTERRUPTED, CommandFailed, read_secret_file
+from stageline.cli.options import CommandFailed, read_secret_file
 from stageline.cli.output import Report, print_report, show_for, show_stream
 from stageline.client.client import Client
 from stageline.client.errors import RequestNotFound, StagelineError
 from wire.addresses import DEFAULT_ADDRESS
+from wire.exit_codes import ExitCode
 from wire.ids import id_text, parse_request_id
 from wire.user_files import state_directory, write_secret
 
@@ -132,7 +133,7 @@ def attach(
         report = asyncio.run(run())
     except KeyboardInterrupt:
         print(f"\nstageline: detached from request {request_id}", file=sys.stderr)
-        return INTERRUPTED
+        return ExitCode.INTERRUPTED
     except StagelineError as error:
         forget_if_over(request_id, error)
         raise

@@ -16,7 +16,7 @@ import uvloop
 from rich.console import Console
 
 from stageline.cli import options
-from stageline.cli.options import FAILURE, INTERRUPTED, CommandFailed, report, takes
+from stageline.cli.options import CommandFailed, report, takes
 from stageline.load.driver import Driver, LoadConfig, WarmupFailed, prepared
 from stageline.load.plan import Arrivals, LoadSpec, PlannedRequest, make_plan, parse_lengths
 from stageline.load.report import check_plot, json_report, report_view, save_plot, shown_progress, warnings_of
@@ -24,6 +24,7 @@ from stageline.load.results import Limits, LoadRun, summarize
 from stageline_rpc.v1 import inference_pb2
 from wire.addresses import DEFAULT_ADDRESS
 from wire.errors import reason_of
+from wire.exit_codes import ExitCode
 
 DEFAULT_RATE_PER_S = 4.0
 DEFAULT_NUM_REQUESTS = 100
@@ -203,13 +204,13 @@ class _Measured:
 
 
 def run_load(config: LoadConfig, files: OutputFiles) -> int:
-    """Return the exit code: 0, 1 if requests failed, 130 after Ctrl-C."""
+    """Return the exit code, which is FAILED if requests failed."""
     plan = options.build_config(lambda: make_plan(config.spec))
     measured = uvloop.run(_measure(config, plan))
     _tell(measured, files)
     if measured.run.is_interrupted:
-        return INTERRUPTED
-    return FAILURE if any(record.has_failed for record in measured.run.records) else 0
+        return ExitCode.INTERRUPTED
+    return ExitCode.FAILED if any(record.has_failed for record in measured.run.records) else ExitCode.DONE
 
 
 async def _measure(config: LoadConfig, plan: tuple[PlannedRequest, ...]) -> _Measured:

@@ -8,7 +8,7 @@ import typer
 
 from stageline.cli import options
 from stageline.cli.attach import expire_after, forget, store
-from stageline.cli.options import INTERRUPTED, CommandFailed, takes
+from stageline.cli.options import CommandFailed, takes
 from stageline.cli.output import Report, print_report, show_for, show_stream
 from stageline.cli.request_flags import (
     EndingFlags,
@@ -25,6 +25,7 @@ from stageline.client.connection import new_attach_secret
 from stageline.client.errors import StagelineError, Superseded, Unavailable
 from stageline.client.request import Detach, GenerateOptions, Prompt
 from wire.addresses import DEFAULT_ADDRESS
+from wire.exit_codes import ExitCode
 from wire.ids import id_text, new_request_id
 
 
@@ -52,7 +53,7 @@ def generate(
         report = asyncio.run(_run(coordinator, given, wanted, is_json=json))
     except KeyboardInterrupt:
         print(f"\nstageline: {_describe_leaving(request_id, is_detached=is_detached)}", file=sys.stderr)
-        return INTERRUPTED
+        return ExitCode.INTERRUPTED
     except StagelineError as error:
         if is_detached and not isinstance(error, Unavailable | Superseded):
             forget(request_id)

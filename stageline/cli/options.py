@@ -13,13 +13,9 @@ import typer
 
 from stageline.version import VERSION
 from telemetry.settings import TelemetrySettings, read_environment
-from wire.errors import error_line
+from wire.exit_codes import error_line
 from wire.flags import peer_address
 from wire.user_files import read_secret, state_directory, token_paths
-
-FAILURE = 1
-INTERRUPTED = 130
-
 
 USAGE = "USAGE"
 """Reason code of a wrong command line."""

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from deploy import LocalCluster, LocalClusterConfig
-from stage_worker.backends.contract import DEVICE_FAILED_EXIT_CODE
 from stageline import Client
 from stageline_rpc.v1 import cluster_pb2
 from tests.e2e.clusters import START_TIMEOUT_S, VOCAB_SIZE, is_idle, is_serving, tokens_of, wait_for_status
@@ -18,6 +17,7 @@ from tests.e2e.recovery_setup import DEADLINE_S
 from tests.e2e.terminal import CTRL_C, Terminal
 from tests.faults.streams import Streams, mixed_asks
 from tests.mock_answers import mock_tokens
+from wire.exit_codes import ExitCode
 
 NUM_TOKENS = 60
 MODEL = f"layers=8,vocab={VOCAB_SIZE}"
@@ -62,7 +62,7 @@ async def test_a_step_that_hangs_ends_its_process_and_the_others_go_on(tmp_path:
         tokens = asyncio.create_task(tokens_of(client, prompt, NUM_TOKENS))
         async with asyncio.timeout(DEADLINE_S):
             hung = await cluster.next_exit()
-        assert (hung.name, hung.exit_code) == ("worker-0", DEVICE_FAILED_EXIT_CODE)
+        assert (hung.name, hung.exit_code) == ("worker-0", ExitCode.DEVICE_FAILED)
         assert "a step still computes 1 s after it was given up" in hung.last_lines()[-1]
         assert await tokens == list(mock_tokens(prompt, NUM_TOKENS, vocab_size=VOCAB_SIZE))
         status = await wait_for_status(cluster.address, is_serving)
