@@ -1,4 +1,4 @@
-"""The `stageline` command: one file per subcommand, registered here."""
+"""The `stageline` command: its subcommands, registered here."""
 
 import sys
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ _USE = "Use a cluster"
 _COMMANDS = {
     "demo": ("stageline.cli.demo", _SERVE),
     "up": ("stageline.cli.up", _SERVE),
-    "coordinator": ("stageline.cli.coordinator", _SERVE),
-    "worker": ("stageline.cli.worker", _SERVE),
+    "coordinator": ("stageline.cli.serve", _SERVE),
+    "worker": ("stageline.cli.serve", _SERVE),
     "plan": ("stageline.cli.plan", _SERVE),
     "generate": ("stageline.cli.generate", _USE),
     "chat": ("stageline.cli.chat", _USE),
