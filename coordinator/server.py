@@ -123,7 +123,7 @@ class CoordinatorServer:
             limits,
             policy=self._policy,
             durability=Durability(self.journal, config.reattach_timeout_s, policy=self._policy),
-            observers=(self._traces, RequestLog(), FactRecorder((*self.metrics.observers, self.activity))),
+            observers=(FactRecorder((self._traces, *self.metrics.observers, self.activity)), RequestLog()),
         )
 
     def _new_controller(self, incarnation: Incarnation) -> Controller:

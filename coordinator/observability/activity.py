@@ -12,9 +12,11 @@ from itertools import islice
 from coordinator.observability.facts import FactObserver, Outcome, RequestRecord, SentStep, StepRecord
 from coordinator.observability.rates import PastSecond, PerSecond, Rates
 from coordinator.observability.steps import KEPT_S, StageLoad, StepHistory, stage_loads
+from coordinator.scheduler.batch import SequenceUpdate
 from coordinator.scheduler.sequence import SequenceState
 from telemetry.trace_view.explain import ratio_to_median, stands_out
 from wire.ids import RequestId
+from wire.steps import Step
 
 MAX_ENDED = 256
 
@@ -290,11 +292,11 @@ class ActivityRecorder(FactObserver):
         else:
             second.num_unfinished += 1
 
-    def step_sent(self, step: SentStep) -> None:
-        self._steps.step_sent(step)
+    def step_sent(self, sent: SentStep, step: Step) -> None:
+        self._steps.step_sent(sent, step)
 
-    def step_answered(self, record: StepRecord) -> None:
-        self._steps.step_answered(record)
+    def step_answered(self, record: StepRecord, updates: abc.Sequence[SequenceUpdate]) -> None:
+        self._steps.step_answered(record, updates)
         second = self._seconds.at(record.answered_s)
         second.num_steps += 1
         second.num_prefill_tokens += record.sent.num_chunk_tokens

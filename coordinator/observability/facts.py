@@ -1,9 +1,9 @@
 """One record per step and per request, created once where the engine reports them.
 
-Metrics, activity and, through it, dashboard and `stageline top` read these records. Spans are recorded from
-the engine's own reports (`request_traces`), because they follow every sequence of a step.
+Metrics, spans, activity and, through it, dashboard and `stageline top` read these records.
 """
 
+import asyncio
 from collections import Counter, abc, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,6 +17,8 @@ from wire.errors import DeadlinePassed, RequestCancelled, ServingError
 from wire.ids import RequestId, SequenceKey
 from wire.steps import Prefill, StageTime, StartRecord, Step, StepResult
 
+_CANCELLED = (RequestCancelled, DeadlinePassed, asyncio.CancelledError, GeneratorExit)
+
 
 class Outcome(StrEnum):
     """How a request ended."""
@@ -26,10 +28,10 @@ class Outcome(StrEnum):
     FAILED = "failed"
 
     @classmethod
-    def of(cls, error: ServingError | None) -> "Outcome":
+    def of(cls, error: BaseException | None) -> "Outcome":
         if error is None:
             return cls.FINISHED
-        return cls.CANCELLED if isinstance(error, RequestCancelled | DeadlinePassed) else cls.FAILED
+        return cls.CANCELLED if isinstance(error, _CANCELLED) else cls.FAILED
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +44,7 @@ class RequestRecord:
         started_s: when its first step was sent.
         first_token_s: when the coordinator received its first token.
         preempted: preempted choices that are queued again.
+        num_preemptions: of all choices so far.
     """
 
     request: Request
@@ -53,6 +56,7 @@ class RequestRecord:
     ended_s: float | None = None
     error: ServingError | None = None
     preempted: set[SequenceKey] = field(default_factory=set)
+    num_preemptions: int = 0
 
     @property
     def outcome(self) -> Outcome | None:
@@ -110,6 +114,7 @@ class StepRecord:
     Attributes:
         number: counts the answered steps of this process, from 1.
         stage_times: FIRST to LAST, or empty.
+        ready_at_us: when LAST had the result, on the clock of the spans; 0 if unknown.
         num_tokens_generated: over all choices.
         inter_token: time since the choices' previous tokens, and the number of choices for each.
         first_tokens: requests that got their first token.
@@ -119,6 +124,7 @@ class StepRecord:
     sent: SentStep
     answered_s: float
     stage_times: tuple[StageTime, ...]
+    ready_at_us: int = 0
     num_tokens_generated: int = 0
     inter_token: tuple[tuple[float, int], ...] = ()
     first_tokens: tuple[FirstToken, ...] = ()
@@ -151,11 +157,17 @@ class FactObserver:
     def step_scheduled(self, duration_s: float) -> None:
         """Scheduling the next step took `duration_s`."""
 
-    def step_sent(self, step: SentStep) -> None:
-        """A step was sent."""
+    def step_sent(self, sent: SentStep, step: Step) -> None:
+        """`step` was sent; its decodes precede its prompt chunks."""
 
-    def step_answered(self, record: StepRecord) -> None:
-        """The oldest step in flight was answered."""
+    def step_answered(self, record: StepRecord, updates: abc.Sequence[SequenceUpdate]) -> None:
+        """The oldest step in flight was answered, with these tokens and ends of sequences."""
+
+    def preempted(self, sequences: abc.Sequence[Sequence], now_s: float) -> None:
+        """`sequences` lost their blocks and were queued again."""
+
+    def requeued(self, sequences: abc.Sequence[Sequence], now_s: float) -> None:
+        """`sequences` were queued again, so that suspects of a worker loss run alone."""
 
     def epoch_started(self, epoch: int, now_s: float) -> None:
         """Steps of this epoch can be sent."""
@@ -194,30 +206,38 @@ class FactRecorder(EngineObserver):
         sent = _sent_step(step, now_s)
         self._in_flight.append(sent)
         for observer in self._observers:
-            observer.step_sent(sent)
+            observer.step_sent(sent, step)
 
     def step_answered(
-        self, result: StepResult, progress: abc.Sequence[SequenceUpdate], sent_s: float, now_s: float
+        self, result: StepResult, updates: abc.Sequence[SequenceUpdate], sent_s: float, now_s: float
     ) -> None:
         self._num_answered += 1
-        sequences = [update.sequence for update in progress if update.token is not None]
+        sequences = [update.sequence for update in updates if update.token is not None]
         inter_token, first_tokens = self._take_tokens(sequences, now_s)
         record = StepRecord(
             number=self._num_answered,
             sent=self._in_flight.popleft(),
             answered_s=now_s,
             stage_times=result.stage_times,
+            ready_at_us=result.ready_at_us,
             num_tokens_generated=len(sequences),
             inter_token=inter_token,
             first_tokens=first_tokens,
         )
         for observer in self._observers:
-            observer.step_answered(record)
+            observer.step_answered(record, updates)
 
     def preempted(self, sequences: abc.Sequence[Sequence], now_s: float) -> None:
         for sequence in sequences:
             if (record := self._active.get(sequence.key.request_id)) is not None:
                 record.preempted.add(sequence.key)
+                record.num_preemptions += 1
+        for observer in self._observers:
+            observer.preempted(sequences, now_s)
+
+    def requeued(self, sequences: abc.Sequence[Sequence], now_s: float) -> None:
+        for observer in self._observers:
+            observer.requeued(sequences, now_s)
 
     def epoch_started(self, epoch: int, now_s: float) -> None:
         for observer in self._observers:

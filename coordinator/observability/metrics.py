@@ -24,6 +24,7 @@ from coordinator.engine.engine import Engine
 from coordinator.engine.request import Request
 from coordinator.observability.facts import FactObserver, RequestRecord, SentStep, StepRecord
 from coordinator.observability.steps import BubbleWindow
+from coordinator.scheduler.batch import SequenceUpdate
 from coordinator.scheduler.sequence import SequenceState
 from telemetry.metrics import definitions
 from telemetry.metrics.definitions import WORKER, Process
@@ -39,7 +40,7 @@ from wire.errors import (
     Overloaded,
 )
 from wire.peer_secrets import RefusedPeers
-from wire.steps import StageTime
+from wire.steps import StageTime, Step
 
 if TYPE_CHECKING:
     from telemetry.metrics.collector_export import CollectorExport
@@ -78,13 +79,13 @@ class PipelineMetrics(FactObserver):
     def step_scheduled(self, duration_s: float) -> None:
         self._scheduler_time.observe(duration_s)
 
-    def step_sent(self, step: SentStep) -> None:
+    def step_sent(self, sent: SentStep, step: Step) -> None:
         if self._num_in_flight:
-            self._count_active(step.sent_s)
+            self._count_active(sent.sent_s)
         self._num_in_flight += 1
-        self._counted_s = step.sent_s
+        self._counted_s = sent.sent_s
 
-    def step_answered(self, record: StepRecord) -> None:
+    def step_answered(self, record: StepRecord, updates: abc.Sequence[SequenceUpdate]) -> None:
         self._step_time.observe(record.duration_s)
         computed_us = self._add_times(record.stage_times)
         self._count_active(record.answered_s, computed_s=computed_us / 1e6)
@@ -172,7 +173,7 @@ class RequestMetrics(FactObserver):
         assert record.started_s is not None
         self._queue_time.observe(record.started_s - record.accepted_s)
 
-    def step_answered(self, record: StepRecord) -> None:
+    def step_answered(self, record: StepRecord, updates: abc.Sequence[SequenceUpdate]) -> None:
         self._num_generated.add(record.num_tokens_generated)
         for wait_s, count in record.inter_token:
             self._inter_token_time.observe(wait_s, count)

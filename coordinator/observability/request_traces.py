@@ -1,4 +1,4 @@
-"""Spans of requests, recorded by the coordinator."""
+"""Spans of requests, recorded by the coordinator from `facts`."""
 
 import asyncio
 from collections import abc
@@ -9,15 +9,14 @@ from dataclasses import dataclass, field
 from opentelemetry.sdk.trace.sampling import Sampler
 from opentelemetry.trace import SpanContext
 
-from coordinator.engine.observer import EngineObserver
-from coordinator.engine.request import Request
+from coordinator.observability.facts import FactObserver, Outcome, RequestRecord, SentStep, StepRecord
 from coordinator.scheduler.batch import SequenceUpdate
 from coordinator.scheduler.sequence import Sequence
 from telemetry.span_recorder import Attributes, SpanRecorder, is_sampled, new_span_id, new_trace_id
 from telemetry.spans import Attr, SpanName
 from wire.errors import RequestCancelled, ServingError
 from wire.ids import RequestId, SequenceKey, id_text
-from wire.steps import Prefill, Step, StepResult
+from wire.steps import Prefill, Step
 from wire.trace_context import DECODE, format_traceparent, parse_traceparent, span_context, work_span
 
 MOST_HELD_SPANS = 64
@@ -42,12 +41,9 @@ class SentChunk:
     """A prefill chunk in flight."""
 
     restart_count: int
-    epoch: int
-    step_id: int
     start: int
     num_tokens: int
-    batch_size: int
-    sent_s: float
+    step: SentStep
 
 
 @dataclass(slots=True)
@@ -104,9 +100,6 @@ class RequestTraceRecorder:
         )
         self.is_recorded = is_sampled
         self.arrived_s = arrived_s
-        self.scheduled_s: float | None = None
-        self.first_token_s: float | None = None
-        self.num_preemptions = 0
         self.num_recoveries = 0
         self.choices: tuple[ChoiceTrace, ...] = ()
         self._is_resumed = begun is not None
@@ -141,11 +134,9 @@ class RequestTraceRecorder:
     def send_chunk(self, choice: ChoiceTrace, chunk: SentChunk) -> None:
         """A prompt chunk of a choice was sent."""
         if choice.waits_for is not None:
-            self._end_wait(choice, chunk.sent_s)
-        if self.scheduled_s is None:
-            self.scheduled_s = chunk.sent_s
+            self._end_wait(choice, chunk.step.sent_s)
         choice.restart_count = chunk.restart_count
-        choice.chunks[chunk.step_id] = chunk
+        choice.chunks[chunk.step.step_id] = chunk
 
     def answer_chunk(self, choice: ChoiceTrace, step: ObservedStep, now_s: float) -> None:
         """A chunk was computed."""
@@ -158,8 +149,6 @@ class RequestTraceRecorder:
         if choice.is_decoding:
             choice.steps.append(step)
             return
-        if self.first_token_s is None:
-            self.first_token_s = now_s
         choice.is_decoding, choice.since_s = True, now_s
 
     def end_choice(self, choice: ChoiceTrace, now_s: float) -> None:
@@ -248,19 +237,19 @@ class RequestTraceRecorder:
         attributes: Attributes = {
             Attr.CHOICE: choice.index,
             Attr.RESTART_COUNT: chunk.restart_count,
-            Attr.EPOCH: chunk.epoch,
-            Attr.STEP_ID: chunk.step_id,
-            Attr.LAST_STEP_ID: chunk.step_id,
+            Attr.EPOCH: chunk.step.epoch,
+            Attr.STEP_ID: chunk.step.step_id,
+            Attr.LAST_STEP_ID: chunk.step.step_id,
             Attr.NUM_STEPS: 1,
             Attr.TOKENS: chunk.num_tokens,
             Attr.CHUNK_START: chunk.start,
-            Attr.BATCH_SIZE: chunk.batch_size,
+            Attr.BATCH_SIZE: chunk.step.num_sequences,
         }
         if answered is not None:
             attributes[Attr.STEP_DURATION] = answered.took_s
             attributes[Attr.RESULT_DURATION] = answered.result_s
         context = self._work(choice, chunk.start)
-        self._emit(SpanName.PREFILL_CHUNK, chunk.sent_s, now_s, attributes, context)
+        self._emit(SpanName.PREFILL_CHUNK, chunk.step.sent_s, now_s, attributes, context)
 
     def _work(self, choice: ChoiceTrace, start: int) -> SpanContext:
         return work_span(self.context, choice=choice.index, restart_count=choice.restart_count, start=start)
@@ -307,7 +296,7 @@ class _Owner:
     sequence: Sequence
 
 
-class RequestTraces(EngineObserver):
+class RequestTraces(FactObserver):
     """One per coordinator."""
 
     def __init__(
@@ -340,7 +329,7 @@ class RequestTraces(EngineObserver):
         except BaseException as error:
             attributes: Attributes = {
                 Attr.REQUEST_ID: id_text(request_id),
-                Attr.OUTCOME: _outcome(error),
+                Attr.OUTCOME: Outcome.of(error).value,
             }
             trace.end(attributes, _text(error), asyncio.get_running_loop().time())
             if isinstance(error, Exception) and not isinstance(error, RequestCancelled):
@@ -372,7 +361,8 @@ class RequestTraces(EngineObserver):
             begun=begun,
         )
 
-    def accepted(self, request: Request, now_s: float) -> None:
+    def request_accepted(self, record: RequestRecord) -> None:
+        request, now_s = record.request, record.accepted_s
         trace = request.trace
         if trace is None:
             trace = request.trace = self._new_trace(None, now_s)
@@ -385,38 +375,29 @@ class RequestTraces(EngineObserver):
             else:
                 trace.end_choice(state, now_s)
 
-    def step_sent(self, step: Step, now_s: float) -> None:
-        sent = []
-        for part in reversed(step.slices):
-            chunk = part.inference_step
-            if not isinstance(chunk, Prefill):
+    def step_sent(self, sent: SentStep, step: Step) -> None:
+        owners = []
+        for step_slice in reversed(step.slices):
+            prefill = step_slice.inference_step
+            if not isinstance(prefill, Prefill):
                 break  # decodes come first in a step
-            owner = self._live.get(part.sequence)
+            owner = self._live.get(step_slice.sequence)
             if owner is None:
                 continue
-            facts = SentChunk(
-                restart_count=part.restart_count,
-                epoch=step.epoch,
-                step_id=step.step_id,
-                start=chunk.start,
-                num_tokens=chunk.num_tokens,
-                batch_size=len(step.slices),
-                sent_s=now_s,
-            )
-            owner.trace.send_chunk(owner.choice, facts)
-            sent.append(owner)
-        if sent:
-            self._chunks[step.step_id] = sent
+            chunk = SentChunk(step_slice.restart_count, prefill.start, prefill.num_tokens, sent)
+            owner.trace.send_chunk(owner.choice, chunk)
+            owners.append(owner)
+        if owners:
+            self._chunks[step.step_id] = owners
 
-    def step_answered(
-        self, result: StepResult, progress: abc.Sequence[SequenceUpdate], sent_s: float, now_s: float
-    ) -> None:
-        result_us = self._recorder.at_us(now_s) - result.ready_at_us if result.ready_at_us else 0
-        step = ObservedStep(result.epoch, result.step_id, now_s - sent_s, result_us / 1e6)
-        for owner in self._chunks.pop(result.step_id, ()):
+    def step_answered(self, record: StepRecord, updates: abc.Sequence[SequenceUpdate]) -> None:
+        sent, now_s = record.sent, record.answered_s
+        result_us = self._recorder.at_us(now_s) - record.ready_at_us if record.ready_at_us else 0
+        step = ObservedStep(sent.epoch, sent.step_id, record.duration_s, result_us / 1e6)
+        for owner in self._chunks.pop(sent.step_id, ()):
             owner.trace.answer_chunk(owner.choice, step, now_s)
         live = self._live
-        for update in progress:
+        for update in updates:
             answered = live.get(update.sequence.key)
             if answered is None:
                 continue
@@ -429,7 +410,6 @@ class RequestTraces(EngineObserver):
         for sequence in sequences:
             owner = self._live.get(sequence.key)
             if owner is not None:
-                owner.trace.num_preemptions += 1
                 owner.trace.interrupt(owner.choice, SpanName.PREEMPTION, "its blocks were needed", now_s)
                 _mark(owner.trace, sequence)
 
@@ -466,55 +446,51 @@ class RequestTraces(EngineObserver):
         for trace in recovering:
             trace.num_recoveries += 1
 
-    def ended(self, request: Request, error: ServingError | None, now_s: float) -> None:
-        trace = request.trace
-        for choice in request.choices:
+    def request_ended(self, record: RequestRecord) -> None:
+        trace = record.request.trace
+        for choice in record.request.choices:
             self._live.pop(choice.sequence.key, None)
-        if isinstance(trace, RequestTraceRecorder):
-            text = None if error is None else _text(error)
-            trace.end(self._attributes(request, trace, error, now_s), text, now_s)
+        assert isinstance(trace, RequestTraceRecorder), "another tracer created the trace"
+        assert record.ended_s is not None
+        text = None if record.error is None else _text(record.error)
+        trace.end(self._attributes(record, trace.num_recoveries), text, record.ended_s)
 
     def _new_trace(self, parent: SpanContext | None, arrived_s: float) -> RequestTraceRecorder:
         trace_id = new_trace_id() if parent is None else parent.trace_id
         sampled = is_sampled(self._sampler, trace_id, parent, SpanName.GENERATE)
         return RequestTraceRecorder(self._recorder, trace_id, parent, is_sampled=sampled, arrived_s=arrived_s)
 
-    def _attributes(
-        self, request: Request, trace: RequestTraceRecorder, error: ServingError | None, now_s: float
-    ) -> Attributes:
+    def _attributes(self, record: RequestRecord, num_recoveries: int) -> Attributes:
+        assert record.ended_s is not None
+        assert record.outcome is not None
+        request, ended_s, arrived_s = record.request, record.ended_s, record.arrived_s
         sequences = [choice.sequence for choice in request.choices]
-        sampling = sequences[0].sampling
         attributes: Attributes = {
             Attr.REQUEST_ID: id_text(request.id),
             Attr.REQUEST_MODEL: self._model,
             Attr.REQUEST_MAX_TOKENS: sequences[0].max_tokens,
-            Attr.REQUEST_TEMPERATURE: sampling.temperature,
-            Attr.REQUEST_TOP_P: sampling.top_p,
+            Attr.REQUEST_TEMPERATURE: sequences[0].sampling.temperature,
+            Attr.REQUEST_TOP_P: sequences[0].sampling.top_p,
             Attr.PROMPT_TOKENS: request.num_prompt_tokens,
             Attr.COMPLETION_TOKENS: sum(sequence.num_generated_tokens for sequence in sequences),
             Attr.CACHED_TOKENS: sequences[0].num_cached_tokens,
             Attr.CHOICES: len(sequences),
-            Attr.OUTCOME: "finished" if error is None else _outcome(error),
-            Attr.NUM_PREEMPTIONS: trace.num_preemptions,
-            Attr.NUM_RECOVERIES: trace.num_recoveries,
-            Attr.E2E: now_s - trace.arrived_s,
-            Attr.TIME_IN_QUEUE: (trace.scheduled_s or now_s) - trace.arrived_s,
+            Attr.OUTCOME: record.outcome.value,
+            Attr.NUM_PREEMPTIONS: record.num_preemptions,
+            Attr.NUM_RECOVERIES: num_recoveries,
+            Attr.E2E: ended_s - arrived_s,
+            Attr.TIME_IN_QUEUE: (record.started_s or ended_s) - arrived_s,
         }
-        if trace.first_token_s is not None:
-            attributes[Attr.TIME_TO_FIRST_TOKEN] = trace.first_token_s - trace.arrived_s
-            attributes[Attr.TIME_IN_PREFILL] = trace.first_token_s - (trace.scheduled_s or trace.arrived_s)
-            attributes[Attr.TIME_IN_DECODE] = now_s - trace.first_token_s
+        if record.first_token_s is not None:
+            attributes[Attr.TIME_TO_FIRST_TOKEN] = record.first_token_s - arrived_s
+            attributes[Attr.TIME_IN_PREFILL] = record.first_token_s - (record.started_s or arrived_s)
+            attributes[Attr.TIME_IN_DECODE] = ended_s - record.first_token_s
         return attributes
 
 
 def _mark(trace: RequestTraceRecorder, sequence: Sequence) -> None:
     """Make stages record spans of a sequence from its next start on, if its request is recorded."""
     sequence.traceparent = format_traceparent(trace.context) if trace.is_recorded else ""
-
-
-def _outcome(error: BaseException) -> str:
-    is_cancelled = isinstance(error, RequestCancelled | asyncio.CancelledError | GeneratorExit)
-    return "cancelled" if is_cancelled else "failed"
 
 
 def _text(error: BaseException) -> str:

@@ -8,12 +8,12 @@ known computation.
 """
 
 import math
-from collections import deque
-from collections.abc import Sequence
+from collections import abc, deque
 from dataclasses import dataclass
 
 from coordinator.observability.facts import FactObserver, SentStep, StepRecord
-from wire.steps import StageTime
+from coordinator.scheduler.batch import SequenceUpdate
+from wire.steps import StageTime, Step
 
 KEPT_S = 10.0
 MAX_STEPS = 4096
@@ -30,10 +30,10 @@ class StepHistory(FactObserver):
         self._num_stage_times = 0
         self.num_answered = 0
 
-    def step_sent(self, step: SentStep) -> None:
-        self._in_flight.append(step)
+    def step_sent(self, sent: SentStep, step: Step) -> None:
+        self._in_flight.append(sent)
 
-    def step_answered(self, record: StepRecord) -> None:
+    def step_answered(self, record: StepRecord, updates: abc.Sequence[SequenceUpdate]) -> None:
         self._in_flight.popleft()
         self.num_answered = record.number
         self._answered.append(record)
@@ -81,7 +81,7 @@ class StageLoad:
 
 
 def stage_loads(
-    steps: Sequence[StepRecord], now_s: float, *, began_s: float, is_idle: bool
+    steps: abc.Sequence[StepRecord], now_s: float, *, began_s: float, is_idle: bool
 ) -> list[StageLoad]:
     """Load of each stage of the newest step with stage times; empty without one.
 
@@ -105,7 +105,7 @@ def stage_loads(
     return loads
 
 
-def _load(times: Sequence[StageTime], before_s: float, window_s: float) -> StageLoad:
+def _load(times: abc.Sequence[StageTime], before_s: float, window_s: float) -> StageLoad:
     """`before_s` of the compute time were before the window."""
     count = len(times)
     compute_s = sum([stage_time.compute_us for stage_time in times]) / 1e6
@@ -122,7 +122,7 @@ def _share(part_s: float, whole_s: float) -> float:
     return min(1.0, max(0.0, part_s) / max(whole_s, 1e-9))
 
 
-def _overlap_s(intervals: Sequence[Interval], window: Interval) -> float:
+def _overlap_s(intervals: abc.Sequence[Interval], window: Interval) -> float:
     begin_s, end_s = window
     return sum([max(0.0, min(end, end_s) - max(begin, begin_s)) for begin, end in intervals])
 

@@ -10,6 +10,7 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import StatusCode
 
+from coordinator.observability.facts import FactRecorder, Outcome
 from coordinator.observability.request_traces import REQUEUED, RequestTraces
 from coordinator.scheduler.policy import SchedulerLimits
 from telemetry.span_recorder import ratio_sampler
@@ -17,7 +18,7 @@ from telemetry.spans import Attr, SpanName
 from tests.unit.coordinator.engine.engine_model import EngineModel
 from tests.unit.coordinator.engine.wishes import Wish
 from tests.unit.telemetry.recording import ListSink, recorder_into
-from wire.errors import InvalidRequest, Overloaded
+from wire.errors import DeadlinePassed, InvalidRequest, Overloaded
 from wire.ids import id_text, new_request_id
 from wire.steps import Step
 from wire.trace_context import format_traceparent, parse_traceparent, span_context
@@ -42,7 +43,8 @@ class Traced:
     def __init__(self, *, sampled: float = 1.0, num_blocks: int = 64) -> None:
         self.sink = ListSink()
         self.traces = RequestTraces(recorder_into(self.sink), ratio_sampler(sampled), model="m")
-        self.model = EngineModel(limits=LIMITS, num_blocks=num_blocks, observers=(self.traces,))
+        self.facts = FactRecorder((self.traces,))
+        self.model = EngineModel(limits=LIMITS, num_blocks=num_blocks, observers=(self.facts,))
         self.models.append(self.model)
 
     def run(self, num_steps: int = 1000) -> None:
@@ -196,8 +198,17 @@ def test_the_next_coordinator_goes_on_under_the_same_span(new_traced: NewTraced)
     assert traced.traces.resumed("", "", 0.0) is None
 
 
-def test_steps_of_others_are_nobodys(new_traced: NewTraced) -> None:
-    """Records alone make a step without slices."""
+def test_a_step_without_slices_has_no_span(new_traced: NewTraced) -> None:
     traced = new_traced()
-    traced.traces.step_sent(Step(epoch=1, step_id=99), 1.0)
+    traced.facts.step_sent(Step(epoch=1, step_id=99), 1.0)
     assert traced.sink.spans == []
+
+
+def test_the_outcome_of_a_span_is_that_of_the_metrics(new_traced: NewTraced) -> None:
+    traced = new_traced()
+    request = Wish(max_tokens=5).request()
+    traced.model.submit(request)
+    error = DeadlinePassed("deadline passed")
+    traced.facts.ended(request, error, 3.0)
+    (root,) = traced.spans(SpanName.GENERATE)
+    assert (root.attributes or {})[Attr.OUTCOME] == Outcome.of(error) == Outcome.CANCELLED
