@@ -27,7 +27,7 @@ from coordinator.api.request_handler import RequestHandler
 from coordinator.api.status import StatusReporter
 from coordinator.api.telemetry_service import MetricsService, TelemetryService, TraceService
 from coordinator.api.worker_services import MembershipService, StepResultsService
-from coordinator.cluster.controller import Controller, ControllerHooks, ServingSettings
+from coordinator.cluster.controller import Controller, ServingSettings
 from coordinator.cluster.state_machine import ClusterState
 from coordinator.cluster.step_limits import BatchingOptions
 from coordinator.config import CoordinatorConfig
@@ -140,9 +140,7 @@ class CoordinatorServer:
             settings=ServingSettings(
                 batching=batching, prefix_caching=config.prefix_cache, cache_directory=config.cache_directory
             ),
-            hooks=ControllerHooks(
-                on_serving=self._health.set_serving, on_epoch_end=self.metrics.pipeline.set_end_cause
-            ),
+            on_serving=self._health.set_serving,
             self_check=_new_self_check(config, model, self._policy) if config.wants_self_check else None,
             new_secret=new_secret,
             refused=self.metrics.refused_peers("hop_secret"),

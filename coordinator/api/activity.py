@@ -19,8 +19,9 @@ from coordinator.observability.activity import (
 from coordinator.observability.facts import SentStep, StepKind, StepRecord
 from coordinator.observability.rates import PastSecond, Quantiles, Rates
 from coordinator.observability.steps import StageLoad
-from stageline_rpc.v1 import telemetry_pb2
+from stageline_rpc.v1 import cluster_pb2, telemetry_pb2
 from wire.ids import id_text
+from wire.interceptors import sent_reason
 from wire.status_codec import duration, timestamp
 
 KIND_TO_MESSAGE: dict[StepKind, telemetry_pb2.StepKind.ValueType] = {
@@ -166,7 +167,8 @@ def _request(request: RequestActivity) -> telemetry_pb2.RequestActivity:
         started_us=_maybe_us(request.started_s),
         first_token_us=_maybe_us(request.first_token_s),
         ended_us=_maybe_us(request.ended_s),
-        error=request.error,
+        error="" if request.error is None else str(request.error),
+        reason="" if request.error is None else sent_reason(request.error),
     )
 
 
@@ -175,6 +177,7 @@ def _epoch(epoch: EpochSpan) -> telemetry_pb2.EpochActivity:
         epoch=epoch.epoch,
         started_us=_us(epoch.started_s),
         stopped_us=_maybe_us(epoch.stopped_s),
+        cause=epoch.cause.value if epoch.cause else cluster_pb2.EPOCH_END_CAUSE_UNSPECIFIED,
         reason=epoch.reason,
     )
 

@@ -93,6 +93,7 @@ class StatusReporter:
             self_check=self._self_check(),
             kv=self._kv(workers),
             journal=self._journal(),
+            end_cause=state.end_cause.value if state.end_cause else cluster_pb2.EPOCH_END_CAUSE_UNSPECIFIED,
         )
 
     def _kv(self, workers: Iterable[cluster_pb2.WorkerStatus]) -> cluster_pb2.KvStatus:

@@ -1,31 +1,11 @@
 """Actions that `ClusterState` returns and `Controller` carries out. Data only."""
 
 from dataclasses import dataclass
-from enum import Enum, auto
 
 from coordinator.cluster.membership import WorkerIdentity
+from coordinator.engine.observer import EndCause
 from coordinator.planner.plan import Plan, StagePlan
 from coordinator.recovery.rejoin import StartTimer
-
-
-class EndCause(Enum):
-    """Why an epoch ends.
-
-    Attributes:
-        DEATH: a worker was lost, possibly because of a request.
-        DEVICE: a worker reported a failed device and exits, hardly because of a request.
-        FAULT: a stage refused a step, or its result is overdue.
-        BROKEN: a stream ended for an unknown reason.
-        NO_PROGRESS: several epochs in a row were BROKEN without a token, possibly because of a request.
-        REPLANNED: a better plan exists.
-    """
-
-    DEATH = auto()
-    DEVICE = auto()
-    FAULT = auto()
-    BROKEN = auto()
-    NO_PROGRESS = auto()
-    REPLANNED = auto()
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ from coordinator.cluster.actions import (
     CheckPlan,
     Disconnect,
     DismissWorker,
-    EndCause,
     FinishRunning,
     StartServing,
     StopServing,
@@ -38,6 +37,7 @@ from coordinator.cluster.state_machine import ClusterState
 from coordinator.cluster.step_limits import DEFAULT_BATCHING, BatchingOptions, MemoryLimits, scheduler_limits
 from coordinator.cluster.transitions import ClusterPhase
 from coordinator.engine.engine import Engine
+from coordinator.engine.observer import EndCause
 from coordinator.model import ServedModel
 from coordinator.planner.plan import Plan
 from coordinator.recovery.attribution import FailureAttribution
@@ -66,18 +66,6 @@ class ServingSettings:
     cache_directory: Path | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ControllerHooks:
-    """Callbacks of the controller.
-
-    `on_serving` is called with whether new requests are served, whenever that may have changed;
-    `on_epoch_end` with the cause, just before a serving epoch ends.
-    """
-
-    on_serving: Callable[[bool], None] = lambda _: None
-    on_epoch_end: Callable[[EndCause], None] = lambda _: None
-
-
 class Controller:
     """Connects cluster state, workers, pipeline and engine: carries out the actions of `ClusterState`."""
 
@@ -90,21 +78,22 @@ class Controller:
         incarnation: Incarnation,
         policy: RecoveryPolicy,
         settings: ServingSettings,
-        hooks: ControllerHooks,
+        on_serving: Callable[[bool], None],
         self_check: SelfCheck | None = None,
         new_secret: Callable[[], bytes] = new_secret,
         refused: RefusedPeers | None = None,
     ) -> None:
-        """`new_secret` creates the secrets with which processes of the cluster authenticate each other;
+        """`on_serving` is called with whether new requests are served, whenever that may have changed;
+        `new_secret` creates the secrets with which processes of the cluster authenticate each other;
         `refused` counts and logs result streams with a wrong secret.
         """
         self.state, self._engine, self._model, self._config = state, engine, model, model.config
-        self.incarnation, self.policy, self._settings, self._hooks = incarnation, policy, settings, hooks
+        self.incarnation, self.policy, self._settings = incarnation, policy, settings
         self._new_secret = new_secret
         self._totals, self._durability = engine.totals, engine.durability
         self._durability.on_change = self._journal_changed
         self._attribution = FailureAttribution(engine.scheduler, engine.registry, engine.fail, policy=policy)
-        self.availability = Availability(state, engine, policy, hooks.on_serving)
+        self.availability = Availability(state, engine, policy, on_serving)
         self.connections = Connections()
         self.memory_limits = MemoryLimits()
         self.ledger_check = LedgerCheck(engine)
@@ -509,8 +498,7 @@ class Controller:
         self._failure_detector.restart()
         if self.availability.is_serving:
             self._attribute(action)
-            self._hooks.on_epoch_end(action.cause)
-            self._engine.stop_epoch(action.reason)
+            self._engine.stop_epoch(action.cause, action.reason)
             self.availability.end()
         self._release_link()
         end = join_pb2.EndEpoch(epoch=action.epoch)

@@ -5,8 +5,9 @@ import time
 from collections import abc
 from collections.abc import Callable, Iterable
 
-from coordinator.cluster.actions import AssignStage, BeginEpoch, EndCause, StopServing
+from coordinator.cluster.actions import AssignStage, BeginEpoch, StopServing
 from coordinator.cluster.membership import WorkerIdentity
+from coordinator.engine.observer import EndCause
 from coordinator.planner.plan import Plan, StagePlan
 from coordinator.recovery.self_check_verdict import Verdict
 from coordinator.scheduler.sequence import Sequence

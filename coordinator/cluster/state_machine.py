@@ -12,7 +12,6 @@ from coordinator.cluster.actions import (
     CheckPlan,
     Disconnect,
     DismissWorker,
-    EndCause,
     FinishRunning,
     StartServing,
     StopServing,
@@ -20,6 +19,7 @@ from coordinator.cluster.actions import (
 from coordinator.cluster.membership import Members, WorkerIdentity, WorkerRecord, WorkerState
 from coordinator.cluster.plan_choice import MakePlan, PlanChoice, TooFewWorkers
 from coordinator.cluster.transitions import ClusterEvent, ClusterPhase, handles
+from coordinator.engine.observer import EndCause
 from coordinator.planner.plan import Plan, PlanImpossible, StagePlan
 from coordinator.recovery.policy import RecoveryPolicy
 from coordinator.recovery.rejoin import (
@@ -101,6 +101,7 @@ class ClusterState:
         self.phase = ClusterPhase.WAITING_FOR_WORKERS
         self.detail = f"waiting for {num_stages} workers"
         self.epoch = last_epoch
+        self.end_cause: EndCause | None = None  # of the last epoch that ended
         self.plan: Plan | None = None
         self.workers = Members(policy)
         self.has_served = has_served
@@ -336,7 +337,7 @@ class ClusterState:
             return []
         if cause is EndCause.BROKEN and self._failures.record_break(reason):
             cause = EndCause.NO_PROGRESS
-        return [StopServing(epoch, reason, cause), *self._begin_epoch(reason)]
+        return self._stop(reason, cause) + self._begin_epoch(reason)
 
     @handles(ClusterEvent.HOP_FAILED)
     def hop_failed(self, epoch: int, stage: int, reason: str) -> list[Action]:
@@ -408,7 +409,7 @@ class ClusterState:
         if epoch != self.epoch:
             return []
         self._checked_plan_id = 0
-        return [StopServing(epoch, reason, EndCause.FAULT), *self._begin_epoch(reason)]
+        return self._stop(reason, EndCause.FAULT) + self._begin_epoch(reason)
 
     # Plans
 
@@ -418,7 +419,10 @@ class ClusterState:
         return actions + self._advance(reason)
 
     def _stop(self, reason: str, cause: EndCause) -> list[Action]:
-        return [StopServing(self.epoch, reason, cause)] if self.phase in ACTIVE else []
+        if self.phase not in ACTIVE:
+            return []
+        self.end_cause = cause
+        return [StopServing(self.epoch, reason, cause)]
 
     def _advance(self, reason: str = "") -> list[Action]:
         """Make and assign a plan if there is none."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from coordinator.engine.admission import Admission, AdmissionLimits, RetryAfterEstimator, plan_limit_error
 from coordinator.engine.durability import SUSPENDED, Durability, RequestEnd
-from coordinator.engine.observer import EngineObserver, Observers
+from coordinator.engine.observer import EndCause, EngineObserver, Observers
 from coordinator.engine.output_stream import OutputStream, Positions
 from coordinator.engine.request import Choice, Request, RequestRegistry, RequestTotals, check_attach_secret
 from coordinator.journal.records import AcceptedRequest
@@ -316,13 +316,13 @@ class Engine:
         self._scheduler.reclaim_epoch(next_step_id=next_step_id)
         self._send_steps()
 
-    def stop_epoch(self, reason: str = "") -> None:
+    def stop_epoch(self, cause: EndCause | None = None, reason: str = "") -> None:
         """Stop sending steps; running sequences return to the queue with their tokens."""
         self._send = self._max_sequence_tokens = None
         self._sent_s.clear()
         self._scheduler.end_epoch()
         self.kv_events.end_epoch()
-        self._observers.epoch_stopped(reason, self._clock())
+        self._observers.epoch_stopped(cause, reason, self._clock())
 
     def overdue_step(self, *, unknown_s: float) -> OverdueStep | None:
         """The step whose result is overdue; `unknown_s` is the limit before steps were measured."""

@@ -2,16 +2,38 @@
 
 import logging
 from collections import abc
+from enum import Enum
 
 from coordinator.engine.request import Request
 from coordinator.scheduler.batch import SequenceUpdate
 from coordinator.scheduler.sequence import Sequence
+from stageline_rpc.v1 import cluster_pb2
 from wire.errors import DeadlinePassed, RequestCancelled, RequestPoisoned, RequestSuspended, ServingError
 from wire.ids import id_text
 from wire.log_context import log_context
 from wire.steps import Step, StepResult
 
 log = logging.getLogger(__name__)
+
+
+class EndCause(Enum):
+    """Why an epoch ends. The values equal the wire enum.
+
+    Attributes:
+        DEATH: a worker was lost, possibly because of a request.
+        DEVICE: a worker reported a failed device and exits, hardly because of a request.
+        FAULT: a stage refused a step, or its result is overdue.
+        BROKEN: a stream ended for an unknown reason.
+        NO_PROGRESS: several epochs in a row were BROKEN without a token, possibly because of a request.
+        REPLANNED: a better plan exists.
+    """
+
+    DEATH = cluster_pb2.EPOCH_END_CAUSE_DEATH
+    DEVICE = cluster_pb2.EPOCH_END_CAUSE_DEVICE
+    FAULT = cluster_pb2.EPOCH_END_CAUSE_FAULT
+    BROKEN = cluster_pb2.EPOCH_END_CAUSE_BROKEN
+    NO_PROGRESS = cluster_pb2.EPOCH_END_CAUSE_NO_PROGRESS
+    REPLANNED = cluster_pb2.EPOCH_END_CAUSE_REPLANNED
 
 
 class EngineObserver:
@@ -44,8 +66,11 @@ class EngineObserver:
     def epoch_started(self, epoch: int, now_s: float) -> None:
         """Steps of this epoch can be sent."""
 
-    def epoch_stopped(self, reason: str, now_s: float) -> None:
-        """Steps in flight were discarded; running sequences were queued again."""
+    def epoch_stopped(self, cause: EndCause | None, reason: str, now_s: float) -> None:
+        """Steps in flight were discarded; running sequences were queued again.
+
+        `cause` is None when the coordinator stops.
+        """
 
     def ended(self, request: Request, error: ServingError | None, now_s: float) -> None:
         """A request finished, or ended with `error`."""
@@ -87,9 +112,9 @@ class Observers(EngineObserver):
         for observer in self._all:
             observer.epoch_started(epoch, now_s)
 
-    def epoch_stopped(self, reason: str, now_s: float) -> None:
+    def epoch_stopped(self, cause: EndCause | None, reason: str, now_s: float) -> None:
         for observer in self._all:
-            observer.epoch_stopped(reason, now_s)
+            observer.epoch_stopped(cause, reason, now_s)
 
     def ended(self, request: Request, error: ServingError | None, now_s: float) -> None:
         for observer in self._all:

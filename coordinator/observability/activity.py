@@ -9,16 +9,16 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import islice
 
+from coordinator.engine.observer import EndCause
 from coordinator.observability.facts import FactObserver, Outcome, RequestRecord, SentStep, StepRecord
 from coordinator.observability.rates import PastSecond, PerSecond, Rates
 from coordinator.observability.steps import KEPT_S, StageLoad, StepHistory, stage_loads
 from coordinator.scheduler.batch import SequenceUpdate
 from coordinator.scheduler.sequence import SequenceState
 from telemetry.trace_view.explain import ratio_to_median, stands_out
+from wire.errors import ServingError
 from wire.ids import RequestId
 from wire.steps import Step
-
-MAX_ENDED = 256
 
 
 class RequestPhase(StrEnum):
@@ -54,7 +54,7 @@ class RequestActivity:
     started_s: float | None
     first_token_s: float | None
     ended_s: float | None
-    error: str
+    error: ServingError | None
 
 
 class RequestHistory(FactObserver):
@@ -112,7 +112,7 @@ def _activity(record: RequestRecord) -> RequestActivity:
         started_s=record.started_s,
         first_token_s=record.first_token_s,
         ended_s=record.ended_s,
-        error="" if record.error is None else str(record.error),
+        error=record.error,
     )
 
 
@@ -185,6 +185,7 @@ class EpochSpan:
     epoch: int
     started_s: float
     stopped_s: float | None
+    cause: EndCause | None = None
     reason: str = ""
 
 
@@ -309,10 +310,10 @@ class ActivityRecorder(FactObserver):
     def epoch_started(self, epoch: int, now_s: float) -> None:
         self._epochs.append(EpochSpan(epoch, now_s, None))
 
-    def epoch_stopped(self, reason: str, now_s: float) -> None:
-        self._steps.epoch_stopped(reason, now_s)
+    def epoch_stopped(self, cause: EndCause | None, reason: str, now_s: float) -> None:
+        self._steps.epoch_stopped(cause, reason, now_s)
         if self._epochs and self._epochs[-1].stopped_s is None:
-            self._epochs[-1] = replace(self._epochs[-1], stopped_s=now_s, reason=reason)
+            self._epochs[-1] = replace(self._epochs[-1], stopped_s=now_s, cause=cause, reason=reason)
 
     def snapshot(self, now_s: float, *, now_unix_s: float, workers: tuple[str, ...] = ()) -> Snapshot:
         """Takes a millisecond at most. The result may be read on another thread."""

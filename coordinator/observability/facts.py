@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from coordinator.engine.observer import EngineObserver
+from coordinator.engine.observer import EndCause, EngineObserver
 from coordinator.engine.request import Request
 from coordinator.scheduler.batch import SequenceUpdate
 from coordinator.scheduler.sequence import Sequence
@@ -172,7 +172,7 @@ class FactObserver:
     def epoch_started(self, epoch: int, now_s: float) -> None:
         """Steps of this epoch can be sent."""
 
-    def epoch_stopped(self, reason: str, now_s: float) -> None:
+    def epoch_stopped(self, cause: EndCause | None, reason: str, now_s: float) -> None:
         """Steps in flight are void; running sequences are queued again."""
 
 
@@ -243,10 +243,10 @@ class FactRecorder(EngineObserver):
         for observer in self._observers:
             observer.epoch_started(epoch, now_s)
 
-    def epoch_stopped(self, reason: str, now_s: float) -> None:
+    def epoch_stopped(self, cause: EndCause | None, reason: str, now_s: float) -> None:
         self._in_flight.clear()
         for observer in self._observers:
-            observer.epoch_stopped(reason, now_s)
+            observer.epoch_stopped(cause, reason, now_s)
 
     def ended(self, request: Request, error: ServingError | None, now_s: float) -> None:
         for choice in request.choices:

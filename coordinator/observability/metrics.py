@@ -17,10 +17,10 @@ from opentelemetry.proto.metrics.v1.metrics_pb2 import ResourceMetrics
 from opentelemetry.sdk.metrics.export import ScopeMetrics
 from opentelemetry.sdk.resources import Resource
 
-from coordinator.cluster.actions import EndCause
 from coordinator.cluster.controller import Controller
 from coordinator.cluster.membership import Members
 from coordinator.engine.engine import Engine
+from coordinator.engine.observer import EndCause
 from coordinator.engine.request import Request
 from coordinator.observability.facts import FactObserver, RequestRecord, SentStep, StepRecord
 from coordinator.observability.steps import BubbleWindow
@@ -74,7 +74,6 @@ class PipelineMetrics(FactObserver):
         self._num_in_flight = 0
         self._counted_s = 0.0
         self._broken: tuple[float, str] | None = None
-        self._cause: EndCause | None = None
 
     def step_scheduled(self, duration_s: float) -> None:
         self._scheduler_time.observe(duration_s)
@@ -91,24 +90,19 @@ class PipelineMetrics(FactObserver):
         self._count_active(record.answered_s, computed_s=computed_us / 1e6)
         self._num_in_flight -= 1
 
-    def set_end_cause(self, cause: EndCause) -> None:
-        """Set the cause of the epoch's end, just before it is stopped."""
-        self._cause = cause
-
-    def epoch_stopped(self, reason: str, now_s: float) -> None:
+    def epoch_stopped(self, cause: EndCause | None, reason: str, now_s: float) -> None:
         if self._num_in_flight:
             self._count_active(now_s)
         self._num_in_flight = 0
-        ended_by, self._cause = self._cause, None
-        if ended_by is not None:
-            cause = ended_by.name.lower()
-            self._recoveries.of(cause).add()
-            self._broken = (now_s, cause)
+        if cause is not None:
+            label = cause.name.lower()
+            self._recoveries.of(label).add()
+            self._broken = (now_s, label)
 
     def epoch_started(self, epoch: int, now_s: float) -> None:
         if self._broken is not None:
-            broken_s, cause = self._broken
-            self._recovery_time.of(cause).observe(now_s - broken_s)
+            broken_s, label = self._broken
+            self._recovery_time.of(label).observe(now_s - broken_s)
             self._broken = None
 
     def read(self, now_s: float) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from opentelemetry.sdk.trace.sampling import Sampler
 from opentelemetry.trace import SpanContext
 
+from coordinator.engine.observer import EndCause
 from coordinator.observability.facts import FactObserver, Outcome, RequestRecord, SentStep, StepRecord
 from coordinator.scheduler.batch import SequenceUpdate
 from coordinator.scheduler.sequence import Sequence
@@ -434,7 +435,7 @@ class RequestTraces(FactObserver):
             attributes={Attr.REASON: reason, Attr.EPOCH: epoch, Attr.NUM_REQUESTS: num_requests},
         )
 
-    def epoch_stopped(self, reason: str, now_s: float) -> None:
+    def epoch_stopped(self, cause: EndCause | None, reason: str, now_s: float) -> None:
         self._stopped = (now_s, reason)
         self._chunks.clear()
         recovering = set()

@@ -11,6 +11,7 @@ import math
 from collections import abc, deque
 from dataclasses import dataclass
 
+from coordinator.engine.observer import EndCause
 from coordinator.observability.facts import FactObserver, SentStep, StepRecord
 from coordinator.scheduler.batch import SequenceUpdate
 from wire.steps import StageTime, Step
@@ -40,7 +41,7 @@ class StepHistory(FactObserver):
         self._num_stage_times += len(record.stage_times)
         self._prune(record.answered_s)
 
-    def epoch_stopped(self, reason: str, now_s: float) -> None:
+    def epoch_stopped(self, cause: EndCause | None, reason: str, now_s: float) -> None:
         self._in_flight.clear()
 
     def in_flight(self) -> tuple[SentStep, ...]:

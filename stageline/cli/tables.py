@@ -30,6 +30,7 @@ def status_view(status: cluster_pb2.GetStatusResponse) -> RenderableType:
         _describe_requests(status),
         f"Self-check {status.self_check.detail}",
         *_journal(status.journal),
+        *_last_end(status.end_cause),
         *_describe_weights(status),
         *_details(status),
     ]
@@ -42,6 +43,11 @@ def _journal(journal: cluster_pb2.JournalStatus) -> list[str]:
     if journal.state == cluster_pb2.JOURNAL_STATE_FAILING:
         return [f"Journal failing, {journal.num_unwritten} records unwritten: {journal.detail}"]
     return []
+
+
+def _last_end(cause: cluster_pb2.EpochEndCause.ValueType) -> list[str]:
+    name = enum_text(cluster_pb2.EpochEndCause.Name(cause), "EPOCH_END_CAUSE_")
+    return [f"Last epoch ended by: {name}"] if cause else []
 
 
 def describe_cluster(status: cluster_pb2.GetStatusResponse) -> str:

@@ -126,6 +126,8 @@ async def test_another_epoch_is_told_with_the_pause_before_it() -> None:
         first, *_, last = (await get(cluster, "api/activity"))["epochs"]
         assert int(first["stopped_us"]) <= int(last["started_us"])
         assert last["stopped_us"] is None
+        assert first["cause"] == "EPOCH_END_CAUSE_DEATH" and "w1" in first["reason"]
+        assert (await get(cluster, "api/status"))["end_cause"] == "EPOCH_END_CAUSE_DEATH"
 
 
 async def test_ready_follows_the_pipeline() -> None:

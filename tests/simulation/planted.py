@@ -7,10 +7,11 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from coordinator.cluster.actions import Action, BeginEpoch, EndCause
+from coordinator.cluster.actions import Action, BeginEpoch
 from coordinator.cluster.controller import Controller
 from coordinator.cluster.state_machine import ClusterState
 from coordinator.cluster.transitions import ClusterPhase
+from coordinator.engine.observer import EndCause
 from coordinator.scheduler.in_flight import ResultMismatch
 from coordinator.scheduler.kv_manager import KvCacheManager
 from coordinator.scheduler.scheduler import Scheduler

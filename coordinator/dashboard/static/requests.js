@@ -116,6 +116,6 @@ function remarks(request) {
   const parts = [];
   if (request.num_choices > 1) parts.push(plural(request.num_choices, "choice"));
   if (request.num_restarts) parts.push(`recomputed ${request.num_restarts === 1 ? "once" : `${request.num_restarts} times`}`);
-  if (request.error) parts.push(request.error);
+  if (request.error) parts.push(`${request.reason}: ${request.error}`);
   return parts.join("; ");
 }

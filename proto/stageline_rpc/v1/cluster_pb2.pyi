@@ -110,6 +110,43 @@ KV_INTEGRITY_VERDICT_CONSISTENT: KvIntegrityVerdict.ValueType  # 2
 KV_INTEGRITY_VERDICT_INCONSISTENT: KvIntegrityVerdict.ValueType  # 3
 Global___KvIntegrityVerdict: _TypeAlias = KvIntegrityVerdict  # noqa: Y015
 
+class _EpochEndCause:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _EpochEndCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EpochEndCause.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    EPOCH_END_CAUSE_UNSPECIFIED: _EpochEndCause.ValueType  # 0
+    EPOCH_END_CAUSE_DEATH: _EpochEndCause.ValueType  # 1
+    """A worker was lost, possibly because of a request."""
+    EPOCH_END_CAUSE_DEVICE: _EpochEndCause.ValueType  # 2
+    """A worker reported a failed device and exits."""
+    EPOCH_END_CAUSE_FAULT: _EpochEndCause.ValueType  # 3
+    """A stage refused a step, or its result is overdue."""
+    EPOCH_END_CAUSE_BROKEN: _EpochEndCause.ValueType  # 4
+    """A stream ended for an unknown reason."""
+    EPOCH_END_CAUSE_NO_PROGRESS: _EpochEndCause.ValueType  # 5
+    """Several epochs in a row were broken without a token."""
+    EPOCH_END_CAUSE_REPLANNED: _EpochEndCause.ValueType  # 6
+    """A better plan exists, or a worker was drained."""
+
+class EpochEndCause(_EpochEndCause, metaclass=_EpochEndCauseEnumTypeWrapper): ...
+
+EPOCH_END_CAUSE_UNSPECIFIED: EpochEndCause.ValueType  # 0
+EPOCH_END_CAUSE_DEATH: EpochEndCause.ValueType  # 1
+"""A worker was lost, possibly because of a request."""
+EPOCH_END_CAUSE_DEVICE: EpochEndCause.ValueType  # 2
+"""A worker reported a failed device and exits."""
+EPOCH_END_CAUSE_FAULT: EpochEndCause.ValueType  # 3
+"""A stage refused a step, or its result is overdue."""
+EPOCH_END_CAUSE_BROKEN: EpochEndCause.ValueType  # 4
+"""A stream ended for an unknown reason."""
+EPOCH_END_CAUSE_NO_PROGRESS: EpochEndCause.ValueType  # 5
+"""Several epochs in a row were broken without a token."""
+EPOCH_END_CAUSE_REPLANNED: EpochEndCause.ValueType  # 6
+"""A better plan exists, or a worker was drained."""
+Global___EpochEndCause: _TypeAlias = EpochEndCause  # noqa: Y015
+
 class _ClusterState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -399,6 +436,7 @@ class GetStatusResponse(_message.Message):
     SELF_CHECK_FIELD_NUMBER: _builtins.int
     JOURNAL_FIELD_NUMBER: _builtins.int
     KV_FIELD_NUMBER: _builtins.int
+    END_CAUSE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     fingerprint: _builtins.str
     dtype: Global___Dtype.ValueType
@@ -412,6 +450,8 @@ class GetStatusResponse(_message.Message):
     num_stages: _builtins.int
     block_size: _builtins.int
     num_blocks: _builtins.int
+    end_cause: Global___EpochEndCause.ValueType
+    """Why the last epoch ended; unspecified before the first end."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
     @_builtins.property
@@ -441,10 +481,11 @@ class GetStatusResponse(_message.Message):
         self_check: Global___SelfCheckStatus | None = ...,
         journal: Global___JournalStatus | None = ...,
         kv: Global___KvStatus | None = ...,
+        end_cause: Global___EpochEndCause.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["journal", b"journal", "kv", b"kv", "requests", b"requests", "self_check", b"self_check"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "detail", b"detail", "dtype", b"dtype", "epoch", b"epoch", "fingerprint", b"fingerprint", "health", b"health", "journal", b"journal", "kv", b"kv", "model", b"model", "num_blocks", b"num_blocks", "num_stages", b"num_stages", "requests", b"requests", "self_check", b"self_check", "state", b"state", "wire_dtype", b"wire_dtype", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "detail", b"detail", "dtype", b"dtype", "end_cause", b"end_cause", "epoch", b"epoch", "fingerprint", b"fingerprint", "health", b"health", "journal", b"journal", "kv", b"kv", "model", b"model", "num_blocks", b"num_blocks", "num_stages", b"num_stages", "requests", b"requests", "self_check", b"self_check", "state", b"state", "wire_dtype", b"wire_dtype", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -15,6 +15,7 @@ from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from stageline_rpc.v1 import cluster_pb2 as _cluster_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -696,6 +697,7 @@ class RequestActivity(_message.Message):
     FIRST_TOKEN_US_FIELD_NUMBER: _builtins.int
     ENDED_US_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     phase: Global___RequestPhase.ValueType
     """Of a live request: phase of its most advanced choice."""
@@ -715,6 +717,8 @@ class RequestActivity(_message.Message):
     ended_us: _builtins.int
     error: _builtins.str
     """Why it did not finish; empty otherwise."""
+    reason: _builtins.str
+    """Reason code of `error`, as in `google.rpc.ErrorInfo`."""
     def __init__(
         self,
         *,
@@ -731,10 +735,11 @@ class RequestActivity(_message.Message):
         first_token_us: _builtins.int | None = ...,
         ended_us: _builtins.int | None = ...,
         error: _builtins.str = ...,
+        reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_ended_us", b"_ended_us", "_first_token_us", b"_first_token_us", "_started_us", b"_started_us", "ended_us", b"ended_us", "first_token_us", b"first_token_us", "started_us", b"started_us"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ended_us", b"_ended_us", "_first_token_us", b"_first_token_us", "_started_us", b"_started_us", "accepted_us", b"accepted_us", "ended_us", b"ended_us", "error", b"error", "first_token_us", b"first_token_us", "max_tokens", b"max_tokens", "num_cached_tokens", b"num_cached_tokens", "num_choices", b"num_choices", "num_generated_tokens", b"num_generated_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_restarts", b"num_restarts", "phase", b"phase", "request_id", b"request_id", "started_us", b"started_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ended_us", b"_ended_us", "_first_token_us", b"_first_token_us", "_started_us", b"_started_us", "accepted_us", b"accepted_us", "ended_us", b"ended_us", "error", b"error", "first_token_us", b"first_token_us", "max_tokens", b"max_tokens", "num_cached_tokens", b"num_cached_tokens", "num_choices", b"num_choices", "num_generated_tokens", b"num_generated_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_restarts", b"num_restarts", "phase", b"phase", "reason", b"reason", "request_id", b"request_id", "started_us", b"started_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__ended_us: _TypeAlias = _typing.Literal["ended_us"]  # noqa: Y015
     _WhichOneofArgType__ended_us: _TypeAlias = _typing.Literal["_ended_us", b"_ended_us"]  # noqa: Y015
@@ -761,12 +766,14 @@ class EpochActivity(_message.Message):
     STARTED_US_FIELD_NUMBER: _builtins.int
     STOPPED_US_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     started_us: _builtins.int
     stopped_us: _builtins.int
     """Unset: the epoch is current."""
     reason: _builtins.str
-    """Why it ended."""
+    """Why it ended, in words and as a code; unspecified if the coordinator stopped it."""
+    cause: _cluster_pb2.EpochEndCause.ValueType
     def __init__(
         self,
         *,
@@ -774,10 +781,11 @@ class EpochActivity(_message.Message):
         started_us: _builtins.int = ...,
         stopped_us: _builtins.int | None = ...,
         reason: _builtins.str = ...,
+        cause: _cluster_pb2.EpochEndCause.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stopped_us", b"_stopped_us", "stopped_us", b"stopped_us"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stopped_us", b"_stopped_us", "epoch", b"epoch", "reason", b"reason", "started_us", b"started_us", "stopped_us", b"stopped_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stopped_us", b"_stopped_us", "cause", b"cause", "epoch", b"epoch", "reason", b"reason", "started_us", b"started_us", "stopped_us", b"stopped_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stopped_us: _TypeAlias = _typing.Literal["stopped_us"]  # noqa: Y015
     _WhichOneofArgType__stopped_us: _TypeAlias = _typing.Literal["_stopped_us", b"_stopped_us"]  # noqa: Y015

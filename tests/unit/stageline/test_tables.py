@@ -121,6 +121,14 @@ def test_the_status_says_whether_blocks_are_shared_and_accounting_is_sound() -> 
     assert told in _render(status_view(status))
 
 
+def test_the_status_names_the_cause_of_the_last_end_of_an_epoch() -> None:
+    status = cluster_pb2.GetStatusResponse()
+    status.CopyFrom(STATUS)
+    assert "Last epoch" not in "\n".join(_render(status_view(status)))
+    status.end_cause = cluster_pb2.EPOCH_END_CAUSE_NO_PROGRESS
+    assert "Last epoch ended by: no progress" in _render(status_view(status))
+
+
 def test_the_status_says_what_travels_between_stages_if_that_is_something_else() -> None:
     status = cluster_pb2.GetStatusResponse()
     status.CopyFrom(STATUS)

@@ -9,12 +9,12 @@ from coordinator.cluster.actions import (
     AssignStage,
     BeginEpoch,
     CheckPlan,
-    EndCause,
     StartServing,
     StopServing,
 )
 from coordinator.cluster.membership import WorkerState
 from coordinator.cluster.transitions import ClusterPhase
+from coordinator.engine.observer import EndCause
 from tests.unit.coordinator.cluster.cluster_driver import ClusterDriver
 
 

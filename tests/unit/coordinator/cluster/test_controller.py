@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.cluster.controller import Controller, ControllerHooks, ServingSettings
+from coordinator.cluster.controller import Controller, ServingSettings
 from coordinator.cluster.membership import WorkerState
 from coordinator.engine.admission import AdmissionLimits
 from coordinator.engine.engine import Engine
@@ -25,7 +25,7 @@ def new_controller(*, num_stages: int) -> Controller:
         incarnation=new_incarnation(),
         policy=DEFAULT_POLICY,
         settings=ServingSettings(),
-        hooks=ControllerHooks(),
+        on_serving=lambda is_serving: None,
     )
 
 

@@ -9,13 +9,13 @@ from coordinator.cluster.actions import (
     BeginEpoch,
     Disconnect,
     DismissWorker,
-    EndCause,
     FinishRunning,
     StartServing,
     StopServing,
 )
 from coordinator.cluster.membership import WorkerState
 from coordinator.cluster.transitions import ClusterPhase
+from coordinator.engine.observer import EndCause
 from coordinator.recovery.policy import DEFAULT_POLICY
 from coordinator.recovery.rejoin import GraceExpired, HoldExpired, StartTimer
 from tests.unit.coordinator.cluster.cluster_driver import (

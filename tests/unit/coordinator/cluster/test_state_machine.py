@@ -11,12 +11,12 @@ from coordinator.cluster.actions import (
     Action,
     AssignStage,
     BeginEpoch,
-    EndCause,
     StartServing,
     StopServing,
 )
 from coordinator.cluster.membership import WorkerState
 from coordinator.cluster.transitions import ClusterPhase
+from coordinator.engine.observer import EndCause
 from coordinator.recovery.policy import DEFAULT_POLICY
 from tests.unit.coordinator.cluster.cluster_driver import WAITS_FOR_RETURN, ClusterDriver, identity_of
 

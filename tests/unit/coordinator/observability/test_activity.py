@@ -6,6 +6,7 @@ from contextlib import closing
 
 import pytest
 
+from coordinator.engine.observer import EndCause
 from coordinator.engine.request import Request
 from coordinator.observability.activity import (
     MAX_ENDED,
@@ -203,7 +204,7 @@ def test_a_request_that_has_ended_is_remembered_with_its_end(
     assert snapshot.live == ()
     (ended,) = snapshot.ended
     assert (ended.request_id, ended.phase, ended.ended_s) == (request.id, phase, 1002.0)
-    assert ended.error == ("" if error is None else str(error))
+    assert ended.error is error
 
 
 def test_nothing_is_kept_of_many_requests_but_the_last() -> None:
@@ -224,13 +225,15 @@ def test_an_epoch_that_stops_voids_what_is_in_flight() -> None:
     story = Story()
     story.facts.epoch_started(3, 1000.0)
     story.facts.step_sent(step(0), 1000.1)
-    story.facts.epoch_stopped("worker w1 is lost", 1000.5)
+    story.facts.epoch_stopped(EndCause.DEATH, "worker w1 is lost", 1000.5)
     story.facts.epoch_started(4, 1001.0)
     snapshot = story.at(1002.0)
     assert snapshot.in_flight == ()
-    assert [(each.epoch, each.started_s, each.stopped_s, each.reason) for each in snapshot.epochs] == [
-        (3, 1000.0, 1000.5, "worker w1 is lost"),
-        (4, 1001.0, None, ""),
+    assert [
+        (each.epoch, each.started_s, each.stopped_s, each.cause, each.reason) for each in snapshot.epochs
+    ] == [
+        (3, 1000.0, 1000.5, EndCause.DEATH, "worker w1 is lost"),
+        (4, 1001.0, None, None, ""),
     ]
 
 

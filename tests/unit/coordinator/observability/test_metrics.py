@@ -4,8 +4,8 @@ import pytest
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.sdk.resources import Resource
 
-from coordinator.cluster.actions import EndCause
 from coordinator.cluster.membership import Members, WorkerState
+from coordinator.engine.observer import EndCause
 from coordinator.observability.activity import ActivityRecorder, pipeline_load
 from coordinator.observability.metrics import (
     KEPT_S,
@@ -127,16 +127,14 @@ def test_recoveries_are_counted_with_their_cause_and_how_long_they_took() -> Non
     assert watched.times(definitions.RECOVERY_TIME, "death") == (0, 0.0)
     watched.submit(max_tokens=20)
     watched.now_s += 1.0
-    watched.pipeline.set_end_cause(EndCause.DEATH)
-    watched.stop_epoch()
+    watched.stop_epoch(EndCause.DEATH)
     assert watched.value(definitions.RECOVERIES, "death") == 1
     # A new epoch that does not come to serve is part of the same recovery.
     watched.now_s += 3.0
     watched.start_epoch()
     assert watched.times(definitions.RECOVERY_TIME, "death") == (1, 3.0)
     assert watched.value(definitions.ACTIVE_TIME) == 1.0
-    watched.pipeline.set_end_cause(EndCause.FAULT)
-    watched.stop_epoch()
+    watched.stop_epoch(EndCause.FAULT)
     watched.now_s += 0.5
     watched.start_epoch()
     assert watched.times(definitions.RECOVERY_TIME, "fault") == (1, 0.5)
@@ -149,9 +147,8 @@ def test_recoveries_are_counted_with_their_cause_and_how_long_they_took() -> Non
 def test_an_end_without_a_cause_is_the_end_of_the_coordinator() -> None:
     watched = WatchedEngine()
     watched.start_epoch()
-    watched.pipeline.set_end_cause(EndCause.BROKEN)
-    for _ in range(2):
-        watched.stop_epoch()
+    for cause in (EndCause.BROKEN, None):
+        watched.stop_epoch(cause)
         watched.now_s += 1.0
         watched.start_epoch()
     assert watched.times(definitions.RECOVERY_TIME, "broken") == (1, 1.0)

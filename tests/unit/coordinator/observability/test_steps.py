@@ -27,7 +27,7 @@ class Watched(StepHistory):
         self._facts.step_answered(answer, (), 0.0, now_s)
 
     def void(self) -> None:
-        self._facts.epoch_stopped("the test says so", 0.0)
+        self._facts.epoch_stopped(None, "the test says so", 0.0)
 
 
 FIRST, SECOND = sequence_of(new_request()), sequence_of(new_request())

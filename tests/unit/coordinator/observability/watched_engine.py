@@ -4,6 +4,7 @@ from collections import deque
 
 from coordinator.engine.admission import AdmissionLimits
 from coordinator.engine.engine import Engine
+from coordinator.engine.observer import EndCause
 from coordinator.engine.output_buffer import OutputBuffer
 from coordinator.engine.request import Choice, Request
 from coordinator.observability.facts import FactRecorder
@@ -45,8 +46,8 @@ class WatchedEngine:
         kv = KvCacheManager(num_blocks=64, block_size=4)
         self.engine.start_epoch(self.epoch, kv, LIMITS, self.sent.append, max_sequence_tokens=128)
 
-    def stop_epoch(self) -> None:
-        self.engine.stop_epoch("the test says so")
+    def stop_epoch(self, cause: EndCause | None = None) -> None:
+        self.engine.stop_epoch(cause, "the test says so")
         self.sent.clear()
 
     def submit(self, *, num_prompt_tokens: int = 3, max_tokens: int = 4, num_choices: int = 1) -> Request:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from coordinator.cluster.actions import Action, AssignStage, BeginEpoch, EndCause, StopServing
+from coordinator.cluster.actions import Action, AssignStage, BeginEpoch, StopServing
 from coordinator.cluster.membership import WorkerState
+from coordinator.engine.observer import EndCause
 from tests.unit.coordinator.cluster.cluster_driver import ClusterDriver
 from wire.errors import StepFaultKind
 from wire.ids import RequestId
