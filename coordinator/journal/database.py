@@ -55,7 +55,7 @@ def make_private(path: Path) -> None:
             )
 
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 APPLICATION_ID = 0x53474A4C  # "SGJL"
 WRITER_BUSY_TIMEOUT_S = 0.1
 """Short, because the writer runs on the event loop, which another program's lock must not block."""
@@ -79,8 +79,8 @@ CREATE TABLE requests (
     ended_at REAL,
     error_kind TEXT,
     error_text TEXT,
-    folded TEXT,
-    folded_until INTEGER NOT NULL
+    compacted TEXT,
+    compacted_until INTEGER NOT NULL
 );
 CREATE TABLE log (number INTEGER PRIMARY KEY, at REAL NOT NULL, entries TEXT NOT NULL);
 """

@@ -2,7 +2,7 @@
 
 A step is one row for all its requests, so a write takes some ten microseconds (`bench/journal.py`), and
 happens when the step completes, before any reader gets its tokens. A request's progress is the sum of
-these rows. To delete old rows, progress up to row `folded_until` is folded into the request's own row.
+these rows. To delete old rows, progress up to row `compacted_until` is moved into the request's own row.
 """
 
 import json
@@ -91,7 +91,8 @@ class Checkpoints:
 
 _COLUMNS = (
     "number, id, client, message, prompt, bad_words, grammar, grammar_checksum, arrived_at, deadline_at, "
-    "traceparent, caller_traceparent, attach_digest, ended_at, error_kind, error_text, folded, folded_until"
+    "traceparent, caller_traceparent, attach_digest, ended_at, error_kind, error_text, compacted, "
+    "compacted_until"
 )
 
 
@@ -100,7 +101,7 @@ class ReplayedRequest:
     """A request with its number in the journal, and the last log row included in its own row."""
 
     number: int
-    folded_until: int
+    compacted_until: int
     request: JournalledRequest
 
 
@@ -120,7 +121,7 @@ def read_journal(connection: sqlite3.Connection) -> JournalContents:
     requests = replay(connection)
     meta = dict(connection.execute("SELECT key, value FROM meta").fetchall())
     first, last = connection.execute("SELECT min(number), max(number) FROM log").fetchone()
-    last_row = max(last or 0, *(request.folded_until for request in requests), 0)
+    last_row = max(last or 0, *(request.compacted_until for request in requests), 0)
     first_row = last_row + 1 if first is None else first
     return JournalContents(
         requests=requests,
@@ -137,19 +138,19 @@ def replay(connection: sqlite3.Connection) -> list[ReplayedRequest]:
     for row, at, text in connection.execute("SELECT number, at, entries FROM log ORDER BY number"):
         for number, entry in decode_step(text):
             known = replayed.get(number)
-            if known is not None and row > known.folded_until:
+            if known is not None and row > known.compacted_until:
                 known.request.progress.add(entry, at)
     return list(replayed.values())
 
 
 def _requests(connection: sqlite3.Connection) -> Iterator[ReplayedRequest]:
     for row in connection.execute(f"SELECT {_COLUMNS} FROM requests ORDER BY number"):
-        number, *given, folded, folded_until = row
-        progress = RequestProgress() if folded is None else decode_progress(folded)
+        number, *given, compacted, compacted_until = row
+        progress = RequestProgress() if compacted is None else decode_progress(compacted)
         *accepted, ended_at, kind, text = given
         end = None if ended_at is None else End(ended_at, kind, text)
         request = JournalledRequest(accepted=_accepted(*accepted), progress=progress, end=end)
-        yield ReplayedRequest(number, folded_until, request)
+        yield ReplayedRequest(number, compacted_until, request)
 
 
 def _accepted(
@@ -186,16 +187,16 @@ def _accepted(
 
 
 LOG_ROWS = 4096
-"""Steps after which a request's progress is folded into its own row, so that log rows can be deleted."""
+"""Steps after which a request's progress is moved into its own row, so that log rows can be deleted."""
 
 MOST_AT_ONCE = 256
-"""Requests to fold, and four times as many rows to delete, per call, since calls run on the event loop."""
+"""Requests to compact, and four times as many rows to delete, per call on the event loop."""
 
 
 @dataclass(slots=True)
 class _Known:
     number: int
-    folded_until: int
+    compacted_until: int
 
 
 class Journal:
@@ -214,7 +215,7 @@ class Journal:
         self.has_served = left.has_served
         self._requests = [replayed.request for replayed in left.requests]
         self._known = {
-            replayed.request.accepted.request_id: _Known(replayed.number, replayed.folded_until)
+            replayed.request.accepted.request_id: _Known(replayed.number, replayed.compacted_until)
             for replayed in left.requests
         }
         self._first_row, self._last_row = left.first_row, left.last_row
@@ -307,28 +308,28 @@ class Journal:
 
     def due_to_compact(self) -> list[RequestId]:
         """Requests that prevent the deletion of old rows, the oldest first, up to a limit."""
-        ages = [(each, self._last_row - known.folded_until) for each, known in self._known.items()]
+        ages = [(each, self._last_row - known.compacted_until) for each, known in self._known.items()]
         if max((age for _, age in ages), default=0) <= LOG_ROWS:
             return []
         return [request_id for request_id, age in ages if age > LOG_ROWS // 2][:MOST_AT_ONCE]
 
     def compact(self, progress: Sequence[tuple[RequestId, RequestProgress]]) -> None:
-        """Fold the progress of these requests into their own rows."""
+        """Move the progress of these requests into their own rows."""
         known = [(self._known[request_id], each) for request_id, each in progress]
         rows = [(encode_progress(each), self._last_row, of.number) for of, each in known]
         with self._writing(sum(len(text) for text, _, _ in rows)):
             self._connection.execute("BEGIN")
             self._connection.executemany(
-                "UPDATE requests SET folded = ?, folded_until = ? WHERE number = ?", rows
+                "UPDATE requests SET compacted = ?, compacted_until = ? WHERE number = ?", rows
             )
             self._connection.execute("COMMIT")
         for entry, _ in known:
-            entry.folded_until = self._last_row
+            entry.compacted_until = self._last_row
 
     def trim(self) -> None:
         """Delete unneeded rows and release their space; to be called periodically."""
-        needed_after = min((known.folded_until for known in self._known.values()), default=self._last_row)
-        until = min(needed_after, self._first_row + 4 * MOST_AT_ONCE)
+        compacted = (known.compacted_until for known in self._known.values())
+        until = min(min(compacted, default=self._last_row), self._first_row + 4 * MOST_AT_ONCE)
         if until >= self._first_row:
             with self._writing():
                 self._connection.execute("DELETE FROM log WHERE number <= ?", (until,))
@@ -378,7 +379,7 @@ class Journal:
 _INSERT_REQUEST = """
 INSERT OR REPLACE INTO requests (
     id, client, message, prompt, bad_words, grammar, grammar_checksum, arrived_at,
-    deadline_at, traceparent, caller_traceparent, attach_digest, folded_until
+    deadline_at, traceparent, caller_traceparent, attach_digest, compacted_until
 )
 VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 """

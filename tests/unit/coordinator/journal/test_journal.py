@@ -80,7 +80,7 @@ def test_progress_comes_back(entries: list[Entry]) -> None:
     assert decode_progress(encode_progress(progress)) == progress
 
 
-def test_old_steps_go_when_those_that_need_them_are_folded_or_forgotten(
+def test_old_steps_go_when_those_that_need_them_are_compacted_or_forgotten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "LOG_ROWS", 100)
@@ -157,14 +157,15 @@ def test_a_journal_of_another_model_is_refused_and_left_alone(
     assert len(left_in(path)) == 1
 
 
-def test_a_journal_of_an_unknown_version_is_refused_and_left_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [SCHEMA_VERSION - 1, SCHEMA_VERSION + 1])
+def test_a_journal_of_another_version_is_refused_and_left_alone(tmp_path: Path, version: int) -> None:
     path = tmp_path / "j.db"
     opened_once(path)
-    change(path, f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+    change(path, f"PRAGMA user_version = {version}")
     before = path.read_bytes()
     with pytest.raises(
         JournalUnusable,
-        match=f"has version {SCHEMA_VERSION + 1}, this coordinator supports version {SCHEMA_VERSION}$",
+        match=f"has version {version}, this coordinator supports version {SCHEMA_VERSION}$",
     ):
         Journal(path, IDENTITY)
     assert path.read_bytes() == before

@@ -179,7 +179,7 @@ def test_a_transaction_that_fails_at_its_end_leaves_none_open(tmp_path: Path, di
         disk.error = None
         journal.add_step([entry], at=2.0)
     [left] = left_in(path)
-    assert left.progress.choices[0].tokens == [7, 7], "what was not folded is not lost"
+    assert left.progress.choices[0].tokens == [7, 7], "what was not compacted is not lost"
 
 
 def test_a_checkpoint_that_fails_is_a_write_that_fails_and_a_probe_makes_up_for_it(
