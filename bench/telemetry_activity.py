@@ -2,9 +2,9 @@
 
 python -m bench.telemetry_activity [--steps 3000]
 
-"step" is `FactRecorder.step_sent` and `.step_answered` with an `ActivityRecorder`, for a step of decodes that
-all get a token, in a pipeline of 8 stages with 4 steps in flight. "poll" is one poll of a dashboard: on the
-event loop, and on its thread.
+"step" is `FactRecorder.step_sent` and `.step_completed` with an `ActivityRecorder`, for a step of decodes
+that all get a token, in a pipeline of 8 stages with 4 steps in flight. "poll" is one poll of a dashboard: on
+the event loop, and on its thread.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Pipeline:
         self.now_s += STEP_S
         started_s = time.thread_time_ns()
         self.facts.step_sent(step, self.now_s)
-        self.facts.step_answered(result, progress, self.now_s, self.now_s + 0.03)
+        self.facts.step_completed(result, progress, self.now_s, self.now_s + 0.03)
         return (time.thread_time_ns() - started_s) / 1000
 
 

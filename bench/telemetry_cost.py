@@ -86,11 +86,11 @@ class TimedObserver(EngineObserver):
         self.steps_us.append(self._spent_ns / 1e3)
         self._spent_ns = 0
 
-    def step_answered(
+    def step_completed(
         self, result: StepResult, progress: Sequence[SequenceUpdate], sent_s: float, now_s: float
     ) -> None:
         began = time.thread_time_ns()
-        self._inner.step_answered(result, progress, sent_s, now_s)
+        self._inner.step_completed(result, progress, sent_s, now_s)
         self._spent_ns += time.thread_time_ns() - began
 
 
@@ -297,7 +297,7 @@ def _coordinator_registry() -> Registry:
     pipeline = PipelineMetrics(registry)
     facts = FactRecorder((pipeline,))
     facts.step_sent(Step(epoch=1, step_id=0), 0.0)
-    facts.step_answered(StepResult(1, 0, (), STAGE_TIMES), (), 0.0, 1.0)
+    facts.step_completed(StepResult(1, 0, (), STAGE_TIMES), (), 0.0, 1.0)
     registry.read_with(lambda: pipeline.read(1.0))
     return registry
 

@@ -350,7 +350,7 @@ class Engine:
         """Apply the result of the oldest step; return its number of new tokens. Raises ResultMismatch."""
         now_s = self._clock()
         updates = self._scheduler.complete(result, now_s)
-        self._observers.step_answered(result, updates, self._sent_s.popleft(), now_s)
+        self._observers.step_completed(result, updates, self._sent_s.popleft(), now_s)
         if requeued := self._scheduler.take_requeued():
             self._observers.requeued(requeued, now_s)
         self._undelivered += updates

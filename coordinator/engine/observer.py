@@ -52,7 +52,7 @@ class EngineObserver:
     def step_sent(self, step: Step, now_s: float) -> None:
         """A step was sent; its decodes precede its prompt chunks."""
 
-    def step_answered(
+    def step_completed(
         self, result: StepResult, updates: abc.Sequence[SequenceUpdate], sent_s: float, now_s: float
     ) -> None:
         """The result of the oldest step, sent at `sent_s`, arrived; nothing of it was delivered yet."""
@@ -94,11 +94,11 @@ class Observers(EngineObserver):
         for observer in self._all:
             observer.step_sent(step, now_s)
 
-    def step_answered(
+    def step_completed(
         self, result: StepResult, updates: abc.Sequence[SequenceUpdate], sent_s: float, now_s: float
     ) -> None:
         for observer in self._all:
-            observer.step_answered(result, updates, sent_s, now_s)
+            observer.step_completed(result, updates, sent_s, now_s)
 
     def preempted(self, sequences: abc.Sequence[Sequence], now_s: float) -> None:
         for observer in self._all:

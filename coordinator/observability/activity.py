@@ -296,8 +296,8 @@ class ActivityRecorder(FactObserver):
     def step_sent(self, sent: SentStep, step: Step) -> None:
         self._steps.step_sent(sent, step)
 
-    def step_answered(self, record: StepRecord, updates: abc.Sequence[SequenceUpdate]) -> None:
-        self._steps.step_answered(record, updates)
+    def step_completed(self, record: StepRecord, updates: abc.Sequence[SequenceUpdate]) -> None:
+        self._steps.step_completed(record, updates)
         second = self._seconds.at(record.answered_s)
         second.num_steps += 1
         second.num_prefill_tokens += record.sent.num_chunk_tokens

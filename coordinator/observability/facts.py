@@ -160,7 +160,7 @@ class FactObserver:
     def step_sent(self, sent: SentStep, step: Step) -> None:
         """`step` was sent; its decodes precede its prompt chunks."""
 
-    def step_answered(self, record: StepRecord, updates: abc.Sequence[SequenceUpdate]) -> None:
+    def step_completed(self, record: StepRecord, updates: abc.Sequence[SequenceUpdate]) -> None:
         """The oldest step in flight was answered, with these tokens and ends of sequences."""
 
     def preempted(self, sequences: abc.Sequence[Sequence], now_s: float) -> None:
@@ -208,7 +208,7 @@ class FactRecorder(EngineObserver):
         for observer in self._observers:
             observer.step_sent(sent, step)
 
-    def step_answered(
+    def step_completed(
         self, result: StepResult, updates: abc.Sequence[SequenceUpdate], sent_s: float, now_s: float
     ) -> None:
         self._num_answered += 1
@@ -225,7 +225,7 @@ class FactRecorder(EngineObserver):
             first_tokens=first_tokens,
         )
         for observer in self._observers:
-            observer.step_answered(record, updates)
+            observer.step_completed(record, updates)
 
     def preempted(self, sequences: abc.Sequence[Sequence], now_s: float) -> None:
         for sequence in sequences:

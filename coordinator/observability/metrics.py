@@ -84,7 +84,7 @@ class PipelineMetrics(FactObserver):
         self._num_in_flight += 1
         self._counted_s = sent.sent_s
 
-    def step_answered(self, record: StepRecord, updates: abc.Sequence[SequenceUpdate]) -> None:
+    def step_completed(self, record: StepRecord, updates: abc.Sequence[SequenceUpdate]) -> None:
         self._step_time.observe(record.duration_s)
         computed_us = self._add_times(record.stage_times)
         self._count_active(record.answered_s, computed_s=computed_us / 1e6)
@@ -167,7 +167,7 @@ class RequestMetrics(FactObserver):
         assert record.started_s is not None
         self._queue_time.observe(record.started_s - record.accepted_s)
 
-    def step_answered(self, record: StepRecord, updates: abc.Sequence[SequenceUpdate]) -> None:
+    def step_completed(self, record: StepRecord, updates: abc.Sequence[SequenceUpdate]) -> None:
         self._num_generated.add(record.num_tokens_generated)
         for wait_s, count in record.inter_token:
             self._inter_token_time.observe(wait_s, count)

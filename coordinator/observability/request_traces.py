@@ -391,7 +391,7 @@ class RequestTraces(FactObserver):
         if owners:
             self._chunks[step.step_id] = owners
 
-    def step_answered(self, record: StepRecord, updates: abc.Sequence[SequenceUpdate]) -> None:
+    def step_completed(self, record: StepRecord, updates: abc.Sequence[SequenceUpdate]) -> None:
         sent, now_s = record.sent, record.answered_s
         result_us = self._recorder.at_us(now_s) - record.ready_at_us if record.ready_at_us else 0
         step = ObservedStep(sent.epoch, sent.step_id, record.duration_s, result_us / 1e6)

@@ -34,7 +34,7 @@ class StepHistory(FactObserver):
     def step_sent(self, sent: SentStep, step: Step) -> None:
         self._in_flight.append(sent)
 
-    def step_answered(self, record: StepRecord, updates: abc.Sequence[SequenceUpdate]) -> None:
+    def step_completed(self, record: StepRecord, updates: abc.Sequence[SequenceUpdate]) -> None:
         self._in_flight.popleft()
         self.num_answered = record.number
         self._answered.append(record)

@@ -222,7 +222,7 @@ async def test_activity_has_the_steps_that_the_reader_lacks(coordinator: Coordin
     sequence = sequence_of(coordinator.request)
     for index in range(4):
         coordinator.facts.step_sent(step(index, decodes=[sequence]), 1000.0 + index / 10)
-        coordinator.facts.step_answered(result(index, 10, 20), (), 0.0, 1000.1 + index / 10)
+        coordinator.facts.step_completed(result(index, 10, 20), (), 0.0, 1000.1 + index / 10)
     whole = await (await http.get("/api/activity")).json()
     assert [each["number"] for each in whole["steps"]] == ["1", "2", "3", "4"]
     assert whole["steps"][0]["computed_us"] == [0, 10000, 10000, 30000]

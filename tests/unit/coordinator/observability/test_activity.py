@@ -63,7 +63,7 @@ class Story:
         self._num_steps += 1
         self.facts.step_sent(made, sent_s)
         progress = [SequenceUpdate(each, token=5) for each in tokens]  # type: ignore[arg-type]
-        self.facts.step_answered(answer, progress, sent_s, answered_s)
+        self.facts.step_completed(answer, progress, sent_s, answered_s)
 
 
 def test_milestones_and_waits_of_a_request() -> None:
@@ -154,7 +154,7 @@ def test_queue_and_first_token_begin_with_the_call_as_in_traces() -> None:
         facts.accepted(request, now_s)
     sequence = sequence_of(request)
     facts.step_sent(step(0, chunks=[sequence], starts=[sequence]), 8.0)
-    facts.step_answered(result(0, 1), [SequenceUpdate(sequence, token=5)], 8.0, 9.0)
+    facts.step_completed(result(0, 1), [SequenceUpdate(sequence, token=5)], 8.0, 9.0)
     snapshot = recorder.snapshot(10.0, now_unix_s=0.0)
     (shown,) = snapshot.live
     assert (shown.arrived_s, shown.started_s, shown.first_token_s) == (4.0, 8.0, 9.0)

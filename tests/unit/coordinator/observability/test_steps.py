@@ -24,7 +24,7 @@ class Watched(StepHistory):
         self._facts.step_sent(sent, now_s)
 
     def answer(self, answer: StepResult, now_s: float) -> None:
-        self._facts.step_answered(answer, (), 0.0, now_s)
+        self._facts.step_completed(answer, (), 0.0, now_s)
 
     def void(self) -> None:
         self._facts.epoch_stopped(None, "the test says so", 0.0)
