@@ -1,7 +1,7 @@
 """Finds rules of Lark grammars and JSON schemas that no finite text matches.
 
-llguidance accepts `start: "a" start` and computes the only text until it hits a limit; for
-`start: /a+/ start` that has no end. Here such rules are found before a mask is computed, in linear time.
+llguidance accepts `start: /a+/ start` and computes its only text without end; here such rules are found
+first, in linear time. The `lark` library reads too little: not `T{2,3}`, `a[capture]`, `%json {}`, `<|eot|>`.
 """
 
 from __future__ import annotations
