@@ -27,9 +27,9 @@ Range = tuple[int, int]
 
 def sampled_ranges(name: str, entry: TensorEntry) -> tuple[Range, ...]:
     """Return the byte ranges [begin, end) of the file to hash; a small tensor is hashed whole."""
-    if entry.end - entry.begin <= (NUM_INNER_SAMPLES + 2) * SAMPLE_BYTES:
+    if entry.num_bytes <= (NUM_INNER_SAMPLES + 2) * SAMPLE_BYTES:
         return ((entry.begin, entry.end),)
-    num_places = entry.end - entry.begin - SAMPLE_BYTES + 1
+    num_places = entry.num_bytes - SAMPLE_BYTES + 1
     inner = (
         xxhash.xxh3_64_intdigest(name.encode(), seed=seed) % num_places for seed in range(NUM_INNER_SAMPLES)
     )

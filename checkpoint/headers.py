@@ -42,6 +42,10 @@ class TensorEntry:
     begin: int
     end: int
 
+    @property
+    def num_bytes(self) -> int:
+        return self.end - self.begin
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardHeader:

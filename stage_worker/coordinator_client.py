@@ -119,11 +119,10 @@ class CoordinatorClient:
             welcome = await self._welcome(call)
         self._backoff_s, self._logged_outage = FIRST_BACKOFF_S, ""
         self.leave_timeout_s = welcome.drain_timeout_ms / 1000 + LOADING_TIMEOUT_S
-        self._stage.reference_access.grant(welcome)
         self._rejoin_secret = welcome.rejoin_secret
         log.info("joined the coordinator at %s", self._coordinator)
         connection = self._connection = _Connection(call)
-        self._stage.connected(connection.send, fingerprint=welcome.model.fingerprint)
+        self._stage.connected(connection.send, welcome)
         heartbeats = asyncio.create_task(self._beat(connection, welcome.heartbeat_interval_ms / 1000))
         writer = asyncio.create_task(connection.write())
         try:

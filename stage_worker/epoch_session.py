@@ -145,7 +145,7 @@ class EpochSession:
     async def _read(self, messages: AsyncIterator[bytes]) -> None:
         """Queue frames and faults in order, so that every frame before a damaged one is computed."""
         assembler = FrameAssembler(
-            max_payload_bytes=self._executor.rules.max_hidden_bytes(self._wire_dtype),
+            max_payload_bytes=self._executor.max_hidden_bytes(self._wire_dtype),
             num_stages_before=self._assignment.stage,
             wire_dtype=self._wire_dtype,
         )

@@ -23,6 +23,7 @@ from wire.frames import Frame
 from wire.ids import CHECK_REQUEST
 from wire.log_context import log_context
 from wire.steps import Step, StepResult
+from wire.tensors import WireDType
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class ExecutorStats:
 
 
 class StepExecutor:
-    """Owns block tables and sequences of one stage. Not thread-safe, except for `stats` and `rules`."""
+    """Owns block tables and sequences of one stage. Thread-safe are `stats` and `max_hidden_bytes` only."""
 
     def __init__(self, assignment: Assignment, compute: StageCompute) -> None:
         """`compute` holds the assigned layers and `assignment.num_blocks` KV blocks."""
@@ -50,7 +51,7 @@ class StepExecutor:
         self._num_blocks = assignment.num_blocks
         self._block_size = assignment.block_size
         self._compute = compute
-        self.rules = StepRules.of(assignment, hidden_size=compute.hidden_size, vocab_size=compute.vocab_size)
+        self._rules = StepRules.of(assignment, hidden_size=compute.hidden_size, vocab_size=compute.vocab_size)
         self._busy_s = 0.0
         self._integrity = IntegrityMonitor()
         self._refused: StepFault | None = None
@@ -71,6 +72,10 @@ class StepExecutor:
         self._tables = BlockTables(self._num_blocks, block_size=self._block_size)
         self._sequences = StageSequences()
         self._compute.begin_epoch(stage=stage)
+
+    def max_hidden_bytes(self, wire_dtype: WireDType) -> int:
+        """Maximum size of a frame's hidden states."""
+        return self._rules.max_hidden_bytes(wire_dtype)
 
     def run(self, frame: Frame) -> StageOutput:
         """Run one step. Raises StepFault; afterwards every frame of the epoch is rejected."""
@@ -136,12 +141,12 @@ class StepExecutor:
 
     def _run(self, frame: Frame) -> StageOutput:
         step = frame.step
-        check_hidden_states(frame, self.rules)
-        check_limits(step, self.rules)
+        check_hidden_states(frame, self._rules)
+        check_limits(step, self._rules)
         self._apply(step)
         if self._integrity.count_step():
             self.verify_accounting()
-        layouts = slice_layouts(step.slices, self._sequences, self._tables, self.rules)
+        layouts = slice_layouts(step.slices, self._sequences, self._tables, self._rules)
         computed = self._compute.compute(frame, layouts) if layouts else None
         for step_slice in step.slices:
             self._sequences.get(step_slice.sequence).advance(step_slice)

@@ -7,7 +7,6 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from stage_worker.assignment import decode_request
 from stage_worker.stage_manager import StageManager
 from stageline_rpc.internal.v1 import forward_pb2
 from wire.addresses import peer_host
@@ -46,10 +45,7 @@ class StageService:
             request = forward_pb2.ComputeReferenceRequest.FromString(message)
         except DecodeError:
             raise InvalidRequest("the request cannot be decoded as the message of this method") from None
-        directory = self._host.reference_access.check(
-            request.secret, fingerprint=request.fingerprint, host=peer_host(context)
-        )
-        return encode_reference(await self._host.reference(decode_request(request, directory)))
+        return encode_reference(await self._host.reference(request, host=peer_host(context)))
 
 
 async def _hello(messages: Messages) -> forward_pb2.HopHello:

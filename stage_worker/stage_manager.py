@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from stage_worker.assignment import Assignment, ReferenceAccess, ReferenceRequest, decode_assignment, wants
+from stage_worker.assignment import Assignment, ReferenceAccess, decode_assignment, decode_request, wants
 from stage_worker.backends.backend import (
     LoadedStage,
     LoadProgress,
@@ -127,7 +127,7 @@ class StageManager:
             wire_dtype: Overrides the coordinator's dtype for hidden states sent by this stage.
         """
         refused = RefusedPeers(time.monotonic)
-        self.reference_access = ReferenceAccess(refused)
+        self._reference_access = ReferenceAccess(refused)
         self._secrets = HopSecrets(refused)
         self._early_streams = EarlyStreams(refused)
         self._coordinator = coordinator
@@ -182,10 +182,11 @@ class StageManager:
             self._cancel_load(unless_for=order)
         self._orders.put_nowait((order, reply))
 
-    def connected(self, reply: Reply, *, fingerprint: str) -> None:
+    def connected(self, reply: Reply, welcome: join_pb2.Welcome) -> None:
         """Record that the worker joined a coordinator; `reply` sends to it."""
+        self._reference_access.grant(welcome)
         self._reply = reply
-        self._orders.put_nowait((_Connected(fingerprint), reply))
+        self._orders.put_nowait((_Connected(welcome.model.fingerprint), reply))
 
     def disconnected(self) -> None:
         """End the epoch; the loaded stage stays."""
@@ -226,13 +227,15 @@ class StageManager:
                 f"epoch {epoch} has not begun on this stage within {EPOCH_WAIT_S:g} s"
             ) from None
 
-    async def reference(self, request: ReferenceRequest) -> Reference:
-        """Compute a reference from this worker's checkpoint. Raises ServingError."""
+    async def reference(self, request: forward_pb2.ComputeReferenceRequest, *, host: str) -> Reference:
+        """Compute a reference from this worker's checkpoint, for a caller on `host`. Raises ServingError."""
+        access = self._reference_access
+        directory = access.check(request.secret, fingerprint=request.fingerprint, host=host)
         if self._loading is not None:
             raise Overloaded("the worker is loading a stage")
         loaded = self._loaded
         held_bytes = 0 if loaded is None else loaded.weight_bytes + loaded.kv_bytes
-        return await self._backend.reference(request, held_bytes=held_bytes)
+        return await self._backend.reference(decode_request(request, directory), held_bytes=held_bytes)
 
     def heartbeat(self) -> join_pb2.Heartbeat:
         """Return the current state; the caller fills in `resident_bytes`."""
@@ -263,11 +266,10 @@ class StageManager:
             case join_pb2.BeginEpoch():
                 await self._begin_epoch(decode_epoch(order), reply)
             case join_pb2.EndEpoch():
-                if self._session is not None and self._session.epoch.number == order.epoch:
+                if self._session_of(order.epoch) is not None:
                     await self._end_session()
             case join_pb2.Serving():
-                session = self._session
-                if session is not None and session.epoch.number == order.epoch:
+                if (session := self._session_of(order.epoch)) is not None:
                     self._on_serving(order.is_serving and session.is_serving)
             case join_pb2.VerifyWeights():
                 self._verify_weights(order)
@@ -280,20 +282,24 @@ class StageManager:
             case _Disconnected():
                 await self._end_session()
 
+    def _session_of(self, epoch: int) -> EpochSession | None:
+        session = self._session
+        return session if session is not None and session.epoch.number == epoch else None
+
     def _verify_weights(self, order: join_pb2.VerifyWeights) -> None:
         def reply(message: join_pb2.JoinRequest) -> None:
             self._reply(message)
 
-        directory = self._backend.checkpoint_directory(self.reference_access.directory)
+        directory = self._backend.checkpoint_directory(self._reference_access.directory)
         if not order.plan_id and directory is not None:
             self._weights.verify_checkpoint(order, directory, reply=reply)
-        elif self._loaded is not None and self._loaded.assignment.plan_id == order.plan_id:
+        elif (loaded := self._loaded) is not None and loaded.assignment.plan_id == order.plan_id:
             self._weights.verify(order, activity=self._activity, reply=reply)
 
     async def _check_states(self, epoch: int) -> join_pb2.JoinRequest:
         """Return the hidden states handed on in this epoch, empty if it is over."""
-        session, states = self._session, b""
-        if session is not None and session.epoch.number == epoch:
+        states = b""
+        if (session := self._session_of(epoch)) is not None:
             states = await self._backend.project(session.handed_on)
         return join_pb2.JoinRequest(check_states=join_pb2.CheckStates(epoch=epoch, states=states))
 

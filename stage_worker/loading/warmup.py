@@ -142,13 +142,13 @@ class _WarmupSteps:
         self._executor.run(self._frame(step))
 
     def _frame(self, step: Step) -> Frame:
-        takes_hidden = not self._assignment.role.has_embeddings and step.slices
-        if not takes_hidden:
+        assignment = self._assignment
+        if assignment.role.has_embeddings or not step.slices:
             return Frame(step, encode_step(step), None)
         shape = (step.num_tokens, self._config.hidden_size)
         hidden = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        hidden = hidden.to(TORCH_DTYPES[self._assignment.dtype])
-        return Frame(step, encode_step(step), to_wire(hidden, self._assignment.sent_dtype))
+        hidden = hidden.to(TORCH_DTYPES[assignment.dtype])
+        return Frame(step, encode_step(step), to_wire(hidden, assignment.sent_dtype))
 
     def _new_key(self) -> SequenceKey:
         self._num_requests += 1

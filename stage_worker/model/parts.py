@@ -145,7 +145,8 @@ class PartLoader:
         """Read the missing parts; raises like `load_tensors` and `progress`, keeping the complete ones."""
         missing = list(self._missing())
         names = [name for part in missing for name in part.tensors]
-        num_bytes = sum(entry.end - entry.begin for entry in map(self._checkpoint.tensors.__getitem__, names))
+        tensors = self._checkpoint.tensors
+        num_bytes = sum(tensors[name].num_bytes for name in names)
         report = self._report(missing, num_bytes)
         progress.expect(num_bytes)
         for part in missing:

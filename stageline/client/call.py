@@ -123,15 +123,21 @@ class StreamCursor:
         self, *, num_choices: int | None, first_token: int = 0, starts: Mapping[int, int] | None = None
     ) -> None:
         self._num_choices = num_choices
-        self.first_token = first_token
+        self._first_token = first_token
         self._positions = {choice: _started_at(num_tokens) for choice, num_tokens in (starts or {}).items()}
         self._num_prompt_logprobs = 0
         self._was_interrupted = False
 
-    @property
-    def positions(self) -> dict[int, int]:
-        """Number of received tokens per known choice."""
-        return {choice: position.num_tokens for choice, position in sorted(self._positions.items())}
+    def attach_request(self, request_id: str) -> inference_pb2.AttachRequest:
+        """Ask for the tokens after the received ones."""
+        return inference_pb2.AttachRequest(
+            request_id=request_id,
+            from_token=self._first_token,
+            positions=[
+                inference_pb2.ChoicePosition(choice=choice, from_token=position.num_tokens)
+                for choice, position in sorted(self._positions.items())
+            ],
+        )
 
     @property
     def is_complete(self) -> bool:
@@ -183,7 +189,7 @@ class StreamCursor:
                 f"the server sent choice {output.choice}, expected choices below {self._num_choices}"
             )
         if output.choice not in self._positions:
-            self._positions[output.choice] = _started_at(self.first_token)
+            self._positions[output.choice] = _started_at(self._first_token)
         return self._positions[output.choice]
 
     def _check_is_repetition(self, output: GenerateOutput, position: _Position) -> None:
@@ -293,17 +299,8 @@ class GenerateCall:
             assert self._spec.request is not None, "GENERATE needs a request message"
             headers = (*trace_headers(), *secret)
             return stub.Generate(self._spec.request, timeout=timeout_s, metadata=headers)
-        return stub.Attach(self._attach_request(), timeout=timeout_s, metadata=secret)
-
-    def _attach_request(self) -> inference_pb2.AttachRequest:
-        return inference_pb2.AttachRequest(
-            request_id=self._spec.request_id,
-            from_token=self._cursor.first_token,
-            positions=[
-                inference_pb2.ChoicePosition(choice=choice, from_token=num_tokens)
-                for choice, num_tokens in self._cursor.positions.items()
-            ],
-        )
+        request = self._cursor.attach_request(self._spec.request_id)
+        return stub.Attach(request, timeout=timeout_s, metadata=secret)
 
     def _take(self, response: inference_pb2.GenerateResponse) -> GenerateOutput | None:
         self._retry_policy.succeed()

@@ -110,7 +110,8 @@ def test_every_choice_has_a_position_of_its_own() -> None:
     assert continuity.check(output(0, 0, "ab")) is not None
     assert continuity.check(output(1, 0, "c")) is not None
     assert continuity.check(output(0, 2, "d", **LAST)) is not None
-    assert continuity.positions == {0: 3, 1: 1}
+    positions = continuity.attach_request("request").positions
+    assert {each.choice: each.from_token for each in positions} == {0: 3, 1: 1}
     assert not continuity.is_complete
     assert continuity.check(output(1, 1, "e", **LAST)) is not None
     assert continuity.is_complete
