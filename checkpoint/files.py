@@ -1,10 +1,11 @@
-"""Reads regular files only, detects changed files, parses small JSON files strictly."""
+"""Reads regular files only, detects changed files, parses small JSON files strictly, replaces files whole."""
 
 from __future__ import annotations
 
 import json
 import os
 import stat
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,3 +164,15 @@ def _reject_duplicate_keys(pairs: list[tuple[str, object]]) -> dict[str, object]
             raise ValueError(f"key {key!r} appears twice")
         result[key] = value
     return result
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write ASCII text with mode 0600. Raises OSError and then leaves the old file."""
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            file.write(text)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise

@@ -9,7 +9,6 @@ import asyncio
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum, auto
 from pathlib import Path
@@ -19,7 +18,7 @@ import xxhash
 
 from checkpoint.directory import Checkpoint
 from checkpoint.errors import BadHeader, CheckpointError, CheckpointNotFound, FileChanged
-from checkpoint.files import FileIdentity, identity_of_open, open_regular, read_json_object
+from checkpoint.files import FileIdentity, identity_of_open, open_regular, read_json_object, replace_file
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +64,7 @@ class HashCache:
         path = self._path(identity)
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _replace(path, json.dumps(content))
+            replace_file(path, json.dumps(content))
             self._prune()
         except OSError as error:
             log.warning("cannot cache hashes of %s, they will be recomputed: %s", identity.name, error)
@@ -80,18 +79,6 @@ class HashCache:
             files.sort(key=lambda file: file.stat().st_mtime_ns)
             for file in files[:-MAX_FILES]:
                 file.unlink(missing_ok=True)
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write with mode 0600. Raises OSError and then leaves the old file."""
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w") as stream:
-            stream.write(text)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
 
 
 def _status(identity: FileIdentity) -> list[int]:

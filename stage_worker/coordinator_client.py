@@ -166,18 +166,10 @@ class CoordinatorClient:
             except TimeoutError:
                 raise CoordinatorSilent(f"silent for {lease_s:g} s") from None
             match message.WhichOneof("message"):
-                case "assign":
-                    self._stage.submit(message.assign, connection.send)
-                case "begin_epoch":
-                    self._stage.submit(message.begin_epoch, connection.send)
-                case "end_epoch":
-                    self._stage.submit(message.end_epoch, connection.send)
-                case "serving":
-                    self._stage.submit(message.serving, connection.send)
-                case "verify_weights":
-                    self._stage.submit(message.verify_weights, connection.send)
-                case "report_states":
-                    self._stage.submit(message.report_states, connection.send)
+                case (
+                    "assign" | "begin_epoch" | "end_epoch" | "serving" | "verify_weights" | "report_states"
+                ) as order:
+                    self._stage.submit(getattr(message, order), connection.send)
                 case "heartbeat_answer":
                     answer = message.heartbeat_answer
                     self._clock.note(

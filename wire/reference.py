@@ -2,9 +2,7 @@
 
 import base64
 import json
-import os
 import sys
-import tempfile
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +12,7 @@ import xxhash
 from google.protobuf.message import DecodeError
 
 from checkpoint import DType
+from checkpoint.files import replace_file
 from stageline_rpc.internal.v1 import forward_pb2
 from wire.sampling_codec import decode_logprobs, encode_logprobs
 from wire.steps import TokenLogprobs
@@ -142,17 +141,10 @@ def read_references(path: Path, fingerprint: str) -> dict[str, Reference]:
 
 
 def write_references(path: Path, fingerprint: str, references: Mapping[str, Reference]) -> None:
-    """Replace the file atomically, with mode 0600. Raises OSError and then keeps the old file."""
+    """Replace the file as `replace_file` does."""
     entries = ",\n".join(f"{json.dumps(key)}: {_encoded(value)}" for key, value in references.items())
     head = f'"version": {CHECK_VERSION},\n"fingerprint": {json.dumps(fingerprint)}'
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(f'{{{head},\n"references": {{\n{entries}\n}}}}\n')
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    replace_file(path, f'{{{head},\n"references": {{\n{entries}\n}}}}\n')
 
 
 def _encoded(reference: Reference) -> str:

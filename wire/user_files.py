@@ -2,10 +2,10 @@
 
 import os
 import stat
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from checkpoint.files import replace_file
 from wire.addresses import Address, parse_address
 
 
@@ -51,14 +51,7 @@ def write_secret(path: Path, secret: str) -> None:
     """Create or replace `path` with mode 0600, in a directory with mode 0700. Raises OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.parent.chmod(0o700)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".")
-    try:
-        with os.fdopen(descriptor, "w", encoding="ascii") as file:
-            file.write(f"{secret}\n")
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    replace_file(path, f"{secret}\n")
 
 
 def read_secret(path: Path) -> str:
