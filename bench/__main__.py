@@ -1,13 +1,13 @@
 """Measures figures against their own bounds, and compares with the recorded run.
 
-    python -m bench                     every figure of the default run (`make bench`)
+    python -m bench                     all figures (`make bench`)
     python -m bench hop decode          these groups only
-    python -m bench --list              which groups there are
-    python -m bench --quick             few rounds and small sizes: does it run?
-    python -m bench --record            and replace what is recorded of the groups that ran
+    python -m bench --list              list the groups
+    python -m bench --quick             smoke test: few rounds and small sizes
+    python -m bench --record            replace the recorded run of these groups
 
-Exit code: 0; 1 when a figure could not be measured; with --strict also when one got worse, misses its target
-or cannot be true; 2 for a wrong command line.
+Exit code: 0; 1 if a figure could not be measured; with --strict also if one is worse, misses its target or is
+impossible; 2 for a wrong command line.
 """
 
 from __future__ import annotations
@@ -80,12 +80,14 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("groups", nargs="*", metavar="GROUP", help="default: all of the default run")
+    parser.add_argument("groups", nargs="*", metavar="GROUP", help="default: all")
     parser.add_argument("--list", action="store_true", help="list the groups and exit")
     parser.add_argument("--markdown", action="store_true", help="print the recorded run as a table and exit")
     parser.add_argument("--quick", action="store_true", help="few rounds, small sizes; not comparable")
     parser.add_argument(
-        "--strict", action="store_true", help="fail when a figure is worse, or misses its target"
+        "--strict",
+        action="store_true",
+        help="exit code 1 if a figure is worse, misses its target or is impossible",
     )
     parser.add_argument("--record", action="store_true", help="record this run for its groups")
     parser.add_argument("--output", type=Path, default=LATEST, metavar="DIRECTORY")

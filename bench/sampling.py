@@ -86,8 +86,8 @@ def without_top_k(sampling: StepSampling) -> StepSampling:
 def some_logits(shape: str, batch: int, vocab_size: int) -> Tensor:
     """Random logits.
 
-    `peaked`: normal with ten tokens well above the others, as of language models. `flat`: normal and narrow,
-    so that only top_k leaves few tokens.
+    `peaked`: normal with ten tokens well above the others, as from language models. `flat`: normal and
+    narrow, so that only top_k leaves few tokens.
     """
     generator = torch.Generator().manual_seed(batch)
     noise = torch.randn((batch, vocab_size), generator=generator)

@@ -3,7 +3,7 @@
 A page is [2, kv_heads, block_size, head_dim] (FlashInfer calls this layout HND): keys and values side by
 side, the tokens of one head together. One `index_select` over whole pages, into a permuted view of the
 result, gathers keys and values contiguously by head and sequence, as attention needs them, and reads each
-page in one piece. bench/README.md compares it with other orders.
+page in one piece. bench/STUDIES.md compares it with other orders.
 """
 
 import math

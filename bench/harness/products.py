@@ -5,8 +5,8 @@ python -m bench.harness.products CORE
 Question: {"batch": 8, "layers": 6, "head_rows": 8, "seconds": 1.0}; head_rows 0 for a stage without head.
 Answer: {"plain_s": ..., "packed_s": ...}, medians of one pass over all layers.
 
-Weights are random bfloat16 and together larger than the caches, and every pass reads all of them in the order
-of the layers, so they come from memory as in a real step. "plain" is `torch.nn.functional.linear`, "packed"
+Weights are random bfloat16 and together larger than the caches. Every pass reads all of them in the order of
+the layers, so they come from memory as in a real step. "plain" is `torch.nn.functional.linear`, "packed"
 the same product with weights in oneDNN's own layout, packed once for all batch sizes; the two alternate.
 """
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from textwrap import fill
 from typing import Any
 
 from bench.harness.report import markdown
 
 BEGIN, END = "<!-- recorded run -->", "<!-- end of the recorded run -->"
+WIDTH = 110
 
 
 def with_recorded(document: str, run: Mapping[str, Any]) -> str:
@@ -22,8 +24,9 @@ def with_recorded(document: str, run: Mapping[str, Any]) -> str:
 def _machine(run: Mapping[str, Any]) -> str:
     machine = run["machine"]
     busiest = max((group["foreign_share"] for group in run["groups"]), default=0.0)
-    return (
+    text = (
         f"On {machine['cores']} cores of {machine['processor']} ({machine['matrix_units']}), "
         f"{machine['memory_gib']} GiB, Python {machine['python']}, torch {machine['torch']}, "
         f"grpcio {machine['grpc']}; other processes used at most {busiest:.0%} of it. Bold: target missed."
     )
+    return fill(text, WIDTH)

@@ -77,7 +77,7 @@ class Kernels:
         dtype: torch.dtype,
         choice: KernelChoice = KernelChoice.AUTO,
     ) -> Kernels:
-        """Select the kernels; AUTO takes the fastest for `dtype` on `device`, see bench/README.md.
+        """Select the kernels; AUTO takes the fastest for `dtype` on `device`, see bench/STUDIES.md.
 
         Only bfloat16 on a CPU differs. With AMX, SDPA packs keys, which pays off for prompts but not for
         one query per sequence. Raises KernelsUnavailable for COMPILED where unsupported.

@@ -11,7 +11,7 @@ DOCS = REPOSITORY / "docs"
 ARCHITECTURE = (DOCS / "architecture.md").read_text()
 MODULES = (DOCS / "reference" / "modules.md").read_text()
 FLAGS = (DOCS / "reference" / "flags.md").read_text()
-PAGES = sorted([*REPOSITORY.glob("*.md"), *DOCS.rglob("*.md")])
+PAGES = sorted([*REPOSITORY.glob("*.md"), *DOCS.rglob("*.md"), *(REPOSITORY / "bench").glob("*.md")])
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 OF_OTHER_TOOLS = {
     *(
@@ -19,9 +19,15 @@ OF_OTHER_TOOLS = {
         "--help",
         "--hypothesis-profile",
         "--json",
+        "--minutes",
         "--no-deps",
         "--no-trace",
+        "--quick",
+        "--rate",
+        "--record",
+        "--seconds",
         "--storm",
+        "--strict",
         "--version",
     ),
 }
