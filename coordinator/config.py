@@ -51,7 +51,7 @@ _traces = partial(Flag, panel="Traces")
 class CoordinatorConfig:
     """Settings of a coordinator, with the flags that set them. Raises ValueError with the numbers.
 
-    The upper limits reject mistyped values, some of which would be allocated.
+    The upper limits reject mistyped values, which could otherwise be allocated.
     """
 
     num_stages: Annotated[

@@ -56,8 +56,8 @@ def check_threads(num_threads: int) -> None:
     limit = MAX_THREADS_PER_CPU * num_cpus
     if num_threads > limit:
         raise ValueError(
-            f"--threads is {num_threads}, the limit is {limit}: {MAX_THREADS_PER_CPU} for each of the "
-            f"{num_cpus} CPUs of this host"
+            f"--threads is {num_threads}, the limit is {limit}: {MAX_THREADS_PER_CPU} per CPU, "
+            f"and this host has {num_cpus} CPUs"
         )
 
 

@@ -179,7 +179,7 @@ class GrammarCompiler:
             _check_size(definition, " as a grammar")
             matcher = tokenizer.matcher(definition)
             if kind is GrammarKind.GRAMMAR:
-                check_lark(texts[0])  # before the first mask, which may take for ever
+                check_lark(texts[0])  # before the first mask, which might never end
             mask = _first_mask(matcher)
             self._check_begin(mask, allowed, forbidden)
         except ValueError as error:
@@ -264,7 +264,7 @@ def _choice(texts: Sequence[str]) -> str:
 
 
 def _bounded(text: str) -> str:
-    """Disable forced tokens where a terminal may match nothing: the library could force others for ever."""
+    """Disable forced tokens where a terminal may match nothing: the library could force others endlessly."""
     return f"{text}\n{_NO_FORCING}" if _MAY_BE_EMPTY.search(text) else text
 
 

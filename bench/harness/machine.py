@@ -68,7 +68,7 @@ def _cpu_line(key: str) -> str | None:
 
 
 class ForeignLoad:
-    """Share of the processors used by others: all busy time minus that of this process and its children.
+    """Share of the processors used by others: all busy time but of this process and its children.
 
     Children count once they were waited for, so `share` is right after all of them have ended. Over less than
     a second it is taken as 0: the kernel counts in ticks.

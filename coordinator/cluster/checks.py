@@ -71,7 +71,7 @@ Send = Callable[[WorkerIdentity, join_pb2.JoinResponse], None]
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """Weights to compare: those of `stage` in a plan, or the whole checkpoint of `worker`."""
+    """Weights to compare: of `stage` in a plan, or the whole checkpoint of `worker`."""
 
     worker: WorkerIdentity
     stage: StagePlan | None
@@ -86,7 +86,7 @@ class WeightsCheck:
     """Compares every byte of the workers' weights with the coordinator's checkpoint.
 
     Hashes the checkpoint once, then sends the hashes to the workers of each serving plan, for comparison when
-    idle, and to those of a plan that failed its self-check, for comparison at once. Workers hash their own
+    idle, and of a plan that failed its self-check, for comparison at once. Workers hash their own
     files and report differences; heartbeats report equality.
     """
 

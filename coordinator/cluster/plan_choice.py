@@ -267,7 +267,7 @@ class PlanChoice:
 def _more_specific(
     before: PlanImpossible | None, error: PlanImpossible, *, is_first_size: bool
 ) -> PlanImpossible:
-    """The more specific problem: a failed self-check, else that of the largest workers (tried last)."""
+    """The more specific problem: a failed self-check, else the one of the largest workers, tried last."""
     if before is None or isinstance(error, PlanRefused):
         return error if not isinstance(before, PlanRefused) else before
     return error if is_first_size and not isinstance(before, PlanRefused) else before

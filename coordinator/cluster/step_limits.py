@@ -58,7 +58,7 @@ class MemoryLimits:
     ) -> bool:
         """Halve the limits after a step of `num_tokens` and `num_sequences` did not fit on `stage`.
 
-        `limits` are those of the plan. Returns False if steps cannot become smaller than one block and one
+        `limits` are the plan's. Returns False if steps cannot become smaller than one block and one
         sequence.
         """
         old = self.apply(limits)

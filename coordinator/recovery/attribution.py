@@ -38,7 +38,7 @@ class FailureAttribution:
     def record_fault(self, fault: FaultReport) -> None:
         """Record a refused step: its requests are retried, `max_step_retries` times without progress.
 
-        These are the requests that the report names and those of the reported step, if it is in flight. The
+        These are the requests in the report and, if the reported step is in flight, in that step. The
         last retry is isolated, so that only the request that causes the fault fails.
         """
         self._count_failure()

@@ -196,8 +196,7 @@ def judge(
     """Compare the results of a pipeline with a reference.
 
     Args:
-        states: Hidden states sent by each stage but LAST, as far as reported; None if stages do not record
-            them.
+        states: Hidden states that stages but LAST sent and reported; None if they do not record them.
     """
     try:
         rows = list(_answered_rows(script, results))

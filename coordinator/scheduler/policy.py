@@ -65,7 +65,7 @@ class DecodeLoad:
 
 @dataclass(frozen=True, slots=True)
 class PrefillLoad:
-    """Tokens of the current burst of prompts, and those of them already in the step."""
+    """Tokens of the current burst of prompts, and how many of them the step already has."""
 
     num_tokens: int
     step_tokens: int = 0

@@ -135,7 +135,7 @@ def mock_token(token: int, position: int, *, vocab_size: int, eos_token_ids: Col
         candidate = (first + offset) % vocab_size
         if candidate not in eos_token_ids:
             return candidate
-    raise ValueError(f"a vocabulary of {vocab_size} tokens, all of which end a sequence")
+    raise ValueError(f"all {vocab_size} tokens of the vocabulary end a sequence")
 
 
 def _first_choice(token: int, position: int, *, vocab_size: int) -> int:

@@ -120,7 +120,7 @@ class ModelCompute(StageCompute):
         *,
         wire_dtype: WireDType | None = None,
     ) -> None:
-        """`pages` cover the model's layers; `grammars` need the head; `wire_dtype` is that of sent hidden
+        """`pages` cover the model's layers; `grammars` need the head; `wire_dtype` is for sent hidden
         states.
         """
         self.hidden_size = model.config.hidden_size

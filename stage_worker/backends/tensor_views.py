@@ -111,7 +111,7 @@ def from_view(view: TensorView, *, device: torch.device) -> Tensor:
 
 
 def to_wire(hidden: Tensor, wire_dtype: WireDType) -> TensorView:
-    """Encode hidden states [n, width] for sending, on their device as far as possible."""
+    """Encode hidden states [n, width] for sending, on their device where possible."""
     if isinstance(wire_dtype, DType):
         return to_view(hidden.to(TORCH_DTYPES[wire_dtype]))
     payload = scale_rows(hidden.detach(), wire_dtype).cpu()

@@ -45,7 +45,7 @@ class WeightsVerifier:
         return self._level
 
     def problem(self, source: LoadedFrom | None) -> str:
-        """Return why a stage from `source` must not serve, as far as known; else an empty string."""
+        """Return the known reason why a stage from `source` must not serve; empty without one."""
         if source is None:
             return ""
         known = self._problems.get(source.files, {})

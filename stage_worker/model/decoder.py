@@ -44,7 +44,7 @@ _GATHERED_BYTES = 8 * 1024 * 1024
 """Bytes that a CPU gathers at once for decoding; more would be evicted from the cache before use."""
 
 _FEWEST_ROWS = 4
-"""oneDNN's packed products of 1 and 2 rows take 1.1 to 1.4 times as long as those of 4."""
+"""oneDNN's packed products of 1 and 2 rows take 1.1 to 1.4 times as long as products of 4."""
 
 
 class DecoderStage:

@@ -79,7 +79,7 @@ class LoadedParts:
             self.head = None
 
     def weights(self, needed: NeededParts) -> LoadedWeights:
-        """The parts in `needed`, all of which must be loaded."""
+        """The parts in `needed`; all must be loaded."""
         return LoadedWeights(
             layers=tuple(self.layers[layer] for layer in needed.layers),
             embeddings=self.embeddings,

@@ -65,7 +65,7 @@ def token_logprobs(
 ) -> tuple[TokenLogprobs, ...]:
     """Log-probabilities per row of `logits` (float32 [n, vocab_size], all finite).
 
-    Each row has those of `tokens[row]` and of the `num_top[row]` most likely tokens, equals in the order
+    A row has entries for `tokens[row]` and for the `num_top[row]` most likely tokens, equals in the order
     of their ids. The log-probability is the logarithm of the softmax in float32; rank is 1 + the number of
     more likely tokens.
     """

@@ -13,7 +13,7 @@ TypicalLogitsWarper; among equals at the edge of top_p, the lowest ids stay. At 
 stays.
 
 Most filters keep few tokens, so they are applied to the NUM_CANDIDATES most likely ones first. The outcome
-is used if it provably equals that of the whole row; otherwise the row is filtered at full width. This
+is used if the whole row provably gives the same; otherwise the row is filtered at full width. This
 depends on the row alone.
 """
 
@@ -343,7 +343,7 @@ def _choose_unfiltered(batch: _Batch) -> Tensor:
 
 
 def _choose_among_candidates(batch: _Batch) -> tuple[Tensor, Tensor]:
-    """Token ids [n], and whether each is proven to be that of the whole row [n].
+    """Token ids [n], and whether the whole row provably gives the same one [n].
 
     Tokens outside of the candidates are at most as likely as the last candidate. So the result is exact if
     there are no other tokens, if top_k ends above the last candidate, if the candidates above the last

@@ -125,7 +125,7 @@ def telemetry_settings() -> TelemetrySettings:
 
 
 def option_parser(parse: Callable[[str], _Value]) -> Callable[[str], _Value]:
-    # typer shows the text of BadParameter unchanged, but prefixes that of ValueError.
+    # typer shows the text of BadParameter unchanged, but adds a prefix to ValueError's.
     def parse_option(text: str) -> _Value:
         try:
             return parse(text)

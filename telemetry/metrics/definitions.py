@@ -33,7 +33,7 @@ OTHER = "other"
 class Label:
     """A label of a metric: one of `values`, or else at most `most` different ones.
 
-    `name` is the label in Prometheus, `attribute` that of OpenTelemetry, where its values are integers if
+    `name` is the label in Prometheus, `attribute` the name in OpenTelemetry, where its values are integers if
     `is_integer`.
     """
 
@@ -58,7 +58,7 @@ _UNIT_WORDS = {"s": "seconds", "By": "bytes"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Metric:
-    """One metric. The coordinator exposes those of workers with the additional label `worker`.
+    """One metric. The coordinator adds the label `worker` to the metrics of workers.
 
     `bounds` are the upper bounds of a histogram's buckets, inclusive, in `unit`.
     """

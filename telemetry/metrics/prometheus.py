@@ -1,7 +1,7 @@
 """Exported metrics of all processes as the text that Prometheus reads.
 
 OpenTelemetry's PrometheusMetricReader covers neither of our needs: it exposes the metrics of its own process
-only, and labels named after attributes (`stageline_stage_index`) instead of those of the table (`stage`).
+only, and names labels after attributes (`stageline_stage_index`) instead of by the table (`stage`).
 """
 
 from collections.abc import Iterable, Sequence

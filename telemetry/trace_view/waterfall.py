@@ -77,7 +77,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Waterfall:
-    """Rows of the coordinator come before those of the stages; `end_s` is the end of the last segment."""
+    """The coordinator's rows come before the stages'; `end_s` is the end of the last segment."""
 
     duration_s: float
     end_s: float

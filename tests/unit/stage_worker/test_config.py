@@ -56,7 +56,9 @@ def test_there_is_a_thread_for_each_cpu_unless_told_otherwise() -> None:
 def test_the_number_of_threads_is_limited_by_the_cpus_of_this_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     assert config(cpu_set=None, num_threads=16).compute_threads == 16
-    with pytest.raises(ValueError, match=r"^--threads is 17, the limit is 16: 8 for each of the 2 CPUs"):
+    with pytest.raises(
+        ValueError, match=r"^--threads is 17, the limit is 16: 8 per CPU, and this host has 2"
+    ):
         config(cpu_set=None, num_threads=17)
 
 

@@ -35,7 +35,7 @@ def test_tokens_are_in_the_vocabulary_and_never_end(data: st.DataObject) -> None
     eos = data.draw(st.sets(st.integers(0, 9)))
     token, position = data.draw(st.integers(0, vocab_size - 1)), data.draw(st.integers(0, 10**6))
     if eos >= set(range(vocab_size)):
-        with pytest.raises(ValueError, match=f"a vocabulary of {vocab_size} tokens, all of which end"):
+        with pytest.raises(ValueError, match=f"all {vocab_size} tokens of the vocabulary end"):
             mock_token(token, position, vocab_size=vocab_size, eos_token_ids=eos)
         return
     following = mock_token(token, position, vocab_size=vocab_size, eos_token_ids=eos)
