@@ -40,15 +40,15 @@ def flags() -> str:
     from stageline.cli import make_app
 
     command: Any = typer.main.get_command(make_app())
-    return _FLAGS + "".join(_command_section(f"stageline {name}", found) for name, found in _leaves(command))
+    return _FLAGS + "".join(_command_section(f"stageline {name}", found) for name, found in leaves(command))
 
 
-def _leaves(group: Any, prefix: str = "") -> list[tuple[str, Any]]:
+def leaves(group: Any, prefix: str = "") -> list[tuple[str, Any]]:
     """The commands without subcommands, with their names."""
     found: list[tuple[str, Any]] = []
     for name, command in group.commands.items():
         is_group = hasattr(command, "commands")
-        found += _leaves(command, f"{prefix}{name} ") if is_group else [(prefix + name, command)]
+        found += leaves(command, f"{prefix}{name} ") if is_group else [(prefix + name, command)]
     return found
 
 

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from stageline import Client
 from stageline.cli import main
 from tests.fake_processes import FAKE_COMMAND, FAKE_ENVIRONMENT, wait_until
+from tests.repository import REPOSITORY
 
 StartCoordinator = Callable[..., str]
 
@@ -61,6 +63,17 @@ def test_generate_writes_the_text_to_stdout_and_the_speed_to_stderr(
     assert output.err.startswith("(3 tokens in ")
     assert " tokens/s; first token after " in output.err
     assert output.err.endswith("ended by length)\n")
+
+
+def test_the_example_of_the_readme_writes_the_text_and_how_it_ended(address: str) -> None:
+    (example,) = re.findall(r"^```python\n(.*?)^```$", (REPOSITORY / "README.md").read_text(), re.M | re.S)
+    assert "127.0.0.1:7480" in example
+    command = [sys.executable, "-c", example.replace("127.0.0.1:7480", address)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert (run.returncode, run.stderr) == (0, "")
+    text, ending = run.stdout.rstrip().rsplit("\n", 1)
+    assert text.split() == [str(number) for number in range(100)]
+    assert "length, Usage(" in ending
 
 
 def test_generate_tells_the_seed_where_it_samples(address: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -138,6 +138,15 @@ def test_all_processes_of_up_log_as_it_was_told(launch: Launch) -> None:
     assert launcher.wait(GRACE_S) == 0
 
 
+def test_settings_of_up_reach_its_coordinator(launch: Launch) -> None:
+    settings = {"--queue-size": "7", "--recovery-timeout": "9.0", "--trace-store": "5"}
+    launcher, pids, _ = _start_up(launch, *(word for setting in settings.items() for word in setting))
+    line = psutil.Process(pids[0]).cmdline()
+    assert {flag: line[line.index(flag) + 1] for flag in settings} == settings
+    launcher.terminate()
+    assert launcher.wait(GRACE_S) == 0
+
+
 def test_up_reports_a_lost_worker_and_goes_on(launch: Launch) -> None:
     launcher, pids, _ = _start_up(launch, "--no-restart")
     os.kill(pids[1], signal.SIGKILL)

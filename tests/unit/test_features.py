@@ -1,0 +1,263 @@
+"""Every feature that README.md names is driven by a test of `make test`.
+
+A row names a file of tests and texts: one of its tests is in `make test` and has all the texts in its source,
+or in functions and constants of the file that it uses. A feature without a row fails, as does a row without a
+feature, or whose test is gone, no longer drives it, or moved to another tier.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from stageline.cli import make_app
+from tests.repository import REPOSITORY
+from tests.unit.test_tiers import chosen_by
+from tools.reference_pages.flags import leaves
+
+README = (REPOSITORY / "README.md").read_text()
+PROTOS = REPOSITORY / "proto" / "stageline_rpc" / "v1"
+_BY_HAND = "e2e/test_by_hand.py"
+_CONFIG = "unit/stageline/test_cli_config.py"
+_LOAD = "e2e/served/test_bench_serve.py"
+_REQUESTS = "unit/stageline/test_cli_requests.py"
+_STRANGER = "e2e/served/test_any_grpc_client.py"
+_UP = "e2e/test_up.py"
+_UP_FLAGS = "unit/stageline/test_cli_local.py"
+_USAGE = "unit/stageline/test_cli_usage.py"
+
+Row = tuple[str, ...]
+COMMANDS: dict[str, Row] = {
+    "demo": (_UP, 'Terminal("demo"'),
+    "up": (_UP, 'Terminal("up"'),
+    "coordinator": (_BY_HAND, "shell.coordinator("),
+    "worker": (_BY_HAND, '"worker", "--coordinator"'),
+    "plan": (_UP, 'run_stageline("plan"'),
+    "generate": (_UP, 'run_stageline("generate"'),
+    "chat": (_UP, 'Terminal("chat"'),
+    "attach": (_REQUESTS, 'main(["attach"'),
+    "cancel": (_REQUESTS, '"cancel"'),
+    "drain": ("integration/test_drain.py", '"drain"'),
+    "status": (_UP, 'run_stageline("status"'),
+    "top": ("e2e/test_watching.py", 'Terminal("top"'),
+    "trace": ("unit/stageline/test_cli_trace.py", 'main(["trace", REQUEST_ID'),
+    "bench serve": (_LOAD, '"bench serve '),
+}
+_FILE = "Configuration: flags override STAGELINE_* variables, which override --config"
+FLAG_GROUPS: dict[str, Row] = {
+    "up: Workers on this machine": (_UP, "--workers"),
+    "up: Compute": (_UP, "--threads"),
+    "up: Model and stages": ("e2e/test_mock_cluster.py", "--mock-model"),
+    "up: Batching and KV cache": (_UP, "--kv-tokens"),
+    "up: Admission": (_UP_FLAGS, "--queue-size"),
+    "up: Failures and restarts": (_UP_FLAGS, "--recovery-timeout"),
+    "up: Addresses and access": (_UP, "--listen"),
+    "up: Traces": (_UP_FLAGS, "--trace-store"),
+    "up: Logs": (_UP_FLAGS, "--log-format"),
+    "coordinator: Model and stages": (_USAGE, "--dtype"),
+    "coordinator: Batching and KV cache": (_USAGE, "--max-step-sequences"),
+    "coordinator: Admission": (_USAGE, "--queue-size"),
+    "coordinator: Failures and restarts": (_CONFIG, "--journal"),
+    "coordinator: Addresses and access": ("e2e/test_watching.py", "--token-file"),
+    "coordinator: Traces": (_USAGE, "--trace-bytes"),
+    "coordinator: Logs": (_USAGE, "--log-format"),
+    f"coordinator: {_FILE}": (_CONFIG, "--config"),
+    "worker: Cluster and addresses": (_BY_HAND, "--advertise"),
+    "worker: Compute": (_BY_HAND, "--memory"),
+    "worker: Logs": (_USAGE, "--log-format"),
+    f"worker: {_FILE}": (_CONFIG, "--print-config"),
+    "plan: Model and stages": ("unit/stageline/test_plan_command.py", "--layers"),
+    "plan: Batching and KV cache": ("unit/stageline/test_plan_command.py", "--kv-tokens"),
+    "generate: Length and stopping": (_REQUESTS, "--min-tokens"),
+    "generate: Sampling": (_REQUESTS, "--min-p"),
+    "generate: Structured output (at most one of these)": (_REQUESTS, "--json-schema"),
+    "generate: Output": (_REQUESTS, "--prompt-logprobs"),
+    "generate: Scheduling and lifetime": (_REQUESTS, "--detach"),
+    "chat: Length and stopping": ("unit/stageline/test_cli_client.py", "--max-tokens"),
+    "chat: Sampling": (_REQUESTS, "--min-p"),
+    "bench serve: Arrivals": (_LOAD, "--request-rate"),
+    "bench serve: Requests": (_LOAD, "--prompt-tokens"),
+    "bench serve: Latency limits for goodput": (_LOAD, "--slo-e2e"),
+}
+"""A flag of the group, which the test uses with the command."""
+RPCS: dict[str, Row] = {
+    "Generate": (_STRANGER, "stub.Generate("),
+    "Attach": ("integration/test_attach_secrets.py", "client.attach("),
+    "Cancel": ("e2e/served/test_early_ends.py", "client.cancel("),
+    "GetModel": (_STRANGER, "stub.GetModel("),
+    "Drain": ("integration/test_drain.py", "client.drain("),
+    "GetStatus": (_STRANGER, "cluster.GetStatus("),
+    "WatchKvEvents": (_STRANGER, "cluster.WatchKvEvents("),
+    "ListTraces": (_STRANGER, "traces.ListTraces("),
+    "GetTrace": ("integration/test_trace_services.py", "client.trace("),
+    "GetActivity": ("integration/test_dashboard.py", "client.activity("),
+}
+README_CLAIMS: dict[str, Row] = {
+    "A lost worker does not fail requests": ("integration/test_cluster_recovery.py", ".stop()", "check("),
+    "Lost, cut, repeated and damaged messages": ("integration/test_cluster_faults.py", "faulty", "check("),
+    "Status, traces, metrics and a dashboard": ("integration/test_dashboard_page.py", "slow"),
+}
+"""Bullets, by their beginning."""
+README_BLOCKS: dict[str, Row] = {
+    "  clients <--gRPC--> coordinator": (_UP, '("FIRST", "worker-0"), ("MIDDLE", "worker-1")'),
+    "make demo": ("unit/test_features.py", "(BIN)/stageline demo"),
+    "Starting a coordinator and 3 stage workers": (_UP, 'Terminal("demo"', "first token after"),
+    "$ .venv/bin/stageline up --workers 3": (_UP, 'Terminal("up", "--workers", "3"', '"Once upon a time"'),
+    "stageline coordinator --model /models/m": (_BY_HAND, "shell.coordinator(", "--model", "--stages"),
+    "stageline worker --coordinator head:7480": (_USAGE, '"worker --coordinator head:7480 --device cuda'),
+    "import asyncio": ("unit/stageline/test_cli_client.py", "README.md"),
+}
+"""Code blocks, by the beginning of their first line."""
+PAGES: dict[str, Row] = {
+    "architecture": ("unit/test_documents.py", "ARCHITECTURE"),
+    "benchmarking": (_LOAD, "--slo-e2e", "--plot"),
+    "dashboard": ("integration/test_dashboard_page.py", "keyboard"),
+    "failures": ("integration/test_cluster_recovery.py", ".stop()"),
+    "hosts": (_BY_HAND, "--listen", "--advertise"),
+    "journal": ("integration/test_journal.py", "positions="),
+    "mock-stages": ("integration/test_mock_cluster.py", "step="),
+    "operations": ("integration/test_drain.py", "under_load"),
+    "protocol": ("integration/test_stage_handshake.py", "HopHello"),
+    "python": ("unit/stageline/client/test_client.py", "client.generate("),
+    "requests": ("integration/test_limits.py", "RESOURCE_EXHAUSTED"),
+    "runbook": ("unit/test_error_reasons.py", "Reasons that servers send"),
+    "sampling": ("integration/test_sampling_everywhere.py", "sampling"),
+    "self-check": ("integration/test_self_check.py", "faulty"),
+    "status": ("unit/stageline/test_cli_client.py", '"--json"', "status"),
+    "structured-output": ("integration/test_structured_output.py", "json_schema", "regex"),
+    "telemetry": ("integration/test_metrics.py", "openmetrics-text"),
+}
+"""Pages of docs/ about features; limitations.md has none."""
+
+
+@cache
+def sources_of_tests(path: Path) -> dict[str, str]:
+    """Source of each test in `make test`, with the functions and constants of its file that it uses."""
+    text = path.read_text()
+    module = ast.parse(text)
+    defined = dict(_definitions(module))
+    marks = _marks(defined["pytestmark"]) if "pytestmark" in defined else set()
+    return {
+        name: _with_uses(name, defined, text)
+        for name, node in defined.items()
+        if name.startswith("test_") and "test" in chosen_by(marks | _marks(node))
+    }
+
+
+def _definitions(module: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
+    for node in module.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name, node
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            yield ast.unparse(target), node
+
+
+def _marks(node: ast.stmt) -> set[str]:
+    """Names of the markers in decorators, or in the value of `pytestmark`."""
+    parts = getattr(node, "decorator_list", None) or [node]
+    return {name for part in parts for name in re.findall(r"pytest\.mark\.(\w+)", ast.unparse(part))}
+
+
+def _with_uses(name: str, defined: dict[str, ast.stmt], text: str) -> str:
+    seen, waiting = set[str](), [name]
+    while waiting:
+        if (each := waiting.pop()) not in seen and each in defined:
+            seen.add(each)
+            waiting += [node.id for node in ast.walk(defined[each]) if isinstance(node, ast.Name)]
+    return "\n".join(ast.get_source_segment(text, defined[each]) or "" for each in sorted(seen))
+
+
+def commands() -> dict[str, Any]:
+    return dict(leaves(typer.main.get_command(make_app())))
+
+
+def flag_groups() -> dict[str, set[str]]:
+    """The flags of every panel of every command."""
+    groups: dict[str, set[str]] = {}
+    for name, command in commands().items():
+        for option in command.params:
+            if option.param_type_name == "option" and option.rich_help_panel:
+                groups.setdefault(f"{name}: {option.rich_help_panel}", set()).update(option.opts)
+    return groups
+
+
+def rpcs() -> set[str]:
+    return {
+        name
+        for path in PROTOS.glob("*.proto")
+        for name in re.findall(r"^  rpc (\w+)", path.read_text(), re.M)
+    }
+
+
+def _missing(rows: Mapping[str, Row]) -> list[str]:
+    """The features whose row names no test that drives them."""
+    return [
+        f"{feature}: no test of make test in tests/{path} has {' and '.join(texts)}"
+        for feature, (path, *texts) in rows.items()
+        if not any(
+            all(text in source for text in texts)
+            for source in sources_of_tests(REPOSITORY / "tests" / path).values()
+        )
+    ]
+
+
+def test_every_command_is_driven() -> None:
+    assert set(COMMANDS) == set(commands())
+    assert _missing(COMMANDS) == []
+
+
+def test_every_group_of_flags_is_driven() -> None:
+    groups = flag_groups()
+    assert set(FLAG_GROUPS) == set(groups)
+    assert [name for name, (_, flag) in FLAG_GROUPS.items() if flag not in groups[name]] == []
+    rows = {
+        name: (path, f'"{name.split()[0].rstrip(":")}', flag) for name, (path, flag) in FLAG_GROUPS.items()
+    }
+    assert _missing(rows) == []
+
+
+def test_every_public_rpc_is_driven() -> None:
+    assert set(RPCS) == rpcs()
+    assert _missing(RPCS) == []
+
+
+def test_every_part_of_the_readme_is_driven() -> None:
+    bullets = re.findall(r"^\* (.*)$", README, re.MULTILINE)
+    blocks = re.findall(r"^```\w*\n(.*)\n(?:(?!```).*\n)*```$", README, re.MULTILINE)
+    for rows, parts in ((README_CLAIMS, bullets), (README_BLOCKS, blocks)):
+        assert len(rows) == len(parts)
+        assert [part for part in parts if not part.startswith(tuple(rows))] == []
+        assert _missing(rows) == []
+    named = set(re.findall(r"`stageline (bench serve|[a-z]+)", README))
+    assert named == set(COMMANDS)
+
+
+def test_every_page_about_features_is_driven() -> None:
+    assert set(PAGES) == {page.stem for page in (REPOSITORY / "docs").glob("*.md")} - {"limitations"}
+    assert _missing(PAGES) == []
+
+
+def test_make_demo_runs_the_demo() -> None:
+    assert "\ndemo: venv\n\t@$(BIN)/stageline demo\n" in (REPOSITORY / "Makefile").read_text()
+
+
+@pytest.mark.parametrize("marker", ["full", "nightly", "chaos", "gpu"])
+def test_a_test_of_another_tier_drives_nothing(tmp_path: Path, marker: str) -> None:
+    file = tmp_path / f"test_{marker}.py"
+    file.write_text("import pytest\n\nWORD = 'chat'\n\ndef test_a():\n    assert WORD\n")
+    rows = {"chat": (str(file), "chat")}
+    assert _missing(rows) == []
+    marked = tmp_path / f"test_marked_{marker}.py"
+    marked.write_text(file.read_text().replace("def test_a", f"@pytest.mark.{marker}\ndef test_a"))
+    assert len(_missing({"chat": (str(marked), "chat")})) == 1
+    marked_whole = tmp_path / f"test_module_{marker}.py"
+    marked_whole.write_text(f"{file.read_text()}\npytestmark = pytest.mark.{marker}\n")
+    assert len(_missing({"chat": (str(marked_whole), "chat")})) == 1
