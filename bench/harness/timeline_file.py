@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import colorsys
-
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING
 
 from bench.harness.cluster import BenchCluster
 from bench.harness.group import Setting
 from bench.harness.timeline import Timeline, timeline
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 NUM_COLOURS = 12
 """Neighbouring steps, and steps in flight together, differ in colour."""
@@ -30,6 +32,9 @@ def write_timeline(
 
 def draw(drawn: Timeline, title: str) -> Figure:
     """Draw one collection of bars per stage, FIRST on top."""
+    # Imported late: it takes a second where no list of fonts is cached, as in each test process.
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(12, 1 + 0.3 * drawn.num_stages), layout="constrained")
     axes = figure.subplots()
     for stage in range(drawn.num_stages):
