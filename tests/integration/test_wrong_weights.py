@@ -72,7 +72,8 @@ def is_out(status: cluster_pb2.GetStatusResponse, name: str) -> bool:
     return "its weights differ" in next(details, "")
 
 
-@pytest.mark.parametrize(("rank", "layer"), [(0, 3), (1, 3), (2, 3), (0, 0)])
+@pytest.mark.matrix(2)
+@pytest.mark.parametrize(("rank", "layer"), [(0, 0), (1, 3), (2, 3), (0, 3)])
 async def test_two_of_three_serve_wherever_the_wrong_one_ranks(
     model: Path, tmp_path: Path, rank: int, layer: int
 ) -> None:

@@ -9,7 +9,11 @@ from tests.simulation.planted import BUGS
 
 MOST_SCHEDULES = 2000
 """What a minute has room for."""
-RARE = {"checksums_are_not_compared", "answers_to_an_earlier_start_count"}
+RARE = {
+    "checksums_are_not_compared",
+    "answers_to_an_earlier_start_count",
+    "who_prefills_is_forgotten_when_an_epoch_ends",
+}
 """What it takes some hundred schedules to see."""
 
 
