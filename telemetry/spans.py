@@ -1,7 +1,7 @@
 """All spans and their attributes in one table; docs/reference/spans.md is generated from it.
 
-Times in attributes are in seconds. Names starting with `gen_ai.` are those of OpenTelemetry's conventions for
-generative AI, and of the serving engines that came before them.
+Times in attributes are in seconds. Names starting with `gen_ai.` follow OpenTelemetry's conventions for
+generative AI, and older serving engines.
 """
 
 from dataclasses import dataclass
@@ -75,7 +75,7 @@ class Attr(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SpanSpec:
-    """A span: the process that records it, its parent here, attributes that it may have, what it covers."""
+    """A span: recording process, parent, possible attributes, meaning."""
 
     name: SpanName
     process: str
@@ -149,14 +149,14 @@ SPANS = (
         COORDINATOR,
         SpanName.GENERATE,
         _CHOICE,
-        "From the queue to handing out the first prompt chunk.",
+        "From the queue to sending the first prompt chunk.",
     ),
     SpanSpec(
         SpanName.PREFILL_CHUNK,
         COORDINATOR,
         SpanName.GENERATE,
         (*_CHOICE, *_STEPS, Attr.CHUNK_START, Attr.BATCH_SIZE, *_OBSERVED),
-        "A prompt chunk, from handing out its step to the answer. The last one brings the first token.",
+        "A prompt chunk, from sending its step to the answer. The last answer has the first token.",
     ),
     SpanSpec(
         SpanName.DECODE,
@@ -170,14 +170,14 @@ SPANS = (
         COORDINATOR,
         SpanName.GENERATE,
         (*_CHOICE, Attr.REASON),
-        "From giving up its blocks to older requests to computing again.",
+        "From giving up KV blocks to older requests until computing again.",
     ),
     SpanSpec(
         SpanName.RECOVERY,
         COORDINATOR,
         SpanName.GENERATE,
         (*_CHOICE, Attr.REASON),
-        "From the end of an epoch to computing again in a later one.",
+        "From the end of an epoch until computing again in a later one.",
     ),
     SpanSpec(
         SpanName.STAGE_PREFILL,
@@ -192,63 +192,63 @@ SPANS = (
         SpanName.DECODE,
         _STAGE,
         "Decode steps on one stage, the first 16, the next 32, 64, ..., at most 4,096: from the first byte "
-        "of the first one to the last output being ready. In between the stage computes other steps, too.",
+        "of the first step to the last output being ready. The stage computes other steps in between.",
     ),
     SpanSpec(
         SpanName.CLUSTER_RECOVERY,
         COORDINATOR,
         None,
         (Attr.REASON, Attr.EPOCH, Attr.NUM_REQUESTS),
-        "From the end of an epoch to the next one that serves; a trace of its own.",
+        "From the end of an epoch until the next one serves; a separate trace.",
     ),
 )
-"""In the order in which a request meets them."""
+"""In the order of a request's path."""
 
 MEANINGS = {
-    Attr.REQUEST_ID: "the request id, as `stageline status` and the client know it",
-    Attr.REQUEST_MODEL: "what the served model is called",
-    Attr.REQUEST_MAX_TOKENS: "tokens to generate at most, for each choice",
-    Attr.REQUEST_TEMPERATURE: "0: the most likely token",
-    Attr.REQUEST_TOP_P: "1: no filter",
-    Attr.PROMPT_TOKENS: "tokens of the prompt, cached ones too",
-    Attr.COMPLETION_TOKENS: "tokens generated, of all choices",
-    Attr.TIME_IN_QUEUE: "s, from the call to handing out the first chunk",
-    Attr.TIME_TO_FIRST_TOKEN: "s, from the call to the first token on the coordinator",
-    Attr.TIME_IN_PREFILL: "s, from handing out the first chunk to the first token",
+    Attr.REQUEST_ID: "request id",
+    Attr.REQUEST_MODEL: "name of the served model",
+    Attr.REQUEST_MAX_TOKENS: "maximum tokens to generate per choice",
+    Attr.REQUEST_TEMPERATURE: "sampling temperature; 0: the most likely token",
+    Attr.REQUEST_TOP_P: "sampling top-p; 1: no filter",
+    Attr.PROMPT_TOKENS: "prompt tokens, including cached ones",
+    Attr.COMPLETION_TOKENS: "generated tokens of all choices",
+    Attr.TIME_IN_QUEUE: "s, from the call to sending the first chunk",
+    Attr.TIME_TO_FIRST_TOKEN: "s, from the call to the first token at the coordinator",
+    Attr.TIME_IN_PREFILL: "s, from sending the first chunk to the first token",
     Attr.TIME_IN_DECODE: "s, from the first token to the end",
     Attr.E2E: "s, from the call to the end",
-    Attr.CHOICES: "sequences that the request generates",
+    Attr.CHOICES: "number of choices",
     Attr.OUTCOME: "`finished`, `cancelled` or `failed`",
-    Attr.CACHED_TOKENS: "prompt tokens of the first choice that the cache had",
-    Attr.NUM_PREEMPTIONS: "how often a choice gave up its blocks",
-    Attr.NUM_RECOVERIES: "how often an epoch ended under it",
-    Attr.CHOICE: "which choice, from 0",
-    Attr.RESTART_COUNT: "counts the starts of a choice: one more after each interruption",
-    Attr.EPOCH: "the epoch; of a recovery, the one that serves after it",
-    Attr.STEP_ID: "the (first) step",
-    Attr.LAST_STEP_ID: "the last step",
-    Attr.NUM_STEPS: "how many steps the durations are sums over",
-    Attr.TOKENS: "tokens of the choice that were computed; of decode work also what came of it",
+    Attr.CACHED_TOKENS: "cached prompt tokens of the first choice",
+    Attr.NUM_PREEMPTIONS: "number of preemptions of all choices",
+    Attr.NUM_RECOVERIES: "number of recoveries during the request",
+    Attr.CHOICE: "index of the choice, from 0",
+    Attr.RESTART_COUNT: "restarts of the choice: one per interruption",
+    Attr.EPOCH: "epoch; for a recovery, the epoch that serves after it",
+    Attr.STEP_ID: "id of the first step",
+    Attr.LAST_STEP_ID: "id of the last step",
+    Attr.NUM_STEPS: "number of steps; durations are sums over them",
+    Attr.TOKENS: "computed tokens of the choice; for decode equal to the generated ones",
     Attr.CHUNK_START: "position of the chunk's first token",
-    Attr.BATCH_SIZE: "sequences in the step; the mean over the steps",
-    Attr.STEP_DURATION: "s, from handing out the step to its answer here; the sum over the steps",
-    Attr.RESULT_DURATION: "s, from LAST having the answer ready to the coordinator having it; the sum",
-    Attr.REASON: "why, in a sentence",
-    Attr.STAGE_INDEX: "0 is FIRST",
+    Attr.BATCH_SIZE: "sequences per step, mean over the steps",
+    Attr.STEP_DURATION: "s, from sending a step to its answer, on the coordinator; sum over the steps",
+    Attr.RESULT_DURATION: "s, from the answer being ready on LAST to its arrival; sum over the steps",
+    Attr.REASON: "reason as a sentence",
+    Attr.STAGE_INDEX: "index of the stage; 0 is FIRST",
     Attr.STAGE_ROLE: "`FIRST`, `MIDDLE`, `LAST` or `ONLY`",
     Attr.LAYER_BEGIN: "first layer of the stage",
-    Attr.LAYER_END: "one past its last layer",
+    Attr.LAYER_END: "one past the last layer of the stage",
     Attr.WORKER: "name of the worker",
-    Attr.DEVICE: "what it computes on, such as `cpu` or `cuda:0`; `mock` for a mock stage",
-    Attr.DTYPE: "what it computes in: `bf16`, `f16` or `f32`",
+    Attr.DEVICE: "device, such as `cpu` or `cuda:0`; `mock` for a mock stage",
+    Attr.DTYPE: "compute dtype: `bf16`, `f16` or `f32`",
     Attr.KERNELS: "`compiled` or `plain` (torch's operators); absent for a mock stage",
-    Attr.HOP_DURATION: "s, from the sender having the frame ready to its first byte here; the sum",
-    Attr.RECEIVE_DURATION: "s, from there to the frame being whole and checked; the sum",
-    Attr.WAIT_DURATION: "s, from there to the start of its computation, behind other steps; the sum",
-    Attr.COMPUTE_DURATION: "s, from there to the output being ready; the sum",
-    Attr.SEND_DURATION: "s, from there to the transport having taken it, during the next hop; the sum",
-    Attr.CLOCK_OFFSET: "s, what was added to the worker's clock to have the coordinator's",
-    Attr.CLOCK_UNCERTAINTY: "s, by how much that may be off",
+    Attr.HOP_DURATION: "s, from the frame being ready at the sender to its first byte; sum",
+    Attr.RECEIVE_DURATION: "s, from the first byte to the frame being complete and checked; sum",
+    Attr.WAIT_DURATION: "s, from the complete frame to the start of the computation; sum",
+    Attr.COMPUTE_DURATION: "s, from the start of the computation to the output being ready; sum",
+    Attr.SEND_DURATION: "s, from the output being ready until the transport has taken it; sum",
+    Attr.CLOCK_OFFSET: "s, offset that was added to the worker's clock",
+    Attr.CLOCK_UNCERTAINTY: "s, uncertainty of the clock offset",
     Attr.NUM_REQUESTS: "live requests that waited for the recovery",
 }
-"""Of every attribute, with its unit."""
+"""Meaning of every attribute, with its unit."""

@@ -18,119 +18,117 @@ class RecoveryPolicy:
     # Silent workers
 
     heartbeat_interval_s: float = 0.5
-    """Between two heartbeats of a worker. The detector checks twice per heartbeat."""
+    """Interval of worker heartbeats. The failure detector checks twice per interval."""
     lease_s: float = 2.0
-    """Without a heartbeat, then the worker is lost: three heartbeats may be lost before."""
+    """Silence after which a worker is lost. Three lost heartbeats are tolerated."""
     loading_lease_s: float = 10.0
-    """Lease while a worker loads LAST: building the tokenizer may hold its interpreter for seconds."""
+    """Lease of a worker that loads LAST: the tokenizer may hold the interpreter for seconds."""
     max_late_checks: int = 4
-    """Consecutive late checks that are skipped: the coordinator was held up, so heartbeats may be unread."""
+    """Maximum consecutive checks to skip because they are late: heartbeats may be unread."""
     steady_window_s: float = 30.0
-    """Without a loss or an ended epoch, then losses are forgotten; with some, they count half."""
+    """Half-life of counted losses; after this time without a loss or an ended epoch they are forgotten."""
 
     # Overdue steps
 
     min_step_timeout_s: float = 2.0
-    """Lower bound of the timeout of a step: pauses of a host are shorter."""
+    """Minimum step timeout: longer than a pause of a host."""
     step_slowdown: float = 8.0
-    """Timeout of a step as a multiple of its predicted time, scaled by the usual ratio of the two."""
+    """Step timeout as a multiple of the predicted time, scaled by the usual measured : predicted ratio."""
     step_ratio_quantile: float = 0.99
-    """Quantile of measured to predicted time that counts as usual: one outlier in a hundred is no rule."""
+    """Quantile of the measured : predicted ratios that is the usual one; ignores 1 % of outliers."""
     step_ratio_window: int = 512
-    """Latest steps that the quantile is over."""
+    """Number of recent steps in the quantile."""
     first_step_timeout_s: float = 10.0
-    """Lower bound of the timeout while no step was measured."""
+    """Minimum step timeout before the first measured step."""
     first_step_warmups: float = 8.0
-    """Timeout while no step was measured, as a multiple of the warm-up of all stages."""
+    """Step timeout before the first measured step, as a multiple of the warm-up time of all stages."""
 
     # Epochs
 
     epoch_timeout_s: float = 10.0
-    """For all stages to be connected after an epoch began, then it is started again."""
+    """Maximum time to connect all stages of an epoch; then the epoch is started again."""
     connect_timeout_s: float = 5.0
-    """For FIRST to accept the stream of steps."""
+    """Maximum time until FIRST accepts the stream of steps."""
     hello_timeout_s: float = 10.0
-    """For the first message on a stream of a worker; a stream without one takes a connection for nothing."""
+    """Maximum time to the first message of a worker's stream; frees connections of silent streams."""
     report_grace_s: float = 0.2
-    """From a broken stream to the end of its epoch. The cause (the fault of a stage that closes its streams,
-    or the end of a worker) arrives on another connection and must be known first.
+    """Delay between a broken stream and the end of its epoch. The cause (the fault of a stage that closes its
+    streams, or a lost worker) arrives on another connection and must be known first.
     """
     first_epoch_delay_s: float = 0.1
-    """Pause before an epoch when the last one had no result; doubles with each further one."""
+    """Pause before an epoch if the previous one had no result; doubles with each further one."""
     max_epoch_delay_s: float = 2.0
-    """Longest such pause: a cluster that has recovered waits no longer."""
+    """Maximum pause before an epoch: bounds the wait after the cause is gone."""
 
     # Lost and failing workers
 
     rejoin_grace_s: float = 0.5
-    """For a lost worker to rejoin before its layers move to others: enough for a broken connection. A process
-    that starts again takes longer, and the others serve meanwhile.
+    """Time for a lost worker to rejoin before its layers move to others. Enough for a broken connection; a
+    restarted process takes longer, and the others serve meanwhile.
     """
     coordinator_rejoin_s: float = 1.0
-    """For workers to find a restarted coordinator before it plans without the missing ones."""
+    """Time for workers to rejoin a restarted coordinator before it plans without the missing ones."""
     tolerated_losses: int = 1
-    """Losses beyond the median of the other workers that have no consequence: one is chance."""
+    """Losses above the median of the other workers without a hold: one is chance."""
     first_hold_s: float = 0.5
-    """Before a worker with more losses is used again; doubles with each further one."""
+    """Hold before a worker with more losses is used again; doubles with each further loss."""
     max_hold_s: float = 30.0
-    """Longest such hold: after `steady_window_s` the losses are forgotten anyway."""
+    """Maximum hold: after `steady_window_s` losses are forgotten anyway."""
     max_remembered_losses: int = 8
-    """Lost workers that status still lists by name."""
+    """Maximum lost workers in the status."""
     max_failed_loads: int = 2
-    """Failed loads until a worker is quarantined: the second one is no accident."""
+    """Failed loads after which a worker is quarantined: the second one is no accident."""
     max_hop_failures: int = 2
-    """Consecutive epochs in which a stage does not reach the next one, before the plan avoids that worker."""
+    """Consecutive epochs in which a worker is not reached, after which the plan avoids it."""
     max_non_finite_steps: int = 2
-    """Steps with non-finite values, not all of one request, before the plan avoids the worker."""
+    """Steps with non-finite values, not all of one request, after which the plan avoids the worker."""
     non_finite_window: int = 8
-    """Latest such steps of a worker that are compared."""
+    """Number of recent non-finite steps per worker that are compared."""
     max_plan_candidates: int = 64
-    """Sets of workers tried per number of stages, where a self-check has failed: the search takes
-    milliseconds.
-    """
+    """Maximum sets of workers to try per number of stages after a failed self-check: takes milliseconds."""
 
     # Requests
 
     recovery_timeout_s: float = 30.0
-    """For a pipeline that serves, then waiting requests fail."""
+    """Maximum wait of requests for a serving pipeline; then they fail."""
     drain_timeout_s: float = 30.0
-    """For running requests to finish when a worker or the coordinator drains."""
+    """Maximum time to finish running requests when a worker or the coordinator drains."""
     max_step_retries: int = 2
-    """Times that a request is computed again after a refused step; the last time it runs alone."""
+    """Maximum retries of a request after rejected steps; in the last one it runs alone."""
     forgiving_tokens: int = 16
-    """Tokens since its last refused step after which a request is not blamed for that one."""
+    """Generated tokens after which a request's rejected steps are forgotten."""
     max_deaths_alone: int = 2
-    """Workers lost while a request runs alone, then it fails: the first may be chance."""
+    """Workers lost while a request runs alone, after which it fails: the first may be chance."""
     max_unrelated_deaths: int = 2
-    """Additional losses granted where workers are lost without the request as well."""
+    """Maximum additional losses granted to a request if workers are lost without it, too."""
     max_breaks_alone: int = 3
-    """Streams that break while a request runs alone, and do not while others run, then it fails."""
+    """Broken streams while a request runs alone, after which it fails, if other requests progress."""
     max_breaks: int = 3
-    """Consecutive epochs that break without a token, then the sequences in their steps are isolated."""
+    """Consecutive broken epochs without a token, after which the sequences of their steps are isolated."""
     sweep_interval_s: float = 1.0
-    """Between two sweeps of expired requests."""
+    """Interval of sweeps for expired requests."""
     journal_retry_s: float = 0.5
-    """Before the first new attempt to write the journal; doubles with each further one."""
+    """Pause before the second retry of a journal write; doubles with each further one."""
     max_journal_retry_s: float = 5.0
-    """Longest such pause: a disk that has room again is noticed soon."""
+    """Maximum pause between journal retries: bounds the delay after disk space was freed."""
 
     # Checks of what workers compute
 
     weights_idle_s: float = 1.0
-    """Without a step, then weights are hashed: hashing competes with steps for memory bandwidth."""
+    """Idle time before weights are hashed: hashing competes with steps for memory bandwidth."""
     reference_wait_s: float = 120.0
-    """For the reference of a self-check: a checkpoint of 140 GB is read at 1.2 GB/s."""
+    """Maximum wait for the reference of a self-check: enough to read 140 GB at 1.2 GB/s."""
     reference_timeout_s: float = 3600.0
-    """For one worker to compute a reference; one that is late serves the next check."""
+    """Maximum time for one worker to compute a reference; a late reference is used in the next check."""
     check_answer_timeout_s: float = 30.0
-    """For the answer to each step of the first check of a plan: kernels may be cold."""
+    """Step timeout in the first check of a plan: kernels may be cold."""
     check_states_timeout_s: float = 5.0
-    """For the hidden states of all stages after a check."""
+    """Maximum time to collect the hidden states of all stages after a check."""
 
     # End of the process
 
     stop_grace_s: float = 2.0
-    """For open calls when the coordinator stops."""
+    """Maximum time to end open calls when the coordinator stops."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -9,7 +9,7 @@ _LIMITS = f"""\
 Every threshold, limit and wait of failure handling: `RecoveryPolicy` in `coordinator/recovery/policy.py`.
 Names end in their unit: `_s` is seconds, `_tokens` tokens; the others are counts and ratios.
 {GENERATED}
-[failures.md](../failures.md) says what they are for.
+[failures.md](../failures.md) describes the failures they belong to.
 
 """
 

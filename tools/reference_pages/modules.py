@@ -10,7 +10,7 @@ _MODULES = f"""\
 # Modules
 
 Every module and what it owns, by folder. {GENERATED}
-[architecture.md](../architecture.md) says how the folders depend on each other.
+[architecture.md](../architecture.md) shows how the folders depend on each other.
 
 """
 _PACKAGES = (

@@ -17,7 +17,7 @@ All derive from `StagelineError`, which has `code` (the gRPC status), `reason`
 _PYTHON = f"""\
 # Python API
 
-What `stageline` exports.
+Classes, functions and exceptions of the package `stageline`.
 {GENERATED}
 [python.md](../python.md) has examples.
 """

@@ -9,7 +9,7 @@ _METRICS = f"""\
 
 All metrics, with their OpenTelemetry and Prometheus names.
 {GENERATED}
-[telemetry.md](../telemetry.md) says how to read and export them.
+[telemetry.md](../telemetry.md) describes how to read and export them.
 
 """
 _LABELS = """
@@ -28,7 +28,7 @@ _SPANS = f"""\
 
 All spans and their attributes.
 {GENERATED}
-[telemetry.md](../telemetry.md) says how to read traces.
+[telemetry.md](../telemetry.md) describes how to read traces.
 
 ## All spans
 
