@@ -276,7 +276,7 @@ class _WorkerStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerSta
     self-check.
     """
     WORKER_STATE_DRAINING: _WorkerState.ValueType  # 8
-    """Leaves when its layers have moved."""
+    """Leaves after its layers have moved."""
 
 class WorkerState(_WorkerState, metaclass=_WorkerStateEnumTypeWrapper): ...
 
@@ -296,7 +296,7 @@ WORKER_STATE_SUSPECT: WorkerState.ValueType  # 7
 self-check.
 """
 WORKER_STATE_DRAINING: WorkerState.ValueType  # 8
-"""Leaves when its layers have moved."""
+"""Leaves after its layers have moved."""
 Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
 
 @_typing.final
@@ -583,7 +583,7 @@ class KvStatus(_message.Message):
     LEDGER_FIELD_NUMBER: _builtins.int
     PREFIX_CACHE_FIELD_NUMBER: _builtins.int
     integrity: Global___KvIntegrityVerdict.ValueType
-    """Of the ledger and all stages together."""
+    """Verdict on the ledger and all stages together."""
     detail: _builtins.str
     """The first inconsistency and where it is; empty otherwise."""
     prefix_cache: _builtins.bool
@@ -726,7 +726,7 @@ class WorkerStatus(_message.Message):
     resident_bytes: _builtins.int
     """Resident memory of the process."""
     load_progress: _builtins.float
-    """Fraction of the stage's weights that was read, 0 to 1."""
+    """Fraction of the stage's weights that is loaded, 0 to 1."""
     num_steps: _builtins.int
     """Steps computed in this epoch."""
     @_builtins.property

@@ -92,12 +92,12 @@ class GenerateRequest(_message.Message):
     prompt and model limit leave less room.
     """
     cache_salt: _builtins.str
-    """Requests share cached prefixes only with requests of the same salt: it is part of the hash of every block. Empty
-    (the default) is a salt of its own.
+    """Requests share cached prefixes only with requests of the same salt, which is part of the hash of every block. Empty
+    (the default) is a salt like any other.
     """
     priority: Global___Priority.ValueType
-    """Requests of a class are served in order of arrival. Priority ages: later requests of a higher class delay a request for
-    a bounded time only.
+    """Requests of a class are served in order of arrival. Waiting raises the priority: later requests of a higher class delay
+    a request for a bounded time only.
     """
     prefix_cache: _builtins.bool
     """Whether this request shares cached blocks with others; default true."""
@@ -310,7 +310,7 @@ class SamplingParameters(_message.Message):
     CHOICE_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """0 (the default) is greedy; otherwise finite and at most 100."""
+    """Sampling temperature, at most 100; 0 (the default) is greedy."""
     top_k: _builtins.int
     """Sample among the k most likely tokens; 0 (the default) is all of them."""
     top_p: _builtins.float
@@ -320,7 +320,7 @@ class SamplingParameters(_message.Message):
     Usage.seed.
     """
     ignore_eos: _builtins.bool
-    """Do not stop at the checkpoint's end-of-sequence ids. Not together with structured output, which ends with one."""
+    """Do not stop at the checkpoint's end-of-sequence ids. Invalid with structured output, which ends with such an id."""
     min_p: _builtins.float
     """Drop tokens less likely than min_p times the most likely one; in [0, 1], default 0."""
     typical_p: _builtins.float
@@ -517,8 +517,8 @@ class GenerateResponse(_message.Message):
     prompt.
     """
     text: _builtins.str
-    """New text. Empty for a checkpoint without a tokenizer. Never ends inside a multi-byte character. Text that may be the
-    beginning of a stop string comes when it is known not to be one, with a later token.
+    """New text. Empty for a checkpoint without a tokenizer. Never ends inside a multi-byte character. Text that may begin a
+    stop string is sent with a later token, once it cannot be one.
     """
     text_offset: _builtins.int
     """Offset, in Unicode code points of the output's text, of the first character of `text`."""
@@ -542,8 +542,8 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
-        """Of the prompt's tokens, if prompt_logprobs were requested: in one or more messages of choice 0, before or with its
-        first generated token.
+        """Log-probabilities of the prompt's tokens, if prompt_logprobs were requested: in one or more messages of choice 0,
+        before or with its first generated token.
         """
 
     def __init__(
@@ -628,7 +628,7 @@ Global___TopLogprob: _TypeAlias = TopLogprob  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):
-    """Of one choice."""
+    """Token counts of one choice."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -640,7 +640,7 @@ class Usage(_message.Message):
     prompt_tokens: _builtins.int
     completion_tokens: _builtins.int
     cached_tokens: _builtins.int
-    """Prompt tokens whose KV came from the cache and were not computed again."""
+    """Prompt tokens read from the KV cache instead of computed."""
     seed: _builtins.int
     """The seed in use, the client's or the drawn one."""
     restarts: _builtins.int
@@ -783,7 +783,7 @@ class GetModelResponse(_message.Message):
     name: _builtins.str
     architecture: _builtins.str
     fingerprint: _builtins.str
-    """XXH3/SHA text of config and safetensors headers; the same on every stage."""
+    """Identity of config, safetensors headers and sampled weights; the same on every stage."""
     vocab_size: _builtins.int
     max_sequence_tokens: _builtins.int
     """Maximum length of a sequence (prompt and completion): the smaller of the model's and the cache's current limit."""

@@ -75,7 +75,7 @@ class InferenceServicer:
 
         Attach and Cancel of this request must send the value of the initial metadata `stageline-attach-secret` as metadata of
         the same name: the client's own secret if it sends one with Generate (32 to 128 printable ASCII characters), else one
-        made by the coordinator.
+        created by the coordinator.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -93,7 +93,7 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """Cancels a live request, whatever its `on_disconnect`; its Generate call ends with status CANCELLED. Drops the kept
+        """Cancels a live request, regardless of `on_disconnect`; its Generate call ends with status CANCELLED. Drops the kept
         output of an ended request.
 
         Errors: NOT_FOUND (no such request), PERMISSION_DENIED (without its secret, unless metadata `authorization` is `Bearer`

@@ -33,7 +33,7 @@ class InferenceStub:
 
     Attach and Cancel of this request must send the value of the initial metadata `stageline-attach-secret` as metadata of
     the same name: the client's own secret if it sends one with Generate (32 to 128 printable ASCII characters), else one
-    made by the coordinator.
+    created by the coordinator.
     """
     Attach: _aio.UnaryStreamMultiCallable[_inference_pb2.AttachRequest, _inference_pb2.GenerateResponse]
     """Continues the messages of a request from given tokens on. This call replaces the previous one, which ends with ABORTED,
@@ -43,7 +43,7 @@ class InferenceStub:
     generated), PERMISSION_DENIED (without the secret of the request).
     """
     Cancel: _aio.UnaryUnaryMultiCallable[_inference_pb2.CancelRequest, _inference_pb2.CancelResponse]
-    """Cancels a live request, whatever its `on_disconnect`; its Generate call ends with status CANCELLED. Drops the kept
+    """Cancels a live request, regardless of `on_disconnect`; its Generate call ends with status CANCELLED. Drops the kept
     output of an ended request.
 
     Errors: NOT_FOUND (no such request), PERMISSION_DENIED (without its secret, unless metadata `authorization` is `Bearer`
@@ -74,7 +74,7 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
 
         Attach and Cancel of this request must send the value of the initial metadata `stageline-attach-secret` as metadata of
         the same name: the client's own secret if it sends one with Generate (32 to 128 printable ASCII characters), else one
-        made by the coordinator.
+        created by the coordinator.
         """
 
     @_abc_1.abstractmethod
@@ -96,7 +96,7 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.CancelRequest,
         context: _aio.ServicerContext[_inference_pb2.CancelRequest, _abc.Awaitable[_inference_pb2.CancelResponse]],
     ) -> _abc.Awaitable[_inference_pb2.CancelResponse]:
-        """Cancels a live request, whatever its `on_disconnect`; its Generate call ends with status CANCELLED. Drops the kept
+        """Cancels a live request, regardless of `on_disconnect`; its Generate call ends with status CANCELLED. Drops the kept
         output of an ended request.
 
         Errors: NOT_FOUND (no such request), PERMISSION_DENIED (without its secret, unless metadata `authorization` is `Bearer`

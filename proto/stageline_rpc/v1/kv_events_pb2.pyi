@@ -104,8 +104,8 @@ Global___KvSnapshot: _TypeAlias = KvSnapshot  # noqa: Y015
 @_typing.final
 class KvBlock(_message.Message):
     """A full block. The block hash is XXH3-64 over its tokens (u32 LE, seed: the request's salt), the sequence hash chains
-    it to the block before: XXH3-64 over (parent sequence hash, block hash; both u64 LE, seed 1337), or the block hash
-    itself for the first.
+    it to the previous block: XXH3-64 over (parent sequence hash, block hash; both u64 LE, seed 1337), or the block hash
+    itself for the first block.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -117,10 +117,10 @@ class KvBlock(_message.Message):
     sequence_hash: _builtins.int
     block_hash: _builtins.int
     parent: _builtins.int
-    """Sequence hash of the block before; absent for the first block of a sequence."""
+    """Sequence hash of the previous block; absent for the first block of a sequence."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """`block_size` of them, if requested."""
+        """`block_size` token ids, if requested."""
 
     def __init__(
         self,

@@ -88,7 +88,7 @@ class ListTracesRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """At most this many traces; 0: 100. More than 512 is 512."""
+    """Maximum traces of the page, at most 512; 0: 100."""
     page_token: _builtins.str
     """`next_page_token` of the page before; empty: the newest traces."""
     def __init__(
@@ -116,7 +116,7 @@ class ListTracesResponse(_message.Message):
     next_page_token: _builtins.str
     """Empty on the last page."""
     num_dropped_traces: _builtins.int
-    """Dropped in favour of newer ones since the coordinator started."""
+    """Traces and spans dropped in favour of newer ones since the coordinator started."""
     num_dropped_spans: _builtins.int
     @_builtins.property
     def traces(self) -> _containers.RepeatedCompositeFieldContainer[Global___TraceSummary]: ...
@@ -337,9 +337,9 @@ class GetActivityResponse(_message.Message):
     now_us: _builtins.int
     """Monotonic clock of the coordinator."""
     summary: _builtins.str
-    """Explanation of `slowest_stage`, or of what the pipeline does."""
+    """Explanation of `slowest_stage`, or the state of the pipeline."""
     slowest_stage: _builtins.int
-    """The stage that holds up the others; unset where none stands out."""
+    """The stage that limits the others; unset without an outlier."""
     window_s: _builtins.float
     """Period of `stages` and `bubble_share`."""
     bubble_share: _builtins.float
@@ -356,27 +356,27 @@ class GetActivityResponse(_message.Message):
     def uptime(self) -> _duration_pb2.Duration: ...
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageActivity]:
-        """In order; empty if no step was answered recently."""
+        """Stages in order; empty if no step was answered recently."""
 
     @_builtins.property
     def rates(self) -> Global___ActivityRates: ...
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepActivity]:
-        """Of the last ten seconds, oldest first; the latest ones if there are many."""
+        """Steps of the last ten seconds, oldest first; only the latest ones if there are many."""
 
     @_builtins.property
     def in_flight(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepInFlight]: ...
     @_builtins.property
     def seconds(self) -> _containers.RepeatedCompositeFieldContainer[Global___SecondActivity]:
-        """Of the last five minutes, oldest first, without idle seconds."""
+        """The last five minutes, oldest first, without idle seconds."""
 
     @_builtins.property
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestActivity]:
-        """Live ones, oldest first; then ended ones, latest first. At most a few hundred."""
+        """Live requests, oldest first, then ended ones, latest first. At most a few hundred."""
 
     @_builtins.property
     def epochs(self) -> _containers.RepeatedCompositeFieldContainer[Global___EpochActivity]:
-        """Recent ones, oldest first."""
+        """Recent epochs, oldest first."""
 
     def __init__(
         self,
@@ -431,9 +431,9 @@ class StageActivity(_message.Message):
     compute_us: _builtins.float
     """Means per step."""
     wait_us: _builtins.float
-    """Waiting for earlier steps."""
+    """Wait for earlier steps."""
     hop_us: _builtins.float
-    """From the sender's output to the first byte of the frame."""
+    """Time from the sender's output to the first byte of the frame."""
     def __init__(
         self,
         *,
@@ -596,7 +596,7 @@ Global___ActivityRates: _TypeAlias = ActivityRates  # noqa: Y015
 
 @_typing.final
 class Quantiles(_message.Message):
-    """Quantiles of durations in seconds, at most 1 % off; unset where `count` is 0. There are hundreds in a response."""
+    """Quantiles of durations in seconds, accurate to 1 %; unset if `count` is 0. Floats, because a response has hundreds."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -700,7 +700,7 @@ class RequestActivity(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     phase: Global___RequestPhase.ValueType
-    """Of a live request: phase of its most advanced choice."""
+    """For a live request the phase of its most advanced choice."""
     num_choices: _builtins.int
     num_prompt_tokens: _builtins.int
     num_cached_tokens: _builtins.int
@@ -712,11 +712,11 @@ class RequestActivity(_message.Message):
     accepted_us: _builtins.int
     """Arrival of the call. At least 0, for a request that an earlier coordinator accepted."""
     started_us: _builtins.int
-    """First step sent; first token; end."""
+    """Times of the first sent step, the first token and the end."""
     first_token_us: _builtins.int
     ended_us: _builtins.int
     error: _builtins.str
-    """Why it did not finish; empty otherwise."""
+    """Why the request did not finish; empty otherwise."""
     reason: _builtins.str
     """Reason code of `error`, as in `google.rpc.ErrorInfo`."""
     def __init__(
@@ -772,7 +772,7 @@ class EpochActivity(_message.Message):
     stopped_us: _builtins.int
     """Unset: the epoch is current."""
     reason: _builtins.str
-    """Why it ended, in words and as a code; unspecified if the coordinator stopped it."""
+    """Why the epoch ended, in words and as a code; unspecified if the coordinator stopped it."""
     cause: _cluster_pb2.EpochEndCause.ValueType
     def __init__(
         self,

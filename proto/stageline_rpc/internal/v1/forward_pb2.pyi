@@ -4,8 +4,8 @@ isort:skip_file
 Frames from stage to stage, and references computed by a worker.
 
 A frame is one step (one micro-batch on its way through all stages) on one hop. It is sent as one or more FrameChunk
-messages. The coordinator makes the `Step` part, and every stage forwards it unchanged; only the hidden states differ
-from hop to hop. Times are integers: they are in every frame.
+messages. The coordinator creates the `Step` part, and every stage forwards it unchanged; only the hidden states
+differ from hop to hop. Times are integers: they are in every frame.
 """
 
 from collections import abc as _abc
@@ -253,11 +253,11 @@ class ComputeReferenceResponse(_message.Message):
     """
     @_builtins.property
     def texts(self) -> _containers.RepeatedCompositeFieldContainer[Global___TextReference]:
-        """In the order of the request."""
+        """References in the order of the requested texts."""
 
     @_builtins.property
     def layers(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerReference]:
-        """From the first layer to the last."""
+        """Layers from the first to the last."""
 
     def __init__(
         self,

@@ -4,8 +4,8 @@ isort:skip_file
 Frames from stage to stage, and references computed by a worker.
 
 A frame is one step (one micro-batch on its way through all stages) on one hop. It is sent as one or more FrameChunk
-messages. The coordinator makes the `Step` part, and every stage forwards it unchanged; only the hidden states differ
-from hop to hop. Times are integers: they are in every frame.
+messages. The coordinator creates the `Step` part, and every stage forwards it unchanged; only the hidden states
+differ from hop to hop. Times are integers: they are in every frame.
 """
 
 from collections import abc as _abc

@@ -251,7 +251,7 @@ class WorkerHello(_message.Message):
     name: _builtins.str
     """Stable name of the worker, unique in the cluster."""
     incarnation: _builtins.bytes
-    """UUIDv7 (16 bytes), made when the process started."""
+    """UUIDv7 (16 bytes), created when the process started."""
     address: _builtins.str
     """HOST:PORT of its StageService, as the other workers and the coordinator reach it."""
     device: _builtins.str
@@ -368,7 +368,7 @@ class Heartbeat(_message.Message):
     busy_us: _builtins.int
     """Time spent computing steps since the process started, in microseconds."""
     load_progress: _builtins.float
-    """Fraction of the assigned stage's weights that was read, 0 to 1."""
+    """Fraction of the assigned stage's weights that is loaded, 0 to 1."""
     sent_at_us: _builtins.int
     """Time of sending by the worker's clock, in microseconds since 1970; 0: send no response."""
     clock_offset_us: _builtins.int
@@ -537,7 +537,7 @@ class StageLoaded(_message.Message):
     kernels: _builtins.str
     """"compiled" or "plain"; empty for a mock stage."""
     kernels_detail: _builtins.str
-    """Chosen kernels, and why others were not chosen."""
+    """Chosen kernels, with the reasons against the others."""
     wire_dtype: _cluster_pb2.Dtype.ValueType
     """Dtype of sent hidden states; a worker may have a setting of its own."""
     def __init__(
@@ -573,7 +573,7 @@ class VerifyWeights(_message.Message):
     IDLE_MS_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
     plan_id: _builtins.int
-    """0: the whole checkpoint of the worker, whatever its stage; references are computed from it."""
+    """0: the worker's whole checkpoint, regardless of its stage; references are computed from it."""
     idle_ms: _builtins.int
     """Idle time before each part of a file is read, in milliseconds. 0: at once, also between steps."""
     @_builtins.property

@@ -223,7 +223,7 @@ class Prefill(_message.Message):
     num_tokens: _builtins.int
     """Tokens of this chunk."""
     num_prefill_tokens: _builtins.int
-    """Tokens of the sequence to prefill in total. The chunk that ends there is the last one, and is sampled."""
+    """Total tokens of the sequence to prefill. The chunk that ends there is the last one, and is sampled."""
     is_scored: _builtins.bool
     """LAST returns the log-probabilities of the prompt tokens that follow the tokens of this chunk."""
     def __init__(
@@ -699,7 +699,7 @@ class StepResult(_message.Message):
     epoch: _builtins.int
     step_id: _builtins.int
     stage_times: _builtins.bytes
-    """Of all stages, as in FrameChunk."""
+    """Times of all stages, as in FrameChunk."""
     @_builtins.property
     def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___SliceResult]:
         """`tokens` and then `results` have one entry per slice that is sampled or scored, in slice order."""
@@ -725,7 +725,7 @@ Global___StepResult: _TypeAlias = StepResult  # noqa: Y015
 
 @_typing.final
 class TokenColumns(_message.Message):
-    """Results with a token only, as columns with one entry per result."""
+    """Results that only have a token, as columns with one entry per result."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -775,11 +775,11 @@ class SliceResult(_message.Message):
     def error(self) -> Global___SliceError: ...
     @_builtins.property
     def logprobs(self) -> Global___StepLogprobs:
-        """Of the sampled token, if requested."""
+        """Log-probabilities of the sampled token, if requested."""
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepLogprobs]:
-        """Of a scored chunk: those of the prompt tokens from Prefill.start + 1 on, in order."""
+        """For a scored chunk: log-probabilities of the prompt tokens from Prefill.start + 1 on, in order."""
 
     def __init__(
         self,
