@@ -194,13 +194,13 @@ class CoordinatorConfig:
         _admission(
             "--max-unread-tokens",
             "N",
-            "Tokens a reader may lag behind before its request is cancelled",
+            "Maximum unread tokens of a request before it is cancelled",
             min=1,
             max=MAX_INT,
         ),
     ] = 4096
     priority_age_s: Annotated[
-        float, _admission("--priority-age", "SECONDS", "Waiting time that is worth one priority class")
+        float, _admission("--priority-age", "SECONDS", "Waiting time worth one priority class")
     ] = 10.0
 
     heartbeat_s: Annotated[float, _failures("--heartbeat", "SECONDS", "Worker heartbeat interval")] = (

@@ -190,8 +190,8 @@ class WorkerConfig:
         _compute(
             "--mock",
             "TIMES",
-            "Mock stage: take time, as in step=20ms,token=0.05ms, but compute nothing; context= is per token "
-            "and 1,000 tokens of context; poison_after=N, hang_after=N and oom_at=N make the device fail",
+            "Simulate step times, as in step=20ms,token=0.05ms; context= is per token and 1,000 tokens of "
+            "context; poison_after=N, hang_after=N and oom_at=N simulate device faults",
             parse=MockSpec.parse,
         ),
     ] = None

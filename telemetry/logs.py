@@ -143,7 +143,7 @@ class LogSettings:
 
     format: Annotated[
         LogFormat,
-        Flag("--log-format", None, "Log lines for people, or one JSON object per line", panel="Logs"),
+        Flag("--log-format", None, "Log format: text, or one JSON object per line", panel="Logs"),
     ] = LogFormat.CONSOLE
     level: Annotated[
         LogLevel,

@@ -129,7 +129,7 @@ class OutputFlags(TypedDict, total=False):
         bool | None,
         _output(
             "--skip-special-tokens/--no-skip-special-tokens",
-            help="Leave special tokens out of the text (default: on).",
+            help="Omit special tokens from the text (default: on).",
         ),
     ]
     logprobs: Annotated[

@@ -242,7 +242,7 @@ class GenerateOptions(TypedDict, total=False):
     echo: bool | None
     """Begin the output with the prompt (default: False)."""
     skip_special_tokens: bool | None
-    """Leave special tokens out of the text (default: True)."""
+    """Omit special tokens from the text (default: True)."""
 
     temperature: float | None
     """0 (default) is greedy; at most 100."""
